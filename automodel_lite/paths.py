@@ -47,7 +47,7 @@ class Nodes:
 
 
 def find_nodes(cu_padded: Tensor, position_ids: Tensor, lens: Tensor | None = None) -> Nodes | None:
-    """The nodes of a stream, or None where no document branches.
+    """Returns the nodes of a stream, or None where no document branches.
 
     cu_padded     int [N + 1], slot boundaries; position_ids int64 [T]
     lens          int64 [N], real tokens of each slot: padding behind them has any positions; None = no padding
@@ -103,7 +103,7 @@ def _with_paths(starts: Tensor, ends: Tensor, depths: list[int], num_tokens: int
 
 
 def concatenated_ranges(starts: Tensor, ends: Tensor) -> Tensor:
-    """arange(start, end) of all pairs, one after the other: starts [0, 5], ends [2, 8] -> [0, 1, 5, 6, 7]."""
+    """Returns arange(start, end) of all pairs, one after the other: starts [0, 5], ends [2, 8] -> [0, 1, 5, 6, 7]."""
     lengths = ends - starts
     first = (starts - (lengths.cumsum(0) - lengths)).repeat_interleave(lengths)
     return first + torch.arange(len(first), device=starts.device)

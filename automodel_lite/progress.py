@@ -20,7 +20,7 @@ _BAR = "{desc}: {percentage:3.0f}%|{bar}| {n:,}/{total:,}{unit} [{elapsed}<{rema
 
 
 def is_shown() -> bool:
-    """Does this process speak for the job?"""
+    """Returns whether this process speaks for the job."""
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -118,7 +118,7 @@ def wrap_lines(text: str, indent: int, stream: TextIO | None = None) -> str:
 
 
 def duration(seconds: float) -> str:
-    """1:02:03, or 2:03."""
+    """Returns 1:02:03, or 2:03."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

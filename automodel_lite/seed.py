@@ -17,7 +17,7 @@ import torch
 
 
 def derive_seed(*parts: object) -> int:
-    """A 63-bit seed from any printable parts; the same on every machine."""
+    """Returns a 63-bit seed from any printable parts; the same on every machine."""
     digest = hashlib.sha256(":".join(map(str, parts)).encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 

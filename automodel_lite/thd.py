@@ -105,7 +105,7 @@ class DocumentRows(Tensors):
 
     @cached_property
     def document(self) -> Tensor:
-        """int32 [T], of each token; one object, by which mixers find what they have made for it."""
+        """Returns int32 [T], of each token; one object, by which mixers find what they have made for it."""
         return self.seq_idx[0]
 
     def each(self, mix: Callable[[list[Tensor]], Tensor], streams: Sequence[Tensor]) -> Tensor:
@@ -119,7 +119,7 @@ class DocumentRows(Tensors):
 
 
 def document_rows(cu_seqlens: Tensor, nodes: Nodes | None = None) -> DocumentRows:
-    """The rows of a stream with boundaries `cu_seqlens` (int [N + 1], on the host), or of its trees."""
+    """Returns the rows of a stream with boundaries `cu_seqlens` (int [N + 1], on the host), or of its trees."""
     if nodes is not None:
         # Each path is a document of its own; what a shared token becomes is taken from the path that it belongs to.
         lens = nodes.end - nodes.start
@@ -162,7 +162,7 @@ def rows_of_paths(paths: Tensor, path_lens: Tensor, lens: Tensor) -> DocumentRow
 
 
 def _rows_per_tensor(lens: list[int]) -> list[int]:
-    """How many documents share a tensor; `lens` from the longest to the shortest."""
+    """Returns how many documents share a tensor; `lens` from the longest to the shortest."""
     sizes: list[int] = []
     longest = padding = 0
     for length in lens:
@@ -334,7 +334,7 @@ class AttentionPlan(Tensors):
 
 
 def attention_of(nodes: Nodes | None, cu_padded: Tensor, max_seqlen: int, position_ids: Tensor) -> AttentionPlan:
-    """The plan of a whole stream."""
+    """Returns the plan of a whole stream."""
     if nodes is None:
         return AttentionPlan(Segments(cu_padded, cu_padded, max_seqlen, max_seqlen))
     lens = nodes.end - nodes.start
@@ -439,15 +439,15 @@ class ThdBatch(Tensors):
     columns: dict[str, Tensor] = field(default_factory=dict)
 
     def to(self, device: torch.device | str, non_blocking: bool = True) -> ThdBatch:
-        """The batch on `device`. The copies overlap with work on the GPU only if the batch was pinned."""
+        """Returns the batch on `device`. The copies overlap with work on the GPU only if the batch was pinned."""
         return self.map_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> ThdBatch:
-        """The batch in page-locked memory; the name is the one that torch's pinning thread calls."""
+        """Returns the batch in page-locked memory; the name is the one that torch's pinning thread calls."""
         return self.map_tensors(lambda tensor: tensor.pin_memory())
 
     def model_inputs(self) -> dict[str, Any]:
-        """Keyword arguments of a Hugging Face causal LM that runs on one of our kernels, which takes `packed` out.
+        """Returns keyword arguments of a Hugging Face causal LM on one of our kernels, which takes `packed` out.
 
         `use_cache=False` is not an optimization: with a cache, transformers drops its own packed mask in silence.
         """
@@ -456,7 +456,7 @@ class ThdBatch(Tensors):
 
 
 def to_thd(batch: dict[str, Any], with_mixers: bool = True) -> ThdBatch:
-    """A batch of `packed_sequence_thd_collater` -> the stream of its rows.
+    """Turns a batch of `packed_sequence_thd_collater` into the stream of its rows.
 
     batch  `input_ids, labels, position_ids` int64 [B, S]; `seq_lens, seq_lens_padded` [B, documents], filled up with
            SEQ_LENS_PADDING; each row of `seq_lens_padded` sums to S. Optional columns of COLUMNS, [B, S] or [B, S, K]
@@ -508,7 +508,7 @@ def _is_real(lens: Tensor, slots: Tensor) -> Tensor:
 
 
 def _longest_rows(lens: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
-    """int64 [N]: tokens of each document, or of the longest row of a tree."""
+    """Returns int64 [N]: tokens of each document, or of the longest row of a tree."""
     document = torch.repeat_interleave(slots)
     starts = slots.cumsum(0) - slots
     firsts = positions[starts.clamp(max=len(positions) - 1)][document]
@@ -519,7 +519,7 @@ def _longest_rows(lens: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
 def stream_of(
     documents: Iterable[Tensor], device: torch.device | str = "cpu", trees: dict[int, Tensor] | None = None
 ) -> ThdBatch:
-    """The unpadded stream of documents, int64 [L] each; their labels are the ids themselves.
+    """Returns the unpadded stream of documents, int64 [L] each; their labels are the ids themselves.
 
     trees  the positions of those that branch, by their number
     """
@@ -531,19 +531,19 @@ def stream_of(
 
 
 def labeled_rows(labels: Tensor) -> Tensor:
-    """Positions that carry a label, int64 [R]; for tensors on the host."""
+    """Returns positions that carry a label, int64 [R]; for tensors on the host."""
     return (labels != IGNORE_INDEX).nonzero().squeeze(1)
 
 
 def cumulative(lengths: Tensor) -> Tensor:
-    """int64 [N] -> int32 [N + 1], from 0."""
+    """Returns running sums from 0: int64 [N] -> int32 [N + 1]."""
     return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
 
 
 def document_slots(
     seq_lens: Tensor, seq_lens_padded: Tensor | None, sentinel: int, rows: int, row_length: int
 ) -> tuple[Tensor, Tensor]:
-    """Real and padded lengths, int64 [N] each, row-major, the sentinel dropped.
+    """Returns real and padded lengths, int64 [N] each, row-major, the sentinel dropped.
 
     Without `seq_lens_padded` the last document of a row keeps the rest of the row.
     """

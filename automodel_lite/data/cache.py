@@ -41,7 +41,7 @@ class CacheEntry:
 
 
 def short_hash(text: str | bytes) -> str:
-    """The first 12 hex digits of the SHA-256 of `text`."""
+    """Returns the first 12 hex digits of the SHA-256 of `text`."""
     return hashlib.sha256(text if isinstance(text, bytes) else text.encode()).hexdigest()[:12]
 
 
@@ -52,7 +52,7 @@ def cache_root(cache_dir: str | Path | None = None) -> Path:
 
 
 def entry_folder(cache_dir: Path, kind: str, name: str, key: Key) -> Path:
-    """Where `build_once` puts the entry."""
+    """Returns where `build_once` puts the entry."""
     parts = {part: scrub(value) for part, value in key.items()}
     file_name = re.sub(r"[^\w.-]", "_", scrub(name))[-60:] or "data"
     return Path(cache_dir) / kind / f"{file_name}-{short_hash(json.dumps(parts, sort_keys=True))}"

@@ -128,14 +128,14 @@ def neat_packed_collater(batch: Sequence[Mapping[str, Any]], attn_implementation
 
 
 def batchify(tensor: Any, default_tensor_cls: Any = torch.LongTensor) -> Tensor:
-    """A tensor with a batch dim; what is not a tensor becomes a `default_tensor_cls`."""
+    """Returns a tensor with a batch dim; what is not a tensor becomes a `default_tensor_cls`."""
     if not isinstance(tensor, Tensor):
         tensor = default_tensor_cls(tensor)
     return tensor[None] if tensor.ndim == 1 else tensor
 
 
 def extract_key_from_dicts(batch: Sequence[Mapping[str, Any]], key: str) -> list[Any]:
-    """The values of `key`, in order."""
+    """Returns the values of `key`, in order."""
     return [row[key] for row in batch]
 
 

@@ -25,7 +25,7 @@ def make_cp_batch_for_te(
     seq_lens_padding_value: int = SEQ_LENS_PADDING,
     return_local_indices: bool = False,
 ) -> Any:
-    """A collated batch -> the THD dict of this context-parallel rank (Transformer Engine's layout).
+    """Turns a collated batch into the THD dict of this context-parallel rank (Transformer Engine's layout).
 
     No mesh or size 1: the dict of `process_input_for_thd` / `split_batch_into_thd_chunks`. Else `input_ids, labels,
     position_ids, padding_mask` are this rank's, `cu_seqlens` the padded boundaries of the whole stream, `max_seqlen`

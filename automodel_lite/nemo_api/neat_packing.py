@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 def greedy_knapsack(lengths: Sequence[int] | np.ndarray, max_length: int) -> list[list[int]]:
-    """Positions in `lengths` of each bin: longest first into the emptiest bin if it fits, else a new one.
+    """Returns positions in `lengths` of each bin: longest first into the emptiest bin if it fits, else a new one.
 
     Items over max_length are skipped. greedy_knapsack([3, 2, 4, 1], 5) -> [[2, 3], [0, 1]]
     """

@@ -101,7 +101,7 @@ def create_block_causal_mask(seq_lens: SeqLens) -> torch.Tensor:
 
 
 def packed_block_causal_mask(seq_lens: SeqLens) -> torch.Tensor:
-    """The same as create_block_causal_mask."""
+    """Returns the same as create_block_causal_mask."""
     return create_block_causal_mask(seq_lens)
 
 
@@ -149,7 +149,7 @@ def flat_samples(samples: Any) -> TokenRows:
 
 
 def _fitting_samples(samples: Any, size: int, multiple: int, drop_long: bool) -> tuple[TokenRows, int]:
-    """The samples that fit a pack, and how many were too long."""
+    """Returns the samples that fit a pack, and how many were too long."""
     rows = flat_samples(samples)
     lengths = np.diff(rows.offsets)
     slots = -(-lengths // multiple) * multiple
@@ -172,7 +172,7 @@ def _fitting_samples(samples: Any, size: int, multiple: int, drop_long: bool) ->
 def _materialize(
     rows: TokenRows, slots: np.ndarray, offsets: np.ndarray, size: int, padding_idx: int
 ) -> datasets.Dataset:
-    """All packs as an Arrow table; `offsets` are documents of each pack, in the order of the rows."""
+    """Returns all packs as an Arrow table; `offsets` are documents of each pack, in the order of the rows."""
     # All padding of a pack belongs to its last document.
     slots = slots.copy()
     slots[offsets[1:] - 1] += size - np.diff(np.concatenate([[0], np.cumsum(slots)])[offsets])

@@ -16,7 +16,7 @@ from automodel_lite.thd import SEQ_LENS_PADDING, cumulative, document_slots
 def process_input_for_thd(
     batch: dict[str, Any], seq_lens_padding_value: int = SEQ_LENS_PADDING, padding_token_id: int = 0
 ) -> dict[str, Any]:
-    """A collated batch of [B, S] rows -> the dict of its THD stream, T = B * S.
+    """Turns a collated batch of [B, S] rows into the dict of its THD stream, T = B * S.
 
     input_ids     [B, S] -> [T], or embeddings [B, S, H] -> [T, H]; labels alike
     position_ids  [B, S] -> [T]; None -> None; mRoPE [R, B, S] -> [R, 1, T]
@@ -129,7 +129,7 @@ def _boundaries(
 
 
 def _rows_of(key: str, value: Any, rows: int, chunk: slice) -> Any:
-    """The chunk's part of one entry of the batch; what has no batch dim goes to every chunk."""
+    """Returns the chunk's part of one entry of the batch; what has no batch dim goes to every chunk."""
     if not isinstance(value, Tensor):
         return value
     if key == "position_ids" and value.ndim == 3:

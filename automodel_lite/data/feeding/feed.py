@@ -29,7 +29,7 @@ _GRACE_S = 120.0  # of a worker that was told to stop; it leaves sooner with its
 def read_batches(
     packs: Dataset[Any], steps: Iterable[np.ndarray], dp_rank: int, config: DataloaderConfig
 ) -> StatefulDataLoader:
-    """The collated micro-batches of a rank; `steps` are pack ids, assigned to ranks."""
+    """Returns the collated micro-batches of a rank; `steps` are pack ids, assigned to ranks."""
     micro_batches = [micro_batch for step in steps for micro_batch in step[:, dp_rank].tolist()]
     pins = torch.cuda.is_available()
     options = worker_options(config)
@@ -124,7 +124,7 @@ class DeviceFeed(Iterator[ReadyStep]):
         self._staged = ReadyStep(batches, micro_batches, inputs)
 
     def peek(self) -> ReadyStep:
-        """The step that comes next; raises StopIteration when there is none."""
+        """Returns the step that comes next; raises StopIteration when there is none."""
         self.stage()
         if self._staged is None:
             raise StopIteration

@@ -157,13 +157,13 @@ class MixedRows(Rows):
         return self.sources[self.source_ids[index]][int(self.row_ids[index])]
 
     def tokens_by_source(self) -> dict[str, int]:
-        """Tokens that an epoch takes of each set."""
+        """Returns tokens that an epoch takes of each set."""
         sums = np.bincount(self.source_ids, weights=self.lengths, minlength=len(self.names))
         return {name: int(tokens) for name, tokens in zip(self.names, sums)}
 
 
 def choose_documents(lengths: np.ndarray, num_tokens: float, rng: np.random.Generator) -> np.ndarray:
-    """Documents of about `num_tokens` tokens: all of them as often as they fit, then some that `rng` draws.
+    """Returns documents of about `num_tokens` tokens: all of them as often as they fit, then some that `rng` draws.
 
     >>> choose_documents(np.array([2, 2]), 6, np.random.default_rng(0))
     array([0, 1, 1])

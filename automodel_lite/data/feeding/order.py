@@ -43,7 +43,7 @@ class BatchShape:
 
     @property
     def micro_steps(self) -> int:
-        """Forward passes of each rank for a whole step."""
+        """Returns the forward passes of each rank for a whole step."""
         return self.global_batch_size // (self.micro_batch_size * self.dp_size)
 
 
@@ -54,12 +54,12 @@ def batch_shape(config: TrainingConfig, dp_size: int) -> BatchShape:
 
 
 def epoch_order(num_packs: int, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
-    """The packs of an epoch in the order they are consumed, int64 [num_packs]."""
+    """Returns the packs of an epoch in the order they are consumed, int64 [num_packs]."""
     return seeded_order(num_packs, derive_seed("packs", seed), epoch) if shuffle else np.arange(num_packs)
 
 
 def assign_to_ranks(pack_ids: np.ndarray, shape: BatchShape) -> np.ndarray:
-    """The packs of one step -> int64 [micro-steps, dp ranks, micro_batch_size], filled up with EMPTY_PACK."""
+    """Lays out the packs of one step: int64 [micro-steps, dp ranks, micro_batch_size], filled up with EMPTY_PACK."""
     width = shape.dp_size * shape.micro_batch_size
     num_micro = -(-len(pack_ids) // width)
     filled = np.full(num_micro * width, EMPTY_PACK, dtype=np.int64)
@@ -73,7 +73,7 @@ WINDOW_STEPS = 32
 def pack_costs(
     plan: PackPlan, lengths: np.ndarray, model: CostModel, row_lengths: np.ndarray | None = None
 ) -> np.ndarray:
-    """Work of every pack in FLOPs, float64 [packs]: its whole row, and attention inside each slot.
+    """Returns the work of every pack in FLOPs, float64 [packs]: its whole row, and attention inside each slot.
 
     row_lengths  of the longest row of each document that is a tree, else its length: no query of a tree sees more keys
     """

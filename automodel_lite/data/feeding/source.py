@@ -38,7 +38,7 @@ class Cursor:
     shards: dict[str, Any] | None = None
 
     def gathered(self, mesh: Mesh) -> Cursor:
-        """The position with the states of all shards, which are spread over the ranks; for a checkpoint."""
+        """Returns the position with the states of all shards, which are spread over the ranks; for a checkpoint."""
         if self.shards is None or mesh.root is None:
             return self
         own = {k: v for k, v in self.shards.items() if int(k) % mesh.shape.dp == mesh.dp_rank}
@@ -98,18 +98,18 @@ class PackSource(ABC):
 
     @abstractmethod
     def plan(self, config: TrainingConfig) -> TrainingPlan:
-        """How many steps; raises ConfigError when the settings do not say."""
+        """Returns how many steps; raises ConfigError when the settings do not say."""
 
     @abstractmethod
     def steps(self, cursor: Cursor, mesh: Mesh, costs: CostModel) -> Iterator[StepBatches]:
-        """The steps of this rank that follow `cursor`, without end."""
+        """Yields the steps of this rank that follow `cursor`, without end."""
 
     @abstractmethod
     def fingerprint(self) -> dict[str, Any]:
         """What the order of the data follows from, for checkpoints: other values are other data."""
 
     def with_columns(self, columns_of: Callable[[str, Rows], Mapping[str, np.ndarray]]) -> PackSource:
-        """The same packs, whose rows have more columns; columns_of: (name of a set, its rows) -> columns."""
+        """Returns the same packs, whose rows have more columns; columns_of: (name of a set, its rows) -> columns."""
         raise ConfigError(
             "values per label are computed beforehand, and a stream is not known then: use dataset=files."
         )
@@ -121,11 +121,11 @@ class PackSource(ABC):
 
     @property
     def counts(self) -> dict[str, int]:
-        """What was read and left out, for metrics.jsonl."""
+        """Returns what was read and left out, for metrics.jsonl."""
         return {}
 
     def report(self, costs: CostModel | None = None) -> PackingReport | None:
-        """What the packs of the first epoch cost and gain."""
+        """Returns what the packs of the first epoch cost and gain."""
         return None
 
     def lengths(self) -> dict[str, list[float]]:

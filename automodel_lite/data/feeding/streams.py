@@ -172,7 +172,7 @@ class StreamingDataset:
 
     @cached_property
     def train(self) -> DocumentList:
-        """The first documents, for whoever wants to look at some (training a tokenizer on them)."""
+        """Returns the first documents, for whoever wants to look at some (training a tokenizer on them)."""
         documents = [document for _, document in self.head(NUM_HEAD_DOCUMENTS) if not isinstance(document, DataError)]
         return DocumentList(documents, self.name or "")
 
@@ -263,7 +263,7 @@ class StreamedPacks(PackSource):
         return {"tokens": short_hash(self.documents.content), "packs": packs}
 
     def steps(self, cursor: Cursor, mesh: Mesh, costs: CostModel) -> Iterator[StepBatches]:
-        """The costs of packs are not used: they are not known together.
+        """Yields the steps; the costs of packs, which are not known together, are not used.
 
         Raises DataError: the stream ends without a pack.
         """

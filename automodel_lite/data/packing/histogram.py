@@ -133,7 +133,7 @@ class Placements(NamedTuple):
     slot: np.ndarray
 
     def per_bin(self, amount: np.ndarray) -> np.ndarray:
-        """Sum over the placements of each bin, int64 [num_bins]; `amount` is per placement and bin."""
+        """Sums over the placements of each bin, int64 [num_bins]; `amount` is per placement and bin."""
         steps = np.zeros(self.num_bins + 1, np.int64)
         np.add.at(steps, self.first, amount)
         np.subtract.at(steps, self.first + self.bins, amount)
@@ -141,7 +141,7 @@ class Placements(NamedTuple):
 
 
 def histogram_of(slots: np.ndarray, size: int) -> np.ndarray:
-    """int64 [size + 1], slots of each length; in blocks, as bincount makes int64 of what it counts."""
+    """Returns int64 [size + 1], slots of each length; in blocks, as bincount makes int64 of what it counts."""
     counts = np.zeros(size + 1, np.int64)
     for start in range(0, len(slots), BLOCK):
         counts += np.bincount(slots[start : start + BLOCK], minlength=size + 1)
@@ -198,7 +198,7 @@ def best_fit(histogram: np.ndarray, size: int) -> Placements:
 
 
 def fewest_bins(histogram: np.ndarray, size: int, seed: int) -> Placements:
-    """Best-fit decreasing or exact fill in proportion, whichever needs fewer bins.
+    """Returns best-fit decreasing or exact fill in proportion, whichever needs fewer bins.
 
     Best-fit is within a few bins of the optimum on ordinary mixes. It wastes 4 % where two or three documents of like
     lengths share a bin (N(700, 120) in 2048), which is where subset-sum over many documents is better.
@@ -233,7 +233,7 @@ def exact_fill_in_proportion(histogram: np.ndarray, size: int, seed: int) -> Pla
 def assign(
     placements: Placements, lengths: np.ndarray, size: int, seed: int, epoch: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Document ids in pack order (int32 or int64 [N]) and offsets (int64 [packs + 1]).
+    """Returns document ids in pack order (int32 or int64 [N]) and offsets (int64 [packs + 1]).
 
     Documents of equal length and the packs themselves stand in a seeded order.
     """

@@ -97,7 +97,7 @@ def _fill(slots: np.ndarray, order: np.ndarray, size: int, limit: int) -> tuple[
 
 
 def pack_best_fit(slots: np.ndarray, size: int, seed: int, epoch: int) -> Packed:
-    """The histogram of lengths, packed by best-fit decreasing or, where that makes fewer packs, by exact fill.
+    """Packs the histogram of lengths by best-fit decreasing or, where that makes fewer packs, by exact fill.
 
     The fastest for tens of millions of documents. Documents of like lengths share packs; packs are shuffled.
     """
@@ -198,7 +198,7 @@ class Pieces:
     stops: np.ndarray | None = None
 
     def piece_lengths(self, lengths: np.ndarray, part: Part = slice(None)) -> np.ndarray:
-        """Real tokens of the entries of doc_ids, all or a part of them, int64; `lengths` are those of documents."""
+        """Returns real tokens of the entries of doc_ids, all or a part of them, int64; `lengths` of documents."""
         if self.starts is None or self.stops is None:
             return np.asarray(lengths)[self.doc_ids[part]].astype(np.int64, copy=False)
         return self.stops[part] - self.starts[part]
@@ -233,11 +233,11 @@ class PackPlan(Pieces):
         return len(self.offsets) - 1
 
     def slots(self, lengths: np.ndarray, part: Part = slice(None)) -> np.ndarray:
-        """`piece_lengths`, rounded up to slot_multiple."""
+        """Returns `piece_lengths`, rounded up to slot_multiple."""
         return -(-self.piece_lengths(lengths, part) // self.slot_multiple) * self.slot_multiple
 
     def fingerprint(self) -> str:
-        """16 hex digits that are equal for equal plans: ranks compare it, a resumed run compares it."""
+        """Returns 16 hex digits that are equal for equal plans: ranks compare it, a resumed run compares it."""
         digest = hashlib.sha256(f"{self.packed_sequence_size} {self.slot_multiple} {self.strategy}".encode())
         # As int64, little-endian: ids of 4 and of 8 bytes, and machines of either order, give the same digits.
         everything = (self.doc_ids, self.offsets, self.starts, self.stops)
@@ -398,7 +398,7 @@ def _without_masked(
 
 
 def _sample(pieces: Pieces, offsets: np.ndarray, max_packs: int, seed: int, epoch: int) -> tuple[Pieces, np.ndarray]:
-    """`max_packs` random packs in the order of the plan: every document has the same chance."""
+    """Returns `max_packs` random packs in the order of the plan: every document has the same chance."""
     chosen = np.sort(seeded_order(len(offsets) - 1, seed, epoch)[:max_packs])
     sizes = np.diff(offsets)[chosen]
     kept = np.zeros(max_packs + 1, np.int64)

@@ -131,7 +131,7 @@ def packing_report(
 
 
 def _padded_positions(plan: PackPlan, lengths: np.ndarray, batch: int) -> int:
-    """Positions of the plan's documents in a seeded order, `batch` at a time padded to the longest."""
+    """Counts positions of the plan's documents in a seeded order, `batch` at a time padded to the longest."""
     # Blocks of whole batches: none is padded to the longest of a part of it.
     order = seeded_order(len(plan.doc_ids), plan.seed, plan.epoch)
     block, positions = -(-BLOCK // batch) * batch, 0

@@ -238,7 +238,7 @@ def _check_preferences(columns: Sequence[str], renames: Mapping[str, str]) -> No
 def _find(
     candidates: Sequence[Format], columns: Sequence[str], renames: Mapping[str, str]
 ) -> tuple[Format, dict[str, str]]:
-    """The first format whose columns are there, under their own names before other ones; and all renames."""
+    """Returns the first format whose columns are there, under their own names before other ones; and all renames."""
     named = {*columns, *renames}
     for takes_others in (False, True):
         for candidate in candidates:

@@ -48,7 +48,7 @@ class Question:
 
 
 def question_of(document: Document) -> Question | None:
-    """What a document asks: its last answer taken off. None for tokens.
+    """Returns what a document asks: its last answer taken off. None for tokens.
 
     >>> question_of({"prompt": "2 + 2?", "completion": "4"})
     Question(messages=[{'role': 'user', 'content': '2 + 2?'}], answer='4', tools=None, is_chat=True)
@@ -122,7 +122,7 @@ KNOWN_ROLES = ("system", "developer", "user", "assistant", "model", "tool", "ipy
 
 
 def read_turn(turn: Any, where: str) -> Message:
-    """The message of one turn.
+    """Returns the message of one turn.
 
     Args:
         where: its place in the row, `messages[2]`.
@@ -214,7 +214,7 @@ def _content(content: Any, where: str, may_lack: bool) -> str:
 
 
 def _part(part: Any, where: str) -> str:
-    """The text of one part of a content: `{"type": "text", "text": "Hi"}`, or its text under another name."""
+    """Returns the text of one part of a content: `{"type": "text", "text": "Hi"}`, or its text under another name."""
     if not isinstance(part, dict):
         raise DataError(f'{where} must be an object such as {{"type": "text", "text": ...}}, not {part!r:.40}.')
     kind = part.get("type", "text")
@@ -229,7 +229,7 @@ def _part(part: Any, where: str) -> str:
 
 
 def maybe_json(value: Any, where: str) -> Any:
-    """The value, parsed if it is a text of JSON."""
+    """Returns the value, parsed if it is a text of JSON."""
     if not isinstance(value, str) or value.strip()[:1] not in ("{", "["):
         return value
     try:
@@ -239,7 +239,7 @@ def maybe_json(value: Any, where: str) -> Any:
 
 
 def sound_text(value: str, where: str) -> str:
-    """The text, if it is one that can be written as UTF-8: JSON may hold half of a surrogate pair."""
+    """Returns the text, if it is one that can be written as UTF-8: JSON may hold half of a surrogate pair."""
     try:
         value.encode()
     except UnicodeEncodeError as error:

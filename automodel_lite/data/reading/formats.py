@@ -117,7 +117,7 @@ _NO_COMMON_PROMPT = "column chosen and column rejected must begin with the same 
 
 
 def _prompt_turns(row: RawRow) -> list[Message]:
-    """The turns before the answers, as far as they stand in a column of their own."""
+    """Returns the turns before the answers, as far as they stand in a column of their own."""
     if row.get("conversations"):
         return _turns(row, "conversations")
     if isinstance(row.get("prompt"), list):
@@ -127,7 +127,7 @@ def _prompt_turns(row: RawRow) -> list[Message]:
 
 
 def _answer_turns(row: RawRow) -> list[list[Message]]:
-    """Both chats, whose common beginning is not trained on."""
+    """Returns both chats, whose common beginning is not trained on."""
     listed = {name: row[name] if isinstance(row[name], list) else [row[name]] for name in ("chosen", "rejected")}
     chats = [_turns(listed, name) for name in listed]
     if any(turns[0]["role"] == "assistant" for turns in chats):  # answers alone, else the whole chat is in both

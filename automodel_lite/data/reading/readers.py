@@ -235,7 +235,7 @@ def open_json(path: Path, name: str, encoding: str) -> RawRows:
 
 
 def _rows_in(whole: RawRow) -> list[list[Any]]:
-    """The values of an object that are lists of rows (messages are objects too, but no rows)."""
+    """Returns the values of an object that are lists of rows (messages are objects too, but no rows)."""
     lists = [value for value in whole.values() if isinstance(value, list) and value]
     return [rows for rows in lists if all(isinstance(row, dict) and not {"role", "from"} & row.keys() for row in rows)]
 

@@ -88,7 +88,7 @@ class ChatRenderer:
         self.stop_tokens = self._probe_stop_tokens({token.content for token in tokenizer.added_tokens_decoder.values()})
 
     def renderings(self, messages: Sequence[Message], tools: list[Any] | None = None) -> list[Rendering]:
-        """The renderings of one chat: one, or one a trained turn when the template rewrites earlier turns.
+        """Returns the renderings of one chat: one, or one a trained turn when the template rewrites earlier turns.
 
         Raises DataError: no assistant turn, or the template refuses the chat or leaves a part of it out.
         """

@@ -155,7 +155,7 @@ def check_set(
 def mark_trained(
     tokenizer: PreTrainedTokenizerBase, input_ids: np.ndarray, labels: np.ndarray, color: bool = False
 ) -> str:
-    """The decoded document with what is trained on in `⟦ ⟧`, or in green: `<|user|>Hi<|end|>⟦Hello<|end|>⟧`.
+    """Returns the decoded document with what is trained on in `⟦ ⟧`, or in green: `<|user|>Hi<|end|>⟦Hello<|end|>⟧`.
 
     A token is trained on when the position before it has a label.
     """

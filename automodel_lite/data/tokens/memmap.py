@@ -58,7 +58,7 @@ class MemmapRows(Rows):
             raise DataError(f"{path.name}: its index belongs to another file: documents are outside the {held}.")
 
     def __getitem__(self, index: int) -> Mapping[str, np.ndarray]:
-        """A view of the file's tokens; labels are made here.
+        """Returns a view of the file's tokens; labels are made here.
 
         Raises DataError: the file was cut short since it was mapped; reading on would end the process by a signal.
         """
@@ -171,7 +171,7 @@ def write_memmap(path: Path, documents: Iterable[Sequence[int]], dtype: str = "i
 
 
 def read_megatron_index(path: Path) -> tuple[str, np.ndarray]:
-    """The token type of a Megatron `.idx` file, and the offsets of its documents in tokens, int64 [N + 1].
+    """Returns the token type of a Megatron `.idx` file, and the offsets of its documents in tokens, int64 [N + 1].
 
     Layout: magic, version (u64 = 1), type code (u8), number of sequences S (u64), number of document bounds D (u64),
     int32 [S] lengths, int64 [S] byte pointers, int64 [D] first sequence of each document.

@@ -55,18 +55,18 @@ class Rows(ABC):
 
     @abstractmethod
     def __getitem__(self, index: int) -> Mapping[str, np.ndarray]:
-        """The columns of one document; they are not to be written to."""
+        """Returns the columns of one document; they are not to be written to."""
 
     @property
     def flat(self) -> TokenRows:
-        """The flat rows that all tokens stand in; raises ConfigError for rows of several sets."""
+        """Returns the flat rows that all tokens stand in; raises ConfigError for rows of several sets."""
         raise ConfigError(
             "values per label are computed for one set of documents (dataset=files, toy_chat ...): make one of the "
             "mixture's sets, or score each alone."
         )
 
     def with_columns(self, columns: Mapping[str, np.ndarray]) -> Rows:
-        """The same rows with more columns, [tokens of the flat rows, ...] each."""
+        """Returns the same rows with more columns, [tokens of the flat rows, ...] each."""
         return TokenRows({**self.flat.columns, **columns}, self.flat.offsets, files=self.flat.files)
 
     def has_labels(self, doc_ids: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
@@ -205,12 +205,12 @@ def flatten(rows: Iterable[Mapping[str, Any]]) -> TokenRows:
 
 
 def _filled(name: str, num_tokens: int) -> np.ndarray:
-    """A column that the rows do not have."""
+    """Returns a column that the rows do not have."""
     return np.full(num_tokens, COLUMNS[name].padding, COLUMNS[name].stored)
 
 
 def next_token_labels(input_ids: np.ndarray, trained: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Labels of documents end to end: the next token where that one is trained on, else -100.
+    """Returns labels of documents end to end: the next token where that one is trained on, else -100.
 
     Args:
         input_ids: [total]; trained: bool [total], whether the token is something to learn; lengths: [N].
@@ -334,7 +334,7 @@ class TokenizedData:
     longest: int = 0  # of all that may be drawn
 
     def train_of(self, epoch: int) -> Rows:
-        """The rows of an epoch, 0 is the first."""
+        """Returns the rows of an epoch, 0 is the first."""
         return self.drawn(epoch) if self.drawn and epoch else self.train
 
 

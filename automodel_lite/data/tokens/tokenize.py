@@ -261,7 +261,7 @@ def tokenize_documents(documents: Documents, job: Job, cache_dir: str | Path | N
 
 
 def tokenize_in_memory(rows: DocumentSet, job: Job) -> TokenRows:
-    """Token rows of a set that need no cache; checked as those of a file are."""
+    """Returns token rows of a set that need no cache; checked as those of a file are."""
     chunk = DocumentTokenizer(job).chunk(placed(rows))
     check_set("train", "messages", chunk.found, job.settings, job.tokenizer)
     return TokenRows(chunk.columns, np.append(0, np.cumsum(chunk.lengths)))

@@ -88,7 +88,7 @@ def check_vocabulary(pretrained: str, tokenizer: PreTrainedTokenizerFast) -> Non
 
 
 def padding_id(tokenizer: PreTrainedTokenizerFast) -> int:
-    """The id that fills packs up: pad, else end, else 0. Padding is masked by position, so any id is right."""
+    """Returns the id that fills packs up: pad, else end, else 0. Padding is masked by position, so any id is right."""
     return next(int(i) for i in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if i is not None)
 
 

@@ -84,7 +84,7 @@ def _shared(one: Row, other: Row) -> int:
 
 
 def _tree(rows: Sequence[Row], shared: Sequence[int]) -> Tree:
-    """Sorted rows, and the tokens that each shares with the one before -> their tree."""
+    """Makes a tree of sorted rows; `shared`: the tokens that each shares with the one before."""
     firsts = [max(0, tokens - 1) for tokens in shared]  # the last shared token is copied: it has a label in each row
     own = {name: np.concatenate([row[name][first:] for row, first in zip(rows, firsts)]) for name in rows[0]}
     ids = own["input_ids"]
@@ -223,7 +223,7 @@ class TreeRows(Rows):
 
 
 def _longest_rows(trees: TokenRows) -> np.ndarray:
-    """int64 [N]: tokens of the longest row of each tree."""
+    """Returns int64 [N]: tokens of the longest row of each tree."""
     branches = trees.columns["branches"]
     # Branches of one token, one after the other, are one run of the column.
     run_lengths = np.diff(np.append(branches.at, branches.num_tokens)) * (branches.values > 0)
