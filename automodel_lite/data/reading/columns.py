@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from automodel_lite.data.cache import short_hash
-from automodel_lite.data.reading.documents import MEDIA, UNUSED, Document
+from automodel_lite.data.reading.documents import MEDIA, NAMES, UNUSED, Document
 from automodel_lite.data.reading.formats import FORMATS, GROUP, Format, own_format
 from automodel_lite.data.reading.labels import Alignment, align, check_alignment
 from automodel_lite.data.reading.readers import RawRow, RawRows
@@ -25,17 +25,6 @@ from automodel_lite.errors import ConfigError, DataError, did_you_mean, one_line
 
 OwnFormat = Callable[[RawRow], Any]
 
-# Other names of the same columns; the printed line names what it was taken for.
-ALIASES = {
-    "messages": ("conversation", "dialogue", "chat"),
-    "output": ("response", "completion"),
-    "completion": ("response", "chosen_response", "target"),
-    "prompt": ("query", "problem", "source"),
-    "answer": ("solution", "response"),
-    "text": ("content", "document"),
-    "input": ("context",),
-    "loss_mask": ("completion_mask", "assistant_masks", "assistant_mask"),
-}
 REJECTED = re.compile(r"reject|loser|worse|dispreferred", re.IGNORECASE)  # a column of the answer that is not wanted
 CHOSEN = re.compile(r"chosen|prefer|winner|accepted|better", re.IGNORECASE)
 VERDICTS = ("label", "kto_tag")  # good or bad: what KTO trains on
@@ -266,7 +255,7 @@ def _find(
 
 def _other_names(wanted: Sequence[str], named: set[str]) -> dict[str, str]:
     """Other names under which columns are there: Dolly's `context` is Alpaca's `input`."""
-    others = {name: [other for other in ALIASES.get(name, ()) if other in named] for name in wanted}
+    others = {name: [other for other in NAMES["columns"].get(name, ()) if other in named] for name in wanted}
     return {name: there[0] for name, there in others.items() if there and name not in named}
 
 

@@ -19,6 +19,8 @@ from itertools import chain, cycle
 from pathlib import Path
 from typing import Annotated, Any, Protocol
 
+import yaml
+
 from automodel_lite.config.rules import Range, Seed
 from automodel_lite.data.reading.readers import RawRows, RowList
 from automodel_lite.errors import DataError
@@ -105,13 +107,8 @@ class DocumentList(RowList):
         return f"{self.name}[{index}]"
 
 
-ROLES = {
-    "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
-    "bing": "assistant", "bard": "assistant", "system": "system", "tool": "tool", "observation": "tool",
-    "function_response": "tool", "function": "tool", "function_call": "assistant",
-}  # fmt: skip
-"""ShareGPT's names, and older ones of OpenAI -> the names that chat templates know; other roles stay as they are."""
-
+NAMES = yaml.safe_load((Path(__file__).parent / "names.yaml").read_text())  # of columns, and of roles
+ROLES = NAMES["roles"]
 TEXT_PARTS = ("text", "input_text", "output_text")
 TEXT_KEYS = ("text", "value", "content")
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
