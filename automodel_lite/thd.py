@@ -108,7 +108,7 @@ class DocumentRows(Tensors):
         """Returns int32 [T], of each token; one object, by which mixers find what they have made for it."""
         return self.seq_idx[0]
 
-    def each(self, mix: Callable[[list[Tensor]], Tensor], streams: Sequence[Tensor]) -> Tensor:
+    def map_rows(self, mix: Callable[[list[Tensor]], Tensor], streams: Sequence[Tensor]) -> Tensor:
         """`mix` on the rows of each of `streams`, [T, ...] each -> [n, L, ...]; its results [n, L, ...] -> [T, ...]."""
         outs = []
         for rows in self.rows:
@@ -369,8 +369,8 @@ class MixerExchange(Protocol):
     def size(self) -> int:
         """Number of ranks."""
 
-    def each(self, mix: Callable[[list[Tensor]], Tensor], streams: Sequence[Tensor]) -> Tensor:
-        """As `DocumentRows.each`, of streams [T / cp, ...]: each rank mixes whole documents."""
+    def map_rows(self, mix: Callable[[list[Tensor]], Tensor], streams: Sequence[Tensor]) -> Tensor:
+        """As `DocumentRows.map_rows`, of streams [T / cp, ...]: each rank mixes whole documents."""
 
     def own(self, x_T: Tensor) -> Tensor: ...  # [T, ...] -> [T / cp, ...]
 
@@ -394,9 +394,9 @@ class MixerPlan(Tensors):
     stream: DocumentRows
     exchange: MixerExchange | None = None
 
-    def each(self, mix: Callable[[list[Tensor]], Tensor], streams: Sequence[Tensor]) -> Tensor:
-        """As `DocumentRows.each`, of this rank's streams."""
-        return (self.exchange or self.stream).each(mix, streams)
+    def map_rows(self, mix: Callable[[list[Tensor]], Tensor], streams: Sequence[Tensor]) -> Tensor:
+        """As `DocumentRows.map_rows`, of this rank's streams."""
+        return (self.exchange or self.stream).map_rows(mix, streams)
 
 
 @dataclass(frozen=True)

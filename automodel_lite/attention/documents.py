@@ -161,7 +161,7 @@ class DecoderByRows:
 
         before = NOW.set(None)
         try:
-            hidden_TC = documents.mixers.each(mix, [ids_T])
+            hidden_TC = documents.mixers.map_rows(mix, [ids_T])
         finally:
             NOW.reset(before)
         return kinds[0](last_hidden_state=hidden_TC[None])
@@ -232,7 +232,7 @@ class PackedMixer:
                 out, *rest[:] = out
             return out  # type: ignore[no-any-return]
 
-        mixed = documents.mixers.each(mix, call.streams)[None]
+        mixed = documents.mixers.map_rows(mix, call.streams)[None]
         return (mixed, *rest) if rest else mixed
 
     def _splits_inside(self, call: _Arguments, plan: MixerPlan) -> bool:

@@ -256,7 +256,7 @@ def _split(call: Call, layout: Layout, plan: MixerPlan) -> Any:
             document = stream.document
             out = _on_paths(stream, streams, lambda xs: ours(document, **known | dict(zip(given, xs))))
     else:
-        out = plan.stream.each(mix, streams)
+        out = plan.stream.map_rows(mix, streams)
     if exchange is not None:
         out = exchange.from_heads(out)
     out = _as_rows(out[None], *places[0])

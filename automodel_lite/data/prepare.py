@@ -36,12 +36,12 @@ def prepare_data(config: Config, batches: BatchShape, packer: Packer) -> PackSou
     """Returns the packs of a run; tokenizes what is not in the cache, once per node."""
     documents = build(config.dataset)
     kind = StreamedPacks if isinstance(documents, StreamingDataset) else PlannedPacks
-    return kind.prepared(config, documents, packer, batches)
+    return kind.prepare(config, documents, packer, batches)
 
 
 def prepare_first_documents(config: Config, packer: Packer) -> PlannedPacks:
     """`prepare_data` for looking at it: of a stream, its first documents as if they were all."""
-    return PlannedPacks.prepared(config, build(config.dataset), packer, batch_shape(config.training, dp_size=1))
+    return PlannedPacks.prepare(config, build(config.dataset), packer, batch_shape(config.training, dp_size=1))
 
 
 def check_positions(data: PackSource, model: CausalLM, teacher: CausalLM | None = None) -> None:

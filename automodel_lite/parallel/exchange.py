@@ -220,8 +220,8 @@ class OwnedDocumentMixers(Heads):
         dist.all_reduce(total, group=self.group)
         return total
 
-    def each(self, mix: Callable[[list[Tensor]], Tensor], streams: Sequence[Tensor]) -> Tensor:
-        mixed = self.owned.each(mix, [self._to_owner(x) for x in streams])
+    def map_rows(self, mix: Callable[[list[Tensor]], Tensor], streams: Sequence[Tensor]) -> Tensor:
+        mixed = self.owned.map_rows(mix, [self._to_owner(x) for x in streams])
         # and back, the same way
         rows = SelectRows.apply(mixed, self.unarrange, self.arrange[None])
         received = AllToAll.apply(rows, self.group, (self.counts_in, self.counts_out))

@@ -171,7 +171,7 @@ def draw_sample(config: Config, shape: MeshShape) -> Sample:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     size = min(training_size, LARGEST_PACK_TOKENS[device] // multiple * multiple)
     if size < training_size:
-        packer = packer.resized(size, overlong="truncate")
+        packer = packer.resize(size, overlong="truncate")
     data = prepare_first_documents(config, packer)
     packs = data.packs_of(0)
     num_packs = max(LEAST_PACKS, PACKS_A_RANK * shape.dp)

@@ -29,7 +29,7 @@ class TrainState:
             "data": data.fingerprint(),
             "world_size": world_size(),
             "step": self.num_steps,
-            "cursor": asdict(self.cursor.gathered(mesh)),
+            "cursor": asdict(self.cursor.gather(mesh)),
             "extra": extra,
             "owes_validation": self.pending_validation,
             "val_loss": self.val_loss,

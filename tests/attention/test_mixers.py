@@ -191,4 +191,4 @@ def test_rows_hold_little_padding(seed: int) -> None:
     assert sum(x.numel() for x in rows.rows) < 1.1 * lens.sum() + 256 * len(rows.rows)
     assert len(rows.rows) < 20
     stream = torch.arange(int(lens.sum()))
-    assert torch.equal(rows.each(lambda x: x[0] + 1, [stream]), stream + 1)
+    assert torch.equal(rows.map_rows(lambda x: x[0] + 1, [stream]), stream + 1)

@@ -263,6 +263,6 @@ def test_rows_that_are_cut_short_while_they_are_mapped(column: str, tmp_path: Pa
     assert len(again[19]["input_ids"]) > 5
     os.truncate(data.folder / f"{column}.bin", 72)
     for mapped in (data, again):
-        for read in (lambda rows: rows[19], lambda rows: rows.located(np.array([19]))):
+        for read in (lambda rows: rows[19], lambda rows: rows.locate(np.array([19]))):
             with pytest.raises(DataError, match=rf"{column}.bin: the file was truncated while it was being read"):
                 read(mapped)

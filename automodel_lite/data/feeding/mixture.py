@@ -89,7 +89,7 @@ class Mixture:
                         "hold documents out by val_frac in a source of their own, or name other files."
                     )
 
-    def tokenized(self, datasets: Mapping[str, TokenizedData], vocab_size: int) -> TokenizedData:
+    def combine(self, datasets: Mapping[str, TokenizedData], vocab_size: int) -> TokenizedData:
         rows = {name: data.train for name, data in datasets.items()}
         train = self.mix(rows)
         differs_by_epoch = any(source.weight is not None or source.repeat % 1 for source in self.sources.values())

@@ -76,12 +76,12 @@ class PlannedPacks(PackSource):
     seed: int
 
     @classmethod
-    def prepared(cls, config: Config, documents: Documents, packer: Packer, batches: BatchShape) -> PlannedPacks:
+    def prepare(cls, config: Config, documents: Documents, packer: Packer, batches: BatchShape) -> PlannedPacks:
         job = job_of(config, documents, packer.tree, packer.packed_sequence_size)
         # The kind of the documents; of a mixture, text if all of its datasets are.
         datasets = documents.datasets.values() if isinstance(documents, RowDataset) else [documents]
         is_text = all(dataset.kind == "text" for dataset in datasets)
-        packer = packer.fitted_to("text" if is_text else "other", padding_id(job.tokenizer))
+        packer = packer.fit_to("text" if is_text else "other", padding_id(job.tokenizer))
         tokens = tokenize_documents(documents, job, config.cache_dir)
 
         @lru_cache(maxsize=2)

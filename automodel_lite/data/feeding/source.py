@@ -37,7 +37,7 @@ class Cursor:
     packs: int = 0
     shards: dict[str, Any] | None = None
 
-    def gathered(self, mesh: Mesh) -> Cursor:
+    def gather(self, mesh: Mesh) -> Cursor:
         """Returns the position with the states of all shards, which are spread over the ranks; for a checkpoint."""
         if self.shards is None or mesh.root is None:
             return self

@@ -215,9 +215,9 @@ class StreamedPacks(PackSource):
     documents: StreamingDataset
 
     @classmethod
-    def prepared(cls, config: Config, documents: Any, packer: Packer, batches: BatchShape) -> StreamedPacks:
+    def prepare(cls, config: Config, documents: Any, packer: Packer, batches: BatchShape) -> StreamedPacks:
         job = job_of(config, documents, packer.tree, packer.packed_sequence_size)
-        packer = packer.fitted_to(documents.kind, padding_id(job.tokenizer))
+        packer = packer.fit_to(documents.kind, padding_id(job.tokenizer))
         identity = f"{documents.identity} val"
         val, _, notes = tokenize_sets(documents.val, identity, documents.kind, job, config.cache_dir)
         # The first documents are judged as a file's are, before a step is taken.

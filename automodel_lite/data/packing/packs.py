@@ -93,13 +93,13 @@ class Packer:
         shape = self.packed_sequence_size, self.slot_multiple, self.padding_idx
         return lay_out_packs(rows, rows.offsets[:-1], rows.lengths, np.array([len(rows)]), *shape)[0]
 
-    def resized(self, packed_sequence_size: int, overlong: str) -> Packer:
+    def resize(self, packed_sequence_size: int, overlong: str) -> Packer:
         """Returns the same packing in packs of another size; it must be a multiple of `slot_multiple`."""
         resized = copy(self)
         resized.packed_sequence_size, resized.overlong = packed_sequence_size, overlong
         return resized
 
-    def fitted_to(self, kind: str, padding_id: int = 0) -> Packer:
+    def fit_to(self, kind: str, padding_id: int = 0) -> Packer:
         """Returns the packing for a kind of documents: text is split, unless the settings say otherwise."""
         fitted = copy(self)
         fitted.padding_idx = padding_id
@@ -178,7 +178,7 @@ class PackedDataset(torch.utils.data.Dataset):
                 raise IndexError(f"pack {index} of {len(plan)}")
             span = (0, 0) if index == EMPTY_PACK else (int(plan.offsets[index]), int(plan.offsets[index + 1]))
             spans.append(span)  # where the documents of the pack stand in the plan's doc_ids
-        rows, starts, lengths = self.rows.located(_joined_spans(plan.doc_ids, spans))
+        rows, starts, lengths = self.rows.locate(_joined_spans(plan.doc_ids, spans))
         if plan.starts is not None and plan.stops is not None:
             cut = _joined_spans(plan.starts, spans)
             starts, lengths = starts + cut, _joined_spans(plan.stops, spans) - cut

@@ -203,7 +203,7 @@ class Pieces:
             return np.asarray(lengths)[self.doc_ids[part]].astype(np.int64, copy=False)
         return self.stops[part] - self.starts[part]
 
-    def taken(self, order: np.ndarray) -> Pieces:
+    def take(self, order: np.ndarray) -> Pieces:
         whole = self.starts is None or self.stops is None
         return Pieces(self.doc_ids[order]) if whole else Pieces(*(x[order] for x in vars(self).values()))
 
@@ -283,7 +283,7 @@ def plan_packs(
     if cuts_documents:
         pieces, offsets, counts = _cut_at(packed, lengths, slots, slot_multiple, has_labels)
     else:
-        pieces, offsets = pool.taken(packed.order) if pool else Pieces(packed.order), packed.offsets
+        pieces, offsets = pool.take(packed.order) if pool else Pieces(packed.order), packed.offsets
     if max_packs is not None and max_packs < num_packs:
         pieces, offsets = _sample(pieces, offsets, max_packs, seed, epoch)
     # A million entries at a time: the lengths of all pieces at once would be 8 bytes for each document.
@@ -386,7 +386,7 @@ def _without_masked(
     cut = np.flatnonzero(long[doc_ids])
     is_masked = np.zeros(len(doc_ids), bool)
     is_masked[cut] = ~has_labels(doc_ids[cut], starts[cut], stops[cut])
-    kept = pieces.taken(np.flatnonzero(~is_masked))
+    kept = pieces.take(np.flatnonzero(~is_masked))
     if not len(kept.doc_ids):
         raise DataError(
             f"no document has a label within packed_sequence.packed_sequence_size={size}: their prompts alone fill a "
@@ -403,7 +403,7 @@ def _sample(pieces: Pieces, offsets: np.ndarray, max_packs: int, seed: int, epoc
     sizes = np.diff(offsets)[chosen]
     kept = np.zeros(max_packs + 1, np.int64)
     np.cumsum(sizes, out=kept[1:])
-    return pieces.taken(np.arange(kept[-1]) + np.repeat(offsets[chosen] - kept[:-1], sizes)), kept
+    return pieces.take(np.arange(kept[-1]) + np.repeat(offsets[chosen] - kept[:-1], sizes)), kept
 
 
 def _count(lengths: np.ndarray, pieces: Pieces, packed_tokens: int, lost: dict[str, int]) -> PlanCounts:

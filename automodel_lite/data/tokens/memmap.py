@@ -102,7 +102,7 @@ class MemmapCorpus:
         stamps = "; ".join(str(stamp(_bin_path(path))) for path in paths)
         self.identity = f"memmap({stamps}; separator_id={self.separator_id})"
 
-    def tokenized(self, datasets: Mapping[str, TokenizedData], vocab_size: int) -> TokenizedData:
+    def combine(self, datasets: Mapping[str, TokenizedData], vocab_size: int) -> TokenizedData:
         sets = {"train": self.rows} | {f"val/{name}": rows for name, rows in self.val_rows.items()}
         for name, rows in sets.items():
             # A thousand documents spread over the set: ids beyond the tokenizer were made with another one.

@@ -74,7 +74,7 @@ class Rows(ABC):
         pieces = zip(doc_ids.tolist(), starts.tolist(), stops.tolist())
         return np.array([(self[i]["labels"][start:stop] != IGNORE_INDEX).any() for i, start, stop in pieces], bool)
 
-    def located(self, doc_ids: np.ndarray) -> tuple[TokenRows, np.ndarray, np.ndarray]:
+    def locate(self, doc_ids: np.ndarray) -> tuple[TokenRows, np.ndarray, np.ndarray]:
         """Flat rows that hold these documents, where each begins in them, and its length; int64 [D] each."""
         rows = flatten(map(self.__getitem__, doc_ids.tolist()))
         return rows, rows.offsets[:-1], rows.lengths
@@ -156,7 +156,7 @@ class TokenRows(Rows):
         start, stop = self.offsets[index % len(self)], self.offsets[index % len(self) + 1]
         return {name: values[start:stop] for name, values in self.columns.items()}
 
-    def located(self, doc_ids: np.ndarray) -> tuple[TokenRows, np.ndarray, np.ndarray]:
+    def locate(self, doc_ids: np.ndarray) -> tuple[TokenRows, np.ndarray, np.ndarray]:
         check_not_cut(self.files)
         starts = self.offsets[doc_ids]
         return self, starts, self.offsets[doc_ids + 1] - starts
@@ -346,5 +346,5 @@ class RowDataset(Protocol):
     def datasets(self) -> Mapping[str, Documents]:
         """What it is made of, by name; each is tokenized alone."""
 
-    def tokenized(self, datasets: Mapping[str, TokenizedData], vocab_size: int) -> TokenizedData:
+    def combine(self, datasets: Mapping[str, TokenizedData], vocab_size: int) -> TokenizedData:
         """Its rows, from those of its datasets; raises DataError for token ids that a tokenizer does not have."""

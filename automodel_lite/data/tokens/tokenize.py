@@ -247,7 +247,7 @@ def tokenize_documents(documents: Documents, job: Job, cache_dir: str | Path | N
     """
     if isinstance(documents, RowDataset):
         datasets = {name: tokenize_documents(dataset, job, cache_dir) for name, dataset in documents.datasets.items()}
-        return documents.tokenized(datasets, len(job.tokenizer))
+        return documents.combine(datasets, len(job.tokenizer))
     sets = {"train": documents.train} | {f"val/{name}": rows for name, rows in documents.val.items()}
     rows, counts, notes = tokenize_sets(sets, documents.identity, documents.kind, job, cache_dir)
     train = rows.pop("train")

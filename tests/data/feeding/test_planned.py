@@ -186,7 +186,7 @@ def test_a_mixture_draws_whole_trees(tmp_path: Path) -> None:
     def mixed() -> PlannedPacks:
         half = {"dataset": FilesDataset(str(one)), "repeat": 0.5}
         sources = {"half": half, "whole": {"dataset": FilesDataset(str(other))}}
-        return PlannedPacks.prepared(config, Mixture(sources), build_packer(config), BatchShape(2, 1, 1))
+        return PlannedPacks.prepare(config, Mixture(sources), build_packer(config), BatchShape(2, 1, 1))
 
     data = mixed()
     rows = data.tokens.train

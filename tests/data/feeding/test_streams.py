@@ -90,7 +90,7 @@ def test_resumed_at_the_edge_of_an_epoch(tmp_path: Path) -> None:
 def steps_on_ranks(rank: int, world_size: int, path: str) -> list:
     loader = loader_of(path)
     steps = epoch_of(loader, Cursor())
-    return [(packs, after.gathered(init_mesh(MeshConfig())).shards, after.packs) for packs, after in steps]
+    return [(packs, after.gather(init_mesh(MeshConfig())).shards, after.packs) for packs, after in steps]
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -148,7 +148,7 @@ def test_long_documents_of_a_stream_are_split(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text("abcdefghij" * 20)
     dataset = StreamingDataset(str(path), num_shards=1)
-    packer = Packer(40).fitted_to(dataset.kind)
+    packer = Packer(40).fit_to(dataset.kind)
     shape = BatchShape(1, 1, 1)
     job, dataloader = Job(byte_tokenizer(MARKED)), DataloaderConfig()
     loader = StreamedPacks(dataset, job, packer, {}, (), shape, dataloader, False, 40)

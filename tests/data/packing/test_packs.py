@@ -226,8 +226,8 @@ def test_dropping_much_must_be_meant() -> None:
         packer.check_dropped(2200, 12000, "train", lengths) or packer.check_dropped(2600, 12000, "train", lengths)
     packer.check_dropped(2000, 12000, "train", lengths)
     Packer(512, overlong="drop").check_dropped(12000, 12000, "train", lengths)
-    assert (packer.fitted_to("text").overlong, packer.fitted_to("messages").overlong) == ("split", "drop")
-    assert Packer(512, overlong="drop").fitted_to("text").overlong == "drop"
+    assert (packer.fit_to("text").overlong, packer.fit_to("messages").overlong) == ("split", "drop")
+    assert Packer(512, overlong="drop").fit_to("text").overlong == "drop"
 
 
 Collater = Callable[[list[dict[str, Any]]], dict[str, Any]]
@@ -287,7 +287,7 @@ def rows_of(lengths: Iterable[int]) -> TokenRows:
 
 
 def test_plans_and_reads() -> None:
-    packs = Packer(packed_sequence_size=8).fitted_to("other", padding_id=5).packs(rows_of([3, 4]))
+    packs = Packer(packed_sequence_size=8).fit_to("other", padding_id=5).packs(rows_of([3, 4]))
     assert sorted(packs[0]["input_ids"].tolist()) == [1] * 7 + [5]
 
 
