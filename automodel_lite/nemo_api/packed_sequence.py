@@ -8,9 +8,8 @@ lengths [2, 1]      1 0 0
 from __future__ import annotations
 
 import logging
-import multiprocessing
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from itertools import chain
 from typing import Any
 
 import datasets
@@ -18,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 from datasets.fingerprint import Hasher
+from torch.utils.data import DataLoader
 
 from automodel_lite.data.packing.packs import fill_slots
 from automodel_lite.data.packing.plan import next_fit
@@ -80,10 +80,11 @@ def tokenize_dataset_parallel(dataset: Any, num_proc: int) -> datasets.Dataset:
         raise DataError("there are no rows to tokenize: check the path, the split and the filters of the dataset.")
     if num_proc == 1:
         return datasets.Dataset.from_list([dict(dataset[i]) for i in range(len(dataset))])
-    context = multiprocessing.get_context("fork")  # any dataset serves, also one that cannot be pickled
-    with ProcessPoolExecutor(num_proc, context, initializer=_hold, initargs=(dataset,)) as pool:
-        chunk = min(CHUNK_ROWS, -(-len(dataset) // num_proc))
-        return datasets.Dataset.from_list(list(pool.map(_held_row, range(len(dataset)), chunksize=chunk)))
+    chunk = min(CHUNK_ROWS, -(-len(dataset) // num_proc))
+    # by fork, so that any dataset serves, also one that cannot be pickled
+    processes: dict[str, Any] = {"num_workers": num_proc, "multiprocessing_context": "fork"}
+    chunks = DataLoader(dataset, chunk, collate_fn=lambda rows: [dict(row) for row in rows], **processes)
+    return datasets.Dataset.from_list(list(chain.from_iterable(chunks)))
 
 
 def create_block_causal_mask(seq_lens: SeqLens) -> torch.Tensor:
@@ -196,15 +197,3 @@ def _materialize(
 
 def _lists(offsets: np.ndarray, values: np.ndarray) -> pa.ListArray:
     return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), values)
-
-
-_held: Any  # the dataset of a worker process
-
-
-def _hold(dataset: Any) -> None:
-    global _held
-    _held = dataset
-
-
-def _held_row(index: int) -> dict[str, Any]:
-    return dict(_held[index])
