@@ -20,10 +20,12 @@ import logging
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
 from omegaconf import OmegaConf
 
 from automodel_lite.cli import argument_parser, compose_config, run_tool
@@ -34,10 +36,13 @@ from automodel_lite.data.feeding.planned import PlannedPacks, epochs_of
 from automodel_lite.data.prepare import check_sizes, prepare_data
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.launched import check_alone
+from automodel_lite.parallel.mesh import MeshShape
 from automodel_lite.telemetry.console import quiet_libraries
-from automodel_lite.tools.planner import GPUS, SHOWN, Job, Outcome, Plan, calibrated, make_plans
-from automodel_lite.training.plan import Parts, build_parts
-from automodel_lite.training.recompute import recomputation_text
+from automodel_lite.tools.planner import AXES, GPUS, SHOWN, Gpu, Job, Outcome, Plan, make_plans, placed, possible
+from automodel_lite.training.memory import estimate_memory, usable
+from automodel_lite.training.plan import ModelPlan, Parts, build_parts, with_recomputation
+from automodel_lite.training.recompute import HOPELESS, OFFLOAD, recomputation_text
+from automodel_lite.training.simulation import layer_pattern, simulate_by_layers
 from automodel_lite.training.start import try_model
 
 POSITIVE = argument(float, Range(above=0))
@@ -76,10 +81,10 @@ def main(argv: list[str] | None = None) -> int:
     print(duration_text(best, job, config, data.num_packs, args.price_per_gpu_hour))
     print("", command(best, job, args.config_name, overrides), sep="\n")
     if args.json:
-        found = {"plans": [plan.as_json() for plan in outcome.plans], "lost": dict(outcome.lost)}
+        found = {"plans": [as_json(plan) for plan in outcome.plans], "lost": dict(outcome.lost)}
         args.json.write_text(json.dumps(found, indent=1))
     if args.write:
-        write_preset(args.write, args.config_name, config, [*overrides, *best.overrides])
+        write_preset(args.write, args.config_name, config, [*overrides, *overrides_of(best)])
     return 0
 
 
@@ -88,6 +93,19 @@ def composed(preset: str, overrides: Sequence[str]) -> Config:
     if OmegaConf.is_missing(raw.dataset, "path"):
         raw.dataset.path = NOT_READ
     return check_config(raw)
+
+
+def calibrated(gpu: Gpu, path: Path) -> Gpu:
+    """Returns the GPU with the rates of a file: `ceilings` as gpu_check writes them, or fields of `Gpu`."""
+    found = json.loads(path.read_text())
+    ceilings = found.get("ceilings", {})
+    values = {key: value for key, value in found.items() if key in {f.name for f in fields(Gpu)}}
+    for key, name in (("flops", "product_tflops"), ("bytes_per_s", "copy_tb_per_s")):
+        if ceilings.get(name):
+            values[key] = ceilings[name] * 1e12
+    if not values:
+        raise ConfigError(f"{path}: neither `ceilings` of gpu_check nor rates such as flops and bytes_per_s.")
+    return replace(gpu, **{"source": f"measured, {path}", **values})
 
 
 @dataclass(frozen=True)
@@ -144,11 +162,46 @@ def table(plans: list[Plan]) -> str:
                 f"{plan.tokens_per_s_per_gpu:,.0f}",
                 f"{plan.mfu:.0%}",
                 max(plan.seconds, key=plan.seconds.__getitem__),
-                plan.loses_by(plans[0]) if number else "",
+                loses_by(plan, plans[0]) if number else "",
             )
         )
     widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
+
+
+def loses_by(plan: Plan, best: Plan) -> str:
+    """Returns, in a word, where a token takes longer than in the best plan."""
+    excess = {key: s / plan.tokens - best.seconds[key] / best.tokens for key, s in plan.seconds.items()}
+    worst = max(excess, key=excess.__getitem__)
+    is_recomputed = recomputation_text(plan.parts) != recomputation_text(best.parts)
+    return "recomputation" if worst in ("products", "memory") and is_recomputed else worst
+
+
+def overrides_of(plan: Plan) -> list[str]:
+    """Returns what makes the preset this plan; an axis or a rung that is the default is left out."""
+    layout, training, advanced = plan.layout, plan.parts.training, plan.parts.advanced
+    every, is_reduced = advanced.recompute_every_layers, advanced.reduce_every_micro_batch is True
+    return [
+        *(f"mesh.{a}={getattr(layout.shape, a)}" for a in AXES if a == "dp_shard" or getattr(layout.shape, a) > 1),
+        *([f"advanced.reduce_every_micro_batch={str(is_reduced).lower()}"] if layout.micro_steps > 1 else []),
+        f"training.micro_batch_size={layout.micro_batch}",
+        f"training.global_batch_size={layout.global_batch}",
+        f"training.activation_checkpointing={training.activation_checkpointing}",
+        *([f"advanced.recompute_every_layers={every}"] if every > 1 else []),
+    ]
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """Returns a row of `--json`; bytes of one GPU."""
+    return {
+        "overrides": overrides_of(plan),
+        "peak_bytes": plan.step.peak,
+        "step_s": plan.step_s,
+        "tokens_per_s_per_gpu": plan.tokens_per_s_per_gpu,
+        "mfu": plan.mfu,
+        "seconds": plan.seconds,
+        **{f"{kind}_bytes": getattr(plan.step, kind) for kind in ("weights", "gradients", "optimizer")},
+    }
 
 
 def lost_text(outcome: Outcome) -> str:
@@ -168,7 +221,7 @@ def duration_text(best: Plan, job: Job, config: Config, num_packs: int, price: f
 
 def command(best: Plan, job: Job, preset: str, overrides: Sequence[str]) -> str:
     nodes = f"--nnodes {job.nodes} --rdzv-backend c10d --rdzv-endpoint $HOST:29500 " if job.nodes > 1 else ""
-    words = ["--config-name", preset, *overrides, *best.overrides]
+    words = ["--config-name", preset, *overrides, *overrides_of(best)]
     return f"torchrun --nproc-per-node {job.gpus_per_node} {nodes}recipes/train_ft.py {shlex.join(words)}"
 
 
@@ -176,13 +229,13 @@ def cures(job: Job, parts_of: Callable[[Sequence[str]], Parts], most_nodes: int 
     """Yields the smallest world and the largest pack that fit, and which other settings would."""
 
     def fits_with(change: str) -> bool:
-        return bool(make_plans(replace(job, parts=parts_of([change]), more=(change,)), most=1).plans)
+        return fits(replace(job, parts=parts_of([change])))
 
     # more GPUs on the node first, then more nodes
     worlds = [(gpus, 1) for gpus in (2, 4, 8) if job.nodes == 1 and gpus > job.gpus_per_node]
     worlds += [(max(job.gpus_per_node, 8), job.nodes * 2**n) for n in range(1, 11) if job.nodes * 2**n <= most_nodes]
     for gpus, nodes in worlds:
-        if make_plans(replace(job, gpus_per_node=gpus, nodes=nodes), most=1).plans:
+        if fits(replace(job, gpus_per_node=gpus, nodes=nodes)):
             yield f"  fits {nodes * gpus} GPUs (--gpus {gpus} --nodes {nodes})"
             break
     size = job.parts.packed_sequence_size // 2
@@ -195,6 +248,25 @@ def cures(job: Job, parts_of: Callable[[Sequence[str]], Parts], most_nodes: int 
         with suppress(ConfigError):
             if fits_with(change):
                 yield f"  fits with {change}"
+
+
+def fits(job: Job, tried: int = 3) -> bool:
+    """Does a plan fit? Of the world's layouts, those that hold least by the coarse formulas are simulated."""
+    pattern, capacity = layer_pattern(job.config), usable(int(job.gpu.gigabytes * 1e9))
+    least: list[tuple[float, Parts, MeshShape]] = []
+    for layout in possible(job):
+        parts = with_recomputation(placed(job, layout), *OFFLOAD)
+        if parts.advanced.reduce_every_micro_batch == "auto" and layout.micro_steps > 1:
+            parts = replace(parts, advanced=replace(parts.advanced, reduce_every_micro_batch=True))
+        plan = ModelPlan(parts, job.config, job.size, layout.shape, "fsdp", torch.bfloat16)
+        least.append((estimate_memory(plan, 0 if parts.peft else None).total, parts, layout.shape))
+    for estimate, parts, shape in sorted(least, key=lambda one: one[0])[:tried]:
+        with suppress(ConfigError, NotImplementedError):
+            if estimate > HOPELESS * capacity:
+                return False
+            if simulate_by_layers(parts, job.config, shape, pattern).peak <= capacity:
+                return True
+    return False
 
 
 def write_preset(path: Path, preset: str, config: Config, overrides: Sequence[str]) -> None:

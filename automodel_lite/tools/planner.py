@@ -8,13 +8,11 @@ is above the third best plan is not simulated once there are enough to show: it 
 
 from __future__ import annotations
 
-import json
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -32,7 +30,7 @@ from automodel_lite.telemetry.metrics import peak_of
 from automodel_lite.training.build import plan_model
 from automodel_lite.training.memory import usable
 from automodel_lite.training.plan import ModelPlan, Parts
-from automodel_lite.training.recompute import least_recomputation, recomputation_text
+from automodel_lite.training.recompute import least_recomputation
 from automodel_lite.training.simulation import Simulation, layer_pattern, simulate
 from automodel_lite.training.tracker import Message, Work
 
@@ -60,19 +58,6 @@ _SHEETS = yaml.safe_load(Path(__file__).with_name("gpus.yaml").read_text())
 GPUS = {name: Gpu(flops=peak_of(sheet.pop("device")) or 0.0, **sheet) for name, sheet in _SHEETS.items()}
 
 
-def calibrated(gpu: Gpu, path: Path) -> Gpu:
-    """Returns the GPU with the rates of a file: `ceilings` as gpu_check writes them, or fields of `Gpu`."""
-    found = json.loads(path.read_text())
-    ceilings = found.get("ceilings", {})
-    values = {key: value for key, value in found.items() if key in {f.name for f in fields(Gpu)}}
-    for key, name in (("flops", "product_tflops"), ("bytes_per_s", "copy_tb_per_s")):
-        if ceilings.get(name):
-            values[key] = ceilings[name] * 1e12
-    if not values:
-        raise ConfigError(f"{path}: neither `ceilings` of gpu_check nor rates such as flops and bytes_per_s.")
-    return replace(gpu, **{"source": f"measured, {path}", **values})
-
-
 @dataclass(frozen=True)
 class Job:
     """What is to be planned.
@@ -80,7 +65,6 @@ class Job:
     parts     with the preset's own mesh and batch
     lengths   tokens of each document, cut as the packs cut them; of a tree, each token once
     paths     tokens of its longest row: the document's own, but for a tree
-    more      overrides that every plan of it carries
     """
 
     parts: Parts
@@ -90,7 +74,6 @@ class Job:
     nodes: int
     lengths: np.ndarray
     paths: np.ndarray
-    more: tuple[str, ...] = ()
 
     @property
     def world(self) -> int:
@@ -144,7 +127,6 @@ class Plan:
     seconds: dict[str, float]  # products, attention, memory, links, exchange, update -> of an optimizer step
     tokens: int  # of an optimizer step, over all GPUs
     mfu: float
-    more: tuple[str, ...] = ()  # overrides
 
     @property
     def step_s(self) -> float:
@@ -153,40 +135,6 @@ class Plan:
     @property
     def tokens_per_s_per_gpu(self) -> float:
         return self.tokens / self.step_s / self.layout.shape.world_size
-
-    @property
-    def overrides(self) -> list[str]:
-        """What makes the preset this plan; an axis or a rung that is the default is left out."""
-        layout, training, advanced = self.layout, self.parts.training, self.parts.advanced
-        every, is_reduced = advanced.recompute_every_layers, advanced.reduce_every_micro_batch is True
-        return [
-            *self.more,
-            *(f"mesh.{a}={getattr(layout.shape, a)}" for a in AXES if a == "dp_shard" or getattr(layout.shape, a) > 1),
-            *([f"advanced.reduce_every_micro_batch={str(is_reduced).lower()}"] if layout.micro_steps > 1 else []),
-            f"training.micro_batch_size={layout.micro_batch}",
-            f"training.global_batch_size={layout.global_batch}",
-            f"training.activation_checkpointing={training.activation_checkpointing}",
-            *([f"advanced.recompute_every_layers={every}"] if every > 1 else []),
-        ]
-
-    def loses_by(self, best: Plan) -> str:
-        """Returns, in a word, where a token takes longer than in the best plan."""
-        excess = {key: s / self.tokens - best.seconds[key] / best.tokens for key, s in self.seconds.items()}
-        worst = max(excess, key=excess.__getitem__)
-        is_recomputed = recomputation_text(self.parts) != recomputation_text(best.parts)
-        return "recomputation" if worst in ("products", "memory") and is_recomputed else worst
-
-    def as_json(self) -> dict[str, Any]:
-        """A row of `--json`; bytes of one GPU."""
-        return {
-            "overrides": self.overrides,
-            "peak_bytes": self.step.peak,
-            "step_s": self.step_s,
-            "tokens_per_s_per_gpu": self.tokens_per_s_per_gpu,
-            "mfu": self.mfu,
-            "seconds": self.seconds,
-            **{f"{kind}_bytes": getattr(self.step, kind) for kind in ("weights", "gradients", "optimizer")},
-        }
 
 
 @dataclass(frozen=True)
@@ -228,12 +176,15 @@ def make_plans(job: Job, most: int = MOST_SIMULATED) -> Outcome:
 
 def planned(job: Job, layout: Layout) -> ModelPlan:
     """Returns the model on the layout's mesh; raises ConfigError where the two do not fit together."""
-    shape = layout.shape
-    mesh = replace(job.parts.mesh, **{axis: getattr(shape, axis) for axis in AXES})
+    return plan_model(placed(job, layout), job.config, layout.shape, torch.device("cuda"))
+
+
+def placed(job: Job, layout: Layout) -> Parts:
+    """Returns the job's parts with the layout's mesh and batch."""
+    mesh = replace(job.parts.mesh, **{axis: getattr(layout.shape, axis) for axis in AXES})
     training = replace(job.parts.training, micro_batch_size=layout.micro_batch, global_batch_size=layout.global_batch)
     # a kernel that exists on any machine; what is simulated has the memory of a GPU's
-    parts = replace(job.parts, mesh=mesh, training=training, attention=ReferenceAttention())
-    return plan_model(parts, job.config, shape, torch.device("cuda"))
+    return replace(job.parts, mesh=mesh, training=training, attention=ReferenceAttention())
 
 
 def possible(job: Job) -> Iterator[Layout]:
@@ -304,7 +255,7 @@ def priced(job: Job, layout: Layout, parts: Parts, step: Simulation) -> Plan:
     tokens = layout.global_batch * parts.packed_sequence_size
     flops = job.flops.of(tokens, tokens, tokens * job.visible(job.flops.attention.window))
     mfu = flops / sum(seconds.values()) / job.world / job.gpu.flops
-    return Plan(layout, parts, step, seconds, tokens, mfu, job.more)
+    return Plan(layout, parts, step, seconds, tokens, mfu)
 
 
 def _seconds(job: Job, work: Work, parts: Parts, visible: dict[int | None, float]) -> dict[str, float]:

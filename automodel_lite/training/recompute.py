@@ -11,19 +11,24 @@ by the same search.
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 from automodel_lite.data.feeding.order import batch_shape
 from automodel_lite.errors import one_line
 from automodel_lite.training.memory import estimate_memory, gib, usable
 from automodel_lite.training.plan import ModelPlan, Parts, with_recomputation
-from automodel_lite.training.simulation import LayerPattern, Simulation, interpolate, layer_pattern, simulate_by_layers
+from automodel_lite.training.simulation import (
+    LayerPattern,
+    Simulation,
+    layer_pattern,
+    recompute_every,
+    simulate_by_layers,
+)
 
 NONE, FULL, OFFLOAD = ("none", 1), ("full", 1), ("offload", 1)
 LADDER = (NONE, ("full", 8), ("full", 4), ("full", 3), ("full", 2), FULL, OFFLOAD)
 _CERTAIN = 2.0  # the coarse formulas are never this far off
-_HOPELESS = 1.6  # share of the memory by the formulas beyond which a rung is not simulated
+HOPELESS = 1.6  # share of the memory by the formulas beyond which a rung is not simulated
 
 
 def recomputation_text(parts: Parts) -> str:
@@ -43,25 +48,24 @@ def least_recomputation(
     """
     rungs = {rung: with_recomputation(plan.parts, *rung) for rung in LADDER}
 
-    def counted(rung: tuple[str, int]) -> Simulation:
-        return simulate_by_layers(rungs[rung], plan.config, plan.shape, pattern)
+    def counted(rung: tuple[str, int], like: Simulation | None = None) -> Simulation:
+        return simulate_by_layers(rungs[rung], plan.config, plan.shape, pattern, like=like)
 
     def may_fit(rung: tuple[str, int]) -> bool:
-        return estimate_memory(replace(plan, parts=rungs[rung]), adapter).total <= _HOPELESS * capacity
+        return estimate_memory(replace(plan, parts=rungs[rung]), adapter).total <= HOPELESS * capacity
 
     kept = counted(NONE) if may_fit(NONE) else None
     if kept and kept.peak <= capacity:
         return rungs[NONE], kept
     # Full recomputation tells at once whether only offloading is left.
-    if may_fit(FULL) and (full := counted(FULL)).peak <= capacity:
-        # What a rung in between holds and does lies on the line between the two, by its share of recomputed layers.
-        kept = kept or counted(NONE)
+    full = counted(FULL, kept) if may_fit(FULL) else None
+    if full and full.peak <= capacity:
+        kept = kept or counted(NONE, full)
         for rung in LADDER[1:-2]:
-            step = interpolate(kept, full, math.ceil(pattern.num_layers / rung[1]) / pattern.num_layers)
-            if step.peak <= capacity:
+            if (step := recompute_every(rung[1], kept, full, pattern)).peak <= capacity:
                 return rungs[rung], step
         return rungs[FULL], full
-    if may_fit(OFFLOAD) and (offloaded := counted(OFFLOAD)).peak <= capacity:
+    if may_fit(OFFLOAD) and (offloaded := counted(OFFLOAD, full)).peak <= capacity:
         return rungs[OFFLOAD], offloaded
     advanced, training = plan.parts.advanced, plan.parts.training
     if advanced.reduce_every_micro_batch != "auto" or batch_shape(training, plan.shape.dp).micro_steps == 1:

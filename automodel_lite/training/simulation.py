@@ -11,10 +11,12 @@ import contextlib
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import transformers
@@ -26,6 +28,7 @@ from torch.distributed.fsdp._fully_shard import _fully_shard as fsdp
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.optim import Optimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import _disable_current_modes
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from automodel_lite.attention.interface import install
@@ -53,7 +56,7 @@ from automodel_lite.training.tracker import GPU, MemoryTracker, Message, Operati
 if TYPE_CHECKING:
     from automodel_lite.models.lora import Lora, LoraAdapter
 
-END_OF_BACKWARD = "end of backward"
+PLACES = tuple(f"backward of the {layer}" for layer in ("first layer", "second", "last but one", "last"))
 
 
 @dataclass(frozen=True)
@@ -63,18 +66,15 @@ class Simulation:
     weights: int  # this rank's part
     gradients: int
     optimizer: int
-    peaks: dict[str, int]  # phase -> most that is held at one time: load, forward, backward, optimizer, save, export
+    peaks: dict[str, int]  # phase (load, forward, backward, optimizer, save, export) -> most that is held at one time
     at_peak: dict[str, int]  # kind of tensor -> held when most is held, the largest first
     work: dict[str, Work] = field(default_factory=dict)  # of a micro-batch, of the last one, of the update
+    after_layers: tuple[int, ...] = ()  # held when the forward pass of each layer is done
+    few: Simulation | None = None  # of the few layers from which this was extrapolated
 
     @property
     def peak(self) -> int:
         return max(self.peaks.values())
-
-    @property
-    def smallest_gpu_gb(self) -> int | None:
-        """The smallest of GPUS_GB that the run fits; None when it fits none."""
-        return next((size for size in GPUS_GB if self.peak <= usable(size * 10**9)), None)
 
     @property
     def sent(self) -> dict[str, int]:
@@ -90,7 +90,8 @@ class Simulation:
         held = ", ".join(f"{kind} {gib(value)}" for kind, value in self.at_peak.items())
         axes = ", ".join(f"{axis} {gib(value)}" for axis, value in self.sent.items())
         sent = f"over {axes}" if axes else "nothing"
-        fits = f"GPUs of {self.smallest_gpu_gb} GB and more" if self.smallest_gpu_gb else "no GPU of today"
+        smallest = next((size for size in GPUS_GB if self.peak <= usable(size * 10**9)), None)
+        fits = f"GPUs of {smallest} GB and more" if smallest else "no GPU of today"
         return (
             f"at most {gib(self.peak)} ({peaks}): weights {gib(self.weights)}, gradients {gib(self.gradients)}, "
             f"optimizer {gib(self.optimizer)}\nmost is held by {held}\nsends {sent}\nfits {fits}"
@@ -98,15 +99,54 @@ class Simulation:
 
 
 def simulate(
-    parts: Parts, model_config: PretrainedConfig, shape: MeshShape, batch: ThdBatch | None = None
+    parts: Parts,
+    model_config: PretrainedConfig,
+    shape: MeshShape,
+    batch: ThdBatch | None = None,
+    is_whole: bool = True,
 ) -> Simulation:
     """Runs set-up, an optimizer step, a checkpoint and the export of rank 0 of a world of `shape`, on GPUs.
 
-    batch  one that is not sharded, with ids of 0, whose trees need the keys of their paths; None = plain documents
+    batch     one that is not sharded, with ids of 0, whose trees need the keys of their paths; None = plain documents
+    is_whole  False: without checkpoint and export, and with a peak for the backward pass of each layer, as `backward 3`
     Raises what the run would raise, NotImplementedError without FSDP. No process group may exist: one is made, and
     destroyed.
     """
-    return _joined(_simulated(parts, model_config, shape, batch, is_whole=True))
+    plan = plan_model(replace(parts, attention=_CountedAttention()), model_config, shape, torch.device("cuda"))
+    if plan.strategy != "fsdp":
+        raise NotImplementedError(f"only FSDP is counted, not mesh.strategy={plan.strategy}")
+    parts = plan.parts
+    # The most that a step can hold; boundaries of documents do not change it, keys along the paths of trees do.
+    batch = batch or full_batch(parts, num_ids=1)
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    text = model_config.get_text_config()
+    # how many times a token goes from one rank to another's experts in a layer, if all experts are asked equally often
+    routed = len(batch.labels) * (experts_per_token(text) or 1) // (shape.cp * shape.tp * shape.ep)
+    held = MemoryTracker(shape, routed if shape.ep > 1 else 0, text.vocab_size, tells_layers=not is_whole)
+    with _fake_world(shape) as mesh, _as_on_a_gpu(held):
+        sharded = cp_shard(batch, mesh.cp, parts.mesh.cp_exchange)
+        model = _sharded(replace(parts, peft=_Adapters(parts.peft) if parts.peft else None), plan, mesh, fake, held)  # type: ignore[arg-type]
+        model = replace(model, reduces_every=parts.advanced.reduce_every_micro_batch is True)
+        if parts.teacher:
+            teacher = _sharded(as_teacher(parts), plan, mesh, fake, held, trains=False)
+            install(teacher.loss_model.lm, _CountedAttention())
+            model.loss_model.learn_from(teacher.loss_model)
+        optimizer = parts.optimizer(model.loss_model)  # looks up where its shards lie
+        with fake, held:
+            inputs = sharded.map_tensors(lambda tensor: fake.from_tensor(tensor).to(GPU))
+            gradients = _step(parts, model, optimizer, inputs, held, shape)
+            if is_whole:
+                _save_and_export(parts, model.loss_model, optimizer, held, shape)
+            states = (value for state in optimizer.state.values() for value in state.values())
+            return Simulation(
+                weights=_local_bytes(model.parameters()),
+                gradients=gradients,
+                optimizer=_local_bytes(states),
+                peaks=dict(held.peaks),
+                at_peak=held.at_peak(),
+                work=held.work,
+                after_layers=tuple(held.after_layers.values()),
+            )
 
 
 def simulate_by_layers(
@@ -115,22 +155,67 @@ def simulate_by_layers(
     shape: MeshShape,
     pattern: LayerPattern,
     batch: ThdBatch | None = None,
+    like: Simulation | None = None,
 ) -> Simulation:
     """`simulate` of a step alone, in about a second: models of few layers are run, and what one more pattern of them
     adds is added as often as the whole model has it.
 
-    All that is held and done grows linearly with the layers, and so does each phase's peak. The end of the backward
-    pass is a phase of its own: most may be held at its begin, where all activations are left, or at its end, where all
-    gradients are there, and the larger one may be another in a model of few layers.
+    like  the same with another recomputation of all layers, which differs by as much in each of them
+
+    All that is held and done grows linearly with the layers, and so does the peak of each place of the backward pass:
+    most may be held at its begin, where all activations are left, or at its end, where all gradients are there. The
+    peaks of four layers are therefore told apart: what lies between them is on the line from one to the next.
     """
     period = math.lcm(pattern.period, parts.advanced.recompute_every_layers)
     # three layers at least: the first, the last, and one whose neighbors are gathered ahead and reduced behind it
     few = pattern.first + period * math.ceil(3 / period)
-    more = few + period * math.ceil(2 / period)
-    if pattern.num_layers <= more:
-        return simulate(parts, model_config, shape, batch)
-    one, two = (_simulated(parts, with_layers(model_config, n), shape, batch, is_whole=False) for n in (few, more))
-    return interpolate(one, two, (pattern.num_layers - few) / (more - few))
+
+    def of_layers(number: int) -> Simulation:
+        found = simulate(parts, with_layers(model_config, number), shape, batch, is_whole=False)
+        layers = [found.peaks.pop(f"backward {layer}", 0) for layer in range(number)]
+        inner = layers[1:-1] or layers
+        found.peaks.update(zip(PLACES, (layers[0], max(inner[:period]), max(inner[-period:]), layers[-1])))
+        return found
+
+    if pattern.num_layers <= few + period:
+        return of_layers(pattern.num_layers)
+    one, times = of_layers(few), (pattern.num_layers - few) / period
+    if like is None or like.few is None or pattern.first:
+        return replace(interpolate(one, of_layers(few + period), times), few=one)
+    of_all = interpolate(like.few, one, pattern.num_layers / few)  # the difference of all layers
+    found = interpolate(like.few, interpolate(like, of_all, 0.5), 2.0)  # like + of_all - few
+    held = [0, *np.subtract(one.after_layers, like.few.after_layers)]  # beyond `like`, as layers go by
+    grown = times * (held[-1] - held[-1 - period])
+    peaks = {phase: like.peaks[phase] + one.peaks[phase] - like.few.peaks[phase] for phase in one.peaks}
+    for phase in ("forward", "backward", *PLACES[2:]):  # where the activations of most layers are held
+        peaks[phase] = round(peaks[phase] + grown)
+    return replace(found, peaks=peaks, few=one)
+
+
+def recompute_every(every: int, kept: Simulation, recomputed: Simulation, pattern: LayerPattern) -> Simulation:
+    """Returns the step that recomputes each `every`-th layer, from `simulate_by_layers` of no layer and of all of them.
+
+    Memory is exact: what other layers hold adds up, and in the backward pass a layer needs beside that what it needs in
+    the model whose layers are all of its kind. Work is a share of both, as if layers were alike.
+    """
+    total, few = pattern.num_layers, [step.few or step for step in (kept, recomputed)]
+    spared = list(np.diff(np.subtract(few[0].after_layers, few[1].after_layers), prepend=0))
+    while len(spared) < total:
+        spared += spared[-pattern.period :]
+    is_recomputed = np.arange(total) % every == 0
+    by_recomputed, by_kept = (np.cumsum(np.where(of, spared[:total], 0)) for of in (is_recomputed, ~is_recomputed))
+    # a layer's backward pass begins with what the layers before it hold, and it itself
+    places = (0, 1, max(total - 2, 1), max(total - 1, 2))
+    of_kept, of_recomputed = (
+        np.interp(range(total), places, [step.peaks[place] for place in PLACES]) for step in (kept, recomputed)
+    )
+    held = np.where(is_recomputed, of_recomputed + by_kept, of_kept - by_recomputed)
+    found = interpolate(kept, recomputed, is_recomputed.mean())
+    # the end of the forward pass has the last layer behind it
+    step, more = (recomputed, by_kept[-1]) if is_recomputed[-1] else (kept, -by_recomputed[-1])
+    ends = {phase: round(step.peaks[phase] + more) for phase in ("forward", "backward")}
+    peaks = {phase: peak for phase, peak in found.peaks.items() if phase not in PLACES} | ends
+    return replace(found, peaks=peaks | {"backward": max(ends["backward"], round(held.max()))})
 
 
 @dataclass(frozen=True)
@@ -161,61 +246,14 @@ def interpolate(one: Simulation, two: Simulation, times: float) -> Simulation:
 
     def along(first: Any, second: Any) -> Any:
         if isinstance(first, dict):
-            kind = Counter if isinstance(first, Counter) else dict
-            return kind({key: along(first.get(key, 0), second.get(key, 0)) for key in {**first, **second}})
-        return first + times * (second - first) if first != second else first
+            return {key: along(first.get(key, 0), second.get(key, 0)) for key in {**first, **second}}
+        return first + times * (second - first)
 
-    values = {f.name: along(getattr(one, f.name), getattr(two, f.name)) for f in fields(Simulation)}
-    for name in ("weights", "gradients", "optimizer"):
-        values[name] = round(values[name])
-    return _joined(Simulation(**values))
-
-
-def _joined(found: Simulation) -> Simulation:
-    """Returns the same with one peak of the backward pass."""
-    peaks = {phase: round(value) for phase, value in found.peaks.items()}
-    peaks["backward"] = max(peaks["backward"], peaks.pop(END_OF_BACKWARD, 0))
-    return replace(found, peaks=peaks)
-
-
-def _simulated(
-    parts: Parts, model_config: PretrainedConfig, shape: MeshShape, batch: ThdBatch | None, is_whole: bool
-) -> Simulation:
-    """is_whole: with a checkpoint and the export."""
-    plan = plan_model(replace(parts, attention=_CountedAttention()), model_config, shape, torch.device("cuda"))
-    if plan.strategy != "fsdp":
-        raise NotImplementedError(f"only FSDP is counted, not mesh.strategy={plan.strategy}")
-    parts = plan.parts
-    # The most that a step can hold; boundaries of documents do not change it, keys along the paths of trees do.
-    batch = batch or full_batch(parts, num_ids=1)
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
-    text = model_config.get_text_config()
-    # how many times a token goes from one rank to another's experts in a layer, if all experts are asked equally often
-    routed = len(batch.labels) * (experts_per_token(text) or 1) // (shape.cp * shape.tp * shape.ep)
-    held = MemoryTracker(shape, routed if shape.ep > 1 else 0, text.vocab_size)
-    with _fake_world(shape) as mesh, _as_on_a_gpu(held):
-        sharded = cp_shard(batch, mesh.cp, parts.mesh.cp_exchange)
-        model = _sharded(replace(parts, peft=_Adapters(parts.peft) if parts.peft else None), plan, mesh, fake, held)  # type: ignore[arg-type]
-        model = replace(model, reduces_every=parts.advanced.reduce_every_micro_batch is True)
-        if parts.teacher:
-            teacher = _sharded(as_teacher(parts), plan, mesh, fake, held, trains=False)
-            install(teacher.loss_model.lm, _CountedAttention())
-            model.loss_model.learn_from(teacher.loss_model)
-        optimizer = parts.optimizer(model.loss_model)  # looks up where its shards lie
-        with fake, held:
-            inputs = sharded.map_tensors(lambda tensor: fake.from_tensor(tensor).to(GPU))
-            gradients = _step(parts, model, optimizer, inputs, held, shape)
-            if is_whole:
-                _save_and_export(parts, model.loss_model, optimizer, held, shape)
-            states = (value for state in optimizer.state.values() for value in state.values())
-            return Simulation(
-                weights=_local_bytes(model.parameters()),
-                gradients=gradients,
-                optimizer=_local_bytes(states),
-                peaks=dict(held.peaks),
-                at_peak=held.at_peak(),
-                work=held.work,
-            )
+    sizes = ("weights", "gradients", "optimizer")
+    values = {name: along(getattr(one, name), getattr(two, name)) for name in (*sizes, "peaks", "at_peak", "work")}
+    values |= {name: round(values[name]) for name in sizes}
+    values["peaks"] = {phase: round(value) for phase, value in values["peaks"].items()}
+    return Simulation(**values)
 
 
 def _sharded(
@@ -244,13 +282,15 @@ def _step(
     optimizer.zero_grad()
     held.forget("optimizer")
 
-    # the backward pass of the first layer, the last to run, is told apart from that of the others
-    def mark_end(layer: nn.Module, args: Any, output: Any) -> None:
+    # the layers are told apart
+    def mark(number: int, layer: nn.Module, args: Any, output: Any) -> None:
+        held.after_layers[number] = held.now
         for hidden in gpu_tensors(output):
             if hidden.requires_grad:
-                hidden.register_hook(lambda _: held.enter(END_OF_BACKWARD))
+                hidden.register_hook(lambda _: held.enter("backward", number))
 
-    layers[0].register_forward_hook(mark_end)
+    for number, layer in enumerate(layers):
+        layer.register_forward_hook(partial(mark, number))
     # micro-batches before the last are alike: two stand for any number
     asked = global_batch_size_of(training, shape.dp) // (training.micro_batch_size * shape.dp)
     loss_sum = torch.zeros((), device=GPU)
@@ -278,7 +318,9 @@ def _save_and_export(
     held.enter("export")
     if parts.peft is None:
         dtypes = {name: value.dtype for name, value in model.lm.state_dict().items()}
-        files = plan_files(groups_of(model.lm, dtypes), shape.world_size)
+        with _disable_current_modes():  # names and shapes, on no device
+            groups = groups_of(model.lm, dtypes)
+        files = plan_files(groups, shape.world_size)
         for _ in gathered_files(model.lm, files, dtypes, rank=0, ranks=shape.world_size):
             pass
 
@@ -313,12 +355,9 @@ class _UnloadedSource(CausalLM):
     def build_sharded(
         self, tokenizer: PreTrainedTokenizerBase, spread: Spread, device: torch.device
     ) -> transformers.PreTrainedModel:
-        def spread_text(lm: transformers.PreTrainedModel) -> None:
-            freeze_towers(lm, self.dtype)
-            spread(lm)
-
         model = describe(self._model_config)
-        spread_text(model)
+        freeze_towers(model, self.dtype)
+        spread(model)
         fake, held = self._modes
         with fake, held:
             model.to_empty(device=device)

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 from automodel_lite.parallel.mesh import AXES, MeshShape
@@ -60,16 +59,18 @@ Work = Counter[Operation | Message]
 class MemoryTracker(TorchDispatchMode):
     """Counts the bytes of all storages that are alive, the operations, and what collectives send.
 
-    part  of the step that is counted: micro (a micro-batch before the last), last, update
+    part          of the step that is counted: micro (a micro-batch before the last), last, update
+    tells_layers  has the backward pass of each layer a peak of its own, as `backward 3`?
     """
 
-    def __init__(self, shape: MeshShape, routed_tokens: int, vocab_size: int) -> None:
+    def __init__(self, shape: MeshShape, routed_tokens: int, vocab_size: int, tells_layers: bool) -> None:
         super().__init__()
         self.part = "update"
         self.work: dict[str, Work] = {"micro": Counter(), "last": Counter(), "update": Counter()}
         self.is_parallel = False  # does what is sent now travel beside the computation?
-        self._routed_tokens, self._vocab_size = routed_tokens, vocab_size
-        self.phase, self.now = "load", 0
+        self._routed_tokens, self._vocab_size, self._tells_layers = routed_tokens, vocab_size, tells_layers
+        self.phase = self._place = "load"
+        self.now, self.after_layers = 0, dict[int, int]()
         self.peaks: Counter[str] = Counter()
         self._shape = shape
         self._axes: dict[str, tuple[str, int, int]] = {}  # name of a process group -> mesh axes, ranks, extent
@@ -116,9 +117,9 @@ class MemoryTracker(TorchDispatchMode):
             self._change(self._kinds[key], num_bytes - self._sizes[key])
             self._sizes[key] = num_bytes
 
-    def enter(self, phase: str) -> None:
-        self.phase = phase
-        self.peaks[phase] = max(self.peaks[phase], self.now)
+    def enter(self, phase: str, layer: int | None = None) -> None:
+        self.phase, self._place = phase, f"{phase} {layer}" if self._tells_layers and layer is not None else phase
+        self.peaks[self._place] = max(self.peaks[self._place], self.now)
 
     def forget(self, phase: str) -> None:
         """Drops this phase: the work before the first step does not belong to a step."""
@@ -134,7 +135,7 @@ class MemoryTracker(TorchDispatchMode):
     def _change(self, kind: str, num_bytes: int) -> None:
         self.now += num_bytes
         self._held[kind] += num_bytes
-        self.peaks[self.phase] = max(self.peaks[self.phase], self.now)
+        self.peaks[self._place] = max(self.peaks[self._place], self.now)
         if self.now > self._peak:
             self._peak, self._held_at_peak = self.now, self._held.copy()
 
@@ -173,13 +174,12 @@ class MemoryTracker(TorchDispatchMode):
         return self._axes[group_name]
 
 
-_COUNTED = frozenset({"forward", "backward", "end of backward", "optimizer"})
+_COUNTED = frozenset({"forward", "backward", "optimizer"})
 _MADE_IN = {  # phase -> what its tensors are
     "load": "weights",
     "optimizer": "optimizer states",
     "forward": "activations",
     "backward": "gradients and recomputed activations",
-    "end of backward": "gradients and recomputed activations",
     "save": "states to save",
     "export": "weights to export",
 }
@@ -201,7 +201,7 @@ def operation(func: Any, args: Any, kwargs: Any, result: Any, tensors_of: Any = 
     name = func.overloadpacket.__name__
     if name in _FREE or func.namespace in ("prim", "profiler"):
         return None
-    args, kwargs, result = (tree_map(_own_part, value) for value in (args, kwargs, result))
+    args, result = _own_parts(args), _own_parts(result)
     # a look-up reads the rows that it gives, not the table; a gather the places that it takes
     read = {"embedding": result, "index_select": result, "gather": args[1:]}.get(name, args)
     touched = (tensors_of or gpu_tensors)((read, kwargs, result))
@@ -225,8 +225,16 @@ def operation(func: Any, args: Any, kwargs: Any, result: Any, tensors_of: Any = 
 
 def gpu_tensors(value: Any) -> list[Tensor]:
     """Returns the tensors on the fake GPU; of distributed ones this rank's parts."""
-    return [x for x in map(_own_part, tree_leaves(value)) if isinstance(x, FakeTensor) and x.device == GPU]
+    if isinstance(value, (list, tuple)):
+        return [found for each in value for found in gpu_tensors(each)]
+    if isinstance(value, dict):
+        return gpu_tensors(list(value.values()))
+    value = value._local_tensor if isinstance(value, DTensor) else value
+    return [value] if isinstance(value, FakeTensor) and value.device == GPU else []
 
 
-def _own_part(value: Any) -> Any:
+def _own_parts(value: Any) -> Any:
+    """Returns this rank's parts of distributed tensors; torch's pytree takes longer for what is so flat."""
+    if isinstance(value, (list, tuple)):
+        return [_own_parts(each) for each in value]
     return value._local_tensor if isinstance(value, DTensor) else value

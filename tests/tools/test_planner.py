@@ -15,10 +15,11 @@ from automodel_lite.cli import compose_config
 from automodel_lite.config.check import check_config
 from automodel_lite.errors import ConfigError
 from automodel_lite.parallel.mesh import MeshShape
-from automodel_lite.tools.planner import GPUS, Job, Layout, Outcome, calibrated, make_plans, possible, priced
+from automodel_lite.tools.planner import GPUS, Job, Layout, Outcome, make_plans, possible, priced
 from automodel_lite.training.memory import usable
 from automodel_lite.training.plan import Parts, build_parts, with_layers
 from automodel_lite.training.simulation import simulate
+from recipes.plan import as_json, calibrated, fits, overrides_of
 
 
 def parts_of(more: Sequence[str] = ()) -> Parts:
@@ -68,10 +69,10 @@ def test_the_bound_is_below_what_is_predicted() -> None:
 
 def test_the_command_of_a_plan_is_a_configuration() -> None:
     plan = outcome().plans[0]
-    parts = parts_of(plan.overrides)
+    parts = parts_of(overrides_of(plan))
     assert parts.mesh.dp_shard == plan.layout.shape.dp_shard
     assert parts.training.activation_checkpointing in ("none", "full", "offload")
-    assert json.loads(json.dumps(plan.as_json()))["peak_bytes"] == plan.step.peak
+    assert json.loads(json.dumps(as_json(plan)))["peak_bytes"] == plan.step.peak
 
 
 def test_frozen_weights_have_no_states() -> None:
@@ -88,6 +89,12 @@ def test_nothing_fits_a_gpu_that_is_too_small() -> None:
     found = make_plans(job_of(gigabytes=5), most=2)
     assert found.plans == []
     assert found.lost["memory"] > 0
+
+
+@pytest.mark.parametrize("gigabytes", [5, 7, 10])
+def test_a_world_fits_where_a_plan_of_it_does(gigabytes: int) -> None:
+    job = job_of(gigabytes=gigabytes)
+    assert fits(job) == bool(make_plans(job, most=1).plans) == (gigabytes > 5)
 
 
 def test_a_query_sees_half_of_its_document() -> None:

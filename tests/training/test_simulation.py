@@ -28,11 +28,12 @@ from automodel_lite.parallel.sharding import choose_strategy, parallelize
 from automodel_lite.thd import stream_of
 from automodel_lite.training import memory
 from automodel_lite.training.memory import MemoryEstimate, estimate_memory
-from automodel_lite.training.plan import ModelPlan, Parts, build_parts, with_layers
+from automodel_lite.training.plan import ModelPlan, Parts, build_parts, with_layers, with_recomputation
 from automodel_lite.training.simulation import (
     LayerPattern,
     Simulation,
     layer_pattern,
+    recompute_every,
     simulate,
     simulate_by_layers,
 )
@@ -344,12 +345,97 @@ def test_few_layers_tell_what_all_of_them_hold_and_do(name: str) -> None:
     pattern = layer_pattern(model)
     assert (pattern.num_layers, pattern.period) == (16, 1)
     whole, few = simulate(asked, model, mesh), simulate_by_layers(asked, model, mesh, pattern)
-    assert few.peak == pytest.approx(max(whole.peaks[phase] for phase in few.peaks), rel=0.03)
+    assert few.peak == pytest.approx(peak_of_step(whole), rel=0.01)
     states = [(found.weights, found.gradients, found.optimizer) for found in (few, whole)]
     assert states[0] == pytest.approx(states[1], rel=1e-3)
     for step_part in ("micro", "last", "update"):
         sums = [totals(found.work[step_part]) for found in (few, whole)]
         assert sums[0] == pytest.approx(sums[1], rel=1e-3)
+
+
+def peak_of_step(found: Simulation) -> int:
+    """Without checkpoint and export."""
+    return max(peak for phase, peak in found.peaks.items() if phase not in ("save", "export"))
+
+
+# Two kinds of layers in turns, a mixture (whose layers hold much more than their inputs), a model whose gradients are more
+# than its activations, and one with micro-batches.
+RUNGS: dict[str, tuple[transformers.PretrainedConfig, int, tuple[str, ...]]] = {
+    "kinds": (
+        transformers.Gemma3TextConfig(
+            hidden_size=128,
+            intermediate_size=512,
+            num_hidden_layers=14,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+            vocab_size=2048,
+            layer_types=["sliding_attention", "full_attention"] * 7,
+        ),
+        2,
+        (),
+    ),
+    "experts": (
+        transformers.Qwen3MoeConfig(
+            hidden_size=128,
+            moe_intermediate_size=256,
+            num_hidden_layers=13,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            head_dim=32,
+            num_experts=16,
+            num_experts_per_tok=4,
+            vocab_size=2048,
+            decoder_sparse_step=1,
+        ),
+        4,
+        (),
+    ),
+    "gradients": (
+        transformers.LlamaConfig(**{**LLAMA.to_dict(), "num_hidden_layers": 12}),
+        1,
+        ("packed_sequence.packed_sequence_size=256",),
+    ),
+    "micro-batches": (
+        transformers.LlamaConfig(**{**LLAMA.to_dict(), "num_hidden_layers": 12}),
+        2,
+        ("training.global_batch_size=6",),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RUNGS)
+def test_rungs_in_between_are_those_of_the_whole(name: str) -> None:
+    """Read off the line from none to all they were up to 5 % too low here, and 4 % too high."""
+    model, ranks, overrides = RUNGS[name]
+    shape, pattern = MeshShape(1, ranks, 1), layer_pattern(model)
+    asked = parts(f"mesh.dp_shard={ranks}", "training.global_batch_size=null", "training.precision=bf16", *overrides)
+    kept = simulate_by_layers(asked, model, shape, pattern)
+    full = simulate_by_layers(with_recomputation(asked, "full", 1), model, shape, pattern, like=kept)
+    for every in (1, 2, 3, 4, 8):
+        found = recompute_every(every, kept, full, pattern) if every > 1 else full
+        whole = simulate(with_recomputation(asked, "full", every), model, shape)
+        assert found.peak == pytest.approx(peak_of_step(whole), rel=0.01), every
+        if pattern.period == 1:
+            for part in ("micro", "last", "update"):
+                assert totals(found.work[part]) == pytest.approx(totals(whole.work[part]), rel=0.01)
+
+
+@pytest.mark.parametrize("how", ["none", "full", "offload"])
+def test_what_is_known_of_another_recomputation(how: str) -> None:
+    """One model of few layers, beside what is known of another rung, tells what two of them do."""
+    model, shape = RUNGS["experts"][0], MeshShape(1, 4, 1)
+    pattern = layer_pattern(model)
+    asked = parts("mesh.dp_shard=4", "training.global_batch_size=8", "training.precision=bf16")
+    rungs = {rung: with_recomputation(asked, rung, 1) for rung in ("none", "full", "offload")}
+    alone = simulate_by_layers(rungs[how], model, shape, pattern)
+    for other in rungs.keys() - {how}:
+        like = simulate_by_layers(rungs[other], model, shape, pattern)
+        found = simulate_by_layers(rungs[how], model, shape, pattern, like=like)
+        assert found.peaks == pytest.approx(alone.peaks, rel=1e-3)
+        assert (found.weights, found.gradients, found.optimizer) == (alone.weights, alone.gradients, alone.optimizer)
+        for part in ("micro", "last", "update"):
+            assert totals(found.work[part]) == pytest.approx(totals(alone.work[part]), rel=1e-6)
 
 
 def totals(work: Work) -> list[float]:
