@@ -76,7 +76,8 @@ def train(config_name: str, *overrides: str, config_dir: str | None = None) -> P
     Raises ConfigError or DataError for a mistake, RunStoppedError when the run ends before its last step.
     """
     config = check_config(compose_config(config_name, list(overrides), config_dir=config_dir))
-    code = Recipe("recipes.train_ft:main").function()(config)
+    main = Recipe("recipes.train_ft:main").function()
+    code = main(config)
     if code:
         raise RunStoppedError(f"{config.output_dir} ended with exit code {code}: call train again to continue.")
     return RunFolder(config.output_dir).path

@@ -61,21 +61,21 @@ def model_files(pretrained: str | None, revision: str | None = None) -> dict[str
     if folder is None:
         return {}
     found = sorted(path for pattern in ("*.json", "*.safetensors", "*.bin") for path in folder.glob(pattern))
-    digests = {}
-    for path in found:
-        if path.name.startswith(("tokenizer", "special_")):
-            continue
-        size = path.stat().st_size
-        digest = hashlib.sha256(str(size).encode())
-        with open(path, "rb") as file:
-            if size <= _BLOCK_BYTES * _NUM_BLOCKS:
-                digest.update(file.read())
-            else:
-                for number in range(_NUM_BLOCKS):
-                    file.seek((size - _BLOCK_BYTES) * number // (_NUM_BLOCKS - 1))
-                    digest.update(file.read(_BLOCK_BYTES))
-        digests[path.name] = digest.hexdigest()[:16]
-    return digests
+    return {path.name: _sampled_digest(path) for path in found if not path.name.startswith(("tokenizer", "special_"))}
+
+
+def _sampled_digest(path: Path) -> str:
+    """Returns 16 hex digits of a file's size and some of its blocks; all of them, when it is small."""
+    size = path.stat().st_size
+    digest = hashlib.sha256(str(size).encode())
+    with open(path, "rb") as file:
+        if size <= _BLOCK_BYTES * _NUM_BLOCKS:
+            digest.update(file.read())
+        else:
+            for number in range(_NUM_BLOCKS):
+                file.seek((size - _BLOCK_BYTES) * number // (_NUM_BLOCKS - 1))
+                digest.update(file.read(_BLOCK_BYTES))
+    return digest.hexdigest()[:16]
 
 
 def weight_files(folder: Path) -> dict[str, Path]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from omegaconf import OmegaConf
+from torch.optim.swa_utils import get_swa_multi_avg_fn
 from transformers import PreTrainedTokenizerBase
 
 from automodel_lite.attention.interface import Logits
@@ -16,6 +17,7 @@ from automodel_lite.config.components import build, build_with
 from automodel_lite.config.schema import Config, MeshConfig
 from automodel_lite.data.tokens.tokenizer import load_tokenizer
 from automodel_lite.errors import ConfigError
+from automodel_lite.models.layers import local
 from automodel_lite.models.loss import CrossEntropy, LossModel
 from automodel_lite.parallel.mesh import Mesh, MeshShape, init_mesh, world_size
 from automodel_lite.progress import activity
@@ -34,7 +36,7 @@ class Trained:
     model: LossModel
     tokenizer: PreTrainedTokenizerBase
     dtype: torch.dtype
-    checkpoint: Path
+    checkpoint: Path  # the newest of those that were averaged
     was_merged: bool
     logits: Logits  # of the model before it was merged
     mesh: Mesh | None  # over which it is sharded, when torchrun started several ranks
@@ -50,9 +52,15 @@ class Trained:
 
 
 def load_trained(
-    run: Path, checkpoint_name: str | None = None, *, allow_targets: Sequence[str] = (), trust_remote_code: bool = False
+    run: Path,
+    checkpoint_name: str | None = None,
+    *,
+    averaged_with: Sequence[str] = (),
+    allow_targets: Sequence[str] = (),
+    trust_remote_code: bool = False,
 ) -> Trained:
-    """Builds the model of a run's config.yaml, which may be a stranger's, with a checkpoint, the newest by default.
+    """Builds the model of a run's config.yaml, which may be a stranger's, with a checkpoint, the newest by default; or
+    with the mean over it and others, by their names.
 
     Raises ConfigError when the folder is not a run's, has no such checkpoint, or asks for code that is not allowed.
     """
@@ -69,6 +77,19 @@ def load_trained(
     plain = replace(parts, loss=CrossEntropy(), training=replace(parts.training, fp8="none"), mesh=MeshConfig())
     model, adapter = assemble(plain, tokenizer, mesh, "fsdp" if mesh.root else "none", torch.float32)
     load_weights(checkpoint, model.loss_model)
+    if averaged_with and adapter:
+        raise ConfigError(
+            "the mean of an adapter's two factors is not the mean of the models: average runs that train all weights, "
+            "or keep an average while training, training.ema_decay=0.999."
+        )
+    # each checkpoint is loaded over the weights, and goes into the mean; on each rank its part
+    weights = [local(parameter.detach()) for parameter in model.loss_model.parameters()] if averaged_with else []
+    means = [weight.clone() for weight in weights]
+    for number, name in enumerate(averaged_with, start=1):
+        load_weights(find_checkpoint(folder, name), model.loss_model)
+        get_swa_multi_avg_fn()(means, weights, torch.tensor(number))
+    for weight, mean in zip(weights, means):
+        weight.copy_(mean)
     logits: Logits = lambda batch: model.loss_model.plain_logits(batch.input_ids)  # noqa: E731 - of one document
     if adapter:
         adapted_TV = probe_logits(model.loss_model, logits, mesh.device)  # to be those of the merged one

@@ -18,7 +18,7 @@ from automodel_lite.models.loss import LossModel
 from automodel_lite.run import export
 from automodel_lite.run.checkpoint_folder import exported_folder
 from automodel_lite.tools.load_run import load_trained
-from recipes import export_hf
+from recipes import average, export_hf
 from tests.parallel.test_sharded_start import tokenizer
 from tests.ranks import run_ranks
 from tests.runs import train
@@ -211,3 +211,24 @@ def test_an_adapter_is_merged_shard_by_shard(base: Path, tmp_path: Path, kind: s
 
 def merge_on_rank(rank: int, world: int, run: Path, to: Path) -> None:
     assert export_hf.main([str(run), "--to", str(to)]) == 0
+
+
+def test_checkpoints_are_averaged(tmp_path: Path):
+    run = tmp_path / "run"
+    train("smoke", run, *FEW, "checkpoint.every_steps=1", "checkpoint.keep_last=3")
+    for number in (1, 2, 3):
+        assert (
+            export_hf.main([str(run), "--checkpoint", f"step_0000000{number}", "--to", str(tmp_path / f"{number}")])
+            == 0
+        )
+    assert average.main([str(run)]) == 0
+    assert average.main([str(run), "--last", "2", "--to", str(tmp_path / "two")]) == 0
+    of_step = [load_file(tmp_path / f"{number}/model.safetensors") for number in (1, 2, 3)]
+    means = {run / "averaged": of_step, tmp_path / "two": of_step[1:]}
+    for folder, parts in means.items():
+        for name, weight in load_file(folder / "model.safetensors").items():
+            torch.testing.assert_close(weight, torch.stack([part[name] for part in parts]).mean(0), msg=name)
+    with pytest.raises(ConfigError, match="averaged exists already"):
+        average.main([str(run)])
+    with pytest.raises(ConfigError, match="has 3 complete checkpoints to average"):
+        average.main([str(run), "--last", "4", "--to", str(tmp_path / "four")])

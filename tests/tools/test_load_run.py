@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from automodel_lite.errors import ConfigError
-from recipes import export_hf
+from recipes import average, export_hf
 from tests.run.test_export import FEW
 from tests.runs import train, train_quick
 
@@ -35,4 +35,6 @@ def test_no_tool_takes_an_older_checkpoint_by_itself(tmp_path: Path) -> None:
     newest.write_bytes(newest.read_bytes()[:1000])
     with pytest.raises(ConfigError, match=r"step_00000006 is skipped: .*\n.*choose --checkpoint step_00000004"):
         export_hf.main([str(run)])
+    with pytest.raises(ConfigError, match=r"step_00000006 is skipped: .*\n.*choose --checkpoints step_00000004"):
+        average.main([str(run)])
     assert export_hf.main([str(run), "--checkpoint", "step_00000004"]) == 0
