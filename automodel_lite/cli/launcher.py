@@ -39,12 +39,10 @@ _SHUTDOWN_S = 240  # that ranks get to save after another one has left
 
 
 def launch(main: str, nproc: str, argv: list[str]) -> int:
-    """Starts the ranks of this machine and waits for them; the exit code.
+    """Starts the ranks of this machine and waits for them; returns the exit code.
 
-    main    "recipes.train_ft:main"
     nproc   `8`, `gpu` (one for each) or `auto` (the GPUs, or one process without any)
-    argv    of the command; its ranks ignore --nproc
-    Raises ConfigError; RunStoppedError with the words of the rank that failed first.
+    Raises ConfigError; RunStoppedError with the sentence of the rank that failed first.
     """
     check_alone()
     for name in _OF_A_RANK:

@@ -153,11 +153,8 @@ def seconds_of(duration: str | int) -> float:
 
 
 Count = Annotated[int, Range(0), PLAUSIBLE]
-"""A whole number, 0 included."""
 Positive = Annotated[int, Range(1), PLAUSIBLE]
-"""A whole number from 1 on."""
-Size = Annotated[int, Range(1, 2**17)]
-"""What memory is taken for at once: packs of a micro-batch, tokens of an answer, the rank of an adapter."""
+Size = Annotated[int, Range(1, 2**17)]  # of what memory is taken for at once: packs of a micro-batch, an adapter's rank
 Seconds = Annotated[float, Range(0, 10**7)]
 Fraction = Annotated[float, Range(0, 1)]
 Seed = Annotated[int, Range(0)]

@@ -119,7 +119,9 @@ class Peers:
             text = f"{_format_ranks(absent)}: not started" if absent else f"{_format_ranks(late)}: still reading"
             if now >= began + (_START_S if absent else _LATEST_S):
                 raise PeerError(f"{text} after {now - began:.0f} s: look at the nodes of this job.", 1)
-            _print(f"waiting for {text} ({now - began:.0f} s)")
+            if launch_variable("LOCAL_RANK", 0) == 0:  # one line per node
+                who = f"[rank {rank()}] " if rank() else ""
+                print(f"{who}waiting for {text} ({now - began:.0f} s)", file=sys.stderr, flush=True)
 
     def report(self, error: BaseException, doing: str = "") -> None:
         """Records that this rank ends with an error, unless another one was first."""
@@ -209,13 +211,11 @@ _JOBS = itertools.count(1)
 
 
 def open_peers() -> Peers:
-    """Returns the ranks of the job that this process is at; what the same ranks' next job writes is apart.
-
-    A client of the store for itself alone: one that waits in a `get` holds its lock, and `check` would wait with it.
-    """
+    """Returns the ranks of the job that this process is at; what the same ranks' next job writes is apart."""
     number = next(_JOBS)
     if world_size() == 1:
         return Peers(None)
+    # a client of its own: one that waits in a `get` holds its lock, and `check` would wait with it
     return Peers(dist.PrefixStore(f"peers of job {number}", launchers_store().clone()))  # type: ignore[attr-defined]
 
 
@@ -258,9 +258,3 @@ def _format_ranks(ranks: list[int]) -> str:
     """`rank 3`, `ranks 3, 5`, at most eight of them."""
     shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
-
-
-def _print(text: str) -> None:
-    """One line per node."""
-    if launch_variable("LOCAL_RANK", 0) == 0:
-        print(f"{'' if rank() == 0 else f'[rank {rank()}] '}{text}", file=sys.stderr, flush=True)

@@ -185,10 +185,8 @@ class RunFolder:
         return json_object(self.status)
 
     def with_saved_layout(self, config: Config) -> Config:
-        """The configuration with the values that the run began with where the layout of ranks would decide: the global
-        batch and the slots of documents stay the same on another number of ranks.
-
-        Raises ConfigError when those slots cannot be shared by this many context-parallel ranks.
+        """Keeps what the layout of ranks would decide, the global batch and the slots of documents, as the run began;
+        raises ConfigError when those slots cannot be shared by this many context-parallel ranks.
         """
         if not self.config.is_file() or not self.checkpoints.is_dir():
             return config

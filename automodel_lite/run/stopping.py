@@ -107,9 +107,8 @@ def ending_of(reason: str) -> tuple[str, int]:
 
 
 def deadline_of(max_time: str | int | None, margin_s: float, environment: Mapping[str, str] = os.environ) -> float:
-    """When the last save must be on the disk, on the monotonic clock (a jump of the wall clock does not move it): a
-    margin before the end of training.max_time, counted from the start of the process, or of the SLURM job, whichever
-    is earlier; infinity without either.
+    """Returns when the last save must be on the disk, on the monotonic clock: a margin before the end of max_time (from
+    the start of the process) or of the SLURM job, whichever is earlier; infinity without either.
     """
     ends = [math.inf]
     if max_time is not None:

@@ -21,6 +21,8 @@ from automodel_lite.redact import scrub, scrub_tree
 from automodel_lite.run.durable import json_line
 from automodel_lite.run.folder import RunFolder, plain
 
+Row = dict[str, Any]
+
 
 class JsonlLogger:
     """Appends rows to a file. Those for which the disk has no room wait for the next one, with a warning."""
@@ -50,9 +52,6 @@ class JsonlLogger:
         except OSError as error:
             if is_first:
                 self._say(f"WARNING: metrics.jsonl cannot be written ({error.strerror}); its rows wait for room")
-
-
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)

@@ -51,14 +51,11 @@ class Console:
     def commands(self, topic: str, commands: Sequence[str]) -> None:
         """Lines to copy: a terminal breaks those that are too long, and copies them whole."""
         for number, command in enumerate(commands):
-            self._print(f"{topic if number == 0 else '':<10} {scrub(command)}")
+            self.print(f"{topic if number == 0 else '':<10} {scrub(command)}", wraps=False)
 
-    def print(self, text: str) -> None:
-        self._print("\n".join(wrap_lines(line, indent=11) for line in text.splitlines()))
-
-    def _print(self, text: str) -> None:
+    def print(self, text: str, wraps: bool = True) -> None:
         if not self.is_silent:
-            print_above_bars(text)
+            print_above_bars("\n".join(wrap_lines(line, indent=11) for line in text.splitlines()) if wraps else text)
 
     def validation(self, step: int, numbers: Mapping[str, float], answers: Sequence[tuple[str, str]]) -> None:
         """Prints a line per set of numbers by their keys in metrics.jsonl (`val_loss/easy`), and (prompt, answer)s."""

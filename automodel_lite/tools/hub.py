@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from huggingface_hub import HfApi, ModelCard, ModelCardData
 from huggingface_hub.utils import disable_progress_bars
 from omegaconf import OmegaConf
 
-from automodel_lite.config.rules import looks_local
+from automodel_lite.config.rules import REPO_NAME, looks_local
 from automodel_lite.errors import ConfigError, one_line
 from automodel_lite.redact import scrub
 from automodel_lite.run.folder import RunFolder
@@ -68,7 +67,7 @@ def _method(config: dict[str, Any]) -> str:
 
 
 def _is_hub_name(name: object) -> bool:
-    return isinstance(name, str) and re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None and not looks_local(name)
+    return isinstance(name, str) and not REPO_NAME.problem(name) and not looks_local(name)
 
 
 def push(run: Path, folder: Path, repo: str, is_private: bool) -> str:

@@ -110,9 +110,7 @@ def page_of(records: list[RunRecord], refresh_s: int | None = None) -> str:
 def write_inspection(
     to: Path, name: str, sections: Sequence[tuple[str, Sequence[str]]], lengths: dict[str, Any]
 ) -> Path:
-    """Writes what recipes/inspect_data.py shows as a page and returns its path: samples first, ⟦trained⟧ text marked,
-    lengths and the mask of a pack as charts.
-    """
+    """Writes what recipes/inspect_data.py shows as a page; samples come first, lengths and the mask as charts."""
     by_kind = sorted(sections, key=lambda section: not section[0].startswith("SAMPLES"))
     shown = [(heading, scrub("\n".join(lines))) for heading, lines in by_kind if not heading.startswith("ATTENTION")]
     data = {"name": name, "curves": {}, "axes": {}, "phases": {}, "lengths": lengths, "packSize": sum(lengths["pack"])}
