@@ -48,7 +48,7 @@ def finish(
     run.watchdog.enter("exporting")
     run.check_finite(built.model.parameters())
     if run.config.checkpoint.export_hf:
-        exported = _export(run, built, data)
+        exported, hub = _export(run, built, data), run.config.hub
         loader = "peft.PeftModel" if built.adapter else "AutoModelForCausalLM"
         console.say("exported", f"{run.folder.display_path}/{exported.name}: loads with {loader}.from_pretrained")
         if run.ranks.is_first:
@@ -58,13 +58,12 @@ def finish(
                 answers, scores = build(run.config.evaluation).ask(generator, questions_of(data.documents))
                 console.print(answers)
                 metrics.log({"step": run.state.num_steps, **scores})
-            hub = run.config.hub
             write_card(run.folder.path, exported, hub.push)
-            if hub.push:
-                try:
-                    console.say("uploaded", push(run.folder.path, exported, hub.push, hub.private))
-                except ConfigError as error:
-                    console.say("uploaded", f"WARNING: {error}")
+        if run.ranks.is_first and hub.push:
+            try:
+                console.say("uploaded", push(run.folder.path, exported, hub.push, hub.private))
+            except ConfigError as error:
+                console.say("uploaded", f"WARNING: {error}")
         metrics.exported(exported)
     run.check_saved()
     if run.ranks.is_first:
