@@ -138,7 +138,7 @@ run_recipe("recipes.train_ft:main")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["train_ft.prepare_data", "train_ft.TrainFinetuneRecipe.step"])
-def test_an_error_is_printed_by_its_rank_and_by_rank_0(tmp_path: Path, where: str) -> None:
+def test_a_mistake_of_one_rank_is_printed_by_rank_0(tmp_path: Path, where: str) -> None:
     script = tmp_path / "hooked.py"
     script.write_text(SCRIPT.format(where=where))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
@@ -153,7 +153,6 @@ def test_an_error_is_printed_by_its_rank_and_by_rank_0(tmp_path: Path, where: st
     )
     assert done.returncode != 0
     assert time.monotonic() - began < 100
-    assert re.search(r"\[rank 1\] dataset.path=/only/here does not exist", done.stderr), done.stderr
     assert re.search(r"^rank 1 on \S+: (rank 1: )?dataset.path=/only/here does not exist", done.stderr, re.M), (
         done.stderr
     )
