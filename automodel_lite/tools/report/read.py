@@ -75,7 +75,8 @@ def read_run(path: Path) -> RunRecord:
         raise ConfigError(f"{path} has logged no step yet.")
     config, facts = saved_config(folder.config), json_object(folder.facts)
     printed = facts.get("lines")
-    is_line = lambda line: isinstance(line, list) and [*map(type, line)] == [str, str]  # noqa: E731
+    found = printed if isinstance(printed, list) else []
+    lines = [line for line in found if isinstance(line, list) and [*map(type, line)] == [str, str]]
     return RunRecord(
         path=path,
         name=str(config.get("name", folder.path.name)),
@@ -84,7 +85,7 @@ def read_run(path: Path) -> RunRecord:
         packing=_leaves(json_object(folder.packing)),
         lengths=json_object(folder.lengths),
         status=_leaves(folder.read_status()),
-        facts={**facts, "lines": [line for line in printed if is_line(line)] if isinstance(printed, list) else []},
+        facts={**facts, "lines": lines},
     )
 
 
