@@ -16,9 +16,8 @@ from __future__ import annotations
 import contextvars
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -29,7 +28,7 @@ from torch.utils import _pytree as pytree
 
 from automodel_lite.attention.mixer_functions import Recorded, patch_functions, running, split_at_documents
 from automodel_lite.errors import ConfigError
-from automodel_lite.thd import MixerPlan, ThdBatch
+from automodel_lite.thd import ThdBatch
 
 NOW: ContextVar[ThdBatch | None] = ContextVar("documents", default=None)
 """None outside a model, and in one that was called without boundaries."""
@@ -58,27 +57,22 @@ class WithinDocuments:
         functools.update_wrapper(self, module.forward)
 
     def __call__(self, *args: Any, packed: ThdBatch | None = None, **kwargs: Any) -> Any:
+        # Who scales queries by their place: the layers, or for packs the attention (`positions.scale_queries`). It
+        # stays as it is after the call, for the recomputation of its layers.
+        for layer in self.placed:
+            layer.attn_temperature_tuning = packed is None and NOW.get() is None
         if packed is None:
-            self._scale_in_layers(NOW.get() is None)
             return self.forward(*args, **kwargs)
         # transformers' own gradient checkpointing, which may be turned on at any time.
         for module in self.recomputing:
             recompute = vars(module).get("_gradient_checkpointing_func")
             if recompute is not None and not isinstance(recompute, WithContext):
                 module._gradient_checkpointing_func = WithContext(recompute)
-        self._scale_in_layers(False)
         before = NOW.set(packed)
         try:
             return self.forward(*args, **kwargs)
         finally:
             NOW.reset(before)
-
-    def _scale_in_layers(self, is_outside_packs: bool) -> None:
-        """Who scales queries by their place: the layers, or for packs the attention (`positions.scale_queries`). It
-        stays as it is after the call, for the recomputation of its layers.
-        """
-        for layer in self.placed:
-            layer.attn_temperature_tuning = is_outside_packs
 
 
 class WithContext:
@@ -91,12 +85,11 @@ class WithContext:
         return self.recompute(functools.partial(contextvars.copy_context().run, function), *args, **kwargs)
 
 
-def hold_documents(model: transformers.PreTrainedModel) -> None:
-    """Makes `model`, and the models inside it, hold the documents they are called with, in place; idempotent."""
-    for module in model.modules():
-        is_model = isinstance(module, transformers.PreTrainedModel)
-        if is_model and not isinstance(module.forward, WithinDocuments):
-            module.forward = WithinDocuments(module)  # type: ignore[method-assign]
+def replace_forwards(owners: Iterable[Any], kind: type) -> None:
+    """Replaces the forward of each by `kind(owner)`, which calls it, in place; idempotent."""
+    for owner in owners:
+        if not isinstance(owner.forward, kind):
+            owner.forward = kind(owner)
 
 
 def layer_lists(module: nn.Module) -> list[nn.ModuleList]:
@@ -113,21 +106,6 @@ _OF_MIXERS = frozenset({"attention_mask", "cache_params", "past_key_values", "pa
 FEW_TOKENS = 8
 
 
-def install_mixers(model: nn.Module) -> None:
-    """Makes all mixers of `model` keep documents apart, in place; idempotent."""
-    for mixer in mixers_of(model):
-        if not isinstance(mixer.forward, PackedMixer):
-            mixer.forward = PackedMixer(mixer)  # type: ignore[method-assign]
-
-
-def install_rows(model: transformers.PreTrainedModel) -> None:
-    """Makes the decoder of `model`, which holds its documents, run on each of them separately; idempotent."""
-    held = model.base_model.forward
-    assert isinstance(held, WithinDocuments)
-    if not isinstance(held.forward, DecoderByRows):
-        held.forward = DecoderByRows(held.forward)
-
-
 def runs_by_rows(model: transformers.PreTrainedModel) -> bool:
     """Does the whole decoder run on right-padded documents, because its attention is its own code (Falcon, Bloom)?"""
     return isinstance(getattr(model.base_model.forward, "forward", None), DecoderByRows)
@@ -139,11 +117,11 @@ def mixes_rows(model: transformers.PreTrainedModel) -> bool:
 
 
 class DecoderByRows:
-    """The forward of a decoder on documents as right-padded rows, with the attention of its family."""
+    """The forward of a decoder, which holds its documents, on them as right-padded rows, with its own attention."""
 
-    def __init__(self, forward: Callable[..., Any]) -> None:
-        self.forward = forward
-        functools.update_wrapper(self, forward)
+    def __init__(self, held: WithinDocuments) -> None:
+        self.forward = held.forward
+        functools.update_wrapper(self, held.forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         documents = NOW.get()
@@ -156,8 +134,7 @@ class DecoderByRows:
         def mix(of_rows: list[Tensor]) -> Tensor:
             out = self.forward(input_ids=of_rows[0], use_cache=False, return_dict=True)
             kinds.append(type(out))
-            hidden: Tensor = out.last_hidden_state
-            return hidden
+            return out.last_hidden_state
 
         before = NOW.set(None)
         try:
@@ -220,67 +197,47 @@ class PackedMixer:
             raise ConfigError(
                 f"{self.name} passes its own mask together with packed documents, which is not supported."
             )
-        call = _Arguments.of(arguments)
-        if self._splits_inside(call, documents.mixers):
-            with running(split_at_documents(documents.mixers)):
+        # Streams are the tensors [1, T, ...] among the arguments, however nested.
+        leaves, structure = pytree.tree_flatten(arguments)
+        shape = next(iter(arguments.values())).shape[:2]
+        if shape[0] != 1:
+            raise ConfigError(f"a mixer got {shape[0]} rows: packed documents are one stream of tokens.")
+        places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.ndim >= 2 and x.shape[:2] == shape]
+
+        def forward(streams: list[Tensor]) -> Any:
+            """The mixer, called with other streams in the places of its own."""
+            given = dict(zip(places, streams))
+            return self.forward(**pytree.tree_unflatten([given.get(i, x) for i, x in enumerate(leaves)], structure))
+
+        if self.called is None:
+            self.called = _record(forward, [leaves[place][:, :FEW_TOKENS] for place in places])
+        # Inner functions are split at documents where ranks share their heads, and where one of them works on a packed
+        # stream; else the whole mixer is.
+        plan, called = documents.mixers, self.called
+        if any(called.takes_streams) if plan.exchange is None else called.divide(plan.exchange.size):
+            with running(split_at_documents(plan)):
                 return self.forward(**arguments)
         rest: list[Any] = []  # what it returns beside the mixed tokens
 
         def mix(of_rows: list[Tensor]) -> Tensor:
-            out = self.forward(**call.with_streams(of_rows))
+            out = forward(of_rows)
             if isinstance(out, tuple):
                 out, *rest[:] = out
-            return out  # type: ignore[no-any-return]
+            return out
 
-        mixed = documents.mixers.map_rows(mix, call.streams)[None]
+        mixed = plan.map_rows(mix, [leaves[place].squeeze(0) for place in places])[None]
         return (mixed, *rest) if rest else mixed
 
-    def _splits_inside(self, call: _Arguments, plan: MixerPlan) -> bool:
-        """Are the inner functions split at documents, rather than the whole mixer? Where ranks share their heads, and
-        where one of them works on a packed stream.
-        """
-        if self.called is None:  # from a few tokens; not in the graph
-            self.called = Recorded()
-            # transformers' own functions run here, once, and their numbers are dropped: some call `cumsum`, which has
-            # no deterministic form on CUDA.
-            is_deterministic = torch.are_deterministic_algorithms_enabled()
-            torch.use_deterministic_algorithms(False)
-            try:
-                with torch.no_grad(), running(self.called):
-                    self.forward(**call.with_streams([x[None, :FEW_TOKENS] for x in call.streams]))
-            finally:
-                torch.use_deterministic_algorithms(is_deterministic)
-        if plan.exchange is not None:
-            return self.called.divide(plan.exchange.size)
-        return any(self.called.takes_streams)
 
-
-@dataclass(frozen=True)
-class _Arguments:
-    """The arguments of a mixer, and which of them are streams: tensors [1, T, ...], however nested."""
-
-    leaves: list[Any]
-    structure: Any
-    places: list[int]
-
-    @classmethod
-    def of(cls, arguments: dict[str, Any]) -> _Arguments:
-        leaves, structure = pytree.tree_flatten(arguments)
-        hidden = next(iter(arguments.values()))
-        shape = hidden.shape[:2]
-        if shape[0] != 1:
-            raise ConfigError(f"a mixer got {shape[0]} rows: packed documents are one stream of tokens.")
-        places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.ndim >= 2 and x.shape[:2] == shape]
-        return cls(leaves, structure, places)
-
-    @property
-    def streams(self) -> list[Tensor]:
-        """[T, ...] each."""
-        return [self.leaves[place].squeeze(0) for place in self.places]
-
-    def with_streams(self, tensors: Sequence[Tensor]) -> dict[str, Any]:
-        leaves = list(self.leaves)
-        for place, tensor in zip(self.places, tensors):
-            leaves[place] = tensor
-        arguments: dict[str, Any] = pytree.tree_unflatten(leaves, self.structure)
-        return arguments
+def _record(forward: Callable[[list[Tensor]], Any], few: list[Tensor]) -> Recorded:
+    """Returns what a mixer calls, seen in a forward of a few tokens, outside the graph."""
+    called, is_deterministic = Recorded(), torch.are_deterministic_algorithms_enabled()
+    # transformers' own functions run here, once, and their numbers are dropped: some call `cumsum`, which has no
+    # deterministic form on CUDA.
+    torch.use_deterministic_algorithms(False)
+    try:
+        with torch.no_grad(), running(called):
+            forward(few)
+    finally:
+        torch.use_deterministic_algorithms(is_deterministic)
+    return called

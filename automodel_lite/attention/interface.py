@@ -19,16 +19,27 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from automodel_lite.attention.documents import IN_GRAPH, NOW, hold_documents, install_mixers, install_rows
+from automodel_lite.attention.documents import (
+    IN_GRAPH,
+    NOW,
+    DecoderByRows,
+    PackedMixer,
+    WithinDocuments,
+    mixers_of,
+    replace_forwards,
+)
 from automodel_lite.attention.kernel import AttentionKernel, GraphKernel, ReferenceAttention, over_tree
-from automodel_lite.attention.positions import install_rotations, refuse_rotations, scale_queries
+from automodel_lite.attention.positions import (
+    RotationByDocument,
+    length_dependent_rotations,
+    refuse_rotations,
+    scale_queries,
+)
 from automodel_lite.attention.spec import (
     UNPACKED,
     AttentionSpec,
     config_value,
-    layer_chunk,
     layer_shapes,
     layer_window,
 )
@@ -96,15 +107,15 @@ class KernelByKind:
     ) -> Tensor:
         """See `AttentionKernel`."""
         inputs = AttentionInputs(q_THD, k_THD, v_THD, segments, options)
-        return self._of(inputs)(*inputs)  # type: ignore[no-any-return]
+        return self._of(inputs)(*inputs)
 
     def block(self, inputs: AttentionInputs, causal: bool) -> tuple[Tensor, Tensor]:
         """See `BlockKernel`."""
-        return self._of(inputs).block(inputs, causal)  # type: ignore[no-any-return]
+        return self._of(inputs).block(inputs, causal)
 
     def block_backward(self, inputs: AttentionInputs, *of_block: Any) -> tuple[Tensor, Tensor, Tensor]:
         """See `BlockKernel`."""
-        return self._of(inputs).block_backward(inputs, *of_block)  # type: ignore[no-any-return]
+        return self._of(inputs).block_backward(inputs, *of_block)
 
     def attend_tree(self, inputs: AttentionInputs, tree: TreeKeys) -> Tensor:
         """See `TreeKernel`."""
@@ -119,9 +130,12 @@ def install(model: transformers.PreTrainedModel, kernel: AttentionKernel) -> Non
     does not use AttentionInterface (transformers itself only warns) runs document by document as a whole, see
     `runs_by_rows`.
     """
-    hold_documents(model)
-    install_rotations(model)
+    # The models inside it too hold the documents they are called with; rotations choose by each token's document.
+    replace_forwards((x for x in model.modules() if isinstance(x, transformers.PreTrainedModel)), WithinDocuments)
+    replace_forwards(length_dependent_rotations(model), RotationByDocument)
     text = model.config.get_text_config()
+    for module in model.modules():  # a layer's window is read again: lengths may have been others
+        vars(module).pop("packed_window", None)
     if any(shape.num_heads for shape in layer_shapes(text)):
         transformers.AttentionInterface.register(kernel.name, compilable(kernel, packed_attention(kernel)))
         # Of a composite, the language model alone: some towers look their attention up in a table of their own.
@@ -129,9 +143,9 @@ def install(model: transformers.PreTrainedModel, kernel: AttentionKernel) -> Non
         model.set_attn_implementation({"": kernel.name, **of_text} if of_text else kernel.name)
         if text._attn_implementation != kernel.name:
             refuse_rotations(model)
-            install_rows(model)
+            replace_forwards([model.base_model.forward], DecoderByRows)
             return
-    install_mixers(model)
+    replace_forwards(mixers_of(model), PackedMixer)
 
 
 def compilable(kernel: AttentionKernel, attend: Callable[..., tuple[Tensor, None]]) -> Callable[..., Any]:
@@ -183,19 +197,22 @@ def packed_attention(kernel: AttentionKernel) -> Callable[..., tuple[Tensor, Non
         documents = NOW.get()
         if documents is None:
             raise ConfigError(f"{type(module).__name__} got no documents: call the model with ThdBatch.model_inputs().")
-        _refuse_what_packing_cannot(module, query, attention_mask, dropout, is_causal)
         # What the config says of a layer is read at its first forward: configs are slow to ask, layers many.
         of_layer: Any = module
-        if "packed_window" not in vars(module):
-            of_layer.packed_window = _window(module, sliding_window)
-            of_layer.packed_chunk = layer_chunk(of_layer.config, of_layer.layer_idx)
+        is_new = "packed_window" not in vars(module)
+        if is_new or attention_mask is not None or dropout or len(query) != 1 or is_causal is False:
+            _refuse_what_packing_cannot(module, query, attention_mask, dropout, is_causal)
+            of_layer.packed_window, of_layer.packed_chunk = _window(module, sliding_window)
         window, chunk = of_layer.packed_window, of_layer.packed_chunk
-        unscaled, k, v = _heads_last(query, key, value)
-        q = scale_queries(module, unscaled, documents.position_ids)
-        of_layer.attends_in_graph = chunk is None and q is unscaled
+        q, k, v = _heads_last(query, key, value)
+        is_scaled = "floor_scale" in vars(module)
+        if is_scaled:
+            q = scale_queries(module, q, documents.position_ids)
+        of_layer.attends_in_graph = chunk is None and not is_scaled
         scale = q.shape[-1] ** -0.5 if scaling is None else scaling
         plan = documents.attention
-        inputs = AttentionInputs(q, k, v, plan.cut(chunk), AttentionOptions(scale, window, softcap, s_aux))
+        segments = plan.segments if chunk is None else plan.cut(chunk)
+        inputs = AttentionInputs(q, k, v, segments, AttentionOptions(scale, window, softcap, s_aux))
         attend = kernel if plan.tree is None else over_tree(kernel, plan.tree, is_cut=chunk is not None)
         out = attend(*inputs) if plan.exchange is None else plan.exchange.attend(attend, inputs)
         return out[None], None
@@ -220,12 +237,12 @@ def _refuse_what_packing_cannot(
         raise ConfigError(f"{name} is not causal: packed attention is. {UNPACKED.capitalize()}.")
 
 
-def _window(module: nn.Module, sliding_window: int | None) -> int | None:
-    """The window of this layer: what its attention call passes, or what its mask would have had (PhiMoE)."""
-    expected = layer_window(module.config, module.layer_idx)  # type: ignore[arg-type]
+def _window(module: nn.Module, sliding_window: int | None) -> tuple[int | None, int | None]:
+    """The window of this layer: what its attention call passes, or what its mask would have had (PhiMoE); its chunk."""
+    expected, chunk = layer_window(module.config, module.layer_idx)  # type: ignore[arg-type]
     builds_masks = "create_sliding_window_causal_mask" in vars(sys.modules[type(module).__module__])
     if expected == sliding_window or (sliding_window is None and builds_masks):
-        return expected
+        return expected, chunk
     raise ConfigError(
         f"{type(module).__name__}: the config gives layer {module.layer_idx} a sliding window of {expected}, its "
         f"attention call passes {sliding_window}, so the window would silently be lost: set "
@@ -269,7 +286,10 @@ def check_packing_isolation(model: nn.Module, device: torch.device | str = "cpu"
         branched = {len(stream) - 1: torch.cat([whole, whole[half - 1 :]])}
         result_TV = logits(stream_of(stream, device, branched))
         if not torch.isfinite(result_TV).all():
-            raise ConfigError(f"{type(model).__name__}: its logits are not finite: {_why_not_finite(model)}")
+            raise ConfigError(
+                f"{type(model).__name__}: its logits are not finite, though loaded weights are: a sum overflows, "
+                "set training.precision=fp32, or check the weights."
+            )
     finally:
         model.train(was_training)
     alone, _, packed, _, last, of_ending, _, *branch = result_TV.float().split(DOCUMENT_TOKENS)
@@ -294,15 +314,6 @@ def check_packing_isolation(model: nn.Module, device: torch.device | str = "cpu"
     raise ConfigError(f"{type(model).__name__} {problem}. {UNPACKED.capitalize()}.")
 
 
-def _why_not_finite(model: nn.Module) -> str:
-    """The first weight that holds inf or NaN, on this rank."""
-    for name, parameter in model.named_parameters():
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        if local.is_floating_point() and not torch.isfinite(local).all():
-            return f"the loaded weight {name} contains inf or NaN. Download the weights again, or use another step."
-    return "a sum overflows though this rank's weights are finite. Set training.precision=fp32, or check the weights."
-
-
 def tolerance_std(dtype: torch.dtype) -> float:
     """How much logits of this dtype may differ where they should be equal."""
     return _TOLERANCE_STD if dtype == torch.float32 else _ROUNDED_TOLERANCE_STD
@@ -310,4 +321,4 @@ def tolerance_std(dtype: torch.dtype) -> float:
 
 def logits_of(model: nn.Module) -> Logits:
     """Of a Hugging Face model that is called directly."""
-    return lambda batch: model(**batch.model_inputs()).logits[0]  # type: ignore[no-any-return]
+    return lambda batch: model(**batch.model_inputs()).logits[0]

@@ -90,8 +90,7 @@ def over_tree(kernel: Any, tree: TreeKeys, is_cut: bool) -> Callable[..., Tensor
         if isinstance(kernel, TreeKernel) and not is_cut:
             return kernel.attend_tree(AttentionInputs(q_THD, k_THD, v_THD, segments, options), tree)
         k, v = (x.index_select(0, tree.paths) for x in (k_THD, v_THD))
-        out: Tensor = kernel(q_THD, k, v, segments, options)
-        return out
+        return kernel(q_THD, k, v, segments, options)
 
     return attend
 
@@ -129,13 +128,6 @@ def require_half(kernel: AttentionKernel, spec: AttentionSpec) -> None:
     if spec.dtype not in (torch.float16, torch.bfloat16):
         cure = "set training.precision=bf16, or use attention=flex or attention=reference"
         raise refuse(kernel, f"dtype={spec.dtype}", cure)
-
-
-def require_blocks(kernel: AttentionKernel) -> None:
-    """Raises ConfigError for mesh.cp_exchange=ring on a kernel without a log-sum-exp."""
-    if not isinstance(kernel, BlockKernel):
-        cure = "use attention=varlen, flex or reference, or mesh.cp_exchange=all_gather"
-        raise refuse(kernel, "mesh.cp_exchange=ring", cure)
 
 
 QUERY_BLOCK = 1024

@@ -47,7 +47,7 @@ def causal_conv1d(
     from transformers.activations import ACT2FN  # with the models' code
 
     out: Tensor = _DocumentConv.apply(hidden_states, weight, bias, seq_idx)
-    return out if activation is None else ACT2FN[activation](out)  # type: ignore[no-any-return]
+    return out if activation is None else ACT2FN[activation](out)
 
 
 class _DocumentConv(torch.autograd.Function):

@@ -35,13 +35,6 @@ def length_dependent_rotations(model: nn.Module) -> Iterator[nn.Module]:
             yield module
 
 
-def install_rotations(model: nn.Module) -> None:
-    """Makes the rotations of `model` choose by each token's own document, in place; idempotent."""
-    for module in length_dependent_rotations(model):
-        if not isinstance(module.forward, RotationByDocument):
-            module.forward = RotationByDocument(module)  # type: ignore[method-assign]
-
-
 def refuse_rotations(model: transformers.PreTrainedModel) -> None:
     """Raises ConfigError where documents run as rows beside each other, of which a rotation sees the longest only."""
     for module in length_dependent_rotations(model):

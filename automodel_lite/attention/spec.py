@@ -27,7 +27,6 @@ class AttentionSpec:
     model_type     transformers' name of the family
     device, dtype  where and in what the queries arrive
     num_heads, num_kv_heads; head_dim, value_head_dim  (the two differ with latent attention)
-    window         keys that a query of the narrowest sliding layer sees, its own included; None without such layers
     softcap        bound of the attention logits; None without
     sinks          True when each head has a learned extra logit
     num_layers     layers of this kind
@@ -40,7 +39,6 @@ class AttentionSpec:
     num_kv_heads: int
     head_dim: int
     value_head_dim: int
-    window: int | None = None
     softcap: float | None = None
     sinks: bool = False
     num_layers: int = 0
@@ -67,32 +65,16 @@ def config_value(config: PretrainedConfig, key: str, default: Any = None) -> Any
     return default if value is None else value
 
 
-def layer_window(config: PretrainedConfig, layer_idx: int | None) -> int | None:
-    """The sliding window, in keys, that the config gives to one layer; None for a layer that sees all.
-
-    Raises ConfigError for a layer type that cannot be packed.
+def layer_window(config: PretrainedConfig, layer_idx: int | None) -> tuple[int | None, int | None]:
+    """Returns the sliding window, in keys, that the config gives to one layer, and the tokens of a chunk, of which the
+    layer sees its own only (Llama 4); None for a layer without.
     """
     kinds = config_value(config, "layer_types")
-    if kinds is not None and layer_idx is not None:
-        kind = kinds[layer_idx]
-        if kind not in PACKABLE_LAYERS:
-            raise ConfigError(
-                f"model_type={config.model_type}: layer {layer_idx} ({kind}) is not known to keep documents apart: "
-                f"{UNPACKED}."
-            )
-        return config.sliding_window if kind in ("sliding_attention", "hybrid_sliding") else None
-    if not config_value(config, "use_sliding_window", True):
-        return None
-    return config_value(config, "sliding_window")
-
-
-def layer_chunk(config: PretrainedConfig, layer_idx: int | None) -> int | None:
-    """Tokens of a chunk in a layer of chunked attention (Llama 4), which sees its own chunk only; None elsewhere."""
-    kinds = config_value(config, "layer_types")
-    if kinds is None or layer_idx is None or kinds[layer_idx] != "chunked_attention":
-        return None
-    chunk: int | None = config_value(config, "attention_chunk_size")
-    return chunk
+    if kinds is None or layer_idx is None:
+        is_used = config_value(config, "use_sliding_window", True)
+        return (config_value(config, "sliding_window") if is_used else None), None
+    window = config.sliding_window if kinds[layer_idx] in ("sliding_attention", "hybrid_sliding") else None
+    return window, config_value(config, "attention_chunk_size") if kinds[layer_idx] == "chunked_attention" else None
 
 
 @dataclass(frozen=True)
@@ -166,19 +148,18 @@ def attention_specs(
                 f"model_type={config.model_type} has {key}={dropout}, which packed kernels do not support: set "
                 f"model.config.{key}=0."
             )
-    narrowest: dict[LayerShape, int | None] = {}
-    counts: Counter[LayerShape] = Counter()
-    for layer, shape in enumerate(layer_shapes(config)):
-        window = layer_window(config, layer)
-        if shape.num_heads:
-            kind = replace(shape, window=None)
-            counts[kind] += 1
-            narrowest[kind] = min((w for w in (narrowest.get(kind), window) if w is not None), default=None)
+    shapes = layer_shapes(config)
+    for layer, name in enumerate(config_value(config, "layer_types", ())[: len(shapes)]):
+        if name not in PACKABLE_LAYERS:
+            raise ConfigError(
+                f"model_type={config.model_type}: layer {layer} ({name}) is not known to keep documents apart: "
+                f"{UNPACKED}."
+            )
+    counts = Counter(replace(shape, window=None) for shape in shapes if shape.num_heads)
     return [
         AttentionSpec(
             *(config.model_type, torch.device(device), dtype),
             *(kind.num_heads, kind.num_kv_heads, kind.head_dim, kind.value_head_dim),
-            window=narrowest[kind],
             softcap=config_value(config, "attn_logit_softcapping"),
             sinks=passes_sinks(config),
             num_layers=num_layers,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -27,9 +28,9 @@ FP8_DTYPES = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
 def converting_exactly() -> Iterator[None]:
     """Converts checkpoints, inside, as their config describes them; failures name their weight."""
     with (
-        replaced(Fp8Dequantize, "_dequantize_one", _dequantize),
-        replaced(WeightConverter, "convert", _convert),
-        replaced(modeling_utils, "log_state_dict_report", _raise_conversion_error),
+        patch.object(Fp8Dequantize, "_dequantize_one", _dequantize),
+        patch.object(WeightConverter, "convert", _convert),
+        patch.object(modeling_utils, "log_state_dict_report", _raise_conversion_error),
     ):
         yield
 
@@ -46,7 +47,7 @@ def _dequantize(op: Any, quantized: Tensor, scales: Tensor, output_dtype: torch.
     block = op.hf_quantizer.quantization_config.weight_block_size
     # One scale for the whole weight, and packed fp4 inside fp8 checkpoints, are read rightly by the grid.
     if quantized.dtype not in FP8_DTYPES or not block or scales.numel() == 1:
-        return _dequantize_by_grid(op, quantized, scales, output_dtype)  # type: ignore[no-any-return]
+        return _dequantize_by_grid(op, quantized, scales, output_dtype)
     num_blocks = [-(-size // step) for size, step in zip(quantized.shape[-2:], block)]
     if list(scales.shape[-2:]) != num_blocks:
         raise ValueError(
@@ -84,20 +85,3 @@ def _raise_conversion_error(*, pretrained_model_name_or_path: str, loading_info:
             f"{one_line(reason)}"
         )
     _report(pretrained_model_name_or_path=pretrained_model_name_or_path, loading_info=loading_info, **more)
-
-
-@contextlib.contextmanager
-def replaced(owner: Any, name: str, function: Any) -> Iterator[None]:
-    """Replaces `owner.name` inside. transformers has some of these as methods that a model may override; here all
-    models do, for as long as one is made.
-    """
-    inherited = name not in vars(owner)
-    original = vars(owner).get(name)
-    setattr(owner, name, function)
-    try:
-        yield
-    finally:
-        if inherited:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, original)

@@ -194,8 +194,7 @@ def chunked_rows(
         return function(apply_softcap(logits, softcap), *parts)
 
     with torch.autocast(hidden_RC.device.type, enabled=False):
-        values: Tensor = _ChunkedRows.apply(of_product, rows, hidden_RC, weight_VC, *columns)
-    return values
+        return _ChunkedRows.apply(of_product, rows, hidden_RC, weight_VC, *columns)
 
 
 def apply_softcap(logits: Tensor, softcap: float | None) -> Tensor:

@@ -65,8 +65,15 @@ class Generator:
         if write:  # gets the text as soon as it is whole words
             streamer = TextStreamer(cast(Any, self.tokenizer), skip_prompt=True, skip_special_tokens=True)
             streamer.on_finalized_text = lambda text, stream_end=False: write(text + "\n" * stream_end)
-        batches = [prompts] if is_batch else [[ids] for ids in prompts]
-        return [text for batch in batches for text in self._generate(batch, max_new_tokens, temperature, streamer)]
+        choice = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
+        generate, answers = cast(Any, self.model.generate), list[str]()
+        for batch in [prompts] if is_batch else [[ids] for ids in prompts]:
+            inputs, room = self._padded(batch), min(max_new_tokens, *map(self._room_tokens, batch))
+            output = generate(**inputs, max_new_tokens=room, streamer=streamer, **choice)
+            # Prompts are padded on the left, so that all answers begin at the same column.
+            new = output[:, inputs["input_ids"].shape[1] :]
+            answers += self.tokenizer.batch_decode(new, skip_special_tokens=True)
+        return answers
 
     @cached_property
     def takes_padding(self) -> bool:
@@ -76,23 +83,10 @@ class Generator:
         def logits(prompts: list[Tensor]) -> Tensor:
             generate: Any = self.model.generate
             options = {"max_new_tokens": 1, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
-            found: Tensor = generate(**self._padded(prompts), **options).logits[0][0].float()
-            return found
+            return generate(**self._padded(prompts), **options).logits[0][0].float()
 
         alone, beside = logits([ids]), logits([ids, torch.cat([ids, ids])])
         return bool((alone - beside).abs().max() <= tolerance_std(self.model.dtype) * alone.std())
-
-    def _generate(
-        self, prompts: list[Tensor], max_new_tokens: int, temperature: float, streamer: TextStreamer | None
-    ) -> list[str]:
-        """Returns what follows each prompt; all at once."""
-        max_new_tokens = min(max_new_tokens, *map(self._room_tokens, prompts))
-        choice = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
-        inputs, generate = self._padded(prompts), cast(Any, self.model.generate)
-        output = generate(**inputs, max_new_tokens=max_new_tokens, streamer=streamer, **choice)
-        # Prompts are padded on the left, so that all answers begin at the same column.
-        new = output[:, inputs["input_ids"].shape[1] :]
-        return list(self.tokenizer.batch_decode(new, skip_special_tokens=True))
 
     def _padded(self, prompts: list[Tensor]) -> dict[str, Tensor]:
         """Returns input_ids and attention_mask, int64 [B, longest], each prompt at the right end of its row."""

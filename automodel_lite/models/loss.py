@@ -367,8 +367,7 @@ class LossModel(nn.Module):
         """Returns the labeled rows before the head [R, C], or logits [R, V]."""
         inputs = {**batch.model_inputs(), **options}
         if self.takes_logits:
-            logits_RV: Tensor = self.lm(**inputs, logits_to_keep=batch.label_rows).logits.squeeze(0)
-            return logits_RV
+            return self.lm(**inputs, logits_to_keep=batch.label_rows).logits.squeeze(0)
         hidden_TC: Tensor = self._found[0](**inputs).last_hidden_state.squeeze(0)
         return hidden_TC.index_select(0, batch.label_rows)
 
@@ -376,19 +375,16 @@ class LossModel(nn.Module):
         """Evaluates `compute` at the head of such rows: inside its forward, unless they are logits."""
         if self.takes_logits:
             return compute(Head(rows))
-        result: Tensor = self._found[1](rows, compute=compute)
-        return result
+        return self._found[1](rows, compute=compute)
 
     def logits(self, batch: ThdBatch, num_last: int = 0) -> Tensor:
         """Returns those of the stream's last tokens, [num_last, V]; 0 = of all."""
-        logits_TV: Tensor = self.lm(**batch.model_inputs(), logits_to_keep=num_last).logits.squeeze(0)
-        return logits_TV
+        return self.lm(**batch.model_inputs(), logits_to_keep=num_last).logits.squeeze(0)
 
     @torch.no_grad()
     def plain_logits(self, ids_T: Tensor) -> Tensor:
         """Returns those of one document [T, V], by a model with an attention of transformers' own."""
-        logits_TV: Tensor = self.lm(input_ids=ids_T[None], use_cache=False).logits[0]
-        return logits_TV
+        return self.lm(input_ids=ids_T[None], use_cache=False).logits[0]
 
     @torch.no_grad()
     def probe(self, batch: ThdBatch) -> tuple[Tensor, bool]:

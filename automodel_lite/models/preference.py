@@ -41,19 +41,6 @@ class Answers(NamedTuple):
         return Answers(self.log_prob / num_tokens, self.reference / num_tokens, num_tokens)
 
 
-def sum_pairs(inputs: LossInputs) -> tuple[Answers, Answers]:
-    """Sums the chosen and the rejected answers of this micro-batch; gradients are those of this rank's rows."""
-    log_probs_R, answers_R = inputs.log_probs(), inputs.columns["answers"]
-    reference_R = inputs.columns.get("reference_log_probs", torch.zeros_like(log_probs_R))
-    values_R3 = torch.stack([log_probs_R, reference_R, torch.ones_like(reference_R)], 1)
-    is_answer = [(answers_R == which).to(values_R3.dtype)[:, None] for which in (CHOSEN, REJECTED)]
-    sums_N6 = inputs.per_document(torch.cat([values_R3 * own for own in is_answer], 1))
-    # A document with a chosen answer begins a pair; the rejected one is in it, or in the next document.
-    pair_N = ((sums_N6[:, 2] > 0).cumsum(0) - 1).clamp(min=0)
-    sums_P6 = torch.zeros_like(sums_N6).index_add(0, pair_N, sums_N6).unbind(1)
-    return Answers(*sums_P6[:3]), Answers(*sums_P6[3:])
-
-
 class PreferenceLoss(Loss):
     """A value per pair, and plain cross-entropy on the chosen answer (its mean per token) where it has a share."""
 
@@ -75,7 +62,16 @@ class PreferenceLoss(Loss):
         return len(document_T[batch.columns["answers"] == CHOSEN].unique())
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
-        chosen, rejected = sum_pairs(inputs)
+        # Sums over the answers of this micro-batch; gradients are those of this rank's rows.
+        log_probs_R, answers_R = inputs.log_probs(), inputs.columns["answers"]
+        reference_R = inputs.columns.get("reference_log_probs", torch.zeros_like(log_probs_R))
+        values_R3 = torch.stack([log_probs_R, reference_R, torch.ones_like(reference_R)], 1)
+        is_answer = [(answers_R == which).to(values_R3.dtype)[:, None] for which in (CHOSEN, REJECTED)]
+        sums_N6 = inputs.per_document(torch.cat([values_R3 * own for own in is_answer], 1))
+        # A document with a chosen answer begins a pair; the rejected one is in it, or in the next document.
+        pair_N = ((sums_N6[:, 2] > 0).cumsum(0) - 1).clamp(min=0)
+        sums_P6 = torch.zeros_like(sums_N6).index_add(0, pair_N, sums_N6).unbind(1)
+        chosen, rejected = Answers(*sums_P6[:3]), Answers(*sums_P6[3:])
         losses_P, margins_P = self.pair_losses(chosen, rejected)
         if self.cross_entropy:
             losses_P = losses_P - self.cross_entropy * chosen.mean().log_prob

@@ -72,7 +72,16 @@ def apply_settings(config: PretrainedConfig, overrides: dict[str, Any]) -> None:
         if key in inner and isinstance(value, dict):
             apply_settings(inner[key], value)
         elif key in OF_ROPE and key not in config.to_dict():
-            config.rope_parameters = _rope_parameters(config, key, value)
+            old: dict[str, Any] = config.rope_parameters
+            if any(isinstance(of_a_kind, dict) for of_a_kind in old.values()):
+                raise ValueError(
+                    f"rope_parameters of {config.model_type} differ by kind of layer: set them, not {key}."
+                )
+            if key == "rope_theta":
+                config.rope_parameters = {**old, key: value}
+            else:  # scaling is replaced, or removed by null
+                kept = {name: old[name] for name in ("rope_theta", "partial_rotary_factor") if name in old}
+                config.rope_parameters = kept | (value or {"rope_type": "default"})
         else:
             setattr(config, key, value)
     # Frequencies follow from several keys, which transformers completes and checks only when it is told to.
@@ -83,19 +92,6 @@ def apply_settings(config: PretrainedConfig, overrides: dict[str, Any]) -> None:
 
 OF_ROPE = ("rope_theta", "rope_scaling")
 """What config.json has under these names transformers keeps in `rope_parameters`."""
-
-
-def _rope_parameters(config: PretrainedConfig, key: str, value: Any) -> dict[str, Any]:
-    """Returns the parameters of a loaded config after one of `OF_ROPE` was set; scaling is replaced, or removed by
-    null.
-    """
-    old: dict[str, Any] = config.rope_parameters
-    if any(isinstance(of_a_kind, dict) for of_a_kind in old.values()):
-        raise ValueError(f"rope_parameters of {config.model_type} differ by kind of layer: set them, not {key}.")
-    if key == "rope_theta":
-        return {**old, key: value}
-    scaling = value or {"rope_type": "default"}
-    return {name: old[name] for name in ("rope_theta", "partial_rotary_factor") if name in old} | scaling
 
 
 def cannot_work(reason: object, overrides: dict[str, Any]) -> ConfigError:

@@ -223,7 +223,7 @@ class CausalLM:
             self.notes.append(
                 f"{len(unknown)} weights of the checkpoint are not part of the model and not exported: {names}"
             )
-        return model  # type: ignore[no-any-return]
+        return model
 
     def _freeze(self, lm: transformers.PreTrainedModel) -> None:
         freeze_towers(lm, self.dtype)
@@ -263,7 +263,7 @@ def model_class(config: PretrainedConfig) -> Any:
 def load_whole(folder: str, dtype: torch.dtype, trust_remote_code: bool = False) -> transformers.PreTrainedModel:
     """Loads a folder or hub name by plain `from_pretrained`, under its own class."""
     config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    return model_class(config).from_pretrained(folder, dtype=dtype, trust_remote_code=trust_remote_code)  # type: ignore[no-any-return]
+    return model_class(config).from_pretrained(folder, dtype=dtype, trust_remote_code=trust_remote_code)
 
 
 def quantization_of(config: PretrainedConfig) -> dict[str, Any] | None:
@@ -296,7 +296,7 @@ def describe(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> tr
     own = copy.deepcopy(config)  # from_config writes the dtype into it
     with torch.device("meta"):
         made = model_class(own).from_config(own, dtype=dtype, trust_remote_code=is_remote_code(type(own)))
-    return made  # type: ignore[no-any-return]
+    return made
 
 
 def is_remote_code(kind: type) -> bool:

@@ -23,17 +23,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import PretrainedConfig
 
 from automodel_lite.attention.interface import Logits, logits_of, tolerance_std
-from automodel_lite.attention.spec import layer_shapes
 from automodel_lite.errors import ConfigError
-from automodel_lite.parallel.exchange import (
-    AllGatherKV,
-    OwnedDocumentMixers,
-    Ulysses,
-    heads_divide,
-)
+from automodel_lite.parallel.exchange import AllGatherKV, OwnedDocumentMixers, Ulysses
 from automodel_lite.parallel.ring import Ring
 from automodel_lite.paths import concatenated_ranges, find_nodes
 from automodel_lite.thd import (
@@ -94,8 +87,21 @@ def attention_plan(
     if exchange == "all_gather":
         return AttentionPlan(own, gather)
     assert exchange == "ring"
-    longest = batch.max_seqlen
-    return AttentionPlan(own._replace(max_k=longest), ring(segments, gather, longest))
+    # The documents have two runs of one length each on this rank, none is empty.
+    lengths, longest = q_lens.view(-1, 2)[:, 0], batch.max_seqlen
+    whole = cumulative(2 * lengths)
+    starts = whole[:-1].long()
+    around = Ring(
+        group=group,
+        early=concatenated_ranges(starts, starts + lengths),
+        late=concatenated_ranges(starts + lengths, starts + 2 * lengths),
+        cu_whole=whole,
+        cu_half=cumulative(lengths),
+        max_half=int(lengths.max()),
+        longest=longest,
+        gather=gather,
+    )
+    return AttentionPlan(own._replace(max_k=longest), around)
 
 
 def tree_plan(
@@ -118,23 +124,6 @@ def tree_plan(
     q_lens, k_lens = end - start, path_stops - path_starts
     keys = AllGatherKV(group, to_stream[paths[concatenated_ranges(path_starts, path_stops)]], None)
     return AttentionPlan(Segments(cumulative(q_lens), cumulative(k_lens), int(q_lens.max()), int(k_lens.max())), keys)
-
-
-def ring(owned: OwnedSegments, gather: AllGatherKV, longest: int) -> Ring:
-    """The ring of the rank that owns `owned`; its documents have two runs of one length each, none is empty."""
-    lengths = (owned.end - owned.start).view(-1, 2)[:, 0]
-    whole = cumulative(2 * lengths)
-    starts = whole[:-1].long()
-    return Ring(
-        group=gather.group,
-        early=concatenated_ranges(starts, starts + lengths),
-        late=concatenated_ranges(starts + lengths, starts + 2 * lengths),
-        cu_whole=whole,
-        cu_half=cumulative(lengths),
-        max_half=int(lengths.max()),
-        longest=longest,
-        gather=gather,
-    )
 
 
 def assign_mixers(batch: ThdBatch, group: dist.ProcessGroup, cp_size: int, cp_rank: int) -> OwnedDocumentMixers:
@@ -235,19 +224,6 @@ def inverse_permutation(permutation: Tensor) -> Tensor:
     inverse = torch.empty_like(permutation)
     inverse[permutation] = torch.arange(len(permutation), device=permutation.device)
     return inverse
-
-
-def check_cp_settings(model_config: PretrainedConfig, cp_size: int, exchange: str) -> None:
-    """Raises ConfigError where context parallelism over `cp_size` ranks would be wrong or impossible."""
-    if cp_size == 1:
-        return
-    for layer in layer_shapes(model_config) if exchange == "all_to_all" else ():
-        if layer.num_heads and not heads_divide(cp_size, layer.num_heads, layer.num_kv_heads):
-            raise ConfigError(
-                f"mesh.cp={cp_size} with mesh.cp_exchange=all_to_all must divide the {layer.num_heads} query heads, "
-                f"and divide or be divided by the {layer.num_kv_heads} key/value heads: use "
-                "mesh.cp_exchange=all_gather, which has no such limit."
-            )
 
 
 def check_ranks_read_alike(batch: ThdBatch, axis: DeviceMesh | None) -> None:

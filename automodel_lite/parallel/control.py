@@ -61,7 +61,7 @@ class Control:
             return fn()
         outcomes: list[Any] = [_outcome(fn)] if self.is_first else [None]
         dist.broadcast_object_list(outcomes, 0, group=self.group)
-        return _values(outcomes)[0]  # type: ignore[no-any-return]
+        return _values(outcomes)[0]
 
     def on_all(self, fn: Callable[[], T]) -> list[T]:
         """Calls fn on every rank; each returns the values of all, in rank order, or raises the error of the first rank

@@ -37,8 +37,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from automodel_lite.attention.kernel import AttentionKernel, BlockKernel
+from automodel_lite.attention.kernel import AttentionKernel, BlockKernel, refuse
 from automodel_lite.attention.spec import LayerShape
+from automodel_lite.errors import ConfigError
 from automodel_lite.thd import AttentionInputs, DocumentRows, Tensors
 
 if torch.__version__ >= "2.13":  # compared as versions; 2.13 renamed both and warns about the old names
@@ -221,19 +222,19 @@ class OwnedDocumentMixers(Heads):
         return total
 
     def map_rows(self, mix: Callable[[list[Tensor]], Tensor], streams: Sequence[Tensor]) -> Tensor:
-        mixed = self.owned.map_rows(mix, [self._to_owner(x) for x in streams])
+        owned = []
+        for x_TC in streams:
+            sent = SelectRows.apply(x_TC, self.send, self.unsend[None])
+            received = AllToAll.apply(sent, self.group, (self.counts_out, self.counts_in))
+            if len(received):
+                owned.append(SelectRows.apply(received, self.arrange, self.unarrange[None]))
+            else:  # a rank without a document mixes one token of zeros, so that its weights have gradients
+                owned.append(F.pad(received, (0,) * (2 * received.ndim - 1) + (1,)))
+        mixed = self.owned.map_rows(mix, owned)
         # and back, the same way
         rows = SelectRows.apply(mixed, self.unarrange, self.arrange[None])
         received = AllToAll.apply(rows, self.group, (self.counts_in, self.counts_out))
-        return SelectRows.apply(received, self.unsend, self.send[None])  # type: ignore[no-any-return]
-
-    def _to_owner(self, x_TC: Tensor) -> Tensor:
-        """[T / cp, ...] -> [T', ...]."""
-        sent = SelectRows.apply(x_TC, self.send, self.unsend[None])
-        received = AllToAll.apply(sent, self.group, (self.counts_out, self.counts_in))
-        if not len(received):  # a rank without a document mixes one token of zeros, so that its weights have gradients
-            return F.pad(received, (0,) * (2 * received.ndim - 1) + (1,))
-        return SelectRows.apply(received, self.arrange, self.unarrange[None])  # type: ignore[no-any-return]
+        return SelectRows.apply(received, self.unsend, self.send[None])
 
 
 def heads_divide(cp_size: int, num_heads: int, num_kv_heads: int) -> bool:
@@ -246,18 +247,32 @@ MUCH_KV_GIB = 2.0
 
 
 def choose_exchange(
-    kernel: AttentionKernel, layers: Sequence[LayerShape], num_tokens: int, cp_size: int, value_bytes: int
+    wanted: str, kernel: AttentionKernel, layers: Sequence[LayerShape], num_tokens: int, cp_size: int, value_bytes: int
 ) -> tuple[str, str]:
-    """Returns the exchange for mesh.cp_exchange=auto, and why.
+    """Returns the exchange that is `wanted`; for auto one that suits, and why.
 
     All-to-all where heads divide and it sends less than an all-gather, as it holds no keys of other ranks' heads; a
     ring where a layer's gathered keys would fill memory; else the all-gather, which works for every model.
+
+    Raises ConfigError for an all-to-all of heads that do not divide, and a ring on a kernel without a log-sum-exp.
     """
     attending = [layer for layer in layers if layer.num_heads]
+    uneven = [layer for layer in attending if not heads_divide(cp_size, layer.num_heads, layer.num_kv_heads)]
+    if wanted == "ring" and not isinstance(kernel, BlockKernel):
+        cure = "use attention=varlen, flex or reference, or mesh.cp_exchange=all_gather"
+        raise refuse(kernel, "mesh.cp_exchange=ring", cure)
+    if wanted == "all_to_all" and uneven:
+        raise ConfigError(
+            f"mesh.cp={cp_size} with mesh.cp_exchange=all_to_all must divide the {uneven[0].num_heads} query heads, "
+            f"and divide or be divided by the {uneven[0].num_kv_heads} key/value heads: use "
+            "mesh.cp_exchange=all_gather, which has no such limit."
+        )
+    if wanted != "auto":
+        return wanted, ""
     # where ranks outnumber the key heads, an all-to-all sends each of them to several ranks
     traded = sum((x.num_heads + max(x.num_kv_heads, cp_size)) * (x.head_dim + x.value_head_dim) for x in attending)
     gathered = cp_size * sum(map(_kv_features, attending))
-    if traded < gathered and all(heads_divide(cp_size, x.num_heads, x.num_kv_heads) for x in attending):
+    if traded < gathered and not uneven:
         return "all_to_all", f"it sends {traded / gathered:.2f} x the bytes of an all-gather"
     gib = max(map(_kv_features, attending), default=0) * num_tokens * value_bytes / 2**30
     if gib > MUCH_KV_GIB and isinstance(kernel, BlockKernel):

@@ -124,26 +124,6 @@ def launchers_store() -> dist.Store:
             return store
 
 
-def _open_group(device: torch.device, timeout: timedelta) -> None:
-    """Opens the default process group, over all ranks; without a launcher this process alone.
-
-    NCCL is given its device and connects at once: a bad link shows before the weights are read, and the mesh's groups
-    are split off this one.
-    """
-    backend, device_id = ("cpu:gloo,cuda:nccl", device) if device.type == "cuda" else ("gloo", None)
-    open_group = partial(dist.init_process_group, backend, timeout=timeout, device_id=device_id)
-    if "RANK" not in os.environ:
-        open_group(store=dist.HashStore(), rank=0, world_size=1)
-        return
-    allow_sockets(world_size())
-    store = dist.PrefixStore("groups", launchers_store())
-    open_group(store=store, rank=rank(), world_size=world_size())
-    # a rank that fails at once would close connections that others still open, and theirs would be the first error
-    if store.add("connected", 1) == world_size():
-        store.set("all_connected", "")
-    store.wait(["all_connected"], timeout)
-
-
 def allow_sockets(num_ranks: int) -> None:
     """Raises this process's limit of open files, as far as it may: three groups of gloo connect every two ranks, and
     the usual soft limit of 1,024 ends at 340 of them.
@@ -196,7 +176,21 @@ def init_mesh(config: MeshConfig) -> Mesh:
     if is_alone and not is_grouped:
         return Mesh(shape, device, None)
     if not dist.is_initialized():
-        _open_group(device, timedelta(seconds=config.timeout_s))
+        # NCCL is given its device and connects at once: a bad link shows before the weights are read, and the mesh's
+        # groups are split off this one.
+        backend, device_id = ("cpu:gloo,cuda:nccl", device) if device.type == "cuda" else ("gloo", None)
+        timeout = timedelta(seconds=config.timeout_s)
+        open_group = partial(dist.init_process_group, backend, timeout=timeout, device_id=device_id)
+        if is_alone:
+            open_group(store=dist.HashStore(), rank=0, world_size=1)
+        else:
+            allow_sockets(world_size())
+            store = dist.PrefixStore("groups", launchers_store())
+            open_group(store=store, rank=rank(), world_size=world_size())
+            # a rank that fails at once would close connections that others still open: theirs would be the first error
+            if store.add("connected", 1) == world_size():
+                store.set("all_connected", "")
+            store.wait(["all_connected"], timeout)
     # an axis of size 1 would make a group of each rank: 3,072 of them at 1,024 ranks
     sizes = {axis: size for axis in AXES if (size := getattr(shape, axis)) > 1} or {"dp_shard": 1}
     return Mesh(shape, device, init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes)))

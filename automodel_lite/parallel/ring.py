@@ -56,8 +56,7 @@ class Ring(Tensors):
             return self.gather.attend(kernel, inputs)
         assert isinstance(kernel, BlockKernel)
         of_blocks = replace(inputs.options, window=None, sinks=None)
-        out: Tensor = _RingAttention.apply(*inputs[:3], inputs.options.sinks, self, kernel, of_blocks)
-        return out
+        return _RingAttention.apply(*inputs[:3], inputs.options.sinks, self, kernel, of_blocks)
 
     def visit(self, source: int) -> _Visit:
         """What this rank attends to when the keys and values of rank `source` are here."""
@@ -100,7 +99,18 @@ class _RingAttention(torch.autograd.Function):
             visit = ring.visit(source)
             k, v = split(_rows(kv, visit.k_rows), k_THD, v_THD)
             inputs = AttentionInputs(_rows(q_THD, visit.q_rows), k, v, visit.segments, options)
-            _merge(out, lse_TH, visit.q_rows, *kernel.block(inputs, visit.causal))
+            of_visit, lse_of_visit = kernel.block(inputs, visit.causal)
+            # The shares of what was there and of the visit are 1 - x and x: taken from the rounded log-sum-exp of both,
+            # their sum is off by its rounding, which adds up over the visits.
+            old, old_lse = _rows(out, visit.q_rows), _rows(lse_TH, visit.q_rows)
+            share = (lse_of_visit - old_lse).sigmoid()[..., None]
+            old.mul_(1 - share).addcmul_(of_visit, share)
+            new_lse = torch.logaddexp(old_lse, lse_of_visit)
+            if visit.q_rows is None:
+                lse_TH.copy_(new_lse)
+            else:
+                out.index_copy_(0, visit.q_rows, old)
+                lse_TH.index_copy_(0, visit.q_rows, new_lse)
         if sinks is not None:  # one more logit, without a value
             with_sinks = torch.logaddexp(lse_TH, sinks.float())
             out *= (lse_TH - with_sinks).exp()[..., None]
@@ -171,23 +181,6 @@ def _passed_around(rows: Tensor, group: dist.ProcessGroup) -> Iterator[tuple[int
         yield (rank - hop) % cp, rows
         if following is not None:
             rows = following.wait()
-
-
-def _merge(out: Tensor, lse_TH: Tensor, rows: Tensor | None, of_visit: Tensor, lse_of_visit: Tensor) -> None:
-    """Adds a visit's share to `out` and `lse_TH`, in place.
-
-    The two shares are x and 1 - x: taken from the rounded log-sum-exp of both, their sum is off by its rounding, which
-    adds up over the visits.
-    """
-    old, old_lse = (out, lse_TH) if rows is None else (_rows(out, rows), _rows(lse_TH, rows))
-    share = (lse_of_visit - old_lse).sigmoid()[..., None]
-    old.mul_(1 - share).addcmul_(of_visit, share)
-    new_lse = torch.logaddexp(old_lse, lse_of_visit)
-    if rows is None:
-        lse_TH.copy_(new_lse)
-    else:
-        out.index_copy_(0, rows, old)
-        lse_TH.index_copy_(0, rows, new_lse)
 
 
 def _rows(x: Tensor, rows: Tensor | None) -> Tensor:

@@ -75,8 +75,7 @@ class ParallelModel:
 
     def __call__(self, batch: ThdBatch) -> Tensor:
         with self._call(batch):
-            loss: Tensor = self.module(batch)
-            return loss
+            return self.module(batch)
 
     def logits(self, batch: ThdBatch, num_last: int = 0) -> Tensor:
         """See LossModel.logits; every rank calls it, and ranks that share a model each give their part of a batch."""

@@ -17,7 +17,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from automodel_lite.attention.documents import runs_by_rows
 from automodel_lite.attention.interface import check_packing_isolation, choose_attention, install
-from automodel_lite.attention.kernel import AttentionKernel, ReferenceAttention, require_blocks
+from automodel_lite.attention.kernel import AttentionKernel, ReferenceAttention
 from automodel_lite.attention.short_lengths import short_lengths
 from automodel_lite.attention.spec import attention_specs, layer_shapes
 from automodel_lite.config.schema import TrainingConfig
@@ -38,7 +38,7 @@ from automodel_lite.models.layers import (
 )
 from automodel_lite.models.loss import CrossEntropy, FusedLinearCrossEntropy, LossModel, PlainLoss
 from automodel_lite.models.source import describe, embedding_rows
-from automodel_lite.parallel.context_parallel import check_context_parallel, check_cp_settings, cp_shard
+from automodel_lite.parallel.context_parallel import check_context_parallel, cp_shard
 from automodel_lite.parallel.exchange import choose_exchange
 from automodel_lite.parallel.mesh import Mesh, MeshShape
 from automodel_lite.parallel.sharding import (
@@ -260,15 +260,11 @@ def with_exchange(
 
     Raises ConfigError where the model, the kernel or the pack size rule context parallelism out.
     """
-    cp, exchange, reason = parts.mesh.cp, parts.mesh.cp_exchange, ""
+    cp = parts.mesh.cp
     if cp == 1:
         return replace(parts, mesh=replace(parts.mesh, cp_exchange="all_gather")), ""
     layers, num_tokens = layer_shapes(config), parts.packed_sequence_size * parts.training.micro_batch_size
-    if exchange == "auto":
-        exchange, reason = choose_exchange(kernel, layers, num_tokens, cp, dtype.itemsize)
-    if exchange == "ring":
-        require_blocks(kernel)
-    check_cp_settings(config, cp, exchange)
+    exchange, reason = choose_exchange(parts.mesh.cp_exchange, kernel, layers, num_tokens, cp, dtype.itemsize)
     line = f"cp_exchange=auto takes {exchange}: {reason}" if reason else ""
     return replace(parts, mesh=replace(parts.mesh, cp_exchange=exchange)), line
 

@@ -48,8 +48,7 @@ def launch(recipe: Callable[..., Any], config: Config, *more: object) -> int:
         if finished:
             Console().print(finished)
             return 0
-        code: int = recipe(config, peers, *more).train()
-        return code
+        return recipe(config, peers, *more).train()
 
 
 @contextmanager

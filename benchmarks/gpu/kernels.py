@@ -107,7 +107,7 @@ def check(name: str, kernel: AttentionKernel, case: Case, device: torch.device) 
     dtype = torch.float32 if device.type == "cpu" or name == "reference" else torch.bfloat16
     with_gradients = not (device.type == "cpu" and name == "flex")  # which has no backward on CPU
     heads = (case.num_heads, case.num_kv_heads, case.head_dim, case.value_head_dim)
-    spec = AttentionSpec(case.name, device, dtype, *heads, case.window, case.softcap, case.sinks)
+    spec = AttentionSpec(case.name, device, dtype, *heads, case.softcap, case.sinks)
     try:
         if device.type == "cuda":
             kernel.check(spec)

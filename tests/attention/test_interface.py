@@ -61,12 +61,12 @@ def test_families_that_cannot_be_packed(config: Any, words: str) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_weights_that_are_not_finite_are_named(value: float) -> None:
+def test_logits_that_are_not_finite_are_named(value: float) -> None:
     """They once were "documents of a pack see each other"."""
     model = AutoModelForCausalLM.from_config(LlamaConfig(**SMALL))
     model.model.layers[1].mlp.up_proj.weight.data[3, 4] = value
     install(model, ReferenceAttention())
-    with pytest.raises(ConfigError, match=r"not finite: .*model.layers.1.mlp.up_proj.weight contains inf or NaN"):
+    with pytest.raises(ConfigError, match="its logits are not finite, though loaded weights are: a sum overflows"):
         check_packing_isolation(model)
 
 

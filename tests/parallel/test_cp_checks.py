@@ -10,13 +10,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import LlamaConfig
 
 from automodel_lite.attention.interface import install
-from automodel_lite.attention.kernel import ReferenceAttention, require_blocks
-from automodel_lite.attention.spec import LayerShape
+from automodel_lite.attention.kernel import ReferenceAttention
+from automodel_lite.attention.spec import LayerShape, layer_shapes
 from automodel_lite.attention.varlen import VarlenAttention
 from automodel_lite.errors import ConfigError
 from automodel_lite.parallel.context_parallel import (
     check_context_parallel,
-    check_cp_settings,
     check_ranks_read_alike,
 )
 from automodel_lite.parallel.exchange import choose_exchange
@@ -27,8 +26,8 @@ from tests.ranks import run_ranks
 def test_heads_must_divide_for_all_to_all() -> None:
     config = LlamaConfig(**BASE | {"num_attention_heads": 6, "hidden_size": 96})
     with pytest.raises(ConfigError, match="must divide the 6 query heads"):
-        check_cp_settings(config, 4, "all_to_all")
-    check_cp_settings(config, 4, "all_gather")
+        choose_exchange("all_to_all", ReferenceAttention(), layer_shapes(config), 64, 4, 2)
+    assert choose_exchange("all_gather", ReferenceAttention(), layer_shapes(config), 64, 4, 2) == ("all_gather", "")
 
 
 WIDE = [LayerShape(num_heads=32, num_kv_heads=8, head_dim=128, value_head_dim=128)] * 32
@@ -47,7 +46,7 @@ CHOICES = {
 @pytest.mark.parametrize("case", CHOICES)
 def test_the_exchange_that_is_taken(case: str) -> None:
     layers, num_tokens, cp, name, why = CHOICES[case]
-    chosen, reason = choose_exchange(ReferenceAttention(), layers, num_tokens, cp, 2)
+    chosen, reason = choose_exchange("auto", ReferenceAttention(), layers, num_tokens, cp, 2)
     assert chosen == name
     assert reason.startswith(why)
 
@@ -56,12 +55,12 @@ def test_a_kernel_without_a_log_sum_exp_has_no_ring() -> None:
     whole = VarlenAttention()
     only_whole = type("OnlyWhole", (), {"name": "thd_whole", "check": whole.check, "__call__": whole.__call__})()
     layers, num_tokens, cp, *_ = CHOICES["much to hold, heads that do not divide"]
-    assert choose_exchange(only_whole, layers, num_tokens, cp, 2)[0] == "all_gather"
+    assert choose_exchange("auto", only_whole, layers, num_tokens, cp, 2)[0] == "all_gather"
     with pytest.raises(
         ConfigError, match=r"attention=whole does not support mesh\.cp_exchange=ring: use attention=varlen"
     ):
-        require_blocks(only_whole)
-    require_blocks(whole)
+        choose_exchange("ring", only_whole, layers, num_tokens, cp, 2)
+    assert choose_exchange("ring", whole, layers, num_tokens, cp, 2) == ("ring", "")
 
 
 def read_alike(rank: int, cp: int, differ: str) -> str:
