@@ -31,7 +31,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from automodel_lite.attention.interface import install
 from automodel_lite.attention.varlen import VarlenAttention
-from automodel_lite.models.layers import cast_frozen, decoder_layers, recompute_layers
+from automodel_lite.models.layers import cast_weights, decoder_layers, recompute_layers
 from automodel_lite.models.lora import Lora
 from automodel_lite.models.loss import FusedLinearCrossEntropy, LossModel
 from automodel_lite.thd import stream_of
@@ -171,7 +171,7 @@ def counted(job: Job, num_layers: int, recomputes: bool) -> list[tuple[str, floa
         lm = LlamaForCausalLM(config).train().to(torch.bfloat16)
     if job.lora:
         Lora(r=16).adapt(lm, "shapes alone")
-        cast_frozen(lm, torch.bfloat16)
+        cast_weights(lm, torch.bfloat16, are_trained=False)
     install(lm, VarlenAttention())
     recompute_layers(decoder_layers(lm), "full" if recomputes else "none", 1)
     model = LossModel(lm, FusedLinearCrossEntropy())

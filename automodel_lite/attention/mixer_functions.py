@@ -22,67 +22,28 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from automodel_lite.attention.packed_mixers import causal_conv1d, gated_delta_rule, mamba2_chunk_scan, selective_scan
+from automodel_lite.attention import packed_mixers
+from automodel_lite.attention.spec import FAMILIES
 from automodel_lite.thd import NEAR_TOKENS, DocumentRows, MixerPlan
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a function's arguments [1, ...] have their tokens and heads. The output is laid out as the first of them.
-
-    tokens    argument -> (dim of time, dim of heads); heads None: shared by all heads
-    weights   argument -> dim of heads
-    boundary  the argument by which the package's kernel takes the documents; None without
-    packed    ours in place of transformers' PyTorch, of the same arguments behind the documents; None without
-    has_states  it returns a state, or None, beside its output
-    in_trees    what it needs where documents branch: whole "paths"; the tokens "near" a node; or its trunk's state, if
-                it is ours ("states")
-    """
+    """A function of families.yaml, which explains the fields."""
 
     tokens: dict[str, tuple[int, int | None]]
+    packed: Callable[..., Tensor]
     weights: dict[str, int] = field(default_factory=dict)
     boundary: str | None = None
-    packed: Callable[..., Tensor] | None = None
     has_states: bool = False
     in_trees: str = "paths"
 
 
-_CHANNELS, _HEADS = (2, 1), (1, 2)
-_DELTA_RULE = Layout(
-    {name: _HEADS for name in ("value", "query", "key", "g", "beta")},
-    boundary="cu_seqlens",
-    packed=gated_delta_rule,
-    has_states=True,
-    in_trees="states",
-)
-
-FUNCTIONS: dict[str, Layout] = {
-    "causal_conv1d_fn": Layout(
-        {"hidden_states": _CHANNELS}, {"weight": 0, "bias": 0}, "seq_idx", causal_conv1d, in_trees="near"
-    ),
-    "torch_chunk_gated_delta_rule": _DELTA_RULE,
-    "chunk_kimi_delta_attention": _DELTA_RULE,
-    "mamba2_chunk_scan": Layout(
-        {name: _HEADS for name in ("hidden_states", "dt", "B", "C", "z")},
-        {"A": 0, "D": 0, "dt_bias": 0},
-        "seq_idx",
-        mamba2_chunk_scan,
-        in_trees="states",
-    ),
-    "mamba_selective_scan": Layout(
-        {"hidden_states": _CHANNELS, "dt": _CHANNELS, "z": _CHANNELS, "B": (2, None), "C": (2, None)},
-        {"A": 0, "D": 0, "delta_bias": 0},
-        packed=selective_scan,
-    ),
+FUNCTIONS = {
+    name: Layout(**{**layout, "packed": vars(packed_mixers)[layout["packed"]]})
+    for name, layout in FAMILIES["mixer_functions"].items()
 }
-FUSED = {"mamba2_split_conv1d_scan_combined": "seq_idx", "mamba_inner_fn": None}
-"""Convolution and scan in one, where the package has it; else these return None, and the functions above are called."""
-
-_NOT_ON_A_STREAM = frozenset(
-    {"kwargs", "chunk_size", "initial_state", "initial_states", "output_final_state", "return_final_states"}
-    | {"return_last_state", "use_mambapy", "use_associative_scan"}
-)
-"""Arguments of transformers' functions that ours need not have: states, the length of chunks, other ways to compute."""
+FUSED: dict[str, str | None] = FAMILIES["fused_functions"]
 _BOUNDARIES = frozenset({"seq_idx", "cu_seqlens", "cu_seqlens_cpu"})
 
 
@@ -182,9 +143,9 @@ def packed_function(function: Callable[..., Any], name: str) -> Callable[..., An
     does not know.
     """
     ours = FUNCTIONS[name].packed
-    if ours is None or _chosen(function).get("is_new_implementation"):
+    if _chosen(function).get("is_new_implementation"):
         return None
-    known = _parameters(ours) | _NOT_ON_A_STREAM
+    known = _parameters(ours).union(*FAMILIES["not_on_a_stream"])
     return ours if _parameters(function) <= known else None
 
 
@@ -260,7 +221,7 @@ def _split(call: Call, layout: Layout, plan: MixerPlan) -> Any:
     if exchange is not None:
         out = exchange.from_heads(out)
     out = _as_rows(out[None], *places[0])
-    out = out.contiguous() if places[0] == _HEADS else out  # callers take views of it
+    out = out.contiguous() if places[0][0] == 1 else out  # callers take views of it
     return (out, None) if has_states else out
 
 

@@ -11,10 +11,13 @@ import math
 import sys
 from collections import Counter
 from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+import yaml
 from transformers import PretrainedConfig
 
 from automodel_lite.errors import ConfigError
@@ -44,18 +47,7 @@ class AttentionSpec:
     num_layers: int = 0
 
 
-_ATTENTION_WORDS = ("attention", "hybrid")  # in the names of layer types whose layers attend; linear attention does not
-PACKABLE_LAYERS = frozenset(
-    {
-        *("full_attention", "sliding_attention", "chunked_attention", "attention"),
-        *("linear_attention", "mamba", "mamba2", "recurrent", "conv"),  # attention/documents.py
-        *("hybrid", "hybrid_sliding"),  # both in one layer, or after it
-        *("moe", "mlp", "dense", "sparse"),  # mix no tokens
-    }
-)
-"""Kinds of layers that keep documents apart here. What a name does not tell, the probe does."""
-
-ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+FAMILIES = yaml.safe_load(Path(__file__).with_name("families.yaml").read_text())
 UNPACKED = "take another model, docs/models.md lists the families that can be packed"
 
 
@@ -108,8 +100,8 @@ def _layer_shape(text: PretrainedConfig, layer: int) -> LayerShape:
         return found[layer] if isinstance(found, list | tuple) else found
 
     num_heads = value("num_attention_heads", 0)
-    if not num_heads or kind == "linear_attention" or not any(word in kind for word in _ATTENTION_WORDS):
-        sizes = ([config_value(config, name) for name in names] for names in _STATES)
+    if not num_heads or kind == "linear_attention" or not any(word in kind for word in FAMILIES["attending"]):
+        sizes = ([config_value(config, name) for name in names] for names in FAMILIES["states"])
         known = (math.prod(found) for found in sizes if all(isinstance(size, int) for size in found))
         return LayerShape(0, 0, 0, 0, state=next(known, 0))
     head_dim = value("head_dim", config.hidden_size // num_heads)
@@ -123,16 +115,6 @@ def _layer_shape(text: PretrainedConfig, layer: int) -> LayerShape:
     return LayerShape(num_heads, num_kv_heads, head_dim, value_head_dim, window)
 
 
-_STATES = (
-    ("linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),  # gated delta rules (Qwen3-Next)
-    ("mamba_n_heads", "mamba_d_head", "mamba_d_state"),  # Bamba, GraniteMoeHybrid, Falcon-H1
-    ("mamba_num_heads", "mamba_head_dim", "ssm_state_size"),  # Nemotron-H
-    ("mamba_expand", "hidden_size", "mamba_d_state"),  # Jamba, Zamba 2
-    ("num_heads", "head_dim", "state_size"),  # Mamba 2
-    ("intermediate_size", "state_size"),  # Mamba
-)
-
-
 def attention_specs(
     model_config: PretrainedConfig, device: torch.device | str, dtype: torch.dtype
 ) -> list[AttentionSpec]:
@@ -142,7 +124,7 @@ def attention_specs(
     Raises ConfigError for layers that cannot be packed, and for attention dropout, which no packed kernel has.
     """
     config = model_config.get_text_config()
-    for key in ATTENTION_DROPOUTS:
+    for key in FAMILIES["dropouts"]:
         if dropout := config_value(config, key, 0.0):
             raise ConfigError(
                 f"model_type={config.model_type} has {key}={dropout}, which packed kernels do not support: set "
@@ -150,7 +132,7 @@ def attention_specs(
             )
     shapes = layer_shapes(config)
     for layer, name in enumerate(config_value(config, "layer_types", ())[: len(shapes)]):
-        if name not in PACKABLE_LAYERS:
+        if name not in chain(*FAMILIES["packable_layers"]):
             raise ConfigError(
                 f"model_type={config.model_type}: layer {layer} ({name}) is not known to keep documents apart: "
                 f"{UNPACKED}."

@@ -25,18 +25,9 @@ from automodel_lite.attention.documents import IN_GRAPH, NOW, WithContext, layer
 from automodel_lite.errors import ConfigError
 from automodel_lite.graphs import strict_graphs
 
-_aten = torch.ops.aten
-KEPT_OPS = frozenset(
-    {
-        _aten.mm.default,
-        _aten.addmm.default,
-        _aten.bmm.default,
-        _aten._scaled_dot_product_flash_attention.default,
-        _aten._scaled_dot_product_flash_attention_for_cpu.default,
-        _aten._scaled_dot_product_efficient_attention.default,
-        _aten._scaled_dot_product_cudnn_attention.default,
-    }
-)
+_ATTENTIONS = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
+_KEPT_NAMES = ("mm", "addmm", "bmm", *(f"_scaled_dot_product_{name}" for name in _ATTENTIONS))
+KEPT_OPS = frozenset(getattr(torch.ops.aten, name).default for name in _KEPT_NAMES)
 """Selective checkpointing keeps the results of these; norms, rotations and activations are cheap to repeat."""
 _KEPT_NAMESPACES = frozenset({"torch_attn", "flash_attn"})  # of torch's varlen_attn and the flash-attn package
 
@@ -230,20 +221,14 @@ def freeze_named(lm: transformers.PreTrainedModel, patterns: list[str]) -> list[
     return lines
 
 
-def cast_frozen(model: transformers.PreTrainedModel, dtype: torch.dtype) -> None:
-    """Casts frozen weights, which need no fp32 master, to the compute dtype, in place. Quantized ones stay as they are.
+def cast_weights(model: transformers.PreTrainedModel, dtype: torch.dtype, are_trained: bool) -> None:
+    """Casts the weights that are trained, or that are frozen and need no fp32 master, in place. Quantized ones stay as
+    they are, and buffers, such as the frequencies of rotations, in fp32.
 
     On the meta device a module that is trained as a copy keeps fp32: the copy's masters are made of it when it is
     loaded.
     """
     for name, parameter in model.named_parameters():
         is_source = parameter.is_meta and ".original_module." in name
-        if not parameter.requires_grad and parameter.is_floating_point() and not is_source:
-            parameter.data = parameter.data.to(dtype)
-
-
-def cast_trained(model: transformers.PreTrainedModel, dtype: torch.dtype) -> None:
-    """Casts the weights that are trained, in place; buffers, such as the frequencies of rotations, keep fp32."""
-    for parameter in model.parameters():
-        if parameter.requires_grad and parameter.is_floating_point():
+        if parameter.requires_grad == are_trained and parameter.is_floating_point() and not is_source:
             parameter.data = parameter.data.to(dtype)

@@ -28,8 +28,7 @@ from automodel_lite.models.balance import balance_of
 from automodel_lite.models.flops import StepFlops, size_of, step_flops
 from automodel_lite.models.layers import (
     KEPT_FRAC,
-    cast_frozen,
-    cast_trained,
+    cast_weights,
     compile_layers,
     decoder_layers,
     has_fp8,
@@ -191,12 +190,12 @@ def assemble(
     def spread(lm: transformers.PreTrainedModel) -> None:
         is_described = lm.device.type == "meta"
         if parts.training.master_weights == "bf16":
-            cast_trained(lm, torch.bfloat16)
+            cast_weights(lm, torch.bfloat16, are_trained=True)
         adapter = peft.adapt(lm, str(source.pretrained)) if peft else None
         if adapter:  # frozen towers of a model that is trained keep the dtype in which they are written back
-            cast_frozen(lm, dtype)
+            cast_weights(lm, dtype, are_trained=False)
         if not trains:
-            cast_frozen(lm.requires_grad_(False), dtype)
+            cast_weights(lm.requires_grad_(False), dtype, are_trained=False)
         elif parts.training.fp8 != "none":
             from automodel_lite.models import fp8  # with torchao, an optional package
 

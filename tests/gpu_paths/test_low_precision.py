@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from automodel_lite.attention.interface import install
 from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.graphs import compiled_graphs
-from automodel_lite.models.layers import cast_frozen, compile_layers, decoder_layers, recompute_layers
+from automodel_lite.models.layers import cast_weights, compile_layers, decoder_layers, recompute_layers
 from automodel_lite.models.loss import FusedLinearCrossEntropy, LossModel
 from automodel_lite.training.optimizers import adamw, codebook, param_groups
 from tests.models.test_layers import pack_of
@@ -122,7 +122,7 @@ def test_compiled_layers_have_the_gradients_of_plain_ones(quantized: bool, fp8: 
         if fp8 != "tensorwise":
             peft.adapt(lm, str(tmp_path))
             give_the_adapter_weight(lm)
-            cast_frozen(lm, torch.bfloat16)
+            cast_weights(lm, torch.bfloat16, are_trained=False)
         layers = decoder_layers(lm)
         if fp8:
             use_fp8(layers, fp8, emulate=True)

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 from automodel_lite.attention.interface import install
 from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.errors import ConfigError
-from automodel_lite.models.layers import cast_frozen
+from automodel_lite.models.layers import cast_weights
 from automodel_lite.models.lora import Lora, load_adapted
 from automodel_lite.models.loss import FusedLinearCrossEntropy, LossModel
 from automodel_lite.thd import stream_of
@@ -65,7 +65,7 @@ def test_inputs_of_adapters_are_not_cast_to_fp32(use_dora: bool):
         Lora(r=4, use_dora=use_dora).adapt(model, "base")
         torch.manual_seed(1)
         give_the_adapter_weight(model)
-        cast_frozen(model, torch.bfloat16)
+        cast_weights(model, torch.bfloat16, are_trained=False)
         dtypes: set[torch.dtype] = set()
         for name, module in model.named_modules():
             if name.endswith("o_proj.lora_A.default"):
@@ -115,7 +115,7 @@ def test_a_saved_adapter_answers_as_it_was_trained(use_dora: bool, tmp_path: Pat
 def test_only_adapters_train_and_frozen_weights_take_the_compute_dtype():
     model = tiny_llama()
     Lora(r=4, target_modules=["q_proj", "v_proj"]).adapt(model, "base")
-    cast_frozen(model, torch.bfloat16)
+    cast_weights(model, torch.bfloat16, are_trained=False)
     assert all("lora_" in name for name, parameter in model.named_parameters() if parameter.requires_grad)
     assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
     assert {p.dtype for p in model.parameters() if not p.requires_grad} == {torch.bfloat16}
