@@ -36,13 +36,7 @@ from automodel_lite.attention.positions import (
     refuse_rotations,
     scale_queries,
 )
-from automodel_lite.attention.spec import (
-    UNPACKED,
-    AttentionSpec,
-    config_value,
-    layer_shapes,
-    layer_window,
-)
+from automodel_lite.attention.spec import UNPACKED, AttentionSpec, config_value, layer_shapes, layer_window
 from automodel_lite.errors import ConfigError
 from automodel_lite.thd import AttentionInputs, AttentionOptions, Segments, ThdBatch, TreeKeys, stream_of
 

@@ -271,14 +271,11 @@ def choose_exchange(
         return wanted, ""
     # where ranks outnumber the key heads, an all-to-all sends each of them to several ranks
     traded = sum((x.num_heads + max(x.num_kv_heads, cp_size)) * (x.head_dim + x.value_head_dim) for x in attending)
-    gathered = cp_size * sum(map(_kv_features, attending))
+    features = [x.num_kv_heads * (x.head_dim + x.value_head_dim) for x in attending]  # of keys and values
+    gathered = cp_size * sum(features)
     if traded < gathered and not uneven:
         return "all_to_all", f"it sends {traded / gathered:.2f} x the bytes of an all-gather"
-    gib = max(map(_kv_features, attending), default=0) * num_tokens * value_bytes / 2**30
+    gib = max(features, default=0) * num_tokens * value_bytes / 2**30
     if gib > MUCH_KV_GIB and isinstance(kernel, BlockKernel):
         return "ring", f"an all-gather would hold {gib:.1f} GiB of keys and values in each layer"
     return "all_gather", f"it holds {gib:.2g} GiB of keys and values in each layer"
-
-
-def _kv_features(layer: LayerShape) -> int:
-    return layer.num_kv_heads * (layer.head_dim + layer.value_head_dim)

@@ -40,12 +40,7 @@ from automodel_lite.models.source import describe, embedding_rows
 from automodel_lite.parallel.context_parallel import check_context_parallel, cp_shard
 from automodel_lite.parallel.exchange import choose_exchange
 from automodel_lite.parallel.mesh import Mesh, MeshShape
-from automodel_lite.parallel.sharding import (
-    ParallelModel,
-    choose_precision,
-    choose_strategy,
-    parallelize,
-)
+from automodel_lite.parallel.sharding import ParallelModel, choose_precision, choose_strategy, parallelize
 from automodel_lite.telemetry.metrics import STARTUP
 from automodel_lite.thd import ThdBatch, stream_of
 from automodel_lite.training.memory import (

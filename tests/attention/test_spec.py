@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Gemma2Config
 
 from automodel_lite.attention.interface import KernelByKind, choose_attention, install
 from automodel_lite.attention.kernel import ReferenceAttention
-from automodel_lite.attention.spec import AttentionSpec, attention_specs, passes_sinks
+from automodel_lite.attention.spec import AttentionSpec, attention_specs, layer_window, passes_sinks
 from automodel_lite.attention.varlen import VarlenAttention
 from automodel_lite.errors import ConfigError
 from tests.attention.families import FAMILIES, documents, stream
@@ -22,18 +22,32 @@ ON_GPU = AttentionSpec("llama", torch.device("cuda"), torch.bfloat16, 32, 8, 128
 @pytest.mark.parametrize(
     ("family", "want"),
     [
-        ("llama", {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "value_head_dim": 16, "window": None}),
-        ("mistral_window", {"window": 16}),
-        ("gemma2_softcap_window", {"window": 16, "softcap": 5.0}),
-        ("gemma3_window", {"window": 16, "softcap": None}),
-        ("gpt_oss_sinks_window", {"window": 16, "sinks": True}),
+        ("llama", {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "value_head_dim": 16}),
+        ("gemma2_softcap_window", {"softcap": 5.0}),
+        ("gemma3_window", {"softcap": None}),
+        ("gpt_oss_sinks_window", {"sinks": True}),
         ("deepseek_v3_latent", {"head_dim": 24, "value_head_dim": 16}),
-        ("qwen2", {"window": None}),
     ],
 )
 def test_spec_of_a_family(family: str, want: dict[str, Any]) -> None:
     spec, *_ = attention_specs(FAMILIES[family](), "cpu", torch.float32)
     assert {key: getattr(spec, key) for key in want} == want
+
+
+@pytest.mark.parametrize(
+    ("family", "first", "second"),
+    [
+        ("llama", (None, None), (None, None)),
+        ("mistral_window", (16, None), (16, None)),
+        ("gemma2_softcap_window", (16, None), (None, None)),
+        ("gpt_oss_sinks_window", (16, None), (None, None)),
+        ("llama4_chunks", (None, 16), (None, None)),
+        ("qwen2", (None, None), (None, None)),  # its config has a window that it does not use
+    ],
+)
+def test_windows_and_chunks_of_two_layers(family: str, first: Any, second: Any) -> None:
+    config = FAMILIES[family]()
+    assert (layer_window(config, 0), layer_window(config, 1)) == (first, second)
 
 
 @pytest.mark.parametrize(
