@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor
 from transformers import BitsAndBytesConfig
 from transformers.pytorch_utils import Conv1D
 
+from automodel_lite.attention.spec import FAMILIES
 from automodel_lite.config.components import missing_package
 from automodel_lite.config.rules import PathStr, Positive, Range, Size
 from automodel_lite.errors import ConfigError, one_line
@@ -299,16 +300,6 @@ def load_adapted(folder: str, dtype: torch.dtype, trust_remote_code: bool = Fals
     return model
 
 
-_ADAPTABLE = (nn.Linear, nn.Embedding, Conv1D)
-_FUSED_BY_KERNELS = frozenset({"out_proj", "conv1d"})
-"""In these families the kernels of the state space read the weights themselves, past an adapter; peft refuses them."""
-_TAKEN_FOR_EXPERTS = frozenset({"gate_proj", "up_proj", "down_proj", "gate", "w1", "w2", "w3"})
-"""In a model with fused experts peft 0.21 reads these names of layers as the experts of older checkpoints, where it
-makes adapters and where it loads them. Named by their weights, dense MLPs and shared experts stay what they are.
-"""
-_STATE_SPACE_FAMILIES = frozenset({"falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h"})
-
-
 def lora_targets(
     model: transformers.PreTrainedModel, wanted: str | list[str], experts: bool
 ) -> tuple[list[str], list[str]]:
@@ -326,7 +317,7 @@ def lora_targets(
             raise ConfigError(f"peft.target_modules={wanted}: no layer that can be adapted is named {unknown[0]}.")
         linear = [name for name in linear if any(_ends(name, end) for end in wanted)]
     # Only beside fused experts does peft misread these names; elsewhere modules are adapted as usual.
-    by_weight = {name for name in linear if fused and name.rpartition(".")[2] in _TAKEN_FOR_EXPERTS}
+    by_weight = {name for name in linear if fused and name.rpartition(".")[2] in FAMILIES["taken_for_experts"]}
     weights = [*(fused if experts else ()), *(f"{name}.weight" for name in by_weight)]
     return (
         _shortest({name: 1 for name in linear if name not in by_weight}, names.values()),
@@ -343,7 +334,7 @@ def _candidates(
     model: transformers.PreTrainedModel, names: dict[nn.Module, str], experts: bool
 ) -> tuple[list[str], list[str]]:
     """Returns whole names of linear layers, those of experts only with `experts`, and of fused weights of experts."""
-    refused = _FUSED_BY_KERNELS if model.config.model_type in _STATE_SPACE_FAMILIES else frozenset()
+    refused = FAMILIES["read_by_kernels"].get(model.config.model_type, ())
     linear, fused = [], []
     for layer in decoder_layers(model):
         mixtures = list(_mixtures(layer))
@@ -358,7 +349,9 @@ def _candidates(
                     skipped.add(module)
         if not experts:
             skipped |= of_experts
-        adapted = [names[x] for x in layer.modules() if isinstance(x, _ADAPTABLE) and x not in skipped]
+        adapted = [
+            names[x] for x in layer.modules() if isinstance(x, (nn.Linear, nn.Embedding, Conv1D)) and x not in skipped
+        ]
         linear += [name for name in adapted if name.rpartition(".")[2] not in refused]
         fused += [f"{names[x]}.{name}" for x in layer.modules() if x in of_experts for name, _ in _fused_weights(x)]
     return linear, fused

@@ -15,6 +15,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -323,45 +324,44 @@ class LossModel(nn.Module):
 
     def forward(self, batch: ThdBatch) -> Tensor:
         """Returns the loss. That of a mixture's balance has gradients in training, but is not part of the value."""
-        if self.balance is None or not self.training:
-            return self._loss(batch)
+        balance, options = self.balance if self.training else None, dict[str, Any]()
         router_logits: list[Tensor] = []  # layer by layer
-        hook = self._found[0].register_forward_hook(lambda *call: router_logits.extend(call[2].router_logits))
-        try:
-            loss = self._loss(batch, output_router_logits=True)
-        finally:
-            hook.remove()
-        balance = self.balance(router_logits, batch)
-        return loss + (balance - balance.detach())
+        if balance is not None:
+            options["output_router_logits"] = True
+            hook = self._found[0].register_forward_hook(lambda *call: router_logits.extend(call[2].router_logits))
+        # A loss runs inside the head's forward: only there has FSDP gathered its weight.
+        if self._teacher:
+            (teacher,) = self._teacher
+            with torch.no_grad():
+                teacher_rows = teacher.before_head(batch)
+            # The student's head runs inside the teacher's: both weights are whole there, and in the backward pass.
+            rows, evaluate = self.before_head(batch, **options), partial(self._evaluate, batch)
+            loss = teacher._at_head(teacher_rows, lambda theirs: self._at_head(rows, lambda own: evaluate(own, theirs)))
+        else:
+            loss = self._at_head(self.before_head(batch, **options), partial(self._evaluate, batch))
+        if balance is None:
+            return loss
+        hook.remove()
+        of_experts = balance(router_logits, batch)
+        return loss + (of_experts - of_experts.detach())
 
-    def _loss(self, batch: ThdBatch, **options: Any) -> Tensor:
+    def _evaluate(self, batch: ThdBatch, head: Head, teacher: Head | None = None) -> Tensor:
+        """Evaluates the loss, at the head, and keeps its parts."""
         rows = batch.label_rows
         # A pack of padding alone, of a rank that runs short, was made of no rows, and brings no columns.
         brought = batch.columns if len(rows) else self.loss.example_columns(batch) | batch.columns
         check_columns(self.loss, brought)
         labels_R = batch.labels.index_select(0, rows)
         columns = {name: column.index_select(0, rows) for name, column in brought.items()}
-
-        def at_head(head: Head, teacher: Head | None = None) -> Tensor:
-            inputs = LossInputs(head, labels_R, columns, batch, teacher)
-            total, parts = self.loss(inputs)
-            if not self.training and self.loss.is_compared:
-                losses_R, hits_R = inputs.rows(_loss_and_hit, labels_R).unbind(-1)
-                parts = {**parts, "token_accuracy": hits_R.sum()}
-                if not isinstance(self.loss, PlainLoss) or "loss_weights" in columns:
-                    parts["cross_entropy"] = losses_R.sum()
-            self.parts = {name: part.detach() for name, part in parts.items()}
-            return total
-
-        # A loss runs inside the head's forward: only there has FSDP gathered its weight.
-        if not self._teacher:
-            return self._at_head(self.before_head(batch, **options), at_head)
-        (teacher,) = self._teacher
-        with torch.no_grad():
-            teacher_rows = teacher.before_head(batch)
-        # The student's head runs inside the teacher's: both weights are whole there, and in the backward pass.
-        own_rows = self.before_head(batch, **options)
-        return teacher._at_head(teacher_rows, lambda theirs: self._at_head(own_rows, lambda own: at_head(own, theirs)))
+        inputs = LossInputs(head, labels_R, columns, batch, teacher)
+        total, parts = self.loss(inputs)
+        if not self.training and self.loss.is_compared:
+            losses_R, hits_R = inputs.rows(_loss_and_hit, labels_R).unbind(-1)
+            parts = {**parts, "token_accuracy": hits_R.sum()}
+            if not isinstance(self.loss, PlainLoss) or "loss_weights" in columns:
+                parts["cross_entropy"] = losses_R.sum()
+        self.parts = {name: part.detach() for name, part in parts.items()}
+        return total
 
     def before_head(self, batch: ThdBatch, **options: Any) -> Tensor:
         """Returns the labeled rows before the head [R, C], or logits [R, V]."""

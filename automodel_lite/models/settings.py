@@ -8,18 +8,8 @@ from typing import Any
 from transformers import PretrainedConfig
 from transformers.utils import is_timm_available
 
-from automodel_lite.attention.spec import config_value
+from automodel_lite.attention.spec import FAMILIES, config_value
 from automodel_lite.errors import ConfigError, did_you_mean, one_line
-
-MOST = {  # some ten times what any model has: a size beyond it is a slip, and describing such a model takes hours
-    "vocab_size": 10**7,
-    "hidden_size": 10**6,
-    "intermediate_size": 10**7,
-    "num_hidden_layers": 10**4,
-    "num_attention_heads": 10**5,
-    "num_key_value_heads": 10**5,
-    "max_position_embeddings": 10**9,
-}
 
 
 def check_described(config: PretrainedConfig, overrides: dict[str, Any]) -> None:
@@ -36,7 +26,7 @@ def check_described(config: PretrainedConfig, overrides: dict[str, Any]) -> None
             f"model_type={config.model_type} needs the package timm for its vision tower: pip install timm."
         )
     text = config.get_text_config()
-    for key, most in MOST.items():
+    for key, most in FAMILIES["largest_sizes"].items():
         value = _number(text, [key])
         if value is not None and value < 1:
             raise cannot_work(f"{key}={value} must be at least 1.", overrides)

@@ -29,7 +29,6 @@ def muon(
     eps: Eps = 1e-8,  # AdamW's, added to the denominator
     weight_decay: Rate = 0.01,  # of matrices
     momentum: Annotated[float, Range(0, below=1)] = 0.95,  # Muon's
-    nesterov: bool = True,  # Nesterov momentum for Muon
 ) -> Muon:
     """The matrices inside the layers by Muon; embeddings, the head, vectors and stacked experts by AdamW.
 
@@ -38,7 +37,7 @@ def muon(
     """
     matrices = hidden_matrices(model)
     groups = param_groups(model, weight_decay, left_out=matrices)
-    by_muon = {"params": matrices, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov}
+    by_muon = {"params": matrices, "weight_decay": weight_decay, "momentum": momentum}
     return Muon([*([by_muon] if matrices else []), *groups], defaults(lr, betas, eps))
 
 
@@ -78,7 +77,7 @@ class Muon(SmallAdamW):
                     weight.copy_(torch.where(skipped, weight, updated))
 
     def _momentum(self, parameter: nn.Parameter, group: dict[str, Any]) -> Tensor:
-        """This rank's part of the update before it is made orthogonal, bf16."""
+        """This rank's part of the update before it is made orthogonal, by Nesterov's momentum, bf16."""
         state = self.state[parameter]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
@@ -86,7 +85,7 @@ class Muon(SmallAdamW):
         buffer, gradient = local(state["momentum_buffer"]), local(parameter.grad) / scale  # type: ignore[arg-type]
         updated = buffer.lerp(gradient, 1 - group["momentum"])
         buffer.copy_(torch.where(skipped, buffer, updated))
-        return (gradient.lerp(updated, group["momentum"]) if group["nesterov"] else updated).bfloat16()
+        return gradient.lerp(updated, group["momentum"]).bfloat16()
 
 
 def _row_group(matrix: Tensor) -> dist.ProcessGroup | None:
