@@ -212,7 +212,7 @@ class TrainFinetuneRecipe:
         steps = self.data.steps(self.state.cursor, self.mesh, self.built.flops.attention)
         self.feed = DeviceFeed(steps, self.shard, self.mesh.device, self.model.loss_model.takes_mixers)
         has_next = self.num_steps < self.plan.max_steps
-        for axis in (self.mesh.cp, self.mesh.tp) if has_next else ():
+        for axis in filter(None, (self.mesh.cp, self.mesh.tp)) if has_next else ():
             check_ranks_read_alike(self.feed.peek().micro_batches[0], axis)
         self.send_counts(has_next)
         self.counts = self.guards.receive_counts()

@@ -111,11 +111,6 @@ def runs_by_rows(model: transformers.PreTrainedModel) -> bool:
     return isinstance(getattr(model.base_model.forward, "forward", None), DecoderByRows)
 
 
-def mixes_rows(model: transformers.PreTrainedModel) -> bool:
-    """Does anything of it run on documents as right-padded rows?"""
-    return runs_by_rows(model) or any(isinstance(vars(x).get("forward"), PackedMixer) for x in model.modules())
-
-
 class DecoderByRows:
     """The forward of a decoder, which holds its documents, on them as right-padded rows, with its own attention."""
 

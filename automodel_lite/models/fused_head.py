@@ -1,6 +1,6 @@
 """What meets the output head, a chunk of rows at a time, so that no [R, V] tensor is ever kept.
 
-`linear_cross_entropy` is the fast case: a sum over rows, whose gradients are made in the forward pass. `chunked_rows`
+`linear_cross_entropy` is the fast case: a sum over rows, whose gradients are made in the forward pass. `ChunkedRows`
 takes any function of logits that gives values row by row: the forward pass evaluates it without a graph, the backward
 pass computes the logits of a chunk again and lets autograd differentiate the function on that chunk alone. What is
 done with the values afterwards (sums over documents, pairs, a sigmoid) is plain PyTorch on [R] vectors.
@@ -10,7 +10,7 @@ Legend: R rows that carry a label, C model dim, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -174,36 +174,15 @@ RowFunction = Callable[..., Tensor]
 """(fp32 logits [r, V], columns [r, ...] ...) -> values [r] or [r, K], each from its own row."""
 
 
-def chunked_rows(
-    function: RowFunction,
-    hidden_RC: Tensor,
-    weight_VC: Tensor,
-    columns: Sequence[Tensor] = (),
-    chunk_tokens: int | None = None,
-    softcap: float | None = None,
-) -> Tensor:
-    """Evaluates `function` on all rows, fp32 [R] or [R, K]; gradients of hidden states and weight are exact.
-
-    columns  tensors [R, ...] that `function` gets a chunk of, without gradients
-    """
-    hidden_RC, weight_VC = in_compute_dtype(hidden_RC, weight_VC)
-    # Autograd keeps some four tensors of a chunk's logits: a quarter of the rows takes as much memory as a fused chunk.
-    rows = chunk_rows(chunk_tokens, weight_VC.shape[1] // 4, weight_VC.shape[0])
-
-    def of_product(logits: Tensor, *parts: Tensor) -> Tensor:
-        return function(apply_softcap(logits, softcap), *parts)
-
-    with torch.autocast(hidden_RC.device.type, enabled=False):
-        return _ChunkedRows.apply(of_product, rows, hidden_RC, weight_VC, *columns)
-
-
 def apply_softcap(logits: Tensor, softcap: float | None) -> Tensor:
     """Returns the logits in fp32, bounded by the softcap where there is one."""
     logits = logits.float()
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
-class _ChunkedRows(torch.autograd.Function):
+class ChunkedRows(torch.autograd.Function):
+    """Values of all rows; gradients of hidden states and weight are exact, columns have none. See `LossInputs.rows`."""
+
     @staticmethod
     def forward(
         ctx: Any, function: RowFunction, chunk: int, hidden_RC: Tensor, weight_VC: Tensor, *columns: Tensor

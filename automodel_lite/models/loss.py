@@ -24,11 +24,18 @@ import transformers
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from automodel_lite.attention.documents import mixes_rows
+from automodel_lite.attention.documents import PackedMixer, runs_by_rows
 from automodel_lite.config.rules import Positive
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.balance import Balance, document_of_tokens
-from automodel_lite.models.fused_head import RowFunction, apply_softcap, chunk_rows, chunked_rows, linear_cross_entropy
+from automodel_lite.models.fused_head import (
+    ChunkedRows,
+    RowFunction,
+    apply_softcap,
+    chunk_rows,
+    in_compute_dtype,
+    linear_cross_entropy,
+)
 from automodel_lite.models.layers import output_head, text_decoder
 from automodel_lite.thd import COLUMNS, MixerExchange, ThdBatch
 
@@ -97,7 +104,15 @@ class LossInputs:
         head = self.head
         if head.weight_VC is None:
             return function(head.rows.float(), *columns)
-        return chunked_rows(function, head.rows, head.weight_VC, columns, softcap=head.softcap)
+        rows_RC, weight_VC = in_compute_dtype(head.rows, head.weight_VC)
+        # Autograd keeps some four tensors of a chunk's logits: a quarter of the rows takes the memory of a fused chunk.
+        chunk = chunk_rows(None, weight_VC.shape[1] // 4, weight_VC.shape[0])
+
+        def of_product(logits: Tensor, *parts: Tensor) -> Tensor:
+            return function(apply_softcap(logits, head.softcap), *parts)
+
+        with torch.autocast(rows_RC.device.type, enabled=False):
+            return ChunkedRows.apply(of_product, chunk, rows_RC, weight_VC, *columns)
 
     def rows_with_teacher(self, function: RowFunction, *columns: Tensor) -> Tensor:
         """Evaluates `function(logits, teacher's logits, *columns)` as `rows` does; vocabularies that differ by padding
@@ -268,12 +283,6 @@ _CURES = {
 }
 
 
-def _loss_and_hit(logits: Tensor, labels: Tensor) -> Tensor:
-    """Returns the cross-entropy of each row, and 1 where the likeliest token is the label: [r, 2]."""
-    is_hit = logits.argmax(-1) == labels
-    return torch.stack([F.cross_entropy(logits, labels, reduction="none"), is_hit.float()], 1)
-
-
 class LossModel(nn.Module):
     """A Hugging Face causal LM and a loss. `forward(batch) -> fp32 scalar`, the SUM over this rank's rows.
 
@@ -319,8 +328,10 @@ class LossModel(nn.Module):
     @property
     def takes_mixers(self) -> bool:
         """Whether it reads `ThdBatch.mixers`."""
-        mixes = any(mixes_rows(model.lm) for model in (self, *self._teacher))
-        return mixes or self.balance is not None or self.loss.needs_documents
+        for lm in (self.lm, *(teacher.lm for teacher in self._teacher)):
+            if runs_by_rows(lm) or any(isinstance(vars(x).get("forward"), PackedMixer) for x in lm.modules()):
+                return True
+        return self.balance is not None or self.loss.needs_documents
 
     def forward(self, batch: ThdBatch) -> Tensor:
         """Returns the loss. That of a mixture's balance has gradients in training, but is not part of the value."""
@@ -356,7 +367,12 @@ class LossModel(nn.Module):
         inputs = LossInputs(head, labels_R, columns, batch, teacher)
         total, parts = self.loss(inputs)
         if not self.training and self.loss.is_compared:
-            losses_R, hits_R = inputs.rows(_loss_and_hit, labels_R).unbind(-1)
+
+            def loss_and_hit(logits: Tensor, labels: Tensor) -> Tensor:
+                is_hit = logits.argmax(-1) == labels
+                return torch.stack([F.cross_entropy(logits, labels, reduction="none"), is_hit.float()], 1)
+
+            losses_R, hits_R = inputs.rows(loss_and_hit, labels_R).unbind(-1)
             parts = {**parts, "token_accuracy": hits_R.sum()}
             if not isinstance(self.loss, PlainLoss) or "loss_weights" in columns:
                 parts["cross_entropy"] = losses_R.sum()

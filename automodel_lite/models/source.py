@@ -114,7 +114,19 @@ class CausalLM:
             check_settings(self.overrides, config)
             describe_with(self.overrides, partial(apply_settings, config, self.overrides))
             check_described(config, self.overrides)
-            _check_readable(self.pretrained, config)
+            quantization = quantization_of(config)
+            method = quantization and str(quantization["quant_method"])
+            if method and method not in DEQUANTIZED:  # weights that cannot be turned back into what is trained
+                raise ConfigError(
+                    f"model.pretrained={self.pretrained} is quantized ({method}), and only "
+                    f"{' and '.join(sorted(DEQUANTIZED))} weights are dequantized here: use the original checkpoint "
+                    "(peft=qlora holds one in 4 bits)."
+                )
+            if config.model_type == "youtu" and config.pad_token_id is not None:  # transformers 5.23
+                raise ConfigError(
+                    f"model.pretrained={self.pretrained}: transformers zeroes row {config.pad_token_id} of this "
+                    "family's embedding when it loads it: set model.config.pad_token_id=null."
+                )
             return config
         settings = {**defaults, **self.overrides}
         kind = settings.pop("model_type")
@@ -147,7 +159,16 @@ class CausalLM:
             with converting_exactly():
                 lm = self._load(config, lambda load: load(), load_arguments or {})
             if self._grows(config, tokenizer):
-                self.notes.append(grow_embeddings(lm, len(tokenizer)))
+                # Each new row is the mean of those before: a token about which nothing is known, and the same on every
+                # rank; random rows would begin with logits above those of all other tokens.
+                before, rows = embedding_rows(lm), len(tokenizer)
+                lm.resize_token_embeddings(rows, mean_resizing=False)
+                modules: list[Any] = [lm.get_input_embeddings(), output_head(lm)]
+                for grown in {p for module in modules for p in module.parameters() if p.shape[0] == rows}:
+                    grown.data[before:] = grown.data[:before].mean(0)
+                self.notes.append(
+                    f"the embedding has {rows} rows in place of {before}; each new one begins as the mean of the others"
+                )
         else:
             lm = model_class(config).from_config(config, dtype=torch.float32)
         self._freeze(lm)
@@ -275,22 +296,6 @@ def quantization_of(config: PretrainedConfig) -> dict[str, Any] | None:
     return None
 
 
-def _check_readable(source: str, config: PretrainedConfig) -> None:
-    """Raises ConfigError for weights that cannot be turned back into the numbers that are trained."""
-    quantization = quantization_of(config)
-    method = quantization and str(quantization["quant_method"])
-    if method and method not in DEQUANTIZED:
-        raise ConfigError(
-            f"model.pretrained={source} is quantized ({method}), and only {' and '.join(sorted(DEQUANTIZED))} "
-            "weights are dequantized here: use the original checkpoint (peft=qlora holds one in 4 bits)."
-        )
-    if config.model_type == "youtu" and config.pad_token_id is not None:  # transformers 5.23
-        raise ConfigError(
-            f"model.pretrained={source}: transformers zeroes row {config.pad_token_id} of this family's embedding when "
-            "it loads it: set model.config.pad_token_id=null."
-        )
-
-
 def describe(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> transformers.PreTrainedModel:
     """Builds a config's model on the meta device: shapes without memory. Remote code was trusted already."""
     own = copy.deepcopy(config)  # from_config writes the dtype into it
@@ -302,21 +307,6 @@ def describe(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> tr
 def is_remote_code(kind: type) -> bool:
     """Is the class from a model's repository? transformers puts such code into a package of its own."""
     return kind.__module__.startswith("transformers_modules.")
-
-
-@torch.no_grad()
-def grow_embeddings(lm: transformers.PreTrainedModel, num_rows: int) -> str:
-    """Adds rows to the embedding and the head, in place, each the mean of those before; returns a line that says so.
-
-    The mean is a token about which nothing is known, and the same on every rank; random rows would begin with logits
-    above those of all other tokens.
-    """
-    before = embedding_rows(lm)
-    lm.resize_token_embeddings(num_rows, mean_resizing=False)
-    modules: list[Any] = [lm.get_input_embeddings(), output_head(lm)]
-    for grown in {p for module in modules for p in module.parameters() if p.shape[0] == num_rows}:
-        grown[before:] = grown[:before].mean(0)
-    return f"the embedding has {num_rows} rows in place of {before}; each new one begins as the mean of the others"
 
 
 def embedding_rows(model: transformers.PreTrainedModel) -> int:

@@ -226,12 +226,10 @@ def inverse_permutation(permutation: Tensor) -> Tensor:
     return inverse
 
 
-def check_ranks_read_alike(batch: ThdBatch, axis: DeviceMesh | None) -> None:
+def check_ranks_read_alike(batch: ThdBatch, axis: DeviceMesh) -> None:
     """Raises ConfigError on every rank of an axis that shares packs (cp, tp) unless all of them read the same batch,
     which is not sharded yet.
     """
-    if axis is None or axis.size() == 1:
-        return
     content = b"".join(x.numpy().tobytes() for x in (batch.input_ids, batch.labels, batch.cu_seqlens_padded))
     digests = [""] * axis.size()
     dist.all_gather_object(digests, hashlib.sha256(content).hexdigest(), group=axis.get_group())

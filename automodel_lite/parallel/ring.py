@@ -58,25 +58,16 @@ class Ring(Tensors):
         of_blocks = replace(inputs.options, window=None, sinks=None)
         return _RingAttention.apply(*inputs[:3], inputs.options.sinks, self, kernel, of_blocks)
 
-    def visit(self, source: int) -> _Visit:
-        """What this rank attends to when the keys and values of rank `source` are here."""
+    def visit(self, source: int) -> tuple[Tensor | None, Tensor | None, Segments, bool]:
+        """Returns what this rank attends to when the keys and values of rank `source` are here: rows of its queries and
+        of the visiting keys (None = all), the segments over those rows, and whether they are causal.
+        """
         rank, max_whole = self.group.rank(), 2 * self.max_half
         if source == rank:
-            return _Visit(None, None, Segments(self.cu_whole, self.cu_whole, max_whole, max_whole), causal=True)
+            return None, None, Segments(self.cu_whole, self.cu_whole, max_whole, max_whole), True
         if source < rank:
-            segments = Segments(self.cu_whole, self.cu_half, max_whole, self.max_half)
-            return _Visit(None, self.early, segments, causal=False)
-        return _Visit(self.late, None, Segments(self.cu_half, self.cu_whole, self.max_half, max_whole), causal=False)
-
-
-@dataclass(frozen=True)
-class _Visit:
-    """q_rows, k_rows: of this rank's queries and of the visiting keys (None = all); segments over those rows."""
-
-    q_rows: Tensor | None
-    k_rows: Tensor | None
-    segments: Segments
-    causal: bool
+            return None, self.early, Segments(self.cu_whole, self.cu_half, max_whole, self.max_half), False
+        return self.late, None, Segments(self.cu_half, self.cu_whole, self.max_half, max_whole), False
 
 
 class _RingAttention(torch.autograd.Function):
@@ -96,21 +87,21 @@ class _RingAttention(torch.autograd.Function):
         out = q_THD.new_zeros(*q_THD.shape[:2], v_THD.shape[2], dtype=torch.float32)
         lse_TH = q_THD.new_full(q_THD.shape[:2], float("-inf"), dtype=torch.float32)
         for source, kv in _passed_around(joined(k_THD, v_THD), ring.group):
-            visit = ring.visit(source)
-            k, v = split(_rows(kv, visit.k_rows), k_THD, v_THD)
-            inputs = AttentionInputs(_rows(q_THD, visit.q_rows), k, v, visit.segments, options)
-            of_visit, lse_of_visit = kernel.block(inputs, visit.causal)
+            rows, k_rows, segments, causal = ring.visit(source)
+            k, v = split(_rows(kv, k_rows), k_THD, v_THD)
+            inputs = AttentionInputs(_rows(q_THD, rows), k, v, segments, options)
+            of_visit, lse_of_visit = kernel.block(inputs, causal)
             # The shares of what was there and of the visit are 1 - x and x: taken from the rounded log-sum-exp of both,
             # their sum is off by its rounding, which adds up over the visits.
-            old, old_lse = _rows(out, visit.q_rows), _rows(lse_TH, visit.q_rows)
+            old, old_lse = _rows(out, rows), _rows(lse_TH, rows)
             share = (lse_of_visit - old_lse).sigmoid()[..., None]
             old.mul_(1 - share).addcmul_(of_visit, share)
             new_lse = torch.logaddexp(old_lse, lse_of_visit)
-            if visit.q_rows is None:
+            if rows is None:
                 lse_TH.copy_(new_lse)
             else:
-                out.index_copy_(0, visit.q_rows, old)
-                lse_TH.index_copy_(0, visit.q_rows, new_lse)
+                out.index_copy_(0, rows, old)
+                lse_TH.index_copy_(0, rows, new_lse)
         if sinks is not None:  # one more logit, without a value
             with_sinks = torch.logaddexp(lse_TH, sinks.float())
             out *= (lse_TH - with_sinks).exp()[..., None]
@@ -128,19 +119,18 @@ class _RingAttention(torch.autograd.Function):
         own: Tensor | None = None
         pending: _Pass | None = None
         for source, kv in _passed_around(joined(k_THD, v_THD), ctx.ring.group):
-            visit = ctx.ring.visit(source)
-            k, v = split(_rows(kv, visit.k_rows), k_THD, v_THD)
-            rows = visit.q_rows
-            inputs = AttentionInputs(_rows(q_THD, rows), k, v, visit.segments, ctx.options)
+            rows, k_rows, segments, causal = ctx.ring.visit(source)
+            k, v = split(_rows(kv, k_rows), k_THD, v_THD)
+            inputs = AttentionInputs(_rows(q_THD, rows), k, v, segments, ctx.options)
             of_output = (_rows(x, rows) for x in (grad, out, lse_TH))
-            dq, dk, dv = ctx.kernel.block_backward(inputs, visit.causal, *of_output)
+            dq, dk, dv = ctx.kernel.block_backward(inputs, causal, *of_output)
             if rows is None:
                 grad_q += dq
             else:
                 grad_q.index_add_(0, rows, dq.float())
             of_visitor = joined(dk, dv).to(kv.dtype)
-            if visit.k_rows is not None:
-                of_visitor = torch.zeros_like(kv).index_copy_(0, visit.k_rows, of_visitor)
+            if k_rows is not None:
+                of_visitor = torch.zeros_like(kv).index_copy_(0, k_rows, of_visitor)
             if own is None:
                 own = of_visitor
                 continue

@@ -19,7 +19,7 @@ from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, _adjust_lr, _zero
 from automodel_lite.config.rules import Range
 from automodel_lite.models.layers import local
 from automodel_lite.models.sharded import keep_part
-from automodel_lite.training.optimizers import Betas, Eps, Rate, SmallAdamW, defaults, param_groups
+from automodel_lite.training.optimizers import Betas, Eps, Rate, SmallAdamW, param_groups
 
 
 def muon(
@@ -38,7 +38,7 @@ def muon(
     matrices = hidden_matrices(model)
     groups = param_groups(model, weight_decay, left_out=matrices)
     by_muon = {"params": matrices, "weight_decay": weight_decay, "momentum": momentum}
-    return Muon([*([by_muon] if matrices else []), *groups], defaults(lr, betas, eps))
+    return Muon([*([by_muon] if matrices else []), *groups], {"lr": lr, "betas": tuple(betas), "eps": eps})
 
 
 def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:

@@ -277,15 +277,24 @@ def plan_lines(report: PackingReport | None, plan: TrainingPlan, config: Config)
 
 def model_lines(config: Config, built: BuiltModel, mesh: Mesh) -> list[Line]:
     """What is trained, how, and what it takes."""
+    plan, lm, dtype = built.plan, built.model.loss_model.lm, str(built.plan.dtype).removeprefix("torch.")
+    has_experts = any("Experts" in type(module).__name__ for module in lm.modules())
+    experts = f", experts {lm.config.get_text_config()._experts_implementation}" if has_experts else ""
+    masters = f"{config.training.master_weights} master weights"
+    model = (
+        f"{lm.config.model_type} {plan.parts.model.pretrained or 'from scratch'}: {count(plan.size.parameters)} "
+        f"parameters, {dtype} compute, {f'frozen in {dtype}, adapter in fp32' if built.adapter else masters}, "
+        f"loss {built.loss}{experts}"
+    )
     max_norm, decay = config.training.max_grad_norm, config.training.ema_decay
     clipping = f"gradients clipped to {max_norm}" if max_norm else "no clipping"
     average = f"of the weights of about {1 / (1 - decay):,.0f} steps (decay {decay}): validated, sampled and exported"
     return [
-        ("device", _device(mesh, built.plan)),
-        ("model", _model(built)),
-        *(("", note) for note in built.plan.parts.model.notes),
+        ("device", _device(mesh, plan)),
+        ("model", model),
+        *(("", note) for note in plan.parts.model.notes),
         *([("peft", built.adapter.description)] if built.adapter else []),
-        ("attention", built.plan.attention),
+        ("attention", plan.attention),
         *([("kernels", "deterministic: the same bits in each run")] if config.training.deterministic else []),
         *([("compile", built.compiled)] if built.compiled != "off" else []),
         ("optimizer", f"{text_of(config.optimizer)}, {text_of(config.lr_scheduler)}, {clipping}"),
@@ -325,19 +334,6 @@ def axes_text(plan: ModelPlan) -> str:
     shape = plan.shape
     more = f" x tp {shape.tp}, ep {shape.ep}" if shape.tp * shape.ep > 1 else ""
     return f"dp_replicate {shape.dp_replicate} x dp_shard {shape.dp_shard} x cp {shape.cp}{more}, {plan.strategy}"
-
-
-def _model(built: BuiltModel) -> str:
-    lm, parts = built.model.loss_model.lm, built.plan.parts
-    source = parts.model.pretrained or "from scratch"
-    dtype = str(built.plan.dtype).removeprefix("torch.")
-    has_experts = any("Experts" in type(module).__name__ for module in lm.modules())
-    experts = f", experts {lm.config.get_text_config()._experts_implementation}" if has_experts else ""
-    masters = f"{parts.training.master_weights} master weights"
-    return (
-        f"{lm.config.model_type} {source}: {count(built.plan.size.parameters)} parameters, {dtype} compute, "
-        f"{f'frozen in {dtype}, adapter in fp32' if built.adapter else masters}, loss {built.loss}{experts}"
-    )
 
 
 def count(number: float) -> str:

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from automodel_lite.attention.documents import mixers_of, mixes_rows
+from automodel_lite.attention.documents import mixers_of
 from automodel_lite.attention.interface import check_packing_isolation, install
 from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.layers import compile_layers, decoder_layers, recompute_layers
+from automodel_lite.models.loss import FusedLinearCrossEntropy, LossModel
 from automodel_lite.thd import IGNORE_INDEX, ThdBatch, document_rows
 from tests.attention.families import build, documents, gradients, stream
 from tests.attention.hybrids import HYBRIDS, ONE_OF_EACH_KIND, InFloat64, build_hybrid
@@ -136,16 +137,20 @@ def test_which_modules_are_mixers() -> None:
     }
 
 
+def takes_mixers(model: PreTrainedModel) -> bool:
+    return LossModel(model, FusedLinearCrossEntropy()).takes_mixers
+
+
 def test_which_models_take_rows() -> None:
     """Those whose mixers are not attention; the others need none and get the same without."""
     for family in ONE_OF_EACH_KIND:
         model = build_hybrid(family)
-        assert not mixes_rows(model)
+        assert not takes_mixers(model)
         install(model, ReferenceAttention())
-        assert mixes_rows(model)
+        assert takes_mixers(model)
     llama, batch = build("llama"), stream(documents(LENGTHS))
     install(llama, ReferenceAttention())
-    assert not mixes_rows(llama)
+    assert not takes_mixers(llama)
     logits, grads = packed(llama, replace(batch, mixers=None))
     want = packed(llama, batch)
     assert torch.equal(logits, want[0])

@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 from automodel_lite.attention.interface import install
 from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.errors import ConfigError
-from automodel_lite.models.fused_head import chunked_rows, linear_cross_entropy
+from automodel_lite.models import fused_head
+from automodel_lite.models.fused_head import linear_cross_entropy
 from automodel_lite.models.loss import (
     CrossEntropy,
     FusedLinearCrossEntropy,
@@ -192,13 +193,16 @@ def row_values(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("softcap", [None, 5.0], ids=["plain", "softcap"])
 @pytest.mark.parametrize(("rows", "chunk"), [(97, 16), (64, 64), (0, 8)])
-def test_chunked_rows_equal_all_rows_at_once(rows: int, chunk: int, softcap: float | None) -> None:
+def test_chunked_rows_equal_all_rows_at_once(
+    rows: int, chunk: int, softcap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fused_head, "LEAST_CHUNK_TOKENS", chunk)
     labels = torch.randint(0, 211, (rows,), generator=torch.Generator().manual_seed(0))
     results = []
     for chunked in (True, False):
         hidden, weight = leaf(rows, 16), leaf(211, 16)
         if chunked:
-            values = chunked_rows(row_values, hidden, weight, [labels], chunk, softcap)
+            values = LossInputs(Head(hidden, weight, softcap), labels).rows(row_values, labels)
         else:
             logits = hidden @ weight.t()
             values = row_values(logits if softcap is None else softcap * torch.tanh(logits / softcap), labels)
