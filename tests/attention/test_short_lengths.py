@@ -7,11 +7,9 @@ import copy
 import pytest
 from torch import nn
 
-from automodel_lite.attention.documents import WithinDocuments
 from automodel_lite.attention.interface import check_packing_isolation, install
 from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.attention.short_lengths import SHORT, short_lengths
-from automodel_lite.errors import ConfigError
 from tests.attention.families import FAMILIES, build
 from tests.attention.hybrids import HYBRIDS, build_hybrid
 
@@ -53,21 +51,3 @@ def test_all_places_of_a_length_are_found() -> None:
         assert {
             layer.self_attn.floor_scale for layer in model.model.layers if hasattr(layer.self_attn, "floor_scale")
         } <= {SHORT}
-
-
-def test_a_scale_by_the_place_in_the_stream_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It begins at 8,192 tokens: documents of 16 do not meet it."""
-    model = build("llama4_chunks")
-    scaling = [x for x in model.modules() if vars(x).get("attn_temperature_tuning")]
-    assert scaling
-    assert scaling[0].floor_scale == 8192
-    monkeypatch.setattr("automodel_lite.attention.interface.scale_queries", lambda module, q, positions: q)
-    install(model, ReferenceAttention())
-    for module in model.modules():
-        if isinstance(module.forward, WithinDocuments):
-            module.forward.placed = []  # the fault: nobody turns the layers' own scaling off
-    check_packing_isolation(model)
-    with short_lengths(model):
-        install(model, ReferenceAttention())
-        with pytest.raises(ConfigError, match="depend on their place in the pack"):
-            check_packing_isolation(model)

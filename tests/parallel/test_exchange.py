@@ -76,19 +76,6 @@ def test_a_layer_equals_one_process(exchange: str, num_kv_heads: int) -> None:
         assert max(errors.values()) < 1e-5, errors
 
 
-@pytest.mark.parametrize("changes", [{"softcap": 1.5}, {"window": 7}], ids=str)
-@pytest.mark.parametrize("cp", [2, 4])
-def test_a_ring_with_a_softcap_or_a_window_equals_one_process(cp: int, changes: dict[str, Any]) -> None:
-    for errors in run_ranks(layer_errors, cp, "ring", False, 2, changes):
-        assert max(errors.values()) < 1e-5, errors
-
-
-@pytest.mark.slow
-def test_a_ring_of_eight_equals_one_process() -> None:
-    for errors in run_ranks(layer_errors, 8, "ring", False, 2, {}):
-        assert max(errors.values()) < 1e-5, errors
-
-
 def test_a_dropped_reduce_scatter_is_noticed() -> None:
     """The output is right to the last digit, the gradients of keys and values are not."""
     for errors in run_ranks(layer_errors, 2, "all_gather", True, 2, {}):

@@ -32,8 +32,14 @@ from tests.attention.hybrids import HYBRIDS, ONE_OF_EACH_KIND, build_hybrid
 from tests.ranks import run_ranks
 
 LARGEST_ERROR = 1e-6
+
+
 MICRO_BATCHES = 2
+
+
 AXIS_NAMES = ("dp_replicate", "dp_shard", "cp", "tp")
+
+
 LENGTHS = [[37, 5, 64, 1], [3, 90, 2, 23], [8, 8, 8], [120]]
 """Documents of each micro-batch of the step, distributed to the data-parallel ranks two by two."""
 
@@ -124,6 +130,8 @@ FAST_LAYOUTS = [
     ((1, 2, 2), "fsdp", "all_gather"),
     ((2, 1, 2), "fsdp", "ring"),
 ]
+
+
 LAYOUTS = [
     *FAST_LAYOUTS,
     ((1, 2, 1), "fsdp", "all_gather"),
@@ -194,34 +202,6 @@ def test_every_family_on_every_layout(layout: tuple[tuple[int, int, int], str, s
 @pytest.mark.parametrize("layout", FAST_LAYOUTS, ids=name_of)
 def test_hybrids_on_layouts(layout: tuple[tuple[int, int, int], str, str]) -> None:
     assert_equal(*layout, ONE_OF_EACH_KIND)
-
-
-AXES = [
-    ((1, 1, 1, 2), "llama"),
-    ((1, 1, 1, 2), "qwen3_moe"),
-    ((1, 2, 1, 1, 2), "qwen3_moe"),
-    ((1, 2, 1, 1, 2), "gpt_oss_sinks_window"),
-    ((1, 1, 1, 2), "gemma2_softcap_window"),
-    ((1, 1, 1, 2), "gpt_oss_sinks_window"),
-    ((1, 1, 1, 2), "qwen3"),
-    ((1, 1, 1, 2), "deepseek_v3_latent"),
-    ((1, 1, 2, 2), "llama"),
-    ((1, 1, 2, 1, 2), "qwen3_moe"),
-    ((2, 1, 1, 2), "llama"),
-    ((2, 2, 1, 1, 2), "qwen3_moe"),
-]
-"""dp_replicate, dp_shard, cp, tp, ep: tensor and expert parallelism are transformers', context parallelism is ours."""
-
-
-@pytest.mark.parametrize(("shape", "family"), AXES[:3], ids=str)
-def test_tensor_and_expert_parallel(shape: tuple[int, ...], family: str) -> None:
-    assert_equal(shape, "fsdp", "all_gather", [family])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("shape", "family"), AXES[3:], ids=str)
-def test_tensor_and_expert_parallel_with_the_other_axes(shape: tuple[int, ...], family: str) -> None:
-    assert_equal(shape, "fsdp", "all_gather", [family])
 
 
 def test_a_shifted_label_is_noticed() -> None:

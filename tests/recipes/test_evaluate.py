@@ -9,18 +9,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from automodel_lite.data.prepare import check_sizes, prepare_data
 from automodel_lite.data.reading.documents import Question, question_of
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.generate import Generator, load_generator
 from automodel_lite.thd import IGNORE_INDEX
-from automodel_lite.training.evaluation import F1, ExactMatch, answers_to
+from automodel_lite.training.evaluation import ExactMatch, answers_to
 from automodel_lite.training.plan import build_parts
 from recipes import evaluate, generate
 from tests.ranks import run_ranks
-from tests.runs import Row, config_of, train
+from tests.runs import config_of, train
 
 CHATS = [[{"role": "user", "content": text}] for text in ("Hi", "Name the capital of Cuba.", "What " * 20, "Cuba?")]
 
@@ -91,18 +91,6 @@ def test_a_batch_answers_as_each_prompt_alone(generator: Generator):
     assert answers_to(questions, generator, batch_size=3, max_new_tokens=12) == alone
 
 
-def test_a_model_that_runs_over_padding_answers_alone(generator: Generator):
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
-    layers = {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"], "vocab_size": 384}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("lfm2", **sizes, **layers)).eval()
-    with torch.no_grad():
-        model.model.layers[0].conv.conv.weight.normal_()  # so that what stands before a token moves its logits
-    hybrid = Generator(model, generator.tokenizer)
-    alone = [hybrid.answer(chat, max_new_tokens=12) for chat in CHATS]
-    assert hybrid.answers(CHATS, max_new_tokens=12) == alone
-
-
 def test_a_file_of_prompts_is_answered_row_by_row(run: Path, tmp_path: Path, generator: Generator):
     asked, answered = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     asked.write_text(
@@ -130,14 +118,6 @@ def test_what_a_document_asks():
     assert question_of({"input_ids": torch.tensor([1])}) is None
 
 
-def test_scores_of_an_answer():
-    f1 = F1()
-    assert f1("The capital of Peru is Lima.", "the capital of peru is Lima") == 1.0
-    assert f1("Lima", "the city of Lima") == 0.5  # 1 word of 1, 1 of 3 (the article does not count)
-    assert f1("Quito", "Lima") == 0.0
-    assert f1("", "") == 1.0
-
-
 def test_validation_documents_are_asked_and_scored_by_a_metric_of_ones_own(run: Path, generator: Generator):
     score = ExactMatch(num_questions=2, max_new_tokens=4, metrics={"long": lambda given, expected: len(expected) / 2})
     text, row = score.ask(generator, [Question(chat, "four") for chat in CHATS])
@@ -147,20 +127,3 @@ def test_validation_documents_are_asked_and_scored_by_a_metric_of_ones_own(run: 
     assert [*answers] == ["text/Hi", "text/Name the capital of Cuba."]
     assert all(text.endswith("  (expected: four)") for text in answers.values())
     assert score.ask(generator, []) == ("held-out questions: the data has none", {"answers_right": 0, "answers": 0})
-
-
-# ------------------------------------------------------------------------------------------------ samples of a training
-ASKED = ["samples.prompts=[What is the capital of France?]", "samples.max_new_tokens=4", "training.max_steps=3"]
-
-
-def texts(rows: list[Row]) -> list[str]:
-    return [row["text/What is the capital of France?"] for row in rows if "text/What is the capital of France?" in row]
-
-
-def test_samples_are_the_same_sharded_and_whole(tmp_path: Path):
-    asked = [*ASKED, "packed_sequence.slot_multiple=4"]  # the same packs
-    alone = texts(train("smoke", tmp_path / "one", *asked))
-    pair = texts(train("smoke", tmp_path / "two", *asked, "mesh.cp=2", world_size=2))
-    assert len(alone) == 1
-    assert alone[0]
-    assert pair == alone

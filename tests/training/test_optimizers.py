@@ -15,16 +15,15 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from automodel_lite.errors import ConfigError
 from automodel_lite.graphs import compiled_graphs, strict_graphs
 from automodel_lite.models.layers import local
 from automodel_lite.parallel.mesh import MeshShape
 from automodel_lite.training import optimizers
-from automodel_lite.training.muon import hidden_matrices, muon, newton_schulz, orthogonal
+from automodel_lite.training.muon import muon
 from automodel_lite.training.optimizers import (
     LocalPlace,
     adamw,
@@ -41,6 +40,8 @@ from tests.ranks import run_ranks
 from tests.runs import losses_by_step, train_on, train_quick
 
 adamw_8bit, adamw_bf16 = partial(adamw, moments="8bit"), partial(adamw, moments="bf16")
+
+
 MAKERS = {
     "adamw": adamw,
     "adamw of torch, unfused": lambda m, lr: torch.optim.AdamW(
@@ -97,7 +98,6 @@ def test_clipping_on_the_way_is_clipping_before(maker: str, max_norm: float, sca
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
 
 
-# ------------------------------------------------------------------------------------------------------------- shards
 def _sharded_steps(rank: int, world_size: int, maker: str, replicas: int) -> list[Any]:
     """Three steps on shards, hybrid ones with `replicas` > 1 -> whole parameters, norms."""
     model, twin = model_with_gradients(), model_with_gradients()
@@ -125,7 +125,6 @@ def test_steps_on_shards_are_those_on_whole_tensors(maker: str, replicas: int) -
     assert worst < (2e-6 if maker == "adamw" else 1e-3)  # a moment on the edge of two values may go either way
 
 
-# ------------------------------------------------------------------------------------------------------------- 8 bits
 def test_codes_are_the_nearest_values() -> None:
     for is_signed in (True, False):
         book = codebook(is_signed, torch.device("cpu"))
@@ -195,6 +194,8 @@ def test_the_state_loads_into_another_optimizer(maker: str) -> None:
 
 
 BF16 = ("training.master_weights=bf16", "training.precision=bf16")
+
+
 KINDS = [
     pytest.param(("optimizer=adamw_8bit",), marks=pytest.mark.slow, id="8bit"),
     pytest.param(("optimizer=adamw_bf16", *BF16), id="bf16"),
@@ -221,7 +222,6 @@ def test_a_run_resumes_bit_for_bit_and_on_more_ranks(kind: tuple[str, ...], tmp_
         )
 
 
-# --------------------------------------------------------------------------------------------------- weights in bf16
 def one_step(maker: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Of one matrix and one vector: a C++ compiler takes 10 s for each of their graphs."""
     model = model_with_gradients()[0].to(dtype)
@@ -338,87 +338,3 @@ def test_weights_in_bf16_are_refused_where_they_would_not_learn(tmp_path: Path) 
     ):
         with pytest.raises(ConfigError, match=sentence):
             train_quick(tmp_path, *BF16, *options)
-
-
-# --------------------------------------------------------------------------------------------------------------- muon
-class Stack(nn.Module):
-    """Wide, tall and ragged matrices (of 96, 10 and 3 rows), an embedding and vectors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embedding = nn.Embedding(16, 64)
-        shapes = [(64, 96), (96, 10), (10, 3), (3, 64), (64, 64)]
-        self.layers = nn.Sequential(*(nn.Linear(*shape) for shape in shapes))
-
-
-def _muon_steps(module: nn.Module, optimizers: list[torch.optim.Optimizer], num_steps: int = 3) -> None:
-    """Gradients that do not hang on the weights: bf16 products would make a rounding into a difference."""
-    for number in range(num_steps):
-        torch.manual_seed(number)
-        for parameter in module.parameters():
-            gradient = torch.randn(parameter.shape)
-            if isinstance(parameter, DTensor):
-                gradient = distribute_tensor(gradient, parameter.device_mesh, parameter.placements)
-            parameter.grad = gradient
-        for optimizer in optimizers:
-            optimizer.step()
-
-
-def _torchs_muon() -> Stack:
-    twin = Stack()
-    matrices = [layer.weight for layer in twin.layers]
-    others = [p for p in twin.parameters() if all(p is not m for m in matrices)]
-    by_torch = torch.optim.Muon(matrices, lr=1e-2, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
-    adamw_groups = [
-        {"params": [p for p in others if p.ndim == 2], "weight_decay": 0.1},
-        {"params": [p for p in others if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    _muon_steps(twin, [by_torch, torch.optim.AdamW(adamw_groups, lr=1e-2)])
-    return twin
-
-
-def test_muon_is_torchs_on_the_matrices_and_adamw_on_the_rest() -> None:
-    model, twin = Stack(), _torchs_muon()
-    _muon_steps(model, [muon(model, lr=1e-2, betas=(0.9, 0.999), weight_decay=0.1)])
-    for ours, theirs in zip(model.parameters(), twin.parameters()):
-        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
-
-
-def _sharded_muon(rank: int, world_size: int, shape: tuple[int, ...]) -> float:
-    model, twin = Stack(), _torchs_muon()
-    fully_shard(model, mesh=init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :]))
-    _muon_steps(model, [muon(model, lr=1e-2, betas=(0.9, 0.999), weight_decay=0.1)])
-    pairs = zip(model.parameters(), twin.parameters())
-    return max(float((a.full_tensor() - b).detach().abs().max()) for a, b in pairs)  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=["fsdp", "hsdp"])
-def test_muon_gathers_each_matrix_of_shards(shape: tuple[int, ...]) -> None:
-    """On each matrix the numbers of one process."""
-    assert max(run_ranks(_sharded_muon, 4, shape)) < 1e-6
-
-
-def _split_twice(rank: int, world_size: int) -> float:
-    """Rows over one axis, columns over the other, as tensor parallelism and FSDP cut."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"))
-    torch.manual_seed(0)
-    whole = torch.randn(12, 10).bfloat16()
-    cut = distribute_tensor(whole, mesh, [Shard(0), Shard(1)])
-    (part,) = orthogonal([nn.Parameter(cut)], [cut.to_local()])
-    want = distribute_tensor(newton_schulz(whole), mesh, [Shard(0), Shard(1)]).to_local()
-    return float((part - want).abs().max())
-
-
-def test_a_matrix_that_is_cut_along_two_axes() -> None:
-    assert max(run_ranks(_split_twice, 4)) == 0
-
-
-def test_embeddings_heads_and_vectors_are_not_muons() -> None:
-    config = LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2
-    )
-    model = LlamaForCausalLM(config)
-    named = {id(p): name for name, p in model.named_parameters()}
-    found = {named[id(p)].split(".")[-2] for p in hidden_matrices(model)}
-    assert found == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}

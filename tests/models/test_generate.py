@@ -1,0 +1,32 @@
+"""Chats answered in batches, as one by one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from automodel_lite.models.generate import Generator
+from tests.data.templates import MARKED, byte_tokenizer
+
+CHATS = [[{"role": "user", "content": text}] for text in ("Hi", "Name the capital of Cuba.", "What " * 20, "Cuba?")]
+SIZES = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+FAMILIES = {"llama": {}, "lfm2": {"layer_types": ["conv", "full_attention"]}}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_batch_is_answered_as_each_prompt_alone(family: str) -> None:
+    """A convolution runs over padding: its prompts do not share a batch."""
+    torch.manual_seed(0)
+    tokenizer = byte_tokenizer(MARKED)
+    config = AutoConfig.for_model(family, **SIZES, **FAMILIES[family], num_hidden_layers=2, vocab_size=len(tokenizer))
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(5)  # so that what stands before a token moves its logits
+    generator, sizes, generate = Generator(model, tokenizer), [], model.generate
+    model.generate = lambda **inputs: sizes.append(len(inputs["input_ids"])) or generate(**inputs)
+    alone = [generator.answer(chat, max_new_tokens=8) for chat in CHATS]
+    assert len(set(alone)) > 1
+    assert generator.answers(CHATS, max_new_tokens=8) == alone
+    assert sizes[4:] == ([4] if family == "llama" else [1, 1, 1, 1])
