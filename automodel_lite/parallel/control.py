@@ -81,12 +81,11 @@ class Control:
 def _outcome(fn: Callable[[], Any]) -> tuple[Any, Exception | None]:
     try:
         return fn(), None
-    except (OSError, ValueError, RuntimeError) as error:
-        # an error of a library may not survive pickling: those of Python, and ours, are made of their arguments
-        is_plain = type(error).__module__.split(".")[0] in ("builtins", "automodel_lite")
-        return None, error if is_plain else RuntimeError(f"{type(error).__name__}: {error}")
     except Exception as error:
-        return None, RuntimeError(f"{type(error).__name__}: {error}")
+        # an error of a library may not survive pickling: those of Python, and ours, are made of their arguments
+        is_ours = type(error).__module__.split(".")[0] in ("builtins", "automodel_lite")
+        is_plain = is_ours and isinstance(error, OSError | ValueError | RuntimeError)
+        return None, error if is_plain else RuntimeError(f"{type(error).__name__}: {error}")
 
 
 def _values(outcomes: Sequence[tuple[Any, Exception | None]]) -> list[Any]:

@@ -38,7 +38,7 @@ def muon(
     matrices = hidden_matrices(model)
     groups = param_groups(model, weight_decay, left_out=matrices)
     by_muon = {"params": matrices, "weight_decay": weight_decay, "momentum": momentum}
-    return Muon([*([by_muon] if matrices else []), *groups], {"lr": lr, "betas": tuple(betas), "eps": eps})
+    return Muon([*([by_muon] if matrices else []), *groups], {"lr": lr, "betas": tuple(map(float, betas)), "eps": eps})
 
 
 def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:

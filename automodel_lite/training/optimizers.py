@@ -49,7 +49,7 @@ def adamw(
     moments: Annotated[str, OneOf(("fp32", "bf16", "8bit"))] = "fp32",  # as they are held: 8, 4 or 2 bytes per weight
 ) -> Optimizer:
     """AdamW (Loshchilov & Hutter, 2019) over `param_groups`; small moments of matrices of at least 4096 values."""
-    groups, shared = param_groups(model, weight_decay), dict[str, Any](lr=lr, betas=tuple(betas), eps=eps)
+    groups, shared = param_groups(model, weight_decay), dict[str, Any](lr=lr, betas=tuple(map(float, betas)), eps=eps)
     if moments == "fp32":
         return LocalAdamW(groups, fused=True, **shared)
     return SmallAdamW(groups, shared, {"bf16": torch.bfloat16, "8bit": torch.uint8}[moments])

@@ -58,7 +58,9 @@ from automodel_lite.version import __version__
 def dry_run(config: Config) -> int:
     """Prints the findings on rank 0 and returns 0; raises ConfigError or DataError as the run would."""
     console, device = Console(is_silent=rank() != 0), default_device()
-    shape = planned_shape(config)
+    mesh = config.mesh
+    requested = mesh.dp_replicate * max(mesh.dp_shard, 1) * mesh.cp * mesh.tp
+    shape = mesh_shape(mesh, world_size() if world_size() > 1 else requested)  # one process answers for any mesh
     parts = build_parts(config)
     try_settings(config, parts)
     data = prepare_data(config, check_sizes(config, shape.world_size), parts.packer)
@@ -147,13 +149,6 @@ def _memory(plan: ModelPlan, by_arithmetic: str, batch: ThdBatch | None) -> str:
     cure = "" if found.peak <= usable(available) else f"\n{out_of_memory_text(plan.parts)}"
     trees = ", with the keys of its trees" if batch is not None else ""
     return f"rank 0 of {num_ranks}, simulated{trees}: {found}{cure}"
-
-
-def planned_shape(config: Config) -> MeshShape:
-    """The mesh of the processes that run; in a single one, the requested mesh."""
-    mesh = config.mesh
-    requested = mesh.dp_replicate * max(mesh.dp_shard, 1) * mesh.cp * mesh.tp
-    return mesh_shape(mesh, world_size() if world_size() > 1 else requested)
 
 
 def _adapter_weights(plan: ModelPlan, device: torch.device) -> int | None:

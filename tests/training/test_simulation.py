@@ -23,7 +23,7 @@ from automodel_lite.models.flops import model_size
 from automodel_lite.models.layers import decoder_layers, recompute_layers
 from automodel_lite.models.loss import LossModel
 from automodel_lite.models.source import SHAPES, describe
-from automodel_lite.parallel.mesh import Mesh, MeshShape
+from automodel_lite.parallel.mesh import Mesh, MeshShape, mesh_shape
 from automodel_lite.parallel.sharding import choose_strategy, parallelize
 from automodel_lite.thd import stream_of
 from automodel_lite.training import memory
@@ -37,7 +37,7 @@ from automodel_lite.training.simulation import (
     simulate,
     simulate_by_layers,
 )
-from automodel_lite.training.start import dry_run, planned_shape
+from automodel_lite.training.start import dry_run
 from automodel_lite.training.tracker import _MADE_IN, Message, Operation, Work
 from tests.ranks import in_a_process
 
@@ -471,7 +471,9 @@ def shipped(name: str, **changes: int) -> transformers.PretrainedConfig:
 
 def counted(model: transformers.PretrainedConfig, overrides: list[str]) -> tuple[Simulation, MemoryEstimate]:
     asked = parts("training.global_batch_size=null", "training.precision=bf16", *overrides)
-    shape = planned_shape(asked)
+    shape = mesh_shape(
+        asked.mesh, asked.mesh.dp_replicate * max(asked.mesh.dp_shard, 1) * asked.mesh.cp * asked.mesh.tp
+    )
     strategy = choose_strategy(asked.mesh.strategy, shape, is_gpu=True)
     plan = ModelPlan(asked, model, model_size(model), shape, strategy, torch.bfloat16)
     return simulate(asked, model, shape), estimate_memory(plan, None)
