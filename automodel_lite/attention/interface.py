@@ -30,7 +30,12 @@ from automodel_lite.attention.documents import (
     replace_forwards,
 )
 from automodel_lite.attention.kernel import AttentionKernel, GraphKernel, ReferenceAttention, over_tree
-from automodel_lite.attention.positions import RotationByDocument, length_dependent_rotations, scale_queries
+from automodel_lite.attention.positions import (
+    RotationByDocument,
+    length_dependent_rotations,
+    refuse_rotations,
+    scale_queries,
+)
 from automodel_lite.attention.spec import UNPACKED, AttentionSpec, config_value, layer_shapes, layer_window
 from automodel_lite.errors import ConfigError
 from automodel_lite.thd import AttentionInputs, AttentionOptions, Segments, ThdBatch, TreeKeys, stream_of
@@ -131,12 +136,7 @@ def install(model: transformers.PreTrainedModel, kernel: AttentionKernel) -> Non
         of_text = {key: kernel.name for key in model.config.sub_configs if config_value(model.config, key) is text}
         model.set_attn_implementation({"": kernel.name, **of_text} if of_text else kernel.name)
         if text._attn_implementation != kernel.name:
-            for module in length_dependent_rotations(model):
-                raise ConfigError(
-                    f"model.config.rope_parameters.rope_type={vars(module)['rope_type']} selects frequencies by the "
-                    f"longest of the documents that {type(model).__name__} runs beside each other: set another "
-                    "rope_type."
-                )
+            refuse_rotations(model)
             replace_forwards([model.base_model.forward], DecoderByRows)
             return
     replace_forwards(mixers_of(model), PackedMixer)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from automodel_lite.attention.documents import NOW
+from automodel_lite.errors import ConfigError
 
 LENGTH_DEPENDENT = frozenset({"dynamic", "longrope"})
 """Types of rotation whose frequencies depend on the length of the document."""
@@ -31,6 +32,15 @@ def length_dependent_rotations(model: nn.Module) -> Iterator[nn.Module]:
         kinds = kind.values() if isinstance(kind, dict) else [kind]  # some families have one for each kind of layer
         if any(isinstance(name, str) and name in LENGTH_DEPENDENT for name in kinds):
             yield module
+
+
+def refuse_rotations(model: nn.Module) -> None:
+    """Raises ConfigError where documents run as rows beside each other, of which a rotation sees the longest only."""
+    for module in length_dependent_rotations(model):
+        raise ConfigError(
+            f"model.config.rope_parameters.rope_type={vars(module)['rope_type']} selects frequencies by the longest "
+            f"of the documents that {type(model).__name__} runs beside each other: set another rope_type."
+        )
 
 
 class RotationByDocument:

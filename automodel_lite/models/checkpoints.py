@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -28,9 +27,9 @@ FP8_DTYPES = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
 def converting_exactly() -> Iterator[None]:
     """Converts checkpoints, inside, as their config describes them; failures name their weight."""
     with (
-        patch.object(Fp8Dequantize, "_dequantize_one", _dequantize),
-        patch.object(WeightConverter, "convert", _convert),
-        patch.object(modeling_utils, "log_state_dict_report", _raise_conversion_error),
+        replaced(Fp8Dequantize, "_dequantize_one", _dequantize),
+        replaced(WeightConverter, "convert", _convert),
+        replaced(modeling_utils, "log_state_dict_report", _raise_conversion_error),
     ):
         yield
 
@@ -85,3 +84,19 @@ def _raise_conversion_error(*, pretrained_model_name_or_path: str, loading_info:
             f"{one_line(reason)}"
         )
     _report(pretrained_model_name_or_path=pretrained_model_name_or_path, loading_info=loading_info, **more)
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, function: Any) -> Iterator[None]:
+    """Replaces `owner.name` inside. transformers has some of these as methods that a model may override; here all
+    models do, for as long as one is made.
+    """
+    is_own, original = name in vars(owner), vars(owner).get(name)
+    setattr(owner, name, function)
+    try:
+        yield
+    finally:
+        if is_own:
+            setattr(owner, name, original)
+        else:
+            delattr(owner, name)

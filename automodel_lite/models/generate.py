@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,11 +13,13 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TextStreamer
 
-from automodel_lite.attention.documents import mixers_of
+from automodel_lite.attention.interface import tolerance_std
 from automodel_lite.attention.spec import config_value
 from automodel_lite.config.components import locate
 from automodel_lite.errors import ConfigError, is_out_of_memory, one_line
 from automodel_lite.models.source import check_finite, check_source, embedding_rows, load_whole
+
+_PROBE_TOKENS = 12
 
 
 @dataclass(frozen=True)
@@ -57,8 +60,7 @@ class Generator:
         ]
         # Left padding moves positions: an answer that ends at the model's length would be cut short by its neighbor.
         has_room = min(map(self._room_tokens, prompts)) >= max_new_tokens
-        # Recurrent layers run over the padding, and so may attention of a family's own code.
-        is_batch = len(prompts) == 1 or (has_room and not any(mixers_of(self.model)))
+        is_batch = len(prompts) == 1 or (has_room and self.takes_padding)
         streamer: Any = None
         if write:  # gets the text as soon as it is whole words
             streamer = TextStreamer(cast(Any, self.tokenizer), skip_prompt=True, skip_special_tokens=True)
@@ -72,6 +74,19 @@ class Generator:
             new = output[:, inputs["input_ids"].shape[1] :]
             answers += self.tokenizer.batch_decode(new, skip_special_tokens=True)
         return answers
+
+    @cached_property
+    def takes_padding(self) -> bool:
+        """Does left padding leave a prompt's continuation unchanged? Some recurrent layers run over the padding."""
+        ids = torch.arange(_PROBE_TOKENS) % embedding_rows(self.model)
+
+        def logits(prompts: list[Tensor]) -> Tensor:
+            generate: Any = self.model.generate
+            options = {"max_new_tokens": 1, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+            return generate(**self._padded(prompts), **options).logits[0][0].float()
+
+        alone, beside = logits([ids]), logits([ids, torch.cat([ids, ids])])
+        return bool((alone - beside).abs().max() <= tolerance_std(self.model.dtype) * alone.std())
 
     def _padded(self, prompts: list[Tensor]) -> dict[str, Tensor]:
         """Returns input_ids and attention_mask, int64 [B, longest], each prompt at the right end of its row."""

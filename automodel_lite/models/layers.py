@@ -48,9 +48,21 @@ def recompute_layers(layers: list[nn.Module], how: str, every_layers: int) -> No
             return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
         contexts["context_fn"] = functools.partial(create_selective_checkpoint_contexts, choose)
+
+    def checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(forward)
+        def recomputed(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return forward(*args, **kwargs)
+            # of what the region is given
+            with saved_tensors_hooks(to_host, from_host) if how == "offload" else nullcontext():
+                return WithContext(checkpoint)(forward, *args, use_reentrant=False, **contexts, **kwargs)
+
+        return recomputed
+
     # The first layers, too: their inputs are kept for the longest time.
     for layer in layers[::every_layers]:
-        layer.forward = _checkpointed(layer.forward, how == "offload", contexts)  # type: ignore[method-assign]
+        layer.forward = checkpointed(layer.forward)  # type: ignore[method-assign]
 
 
 KEPT_FRAC = 0.5
@@ -96,17 +108,6 @@ def has_fp8(model: nn.Module) -> bool:
     """Returns whether linear layers are torchao's (models/fp8.py), whose products round to fp8."""
     torchao = sys.modules.get("torchao.float8.float8_linear")
     return torchao is not None and any(isinstance(module, torchao.Float8Linear) for module in model.modules())
-
-
-def _checkpointed(forward: Callable[..., Any], offloads: bool, contexts: dict[str, Any]) -> Callable[..., Any]:
-    @functools.wraps(forward)
-    def recomputed(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        with saved_tensors_hooks(to_host, from_host) if offloads else nullcontext():  # of what the region is given
-            return WithContext(checkpoint)(forward, *args, use_reentrant=False, **contexts, **kwargs)
-
-    return recomputed
 
 
 def to_host(tensor: Tensor) -> tuple[torch.device, Tensor]:

@@ -14,7 +14,6 @@ import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -29,7 +28,7 @@ from transformers.distributed import DistributedConfig
 from transformers.distributed.sharding_utils import DtensorShardOperation
 
 from automodel_lite.errors import ConfigError
-from automodel_lite.models.checkpoints import converting_exactly
+from automodel_lite.models.checkpoints import converting_exactly, replaced
 
 Spread = Callable[[transformers.PreTrainedModel], None]
 """Shards a model on the meta device, in place."""
@@ -75,7 +74,7 @@ def load_shards(load: Callable[..., Any], *, spread: Spread, device: torch.devic
             (modeling_utils, "_dtensor_from_local_like", partial(hold_shard, device)),
             (core_model_loading, "_dtensor_from_local_like", partial(hold_shard, device)),
         ):
-            hooks.enter_context(patch.object(owner, name, function))
+            hooks.enter_context(replaced(owner, name, function))
         loaded = load(distributed_config=DistributedConfig(tp_size=1, fsdp_size=1))  # the engine itself shards nothing
     # The config that was passed for the hooks' sake would be exported with the model.
     model = loaded[0]

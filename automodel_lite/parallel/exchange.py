@@ -184,7 +184,7 @@ class Ulysses(Heads):
     """One all-to-all for q, k and v together, one for the output."""
 
     def attend(self, kernel: Callable[..., Tensor], inputs: AttentionInputs) -> Tensor:
-        """See `Exchange`. The kernel gets [T, Hq / cp, D] and [T, max(Hkv / cp, 1), D]; see `heads_divide`."""
+        """See `Exchange`. The kernel gets [T, Hq / cp, D] and [T, max(Hkv / cp, 1), D]."""
         q, k, v, _, options = inputs
         if k.shape[1] < self.size:
             k, v = (x.repeat_interleave(self.size // k.shape[1], 1) for x in (k, v))
@@ -237,11 +237,6 @@ class OwnedDocumentMixers(Heads):
         return SelectRows.apply(received, self.unsend, self.send[None])
 
 
-def heads_divide(cp_size: int, num_heads: int, num_kv_heads: int) -> bool:
-    """Returns whether an all-to-all can distribute these heads to `cp_size` ranks."""
-    return num_heads % cp_size == 0 and (num_kv_heads % cp_size == 0 or cp_size % num_kv_heads == 0)
-
-
 MUCH_KV_GIB = 2.0
 """Gathered keys and values of one layer, while it runs, that are too many."""
 
@@ -257,7 +252,7 @@ def choose_exchange(
     Raises ConfigError for an all-to-all of heads that do not divide, and a ring on a kernel without a log-sum-exp.
     """
     attending = [layer for layer in layers if layer.num_heads]
-    uneven = [layer for layer in attending if not heads_divide(cp_size, layer.num_heads, layer.num_kv_heads)]
+    uneven = [x for x in attending if x.num_heads % cp_size or (x.num_kv_heads % cp_size and cp_size % x.num_kv_heads)]
     if wanted == "ring" and not isinstance(kernel, BlockKernel):
         cure = "use attention=varlen, flex or reference, or mesh.cp_exchange=all_gather"
         raise refuse(kernel, "mesh.cp_exchange=ring", cure)

@@ -7,6 +7,7 @@ AdamW's, with 8.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import torch
@@ -59,22 +60,14 @@ class Muon(SmallAdamW):
         if "momentum" not in group:
             super().step_group(group, parameters)
             return
-        # As many matrices of one layout as ranks share them, those of one size side by side: each rank takes one.
-        layouts: dict[Any, list[nn.Parameter]] = {}
-        for matrix in sorted(parameters, key=Tensor.numel):
-            layout = (matrix.device_mesh, matrix.placements) if isinstance(matrix, DTensor) else None
-            layouts.setdefault(layout, []).append(matrix)
-        for alike in layouts.values():
-            row_group = _row_group(alike[0])
-            size = dist.get_world_size(row_group) if row_group else 1
-            for together in (alike[start : start + size] for start in range(0, len(alike), size)):
-                updates = [self._momentum(parameter, group) for parameter in together]
-                for parameter, direction in zip(together, orthogonal(together, updates)):
-                    _, skipped = self.scale_and_skip(parameter.device)
-                    rate = _adjust_lr(group["lr"], "match_rms_adamw", parameter.shape)
-                    weight = local(parameter)
-                    updated = weight * (1 - group["lr"] * group["weight_decay"]) - rate * direction.float()
-                    weight.copy_(torch.where(skipped, weight, updated))
+        for together in _alike(parameters):
+            updates = [self._momentum(parameter, group) for parameter in together]
+            for parameter, direction in zip(together, orthogonal(together, updates)):
+                _, skipped = self.scale_and_skip(parameter.device)
+                size = _adjust_lr(group["lr"], "match_rms_adamw", parameter.shape)
+                weight = local(parameter)
+                updated = weight * (1 - group["lr"] * group["weight_decay"]) - size * direction.float()
+                weight.copy_(torch.where(skipped, weight, updated))
 
     def _momentum(self, parameter: nn.Parameter, group: dict[str, Any]) -> Tensor:
         """This rank's part of the update before it is made orthogonal, by Nesterov's momentum, bf16."""
@@ -86,6 +79,18 @@ class Muon(SmallAdamW):
         updated = buffer.lerp(gradient, 1 - group["momentum"])
         buffer.copy_(torch.where(skipped, buffer, updated))
         return gradient.lerp(updated, group["momentum"]).bfloat16()
+
+
+def _alike(matrices: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """As many matrices of one layout as ranks share them, those of one size side by side: each rank takes one."""
+    layouts: dict[Any, list[nn.Parameter]] = {}
+    for matrix in sorted(matrices, key=Tensor.numel):
+        layout = (matrix.device_mesh, matrix.placements) if isinstance(matrix, DTensor) else None
+        layouts.setdefault(layout, []).append(matrix)
+    for together in layouts.values():
+        group = _row_group(together[0])
+        size = dist.get_world_size(group) if group else 1
+        yield from (together[start : start + size] for start in range(0, len(together), size))
 
 
 def _row_group(matrix: Tensor) -> dist.ProcessGroup | None:

@@ -16,7 +16,6 @@ FAMILIES = {"llama": {}, "lfm2": {"layer_types": ["conv", "full_attention"]}}
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_batch_is_answered_as_each_prompt_alone(family: str) -> None:
-    """A convolution runs over padding: its prompts do not share a batch."""
     torch.manual_seed(0)
     tokenizer = byte_tokenizer(MARKED)
     config = AutoConfig.for_model(family, **SIZES, **FAMILIES[family], num_hidden_layers=2, vocab_size=len(tokenizer))
@@ -24,9 +23,21 @@ def test_a_batch_is_answered_as_each_prompt_alone(family: str) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(5)  # so that what stands before a token moves its logits
-    generator, sizes, generate = Generator(model, tokenizer), [], model.generate
-    model.generate = lambda **inputs: sizes.append(len(inputs["input_ids"])) or generate(**inputs)
+    generator = Generator(model, tokenizer)
     alone = [generator.answer(chat, max_new_tokens=8) for chat in CHATS]
     assert len(set(alone)) > 1
+    assert generator.takes_padding
     assert generator.answers(CHATS, max_new_tokens=8) == alone
-    assert sizes[4:] == ([4] if family == "llama" else [1, 1, 1, 1])
+
+
+def test_a_model_that_sees_padding_answers_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    tokenizer = byte_tokenizer(MARKED)
+    config = AutoConfig.for_model("llama", **SIZES, num_hidden_layers=2, vocab_size=len(tokenizer))
+    model = AutoModelForCausalLM.from_config(config).eval()
+    generate, generator = model.generate, Generator(model, tokenizer)
+    alone = [generator.answer(chat, max_new_tokens=8) for chat in CHATS]
+    careless = lambda attention_mask, **more: generate(attention_mask=attention_mask * 0 + 1, **more)  # noqa: E731
+    monkeypatch.setattr(model, "generate", careless)
+    assert not generator.takes_padding
+    assert generator.answers(CHATS, max_new_tokens=8) == alone

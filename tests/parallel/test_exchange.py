@@ -12,9 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.attention.spec import LayerShape
+from automodel_lite.errors import ConfigError
 from automodel_lite.parallel import exchange as exchanges
 from automodel_lite.parallel.context_parallel import attention_plan, shard_indices
-from automodel_lite.parallel.exchange import heads_divide
+from automodel_lite.parallel.exchange import choose_exchange
 from automodel_lite.thd import AttentionInputs, AttentionOptions
 from benchmarks.formulas import sent_bytes
 from tests.attention.families import documents, stream
@@ -185,4 +186,5 @@ def test_the_counter_of_waits_can_count() -> None:
 
 @pytest.mark.parametrize(("cp", "heads", "kv_heads"), [(3, 4, 4), (4, 4, 3)], ids=str)
 def test_heads_that_cannot_be_dealt_out(cp: int, heads: int, kv_heads: int) -> None:
-    assert not heads_divide(cp, heads, kv_heads)
+    with pytest.raises(ConfigError, match=f"must divide the {heads} query heads"):
+        choose_exchange("all_to_all", ReferenceAttention(), [LayerShape(heads, kv_heads, 8, 8)], 64, cp, 4)
