@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from automodel_lite.attention.interface import check_packing_isolation, choose_attention, install
 from automodel_lite.attention.kernel import AttentionKernel, ReferenceAttention
-from automodel_lite.attention.short_lengths import short_lengths
+from automodel_lite.attention.positions import short_lengths
 from automodel_lite.attention.spec import attention_specs
 from automodel_lite.cli import Recipe, compose_config
 from automodel_lite.config.check import check_config

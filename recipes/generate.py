@@ -79,8 +79,8 @@ def chat(generator: Generator, args: argparse.Namespace) -> None:
     prompts = [args.prompt] if args.prompt is not None else iter(_ask, "")
     for prompt in prompts:
         messages.append({"role": "user", "content": prompt})
-        answer = generator.answer(
-            messages,
+        (answer,) = generator.answers(
+            [messages],
             max_new_tokens=args.max_new_tokens,
             temperature=args.temperature,
             is_chat=not args.raw,

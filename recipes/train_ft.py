@@ -43,11 +43,10 @@ from automodel_lite.training import label_values, resume, start
 from automodel_lite.training.build import BuiltModel, build_model
 from automodel_lite.training.ema import WeightAverage
 from automodel_lite.training.evaluation import sample_answers, validation_losses
-from automodel_lite.training.guards import Guards
+from automodel_lite.training.guards import Guards, TrainState
 from automodel_lite.training.memory import out_of_memory_text
 from automodel_lite.training.optimizers import apply_gradients
 from automodel_lite.training.plan import build_parts
-from automodel_lite.training.state import TrainState
 
 
 def main(config: Config) -> int:

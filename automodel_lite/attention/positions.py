@@ -6,19 +6,26 @@ position in the call. On a stream the first scales by where a document lies, and
 the padding behind it, change the frequencies of all others.
 
     documents of 5,000 and 300 tokens, LongRoPE trained on 4,096     long factors for the first, short for the second
+
+The start-up probe sees what real packs would meet, though its documents have 16 tokens: lengths of a model's own
+(windows, chunks, where scaling begins; 8,192 tokens in Llama 4) are shorter while it runs.
 """
 
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from transformers import PretrainedConfig
 
 from automodel_lite.attention.documents import NOW
+from automodel_lite.attention.spec import config_value
 from automodel_lite.errors import ConfigError
 
 LENGTH_DEPENDENT = frozenset({"dynamic", "longrope"})
@@ -99,3 +106,44 @@ def scale_queries(module: nn.Module, q_THD: Tensor, positions_T: Tensor) -> Tens
     steps_T = torch.floor((positions_T.float() + 1.0) / own["floor_scale"])
     scales_T = torch.log1p(steps_T) * own["attn_scale"] + 1.0
     return (q_THD * scales_T[:, None, None]).to(q_THD.dtype)
+
+
+SHORT = 6
+_NAMES = re.compile(r"sliding_window|attention_chunk_size|floor_scale|original_max_position_embeddings")
+
+
+@contextmanager
+def short_lengths(model: nn.Module) -> Iterator[bool]:
+    """Shortens the lengths in the configs and modules of `model` inside; yields whether it has any that can be.
+
+    Attention reads windows when it is installed: install a kernel inside, and again behind.
+    """
+    holders: dict[int, dict[str, Any]] = {}
+    configs: list[PretrainedConfig] = []
+    for module in model.modules():
+        holders[id(module)] = vars(module)
+        config = vars(module).get("config")
+        for part in (config, config.get_text_config()) if isinstance(config, PretrainedConfig) else ():
+            configs.append(part)
+            holders[id(part)] = vars(part)
+            # of rotations: one kind, or one for each kind of layer
+            ropes = vars(part).get("rope_parameters") or {}
+            for rope in (ropes, *ropes.values()):
+                if isinstance(rope, dict):
+                    holders[id(rope)] = rope
+    other_names = {of for part in configs for name, of in part.attribute_map.items() if _NAMES.fullmatch(name)}
+    lengths = [
+        (holder, name, value)
+        for holder in holders.values()
+        for name, value in holder.items()
+        if (_NAMES.fullmatch(str(name)) or name in other_names) and isinstance(value, int) and value > SHORT
+    ]
+    for holder, name, _ in lengths:
+        holder[name] = SHORT
+    # A window that a config computes of something else would not be that of its layers.
+    windows = {config_value(part, "sliding_window", SHORT) for part in configs}
+    try:
+        yield bool(lengths) and windows <= {SHORT, *range(SHORT)}
+    finally:
+        for holder, name, value in lengths:
+            holder[name] = value

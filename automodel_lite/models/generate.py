@@ -29,10 +29,6 @@ class Generator:
     model: transformers.PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
 
-    def answer(self, messages: list[dict[str, str]], **options: Any) -> str:
-        """Returns the model's turn after `messages`; see `answers`."""
-        return self.answers([messages], **options)[0]
-
     @torch.no_grad()
     def answers(
         self,

@@ -5,6 +5,7 @@ watchdog     writes the stacks of a rank that makes no progress
 peers        the failure of one rank ends all of them
 boundary     the ranks stop together: after a signal, or when the job's time is nearly over
 stragglers   the rank for which the others wait is named
+state        where the run stands: what a checkpoint holds beside tensors
 nonfinite    steps whose loss or gradient is not finite are skipped, and too many of them end the run
 """
 
@@ -14,6 +15,7 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -21,10 +23,12 @@ from torch import Tensor, nn
 
 from automodel_lite.config.schema import Config
 from automodel_lite.data.feeding.feed import ReadyStep
+from automodel_lite.data.feeding.source import Cursor, PackSource
 from automodel_lite.errors import ConfigError, PeerError, RunStoppedError
-from automodel_lite.launched import is_first_here, rank
+from automodel_lite.launched import is_first_here, rank, world_size
 from automodel_lite.models.layers import decoder_layers
 from automodel_lite.parallel.control import Control, open_control
+from automodel_lite.parallel.mesh import Mesh
 from automodel_lite.parallel.peers import Peers, flat
 from automodel_lite.parallel.sharding import ParallelModel
 from automodel_lite.parallel.stragglers import Stragglers
@@ -37,9 +41,36 @@ from automodel_lite.run.nonfinite import NonfiniteSteps, StepNumbers, are_finite
 from automodel_lite.run.stopping import SIGNALS, StepBoundary, deadline_of, ending_of
 from automodel_lite.run.watchdog import Watchdog
 from automodel_lite.telemetry.metrics import NUM_COUNTS, Counts, counts_of
-from automodel_lite.training.state import TrainState
 
 _VISIBLE_WITHIN_S = 10.0
+
+
+@dataclass
+class TrainState:
+    """Kept in each checkpoint: small, and JSON."""
+
+    num_steps: int = 0
+    cursor: Cursor = field(default_factory=Cursor)
+    pending_validation: bool = False  # of this step: it is due, or was interrupted
+    val_loss: float | None = None  # of this step
+    sources: dict[str, str] = field(default_factory=dict)  # digests of model files and validation sets
+
+    def advance(self, after: Cursor) -> None:
+        """A step is finished, and `after` is the position in the data."""
+        self.num_steps, self.cursor, self.val_loss = self.num_steps + 1, after, None
+
+    def to_json(self, data: PackSource, mesh: Mesh, extra: dict[str, Any]) -> dict[str, Any]:
+        """The content of state.json; every rank calls it. `extra` is what the callbacks keep."""
+        return {
+            "data": data.fingerprint(),
+            "world_size": world_size(),
+            "step": self.num_steps,
+            "cursor": asdict(self.cursor.gather(mesh)),
+            "extra": extra,
+            "owes_validation": self.pending_validation,
+            "val_loss": self.val_loss,
+            "sources": self.sources,
+        }
 
 
 class Guards:

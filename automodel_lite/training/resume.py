@@ -26,10 +26,9 @@ from automodel_lite.telemetry.callbacks import MetricsLog, open_metrics
 from automodel_lite.telemetry.console import Console, quiet_libraries
 from automodel_lite.telemetry.metrics import STARTUP
 from automodel_lite.training import start
-from automodel_lite.training.guards import Guards
+from automodel_lite.training.guards import Guards, TrainState
 from automodel_lite.training.plan import Parts
 from automodel_lite.training.schedules import move_to
-from automodel_lite.training.state import TrainState
 
 _NUM_ROWS = 256  # of a validation set that are hashed
 _LAUNCHES = itertools.count()  # of this process: more than one in a notebook

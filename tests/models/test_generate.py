@@ -24,7 +24,7 @@ def test_a_batch_is_answered_as_each_prompt_alone(family: str) -> None:
         for parameter in model.parameters():
             parameter.mul_(5)  # so that what stands before a token moves its logits
     generator = Generator(model, tokenizer)
-    alone = [generator.answer(chat, max_new_tokens=8) for chat in CHATS]
+    alone = [generator.answers([chat], max_new_tokens=8)[0] for chat in CHATS]
     assert len(set(alone)) > 1
     assert generator.takes_padding
     assert generator.answers(CHATS, max_new_tokens=8) == alone
@@ -36,7 +36,7 @@ def test_a_model_that_sees_padding_answers_one_by_one(monkeypatch: pytest.Monkey
     config = AutoConfig.for_model("llama", **SIZES, num_hidden_layers=2, vocab_size=len(tokenizer))
     model = AutoModelForCausalLM.from_config(config).eval()
     generate, generator = model.generate, Generator(model, tokenizer)
-    alone = [generator.answer(chat, max_new_tokens=8) for chat in CHATS]
+    alone = [generator.answers([chat], max_new_tokens=8)[0] for chat in CHATS]
     careless = lambda attention_mask, **more: generate(attention_mask=attention_mask * 0 + 1, **more)  # noqa: E731
     monkeypatch.setattr(model, "generate", careless)
     assert not generator.takes_padding

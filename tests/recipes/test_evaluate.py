@@ -84,7 +84,7 @@ def test_two_ranks_evaluate_to_the_same_numbers(run: Path):
 
 
 def test_a_batch_answers_as_each_prompt_alone(generator: Generator):
-    alone = [generator.answer(chat, max_new_tokens=12) for chat in CHATS]
+    alone = [generator.answers([chat], max_new_tokens=12)[0] for chat in CHATS]
     assert len(set(alone)) > 1
     assert generator.answers(CHATS, max_new_tokens=12) == alone
     questions = [Question(chat, None) for chat in CHATS]
@@ -100,7 +100,7 @@ def test_a_file_of_prompts_is_answered_row_by_row(run: Path, tmp_path: Path, gen
     assert generate.main([str(run), *options]) == 0
     rows = [json.loads(line) for line in answered.read_text().splitlines()]
     assert [row["id"] for row in rows] == [0, 1, 2, 3]
-    assert [row["generated"] for row in rows] == [generator.answer(chat, max_new_tokens=12) for chat in CHATS]
+    assert [row["generated"] for row in rows] == [generator.answers([chat], max_new_tokens=12)[0] for chat in CHATS]
     with pytest.raises(ConfigError, match=r"out.jsonl exists already"):
         generate.main([str(run), *options])
     with pytest.raises(ConfigError, match=r"--prompts in.jsonl and --out out.jsonl must be given together"):

@@ -37,7 +37,7 @@ def answers_of_mlx(folder: Path) -> list[str]:
 
 def answers_of_ours(folder: Path) -> list[str]:
     generator = load_generator(str(folder), on_cpu=True)
-    return [generator.answer([{"role": "user", "content": text}], max_new_tokens=24) for text in QUESTIONS]
+    return [generator.answers([[{"role": "user", "content": text}]], max_new_tokens=24)[0] for text in QUESTIONS]
 
 
 def test_mlx_answers_as_transformers(tmp_path: Path):
