@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from automodel_lite.attention.kernel import refuse, require_cuda, require_half
+from automodel_lite.attention.kernel import refuse, require_cuda
 from automodel_lite.attention.spec import AttentionSpec
 from automodel_lite.errors import ConfigError
 from automodel_lite.thd import AttentionOptions, Segments
@@ -32,7 +32,6 @@ class FlashAttention:
     def check(self, spec: AttentionSpec) -> None:
         """Raises ConfigError off CUDA, outside fp16 / bf16, with sinks, for unusual head dims."""
         require_cuda(self, spec)
-        require_half(self, spec)
         if spec.sinks:
             raise refuse(self, f"the attention sinks of {spec.model_type}", "use attention=flex")
         if spec.head_dim != spec.value_head_dim or spec.head_dim > LARGEST_HEAD_DIM:

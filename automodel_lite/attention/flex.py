@@ -39,7 +39,7 @@ class FlexAttention(RepeatedBlocks):
 
     def check(self, spec: AttentionSpec) -> None:
         """Raises ConfigError off CUDA: on CPU it has no backward."""
-        require_cuda(self, spec)
+        require_cuda(self, spec, half=False)
 
     def __call__(
         self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, segments: Segments, options: AttentionOptions

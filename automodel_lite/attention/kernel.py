@@ -117,15 +117,11 @@ def refuse(kernel: AttentionKernel, asked: str, cure: str) -> ConfigError:
     return ConfigError(f"attention={kernel.name.removeprefix('thd_')} does not support {asked}: {cure}.")
 
 
-def require_cuda(kernel: AttentionKernel, spec: AttentionSpec) -> None:
-    """Raises ConfigError off CUDA."""
+def require_cuda(kernel: AttentionKernel, spec: AttentionSpec, half: bool = True) -> None:
+    """Raises ConfigError off CUDA and, with `half`, outside fp16 and bf16."""
     if spec.device.type != "cuda":
         raise refuse(kernel, f"device={spec.device}", "it runs on CUDA only, use attention=reference")
-
-
-def require_half(kernel: AttentionKernel, spec: AttentionSpec) -> None:
-    """Raises ConfigError outside fp16 and bf16."""
-    if spec.dtype not in (torch.float16, torch.bfloat16):
+    if half and spec.dtype not in (torch.float16, torch.bfloat16):
         cure = "set training.precision=bf16, or use attention=flex or attention=reference"
         raise refuse(kernel, f"dtype={spec.dtype}", cure)
 

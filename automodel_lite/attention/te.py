@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from automodel_lite.attention.kernel import refuse, require_cuda, require_half
+from automodel_lite.attention.kernel import refuse, require_cuda
 from automodel_lite.attention.spec import AttentionSpec
 from automodel_lite.errors import ConfigError
 from automodel_lite.thd import AttentionOptions, Segments
@@ -40,7 +40,6 @@ class TransformerEngineAttention:
         GPU: without flash-attn only cuDNN is left, which has no softcap, and THD from compute capability 9.0 on.
         """
         require_cuda(self, spec)
-        require_half(self, spec)
         if spec.sinks:
             raise refuse(self, f"the attention sinks of {spec.model_type}", "use attention=flex")
         if spec.softcap is not None and not self.has_softcap:

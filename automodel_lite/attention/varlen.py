@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention import activate_flash_attention_impl
 from torch.nn.attention.varlen import varlen_attn
 
-from automodel_lite.attention.kernel import refuse, require_cuda, require_half
+from automodel_lite.attention.kernel import refuse, require_cuda
 from automodel_lite.attention.spec import AttentionSpec
 from automodel_lite.errors import ConfigError
 from automodel_lite.thd import AttentionInputs, AttentionOptions, Segments
@@ -54,7 +54,6 @@ class VarlenAttention:
     def check(self, spec: AttentionSpec) -> None:
         """Raises ConfigError off CUDA, outside fp16 / bf16, with softcap or sinks, for unusual head dims."""
         require_cuda(self, spec)
-        require_half(self, spec)
         if spec.softcap is not None:
             raise refuse(self, f"the softcap of {spec.model_type}", "use attention=flex")
         if spec.sinks:

@@ -74,7 +74,7 @@ class Peers:
         store = self._store
         if store is None:
             return
-        values = {"WORLD_SIZE": world_size(), **facts}
+        values = {"WORLD_SIZE": world_size(), **flat(facts)}
         mine = {key: v if isinstance(v, str) else json.dumps(v, default=str) for key, v in values.items()}
         here, lines = f"rank {rank()} ({socket.gethostname()})", list[str]()
         try:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -29,7 +29,7 @@ from automodel_lite.launched import is_first_here, rank, world_size
 from automodel_lite.models.layers import decoder_layers
 from automodel_lite.parallel.control import Control, open_control
 from automodel_lite.parallel.mesh import Mesh
-from automodel_lite.parallel.peers import Peers, flat
+from automodel_lite.parallel.peers import Peers
 from automodel_lite.parallel.sharding import ParallelModel
 from automodel_lite.parallel.stragglers import Stragglers
 from automodel_lite.run.checkpoint import Checkpointer
@@ -113,10 +113,6 @@ class Guards:
             if self.lock.token is None or self.lock.is_held():
                 at_end()
             self.lock.release()
-
-    def compare(self, topic: str, facts: Mapping[str, Any]) -> None:
-        """Raises RanksDifferError on every rank when these facts are not the same on all of them."""
-        self.peers.compare(topic, flat(facts))
 
     def open(self) -> None:
         """Opens the control groups and takes the folder; every rank calls it. Raises ConfigError when another job has

@@ -80,7 +80,7 @@ def compare_sources(guards: Guards, parts: Parts, data: PackSource) -> None:
         for row in np.linspace(0, len(packs.rows) - 1, min(len(packs.rows), _NUM_ROWS), dtype=int):
             digest.update(np.ascontiguousarray(packs.rows[int(row)]["input_ids"]).tobytes())
         found[f"validation set {name}"] = digest.hexdigest()[:16]
-    guards.compare("model files and validation data", found)
+    guards.peers.compare("model files and validation data", found)
     guards.state.sources = found
 
 
