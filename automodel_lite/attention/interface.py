@@ -198,11 +198,9 @@ def packed_attention(kernel: AttentionKernel) -> Callable[..., tuple[Tensor, Non
             _refuse_what_packing_cannot(module, query, attention_mask, dropout, is_causal)
             of_layer.packed_window, of_layer.packed_chunk = _window(module, sliding_window)
         window, chunk = of_layer.packed_window, of_layer.packed_chunk
-        q, k, v = _heads_last(query, key, value)
-        is_scaled = "floor_scale" in vars(module)
-        if is_scaled:
-            q = scale_queries(module, q, documents.position_ids)
-        of_layer.attends_in_graph = chunk is None and not is_scaled
+        unscaled, k, v = _heads_last(query, key, value)
+        q = scale_queries(module, unscaled, documents.position_ids) if "floor_scale" in vars(module) else unscaled
+        of_layer.attends_in_graph = chunk is None and q is unscaled
         scale = q.shape[-1] ** -0.5 if scaling is None else scaling
         plan = documents.attention
         segments = plan.segments if chunk is None else plan.cut(chunk)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 from torch import nn
@@ -14,6 +15,17 @@ from automodel_lite.attention.positions import SHORT, short_lengths
 from automodel_lite.errors import ConfigError
 from tests.attention.families import FAMILIES, build
 from tests.attention.hybrids import HYBRIDS, build_hybrid
+
+
+def test_windows_are_read_again_behind_the_probe() -> None:
+    """Inside, layers of 16 have seen 6 keys."""
+    model = build("mistral_window")
+    for has_short_lengths in (True, False):
+        with short_lengths(model) if has_short_lengths else nullcontext():
+            install(model, ReferenceAttention())
+            check_packing_isolation(model)
+    windows = [vars(x)["packed_window"] for x in model.modules() if "packed_window" in vars(x)]
+    assert windows == [16, 16]
 
 
 def test_a_scale_by_the_place_in_the_stream_shows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,8 +65,8 @@ def test_every_family_passes_and_is_left_as_it_was(family: str) -> None:
             install(model, ReferenceAttention())
             check_packing_isolation(model)
     install(model, ReferenceAttention())
-    assert settings_of(model) == before
     check_packing_isolation(model)
+    assert settings_of(model) == before
 
 
 def test_all_places_of_a_length_are_found() -> None:
