@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -91,8 +92,7 @@ def chat(generator: Generator, args: argparse.Namespace) -> None:
 
 def answer_file(generator: Generator, args: argparse.Namespace) -> None:
     """Writes each row of --prompts with what the model says to it, in their order and as they come."""
-    from automodel_lite.data.reading.files import read_questions
-    from automodel_lite.training.evaluation import answers_to
+    from automodel_lite.training.evaluation import answers_to  # torch is not imported for --help
 
     num_rows = sum(1 for _ in read_questions(args.prompts))  # and a bad row is named before the first answer
     rows = read_questions(args.prompts)
@@ -104,6 +104,33 @@ def answer_file(generator: Generator, args: argparse.Namespace) -> None:
                 file.write(json.dumps({**row, "generated": text}, ensure_ascii=False, default=str) + "\n")
             file.flush()
     print(f"{num_rows:,} answers written to {args.out}")
+
+
+def read_questions(path: str) -> Iterator[tuple[dict[str, Any], Question]]:
+    """Yields the rows of a file, and what each asks: `messages`, `prompt`, `question` or `instruction`, or a `text` to
+    go on with. An answer beside it is the expected one.
+
+    Raises ConfigError for columns of no known format, DataError for a row that does not fit.
+    """
+    from automodel_lite.data.reading.columns import detect
+    from automodel_lite.data.reading.documents import question_of
+    from automodel_lite.data.reading.files import ReadOptions, open_rows, sniff_columns
+    from automodel_lite.data.reading.readers import placed
+
+    source = open_rows(path, None, "train", "--prompts", ReadOptions(text_unit="line"))
+    columns = sniff_columns(placed(source.rows), f"{source.description}: the file")
+    try:
+        detected = detect(columns, None, None)
+        missing: Sequence[str] = ()
+    except ConfigError:
+        missing = [name for name in ("completion", "output", "answer") if name not in columns]
+        detected = detect([*columns, *missing], None, None)
+    for index in range(len(source.rows)):
+        row = source.rows[index]
+        question = question_of(detected.document({**dict.fromkeys(missing, ""), **row}, source.rows.where(index)))
+        if question is None:
+            raise ConfigError(f"--prompts {path}: {detected.description} has no question: it needs prompt or messages.")
+        yield row, question
 
 
 def asked_by(question: Question, args: argparse.Namespace) -> Question:

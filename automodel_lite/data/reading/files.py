@@ -9,7 +9,7 @@ import codecs
 import lzma
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -22,7 +22,7 @@ import pyarrow
 from automodel_lite.config.rules import OneOf, PathStr, Positive, Range, Seed, looks_local
 from automodel_lite.data.cache import build_once, cache_root
 from automodel_lite.data.reading.columns import Detected, NormalizedRows, OwnFormat, detect
-from automodel_lite.data.reading.documents import DocumentSet, Question, question_of
+from automodel_lite.data.reading.documents import DocumentSet, Question
 from automodel_lite.data.reading.labels import Alignment, find_alignment
 from automodel_lite.data.reading.paths import (
     COMPRESSIONS,
@@ -38,7 +38,6 @@ from automodel_lite.data.reading.readers import (
     UTF_8,
     ConcatenatedRows,
     Placed,
-    RawRow,
     RawRows,
     SpanRows,
     open_csv,
@@ -180,28 +179,6 @@ def sniff_columns(rows: Iterable[Placed], name: str) -> list[str]:
         empty = DataError(f"{name} is empty: it holds no row.")
         raise next((row for row in first if isinstance(row, DataError)), empty)
     return list(columns)
-
-
-def read_questions(path: str) -> Iterator[tuple[RawRow, Question]]:
-    """The rows of a file, and what each asks: `messages`, `prompt`, `question` or `instruction`, or a `text` to go on
-    with. An answer beside it is the expected one.
-
-    Raises ConfigError for columns of no known format, DataError for a row that does not fit.
-    """
-    source = open_rows(path, None, "train", "--prompts", ReadOptions(text_unit="line"))
-    columns = sniff_columns(placed(source.rows), f"{source.description}: the file")
-    try:
-        detected = detect(columns, None, None)
-        missing: Sequence[str] = ()
-    except ConfigError:
-        missing = [name for name in ("completion", "output", "answer") if name not in columns]
-        detected = detect([*columns, *missing], None, None)
-    for index in range(len(source.rows)):
-        row = source.rows[index]
-        question = question_of(detected.document({**dict.fromkeys(missing, ""), **row}, source.rows.where(index)))
-        if question is None:
-            raise ConfigError(f"--prompts {path}: {detected.description} has no question: it needs prompt or messages.")
-        yield row, question
 
 
 @dataclass(frozen=True)
