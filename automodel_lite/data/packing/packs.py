@@ -196,7 +196,7 @@ def _joined_spans(array: np.ndarray | Runs, spans: Sequence[tuple[int, int]]) ->
     cache line: 15 us against 35 us for 8,192 tokens of 40 documents anywhere in 40 MB.
     """
     if isinstance(array, Runs):
-        return np.concatenate([np.zeros(0, array.dtype), *(array[start:stop] for start, stop in spans)])
+        return np.concatenate([array.values[:0], *(array[start:stop] for start, stop in spans)])
     view = array.data
     joined = np.frombuffer(b"".join([view[start:stop] for start, stop in spans]), array.dtype)
     return joined.reshape(-1, *array.shape[1:])

@@ -91,10 +91,6 @@ class Runs:
     values: np.ndarray
     num_tokens: int
 
-    @property
-    def dtype(self) -> np.dtype:
-        return self.values.dtype
-
     def __len__(self) -> int:
         return self.num_tokens
 
