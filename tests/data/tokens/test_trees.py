@@ -107,6 +107,16 @@ def test_runs_are_the_column(tmp_path: Path) -> None:
                 assert column[start:stop].tolist() == want[start:stop]
 
 
+def test_rows_beside_the_groups_are_alone(tmp_path: Path) -> None:
+    writer = RowsWriter(tmp_path)
+    for groups in (None, np.array([7, 7]), None):
+        writer.append({"input_ids": np.arange(2), "labels": np.arange(2)}, np.array([1, 1]), groups)
+    writer.close()
+    groups = load_rows(tmp_path).groups
+    assert groups is not None
+    assert groups.tolist() == [-1, -1, 7, 7, -1, -1]
+
+
 QUESTIONS = ["How many seas are there on the round earth, and how deep is each of them, pray?", "Why so?", "And then?"]
 
 
