@@ -1,7 +1,7 @@
 """Several ranks from one command: `automodel-lite train --nproc 8 --config-name ...`, by torch's elastic launcher.
 
 The same as `torchrun --nproc-per-node 8 -m automodel_lite train ...` (which also joins several machines), but for the
-end: the launcher's own summary is left out, the last words are the sentence of the rank that failed first, and its exit
+end: the launcher's own summary is left out, the last line is the sentence of the rank that failed first, and its exit
 code is the command's. Signals go on to the ranks: 75 when they have saved and left, 130 when they were interrupted.
 """
 

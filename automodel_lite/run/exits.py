@@ -1,4 +1,4 @@
-"""The last words of a process: a message on the screen, the file that the launcher quotes, and the exit code."""
+"""How a process ends: a message on the screen, the file that the launcher quotes, and the exit code."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import NoReturn
 from automodel_lite.progress import wrap_lines
 from automodel_lite.redact import scrub
 
-LAUNCHED_BY_US = "AUTOMODEL_LITE_LAUNCHER"  # set in ranks whose launcher prints the last words itself
+LAUNCHED_BY_US = "AUTOMODEL_LITE_LAUNCHER"  # set in ranks whose launcher prints the final message
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # from which a launcher quotes the root cause
 
 
@@ -21,7 +21,7 @@ def exit_with(message: str, code: int, is_shown: bool = True) -> NoReturn:
     """Ends the process, from any thread, with one message on the screen unless another process shows it."""
     write_error_file(message, code)
     is_traceback = message.startswith("Traceback ")
-    # our own launcher prints what is in the error file, as its last words; but no tracebacks
+    # our own launcher prints what is in the error file at its end; but no tracebacks
     is_quoted = LAUNCHED_BY_US in os.environ and ERROR_FILE in os.environ and not is_traceback
     if is_shown and not is_quoted:
         rank = os.environ.get("RANK", "0")
@@ -35,8 +35,8 @@ def exit_with(message: str, code: int, is_shown: bool = True) -> NoReturn:
 def write_error_file(message: str, code: int) -> None:
     """Writes the file in the form of torch.distributed.elastic's `record`; nothing without a launcher."""
     if path := os.environ.get(ERROR_FILE):
-        words, now = scrub(message), str(int(time.time()))
-        error = {"message": words, "errorCode": code, "extraInfo": {"py_callstack": words, "timestamp": now}}
+        text, now = scrub(message), str(int(time.time()))
+        error = {"message": text, "errorCode": code, "extraInfo": {"py_callstack": text, "timestamp": now}}
         with contextlib.suppress(OSError):
             Path(path).write_text(json.dumps({"message": error}))
 

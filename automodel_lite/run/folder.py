@@ -181,7 +181,7 @@ class RunFolder:
             self.write_status(state, step or now.get("step"), reason[:2000], checkpoint or now.get("checkpoint"))
 
     def read_status(self) -> dict[str, Any]:
-        """What STATUS.json says; nothing when it is missing or damaged."""
+        """Returns the content of STATUS.json; {} when it is missing or damaged."""
         return json_object(self.status)
 
     def with_saved_layout(self, config: Config) -> Config:
@@ -238,7 +238,7 @@ def _program_name(program: Path) -> str:
 
 
 def json_object(path: Path) -> dict[str, Any]:
-    """What a small file of a run says; nothing when it is missing or damaged: none of them is needed to go on."""
+    """Returns the content of a small file; {} when it is missing or damaged: none is needed to continue."""
     try:
         return _object(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -1,7 +1,7 @@
-"""Leaving before the last step: because of a signal, or because the job's time is nearly over.
+"""Stopping before the last step: because of a signal, or because the job's time is nearly over.
 
 TERM and USR1 are what schedulers send, INT is Ctrl-C, HUP comes when the terminal is closed (not under nohup). Before
-the first step there is nothing to save: the process leaves at once. From then on a signal is a request; the ranks agree
+the first step there is nothing to save: the process exits at once. From then on a signal is a request; the ranks agree
 on it at a step boundary, save, and exit with code 75, after Ctrl-C with 130. A second Ctrl-C exits at once, without a
 save. (A rank whose peers are gone never reaches that boundary: `Peers` ends it.)
 """
@@ -70,8 +70,8 @@ class StopSignals:
         if self.received:
             raise StoppedEarly(self.received)
 
-    def watch(self, last_words: Callable[[str, str], None]) -> None:
-        """From now on a second Ctrl-C ends this process wherever it is, after `last_words(state, reason)`. In a thread:
+    def watch(self, record: Callable[[str, str], None]) -> None:
+        """From now on a second Ctrl-C ends this process wherever it is, after `record(state, reason)`. In a thread:
         where the main thread waits in a collective, no Python handler runs.
         """
         ours, theirs = os.pipe()
@@ -86,7 +86,7 @@ class StopSignals:
                 first_at = first_at or time.monotonic()
                 if time.monotonic() - first_at > _SECOND_AFTER_S:
                     reason = "a second Ctrl-C: exited without a save"
-                    last_words("interrupted", reason)
+                    record("interrupted", reason)
                     print(reason, file=sys.stderr, flush=True)
                     os._exit(INTERRUPTED_EXIT)
 
