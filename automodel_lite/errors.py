@@ -65,12 +65,12 @@ def printable(text: str, kept: str = "") -> str:
 
 
 def one_line(error: object, limit: int = 300) -> str:
-    """The message of an error that is quoted in a sentence; its type where it has no message."""
+    """Returns the message of an error that is quoted in a sentence; its type where it has no message."""
     return " ".join(str(error).split())[:limit] or type(error).__name__
 
 
 def format_value(value: Any) -> str:
-    """A value of the configuration as it is typed: null, true, 0.1."""
+    """Returns a value of the configuration as it is typed: null, true, 0.1."""
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 

@@ -31,7 +31,7 @@ def is_first_here() -> bool:
 
 
 def launch_variable(name: str, default: int) -> int:
-    """A number that the launcher sets; raises ConfigError."""
+    """Returns a number that the launcher sets; raises ConfigError."""
     text = os.environ.get(name, str(default))
     if not re.fullmatch(r"\d{1,9}", text, flags=re.ASCII) or (name.endswith("SIZE") and int(text) == 0):
         raise ConfigError(

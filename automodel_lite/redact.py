@@ -41,7 +41,7 @@ def secrets(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 @lru_cache(maxsize=4)
 def _search(environment: tuple[tuple[str, str], ...]) -> tuple[re.Pattern[str], dict[str, str]] | None:
-    """One pattern for all spellings of all secrets, the longest first, and spelling -> name."""
+    """Returns one pattern for all spellings of all secrets, the longest first, and spelling -> name."""
     names = {form: name for value, name in secrets(dict(environment)).items() for form in _spellings(value)}
     if not names:
         return None

@@ -31,7 +31,7 @@ def help_of(recipe: Recipe, sources: Sources) -> str:
 
 
 def first_comment(preset: str, sources: Sources) -> str:
-    """The first sentence of the comment of a preset or an option, if it begins with one."""
+    """Returns the first sentence of the comment of a preset or an option, if it begins with one."""
     path = sources.file(preset)
     assert path is not None
     line = next(iter(path.read_text(errors="replace").splitlines()), "")

@@ -43,7 +43,7 @@ def for_installed_cli(text: str) -> str:
 
 
 def argument_parser(recipe_doc: str | None) -> argparse.ArgumentParser:
-    """Of a recipe that reads its own command line; its docstring is the head of `--help`."""
+    """Returns the parser of a recipe with a command line of its own; its docstring is the head of `--help`."""
     return _Parser(
         description=for_installed_cli(recipe_doc or ""), formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -71,7 +71,7 @@ def split(override: str) -> tuple[str, str | None]:
 
 
 def group_of(override: str, known: Mapping[str, Sequence[str]]) -> str | None:
-    """The group whose option the override chooses; None when it sets a value."""
+    """Returns the group whose option the override chooses; None when it sets a value."""
     name = split(override)[0].partition("@")[0]
     return name if name in known or "/" in name else None
 
@@ -110,7 +110,7 @@ def option_problem(text: str, known: Mapping[str, Sequence[str]], is_multirun: b
 
 
 def options_in(override: str) -> list[str]:
-    """The options that `group=option` or `group=a,b` names."""
+    """Returns the options that `group=option` or `group=a,b` names."""
     value = split(override)[1] or ""
     options = [option.strip(" '\"").removesuffix(".yaml") for option in value.strip("[]").split(",")]
     return [option for option in options if option not in ("", "null")]

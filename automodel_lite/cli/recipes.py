@@ -48,12 +48,12 @@ class Recipe:
 
     @property
     def writes_a_run(self) -> bool:
-        """Whether `name=...` must be given: it names the run's folder."""
+        """Returns whether `name=...` must be given: it names the run's folder."""
         return not self.is_ours or self.name == "train_ft"
 
     @property
     def purpose(self) -> str:
-        """The first sentence of its docstring."""
+        """Returns the first sentence of its docstring."""
         if self.is_ours:
             return next(text for module, text in RECIPES.values() if module == self.name)
         text = ast.get_docstring(ast.parse(self._file().read_text(encoding="utf-8"))) or f"run {self.main}"
@@ -85,7 +85,7 @@ class Recipe:
         return typing.cast(Callable[..., "int | None"], found)
 
     def extra_type(self) -> type | None:
-        """The dataclass of its own keys; None for a recipe without any."""
+        """Returns the dataclass of its own keys; None for a recipe without any."""
         if self.is_ours:
             return None
         main = self.function()
@@ -97,7 +97,7 @@ class Recipe:
         return found
 
     def _file(self) -> Path:
-        """Where its module is, which is not imported for that; packages around it are."""
+        """Returns where its module is, which is not imported for that; packages around it are."""
         if "" not in sys.path and str(Path.cwd()) not in sys.path:
             sys.path.insert(0, str(Path.cwd()))  # an installed command has its own folder there
         try:

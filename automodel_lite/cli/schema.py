@@ -37,7 +37,7 @@ _TYPES: Mapping[Any, str] = {bool: "boolean", int: "integer", float: "number", s
 
 
 def json_schema(sources: Sources) -> dict[str, Any]:
-    """Of presets. A key that is not in it is a mistake, but for the arguments of parts."""
+    """Returns the schema of presets. A key that is not in it is a mistake, but for the arguments of parts."""
     known = groups_of(sources)
     found = _object(schema_module.Config, known, sources)
     enums = {group: {"enum": [*options, None]} for group, options in known.items() if "/" not in group}
@@ -52,7 +52,7 @@ def json_schema(sources: Sources) -> dict[str, Any]:
 
 
 def comments_of(kind: type) -> dict[str, str]:
-    """Field -> the comment beside it in the source, or inside its brackets."""
+    """Returns field -> the comment beside it in the source, or inside its brackets."""
     source = source_of(schema_module.__name__)
     assert source
     (node,) = [n for n in source.body if isinstance(n, ast.ClassDef) and n.name == kind.__name__]

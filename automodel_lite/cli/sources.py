@@ -71,7 +71,7 @@ def check_preset(sources: Sources, preset: str | None, overrides: Sequence[str] 
 
 
 def read(path: Path) -> DictConfig:
-    """A file of presets or options as it is; empty if it is not a mapping."""
+    """Reads a file of presets or options as it is; empty if it is not a mapping."""
     try:
         loaded = OmegaConf.load(path)
     except Exception as error:

@@ -35,7 +35,7 @@ _FIRST_OPTION = {"model": "pretrained", "dataset": "path", "optimizer": "lr"}
 
 
 def check_config(raw: DictConfig, extra: type | None = None) -> Config:
-    """A composed configuration -> the typed one; raises one ConfigError that lists every problem, a line each.
+    """Turns a composed configuration into the typed one; raises one ConfigError with every problem, a line each.
 
     extra   the dataclass of a recipe's own keys; None: it has none; dict: they are not looked at
 
@@ -179,7 +179,7 @@ def _part_problems(key: str, part: dict[str, Any], allowed: Sequence[str]) -> It
 
 
 def _unknown_argument(key: str, name: str, value: Any, options: Sequence[str]) -> str:
-    """The sentence for an argument that the chosen option does not take; another one of the group may."""
+    """Returns the sentence for an argument that the chosen option does not take; another one of the group may."""
     path, value = f"{key}.{name}", format_value(value)
     if near := did_you_mean(path, options):
         return f"{path}={value}: unknown key{near}"

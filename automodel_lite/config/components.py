@@ -19,7 +19,7 @@ EXTRAS: dict[str, str] = yaml.safe_load(Path(__file__).with_name("extras.yaml").
 
 
 def missing_package(wanted_by: str, package: str) -> str:
-    """One sentence with the pip line that brings an optional package."""
+    """Returns one sentence with the pip line that brings an optional package."""
     return f"{wanted_by} needs the package {package}: pip install 'automodel-lite[{EXTRAS[package]}]'."
 
 
@@ -47,7 +47,7 @@ def build_with(part: Mapping[str, Any], **offered: Any) -> Any:
 
 
 def text_of(part: Mapping[str, Any]) -> str:
-    """What a part calls, with all its options: `cosine (warmup_steps 20, min_lr_frac 0.0)`."""
+    """Returns what a part calls, with all its options: `cosine (warmup_steps 20, min_lr_frac 0.0)`."""
     options = ", ".join(f"{key} {value}" for key, value in part.items() if key != "_target_")
     return f"{part['_target_'].rpartition('.')[2]} ({options})"
 
@@ -73,7 +73,7 @@ def _build_nested(value: Any) -> Any:
 
 
 def locate(path: str) -> Callable[..., Any]:
-    """The function or class of a dotted path: `torch.optim.AdamW`."""
+    """Returns the function or class of a dotted path: `torch.optim.AdamW`."""
     parts = path.split(".")
     for cut in range(len(parts) - 1, 0, -1):
         module_name = ".".join(parts[:cut])
@@ -108,12 +108,12 @@ _IN_FILE = re.compile(r"_target_:\s*([\w.]+)")
 
 @lru_cache(maxsize=1)
 def own_targets() -> frozenset[str]:
-    """Every target that an option file of the project names."""
+    """Returns every target that an option file of the project names."""
     return frozenset(name for path in CONF_DIR.glob("*/*.yaml") for name in _IN_FILE.findall(path.read_text()))
 
 
 def target_problem(path: object, allowed: Sequence[str]) -> str | None:
-    """Why this target is refused, before anything of it is imported; None when it is allowed."""
+    """Returns why this target is refused, before anything of it is imported; None when it is allowed."""
     if not isinstance(path, str) or not _PATH.fullmatch(path):
         return f"_target_={path}: not the dotted path of a function or class."
     if path in own_targets() or _is_below(path, (*PREFIXES, *allowed)):
@@ -135,7 +135,7 @@ def check_origin(path: str, found: Callable[..., Any], allowed: Sequence[str]) -
 
 
 def code_problem(key: str, path: object, allowed: Sequence[str]) -> str | None:
-    """Why the code that a setting names is refused; None when it is allowed, and is what it says it is.
+    """Returns why the code that a setting names is refused; None when it is allowed, and is what it says it is.
 
     >>> code_problem("dataset.generator", "os:abort", [])
     'dataset.generator=os:abort names code: allow it on the command line, security.allow_targets=[os].'

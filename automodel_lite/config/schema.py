@@ -194,7 +194,7 @@ class Config:
 
 
 def resumable_settings(group: type = Config, prefix: str = "") -> Iterator[str]:
-    """Keys, and groups of keys, that do not shape the numbers."""
+    """Yields keys, and groups of keys, that do not shape the numbers."""
     for setting in fields(group):
         path = f"{prefix}{setting.name}"
         if setting.metadata.get("is_resumable"):

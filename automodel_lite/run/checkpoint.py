@@ -288,7 +288,7 @@ def flat_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict
 
 
 def _weights(model: nn.Module) -> dict[str, Tensor]:
-    """What is trained; of tied weights one copy, chosen by identity, so that all ranks find the same one."""
+    """Returns what is trained; of tied weights one copy, chosen by identity, so that all ranks find the same one."""
     state: dict[str, Any] = get_model_state_dict(model, options=_TRAINED)
     first: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -40,7 +40,7 @@ def name_of(step: int) -> str:
 
 
 def step_of(path: Path) -> int | None:
-    """The step of a checkpoint's folder; None for anything else."""
+    """Returns the step of a checkpoint's folder; None for anything else."""
     match = _STEP.fullmatch(path.name)
     return int(match[1]) if match else None
 
@@ -93,7 +93,7 @@ def broken_files(checkpoint: Path, share: int, num_shares: int) -> list[str]:
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """The checkpoint's JSON state."""
+    """Returns the checkpoint's JSON state."""
     state = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
     assert isinstance(state, dict)
     return state

@@ -52,13 +52,13 @@ def rename(old: Path, new: Path) -> None:
 
 
 def json_line(row: Mapping[str, Any]) -> str:
-    """One line; NaN and infinities as text, so that it is valid JSON."""
+    """Returns one line; NaN and infinities as text, so that it is valid JSON."""
     safe = {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
     return json.dumps(safe) + "\n"
 
 
 def checksum(path: Path) -> str:
-    """CRC-32 of a file, 8 hex digits: finds flipped bits, not forgeries."""
+    """Returns the CRC-32 of a file, 8 hex digits: finds flipped bits, not forgeries."""
     value = 0
     with open(path, "rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
@@ -67,5 +67,5 @@ def checksum(path: Path) -> str:
 
 
 def free_bytes(folder: Path) -> int:
-    """Disk space that this user may still fill."""
+    """Returns the disk space that this user may still fill."""
     return shutil.disk_usage(folder).free

@@ -155,7 +155,7 @@ def export_hf(
 def generation_config(
     config: PretrainedConfig, trained: GenerationConfig, tokenizer: PreTrainedTokenizerBase
 ) -> GenerationConfig:
-    """The model's own generation settings; it stops at the tokenizer's end token as well as at its own.
+    """Returns the model's own generation settings; it stops at the tokenizer's end token as well as at its own.
 
     Llama 2 came with a temperature and `do_sample: false`, which transformers refuses to save: it samples then, as its
     authors meant. A negative pad token (Llama 1) is none.
@@ -195,7 +195,7 @@ def _load_again(
     dtypes: dict[str, torch.dtype],
     mesh: Mesh | None,
 ) -> LossModel:
-    """The model of the folder in the dtypes of its files, without any kernel of ours; sharded like `lm`."""
+    """Returns the model of the folder in the dtypes of its files, without any kernel of ours; sharded like `lm`."""
     source = CausalLM(str(folder), trust_remote_code=is_remote_code(type(lm)))
     bare = describe(lm.config, min(dtypes.values(), key=lambda d: d.itemsize))
     dtypes = {name: buffer.dtype for name, buffer in bare.named_buffers()} | dtypes  # those that no file holds, too
@@ -218,7 +218,7 @@ def _load_again(
 
 
 def _probe(model: LossModel, device: torch.device) -> ThdBatch:
-    """One document of a few tokens."""
+    """Returns one document of a few tokens."""
     vocab = embedding_rows(model.lm)
     ids = torch.randint(min(3, vocab - 1), vocab, (1, _PROBE_TOKENS), generator=torch.Generator().manual_seed(0))
     return stream_of(ids, device)
@@ -226,7 +226,7 @@ def _probe(model: LossModel, device: torch.device) -> ThdBatch:
 
 @torch.no_grad()
 def probe_logits(model: LossModel, logits: Callable[[ThdBatch], Tensor], device: torch.device) -> Tensor:
-    """What the model answers to a few tokens: [T, V] on the CPU, without dropout."""
+    """Returns what the model answers to a few tokens: [T, V] on the CPU, without dropout."""
     was_training = model.training
     model.eval()
     result = logits(_probe(model, device)).cpu()

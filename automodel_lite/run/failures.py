@@ -88,7 +88,7 @@ def record_failures(
 
 
 def _out_of_memory(error: BaseException, at: str, memory: str) -> str:
-    """What was tried, what the memory held, and what to change."""
+    """Returns what was tried, what the memory held, and what to change."""
     text = one_line(error, 400)
     if cpu := CPU_MEMORY.search(text):
         text = f"tried to allocate {int(cpu[1]) / 2**30:.2f} GiB."

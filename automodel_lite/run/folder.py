@@ -115,7 +115,7 @@ class RunFolder:
 
     @property
     def display_path(self) -> str:
-        """The path as one types it: relative to the working directory where it is inside."""
+        """Returns the path as one types it: relative to the working directory where it is inside."""
         with suppress(OSError):  # the working directory may be gone
             if self.path.is_relative_to(Path.cwd()):
                 return os.path.relpath(self.path)
@@ -144,7 +144,7 @@ class RunFolder:
         return [generate, f"vllm serve {run}/hf" if "hf" in fresh else f"{export}   # the adapter merged, for vLLM"]
 
     def rows(self) -> list[dict[str, Any]]:
-        """Of metrics.jsonl, without lines that a kill has cut, or that are none of ours."""
+        """Returns those of metrics.jsonl, without lines that a kill has cut, or that are not ours."""
         lines = self.metrics.read_text(errors="replace").splitlines() if self.metrics.is_file() else []
         return [row for row in map(_object, lines) if type(row.get("step")) is int]
 
@@ -205,7 +205,7 @@ class RunFolder:
         return replace(config, training=training, packed_sequence=packed)
 
     def finished_message(self, config: Config) -> str | None:
-        """The message for a finished run that is started again; None when there is work to do."""
+        """Returns the message for a finished run that is started again; None when there is work to do."""
         self.check(config)
         status = self.read_status()
         has_ended = status.get("state") == "finished" and status.get("is_saved", True)
@@ -254,7 +254,7 @@ def _object(text: str) -> dict[str, Any]:
 
 
 def plain(config: Config) -> dict[str, Any]:
-    """The configuration as nested dicts of plain values, for dumps, trackers and comparisons: no secrets."""
+    """Returns the configuration as nested dicts of plain values, for dumps, trackers and comparisons: no secrets."""
     values = asdict(config)
     # what names something of the program stays: a run whose `optimizer._target_` was scrubbed could not be read
     targets = {value for key, value in flatten(values) if key.endswith("_target_")}
@@ -264,7 +264,7 @@ def plain(config: Config) -> dict[str, Any]:
 
 @lru_cache(maxsize=1)
 def _choices() -> frozenset[str]:
-    """Every value that a rule of the schema lists."""
+    """Returns every value that a rule of the schema lists."""
     return frozenset(
         choice
         for part in [Config, *(hint for hint in get_type_hints(Config).values() if is_dataclass(hint))]
@@ -276,12 +276,12 @@ def _choices() -> frozenset[str]:
 
 
 def config_yaml(config: Config) -> str:
-    """The resolved configuration as it is kept beside results."""
+    """Returns the resolved configuration as it is kept beside results."""
     return OmegaConf.to_yaml(OmegaConf.create(plain(config)))
 
 
 def saved_config(path: Path) -> dict[str, Any]:
-    """A run's config.yaml as nested dicts; raises ConfigError when it is damaged."""
+    """Returns a run's config.yaml as nested dicts; raises ConfigError when it is damaged."""
     try:
         saved = OmegaConf.to_container(OmegaConf.load(path))
     except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:

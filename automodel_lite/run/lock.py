@@ -133,7 +133,7 @@ class RunLock:
                 self.path.unlink()
 
     def _holder(self) -> Holder | None:
-        """The last in the chain of successors; None without a lock."""
+        """Returns the last in the chain of successors; None without a lock."""
         return next(reversed(self._chain()), None)
 
     def _chain(self) -> list[Holder]:

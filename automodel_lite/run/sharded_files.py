@@ -131,12 +131,12 @@ def write_parts(folder: Path, rank: int, parts: Mapping[str, Tensor]) -> tuple[s
 
 
 def index_text(layouts: Mapping[str, Layout]) -> str:
-    """The content of index.json."""
+    """Returns the content of index.json."""
     return json.dumps({"version": _VERSION, "tensors": {name: asdict(layout) for name, layout in layouts.items()}})
 
 
 def read_index(folder: Path) -> dict[str, Layout]:
-    """The layouts of what a checkpoint holds."""
+    """Returns the layouts of what a checkpoint holds."""
     index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
     if index["version"] != _VERSION:
         raise BrokenCheckpointError(f"its format is version {index['version']}, and this program reads {_VERSION}")

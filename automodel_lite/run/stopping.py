@@ -102,7 +102,7 @@ def reason_of(number: int) -> str:
 
 
 def ending_of(reason: str) -> tuple[str, int]:
-    """The state in STATUS.json and the exit code of a run that was stopped for this reason."""
+    """Returns the state in STATUS.json and the exit code of a run that was stopped for this reason."""
     return ("interrupted", INTERRUPTED_EXIT) if reason == "SIGINT" else ("preempted", PREEMPTED_EXIT)
 
 

@@ -88,7 +88,7 @@ def weight_files(folder: Path) -> dict[str, Path]:
 
 
 def _original(lm: transformers.PreTrainedModel) -> Path | None:
-    """Where the checkpoint lies that the model came from; None for a model from scratch."""
+    """Returns where the checkpoint lies that the model came from; None for a model from scratch."""
     return local_folder(lm.config._name_or_path, getattr(lm.config, "_commit_hash", None))
 
 

@@ -123,7 +123,7 @@ class EarlyStopping(Callback):
 
 
 def value_of(row: Row, metric: str) -> float | None:
-    """A number of a row; `val_loss` is the mean over its validation sets. None where the row has none.
+    """Returns a number of a row; `val_loss` is the mean over its validation sets. None where the row has none.
 
     >>> value_of({"step": 3, "val_loss/easy": 1.0, "val_loss/hard": 3.0}, "val_loss")
     2.0
@@ -216,7 +216,7 @@ def open_metrics(
 
 
 def numbers(row: Row) -> dict[str, float]:
-    """The values of a row that a chart can show, its step left out."""
+    """Returns the values of a row that a chart can show, its step left out."""
     return {key: value for key, value in row.items() if key != "step" and isinstance(value, (int, float))}
 
 

@@ -51,7 +51,7 @@ class PhaseClock:
         self._marks.append((phase, mark(self.device)))
 
     def seconds(self) -> dict[str, float]:
-        """Phase -> seconds since the last call; waits for the device."""
+        """Returns phase -> seconds since the last call; waits for the device."""
         spent: dict[str, float] = defaultdict(float)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -67,7 +67,7 @@ STARTUP = PhaseClock(torch.device("cpu"), STARTED)
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """FLOP/s of one device in the compute dtype; None when it is not known (CPU, MIG slices, fp32)."""
+    """Returns FLOP/s of one device in the compute dtype; None when it is not known (CPU, MIG slices, fp32)."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return None
     return peak_of(torch.cuda.get_device_name(device))
@@ -94,7 +94,7 @@ class Counts:
 
     @property
     def divisor(self) -> float:
-        """What a sum of the step is divided by; raises DataError for a step that trains nothing."""
+        """Returns what a sum of the step is divided by; raises DataError for a step that trains nothing."""
         divisor = self.num_label_tokens if self.num_items is None else self.num_items
         if not divisor:
             raise DataError(
@@ -116,7 +116,7 @@ class StepResult:
 
     @property
     def loss(self) -> float:
-        """The mean loss; waits until the device has finished the step."""
+        """Returns the mean loss; waits until the device has finished the step."""
         return self.numbers.read()[0] / self.counts.divisor
 
 
@@ -145,7 +145,7 @@ class StepMetrics:
     parts: dict[str, float] = field(default_factory=dict)  # of the loss, means as the loss is
 
     def as_row(self) -> dict[str, Any]:
-        """For metrics.jsonl and trackers: flat, without what is not known."""
+        """Returns a flat row for metrics.jsonl and trackers, without what is not known."""
         row = {k: value for k, value in asdict(self).items() if value is not None and k not in ("time_s", "parts")}
         return row | {f"loss/{name}": value for name, value in self.parts.items()} | _time_row(self.time_s)
 
@@ -191,7 +191,7 @@ class Meter:
         self.counts.append(counts)
 
     def row(self, result: StepResult, step: int, epoch: int, max_steps: int) -> StepMetrics:
-        """The step's numbers and the rates since the last row; starts over."""
+        """Returns the step's numbers and the rates since the last row; starts over."""
         counts = result.counts
         loss_sum, grad_norm = result.numbers.read()
         tokens, labels, slots, pairs = (
@@ -237,7 +237,7 @@ class Meter:
             self.profiler.end()
 
     def rest(self) -> dict[str, float]:
-        """The time since the last row, by phase: the last validation and checkpoint."""
+        """Returns the time since the last row, by phase: the last validation and checkpoint."""
         return _time_row(self.clock.seconds())
 
     def _reset(self) -> None:

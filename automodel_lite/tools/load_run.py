@@ -101,7 +101,7 @@ def load_trained(
 
 
 def load_run_config(folder: RunFolder, allow_targets: Sequence[str] = (), trust_remote_code: bool = False) -> Config:
-    """A run's config.yaml, checked; it allows itself nothing."""
+    """Returns a run's config.yaml, checked; it allows itself nothing."""
     if not folder.config.is_file():
         raise ConfigError(f"{folder.path} is not the folder of a run: it has no config.yaml.")
     raw = OmegaConf.create(saved_config(folder.config))

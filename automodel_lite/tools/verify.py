@@ -154,7 +154,7 @@ class Sample:
                 yield ids, labels, weights
 
     def packed_otherwise(self) -> list[Pack]:
-        """The same documents in other company and order, in packs half as large again."""
+        """Returns the same documents in other company and order, in packs half as large again."""
         multiple = self.packer.slot_multiple
         size = -(-self.packer.packed_sequence_size * 3 // 2 // multiple) * multiple
         plan = plan_packs(np.diff(self.documents.offsets), size, strategy="best_fit", slot_multiple=multiple)
@@ -183,7 +183,7 @@ def draw_sample(config: Config, shape: MeshShape) -> Sample:
 
 
 def _documents(packs: PackedDataset, order: list[int]) -> TokenRows:
-    """What the plan put into these packs; raises DataError when a document is not, token by token, its row."""
+    """Returns what the plan put into these packs; raises DataError when a document is not, token by token, its row."""
     plan = packs.plan
     held = [name for name in COLUMNS if name in packs[order[0]]]
     # Packs show branches by their positions; here they say where rows begin.

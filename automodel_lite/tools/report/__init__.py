@@ -73,7 +73,7 @@ def write_report(runs: list[Path], to: Path, refresh_s: int | None = None) -> Pa
 
 
 def page_of(records: list[RunRecord], refresh_s: int | None = None) -> str:
-    """The whole page as text."""
+    """Returns the whole page as text."""
     facts = [facts_of(record) for record in records]
     names = dict.fromkeys(name for of_run in facts for name, _ in of_run)
     first = records[0]
@@ -163,7 +163,7 @@ def samples_of(record: RunRecord) -> list[tuple[str, list[tuple[int, str]]]]:
 
 
 def warnings_of(record: RunRecord) -> list[str]:
-    """What the start block noted, ranks that were slow, and steps that were not finite."""
+    """Returns what the start block noted, ranks that were slow, and steps that were not finite."""
     lines = (line for _, text in record.facts.get("lines", []) for line in text.splitlines())
     noted = [line for line in lines if line.startswith(("NOTE:", "WARNING:"))]
     bad = [str(row["step"]) for row in record.rows if not math.isfinite(float(row.get("loss", 0.0)))]
@@ -182,7 +182,7 @@ def packing_of(record: RunRecord) -> list[tuple[str, str]]:
 
 
 def _thin(steps: list[int], values: list[float]) -> Curve:
-    """At most MOST_POINTS points: of every stretch the lowest and the highest, so that no spike is lost."""
+    """Returns at most MOST_POINTS points: of every stretch the lowest and the highest, so that no spike is lost."""
     if len(steps) <= MOST_POINTS:
         return steps, values
     width = math.ceil(len(steps) / (MOST_POINTS // 2))

@@ -28,7 +28,7 @@ class RunRecord:
     facts: dict[str, Any] = field(default_factory=dict)  # run.json: the command and the start block
 
     def curve(self, key: str) -> Curve:
-        """The finite values of `key` over the steps."""
+        """Returns the finite values of `key` over the steps."""
         points = [(row["step"], float(row[key])) for row in self.rows if key in row]
         points = [(step, value) for step, value in points if math.isfinite(value)]
         return [step for step, _ in points], [value for _, value in points]
@@ -38,7 +38,7 @@ class RunRecord:
         return values[-1] if values else None
 
     def typical(self, key: str) -> float | None:
-        """The median, which the first slow steps do not move."""
+        """Returns the median, which the first slow steps do not move."""
         values = sorted(self.curve(key)[1])
         return values[len(values) // 2] if values else None
 
@@ -58,7 +58,7 @@ class RunRecord:
         return {"tokens": (steps, tokens), "minutes": (steps, minutes)}
 
     def time_s(self) -> dict[str, float]:
-        """Phase -> seconds of the whole run."""
+        """Returns phase -> seconds of the whole run."""
         spent: Counter[str] = Counter()
         for row in self.rows:
             spent.update({key.removeprefix("time_s/"): row[key] for key in row if key.startswith("time_s/")})
