@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 
 MAX_GRAPHS = 64
 """Of one function. dynamo's default is 8, which GPT-OSS and Gemma-2 use up with flex attention alone: two windows, each
 for training, validation and a first change of length."""
+TURN_S = 300.0  # the longest wait for another rank that compiles the same graph
 
 
 def strict_graphs() -> None:
@@ -27,8 +32,50 @@ def strict_graphs() -> None:
     if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
         import torch._inductor.config as inductor_config  # seconds, where nothing is compiled
 
-        share = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        share = len(os.sched_getaffinity(0)) // _ranks_here()
         inductor_config.compile_threads = max(1, min(inductor_config.compile_threads or 1, share))
+
+
+def _ranks_here() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def backend_of(name: str) -> Any:
+    """Returns what torch.compile takes; of several ranks on a host, one compiles each graph before the others do."""
+    return inductor_in_turn if name == "inductor" and _ranks_here() > 1 else name
+
+
+def inductor_in_turn(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+    """inductor, by which the first rank of a host to meet a graph compiles it; the others wait, and find what it has
+    made in inductor's caches. Nobody waits for a rank that has failed: its lock ends with its process.
+    """
+    from torch._inductor.compile_fx import compile_fx
+
+    # Triton's kernels, most of the work, have one key for all GPUs of a kind; inductor's default is a folder for each.
+    os.environ.setdefault("TRITON_CACHE_DIR", str(Path(_inductor_folder(), "triton", "all")))
+    return compile_fx(graph, inputs, inner_compile=_compile_in_turn)
+
+
+def _compile_in_turn(graph: torch.fx.GraphModule, inputs: Any, **how: Any) -> Any:
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    # A mark that is there from an earlier run says rightly that the caches, its neighbors, have the graph.
+    shapes = [(str(x.shape), str(x.dtype)) if isinstance(x, torch.Tensor) else str(x) for x in inputs]
+    name = hashlib.sha256(f"{torch.__version__}{graph.graph}{shapes}".encode()).hexdigest()
+    mark = Path(_inductor_folder(), "in_turn", name)
+    mark.parent.mkdir(parents=True, exist_ok=True)
+    with suppress(Timeout, OSError), FileLock(f"{mark}.lock", timeout=TURN_S):
+        if not mark.exists():
+            compiled_graph = compile_fx_inner(graph, inputs, **how)
+            mark.touch()
+            return compiled_graph
+    return compile_fx_inner(graph, inputs, **how)
+
+
+def _inductor_folder() -> str:
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return cache_dir()
 
 
 @functools.cache
@@ -38,7 +85,7 @@ def compiled(function: Callable[..., Any], backend: str = "inductor") -> Callabl
     Not `dynamic=True`: it makes floats symbolic, which torch 2.11 to 2.13 cannot trace with gradients.
     """
     strict_graphs()
-    return torch.compile(function, fullgraph=True, backend=backend)
+    return torch.compile(function, fullgraph=True, backend=backend_of(backend))
 
 
 def compiled_graphs() -> int:

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from automodel_lite.attention.documents import IN_GRAPH, NOW, WithContext, layer_lists
 from automodel_lite.errors import ConfigError
-from automodel_lite.graphs import strict_graphs
+from automodel_lite.graphs import backend_of, strict_graphs
 
 _ATTENTIONS = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
 _KEPT_NAMES = ("mm", "addmm", "bmm", *(f"_scaled_dot_product_{name}" for name in _ATTENTIONS))
@@ -82,7 +82,7 @@ def compile_layers(layers: list[nn.Module], backend: str = "inductor", kept_frac
     torch._functorch.config.activation_memory_budget = kept_frac
     plain: list[tuple[Any, Any]] = [(layer, layer.forward) for layer in layers]
     for layer, forward in plain:
-        layer.forward = _with_sizes(torch.compile(forward, backend=backend))
+        layer.forward = _with_sizes(torch.compile(forward, backend=backend_of(backend)))
 
     def undo() -> None:
         for layer, forward in plain:
