@@ -10,7 +10,7 @@ import copy
 import pickle
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -175,9 +175,15 @@ class CausalLM:
         return lm.train()
 
     def build_sharded(
-        self, tokenizer: PreTrainedTokenizerBase, spread: Spread, device: torch.device
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        spread: Spread,
+        device: torch.device,
+        turn: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> transformers.PreTrainedModel:
         """Builds the model as `spread` shards it, with the weights that `build` gives; raises ConfigError as it does.
+
+        turn  entered while weights are read
 
         Sharded on the meta device, before it has weights, of which each rank then reads its own parts; whole on each
         rank first from scratch, and where the parts of a checkpoint do not lie along the shards.
@@ -189,16 +195,16 @@ class CausalLM:
         def spread_trained(lm: transformers.PreTrainedModel) -> None:
             self._freeze(lm)
             spread(lm)
+            reading.enter_context(turn())
 
-        try:
-            # Blocks, scales and rows that are added do not lie along the shards.
-            if not self.pretrained or quantization_of(config) or self._grows(config, tokenizer):
-                raise CannotReadSlicesError
-            return self._load(config, partial(load_shards, spread=spread_trained, device=device), {}).train()
-        except CannotReadSlicesError:
+        # Blocks, scales and rows that are added do not lie along the shards.
+        if self.pretrained and not quantization_of(config) and not self._grows(config, tokenizer):
+            with suppress(CannotReadSlicesError), ExitStack() as reading:
+                return self._load(config, partial(load_shards, spread=spread_trained, device=device), {}).train()
+        with turn() if self.pretrained else nullcontext():
             lm = self.build(tokenizer)
-            spread(lm)
-            return lm
+        spread(lm)
+        return lm
 
     def _load(
         self, config: PretrainedConfig, read: Callable[[Callable[..., Any]], Any], more: dict[str, Any]

@@ -10,6 +10,7 @@ import resource
 import socket
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache, partial
@@ -86,6 +87,8 @@ class Mesh:
 
 LINE_EVERY_S = 30.0
 _START_S = 600.0  # for rank 0 to start
+HOSTS_AT_ONCE = 16  # read weights: more open thousands of files in one second, which a shared file system may not stand
+_TURN_S = 1800.0  # the longest wait for them
 
 
 @lru_cache(maxsize=1)
@@ -122,6 +125,25 @@ def launchers_store() -> dist.Store:
         else:
             store.set_timeout(timedelta(seconds=_START_S))
             return store
+
+
+@contextlib.contextmanager
+def reading_turn() -> Iterator[None]:
+    """Lets the ranks of 16 hosts read weights at a time. No collective may be inside; a rank that fails lets the next
+    one go on.
+    """
+    ahead = HOSTS_AT_ONCE * launch_variable("LOCAL_WORLD_SIZE", 1)
+    if world_size() <= ahead:
+        yield
+        return
+    store = dist.PrefixStore("has read weights", launchers_store().clone())  # type: ignore[attr-defined]
+    if rank() >= ahead:
+        with contextlib.suppress(dist.DistError):  # too late to wait longer
+            store.wait([str(rank() - ahead)], timedelta(seconds=_TURN_S))
+    try:
+        yield
+    finally:
+        store.set(str(rank()), "")
 
 
 def allow_sockets(num_ranks: int) -> None:

@@ -39,7 +39,7 @@ from automodel_lite.models.loss import CrossEntropy, FusedLinearCrossEntropy, Lo
 from automodel_lite.models.source import describe, embedding_rows
 from automodel_lite.parallel.context_parallel import check_context_parallel, cp_shard
 from automodel_lite.parallel.exchange import choose_exchange
-from automodel_lite.parallel.mesh import Mesh, MeshShape
+from automodel_lite.parallel.mesh import Mesh, MeshShape, reading_turn
 from automodel_lite.parallel.sharding import ParallelModel, choose_precision, choose_strategy, parallelize
 from automodel_lite.telemetry.metrics import STARTUP
 from automodel_lite.thd import ThdBatch, stream_of
@@ -204,7 +204,8 @@ def assemble(
 
     if strategy == "fsdp" and mesh.root is not None:
         with loading:
-            source.build_sharded(tokenizer, spread, torch.device("cpu") if parts.mesh.cpu_offload else mesh.device)
+            device = torch.device("cpu") if parts.mesh.cpu_offload else mesh.device
+            source.build_sharded(tokenizer, spread, device, reading_turn)
     else:
         spread(source.build(tokenizer, peft.load_arguments(mesh.device) if peft else None))
     model, adapter = made[-1]

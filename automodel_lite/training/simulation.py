@@ -353,7 +353,7 @@ class _UnloadedSource(CausalLM):
         self._model_config = model_config
 
     def build_sharded(
-        self, tokenizer: PreTrainedTokenizerBase, spread: Spread, device: torch.device
+        self, tokenizer: PreTrainedTokenizerBase, spread: Spread, device: torch.device, turn: Any = None
     ) -> transformers.PreTrainedModel:
         model = describe(self._model_config)
         freeze_towers(model, self.dtype)

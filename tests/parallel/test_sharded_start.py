@@ -19,6 +19,7 @@ from automodel_lite.config.schema import Config
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.layers import decoder_layers
 from automodel_lite.models.sharded import RowFile
+from automodel_lite.parallel import mesh as parallel_mesh
 from automodel_lite.parallel.mesh import Mesh, MeshShape, init_mesh
 from automodel_lite.parallel.sharding import parallelize
 from automodel_lite.run.export import export_hf
@@ -52,7 +53,10 @@ def weights(config: Config, mesh: Mesh, dtype: torch.dtype) -> dict[str, torch.T
 
 
 def largest_difference(rank: int, world: int, cases: list[tuple[Config, torch.dtype]]) -> list[float]:
-    """Of each case, between this mesh and one process; -1 where names, dtypes or shapes differ."""
+    """Of each case, between this mesh and one process; -1 where names, dtypes or shapes differ. The first is read by
+    one rank after the other, as by many hosts: no collective is inside.
+    """
+    parallel_mesh.HOSTS_AT_ONCE = 1
     return [_difference(*case) for case in cases]
 
 
