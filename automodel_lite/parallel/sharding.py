@@ -68,8 +68,7 @@ class ParallelModel:
     loss_model: LossModel  # what was wrapped: its parameters, its names
     mean_ranks: int
     compute_dtype: torch.dtype
-    autocasts: bool
-    sharded_over: Mesh | None = None  # None = each rank has all of it
+    sharded_over: Mesh | None = None  # None = each rank has all of it, and autocasts
     reduces_every: bool = False  # gradients after every micro-batch, so that their sum is sharded
     fp8_gathers: Fp8Gathers | None = None
 
@@ -96,7 +95,8 @@ class ParallelModel:
         """Weights are cast once per use: a cache of the casts is 13 GiB of an 8B model, read by no recomputation."""
         if self.fp8_gathers:
             self.fp8_gathers.refresh()
-        return torch.autocast(batch.labels.device.type, self.compute_dtype, enabled=self.autocasts, cache_enabled=False)
+        autocasts = self.sharded_over is None and self.compute_dtype != torch.float32
+        return torch.autocast(batch.labels.device.type, self.compute_dtype, enabled=autocasts, cache_enabled=False)
 
     def accumulate(self, is_last: bool) -> AbstractContextManager[None]:
         """Around forward and backward of a micro-batch: gradients are reduced after the last one only, unless their sum
@@ -138,18 +138,17 @@ def parallelize(
     reshards: bool = True,
 ) -> ParallelModel:
     """Wraps a model that every rank has whole, or on the meta device; `strategy` as `choose_strategy` gave it."""
-    autocasts = compute_dtype != torch.float32
     if strategy == "fsdp" and mesh.root is not None:
         fully_shard_model(model, mesh, compute_dtype, offloads, reshards)
         # FSDP averages over all ranks that hold tokens; context-parallel ranks hold parts of one batch.
         num_batches = mesh.shape.dp * mesh.shape.cp
-        return ParallelModel(model, model, num_batches, compute_dtype, autocasts=False, sharded_over=mesh)
+        return ParallelModel(model, model, num_batches, compute_dtype, sharded_over=mesh)
     if not any(p.is_meta for p in model.parameters()):
         model.to(mesh.device)
     if strategy == "ddp":
         wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
-        return ParallelModel(wrapped, model, mesh.shape.world_size, compute_dtype, autocasts)
-    return ParallelModel(model, model, 1, compute_dtype, autocasts)
+        return ParallelModel(wrapped, model, mesh.shape.world_size, compute_dtype)
+    return ParallelModel(model, model, 1, compute_dtype)
 
 
 def fully_shard_model(

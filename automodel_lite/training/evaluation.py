@@ -103,23 +103,22 @@ def sample_answers(
     return answers
 
 
-@dataclass(frozen=True)
-class F1:
-    """Words that the answer shares with the expected one, as in SQuAD: case, punctuation and articles do not count."""
-
-    def __call__(self, given: str, expected: str) -> float:
-        spaces = str.maketrans(string.punctuation, " " * len(string.punctuation))
-        words = [text.lower().translate(spaces).split() for text in (given, expected)]
-        found, wanted = (Counter(word for word in each if word not in ("a", "an", "the")) for each in words)
-        num_shared = (found & wanted).total()
-        return 2 * num_shared / max(found.total() + wanted.total(), 1) if wanted else float(not found)
+def f1(given: str, expected: str) -> float:
+    """Scores the words that the answer shares with the expected one, as in SQuAD: case, punctuation and articles do not
+    count.
+    """
+    spaces = str.maketrans(string.punctuation, " " * len(string.punctuation))
+    words = [text.lower().translate(spaces).split() for text in (given, expected)]
+    found, wanted = (Counter(word for word in each if word not in ("a", "an", "the")) for each in words)
+    num_shared = (found & wanted).total()
+    return 2 * num_shared / max(found.total() + wanted.total(), 1) if wanted else float(not found)
 
 
 @dataclass(frozen=True)
 class ExactMatch:
     """The config node `evaluation`: asks held-out questions at the end of the run, and scores the answers.
 
-    metrics   name -> a further score of each answer, such as `F1`: (given, expected) -> float; logged as score/<name>
+    metrics   name -> a further score of each answer, such as `f1`: (given, expected) -> float; logged as score/<name>
     """
 
     num_questions: Count = 24  # asked, the first ones

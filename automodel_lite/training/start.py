@@ -273,6 +273,12 @@ def plan_lines(report: PackingReport | None, plan: TrainingPlan, config: Config)
 def model_lines(config: Config, built: BuiltModel, mesh: Mesh) -> list[Line]:
     """What is trained, how, and what it takes."""
     plan, lm, dtype = built.plan, built.model.loss_model.lm, str(built.plan.dtype).removeprefix("torch.")
+    device = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "cpu"
+    device += f": {mesh.shape.world_size} process{'es' if mesh.shape.world_size > 1 else ''} ({axes_text(plan)})"
+    if mesh.device.type == "cpu":
+        num_threads, each = torch.get_num_threads(), " each" if mesh.shape.world_size > 1 else ""
+        why = threads_of(config.training.num_threads)[1]
+        device += f", {num_threads} thread{'s' if num_threads > 1 else ''}{each} ({why})"
     has_experts = any("Experts" in type(module).__name__ for module in lm.modules())
     experts = f", experts {lm.config.get_text_config()._experts_implementation}" if has_experts else ""
     masters = f"{config.training.master_weights} master weights"
@@ -285,7 +291,7 @@ def model_lines(config: Config, built: BuiltModel, mesh: Mesh) -> list[Line]:
     clipping = f"gradients clipped to {max_norm}" if max_norm else "no clipping"
     average = f"of the weights of about {1 / (1 - decay):,.0f} steps (decay {decay}): validated, sampled and exported"
     return [
-        ("device", _device(mesh, plan)),
+        ("device", device),
         ("model", model),
         *(("", note) for note in plan.parts.model.notes),
         *([("peft", built.adapter.description)] if built.adapter else []),
@@ -312,17 +318,6 @@ def position_line(guards: Guards, max_steps: int) -> str:
         return f"{folder}: {origin}"
     saved = min((step // save_every + 1) * save_every, max_steps) if save_every else max_steps
     return f"{folder}: {origin}, steps {step + 1} to {max_steps}, next checkpoint after step {saved}"
-
-
-def _device(mesh: Mesh, plan: ModelPlan) -> str:
-    shape = mesh.shape
-    processes = f"{shape.world_size} process{'es' if shape.world_size > 1 else ''}"
-    name = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "cpu"
-    num_threads = torch.get_num_threads()
-    each = " each" if shape.world_size > 1 else ""
-    threads = f", {num_threads} thread{'s' if num_threads > 1 else ''}{each}" if mesh.device.type == "cpu" else ""
-    threads += f" ({threads_of(plan.parts.training.num_threads)[1]})" if threads else ""
-    return f"{name}: {processes} ({axes_text(plan)}){threads}"
 
 
 def axes_text(plan: ModelPlan) -> str:

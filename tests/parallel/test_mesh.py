@@ -163,7 +163,7 @@ def test_autocast_keeps_no_casts_of_weights() -> None:
         logits = probe = forward
 
     model: Any = Asked()
-    parallel = ParallelModel(model, model, 1, torch.bfloat16, autocasts=True)
+    parallel = ParallelModel(model, model, 1, torch.bfloat16)
     batch = stream_of(torch.zeros(1, 4, dtype=torch.long), "cpu")
     assert all([parallel(batch), parallel.logits(batch), parallel.probe(batch)])
 

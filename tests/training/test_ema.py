@@ -38,7 +38,7 @@ def stepped(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, WeightAverag
 
 
 def parallel(model: nn.Module) -> ParallelModel:
-    return ParallelModel(model, model, 1, torch.float32, autocasts=False)  # type: ignore[arg-type]
+    return ParallelModel(model, model, 1, torch.float32)  # type: ignore[arg-type]
 
 
 def test_the_average_is_torchs() -> None:

@@ -2,12 +2,11 @@
 
 from pathlib import Path
 
-from automodel_lite.training.evaluation import F1
+from automodel_lite.training.evaluation import f1
 from tests.runs import Row, train
 
 
 def test_scores_of_an_answer():
-    f1 = F1()
     assert f1("The capital of Peru is Lima.", "the capital of peru is Lima") == 1.0
     assert f1("Lima", "the city of Lima") == 0.5  # 1 word of 1, 1 of 3 (the article does not count)
     assert f1("Quito", "Lima") == 0.0
