@@ -28,7 +28,6 @@ from automodel_lite.telemetry.metrics import STARTUP
 from automodel_lite.training import start
 from automodel_lite.training.guards import Guards, TrainState
 from automodel_lite.training.plan import Parts
-from automodel_lite.training.schedules import move_to
 
 _NUM_ROWS = 256  # of a validation set that are hashed
 _LAUNCHES = itertools.count()  # of this process: more than one in a notebook
@@ -105,7 +104,12 @@ def state_of(saved: dict[str, Any] | None, data: PackSource, scheduler: LambdaLR
         )
     cursor, is_pending = Cursor(**saved["cursor"]), saved["owes_validation"]
     state = TrainState(saved["step"], cursor, is_pending, saved["val_loss"], now)
-    move_to(scheduler, state.num_steps)
+    # A schedule has no other state than its place: the rate of the next step follows from it.
+    scheduler.last_epoch = state.num_steps
+    rates = [base * frac(state.num_steps) for base, frac in zip(scheduler.base_lrs, scheduler.lr_lambdas)]
+    for group, rate in zip(scheduler.optimizer.param_groups, rates):
+        group["lr"] = rate
+    scheduler._last_lr = rates
     return state
 
 

@@ -15,15 +15,6 @@ from torch.optim.lr_scheduler import LambdaLR
 from automodel_lite.config.rules import Count, Fraction
 
 
-def move_to(scheduler: LambdaLR, step: int) -> None:
-    """Sets the rate of the next step to that of `step`: a schedule has no other state than its place."""
-    scheduler.last_epoch = step
-    rates = [base * frac(step) for base, frac in zip(scheduler.base_lrs, scheduler.lr_lambdas)]
-    for group, rate in zip(scheduler.optimizer.param_groups, rates):
-        group["lr"] = rate
-    scheduler._last_lr = rates
-
-
 def num_warmup(warmup_steps: int | None, warmup_frac: float, max_steps: int) -> int:
     """Returns the steps of warm-up: those that are set, else a fraction of all."""
     # A number that is set does not depend on the length of the run: a run may be continued for more steps.

@@ -15,7 +15,7 @@ def test_documents_cut_at_chunks() -> None:
     assert cut_k.dtype == torch.int32
 
 
-def test_queries_of_a_context_parallel_rank_keep_to_the_chunk_of_their_keys() -> None:
+def test_queries_of_a_rank_keep_to_the_chunk_of_their_keys() -> None:
     """Two runs of 2 queries: tokens 1 and 2 of a document, with 3 keys, and tokens 5 and 6 of it, with 7."""
     cu_q, cu_k = torch.tensor([0, 2, 4]), torch.tensor([0, 3, 10])
     cut_q, cut_k, *_ = cut_at_chunks(Segments(cu_q, cu_k, 2, 7), 2)

@@ -225,7 +225,7 @@ def test_transformers_builds_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(seen, default=0) < 600 * 600
 
 
-def test_peft_and_activation_checkpointing_pass_the_boundaries_on() -> None:
+def test_peft_and_recomputation_pass_the_boundaries_on() -> None:
     model = build("llama")
     install(model, ReferenceAttention())
     batch = stream(documents([5, 9]))

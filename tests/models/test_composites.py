@@ -49,7 +49,7 @@ def test_what_text_does_not_meet_is_frozen(family: str) -> None:
 
 
 @pytest.mark.skipif(is_timm_available(), reason="timm is here")
-def test_a_tower_of_a_missing_package_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+def test_a_tower_of_a_missing_package_is_refused_at_once(tmp_path: Path) -> None:
     AutoConfig.for_model("gemma3n").save_pretrained(tmp_path)
     with pytest.raises(
         ConfigError, match="model_type=gemma3n needs the package timm for its vision tower: pip install"
@@ -79,7 +79,7 @@ def test_a_head_of_several_layers_is_no_tower() -> None:
     assert all(p.requires_grad and p.dtype == torch.float32 for p in model.parameters())
 
 
-def test_the_head_of_a_language_model_that_is_whole_inside_a_composite() -> None:
+def test_the_head_of_a_language_model_inside_a_composite() -> None:
     model = tiny_model("nemotron_h_omni")
     assert model.get_output_embeddings() is None
     assert output_head(model) is model.language_model.lm_head

@@ -112,7 +112,7 @@ def test_a_saved_adapter_answers_as_it_was_trained(use_dora: bool, tmp_path: Pat
     torch.testing.assert_close(loaded(IDS).logits, model(IDS).logits)
 
 
-def test_only_adapters_train_and_frozen_weights_take_the_compute_dtype():
+def test_adapters_train_and_frozen_weights_are_cast():
     model = tiny_llama()
     Lora(r=4, target_modules=["q_proj", "v_proj"]).adapt(model, "base")
     cast_weights(model, torch.bfloat16, are_trained=False)
@@ -140,7 +140,7 @@ def test_mistakes_are_named():
 
 
 @pytest.mark.system
-def test_fsdp_with_context_parallel_resumes_and_agrees_with_one_process(tmp_path: Path):
+def test_fsdp_with_cp_resumes_and_agrees_with_one_process(tmp_path: Path):
     """Base run -> LoRA on one process -> the same on 2 x 1 and 1 x 2 ranks, stopped at step 3 and continued."""
     train("smoke", tmp_path / "base", "training.max_steps=1")
     lora = ["model=pretrained", f"model.pretrained={tmp_path}/base/hf", "peft=lora", "peft.r=4", "optimizer.lr=1e-2"]

@@ -190,7 +190,7 @@ def on_two_ranks(folder: Path, kind: str) -> float:
     return float(next(row["loss"] for row in rows if "loss" in row))
 
 
-def test_tied_weights_that_are_trained_as_a_whole_are_no_longer_tied() -> None:
+def test_tied_weights_trained_as_a_whole_are_not_tied() -> None:
     config = tiny_config("llama")
     config.tie_word_embeddings = True
     saved = Lora(r=2, modules_to_save=["embed_tokens"]).adapt(random_model(config), "base").description

@@ -113,7 +113,7 @@ def exactness(rank: int, cp: int, exchange: str, mixes: bool) -> str:
 
 @pytest.mark.parametrize("mixes", [False, True], ids=["attention only", "mixes neighbors"])
 @pytest.mark.parametrize("exchange", ["all_gather", "all_to_all", "ring"])
-def test_the_start_up_check_finds_tokens_that_are_mixed_elsewhere(exchange: str, mixes: bool) -> None:
+def test_the_start_up_check_finds_tokens_mixed_elsewhere(exchange: str, mixes: bool) -> None:
     for answer in run_ranks(exactness, 2, exchange, mixes):
         assert ("is not exact over mesh.cp=2 ranks" in answer) == mixes
         assert (answer == "exact") != mixes

@@ -86,7 +86,7 @@ def owners_and_ways(rank: int, cp: int, families: list[str], lengths: list[int])
     return found
 
 
-def test_heads_are_shared_where_they_divide_and_documents_dealt_where_not() -> None:
+def test_heads_are_shared_where_they_divide_else_documents() -> None:
     families = ["lfm2", "nemotron_h", "qwen3_next", "qwen3_next-odd-heads", "minimax", "recurrent_gemma"]
     for found in run_ranks(owners_and_ways, 2, families, [40]):  # one document, so that one rank owns none
         shares = [family for family, (shares_heads, _) in found.items() if shares_heads]

@@ -61,7 +61,7 @@ def transformer_engine_indices(cu: list[int], total: int, world: int, rank: int)
 
 @settings(max_examples=100, deadline=None)
 @given(st.sampled_from([1, 2, 4, 8]), st.lists(st.integers(1, 6), min_size=1, max_size=8))
-def test_every_token_has_one_owner_and_the_layout_is_transformer_engines(world: int, chunks: list[int]) -> None:
+def test_every_token_has_one_owner_as_in_transformer_engine(world: int, chunks: list[int]) -> None:
     cu = [0]
     for chunk in chunks:
         cu.append(cu[-1] + chunk * 2 * world)

@@ -77,7 +77,7 @@ def weights_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("weights_on_a_gpu")
-def test_the_average_of_a_gpus_weights_is_one_step_behind_until_it_is_used() -> None:
+def test_the_average_of_a_gpu_is_one_step_behind_until_used() -> None:
     model, average, theirs = stepped()
     behind = [state["ema"].clone() for state in average.optimizer.state.values()]
     with average.applied(parallel(model)):

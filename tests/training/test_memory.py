@@ -78,7 +78,7 @@ def test_sharding_an_8b_model():
 
 
 @pytest.mark.parametrize("is_tied", [True, False])
-def test_a_text_config_that_does_not_know_whether_its_head_is_tied(is_tied: bool):
+def test_a_text_config_without_a_word_on_its_tied_head(is_tied: bool):
     """Qwen2-VL: a tied head and its table are gathered, and their gradients reduced, as one."""
     config = tiny_config("qwen2_vl")
     config.tie_word_embeddings = is_tied
@@ -89,7 +89,7 @@ def test_a_text_config_that_does_not_know_whether_its_head_is_tied(is_tied: bool
     assert two.total > two.weights > 0
 
 
-def test_gradients_are_reduced_every_time_where_their_sum_does_not_fit():
+def test_gradients_are_reduced_where_their_sum_does_not_fit():
     """LLAMA has 0.14 M weights: the sum that is not sharded takes 4 bytes of each."""
 
     def planned(wish: object, batch: int | None = 4) -> ModelPlan:
@@ -213,7 +213,7 @@ def test_dry_run_says_and_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureF
             main(config_of("smoke", run, "dry_run=true", wrong))
 
 
-def test_weights_that_no_memory_holds_are_named_before_they_are_made() -> None:
+def test_weights_that_no_memory_holds_are_named_at_once() -> None:
     huge = LlamaConfig(hidden_size=10**6, intermediate_size=64, num_hidden_layers=2, vocab_size=64)
     plan = plan_of(config_with(), 1, 2, 1, model=huge)
     with pytest.raises(
