@@ -29,7 +29,7 @@ class AttentionSpec:
 
     model_type     transformers' name of the family
     device, dtype  where and in what the queries arrive
-    num_heads, num_kv_heads; head_dim, value_head_dim  (the two differ with latent attention)
+    head_dim, value_head_dim  of queries and keys, and of values: they differ with latent attention
     softcap        bound of the attention logits; None without
     sinks          True when each head has a learned extra logit
     num_layers     layers of this kind
@@ -38,8 +38,6 @@ class AttentionSpec:
     model_type: str
     device: torch.device
     dtype: torch.dtype
-    num_heads: int
-    num_kv_heads: int
     head_dim: int
     value_head_dim: int
     softcap: float | None = None
@@ -140,8 +138,7 @@ def attention_specs(
     counts = Counter(replace(shape, window=None) for shape in shapes if shape.num_heads)
     return [
         AttentionSpec(
-            *(config.model_type, torch.device(device), dtype),
-            *(kind.num_heads, kind.num_kv_heads, kind.head_dim, kind.value_head_dim),
+            *(config.model_type, torch.device(device), dtype, kind.head_dim, kind.value_head_dim),
             softcap=config_value(config, "attn_logit_softcapping"),
             sinks=passes_sinks(config),
             num_layers=num_layers,

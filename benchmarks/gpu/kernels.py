@@ -106,8 +106,8 @@ def check(name: str, kernel: AttentionKernel, case: Case, device: torch.device) 
     # the fp32 reference on CUDA shows its own error; everything else runs in bf16 there
     dtype = torch.float32 if device.type == "cpu" or name == "reference" else torch.bfloat16
     with_gradients = not (device.type == "cpu" and name == "flex")  # which has no backward on CPU
-    heads = (case.num_heads, case.num_kv_heads, case.head_dim, case.value_head_dim)
-    spec = AttentionSpec(case.name, device, dtype, *heads, case.softcap, case.sinks)
+    dims = case.head_dim, case.value_head_dim
+    spec = AttentionSpec(case.name, device, dtype, *dims, case.softcap, case.sinks)
     try:
         if device.type == "cuda":
             kernel.check(spec)

@@ -34,7 +34,7 @@ Q_THD, K_THD, V_THD = torch.randn(9, 4, 16), torch.randn(14, 2, 16), torch.randn
 PLAIN, WINDOWED = AttentionOptions(0.25), AttentionOptions(0.25, window=7, softcap=5.0)
 
 
-ON_GPU = AttentionSpec("llama", torch.device("cuda"), torch.bfloat16, 32, 8, 128, 128)
+ON_GPU = AttentionSpec("llama", torch.device("cuda"), torch.bfloat16, 128, 128)
 
 
 def recorder(parameters: list[str], calls: list[dict[str, Any]], result: Callable[..., Any]) -> Callable[..., Any]:

@@ -246,7 +246,7 @@ def test_the_names_of_the_kernels_avoid_transformers_own_checks() -> None:
 
 
 def _spec() -> AttentionSpec:
-    return AttentionSpec("llama", torch.device("cpu"), torch.float32, 4, 2, 16, 16)
+    return AttentionSpec("llama", torch.device("cpu"), torch.float32, 16, 16)
 
 
 def test_transformers_is_new_enough() -> None:
