@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,9 @@ import yaml
 from automodel_lite.cli.line import argument_parser
 from automodel_lite.cli.sources import Sources, groups_of
 from automodel_lite.errors import ConfigError, format_value, one_line
+
+_ANSWERS: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("peers.yaml").read_text(encoding="utf-8"))
+"""Framework -> its keys, with `*` for any text, and what each is here."""
 
 
 def convert(argv: list[str]) -> int:
@@ -28,7 +30,7 @@ def convert(argv: list[str]) -> int:
     """
     parser = argument_parser(convert.__doc__)
     parser.add_argument("file", type=Path, help="their YAML")
-    parser.add_argument("--from", dest="peer", choices=sorted(_answers()), help="default: found by its keys")
+    parser.add_argument("--from", dest="peer", choices=sorted(_ANSWERS), help="default: found by its keys")
     parser.add_argument("--to", type=Path, help="default: my_conf/<name of the file>.yaml")
     args = parser.parse_args(argv)
     target: Path = args.to or Path("my_conf") / f"{args.file.stem}.yaml"
@@ -53,18 +55,11 @@ def convert(argv: list[str]) -> int:
 
 def peer_of(theirs: Mapping[str, Any]) -> str:
     """Returns the framework that knows most of the keys, the first of equals; raises ConfigError when none does."""
-    hits = {peer: sum(_own_answer(peer, key) is not None for key, _ in leaves(dict(theirs))) for peer in _answers()}
+    hits = {peer: sum(_own_answer(peer, key) is not None for key, _ in leaves(dict(theirs))) for peer in _ANSWERS}
     peer = max(hits, key=lambda name: hits[name])
     if not hits[peer]:
         raise ConfigError(f"its keys are of none of {', '.join(sorted(hits))}: say whose it is with --from.")
     return peer
-
-
-@cache
-def _answers() -> dict[str, dict[str, Any]]:
-    """Returns framework -> its keys, with `*` for any text, and what each is here."""
-    found: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("peers.yaml").read_text(encoding="utf-8"))
-    return found
 
 
 def answer_to(peer: str, key: str) -> Any:
@@ -75,7 +70,7 @@ def answer_to(peer: str, key: str) -> Any:
 
 
 def _own_answer(peer: str, key: str) -> Any:
-    for pattern, answer in _answers()[peer].items():
+    for pattern, answer in _ANSWERS[peer].items():
         if re.fullmatch(re.escape(pattern).replace(r"\*", ".*"), key, re.DOTALL):
             return answer
     return None

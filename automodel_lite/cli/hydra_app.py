@@ -21,10 +21,9 @@ from omegaconf import DictConfig, OmegaConf
 from automodel_lite.cli.completion import answer_query
 from automodel_lite.cli.compose import Loader, check_overrides, compose, overridden_options, without_hydra
 from automodel_lite.cli.exit_codes import end, hide_secrets
-from automodel_lite.cli.help import help_of
 from automodel_lite.cli.line import read_line, versions
 from automodel_lite.cli.recipes import Recipe
-from automodel_lite.cli.sources import Sources, check_preset
+from automodel_lite.cli.sources import Sources, check_preset, help_of
 from automodel_lite.cli.sweep import run_sweep
 from automodel_lite.config.check import check_config
 from automodel_lite.config.components import flatten

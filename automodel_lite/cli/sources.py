@@ -1,4 +1,4 @@
-"""Where presets and group options come from.
+"""Where presets and group options come from, and what there is to choose: `--help`, and `automodel-lite ls`.
 
 Folders are searched in this order: the user's own (`--config-dir`, or `--config-path` in place of the project's), that
 of a recipe from outside, the project's conf/.
@@ -6,12 +6,14 @@ of a recipe from outside, the project's conf/.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
+from automodel_lite.cli.line import EXAMPLES, argument_parser, for_installed_cli, parser
 from automodel_lite.cli.recipes import Recipe
 from automodel_lite.config.components import CONF_DIR
 from automodel_lite.errors import ConfigError, did_you_mean
@@ -77,3 +79,61 @@ def read(path: Path) -> DictConfig:
     except Exception as error:
         raise ConfigError(f"{path} cannot be read as YAML: {' '.join(str(error).split())[:300]}") from None
     return loaded if isinstance(loaded, DictConfig) else OmegaConf.create({})
+
+
+def help_of(recipe: Recipe, sources: Sources) -> str:
+    """Presets, groups with their options, and examples."""
+    purpose = recipe.purpose
+    lines = [
+        f"{purpose[:1].upper()}{purpose[1:]}.",
+        "",
+        f"usage: {recipe.start} --config-name PRESET [--config-dir FOLDER] [key=value ...]",
+    ]
+    lines += ["", "presets:", *(f"  {name:16s} {first_comment(name, sources)}" for name in presets_of(sources))]
+    lines += ["", "groups (group=option):"]
+    lines += [f"  {group:16s} {', '.join(options)}" for group, options in groups_of(sources).items()]
+    if recipe.main == "recipes.train_ft:main":
+        lines += ["", "examples:", *(f"  {example}" for example in EXAMPLES)]
+        lines += ["", "dry_run=true checks everything, estimates memory and stops."]
+    lines += ["", "--cfg job prints the whole configuration and stops; --multirun sweeps, seed=0,1."]
+    lines += ["--nproc 8 (or gpu) starts 8 processes (or one per GPU) on this machine."]
+    lines += ["", parser().format_usage().replace("usage", "all flags").rstrip()]
+    return for_installed_cli("\n".join(lines))
+
+
+def first_comment(preset: str, sources: Sources) -> str:
+    """Returns the first sentence of the comment of a preset or an option, if it begins with one."""
+    path = sources.file(preset)
+    assert path is not None
+    line = next(iter(path.read_text(errors="replace").splitlines()), "")
+    return re.split(r"[:;] ", line.lstrip("# "))[0].rstrip(".") if line.startswith("#") else ""
+
+
+def ls(argv: list[str]) -> int:
+    """List presets and options: all, those of a group, or one file.
+
+    automodel-lite ls
+    automodel-lite ls optimizer
+    automodel-lite ls optimizer/adamw
+    automodel-lite ls finetune > my_conf/mine.yaml     # train --config-dir my_conf --config-name mine
+    """
+    found = argument_parser(ls.__doc__)
+    found.add_argument("name", nargs="?", help="a group, a preset or group/option")
+    found.add_argument("--config-dir", "-cd", help="a folder of your own presets and options")
+    args = found.parse_args(argv)
+    sources = Sources.of(args.config_dir)
+    known = groups_of(sources)
+    if args.name is None:
+        names = [*presets_of(sources), "", *(f"{group}/" for group in known)]
+        told = {f"{group}/": ", ".join(options) for group, options in known.items()}
+        lines = [f"{name:18s} {told.get(name) or first_comment(name, sources)}" if name else "" for name in names]
+    elif (group := args.name.rstrip("/")) in known:
+        lines = [f"{option:18s} {first_comment(f'{group}/{option}', sources)}" for option in known[group]]
+    else:
+        path = sources.file(args.name.removesuffix(".yaml"))
+        if path is None:
+            names = [*presets_of(sources), *(f"{group}/{option}" for group in known for option in known[group])]
+            raise ConfigError(f"{args.name}: no such preset or option{did_you_mean(args.name, names) or '.'}")
+        lines = [f"# {path}", path.read_text().rstrip()]
+    print("\n".join(lines))
+    return 0

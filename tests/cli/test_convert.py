@@ -12,7 +12,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from automodel_lite.cli import compose_config, convert
-from automodel_lite.cli.convert import _answers, answer_to
+from automodel_lite.cli.convert import _ANSWERS, answer_to
 from automodel_lite.config.check import check_config
 from automodel_lite.errors import ConfigError
 
@@ -103,7 +103,7 @@ def test_a_whole_example_becomes_a_preset_that_composes(
 ) -> None:
     convert.convert([str(example), "--to", str(tmp_path / "mine.yaml")])
     first, *said = capsys.readouterr().out.splitlines()
-    peer = next(peer for peer in _answers() if example.stem.startswith(peer.partition("_")[0]))
+    peer = next(peer for peer in _ANSWERS if example.stem.startswith(peer.partition("_")[0]))
     assert f": from {peer}; check it with automodel-lite validate" in first
     assert {line.split("=")[0].strip() for line in said} - {"gradient_accumulation_steps"} == LEFT[example.stem]
     path = (
@@ -132,7 +132,7 @@ def test_whose_file_it_is_is_found_by_its_keys(theirs: dict, peer: str) -> None:
 
 @pytest.mark.parametrize("peer", ["axolotl", "llama_factory", "nemo_automodel", "torchtune", "trl"])
 def test_every_answer_is_well_formed(peer: str) -> None:
-    for answer in _answers()[peer].values():
+    for answer in _ANSWERS[peer].values():
         for text in answer.values() if isinstance(answer, dict) else [answer]:
             is_said = text.startswith(("- ", "none", "by hand: "))
             assert is_said or all(re.fullmatch(r"[a-z_]+(\.[a-z_0-9]+)*(=\S+)?", word) for word in text.split()), text
