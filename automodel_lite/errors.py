@@ -24,10 +24,6 @@ class DataError(ValueError):
         return printable(super().__str__(), kept="\n")
 
 
-class RanksDifferError(ConfigError):
-    """The processes of a job were started with other settings, data or versions: said on every node."""
-
-
 class PeerError(ConfigError):
     """The error of another rank, which has printed it; rank 0 repeats it."""
 

@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 import automodel_lite
 from automodel_lite.config.components import flatten
-from automodel_lite.errors import MISTAKE_EXIT, ConfigError, DataError, PeerError, RanksDifferError, one_line
+from automodel_lite.errors import MISTAKE_EXIT, ConfigError, DataError, PeerError, one_line
 from automodel_lite.launched import ProcessId, launch_variable, rank, this_process, world_size
 from automodel_lite.parallel.mesh import LINE_EVERY_S, launchers_store
 from automodel_lite.redact import scrub
@@ -70,7 +70,7 @@ class Peers:
         threading.Thread(target=self._watch, daemon=True).start()
 
     def compare(self, topic: str, facts: Mapping[str, Any]) -> None:
-        """Raises RanksDifferError on all ranks unless all have the same facts, PeerError when one fails or is late."""
+        """Raises ConfigError on all ranks unless all have the same facts, PeerError when one fails or is late."""
         store = self._store
         if store is None:
             return
@@ -97,7 +97,7 @@ class Peers:
             if rank() == 0:
                 time.sleep(_OWN_ERROR_S)  # it may hold the store, which the others have still to read
             differing = "\n".join(lines)
-            raise RanksDifferError(
+            raise ConfigError(
                 f"the processes of this job do not agree on its {topic}:\n{differing}\nStart the same command on every "
                 "node, with the same files and versions."
             )

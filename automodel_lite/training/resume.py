@@ -54,7 +54,7 @@ def join_ranks(config: Config) -> Iterator[tuple[Config, Peers, str | None]]:
     """The other ranks, the configuration with what the run in its folder began with, and a message for a run that is
     finished. A mistake that any rank meets inside ends all of them.
 
-    Raises RanksDifferError when the ranks were started differently, and ConfigError when the folder is another run's.
+    Raises ConfigError when the ranks were started differently, or the folder is another run's.
     """
     folder, peers = RunFolder(config.output_dir), open_peers()
     peers.on_failure = lambda error: exit_with(str(error), error.exit_code, is_shown=is_first_here())

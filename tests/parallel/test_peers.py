@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from automodel_lite.config.schema import MeshConfig
-from automodel_lite.errors import ConfigError, DataError, PeerError, RanksDifferError
+from automodel_lite.errors import ConfigError, DataError, PeerError
 from automodel_lite.launched import this_process
 from automodel_lite.parallel.control import open_control
 from automodel_lite.parallel.peers import end_together, flat, open_peers, versions
@@ -34,7 +34,7 @@ def _compare(rank: int, world_size: int, facts: list[dict[str, Any]]) -> tuple[s
     began, peers = time.monotonic(), open_peers()
     try:
         peers.compare("settings", facts[rank])
-    except RanksDifferError as error:
+    except ConfigError as error:
         return str(error), time.monotonic() - began
     peers.compare("data", {"tokens": 5})
     dist.barrier()  # rank 0 holds the store: it must not leave first
@@ -74,7 +74,7 @@ def test_what_is_compared() -> None:
 def _train_otherwise(rank: int, world_size: int, folder: str, overrides: list[list[str]]) -> str:
     try:
         train_quick(Path(folder), *overrides[rank])
-    except RanksDifferError as error:
+    except ConfigError as error:
         return str(error)
     return "trained"
 
