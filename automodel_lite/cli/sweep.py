@@ -76,8 +76,9 @@ def run_sweep(loader: Loader, main: str, line: Namespace) -> int:
     try:
         sweeper.sweep(arguments=[str(text) for text in config.hydra.overrides.task])
     finally:
-        if "joblib" in sys.modules:  # this process will exit without its clean-up: joblib's tracker would name leaks
-            atexit._run_exitfuncs()
+        if "joblib" in sys.modules:  # its idle workers would be waited for, and this process exits without a clean-up:
+            sys.modules["joblib.externals.loky"].get_reusable_executor().shutdown()
+            atexit._run_exitfuncs()  # joblib's tracker would name leaks
         _scrub_yaml(folder)
         _report(folder)  # its error, which names the jobs that failed, is the last word
     return 0
