@@ -17,9 +17,9 @@ from omegaconf import MISSING as REQUIRED
 from automodel_lite.cli.schema import comments_of
 from automodel_lite.cli.sources import Sources, groups_of, presets_of
 from automodel_lite.config import schema
+from automodel_lite.config.check import describe
 from automodel_lite.config.components import CONF_DIR
 from automodel_lite.config.signatures import arguments_of, options_of
-from automodel_lite.config.values import describe
 from automodel_lite.errors import format_value
 
 PAGE = Path(__file__).resolve().parent / "config.md"

@@ -77,3 +77,18 @@ def test_keys_and_sizes_are_named_together() -> None:
 
 def test_an_infinite_limit_of_a_model_is_its_own_affair() -> None:
     assert problems("model.config.time_step_limit=[0.0,inf]") == []
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("dataset.path=", "dataset.path= must be a path, and it is empty: was a shell variable not set?"),
+        ("dataset.path=null", "dataset.path=null must be text or a list of texts."),
+        ("dataset.path=[a,7]", "dataset.path=['a', 7] must be text or a list of texts."),
+        ("dataset.path=x dataset.val_path={easy: 3}", "dataset.val_path={'easy': 3} must be text or a list of texts or a group of keys or null."),
+        ("dataset.path=x dataset.val_frac=1", "dataset.val_frac=1 must be at least 0 and below 1."),
+    ],
+    ids=["empty", "null", "list", "by name", "fraction"],
+)  # fmt: skip
+def test_a_wrong_dataset(override: str, sentence: str) -> None:
+    assert sentence in problems("dataset=files", "~dataset.num_chats", *override.split(" ", 1))
