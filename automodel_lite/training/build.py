@@ -258,7 +258,9 @@ def with_exchange(
     cp = parts.mesh.cp
     if cp == 1:
         return replace(parts, mesh=replace(parts.mesh, cp_exchange="all_gather")), ""
-    layers, num_tokens = layer_shapes(config), parts.packed_sequence_size * parts.training.micro_batch_size
+    num_tokens, tp = parts.packed_sequence_size * parts.training.micro_batch_size, parts.mesh.tp
+    # heads are divided over tp first
+    layers = [replace(x, num_heads=x.num_heads // tp, num_kv_heads=x.num_kv_heads // tp) for x in layer_shapes(config)]
     exchange, reason = choose_exchange(parts.mesh.cp_exchange, kernel, layers, num_tokens, cp, dtype.itemsize)
     line = f"cp_exchange=auto takes {exchange}: {reason}" if reason else ""
     return replace(parts, mesh=replace(parts.mesh, cp_exchange=exchange)), line

@@ -19,6 +19,7 @@ from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.cli import compose_config
 from automodel_lite.config.check import check_config
 from automodel_lite.config.schema import Config
+from automodel_lite.errors import ConfigError
 from automodel_lite.models.flops import model_size
 from automodel_lite.models.layers import decoder_layers, recompute_layers
 from automodel_lite.models.loss import LossModel
@@ -150,6 +151,17 @@ def test_context_parallel_ranks_share_the_tokens() -> None:
     assert shared.peaks["forward"] < alone.peaks["forward"]
     assert shared.sent["cp"] > 0
     assert "cp" not in alone.sent
+
+
+def test_an_exchange_of_heads_knows_the_share_of_tp() -> None:
+    """Two of eight heads are left to a rank of tp 4, which four ranks cannot exchange: the step once ended in a traceback."""
+    model = transformers.LlamaConfig(
+        **LLAMA.to_dict() | {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 32}
+    )
+    shape, asked = MeshShape(1, 1, 4, 4), ("mesh.cp=4", "mesh.tp=4", "training.global_batch_size=1")
+    assert simulate(parts(*asked), model, shape).sent["cp"] > 0
+    with pytest.raises(ConfigError, match="must divide the 2 query heads"):
+        simulate(parts(*asked, "mesh.cp_exchange=all_to_all"), model, shape)
 
 
 def test_loading_and_export_hold_the_shards_and_one_tensor() -> None:
