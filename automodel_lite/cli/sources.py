@@ -124,9 +124,8 @@ def ls(argv: list[str]) -> int:
     sources = Sources.of(args.config_dir)
     known = groups_of(sources)
     if args.name is None:
-        names = [*presets_of(sources), "", *(f"{group}/" for group in known)]
-        told = {f"{group}/": ", ".join(options) for group, options in known.items()}
-        lines = [f"{name:18s} {told.get(name) or first_comment(name, sources)}" if name else "" for name in names]
+        lines = [f"{name:18s} {first_comment(name, sources)}" for name in presets_of(sources)]
+        lines += ["", *(f"{f'{group}/':18s} {', '.join(options)}" for group, options in known.items())]
     elif (group := args.name.rstrip("/")) in known:
         lines = [f"{option:18s} {first_comment(f'{group}/{option}', sources)}" for option in known[group]]
     else:
