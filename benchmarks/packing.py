@@ -315,7 +315,10 @@ def token_arrays(n: int) -> TokenRows:
 
 def samples(n: int, ids: str = "input_ids") -> list[dict[str, list[int]]]:
     flat = token_arrays(n)
-    return [{ids: flat.input_ids[a:b].tolist(), "labels": flat.labels[a:b].tolist()} for a, b in pairwise(flat.offsets)]
+    return [
+        {ids: flat.columns["input_ids"][a:b].tolist(), "labels": flat.columns["labels"][a:b].tolist()}
+        for a, b in pairwise(flat.offsets)
+    ]
 
 
 def arrow(n: int) -> datasets.Dataset:

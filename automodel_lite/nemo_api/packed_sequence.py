@@ -140,10 +140,11 @@ def flat_samples(samples: Any) -> TokenRows:
     """Samples as flat rows, -100 in copies of their labels where loss_mask is 0; the samples are not changed."""
 
     def masked(sample: dict[str, Any]) -> dict[str, Any]:
-        if "loss_mask" not in sample:
-            return sample
-        labels = np.where(np.asarray(sample["loss_mask"]) == 0, CROSS_ENTROPY_IGNORE_IDX, np.asarray(sample["labels"]))
-        return {"input_ids": sample["input_ids"], "labels": labels}
+        columns: dict[str, Any] = {name: sample[name] for name in ("input_ids", "labels") if name in sample}
+        if "loss_mask" in sample:
+            is_masked = np.asarray(sample["loss_mask"]) == 0
+            columns["labels"] = np.where(is_masked, CROSS_ENTROPY_IGNORE_IDX, np.asarray(sample["labels"]))
+        return columns
 
     each = samples if isinstance(samples, Iterable) else (samples[i] for i in range(len(samples)))
     return flatten(map(masked, each))
@@ -166,7 +167,7 @@ def _fitting_samples(samples: Any, size: int, multiple: int, drop_long: bool) ->
         return rows, 0
     tokens = np.repeat(kept, lengths)
     offsets = np.concatenate([[0], np.cumsum(lengths[kept])])
-    columns = {"input_ids": rows.input_ids[tokens], "labels": rows.labels[tokens]}
+    columns = {name: values[tokens] for name, values in rows.columns.items()}
     return TokenRows(columns, offsets), int(long.sum())
 
 
@@ -190,7 +191,7 @@ def _materialize(
         of_pack = {"seq_lens": lengths, "seq_lens_padded": slots[documents]}
         lists |= {name: _lists(block - block[0], values) for name, values in of_pack.items()}
         tables.append(pa.table(lists))
-    arrays = (rows.input_ids, rows.labels, rows.offsets, slots, offsets, np.array([size, padding_idx]))
+    arrays = (*rows.columns.values(), rows.offsets, slots, offsets, np.array([size, padding_idx]))
     fingerprint = Hasher.hash_bytes([np.ascontiguousarray(values).data for values in arrays])
     return datasets.Dataset(pa.concat_tables(tables), fingerprint=fingerprint)  # or it would pickle the whole table
 

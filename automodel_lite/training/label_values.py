@@ -113,7 +113,7 @@ class Values:
         """
         folder, packer = self.folder(name, rows), copy(self.packer)
         if not all(mesh.gather(folder.is_dir())):
-            placed = rows.with_columns({"row_place": np.arange(len(rows.flat.input_ids))})
+            placed = rows.with_columns({"row_place": np.arange(rows.flat.num_tokens)})
             packer.max_packs = None  # all packs, whatever sample of them an epoch takes
             _compute(self, packer.packs(placed), built, mesh, folder)
         return self.stored(name, rows)
@@ -149,7 +149,7 @@ def _compute(values: Values, packs: PackedDataset, built: BuiltModel, mesh: Mesh
     if is_first_here():
         part.mkdir(parents=True, exist_ok=True)
         for column, (dtype, width) in values.columns.items():
-            shape = (len(packs.rows.flat.input_ids), width)[: 2 if width > 1 else 1]
+            shape = (packs.rows.flat.num_tokens, width)[: 2 if width > 1 else 1]
             how = {"mode": "r+"} if done else {"mode": "w+", "dtype": dtype, "shape": shape}
             arrays[column] = np.lib.format.open_memmap(part / f"{column}.npy", **how)
 

@@ -7,6 +7,7 @@ import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -126,7 +127,7 @@ def open_folder(
             folder.write_status("running", step, checkpoint=guards.checkpointer.newest_name)
             folder.write_facts(lines)
             if report:
-                report.to_json(folder.packing)
+                folder.packing.write_text(json.dumps(asdict(report), indent=2) + "\n")
                 folder.lengths.write_text(json.dumps(data.lengths()))
             folder.rewind_metrics(step)
     guards.ranks.barrier()

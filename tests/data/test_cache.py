@@ -105,7 +105,7 @@ def tokenize_toy_chat(cache_dir: Path, log: Path) -> None:
     documents = ToyChat(num_chats=300)
     documents.train = DocumentList([*documents.train.rows], "toy_chat")
     data = tokenize_documents(documents, Job(byte_tokenizer(MARKED)), cache_dir)
-    append(log, f"{data.fingerprint} {data.train.num_tokens} {int(data.train.labels.sum())}")
+    append(log, f"{data.fingerprint} {data.train.num_tokens} {int(data.train.columns['labels'].sum())}")
 
 
 def test_two_jobs_tokenize_the_same_rows_at_once(tmp_path: Path) -> None:
@@ -225,7 +225,7 @@ def test_flipped_token_ids_change_no_loss(tmp_path: Path) -> None:
 
     def rows() -> tuple[str, int]:
         data = tokenize_documents(documents, Job(byte_tokenizer(MARKED)), tmp_path)
-        return data.fingerprint, int(data.train.input_ids.astype(np.int64).sum() + data.train.offsets.sum())
+        return data.fingerprint, int(data.train.columns["input_ids"].astype(np.int64).sum() + data.train.offsets.sum())
 
     want = rows()
     for name in ("input_ids.bin", "labels.bin", "offsets.bin", "findings.json", "content.sha256"):

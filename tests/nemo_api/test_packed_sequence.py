@@ -98,6 +98,10 @@ class TestPackDataset:
             assert pack_dataset(dataset, "train", 4)["labels"][0] == [-100, 3, -100, -100]
         assert rows == before
 
+    def test_other_columns_are_left_out(self) -> None:
+        rows = [row | {"loss_weights": [0.5] * len(row["input_ids"])} for row in TWO]
+        assert pack_dataset(rows, "train", 8)[:] == pack_dataset(TWO, "train", 8)[:]
+
     def test_long_samples_are_dropped_and_counted_once(self, caplog: pytest.LogCaptureFixture) -> None:
         with caplog.at_level(logging.WARNING):
             packs = pack_dataset(samples([[1] * 9, [2] * 3, [3] * 10]), "train", 8)

@@ -89,9 +89,8 @@ class DeviceFeed(Iterator[ReadyStep]):
     `stage()` is called once the work of a step has been handed to the GPU and before its result is waited for. A batch
     of validation is a step of one micro-batch.
 
-    Args:
-        place: takes this rank's part of a whole stream (context parallelism), on the host.
-        with_mixers: see `to_thd`.
+    place: takes this rank's part of a whole stream (context parallelism), on the host.
+    with_mixers: see `to_thd`.
     """
 
     def __init__(

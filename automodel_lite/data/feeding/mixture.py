@@ -36,12 +36,10 @@ class Source:
 class Mixture:
     """Datasets by name.
 
-    Args:
-        sources: name -> `{dataset, weight}` or `{dataset, repeat}`.
-            Weights are shares of the tokens of an epoch, of any sum. A repeat of 2 takes every document twice, 0.5
-            takes half of them, drawn by `seed`.
-        stop: with weights, how long an epoch is: until the first dataset has been taken whole (`first_exhausted`,
-            nothing is repeated), or until every one has (`all_exhausted`, small ones are repeated).
+    sources: name -> `{dataset, weight}` or `{dataset, repeat}`. Weights are shares of the tokens of an epoch, of any
+        sum. A repeat of 2 takes every document twice, 0.5 takes half of them, drawn by `seed`.
+    stop: with weights, how long an epoch is: until the first dataset has been taken whole (`first_exhausted`,
+        nothing is repeated), or until every one has (`all_exhausted`, small ones are repeated).
 
     Every dataset has its own validation sets and its own counts. Documents that are not all taken are drawn anew in
     every epoch, from (seed, epoch) alone.

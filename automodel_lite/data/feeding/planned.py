@@ -88,7 +88,7 @@ class PlannedPacks(PackSource):
         def packs_of(epoch: int) -> PackedDataset:
             if epoch and not packer.repack_each_epoch and not tokens.drawn:
                 return packs_of(0)
-            return packer.packs(tokens.train_of(epoch), epoch)
+            return packer.packs(tokens.drawn(epoch) if tokens.drawn and epoch else tokens.train, epoch)
 
         val_packs = {name: packer.packs(rows) for name, rows in tokens.val.items()}
         sets = {"train": packs_of(0)} | {f"val/{name}": packs for name, packs in val_packs.items()}

@@ -263,10 +263,7 @@ class StreamedPacks(PackSource):
         return {"tokens": short_hash(self.documents.content), "packs": packs}
 
     def steps(self, cursor: Cursor, mesh: Mesh, costs: CostModel) -> Iterator[StepBatches]:
-        """Yields the steps; the costs of packs, which are not known together, are not used.
-
-        Raises DataError: the stream ends without a pack.
-        """
+        """Yields the steps, whatever their packs cost; raises DataError when the stream ends without a pack."""
         while True:
             num_steps = 0
             for batches in self._epoch(cursor, mesh):

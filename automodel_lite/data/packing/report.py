@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -47,9 +45,6 @@ class PackingReport(PlanCounts):
     imbalance_before: float | None
     imbalance_after: float | None
     note: str
-
-    def to_json(self, path: str | Path) -> None:
-        Path(path).write_text(json.dumps(asdict(self), indent=2) + "\n")
 
     def __str__(self) -> str:
         lengths = f"median {self.median_tokens:,}, mean {self.mean_tokens:,.1f}, longest {self.longest_tokens:,} tokens"

@@ -152,9 +152,8 @@ def detect(columns: Sequence[str], format_name: str | OwnFormat | None, renames:
     Columns that change what the others mean (an answer that was rejected, a verdict, pictures) are refused unless the
     format is given, which says that they are left out on purpose.
 
-    Args:
-        format_name: or a function from a raw row to messages, or to prompt and completion.
-        renames: canonical name -> column of the file (`{"question": "Frage"}`).
+    format_name: or a function from a raw row to messages, or to prompt and completion.
+    renames: canonical name -> column of the file (`{"question": "Frage"}`).
 
     Raises ConfigError: unknown format, a column that is not there, or columns of no known format.
     """

@@ -119,10 +119,7 @@ KNOWN_ROLES = ("system", "developer", "user", "assistant", "model", "tool", "ipy
 
 
 def read_turn(turn: Any, where: str) -> Message:
-    """Returns the message of one turn.
-
-    Args:
-        where: its place in the row, `messages[2]`.
+    """Returns the message of one turn; `where` is its place in the row, `messages[2]`.
 
     Raises DataError: names the place and what is wrong there.
     """

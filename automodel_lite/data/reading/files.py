@@ -134,8 +134,13 @@ class FilesDataset:
         num = min(len(source.rows), self.max_documents or len(source.rows))
         indices: Sequence[int] | np.ndarray = every[:num]
         if self.val_frac:
-            indices, held_out_rows = _split_indices(num, self.val_frac, self.seed)
-            val["val"] = NormalizedRows(source.rows, detected, held_out_rows)
+            # At least one document is held out; both parts keep the file's order.
+            num_val = max(1, round(self.val_frac * num))
+            if num_val >= num:
+                raise ConfigError(f"dataset.val_frac={self.val_frac} of {num} documents leaves none to train on.")
+            drawn = np.random.default_rng(self.seed).permutation(num)
+            indices = np.sort(drawn[num_val:])
+            val["val"] = NormalizedRows(source.rows, detected, np.sort(drawn[:num_val]))
         self.train, self.val = NormalizedRows(source.rows, detected, indices), {**val}
         self.kind = kind_of_documents(detected, placed(self.train))
         self.description = f"{source.description}: {len(self.train):,} documents, {detected.description}{labels}"
@@ -152,15 +157,6 @@ def open_validation(val_path: ValPath | None, split: str, options: ReadOptions) 
         return {}
     paths = dict(val_path) if isinstance(val_path, Mapping) else {"val": val_path}
     return {name: open_rows(path, None, split, "dataset.val_path", options) for name, path in paths.items()}
-
-
-def _split_indices(num: int, val_frac: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Draws `val_frac` of the documents, at least one, to be held out; both parts keep the file's order."""
-    num_val = max(1, round(val_frac * num))
-    if num_val >= num:
-        raise ConfigError(f"dataset.val_frac={val_frac} of {num} documents leaves none to train on.")
-    drawn = np.random.default_rng(seed).permutation(num)
-    return np.sort(drawn[num_val:]), np.sort(drawn[:num_val])
 
 
 def kind_of_documents(detected: Detected, documents: Iterable[Placed]) -> str:

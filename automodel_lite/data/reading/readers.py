@@ -148,10 +148,7 @@ def undecodable(byte: int, encoding: str) -> str:
 
 
 def parse_json_object(line: bytes, where: str, encoding: str = UTF_8) -> RawRow:
-    """Parses one row.
-
-    Raises DataError: names `where` and the column (character) of the fault.
-    """
+    """Parses one row; raises DataError, which names `where` and the column (character) of the fault."""
     try:
         row = _read_json(line.decode(encoding).rstrip())
     except UnicodeDecodeError as error:

@@ -62,10 +62,7 @@ class Rendering:
 
 
 class ChatRenderer:
-    """Renders chats with a tokenizer's template.
-
-    Args:
-        template_kwargs: more variables for the template, `{"enable_thinking": False}`.
+    """Renders chats with a tokenizer's template; `template_kwargs` are more variables, `{"enable_thinking": False}`.
 
     Raises ConfigError: a template whose assistant turns end without a special token, after which no model could learn
     to stop.

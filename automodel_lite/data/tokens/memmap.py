@@ -35,9 +35,8 @@ SCAN_TOKENS = 1 << 24
 class MemmapRows(Rows):
     """The documents of a mapped token file; every token but the first of a document is trained on.
 
-    Args:
-        path: the `.bin` file; opened again where the rows are unpickled.
-        offsets: int64 [N + 1], where each document starts; the tokens between are the document.
+    path: the `.bin` file; opened again where the rows are unpickled.
+    offsets: int64 [N + 1], where each document starts; the tokens between are the document.
     """
 
     def __init__(self, path: Path, dtype: str, offsets: np.ndarray):
@@ -58,10 +57,7 @@ class MemmapRows(Rows):
             raise DataError(f"{path.name}: its index belongs to another file: documents are outside the {held}.")
 
     def __getitem__(self, index: int) -> Mapping[str, np.ndarray]:
-        """Returns a view of the file's tokens; labels are made here.
-
-        Raises DataError: the file was cut short since it was mapped; reading on would end the process by a signal.
-        """
+        """Returns a view of the file's tokens, and their labels; raises DataError when the file was cut short."""
         check_not_cut(self._files)
         tokens = self.tokens[self._offsets[index] : self._offsets[index + 1]]
         labels = np.full(len(tokens), IGNORE_INDEX, ID_DTYPE)

@@ -106,11 +106,10 @@ class Runs:
 class TokenRows(Rows):
     """Documents end to end: document i is tokens offsets[i] to offsets[i + 1] of every column.
 
-    Args:
-        columns: arrays, or Runs.
-        folder: where they live; such rows are pickled as its path, so that workers map the same pages.
-        files: of what is mapped.
-        lengths: int32 [N], mapped too.
+    columns: arrays, or Runs.
+    folder: where they live; such rows are pickled as its path, so that workers map the same pages.
+    files: of what is mapped.
+    lengths: int32 [N], mapped too.
 
     Raises DataError for columns of unequal length or scattered in memory.
     """
@@ -136,14 +135,6 @@ class TokenRows(Rows):
     @property
     def flat(self) -> TokenRows:
         return self
-
-    @property
-    def input_ids(self) -> np.ndarray:
-        return self.columns["input_ids"]
-
-    @property
-    def labels(self) -> np.ndarray:
-        return self.columns["labels"]
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         if not -len(self) <= index < len(self):
@@ -208,8 +199,7 @@ def _filled(name: str, num_tokens: int) -> np.ndarray:
 def next_token_labels(input_ids: np.ndarray, trained: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """Returns labels of documents end to end: the next token where that one is trained on, else -100.
 
-    Args:
-        input_ids: [total]; trained: bool [total], whether the token is something to learn; lengths: [N].
+    input_ids: [total]; trained: bool [total], whether the token is something to learn; lengths: [N].
 
     The first token of a document is nobody's target, and the last position has none, so that no target crosses a
     document: ids `a b c │ d e`, trained `0 1 1 │ 1 1` give `b c _ │ e _`.
@@ -328,10 +318,6 @@ class TokenizedData:
     fingerprint: str  # of the training rows' content: other documents, tokenizer, template or mask rule change it
     drawn: Callable[[int], Rows] | None = None  # epoch -> its training rows, where they differ by epoch
     longest: int = 0  # of all that may be drawn
-
-    def train_of(self, epoch: int) -> Rows:
-        """Returns the rows of an epoch, 0 is the first."""
-        return self.drawn(epoch) if self.drawn and epoch else self.train
 
 
 @runtime_checkable

@@ -151,7 +151,7 @@ def write_trees(folder: Path, mode: str) -> RowCounts:
     (folder / "groups.bin").unlink(missing_ok=True)
     if mode == "all" and PAIRED not in rows.columns:
         spans = zip(rows.offsets[:-1].tolist(), rows.offsets[1:].tolist())
-        keys: list[Any] = [rows.input_ids[start:stop][:LEAST_SHARED].tobytes() for start, stop in spans]
+        keys: list[Any] = [rows.columns["input_ids"][start:stop][:LEAST_SHARED].tobytes() for start, stop in spans]
     elif rows.groups is not None and (mode == "auto" or PAIRED in rows.columns):
         keys = [("alone", i) if group == ALONE else group for i, group in enumerate(rows.groups.tolist())]
     else:

@@ -72,16 +72,16 @@ def test_each_epoch_draws_its_own_documents(tmp_path: Path) -> None:
         "large": {"dataset": texts(tmp_path / "l.jsonl", "l", 50, 20), "weight": 1},
     }
     data, again = (mixed(tmp_path, sources)[0] for _ in range(2))
-    drawn = [rows.row_ids[rows.source_ids == 1].tolist() for rows in map(data.train_of, range(4))]
+    drawn = [rows.row_ids[rows.source_ids == 1].tolist() for rows in (data.train, *map(data.drawn, range(1, 4)))]
     assert all(len(set(documents)) == 5 for documents in drawn)
     assert len({tuple(sorted(documents)) for documents in drawn}) == 4
-    assert again.train_of(3).row_ids.tolist() == data.train_of(3).row_ids.tolist()
+    assert again.drawn(3).row_ids.tolist() == data.drawn(3).row_ids.tolist()
     assert data.longest == 20
 
 
 def test_what_is_taken_whole_is_not_drawn_again(tmp_path: Path) -> None:
     data, _ = mixed(tmp_path, {"a": {"dataset": texts(tmp_path / "a.jsonl", "a", 4, 10), "repeat": 2}})
-    assert data.train_of(1) is data.train
+    assert data.drawn is None
 
 
 @pytest.mark.parametrize(

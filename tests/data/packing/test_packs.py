@@ -88,9 +88,9 @@ def test_pieces_of_documents() -> None:
 @pytest.mark.parametrize("labels", [[2, 3, -100], [-100, 3, -100], [2, 3, 4]], ids=["all", "prompt", "no end"])
 def test_lists_become_int32(labels: list[int]) -> None:
     flat = flatten([{"input_ids": [1, 2, 2**31 - 1], "labels": labels}, {"input_ids": [], "labels": []}])
-    assert flat.input_ids.tolist() == [1, 2, 2**31 - 1]
-    assert flat.labels.tolist() == labels
-    assert (flat.input_ids.dtype, flat.labels.dtype) == (np.int32, np.int32)
+    assert flat.columns["input_ids"].tolist() == [1, 2, 2**31 - 1]
+    assert flat.columns["labels"].tolist() == labels
+    assert (flat.columns["input_ids"].dtype, flat.columns["labels"].dtype) == (np.int32, np.int32)
     assert flat.offsets.tolist() == [0, 3, 3]
 
 
@@ -106,8 +106,8 @@ def one_pack(rows: TokenRows, pieces: list[tuple[int, int, int]], size: int, mul
     segments += [(0, 0, 0, width) for width in padding_segments(size - sum(s[-1] for s in segments), multiple)]
     for i, start, stop, slot in segments:
         begin, padding = int(rows.offsets[i]), slot - (stop - start)
-        pack["input_ids"] += rows.input_ids[begin + start : begin + stop].tolist() + [pad] * padding
-        pack["labels"] += rows.labels[begin + start : begin + stop].tolist() + [IGNORE_INDEX] * padding
+        pack["input_ids"] += rows.columns["input_ids"][begin + start : begin + stop].tolist() + [pad] * padding
+        pack["labels"] += rows.columns["labels"][begin + start : begin + stop].tolist() + [IGNORE_INDEX] * padding
         pack["position_ids"] += range(slot)
         pack["seq_lens"].append(stop - start)
         pack["seq_lens_padded"].append(slot)
@@ -123,7 +123,10 @@ class Columns(Rows):
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         piece = slice(self.rows_of_all.offsets[index], self.rows_of_all.offsets[index + 1])
-        return {"input_ids": self.rows_of_all.input_ids[piece], "labels": self.rows_of_all.labels[piece]}
+        return {
+            "input_ids": self.rows_of_all.columns["input_ids"][piece],
+            "labels": self.rows_of_all.columns["labels"][piece],
+        }
 
 
 @settings(deadline=None, max_examples=150)
@@ -138,7 +141,9 @@ class Columns(Rows):
 )
 def test_a_batch_equals_its_packs_token_by_token(rows, strategy, multiple, overlong, dtype, indexed, data) -> None:
     made = flatten(samples(rows))
-    flat = TokenRows({"input_ids": made.input_ids.astype(dtype), "labels": made.labels}, made.offsets)
+    flat = TokenRows(
+        {"input_ids": made.columns["input_ids"].astype(dtype), "labels": made.columns["labels"]}, made.offsets
+    )
     lengths = np.diff(flat.offsets)
     plan = plan_packs(lengths, 8, strategy=strategy, slot_multiple=multiple, overlong=overlong)
     packs = PackedDataset(Columns(flat) if indexed else flat, plan, padding_idx=7)
@@ -190,7 +195,7 @@ def test_every_token_is_in_one_pack_with_its_label(strategy: str, rows, seed: in
         for pair in zip(pack["input_ids"].tolist(), pack["labels"].tolist())
         if pair[0] or pair[1] != IGNORE_INDEX
     ]
-    assert sorted(pairs) == sorted(zip(flat.input_ids.tolist(), flat.labels.tolist()))
+    assert sorted(pairs) == sorted(zip(flat.columns["input_ids"].tolist(), flat.columns["labels"].tolist()))
 
 
 def test_reads_memory_maps_and_indexes_like_a_list(tmp_path) -> None:

@@ -200,8 +200,8 @@ def test_processes_give_the_rows_of_one(tmp_path: Path) -> None:
     tokenizer = train_bpe_tokenizer(documents, 300, cache_dir=tmp_path)
     alone = tokenize_documents(documents, Job(tokenizer, TokenizeConfig(num_proc=1)), tmp_path / "1").train
     two = tokenize_documents(documents, Job(tokenizer, TokenizeConfig(num_proc=2)), tmp_path / "2").train
-    assert np.array_equal(alone.input_ids, two.input_ids)
-    assert np.array_equal(alone.labels, two.labels)
+    assert np.array_equal(alone.columns["input_ids"], two.columns["input_ids"])
+    assert np.array_equal(alone.columns["labels"], two.columns["labels"])
     assert np.array_equal(alone.offsets, two.offsets)
 
 
