@@ -42,6 +42,8 @@ SERVING = {
     "parallel/mesh": "numbers of ranks",
     "parallel/stragglers": "times",
     "telemetry/metrics": "times and counts",
+    "data/reading/paths": "finds files",
+    "data/feeding/order": "sees numbers of packs, and their costs",
     "data/packing/plan": "sees lengths alone",
     "data/packing/histogram": "sees lengths alone",
 }
