@@ -200,8 +200,8 @@ def test_every_token_is_in_one_pack_with_its_label(strategy: str, rows, seed: in
 
 def test_reads_memory_maps_and_indexes_like_a_list(tmp_path) -> None:
     flat = flatten(TWO)
-    for name in ("input_ids", "labels", "lengths", "offsets"):
-        values = getattr(flat, name).astype(np.int32 if name != "offsets" else np.int64)
+    for name, array in {**flat.columns, "lengths": flat.lengths, "offsets": flat.offsets}.items():
+        values = array.astype(np.int32 if name != "offsets" else np.int64)
         (tmp_path / f"{name}.bin").write_bytes(values.tobytes())
     mapped = load_rows(tmp_path)
     packs = PackedDataset(mapped, plan_packs([3, 5], 8))
