@@ -103,10 +103,7 @@ class Mixture:
         )
 
     def mix(self, rows: Mapping[str, Rows], epoch: int = 0) -> MixedRows:
-        """Returns the rows of an epoch, drawn from the rows of each dataset and shuffled.
-
-        Raises ConfigError for weights that take a dataset too often.
-        """
+        """Draws and shuffles the rows of an epoch; raises ConfigError for weights that take a dataset too often."""
         tokens = {name: source_rows.num_tokens for name, source_rows in rows.items()}
         wanted = {name: num_tokens * self.sources[name].repeat for name, num_tokens in tokens.items()}
         weights = {name: s.weight for name, s in self.sources.items() if s.weight is not None}

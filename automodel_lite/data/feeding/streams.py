@@ -305,10 +305,7 @@ class StreamedPacks(PackSource):
             yield StepBatches(batches, [], cursor.epoch, after, wait_s, left_out)
 
     def _judged(self, counts: Mapping[str, int]) -> str:
-        """Returns `stream.jsonl: 1,200 documents read, 12 bad, ...`.
-
-        Raises DataError: too much of what all shards have read so far cannot be trained on.
-        """
+        """Returns `stream.jsonl: 1,200 documents read, ...`; raises DataError when too many cannot be trained on."""
         name, max_bad_frac = self.documents.stream.name, self.job.settings.max_bad_frac
         text = (
             f"{name}: {counts['num_documents']:,} documents read, {counts['num_empty']:,} bad, empty or without a "

@@ -119,10 +119,7 @@ KNOWN_ROLES = ("system", "developer", "user", "assistant", "model", "tool", "ipy
 
 
 def read_turn(turn: Any, where: str) -> Message:
-    """Returns the message of one turn; `where` is its place in the row, `messages[2]`.
-
-    Raises DataError: names the place and what is wrong there.
-    """
+    """Returns the message of one turn; raises DataError with its place, `messages[2]`, and what is wrong."""
     if not isinstance(turn, dict):
         raise DataError(f"{where} must be an object with role and content, not {type(turn).__name__}.")
     message = {key: value for key, value in turn.items() if value is not None}

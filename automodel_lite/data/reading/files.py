@@ -56,10 +56,7 @@ ValPath = PathStr | Sequence[PathStr] | Mapping[str, PathStr | Sequence[PathStr]
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """How files are read.
-
-    Raises ConfigError: an encoding that is unknown, or in which a line does not end as in ASCII.
-    """
+    """How files are read; raises ConfigError for an encoding that is unknown, or whose lines end unlike ASCII's."""
 
     encoding: str = "utf-8"
     text_unit: str = "file"

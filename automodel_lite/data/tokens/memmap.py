@@ -147,10 +147,7 @@ class JoinedRows(ConcatenatedRows, Rows):
 
 
 def write_memmap(path: Path, documents: Iterable[Sequence[int]], dtype: str = "int32") -> None:
-    """Writes `<path>.bin` and `<path>.idx`, a pair of Megatron's; read them with `MemmapCorpus`.
-
-    Raises DataError: a token that `dtype` (uint16, int32) cannot hold.
-    """
+    """Writes Megatron's `<path>.bin` and `<path>.idx`; raises DataError for a token that `dtype` cannot hold."""
     most, lengths = np.iinfo(dtype).max, []
     with path.with_suffix(".bin").open("wb") as file:
         for number, document in enumerate(documents):

@@ -35,10 +35,7 @@ def load_tokenizer(
     chat_template: str | None = None,  # a Jinja file that replaces the tokenizer's own template
     added_tokens: list[str] | None = None,  # texts that become tokens of their own; see model.resize_embeddings
 ) -> PreTrainedTokenizerFast:
-    """Loads a fast tokenizer from a folder or by its hub name.
-
-    `chat_template`: a file with a Jinja template, or the template itself, in place of the tokenizer's own.
-    """
+    """Loads a fast tokenizer by folder or hub name; `chat_template` may also be the text of a template."""
     is_local = looks_local(path)
     source = str(Path(path).expanduser()) if is_local else path
     if is_local and not Path(source).is_dir():
