@@ -32,50 +32,39 @@ def strict_graphs() -> None:
     if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
         import torch._inductor.config as inductor_config  # seconds, where nothing is compiled
 
-        share = len(os.sched_getaffinity(0)) // _ranks_here()
+        share = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         inductor_config.compile_threads = max(1, min(inductor_config.compile_threads or 1, share))
-
-
-def _ranks_here() -> int:
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def backend_of(name: str) -> Any:
     """Returns what torch.compile takes; of several ranks on a host, one compiles each graph before the others do."""
-    return inductor_in_turn if name == "inductor" and _ranks_here() > 1 else name
+    return inductor_in_turn if name == "inductor" and os.environ.get("LOCAL_WORLD_SIZE", "1") != "1" else name
 
 
 def inductor_in_turn(graph: torch.fx.GraphModule, inputs: Any) -> Any:
     """inductor, by which the first rank of a host to meet a graph compiles it; the others wait, and find what it has
     made in inductor's caches. Nobody waits for a rank that has failed: its lock ends with its process.
     """
-    from torch._inductor.compile_fx import compile_fx
-
-    # Triton's kernels, most of the work, have one key for all GPUs of a kind; inductor's default is a folder for each.
-    os.environ.setdefault("TRITON_CACHE_DIR", str(Path(_inductor_folder(), "triton", "all")))
-    return compile_fx(graph, inputs, inner_compile=_compile_in_turn)
-
-
-def _compile_in_turn(graph: torch.fx.GraphModule, inputs: Any, **how: Any) -> Any:
-    from torch._inductor.compile_fx import compile_fx_inner
-
-    # A mark that is there from an earlier run says rightly that the caches, its neighbors, have the graph.
-    shapes = [(str(x.shape), str(x.dtype)) if isinstance(x, torch.Tensor) else str(x) for x in inputs]
-    name = hashlib.sha256(f"{torch.__version__}{graph.graph}{shapes}".encode()).hexdigest()
-    mark = Path(_inductor_folder(), "in_turn", name)
-    mark.parent.mkdir(parents=True, exist_ok=True)
-    with suppress(Timeout, OSError), FileLock(f"{mark}.lock", timeout=TURN_S):
-        if not mark.exists():
-            compiled_graph = compile_fx_inner(graph, inputs, **how)
-            mark.touch()
-            return compiled_graph
-    return compile_fx_inner(graph, inputs, **how)
-
-
-def _inductor_folder() -> str:
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-    return cache_dir()
+    # Triton's kernels, most of the work, have one key for all GPUs of a kind; inductor's default is a folder for each.
+    os.environ.setdefault("TRITON_CACHE_DIR", str(Path(cache_dir(), "triton", "all")))
+    marks = Path(cache_dir(), "in_turn")
+    marks.mkdir(parents=True, exist_ok=True)
+
+    def compile_in_turn(graph: torch.fx.GraphModule, inputs: Any, **how: Any) -> Any:
+        # A mark that is there from an earlier run says rightly that the caches, its neighbors, have the graph.
+        shapes = [(str(x.shape), str(x.dtype)) if isinstance(x, torch.Tensor) else str(x) for x in inputs]
+        mark = marks / hashlib.sha256(f"{torch.__version__}{graph.graph}{shapes}".encode()).hexdigest()
+        with suppress(Timeout, OSError), FileLock(f"{mark}.lock", timeout=TURN_S):
+            if not mark.exists():
+                made = compile_fx_inner(graph, inputs, **how)
+                mark.touch()
+                return made
+        return compile_fx_inner(graph, inputs, **how)
+
+    return compile_fx(graph, inputs, inner_compile=compile_in_turn)
 
 
 @functools.cache

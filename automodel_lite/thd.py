@@ -314,8 +314,8 @@ class AttentionPlan(Tensors):
 
     @cached_property
     def sizes(self) -> tuple[Tensor, Tensor] | None:
-        """The boundaries, and a tensor as long as the longest segment, for layers that are compiled: sizes of their
-        graph, which may be others in each batch. None where attention takes more than that.
+        """Boundaries, and a tensor as long as the longest segment: sizes in the graphs of layers, free to vary. None
+        where attention takes more than that.
         """
         if self.exchange is not None or self.tree is not None:
             return None

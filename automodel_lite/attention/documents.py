@@ -35,9 +35,7 @@ NOW: ContextVar[ThdBatch | None] = ContextVar("documents", default=None)
 
 
 class InGraph:
-    """What a compiled layer reads while it runs, as inputs of its graph: `AttentionPlan.sizes`; None = nothing, its
-    attention breaks the graph and reads NOW.
-    """
+    """What a compiled layer takes as inputs of its graph; None: its attention breaks the graph, and reads NOW."""
 
     sizes: tuple[Tensor, Tensor] | None = None
 

@@ -154,9 +154,10 @@ def compilable(kernel: AttentionKernel, attend: Callable[..., tuple[Tensor, None
         sizes = IN_GRAPH.sizes
         if sizes is None or not getattr(module, "attends_in_graph", False):
             return outside(module, *qkv, scaling=scaling, **kwargs)  # type: ignore[no-any-return]
-        q, k, v = _heads_last(*qkv[:3])
+        q, k, v = (x.contiguous() for x in _heads_last(*qkv[:3]))  # as the operation's shapes promise for its results
         options = AttentionOptions(q.shape[-1] ** -0.5 if scaling is None else scaling, module.packed_window)
-        return kernel.attend_in_graph(q, k, v, sizes, options)[None], None
+        cu, longest = sizes[0], sizes[1].shape[0]
+        return kernel(q, k, v, Segments(cu, cu, longest, longest), options)[None], None
 
     return forward
 

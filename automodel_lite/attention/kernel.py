@@ -61,12 +61,9 @@ class BlockKernel(Protocol):
 
 @runtime_checkable
 class GraphKernel(Protocol):
-    """A kernel that can be part of a compiled layer: one operation, whose numbers of documents and tokens may vary."""
+    """A kernel that is one operation to the compiler, whatever the numbers of its documents and tokens."""
 
-    def attend_in_graph(
-        self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, sizes: tuple[Tensor, Tensor], options: AttentionOptions
-    ) -> Tensor:
-        """Plain packing, with `AttentionPlan.sizes`."""
+    is_one_operation: bool
 
 
 @runtime_checkable

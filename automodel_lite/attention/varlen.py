@@ -32,6 +32,7 @@ class VarlenAttention:
     """
 
     name = "thd_varlen"
+    is_one_operation = True
 
     def __init__(
         self,
@@ -83,24 +84,12 @@ class VarlenAttention:
         """See `AttentionKernel`."""
         if options.softcap is not None or options.sinks is not None:
             raise refuse(self, "softcap or attention sinks", "use attention=flex")
-        return self._attend(q_THD, k_THD, v_THD, _without_decoding(segments), options)
-
-    def attend_in_graph(
-        self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, sizes: tuple[Tensor, Tensor], options: AttentionOptions
-    ) -> Tensor:
-        """See `GraphKernel`: torch's operation, with the layout that its shapes under compilation promise."""
-        cu, longest = sizes[0], sizes[1].shape[0]
-        q, k, v = (x.contiguous() for x in (q_THD, k_THD, v_THD))
-        return self._attend(q, k, v, Segments(cu, cu, longest, longest), options)
-
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, options: AttentionOptions) -> Tensor:
         # (w, 0) sees w keys besides the query's own
         window_size = (-1, 0) if options.window is None else (options.window - 1, 0)
         more: dict[str, Any] = {"scale": options.scale, "window_size": window_size}
         if self.compares_heads:
-            more["enable_gqa"] = q.shape[1] != k.shape[1]
-        out: Tensor = self.varlen_attn(q, k, v, *segments, **more)
-        return out
+            more["enable_gqa"] = q_THD.shape[1] != k_THD.shape[1]
+        return self.varlen_attn(q_THD, k_THD, v_THD, *_without_decoding(segments), **more)  # type: ignore[no-any-return]
 
     def block(self, inputs: AttentionInputs, causal: bool) -> tuple[Tensor, Tensor]:
         """See `BlockKernel`; the operation under `varlen_attn`, whose backward does not take the log-sum-exp."""

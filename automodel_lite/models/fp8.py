@@ -21,12 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 from torchao.float8.float8_linear import Float8Linear
-from torchao.float8.float8_training_tensor import (
-    Float8TrainingTensor,
-    GemmInputRole,
-    LinearMMConfig,
-    hp_tensor_and_scale_to_float8,
-)
+from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole, hp_tensor_and_scale_to_float8
 from torchao.float8.float8_utils import amax_to_scale
 
 from automodel_lite.errors import ConfigError
@@ -62,13 +57,12 @@ class Fp8Gathers:
     """
 
     def __init__(self, model: nn.Module, compute_dtype: torch.dtype) -> None:
+        self.compute_dtype, self.version = compute_dtype, -1
         linears = [x for x in model.modules() if isinstance(x, Float8Linear) and isinstance(x.weight, DTensor)]
         # an uneven shard is padded by FSDP, which makes a new tensor of it
         self.linears = [x for x in linears if len(x.weight) % x.weight.device_mesh.size(-1) == 0]
-        self.compute_dtype = compute_dtype
         self.shards: list[Tensor] = [linear.weight._local_tensor for linear in self.linears]
         self.rounded: list[Float8TrainingTensor] = []
-        self.version = -1
         for number, (linear, shard) in enumerate(zip(self.linears, self.shards)):
             hooks: Any = shard
             hooks.fsdp_pre_all_gather = partial(self._before_gather, number)
@@ -96,17 +90,12 @@ class Fp8Gathers:
             for shard, scale in zip(self.shards, scales.unbind())
         ]
 
-    def _before_gather(
-        self, number: int, mesh: Any, size: Any, stride: Any, module: Any, policy: Any
-    ) -> tuple[tuple[Tensor], Tensor]:
+    def _before_gather(self, number: int, mesh: Any) -> tuple[tuple[Tensor], Tensor]:
         """What is sent, and what is not: FSDP's `fsdp_pre_all_gather`."""
-        rounded = self.rounded[number]
-        return (rounded._data,), rounded._scale
+        return (self.rounded[number]._data,), self.rounded[number]._scale
 
 
-def _after_gather(
-    config: LinearMMConfig, gathered: tuple[Tensor], scale: Tensor, dtype: torch.dtype, *, out: Any = None
-) -> Any:
+def _after_gather(config: Any, gathered: tuple[Tensor], scale: Tensor, dtype: torch.dtype, out: Any = None) -> Any:
     """FSDP's `fsdp_post_all_gather`: the weight as torchao's layer takes it, the first time; then its new scale."""
     if out is not None:
         out._scale = scale

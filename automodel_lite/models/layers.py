@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import fnmatch
 import functools
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -70,9 +69,8 @@ KEPT_FRAC = 0.5
 
 
 def compile_layers(layers: list[nn.Module], backend: str = "inductor", kept_frac: float = 1.0) -> Callable[[], None]:
-    """Compiles each layer's forward, in one graph where its attention can be part of it (`GraphKernel`); else attention
-    is left out, with the boundaries of the documents. Packs of other documents need no new graph: one too many is an
-    error, never a silent return to eager.
+    """Compiles each layer's forward, with its attention if that is a `GraphKernel`, else without it and the boundaries
+    of the documents. Packs of other documents need no new graph: one too many is an error, never a return to eager.
 
     kept_frac  of what each graph would keep for its backward pass; the partitioner chooses what is computed again. For
                the whole process, as graphs are made when shapes come
@@ -106,8 +104,7 @@ def _with_sizes(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
 def has_fp8(model: nn.Module) -> bool:
     """Returns whether linear layers are torchao's (models/fp8.py), whose products round to fp8."""
-    torchao = sys.modules.get("torchao.float8.float8_linear")
-    return torchao is not None and any(isinstance(module, torchao.Float8Linear) for module in model.modules())
+    return any(type(module).__name__ == "Float8Linear" for module in model.modules())
 
 
 def to_host(tensor: Tensor) -> tuple[torch.device, Tensor]:

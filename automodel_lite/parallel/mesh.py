@@ -129,9 +129,7 @@ def launchers_store() -> dist.Store:
 
 @contextlib.contextmanager
 def reading_turn() -> Iterator[None]:
-    """Lets the ranks of 16 hosts read weights at a time. No collective may be inside; a rank that fails lets the next
-    one go on.
-    """
+    """Lets the ranks of 16 hosts read weights at a time, without collectives; one that fails lets the next go on."""
     ahead = HOSTS_AT_ONCE * launch_variable("LOCAL_WORLD_SIZE", 1)
     if world_size() <= ahead:
         yield

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -27,9 +26,6 @@ from automodel_lite.models.layers import decoder_layers, output_head, towers
 from automodel_lite.models.loss import LossModel
 from automodel_lite.parallel.mesh import Mesh, MeshShape
 from automodel_lite.thd import ThdBatch
-
-if TYPE_CHECKING:
-    from automodel_lite.models.fp8 import Fp8Gathers  # which brings torchao
 
 
 def choose_strategy(strategy: str, shape: MeshShape, is_gpu: bool, is_quantized: bool = False) -> str:
@@ -70,7 +66,7 @@ class ParallelModel:
     compute_dtype: torch.dtype
     sharded_over: Mesh | None = None  # None = each rank has all of it, and autocasts
     reduces_every: bool = False  # gradients after every micro-batch, so that their sum is sharded
-    fp8_gathers: Fp8Gathers | None = None
+    refresh: Callable[[], None] = lambda: None  # of what is made of the weights (models/fp8.py), before each call
 
     def __call__(self, batch: ThdBatch) -> Tensor:
         with self._call(batch):
@@ -93,8 +89,7 @@ class ParallelModel:
 
     def _call(self, batch: ThdBatch) -> torch.autocast:
         """Weights are cast once per use: a cache of the casts is 13 GiB of an 8B model, read by no recomputation."""
-        if self.fp8_gathers:
-            self.fp8_gathers.refresh()
+        self.refresh()
         autocasts = self.sharded_over is None and self.compute_dtype != torch.float32
         return torch.autocast(batch.labels.device.type, self.compute_dtype, enabled=autocasts, cache_enabled=False)
 

@@ -220,7 +220,7 @@ def assemble(
     if has_fp8(lm := model.loss_model.lm) and parts.training.fp8 == "tensorwise" and not parts.mesh.cpu_offload:
         from automodel_lite.models.fp8 import Fp8Gathers
 
-        model = replace(model, fp8_gathers=Fp8Gathers(lm, dtype))
+        model = replace(model, refresh=Fp8Gathers(lm, dtype).refresh)
     return model, adapter
 
 

@@ -125,8 +125,7 @@ def apply_gradients(
         gradients = [local(p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         torch._foreach_div_(gradients, divisor)
         optimizer.step()
-    # kernels that update in place, torch's fused ones too, do not say so; `Fp8Gathers` rounds what has changed
-    increment_version(map(local, parameters))
+    increment_version(map(local, parameters))  # which fused kernels forget, and `Fp8Gathers` looks at
     return norm
 
 
