@@ -24,13 +24,15 @@ from typing import Any
 
 import huggingface_hub
 import numpy as np
+import torch
 
 from automodel_lite.cli import compose_config
 from automodel_lite.config.check import check_config
 from automodel_lite.errors import ConfigError
-from automodel_lite.tools.planner import GPUS, Job, Layout, Plan, make_plans, planned, possible, priced
+from automodel_lite.tools.planner import GPUS, Job, Layout, Plan, make_plans, placed, possible, priced
+from automodel_lite.training.build import plan_model
 from automodel_lite.training.memory import usable
-from automodel_lite.training.plan import build_parts, with_recomputation
+from automodel_lite.training.plan import ModelPlan, build_parts, with_recomputation
 from automodel_lite.training.recompute import NONE, least_recomputation, recomputation_text
 from automodel_lite.training.simulation import Simulation, layer_pattern, simulate, simulate_by_layers
 
@@ -67,6 +69,10 @@ def job_of(name: str) -> Job:
     parts = build_parts(replace(config, attention={}))
     lengths = np.array([1024])
     return Job(parts, parts.model.described({"vocab_size": 8192}), GPUS[gpu], gpus, nodes, lengths, lengths)
+
+
+def planned(job: Job, layout: Layout) -> ModelPlan:
+    return plan_model(placed(job, layout), job.config, layout.shape, torch.device("cuda"))
 
 
 def per_pack(plan: Plan) -> float:

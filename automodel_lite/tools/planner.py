@@ -29,7 +29,7 @@ from automodel_lite.parallel.mesh import MeshShape
 from automodel_lite.telemetry.metrics import peak_of
 from automodel_lite.training.build import plan_model
 from automodel_lite.training.memory import usable
-from automodel_lite.training.plan import ModelPlan, Parts
+from automodel_lite.training.plan import Parts
 from automodel_lite.training.recompute import least_recomputation
 from automodel_lite.training.simulation import Simulation, layer_pattern, simulate
 from automodel_lite.training.tracker import Message, Work
@@ -156,7 +156,8 @@ def make_plans(job: Job, most: int = MOST_SIMULATED) -> Outcome:
             lost["slower"] += 1
             continue
         try:
-            found = least_recomputation(planned(job, layout), capacity, pattern, 0 if job.parts.peft else None)
+            plan = plan_model(placed(job, layout), job.config, layout.shape, torch.device("cuda"))
+            found = least_recomputation(plan, capacity, pattern, 0 if job.parts.peft else None)
         except (ConfigError, NotImplementedError):
             lost["unsupported"] += 1
             continue
@@ -174,13 +175,8 @@ def make_plans(job: Job, most: int = MOST_SIMULATED) -> Outcome:
     return Outcome([], lost)
 
 
-def planned(job: Job, layout: Layout) -> ModelPlan:
-    """Returns the model on the layout's mesh; raises ConfigError where the two do not fit together."""
-    return plan_model(placed(job, layout), job.config, layout.shape, torch.device("cuda"))
-
-
 def placed(job: Job, layout: Layout) -> Parts:
-    """Returns the job's parts with the layout's mesh and batch."""
+    """Returns the job's parts on the layout's mesh, with its batch."""
     mesh = replace(job.parts.mesh, **{axis: getattr(layout.shape, axis) for axis in AXES})
     training = replace(job.parts.training, micro_batch_size=layout.micro_batch, global_batch_size=layout.global_batch)
     # a kernel that exists on any machine; what is simulated has the memory of a GPU's
