@@ -83,6 +83,8 @@ def estimate_memory(plan: ModelPlan, adapter: int | None) -> MemoryEstimate:
         working_copy = (2 * compute + reduced) * layer + compute * size.head_weights / shape.tp
         if parts.advanced.reshard_after_forward is False:
             working_copy += compute * size.parameters / shape.tp
+        if parts.training.fp8 == "tensorwise" and on_gpu:  # each rank's shards as they are gathered (models/fp8.py)
+            working_copy += size.layer_weights / shards
     else:  # autocast's casts live until the backward pass of their layer
         plain = size.num_layers if parts.training.activation_checkpointing == "none" else 1
         working_copy = (compute if compute < master else 0) * (plain * layer + size.head_weights)

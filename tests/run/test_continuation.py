@@ -184,11 +184,11 @@ def test_tensor_parallel_ranks_continue_and_are_continued(tmp_path: Path) -> Non
         assert got[step] == (pytest.approx(loss, rel=1e-5), pytest.approx(grad_norm, rel=1e-4)), step
 
 
-def test_a_mixture_continues_within_its_schedule(tmp_path: Path) -> None:
-    """Weights that differ by epoch: stopped in the second epoch, it draws the documents that it would have drawn."""
+def test_a_mixture_continues_with_the_same_documents(tmp_path: Path) -> None:
+    """Each epoch draws its own: stopped in the second epoch, the run goes on with those that it would have drawn."""
     chats = "{_target_: automodel_lite.data.reading.documents.ToyChat, num_chats: %d, seed: %d}"
     first, second = chats % (60, 1), chats % (60, 2)
-    parts = f"{{one: {{dataset: {first}, weight: [0.8, 0.2]}}, two: {{dataset: {second}, weight: [0.2, 0.8]}}}}"
+    parts = f"{{one: {{dataset: {first}, weight: 0.8}}, two: {{dataset: {second}, weight: 0.2}}}}"
     overrides = ["dataset=mixture", "~dataset.num_chats", f"dataset.sources={parts}", "training.max_steps=16"]
     assert train_quick(tmp_path / "whole", *overrides)[0] == 0
     run = tmp_path / "run"

@@ -77,6 +77,12 @@ def test_sharding_an_8b_model():
     assert alone.gradients / 2**30 == pytest.approx(29.91, abs=0.01)
 
 
+def test_shards_that_wait_in_fp8_take_a_byte_per_weight():
+    plain, rounded = (plan_of(config_with(fp8=recipe), 1, 2, 1) for recipe in ("none", "tensorwise"))
+    in_layers = 3 * (64 * (64 + 32 + 32 + 64) + 3 * 64 * 160)
+    assert estimate_memory(rounded, None).total - estimate_memory(plain, None).total == in_layers / 2
+
+
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_a_text_config_without_a_word_on_its_tied_head(is_tied: bool):
     """Qwen2-VL: a tied head and its table are gathered, and their gradients reduced, as one."""
