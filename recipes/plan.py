@@ -250,22 +250,25 @@ def cures(job: Job, parts_of: Callable[[Sequence[str]], Parts], most_nodes: int 
                 yield f"  fits with {change}"
 
 
-def fits(job: Job, tried: int = 3) -> bool:
-    """Does a plan fit? Of the world's layouts, those that hold least by the coarse formulas are simulated."""
+def fits(job: Job, tried: int = 2) -> bool:
+    """Does a plan fit? Of the world's layouts, those that hold least by the coarse formulas are simulated: some whose
+    steps have one micro-batch and some with several, as a sum of gradients is what the formulas know least about.
+    """
     pattern, capacity = layer_pattern(job.config), usable(int(job.gpu.gigabytes * 1e9))
-    least: list[tuple[float, Parts, MeshShape]] = []
+    one_or_several: dict[bool, list[tuple[float, Parts, MeshShape]]] = {True: [], False: []}
     for layout in possible(job):
-        parts = with_recomputation(placed(job, layout), *OFFLOAD)
-        if parts.advanced.reduce_every_micro_batch == "auto" and layout.micro_steps > 1:
+        parts, is_one = with_recomputation(placed(job, layout), *OFFLOAD), layout.micro_steps == 1
+        if parts.advanced.reduce_every_micro_batch == "auto" and not is_one:
             parts = replace(parts, advanced=replace(parts.advanced, reduce_every_micro_batch=True))
         plan = ModelPlan(parts, job.config, job.size, layout.shape, "fsdp", torch.bfloat16)
-        least.append((estimate_memory(plan, 0 if parts.peft else None).total, parts, layout.shape))
-    for estimate, parts, shape in sorted(least, key=lambda one: one[0])[:tried]:
-        with suppress(ConfigError, NotImplementedError):
-            if estimate > HOPELESS * capacity:
-                return False
-            if simulate_by_layers(parts, job.config, shape, pattern).peak <= capacity:
-                return True
+        estimate = estimate_memory(plan, 0 if parts.peft else None).total
+        if estimate <= HOPELESS * capacity:
+            one_or_several[is_one].append((estimate, parts, layout.shape))
+    for found in one_or_several.values():
+        for _, parts, shape in sorted(found, key=lambda one: one[0])[:tried]:
+            with suppress(ConfigError, NotImplementedError):
+                if simulate_by_layers(parts, job.config, shape, pattern).peak <= capacity:
+                    return True
     return False
 
 
