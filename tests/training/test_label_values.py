@@ -95,7 +95,7 @@ score.main(config_of("finetune", Path(sys.argv[1]), *sys.argv[2:]))
 
 
 def test_a_killed_scoring_goes_on_where_it_was(models: Path, tmp_path: Path) -> None:
-    """What was there is kept: a value that is changed by hand in the meantime stays changed."""
+    """What was noted as done is kept: values that are changed by hand in the meantime stay changed."""
     many = ("dataset.num_chats=400", "packed_sequence.packed_sequence_size=256", "packed_sequence.overlong=drop")
     whole = scored(models, tmp_path / "whole", *many)
     cache = tmp_path / "killed"
@@ -117,14 +117,13 @@ def test_a_killed_scoring_goes_on_where_it_was(models: Path, tmp_path: Path) -> 
     ids = np.lib.format.open_memmap(found[0].with_name("teacher_ids.npy"), mode="r+")
     places = np.flatnonzero(ids.any(axis=1))
     assert 0 < len(places) < len(np.flatnonzero(whole["teacher_ids"].any(axis=1)))
-    first = places[0]
-    ids[first] = 12345
+    ids[places] = 12345
     ids.flush()
     resumed = scored(models, cache, *many)
-    kept = resumed["teacher_ids"][first] == 12345
-    others = np.arange(len(ids)) != first
-    assert kept.all()
-    np.testing.assert_array_equal(resumed["teacher_ids"][others], whole["teacher_ids"][others])
+    # values of packs behind the noted place, which the kill came before, are computed again
+    kept = (resumed["teacher_ids"] == 12345).all(axis=1)
+    assert 0 < kept.sum() <= len(places)
+    np.testing.assert_array_equal(resumed["teacher_ids"][~kept], whole["teacher_ids"][~kept])
     np.testing.assert_array_equal(resumed["teacher_log_probs"], whole["teacher_log_probs"])
 
 
