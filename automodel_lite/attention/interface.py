@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -128,8 +128,8 @@ def install(model: transformers.PreTrainedModel, kernel: AttentionKernel) -> Non
     replace_forwards((x for x in model.modules() if isinstance(x, transformers.PreTrainedModel)), WithinDocuments)
     replace_forwards(length_dependent_rotations(model), RotationByDocument)
     text = model.config.get_text_config()
-    for module in model.modules():  # a layer's window is read again: lengths may have been others
-        vars(module).pop("packed_window", None)
+    for module in model.modules():  # what is known of a layer is read again: lengths may have been others
+        vars(module).pop("packed_as", None)
     if any(shape.num_heads for shape in layer_shapes(text)):
         transformers.AttentionInterface.register(kernel.name, compilable(kernel, packed_attention(kernel)))
         # Of a composite, the language model alone: some towers look their attention up in a table of their own.
@@ -142,20 +142,28 @@ def install(model: transformers.PreTrainedModel, kernel: AttentionKernel) -> Non
     replace_forwards(mixers_of(model), PackedMixer)
 
 
+class PackedLayer(NamedTuple):
+    """What its config says of a layer, read at its first forward: configs are slow to ask, layers many."""
+
+    window: int | None
+    chunk: int | None
+    is_plain: bool  # it sees whole documents, with queries as they are: its attention may be part of a graph
+
+
 def compilable(kernel: AttentionKernel, attend: Callable[..., tuple[Tensor, None]]) -> Callable[..., Any]:
     """What a compiled layer calls: `attend`, outside of its graph, or inside the operation of a `GraphKernel` for plain
-    documents. A layer has been called uncompiled before, as the isolation probe does, which makes all checks.
+    documents. A layer is called uncompiled first, as by the isolation probe, which makes all checks.
     """
     outside = torch.compiler.disable(attend)
     if not isinstance(kernel, GraphKernel):
         return outside
 
     def forward(module: Any, *qkv: Tensor, scaling: float | None = None, **kwargs: Any) -> tuple[Tensor, None]:
-        sizes = IN_GRAPH.sizes
-        if sizes is None or not getattr(module, "attends_in_graph", False):
+        sizes, layer = IN_GRAPH.sizes, getattr(module, "packed_as", None)
+        if sizes is None or layer is None or not layer.is_plain:
             return outside(module, *qkv, scaling=scaling, **kwargs)  # type: ignore[no-any-return]
         q, k, v = (x.contiguous() for x in _heads_last(*qkv[:3]))  # as the operation's shapes promise for its results
-        options = AttentionOptions(q.shape[-1] ** -0.5 if scaling is None else scaling, module.packed_window)
+        options = AttentionOptions(q.shape[-1] ** -0.5 if scaling is None else scaling, layer.window)
         cu, longest = sizes[0], sizes[1].shape[0]
         return kernel(q, k, v, Segments(cu, cu, longest, longest), options)[None], None
 
@@ -192,20 +200,17 @@ def packed_attention(kernel: AttentionKernel) -> Callable[..., tuple[Tensor, Non
         documents = NOW.get()
         if documents is None:
             raise ConfigError(f"{type(module).__name__} got no documents: call the model with ThdBatch.model_inputs().")
-        # What the config says of a layer is read at its first forward: configs are slow to ask, layers many.
-        of_layer: Any = module
-        is_new = "packed_window" not in vars(module)
-        if is_new or attention_mask is not None or dropout or len(query) != 1 or is_causal is False:
-            _refuse_what_packing_cannot(module, query, attention_mask, dropout, is_causal)
-            of_layer.packed_window, of_layer.packed_chunk = _window(module, sliding_window)
-        window, chunk = of_layer.packed_window, of_layer.packed_chunk
-        unscaled, k, v = _heads_last(query, key, value)
-        q = scale_queries(module, unscaled, documents.position_ids) if "floor_scale" in vars(module) else unscaled
-        of_layer.attends_in_graph = chunk is None and q is unscaled
+        _refuse_what_packing_cannot(module, query, attention_mask, dropout, is_causal)
+        if "packed_as" not in vars(module):
+            window, chunk = _window(module, sliding_window)
+            is_plain = chunk is None and "floor_scale" not in vars(module)
+            vars(module)["packed_as"] = PackedLayer(window, chunk, is_plain)
+        window, chunk, _ = vars(module)["packed_as"]
+        q, k, v = _heads_last(query, key, value)
+        q = scale_queries(module, q, documents.position_ids)
         scale = q.shape[-1] ** -0.5 if scaling is None else scaling
         plan = documents.attention
-        segments = plan.segments if chunk is None else plan.cut(chunk)
-        inputs = AttentionInputs(q, k, v, segments, AttentionOptions(scale, window, softcap, s_aux))
+        inputs = AttentionInputs(q, k, v, plan.cut(chunk), AttentionOptions(scale, window, softcap, s_aux))
         attend = kernel if plan.tree is None else over_tree(kernel, plan.tree, is_cut=chunk is not None)
         out = attend(*inputs) if plan.exchange is None else plan.exchange.attend(attend, inputs)
         return out[None], None

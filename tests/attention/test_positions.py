@@ -24,7 +24,7 @@ def test_windows_are_read_again_behind_the_probe() -> None:
         with short_lengths(model) if has_short_lengths else nullcontext():
             install(model, ReferenceAttention())
             check_packing_isolation(model)
-    windows = [vars(x)["packed_window"] for x in model.modules() if "packed_window" in vars(x)]
+    windows = [vars(x)["packed_as"].window for x in model.modules() if "packed_as" in vars(x)]
     assert windows == [16, 16]
 
 

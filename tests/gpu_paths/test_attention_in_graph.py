@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.attention import varlen
 
 from automodel_lite.attention.documents import IN_GRAPH
-from automodel_lite.attention.interface import check_packing_isolation
+from automodel_lite.attention.interface import check_packing_isolation, install
 from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.attention.varlen import VarlenAttention
 from automodel_lite.graphs import compiled_graphs
@@ -114,8 +114,17 @@ def test_what_an_operation_cannot_do_stays_outside() -> None:
         assert compiled_graphs() - before <= 16
         want = gradients(model_of(family, settings, 4, ReferenceAttention()), packs)
         torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-5)
-        inside = [m.attends_in_graph for m in model.lm.modules() if "attends_in_graph" in vars(m)]
+        inside = [m.packed_as.is_plain for m in model.lm.modules() if "packed_as" in vars(m)]
         assert inside == ([True] * 4 if family == "llama" else [False] * 4)
+
+
+def test_a_kernel_that_is_installed_again_is_right_at_once() -> None:
+    """What layers know is forgotten with it: none of them runs in a graph on what it knew before."""
+    model = compiled("mistral", FAMILIES["mistral"])
+    install(model.lm, VarlenAttention())
+    packs = [pack_of(*lengths) for lengths in PACKS[:3]]
+    want = gradients(model_of("mistral", FAMILIES["mistral"], 4, ReferenceAttention()), packs)
+    torch.testing.assert_close(gradients(model, packs), want, rtol=1e-4, atol=1e-6)
 
 
 def test_a_layer_that_fails_leaves_no_boundaries_behind() -> None:
