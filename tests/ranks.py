@@ -11,6 +11,7 @@ import socket
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
@@ -35,16 +36,14 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
     """fn(rank, world_size, *args) on each rank, with the default process group up -> the results in rank order.
 
     `fn` is a function at the top level of a module; arguments and results are pickled. The first error of a rank is
-    raised here as AssertionError with its traceback; the other ranks are ended.
+    raised here as AssertionError with its traceback; the other ranks are ended. A rank that is done stays until all
+    are: rank 0 may hold the store that a slower one has still to open.
     """
     context = fork_server()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, reserved_port() as port:
         pipes, processes = [], []
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
         for rank in range(world_size):
-            ours, theirs = context.Pipe(duplex=False)
+            ours, theirs = context.Pipe()
             process = context.Process(
                 target=_rank, args=(theirs, fn, rank, world_size, str(Path(folder, "store")), port, args), daemon=True
             )
@@ -55,11 +54,22 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
         try:
             return _collect(pipes)
         finally:
+            for pipe in pipes:
+                pipe.close()
             for process in processes:
                 process.join(5)
                 if process.is_alive():
                     process.kill()
                     process.join()
+
+
+@contextmanager
+def reserved_port() -> Iterator[int]:
+    """A port for one who listens with SO_REUSEADDR, as stores do; while it is bound here, nobody is given its number."""
+    with socket.socket() as reserved:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind(("127.0.0.1", 0))
+        yield reserved.getsockname()[1]
 
 
 def in_a_process(fn: Callable[..., Any], folder: Path, *args: Any) -> tuple[int, str]:
@@ -136,6 +146,8 @@ def _rank(
         dist.barrier()  # `fn` may end, and close its connections, before others have opened theirs
         result = fn(rank, world_size, *args)
         pipe.send((True, result))
+        with suppress(EOFError):
+            pipe.recv()  # nothing comes: it is closed when all are done
     except BaseException:
         pipe.send((False, traceback.format_exc()))
     finally:
