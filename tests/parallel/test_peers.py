@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import re
 import subprocess
@@ -11,6 +10,7 @@ import sys
 import threading
 import time
 from contextlib import redirect_stderr, suppress
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from automodel_lite.launched import this_process
 from automodel_lite.parallel.control import open_control
 from automodel_lite.parallel.peers import end_together, flat, open_peers, versions
 from tests.ranks import run_ranks
-from tests.runs import train_quick
+from tests.runs import train_quick, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -37,7 +37,6 @@ def _compare(rank: int, world_size: int, facts: list[dict[str, Any]]) -> tuple[s
     except ConfigError as error:
         return str(error), time.monotonic() - began
     peers.compare("data", {"tokens": 5})
-    dist.barrier()  # rank 0 holds the store: it must not leave first
     return "", time.monotonic() - began
 
 
@@ -59,7 +58,7 @@ def test_facts_that_differ_are_named_with_both_values() -> None:
         assert re.search(r"optimizer.lr: 0.001 on rank 0 \(.*\), 0.002 on rank 2 \(", text)
         assert re.search(r"more: not set on rank 0 \(.*\), x on rank 2 \(", text)
         assert "seed" not in text
-        assert took_s < 20
+        assert took_s < 100  # and not the hour that a rank would be waited for
 
 
 def test_what_is_compared() -> None:
@@ -91,7 +90,7 @@ def test_a_run_of_different_settings_does_not_start(tmp_path: Path, override: st
     began = time.monotonic()
     for text in run_ranks(_train_otherwise, 2, str(tmp_path / "run"), [[], [override]]):
         assert re.search(said, text), text
-    assert time.monotonic() - began < 60
+    assert time.monotonic() - began < 100
     assert not (tmp_path / "run").exists()
 
 
@@ -118,7 +117,7 @@ def test_the_mistake_of_one_rank_reaches_the_others_in_seconds(waits_in: str) ->
     first, second = run_ranks(_meet_a_mistake, 2, waits_in)
     assert re.fullmatch(r"rank 1 on \S+: a.jsonl:7: not JSON", first)
     assert second == "a.jsonl:7: not JSON"
-    assert time.monotonic() - began < 60
+    assert time.monotonic() - began < 100
 
 
 SCRIPT = """
@@ -160,37 +159,43 @@ def test_a_mistake_of_one_rank_is_printed_by_rank_0(tmp_path: Path, where: str) 
         assert '"failed"' in (tmp_path / "run/STATUS.json").read_text()
 
 
-def _die(rank: int, world_size: int, ready: str) -> str:
-    peers = open_peers()
+def _die(rank: int, world_size: int) -> str:
     heard: list[str] = []
-    peers.on_failure = lambda error: heard.append(str(error))
-    try:
-        with end_together(peers):
-            peers.compare("settings", {})
-            if rank == 1:
-                pid = os.fork()  # the rank's own process: a child that joins under its number, and is killed
-                os._exit(0) if pid == 0 else os.waitpid(pid, 0)
-                gone = this_process_of(pid)
-                peers._store.set("process/1", json.dumps(gone))  # type: ignore[union-attr]
-                time.sleep(6)
-                return ""
-            while not heard:
-                time.sleep(0.05)
-            return heard[0]
-    except PeerError as error:
-        return str(error)
-
-
-def this_process_of(pid: int) -> dict[str, Any]:
-    return {**vars(this_process()), "pid": pid}
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:  # known from the start under the number of a process that is gone
+            pid = os.fork()
+            os._exit(0) if pid == 0 else os.waitpid(pid, 0)
+            patch.setattr("automodel_lite.parallel.peers.this_process", lambda: replace(this_process(), pid=pid))
+        peers = open_peers()
+        peers.on_failure = lambda error: heard.append(str(error))
+        try:
+            with end_together(peers):
+                peers.compare("settings", {})
+                while not heard:
+                    time.sleep(0.05)
+                return heard[0]
+        except PeerError as error:
+            return str(error)
 
 
 def test_a_rank_that_is_killed_is_named_within_seconds() -> None:
     """Before training, where no collective would fail: the others once waited for over 700 s without a line."""
     began = time.monotonic()
-    first, _ = run_ranks(_die, 2, "")
-    assert re.fullmatch(r"rank 1 on \S+: ended without a message \(killed, out of memory, or a crash\)", first)
-    assert time.monotonic() - began < 60
+    for said in run_ranks(_die, 2):
+        assert re.fullmatch(r"rank 1 on \S+: ended without a message \(killed, out of memory, or a crash\)", said)
+    assert time.monotonic() - began < 100
+
+
+class Clock:
+    """One that goes on by what is slept, in no time."""
+
+    now_s = 0.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
 
 
 def _wait_alone(rank: int, world_size: int) -> str:
@@ -199,8 +204,8 @@ def _wait_alone(rank: int, world_size: int) -> str:
     said = io.StringIO()
     peers = open_peers()
     with redirect_stderr(said), pytest.MonkeyPatch.context() as patch, suppress(PeerError):
-        patch.setattr("automodel_lite.parallel.peers.LINE_EVERY_S", 0.3)
-        patch.setattr("automodel_lite.parallel.peers._START_S", 1.0)
+        for name, value in {"LINE_EVERY_S": 0.3, "_START_S": 1.0, "time": Clock()}.items():
+            patch.setattr(f"automodel_lite.parallel.peers.{name}", value)
         peers.join()
         peers.compare("settings", {})
     return said.getvalue()
@@ -209,23 +214,24 @@ def _wait_alone(rank: int, world_size: int) -> str:
 def test_a_rank_that_never_comes_is_named() -> None:
     lines = run_ranks(_wait_alone, 1)[0].splitlines()
     assert lines[0] == "waiting for ranks 1, 2: not started (0 s)"
-    assert len(lines) >= 2
+    assert len(lines) == 3
 
 
 def _get(store: dist.Store) -> None:
     with suppress(dist.DistError):
-        store.get("never")
+        store.get("late")
 
 
 def test_a_watching_thread_has_a_store_of_its_own() -> None:
     """A `get` that waits holds the lock of its client: `check` through it came back after the whole wait."""
-    store = dist.TCPStore("127.0.0.1", 0, 1, True, timedelta(seconds=4), wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", 0, 1, True, timedelta(seconds=100), wait_for_workers=False)
+    others = [store.clone(), store.clone()]  # type: ignore[attr-defined]
     waiting = threading.Thread(target=_get, args=(store,))
     waiting.start()
-    time.sleep(0.3)
-    began = time.monotonic()
-    assert not store.clone().check(["failure"])  # type: ignore[attr-defined]
-    assert time.monotonic() - began < 2
+    time.sleep(0.3)  # it has begun to wait, most probably
+    assert not others[0].check(["failure"])
+    assert waiting.is_alive()
+    others[1].set("late", "")
     waiting.join()
 
 
@@ -236,8 +242,6 @@ def _join_under(rank: int, world_size: int, numbers: list[int]) -> str:
         peers.join()
     except ConfigError as error:
         return str(error)
-    finally:
-        dist.barrier()  # the first process holds the store
     return ""
 
 
@@ -261,12 +265,11 @@ def _fall_silent(rank: int, world_size: int) -> str:
         peers.on_failure = lambda error: heard.append(str(error))
         peers.join()
         if rank == 1:
-            time.sleep(0.5)
+            wait_until(lambda: peers._store.add("beats/1", 0) >= 3, 100)  # type: ignore[union-attr]
             peers._is_over.set()
-        end = time.monotonic() + 30
-        while rank == 0 and not heard and time.monotonic() < end:
-            time.sleep(0.05)
-        dist.barrier()
+        else:
+            wait_until(lambda: bool(heard), 100)
+        dist.barrier()  # one that leaves as it should is not taken for dead
         peers.stop()
     return heard[0] if heard else ""
 

@@ -220,12 +220,12 @@ def test_no_more_is_read_than_the_rows_asked_for(tmp_path: Path) -> None:
             assert torch.equal(ours[index], theirs[index])
             assert ours[index].dtype == values[name].dtype
     assert float(file.get_slice("scalar")[...]) == 3.0
-    before = _bytes_read()
+    before = bytes_read()
     file.get_slice("matrix")[16:32]
-    assert _bytes_read() - before < 2 * 16 * 1024 * 4  # of 4 times as many
+    assert bytes_read() - before < 2 * 16 * 1024 * 4  # of 4 times as many
 
 
-def _bytes_read() -> int:
+def bytes_read() -> int:
     counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(counts["rchar"])
 
@@ -261,9 +261,9 @@ def peaks_of_a_rank(rank: int, world: int, config: Config) -> tuple[float, float
     mesh = init_mesh(config.mesh)
     tiny = config_of("smoke", Path(config.output_dir))
     build_model(build_parts(tiny), tokenizer(8), mesh)  # what its code takes is not the model's
-    before, num_read = _peak_gib(), _bytes_read()
+    before, num_read = _peak_gib(), bytes_read()
     built = build_model(build_parts(config), tokenizer(8), mesh)
-    start, num_read = _peak_gib() - before, _bytes_read() - num_read
+    start, num_read = _peak_gib() - before, bytes_read() - num_read
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     model, dtype = built.model, built.plan.parts.model.dtype
     export_hf(

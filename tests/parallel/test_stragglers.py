@@ -22,6 +22,7 @@ from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
 HOSTS = ["a", "a", "b", "b"]
+HELD_UP_S = 0.3
 
 
 def compared(layer_s: list[float], wait_s: list[float]) -> tuple[dict[str, Any], list[str]]:
@@ -90,7 +91,7 @@ def test_nothing_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def slow_layer(rank: int, world_size: int) -> tuple[float, dict[str, Any]]:
-    """Seconds of this rank's three steps, and what they are compared to; a layer of rank 1 is held up."""
+    """Seconds of this rank's five steps, and what the ranks are compared by; a layer of rank 1 is held up."""
     model = loss_model("llama")
     mesh = Mesh(MeshShape(1, 2, 1), CPU, init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",)))
     fully_shard_model(model, mesh, torch.float32)
@@ -98,15 +99,15 @@ def slow_layer(rank: int, world_size: int) -> tuple[float, dict[str, Any]]:
     forward = layer.forward
 
     def held_up(*args: Any, **options: Any) -> Any:
-        time.sleep(0.2 * rank)
+        time.sleep(HELD_UP_S * rank)
         return forward(*args, **options)
 
     layer.forward = held_up
     control = Control(dist.group.WORLD)
     stragglers = Stragglers(layer, CPU, control.on_all(socket.gethostname), rank)
+    began = time.perf_counter()  # before rank 1 can begin
     control.barrier()
-    began = time.perf_counter()
-    for _ in range(3):
+    for _ in range(5):
         model(micro_batch(0, 1)).backward()
     seconds = time.perf_counter() - began
     stragglers.compare(control.start_sum(stragglers.own_times(EVERY_STEPS))(), EVERY_STEPS, print)
@@ -115,9 +116,8 @@ def slow_layer(rank: int, world_size: int) -> tuple[float, dict[str, Any]]:
 
 def test_the_slow_one_of_two_ranks_is_found() -> None:
     (own_s, row), (slow_s, same) = run_ranks(slow_layer, 2)
-    assert own_s > 0.6  # rank 0 waits: by their steps the two are equal
-    assert abs(own_s - slow_s) < 0.3
+    assert min(own_s, slow_s) > 5 * HELD_UP_S  # rank 0 waits: by their steps the two are equal
     assert row == same
     assert row["ranks/layer_s_slowest"].startswith("rank 1 on ")
-    assert row["ranks/layer_s_max"] > 0.2 > row["ranks/layer_s_min"]
+    assert row["ranks/layer_s_max"] > HELD_UP_S > row["ranks/layer_s_min"]  # medians of five
     assert "warning" in row

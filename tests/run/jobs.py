@@ -25,6 +25,7 @@ def launch(folder: Path, hook: str, *overrides: str, world_size: int = 2) -> sub
         "import os, signal, sys, time, torch\n"
         "from recipes import train_ft\n"
         "from automodel_lite.cli import run_recipe\n"
+        "from automodel_lite.run.stopping import SIGNALS\n"
         "real = train_ft.TrainFinetuneRecipe.step\n"
         "def step(recipe, *args):\n"
         "    rank = int(os.environ.get('RANK', '0'))\n"

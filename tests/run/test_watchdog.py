@@ -25,7 +25,7 @@ def test_a_silent_rank_ends_the_job_and_leaves_stacks(tmp_path: Path) -> None:
     screen = finish(process)
     took_s = time.time() - mark.stat().st_mtime
     assert process.returncode != 0
-    assert took_s < 20 + 15
+    assert took_s < 20 + 60  # it would sleep for ten minutes
     assert "did not answer within mesh.timeout_s" in screen
     stacks = (tmp_path / "run/logs/rank_00001.log").read_text()
     assert "Timeout (5 s)!" in stacks
@@ -39,7 +39,7 @@ def test_a_killed_process_does_not_leave_a_running_run(tmp_path: Path, cause: st
     process = launch(tmp_path, hook, world_size=1)
     screen = finish(process)
     assert process.returncode < 0, screen
-    wait_until(lambda: status_of(tmp_path / "run")["state"] != "running", 20)
+    wait_until(lambda: status_of(tmp_path / "run")["state"] != "running", 100)
     status = status_of(tmp_path / "run")
     assert (status["state"], status["checkpoint"]) == ("failed", "step_00000002")
     assert "ended without a message (killed, out of memory, or a crash), in step 3" in status["reason"]
@@ -90,7 +90,7 @@ def test_10000_dumps_of_a_busy_rank(tmp_path: Path) -> None:
 def _hold_the_interpreters_lock(folder: Path) -> None:
     watchdog = Watchdog(folder, 0, 0.5)
     watchdog.start("token")
-    ctypes.PyDLL(None).sleep(6)  # a call that keeps the lock; the signal cuts it short
+    ctypes.PyDLL(None).sleep(60)  # a call that keeps the lock; the signal cuts it short
     watchdog.stop()
 
 
@@ -105,7 +105,7 @@ def test_the_watchdog_writes_stacks_and_what_they_were_of(tmp_path: Path) -> Non
     watchdog = Watchdog(tmp_path, 0, after_s=0.5)
     watchdog.start("token")
     watchdog.enter("in step 1")
-    time.sleep(1.5)
+    wait_until(lambda: re.search(r"^Timeout .* in step 1$", watchdog.log.read_text(), re.MULTILINE) is not None, 60)
     watchdog.enter("in step 2")
     watchdog.stop()
     text = watchdog.log.read_text()
