@@ -22,7 +22,7 @@ test-slow: $(READY)
 
 # what only a GPU runs, on a CPU: the pinned versions, then the oldest torch (its CUDA wheel, 4.6 GB) and transformers, with
 # which whole runs, sharded loading and export are tested too, and whole jobs that are stopped and continued
-GPU_PATHS := tests/gpu_paths $(patsubst %,tests/attention/test_%.py,flash flex te varlen mixer_functions) tests/training/test_optimizers.py
+GPU_PATHS := tests/gpu_paths $(patsubst %,tests/attention/test_%.py,flash flex te varlen mixer_functions) tests/models/test_fp8.py tests/training/test_optimizers.py
 test-gpu-paths: .venv-gpu-paths/.ready .venv-gpu-oldest/.ready
 	.venv-gpu-paths/bin/python -m pytest $(GPU_PATHS)
 	.venv-gpu-oldest/bin/python -m pytest $(GPU_PATHS)

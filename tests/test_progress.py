@@ -15,7 +15,6 @@ import pytest
 
 from automodel_lite import progress
 from automodel_lite.progress import Progress
-from automodel_lite.telemetry.console import Console
 
 WORK = """
 import sys, time
@@ -85,16 +84,3 @@ def test_a_line_now_and_then_in_a_log(monkeypatch: pytest.MonkeyPatch, capsys: p
             now[0] += 6
             work.add(100)
     assert capsys.readouterr().err == "tokenizing train: 200 of 1,000 documents (20%), 17/s, 48 s left\n"
-
-
-def test_lines_of_the_start_block_wrap_at_words() -> None:
-    code = "from automodel_lite.telemetry.console import Console; Console(False).say('memory', 'weights 3.4 MiB, ' * 8)"
-    lines = [line.rstrip("\r") for line in on_a_terminal(code, columns=60).strip().splitlines()]
-    assert len(lines) == 3
-    assert max(map(len, lines)) <= 60
-    assert lines[1].startswith(" " * 11 + "MiB, weights")
-
-
-def test_a_log_keeps_its_lines_whole(capsys: pytest.CaptureFixture[str]) -> None:
-    Console(False).say("memory", "weights 3.4 MiB, " * 8)
-    assert capsys.readouterr().out.count("\n") == 1

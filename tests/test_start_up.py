@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import resource
 import subprocess
@@ -10,8 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from automodel_lite.interpreter import relaxed_gc
 
 ONLY_SOME_CONFIGS = (
     "datasets pandas peft wandb mlflow torch.utils.tensorboard matplotlib torchao bitsandbytes "
@@ -66,10 +63,3 @@ def test_imported_is_what_is_used(tmp_path: Path) -> None:
     assert by_recipe == []
     assert [name for name in by_run if name in ONLY_SOME_CONFIGS.split()] == []
     assert by_run  # of models: the second look came after the run
-
-
-def test_garbage_collection_is_as_before_after_the_imports() -> None:
-    before = gc.get_threshold()
-    with relaxed_gc():
-        assert gc.get_threshold()[0] > before[0]
-    assert gc.get_threshold() == before

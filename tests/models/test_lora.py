@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 from automodel_lite.attention.interface import install
 from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.errors import ConfigError
+from automodel_lite.models import lora
 from automodel_lite.models.layers import cast_weights
 from automodel_lite.models.lora import Lora, load_adapted
 from automodel_lite.models.loss import FusedLinearCrossEntropy, LossModel
@@ -159,3 +160,11 @@ def test_fsdp_with_cp_resumes_and_agrees_with_one_process(tmp_path: Path):
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "two/hf")
     adapted = AutoModelForCausalLM.from_pretrained(tmp_path / "two/adapter")
     torch.testing.assert_close(merged(IDS).logits, adapted(IDS).logits, atol=1e-5, rtol=1e-5)
+
+
+def test_qlora_without_its_package_names_the_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lora, "find_spec", lambda name: None)
+    with pytest.raises(
+        ConfigError, match=r"peft=qlora needs the package bitsandbytes: pip install 'automodel-lite\[qlora\]'"
+    ):
+        lora.QLora()

@@ -16,13 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
-from automodel_lite.config.schema import MeshConfig
 from automodel_lite.errors import ConfigError, DataError, PeerError
 from automodel_lite.launched import this_process
-from automodel_lite.parallel.control import open_control
 from automodel_lite.parallel.peers import end_together, flat, open_peers, versions
 from tests.ranks import run_ranks
 from tests.runs import train_quick, wait_until
@@ -38,16 +35,6 @@ def _compare(rank: int, world_size: int, facts: list[dict[str, Any]]) -> tuple[s
         return str(error), time.monotonic() - began
     peers.compare("data", {"tokens": 5})
     return "", time.monotonic() - began
-
-
-def _waits_s(rank: int, world_size: int) -> list[float]:
-    config = MeshConfig(timeout_s=7)
-    groups: list[Any] = [open_control(config, is_slow).group for is_slow in (False, True)]
-    return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
-
-
-def test_a_rank_that_writes_is_waited_for_an_hour() -> None:
-    assert run_ranks(_waits_s, 2) == [[7.0, 3600.0]] * 2
 
 
 def test_facts_that_differ_are_named_with_both_values() -> None:

@@ -1,0 +1,159 @@
+"""Parts that do not work together are refused in a sentence before data is read; a model with fewer layers."""
+
+from __future__ import annotations
+
+import copy
+import importlib.machinery
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from transformers import Gemma3Config, Gemma3TextConfig
+
+from automodel_lite.errors import ConfigError
+from automodel_lite.models import lora
+from automodel_lite.training import plan
+from automodel_lite.training.optimizers import adamw
+from automodel_lite.training.plan import (
+    Parts,
+    build_parts,
+    check_parts,
+    layer_settings,
+    with_layers,
+    with_recomputation,
+)
+from tests.runs import quick_config
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (
+            ["packed_sequence.packed_sequence_size=120"],
+            "multiples of 16 tokens: packed_sequence.packed_sequence_size x",
+        ),
+        (["packed_sequence.packed_sequence_size=144", "mesh.cp=2"], "= 144 must be a multiple of 32"),
+        (["packed_sequence=none"], "and padded rows are not"),
+    ],
+    ids=["size", "cp", "padded"],
+)
+def test_sizes_that_fp8_cannot_multiply(
+    overrides: list[str], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = importlib.machinery.ModuleSpec("torchao", None)
+    monkeypatch.setattr(plan, "find_spec", lambda name: spec)  # installed or not, the sizes are wrong
+    config = quick_config(tmp_path, "training.fp8=rowwise", *overrides)
+    with pytest.raises(ConfigError, match=sentence):
+        check_parts(build_parts(config), "fsdp", torch.device("cpu"))
+
+
+def test_4_bit_weights_are_not_multiplied_in_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = ModuleType("bitsandbytes")  # only its presence is asked for
+    package.__spec__ = importlib.machinery.ModuleSpec("bitsandbytes", None)
+    monkeypatch.setitem(sys.modules, "bitsandbytes", package)
+    config = quick_config(tmp_path, "training.fp8=rowwise", "packed_sequence.packed_sequence_size=128")
+    config.peft = {"_target_": "automodel_lite.models.lora.QLora"}
+    with pytest.raises(ConfigError, match="cannot multiply peft=qlora's 4-bit weights"):
+        check_parts(build_parts(config), "fsdp", torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory: pytest.TempPathFactory) -> Parts:
+    return build_parts(quick_config(tmp_path_factory.mktemp("run")))
+
+
+def changed(parts: Parts, **settings: Any) -> Parts:
+    """`mesh__ep=2` sets a part's own setting, `peft=...` a part."""
+    for key, value in settings.items():
+        part, _, name = key.partition("__")
+        if part == "model":
+            value = copy.copy(parts.model)
+            vars(value)[name] = settings[key]
+        elif name:
+            value = replace(getattr(parts, part), **{name: value})
+        parts = replace(parts, **{part: value})
+    return parts
+
+
+PEFT = lora.Lora(r=4)
+BF16 = {"training__precision": "bf16", "training__master_weights": "bf16", "optimizer": partial(adamw, lr=1e-3, moments="bf16")}  # fmt: skip
+REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
+    "experts without fsdp": ({"mesh__ep": 2}, "ddp", "mesh.tp=1 mesh.ep=2 works only with mesh.strategy=fsdp, not with ddp."),
+    "experts and adapters": ({"mesh__ep": 2, "peft": PEFT}, "fsdp", "mesh.tp=1 mesh.ep=2 with peft is not supported, as the sharding plans have no adapters: use mesh.dp_shard."),
+    "experts offloaded": ({"mesh__ep": 2, "mesh__cpu_offload": True}, "fsdp", "mesh.cpu_offload=true with mesh.tp=1 mesh.ep=2 is not supported: use mesh.dp_shard, or set mesh.cpu_offload=false."),
+    "offloaded replicas": ({"mesh__cpu_offload": True}, "ddp", "mesh.cpu_offload=true needs FSDP: set mesh.strategy=fsdp, not ddp."),
+    "routers, compiled": ({"model__router_aux_loss": 0.01, "training__compile": True}, "fsdp", "model.router_aux_loss=0.01 with training.compile=true: the outputs of the routers are recorded, which compiled layers do not support: set training.compile=false."),
+    "frozen and adapted": ({"model__freeze": ["embed_tokens"], "peft": PEFT}, "fsdp", "model.freeze=['embed_tokens'] with peft: an adapter's base is frozen already, remove one."),
+    "adapted rows": ({"model__resize_embeddings": True, "peft": PEFT}, "fsdp", "model.resize_embeddings=true with peft: an adapter's base keeps its rows. First train the whole model and export it, or remove tokenizer.added_tokens."),
+    "bf16, rounded to the nearest": ({**BF16, "optimizer": partial(adamw, lr=1e-3)}, "fsdp", "training.master_weights=bf16 with LocalAdamW loses every update smaller than 1/256 of the weight: set optimizer=adamw_bf16 or optimizer=adamw_8bit, which use stochastic rounding."),
+    "bf16 adapters": ({**BF16, "peft": PEFT}, "fsdp", "training.master_weights=bf16 with peft: the few weights of an adapter stay in fp32; set it to fp32."),
+    "bf16 sums": ({**BF16, "mesh__strategy": "ddp"}, "ddp", "training.master_weights=bf16 with mesh.strategy=ddp would accumulate gradients in bf16: use mesh.strategy=fsdp."),
+    "bf16 in fp32": ({**BF16, "training__precision": "fp32"}, "fsdp", "training.master_weights=bf16 computes in bf16: set training.precision=bf16, not fp32."),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_parts_that_do_not_work_together(case: str, parts: Parts) -> None:
+    settings, strategy, sentence = REFUSED[case]
+    with pytest.raises(ConfigError) as error:
+        check_parts(changed(parts, **settings), strategy, torch.device("cpu"))
+    assert str(error.value) == sentence
+
+
+def test_each_of_them_alone_is_taken(parts: Parts) -> None:
+    taken: tuple[dict[str, Any], ...] = ({}, BF16, {"peft": PEFT}, {"mesh__ep": 2}, {"mesh__cpu_offload": True})
+    for settings in taken:
+        check_parts(changed(parts, **settings), "fsdp", torch.device("cpu"))
+
+
+def test_all_that_is_wrong_is_said_at_once(parts: Parts) -> None:
+    settings = {"mesh__ep": 2, "peft": PEFT, "model__resize_embeddings": True}
+    with pytest.raises(ConfigError) as error:
+        check_parts(changed(parts, **settings), "ddp", torch.device("cpu"))
+    assert [line.split("=")[0] for line in str(error.value).splitlines()] == [
+        "mesh.tp",  # without FSDP
+        "mesh.tp",  # with adapters
+        "model.resize_embeddings",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("key", "target", "sentence"),
+    [
+        ("loss", "distillation.Distill", "teacher=none: loss=Distill needs one: set teacher=pretrained teacher.pretrained=...."),
+        ("teacher", "source.CausalLM", "teacher=pretrained: loss=FusedLinearCrossEntropy does not use it."),
+        ("loss", "preference.Dpo", "packed_sequence.strategy=exact_fill overlong=split: pairs of answers stay whole, in one pack: use exact_fill, best_fit or next_fit, and overlong=drop or error."),
+    ],
+    ids=["no teacher", "an idle teacher", "pairs cut"],
+)  # fmt: skip
+def test_a_loss_and_its_parts(key: str, target: str, sentence: str, tmp_path: Path) -> None:
+    config = quick_config(tmp_path)
+    config.packed_sequence["overlong"] = "split"
+    more = {"config": {"model_type": "llama"}} if key == "teacher" else {}
+    setattr(config, key, {"_target_": f"automodel_lite.models.{target}", **more})
+    with pytest.raises(ConfigError) as error:
+        build_parts(config)
+    assert str(error.value) == sentence
+
+
+def test_recomputation_is_all_that_changes(parts: Parts) -> None:
+    other = with_recomputation(parts, "offload", 3)
+    asked = {"training__activation_checkpointing": "offload", "advanced__recompute_every_layers": 3}
+    assert other == changed(parts, **asked) != parts
+
+
+def test_a_model_of_fewer_layers() -> None:
+    """Lists that have an entry a layer are cut with it; the model that is given stays as it is."""
+    whole = Gemma3TextConfig(num_hidden_layers=8, layer_types=["sliding_attention"] * 7 + ["full_attention"])
+    shorter = with_layers(whole, 3)
+    assert layer_settings(whole, 3) == {"num_hidden_layers": 3, "layer_types": ["sliding_attention"] * 3}
+    assert (shorter.num_hidden_layers, len(shorter.layer_types)) == (3, 3)
+    assert (whole.num_hidden_layers, len(whole.layer_types)) == (8, 8)
+    both = Gemma3Config(text_config={"num_hidden_layers": 8}, vision_config={"num_hidden_layers": 5})
+    assert with_layers(both, 3).get_text_config().num_hidden_layers == 3
+    assert with_layers(both, 3).vision_config.num_hidden_layers == 5
