@@ -37,6 +37,7 @@ from automodel_lite.models.loss import Loss, LossInputs, LossOutput, PlainLoss, 
 from automodel_lite.parallel.context_parallel import cp_shard
 from automodel_lite.parallel.mesh import Mesh
 from automodel_lite.progress import Progress
+from automodel_lite.run import durable
 from automodel_lite.run.weight_files import model_files
 from automodel_lite.thd import COLUMNS, to_thd
 from automodel_lite.training.build import BuiltModel
@@ -158,7 +159,7 @@ def _compute(values: Values, packs: PackedDataset, built: BuiltModel, mesh: Mesh
         for array in arrays.values():
             array.flush()
         if arrays:
-            progress_file.write_text(json.dumps({"packs": done}))
+            durable.write_atomically(progress_file, json.dumps({"packs": done}))
 
     done = min(mesh.gather(done))  # nodes with caches of their own may have come to different places
     ends, saved = np.cumsum([width for _, width in values.columns.values()]), time.monotonic()

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
+import resource
 import shutil
-import signal
-import subprocess
-import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from automodel_lite.training import label_values
 from recipes import score
-from tests.ranks import run_ranks
+from tests.ranks import fork_server, run_ranks
 from tests.recipes.test_objectives import SMALL, curve, dpo, pairs
 from tests.runs import config_of, wait_until
 
 __all__ = ["pairs"]  # the fixture
-ROOT = Path(__file__).resolve().parents[2]
 LENGTH = "packed_sequence.packed_sequence_size=1024"
 
 
@@ -70,12 +69,19 @@ def columns(cache: Path) -> dict[str, np.ndarray]:
     return {name: np.load(folder / f"{name}.npy") for name in ("teacher_ids", "teacher_log_probs")}
 
 
+@pytest.fixture(scope="module")
+def one(models: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
+    return scored(models, tmp_path_factory.mktemp("one"))
+
+
 LAYOUTS = {"dp 2": "mesh.strategy=ddp", "fsdp 2": "mesh.strategy=fsdp", "cp 2": "mesh.cp=2", "tp 2": "mesh.tp=2"}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_ranks_score_together_what_one_scores(layout: str, models: Path, tmp_path: Path) -> None:
-    one, two = scored(models, tmp_path / "one"), scored(models, tmp_path / "two", layout, world_size=2)
+def test_ranks_score_together_what_one_scores(
+    layout: str, models: Path, one: dict[str, np.ndarray], tmp_path: Path
+) -> None:
+    two = scored(models, tmp_path, layout, world_size=2)
     assert one["teacher_ids"].any()
     same = one["teacher_ids"] == two["teacher_ids"]
     assert same.mean() > 0.999  # near-ties of the teacher
@@ -83,46 +89,57 @@ def test_ranks_score_together_what_one_scores(layout: str, models: Path, tmp_pat
     np.testing.assert_allclose(*logs, atol=2e-2)
 
 
-KILLED = """
-import sys
-from pathlib import Path
-from automodel_lite.training import label_values
-from recipes import score
-from tests.runs import config_of
-label_values.SAVE_EVERY_S = 0.0
-score.main(config_of("finetune", Path(sys.argv[1]), *sys.argv[2:]))
-"""
+MANY = ("dataset.num_chats=400", "packed_sequence.packed_sequence_size=256", "packed_sequence.overlong=drop")
 
 
-def test_a_killed_scoring_goes_on_where_it_was(models: Path, tmp_path: Path) -> None:
+def _score_five(folder: Path, arguments: list[str], is_disk_full: bool) -> None:
+    """The place of four packs is noted, that of the fifth is not: nothing more can be written, or the process hangs."""
+    values = label_values._values
+
+    def interrupted(*given: Any) -> Any:
+        for number, found in enumerate(values(*given)):
+            if number == 4 and is_disk_full:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+            if number == 4 and not is_disk_full:
+                label_values.SAVE_EVERY_S = 1000.0
+            if number == 5:
+                (folder / "hangs").touch()
+                time.sleep(600)
+            yield found
+
+    label_values.SAVE_EVERY_S, label_values._values = -1.0, interrupted
+    score.main(config_of("finetune", folder, *arguments))
+
+
+@pytest.fixture(scope="module")
+def whole(models: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
+    return scored(models, tmp_path_factory.mktemp("whole"), *MANY)
+
+
+@pytest.mark.parametrize("is_disk_full", [False, True], ids=["killed", "disk-full"])
+def test_an_interrupted_scoring_goes_on_where_it_was(
+    is_disk_full: bool, models: Path, whole: dict[str, np.ndarray], tmp_path: Path
+) -> None:
     """What was noted as done is kept: values that are changed by hand in the meantime stay changed."""
-    many = ("dataset.num_chats=400", "packed_sequence.packed_sequence_size=256", "packed_sequence.overlong=drop")
-    whole = scored(models, tmp_path / "whole", *many)
-    cache = tmp_path / "killed"
-    command = [sys.executable, "-c", KILLED, str(cache / "run"), *settings(models, cache, *many)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, env=environment, cwd=tmp_path, stdout=subprocess.DEVNULL)
-    found: list[Path] = []
-
-    def is_under_way() -> bool:
-        found[:] = (cache / "values").glob("top_7-train-*.part/progress.json")
-        assert process.poll() is None
-        return bool(found) and len(found[0].read_text()) > 0
-
-    wait_until(is_under_way, 120)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    done = json.loads(found[0].read_text())["packs"]
-    assert done > 0
-    ids = np.lib.format.open_memmap(found[0].with_name("teacher_ids.npy"), mode="r+")
+    (tmp_path / "run").mkdir()
+    arguments = tmp_path / "run", settings(models, tmp_path, *MANY), is_disk_full
+    process = fork_server().Process(target=_score_five, args=arguments, daemon=True)
+    process.start()
+    wait_until(lambda: (tmp_path / "run/hangs").exists() or not process.is_alive(), 200)
+    assert process.is_alive() != is_disk_full
+    process.kill()
+    process.join()
+    (part,) = (tmp_path / "values").glob("top_7-train-*.part")
+    assert json.loads((part / "progress.json").read_text()) == {"packs": 4}
+    ids = np.lib.format.open_memmap(part / "teacher_ids.npy", mode="r+")
     places = np.flatnonzero(ids.any(axis=1))
     assert 0 < len(places) < len(np.flatnonzero(whole["teacher_ids"].any(axis=1)))
     ids[places] = 12345
     ids.flush()
-    resumed = scored(models, cache, *many)
-    # values of packs behind the noted place, which the kill came before, are computed again
+    resumed = scored(models, tmp_path, *MANY)
+    # values of the pack behind the noted place are computed again
     kept = (resumed["teacher_ids"] == 12345).all(axis=1)
-    assert 0 < kept.sum() <= len(places)
+    assert 0 < kept.sum() < len(places)
     np.testing.assert_array_equal(resumed["teacher_ids"][~kept], whole["teacher_ids"][~kept])
     np.testing.assert_array_equal(resumed["teacher_log_probs"], whole["teacher_log_probs"])
 
