@@ -3,10 +3,9 @@ each job, the table of their results, and that the same command again goes on wi
 
     automodel-lite train --config-name llama_packed --multirun optimizer.lr=1e-3,3e-3 seed=0,1
 
-    runs/llama_packed/0_lr-0.001_seed-0/ ...      sweep.json, sweep.md: the results of all jobs
+    runs/llama_packed/0_optimizer.lr-0.001-seed-0/ ...      sweep.json, sweep.md: the results of all jobs
 
-Every job starts ranks of its own, as `--nproc` does (one by default), and leaves a note of what it is and how it ended
-in the folder jobs/.
+Every job starts ranks of its own, as `--nproc` does (one by default), and notes how it ended in the folder jobs/.
 """
 
 from __future__ import annotations
@@ -15,11 +14,12 @@ import atexit
 import json
 import os
 import re
+import shutil
 import signal
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,28 +41,29 @@ from automodel_lite.run.stopping import PREEMPTED_EXIT, StoppedEarly
 
 _SHOWN = ("step", "loss", "tokens_per_s", "answers_right")
 
+# for the folder of a job, from what Hydra says of its overrides
+OmegaConf.register_new_resolver(
+    "file_name", lambda text: re.sub(r"[^\w.-]+", "-", scrub(text))[:120].strip("-"), replace=True
+)
+
 
 def run_sweep(loader: Loader, main: str, line: Namespace) -> int:
     """Runs all jobs and prints their table. Raises ConfigError; RunStoppedError when jobs have failed."""
     check_alone()
     check_overrides(loader, line.overrides, is_multirun=True)
     os.environ[SWEEP_COMMAND] = command_line()
-    # what is the same for all jobs is not part of a job's name
+    # what is the same for all jobs is not part of a job's name; no copies of the settings, with their secrets
     fixed = ",".join(split(text)[0] for text in line.overrides if not is_sweep(text))
-    own = [f"hydra.job.config.override_dirname.exclude_keys=[{fixed}]", "hydra.mode=MULTIRUN"]
+    own = [f"hydra.job.config.override_dirname.exclude_keys=[{fixed}]", "hydra.output_subdir=null"]
     config = loader.load_configuration(line.config_name, [*line.overrides, *own], RunMode.MULTIRUN)
     folder, launcher = Path(str(config.hydra.sweep.dir)).resolve(), config.hydra.launcher
     if (folder / "config.yaml").is_file():
         raise ConfigError(f"{folder} is the folder of a run: give the sweep another name=... .")
     if launcher.get("nodes", 1) * launcher.get("tasks_per_node", 1) > 1:
-        raise ConfigError(
-            "hydra.launcher.nodes and tasks_per_node must be 1: one task starts the ranks of a job, --nproc of them, "
-            "on one node; launch/slurm_array.sbatch starts jobs of several nodes."
-        )
-    for note in (folder / "jobs").glob("*.json"):  # the table is of this sweep; finished jobs report again
-        note.unlink()
+        text = "hydra.launcher.nodes and tasks_per_node must be 1: --nproc ranks of one node run a job"
+        raise ConfigError(f"{text}; launch/slurm_array.sbatch starts jobs of several nodes.")
+    shutil.rmtree(folder / "jobs", ignore_errors=True)  # the table is of this sweep; finished jobs report again
     with read_write(config), open_dict(config):
-        config.hydra.overrides.hydra.append("hydra.output_subdir=null")  # no copies of the settings, with their secrets
         sampler = OmegaConf.select(config, "hydra.sweeper.sampler")
         if sampler is not None and "seed" in sampler and sampler.seed is None:
             sampler.seed = config.seed  # the same points again when the sweep goes on
@@ -70,9 +71,11 @@ def run_sweep(loader: Loader, main: str, line: Namespace) -> int:
             launcher.max_num_timeout = 100
     named = {name: vars(line)[f"config_{name}"] for name in ("name", "dir", "path")}
     flags = [f"--config-{name}={value}" for name, value in named.items() if value]
-    job = SweepJob(main, line.nproc or "auto", tuple(flags))
-    context = HydraContext(config_loader=loader, callbacks=Callbacks(config))
-    sweeper = Plugins.instance().instantiate_sweeper(config=config, hydra_context=context, task_function=job)
+    sweeper = Plugins.instance().instantiate_sweeper(
+        config=config,
+        hydra_context=HydraContext(config_loader=loader, callbacks=Callbacks(config)),
+        task_function=partial(run_job, main, line.nproc or "auto", flags),
+    )
     try:
         sweeper.sweep(arguments=[str(text) for text in config.hydra.overrides.task])
     finally:
@@ -82,6 +85,47 @@ def run_sweep(loader: Loader, main: str, line: Namespace) -> int:
         _scrub_yaml(folder)
         _report(folder)  # its error, which names the jobs that failed, is the last word
     return 0
+
+
+def run_job(main: str, nproc: str, flags: Sequence[str], raw: DictConfig) -> float | None:
+    """Runs one job, in a process that Hydra's launcher chose; returns the validation loss at its end, for sweepers that
+    look for the best. `flags` are --config-name and the folders of presets.
+    """
+    from automodel_lite.cli.launcher import launch  # imports torch
+
+    hide_secrets()
+    hydra: Any = HydraConfig.get()
+    folder, base = Path(hydra.runtime.output_dir), Path(str(hydra.sweep.dir)).resolve()
+    _scrub_yaml(base)
+    name = os.path.relpath(folder, base).replace("/", "+")
+    settings = scrub(re.sub(r"(^|,)\++", r"\1", hydra.job.override_dirname)) or "as given"  # + marks a new key
+    note: dict[str, Any] = {"job": int(hydra.job.num), "settings": settings, "state": "preempted"}
+    print(f"\njob {note['job']}: {settings}", flush=True)
+    requeue = signal.getsignal(signal.SIGUSR2)  # where submitit saves its job and puts it back into the queue
+    try:
+        run = [f"name={raw.name}+{name}", f"output_dir={folder}"]
+        code = launch(main, nproc, [*flags, *hydra.overrides.task, *run])
+        if code == PREEMPTED_EXIT and callable(requeue):
+            requeue(signal.SIGUSR2, None)
+        if code:
+            raise StoppedEarly(signal.SIGTERM if code == PREEMPTED_EXIT else signal.SIGINT)
+        note |= {**results_of(folder), "state": "finished"}
+        return note.get("val_loss")
+    except Exception as error:
+        note["state"] = "failed"
+        print(f"\njob {note['job']} failed: {error}", file=sys.stderr, flush=True)
+        raise
+    finally:
+        path = base / "jobs" / f"{name}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(note, indent=1) + "\n")
+
+
+def _scrub_yaml(folder: Path) -> None:
+    """Removes secrets from what Hydra itself writes, which holds the command line as it was typed."""
+    for path in filter(Path.is_file, (folder / "multirun.yaml", folder / "optimization_results.yaml")):
+        clean = scrub_tree(OmegaConf.to_container(OmegaConf.load(path), resolve=False))
+        write_atomically(path, OmegaConf.to_yaml(OmegaConf.create(clean)))
 
 
 def _report(folder: Path) -> None:
@@ -96,71 +140,6 @@ def _report(folder: Path) -> None:
     print(f"\n{text}\n{folder / 'sweep.md'}", flush=True)
     if failed := sorted(name for note, name in notes if note["state"] == "failed"):
         raise RunStoppedError(f"{len(failed)} of {len(results)} jobs failed: {', '.join(failed)} in {folder}")
-
-
-@dataclass(frozen=True)
-class SweepJob:
-    """Hydra's task function: one job of a sweep. Launchers send it to other processes."""
-
-    main: str
-    nproc: str
-    flags: tuple[str, ...]  # --config-name and the folders of presets
-
-    def __call__(self, raw: DictConfig) -> float | None:
-        """Returns the validation loss at its end, for sweepers that look for the best."""
-        from automodel_lite.cli.launcher import launch  # imports torch
-
-        hide_secrets()
-        hydra: Any = HydraConfig.get()
-        folder, base = Path(hydra.runtime.output_dir), Path(str(hydra.sweep.dir)).resolve()
-        _scrub_yaml(base)
-        name = os.path.relpath(folder, base).replace("/", "+")
-        settings = scrub(", ".join(varying_overrides(hydra))) or "as given"
-        note: dict[str, Any] = {"job": int(hydra.job.num), "settings": settings, "state": "preempted"}
-        print(f"\njob {note['job']}: {settings}", flush=True)
-        requeue = signal.getsignal(signal.SIGUSR2)  # where submitit saves its job and puts it back into the queue
-        try:
-            run = [f"name={raw.name}+{name}", f"output_dir={folder}"]
-            code = launch(self.main, self.nproc, [*self.flags, *hydra.overrides.task, *run])
-            if code == PREEMPTED_EXIT and callable(requeue):
-                requeue(signal.SIGUSR2, None)
-            if code:
-                raise StoppedEarly(signal.SIGTERM if code == PREEMPTED_EXIT else signal.SIGINT)
-            note |= {**results_of(folder), "state": "finished"}
-            return note.get("val_loss")
-        except Exception as error:
-            note["state"] = "failed"
-            print(f"\njob {note['job']} failed: {error}", file=sys.stderr, flush=True)
-            raise
-        finally:
-            path = base / "jobs" / f"{name}.json"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(note, indent=1) + "\n")
-
-
-def _scrub_yaml(folder: Path) -> None:
-    """Removes secrets from what Hydra itself writes, which holds the command line as it was typed."""
-    for path in filter(Path.is_file, (folder / "multirun.yaml", folder / "optimization_results.yaml")):
-        clean = scrub_tree(OmegaConf.to_container(OmegaConf.load(path), resolve=False))
-        write_atomically(path, OmegaConf.to_yaml(OmegaConf.create(clean)))
-
-
-def varying_overrides(hydra: Any) -> list[str]:
-    """Returns the overrides of this job that differ between jobs."""
-    fixed = set(hydra.job.config.override_dirname.exclude_keys)
-    return [text.lstrip("+") for text in hydra.overrides.task if split(text)[0] not in fixed]
-
-
-def folder_name(number: int, settings: Sequence[str]) -> str:
-    """Returns the name of a job's folder: `0_lr-0.001_seed-0`."""
-    texts = map(scrub, settings)
-    short = "_".join(text.split("=", 1)[0].split(".")[-1] + "-" + text.split("=", 1)[-1] for text in texts)
-    return "_".join([str(number), re.sub(r"[^A-Za-z0-9_.-]+", "-", short)])[:120].rstrip("_")
-
-
-OmegaConf.register_new_resolver(
-    "sweep_folder", lambda: folder_name(HydraConfig.get().job.num, varying_overrides(HydraConfig.get())), replace=True
-)
 
 
 def results_of(folder: Path) -> dict[str, float]:

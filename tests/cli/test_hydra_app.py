@@ -34,7 +34,7 @@ SHOWN = [
     (["--help"], "[--cfg {job,hydra,all}]"),
     ([*PRESET, "--cfg", "job"], "output_dir: runs/${name}"),
     ([*PRESET, "--cfg", "job", "--resolve"], "output_dir: runs/smoke"),
-    ([*PRESET, "--cfg", "hydra"], "subdir: ${sweep_folder:}"),
+    ([*PRESET, "--cfg", "hydra"], "subdir: ${hydra.job.num}_${file_name:${hydra.job.override_dirname}}"),
     ([*PRESET, "--cfg", "all"], "hydra:"),
     ([*PRESET, "--cfg", "job", "optimizer.lr=1", "+training.max_steps=7"], "max_steps: 7"),
     (["-sc", "install=bash"], "complete -o nospace"),

@@ -10,16 +10,26 @@ import pytest
 from omegaconf import OmegaConf
 
 from automodel_lite.cli.hydra_app import run_command_line
-from automodel_lite.cli.sweep import folder_name, results_of, table
+from automodel_lite.cli.sweep import results_of, table
 from automodel_lite.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_the_folder_of_a_job_names_what_varies():
-    assert folder_name(3, ["optimizer.lr=0.003", "seed=1"]) == "3_lr-0.003_seed-1"
-    assert folder_name(0, ["dataset.path=/data/a b.jsonl"]) == "0_path--data-a-b.jsonl"
-    assert folder_name(0, []) == "0"
+@pytest.mark.parametrize(
+    ("overrides", "folder"),
+    [
+        ("optimizer.lr=0.003,seed=1", "3_optimizer.lr-0.003-seed-1"),
+        ("dataset.path=/data/a b.jsonl", "3_dataset.path-data-a-b.jsonl"),
+        ("+x=1,+y=a/b", "3_x-1-y-a-b"),
+        ("", "3_"),
+        ("x=" + "long" * 100, "3_x-" + "long" * 29 + "lo"),
+    ],
+)
+def test_the_folder_of_a_job_names_what_varies(overrides: str, folder: str):
+    job = {"num": 3, "override_dirname": overrides}
+    config = OmegaConf.create({"job": job, "folder": "${job.num}_${file_name:${job.override_dirname}}"})
+    assert config.folder == folder
 
 
 def test_table_marks_the_best():
@@ -65,7 +75,7 @@ def sweep(folder: Path, flags: list[str], *overrides: str) -> subprocess.Complet
 def test_a_failed_job_does_not_stop_the_rest(tmp_path: Path):
     done = sweep(tmp_path / "s", [], "optimizer.lr=fast,1e-3", "training.max_steps=1")
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-1] == f"1 of 2 jobs failed: 0_lr-fast in {tmp_path}/s"
+    assert done.stderr.splitlines()[-1] == f"1 of 2 jobs failed: 0_optimizer.lr-fast in {tmp_path}/s"
     assert "optimizer.lr=fast must be a number." in done.stderr
     states = [(job["settings"], job["state"]) for job in json.loads((tmp_path / "s/sweep.json").read_text())]
     assert states == [("optimizer.lr=fast", "failed"), ("optimizer.lr=0.001", "finished")]
