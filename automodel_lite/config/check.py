@@ -24,6 +24,7 @@ from automodel_lite.config.components import (
     target_problem,
     walk,
 )
+from automodel_lite.config.rules import RULES
 from automodel_lite.config.schema import Config, Part
 from automodel_lite.config.signatures import arguments_of, missing_extra, options_of, with_options
 from automodel_lite.errors import ConfigError, did_you_mean, format_value
@@ -226,7 +227,7 @@ def value_problems(path: str, value: Any, hint: Any) -> Iterator[str]:
         return
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
-        texts = [rule.problem(value) for rule in args[1:]]
+        texts = [rule.problem(value) for rule in args[1:] if isinstance(rule, RULES)]  # other libraries annotate, too
         yield from (f"{path}={format_value(value)} must be {text}" for text in texts if text)
         yield from value_problems(path, value, args[0])
     elif origin in _UNIONS:

@@ -68,6 +68,9 @@ class Condition:
         return self.text
 
 
+RULES = (Range, OneOf, Condition)
+
+
 def _condition(text: str, condition: Callable[[Any], bool]) -> Condition:
     return Condition(lambda value: None if condition(value) else f"{text}.", text)
 

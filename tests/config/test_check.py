@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import pytest
 from omegaconf import OmegaConf
 
 from automodel_lite.cli import compose_config
 from automodel_lite.cli.sources import Sources, presets_of
 from automodel_lite.config.check import check_config
+from automodel_lite.config.rules import Range
 from automodel_lite.errors import ConfigError
 from tests.runs import problems
 
@@ -73,6 +76,16 @@ def test_keys_and_sizes_are_named_together() -> None:
     found = problems("training.max_stepz=3", "optimizer.lr=-1", "mesh.cp=0", "loss.chunk_tokens=0", "optimizer.lrr=2")
     keys = sorted(line.split("=")[0] for line in found)
     assert keys == ["loss.chunk_tokens", "mesh.cp", "optimizer.lr", "optimizer.lrr", "training.max_stepz"]
+
+
+def rated(params: list[object], lr: Annotated[float, "per step", Range(above=0)] = 0.1) -> None:
+    """A part of a user's own, whose annotations are for other libraries too."""
+
+
+def test_annotations_of_other_libraries_are_no_rules() -> None:
+    own = ["~optimizer.lr", f"optimizer._target_={__name__}.rated", f"security.allow_targets=[{__name__}]"]
+    assert problems(*own, "optimizer.lr=1") == []
+    assert problems(*own, "optimizer.lr=0") == ["optimizer.lr=0 must be over 0."]
 
 
 def test_an_infinite_limit_of_a_model_is_its_own_affair() -> None:
