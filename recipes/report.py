@@ -7,6 +7,7 @@ python recipes/report.py runs                                     (all runs in t
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 from automodel_lite.cli import argument_parser, run_tool
@@ -25,11 +26,17 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     check_alone()
 
-    from automodel_lite.tools.report import write_report
+    from automodel_lite.tools.report import read_run, write_report
 
     target = args.to or (args.runs[0] if len(args.runs) == 1 else Path("report"))
-    if len(args.runs) == 1 and not (args.runs[0] / "config.yaml").is_file():  # runs that have logged something
-        args.runs = [rows.parent for rows in sorted(args.runs[0].glob("*/metrics.jsonl"))] or args.runs
+    runs = []  # of a folder that is not a run's those that can be drawn: some have failed before their first step
+    is_run = len(args.runs) > 1 or (args.runs[0] / "config.yaml").is_file()
+    for path in [] if is_run else sorted(rows.parent for rows in args.runs[0].glob("*/metrics.jsonl")):
+        try:
+            runs.append(read_run(path).path)
+        except (ConfigError, OSError) as error:
+            print(f"left out: {error}", file=sys.stderr)
+    args.runs = runs or args.runs
     try:
         print(write_report(args.runs, target))
     except OSError as error:

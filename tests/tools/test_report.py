@@ -120,6 +120,18 @@ def test_a_folder_stands_for_the_runs_in_it(tmp_path: Path):
         report_recipe.main([str(tmp_path / "notes")])
 
 
+def test_a_run_that_logged_nothing_hides_no_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    for name in ("a", "b", "c"):
+        run_folder(tmp_path / name)
+    (tmp_path / "b/metrics.jsonl").write_text("")  # it has failed before its first step
+    (tmp_path / "c/config.yaml").write_text("{{{")
+    assert report_recipe.main([str(tmp_path)]) == 0
+    page, left_out = (tmp_path / "report.html").read_text(), capsys.readouterr().err.splitlines()
+    assert "<h1>a</h1>" in page
+    assert left_out[0] == f"left out: {tmp_path}/b has logged no step yet."
+    assert left_out[1].startswith(f"left out: {tmp_path}/c/config.yaml cannot be read (")
+
+
 def test_what_is_noted_and_what_to_do_next(tmp_path: Path):
     record = read_run(run_folder(tmp_path / "a"))
     record.facts.update(command="torchrun train", lines=[["steps", "4\nNOTE: the data are few"]])
