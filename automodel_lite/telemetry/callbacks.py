@@ -31,7 +31,7 @@ class JsonlLogger:
         self._path, self._is_silent, self._say = path, is_silent, say
         self._pending = b""
         if not is_silent:
-            path.touch()
+            path.open("ab").close()  # what cannot be written ends the run at its start
 
     def log(self, row: dict[str, Any]) -> None:
         if not self._is_silent:

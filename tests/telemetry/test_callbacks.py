@@ -143,6 +143,12 @@ def test_a_removed_file_is_made_again(tmp_path: Path):
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 2}\n{"step": 3}\n'
 
 
+def test_metrics_that_cannot_be_written_end_the_start(tmp_path: Path):
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(IsADirectoryError):
+        JsonlLogger(tmp_path / "metrics.jsonl")
+
+
 def test_without_a_tracker_metrics_jsonl_is_written(tmp_path: Path):
     config = config_of("smoke", tmp_path)
     metrics = open_metrics(config, RunFolder(tmp_path), Control(None), 0, {}, print)
