@@ -86,9 +86,10 @@ class Loader(ConfigLoaderImpl):
         return raw
 
     def _load_single_config(self, default: ResultDefault, repo: IConfigRepository) -> ConfigResult:
-        """Reads a file; raises ConfigError for code that Hydra would run, or files it would write, for a user's."""
+        """Reads a file; raises ConfigError for code that Hydra would run, or files it would write, for one of them."""
         found = super()._load_single_config(default, repo)
-        if not found.path.startswith("file://") or found.path == f"file://{CONF_DIR}":
+        # an option of the project may be put among Hydra's settings too: `/callbacks@hydra.callbacks: early_stopping`
+        if not found.path.startswith("file://") or "hydra" not in list(found.config):
             return found
         files: list[Any] = [read(CONF_DIR / "base.yaml"), found.config]
         blocks = [OmegaConf.to_container(OmegaConf.masked_copy(file, "hydra"), resolve=False) for file in files]

@@ -159,3 +159,9 @@ def test_a_reference_is_no_way_around(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text(block)
     with pytest.raises(ConfigError, match=r"hydra=\$\{evil\} is set in a file"):
         compose(Loader(Sources.of(str(tmp_path))), "mine", [])
+
+
+def test_an_option_of_ours_is_no_callback_of_hydras(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("defaults: [smoke, /callbacks@hydra.callbacks: early_stopping, _self_]\n")
+    with pytest.raises(ConfigError, match=r"hydra\.callbacks\.early_stopping\._target_=.* is set in a file"):
+        compose(Loader(Sources.of(str(tmp_path))), "mine", [])
