@@ -5,6 +5,7 @@ Imported only with mesh.tp or mesh.ep over 1: the engine has both since transfor
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -64,15 +65,23 @@ def split_layers(model: LossModel, mesh: Mesh, policy: MixedPrecisionPolicy) -> 
         raise ConfigError(f"mesh.tp={shape.tp} mesh.ep={shape.ep}: {reason}") from None
     replicated = ("dp_replicate",) if shape.dp_replicate > 1 else ()
     if shape.ep > 1:
-        # Experts get units of their own, so that the layers' FSDP leaves them alone. An expert has seen the tokens of
-        # all batches: its gradient is divided by their number, after a sum where copies of it exist, as in the engine.
+        modules = [module for name, module in lm.named_modules() if ep_plan.get(name) == "ep_dispatch_experts"]
         efsdp = (*replicated, "efsdp")
-        expert_mesh = experts[efsdp]
-        for name, module in lm.named_modules():
-            if ep_plan.get(name) == "ep_dispatch_experts":
-                fully_shard(module, mesh=expert_mesh, mp_policy=policy)
-                module.set_gradient_divide_factor(float(axes.dp_size))
-                if axes.efsdp_size > 1:
-                    module.set_force_sum_reduction_for_comms(True)
+        _shard_experts(modules, experts[efsdp], axes, policy)
     fsdp = (*replicated, "fsdp")
     return dense[fsdp]
+
+
+def _shard_experts(
+    modules: Iterable[Any], mesh: DeviceMesh, axes: DistributedConfig, policy: MixedPrecisionPolicy
+) -> None:
+    """Gives experts units of their own, so that the layers' FSDP leaves them alone.
+
+    An expert has seen the tokens of all batches: its gradient is divided by their number, after a sum where copies of
+    it exist, as in transformers' engine.
+    """
+    for module in modules:
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+        module.set_gradient_divide_factor(float(axes.dp_size))
+        if axes.efsdp_size > 1:
+            module.set_force_sum_reduction_for_comms(True)

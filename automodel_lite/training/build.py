@@ -209,12 +209,7 @@ def assemble(
     else:
         spread(source.build(tokenizer, peft.load_arguments(mesh.device) if peft else None))
     model, adapter = made[-1]
-    if not parts.mesh.cpu_offload:
-        torch.nn.Module.to(model.loss_model, mesh.device)
-    # offloaded weights stay on the host, buffers do not
-    for module in model.loss_model.modules():
-        for name, buffer in module._buffers.items():
-            module._buffers[name] = None if buffer is None else buffer.to(mesh.device)
+    _place(model.loss_model, mesh.device, parts.mesh.cpu_offload)
     model.loss_model.train(trains)
     # by one scale for a whole weight; an offloaded shard is another tensor when it is gathered
     if has_fp8(lm := model.loss_model.lm) and parts.training.fp8 == "tensorwise" and not parts.mesh.cpu_offload:
@@ -222,6 +217,15 @@ def assemble(
 
         model = replace(model, refresh=Fp8Gathers(lm, dtype).refresh)
     return model, adapter
+
+
+def _place(model: torch.nn.Module, device: torch.device, offloads: bool) -> None:
+    """Moves a model to its device; offloaded weights stay on the host, buffers do not."""
+    if not offloads:
+        torch.nn.Module.to(model, device)
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else buffer.to(device)
 
 
 def check_model(cp_exchange: str, model: ParallelModel, mesh: Mesh) -> str:
