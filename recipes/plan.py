@@ -112,8 +112,8 @@ def calibrated(gpu: Gpu, path: Path) -> Gpu:
 class Data:
     """What a plan needs of the data.
 
-    lengths, paths   as of `Job`
-    num_packs        of an epoch; 0 = not known
+    lengths, paths   as of `Job`: what a pack holds of a document counts as one
+    num_packs        of all epochs; 0 = not known
     """
 
     lengths: np.ndarray
@@ -135,13 +135,15 @@ def data_of(config: Config, parts: Parts, assumed: int) -> Data:
         return replace(unknown, text=f"{unknown.text}, as {error}")
     if not isinstance(data, PlannedPacks):
         return replace(unknown, text=f"a stream: {unknown.text}")
-    rows, num_packs = data.tokens.train, len(data.packs_of(0))
-    lengths, paths = (
-        np.minimum(np.asarray(of), data.packer.packed_sequence_size) for of in (rows.lengths, rows.row_lengths)
-    )
+    rows, plan = data.tokens.train, data.packs_of(0).plan
+    lengths, paths = (plan.piece_lengths(np.asarray(of)) for of in (rows.lengths, rows.row_lengths))
+    num, whole = plan.counts.packed_documents, int((lengths == rows.lengths[plan.doc_ids]).sum())
+    of_all = f" of {len(rows):,}" if num < len(rows) else ""
     trees = ", a tree as one" if data.has_trees else ""
-    text = f"{len(lengths):,} documents{trees}, {int(lengths.sum()):,} tokens, mean {lengths.mean():,.0f}"
-    return Data(lengths, paths, num_packs, f"{text}, {num_packs:,} packs")
+    cut = f" ({whole:,} whole, {num - whole:,} cut into {len(lengths) - whole:,} pieces)" if whole < num else ""
+    text = f"{num:,}{of_all} documents{trees}{cut}, {int(lengths.sum()):,} tokens, mean {lengths.mean():,.0f}"
+    text += f", {len(plan):,} packs"
+    return Data(lengths, paths, len(plan) * epochs_of(config.training, len(rows))[0], text)
 
 
 def table(plans: list[Plan]) -> str:
@@ -211,7 +213,7 @@ def lost_text(outcome: Outcome) -> str:
 def duration_text(best: Plan, job: Job, config: Config, num_packs: int, price: float | None) -> str:
     """How long the run takes, if the length of the data or max_steps is known."""
     training, batch = config.training, best.layout.global_batch
-    steps = training.max_steps or num_packs * epochs_of(training, len(job.lengths))[0] / batch
+    steps = training.max_steps or num_packs / batch
     if not steps:
         return "hours: not known without the data (dataset.path, with a tokenizer)"
     hours = steps * best.step_s / 3600

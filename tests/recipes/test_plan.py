@@ -10,10 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from automodel_lite.cli import compose_config
 from automodel_lite.config.check import check_config
 from automodel_lite.errors import ConfigError
+from automodel_lite.training.plan import build_parts
 from recipes import plan
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -75,6 +79,43 @@ def test_data_become_hours_and_a_preset_that_runs_dry(tmp_path: Path, capsys: py
     composed = recipe(tmp_path, *where, "--cfg", "job")
     assert all(text.split("=")[1] in composed for text in plans[0]["overrides"])
     assert "dry run: the settings, the data and the model fit together" in recipe(tmp_path, *where, "dry_run=true")
+
+
+CUT = {
+    "overlong=split": ("10 documents (8 whole, 2 cut into 6 pieces), 280 tokens, mean 20, 7 packs", [10] * 8 + [20] * 2 + [40] * 4),
+    "overlong=truncate": ("10 documents (8 whole, 2 cut into 2 pieces), 160 tokens, mean 16, 4 packs", [10] * 8 + [40] * 2),
+    "overlong=drop": ("8 of 10 documents, 80 tokens, mean 10, 2 packs", [10] * 8),
+    "max_packs=1": ("4 of 10 documents, 40 tokens, mean 10, 1 packs", [10] * 4),
+}  # fmt: skip
+
+
+def test_documents_are_counted_as_they_are_packed(tmp_path: Path) -> None:
+    """Those of 100 tokens in packs of 40 once counted as two documents of 40, those that are dropped, too."""
+    ids = [list(range(5, 5 + length)) for length in (100, *[10] * 4, 100, *[10] * 4)]
+    (tmp_path / "ids.jsonl").write_text("\n".join(json.dumps({"input_ids": row, "labels": row}) for row in ids))
+    words = Tokenizer(WordLevel({str(number): number for number in range(120)}))
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="0").save_pretrained(tmp_path / "words")
+    data = [
+        "tokenizer=pretrained",
+        f"tokenizer.path={tmp_path}/words",
+        "dataset=files",
+        "~dataset.num_chats",
+        f"dataset.path={tmp_path}/ids.jsonl",
+        f"cache_dir={tmp_path}",
+    ]
+    for setting, (text, lengths) in CUT.items():
+        size = [
+            "packed_sequence.packed_sequence_size=40",
+            "packed_sequence.overlong=drop",
+            f"packed_sequence.{setting}",
+        ]
+        config = plan.composed(
+            "smoke", [*data, *size, "training.max_steps=null", "training.num_epochs=2", "tokenize.train_on=all"]
+        )
+        found = plan.data_of(config, build_parts(config), 1024)
+        assert (found.text, sorted(found.lengths.tolist())) == (text, lengths)
+        assert found.paths.tolist() == found.lengths.tolist()
+        assert found.num_packs == 2 * int(text.split()[-2])
 
 
 @pytest.mark.slow

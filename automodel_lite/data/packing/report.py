@@ -74,7 +74,8 @@ class PackingReport(PlanCounts):
         ]
         lines = [(topic, f"{text}, {tokens:,} tokens") for tokens, topic, text in remarks if tokens]
         if self.split_documents:
-            lines.append(("split", f"{self.split_documents:,} documents over several packs or pieces"))
+            pieces = self.pieces - self.packed_documents + self.split_documents
+            lines.append(("split", f"{self.split_documents:,} documents into {pieces:,} pieces"))
         if self.unlabeled_pieces:
             lines.append(("unlabeled", f"{self.unlabeled_pieces:,} pieces of cut documents train nothing"))
         if self.imbalance_before is not None:
