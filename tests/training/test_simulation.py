@@ -348,14 +348,14 @@ BY_LAYERS = {
 @pytest.mark.parametrize("name", BY_LAYERS)
 def test_few_layers_tell_what_all_of_them_hold_and_do(name: str) -> None:
     shape, axes, overrides = BY_LAYERS[name]
-    model, mesh = shipped(shape, num_hidden_layers=16), MeshShape(*axes)
+    model, mesh = shipped(shape, num_hidden_layers=10), MeshShape(*axes)
     asked = parts(
         *(f"mesh.{axis}={size}" for axis, size in zip(AXIS_NAMES, axes)), "training.precision=bf16", *overrides
     )
     if not any("global_batch_size" in text for text in overrides):
         asked = replace(asked, training=replace(asked.training, global_batch_size=None))
     pattern = layer_pattern(model)
-    assert (pattern.num_layers, pattern.period) == (16, 1)
+    assert (pattern.num_layers, pattern.period) == (10, 1)
     whole, few = simulate(asked, model, mesh), simulate_by_layers(asked, model, mesh, pattern)
     assert few.peak == pytest.approx(peak_of_step(whole), rel=0.01)
     states = [(found.weights, found.gradients, found.optimizer) for found in (few, whole)]
@@ -377,12 +377,12 @@ RUNGS: dict[str, tuple[transformers.PretrainedConfig, int, tuple[str, ...]]] = {
         transformers.Gemma3TextConfig(
             hidden_size=128,
             intermediate_size=512,
-            num_hidden_layers=14,
+            num_hidden_layers=12,
             num_attention_heads=4,
             num_key_value_heads=2,
             head_dim=32,
             vocab_size=2048,
-            layer_types=["sliding_attention", "full_attention"] * 7,
+            layer_types=["sliding_attention", "full_attention"] * 6,
         ),
         2,
         (),
@@ -391,7 +391,7 @@ RUNGS: dict[str, tuple[transformers.PretrainedConfig, int, tuple[str, ...]]] = {
         transformers.Qwen3MoeConfig(
             hidden_size=128,
             moe_intermediate_size=256,
-            num_hidden_layers=13,
+            num_hidden_layers=11,
             num_attention_heads=2,
             num_key_value_heads=2,
             head_dim=32,
@@ -404,12 +404,12 @@ RUNGS: dict[str, tuple[transformers.PretrainedConfig, int, tuple[str, ...]]] = {
         (),
     ),
     "gradients": (
-        transformers.LlamaConfig(**{**LLAMA.to_dict(), "num_hidden_layers": 12}),
+        transformers.LlamaConfig(**{**LLAMA.to_dict(), "num_hidden_layers": 10}),
         1,
         ("packed_sequence.packed_sequence_size=256",),
     ),
     "micro-batches": (
-        transformers.LlamaConfig(**{**LLAMA.to_dict(), "num_hidden_layers": 12}),
+        transformers.LlamaConfig(**{**LLAMA.to_dict(), "num_hidden_layers": 10}),
         2,
         ("training.global_batch_size=6",),
     ),
@@ -433,17 +433,20 @@ def test_rungs_in_between_are_those_of_the_whole(name: str) -> None:
                 assert totals(found.work[part]) == pytest.approx(totals(whole.work[part]), rel=0.01)
 
 
+@cache
+def experts_by_layers(how: str, like: str | None = None) -> Simulation:
+    model, shape = RUNGS["experts"][0], MeshShape(1, 4, 1)
+    asked = parts("mesh.dp_shard=4", "training.global_batch_size=8", "training.precision=bf16")
+    known = experts_by_layers(like) if like else None
+    return simulate_by_layers(with_recomputation(asked, how, 1), model, shape, layer_pattern(model), like=known)
+
+
 @pytest.mark.parametrize("how", ["none", "full", "offload"])
 def test_what_is_known_of_another_recomputation(how: str) -> None:
     """One model of few layers, beside what is known of another rung, tells what two of them do."""
-    model, shape = RUNGS["experts"][0], MeshShape(1, 4, 1)
-    pattern = layer_pattern(model)
-    asked = parts("mesh.dp_shard=4", "training.global_batch_size=8", "training.precision=bf16")
-    rungs = {rung: with_recomputation(asked, rung, 1) for rung in ("none", "full", "offload")}
-    alone = simulate_by_layers(rungs[how], model, shape, pattern)
-    for other in rungs.keys() - {how}:
-        like = simulate_by_layers(rungs[other], model, shape, pattern)
-        found = simulate_by_layers(rungs[how], model, shape, pattern, like=like)
+    alone = experts_by_layers(how)
+    for other in {"none", "full", "offload"} - {how}:
+        found = experts_by_layers(how, like=other)
         assert found.peaks == pytest.approx(alone.peaks, rel=1e-3)
         assert (found.weights, found.gradients, found.optimizer) == (alone.weights, alone.gradients, alone.optimizer)
         for part in ("micro", "last", "update"):
