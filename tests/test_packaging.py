@@ -26,7 +26,7 @@ training:
 def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(folder)]
-    subprocess.run([*build, str(ROOT)], check=True, capture_output=True, timeout=120)
+    subprocess.run([*build, str(ROOT)], check=True, capture_output=True, timeout=300)
     (wheel,) = folder.glob("*.whl")
     zipfile.ZipFile(wheel).extractall(folder / "site")
     return folder / "site"
@@ -35,7 +35,7 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(site: Path, where: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(site), "PYTHONSAFEPATH": "1"}
     command = [sys.executable, "-m", "automodel_lite", *arguments]
-    return subprocess.run(command, cwd=where, env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=where, env=environment, capture_output=True, text=True, timeout=300)
 
 
 def test_the_wheel_carries_recipes_configs_types_and_licence(unpacked: Path):

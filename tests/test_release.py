@@ -62,7 +62,7 @@ def test_links_of_the_top_pages_lead_to_files(page: Path):
 
 def test_the_index_of_packages_gets_absolute_links(tmp_path: Path):
     build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(tmp_path)]
-    subprocess.run([*build, str(ROOT)], check=True, capture_output=True, timeout=120)
+    subprocess.run([*build, str(ROOT)], check=True, capture_output=True, timeout=300)
     with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
         name = next(name for name in wheel.namelist() if name.endswith("METADATA"))
         metadata = Parser().parsestr(wheel.read(name).decode())

@@ -49,16 +49,23 @@ def test_a_folder_of_ones_own(tmp_path: Path) -> None:
     ],
 )
 def test_the_shells_question(line: str, found: list[str]) -> None:
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    told = subprocess.run(
-        [sys.executable, "-m", "automodel_lite", "-sc", "query=bash"],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "COMP_LINE": line, "COMP_POINT": str(len(line))},
-        capture_output=True,
-        text=True,
+    """In some 0.2 CPU seconds, where torch alone takes over a second; compared with Hydra's import, as machines differ."""
+    question = {"COMP_LINE": line, "COMP_POINT": str(len(line))}
+    (told, ours), (_, hydras) = (
+        started("-m", "automodel_lite", "-sc", "query=bash", **question),
+        started("-c", "import hydra"),
     )
+    assert told.split() == found
+    assert ours <= 4 * hydras or started("-m", "automodel_lite", "-sc", "query=bash", **question)[1] <= 4 * hydras
+
+
+def started(*command: str, **variables: str) -> tuple[str, float]:
+    """What a new interpreter prints, and its CPU seconds."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)} | variables
+    told = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert told.stdout.split() == found
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime <= 0.6
+    return told.stdout, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 PRESS = """
@@ -95,5 +102,5 @@ def test_a_shell_completes_it(shell: str, line: str, found: str, tmp_path: Path)
     program.chmod(0o755)
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PATH": f"{tmp_path}:{os.environ['PATH']}", "TERM": "dumb"}
     command = [sys.executable, "-c", PRESS, line, found] if shell == "zsh" else [shell, "-c", ASK[shell], line]
-    told = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    told = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert found in told.stdout.split()[-1], told

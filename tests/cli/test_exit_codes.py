@@ -28,7 +28,7 @@ def ended(body: str, **environment: str) -> tuple[int, str]:
         env=os.environ | {"PYTHONPATH": str(ROOT), **environment},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=300,
     )
     return done.returncode, done.stderr.strip()
 
@@ -112,7 +112,7 @@ def test_a_signal_in_the_first_moment_is_a_sentence(tmp_path: Path) -> None:
     """As soon as the handlers stand, and once more while the process ends."""
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", SIGNALED]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 75, done.stderr
     assert done.stderr.strip() == "stopped by SIGTERM before the first step: nothing to save"
     assert list(tmp_path.iterdir()) == []
@@ -128,7 +128,7 @@ def test_a_signal_before_the_handlers_leaves_nothing(nproc: list[str], after_s: 
     )
     time.sleep(after_s)
     process.terminate()
-    _, screen = process.communicate(timeout=100)
+    _, screen = process.communicate(timeout=300)
     assert process.returncode in (-signal.SIGTERM, 75)
     assert "Traceback" not in screen
     assert list(tmp_path.iterdir()) == []  # no folder, and so no lock
@@ -147,5 +147,5 @@ def is_left(group: int) -> bool:
 def test_a_reader_that_leaves_early_sees_no_traceback(tmp_path: Path) -> None:
     recipe = f"{sys.executable} recipes/inspect_data.py --config-name smoke cache_dir={tmp_path} | head -1"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
-    done = subprocess.run(recipe, shell=True, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=120)
+    done = subprocess.run(recipe, shell=True, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300)
     assert (done.stdout, done.stderr) == ("DATA\n", "")

@@ -51,7 +51,7 @@ def start(*arguments: str) -> subprocess.Popen[str]:
 @pytest.mark.system
 def test_a_mistake_is_the_only_sentence_on_the_screen(tmp_path: Path) -> None:
     process = start(f"output_dir={tmp_path}/run", "training.max_stepz=3", "optimizr.lr=1")
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=300)
     assert (process.returncode, out) == (2, "")
     assert err == (
         "\ntraining.max_stepz=3: unknown key; did you mean training.max_steps?\n"
@@ -68,7 +68,7 @@ def test_signals_reach_the_ranks_and_their_exit_code_is_ours(number: int, code: 
     process = start(f"output_dir={tmp_path}/run", *options)
     wait_for_rows(tmp_path / "run", more_than=5)
     process.send_signal(number)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=300)
     assert process.returncode == code, err
     assert "Traceback" not in err
     assert "ChildFailedError" not in err
@@ -84,7 +84,7 @@ def test_signals_before_the_first_step_are_one_sentence(number: int, code: int, 
     wait_until(lambda: bool(children.read_text()), 60)
     time.sleep(after_s)
     process.send_signal(number)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=300)
     assert process.returncode == code, err
     assert "Traceback" not in err
     assert f"stopped by {signal.Signals(number).name} before the first step: nothing to save" in err
@@ -97,6 +97,6 @@ def test_a_killed_rank_is_named(tmp_path: Path) -> None:
     children = Path(f"/proc/{process.pid}/task").glob("*/children")
     ranks = sorted(int(pid) for path in children for pid in path.read_text().split())
     os.kill(ranks[1], signal.SIGKILL)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=300)
     assert process.returncode == 1
     assert err.splitlines()[-1] == "rank 1 was ended by SIGKILL: the kernel kills processes when memory runs out."

@@ -84,7 +84,7 @@ def command(site: Path, *words: str) -> subprocess.CompletedProcess[str]:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=400,
     )
 
 

@@ -64,7 +64,7 @@ def run(site: Path, name: str, ranks: int, *overrides: str) -> list[dict]:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=400,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     return [json.loads(line) for line in (site / "empty/runs" / name / "metrics.jsonl").read_text().splitlines()]
@@ -100,7 +100,7 @@ def train(site: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
     command += ["--config-name", "finetune", *SMALL, *overrides]
     model = [f"model.pretrained={site / 'student'}", f"cache_dir={site / 'cache'}", "security.allow_targets=[my_kd]"]
     return subprocess.run(
-        [*command, *model], cwd=site / "empty", env=environment, capture_output=True, text=True, timeout=280
+        [*command, *model], cwd=site / "empty", env=environment, capture_output=True, text=True, timeout=400
     )
 
 

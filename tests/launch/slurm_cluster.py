@@ -9,6 +9,8 @@ import subprocess
 import time
 from pathlib import Path
 
+from tests.ranks import free_port
+
 CONF = """\
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -34,7 +36,9 @@ SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/slurmd-%n.log
 SlurmctldPort={port}
 KillWait=30
-SlurmdTimeout=30
+SlurmdTimeout=300
+MessageTimeout=60
+TCPTimeout=30
 ReturnToService=2
 JobRequeue=1
 {nodes}
@@ -57,7 +61,7 @@ class Cluster:
         self.environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
 
     def up(self) -> None:
-        ports = [_free_port() for _ in range(3)]
+        ports = [free_port() for _ in range(3)]
         host = socket.gethostname().split(".")[0]
         nodes = "\n".join(
             f"NodeName=n{n} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[n]} CPUs=1 RealMemory=1000"
@@ -69,7 +73,7 @@ class Cluster:
         for n in (1, 2):
             (self.folder / f"spool-n{n}").mkdir()
             self.call("slurmd", "-N", f"n{n}")
-        for _ in range(150):
+        for _ in range(600):
             if self.call("sinfo", "-h", "-t", "idle", "-o", "%D").strip() == "2":
                 return
             time.sleep(0.2)
@@ -84,16 +88,9 @@ class Cluster:
                 continue
 
     def call(self, *command: str, **environment: str) -> str:
-        done = subprocess.run(command, env=self.environment | environment, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, env=self.environment | environment, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, f"{command}: {done.stderr}"
         return done.stdout
 
     def state_of(self, job: str) -> str:
         return self.call("scontrol", "show", "job", job).split("JobState=")[1].split()[0]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

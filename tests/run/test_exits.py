@@ -42,7 +42,7 @@ def test_under_torchrun_the_summary_quotes_the_sentence(overrides: str, message:
         text=True,
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode != 0
     assert f"\n{message}\n" in done.stderr, done.stderr  # above torchrun's summary, which quotes it

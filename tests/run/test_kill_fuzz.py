@@ -14,7 +14,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -25,6 +24,7 @@ import pytest
 
 from automodel_lite.run import checkpoint_folder
 from recipes import train_ft  # everything is imported once, before the forks
+from tests.ranks import free_port
 from tests.runs import DROPOUT, losses_by_step, quick_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,10 +42,7 @@ OPTIONS = [
 
 def start(folder: Path, world_size: int, overrides: list[str]) -> list[int]:
     """Process ids of the ranks of one run."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    pids = []
+    port, pids = free_port(), []
     for rank in range(world_size):
         pid = os.fork()
         if pid == 0:
@@ -105,8 +102,9 @@ def fuzz(base: Path, kills: int, worlds: list[int], seed: int, overrides: list[s
         found["kills"] += 1
         now = newest(folder)
         found["lost"] += now < before
-        before = now
+        before, seen = now, found["losses"]
         _compare(folder, want, found)
+        whole_s *= 1.2 if found["losses"] == seen else 1.0  # nothing was reached: the machine is slower than it was
         if now == NUM_STEPS:
             found["runs"] += 1
             folder, before = base / f"run{found['runs']}", 0

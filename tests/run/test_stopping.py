@@ -160,6 +160,6 @@ def test_signals_reach_a_run_that_sets_up(tmp_path: Path) -> None:
     )
     time.sleep(2.5)
     process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=120)
+    _, errors = process.communicate(timeout=300)
     assert process.returncode in (75, -signal.SIGTERM), errors  # -TERM: before Python had read its first line
     assert "stopped by SIGTERM" in errors or process.returncode == -signal.SIGTERM
