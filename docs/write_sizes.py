@@ -1,6 +1,6 @@
 """Writes the table of docs/planning.md: the planner's best plan of each preset on H100s of 80 GB.
 
-python docs/write_sizes.py                (about 15 CPU-minutes)
+python docs/write_sizes.py                (about 10 CPU-minutes)
 python docs/write_sizes.py llama3_1_8b    (its rows alone)
 """
 

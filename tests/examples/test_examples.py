@@ -12,14 +12,11 @@ from types import ModuleType
 
 import pytest
 import torch
-from accelerate.utils import send_to_device
 
-import automodel_lite
 from automodel_lite import hf_collater, install_attention
 from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.cli import compose_config
 from automodel_lite.config.check import check_config
-from automodel_lite.errors import DataError
 from automodel_lite.thd import AttentionOptions, Segments
 from recipes.train_ft import main
 
@@ -31,15 +28,6 @@ def example(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     monkeypatch.setenv("AUTOMODEL_LITE_CACHE", str(tmp_path / "cache"))
     return importlib.import_module
-
-
-def test_the_public_names_are_there_and_lazy() -> None:
-    for name in {*automodel_lite.__all__} - {"__version__"}:
-        assert callable(getattr(automodel_lite, name)), name
-    with pytest.raises(AttributeError, match="has no attribute 'Packr'"):
-        _ = automodel_lite.Packr
-    code = "import automodel_lite, sys; dir(automodel_lite); sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
 def test_a_plain_loop_learns(example) -> None:
@@ -74,16 +62,6 @@ def test_hf_trainer_gives_our_loss(example, use_trl: bool, monkeypatch: pytest.M
     losses = script.main(use_trl, num_steps=2)
     assert losses[0] == pytest.approx(first_step_by_hand(plain, seen), rel=1e-4)
     assert losses[1] < losses[0]
-
-
-def test_trainers_move_the_documents_with_the_tokens() -> None:
-    """Trainer's loader moves tensors, and whatever has a method `to`."""
-    row = {name: torch.arange(6) for name in ("input_ids", "labels", "position_ids")}
-    lens = {name: torch.tensor([4, 2]) for name in ("seq_lens", "seq_lens_padded")}
-    packed = send_to_device(hf_collater([row | lens]), torch.device("meta"))["packed"]
-    segments, stream = packed.attention.segments, packed.mixers.stream
-    assert segments.cu_q is segments.cu_k
-    assert [x.device.type for x in (segments.cu_q, stream.to_stream, stream.cu_host)] == ["meta", "meta", "cpu"]
 
 
 def test_parts_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -130,24 +108,6 @@ def test_the_page_shows_code_of_the_examples() -> None:
     for block in blocks:
         for stretch in block.split("    ...\n"):
             assert any(_unindented(stretch) in text for text in code), stretch
-
-
-def test_chats_that_train_nothing_are_refused(example) -> None:
-    tokenizer, rows = example("plain_loop").make_rows()
-    chat = [{"role": "user", "content": "What is the capital of Peru?"}, {"role": "assistant", "content": "Lima."}]
-    row = automodel_lite.tokenize_chats([chat], tokenizer)[0]
-    trained = tokenizer.decode(row["labels"][row["labels"] != -100])
-    assert trained == "Lima.<|end|>"
-    assert len(rows) == 200
-    with pytest.raises(DataError):
-        automodel_lite.tokenize_chats([chat[:1]], tokenizer)
-
-
-def test_train_from_python(tmp_path: Path) -> None:
-    overrides = [f"output_dir={tmp_path}/run", f"cache_dir={tmp_path}/cache", "training.max_steps=1"]
-    folder = automodel_lite.train("smoke", *overrides, "checkpoint.export_hf=false")
-    assert folder == tmp_path / "run"
-    assert '"finished"' in (folder / "STATUS.json").read_text()
 
 
 @pytest.mark.system
