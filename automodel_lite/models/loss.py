@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -337,22 +338,25 @@ class LossModel(nn.Module):
         """Returns the loss. That of a mixture's balance has gradients in training, but is not part of the value."""
         balance, options = self.balance if self.training else None, dict[str, Any]()
         router_logits: list[Tensor] = []  # layer by layer
+        hook: Any = nullcontext()
         if balance is not None:
             options["output_router_logits"] = True
             hook = self._found[0].register_forward_hook(lambda *call: router_logits.extend(call[2].router_logits))
         # A loss runs inside the head's forward: only there has FSDP gathered its weight.
-        if self._teacher:
-            (teacher,) = self._teacher
-            with torch.no_grad():
-                teacher_rows = teacher.before_head(batch)
-            # The student's head runs inside the teacher's: both weights are whole there, and in the backward pass.
-            rows, evaluate = self.before_head(batch, **options), partial(self._evaluate, batch)
-            loss = teacher._at_head(teacher_rows, lambda theirs: self._at_head(rows, lambda own: evaluate(own, theirs)))
-        else:
-            loss = self._at_head(self.before_head(batch, **options), partial(self._evaluate, batch))
+        with hook:  # which is removed where the model or the loss raises, too
+            if self._teacher:
+                (teacher,) = self._teacher
+                with torch.no_grad():
+                    teacher_rows = teacher.before_head(batch)
+                # The student's head runs inside the teacher's: both weights are whole there, and in the backward pass.
+                rows, evaluate = self.before_head(batch, **options), partial(self._evaluate, batch)
+                loss = teacher._at_head(
+                    teacher_rows, lambda theirs: self._at_head(rows, lambda own: evaluate(own, theirs))
+                )
+            else:
+                loss = self._at_head(self.before_head(batch, **options), partial(self._evaluate, batch))
         if balance is None:
             return loss
-        hook.remove()
         of_experts = balance(router_logits, batch)
         return loss + (of_experts - of_experts.detach())
 

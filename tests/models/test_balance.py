@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -103,6 +104,15 @@ def test_the_balance_of_trees_is_that_of_rows(family: str, cut_at: int, slot_mul
     expected = want(family, rows)
     assert difference(got(family, batch), expected) < 1e-5
     assert difference(got(family, batch, 0.0), expected) > 1e-3
+
+
+def test_a_refused_batch_leaves_nothing_in_the_model() -> None:
+    batch, model = batch_of(rows_of(1), 10_000, 1), model_of("qwen3_moe")
+    install(model, ReferenceAttention())
+    loss_model = LossModel(model, FusedLinearCrossEntropy(), balance_of(model, COEFFICIENT)).train()
+    with pytest.raises(ConfigError, match="answers"):
+        loss_model(replace(batch, columns={"answers": torch.zeros_like(batch.labels)}))
+    assert torch.isfinite(loss_model.eval()(batch))  # whose routers give no logits
 
 
 def _on_rank(rank: int, cp: int, exchange: str) -> float:

@@ -51,6 +51,14 @@ def test_rows_in_order(num: int, num_proc: int) -> None:
     assert (os.getpid() in rows["process"][:]) == (num_proc == 1)
 
 
+def test_processes_draw_no_random_numbers_of_the_caller() -> None:
+    torch.manual_seed(0)
+    tokenize_dataset_parallel(Rows(7), 2)
+    drawn = torch.rand(3)
+    torch.manual_seed(0)
+    assert torch.equal(drawn, torch.rand(3))
+
+
 def test_the_error_of_a_row() -> None:
     with pytest.raises(ValueError, match="row 13000 is bad"):
         tokenize_dataset_parallel(Rows(13_001), 2)
