@@ -163,7 +163,8 @@ def compilable(kernel: AttentionKernel, attend: Callable[..., tuple[Tensor, None
         if sizes is None or layer is None or not layer.is_plain:
             return outside(module, *qkv, scaling=scaling, **kwargs)  # type: ignore[no-any-return]
         q, k, v = (x.contiguous() for x in _heads_last(*qkv[:3]))  # as the operation's shapes promise for its results
-        options = AttentionOptions(q.shape[-1] ** -0.5 if scaling is None else scaling, layer.window)
+        scale, capped = q.shape[-1] ** -0.5 if scaling is None else scaling, kwargs.get("softcap")
+        options = AttentionOptions(scale, layer.window, capped, kwargs.get("s_aux"))
         cu, longest = sizes[0], sizes[1].shape[0]
         return kernel(q, k, v, Segments(cu, cu, longest, longest), options)[None], None
 

@@ -18,6 +18,7 @@ from automodel_lite.graphs import compiled_graphs
 from automodel_lite.models.layers import KEPT_FRAC, compile_layers, decoder_layers, recompute_layers
 from automodel_lite.models.loss import LossModel
 from automodel_lite.thd import AttentionOptions, Segments, ThdBatch, stream_of
+from tests.gpu_paths.test_graphs import FAMILIES as OF_GRAPHS
 from tests.gpu_paths.test_graphs import model_of
 from tests.models.test_layers import pack_of
 
@@ -125,6 +126,27 @@ def test_a_kernel_that_is_installed_again_is_right_at_once() -> None:
     packs = [pack_of(*lengths) for lengths in PACKS[:3]]
     want = gradients(model_of("mistral", FAMILIES["mistral"], 4, ReferenceAttention()), packs)
     torch.testing.assert_close(gradients(model, packs), want, rtol=1e-4, atol=1e-6)
+
+
+class OwnKernel(ReferenceAttention):
+    """One that has softcaps and sinks, as torch's operation has not."""
+
+    name, is_one_operation = "thd_own", True
+
+    @torch.compiler.disable
+    def __call__(self, *args: Any) -> Tensor:
+        return super().__call__(*args)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
+def test_an_operation_gets_softcaps_and_sinks(family: str) -> None:
+    packs, found = [pack_of(20, 28), pack_of(40, 8)], []
+    for kernel in (OwnKernel(), ReferenceAttention()):
+        model = model_of(family, OF_GRAPHS[family], 2, kernel)
+        check_packing_isolation(model.lm)
+        compile_layers(decoder_layers(model.lm), "aot_eager")
+        found.append(gradients(model, packs))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
 
 
 def test_a_layer_that_fails_leaves_no_boundaries_behind() -> None:
