@@ -81,8 +81,8 @@ def tokenize_dataset_parallel(dataset: Any, num_proc: int) -> datasets.Dataset:
     if num_proc == 1:
         return datasets.Dataset.from_list([dict(dataset[i]) for i in range(len(dataset))])
     chunk = min(CHUNK_ROWS, -(-len(dataset) // num_proc))
-    # By fork, so that any dataset serves, also one that cannot be pickled. The loader draws a seed: by its own generator,
-    # so that what the caller draws later does not depend on `num_proc`.
+    # by fork, so that any dataset serves, also one that cannot be pickled
+    # with a generator of its own: it draws a seed, and what the caller draws does not depend on `num_proc`
     how: dict[str, Any] = {"num_workers": num_proc, "multiprocessing_context": "fork", "generator": torch.Generator()}
     chunks = DataLoader(dataset, chunk, collate_fn=lambda rows: [dict(row) for row in rows], **how)
     return datasets.Dataset.from_list(list(chain.from_iterable(chunks)))
