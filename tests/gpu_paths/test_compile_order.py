@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from filelock import FileLock
-from torch._inductor import compile_fx
 
 from automodel_lite import graphs
 from tests.ranks import run_ranks
@@ -45,6 +44,8 @@ def test_each_graph_is_compiled_once_per_host(tmp_path: Path) -> None:
 
 def hang(cache: str, is_inside: Event) -> None:
     """The first rank of its host, whose compiler never ends."""
+    from torch._inductor import compile_fx
+
     prepare(cache, 2)
 
     def compile_fx_inner(*args: Any, **kwargs: Any) -> None:
@@ -78,6 +79,8 @@ def test_a_rank_that_dies_while_compiling_frees_the_others(tmp_path: Path) -> No
 
 
 def test_nobody_waits_longer_than_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import compile_fx
+
     monkeypatch.setattr(graphs, "TURN_S", 0.0)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(compile_fx, "compile_fx_inner", lambda graph, inputs: "compiled")
