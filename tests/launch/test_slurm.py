@@ -38,10 +38,35 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def submit(cluster: Cluster, script: str, folder: Path, *overrides: str) -> str:
+HELD = """
+import os, sys, time
+if "--cfg" not in sys.argv and "SLURM_RESTART_COUNT" not in os.environ:
+    from automodel_lite.run.stopping import SIGNALS
+    from recipes import train_ft
+    real = train_ft.TrainFinetuneRecipe.step
+    def step(recipe, *given):
+        while recipe.num_steps == 60 and not SIGNALS.received:
+            time.sleep(0.05)
+        return real(recipe, *given)
+    train_ft.TrainFinetuneRecipe.step = step
+from automodel_lite.cli import run_recipe
+run_recipe("recipes.train_ft:main")
+"""
+
+
+def python_that_waits(folder: Path) -> str:
+    """An interpreter whose first job stays before its step 61 until it gets a signal."""
+    (folder / "held.py").write_text(HELD)
+    python = folder / "python"
+    python.write_text(f'#!/bin/bash\nexec {sys.executable} {folder}/held.py "${{@:2}}"\n')
+    python.chmod(0o755)
+    return str(python)
+
+
+def submit(cluster: Cluster, script: str, folder: Path, *overrides: str, python: str = sys.executable) -> str:
     arguments = ["--config-name", "smoke", f"output_dir={folder}/run", *STEPS, *overrides]
     command = ["sbatch", "--parsable", "--nodes=2", "--ntasks-per-node=1", f"--output={folder}/job.log", "--time=10"]
-    settings = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "PYTHON": sys.executable}
+    settings = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "PYTHON": python}
     done = subprocess.run(
         [*command, f"launch/{script}", *arguments],
         cwd=ROOT,
@@ -82,7 +107,8 @@ def start_now(cluster: Cluster, job: str) -> None:
 @pytest.mark.system
 @pytest.mark.parametrize("script", ["slurm.sbatch", pytest.param("slurm_torchrun.sbatch", marks=pytest.mark.slow)])
 def test_stopped_requeued_and_finished(cluster: Cluster, uninterrupted: Path, tmp_path: Path, script: str) -> None:
-    job = submit(cluster, script, tmp_path)
+    is_srun = script == "slurm.sbatch"  # the other starts torchrun
+    job = submit(cluster, script, tmp_path, python=python_that_waits(tmp_path) if is_srun else sys.executable)
     wait_for_rows(tmp_path / "run", 20, WAIT_S, tmp_path / "job.log")
     cluster.call("scancel", "--signal=TERM", job)  # what --signal=TERM@300 sends before the limit
     wait_for_state(cluster, job, tmp_path, "PENDING")
@@ -99,7 +125,7 @@ def test_stopped_requeued_and_finished(cluster: Cluster, uninterrupted: Path, tm
 @pytest.mark.system
 def test_a_dead_rank_takes_the_job_down_within_15_s(cluster: Cluster, tmp_path: Path) -> None:
     submitted = time.monotonic()
-    job = submit(cluster, "slurm.sbatch", tmp_path)
+    job = submit(cluster, "slurm.sbatch", tmp_path, "training.max_steps=100000")
     wait_for_rows(tmp_path / "run", 5, WAIT_S, tmp_path / "job.log")
     started_s = time.monotonic() - submitted  # tells how slow the machine is
     victim = int(subprocess.check_output(["pgrep", "-f", f"train_ft.py.*{tmp_path}/run"], text=True).split()[-1])
