@@ -129,7 +129,7 @@ def test_an_empty_environment_and_an_empty_folder(bin_of_the_wheel: Path, tmp_pa
     (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, rows)))
 
     said = call("automodel-lite train --config-dir my_conf --help")
-    assert "  mine             A small model of mine\n" in said
+    assert "  mine              A small model of mine\n" in said
     assert "  automodel-lite train --config-name llama_packed\n" in said
     assert "recipes/" not in said
 

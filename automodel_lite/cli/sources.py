@@ -89,9 +89,9 @@ def help_of(recipe: Recipe, sources: Sources) -> str:
         "",
         f"usage: {recipe.start} --config-name PRESET [--config-dir FOLDER] [key=value ...]",
     ]
-    lines += ["", "presets:", *(f"  {name:16s} {first_comment(name, sources)}" for name in presets_of(sources))]
+    lines += ["", "presets:", *(f"  {name:17s} {first_comment(name, sources)}" for name in presets_of(sources))]
     lines += ["", "groups (group=option):"]
-    lines += [f"  {group:16s} {', '.join(options)}" for group, options in groups_of(sources).items()]
+    lines += [f"  {group:17s} {', '.join(options)}" for group, options in groups_of(sources).items()]
     if recipe.main == "recipes.train_ft:main":
         lines += ["", "examples:", *(f"  {example}" for example in EXAMPLES)]
         lines += ["", "dry_run=true checks everything, estimates memory and stops."]

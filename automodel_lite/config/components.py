@@ -13,7 +13,7 @@ from typing import Any, NewType
 
 import yaml
 
-from automodel_lite.errors import ConfigError, did_you_mean
+from automodel_lite.errors import ConfigError, did_you_mean, format_value
 
 EXTRAS: dict[str, str] = yaml.safe_load(Path(__file__).with_name("extras.yaml").read_text(encoding="utf-8"))
 
@@ -48,7 +48,7 @@ def build_with(part: Mapping[str, Any], **offered: Any) -> Any:
 
 def text_of(part: Mapping[str, Any]) -> str:
     """Returns what a part calls, with all its options: `cosine (warmup_steps 20, min_lr_frac 0.0)`."""
-    options = ", ".join(f"{key} {value}" for key, value in part.items() if key != "_target_")
+    options = ", ".join(f"{key} {format_value(value)}" for key, value in part.items() if key != "_target_")
     return f"{part['_target_'].rpartition('.')[2]} ({options})"
 
 

@@ -75,7 +75,7 @@ def dry_run(config: Config) -> int:
     name = str(made.dtype).removeprefix("torch.")
     trained = "all trained" if adapter is None else f"frozen, {count(adapter)} of the adapter trained"
     lines = [
-        ("device", f"{device.type}, {shape.world_size} process(es) ({axes_text(made)}), {name} compute"),
+        ("device", f"{device.type}: {processes_text(made)}, {name} compute"),
         ("model", f"{model_config.model_type}: {count(made.size.parameters)} parameters, {trained}"),
         ("attention", made.attention),
         *recomputed,
@@ -247,7 +247,7 @@ Line = tuple[str, str]
 
 def version_line() -> Line:
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
-    return "", f"automodel_lite {__version__} ({versions})"
+    return "version", f"automodel_lite {__version__} ({versions})"
 
 
 def plan_lines(report: PackingReport | None, plan: TrainingPlan, config: Config) -> list[Line]:
@@ -274,7 +274,7 @@ def model_lines(config: Config, built: BuiltModel, mesh: Mesh) -> list[Line]:
     """What is trained, how, and what it takes."""
     plan, lm, dtype = built.plan, built.model.loss_model.lm, str(built.plan.dtype).removeprefix("torch.")
     device = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "cpu"
-    device += f": {mesh.shape.world_size} process{'es' if mesh.shape.world_size > 1 else ''} ({axes_text(plan)})"
+    device += f": {processes_text(plan)}"
     if mesh.device.type == "cpu":
         num_threads, each = torch.get_num_threads(), " each" if mesh.shape.world_size > 1 else ""
         why = threads_of(config.training.num_threads)[1]
@@ -320,10 +320,11 @@ def position_line(guards: Guards, max_steps: int) -> str:
     return f"{folder}: {origin}, steps {step + 1} to {max_steps}, next checkpoint after step {saved}"
 
 
-def axes_text(plan: ModelPlan) -> str:
-    shape = plan.shape
+def processes_text(plan: ModelPlan) -> str:
+    shape, plural = plan.shape, "es" if plan.shape.world_size > 1 else ""
     more = f" x tp {shape.tp}, ep {shape.ep}" if shape.tp * shape.ep > 1 else ""
-    return f"dp_replicate {shape.dp_replicate} x dp_shard {shape.dp_shard} x cp {shape.cp}{more}, {plan.strategy}"
+    axes = f"dp_replicate {shape.dp_replicate} x dp_shard {shape.dp_shard} x cp {shape.cp}{more}"
+    return f"{shape.world_size} process{plural} ({axes}, {plan.strategy})"
 
 
 def count(number: float) -> str:

@@ -78,5 +78,5 @@ def test_help_lists_presets_of_ones_own(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("# Mine: for me\ndefaults: [smoke]\n")
     (tmp_path / "bare.yaml").write_text("defaults: [smoke]\n")
     lines = help_of(Recipe("recipes.train_ft:main"), Sources.of(str(tmp_path))).splitlines()
-    assert "  mine             Mine" in lines
-    assert "  bare             " in lines
+    assert "  mine              Mine" in lines
+    assert "  bare              " in lines

@@ -8,7 +8,7 @@ import pytest
 
 from automodel_lite.cli import compose_config
 from automodel_lite.config.check import check_config
-from automodel_lite.config.components import locate, own_targets
+from automodel_lite.config.components import locate, own_targets, text_of
 from automodel_lite.errors import ConfigError
 
 
@@ -92,3 +92,8 @@ def test_an_allowed_generator_does_not_lead_elsewhere(tmp_path: Path, monkeypatc
     for generator, said in (("abort", "it is .*abort"), ("N", "is not a function"), ("none", "has no none")):
         with pytest.raises(ConfigError, match=rf"dataset.generator=my_rows:{generator}.*{said}"):
             check(*allowed, f"dataset.generator=my_rows:{generator}")
+
+
+def test_a_part_is_shown_as_it_is_typed() -> None:
+    part = {"_target_": "a.schedules.cosine", "warmup_steps": None, "frac": 0.03, "cuts": True, "betas": [0.9, 0.95]}
+    assert text_of(part) == "cosine (warmup_steps null, frac 0.03, cuts true, betas [0.9, 0.95])"

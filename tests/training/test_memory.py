@@ -206,7 +206,7 @@ def test_dry_run_says_and_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureF
     run = tmp_path / "run"
     assert main(config_of("smoke", run, "dry_run=true", "mesh.dp_shard=2", "mesh.cp=2")) == 0
     said = capsys.readouterr().out
-    assert "4 process(es) (dp_replicate 1 x dp_shard 2 x cp 2, fsdp)" in said
+    assert "cpu: 4 processes (dp_replicate 1 x dp_shard 2 x cp 2, fsdp)" in said
     assert "simulated: at most" in said
     assert said.endswith("the settings, the data and the model fit together; nothing was trained or written\n")
     assert not run.exists()
