@@ -238,7 +238,7 @@ def versions() -> dict[str, str]:
     """Returns the versions of what computes the numbers; this package's by its files, too."""
     package = Path(automodel_lite.__file__).parent
     code = hashlib.sha256()
-    for path in sorted(package.rglob("*.py")):
+    for path in sorted(x for x in package.rglob("*") if x.suffix in (".py", ".yaml", ".json", ".jinja")):
         code.update(path.relative_to(package).as_posix().encode() + path.read_bytes())
     libraries = ("torch", "transformers", "tokenizers", "datasets", "numpy")
     found = {f"version of {name}": metadata.version(name) for name in libraries}

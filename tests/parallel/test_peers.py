@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -18,13 +19,14 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+import automodel_lite
 from automodel_lite.errors import ConfigError, DataError, PeerError
 from automodel_lite.launched import this_process
 from automodel_lite.parallel.peers import end_together, flat, open_peers, versions
 from tests.ranks import run_ranks
 from tests.runs import train_quick, wait_until
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT, PACKAGE = Path(__file__).resolve().parents[2], Path(automodel_lite.__file__).parent
 
 
 def _compare(rank: int, world_size: int, facts: list[dict[str, Any]]) -> tuple[str, float]:
@@ -55,6 +57,17 @@ def test_what_is_compared() -> None:
         "training.max_steps": 3,
     }
     assert {"version of torch", "version of transformers", "files of automodel_lite"} <= versions().keys()
+
+
+def test_files_of_the_package_are_those_that_are_read_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How families and columns are named stands in YAML."""
+    copy, found = Path(shutil.copytree(PACKAGE, tmp_path / "copy")), {versions()["files of automodel_lite"]}
+    monkeypatch.setattr(automodel_lite, "__file__", str(copy / "__init__.py"))
+    for name in ("thd.py", "attention/families.yaml", "data/tokens/chat_template.jinja"):
+        with (copy / name).open("a") as file:
+            file.write("\n")
+        found.add(versions()["files of automodel_lite"])
+    assert len(found) == 4
 
 
 def _train_otherwise(rank: int, world_size: int, folder: str, overrides: list[list[str]]) -> str:
