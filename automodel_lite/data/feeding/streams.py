@@ -76,7 +76,8 @@ class RawStream:
 
     name: str
     read: ReadShard = field(compare=False)
-    content: str  # what it holds, whatever the times and places of files
+    identity: str
+    content: str  # the identity without times and places of files
 
 
 def read_files(rows: RawRows, shard: int, num_shards: int, start: int) -> Iterator[Placed]:
@@ -137,7 +138,7 @@ class StreamingDataset:
     questions: list[Question] = field(init=False, default_factory=list)
     description: str = field(init=False)
     identity: str = field(init=False)
-    content: str = field(init=False)  # the identity without validation
+    content: str = field(init=False)
     notes: Sequence[str] = field(init=False, default=())
 
     def __post_init__(self) -> None:
@@ -160,7 +161,7 @@ class StreamingDataset:
         read_as += f"num_shards={self.num_shards}"
         val = "; ".join(f"{name}: {one.identity}" for name, one in val_sources.items())
         self.content = f"stream({self.stream.content}; {read_as})"
-        self.identity = f"{self.content}; {val}; {options}"
+        self.identity = f"stream({self.stream.identity}; {read_as}; {val}; {options})"
 
     def read(self, shard: int, start: int) -> Iterator[Placed]:
         """Yields every document of a shard but the first `start`."""
@@ -189,15 +190,17 @@ class StreamingDataset:
         if (self.path is None) == (self.generator is None):
             raise ConfigError("dataset.path and dataset.generator: set exactly one of them.")
         if self.generator is not None:
-            return RawStream(self.generator, partial(read_generator, self.generator), self.generator)
+            return RawStream(self.generator, partial(read_generator, self.generator), self.generator, self.generator)
         assert self.path is not None
         if isinstance(self.path, str) and not (looks_local(self.path) or kind_of(Path(self.path)) in KINDS):
             shown = f"{self.path}/{self.name}" if self.name else self.path
-            return RawStream(shown, partial(read_hub, self.path, self.name, self.split), f"{shown} {self.split}")
+            identity = f"{shown} {self.split}"
+            return RawStream(shown, partial(read_hub, self.path, self.name, self.split), identity, identity)
         source = open_rows(self.path, self.name, self.split, "dataset.path", options, held_out)
         self.notes = source.notes
         contents = ", ".join(f"{printable(one.path.name)} {one.size} {one.content}" for one in source.files)
-        return RawStream(source.description, partial(read_files, source.rows), f"{contents}, split {self.split}")
+        read = partial(read_files, source.rows)
+        return RawStream(source.description, read, source.identity, f"{contents}, split {self.split}")
 
 
 Pack = dict[str, Any]

@@ -17,7 +17,7 @@ from automodel_lite.data.feeding.order import BatchShape
 from automodel_lite.data.feeding.source import Cursor, StepBatches
 from automodel_lite.data.feeding.streams import ShardTurns, StreamedPacks, StreamingDataset
 from automodel_lite.data.packing.packs import Packer
-from automodel_lite.data.tokens.tokenize import Job
+from automodel_lite.data.tokens.tokenize import Job, tokenize_documents
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.models.flops import CostModel
 from automodel_lite.parallel.mesh import init_mesh
@@ -66,6 +66,20 @@ def test_every_document_once_and_the_next_epoch_is_equal(tmp_path: Path, num_wor
     assert sorted(map(int, seen)) == list(range(NUM_ROWS))
     second = epoch_of(loader, Cursor(1))
     assert [packs for packs, _ in second] == [packs for packs, _ in first]
+
+
+def test_an_edit_between_what_is_hashed_is_another_stream(tmp_path: Path) -> None:
+    """For what is kept of its first documents: their tokens, or a tokenizer."""
+    path, line = tmp_path / "a.jsonl", json.dumps({"prompt": "q", "completion": "x" * 400}) + "\n"
+    path.write_text(line * 1000)
+    tokenizer, found = byte_tokenizer(MARKED), []
+    for text in ("x", "y"):
+        with path.open("r+") as file:
+            file.seek(157 * len(line) + 100)  # behind the 64 KiB at the head, between two blocks
+            file.write(text * 200)
+        rows = tokenize_documents(StreamingDataset(str(path)), Job(tokenizer), tmp_path / "cache").train
+        found.append(tokenizer.decode(rows[157]["input_ids"]).count("y"))
+    assert found == [0, 200]
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
