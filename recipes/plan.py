@@ -79,7 +79,7 @@ def main(argv: list[str] | None = None) -> int:
     best = outcome.plans[0]
     print("", table(outcome.plans), "", f"others: {lost_text(outcome)}", "", sep="\n")
     print(duration_text(best, job, config, data.num_packs, args.price_per_gpu_hour))
-    print("", command(best, job, args.config_name, overrides), sep="\n")
+    print("", command(best, job, args.config_name, [*overrides, *missing(args.config_name, overrides)]), sep="\n")
     if args.json:
         found = {"plans": [as_json(plan) for plan in outcome.plans], "lost": dict(outcome.lost)}
         args.json.write_text(json.dumps(found, indent=1))
@@ -93,6 +93,13 @@ def composed(preset: str, overrides: Sequence[str]) -> Config:
     if OmegaConf.is_missing(raw.dataset, "path"):
         raw.dataset.path = NOT_READ
     return check_config(raw)
+
+
+def missing(preset: str, overrides: Sequence[str]) -> list[str]:
+    """Returns what a run needs beside what a plan does: a name, and its data."""
+    raw = compose_config(preset, overrides)
+    names = ["name=mine"] if OmegaConf.is_missing(raw, "name") else []
+    return [*names, "dataset.path=..."] if OmegaConf.is_missing(raw.dataset, "path") else names
 
 
 def calibrated(gpu: Gpu, path: Path) -> Gpu:

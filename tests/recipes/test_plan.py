@@ -118,6 +118,15 @@ def test_documents_are_counted_as_they_are_packed(tmp_path: Path) -> None:
         assert found.num_packs == 2 * int(text.split()[-2])
 
 
+def test_the_command_has_what_a_run_needs() -> None:
+    """A plan needs no name, and data only for their lengths: without them the command to paste was refused."""
+    model = ["model.pretrained=x"]
+    assert plan.missing("finetune", model) == ["name=mine", "dataset.path=..."]
+    assert plan.missing("finetune", [*model, "name=a", "dataset.path=a.jsonl"]) == []
+    assert plan.missing("llama3_1_8b", []) == ["dataset.path=..."]
+    assert plan.missing("smoke", []) == []
+
+
 @pytest.mark.slow
 def test_what_fits_nothing_names_what_would(capsys: pytest.CaptureFixture[str]) -> None:
     """A 0.6B model in fp32 with Adam needs 9 GB of states: a GPU of 24 GB holds it, but not with packs of 131,072."""
