@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -81,38 +82,27 @@ def test_data_become_hours_and_a_preset_that_runs_dry(tmp_path: Path, capsys: py
     assert "dry run: the settings, the data and the model fit together" in recipe(tmp_path, *where, "dry_run=true")
 
 
-CUT = {
-    "overlong=split": ("10 documents (8 whole, 2 cut into 6 pieces), 280 tokens, mean 20, 7 packs", [10] * 8 + [20] * 2 + [40] * 4),
-    "overlong=truncate": ("10 documents (8 whole, 2 cut into 2 pieces), 160 tokens, mean 16, 4 packs", [10] * 8 + [40] * 2),
-    "overlong=drop": ("8 of 10 documents, 80 tokens, mean 10, 2 packs", [10] * 8),
-    "max_packs=1": ("4 of 10 documents, 40 tokens, mean 10, 1 packs", [10] * 4),
+CUT: dict[str, tuple[dict[str, object], str, list[int]]] = {
+    "split": ({"overlong": "split"}, "10 documents (8 whole, 2 cut into 6 pieces), 280 tokens, mean 20, 7 packs", [10] * 8 + [20] * 2 + [40] * 4),
+    "truncated": ({"overlong": "truncate"}, "10 documents (8 whole, 2 cut into 2 pieces), 160 tokens, mean 16, 4 packs", [10] * 8 + [40] * 2),
+    "dropped": ({"overlong": "drop"}, "8 of 10 documents, 80 tokens, mean 10, 2 packs", [10] * 8),
+    "sampled": ({"overlong": "drop", "max_packs": 1}, "4 of 10 documents, 40 tokens, mean 10, 1 packs", [10] * 4),
 }  # fmt: skip
 
 
 def test_documents_are_counted_as_they_are_packed(tmp_path: Path) -> None:
-    """Those of 100 tokens in packs of 40 once counted as two documents of 40, those that are dropped, too."""
+    """Those of 100 tokens in packs of 40 once counted as one of 40 each, those that are dropped, too."""
     ids = [list(range(5, 5 + length)) for length in (100, *[10] * 4, 100, *[10] * 4)]
     (tmp_path / "ids.jsonl").write_text("\n".join(json.dumps({"input_ids": row, "labels": row}) for row in ids))
     words = Tokenizer(WordLevel({str(number): number for number in range(120)}))
     PreTrainedTokenizerFast(tokenizer_object=words, eos_token="0").save_pretrained(tmp_path / "words")
-    data = [
-        "tokenizer=pretrained",
-        f"tokenizer.path={tmp_path}/words",
-        "dataset=files",
-        "~dataset.num_chats",
-        f"dataset.path={tmp_path}/ids.jsonl",
-        f"cache_dir={tmp_path}",
-    ]
-    for setting, (text, lengths) in CUT.items():
-        size = [
-            "packed_sequence.packed_sequence_size=40",
-            "packed_sequence.overlong=drop",
-            f"packed_sequence.{setting}",
-        ]
-        config = plan.composed(
-            "smoke", [*data, *size, "training.max_steps=null", "training.num_epochs=2", "tokenize.train_on=all"]
-        )
-        found = plan.data_of(config, build_parts(config), 1024)
+    data = ["dataset=files", "~dataset.num_chats", f"dataset.path={tmp_path}/ids.jsonl", f"cache_dir={tmp_path}"]
+    tokens = ["tokenizer=pretrained", f"tokenizer.path={tmp_path}/words", "tokenize.train_on=all"]
+    run = ["packed_sequence.packed_sequence_size=40", "training.max_steps=null", "training.num_epochs=2"]
+    config = plan.composed("smoke", [*data, *tokens, *run])
+    for settings, text, lengths in CUT.values():
+        changed = replace(config, packed_sequence={**config.packed_sequence, **settings})
+        found = plan.data_of(changed, build_parts(changed), 1024)
         assert (found.text, sorted(found.lengths.tolist())) == (text, lengths)
         assert found.paths.tolist() == found.lengths.tolist()
         assert found.num_packs == 2 * int(text.split()[-2])
@@ -123,8 +113,6 @@ def test_the_command_has_what_a_run_needs() -> None:
     model = ["model.pretrained=x"]
     assert plan.missing("finetune", model) == ["name=mine", "dataset.path=..."]
     assert plan.missing("finetune", [*model, "name=a", "dataset.path=a.jsonl"]) == []
-    assert plan.missing("llama3_1_8b", []) == ["dataset.path=..."]
-    assert plan.missing("smoke", []) == []
 
 
 @pytest.mark.slow
