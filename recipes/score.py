@@ -19,6 +19,7 @@ if __name__ == "__main__":  # --help, --cfg and mistakes are answered before tor
 from dataclasses import replace
 
 from automodel_lite.config.schema import Config
+from automodel_lite.data.feeding.planned import PlannedPacks
 from automodel_lite.data.prepare import check_positions, check_sizes, prepare_data
 from automodel_lite.errors import ConfigError
 from automodel_lite.launched import rank, world_size
@@ -41,6 +42,8 @@ def main(config: Config) -> int:
     if not (loss.needs_reference or isinstance(loss, DistillTopK)):
         raise ConfigError("recipes/score.py computes what loss=distill_topk or loss=dpo needs: add one of them.")
     data = prepare_data(config, check_sizes(config, world_size()), parts.packer)
+    if not isinstance(data, PlannedPacks):
+        raise ConfigError("recipes/score.py computes values beforehand, when a stream is not known: use dataset=files.")
     check_loss(data, loss)
     mesh = init_mesh(config.mesh)
     seed_all(config.seed, "model")

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from automodel_lite.errors import ConfigError
-from tests.runs import losses, train
+from recipes import score
+from tests.runs import config_of, losses, train
 
 
 def stream_of(tmp_path: Path) -> list[str]:
@@ -55,3 +56,9 @@ def test_a_stopped_stream_continues_bit_for_bit(tmp_path: Path) -> None:
 def test_a_stream_needs_a_number_of_steps(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"training.max_steps=null: the length of a stream is unknown"):
         train("llama_packed", tmp_path / "run", *stream_of(tmp_path), "training.max_steps=null")
+
+
+def test_labels_of_a_stream_are_not_scored(tmp_path: Path) -> None:
+    teacher = ("loss=distill_topk", f"loss.teacher={tmp_path}")
+    with pytest.raises(ConfigError, match="when a stream is not known: use dataset=files"):
+        score.main(config_of("llama_packed", tmp_path / "run", *stream_of(tmp_path), *teacher))
