@@ -7,6 +7,15 @@ from collections import Counter
 from collections.abc import Iterator
 
 import pytest
+import torch
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Workers share the cores: with a thread for each core, threads wait for each other, five times as long as they
+    compute. What the test before has set does not count.
+    """
+    torch.set_num_threads(1)
 
 
 @pytest.hookimpl(trylast=True)

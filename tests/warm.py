@@ -6,6 +6,7 @@ import datasets  # noqa: F401
 import hypothesis  # noqa: F401
 import jinja2  # noqa: F401
 import pytest  # noqa: F401
+import torch
 import torch._dynamo
 import torch.nn.attention.flex_attention  # noqa: F401
 import transformers.core_model_loading
@@ -17,6 +18,7 @@ from automodel_lite.cli import compose_config
 from automodel_lite.config.check import check_config
 from tests.attention.families import FAMILIES
 
+torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()
 check_config(compose_config("smoke", []))  # Hydra's plugins, the code of the options
 get_checkpoint_conversion_mapping("llama")
