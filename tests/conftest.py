@@ -9,6 +9,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+LONG = ("test_planner.py", "test_simulation.py", "test_trip.py", "test_plan.py")
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
@@ -20,12 +22,12 @@ def pytest_runtest_setup() -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files of whole jobs first, then those of many tests: of workers that take a file at a time, none is left alone
-    with a long one at the end, and what waits runs beside what computes.
+    """Files of whole jobs and long ones first, then those of many tests: of workers that take a file at a time, none is
+    left alone with a long one at the end, and what waits runs beside what computes.
     """
     in_file = Counter(item.path for item in items)
-    of_jobs = {item.path for item in items if item.get_closest_marker("system")}
-    items.sort(key=lambda item: (item.path not in of_jobs, -in_file[item.path]))
+    first = {item.path for item in items if item.path.name in LONG or item.get_closest_marker("system")}
+    items.sort(key=lambda item: (item.path not in first, -in_file[item.path]))
 
 
 @pytest.fixture(autouse=True)

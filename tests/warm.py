@@ -8,7 +8,7 @@ import jinja2  # noqa: F401
 import pytest  # noqa: F401
 import torch
 import torch._dynamo
-import torch.nn.attention.flex_attention  # noqa: F401
+import torch.nn.attention.flex_attention
 import transformers.core_model_loading
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
