@@ -122,6 +122,8 @@ class Lora:
         if own.keys() != weights.keys() or any(own[name].shape != weights[name].shape for name in own):
             only = sorted(own.keys() ^ weights.keys()) or ["a shape"]
             raise ConfigError(f"peft.adapter={self.adapter} does not fit model.pretrained={base}: {only[0]} differs.")
+        if damaged := [name for name, weight in weights.items() if not weight.isfinite().all()]:
+            raise ConfigError(f"peft.adapter={self.adapter}: {damaged[0]} holds values that are not finite.")
         with torch.no_grad():
             for name, parameter in own.items():
                 parameter.copy_(weights[name])

@@ -43,6 +43,14 @@ def give_the_adapter_weight(model: PreTrainedModel) -> None:
             torch.nn.init.normal_(parameter, std=0.2)
 
 
+def test_an_adapter_that_is_not_finite_is_named(tmp_path: Path) -> None:
+    wrapped = peft.get_peft_model(tiny_llama(), peft.LoraConfig(target_modules=["q_proj"]))
+    next(p for p in wrapped.parameters() if p.requires_grad).data[0, 0] = float("nan")
+    wrapped.save_pretrained(str(tmp_path))
+    with pytest.raises(ConfigError, match=r"peft.adapter=.*: .*lora_A.weight holds values that are not finite"):
+        Lora(adapter=str(tmp_path)).adapt(tiny_llama(), "base")
+
+
 @pytest.mark.parametrize("use_dora", [False, True], ids=["lora", "dora"])
 def test_merging_keeps_the_adapters_logits(use_dora: bool):
     model = tiny_llama()
