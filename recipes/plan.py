@@ -47,6 +47,7 @@ from automodel_lite.training.start import try_model
 
 POSITIVE = argument(float, Range(above=0))
 NOT_READ = "not read"
+UNNAMED = "unnamed-plan"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -79,7 +80,7 @@ def main(argv: list[str] | None = None) -> int:
     best = outcome.plans[0]
     print("", table(outcome.plans), "", f"others: {lost_text(outcome)}", "", sep="\n")
     print(duration_text(best, job, config, data.num_packs, args.price_per_gpu_hour))
-    print("", command(best, job, args.config_name, [*overrides, *missing(args.config_name, overrides)]), sep="\n")
+    print("", command(best, job, args.config_name, [*overrides, *missing(config)]), sep="\n")
     if args.json:
         found = {"plans": [as_json(plan) for plan in outcome.plans], "lost": dict(outcome.lost)}
         args.json.write_text(json.dumps(found, indent=1))
@@ -89,17 +90,18 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def composed(preset: str, overrides: Sequence[str]) -> Config:
-    raw = compose_config(preset, [*overrides, "name=plan"])
+    raw = compose_config(preset, overrides)
+    if OmegaConf.is_missing(raw, "name"):
+        raw.name = UNNAMED
     if OmegaConf.is_missing(raw.dataset, "path"):
         raw.dataset.path = NOT_READ
     return check_config(raw)
 
 
-def missing(preset: str, overrides: Sequence[str]) -> list[str]:
+def missing(config: Config) -> list[str]:
     """Returns what a run needs beside what a plan does: a name, and its data."""
-    raw = compose_config(preset, overrides)
-    names = ["name=mine"] if OmegaConf.is_missing(raw, "name") else []
-    return [*names, "dataset.path=..."] if OmegaConf.is_missing(raw.dataset, "path") else names
+    names = ["name=mine"] if config.name == UNNAMED else []
+    return [*names, "dataset.path=..."] if config.dataset.get("path") == NOT_READ else names
 
 
 def calibrated(gpu: Gpu, path: Path) -> Gpu:

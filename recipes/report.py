@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from automodel_lite.cli import argument_parser, run_tool
 from automodel_lite.config.rules import argument
 from automodel_lite.errors import ConfigError
 from automodel_lite.launched import check_alone
+
+if TYPE_CHECKING:
+    from automodel_lite.tools.report import RunRecord
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -29,16 +33,10 @@ def main(argv: list[str] | None = None) -> int:
     from automodel_lite.tools.report import read_run, write_report
 
     target = args.to or (args.runs[0] if len(args.runs) == 1 else Path("report"))
-    runs = []  # of a folder that is not a run's those that can be drawn: some have failed before their first step
-    is_run = len(args.runs) > 1 or (args.runs[0] / "config.yaml").is_file()
-    for path in [] if is_run else sorted(rows.parent for rows in args.runs[0].glob("*/metrics.jsonl")):
-        try:
-            runs.append(read_run(path).path)
-        except (ConfigError, OSError) as error:
-            print(f"left out: {error}", file=sys.stderr)
-    args.runs = runs or args.runs
+    holds_runs = len(args.runs) == 1 and not (args.runs[0] / "config.yaml").is_file()
     try:
-        print(write_report(args.runs, target))
+        records = read_runs_in(args.runs[0]) if holds_runs else [read_run(path) for path in args.runs]
+        print(write_report(records, target))
     except OSError as error:
         raise ConfigError(f"{error.filename or target} cannot be read or written ({error.strerror}).") from error
     except ConfigError:
@@ -48,6 +46,19 @@ def main(argv: list[str] | None = None) -> int:
         reason = f"{type(error).__name__}: {error}"
         raise ConfigError(f"a file of {runs} is damaged ({reason}): packing.json, lengths.json or run.json.") from error
     return 0
+
+
+def read_runs_in(folder: Path) -> list[RunRecord]:
+    """Reads the runs of a folder that can be drawn: some have failed before their first step. Raises ConfigError."""
+    from automodel_lite.tools.report import read_run
+
+    records = []
+    for rows in sorted(folder.glob("*/metrics.jsonl")):
+        try:
+            records.append(read_run(rows.parent))
+        except (ConfigError, OSError) as error:
+            print(f"left out: {error}", file=sys.stderr)
+    return records or [read_run(folder)]
 
 
 if __name__ == "__main__":

@@ -111,8 +111,8 @@ def test_documents_are_counted_as_they_are_packed(tmp_path: Path) -> None:
 def test_the_command_has_what_a_run_needs() -> None:
     """A plan needs no name, and data only for their lengths: without them the command to paste was refused."""
     model = ["model.pretrained=x"]
-    assert plan.missing("finetune", model) == ["name=mine", "dataset.path=..."]
-    assert plan.missing("finetune", [*model, "name=a", "dataset.path=a.jsonl"]) == []
+    assert plan.missing(plan.composed("finetune", model)) == ["name=mine", "dataset.path=..."]
+    assert plan.missing(plan.composed("finetune", [*model, "name=a", "dataset.path=a.jsonl"])) == []
 
 
 @pytest.mark.slow

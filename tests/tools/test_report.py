@@ -166,7 +166,7 @@ def test_several_runs_side_by_side(tmp_path: Path):
     with (runs[0] / "config.yaml").open("a") as file:
         file.write("peft: {}\ndataset:\n  columns: null\n")  # as good as not there
     assert differences([read_run(path) for path in runs]) == [("optimizer.lr", ["0.01", "0.02"])]
-    page = write_report(runs, tmp_path / "both").read_text()
+    page = write_report([read_run(path) for path in runs], tmp_path / "both").read_text()
     assert "Settings that differ" in page
     assert "<td>MFU</td><td>-</td><td>40.0%</td>" in page
 

@@ -144,7 +144,7 @@ class LiveReport:
         if not self.is_drawn or not self.run.is_dir() or (began < self._not_before and not is_last):
             return
         try:
-            write_report([self.run], self.run, refresh_s=None if is_last else REFRESH_S)
+            write_report([read_run(self.run)], self.run, refresh_s=None if is_last else REFRESH_S)
         except Exception as error:
             self.is_drawn = False
             self.warn("report", f"WARNING: not drawn: {type(error).__name__}: {error}")
@@ -152,9 +152,9 @@ class LiveReport:
         self._not_before = now + max(REFRESH_S, (now - began) / _OVERHEAD_FRAC)
 
 
-def write_report(runs: list[Path], to: Path, refresh_s: int | None = None) -> Path:
-    """Writes `to`/report.html, which reloads itself every `refresh_s`; returns its path. Raises ConfigError."""
-    page = page_of([read_run(path) for path in runs], refresh_s)
+def write_report(records: list[RunRecord], to: Path, refresh_s: int | None = None) -> Path:
+    """Writes `to`/report.html, which reloads itself every `refresh_s`; returns its path."""
+    page = page_of(records, refresh_s)
     to.mkdir(parents=True, exist_ok=True)
     write_atomically(to / "report.html", page)
     return to / "report.html"
