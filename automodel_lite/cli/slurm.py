@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 
 from automodel_lite.cli.line import argument_parser
 from automodel_lite.config.components import CONF_DIR, IS_INSTALLED
@@ -32,46 +33,46 @@ def slurm(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     if args.nodes < 1:
         raise ConfigError(f"--nodes {args.nodes} must be at least 1.")
-    text = _script(args.nodes, args.partition, args.time)
-    if args.container:  # with the Python in it; the package's folder is mounted: its scripts start the ranks
-        root, kind = CONF_DIR.parent, "APPTAINER_IMAGE" if args.container.endswith(".sif") else "PYXIS_IMAGE"
-        text = text.replace("$PWD:$PWD", f"$PWD:$PWD,{root}:{root}").replace('--bind "$PWD', f'--bind "$PWD,{root}')
-        text = text.replace(f"${{PYTHON:-{sys.executable}}}", "${PYTHON:-python}")
-        export = f"export {kind}={shlex.quote(args.container)}"
-        text = text.replace("set -uo pipefail\n", f"set -uo pipefail\n{export}\n", 1)
-    if args.account:
-        text = text.replace("#SBATCH --nodes=", f"#SBATCH --account={args.account}\n#SBATCH --nodes=")
-    # the models' folder of this shell; modules before `set -u`, which their scripts do not stand
-    before = [f"module load {name}" for name in args.module]
-    if home := os.environ.get("HF_HOME"):
-        before.append(f"export HF_HOME={shlex.quote(home)}")
-    text = text.replace("set -uo pipefail\n", "\n".join([*before, "set -uo pipefail\n"]), 1)
-    print(text.replace("automodel_lite train", f"automodel_lite run {args.recipe}") if args.recipe else text, end="")
+    print(_script(**vars(args)), end="")
     return 0
 
 
-def _script(nodes: int, partition: str | None, time: str | None) -> str:
-    """launch/slurm.sbatch with the numbers of a partition, the Python and the package of this process."""
-    name, limit, gpus, cpus, num_nodes = _partition(partition)
+def _script(
+    nodes: int,
+    partition: str | None = None,
+    time: str | None = None,
+    account: str | None = None,
+    module: Sequence[str] = (),
+    container: str | None = None,
+    recipe: str | None = None,
+) -> str:
+    """The numbers of a partition, the Python and the package of this process; launch/slurm.sbatch does the rest."""
+    part, limit, gpus, cpus, num_nodes = _partition(partition)
     if nodes > num_nodes:
-        raise ConfigError(f"--nodes {nodes} must be at most {num_nodes}: the nodes of partition {name}.")
+        raise ConfigError(f"--nodes {nodes} must be at most {num_nodes}: the nodes of partition {part}.")
     tasks = gpus or 1
-    lines = [f"#SBATCH --partition={name}", f"#SBATCH --nodes={nodes}", f"#SBATCH --ntasks-per-node={tasks}"]
-    lines += [f"#SBATCH --gpus-per-node={gpus}"] if gpus else []
-    lines += [f"#SBATCH --cpus-per-task={max(1, cpus // tasks)}", f"#SBATCH --time={time or limit}"]
-    text = (LAUNCH_DIR / "slurm.sbatch").read_text()
-    kept = [line for line in text.splitlines() if not re.match(r"#SBATCH --(nodes|ntasks-per-node|time)=", line)]
-    place = next(number for number, line in enumerate(kept) if line.startswith("#SBATCH --job-name"))
-    text = "\n".join([*kept[: place + 1], *lines, *kept[place + 1 :]]) + "\n"
-    text = re.sub(r"(?m)^# +(DRY_RUN=1 )?(sbatch|bash) .*\n", "", text)
-    text = text.replace("; docs/slurm.md explains every line.", f" (partition {name}).")
-    text = re.sub(r"(bash|source) launch/", rf"\1 {LAUNCH_DIR}/", text)
-    text = text.replace(
-        '"${PYTHON:-python}" recipes/train_ft.py', f'"${{PYTHON:-{sys.executable}}}" -m automodel_lite train'
-    )
-    if not IS_INSTALLED:
-        text = text.replace("PYTHONPATH=${PYTHONPATH:-$PWD}", f"PYTHONPATH=${{PYTHONPATH:-{CONF_DIR.parent}}}")
-    return text
+    resources = {"partition": part, "account": account, "nodes": nodes, "ntasks-per-node": tasks}
+    resources |= {"gpus-per-node": gpus, "cpus-per-task": max(1, cpus // tasks), "time": time or limit}
+    script, root = LAUNCH_DIR / "slurm.sbatch", LAUNCH_DIR.parent
+    always = re.findall(r"(?m)^#SBATCH --(?!nodes|ntasks-per-node|time).*\n", script.read_text())
+    exports = {"LAUNCH": str(LAUNCH_DIR), "RECIPE": f"-m automodel_lite {f'run {recipe}' if recipe else 'train'}"}
+    if container:  # with the Python in it; the package's folder is mounted: its scripts start the ranks
+        exports |= {"APPTAINER_IMAGE" if container.endswith(".sif") else "PYXIS_IMAGE": container, "MOUNT": str(root)}
+    if home := os.environ.get("HF_HOME"):  # the models' folder of this shell
+        exports["HF_HOME"] = home
+    defaults = {"PYTHON": "python" if container else sys.executable}
+    defaults |= {} if IS_INSTALLED else {"PYTHONPATH": str(root)}
+    lines = [
+        "#!/bin/bash",
+        f"# Trains on SLURM, one task per GPU (partition {part}): sbatch job.sbatch --config-name ...",
+        *(f"#SBATCH --{key}={value}" for key, value in resources.items() if value),
+        "".join(always).rstrip(),
+        *(f"module load {name}" for name in module),
+        *(f"export {key}={shlex.quote(value)}" for key, value in exports.items()),
+        *(f"export {key}=${{{key}:-{shlex.quote(value)}}}" for key, value in defaults.items()),
+        f'exec bash {shlex.quote(str(script))} "$@"',
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def _partition(wanted: str | None) -> tuple[str, str, int, int, int]:

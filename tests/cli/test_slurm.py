@@ -45,7 +45,7 @@ def test_the_slurm_script_runs_a_recipe_of_ones_own(monkeypatch: pytest.MonkeyPa
     sinfo.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     slurm.slurm(["--recipe", "my_package.kd:main"])
-    assert ' -m automodel_lite run my_package.kd:main "$@")' in capsys.readouterr().out
+    assert "export RECIPE='-m automodel_lite run my_package.kd:main'" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("image", ["/images/train.sqsh", "/images/train.sif"])
