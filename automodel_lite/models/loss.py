@@ -166,7 +166,6 @@ class Loss(ABC):
     needs_documents  calls `inputs.per_document`
     needs_teacher    asks for `inputs.teacher`
     needs_reference  asks for the column `reference_log_probs` of the start model, which the program computes
-    is_compared      validation counts the right tokens and the plain cross-entropy beside it
     """
 
     columns: ClassVar[frozenset[str]] = frozenset()
@@ -175,7 +174,6 @@ class Loss(ABC):
     needs_documents: ClassVar[bool] = False
     needs_teacher: ClassVar[bool] = False
     needs_reference: ClassVar[bool] = False
-    is_compared: ClassVar[bool] = True
 
     @abstractmethod
     def __call__(self, inputs: LossInputs) -> LossOutput:
@@ -370,7 +368,7 @@ class LossModel(nn.Module):
         columns = {name: column.index_select(0, rows) for name, column in brought.items()}
         inputs = LossInputs(head, labels_R, columns, batch, teacher)
         total, parts = self.loss(inputs)
-        if not self.training and self.loss.is_compared:
+        if not self.training:
 
             def loss_and_hit(logits: Tensor, labels: Tensor) -> Tensor:
                 is_hit = logits.argmax(-1) == labels
@@ -396,6 +394,12 @@ class LossModel(nn.Module):
         if self.takes_logits:
             return compute(Head(rows))
         return self._found[1](rows, compute=compute)
+
+    @torch.no_grad()
+    def values(self, batch: ThdBatch, function: RowFunction) -> Tensor:
+        """Returns `function(logits, labels)` of the labeled rows, [R, K]."""
+        labels_R = batch.labels.index_select(0, batch.label_rows)
+        return self._at_head(self.before_head(batch), lambda head: LossInputs(head, labels_R).rows(function, labels_R))
 
     def logits(self, batch: ThdBatch, num_last: int = 0) -> Tensor:
         """Returns those of the stream's last tokens, [num_last, V]; 0 = of all."""

@@ -77,6 +77,11 @@ class ParallelModel:
         with self._call(batch):
             return self.loss_model.logits(batch, num_last)
 
+    def values(self, batch: ThdBatch, function: Callable[..., Tensor]) -> Tensor:
+        """See LossModel.values; every rank calls it."""
+        with self._call(batch):
+            return self.loss_model.values(batch, function)
+
     def probe(self, batch: ThdBatch) -> tuple[Tensor, bool]:
         """See LossModel.probe; every rank calls it with the same batch. Layers are gathered one at a time, as in any
         forward, and are shards again afterwards.
@@ -194,7 +199,7 @@ def fully_shard_model(
         shard(embedding).set_unshard_in_backward(not isinstance(embedding, nn.Embedding))
         shard(head, reshard_after_forward=False)  # the backward pass begins with it
     shard(model)
-    for method in ("logits", "plain_logits", "probe", "before_head"):
+    for method in ("logits", "plain_logits", "probe", "before_head", "values"):
         register_fsdp_forward_method(model, method)
 
 

@@ -33,13 +33,13 @@ from automodel_lite.errors import ConfigError
 from automodel_lite.launched import is_first_here
 from automodel_lite.models.distillation import DistillTopK
 from automodel_lite.models.fused_head import RowFunction
-from automodel_lite.models.loss import Loss, LossInputs, LossOutput, PlainLoss, check_columns
+from automodel_lite.models.loss import Loss, check_columns
 from automodel_lite.parallel.context_parallel import cp_shard
 from automodel_lite.parallel.mesh import Mesh
 from automodel_lite.progress import Progress
 from automodel_lite.run import durable
 from automodel_lite.run.weight_files import model_files
-from automodel_lite.thd import COLUMNS, to_thd
+from automodel_lite.thd import to_thd
 from automodel_lite.training.build import BuiltModel
 
 SAVE_EVERY_S = 60.0
@@ -189,30 +189,14 @@ def _values(
     """(packs, places of their labels in the flat rows, values [R, K]) of all ranks, forward by forward."""
     model, exchange = built.model, built.plan.parts.mesh.cp_exchange
     loss_model, size = model.loss_model, built.plan.parts.training.micro_batch_size
-    loss, loss_model.loss = loss_model.loss, _Recorder(function)
     model.module.eval()
     for of_ranks in assign_to_ranks(np.arange(done, len(packs)), BatchShape(size * mesh.shape.dp, size, mesh.shape.dp)):
         batch = packed_sequence_thd_collater(packs.__getitems__(of_ranks[mesh.dp_rank].tolist()))
-        model(cp_shard(to_thd(batch, loss_model.takes_mixers), mesh.cp, exchange).to(mesh.device))
+        part = cp_shard(to_thd(batch, loss_model.takes_mixers), mesh.cp, exchange)
+        found = model.values(part.to(mesh.device), function)
         # Rows of several ranks are different tokens, or the same ones with the same values (tp).
-        own = tuple(loss_model.parts[name].cpu().numpy() for name in ("places", "values"))
+        own = part.columns["row_place"][part.label_rows].numpy(), found.cpu().numpy()
         places, values = (np.concatenate(parts) for parts in zip(*mesh.gather(own)))
         yield int((of_ranks != EMPTY_PACK).sum()), places, values
-    loss_model.loss = loss
     model.free_gathered()
     model.module.train()
-
-
-class _Recorder(PlainLoss):
-    """Keeps values and places of its rows in place of a loss."""
-
-    columns = frozenset(COLUMNS)
-    required = frozenset({"row_place"})
-    is_compared = False
-
-    def __init__(self, function: RowFunction) -> None:
-        self.function = function
-
-    def __call__(self, inputs: LossInputs) -> LossOutput:
-        values = inputs.rows(self.function, inputs.labels_R)
-        return LossOutput(values.sum(), {"values": values, "places": inputs.columns["row_place"]})
