@@ -254,9 +254,7 @@ class Checkpointer:
             read_tensors(path / on_disk.TENSORS, index, tensors)
 
         self.control.on_all(read)
-        weights: dict[str, Any] = {n.removeprefix("model."): t for n, t in tensors.items() if n.startswith("model.")}
-        set_model_state_dict(model, weights, options=_TRAINED)
-        # the optimizer's tensors are its own, already loaded in place: setting them would cast 8-bit codes to fp32
+        # all tensors are the model's and the optimizer's own, and loaded in place
         if scalars := state.pop("optimizer_scalars"):
             values: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer, options=_FLAT))
             set_optimizer_state_dict(model, optimizer, values | scalars, options=_FLAT)
