@@ -16,6 +16,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from io import BufferedWriter
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -43,8 +44,6 @@ class Rows(ABC):
     """Tokens of each document, int32 or int64 [N]."""
     row_lengths: np.ndarray
     """The same; of the longest row where a document is a tree."""
-    note: str = ""
-    """What was decided when they were loaded, to be printed."""
 
     @property
     def num_tokens(self) -> int:
@@ -102,6 +101,16 @@ class Runs:
         edges = np.concatenate([[start], self.at[first + 1 : last], [stop]])
         return self.values[first:last].repeat(np.diff(edges))
 
+    @classmethod
+    def of(cls, values: np.ndarray) -> Runs:
+        return cls(np.arange(len(values)), values, len(values))
+
+    def positive(self) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the tokens whose value is over 0, and their values."""
+        lengths = np.diff(np.append(self.at, self.num_tokens)) * (self.values > 0)
+        within = np.arange(lengths.sum()) - (lengths.cumsum() - lengths).repeat(lengths)
+        return self.at.repeat(lengths) + within, self.values.repeat(lengths)
+
 
 class TokenRows(Rows):
     """Documents end to end: document i is tokens offsets[i] to offsets[i + 1] of every column.
@@ -130,7 +139,21 @@ class TokenRows(Rows):
         if not all(values.flags.c_contiguous for values in columns.values() if isinstance(values, np.ndarray)):
             raise DataError(f"{' and '.join(columns)} of flat rows must be contiguous: use np.ascontiguousarray.")
         self.columns, self.offsets, self.folder, self.files, self.groups = columns, offsets, folder, files, groups
-        self.lengths = self.row_lengths = np.diff(offsets) if lengths is None else lengths
+        self.lengths = np.diff(offsets) if lengths is None else lengths
+
+    @cached_property
+    def row_lengths(self) -> np.ndarray:  # type: ignore[override]
+        """Tokens of each document, int64 [N]; of a tree those of its longest row."""
+        branches = self.columns.get("branches")
+        if branches is None:
+            return self.lengths
+        # Where rows and branches begin, and how many tokens of their row lie before: the last of them ends the row.
+        begins, depths = (branches if isinstance(branches, Runs) else Runs.of(branches)).positive()
+        depths = depths - 1
+        order = np.concatenate([self.offsets[:-1], begins]).argsort(kind="stable")
+        starts = np.concatenate([self.offsets[:-1], begins])[order]
+        lengths = np.diff(np.append(starts, self.num_tokens)) + np.append(np.zeros(len(self), np.int64), depths)[order]
+        return np.maximum.reduceat(lengths, np.flatnonzero(order < len(self))) if len(self) else lengths
 
     @property
     def flat(self) -> TokenRows:

@@ -46,7 +46,7 @@ from automodel_lite.data.tokens.token_rows import (
     next_token_labels,
 )
 from automodel_lite.data.tokens.tokenizer import check_vocabulary
-from automodel_lite.data.tokens.trees import TreeRows, write_trees
+from automodel_lite.data.tokens.trees import TREES, may_share, write_trees
 from automodel_lite.errors import ConfigError, DataError, printable
 from automodel_lite.progress import Progress
 from automodel_lite.thd import COLUMNS
@@ -233,7 +233,7 @@ def job_of(config: Config, documents: Documents, tree: str = "off", most_tokens:
 
 
 FINDINGS = "findings.json"
-RULES_VERSION = "7"  # of rendering, masking and files; raised when the same input gives other rows, or other files
+RULES_VERSION = "8"  # of rendering, masking and files; raised when the same input gives other rows, or other files
 
 
 def tokenize_documents(documents: Documents, job: Job, cache_dir: str | Path | None = None) -> TokenizedData:
@@ -281,27 +281,33 @@ def tokenize_sets(
         "train_on": settings.train_on,
         "on_bad_row": settings.on_bad_row,
         "max_bad_frac": str(settings.max_bad_frac),
-        "tree": job.tree,
         "rules": RULES_VERSION,
         "columns": " ".join(f"{name}:{column.stored}" for name, column in COLUMNS.items()),
     }
     rows: dict[str, Rows] = {}
-    counts, notes, special, source = {}, [], [], identity.split("(")[0]
+    counts, notes, special, of_trees, source, root = {}, [], [], [], identity.split("(")[0], cache_root(cache_dir)
     for name, documents in sets.items():
         write = partial(_write_rows, name=name, kind=kind, documents=documents, job=job)
-        entry = build_once(cache_root(cache_dir), "tokens", f"{source}-{name}", key | {"set": name}, write)
+        entry = build_once(root, "tokens", f"{source}-{name}", key | {"set": name}, write)
         stored = json.loads((entry.folder / FINDINGS).read_text())
         found = Findings(**stored | {"counts": RowCounts(**stored["counts"])})
         flat, counts[name] = load_rows(entry.folder), found.counts
-        rows[name] = TreeRows(flat, job.most_tokens) if "branches" in flat.columns else flat
-        notes.append(f"{name}: {found.counts} · cache: {entry.note}")
+        if may_share(flat, job.tree):
+            of_rows = {"rows": (entry.folder / CONTENT_HASH).read_text(), "rules": RULES_VERSION}
+            of_rows |= {"tree": job.tree, "most_tokens": str(job.most_tokens)}
+            grow = partial(write_trees, rows=flat, mode=job.tree, most_tokens=job.most_tokens)
+            trees = build_once(root, "trees", f"{source}-{name}", of_rows, grow)
+            flat, facts = load_rows(trees.folder), json.loads((trees.folder / TREES).read_text())
+            of_trees += [f"{name}: {note}"] if (note := facts.pop("note")) else []
+            counts[name] += RowCounts(**facts)
+        rows[name] = flat
+        notes.append(f"{name}: {counts[name]} · cache: {entry.note}")
         special += notes_on(name, found)
-    of_trees = [f"{name}: {of_set.note}" for name, of_set in rows.items() if of_set.note]
     return rows, counts, (*notes, *special, *of_trees)
 
 
 def _write_rows(folder: Path, name: str, kind: str, documents: DocumentSet, job: Job) -> None:
-    """Tokenizes a set into a folder of the cache; judged before trees are made of it."""
+    """Tokenizes a set into a folder of the cache, and judges it."""
     writer, found = RowsWriter(folder), Findings()
     with Progress(f"tokenizing {name}", len(documents), "documents") as progress:
         for chunk in tokenize_chunks(documents, job):
@@ -310,8 +316,6 @@ def _write_rows(folder: Path, name: str, kind: str, documents: DocumentSet, job:
             found += chunk.found
     writer.close()
     check_set(name, kind, found, job.settings, job.tokenizer)
-    if job.tree == "all" or (folder / "groups.bin").exists():
-        found += Findings(write_trees(folder, job.tree))
     (folder / FINDINGS).write_text(json.dumps(asdict(found)))
 
 

@@ -7,15 +7,16 @@
     row_labels         0 0 1 …                      what labels on the path do not tell of the number that a row trains
 
 Sorted rows are a tree in depth-first order, because what two neighbors share is on the path of all rows between them.
-A row may be the beginning of another: it ends in a branch of one token. Trees know nothing of the size of packs; one
-that is too large for a pack is cut between rows when it is read, and what a later part repeats of the path has its
-labels in the first part alone, so that every label counts once.
+A row may be the beginning of another: it ends in a branch of one token. A tree that is too large for a pack is cut
+between rows when it is written; what a later part repeats of the path has its labels in the first part alone, so that
+every label counts once.
 
 Legend: N rows, M branches.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -23,13 +24,14 @@ from typing import Any
 
 import numpy as np
 
-from automodel_lite.data.tokens.token_rows import ALONE, RowCounts, Rows, RowsWriter, TokenRows, flatten, load_rows
+from automodel_lite.data.tokens.token_rows import ALONE, RowsWriter, TokenRows, flatten, load_rows
 from automodel_lite.thd import IGNORE_INDEX
 
 LEAST_SHARED = 64
 """Tokens that neighbors must share: a branch costs a copied token, a segment of attention and a piece of each scan."""
 MODES = ("auto", "off", "all")
 BLOCK_TREES = 1000
+TREES = "trees.json"
 PAIRED = "answers"
 """The column of rows that an objective compares: all of one group are one unit of packing, and never cut apart."""
 
@@ -142,95 +144,46 @@ def trees_of(rows: Sequence[Row], mode: str, most_tokens: int | None) -> list[Tr
     return [part for of_tree in parts for part in of_tree]
 
 
-def write_trees(folder: Path, mode: str) -> RowCounts:
-    """Makes trees of the rows of a folder that `RowsWriter` wrote, in place; counts what they save.
+def may_share(rows: TokenRows, mode: str) -> bool:
+    """Whether some of the rows may be put together: those of one group, or any (`all`); pairs in every mode."""
+    return mode == "all" or (rows.groups is not None and (mode == "auto" or PAIRED in rows.columns))
 
-    mode  auto: of rows of one group; all: of any rows; off: of none
+
+def write_trees(folder: Path, rows: TokenRows, mode: str, most_tokens: int | None) -> None:
+    """Writes trees of `rows` to a folder, and to TREES what they save.
+
+    mode         auto: of rows of one group; all: of any rows; off: of none
+    most_tokens  of a pack: larger trees are cut between rows; those that an objective compares never are
     """
-    rows = load_rows(folder)
-    (folder / "groups.bin").unlink(missing_ok=True)
     if mode == "all" and PAIRED not in rows.columns:
         spans = zip(rows.offsets[:-1].tolist(), rows.offsets[1:].tolist())
         keys: list[Any] = [rows.columns["input_ids"][start:stop][:LEAST_SHARED].tobytes() for start, stop in spans]
-    elif rows.groups is not None and (mode == "auto" or PAIRED in rows.columns):
-        keys = [("alone", i) if group == ALONE else group for i, group in enumerate(rows.groups.tolist())]
     else:
-        return RowCounts()
+        groups = [ALONE] * len(rows) if rows.groups is None else rows.groups.tolist()
+        keys = [("alone", i) if group == ALONE else group for i, group in enumerate(groups)]
     # The rows that may share a tree, in the order of their first ones.
     found: dict[Any, list[int]] = {}
     for number, key in enumerate(keys):
         found.setdefault(key, []).append(number)
-    groups = list(found.values())
-    if len(groups) == len(rows):
-        return RowCounts()
-    trees, writer = folder / "trees", RowsWriter(folder / "trees")
-    grown = (tree for group in groups for tree in grow_trees([rows[i] for i in group], shares=mode != "off"))
-    num_trees = 0
+    is_cut = most_tokens is not None and PAIRED not in rows.columns
+    writer, num_trees, num_cut, num_parts, num_repeated = RowsWriter(folder), 0, 0, 0, 0
+    grown = (tree for group in found.values() for tree in grow_trees([rows[i] for i in group], shares=mode != "off"))
     while block := list(islice(grown, BLOCK_TREES)):
-        num_trees += sum("branches" in tree for tree in block)
-        flat = flatten(block)
+        parts: list[Tree] = []
+        for tree in block:
+            cut = cut_tree(tree, most_tokens or 0) if is_cut and "branches" in tree else [tree]
+            parts += cut
+            num_trees += "branches" in tree
+            if len(cut) > 1:
+                num_cut, num_parts = num_cut + 1, num_parts + len(cut)
+                num_repeated += sum(len(part["input_ids"]) for part in cut) - len(tree["input_ids"])
+        flat = flatten(parts)
         writer.append(flat.columns, flat.lengths)
     writer.close()
-    saved = rows.num_tokens - load_rows(trees).num_tokens
-    for file in trees.iterdir():
-        file.replace(folder / file.name)
-    trees.rmdir()
-    return RowCounts(num_trees=num_trees, num_saved_tokens=saved)
-
-
-class TreeRows(Rows):
-    """Trees, of which those over `most_tokens` are cut between rows; none of what an objective compares."""
-
-    def __init__(self, trees: TokenRows, most_tokens: int | None = None):
-        most_tokens = None if PAIRED in trees.columns else most_tokens
-        self.trees, self.most_tokens = trees, most_tokens
-        # Few trees are cut: these are cut once here for the lengths of their parts, and again when a part is read.
-        lengths = trees.lengths
-        large = np.flatnonzero(lengths > (most_tokens or lengths.max(initial=0)))
-        parts = {int(tree): cut_tree(trees[int(tree)], most_tokens or 0) for tree in large}
-        num_parts = np.ones(len(lengths), np.int64)
-        num_parts[large] = [len(parts[int(tree)]) for tree in large]
-        self._tree = np.arange(len(lengths)).repeat(num_parts)
-        firsts = num_parts.cumsum() - num_parts  # of each tree, its first part
-        self._part = np.arange(len(self._tree)) - firsts[self._tree]
-        self.lengths, self.row_lengths = lengths[self._tree].astype(np.int64), _longest_rows(trees)[self._tree]
-        for tree, cut in parts.items():
-            first = int(firsts[tree])
-            self.lengths[first : first + len(cut)] = [len(part["input_ids"]) for part in cut]
-        many, repeated = num_parts[num_parts > 1], self.num_tokens - trees.num_tokens
-        if len(many):
-            self.note = (
-                f"{len(many):,} trees over packed_sequence.packed_sequence_size={most_tokens} are cut into "
-                f"{many.sum():,}, which repeat {repeated:,} tokens of their beginnings"
-            )
-
-    @property
-    def flat(self) -> TokenRows:
-        return self.trees
-
-    def with_columns(self, columns: Mapping[str, np.ndarray]) -> TreeRows:
-        flat = self.trees.with_columns(columns)
-        return TreeRows(flat.flat, self.most_tokens)
-
-    def __getitem__(self, index: int) -> Mapping[str, np.ndarray]:
-        tree, part = int(self._tree[index]), int(self._part[index])
-        whole = self.trees[tree]
-        is_cut = self.lengths[index] != self.trees.lengths[tree]
-        return cut_tree(whole, self.most_tokens or 0)[part] if is_cut else whole
-
-    def __reduce__(self) -> tuple:
-        return TreeRows, (self.trees, self.most_tokens)
-
-
-def _longest_rows(trees: TokenRows) -> np.ndarray:
-    """Returns int64 [N]: tokens of the longest row of each tree."""
-    branches = trees.columns["branches"]
-    # Branches of one token, one after the other, are one run of the column.
-    run_lengths = np.diff(np.append(branches.at, branches.num_tokens)) * (branches.values > 0)
-    within = np.arange(run_lengths.sum()) - (run_lengths.cumsum() - run_lengths).repeat(run_lengths)
-    starts, depths = branches.at.repeat(run_lengths) + within, branches.values.repeat(run_lengths) - 1
-    begins = np.concatenate([trees.offsets[:-1], starts])
-    order = begins.argsort(kind="stable")
-    lengths = np.diff(np.append(begins[order], trees.num_tokens))
-    lengths += np.concatenate([np.zeros(len(trees), np.int64), depths])[order]
-    return np.maximum.reduceat(lengths, np.flatnonzero(order < len(trees))) if len(trees) else lengths
+    note = (
+        f"{num_cut:,} trees over packed_sequence.packed_sequence_size={most_tokens} are cut into {num_parts:,}, which "
+        f"repeat {num_repeated:,} tokens of their beginnings"
+    )
+    saved = rows.num_tokens - load_rows(folder).num_tokens + num_repeated
+    facts = {"num_trees": num_trees, "num_saved_tokens": saved, "note": note if num_cut else ""}
+    (folder / TREES).write_text(json.dumps(facts))

@@ -162,7 +162,8 @@ def test_the_turns_of_a_reasoning_chat_are_one_tree(tmp_path: Path) -> None:
     assert "2 trees of rows that begin alike save" in auto.notes[0]
     assert auto.counts["train"].num_label_tokens == off.counts["train"].num_label_tokens == num_labels(auto.train)
     assert auto.fingerprint != off.fingerprint
-    folder = auto.train.trees.folder  # type: ignore[attr-defined]
+    folder = auto.train.flat.folder
+    assert folder
     stored = sum(file.stat().st_size for file in folder.glob("*.bin"))
     assert stored < 1.1 * 8 * auto.train.num_tokens
     again = pickle.loads(pickle.dumps(auto.train))
