@@ -23,16 +23,16 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 
+from automodel_lite.config.components import CodePath
 from automodel_lite.config.rules import OneOf, Positive, Range, Seed
 from automodel_lite.config.sizes import slot_multiple_of
 from automodel_lite.data.packing.plan import (
     OVERLONG,
-    STRATEGIES,
     STRATEGY_NAMES,
     PackPlan,
-    check_choice,
     padding_segments,
     plan_packs,
+    strategy_of,
 )
 from automodel_lite.data.tokens.token_rows import Rows, Runs, TokenRows
 from automodel_lite.data.tokens.trees import MODES
@@ -66,15 +66,15 @@ class Packer:
         seed: Seed = 0,
         repack_each_epoch: bool = False,  # new packs in every epoch, from (seed, epoch)
         tree: TreeMode = "auto",  # auto | off | all: rows of one document (all: any) share their beginning
+        own_strategy: CodePath | None = None,  # package.module:function(slots, size, seed, epoch) -> Packed
         cp_size: int = 1,
     ):
         self.packed_sequence_size = packed_sequence_size
-        check_choice("strategy", strategy, STRATEGY_NAMES)
-        self.strategy = strategy
+        self.strategy = strategy if own_strategy is None else own_strategy
         self.max_packs = max_packs
         self.overlong = overlong or "drop"
         self.is_overlong_given = overlong is not None
-        _, self.cuts_documents, self.is_ragged = STRATEGIES[strategy]
+        _, self.cuts_documents, self.is_ragged = strategy_of(self.strategy)
         if tree == "all" and (self.cuts_documents or self.is_ragged):
             raise ConfigError(
                 f"packed_sequence.tree=all: packed_sequence.strategy={strategy} "

@@ -28,6 +28,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from automodel_lite.config.components import locate
 from automodel_lite.config.sizes import slot_multiple_of
 from automodel_lite.data.packing.histogram import ExactFiller, assign, best_fit, fewest_bins, histogram_of
 from automodel_lite.errors import ConfigError, DataError
@@ -151,6 +152,27 @@ STRATEGIES = {
 STRATEGY_NAMES = ("exact_fill", "best_fit", "next_fit", "wrapped", "none")
 
 
+def strategy_of(name: str) -> Strategy:
+    """Returns the strategy of that name; `package.module:function` is a user's, whose packs are checked.
+
+    Raises ConfigError for an unknown name, and DataError for packs that lose, repeat or overfill.
+    """
+    if ":" not in name:
+        check_choice("strategy", name, STRATEGY_NAMES)
+        return STRATEGIES[name]
+    pack = locate(name.replace(":", "."))
+
+    def checked(slots: np.ndarray, size: int, seed: int, epoch: int) -> Packed:
+        packed = pack(slots, size, seed, epoch)
+        if not np.array_equal(np.sort(packed.order), np.arange(len(slots))):
+            raise DataError(f"packed_sequence.own_strategy={name} must return each of {len(slots)} documents once.")
+        if (widest := int(np.add.reduceat(slots[packed.order], packed.offsets[:-1]).max())) > size:
+            raise DataError(f"packed_sequence.own_strategy={name} made a pack of {widest} slots; at most {size} fit.")
+        return packed
+
+    return Strategy(checked)
+
+
 def check_choice(name: str, value: str, known: Sequence[str]) -> None:
     """Raises ConfigError for an option of `packed_sequence` that is not one of those that are known."""
     if value not in known:
@@ -272,7 +294,7 @@ def plan_packs(
     lengths = _checked(lengths, packed_sequence_size, strategy, overlong, max_packs, slot_multiple)
     if slot_multiple > 1:
         slot_multiple_of(packed_sequence_size, slot_multiple, cp_size=1)
-    pack, cuts_documents, is_ragged = STRATEGIES[strategy]
+    pack, cuts_documents, is_ragged = strategy_of(strategy)
     # Documents that fit, in slots, the unit of the strategies; then what the packs hold, in tokens again.
     pool, counts = _fit(lengths, packed_sequence_size, "" if cuts_documents else overlong, has_labels)
     fitting = lengths if pool is None else pool.piece_lengths(lengths)
@@ -437,7 +459,6 @@ def _checked(
 ) -> np.ndarray:
     """Returns the lengths as an array; raises for arguments of `plan_packs` that cannot work."""
     check_choice("overlong", overlong, OVERLONG)
-    check_choice("strategy", strategy, STRATEGY_NAMES)
     for name, number in (("packed_sequence_size", size), ("slot_multiple", slot_multiple), ("max_packs", max_packs)):
         if number is not None and (isinstance(number, bool) or not isinstance(number, int | np.integer) or number < 1):
             cure = "use null for all packs" if name == "max_packs" else "use 1 or more"

@@ -12,6 +12,7 @@ from automodel_lite.data.packing.plan import (
     OVERLONG,
     STRATEGIES,
     STRATEGY_NAMES,
+    Packed,
     PackPlan,
     padding_segments,
     plan_packs,
@@ -300,3 +301,24 @@ def test_bad_settings(arguments, sentence: str) -> None:
 def test_the_lists_of_choices() -> None:
     assert tuple(STRATEGIES) == STRATEGY_NAMES == ("exact_fill", "best_fit", "next_fit", "wrapped", "none")
     assert OVERLONG == ("drop", "truncate", "split", "error")
+
+
+def two_each(slots: np.ndarray, size: int, seed: int, epoch: int) -> Packed:
+    return Packed(np.arange(len(slots)), np.append(np.arange(0, len(slots), 2), len(slots)))
+
+
+def test_a_strategy_from_outside() -> None:
+    plan = plan_packs([3, 4, 5, 1, 2], 8, strategy=f"{__name__}:two_each")
+    assert plan.offsets.tolist() == [0, 2, 4, 5]
+    assert plan.tokens_per_pack.tolist() == [7, 6, 2]
+
+
+def lost(slots: np.ndarray, size: int, seed: int, epoch: int) -> Packed:
+    return Packed(np.arange(len(slots) - 1), np.array([0, len(slots) - 1]))
+
+
+def test_a_strategy_from_outside_is_checked() -> None:
+    with pytest.raises(DataError, match="must return each of 3 documents once"):
+        plan_packs([3, 4, 5], 8, strategy=f"{__name__}:lost")
+    with pytest.raises(DataError, match="made a pack of 9 slots; at most 8 fit"):
+        plan_packs([4, 5], 8, strategy=f"{__name__}:two_each")
