@@ -33,7 +33,8 @@ def main() -> None:
         if name == "run":
             print("usage: automodel-lite run PACKAGE.MODULE:FUNCTION --config-name PRESET [key=value ...]")
             raise SystemExit(0 if rest else 2)
-        tool = import_module(f"automodel_lite.cli.{name if name in ('convert', 'slurm', 'schema') else 'sources'}")
+        room = f"extras.cli.{name}" if name in ("convert", "slurm", "schema") else "cli.sources"
+        tool = import_module(f"automodel_lite.{room}")
         run_tool(vars(tool)[name], rest)
     if name not in RECIPES and not name.startswith("-"):
         near = did_you_mean(name, [*RECIPES, *TOOLS]) or "."

@@ -29,12 +29,12 @@ import torch
 from automodel_lite.cli import compose_config
 from automodel_lite.config.check import check_config
 from automodel_lite.errors import ConfigError
-from automodel_lite.tools.planner import GPUS, Job, Layout, Plan, make_plans, placed, possible, priced
+from automodel_lite.extras.plan.planner import GPUS, Job, Layout, Plan, make_plans, placed, possible, priced
+from automodel_lite.extras.plan.recompute import NONE, least_recomputation, recomputation_text
+from automodel_lite.extras.plan.simulation import Simulation, layer_pattern, simulate, simulate_by_layers
 from automodel_lite.training.build import plan_model
 from automodel_lite.training.memory import usable
 from automodel_lite.training.plan import ModelPlan, build_parts, with_recomputation
-from automodel_lite.training.recompute import NONE, least_recomputation, recomputation_text
-from automodel_lite.training.simulation import Simulation, layer_pattern, simulate, simulate_by_layers
 
 EIGHT_B = "model.pretrained=meta-llama/Llama-3.1-8B-Instruct"
 HYBRID = [

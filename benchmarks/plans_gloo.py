@@ -35,17 +35,17 @@ from automodel_lite.attention.interface import install
 from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.cli import compose_config
 from automodel_lite.config.check import check_config
+from automodel_lite.extras.plan.planner import Gpu, Job, Layout, priced
+from automodel_lite.extras.plan.simulation import simulate
+from automodel_lite.extras.plan.tracker import operation
 from automodel_lite.models.layers import decoder_layers, recompute_layers
 from automodel_lite.models.loss import LossModel
 from automodel_lite.parallel.context_parallel import cp_shard
 from automodel_lite.parallel.mesh import AXES, Mesh, MeshShape
 from automodel_lite.parallel.sharding import parallelize
-from automodel_lite.tools.planner import Gpu, Job, Layout, priced
 from automodel_lite.training.build import full_batch, with_exchange
 from automodel_lite.training.optimizers import apply_gradients
 from automodel_lite.training.plan import Parts, build_parts, with_recomputation
-from automodel_lite.training.simulation import simulate
-from automodel_lite.training.tracker import operation
 
 CONFIG = AutoConfig.for_model(
     "llama",

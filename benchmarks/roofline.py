@@ -30,10 +30,10 @@ from torch.utils.flop_counter import flop_registry
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from automodel_lite.attention.interface import install
-from automodel_lite.attention.varlen import VarlenAttention
 from automodel_lite.models.layers import cast_weights, decoder_layers, recompute_layers
-from automodel_lite.models.lora import Lora
 from automodel_lite.models.loss import FusedLinearCrossEntropy, LossModel
+from automodel_lite.parts.adapters.lora import Lora
+from automodel_lite.parts.kernels.varlen import VarlenAttention
 from automodel_lite.thd import stream_of
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "roofline.md"

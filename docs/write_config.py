@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from omegaconf import MISSING as REQUIRED
 
-from automodel_lite.cli.schema import comments_of
+from automodel_lite.extras.cli.schema import comments_of
 from automodel_lite.cli.sources import Sources, groups_of, presets_of
 from automodel_lite.config import schema
 from automodel_lite.config.check import describe

@@ -28,11 +28,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--trust-remote-code", action="store_true", help="run the code of the model's repository")
     args = parser.parse_args(argv)
 
+    from automodel_lite.extras.hub import write_card
     from automodel_lite.parallel.mesh import rank
     from automodel_lite.run.checkpoint_folder import survey
     from automodel_lite.run.folder import RunFolder
     from automodel_lite.telemetry.console import quiet_libraries  # --help needs no torch
-    from automodel_lite.tools.hub import write_card
     from automodel_lite.tools.load_run import load_trained
 
     quiet_libraries()

@@ -40,9 +40,9 @@ def main(argv: list[str] | None = None) -> int:
         raise ConfigError(f"--to {args.to} exists already: choose another folder.")
     converter = gguf_converter() if args.gguf else []
     with activity("loading the checkpoint"):
+        from automodel_lite.extras.hub import push, write_card
         from automodel_lite.parallel.mesh import rank
         from automodel_lite.telemetry.console import Console, quiet_libraries  # --help needs no torch
-        from automodel_lite.tools.hub import push, write_card
         from automodel_lite.tools.load_run import load_trained
 
         quiet_libraries()

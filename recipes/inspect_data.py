@@ -30,10 +30,10 @@ from automodel_lite.data.packing.packs import PackedDataset
 from automodel_lite.data.prepare import PlannedPacks, build_packer, prepare_first_documents
 from automodel_lite.data.tokens.findings import mark_trained
 from automodel_lite.errors import ConfigError, DataError
+from automodel_lite.extras.report import write_inspection
 from automodel_lite.launched import check_alone
 from automodel_lite.paths import find_nodes
 from automodel_lite.thd import CHOSEN, REJECTED
-from automodel_lite.tools.report import write_inspection
 
 NUM_PACKS = 8
 NUM_SAMPLES = 3

@@ -35,14 +35,14 @@ from automodel_lite.config.schema import Config
 from automodel_lite.data.feeding.planned import PlannedPacks, epochs_of
 from automodel_lite.data.prepare import check_sizes, prepare_data
 from automodel_lite.errors import ConfigError, DataError
+from automodel_lite.extras.plan.planner import AXES, GPUS, SHOWN, Gpu, Job, Outcome, Plan, make_plans, placed, possible
+from automodel_lite.extras.plan.recompute import HOPELESS, OFFLOAD, recomputation_text
+from automodel_lite.extras.plan.simulation import layer_pattern, simulate_by_layers
 from automodel_lite.launched import check_alone
 from automodel_lite.parallel.mesh import MeshShape
 from automodel_lite.telemetry.console import quiet_libraries
-from automodel_lite.tools.planner import AXES, GPUS, SHOWN, Gpu, Job, Outcome, Plan, make_plans, placed, possible
 from automodel_lite.training.memory import estimate_memory, usable
 from automodel_lite.training.plan import ModelPlan, Parts, build_parts, with_recomputation
-from automodel_lite.training.recompute import HOPELESS, OFFLOAD, recomputation_text
-from automodel_lite.training.simulation import layer_pattern, simulate_by_layers
 from automodel_lite.training.start import try_model
 
 POSITIVE = argument(float, Range(above=0))

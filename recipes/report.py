@@ -17,7 +17,7 @@ from automodel_lite.errors import ConfigError
 from automodel_lite.launched import check_alone
 
 if TYPE_CHECKING:
-    from automodel_lite.tools.report import RunRecord
+    from automodel_lite.extras.report import RunRecord
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -30,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     check_alone()
 
-    from automodel_lite.tools.report import read_run, write_report
+    from automodel_lite.extras.report import read_run, write_report
 
     target = args.to or (args.runs[0] if len(args.runs) == 1 else Path("report"))
     holds_runs = len(args.runs) == 1 and not (args.runs[0] / "config.yaml").is_file()
@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def read_runs_in(folder: Path) -> list[RunRecord]:
     """Reads the runs of a folder that can be drawn: some have failed before their first step. Raises ConfigError."""
-    from automodel_lite.tools.report import read_run
+    from automodel_lite.extras.report import read_run
 
     records = []
     for rows in sorted(folder.glob("*/metrics.jsonl")):

@@ -23,13 +23,13 @@ from automodel_lite.data.feeding.planned import PlannedPacks
 from automodel_lite.data.prepare import check_positions, check_sizes, prepare_data
 from automodel_lite.errors import ConfigError
 from automodel_lite.launched import rank, world_size
-from automodel_lite.models.distillation import DistillTopK
 from automodel_lite.models.source import CausalLM
 from automodel_lite.parallel.mesh import init_mesh
+from automodel_lite.parts.losses.distillation import DistillTopK
+from automodel_lite.parts.losses.label_values import check_loss, reference_values, teacher_values
 from automodel_lite.seed import seed_all
 from automodel_lite.telemetry.console import Console, quiet_libraries
 from automodel_lite.training.build import as_teacher, build_model, check_same_vocabulary
-from automodel_lite.training.label_values import check_loss, reference_values, teacher_values
 from automodel_lite.training.plan import build_parts
 
 

@@ -24,12 +24,14 @@ from automodel_lite.config.schema import Config
 from automodel_lite.data.feeding.feed import DeviceFeed, ReadyStep
 from automodel_lite.data.feeding.source import PackSource, TrainingPlan
 from automodel_lite.data.prepare import check_positions, check_sizes, prepare_data
+from automodel_lite.extras.report import LiveReport
 from automodel_lite.interpreter import relaxed_gc
 from automodel_lite.models.flops import cost_model
 from automodel_lite.parallel.context_parallel import check_ranks_read_alike, cp_shard
 from automodel_lite.parallel.mesh import Mesh, init_mesh, world_size
 from automodel_lite.parallel.peers import Peers
 from automodel_lite.parallel.sharding import ParallelModel
+from automodel_lite.parts.losses import label_values
 from automodel_lite.progress import Progress, activity
 from automodel_lite.run.nonfinite import StepNumbers
 from automodel_lite.seed import seed_all
@@ -38,8 +40,7 @@ from automodel_lite.telemetry.console import Console
 from automodel_lite.telemetry.metrics import Counts, Meter, StepResult, count_own
 from automodel_lite.thd import ThdBatch
 from automodel_lite.tools.finish import check_exportable, finish
-from automodel_lite.tools.report import LiveReport
-from automodel_lite.training import label_values, resume, start
+from automodel_lite.training import resume, start
 from automodel_lite.training.build import BuiltModel, build_model
 from automodel_lite.training.ema import WeightAverage
 from automodel_lite.training.evaluation import sample_answers, validation_losses

@@ -12,7 +12,7 @@ import pytest
 
 ONLY_SOME_CONFIGS = (
     "datasets pandas peft wandb mlflow torch.utils.tensorboard matplotlib torchao bitsandbytes "
-    "flash_attn transformer_engine sklearn torchvision automodel_lite.attention.varlen automodel_lite.attention.flex"
+    "flash_attn transformer_engine sklearn torchvision automodel_lite.parts.kernels.varlen automodel_lite.parts.kernels.flex"
 )
 ONLY_MODELS = (
     "transformers.modeling_utils transformers.masking_utils transformers.models torch._dynamo scipy accelerate"

@@ -36,7 +36,8 @@ from automodel_lite.attention.positions import (
     refuse_rotations,
     scale_queries,
 )
-from automodel_lite.attention.spec import UNPACKED, AttentionSpec, config_value, layer_shapes, layer_window
+from automodel_lite.attention.spec import FAMILIES, UNPACKED, AttentionSpec, config_value, layer_shapes, layer_window
+from automodel_lite.config.components import locate
 from automodel_lite.errors import ConfigError
 from automodel_lite.thd import AttentionInputs, AttentionOptions, Segments, ThdBatch, TreeKeys, stream_of
 
@@ -56,11 +57,8 @@ def choose_attention(kernel: AttentionKernel | None, specs: Sequence[AttentionSp
         return ReferenceAttention(), "none: the model has no attention layers"
     if specs[0].device.type != "cuda":
         return ReferenceAttention(), f"reference: the only packed kernel that trains on {specs[0].device.type}"
-    # imported here: flex_attention brings torch._dynamo, 1 CPU-s that a CPU has no use for
-    from automodel_lite.attention.flex import FlexAttention
-    from automodel_lite.attention.varlen import VarlenAttention
-
-    kernels = (VarlenAttention(), FlexAttention(), ReferenceAttention())
+    # by name, as a configuration names them: flex_attention brings torch._dynamo, 1 CPU-s that a CPU has no use for
+    kernels = (*(locate(name)() for name in FAMILIES["auto_kernels"]), ReferenceAttention())
     found = [first_able(kernels, spec) for spec in specs]
     if len({kernel for kernel, _ in found}) == 1:
         return found[0]

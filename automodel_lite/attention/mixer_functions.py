@@ -22,8 +22,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from automodel_lite.attention import packed_mixers
 from automodel_lite.attention.spec import FAMILIES
+from automodel_lite.config.components import locate
 from automodel_lite.thd import NEAR_TOKENS, DocumentRows, MixerPlan
 
 
@@ -40,7 +40,7 @@ class Layout:
 
 
 FUNCTIONS = {
-    name: Layout(**{**layout, "packed": vars(packed_mixers)[layout["packed"]]})
+    name: Layout(**{**layout, "packed": locate(f"{FAMILIES['packed_mixers']}.{layout['packed']}")})
     for name, layout in FAMILIES["mixer_functions"].items()
 }
 FUSED: dict[str, str | None] = FAMILIES["fused_functions"]

@@ -18,15 +18,13 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from automodel_lite.cli.completion import answer_query
 from automodel_lite.cli.compose import Loader, check_overrides, compose, overridden_options, without_hydra
 from automodel_lite.cli.exit_codes import end, hide_secrets
-from automodel_lite.cli.line import read_line, versions
+from automodel_lite.cli.line import COMMANDS, read_line, versions
 from automodel_lite.cli.recipes import Recipe
 from automodel_lite.cli.sources import Sources, check_preset, help_of
-from automodel_lite.cli.sweep import run_sweep
 from automodel_lite.config.check import check_config
-from automodel_lite.config.components import flatten
+from automodel_lite.config.components import flatten, locate
 from automodel_lite.errors import ConfigError
 from automodel_lite.progress import activity, is_shown, print_above_bars
 from automodel_lite.run.exits import LAUNCHED_BY_US
@@ -69,7 +67,7 @@ def run_command_line(main: str, argv: Sequence[str]) -> int:
         print(help_of(recipe, sources))
         return 0
     if line.shell_completion and any(text.startswith("query=") for text in line.overrides):
-        print("\n".join(answer_query()))
+        print("\n".join(locate(COMMANDS["completion"])()))
         return 0
     if not line.shell_completion:
         check_preset(sources, line.config_name, line.overrides)
@@ -80,7 +78,7 @@ def run_command_line(main: str, argv: Sequence[str]) -> int:
     if line.is_question:
         return show(hydra, line)
     if line.is_multirun:
-        return run_sweep(loader, main, line)
+        return int(locate(COMMANDS["sweep"])(loader, main, line))
     if useless := [text for text in line.overrides if text.startswith("hydra")]:
         raise ConfigError(f"{useless[0]}: settings of Hydra are for --multirun; the folder of a run is output_dir.")
     return run(recipe, compose(loader, str(line.config_name), line.overrides), line, sources)

@@ -23,10 +23,10 @@ from automodel_lite.errors import ConfigError, did_you_mean
 from automodel_lite.version import __version__
 
 RECIPES_PACKAGE = "automodel_lite.recipes" if IS_INSTALLED else "recipes"
-_COMMANDS = yaml.safe_load(Path(__file__).with_name("commands.yaml").read_text(encoding="utf-8"))
-RECIPES: dict[str, list[str]] = _COMMANDS["recipes"]  # command -> module, purpose
-TOOLS: dict[str, str] = _COMMANDS["tools"]
-EXAMPLES: list[str] = _COMMANDS["examples"]
+COMMANDS = yaml.safe_load(Path(__file__).with_name("commands.yaml").read_text(encoding="utf-8"))
+RECIPES: dict[str, list[str]] = COMMANDS["recipes"]  # command -> module, purpose
+TOOLS: dict[str, str] = COMMANDS["tools"]
+EXAMPLES: list[str] = COMMANDS["examples"]
 
 
 def for_installed_cli(text: str) -> str:

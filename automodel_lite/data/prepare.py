@@ -13,8 +13,7 @@ from automodel_lite.config.components import build, build_with
 from automodel_lite.config.schema import Config
 from automodel_lite.data.feeding.order import BatchShape, batch_shape
 from automodel_lite.data.feeding.planned import PlannedPacks
-from automodel_lite.data.feeding.source import PackSource
-from automodel_lite.data.feeding.streams import StreamedPacks, StreamingDataset
+from automodel_lite.data.feeding.source import PackingDataset, PackSource
 from automodel_lite.data.packing.packs import Packer
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.source import CausalLM
@@ -35,8 +34,9 @@ def build_packer(config: Config) -> Packer:
 def prepare_data(config: Config, batches: BatchShape, packer: Packer) -> PackSource:
     """Returns the packs of a run; tokenizes what is not in the cache, once per node."""
     documents = build(config.dataset)
-    kind = StreamedPacks if isinstance(documents, StreamingDataset) else PlannedPacks
-    return kind.prepare(config, documents, packer, batches)
+    if isinstance(documents, PackingDataset):
+        return documents.packs(config, packer, batches)
+    return PlannedPacks.prepare(config, documents, packer, batches)
 
 
 def prepare_first_documents(config: Config, packer: Packer) -> PlannedPacks:

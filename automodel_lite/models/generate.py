@@ -140,7 +140,7 @@ def load_generator(source: str, trust_remote_code: bool = False, on_cpu: bool = 
         raise ConfigError(f"{source} cannot be loaded as a tokenizer: {one_line(error)}") from error
     has_gpu = torch.cuda.is_available() and not on_cpu
     # by its path: without peft, ConfigError has the pip line
-    load = locate("automodel_lite.models.lora.load_adapted") if is_adapter else load_whole
+    load = locate("automodel_lite.parts.adapters.lora.load_adapted") if is_adapter else load_whole
     dtype = torch.bfloat16 if has_gpu else torch.float32
     try:
         model: Any = load(source, dtype=dtype, trust_remote_code=trust_remote_code)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from automodel_lite.config.components import build
+from automodel_lite.config.components import build, locate
 from automodel_lite.config.schema import Config
 from automodel_lite.data.feeding.source import PackSource
 from automodel_lite.errors import ConfigError, RunStoppedError, is_lost_peer, is_out_of_memory, one_line
@@ -14,11 +15,14 @@ from automodel_lite.models.source import is_remote_code
 from automodel_lite.run.export import export_adapter, export_hf, generation_config
 from automodel_lite.telemetry.callbacks import MetricsLog
 from automodel_lite.telemetry.console import Console
-from automodel_lite.tools.hub import push, write_card
-from automodel_lite.tools.report import LiveReport
 from automodel_lite.training.build import BuiltModel
 from automodel_lite.training.evaluation import questions_of
 from automodel_lite.training.guards import Guards
+
+if TYPE_CHECKING:
+    from automodel_lite.extras.report import LiveReport
+
+_HUB = "automodel_lite.extras.hub"  # by name, as what a run exports knows no hub
 
 
 def check_exportable(config: Config, built: BuiltModel, data: PackSource) -> None:
@@ -58,10 +62,11 @@ def finish(
                 answers, scores = build(run.config.evaluation).ask(generator, questions_of(data.documents))
                 console.print(answers)
                 metrics.log({"step": run.state.num_steps, **scores})
-            write_card(run.folder.path, exported, hub.push)
+            locate(f"{_HUB}.write_card")(run.folder.path, exported, hub.push)
         if run.ranks.is_first and hub.push:
             try:
-                console.say("uploaded", push(run.folder.path, exported, hub.push, hub.private))
+                address = locate(f"{_HUB}.push")(run.folder.path, exported, hub.push, hub.private)
+                console.say("uploaded", address)
             except ConfigError as error:
                 console.say("uploaded", f"WARNING: {error}")
         metrics.exported(exported)

@@ -53,7 +53,7 @@ from automodel_lite.training.memory import (
 from automodel_lite.training.plan import ModelPlan, Parts, check_parts
 
 if TYPE_CHECKING:
-    from automodel_lite.models.lora import LoraAdapter  # which brings peft
+    from automodel_lite.parts.adapters.lora import LoraAdapter  # which brings peft
 
 
 def plan_model(parts: Parts, config: PretrainedConfig, shape: MeshShape, device: torch.device) -> ModelPlan:

@@ -29,7 +29,7 @@ from automodel_lite.parallel.sharding import choose_precision
 from automodel_lite.training.optimizers import SmallAdamW
 
 if TYPE_CHECKING:
-    from automodel_lite.models.lora import Lora  # which brings peft
+    from automodel_lite.parts.adapters.lora import Lora  # which brings peft
 
 
 @dataclass(frozen=True)

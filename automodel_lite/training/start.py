@@ -21,7 +21,7 @@ import transformers
 from torch import nn
 from transformers import PretrainedConfig
 
-from automodel_lite.config.components import text_of
+from automodel_lite.config.components import locate, text_of
 from automodel_lite.config.schema import Config, TrainingConfig
 from automodel_lite.data.feeding.planned import PlannedPacks
 from automodel_lite.data.feeding.source import PackSource, TrainingPlan
@@ -53,6 +53,11 @@ from automodel_lite.training.memory import (
 from automodel_lite.training.plan import ModelPlan, Parts, build_parts, check_parts, with_recomputation
 from automodel_lite.training.schedules import num_warmup
 from automodel_lite.version import __version__
+
+COUNTED = {  # what runs steps under fake tensors; a run that trains has no use for it
+    "step": "automodel_lite.extras.plan.simulation.simulate",
+    "recomputation": "automodel_lite.extras.plan.recompute.choose_recomputation",
+}
 
 
 def dry_run(config: Config) -> int:
@@ -105,10 +110,8 @@ def decide_recomputation(
         return parts, []
     if gpu is None:
         return with_recomputation(parts, "none", 1), []
-    from automodel_lite.training.recompute import choose_recomputation  # with the simulation
-
     plan = plan_model(parts, model_config, shape or mesh_shape(parts.mesh, world_size()), device)
-    parts, reason = choose_recomputation(plan, gpu, _adapter_weights(plan, device))
+    parts, reason = locate(COUNTED["recomputation"])(plan, gpu, _adapter_weights(plan, device))
     STARTUP.lap("plan")
     return parts, [("recompute", f"{reason} on GPUs of {gpu / 1e9:.0f} GB")]
 
@@ -137,12 +140,10 @@ def _memory(plan: ModelPlan, by_arithmetic: str, batch: ThdBatch | None) -> str:
     """
     if rank() != 0:
         return ""
-    from automodel_lite.training.simulation import simulate  # a run that trains has no use for it
-
     num_ranks = plan.shape.world_size
     try:
         with activity(f"simulating a step of {num_ranks} ranks"):
-            found = simulate(plan.parts, plan.config, plan.shape, batch)
+            found = locate(COUNTED["step"])(plan.parts, plan.config, plan.shape, batch)
     except RuntimeError as error:  # NotImplementedError too
         return f"{by_arithmetic}\nnot simulated: {one_line(error, 100)} ({type(error).__name__})"
     available = gpu_bytes(default_device()) or GPUS_GB[-1] * 10**9

@@ -25,10 +25,10 @@ from automodel_lite.thd import AttentionOptions, Segments
 from benchmarks.gpu.machine import clocks
 
 KERNELS = {
-    "varlen": "automodel_lite.attention.varlen.VarlenAttention",
-    "flash": "automodel_lite.attention.flash.FlashAttention",
-    "te": "automodel_lite.attention.te.TransformerEngineAttention",
-    "flex": "automodel_lite.attention.flex.FlexAttention",
+    "varlen": "automodel_lite.parts.kernels.varlen.VarlenAttention",
+    "flash": "automodel_lite.parts.kernels.flash.FlashAttention",
+    "te": "automodel_lite.parts.kernels.te.TransformerEngineAttention",
+    "flex": "automodel_lite.parts.kernels.flex.FlexAttention",
     "reference": "automodel_lite.attention.kernel.ReferenceAttention",
 }
 LENGTHS = [48, 16, 160, 16, 320, 80]  # multiples of 2 * 8

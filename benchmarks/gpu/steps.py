@@ -87,7 +87,7 @@ def build(variant: Variant, device: str) -> Any:
     with torch.device(device):
         lm = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention).train()
     if variant.lora:  # as the recipe does: a frozen base in bf16, adapters in fp32, autocast around both
-        from automodel_lite.models.lora import Lora
+        from automodel_lite.parts.adapters.lora import Lora
 
         Lora(r=8).adapt(lm, "random weights")
     if variant.attention == "packed":

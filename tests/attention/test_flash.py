@@ -39,19 +39,19 @@ FLASH_VARLEN = words("""
 @pytest.fixture
 def flash_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
     yield fake_flash(monkeypatch, FLASH_VARLEN)
-    sys.modules.pop("automodel_lite.attention.flash", None)
+    sys.modules.pop("automodel_lite.parts.kernels.flash", None)
 
 
 def fake_flash(monkeypatch: pytest.MonkeyPatch, parameters: list[str]) -> list[dict[str, Any]]:
     """flash-attn with this signature; what it is given."""
     calls: list[dict[str, Any]] = []
     fake_module(monkeypatch, "flash_attn", flash_attn_varlen_func=recorder(parameters, calls, lambda given: given["q"]))
-    monkeypatch.delitem(sys.modules, "automodel_lite.attention.flash", raising=False)
+    monkeypatch.delitem(sys.modules, "automodel_lite.parts.kernels.flash", raising=False)
     return calls
 
 
 def test_what_flash_attn_is_given(flash_calls: list[dict[str, Any]]) -> None:
-    kernel = importlib.import_module("automodel_lite.attention.flash").FlashAttention()
+    kernel = importlib.import_module("automodel_lite.parts.kernels.flash").FlashAttention()
     kernel(Q_THD, K_THD, V_THD, Segments(CU_Q, CU_K, 5, 8), PLAIN)
     kernel(Q_THD, K_THD, V_THD, Segments(CU_Q, CU_K, 1, 1), WINDOWED)
     plain, windowed = flash_calls
@@ -74,17 +74,17 @@ def test_what_flash_attn_is_given(flash_calls: list[dict[str, Any]]) -> None:
 def test_flash_attn_4_alone_is_not_flash_attn(monkeypatch: pytest.MonkeyPatch) -> None:
     """It leaves a namespace package `flash_attn` without the function."""
     fake_module(monkeypatch, "flash_attn")
-    monkeypatch.delitem(sys.modules, "automodel_lite.attention.flash", raising=False)
+    monkeypatch.delitem(sys.modules, "automodel_lite.parts.kernels.flash", raising=False)
     with pytest.raises(ConfigError, match=r"pip install --no-build-isolation 'automodel-lite\[flash\]'"):
-        importlib.import_module("automodel_lite.attention.flash")
+        importlib.import_module("automodel_lite.parts.kernels.flash")
 
 
 def test_flash_without_the_package_names_the_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "automodel_lite.attention.flash", raising=False)
+    monkeypatch.delitem(sys.modules, "automodel_lite.parts.kernels.flash", raising=False)
     if "flash_attn" in sys.modules or importlib.util.find_spec("flash_attn"):
         pytest.skip("flash-attn is installed here")
     with pytest.raises(ConfigError, match=r"pip install --no-build-isolation 'automodel-lite\[flash\]'"):
-        importlib.import_module("automodel_lite.attention.flash")
+        importlib.import_module("automodel_lite.parts.kernels.flash")
 
 
 @pytest.mark.parametrize("version", ["2.6.1", "2.8.3.post2"], ids=["oldest", "newest"])
@@ -95,10 +95,10 @@ def test_flash_attn_sources(version: str, monkeypatch: pytest.MonkeyPatch) -> No
     )
     names = parameters_of(read_member(archive, "flash_attn/flash_attn_interface.py"), "flash_attn_varlen_func")
     calls = fake_flash(monkeypatch, names)
-    importlib.import_module("automodel_lite.attention.flash").FlashAttention()(
+    importlib.import_module("automodel_lite.parts.kernels.flash").FlashAttention()(
         Q_THD, K_THD, V_THD, Segments(CU_Q, CU_K, 5, 8), AttentionOptions(0.25, softcap=5.0)
     )
     assert calls[0]["softcap"] == 5.0
     if version == "2.8.3.post2":
         assert set(FLASH_VARLEN) <= set(names)
-    sys.modules.pop("automodel_lite.attention.flash", None)
+    sys.modules.pop("automodel_lite.parts.kernels.flash", None)

@@ -13,9 +13,9 @@ import torch
 import torch.nn.attention.flex_attention as torch_flex
 from torch.nn.attention.flex_attention import create_block_mask
 
-from automodel_lite.attention.flex import FlexAttention, block_mask, packed_block_mask
 from automodel_lite.attention.kernel import ReferenceAttention, over_tree
 from automodel_lite.graphs import compiled, compiled_graphs
+from automodel_lite.parts.kernels.flex import FlexAttention, block_mask, packed_block_mask
 from automodel_lite.thd import AttentionOptions, Segments
 from tests.attention.test_kernel import at_once, attend, boundaries, in_two_visits, tensors_of_visits
 from tests.attention.trees import batch_of, random_rows

@@ -237,8 +237,8 @@ def test_peft_and_recomputation_pass_the_boundaries_on() -> None:
 
 
 def test_the_names_of_the_kernels_avoid_transformers_own_checks() -> None:
-    from automodel_lite.attention.flex import FlexAttention
-    from automodel_lite.attention.varlen import VarlenAttention
+    from automodel_lite.parts.kernels.flex import FlexAttention
+    from automodel_lite.parts.kernels.varlen import VarlenAttention
 
     for name in (ReferenceAttention.name, VarlenAttention.name, FlexAttention.name, "thd_fa2", "thd_te"):
         assert not any(word in name for word in ("sdpa", "flash", "flex_attention"))

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from automodel_lite.attention import kernel as reference
-from automodel_lite.attention.flex import FlexAttention
 from automodel_lite.attention.kernel import ReferenceAttention
+from automodel_lite.parts.kernels.flex import FlexAttention
 from automodel_lite.thd import AttentionInputs, AttentionOptions, Segments
 
 

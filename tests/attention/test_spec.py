@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, Gemma2Config
 from automodel_lite.attention.interface import KernelByKind, choose_attention, install
 from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.attention.spec import AttentionSpec, attention_specs, layer_window, passes_sinks
-from automodel_lite.attention.varlen import VarlenAttention
 from automodel_lite.errors import ConfigError
+from automodel_lite.parts.kernels.varlen import VarlenAttention
 from tests.attention.families import FAMILIES, documents, stream
 
 ON_GPU = AttentionSpec("llama", torch.device("cuda"), torch.bfloat16, 128, 128)

@@ -51,7 +51,7 @@ TE_MASKS = ("padding_causal", "padding_causal_bottom_right")
 @pytest.fixture
 def te_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, dict[str, Any]]]]:
     yield fake_te(monkeypatch, TE_INIT, TE_FORWARD)
-    sys.modules.pop("automodel_lite.attention.te", None)
+    sys.modules.pop("automodel_lite.parts.kernels.te", None)
 
 
 def fake_te(monkeypatch: pytest.MonkeyPatch, init: list[str], forward: list[str]) -> list[tuple[str, dict[str, Any]]]:
@@ -76,12 +76,12 @@ def fake_te(monkeypatch: pytest.MonkeyPatch, init: list[str], forward: list[str]
         "transformer_engine.pytorch.attention",
         DotProductAttention=type("DotProductAttention", (), members),
     )
-    monkeypatch.delitem(sys.modules, "automodel_lite.attention.te", raising=False)
+    monkeypatch.delitem(sys.modules, "automodel_lite.parts.kernels.te", raising=False)
     return calls
 
 
 def test_what_transformer_engine_is_given(te_calls: list[tuple[str, dict[str, Any]]]) -> None:
-    kernel = importlib.import_module("automodel_lite.attention.te").TransformerEngineAttention()
+    kernel = importlib.import_module("automodel_lite.parts.kernels.te").TransformerEngineAttention()
     out = kernel(Q_THD, K_THD, V_THD, Segments(CU_Q, CU_K, 5, 8), PLAIN)
     assert out.shape == (9, 4, 16)
     (_, made), (_, given) = te_calls
@@ -105,7 +105,7 @@ def test_what_transformer_engine_refuses(
 ) -> None:
     from dataclasses import replace
 
-    te = importlib.import_module("automodel_lite.attention.te").TransformerEngineAttention
+    te = importlib.import_module("automodel_lite.parts.kernels.te").TransformerEngineAttention
     te().check(ON_GPU)
     if importlib.util.find_spec("flash_attn") is None:
         with pytest.raises(ConfigError, match="softcap of llama without flash-attn"):
@@ -120,11 +120,11 @@ def test_what_transformer_engine_refuses(
 
 
 def test_te_without_the_package_names_the_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "automodel_lite.attention.te", raising=False)
+    monkeypatch.delitem(sys.modules, "automodel_lite.parts.kernels.te", raising=False)
     if "transformer_engine" in sys.modules or importlib.util.find_spec("transformer_engine"):
         pytest.skip("Transformer Engine is installed here")
     with pytest.raises(ConfigError, match=r"pip install --no-build-isolation 'automodel-lite\[te\]'"):
-        importlib.import_module("automodel_lite.attention.te")
+        importlib.import_module("automodel_lite.parts.kernels.te")
 
 
 @pytest.mark.parametrize("version", ["2.8.0", "2.20.2"], ids=["oldest", "newest"])
@@ -135,14 +135,14 @@ def test_transformer_engine_sources(version: str, monkeypatch: pytest.MonkeyPatc
     assert "or torch.are_deterministic_algorithms_enabled()" in source
     real = [parameters_of(source, "DotProductAttention", method) for method in ("__init__", "forward")]
     calls = fake_te(monkeypatch, *real)
-    kernel = importlib.import_module("automodel_lite.attention.te").TransformerEngineAttention()
+    kernel = importlib.import_module("automodel_lite.parts.kernels.te").TransformerEngineAttention()
     kernel(Q_THD, K_THD, V_THD, Segments(CU_Q, CU_K, 5, 8), AttentionOptions(0.25, window=7))
     kernel(Q_THD, Q_THD, Q_THD, Segments(CU_Q, CU_Q, 5, 5), PLAIN)
     assert [name for name, _ in calls] == ["init", "forward", "init", "forward"]
     if version == "2.20.2":
         for names, known in zip(real, (TE_INIT, TE_FORWARD)):
             assert set(known) <= set(names)
-    sys.modules.pop("automodel_lite.attention.te", None)
+    sys.modules.pop("automodel_lite.parts.kernels.te", None)
     constants = read_member(archive, "transformer_engine/pytorch/constants.py")
     for mask in TE_MASKS:
         assert f'"{mask}"' in constants

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from automodel_lite.attention.varlen import VarlenAttention
 from automodel_lite.errors import ConfigError
+from automodel_lite.parts.kernels.varlen import VarlenAttention
 from automodel_lite.thd import AttentionInputs, AttentionOptions, Segments
 from tests.attention.signatures import CU_K, CU_Q, K_THD, ON_GPU, PLAIN, Q_THD, V_THD, recorder
 
@@ -55,7 +55,7 @@ def test_an_implementation_is_refused_where_it_fails(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """At the first forward they raise RuntimeError; FA4 on torch 2.11 in the first backward."""
-    monkeypatch.setattr("automodel_lite.attention.varlen.activate_flash_attention_impl", lambda name: None)
+    monkeypatch.setattr("automodel_lite.parts.kernels.varlen.activate_flash_attention_impl", lambda name: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     kernel = VarlenAttention(implementation, varlen_attn=recorder(parameters.split(), [], lambda a: a["query"]))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from automodel_lite.cli.completion import complete
+from automodel_lite.extras.cli.completion import complete
 
 ROOT = Path(__file__).resolve().parents[2]
 PRESET = ["--config-name", "smoke"]

@@ -11,10 +11,11 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from automodel_lite.cli import compose_config, convert
-from automodel_lite.cli.convert import _ANSWERS, answer_to
+from automodel_lite.cli import compose_config
 from automodel_lite.config.check import check_config
 from automodel_lite.errors import ConfigError
+from automodel_lite.extras.cli import convert
+from automodel_lite.extras.cli.convert import _ANSWERS, answer_to
 
 USES_OF_TRL = json.loads((Path(__file__).parent / "trl_fields.json").read_text())
 USES = json.loads((Path(__file__).parent / "peer_keys.json").read_text())

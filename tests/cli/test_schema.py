@@ -7,10 +7,10 @@ import json
 import jsonschema
 import yaml
 
-from automodel_lite.cli.schema import json_schema
 from automodel_lite.cli.sources import Sources
 from automodel_lite.config.check import known_keys
 from automodel_lite.config.components import CONF_DIR
+from automodel_lite.extras.cli.schema import json_schema
 
 
 def test_the_json_schema_has_every_key_and_the_rules() -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from automodel_lite.cli import slurm
 from automodel_lite.errors import ConfigError
+from automodel_lite.extras.cli import slurm
 
 
 @pytest.mark.parametrize(

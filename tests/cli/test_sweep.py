@@ -10,8 +10,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from automodel_lite.cli.hydra_app import run_command_line
-from automodel_lite.cli.sweep import results_of, table
 from automodel_lite.errors import ConfigError
+from automodel_lite.extras.cli.sweep import results_of, table
 
 ROOT = Path(__file__).resolve().parents[2]
 

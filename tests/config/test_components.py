@@ -79,7 +79,7 @@ def test_a_generator_is_code_and_needs_the_permission(generator: str, tmp_path: 
     rule = r"dataset\.generator=.*(names code: allow it on the command line, security.allow_targets|must be package)"
     with pytest.raises(ConfigError, match=rule):
         check(*STREAM, f"dataset.generator={generator}")
-    nested = f"{{_target_: automodel_lite.data.feeding.streams.StreamingDataset, generator: '{generator}'}}"
+    nested = f"{{_target_: automodel_lite.parts.datasets.streams.StreamingDataset, generator: '{generator}'}}"
     with pytest.raises(ConfigError, match=rule.replace("dataset", "dataset.sources.a", 1)):
         check("dataset=mixture", "~dataset.num_chats", f"dataset.sources.a={nested}")
 

@@ -15,13 +15,13 @@ from automodel_lite.attention.interface import install
 from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.data.packing.packs import PackedDataset, Packer, packed_sequence_thd_collater
 from automodel_lite.data.packing.plan import plan_packs
-from automodel_lite.data.packing.stream import PackStream
 from automodel_lite.data.reading.files import FilesDataset
 from automodel_lite.data.tokens.token_rows import TokenRows, flatten
 from automodel_lite.data.tokens.tokenize import Job, tokenize_documents
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.models.fused_head import linear_cross_entropy
 from automodel_lite.models.loss import CrossEntropy, FusedLinearCrossEntropy, Loss, LossInputs, LossModel, LossOutput
+from automodel_lite.parts.datasets.stream_packing import PackStream
 from automodel_lite.thd import COLUMNS, Column, ThdBatch, to_thd
 from tests.attention.families import build
 from tests.data.templates import MARKED, byte_tokenizer

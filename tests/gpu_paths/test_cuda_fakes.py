@@ -17,13 +17,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from automodel_lite.attention.flex import packed_block_mask
 from automodel_lite.attention.interface import install
-from automodel_lite.attention.varlen import VarlenAttention
 from automodel_lite.models.layers import from_host, to_host
 from automodel_lite.models.loss import FusedLinearCrossEntropy, LossModel
 from automodel_lite.parallel.context_parallel import cp_shard
 from automodel_lite.parallel.sharding import ParallelModel
+from automodel_lite.parts.kernels.flex import packed_block_mask
+from automodel_lite.parts.kernels.varlen import VarlenAttention
 from automodel_lite.thd import ThdBatch, stream_of
 from automodel_lite.training import optimizers
 from automodel_lite.training.optimizers import apply_gradients
@@ -73,7 +73,7 @@ def test_losses_and_logits_are_made_on_the_gpu(exchange: str, parts: dict[str, T
 @pytest.mark.parametrize("maker", ["fp32", "bf16", "8bit", "muon"])
 def test_a_step_of_the_optimizer_stays_on_the_gpu(maker: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(optimizers, "compiled", lambda function: function)
-    from automodel_lite.training import muon
+    from automodel_lite.parts.optimizers import muon
 
     make: Any = muon.muon if maker == "muon" else partial(optimizers.adamw, moments=maker)
     with FakeTensorMode(allow_non_fake_inputs=True):

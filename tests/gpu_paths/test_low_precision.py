@@ -109,7 +109,7 @@ def test_compiled_layers_have_the_gradients_of_plain_ones(quantized: bool, fp8: 
     pytest.importorskip("bitsandbytes")
     pytest.importorskip("torchao")
     from automodel_lite.models.fp8 import use_fp8
-    from automodel_lite.models.lora import Lora, QLora
+    from automodel_lite.parts.adapters.lora import Lora, QLora
     from tests.models.test_lora import give_the_adapter_weight
 
     save_small_llama(tmp_path)
@@ -155,7 +155,7 @@ def save_small_llama(folder: Path) -> None:
 def test_4_bit_weights_have_the_gradients_of_what_they_stand_for(tmp_path: Path) -> None:
     """After a forward in eval(), as the checks at the start make it: bitsandbytes packs weights there on some CPUs."""
     functional = pytest.importorskip("bitsandbytes").functional
-    from automodel_lite.models.lora import QLora
+    from automodel_lite.parts.adapters.lora import QLora
     from tests.models.test_lora import IDS, give_the_adapter_weight
 
     save_small_llama(tmp_path)

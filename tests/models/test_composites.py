@@ -21,8 +21,8 @@ from automodel_lite.models.layers import (
     text_decoder,
     towers,
 )
-from automodel_lite.models.lora import Lora
 from automodel_lite.models.source import CausalLM, describe
+from automodel_lite.parts.adapters.lora import Lora
 from automodel_lite.run.weight_files import _unique, as_saved, groups_of, stored_dtypes
 from benchmarks.survey_models import load, run, save, separate, step_of, weights_of
 from benchmarks.tiny_models import tiny_model

@@ -14,11 +14,11 @@ from torch.distributed.tensor import DTensor
 
 from automodel_lite.attention.interface import install
 from automodel_lite.attention.kernel import ReferenceAttention
-from automodel_lite.models.distillation import Distill, DistillationLoss, DistillTopK
 from automodel_lite.models.loss import FusedLinearCrossEntropy, LossModel
 from automodel_lite.parallel.context_parallel import cp_shard
 from automodel_lite.parallel.mesh import Mesh, MeshShape
 from automodel_lite.parallel.sharding import parallelize
+from automodel_lite.parts.losses.distillation import Distill, DistillationLoss, DistillTopK
 from automodel_lite.thd import ThdBatch
 from tests.attention.families import build, documents, stream
 from tests.ranks import run_ranks

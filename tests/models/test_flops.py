@@ -6,7 +6,7 @@ from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, PreTrainedCo
 
 from automodel_lite.attention.spec import layer_shapes
 from automodel_lite.models.flops import cost_model, model_size, step_flops
-from automodel_lite.models.lora import Lora
+from automodel_lite.parts.adapters.lora import Lora
 
 TOKENS = 48
 

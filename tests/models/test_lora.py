@@ -11,10 +11,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 from automodel_lite.attention.interface import install
 from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.errors import ConfigError
-from automodel_lite.models import lora
 from automodel_lite.models.layers import cast_weights
-from automodel_lite.models.lora import Lora, load_adapted
 from automodel_lite.models.loss import FusedLinearCrossEntropy, LossModel
+from automodel_lite.parts.adapters import lora
+from automodel_lite.parts.adapters.lora import Lora, load_adapted
 from automodel_lite.thd import stream_of
 from recipes import export_hf
 from tests.runs import losses, train

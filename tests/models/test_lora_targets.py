@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from automodel_lite.errors import ConfigError
-from automodel_lite.models.lora import Lora, load_adapted, lora_targets
+from automodel_lite.parts.adapters.lora import Lora, load_adapted, lora_targets
 from benchmarks.tiny_models import tiny_model
 
 IDS = torch.tensor([[5, 9, 3, 7, 1, 2]])

@@ -16,10 +16,10 @@ from automodel_lite.data.packing.packs import PackedDataset, packed_sequence_thd
 from automodel_lite.data.packing.plan import plan_packs
 from automodel_lite.data.tokens.token_rows import flatten
 from automodel_lite.models.loss import LossModel
-from automodel_lite.models.preference import Dpo, OrPo, PreferenceLoss, SimPo
 from automodel_lite.parallel.context_parallel import cp_shard
 from automodel_lite.parallel.mesh import Mesh, MeshShape
 from automodel_lite.parallel.sharding import parallelize
+from automodel_lite.parts.losses.preference import Dpo, OrPo, PreferenceLoss, SimPo
 from automodel_lite.thd import CHOSEN, REJECTED, ThdBatch, to_thd
 from tests.attention.families import VOCAB, build
 from tests.attention.hybrids import HYBRIDS, build_hybrid

@@ -12,13 +12,13 @@ from transformers import LlamaConfig
 from automodel_lite.attention.interface import install
 from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.attention.spec import LayerShape, layer_shapes
-from automodel_lite.attention.varlen import VarlenAttention
 from automodel_lite.errors import ConfigError
 from automodel_lite.parallel.context_parallel import (
     check_context_parallel,
     check_ranks_read_alike,
 )
 from automodel_lite.parallel.exchange import choose_exchange
+from automodel_lite.parts.kernels.varlen import VarlenAttention
 from tests.attention.families import BASE, build, documents, stream
 from tests.ranks import run_ranks
 

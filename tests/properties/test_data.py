@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 
 from automodel_lite.data.reading.files import FilesDataset
 from automodel_lite.data.tokens.encode import ChatRenderer, Renderer
-from automodel_lite.data.tokens.memmap import MemmapCorpus, write_memmap
 from automodel_lite.data.tokens.tokenize import Job, tokenize_documents
 from automodel_lite.errors import ConfigError, DataError
+from automodel_lite.parts.datasets.memmap import MemmapCorpus, write_memmap
 from tests.data.templates import LLAMA3, byte_tokenizer
 from tests.properties.explore import explore
 

@@ -20,7 +20,7 @@ import pytest
 from huggingface_hub import ModelCard
 
 from automodel_lite.errors import ConfigError
-from automodel_lite.tools.hub import push, write_card
+from automodel_lite.extras.hub import push, write_card
 from recipes import export_hf
 from tests.runs import config_of, train
 

@@ -14,11 +14,11 @@ import pytest
 from automodel_lite.cli import compose_config
 from automodel_lite.config.check import check_config
 from automodel_lite.errors import ConfigError
+from automodel_lite.extras.plan.planner import GPUS, Job, Layout, Outcome, make_plans, possible, priced
+from automodel_lite.extras.plan.simulation import simulate
 from automodel_lite.parallel.mesh import MeshShape
-from automodel_lite.tools.planner import GPUS, Job, Layout, Outcome, make_plans, possible, priced
 from automodel_lite.training.memory import usable
 from automodel_lite.training.plan import Parts, build_parts, with_layers
-from automodel_lite.training.simulation import simulate
 from recipes.plan import as_json, calibrated, fits, overrides_of
 
 

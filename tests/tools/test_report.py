@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from automodel_lite.errors import ConfigError
-from automodel_lite.run.folder import RunFolder
-from automodel_lite.tools.report import (
+from automodel_lite.extras.report import (
     LiveReport,
     _thin,
     differences,
@@ -18,6 +17,7 @@ from automodel_lite.tools.report import (
     warnings_of,
     write_report,
 )
+from automodel_lite.run.folder import RunFolder
 from recipes import report as report_recipe
 from tests.runs import train
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from automodel_lite.training import label_values
+from automodel_lite.parts.losses import label_values
 from recipes import score
 from tests.ranks import fork_server, run_ranks
 from tests.recipes.test_objectives import SMALL, curve, dpo, pairs

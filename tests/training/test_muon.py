@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from automodel_lite.training.muon import hidden_matrices, muon, newton_schulz, orthogonal
+from automodel_lite.parts.optimizers.muon import hidden_matrices, muon, newton_schulz, orthogonal
 from tests.ranks import run_ranks
 
 

@@ -19,11 +19,12 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from automodel_lite.errors import ConfigError
+from automodel_lite.extras.plan.simulation import _fake_world
 from automodel_lite.graphs import compiled_graphs, strict_graphs
 from automodel_lite.models.layers import local
 from automodel_lite.parallel.mesh import MeshShape
+from automodel_lite.parts.optimizers.muon import muon
 from automodel_lite.training import optimizers
-from automodel_lite.training.muon import muon
 from automodel_lite.training.optimizers import (
     LocalPlace,
     adamw,
@@ -35,7 +36,6 @@ from automodel_lite.training.optimizers import (
     moments_of,
     rounded,
 )
-from automodel_lite.training.simulation import _fake_world
 from tests.ranks import run_ranks
 from tests.runs import losses_by_step, train_on, train_quick
 

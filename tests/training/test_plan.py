@@ -16,7 +16,7 @@ import torch
 from transformers import Gemma3Config, Gemma3TextConfig
 
 from automodel_lite.errors import ConfigError
-from automodel_lite.models import lora
+from automodel_lite.parts.adapters import lora
 from automodel_lite.training import plan
 from automodel_lite.training.optimizers import adamw
 from automodel_lite.training.plan import (
@@ -57,7 +57,7 @@ def test_4_bit_weights_are_not_multiplied_in_fp8(tmp_path: Path, monkeypatch: py
     package.__spec__ = importlib.machinery.ModuleSpec("bitsandbytes", None)
     monkeypatch.setitem(sys.modules, "bitsandbytes", package)
     config = quick_config(tmp_path, "training.fp8=rowwise", "packed_sequence.packed_sequence_size=128")
-    config.peft = {"_target_": "automodel_lite.models.lora.QLora"}
+    config.peft = {"_target_": "automodel_lite.parts.adapters.lora.QLora"}
     with pytest.raises(ConfigError, match="cannot multiply peft=qlora's 4-bit weights"):
         check_parts(build_parts(config), "fsdp", torch.device("cpu"))
 
@@ -125,9 +125,9 @@ def test_all_that_is_wrong_is_said_at_once(parts: Parts) -> None:
 @pytest.mark.parametrize(
     ("key", "target", "sentence"),
     [
-        ("loss", "distillation.Distill", "teacher=none: loss=Distill needs one: set teacher=pretrained teacher.pretrained=...."),
-        ("teacher", "source.CausalLM", "teacher=pretrained: loss=FusedLinearCrossEntropy does not use it."),
-        ("loss", "preference.Dpo", "packed_sequence.strategy=exact_fill overlong=split: pairs of answers stay whole, in one pack: use exact_fill, best_fit or next_fit, and overlong=drop or error."),
+        ("loss", "parts.losses.distillation.Distill", "teacher=none: loss=Distill needs one: set teacher=pretrained teacher.pretrained=...."),
+        ("teacher", "models.source.CausalLM", "teacher=pretrained: loss=FusedLinearCrossEntropy does not use it."),
+        ("loss", "parts.losses.preference.Dpo", "packed_sequence.strategy=exact_fill overlong=split: pairs of answers stay whole, in one pack: use exact_fill, best_fit or next_fit, and overlong=drop or error."),
     ],
     ids=["no teacher", "an idle teacher", "pairs cut"],
 )  # fmt: skip
@@ -135,7 +135,7 @@ def test_a_loss_and_its_parts(key: str, target: str, sentence: str, tmp_path: Pa
     config = quick_config(tmp_path)
     config.packed_sequence["overlong"] = "split"
     more = {"config": {"model_type": "llama"}} if key == "teacher" else {}
-    setattr(config, key, {"_target_": f"automodel_lite.models.{target}", **more})
+    setattr(config, key, {"_target_": f"automodel_lite.{target}", **more})
     with pytest.raises(ConfigError) as error:
         build_parts(config)
     assert str(error.value) == sentence

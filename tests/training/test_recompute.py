@@ -11,13 +11,13 @@ import torch
 from automodel_lite.cli import compose_config
 from automodel_lite.config.check import check_config
 from automodel_lite.errors import ConfigError
+from automodel_lite.extras.plan import recompute
+from automodel_lite.extras.plan.recompute import LADDER, choose_recomputation, least_recomputation
+from automodel_lite.extras.plan.simulation import layer_pattern, simulate_by_layers
 from automodel_lite.parallel.mesh import MeshShape
-from automodel_lite.training import recompute
 from automodel_lite.training.build import plan_model
 from automodel_lite.training.memory import usable
 from automodel_lite.training.plan import ModelPlan, build_parts, with_recomputation
-from automodel_lite.training.recompute import LADDER, choose_recomputation, least_recomputation
-from automodel_lite.training.simulation import layer_pattern, simulate_by_layers
 from automodel_lite.training.start import decide_recomputation
 from tests.ranks import in_a_process
 

@@ -20,6 +20,15 @@ from automodel_lite.cli import compose_config
 from automodel_lite.config.check import check_config
 from automodel_lite.config.schema import Config
 from automodel_lite.errors import ConfigError
+from automodel_lite.extras.plan.simulation import (
+    LayerPattern,
+    Simulation,
+    layer_pattern,
+    recompute_every,
+    simulate,
+    simulate_by_layers,
+)
+from automodel_lite.extras.plan.tracker import _MADE_IN, Message, Operation, Work
 from automodel_lite.models.flops import model_size
 from automodel_lite.models.layers import decoder_layers, recompute_layers
 from automodel_lite.models.loss import LossModel
@@ -30,16 +39,7 @@ from automodel_lite.thd import stream_of
 from automodel_lite.training import memory
 from automodel_lite.training.memory import MemoryEstimate, estimate_memory
 from automodel_lite.training.plan import ModelPlan, Parts, build_parts, with_layers, with_recomputation
-from automodel_lite.training.simulation import (
-    LayerPattern,
-    Simulation,
-    layer_pattern,
-    recompute_every,
-    simulate,
-    simulate_by_layers,
-)
 from automodel_lite.training.start import dry_run
-from automodel_lite.training.tracker import _MADE_IN, Message, Operation, Work
 from tests.ranks import in_a_process
 
 LAYERS = 2

@@ -14,10 +14,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from automodel_lite.attention.varlen import VarlenAttention
+from automodel_lite.extras.plan.tracker import GPU, MemoryTracker, Message, Operation, gpu_tensors
 from automodel_lite.parallel.mesh import AXES, MeshShape
+from automodel_lite.parts.kernels.varlen import VarlenAttention
 from automodel_lite.thd import AttentionOptions, Segments
-from automodel_lite.training.tracker import GPU, MemoryTracker, Message, Operation, gpu_tensors
 
 ALONE = MeshShape(1, 1, 1)
 BF16 = torch.bfloat16

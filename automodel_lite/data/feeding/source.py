@@ -9,12 +9,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
-from automodel_lite.config.schema import DataloaderConfig, TrainingConfig
+from automodel_lite.config.schema import Config, DataloaderConfig, TrainingConfig
 from automodel_lite.data.feeding.order import BatchShape
 from automodel_lite.data.packing.packs import Batch, PackedDataset, Packer
 from automodel_lite.data.packing.report import PackingReport
@@ -68,6 +68,13 @@ class TrainingPlan:
     @property
     def num_epochs(self) -> float | None:
         return None if self.steps_per_epoch is None else self.max_steps / self.steps_per_epoch
+
+
+@runtime_checkable
+class PackingDataset(Protocol):
+    """A dataset whose packs are not planned from lengths, as they are not known: a stream."""
+
+    def packs(self, config: Config, packer: Packer, batches: BatchShape) -> PackSource: ...
 
 
 @dataclass(frozen=True)

@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from automodel_lite.data.feeding.mixture import MixedRows, Mixture, choose_documents
-from automodel_lite.data.feeding.streams import StreamingDataset
 from automodel_lite.data.packing.packs import PackedDataset
 from automodel_lite.data.packing.plan import plan_packs
 from automodel_lite.data.reading.files import FilesDataset
-from automodel_lite.data.tokens.memmap import MemmapCorpus, write_memmap
 from automodel_lite.data.tokens.token_rows import TokenizedData
 from automodel_lite.data.tokens.tokenize import Job, tokenize_documents
 from automodel_lite.data.tokens.tokenizer import train_bpe_tokenizer
 from automodel_lite.errors import ConfigError
+from automodel_lite.parts.datasets.memmap import MemmapCorpus, write_memmap
+from automodel_lite.parts.datasets.mixture import MixedRows, Mixture, choose_documents
+from automodel_lite.parts.datasets.streams import StreamingDataset
 from tests.data.templates import MARKED, byte_tokenizer
 
 

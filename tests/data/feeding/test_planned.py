@@ -13,7 +13,6 @@ import torch
 from automodel_lite.cli import compose_config
 from automodel_lite.config.check import check_config
 from automodel_lite.config.schema import MeshConfig
-from automodel_lite.data.feeding.mixture import Mixture
 from automodel_lite.data.feeding.order import BatchShape
 from automodel_lite.data.feeding.planned import PlannedPacks, check_masked
 from automodel_lite.data.feeding.source import Cursor, PackSource, StepBatches
@@ -24,6 +23,7 @@ from automodel_lite.data.tokens.token_rows import RowCounts, flatten
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.models.flops import CostModel
 from automodel_lite.parallel.mesh import init_mesh
+from automodel_lite.parts.datasets.mixture import Mixture
 from automodel_lite.thd import to_thd
 from tests.recipes.test_trees import answered_prompts, settings
 from tests.runs import config_of

@@ -15,12 +15,12 @@ import pytest
 from automodel_lite.config.schema import DataloaderConfig, MeshConfig, TokenizeConfig
 from automodel_lite.data.feeding.order import BatchShape
 from automodel_lite.data.feeding.source import Cursor, StepBatches
-from automodel_lite.data.feeding.streams import ShardTurns, StreamedPacks, StreamingDataset
 from automodel_lite.data.packing.packs import Packer
 from automodel_lite.data.tokens.tokenize import Job, tokenize_documents
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.models.flops import CostModel
 from automodel_lite.parallel.mesh import init_mesh
+from automodel_lite.parts.datasets.streams import ShardTurns, StreamedPacks, StreamingDataset
 from tests.data.templates import MARKED, QWEN3, Family, byte_tokenizer
 from tests.ranks import run_ranks
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from automodel_lite.data.packing.packs import Packer
-from automodel_lite.data.packing.stream import PackStream
 from automodel_lite.errors import ConfigError, DataError
+from automodel_lite.parts.datasets.stream_packing import PackStream
 
 
 def documents(lengths: list[int], start: int) -> Iterator[list[dict]]:

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from automodel_lite.config.schema import TokenizeConfig
-from automodel_lite.data.feeding.streams import StreamingDataset
 from automodel_lite.data.reading.columns import detect
 from automodel_lite.data.reading.files import FilesDataset
 from automodel_lite.data.reading.formats import FORMATS
 from automodel_lite.data.reading.readers import placed
 from automodel_lite.data.tokens.tokenize import Job, tokenize_documents
 from automodel_lite.errors import ConfigError, DataError
+from automodel_lite.parts.datasets.streams import StreamingDataset
 from tests.data.templates import MARKED, byte_tokenizer
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]

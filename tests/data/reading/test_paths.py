@@ -12,11 +12,11 @@ from typing import Any
 import pyarrow.parquet
 import pytest
 
-from automodel_lite.data.feeding.mixture import Mixture
-from automodel_lite.data.feeding.streams import StreamingDataset
 from automodel_lite.data.reading.files import FilesDataset
 from automodel_lite.data.reading.paths import find_files, stamp
 from automodel_lite.errors import ConfigError
+from automodel_lite.parts.datasets.mixture import Mixture
+from automodel_lite.parts.datasets.streams import StreamingDataset
 
 
 @pytest.fixture(autouse=True)

@@ -12,10 +12,10 @@ import pytest
 
 from automodel_lite.data.packing.packs import PackedDataset
 from automodel_lite.data.packing.plan import plan_packs
-from automodel_lite.data.tokens.memmap import MEGATRON_MAGIC, MemmapCorpus, write_memmap
 from automodel_lite.data.tokens.token_rows import Rows
 from automodel_lite.data.tokens.tokenize import Job, tokenize_documents
 from automodel_lite.errors import ConfigError, DataError
+from automodel_lite.parts.datasets.memmap import MEGATRON_MAGIC, MemmapCorpus, write_memmap
 from tests.data.templates import MARKED, byte_tokenizer
 
 _ = -100

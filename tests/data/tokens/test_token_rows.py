@@ -11,7 +11,6 @@ import torch
 
 from automodel_lite.data.packing.packs import PackedDataset, Packer, packed_sequence_thd_collater
 from automodel_lite.data.packing.plan import plan_packs
-from automodel_lite.data.packing.stream import PackStream
 from automodel_lite.data.tokens.token_rows import (
     STORED,
     RowsWriter,
@@ -20,6 +19,7 @@ from automodel_lite.data.tokens.token_rows import (
     load_rows,
     next_token_labels,
 )
+from automodel_lite.parts.datasets.stream_packing import PackStream
 from automodel_lite.thd import COLUMNS, Column
 from tests.data.tokens.given import HELLO, HI, chats, tokenized
 

@@ -31,11 +31,11 @@ from automodel_lite.data.packing.packs import EMPTY_PACK, PackedDataset, Packer,
 from automodel_lite.data.tokens.token_rows import CONTENT_HASH, Rows
 from automodel_lite.errors import ConfigError
 from automodel_lite.launched import is_first_here
-from automodel_lite.models.distillation import DistillTopK
 from automodel_lite.models.fused_head import RowFunction
 from automodel_lite.models.loss import Loss, check_columns
 from automodel_lite.parallel.context_parallel import cp_shard
 from automodel_lite.parallel.mesh import Mesh
+from automodel_lite.parts.losses.distillation import DistillTopK
 from automodel_lite.progress import Progress
 from automodel_lite.run import durable
 from automodel_lite.run.weight_files import model_files

@@ -13,9 +13,9 @@ from omegaconf import OmegaConf
 
 from automodel_lite.config.rules import REPO_NAME, looks_local
 from automodel_lite.errors import ConfigError, one_line
+from automodel_lite.extras.report import facts_of, packing_of, read_run
 from automodel_lite.redact import scrub
 from automodel_lite.run.folder import RunFolder
-from automodel_lite.tools.report import facts_of, packing_of, read_run
 from automodel_lite.version import __version__
 
 _TEMPLATE = Path(__file__).with_name("card.md.j2")

@@ -33,8 +33,8 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from automodel_lite.attention.interface import install
 from automodel_lite.attention.spec import AttentionSpec, layer_shapes
-from automodel_lite.attention.varlen import VarlenAttention
 from automodel_lite.config.sizes import global_batch_size_of
+from automodel_lite.extras.plan.tracker import GPU, MemoryTracker, Message, Operation, Work, gpu_tensors
 from automodel_lite.models.layers import decoder_layers, freeze_towers, recompute_layers
 from automodel_lite.models.loss import LossModel
 from automodel_lite.models.settings import experts_per_token
@@ -43,6 +43,7 @@ from automodel_lite.models.source import CausalLM, describe
 from automodel_lite.parallel.context_parallel import cp_shard
 from automodel_lite.parallel.mesh import AXES, Mesh, MeshShape
 from automodel_lite.parallel.sharding import ParallelModel
+from automodel_lite.parts.kernels.varlen import VarlenAttention
 from automodel_lite.run.checkpoint import flat_state
 from automodel_lite.run.weight_files import gathered_files, groups_of, plan_files
 from automodel_lite.thd import AttentionOptions, Segments, ThdBatch
@@ -51,10 +52,9 @@ from automodel_lite.training.build import as_teacher, assemble, full_batch, plan
 from automodel_lite.training.memory import GPUS_GB, gib, usable
 from automodel_lite.training.optimizers import apply_gradients
 from automodel_lite.training.plan import ModelPlan, Parts, with_layers
-from automodel_lite.training.tracker import GPU, MemoryTracker, Message, Operation, Work, gpu_tensors
 
 if TYPE_CHECKING:
-    from automodel_lite.models.lora import Lora, LoraAdapter
+    from automodel_lite.parts.adapters.lora import Lora, LoraAdapter
 
 PLACES = tuple(f"backward of the {layer}" for layer in ("first layer", "second", "last but one", "last"))
 

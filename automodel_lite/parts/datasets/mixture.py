@@ -12,12 +12,12 @@ import numpy as np
 
 from automodel_lite.config.rules import Range, Seed
 from automodel_lite.data.cache import short_hash
-from automodel_lite.data.feeding.streams import StreamingDataset
 from automodel_lite.data.reading.documents import Documents, DocumentSet, Question
 from automodel_lite.data.reading.files import FilesDataset
 from automodel_lite.data.reading.readers import ConcatenatedRows
 from automodel_lite.data.tokens.token_rows import Rows, TokenizedData
 from automodel_lite.errors import ConfigError, format_value
+from automodel_lite.parts.datasets.streams import StreamingDataset
 
 Stop = Literal["first_exhausted", "all_exhausted"]
 MOST_REPEATS = 1000  # more is a typing mistake, and takes memory for each time

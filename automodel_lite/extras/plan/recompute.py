@@ -15,15 +15,15 @@ from dataclasses import replace
 
 from automodel_lite.data.feeding.order import batch_shape
 from automodel_lite.errors import one_line
-from automodel_lite.training.memory import estimate_memory, gib, usable
-from automodel_lite.training.plan import ModelPlan, Parts, with_recomputation
-from automodel_lite.training.simulation import (
+from automodel_lite.extras.plan.simulation import (
     LayerPattern,
     Simulation,
     layer_pattern,
     recompute_every,
     simulate_by_layers,
 )
+from automodel_lite.training.memory import estimate_memory, gib, usable
+from automodel_lite.training.plan import ModelPlan, Parts, with_recomputation
 
 NONE, FULL, OFFLOAD = ("none", 1), ("full", 1), ("offload", 1)
 LADDER = (NONE, ("full", 8), ("full", 4), ("full", 3), ("full", 2), FULL, OFFLOAD)

@@ -23,6 +23,9 @@ from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.attention.spec import layer_shapes
 from automodel_lite.config.sizes import AUTO_BATCH_SIZE
 from automodel_lite.errors import ConfigError
+from automodel_lite.extras.plan.recompute import least_recomputation
+from automodel_lite.extras.plan.simulation import Simulation, layer_pattern, simulate
+from automodel_lite.extras.plan.tracker import Message, Work
 from automodel_lite.models.flops import CostModel, ModelSize, StepFlops, model_size, step_flops
 from automodel_lite.models.settings import experts_per_token
 from automodel_lite.parallel.mesh import MeshShape
@@ -30,9 +33,6 @@ from automodel_lite.telemetry.metrics import peak_of
 from automodel_lite.training.build import plan_model
 from automodel_lite.training.memory import usable
 from automodel_lite.training.plan import Parts
-from automodel_lite.training.recompute import least_recomputation
-from automodel_lite.training.simulation import Simulation, layer_pattern, simulate
-from automodel_lite.training.tracker import Message, Work
 
 AXES = ("dp_replicate", "dp_shard", "cp", "tp", "ep")
 SHOWN = 10

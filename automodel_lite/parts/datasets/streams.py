@@ -34,7 +34,6 @@ from automodel_lite.data.feeding.feed import worker_options
 from automodel_lite.data.feeding.order import BatchShape
 from automodel_lite.data.feeding.source import Cursor, PackSource, StepBatches, TrainingPlan
 from automodel_lite.data.packing.packs import PackedDataset, Packer, packed_sequence_thd_collater
-from automodel_lite.data.packing.stream import STREAM_COUNTS, PackStream, Row
 from automodel_lite.data.reading.columns import NormalizedRows, OwnFormat, detect
 from automodel_lite.data.reading.documents import DocumentList, DocumentSet, Question
 from automodel_lite.data.reading.files import (
@@ -58,6 +57,7 @@ from automodel_lite.data.tokens.trees import trees_of
 from automodel_lite.errors import ConfigError, DataError, one_line, printable
 from automodel_lite.models.flops import CostModel
 from automodel_lite.parallel.mesh import Mesh
+from automodel_lite.parts.datasets.stream_packing import STREAM_COUNTS, PackStream, Row
 
 AHEAD_DOCUMENTS = 16  # tokenized at once; never part of the position
 MIN_JUDGED_DOCUMENTS = 200  # before the cap on bad rows counts
@@ -176,6 +176,10 @@ class StreamingDataset:
         """Returns the first documents, for whoever wants to look at some (training a tokenizer on them)."""
         documents = [document for _, document in self.head(NUM_HEAD_DOCUMENTS) if not isinstance(document, DataError)]
         return DocumentList(documents, self.name or "")
+
+    def packs(self, config: Config, packer: Packer, batches: BatchShape) -> StreamedPacks:
+        """See `PackingDataset`."""
+        return StreamedPacks.prepare(config, self, packer, batches)
 
     def _document(self, one: Placed) -> Placed:
         place, row = one
