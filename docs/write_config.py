@@ -14,13 +14,13 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from omegaconf import MISSING as REQUIRED
 
-from automodel_lite.extras.cli.schema import comments_of
 from automodel_lite.cli.sources import Sources, groups_of, presets_of
 from automodel_lite.config import schema
 from automodel_lite.config.check import describe
 from automodel_lite.config.components import CONF_DIR
 from automodel_lite.config.signatures import arguments_of, options_of
 from automodel_lite.errors import format_value
+from automodel_lite.extras.cli.schema import comments_of
 
 PAGE = Path(__file__).resolve().parent / "config.md"
 INTRODUCTION = """\

@@ -26,7 +26,6 @@ from automodel_lite.models.loss import Loss, checked_loss
 from automodel_lite.models.source import CausalLM
 from automodel_lite.parallel.mesh import MeshShape
 from automodel_lite.parallel.sharding import choose_precision
-from automodel_lite.training.optimizers import SmallAdamW
 
 if TYPE_CHECKING:
     from automodel_lite.parts.adapters.lora import Lora  # which brings peft
@@ -97,7 +96,7 @@ def check_parts(parts: Parts, strategy: str, device: torch.device) -> None:
     fp8, is_fp8 = f"training.fp8={training.fp8}", training.fp8 != "none"
     tokens, multiple = training.micro_batch_size * packer.packed_sequence_size, 16 * mesh.cp
     masters, is_bf16 = f"training.master_weights={training.master_weights}", training.master_weights == "bf16"
-    optimizer = type(parts.optimizer(nn.Linear(1, 1))) if is_bf16 else SmallAdamW
+    optimizer = type(parts.optimizer(nn.Linear(1, 1))) if is_bf16 else torch.optim.Optimizer
     refused = {  # problem -> is it there?
         # tp and ep are transformers' own, and its engine has neither adapters nor scales for them
         f"{axes} works only with mesh.strategy=fsdp, not with {strategy}.": has_axes and strategy != "fsdp",
@@ -130,7 +129,8 @@ def check_parts(parts: Parts, strategy: str, device: torch.device) -> None:
         f"{tokens} must be a multiple of {multiple} (16 * mesh.cp).": is_fp8 and tokens % multiple,
         # weights in bf16 learn by stochastic rounding alone
         f"{masters} with {optimizer.__name__} loses every update smaller than 1/256 of the weight: set "
-        "optimizer=adamw_bf16 or optimizer=adamw_8bit, which use stochastic rounding.": optimizer is not SmallAdamW,
+        "optimizer=adamw_bf16 or optimizer=adamw_8bit, which use stochastic rounding.": is_bf16
+        and not getattr(optimizer, "rounds_by_chance", False),
         f"{masters} with peft: the few weights of an adapter stay in fp32; set it to fp32.": is_bf16 and parts.peft,
         f"{masters} with mesh.strategy=ddp would accumulate gradients in bf16: use mesh.strategy=fsdp.": is_bf16
         and mesh.strategy == "ddp",

@@ -177,7 +177,7 @@ class Trainer:
 
     def __init__(self, variant: Variant, device: str, batches: Any = None) -> None:
         from automodel_lite.models.flops import cost_model
-        from automodel_lite.training.optimizers import adamw
+        from automodel_lite.parts.optimizers.adamw import adamw
 
         self.variant, self.device = variant, device
         self.model = build(variant, device)

@@ -10,9 +10,10 @@ from automodel_lite.data.prepare import prepare_data
 from automodel_lite.models.flops import cost_model
 from automodel_lite.parallel.mesh import Mesh, MeshShape
 from automodel_lite.parallel.sharding import ParallelModel
+from automodel_lite.parts.optimizers.adamw import adamw
 from automodel_lite.thd import ThdBatch, to_thd
 from automodel_lite.training.build import build_model
-from automodel_lite.training.optimizers import adamw, apply_gradients
+from automodel_lite.training.optimizers import apply_gradients
 from automodel_lite.training.plan import build_parts
 from benchmarks.peers.job import LR, Clock, Job, use_one_thread
 from benchmarks.peers.recipe import recipe_config

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.data.reading.documents import DocumentList, Question
 from automodel_lite.models.loss import Loss, LossInputs, LossOutput
+from automodel_lite.parts.optimizers.adamw import param_groups
 from automodel_lite.telemetry.callbacks import Callback, Row, RunInfo
 from automodel_lite.thd import AttentionOptions, Segments
-from automodel_lite.training.optimizers import param_groups
 
 
 @dataclass

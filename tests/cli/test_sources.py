@@ -43,7 +43,7 @@ def test_ls_shows_all_a_group_and_a_file(capsys: pytest.CaptureFixture[str]) -> 
         "muon",
     ]
     ls(["optimizer/adamw"])
-    assert "_target_: automodel_lite.training.optimizers.adamw" in capsys.readouterr().out
+    assert "_target_: automodel_lite.parts.optimizers.adamw.adamw" in capsys.readouterr().out
     with pytest.raises(ConfigError, match=r"optimizer/adamv: no such preset or option; did you mean optimizer/adamw\?"):
         ls(["optimizer/adamv"])
 

@@ -29,7 +29,7 @@ def check(*overrides: str) -> None:
         "torch.nn.modules.module.os.system",
         "automodel_lite.config.components.importlib.import_module",
         "automodel_lite.run.durable.write_file",
-        "automodel_lite.training.optimizers.torch.load",
+        "automodel_lite.parts.optimizers.adamw.torch.load",
         "torch.optimism",
         "automodel_lite.data.reading.files.FilesDataset.__init__",
         "automodel_lite.data.reading.files.os",

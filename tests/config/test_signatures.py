@@ -22,7 +22,9 @@ def test_options_are_read_from_the_source_without_an_import() -> None:
     """Of a class, a dataclass with a parent whose package is missing, and a function."""
     assert [*options_of("automodel_lite.models.source.CausalLM")][:2] == ["pretrained", "revision"]
     assert options_of("automodel_lite.parts.adapters.lora.QLora")["r"].default == 16
-    assert options_of("automodel_lite.parts.adapters.lora.QLora")["double_quant"].comment.startswith("also quantize the scales")
+    assert options_of("automodel_lite.parts.adapters.lora.QLora")["double_quant"].comment.startswith(
+        "also quantize the scales"
+    )
     assert [*options_of("automodel_lite.data.tokens.tokenizer.train_bpe_tokenizer")] == ["vocab_size"]
     assert options_of("torch.optim.AdamW") == {}
 

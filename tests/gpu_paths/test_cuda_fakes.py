@@ -24,8 +24,8 @@ from automodel_lite.parallel.context_parallel import cp_shard
 from automodel_lite.parallel.sharding import ParallelModel
 from automodel_lite.parts.kernels.flex import packed_block_mask
 from automodel_lite.parts.kernels.varlen import VarlenAttention
+from automodel_lite.parts.optimizers import adamw as optimizers
 from automodel_lite.thd import ThdBatch, stream_of
-from automodel_lite.training import optimizers
 from automodel_lite.training.optimizers import apply_gradients
 
 pytestmark = [

@@ -16,7 +16,7 @@ from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.graphs import compiled_graphs
 from automodel_lite.models.layers import cast_weights, compile_layers, decoder_layers, recompute_layers
 from automodel_lite.models.loss import FusedLinearCrossEntropy, LossModel
-from automodel_lite.training.optimizers import adamw, codebook, param_groups
+from automodel_lite.parts.optimizers.adamw import adamw, codebook, param_groups
 from tests.models.test_layers import pack_of
 from tests.runs import losses_by_step, train_quick
 

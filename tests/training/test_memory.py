@@ -46,7 +46,7 @@ def config_with(**training: object) -> Config:
         packed_sequence={"_target_": "automodel_lite.data.packing.packs.Packer", "packed_sequence_size": TOKENS},
         model={"_target_": "automodel_lite.models.source.CausalLM", "config": {"model_type": "llama"}},
         loss=FUSED,
-        optimizer={"_target_": "automodel_lite.training.optimizers.adamw", "lr": 1e-3},
+        optimizer={"_target_": "automodel_lite.parts.optimizers.adamw.adamw", "lr": 1e-3},
         training=TrainingConfig(**{"activation_checkpointing": "none", **training}),  # type: ignore[arg-type]
     )
 
@@ -136,8 +136,8 @@ def test_what_waits_in_host_memory_is_not_counted():
 @pytest.mark.parametrize(
     ("optimizer", "num_bytes"),
     [
-        ({"_target_": "automodel_lite.training.optimizers.adamw", "moments": "bf16"}, 2 + 2 + 4),
-        ({"_target_": "automodel_lite.training.optimizers.adamw", "moments": "8bit"}, 2 + 2 + 2 + 2 * 4 / 256),
+        ({"_target_": "automodel_lite.parts.optimizers.adamw.adamw", "moments": "bf16"}, 2 + 2 + 4),
+        ({"_target_": "automodel_lite.parts.optimizers.adamw.adamw", "moments": "8bit"}, 2 + 2 + 2 + 2 * 4 / 256),
     ],
     ids=["bf16", "8bit"],
 )

@@ -23,12 +23,10 @@ from automodel_lite.extras.plan.simulation import _fake_world
 from automodel_lite.graphs import compiled_graphs, strict_graphs
 from automodel_lite.models.layers import local
 from automodel_lite.parallel.mesh import MeshShape
-from automodel_lite.parts.optimizers.muon import muon
-from automodel_lite.training import optimizers
-from automodel_lite.training.optimizers import (
+from automodel_lite.parts.optimizers import adamw as optimizers
+from automodel_lite.parts.optimizers.adamw import (
     LocalPlace,
     adamw,
-    apply_gradients,
     chances,
     codebook,
     decoded,
@@ -36,6 +34,8 @@ from automodel_lite.training.optimizers import (
     moments_of,
     rounded,
 )
+from automodel_lite.parts.optimizers.muon import muon
+from automodel_lite.training.optimizers import apply_gradients
 from tests.ranks import run_ranks
 from tests.runs import losses_by_step, train_on, train_quick
 

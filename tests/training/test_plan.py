@@ -17,8 +17,8 @@ from transformers import Gemma3Config, Gemma3TextConfig
 
 from automodel_lite.errors import ConfigError
 from automodel_lite.parts.adapters import lora
+from automodel_lite.parts.optimizers.adamw import adamw
 from automodel_lite.training import plan
-from automodel_lite.training.optimizers import adamw
 from automodel_lite.training.plan import (
     Parts,
     build_parts,

@@ -44,7 +44,7 @@ def test_all_at_once_and_the_right_ones_pass() -> None:
     assert tried("model.config.hidden_size=64", "lr_scheduler=wsd", "training.max_steps=1") == ""
     assert tried("optimizer.betas=[0,0]") == ""  # whole numbers are numbers
     both = tried("model.config.num_hidden_layers=0", "~optimizer.lr")
-    assert both.splitlines()[1] == "automodel_lite.training.optimizers.adamw: missing a required argument: 'lr'."
+    assert both.splitlines()[1] == "automodel_lite.parts.optimizers.adamw.adamw: missing a required argument: 'lr'."
 
 
 def test_sizes_that_only_a_forward_meets(monkeypatch: pytest.MonkeyPatch) -> None:

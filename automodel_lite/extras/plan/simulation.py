@@ -44,10 +44,10 @@ from automodel_lite.parallel.context_parallel import cp_shard
 from automodel_lite.parallel.mesh import AXES, Mesh, MeshShape
 from automodel_lite.parallel.sharding import ParallelModel
 from automodel_lite.parts.kernels.varlen import VarlenAttention
+from automodel_lite.parts.optimizers import adamw
 from automodel_lite.run.checkpoint import flat_state
 from automodel_lite.run.weight_files import gathered_files, groups_of, plan_files
 from automodel_lite.thd import AttentionOptions, Segments, ThdBatch
-from automodel_lite.training import optimizers
 from automodel_lite.training.build import as_teacher, assemble, full_batch, plan_model
 from automodel_lite.training.memory import GPUS_GB, gib, usable
 from automodel_lite.training.optimizers import apply_gradients
@@ -422,7 +422,7 @@ def _as_on_a_gpu(held: MemoryTracker) -> Iterator[None]:
         patch.object(fsdp, "_get_device_from_mesh", lambda mesh: GPU),
         patch.object(fsdp_group, "foreach_all_gather", beside(fsdp_group.foreach_all_gather)),
         patch.object(fsdp_group, "foreach_reduce", beside(fsdp_group.foreach_reduce)),
-        patch.object(optimizers, "update", update),
+        patch.object(adamw, "update", update),
     ):
         yield
 

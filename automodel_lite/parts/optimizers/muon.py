@@ -20,7 +20,7 @@ from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, _adjust_lr, _zero
 from automodel_lite.config.rules import Range
 from automodel_lite.models.layers import local
 from automodel_lite.models.sharded import keep_part
-from automodel_lite.training.optimizers import Betas, Eps, Rate, SmallAdamW, param_groups
+from automodel_lite.parts.optimizers.adamw import Betas, Eps, Rate, SmallAdamW, param_groups
 
 
 def muon(
@@ -55,6 +55,8 @@ def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
 
 class Muon(SmallAdamW):
     """torch.optim.Muon's update on the group with a momentum, AdamW in fp32 on the others."""
+
+    rounds_by_chance = False
 
     def step_group(self, group: dict[str, Any], parameters: list[nn.Parameter]) -> None:
         if "momentum" not in group:
