@@ -1,6 +1,7 @@
 """automodel_lite: fine-tune Hugging Face causal language models on packed sequences in THD format.
 
-The names below are the package's Python interface (docs/python.md); each is imported when it is first used.
+The names below are the package's Python interface (docs/python.md); each is imported when it is
+first used.
 """
 
 from __future__ import annotations
@@ -12,7 +13,11 @@ from automodel_lite.version import __version__
 
 if TYPE_CHECKING:
     from automodel_lite.api import hf_collater, install_attention, tokenize_chats, train
-    from automodel_lite.data.packing.packs import PackedDataset, Packer, packed_sequence_thd_collater
+    from automodel_lite.data.packing.packs import (
+        PackedDataset,
+        Packer,
+        packed_sequence_thd_collater,
+    )
     from automodel_lite.data.packing.plan import plan_packs
     from automodel_lite.nemo_api.packed_sequence import pack_dataset
     from automodel_lite.thd import to_thd
@@ -46,8 +51,11 @@ _MODULES = {
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if name == "TrainFinetuneRecipe":  # recipes/ of a checkout is a part of the package once it is installed
-        return import_module(f"{import_module(f'{__name__}.cli.line').RECIPES_PACKAGE}.train_ft").TrainFinetuneRecipe
+    # recipes/ of a checkout is a part of the package once it is installed
+    if name == "TrainFinetuneRecipe":
+        return import_module(
+            f"{import_module(f'{__name__}.cli.line').RECIPES_PACKAGE}.train_ft"
+        ).TrainFinetuneRecipe
     return vars(import_module(f"{__name__}.{_MODULES.get(name, 'api')}"))[name]
 
 

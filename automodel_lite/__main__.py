@@ -1,4 +1,5 @@
-"""The recipes and tools by name, for an installed package: `automodel-lite train --config-name finetune ...`.
+"""The recipes and tools by name, for an installed package:
+`automodel-lite train --config-name finetune ...`.
 
 Several processes: `automodel-lite train --nproc 8 ...`, or `torchrun -m automodel_lite train ...`.
 """
@@ -17,7 +18,8 @@ from automodel_lite.errors import MISTAKE_EXIT, did_you_mean
 def main() -> None:
     """Runs the recipe named by the first argument with the others."""
     name, *rest = sys.argv[1:] or ["--help"]
-    if name in ("-sc", "--shell-completion"):  # what the shell asks: `automodel-lite -sc query=bash`
+    # what the shell asks: `automodel-lite -sc query=bash`
+    if name in ("-sc", "--shell-completion"):
         sys.argv[0] = os.path.basename(sys.argv[0])
         name, rest = "run", ["recipes.train_ft:main", "-sc", *rest]
     if name == "--version":
@@ -31,19 +33,30 @@ def main() -> None:
         if name == "run" and rest[:1] not in ([], ["-h"], ["--help"]):
             run_recipe(rest[0], rest[1:])
         if name == "run":
-            print("usage: automodel-lite run PACKAGE.MODULE:FUNCTION --config-name PRESET [key=value ...]")
+            print(
+                "usage: automodel-lite run PACKAGE.MODULE:FUNCTION --config-name PRESET "
+                "[key=value ...]"
+            )
             raise SystemExit(0 if rest else 2)
         room = f"extras.cli.{name}" if name in ("convert", "slurm", "schema") else "cli.sources"
         tool = import_module(f"automodel_lite.{room}")
         run_tool(vars(tool)[name], rest)
     if name not in RECIPES and not name.startswith("-"):
         near = did_you_mean(name, [*RECIPES, *TOOLS]) or "."
-        print(f"automodel-lite {name[:80]!a}: no such command{near} automodel-lite --help lists them.", file=sys.stderr)
+        print(
+            f"automodel-lite {name[:80]!a}: no such command{near} automodel-lite --help lists "
+            "them.",
+            file=sys.stderr,
+        )
         raise SystemExit(MISTAKE_EXIT)
     if name not in RECIPES:
         lines = [f"  automodel-lite {verb:9s} {text}" for verb, (_, text) in RECIPES.items()]
         lines += ["", *(f"  automodel-lite {verb:9s} {text}" for verb, text in TOOLS.items())]
-        print("\n".join(["usage: automodel-lite COMMAND ... (--help after a command says more)", "", *lines]))
+        print(
+            "\n".join(
+                ["usage: automodel-lite COMMAND ... (--help after a command says more)", "", *lines]
+            )
+        )
         raise SystemExit(0 if name in ("-h", "--help") else 2)
     module, _ = RECIPES[name]
     sys.argv = [f"automodel-lite {name}", *rest]

@@ -1,4 +1,6 @@
-"""The package from Python: what a notebook or a training loop of one's own needs, as functions of plain values."""
+"""The package from Python: what a notebook or a training loop of one's own needs, as functions of
+plain values.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +27,16 @@ from automodel_lite.run.folder import RunFolder
 from automodel_lite.thd import to_thd
 
 
-def install_attention(model: transformers.PreTrainedModel, kernel: AttentionKernel | None = None) -> str:
-    """Makes a Hugging Face causal LM run on packed sequences, in place; returns which kernel, and why.
+def install_attention(
+    model: transformers.PreTrainedModel, kernel: AttentionKernel | None = None
+) -> str:
+    """Makes a Hugging Face causal LM run on packed sequences, in place; returns which kernel, and
+    why.
 
     kernel  None takes the best for the model's device and dtype, as `attention=auto` does
-    Call the model with `to_thd(batch).model_inputs()` from then on. Two short documents are run through the model;
-    raises ConfigError when one of them sees the other, or the family does not fit packed attention.
+    Call the model with `to_thd(batch).model_inputs()` from then on. Two short documents are run
+    through the model; raises ConfigError when one of them sees the other, or the family does not
+    fit packed attention.
     """
     kernel, why = choose_attention(kernel, attention_specs(model.config, model.device, model.dtype))
     with short_lengths(model) as has_lengths:
@@ -48,22 +54,28 @@ def tokenize_chats(
     train_on: TrainOn = "assistant",
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> TokenRows:
-    """Chats (lists of {"role", "content", ...}) -> token rows: `lengths` int64 [N], `[i]` -> {"input_ids", "labels"}.
+    """Chats (lists of {"role", "content", ...}) -> token rows: `lengths` int64 [N], `[i]` ->
+    {"input_ids", "labels"}.
 
-    Labels are next-token aligned, -100 where nothing is trained on. Raises DataError: a message that the template
-    cannot render, or a set in which nothing is trained on.
+    Labels are next-token aligned, -100 where nothing is trained on. Raises DataError: a message
+    that the template cannot render, or a set in which nothing is trained on.
     """
     settings = TokenizeConfig(train_on=train_on, template_kwargs=dict(template_kwargs or {}))
-    documents = DocumentList([{"messages": [dict(message) for message in chat]} for chat in chats], "chats")
+    documents = DocumentList(
+        [{"messages": [dict(message) for message in chat]} for chat in chats], "chats"
+    )
     return tokenize_in_memory(documents, Job(tokenizer, settings))
 
 
 def hf_collater(packs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Packs of a PackedDataset -> the keyword arguments of a model under `install_attention`, for HF Trainer and TRL.
+    """Packs of a PackedDataset -> the keyword arguments of a model under `install_attention`, for
+    HF Trainer and TRL.
 
-    input_ids, position_ids, labels, shift_labels  int64 [1, B * S]; the boundaries of the documents beside them
-    The labels are next-token aligned already. `shift_labels` says so to transformers, which would shift `labels` once
-    more; `labels` stays for Trainer, which counts the label tokens of a step in it.
+    input_ids, position_ids, labels, shift_labels  int64 [1, B * S]; the boundaries of the documents
+                                                   beside them
+    The labels are next-token aligned already. `shift_labels` says so to transformers, which would
+    shift `labels` once more; `labels` stays for Trainer, which counts the label tokens of a step in
+    it.
     """
     thd = to_thd(packed_sequence_thd_collater(packs))
     labels = thd.labels[None]
@@ -71,13 +83,17 @@ def hf_collater(packs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def train(config_name: str, *overrides: str, config_dir: str | None = None) -> Path:
-    """Trains as `recipes/train_ft.py --config-name ... key=value ...` does; returns the run's folder.
+    """Trains as `recipes/train_ft.py --config-name ... key=value ...` does; returns the run's
+    folder.
 
-    Raises ConfigError or DataError for a mistake, RunStoppedError when the run ends before its last step.
+    Raises ConfigError or DataError for a mistake, RunStoppedError when the run ends before its last
+    step.
     """
     config = check_config(compose_config(config_name, list(overrides), config_dir=config_dir))
     main = Recipe("recipes.train_ft:main").function()
     code = main(config)
     if code:
-        raise RunStoppedError(f"{config.output_dir} ended with exit code {code}: call train again to continue.")
+        raise RunStoppedError(
+            f"{config.output_dir} ended with exit code {code}: call train again to continue."
+        )
     return RunFolder(config.output_dir).path

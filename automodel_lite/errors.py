@@ -11,7 +11,9 @@ MISTAKE_EXIT = 2  # exit code of a mistake that the user can mend
 
 
 class ConfigError(ValueError):
-    """A setting that cannot work: `packed_sequence.packed_sequence_size=63 must be a multiple of 4: use 64.`"""
+    """A setting that cannot work:
+    `packed_sequence.packed_sequence_size=63 must be a multiple of 4: use 64.`
+    """
 
     def __str__(self) -> str:
         return printable(super().__str__(), kept="\n")  # names of files and columns are in it
@@ -37,7 +39,9 @@ class RunStoppedError(RuntimeError):
 
 
 LOST_PEER = re.compile(
-    r"gloo|NCCL|ProcessGroup|Connection (closed|reset|refused)|Broken pipe|TCPStore|store->|DistBackend", re.IGNORECASE
+    r"gloo|NCCL|ProcessGroup|Connection (closed|reset|refused)|Broken pipe|TCPStore|store->|"
+    r"DistBackend",
+    re.IGNORECASE,
 )
 CPU_MEMORY = re.compile(r"DefaultCPUAllocator: .*you tried to allocate (\d+) bytes")
 
@@ -46,32 +50,46 @@ def is_lost_peer(error: BaseException) -> bool:
     """Returns whether this rank only noticed that another one is gone."""
     # by name, as torch is not imported here: an error in the settings need not wait for it
     is_distributed = any(kind.__name__ == "DistError" for kind in type(error).__mro__)
-    return is_distributed or (isinstance(error, RuntimeError) and bool(LOST_PEER.search(str(error))))
+    return is_distributed or (
+        isinstance(error, RuntimeError) and bool(LOST_PEER.search(str(error)))
+    )
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Returns whether memory ran out: on a GPU that has a type of its own, on CPU torch raises RuntimeError."""
+    """Returns whether memory ran out: on a GPU that has a type of its own, on CPU torch raises
+    RuntimeError.
+    """
     has_type = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
     return has_type or bool(CPU_MEMORY.search(str(error)))
 
 
 def printable(text: str, kept: str = "") -> str:
-    """The text with everything that no line shows as it is escaped: control characters, halves of surrogate pairs."""
-    return "".join(char if char.isprintable() or char in kept else ascii(char)[1:-1] for char in text)
+    """The text with everything that no line shows as it is escaped: control characters, halves of
+    surrogate pairs.
+    """
+    return "".join(
+        char if char.isprintable() or char in kept else ascii(char)[1:-1] for char in text
+    )
 
 
 def one_line(error: object, limit: int = 300) -> str:
-    """Returns the message of an error that is quoted in a sentence; its type where it has no message."""
+    """Returns the message of an error that is quoted in a sentence; its type where it has no
+    message.
+    """
     return " ".join(str(error).split())[:limit] or type(error).__name__
 
 
 def format_value(value: Any) -> str:
     """Returns a value of the configuration as it is typed: null, true, 0.1."""
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return (
+        "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    )
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """`; did you mean X?` or "": the closest last part in the same group, the closest group, then any group."""
+    """`; did you mean X?` or "": the closest last part in the same group, the closest group, then
+    any group.
+    """
     known = [k for k in known if not k.split(".")[-1].startswith("_")]
     group, _, last = name.rpartition(".")
     here = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == group}

@@ -1,4 +1,6 @@
-"""torch.compile with its silent ways out closed: one graph too many is an error, never a return to uncompiled code."""
+"""torch.compile with its silent ways out closed: one graph too many is an error, never a return to
+uncompiled code.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +16,18 @@ import torch
 from filelock import FileLock, Timeout
 
 MAX_GRAPHS = 64
-"""Of one function. dynamo's default is 8, which GPT-OSS and Gemma-2 use up with flex attention alone: two windows, each
-for training, validation and a first change of length."""
+"""Of one function. dynamo's default is 8, which GPT-OSS and Gemma-2 use up with flex attention
+alone: two windows, each for training, validation and a first change of length.
+"""
 TURN_S = 300.0  # the longest wait for another rank that compiles the same graph
 
 
 def strict_graphs() -> None:
-    """For the whole process. Floats (softcap, scale) stay constants: symbolic ones cannot be traced with gradients.
+    """For the whole process. Floats (softcap, scale) stay constants: symbolic ones cannot be traced
+    with gradients.
 
-    Each rank starts up to 32 processes that compile kernels: the ranks of a host share its cores instead, unless
-    TORCHINDUCTOR_COMPILE_THREADS is set.
+    Each rank starts up to 32 processes that compile kernels: the ranks of a host share its cores
+    instead, unless TORCHINDUCTOR_COMPILE_THREADS is set.
     """
     config = torch._dynamo.config
     config.fail_on_recompile_limit_hit = True
@@ -37,26 +41,39 @@ def strict_graphs() -> None:
 
 
 def backend_of(name: str) -> Any:
-    """Returns what torch.compile takes; of several ranks on a host, one compiles each graph before the others do."""
-    return inductor_in_turn if name == "inductor" and os.environ.get("LOCAL_WORLD_SIZE", "1") != "1" else name
+    """Returns what torch.compile takes; of several ranks on a host, one compiles each graph before
+    the others do.
+    """
+    return (
+        inductor_in_turn
+        if name == "inductor" and os.environ.get("LOCAL_WORLD_SIZE", "1") != "1"
+        else name
+    )
 
 
 def inductor_in_turn(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-    """inductor, by which the first rank of a host to meet a graph compiles it; the others wait, and find what it has
-    made in inductor's caches. Nobody waits for a rank that has failed: its lock ends with its process.
+    """inductor, by which the first rank of a host to meet a graph compiles it; the others wait, and
+    find what it has made in inductor's caches. Nobody waits for a rank that has failed: its lock
+    ends with its process.
     """
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-    # Triton's kernels, most of the work, have one key for all GPUs of a kind; inductor's default is a folder for each.
+    # Triton's kernels, most of the work, have one key for all GPUs of a kind; inductor's default is
+    # a folder for each.
     os.environ.setdefault("TRITON_CACHE_DIR", str(Path(cache_dir(), "triton", "all")))
     marks = Path(cache_dir(), "in_turn")
     marks.mkdir(parents=True, exist_ok=True)
 
     def compile_in_turn(graph: torch.fx.GraphModule, inputs: Any, **how: Any) -> Any:
-        # A mark that is there from an earlier run says rightly that the caches, its neighbors, have the graph.
-        shapes = [(str(x.shape), str(x.dtype)) if isinstance(x, torch.Tensor) else str(x) for x in inputs]
-        mark = marks / hashlib.sha256(f"{torch.__version__}{graph.graph}{shapes}".encode()).hexdigest()
+        # A mark that is there from an earlier run says rightly that the caches, its neighbors, have
+        # the graph.
+        shapes = [
+            (str(x.shape), str(x.dtype)) if isinstance(x, torch.Tensor) else str(x) for x in inputs
+        ]
+        mark = (
+            marks / hashlib.sha256(f"{torch.__version__}{graph.graph}{shapes}".encode()).hexdigest()
+        )
         with suppress(Timeout, OSError), FileLock(f"{mark}.lock", timeout=TURN_S):
             if not mark.exists():
                 made = compile_fx_inner(graph, inputs, **how)
@@ -71,7 +88,8 @@ def inductor_in_turn(graph: torch.fx.GraphModule, inputs: Any) -> Any:
 def compiled(function: Callable[..., Any], backend: str = "inductor") -> Callable[..., Any]:
     """Compiles a function as one graph; sizes that change become symbolic at their second value.
 
-    Not `dynamic=True`: it makes floats symbolic, which torch 2.11 to 2.13 cannot trace with gradients.
+    Not `dynamic=True`: it makes floats symbolic, which torch 2.11 to 2.13 cannot trace with
+    gradients.
     """
     strict_graphs()
     return torch.compile(function, fullgraph=True, backend=backend_of(backend))

@@ -1,4 +1,5 @@
-"""Long work made visible: a bar on a terminal, a line every ten seconds in a log; nothing for what is quickly done.
+"""Long work made visible: a bar on a terminal, a line every ten seconds in a log; nothing for what
+is quickly done.
 
 Rank 0 alone shows anything; of several processes of a node, the one that does the work.
 """
@@ -30,11 +31,15 @@ class Progress(AbstractContextManager["Progress"]):
         with Progress("tokenizing train", total=100_000, unit="documents") as progress:
             progress.add(512)
 
-    On a terminal `tokenizing train:  41%|████▏     | 41,472/100,000 documents [00:03<00:05]`; in a log
-    `tokenizing train: 41,472 of 100,000 documents (41 %), 12,310/s, 5 s left`. Both go to the standard error stream.
+    On a terminal `tokenizing train:  41%|████▏     | 41,472/100,000 documents [00:03<00:05]`;
+    in a log
+    `tokenizing train: 41,472 of 100,000 documents (41 %), 12,310/s, 5 s left`. Both go to the
+    standard error stream.
     """
 
-    def __init__(self, what: str, total: int, unit: str = "", in_log: bool = True, num_done: int = 0) -> None:
+    def __init__(
+        self, what: str, total: int, unit: str = "", in_log: bool = True, num_done: int = 0
+    ) -> None:
         self._what, self._total, self._unit, self._in_log = what, total, unit, in_log
         self._num_done = num_done
         self._start = self._printed = time.monotonic()
@@ -90,30 +95,43 @@ class Progress(AbstractContextManager["Progress"]):
 
 @contextmanager
 def activity(what: str) -> Iterator[None]:
-    """Work of unknown length: its name stands on the terminal until it is done; a log says nothing."""
+    """Work of unknown length: its name stands on the terminal until it is done; a log
+    says nothing.
+    """
     if not (is_shown() and sys.stderr.isatty()):
         yield
         return
     from tqdm import tqdm
 
-    with tqdm(desc=f"{what} ...", bar_format="{desc}", leave=False, dynamic_ncols=True, file=sys.stderr):
+    with tqdm(
+        desc=f"{what} ...", bar_format="{desc}", leave=False, dynamic_ncols=True, file=sys.stderr
+    ):
         yield
 
 
 def _room_for_a_bar(_: TextIO) -> tuple[int, int]:
-    """Columns and rows, without the columns where the terminal writes `^C`: a bar that it breaks in two stays."""
+    """Columns and rows, without the columns where the terminal writes `^C`: a bar that it breaks in
+    two stays.
+    """
     columns, rows = shutil.get_terminal_size()
     return columns - 3, rows
 
 
 def wrap_lines(text: str, indent: int, stream: TextIO | None = None) -> str:
-    """Lines no wider than the terminal, broken at words, the later ones indented; as it is where there is none."""
+    """Lines no wider than the terminal, broken at words, the later ones indented; as it is where
+    there is none.
+    """
     stream = stream or sys.stdout
     if not stream.isatty():
         return text
     width = max(40, shutil.get_terminal_size().columns)
     return textwrap.fill(
-        text, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False, tabsize=1
+        text,
+        width,
+        subsequent_indent=" " * indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+        tabsize=1,
     )
 
 

@@ -1,8 +1,10 @@
-"""Secrets are found by value: whatever the environment calls a key, token, secret or password is never written.
+"""Secrets are found by value: whatever the environment calls a key, token, secret or password is
+never written.
 
-By value, because a name says little: `tokenizer` is not a secret, and a resolved `${oc.env:HF_TOKEN}` has no name.
-Only free text is searched, and before it becomes JSON: names of tensors, files and settings are nobody's secret, and a
-checkpoint whose index was scrubbed does not load.
+By value, because a name says little: `tokenizer` is not a secret, and a resolved
+`${oc.env:HF_TOKEN}` has no name. Only free text is searched, and before it becomes JSON: names of
+tensors, files and settings are nobody's secret, and a checkpoint whose index was scrubbed does not
+load.
 """
 
 from __future__ import annotations
@@ -18,7 +20,10 @@ from functools import lru_cache
 from typing import Any, TextIO
 from urllib.parse import quote
 
-_ANYWHERE = "KEY|TOKEN|SECRET|PASSW|PWD|PASSPHRASE|CREDENTIAL|WEBHOOK|COOKIE|BEARER|AUTHORIZATION|CONNECTION_STRING"
+_ANYWHERE = (
+    "KEY|TOKEN|SECRET|PASSW|PWD|PASSPHRASE|CREDENTIAL|WEBHOOK|COOKIE|BEARER|AUTHORIZATION|"
+    "CONNECTION_STRING"
+)
 _AS_WORD = "PASS|PAT|PATS|AUTH|JWT|DSN|SAS|OTP|HOOK|SIGNATURE"  # PAT, but not PATH
 _NAMES = re.compile(rf"{_ANYWHERE}|(?<![A-Z])({_AS_WORD})(?![A-Z])", re.IGNORECASE)
 _FOLDERS = ("PWD", "OLDPWD")  # the shell's: where it is and was
@@ -28,7 +33,9 @@ _SHORTEST = 6  # shorter values, such as `false`, are not secrets and would blot
 
 
 def secrets(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Value -> name of the variable; not of paths that exist (`SSL_KEY_FILE`), but of passwords in addresses."""
+    """Value -> name of the variable; not of paths that exist (`SSL_KEY_FILE`), but of passwords in
+    addresses.
+    """
     found = {}
     for name, value in environment.items():
         if match := _PASSWORD_IN_URL.search(value):
@@ -40,23 +47,42 @@ def secrets(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 @lru_cache(maxsize=4)
-def _search(environment: tuple[tuple[str, str], ...]) -> tuple[re.Pattern[str], dict[str, str]] | None:
-    """Returns one pattern for all spellings of all secrets, the longest first, and spelling -> name."""
-    names = {form: name for value, name in secrets(dict(environment)).items() for form in _spellings(value)}
+def _search(
+    environment: tuple[tuple[str, str], ...],
+) -> tuple[re.Pattern[str], dict[str, str]] | None:
+    """Returns one pattern for all spellings of all secrets, the longest first, and spelling ->
+    name.
+    """
+    names = {
+        form: name
+        for value, name in secrets(dict(environment)).items()
+        for form in _spellings(value)
+    }
     if not names:
         return None
     return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True)))), names
 
 
 def _spellings(value: str) -> set[str]:
-    """A value as itself, inside JSON (umlauts as they are or escaped), in a Python repr, in an address, on one line."""
+    """A value as itself, inside JSON (umlauts as they are or escaped), in a Python repr, in an
+    address, on one line.
+    """
     in_json = [json.dumps(value, ensure_ascii=is_ascii)[1:-1] for is_ascii in (True, False)]
     in_json += [json.dumps(text)[1:-1] for text in in_json]  # JSON inside JSON
-    return {value, *in_json, repr(value)[1:-1], quote(value), quote(value, safe=""), " ".join(value.split())}
+    return {
+        value,
+        *in_json,
+        repr(value)[1:-1],
+        quote(value),
+        quote(value, safe=""),
+        " ".join(value.split()),
+    }
 
 
 def scrub(text: str) -> str:
-    """The text with every secret replaced by `<NAME>`, and `user:password@` in addresses by `<credentials>@`."""
+    """The text with every secret replaced by `<NAME>`, and `user:password@` in addresses by
+    `<credentials>@`.
+    """
     if found := _search(tuple(os.environ.items())):
         pattern, names = found
         text = pattern.sub(lambda match: f"<{names[match[0]]}>", text)
@@ -64,7 +90,9 @@ def scrub(text: str) -> str:
 
 
 def scrub_tree(value: Any, kept: Collection[str] = ()) -> Any:
-    """The same for the strings in nested dicts and lists. Keys are names, not text: they stay, and so do `kept`."""
+    """The same for the strings in nested dicts and lists. Keys are names, not text: they stay, and
+    so do `kept`.
+    """
     if isinstance(value, str):
         return value if value in kept else scrub(value)
     if isinstance(value, dict):
@@ -75,10 +103,15 @@ def scrub_tree(value: Any, kept: Collection[str] = ()) -> Any:
 
 
 def secret_in(text: str) -> str | None:
-    """The environment variable whose value stands in a text that must be kept as it is, such as a chat template. Values
-    of letters or digits alone are words and numbers (`SORT_KEY=messages`), no secrets.
+    """The environment variable whose value stands in a text that must be kept as it is, such as a
+    chat template. Values of letters or digits alone are words and numbers (`SORT_KEY=messages`), no
+    secrets.
     """
-    found = (name for value, name in secrets().items() if value in text and not value.isalpha() and not value.isdigit())
+    found = (
+        name
+        for value, name in secrets().items()
+        if value in text and not value.isalpha() and not value.isdigit()
+    )
     return next(found, None)
 
 
@@ -92,7 +125,8 @@ def _lost_when_full() -> Iterator[None]:
 
 
 class ScrubbedStream(io.TextIOBase):
-    """A screen or log that never shows a secret, whoever writes to it: tracebacks and warnings of libraries too.
+    """A screen or log that never shows a secret, whoever writes to it: tracebacks and warnings of
+    libraries too.
 
     A terminal that was closed, or a full disk below a log, takes nothing more; that ends no run.
     """

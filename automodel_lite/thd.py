@@ -1,21 +1,26 @@
-"""The THD batch: one flat stream of tokens, its document boundaries, and what attention and other mixers need to know.
+"""The THD batch: one flat stream of tokens, its document boundaries, and what attention and other
+mixers need to know.
 
     [B, S] rows                 row 0: doc doc doc . | doc doc . .      row 1: doc doc doc doc doc .
-    one stream [T], T = B * S   cu_seqlens_padded   0    4    8    14   where each slot begins in the stream
+    one stream [T], T = B * S   cu_seqlens_padded   0    4    8    14   where each slot begins in
+    the stream
                                 cu_seqlens          0    3    5    10   running count of real tokens
 
-A document may be followed by padding inside its slot. With a causal mask no real token sees it, so kernels need the
-padded boundaries alone; the real ones serve statistics and the padding mask.
+A document may be followed by padding inside its slot. With a causal mask no real token sees it, so
+kernels need the padded boundaries alone; the real ones serve statistics and the padding mask.
 
-Layers that mix tokens in other ways than attention get the documents as right-padded rows. What follows a document
-cannot reach back into it, so a causal mixer that starts over in each row keeps documents apart, whatever it does.
-Documents of similar length share a tensor, which bounds the padding.
+Layers that mix tokens in other ways than attention get the documents as right-padded rows. What
+follows a document cannot reach back into it, so a causal mixer that starts over in each row keeps
+documents apart, whatever it does. Documents of similar length share a tensor, which bounds the
+padding.
 
     cu_seqlens 0 5 7 11      rows  [0 1 2 3 4]      to_stream  0 1 2 3 4 | 8 9 | 10 11 ...
     (documents of 5, 2, 4)         [7 8 9 10 10]
-                                   [5 6 6 6 6]      to_stream[t]: where token t is in the flattened rows
+                                   [5 6 6 6 6]      to_stream[t]: where token t is in the flattened
+                                   rows
 
-A document may be a tree of rows that share their beginning (paths.py): its positions go back where it branches.
+A document may be a tree of rows that share their beginning (paths.py): its positions go back where
+it branches.
 
 Legend: T tokens of the stream, N documents (slots), B rows, S row length, H heads, D head dim.
 """
@@ -37,8 +42,8 @@ NEAR_TOKENS = 8
 FILLING_TOKENS = 32
 """Half a chunk of the mixers that start a branch from its trunk's state."""
 FREE_PADDING_TOKENS, FREE_PADDING_FRAC = 256, 0.1
-"""Padding that a tensor of rows may hold: so many tokens, or so much of it. One more tensor is one more call of the
-mixer, which costs a small model on a CPU as much as some hundred tokens.
+"""Padding that a tensor of rows may hold: so many tokens, or so much of it. One more tensor is one
+more call of the mixer, which costs a small model on a CPU as much as some hundred tokens.
 """
 
 
@@ -51,7 +56,9 @@ class Tensors:
     """A dataclass of tensors, plain values, and more of its kind."""
 
     def map_tensors(self: _Self, function: Callable[[Tensor], Tensor]) -> _Self:
-        """The same with `function` of its tensors, but for what stays on the host; what was one tensor stays one."""
+        """The same with `function` of its tensors, but for what stays on the host; what was one
+        tensor stays one.
+        """
         mapped: _Self = _mapped(self, function, {})
         return mapped
 
@@ -68,7 +75,9 @@ def _mapped(value: Any, function: Callable[[Tensor], Tensor], known: dict[int, T
         return Segments(*parts) if isinstance(value, Segments) else tuple(parts)
     if isinstance(value, Tensors):
         given = [each.name for each in fields(value) if each.metadata != _ON_HOST]
-        return replace(value, **{name: _mapped(getattr(value, name), function, known) for name in given})
+        return replace(
+            value, **{name: _mapped(getattr(value, name), function, known) for name in given}
+        )
     return value
 
 
@@ -77,7 +86,8 @@ class TreeRows(Tensors):
     """paths  int64 [Tk]: places in the stream, the path of each node one after the other
     own    int64 [T]: where each token of the stream is among them
     near   the same of paths that begin NEAR_TOKENS before their node; None in itself
-    pieces of the stream, each behind the end of another (`find_pieces`), never mapped; None where paths are less work
+    pieces of the stream, each behind the end of another (`find_pieces`), never mapped; None where
+    paths are less work
     """
 
     paths: Tensor
@@ -88,12 +98,15 @@ class TreeRows(Tensors):
 
 @dataclass(frozen=True)
 class DocumentRows(Tensors):
-    """rows       int64 [n, L] each: positions in the stream; behind its end, a document's last position is repeated
-    to_stream  int64 [T]: where each position of the stream is in all rows, flattened one after the other
-    cu_seqlens int32 [N + 1] and seq_idx int32 [1, T] (the document of each token): what kernels of packages want
+    """rows       int64 [n, L] each: positions in the stream; behind its end, a document's last
+    position is repeated
+    to_stream  int64 [T]: where each position of the stream is in all rows, flattened one after the
+               other
+    cu_seqlens int32 [N + 1] and seq_idx int32 [1, T] (the document of each token): what kernels of
+    packages want
     cu_host    cu_seqlens, never mapped: some of those kernels read it on the host
-    tree       where documents branch; the rows are those of the trees then, and `cu_seqlens` and `seq_idx` describe the
-               paths of the tree, one after the other
+    tree       where documents branch; the rows are those of the trees then, and `cu_seqlens` and
+               `seq_idx` describe the paths of the tree, one after the other
     """
 
     rows: tuple[Tensor, ...]
@@ -105,37 +118,53 @@ class DocumentRows(Tensors):
 
     @cached_property
     def document(self) -> Tensor:
-        """Returns int32 [T], of each token; one object, by which mixers find what they have made for it."""
+        """Returns int32 [T], of each token; one object, by which mixers find what they have made
+        for it.
+        """
         return self.seq_idx[0]
 
     def map_rows(self, mix: Callable[[list[Tensor]], Tensor], streams: Sequence[Tensor]) -> Tensor:
-        """`mix` on the rows of each of `streams`, [T, ...] each -> [n, L, ...]; its results [n, L, ...] -> [T, ...]."""
+        """`mix` on the rows of each of `streams`, [T, ...] each -> [n, L, ...]; its results [n, L,
+        ...] -> [T, ...].
+        """
         outs = []
         for rows in self.rows:
             at, shape = rows.flatten(), rows.shape
-            outs.append(mix([x.index_select(0, at).unflatten(0, shape) for x in streams]).flatten(0, 1))
+            outs.append(
+                mix([x.index_select(0, at).unflatten(0, shape) for x in streams]).flatten(0, 1)
+            )
         out = outs[0] if len(outs) == 1 else torch.cat(outs)
         return out.index_select(0, self.to_stream)
 
 
 def document_rows(cu_seqlens: Tensor, nodes: Nodes | None = None) -> DocumentRows:
-    """Returns the rows of a stream with boundaries `cu_seqlens` (int [N + 1], on the host), or of its trees."""
+    """Returns the rows of a stream with boundaries `cu_seqlens` (int [N + 1], on the host), or of
+    its trees.
+    """
     if nodes is not None:
-        # Each path is a document of its own; what a shared token becomes is taken from the path that it belongs to.
+        # Each path is a document of its own; what a shared token becomes is taken from the path
+        # that it belongs to.
         lens = nodes.end - nodes.start
-        ends, near_lens = nodes.path_lens.cumsum(0), torch.minimum(nodes.path_lens, lens + NEAR_TOKENS)
-        near = rows_of_paths(nodes.paths[concatenated_ranges(ends - near_lens, ends)], near_lens, lens)
+        ends, near_lens = (
+            nodes.path_lens.cumsum(0),
+            torch.minimum(nodes.path_lens, lens + NEAR_TOKENS),
+        )
+        near = rows_of_paths(
+            nodes.paths[concatenated_ranges(ends - near_lens, ends)], near_lens, lens
+        )
         whole = rows_of_paths(nodes.paths, nodes.path_lens, lens)
         assert whole.tree is not None
         pieces = find_pieces(nodes)
-        # Each piece is filled up to whole chunks: where they are short, walking the paths again is less work.
+        # Each piece is filled up to whole chunks: where they are short, walking the paths again is
+        # less work.
         saves = len(nodes.until) + FILLING_TOKENS * len(pieces[0]) < len(nodes.paths)
         return replace(whole, tree=replace(whole.tree, near=near, pieces=pieces if saves else None))
     starts, lens = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
     document = torch.repeat_interleave(lens)
     order = lens.argsort(descending=True, stable=True)
     order = order[: int((lens > 0).sum())]
-    rows, first = [], torch.zeros_like(starts)  # first: where a document begins in the flattened rows
+    # first: where a document begins in the flattened rows
+    rows, first = [], torch.zeros_like(starts)
     num_before = 0
     for documents in order.split(_rows_per_tensor(lens[order].tolist())):
         longest = int(lens[documents[0]])
@@ -143,7 +172,8 @@ def document_rows(cu_seqlens: Tensor, nodes: Nodes | None = None) -> DocumentRow
         rows.append(starts[documents, None] + within)
         first[documents] = num_before + longest * torch.arange(len(documents))
         num_before += rows[-1].numel()
-    rows = rows or [torch.zeros(1, 1, dtype=torch.long)]  # of no documents: a mixer has to run for its gradients
+    # of no documents: a mixer has to run for its gradients
+    rows = rows or [torch.zeros(1, 1, dtype=torch.long)]
     to_stream = first[document] + torch.arange(len(document)) - starts[document]
     cu = cu_seqlens.to(torch.int32)
     return DocumentRows(tuple(rows), to_stream, cu, document[None].to(torch.int32), cu)
@@ -167,7 +197,9 @@ def _rows_per_tensor(lens: list[int]) -> list[int]:
     longest = padding = 0
     for length in lens:
         padding += longest - length
-        if sizes and padding <= max(FREE_PADDING_TOKENS, FREE_PADDING_FRAC * longest * (sizes[-1] + 1)):
+        if sizes and padding <= max(
+            FREE_PADDING_TOKENS, FREE_PADDING_FRAC * longest * (sizes[-1] + 1)
+        ):
             sizes[-1] += 1
         else:
             sizes.append(1)
@@ -185,9 +217,10 @@ class Column:
 
     stored   dtype on disk
     batched  dtype of its tensor in a batch
-    padding  what stands where no document is, and in rows without the column; `input_ids` take the tokenizer's
-             padding token
-    is_optional  stored and batched only where the data bring it; may hold several values per token, [T, K]
+    padding  what stands where no document is, and in rows without the column; `input_ids` take the
+             tokenizer's padding token
+    is_optional  stored and batched only where the data bring it; may hold several values per token,
+                 [T, K]
     in_runs      stored as runs of equal values
     """
 
@@ -210,17 +243,19 @@ COLUMNS = {
     "teacher_log_probs": Column("float32", "float32", 0.0),
     "row_place": Column("int64", "int64", -1),
 }
-"""Every per-token column. Rows, packs, batches and shards carry what is listed here. `input_ids` and `labels` are
-fields of `ThdBatch`, optional ones are in its `columns`, which the loss reads.
+"""Every per-token column. Rows, packs, batches and shards carry what is listed here. `input_ids`
+and `labels` are fields of `ThdBatch`, optional ones are in its `columns`, which the loss reads.
 
-loss_weights  what the loss of a label counts, aligned with `labels`: 2.0 is like meeting the token twice
+loss_weights  what the loss of a label counts, aligned with `labels`: 2.0 is like meeting the token
+              twice
 answers       which answer of a preference pair a label belongs to: CHOSEN, REJECTED, 0 = none
 reference_log_probs  of the labels, by the frozen model that preference losses compare with
 teacher_ids, teacher_log_probs  [T, K] what a teacher finds likeliest at a label, and how likely
 row_place     where in its flat token rows a token stands
-branches      1 + the position at which a branch of a tree begins, 0 elsewhere; in a batch the positions show it
-row_labels    summed along a row of a tree, how many labels it has beyond those in the stream: negative where other rows
-              train what they share
+branches      1 + the position at which a branch of a tree begins, 0 elsewhere; in a batch the
+              positions show it
+row_labels    summed along a row of a tree, how many labels it has beyond those in the stream:
+              negative where other rows train what they share
 """
 
 CHOSEN, REJECTED = 1, 2
@@ -233,11 +268,11 @@ SEQ_LENS_PADDING = -1000
 
 
 class Segments(NamedTuple):
-    """What an attention kernel works on: segment i of the queries attends to segment i of the keys, causal, aligned
-    bottom right.
+    """What an attention kernel works on: segment i of the queries attends to segment i of the keys,
+    causal, aligned bottom right.
 
-    cu_q, cu_k    int32 [N + 1]; the very same tensor object unless context-parallel ranks gather each other's keys, so
-                  that `cu_q is cu_k` means "plain packing"
+    cu_q, cu_k    int32 [N + 1]; the very same tensor object unless context-parallel ranks gather
+                  each other's keys, so that `cu_q is cu_k` means "plain packing"
     max_q, max_k  longest segment, in tokens
     """
 
@@ -275,7 +310,8 @@ class AttentionInputs(NamedTuple):
 
 @dataclass(frozen=True)
 class TreeKeys(Tensors):
-    """The keys of a stream with trees. Segment i of the queries is a node; segment i of the keys is its path.
+    """The keys of a stream with trees. Segment i of the queries is a node; segment i of the keys is
+    its path.
 
     paths     int64 [Tk]: places in the stream of the keys of all segments
     until     int64 [T]: the same in one integer per key, query i sees key j if j <= i < until[j]
@@ -301,7 +337,8 @@ class Exchange(Protocol):
 class AttentionPlan(Tensors):
     """segments  what this rank's kernel works on
     exchange  what to do around it; None without context parallelism
-    tree      whose keys the kernel gets; None where no document branches, or where the exchange gathers its paths
+    tree      whose keys the kernel gets; None where no document branches, or where the exchange
+              gathers its paths
     """
 
     segments: Segments
@@ -314,8 +351,8 @@ class AttentionPlan(Tensors):
 
     @cached_property
     def sizes(self) -> tuple[Tensor, Tensor] | None:
-        """Boundaries, and a tensor as long as the longest segment: sizes in the graphs of layers, free to vary. None
-        where attention takes more than that.
+        """Boundaries, and a tensor as long as the longest segment: sizes in the graphs of layers,
+        free to vary. None where attention takes more than that.
         """
         if self.exchange is not None or self.tree is not None:
             return None
@@ -325,7 +362,9 @@ class AttentionPlan(Tensors):
         return self.segments.cu_q, longest
 
     def cut(self, chunk: int | None) -> Segments:
-        """The segments of a layer with chunked attention: made once, for all such layers. None is a layer without."""
+        """The segments of a layer with chunked attention: made once, for all such layers. None is a
+        layer without.
+        """
         if chunk is None:
             return self.segments
         if chunk not in self._cuts:
@@ -333,20 +372,26 @@ class AttentionPlan(Tensors):
         return self._cuts[chunk]
 
 
-def attention_of(nodes: Nodes | None, cu_padded: Tensor, max_seqlen: int, position_ids: Tensor) -> AttentionPlan:
+def attention_of(
+    nodes: Nodes | None, cu_padded: Tensor, max_seqlen: int, position_ids: Tensor
+) -> AttentionPlan:
     """Returns the plan of a whole stream."""
     if nodes is None:
         return AttentionPlan(Segments(cu_padded, cu_padded, max_seqlen, max_seqlen))
     lens = nodes.end - nodes.start
-    own = Segments(cumulative(lens), cumulative(nodes.path_lens), int(lens.max()), int(nodes.path_lens.max()))
+    own = Segments(
+        cumulative(lens), cumulative(nodes.path_lens), int(lens.max()), int(nodes.path_lens.max())
+    )
     return AttentionPlan(own, tree=TreeKeys(nodes.paths, nodes.until, position_ids))
 
 
 def cut_at_chunks(segments: Segments, chunk: int) -> Segments:
-    """Segments cut at multiples of `chunk` inside each document, so that queries see the keys of their own chunk only.
+    """Segments cut at multiples of `chunk` inside each document, so that queries see the keys of
+    their own chunk only.
 
-    A document has as many pieces as the longest one, the last of them empty: the number of pieces is known without
-    waiting for the device. Queries are the last ones of their keys (context parallelism): early pieces may have none.
+    A document has as many pieces as the longest one, the last of them empty: the number of pieces
+    is known without waiting for the device. Queries are the last ones of their keys (context
+    parallelism): early pieces may have none.
 
         cu [0, 5, 7], chunk 2 -> [0, 2, 4, 5, 7, 7, 7]      (pieces of 2, 2, 1 and 2, 0, 0)
     """
@@ -361,8 +406,9 @@ def cut_at_chunks(segments: Segments, chunk: int) -> Segments:
 
 
 class MixerExchange(Protocol):
-    """What context parallelism does around a layer that mixes tokens in other ways than attention: each rank gets
-    either all tokens of some heads, or whole documents. [T / cp] are this rank's tokens, [T] the whole stream.
+    """What context parallelism does around a layer that mixes tokens in other ways than attention:
+    each rank gets either all tokens of some heads, or whole documents. [T / cp] are this rank's
+    tokens, [T] the whole stream.
     """
 
     @property
@@ -376,11 +422,13 @@ class MixerExchange(Protocol):
 
     def summed(self, x: Tensor) -> Tensor: ...  # over the ranks, without gradients
 
-    def to_heads(self, xs_TH: Sequence[Tensor]) -> list[Tensor]: ...  # [T / cp, H, ...] -> [T, H / cp, ...], of each
+    # [T / cp, H, ...] -> [T, H / cp, ...], of each
+    def to_heads(self, xs_TH: Sequence[Tensor]) -> list[Tensor]: ...
 
     def from_heads(self, x_TH: Tensor) -> Tensor: ...  # and back
 
-    def part(self, weight: Tensor, dim: int) -> Tensor: ...  # the slice of a weight that belongs to this rank's heads
+    # the slice of a weight that belongs to this rank's heads
+    def part(self, weight: Tensor, dim: int) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -403,25 +451,29 @@ class MixerPlan(Tensors):
 class ThdBatch(Tensors):
     """One micro-batch of one rank.
 
-    A document may be a tree of rows that share their beginning (paths.py), depth first: `position_ids` are those of the
-    rows and go back where a branch begins. Whatever counts documents counts a tree as one.
+    A document may be a tree of rows that share their beginning (paths.py), depth first:
+    `position_ids` are those of the rows and go back where a branch begins. Whatever counts
+    documents counts a tree as one.
 
-    input_ids, labels, position_ids  int64 [T], this rank's tokens (T / cp of them after `cp_shard`); labels are
-                       next-token aligned (`labels[i]` is the target of position i), IGNORE_INDEX carries no loss
-    label_rows         int64 [R], this rank's positions that carry a label; found on the host, because their number is
-                       a shape: a GPU would have to be waited for
-    document_lens      int32 [T], the real length of each token's document (of the longest row of a tree) in the whole
-                       stream, 0 for padding behind the last: what rotations choose their frequencies by
+    input_ids, labels, position_ids  int64 [T], this rank's tokens (T / cp of them after
+                                     `cp_shard`); labels are
+                       next-token aligned (`labels[i]` is the target of position i), IGNORE_INDEX
+                       carries no loss
+    label_rows         int64 [R], this rank's positions that carry a label; found on the host,
+                       because their number is a shape: a GPU would have to be waited for
+    document_lens      int32 [T], the real length of each token's document (of the longest row of a
+                       tree) in the whole stream, 0 for padding behind the last: what rotations
+                       choose their frequencies by
     cu_seqlens         int32 [N + 1], running count of real tokens of the whole stream
     cu_seqlens_padded  int32 [N + 1], slot boundaries in the whole stream
     max_seqlen         widest slot of the whole stream, in tokens
     num_tokens         real tokens of the whole stream
-    num_label_tokens   positions of the whole stream that carry a label; with `loss_weights`, the sum of their weights
-                       (in fp64, so exact for whole numbers)
+    num_label_tokens   positions of the whole stream that carry a label; with `loss_weights`, the
+                       sum of their weights (in fp64, so exact for whole numbers)
     columns            optional per-token columns that the data bring, [T, ...] as `labels` are
     attention          what this rank's attention kernel gets
-    mixers             what its other mixers get: state spaces, convolutions, linear attention; None for a model of
-                       attention alone
+    mixers             what its other mixers get: state spaces, convolutions, linear attention; None
+                       for a model of attention alone
     """
 
     input_ids: Tensor
@@ -439,17 +491,23 @@ class ThdBatch(Tensors):
     columns: dict[str, Tensor] = field(default_factory=dict)
 
     def to(self, device: torch.device | str, non_blocking: bool = True) -> ThdBatch:
-        """Returns the batch on `device`. The copies overlap with work on the GPU only if the batch was pinned."""
+        """Returns the batch on `device`. The copies overlap with work on the GPU only if the batch
+        was pinned.
+        """
         return self.map_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> ThdBatch:
-        """Returns the batch in page-locked memory; the name is the one that torch's pinning thread calls."""
+        """Returns the batch in page-locked memory; the name is the one that torch's pinning thread
+        calls.
+        """
         return self.map_tensors(lambda tensor: tensor.pin_memory())
 
     def model_inputs(self) -> dict[str, Any]:
-        """Returns keyword arguments of a Hugging Face causal LM on one of our kernels, which takes `packed` out.
+        """Returns keyword arguments of a Hugging Face causal LM on one of our kernels, which takes
+        `packed` out.
 
-        `use_cache=False` is not an optimization: with a cache, transformers drops its own packed mask in silence.
+        `use_cache=False` is not an optimization: with a cache, transformers drops its own packed
+        mask in silence.
         """
         tokens = {"input_ids": self.input_ids[None], "position_ids": self.position_ids[None]}
         return {**tokens, "use_cache": False, "packed": self}
@@ -458,29 +516,38 @@ class ThdBatch(Tensors):
 def to_thd(batch: dict[str, Any], with_mixers: bool = True) -> ThdBatch:
     """Turns a batch of `packed_sequence_thd_collater` into the stream of its rows.
 
-    batch  `input_ids, labels, position_ids` int64 [B, S]; `seq_lens, seq_lens_padded` [B, documents], filled up with
-           SEQ_LENS_PADDING; each row of `seq_lens_padded` sums to S. Optional columns of COLUMNS, [B, S] or [B, S, K]
-    with_mixers  False for a model of attention alone: 21 bytes per token less on the device, 43 less under context
+    batch  `input_ids, labels, position_ids` int64 [B, S]; `seq_lens, seq_lens_padded` [B,
+           documents], filled up with SEQ_LENS_PADDING; each row of `seq_lens_padded` sums to S.
+           Optional columns of COLUMNS, [B, S] or [B, S, K]
+    with_mixers  False for a model of attention alone: 21 bytes per token less on the device, 43
+                 less under context
            parallelism; at a million tokens 70 ms of the host, 190 under context parallelism
     Raises ValueError when a row does not, or a document is longer than its slot.
 
-        seq_lens [[3, 2], [5, -1000]], seq_lens_padded [[4, 4], [6, -1000]] would be S = 8 and S = 6: refused
-        seq_lens [[3, 2], [5, -1000]], seq_lens_padded [[4, 2], [6, -1000]] -> cu_seqlens_padded [0, 4, 6, 12]
+        seq_lens [[3, 2], [5, -1000]], seq_lens_padded [[4, 4], [6, -1000]] would be S = 8 and S =
+        6: refused seq_lens [[3, 2], [5, -1000]], seq_lens_padded [[4, 2], [6, -1000]] ->
+        cu_seqlens_padded [0, 4, 6, 12]
     """
     rows, row_length = batch["input_ids"].shape
-    lens, slots = document_slots(batch["seq_lens"], batch["seq_lens_padded"], SEQ_LENS_PADDING, rows, row_length)
+    lens, slots = document_slots(
+        batch["seq_lens"], batch["seq_lens_padded"], SEQ_LENS_PADDING, rows, row_length
+    )
     row_sums = batch["seq_lens_padded"].clamp(min=0).sum(1)
     if bool((row_sums != row_length).any()):
         raise ValueError(
-            f"seq_lens_padded rows sum to {row_sums.tolist()}, but the rows are {row_length} tokens long: "
-            "the slots of a row must fill it."
+            f"seq_lens_padded rows sum to {row_sums.tolist()}, but the rows are {row_length} "
+            "tokens long: the slots of a row must fill it."
         )
     cu_padded = cumulative(slots)
     max_seqlen = int(slots.max())
     positions = batch["position_ids"].reshape(-1)
     nodes = find_nodes(cu_padded, positions, lens)
     label_rows = labeled_rows(batch["labels"].reshape(-1))
-    columns = {name: batch[name].flatten(0, 1) for name, c in COLUMNS.items() if c.is_optional and name in batch}
+    columns = {
+        name: batch[name].flatten(0, 1)
+        for name, c in COLUMNS.items()
+        if c.is_optional and name in batch
+    }
     weights = columns.get("loss_weights")
     document_lens = lens if nodes is None else _longest_rows(lens, slots, positions)
     return ThdBatch(
@@ -494,7 +561,9 @@ def to_thd(batch: dict[str, Any], with_mixers: bool = True) -> ThdBatch:
         cu_seqlens_padded=cu_padded,
         max_seqlen=max_seqlen,
         num_tokens=int(lens.sum()),
-        num_label_tokens=len(label_rows) if weights is None else float(weights[label_rows].sum(dtype=torch.float64)),
+        num_label_tokens=len(label_rows)
+        if weights is None
+        else float(weights[label_rows].sum(dtype=torch.float64)),
         attention=attention_of(nodes, cu_padded, max_seqlen, positions),
         mixers=MixerPlan(document_rows(cu_padded, nodes)) if with_mixers else None,
         columns=columns,
@@ -517,15 +586,20 @@ def _longest_rows(lens: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
 
 
 def stream_of(
-    documents: Iterable[Tensor], device: torch.device | str = "cpu", trees: dict[int, Tensor] | None = None
+    documents: Iterable[Tensor],
+    device: torch.device | str = "cpu",
+    trees: dict[int, Tensor] | None = None,
 ) -> ThdBatch:
-    """Returns the unpadded stream of documents, int64 [L] each; their labels are the ids themselves.
+    """Returns the unpadded stream of documents, int64 [L] each; their labels are the ids
+    themselves.
 
     trees  the positions of those that branch, by their number
     """
     documents, trees = list(documents), trees or {}
     ids, lens = torch.cat(documents), torch.tensor([[len(document) for document in documents]])
-    positions = torch.cat([trees.get(i, torch.arange(len(document))) for i, document in enumerate(documents)])
+    positions = torch.cat(
+        [trees.get(i, torch.arange(len(document))) for i, document in enumerate(documents)]
+    )
     row = {"input_ids": ids[None], "labels": ids[None], "position_ids": positions[None]}
     return to_thd({**row, "seq_lens": lens, "seq_lens_padded": lens}).to(device)
 
@@ -557,9 +631,14 @@ def document_slots(
     else:
         padded = seq_lens_padded.reshape(rows, -1).long()
         lens, slots = seq_lens[valid], padded[padded != sentinel]
-    if len(lens) != len(slots) or bool((lens > slots).any()) or int(slots.sum()) > rows * row_length:
+    if (
+        len(lens) != len(slots)
+        or bool((lens > slots).any())
+        or int(slots.sum()) > rows * row_length
+    ):
         raise ValueError(
-            f"seq_lens={lens.tolist()} and seq_lens_padded={slots.tolist()} do not describe {rows} rows of "
-            f"{row_length} tokens: each document needs one slot at least as long as itself, inside the batch."
+            f"seq_lens={lens.tolist()} and seq_lens_padded={slots.tolist()} do not describe {rows} "
+            f"rows of {row_length} tokens: each document needs one slot at least as long as "
+            "itself, inside the batch."
         )
     return lens, slots

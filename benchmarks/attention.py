@@ -44,7 +44,9 @@ def main() -> int:
     )
     of_kernel = compare_kernels(lengths, arguments.repeats)
     compare_models(lengths, max(1, arguments.repeats // 2))
-    print(f"\nclaim: at least {CLAIM:.0f}x, measured {of_kernel:.1f}x: {'PASS' if of_kernel >= CLAIM else 'FAIL'}")
+    print(
+        f"\nclaim: at least {CLAIM:.0f}x, measured {of_kernel:.1f}x: {'PASS' if of_kernel >= CLAIM else 'FAIL'}"
+    )
     return int(of_kernel < CLAIM)
 
 
@@ -57,7 +59,9 @@ def random_lengths(tokens: int, documents: int) -> list[int]:
 def compare_kernels(lengths: list[int], repeats: int) -> float:
     """Attention alone; the ratio of the [T, T] mask's time to the reference kernel's."""
     tokens = sum(lengths)
-    q, k, v = (torch.randn(tokens, heads, HEAD_DIM) for heads in (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS))
+    q, k, v = (
+        torch.randn(tokens, heads, HEAD_DIM) for heads in (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS)
+    )
     grad = torch.randn(tokens, NUM_HEADS, HEAD_DIM)
     cu = torch.tensor([0, *lengths]).cumsum(0).int()
     document = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
@@ -69,7 +73,9 @@ def compare_kernels(lengths: list[int], repeats: int) -> float:
 
     def with_mask(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         rows = (x.transpose(0, 1)[None] for x in (q, k, v))
-        return F.scaled_dot_product_attention(*rows, attn_mask=mask, enable_gqa=True)[0].transpose(0, 1)
+        return F.scaled_dot_product_attention(*rows, attn_mask=mask, enable_gqa=True)[0].transpose(
+            0, 1
+        )
 
     def step(attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> list[Tensor]:
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
@@ -78,10 +84,15 @@ def compare_kernels(lengths: list[int], repeats: int) -> float:
         return [out.detach(), *(x.grad for x in leaves)]
 
     largest = max(float((a - b).abs().max()) for a, b in zip(step(per_document), step(with_mask)))
-    times = {attend.__name__: best_cpu_s(lambda f=attend: step(f), repeats) for attend in (per_document, with_mask)}
+    times = {
+        attend.__name__: best_cpu_s(lambda f=attend: step(f), repeats)
+        for attend in (per_document, with_mask)
+    }
     ratio = times["with_mask"] / times["per_document"]
     visible = float(mask.float().mean())
-    print(f"\nattention, forward + backward    largest difference {largest:.0e}, visible pairs {visible:.3f} of T^2")
+    print(
+        f"\nattention, forward + backward    largest difference {largest:.0e}, visible pairs {visible:.3f} of T^2"
+    )
     print(f"  SDPA with a [T, T] mask  {times['with_mask'] * 1e3:8.0f} ms")
     print(f"  SDPA per document        {times['per_document'] * 1e3:8.0f} ms   {ratio:.1f}x")
     return ratio
@@ -106,7 +117,9 @@ def compare_models(lengths: list[int], repeats: int) -> None:
     def step(implementation: str) -> None:
         if implementation == "sdpa":
             model.set_attn_implementation("sdpa")
-            logits = model(input_ids=inputs["input_ids"], position_ids=inputs["position_ids"], use_cache=False).logits
+            logits = model(
+                input_ids=inputs["input_ids"], position_ids=inputs["position_ids"], use_cache=False
+            ).logits
         else:
             install(model, ReferenceAttention())
             logits = model(**inputs).logits
@@ -117,7 +130,9 @@ def compare_models(lengths: list[int], repeats: int) -> None:
     print("\n2-layer Llama, forward + backward")
     print(f"  transformers' sdpa, mask from position_ids  {times['sdpa'] * 1e3:8.0f} ms")
     ratio = times["sdpa"] / times["reference"]
-    print(f"  reference kernel                            {times['reference'] * 1e3:8.0f} ms   {ratio:.1f}x")
+    print(
+        f"  reference kernel                            {times['reference'] * 1e3:8.0f} ms   {ratio:.1f}x"
+    )
 
 
 def best_cpu_s(run: Callable[[], object], repeats: int) -> float:

@@ -29,7 +29,11 @@ class Hardware:
 
     def bandwidth(self, num_ranks: int) -> float:
         """Of a ring over so many neighboring ranks: its slowest link decides."""
-        return self.in_node_bytes_per_s if num_ranks <= self.gpus_per_node else self.between_nodes_bytes_per_s
+        return (
+            self.in_node_bytes_per_s
+            if num_ranks <= self.gpus_per_node
+            else self.between_nodes_bytes_per_s
+        )
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,8 @@ class Estimate:
     compute_s: float
     gather_bytes: float  # parameters: forward and backward of every micro-batch
     reduce_bytes: float  # gradients: once
-    exchange_bytes: float  # keys and values between context-parallel ranks, activations between tensor-parallel ones
+    # keys and values between context-parallel ranks, activations between tensor-parallel ones
+    exchange_bytes: float
     exposed_s: float  # traffic that computing does not hide
     memory_bytes: float
 
@@ -60,7 +65,12 @@ class Estimate:
 
 
 def estimate(
-    parts: Parts, model: PretrainedConfig, hardware: Hardware, gpus: int, document_tokens: int, micro_steps: int = 1
+    parts: Parts,
+    model: PretrainedConfig,
+    hardware: Hardware,
+    gpus: int,
+    document_tokens: int,
+    micro_steps: int = 1,
 ) -> Estimate:
     """A full fine-tuning step under FSDP2 in bf16; `mesh.dp_shard=-1` takes all ranks that remain.
 
@@ -76,15 +86,23 @@ def estimate(
     compute_s = work / (hardware.peak_flops * hardware.mfu_frac)
     shards = shape.dp_shard * shape.cp
     part = (shards - 1) / shards
-    gathered_twice = size.parameters - size.embedding  # the root's own parameters stay whole until its backward
+    # the root's own parameters stay whole until its backward
+    gathered_twice = size.parameters - size.embedding
     gather = micro_steps * _BF16 * (2 * gathered_twice + size.embedding) * part / shape.tp
     reduce = _FP32 * size.parameters * part / shape.tp
     replicas = (
-        2 * _FP32 * size.parameters / (shards * shape.tp) * (shape.dp_replicate - 1) / shape.dp_replicate
+        2
+        * _FP32
+        * size.parameters
+        / (shards * shape.tp)
+        * (shape.dp_replicate - 1)
+        / shape.dp_replicate
     )  # HSDP's all-reduce
     copies = copies_of_experts(size.num_experts, shards) if shape.tp == shape.ep == 1 else 1
     replicas += 2 * _FP32 * size.all_experts * (copies - 1) / shards
-    in_layers = _exchange_bytes(parts.mesh.cp_exchange, model, tokens / shape.tp, shape.cp, recomputed > 1)
+    in_layers = _exchange_bytes(
+        parts.mesh.cp_exchange, model, tokens / shape.tp, shape.cp, recomputed > 1
+    )
     in_layers += micro_steps * _tensor_parallel_bytes(
         model, size, tokens / micro_steps / shape.cp, shape.tp, recomputed > 1
     )
@@ -94,7 +112,9 @@ def estimate(
     exposed_s = max(0.0, traffic_s - compute_s) + traffic_s / num_layers + exchange_s
     one_step = replace(parts, training=replace(parts.training, global_batch_size=None))
     strategy = choose_strategy(parts.mesh.strategy, shape, is_gpu=True)
-    memory = estimate_memory(ModelPlan(one_step, model, size, shape, strategy, torch.bfloat16), None)
+    memory = estimate_memory(
+        ModelPlan(one_step, model, size, shape, strategy, torch.bfloat16), None
+    )
     return Estimate(
         gpus,
         shape.dp,
@@ -109,16 +129,26 @@ def estimate(
     )
 
 
-def _exchange_bytes(exchange: str, model: PretrainedConfig, tokens: float, cp_size: int, is_recomputed: bool) -> float:
+def _exchange_bytes(
+    exchange: str, model: PretrainedConfig, tokens: float, cp_size: int, is_recomputed: bool
+) -> float:
     """What a rank receives from the others of its context-parallel group, in all layers; nothing hides it. An exchange
     that is not chosen yet is taken to be all_gather.
     """
     name = exchange if exchange in ("all_to_all", "ring") else "all_gather"
-    sent = [sent_bytes(name, layer, int(tokens), cp_size, _BF16) for layer in layer_shapes(model) if layer.num_heads]
-    return float(sum(forward * (2 if is_recomputed else 1) + backward for forward, backward in sent))
+    sent = [
+        sent_bytes(name, layer, int(tokens), cp_size, _BF16)
+        for layer in layer_shapes(model)
+        if layer.num_heads
+    ]
+    return float(
+        sum(forward * (2 if is_recomputed else 1) + backward for forward, backward in sent)
+    )
 
 
-def sent_bytes(exchange: str, layer: LayerShape, num_tokens: int, cp_size: int, value_bytes: int) -> tuple[int, int]:
+def sent_bytes(
+    exchange: str, layer: LayerShape, num_tokens: int, cp_size: int, value_bytes: int
+) -> tuple[int, int]:
     """Returns the bytes that leave a rank in the forward and in the backward pass of one attention layer.
 
     num_tokens  of the whole stream

@@ -42,7 +42,10 @@ WHEELS = {  # what to install -> what is imported; 7 MB
     "multiprocess==0.70.19": "multiprocess",
     "torchdata==0.11.0": "torchdata",
 }
-COMMON = {name: name for name in ("accelerate", "pandas", "pyarrow", "psutil", "requests", "xxhash")}  # 60 MB
+# 60 MB
+COMMON = {
+    name: name for name in ("accelerate", "pandas", "pyarrow", "psutil", "requests", "xxhash")
+}
 OPTIONAL = {  # a part that needs one says that it is missing
     "peft==0.21.2": "peft",
     "liger-kernel==0.8.5": "liger_kernel",
@@ -53,12 +56,16 @@ FILE = "gpu_check.jsonl"
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--minutes", type=float, default=30.0, help="the whole call ends by then")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--plan", default="full", choices=PLANS)
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT") or ROOT, FILE))
-    parser.add_argument("--only", nargs="*", default=[], help="these parts alone, again if they are done")
+    parser.add_argument(
+        "--only", nargs="*", default=[], help="these parts alone, again if they are done"
+    )
     parser.add_argument("--list-wheels", action="store_true")
     parser.add_argument("--parts", nargs="*", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
@@ -68,18 +75,30 @@ def main(argv: list[str] | None = None) -> int:
     parts = full_plan() if arguments.plan == "full" else smoke_plan()
     if arguments.parts:
         chosen = {part.name: part for part in parts}
-        return run_here([chosen[name] for name in arguments.parts], arguments.device, read_results(arguments.out, {}))
-    if missing := [wheel for wheel, module in {**WHEELS, **COMMON}.items() if find_spec(module) is None]:
+        return run_here(
+            [chosen[name] for name in arguments.parts],
+            arguments.device,
+            read_results(arguments.out, {}),
+        )
+    if missing := [
+        wheel for wheel, module in {**WHEELS, **COMMON}.items() if find_spec(module) is None
+    ]:
         print(f"Nothing was checked; first: pip install {' '.join(missing)}")
         return 2
     import torch
 
     if arguments.device == "cuda" and not torch.cuda.is_available():
-        print("SKIPPED: no CUDA device here, nothing was checked. `--plan smoke --device cpu` tries this script.")
+        print(
+            "SKIPPED: no CUDA device here, nothing was checked. `--plan smoke --device cpu` tries this script."
+        )
         return 0
     machine = {"device": torch.cuda.get_device_name() if arguments.device == "cuda" else "cpu"}
     machine |= {"torch": torch.__version__, "plan": arguments.plan}
-    gib = torch.cuda.get_device_properties(0).total_memory / 2**30 if arguments.device == "cuda" else 0.0
+    gib = (
+        torch.cuda.get_device_properties(0).total_memory / 2**30
+        if arguments.device == "cuda"
+        else 0.0
+    )
     results = check_all(parts, arguments, machine, gib)
     print("\n" + table([part.name for part in parts], results, machine))
     return int(any(result["verdict"] in ("FAIL", "timeout") for result in results.values()))
@@ -104,9 +123,15 @@ def check_all(
             file.flush()
             if part.name == "ceilings" and found["verdict"] == "pass":
                 keys = ("bf16_tflops", "memory_tb_per_s", "link_gb_per_s")
-                rates = {"device": machine["device"], "torch": machine["torch"], **{key: found[key] for key in keys}}
+                rates = {
+                    "device": machine["device"],
+                    "torch": machine["torch"],
+                    **{key: found[key] for key in keys},
+                }
                 arguments.out.with_name("gpu_calibration.json").write_text(json.dumps(rates) + "\n")
-            print(f"{part.name:28s} {found['verdict']:8s} {last_words(found.get('why'))}", flush=True)
+            print(
+                f"{part.name:28s} {found['verdict']:8s} {last_words(found.get('why'))}", flush=True
+            )
 
         for group in groups(parts):
             waiting = []
@@ -143,7 +168,10 @@ def skipped(part: Part, arguments: argparse.Namespace, gib: float) -> dict[str, 
     if missing:
         return {"verdict": "missing", "why": f"not installed: {', '.join(missing)}"}
     if arguments.device == "cuda" and gib < part.least_gib:
-        return {"verdict": "missing", "why": f"needs {part.least_gib:.0f} GiB, this GPU has {gib:.0f}"}
+        return {
+            "verdict": "missing",
+            "why": f"needs {part.least_gib:.0f} GiB, this GPU has {gib:.0f}",
+        }
     return None
 
 

@@ -47,7 +47,9 @@ def measure(variant: str, vocabulary: int, tokens: int, hidden: int) -> dict[str
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--vocabulary", type=int, default=128_000)
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--hidden", type=int, default=256)
@@ -61,10 +63,19 @@ def main() -> None:
     for _ in range(args.rounds):
         for variant in VARIANTS:
             command = [sys.executable, "-m", "benchmarks.loss", "--variant", variant]
-            sizes = ["--vocabulary", str(args.vocabulary), "--tokens", str(args.tokens), "--hidden", str(args.hidden)]
+            sizes = [
+                "--vocabulary",
+                str(args.vocabulary),
+                "--tokens",
+                str(args.tokens),
+                "--hidden",
+                str(args.hidden),
+            ]
             done = subprocess.run([*command, *sizes], capture_output=True, text=True, check=True)
             results[variant].append(json.loads(done.stdout.splitlines()[-1]))
-    print("| variant | CPU-s | of plain | peak MiB | of plain | loss a token |\n| --- | --- | --- | --- | --- | --- |")
+    print(
+        "| variant | CPU-s | of plain | peak MiB | of plain | loss a token |\n| --- | --- | --- | --- | --- | --- |"
+    )
     plain = results["plain"]
     for variant, rounds in results.items():
         seconds, mib = (statistics.median(r[key] for r in rounds) for key in ("cpu_s", "mib"))

@@ -34,8 +34,19 @@ from automodel_lite.thd import IGNORE_INDEX, ThdBatch, to_thd
 
 VOCAB = 512
 BASE = {
-    **{"vocab_size": VOCAB, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "head_dim": 32},
-    **{"num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 8192, "pad_token_id": 0},
+    **{
+        "vocab_size": VOCAB,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 4,
+        "head_dim": 32,
+    },
+    **{
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 8192,
+        "pad_token_id": 0,
+    },
 }
 THREE_TO_ONE = ["linear_attention"] * 3 + ["full_attention"]
 FAMILIES = {
@@ -46,10 +57,21 @@ FAMILIES = {
     },
     "nemotron_h": {
         "layer_types": THREE_TO_ONE,
-        **{"mamba_num_heads": 8, "mamba_head_dim": 64, "ssm_state_size": 32, "n_groups": 1, "chunk_size": 64},
+        **{
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 64,
+            "ssm_state_size": 32,
+            "n_groups": 1,
+            "chunk_size": 64,
+        },
     },
     "lfm2": {"layer_types": ["conv"] * 3 + ["full_attention"]},
-    "jamba": {"num_experts": 1, "attn_layer_period": 4, "attn_layer_offset": 3, "use_mamba_kernels": False},
+    "jamba": {
+        "num_experts": 1,
+        "attn_layer_period": 4,
+        "attn_layer_offset": 3,
+        "use_mamba_kernels": False,
+    },
 }
 
 POOL = 64
@@ -63,16 +85,24 @@ def main() -> None:
     parser.add_argument("--families", nargs="*", default=list(FAMILIES))
     parser.add_argument("--tokens", type=int, default=4096, help="of a pack and of a padded batch")
     parser.add_argument("--batches", type=int, default=4)
-    parser.add_argument("--spread", type=float, default=1.0, help="standard deviation of the lengths' logarithm")
+    parser.add_argument(
+        "--spread", type=float, default=1.0, help="standard deviation of the lengths' logarithm"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
-    packs = [mixed_lengths(arguments.tokens, arguments.spread, seed) for seed in range(arguments.batches)]
+    packs = [
+        mixed_lengths(arguments.tokens, arguments.spread, seed) for seed in range(arguments.batches)
+    ]
     lengths = [length for pack in packs for length in pack]
-    pool = [n for seed in range(POOL) for n in mixed_lengths(arguments.tokens, arguments.spread, seed)]
-    padded = sorted_rows(pool, arguments.tokens)[POOL // arguments.batches // 2 :: POOL // arguments.batches]
+    pool = [
+        n for seed in range(POOL) for n in mixed_lengths(arguments.tokens, arguments.spread, seed)
+    ]
+    padded = sorted_rows(pool, arguments.tokens)[
+        POOL // arguments.batches // 2 :: POOL // arguments.batches
+    ]
     fill = statistics.mean(float(mask.float().mean()) for _, mask in padded)
     print(
         f"{len(packs)} packs of {arguments.tokens} tokens: {len(lengths)} documents of {min(lengths)} to {max(lengths)}, "
@@ -80,7 +110,9 @@ def main() -> None:
     )
     for family in arguments.families:
         ours, *rivals = microseconds(family, packs, padded, arguments.rounds)
-        ratios = "   ".join(f"{name} {rival / ours:.2f} x" for name, rival in zip(("sorted", "uniform"), rivals))
+        ratios = "   ".join(
+            f"{name} {rival / ours:.2f} x" for name, rival in zip(("sorted", "uniform"), rivals)
+        )
         print(f"{family:14s} packed {ours:6.1f} us per token; time of   {ratios}", flush=True)
 
 
@@ -94,7 +126,9 @@ def mixed_lengths(num_tokens: int, spread: float, seed: int) -> list[int]:
     return lengths
 
 
-def microseconds(family: str, packs: list[list[int]], padded: list[Rows], rounds: int) -> list[float]:
+def microseconds(
+    family: str, packs: list[list[int]], padded: list[Rows], rounds: int
+) -> list[float]:
     """Per real token: ours, sorted and uniform rows, the best round of each."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, **BASE | FAMILIES[family])
@@ -108,7 +142,11 @@ def microseconds(family: str, packs: list[list[int]], padded: list[Rows], rounds
         [partial(padded_step, plain, *rows) for rows in padded],
         [partial(padded_step, plain, uniform, None)] * len(packs),
     ]
-    tokens = sum(map(sum, packs)), sum(int(mask.sum()) for _, mask in padded), uniform.numel() * len(packs)
+    tokens = (
+        sum(map(sum, packs)),
+        sum(int(mask.sum()) for _, mask in padded),
+        uniform.numel() * len(packs),
+    )
     best = [float("inf")] * len(steps)
     for number in range(rounds + 1):
         for contestant, its_steps in enumerate(steps):

@@ -83,23 +83,37 @@ def markdown(findings: Iterable[Finding]) -> str:
         "",
         *table(composites),
     ]
-    lines += section("Refused before training", [f for f in findings if f.verdict == "refused"], lambda f: f.refused)
+    lines += section(
+        "Refused before training",
+        [f for f in findings if f.verdict == "refused"],
+        lambda f: f.refused,
+    )
     lines += section("Exact in part", [f for f in findings if f.verdict == "in part"], words)
-    lines += section("Wrong or broken", [f for f in findings if f.verdict in ("WRONG", "BROKEN")], words)
-    lines += section("Not tried", [f for f in findings if f.verdict == "not tried"], lambda f: f.native)
+    lines += section(
+        "Wrong or broken", [f for f in findings if f.verdict in ("WRONG", "BROKEN")], words
+    )
+    lines += section(
+        "Not tried", [f for f in findings if f.verdict == "not tried"], lambda f: f.native
+    )
     return "\n".join(lines) + "\n"
 
 
 def exact_of(families: list[str], findings: list[Finding]) -> list[str]:
     """Returns those of `families` that are exact; of a composite, its text part alone does not count."""
     exact = {finding.family for finding in findings if finding.verdict == "exact"}
-    return [name for name in families if name in exact or (name not in COMPOSITES and f"{name}_text" in exact)]
+    return [
+        name
+        for name in families
+        if name in exact or (name not in COMPOSITES and f"{name}_text" in exact)
+    ]
 
 
 def ties(findings: list[Finding]) -> list[str]:
     """Returns a line about mixtures that differed with some random weights and not with others."""
     found = [
-        f"{f.family} ({f.near_ties} of {f.near_ties + 1})" for f in findings if f.near_ties and f.verdict == "exact"
+        f"{f.family} ({f.near_ties} of {f.near_ties + 1})"
+        for f in findings
+        if f.near_ties and f.verdict == "exact"
     ]
     if not found:
         return []
@@ -114,13 +128,16 @@ def ties(findings: list[Finding]) -> list[str]:
 def unread(findings: list[Finding]) -> list[str]:
     """Returns a line about families whose checkpoints in fp8 are refused."""
     found = [f.family for f in findings if f.steps.get("fp8", "").startswith("refused")]
-    return [f"Checkpoints in fp8 that transformers cannot read, and that are refused: {', '.join(found)}.", ""] * bool(
-        found
-    )
+    return [
+        f"Checkpoints in fp8 that transformers cannot read, and that are refused: {', '.join(found)}.",
+        "",
+    ] * bool(found)
 
 
 def summary(findings: list[Finding]) -> str:
-    counts = {verdict: sum(f.verdict == verdict for f in findings) for verdict in ("exact", "refused")}
+    counts = {
+        verdict: sum(f.verdict == verdict for f in findings) for verdict in ("exact", "refused")
+    }
     return f"{counts['exact']} exact end to end, {counts['refused']} refused"
 
 
@@ -141,9 +158,21 @@ def section(title: str, findings: list[Finding], text: object) -> list[str]:
     if not findings:
         return []
     assert callable(text)
-    rows = [f"| {f.family} | {' '.join(str(text(f)).split()).replace('|', '/')} | {f.native} |" for f in findings]
-    return ["", f"## {title}", "", "| family | error message | transformers' own packing |", "|---|---|---|", *rows]
+    rows = [
+        f"| {f.family} | {' '.join(str(text(f)).split()).replace('|', '/')} | {f.native} |"
+        for f in findings
+    ]
+    return [
+        "",
+        f"## {title}",
+        "",
+        "| family | error message | transformers' own packing |",
+        "|---|---|---|",
+        *rows,
+    ]
 
 
 def words(finding: Finding) -> str:
-    return "; ".join(f"{name}: {word}" for name, word in finding.steps.items() if not word.startswith("exact"))
+    return "; ".join(
+        f"{name}: {word}" for name, word in finding.steps.items() if not word.startswith("exact")
+    )

@@ -64,7 +64,8 @@ def lower_bound(histogram: np.ndarray, size: int) -> int:
     bound = -(-total // size)
     if not histogram[size // 2 + 1 :].any():
         return bound
-    count_over = np.concatenate([np.cumsum(histogram[::-1])[::-1], [0]])  # [a] = documents of length >= a
+    # [a] = documents of length >= a
+    count_over = np.concatenate([np.cumsum(histogram[::-1])[::-1], [0]])
     volume_over = np.concatenate([np.cumsum(volume[::-1])[::-1], [0]])
     a = np.arange(size // 2 + 1)
     half = size // 2 + 1
@@ -78,7 +79,8 @@ def lower_bound(histogram: np.ndarray, size: int) -> int:
 
 def mixes(n: int) -> Iterator[Mix]:
     rng = np.random.default_rng(0)
-    yield "GSM8K-like in 2k", log_normal(rng, n, 151, 0.35, 53, 432), 2048  # fitted to the words of its train set
+    # fitted to the words of its train set
+    yield "GSM8K-like in 2k", log_normal(rng, n, 151, 0.35, 53, 432), 2048
     yield "log-normal 200 in 2k", log_normal(rng, n, 200, 0.9, 8, 2048), 2048
     yield "log-normal 200 in 4k", log_normal(rng, n, 200, 0.9, 8, 2048), 4096
     yield "web-like 800 in 4k", log_normal(rng, n, 800, 1.0, 16, 4096), 4096
@@ -92,7 +94,9 @@ def mixes(n: int) -> Iterator[Mix]:
     yield "sorted log-normal 200 in 2k", np.sort(log_normal(rng, n, 200, 0.9, 8, 2048)), 2048
 
 
-def log_normal(rng: np.random.Generator, n: int, mean: float, sigma: float, low: int, high: int) -> np.ndarray:
+def log_normal(
+    rng: np.random.Generator, n: int, mean: float, sigma: float, low: int, high: int
+) -> np.ndarray:
     """Integer lengths of the given mean before clipping."""
     return np.clip(rng.lognormal(np.log(mean) - sigma**2 / 2, sigma, n).astype(np.int64), low, high)
 
@@ -117,8 +121,11 @@ def trl_shipped(lengths: np.ndarray, size: int) -> Prepared:
 def axolotl(lengths: np.ndarray, size: int) -> Prepared:
     from axolotl.utils.samplers.multipack import pack_parallel
 
-    pack_parallel(lengths[:100], size, group_size=100_000, bin_size=200, num_processes=1)  # compiles
-    return lambda: len(pack_parallel(lengths, size, group_size=100_000, bin_size=200, num_processes=1))
+    # compiles
+    pack_parallel(lengths[:100], size, group_size=100_000, bin_size=200, num_processes=1)
+    return lambda: len(
+        pack_parallel(lengths, size, group_size=100_000, bin_size=200, num_processes=1)
+    )
 
 
 def llama_factory(lengths: np.ndarray, size: int) -> Prepared:
@@ -126,7 +133,8 @@ def llama_factory(lengths: np.ndarray, size: int) -> Prepared:
     assert root is not None
     assert root.submodule_search_locations is not None
     file = Path(root.submodule_search_locations[0], "data/processor/processor_utils.py")
-    spec = importlib.util.spec_from_file_location("processor_utils", file)  # the package itself wants audio libraries
+    # the package itself wants audio libraries
+    spec = importlib.util.spec_from_file_location("processor_utils", file)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -165,7 +173,9 @@ def thousands(lengths: np.ndarray) -> list[np.ndarray]:
 
 
 def present_peers() -> dict[str, Callable[[np.ndarray, int], Prepared]]:
-    absent = sorted({package for package, _ in PEERS.values() if importlib.util.find_spec(package) is None})
+    absent = sorted(
+        {package for package, _ in PEERS.values() if importlib.util.find_spec(package) is None}
+    )
     if absent:
         print(f"not installed, left out: {', '.join(absent)}")
     return {name: prepare for name, (package, prepare) in PEERS.items() if package not in absent}
@@ -215,7 +225,9 @@ def plans(n: int) -> None:
         plain, plain_s = cpu_seconds(lambda h=histogram, s=size: best_fit(h, s).num_bins)
         rows = [("best-fit (histogram, count only)", plain, plain_s)]
         for strategy in ("exact_fill", "best_fit", "next_fit"):
-            plan, s = cpu_seconds(lambda x=lengths, c=size, st=strategy: plan_packs(x, c, strategy=st))
+            plan, s = cpu_seconds(
+                lambda x=lengths, c=size, st=strategy: plan_packs(x, c, strategy=st)
+            )
             rows.append((strategy + (" -> best_fit" if plan.note else ""), len(plan), s))
         for peer, prepare in peers.items():
             rows.append((peer, *cpu_seconds(prepare(lengths, size))))
@@ -223,7 +235,9 @@ def plans(n: int) -> None:
         for label, packs, s in rows:
             fill = 100 * tokens / (packs * size)
             against = 100 * (packs / plain - 1)
-            print(f"  {label:<34}{packs - bound:>+8,}  {fill:7.3f} %  {against:+7.3f} % of best-fit  {s:9.3f} s")
+            print(
+                f"  {label:<34}{packs - bound:>+8,}  {fill:7.3f} %  {against:+7.3f} % of best-fit  {s:9.3f} s"
+            )
 
 
 def growth(most: int) -> None:
@@ -232,11 +246,21 @@ def growth(most: int) -> None:
     for n in (n for n in (10**4, 10**5, 10**6, 10**7) if n <= most):
         lengths, size = log_normal(np.random.default_rng(0), n, 200, 0.9, 8, 2048), 2048
         bound = lower_bound(np.bincount(lengths, minlength=size + 1), size)
-        _, plain_s = cpu_seconds(lambda x=lengths, c=size: best_fit(np.bincount(x, minlength=c + 1), c))
-        print(f"\n{n:,} documents, lower bound {bound:,}\n  best-fit (histogram, count only)  {plain_s:9.3f} s")
-        found = {"best-fit decreasing, assigned": cpu_seconds(lambda x=lengths, c=size: best_fit_plan(x, c))}
+        _, plain_s = cpu_seconds(
+            lambda x=lengths, c=size: best_fit(np.bincount(x, minlength=c + 1), c)
+        )
+        print(
+            f"\n{n:,} documents, lower bound {bound:,}\n  best-fit (histogram, count only)  {plain_s:9.3f} s"
+        )
+        found = {
+            "best-fit decreasing, assigned": cpu_seconds(
+                lambda x=lengths, c=size: best_fit_plan(x, c)
+            )
+        }
         for strategy in ("best_fit", "exact_fill"):
-            plan, s = cpu_seconds(lambda x=lengths, c=size, st=strategy: plan_packs(x, c, strategy=st))
+            plan, s = cpu_seconds(
+                lambda x=lengths, c=size, st=strategy: plan_packs(x, c, strategy=st)
+            )
             found[strategy] = (len(plan), s)
         for peer, prepare in peers.items():
             found[peer] = cpu_seconds(prepare(lengths, size))
@@ -250,7 +274,9 @@ def growth(most: int) -> None:
 
 def best_fit_plan(lengths: np.ndarray, size: int) -> int:
     """What peers' best-fit does: a list of documents for each pack."""
-    _, offsets = assign(best_fit(np.bincount(lengths, minlength=size + 1), size), lengths, size, 0, 0)
+    _, offsets = assign(
+        best_fit(np.bincount(lengths, minlength=size + 1), size), lengths, size, 0, 0
+    )
     return len(offsets) - 1
 
 
@@ -266,7 +292,11 @@ def read(n: int) -> None:
 
 def memory(n: int) -> None:
     for strategy in ("best_fit", "exact_fill"):
-        mib = peak_mib(lambda lengths, st=strategy: plan_packs(lengths, READ_SIZE, strategy=st), read_lengths, n)
+        mib = peak_mib(
+            lambda lengths, st=strategy: plan_packs(lengths, READ_SIZE, strategy=st),
+            read_lengths,
+            n,
+        )
         print(f"  plan of {n:,} documents, {strategy}: {mib:,.0f} MiB above the lengths")
     few = n // 200
     for name, (run, make) in readers().items():
@@ -287,14 +317,20 @@ def readers() -> dict[str, tuple[Callable[[Any], Any], Callable[[int], Any]]]:
         "plan + lazy read + collater": (lambda rows: loaded(lazy(rows)), token_arrays),
         "pack_dataset of lists": (lambda rows: pack_dataset(rows, "train", READ_SIZE), samples),
         "pack_dataset of Arrow": (lambda rows: pack_dataset(rows, "train", READ_SIZE), arrow),
-        "pack_dataset of Arrow + collater": (lambda rows: collated(pack_dataset(rows, "train", READ_SIZE)), arrow),
+        "pack_dataset of Arrow + collater": (
+            lambda rows: collated(pack_dataset(rows, "train", READ_SIZE)),
+            arrow,
+        ),
     }
     if importlib.util.find_spec("nemo_automodel"):
         from nemo_automodel.components.datasets.llm.packed_sequence import pack_dataset as reference
 
         found["reference, lists"] = (lambda rows: reference(rows, "train", READ_SIZE), samples)
         found["reference, Arrow"] = (lambda rows: reference(rows, "train", READ_SIZE), arrow)
-        found["reference, Arrow + collater"] = (lambda rows: collated(reference(rows, "train", READ_SIZE)), arrow)
+        found["reference, Arrow + collater"] = (
+            lambda rows: collated(reference(rows, "train", READ_SIZE)),
+            arrow,
+        )
     if importlib.util.find_spec("torchtune"):
         from torchtune.datasets import PackedDataset as TorchtunePacked
 
@@ -316,7 +352,10 @@ def token_arrays(n: int) -> TokenRows:
 def samples(n: int, ids: str = "input_ids") -> list[dict[str, list[int]]]:
     flat = token_arrays(n)
     return [
-        {ids: flat.columns["input_ids"][a:b].tolist(), "labels": flat.columns["labels"][a:b].tolist()}
+        {
+            ids: flat.columns["input_ids"][a:b].tolist(),
+            "labels": flat.columns["labels"][a:b].tolist(),
+        }
         for a, b in pairwise(flat.offsets)
     ]
 
@@ -351,12 +390,17 @@ def hard(n: int) -> None:
         if name.startswith(("N(", "U(600")):
             histogram = np.bincount(lengths, minlength=size + 1)
             plain = best_fit(histogram, size).num_bins
-            print(f"{name}, {n:,} documents: best-fit {plain:,}, volume bound {lower_bound(histogram, size):,}")
+            print(
+                f"{name}, {n:,} documents: best-fit {plain:,}, volume bound {lower_bound(histogram, size):,}"
+            )
             searched = lengths[seeded_order(len(lengths), 0, 0)].tolist()
             for label, packs_of in (
                 ("exact_fill", lambda x=lengths, c=size: len(plan_packs(x, c))),
                 ("best_fit", lambda x=lengths, c=size: len(plan_packs(x, c, strategy="best_fit"))),
-                ("exact fill to the end", lambda x=searched, c=size: sum(1 for _ in ExactFiller(x, c, read_ahead=512))),
+                (
+                    "exact fill to the end",
+                    lambda x=searched, c=size: sum(1 for _ in ExactFiller(x, c, read_ahead=512)),
+                ),
             ):
                 packs, s = cpu_seconds(packs_of)
                 print(
@@ -365,7 +409,8 @@ def hard(n: int) -> None:
 
 
 def balance(n: int) -> None:
-    llama_3_8b = CostModel(per_token=6 * 7.504e9, per_pair=12.0 * 32 * 4096)  # weights without the input embedding
+    # weights without the input embedding
+    llama_3_8b = CostModel(per_token=6 * 7.504e9, per_pair=12.0 * 32 * 4096)
     for name, lengths, size in mixes(n):
         if name.startswith(("web", "90 %")):
             plan = plan_packs(lengths, size)
@@ -373,7 +418,10 @@ def balance(n: int) -> None:
             print(f"{name}: {len(plan):,} packs, slowest rank over the mean (Llama-3-8B, causal)")
             for ranks, micro_steps in ((8, 8), (64, 1), (64, 8)):
                 shape = BatchShape(ranks * micro_steps, 1, ranks)
-                dealt = {b: imbalance(costs[assign_packs(costs, b, shape)], shape) for b in ("none", "step", "window")}
+                dealt = {
+                    b: imbalance(costs[assign_packs(costs, b, shape)], shape)
+                    for b in ("none", "step", "window")
+                }
                 print(
                     f"  {ranks:>3} ranks x {micro_steps} micro-steps  "
                     + "  ".join(f"{b} {v:.4f}" for b, v in dealt.items())
@@ -390,7 +438,9 @@ PARTS: dict[str, tuple[Callable[[int], None], int]] = {
 }
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("part", choices=PARTS)
     parser.add_argument("--documents", type=int, help="how many; for growth the most")
     arguments = parser.parse_args()

@@ -30,19 +30,31 @@ PAIRS = {
     "trl": Contestant("pairs", "trl", "trl"),
     "trl_precomputed": Contestant("pairs", "trl_precomputed", "trl"),
 }
-DISTILL = {"recipe": Contestant("pairs", "distill_recipe"), "gkd": Contestant("pairs", "distill_gkd", "trl")}
+DISTILL = {
+    "recipe": Contestant("pairs", "distill_recipe"),
+    "gkd": Contestant("pairs", "distill_gkd", "trl"),
+}
 
 
 def write_rows(path: Path, is_pairs: bool, num_solved: int, num_rows: int) -> None:
     """Writes pairs, or the chats that their chosen answers are."""
-    rows = [json.loads(line) for line in (ROOT / "examples/data/gsm8k_train.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (ROOT / "examples/data/gsm8k_train.jsonl").read_text().splitlines()
+    ]
     draw = random.Random(0)
     with path.open("w") as file:
         for _ in range(num_rows):
             *solved, asked, other = draw.sample(rows, num_solved + 2)
-            shown = "\n\n".join(f"Question: {row['question']}\nAnswer: {row['answer']}" for row in solved)
-            prompt = [{"role": "user", "content": f"{shown}\n\nQuestion: {asked['question']}\nAnswer:"}]
-            chosen, rejected = ([{"role": "assistant", "content": row["answer"]}] for row in (asked, other))
+            shown = "\n\n".join(
+                f"Question: {row['question']}\nAnswer: {row['answer']}" for row in solved
+            )
+            prompt = [
+                {"role": "user", "content": f"{shown}\n\nQuestion: {asked['question']}\nAnswer:"}
+            ]
+            chosen, rejected = (
+                [{"role": "assistant", "content": row["answer"]}] for row in (asked, other)
+            )
             row: dict[str, Any] = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
             file.write(json.dumps(row if is_pairs else {"messages": prompt + chosen}) + "\n")
 
@@ -50,8 +62,12 @@ def write_rows(path: Path, is_pairs: bool, num_solved: int, num_rows: int) -> No
 def write_model(folder: Path, shape: str, seed: int, tokenizer: Any) -> None:
     """A Llama with random weights, and the tokenizer."""
     torch.manual_seed(seed)
-    sizes = SHAPES[shape] | {"intermediate_size": -(-SHAPES[shape]["hidden_size"] * 8 // 3 // 64) * 64}
-    config = LlamaConfig(**sizes, vocab_size=len(tokenizer), max_position_embeddings=8192, tie_word_embeddings=True)
+    sizes = SHAPES[shape] | {
+        "intermediate_size": -(-SHAPES[shape]["hidden_size"] * 8 // 3 // 64) * 64
+    }
+    config = LlamaConfig(
+        **sizes, vocab_size=len(tokenizer), max_position_embeddings=8192, tie_word_embeddings=True
+    )
     LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
@@ -70,7 +86,10 @@ def main(argv: list[str] | None = None) -> dict[str, list[float]]:
             write_model(folder / which, args.shape, seed, tokenizer)
         job = Job(name, args.shape, "fp32", args.steps, args.warmup_steps, str(data), name)
         contestants = PAIRS if is_pairs else DISTILL
-        running = {name: start(name, contestant, job, args.peers) for name, contestant in contestants.items()}
+        running = {
+            name: start(name, contestant, job, args.peers)
+            for name, contestant in contestants.items()
+        }
         names = list(running)
         for _ in range(job.all_steps - 1):  # the first is part of the start
             names = names[1:] + names[:1]
@@ -82,7 +101,9 @@ def main(argv: list[str] | None = None) -> dict[str, list[float]]:
 
 
 def parser() -> argparse.ArgumentParser:
-    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     found.add_argument("--peers", required=True, help="folder with the environment trl")
     found.add_argument("--method", default="dpo", choices=["dpo", "distill"])
     found.add_argument("--shape", default="small", choices=list(SHAPES))

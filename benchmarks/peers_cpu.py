@@ -70,10 +70,15 @@ def main(argv: list[str] | None = None) -> dict[str, list[float]]:
     with tempfile.TemporaryDirectory() as folder:
         data = str(Path(args.data).resolve())  # contestants run in folders of their own
         pretrained = str(Path(args.pretrained).resolve()) if args.pretrained else None
-        peers = str(Path(args.peers).absolute()) if args.peers else None  # links to environments stay links
+        # links to environments stay links
+        peers = str(Path(args.peers).absolute()) if args.peers else None
         steps = (args.steps, args.warmup_steps)
         job = Job(args.work or folder, args.shape, args.precision, *steps, data, folder, pretrained)
-        subprocess.run([sys.executable, "-m", "benchmarks.peers.prepare", job.to_argv()], env=environment(), check=True)
+        subprocess.run(
+            [sys.executable, "-m", "benchmarks.peers.prepare", job.to_argv()],
+            env=environment(),
+            check=True,
+        )
         names = [n for n in args.only or CONTESTANTS if CONTESTANTS[n].environment is None or peers]
         running = {name: start(name, CONTESTANTS[name], job, peers) for name in names}
         for _ in range(job.all_steps - 1):  # the first is part of the start
@@ -125,7 +130,12 @@ def start(name: str, contestant: Contestant, job: Job, peers: str | None) -> Run
         python = str(Path(peers or "") / contestant.environment / "bin" / "python")
     scratch = Path(job.scratch) / name
     scratch.mkdir()
-    command = [python, "-m", f"benchmarks.peers.{contestant.module}", replace(job, scratch=str(scratch)).to_argv()]
+    command = [
+        python,
+        "-m",
+        f"benchmarks.peers.{contestant.module}",
+        replace(job, scratch=str(scratch)).to_argv(),
+    ]
     errors = (scratch / "stderr").open("w+")
     process = subprocess.Popen(
         [*command, *([contestant.variant] if contestant.variant else [])],
@@ -136,28 +146,38 @@ def start(name: str, contestant: Contestant, job: Job, peers: str | None) -> Run
         stderr=errors,
         text=True,
     )
-    os.sched_setaffinity(process.pid, {max(os.sched_getaffinity(0))})  # that of all: cores have other neighbours
+    # that of all: cores have other neighbours
+    os.sched_setaffinity(process.pid, {max(os.sched_getaffinity(0))})
     running = Running(name, process, errors)
     running.read_until(STEP_DONE)
     return running
 
 
 def environment() -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    return os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
 
 
 def print_table(results: dict[str, Result], unit: str = "real tokens") -> None:
     """Prints median rates with quartiles, peaks, and our ratio to each: the median of the ratios of each turn."""
-    print(f"\n| contestant | {unit} per CPU-second | quartiles | peak memory | recipe is | quartiles |")
+    print(
+        f"\n| contestant | {unit} per CPU-second | quartiles | peak memory | recipe is | quartiles |"
+    )
     print("| --- | --- | --- | --- | --- | --- |")
     ours = results.get("recipe", {}).get("tokens_per_cpu_s", [])
-    for name, result in sorted(results.items(), key=lambda i: -statistics.median(i[1].get("tokens_per_cpu_s") or [0])):
+    for name, result in sorted(
+        results.items(), key=lambda i: -statistics.median(i[1].get("tokens_per_cpu_s") or [0])
+    ):
         if not result:
             print(f"| {name} | failed | | | | |")
             continue
         values = result["tokens_per_cpu_s"]
         low, middle, high = (
-            f"{value:,.0f}" if value > 10 else f"{value:.3f}" for value in np.percentile(values, [25, 50, 75])
+            f"{value:,.0f}" if value > 10 else f"{value:.3f}"
+            for value in np.percentile(values, [25, 50, 75])
         )
         ratios = [mine / theirs for mine, theirs in zip(ours, values)] or [float("nan")]
         low_ratio, ratio, high_ratio = np.percentile(ratios, [25, 50, 75])
@@ -168,13 +188,18 @@ def print_table(results: dict[str, Result], unit: str = "real tokens") -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     found.add_argument("--data", required=True, help="JSON lines with question and answer")
     found.add_argument(
-        "--peers", help="folder with the environments trl, litgpt, nemo; left out: our own and the loops"
+        "--peers",
+        help="folder with the environments trl, litgpt, nemo; left out: our own and the loops",
     )
     found.add_argument("--shape", default="small", choices=list(SHAPES))
-    found.add_argument("--pretrained", help="a folder with a real model, trained in place of a shape")
+    found.add_argument(
+        "--pretrained", help="a folder with a real model, trained in place of a shape"
+    )
     found.add_argument("--precision", default="fp32", choices=["fp32", "bf16"])
     found.add_argument("--steps", type=int, default=12, help="turns that are timed")
     found.add_argument("--warmup-steps", type=int, default=3)

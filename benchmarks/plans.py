@@ -29,9 +29,23 @@ import torch
 from automodel_lite.cli import compose_config
 from automodel_lite.config.check import check_config
 from automodel_lite.errors import ConfigError
-from automodel_lite.extras.plan.planner import GPUS, Job, Layout, Plan, make_plans, placed, possible, priced
+from automodel_lite.extras.plan.planner import (
+    GPUS,
+    Job,
+    Layout,
+    Plan,
+    make_plans,
+    placed,
+    possible,
+    priced,
+)
 from automodel_lite.extras.plan.recompute import NONE, least_recomputation, recomputation_text
-from automodel_lite.extras.plan.simulation import Simulation, layer_pattern, simulate, simulate_by_layers
+from automodel_lite.extras.plan.simulation import (
+    Simulation,
+    layer_pattern,
+    simulate,
+    simulate_by_layers,
+)
 from automodel_lite.training.build import plan_model
 from automodel_lite.training.memory import usable
 from automodel_lite.training.plan import ModelPlan, build_parts, with_recomputation
@@ -45,14 +59,21 @@ HYBRID = [
     "mlp_only_layers: [], max_position_embeddings: 32768}",
 ]
 OF_8B = [EIGHT_B, "packed_sequence.packed_sequence_size=8192"]
-CASES: dict[str, tuple[str, list[str], str, int, int]] = {  # preset, overrides, GPU, GPUs of a node, nodes
+# preset, overrides, GPU, GPUs of a node, nodes
+CASES: dict[str, tuple[str, list[str], str, int, int]] = {
     "0.6b-1": ("qwen3_0_6b", [], "rtx4090-24", 1, 1),
     "0.6b-8": ("qwen3_0_6b", [], "h100-80", 8, 1),
     "1b-2": ("llama3_2_1b", [], "l40s-48", 2, 1),
     "8b-8": ("llama3_1_8b", [], "h100-80", 8, 1),
     "lora-1": ("llama3_1_8b_lora", [], "h100-80", 1, 1),
     "dpo-8": ("dpo", OF_8B, "h100-80", 8, 1),
-    "distill-8": ("distill", [*OF_8B, "teacher.pretrained=meta-llama/Llama-3.1-8B-Instruct"], "h100-80", 8, 1),
+    "distill-8": (
+        "distill",
+        [*OF_8B, "teacher.pretrained=meta-llama/Llama-3.1-8B-Instruct"],
+        "h100-80",
+        8,
+        1,
+    ),
     "moe-8": ("qwen3_30b_a3b", [], "h100-80", 8, 1),
     "hybrid-8": ("finetune", HYBRID, "h100-80", 8, 1),
     "8b-64": ("llama3_1_8b", [], "h100-80", 8, 8),
@@ -60,7 +81,8 @@ CASES: dict[str, tuple[str, list[str], str, int, int]] = {  # preset, overrides,
     "405b-1024": ("llama3_1_405b", [], "h100-80", 8, 128),
 }
 BYTES = 10 << 30  # of a case's address space
-NEAR = 1.02  # of the third's seconds: steps by layers are that exact, so those beyond need no whole simulation
+# of the third's seconds: steps by layers are that exact, so those beyond need no whole simulation
+NEAR = 1.02
 
 
 def job_of(name: str) -> Job:
@@ -68,7 +90,9 @@ def job_of(name: str) -> Job:
     config = check_config(compose_config(preset, [*overrides, "dataset.path=any", "name=plan"]))
     parts = build_parts(replace(config, attention={}))
     lengths = np.array([1024])
-    return Job(parts, parts.model.described({"vocab_size": 8192}), GPUS[gpu], gpus, nodes, lengths, lengths)
+    return Job(
+        parts, parts.model.described({"vocab_size": 8192}), GPUS[gpu], gpus, nodes, lengths, lengths
+    )
 
 
 def planned(job: Job, layout: Layout) -> ModelPlan:
@@ -88,7 +112,14 @@ def unpruned(job: Job, third_s: float) -> list[Plan]:
             plan = planned(job, layout)
             kept = with_recomputation(plan.parts, *NONE)
             if (
-                per_pack(priced(job, layout, kept, simulate_by_layers(kept, job.config, layout.shape, pattern)))
+                per_pack(
+                    priced(
+                        job,
+                        layout,
+                        kept,
+                        simulate_by_layers(kept, job.config, layout.shape, pattern),
+                    )
+                )
                 > third_s
             ):
                 continue
@@ -115,7 +146,9 @@ def case(name: str) -> dict[str, Any]:
 
     # the first plan holds its whole simulation already: what was predicted of its step is counted again
     pattern, capacity = layer_pattern(job.config), usable(int(job.gpu.gigabytes * 1e9))
-    first = least_recomputation(planned(job, plans[0].layout), capacity, pattern, 0 if job.parts.peft else None)
+    first = least_recomputation(
+        planned(job, plans[0].layout), capacity, pattern, 0 if job.parts.peft else None
+    )
     assert first is not None
     steps = [first[1], *(plan.step for plan in plans[1:3])]
     again = [whole(plan) for plan in plans[:3]]
@@ -123,7 +156,9 @@ def case(name: str) -> dict[str, Any]:
     peaks = [max(one.step.peaks[phase] for phase in phases) for one in again]
     best = sorted(map(whole, unpruned(job, NEAR * max(map(per_pack, plans[:3])))), key=per_pack)
     # two layouts that take the same time are in no order
-    is_same = all(abs(per_pack(ours) / per_pack(theirs) - 1) < 1e-3 for ours, theirs in zip(again, best))
+    is_same = all(
+        abs(per_pack(ours) / per_pack(theirs) - 1) < 1e-3 for ours, theirs in zip(again, best)
+    )
     return {
         "case": name,
         "gpus": job.world,
@@ -132,8 +167,12 @@ def case(name: str) -> dict[str, Any]:
         "whole_gib": again[0].step.peak / 2**30,
         "fits": again[0].step.peak <= capacity,
         "memory_off": [step.peak / peak - 1 for step, peak in zip(steps, peaks)],
-        "seconds_off": [per_pack(ours) / per_pack(theirs) - 1 for ours, theirs in zip(plans, again)],
-        "order": "same" if is_same else "OTHER: " + ", ".join(f"{p.layout} {p.layout.micro_batch}" for p in best[:3]),
+        "seconds_off": [
+            per_pack(ours) / per_pack(theirs) - 1 for ours, theirs in zip(plans, again)
+        ],
+        "order": "same"
+        if is_same
+        else "OTHER: " + ", ".join(f"{p.layout} {p.layout.micro_batch}" for p in best[:3]),
         "layouts": len(list(possible(job))),
         "planned_s": planned_s,
         "all_s": time.process_time() - began,
@@ -141,7 +180,10 @@ def case(name: str) -> dict[str, Any]:
 
 
 def row(found: dict[str, Any]) -> str:
-    off = [" ".join(f"{100 * part:+.1f}" for part in found[key]) for key in ("memory_off", "seconds_off")]
+    off = [
+        " ".join(f"{100 * part:+.1f}" for part in found[key])
+        for key in ("memory_off", "seconds_off")
+    ]
     cells = (
         found["case"],
         str(found["gpus"]),
@@ -155,7 +197,9 @@ def row(found: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("cases", nargs="*", choices=[*CASES, []])
     parser.add_argument("--results", type=Path, default=Path("plans.jsonl"))
     parser.add_argument("--alone", action="store_true", help="one case, in this process")
@@ -169,7 +213,17 @@ def main() -> None:
     for name in args.cases or CASES:
         done = args.results.read_text().splitlines() if args.results.is_file() else []
         if not any(json.loads(line)["case"] == name for line in done):
-            subprocess.run([sys.executable, "-m", "benchmarks.plans", name, "--alone", "--results", args.results])
+            subprocess.run(
+                [
+                    sys.executable,
+                    "-m",
+                    "benchmarks.plans",
+                    name,
+                    "--alone",
+                    "--results",
+                    args.results,
+                ]
+            )
     print(
         "| case | GPUs | best plan | GiB, whole | memory off % | seconds off % | first three of all | CPU-s (of all) |"
     )

@@ -73,10 +73,15 @@ CLOCKS = {"CPU": time.process_time, "clock": time.perf_counter}
 def parts_of(name: str) -> tuple[Parts, MeshShape]:
     axes, packs, how = LAYOUTS[name]
     shape = MeshShape(*axes)
-    texts = [f"packed_sequence.packed_sequence_size={TOKENS}", f"training.global_batch_size={packs}"]
+    texts = [
+        f"packed_sequence.packed_sequence_size={TOKENS}",
+        f"training.global_batch_size={packs}",
+    ]
     texts += [f"mesh.{axis}={size}" for axis, size in zip(AXES, axes)]
     parts = build_parts(
-        check_config(compose_config("smoke", [*texts, "training.precision=fp32", "training.compile=false"]))
+        check_config(
+            compose_config("smoke", [*texts, "training.precision=fp32", "training.compile=false"])
+        )
     )
     parts = with_recomputation(parts, how, 1)
     return with_exchange(parts, CONFIG, ReferenceAttention(), torch.float32)[0], shape
@@ -117,7 +122,11 @@ def _tensors(value: Any) -> list[Tensor]:
 def step_of(name: str) -> Callable[[], None]:
     """Returns what runs an optimizer step of this layout."""
     parts, shape = parts_of(name)
-    mesh = Mesh(shape, torch.device("cpu"), init_device_mesh("cpu", (*LAYOUTS[name][0], 1), mesh_dim_names=AXES))
+    mesh = Mesh(
+        shape,
+        torch.device("cpu"),
+        init_device_mesh("cpu", (*LAYOUTS[name][0], 1), mesh_dim_names=AXES),
+    )
     lm = AutoModelForCausalLM.from_config(CONFIG).train()
     model = parallelize(LossModel(lm, parts.loss), mesh, "fsdp", torch.float32)
     install(lm, ReferenceAttention())
@@ -142,7 +151,9 @@ def step_of(name: str) -> Callable[[], None]:
 def on_rank(rank: int, world: int, rounds: int, folder: str) -> None:
     """Writes rates and steps of a rank: medians over the rounds."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store{world}", rank=rank, world_size=world)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store{world}", rank=rank, world_size=world
+    )
     names = [name for name in LAYOUTS if parts_of(name)[1].world_size == world]
     steps = {name: step_of(name) for name in names}
     alone = AutoModelForCausalLM.from_config(CONFIG).train()
@@ -178,7 +189,10 @@ def on_rank(rank: int, world: int, rounds: int, folder: str) -> None:
             found[kind].append([s / kernels.found[kind][place] for s in kernels.found[kind][2:]])
     bytes_sent = 3 * whole.nbytes * (world - 1) / world
     found["exchange"] = [[s / bytes_sent for s in seconds] for seconds in found["exchange"]]
-    torch.save({key: np.median(values, axis=0) for key, values in found.items()}, f"{folder}/{world}.{rank}")
+    torch.save(
+        {key: np.median(values, axis=0) for key, values in found.items()},
+        f"{folder}/{world}.{rank}",
+    )
     dist.barrier()
     dist.destroy_process_group()
 
@@ -202,16 +216,23 @@ def predicted_s(name: str, rates: dict[str, Any], clock: int) -> tuple[float, fl
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=15)
     args = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    print("| layout | ranks | CPU-s predicted (messages) | measured | off % | s predicted | measured | off % |")
+    print(
+        "| layout | ranks | CPU-s predicted (messages) | measured | off % | s predicted | measured | off % |"
+    )
     print("|---|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
         for world in (2, 4):
             torch.multiprocessing.spawn(on_rank, (world, args.rounds, folder), world)
-            ranks = [torch.load(Path(folder, f"{world}.{rank}"), weights_only=False) for rank in range(world)]
+            ranks = [
+                torch.load(Path(folder, f"{world}.{rank}"), weights_only=False)
+                for rank in range(world)
+            ]
             mean = {key: np.mean([rank[key] for rank in ranks], axis=0) for key in ranks[0]}
             for name in (name for name in LAYOUTS if name in mean):
                 cells = [name, str(world)]

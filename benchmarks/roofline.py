@@ -39,9 +39,22 @@ from automodel_lite.thd import stream_of
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "roofline.md"
 PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
 VIEWS = frozenset(
-    {"detach", "view", "_unsafe_view", "t", "transpose", "unsqueeze", "expand", "slice", "select", "alias"}
+    {
+        "detach",
+        "view",
+        "_unsafe_view",
+        "t",
+        "transpose",
+        "unsqueeze",
+        "expand",
+        "slice",
+        "select",
+        "alias",
+    }
 )
-VIEWS |= frozenset({"permute", "split", "empty", "empty_like", "empty_strided", "as_strided", "squeeze", "reshape"})
+VIEWS |= frozenset(
+    {"permute", "split", "empty", "empty_like", "empty_strided", "as_strided", "squeeze", "reshape"}
+)
 DOCUMENT = 1024  # tokens of a document
 
 
@@ -66,9 +79,7 @@ class Job:
         trained = "a frozen base in bf16" if self.lora else f"weights in {self.weights}"
         gradients = "" if self.gpus == 1 or self.lora else ", gradients reduced in fp32"
         held = ", layers gathered once" if self.gathers == 1 else ""
-        return (
-            f"{layers} recomputed, {trained}{gradients}, FSDP over {self.gpus} rank{'s' if self.gpus > 1 else ''}{held}"
-        )
+        return f"{layers} recomputed, {trained}{gradients}, FSDP over {self.gpus} rank{'s' if self.gpus > 1 else ''}{held}"
 
 
 LLAMA_8B = (4096, 32, 32, 8, 14336, 128256)
@@ -86,7 +97,15 @@ JOBS = [
     Job("Llama-3-8B LoRA, 4k, 1 GPU", LLAMA_8B, 4096, 1, NEMO, lora=True),
     Job("Llama-3-8B LoRA, 4k, 1 GPU", LLAMA_8B, 4096, 1, NEMO, lora=True, recompute_every=1),
     Job("Llama-2-7B, 4k, 8 GPUs", LLAMA2_7B, 4096, 8, "16,891 in fp8 (NeMo)"),
-    Job("Llama-3-70B LoRA, 4k, 8 GPUs", LLAMA_70B, 4096, 8, "1,092 (NeMo)", lora=True, recompute_every=1),
+    Job(
+        "Llama-3-70B LoRA, 4k, 8 GPUs",
+        LLAMA_70B,
+        4096,
+        8,
+        "1,092 (NeMo)",
+        lora=True,
+        recompute_every=1,
+    ),
     Job("Llama-3-70B, 8k, 64 GPUs", LLAMA_70B, 8192, 64, "867 with cp 2 (NeMo)", recompute_every=1),
 ]
 
@@ -131,12 +150,20 @@ class Count(TorchDispatchMode):
         name = name.rstrip("_")
         if name in VIEWS or namespace == "prim":
             return out
-        touched = {"gather": (args[1:], out), "index_select": (out, out), "embedding": (out, out)}.get(name)
+        touched = {
+            "gather": (args[1:], out),
+            "index_select": (out, out),
+            "embedding": (out, out),
+        }.get(name)
         touched = (out,) if name.startswith("new_") else touched or (args, kwargs, out)
         tensors = [x for x in tree_leaves(touched) if isinstance(x, Tensor)]
         moved = float(sum(x.numel() * x.element_size() for x in tensors))
         packet = func._overloadpacket
-        flops = float(flop_registry[packet](*args, **(kwargs or {}), out_val=out)) if packet in flop_registry else 0.0
+        flops = (
+            float(flop_registry[packet](*args, **(kwargs or {}), out_val=out))
+            if packet in flop_registry
+            else 0.0
+        )
         if "varlen_attn" in name:
             flops = attention_flops(args, is_backward="backward" in name)
         self.operations.append((name, flops, moved))
@@ -165,7 +192,10 @@ def counted(job: Job, num_layers: int, recomputes: bool) -> list[tuple[str, floa
         max_position_embeddings=131072,
         attn_implementation="sdpa",
     )
-    batch = stream_of(torch.zeros(max(1, job.tokens // DOCUMENT), min(DOCUMENT, job.tokens), dtype=torch.int64), "cpu")
+    batch = stream_of(
+        torch.zeros(max(1, job.tokens // DOCUMENT), min(DOCUMENT, job.tokens), dtype=torch.int64),
+        "cpu",
+    )
     count = Count()
     with torch.device("meta"):
         lm = LlamaForCausalLM(config).train().to(torch.bfloat16)
@@ -195,7 +225,9 @@ def on_fake_cpu(model: torch.nn.Module) -> None:
                 module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
 
 
-def seconds(operations: list[tuple[str, float, float]], ceilings: Ceilings, is_fused: bool) -> float:
+def seconds(
+    operations: list[tuple[str, float, float]], ceilings: Ceilings, is_fused: bool
+) -> float:
     """Fused: what is no product and no attention moves nothing of its own beside them; a bound that no compiler passes."""
     total = 0.0
     for _, flops, moved in operations:
@@ -235,7 +267,9 @@ def step(job: Job, ceilings: Ceilings) -> dict[str, float]:
         return total
 
     for name, is_fused in (("eager", False), ("fused", True)):
-        compute_s = whole(lambda operations, is_fused=is_fused: seconds(operations, ceilings, is_fused))  # type: ignore[misc]
+        compute_s = whole(
+            lambda operations, is_fused=is_fused: seconds(operations, ceilings, is_fused)
+        )  # type: ignore[misc]
         found[name] = max(compute_s, traffic_s) + traffic_s / layers + optimizer_s
     found["other_gb"] = whole(lambda operations: sum(b for _, f, b in operations if not f)) / 1e9
     found["tflop"] = whole(lambda operations: sum(f for _, f, _ in operations)) / 1e12
@@ -288,19 +322,29 @@ def page(ceilings: Ceilings) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tflops", type=float, default=989.0)
     parser.add_argument("--tb-per-s", type=float, default=3.35)
     parser.add_argument("--link-gb-per-s", type=float, default=300.0)
-    parser.add_argument("--calibration", type=Path, help="gpu_calibration.json: measured rates in place of these")
-    parser.add_argument("--operations", action="store_true", help="bytes by operation, of two layers of the first job")
+    parser.add_argument(
+        "--calibration", type=Path, help="gpu_calibration.json: measured rates in place of these"
+    )
+    parser.add_argument(
+        "--operations",
+        action="store_true",
+        help="bytes by operation, of two layers of the first job",
+    )
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.name}")
     arguments = parser.parse_args(argv)
     if arguments.calibration:
         measured = json.loads(arguments.calibration.read_text())
         arguments.tflops, arguments.tb_per_s = measured["bf16_tflops"], measured["memory_tb_per_s"]
         arguments.link_gb_per_s = measured["link_gb_per_s"] or arguments.link_gb_per_s
-    ceilings = Ceilings(arguments.tflops * 1e12, arguments.tb_per_s * 1e12, arguments.link_gb_per_s * 1e9)
+    ceilings = Ceilings(
+        arguments.tflops * 1e12, arguments.tb_per_s * 1e12, arguments.link_gb_per_s * 1e9
+    )
     if arguments.operations:
         total: Counter[str] = Counter()
         for name, _, moved in counted(JOBS[0], 2, True):

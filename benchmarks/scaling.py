@@ -27,7 +27,11 @@ from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-MODEL = ["training.precision=bf16", "packed_sequence.packed_sequence_size=256", "dataset.num_chats=200"]
+MODEL = [
+    "training.precision=bf16",
+    "packed_sequence.packed_sequence_size=256",
+    "dataset.num_chats=200",
+]
 MODEL += ["packed_sequence.overlong=drop"]
 CHECKPOINTED = "training.activation_checkpointing=full"
 LAYOUTS: dict[str, tuple[int, list[str]]] = {  # one micro-batch a rank unless said
@@ -73,13 +77,21 @@ def measure(overrides: list[str], folder: str) -> Measured:
     from recipes.train_ft import TrainFinetuneRecipe
 
     torch.set_num_threads(1)
-    more = [*MODEL, "training.num_threads=1", f"output_dir={folder}/run", f"cache_dir={folder}/cache", *overrides]
+    more = [
+        *MODEL,
+        "training.num_threads=1",
+        f"output_dir={folder}/run",
+        f"cache_dir={folder}/cache",
+        *overrides,
+    ]
     config = check_config(compose_config("llama_packed", ["name=scaling", *more]))
     recipe = TrainFinetuneRecipe(config)
     recipe.setup()
     recipe.open_feed()
     states: list[int] = []
-    recipe.optimizer.register_step_pre_hook(lambda optimizer, *_: states.append(_state_bytes(optimizer)))
+    recipe.optimizer.register_step_pre_hook(
+        lambda optimizer, *_: states.append(_state_bytes(optimizer))
+    )
     recipe.step(next(recipe.feed))
     ready = next(recipe.feed)
     with _traffic() as traffic:
@@ -87,7 +99,10 @@ def measure(overrides: list[str], folder: str) -> Measured:
     began, began_cpu = time.perf_counter(), time.process_time()
     for _ in range(STEPS):
         recipe.step(next(recipe.feed))
-    step_s, step_cpu_s = (time.perf_counter() - began) / STEPS, (time.process_time() - began_cpu) / STEPS
+    step_s, step_cpu_s = (
+        (time.perf_counter() - began) / STEPS,
+        (time.process_time() - began_cpu) / STEPS,
+    )
 
     shape = recipe.mesh.shape
     model = recipe.model.loss_model.lm.config
@@ -110,7 +125,8 @@ def measure(overrides: list[str], folder: str) -> Measured:
         exchange_formula=paper.exchange_bytes,
         other_bytes=traffic["other"],
         state_bytes=states[-1],
-        state_formula=2 * memory.weights + memory.optimizer,  # gradients are as large as weights by then
+        # gradients are as large as weights by then
+        state_formula=2 * memory.weights + memory.optimizer,
         resident_mib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         step_s=step_s,
         step_cpu_s=step_cpu_s,
@@ -130,9 +146,15 @@ def _traffic() -> Iterator[Counter[str]]:
     in_exchange: list[str] = []
 
     class Traffic(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             if func.namespace == "c10d":
-                groups = [a for a in args if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a._type())]
+                groups = [
+                    a
+                    for a in args
+                    if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a._type())
+                ]
                 size = ProcessGroup.unbox(groups[0]).size()
                 kind, num_bytes = _received(func._schema.name.removeprefix("c10d::"), args)
                 received[in_exchange[0] if in_exchange else kind] += num_bytes * (size - 1) / size
@@ -176,7 +198,9 @@ def _state_bytes(optimizer: Any) -> int:
     total = 0
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            moments = [value for name, value in optimizer.state[parameter].items() if name != "step"]
+            moments = [
+                value for name, value in optimizer.state[parameter].items() if name != "step"
+            ]
             total += sum(_local(tensor).nbytes for tensor in [parameter, parameter.grad, *moments])
     return total
 
@@ -196,7 +220,12 @@ class Start:
 
 
 MODEL_OF_STARTS = {  # 253 M parameters, 0.94 GiB in fp32
-    **{"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 20, "num_attention_heads": 16},
+    **{
+        "hidden_size": 1024,
+        "intermediate_size": 2816,
+        "num_hidden_layers": 20,
+        "num_attention_heads": 16,
+    },
     **{"num_key_value_heads": 8, "vocab_size": 8192},
 }
 ROUNDS = 3
@@ -219,7 +248,9 @@ def measure_start(folder: str, overrides: list[str]) -> Start:
 
     torch.set_num_threads(1)
     config = check_config(
-        compose_config("smoke", [f"output_dir={folder}/run", f"cache_dir={folder}/cache", *overrides])
+        compose_config(
+            "smoke", [f"output_dir={folder}/run", f"cache_dir={folder}/cache", *overrides]
+        )
     )
     words = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="a", eos_token="b")
@@ -238,7 +269,9 @@ def save_model(folder: str) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    LlamaForCausalLM(LlamaConfig(**MODEL_OF_STARTS)).to(torch.bfloat16).save_pretrained(folder, max_shard_size="100MB")
+    LlamaForCausalLM(LlamaConfig(**MODEL_OF_STARTS)).to(torch.bfloat16).save_pretrained(
+        folder, max_shard_size="100MB"
+    )
 
 
 def starts(of_ranks: list[int]) -> None:
@@ -252,15 +285,22 @@ def starts(of_ranks: list[int]) -> None:
             "num_attention_heads",
             "num_key_value_heads",
         }
-        scratch = [f"{'' if k in written else '+'}model.config.{k}={v}" for k, v in MODEL_OF_STARTS.items()]
-        sources = {"from scratch": scratch, "bf16": ["model=pretrained", f"model.pretrained={folder}/model"]}
+        scratch = [
+            f"{'' if k in written else '+'}model.config.{k}={v}" for k, v in MODEL_OF_STARTS.items()
+        ]
+        sources = {
+            "from scratch": scratch,
+            "bf16": ["model=pretrained", f"model.pretrained={folder}/model"],
+        }
         found: dict[tuple[str, int], list[Start]] = {}
         for _ in range(ROUNDS):
             for source, overrides in sources.items():
                 for num_processes in of_ranks:
                     start = Start(**on_ranks(num_processes, ["--starts", *overrides]))
                     found.setdefault((source, num_processes), []).append(start)
-    print("| checkpoint | ranks | CPU-s of a rank | lowest to highest | peak GiB |\n|" + " --- |" * 5)
+    print(
+        "| checkpoint | ranks | CPU-s of a rank | lowest to highest | peak GiB |\n|" + " --- |" * 5
+    )
     for (source, num_processes), of_rounds in found.items():
         seconds = sorted(start.cpu_s for start in of_rounds)
         peak = max(start.peak_gib for start in of_rounds)
@@ -281,7 +321,13 @@ def run_layout(num_processes: int, overrides: list[str]) -> Measured:
 def on_ranks(num_processes: int, arguments: list[str]) -> dict[str, Any]:
     """Rank 0's numbers."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_processes}"]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={num_processes}",
+        ]
         done = subprocess.run(
             [*command, "-m", "benchmarks.scaling", folder, *arguments],
             env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},

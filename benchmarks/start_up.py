@@ -55,7 +55,11 @@ def cpu_seconds(*command: str) -> float:
 
 def run(*command: str) -> str:
     """What it said on stdout; stops with what it said on stderr when it fails."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
@@ -63,14 +67,38 @@ def run(*command: str) -> str:
 
 
 def recipe_command(job: Job, run: str, cache: str) -> list[str]:
-    model = [f"model.config.{key}={value}" for key, value in job.model_settings().items() if key != "vocab_size"]
+    model = [
+        f"model.config.{key}={value}"
+        for key, value in job.model_settings().items()
+        if key != "vocab_size"
+    ]
     return [
-        *(sys.executable, RECIPE, "--config-name", "finetune", "name=start", "model=llama_smoke", *model),
-        *(f"output_dir={job.scratch}/{run}", f"cache_dir={job.scratch}/{cache}", f"dataset.path={job.data}"),
+        *(
+            sys.executable,
+            RECIPE,
+            "--config-name",
+            "finetune",
+            "name=start",
+            "model=llama_smoke",
+            *model,
+        ),
+        *(
+            f"output_dir={job.scratch}/{run}",
+            f"cache_dir={job.scratch}/{cache}",
+            f"dataset.path={job.data}",
+        ),
         *(f"tokenizer.path={job.folder}/tokenizer", "packed_sequence.packed_sequence_size=2048"),
-        *("training.max_steps=1", "training.num_epochs=null", "training.global_batch_size=1", "training.num_threads=1"),
+        *(
+            "training.max_steps=1",
+            "training.num_epochs=null",
+            "training.global_batch_size=1",
+            "training.num_threads=1",
+        ),
         *("checkpoint.export_hf=false", "tokenize.num_proc=1", "lr_scheduler.warmup_steps=0"),
-        *("callbacks.first_step._target_=benchmarks.start_up.FirstStep", "security.allow_targets=[benchmarks]"),
+        *(
+            "callbacks.first_step._target_=benchmarks.start_up.FirstStep",
+            "security.allow_targets=[benchmarks]",
+        ),
     ]
 
 
@@ -98,7 +126,9 @@ def data_seconds(job: Job) -> tuple[float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data", required=True)
     parser.add_argument("--peers", required=True)
     args = parser.parse_args()
@@ -109,10 +139,14 @@ def main() -> None:
         job = replace(job, scratch=f"{folder}/scratch")
         rows = {
             "--help": cpu_seconds(sys.executable, RECIPE, "--help"),
-            "--cfg job": cpu_seconds(sys.executable, RECIPE, "--config-name", "llama_packed", "--cfg", "job"),
+            "--cfg job": cpu_seconds(
+                sys.executable, RECIPE, "--config-name", "llama_packed", "--cfg", "job"
+            ),
             "imports of our recipe": cpu_seconds(sys.executable, "-c", IMPORTS),
             "the same, and a Llama": cpu_seconds(sys.executable, "-c", f"{IMPORTS}; {LLAMA}"),
-            "raw JSONL to first step, recipe": to_first_step(*recipe_command(job, "first", "cache")),
+            "raw JSONL to first step, recipe": to_first_step(
+                *recipe_command(job, "first", "cache")
+            ),
             "second start, recipe": to_first_step(*recipe_command(job, "second", "cache")),
         }
         if Path(nemo).exists():

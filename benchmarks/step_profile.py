@@ -66,7 +66,9 @@ def profiled(job: Job) -> tuple[list[Product], Counter[str], float]:
             groups["matrix products"] += seconds
         else:
             groups[_group(event.name)] += seconds
-    products = [Product(*sizes, len(s), sum(s), statistics.median(s)) for sizes, s in seconds_of.items()]
+    products = [
+        Product(*sizes, len(s), sum(s), statistics.median(s)) for sizes, s in seconds_of.items()
+    ]
     return sorted(products, key=lambda product: -product.seconds), groups, sum(groups.values())
 
 
@@ -103,25 +105,33 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         job = Job(args.work or folder, args.shape, args.precision, args.steps, 2, args.data, folder)
         products, groups, total = profiled(job)
-    print(f"{args.shape}, {args.precision}, {args.steps} steps: {total / args.steps:.2f} CPU-s a step")
+    print(
+        f"{args.shape}, {args.precision}, {args.steps} steps: {total / args.steps:.2f} CPU-s a step"
+    )
     for name, seconds in groups.most_common():
         print(f"  {name:26s} {seconds / total:6.1%}")
     square = product_flops_per_s(SQUARE, SQUARE, SQUARE, dtype)
     seconds, flops = sum(p.median_s * p.count for p in products), sum(p.flops for p in products)
     alone_s = sum(p.flops / product_flops_per_s(p.m, p.k, p.n, dtype) for p in products)
     print(f"matrix products in the step {flops / seconds / 1e9:8.1f} GFLOP/s")
-    print(f"the same, each by itself    {flops / alone_s / 1e9:8.1f} GFLOP/s: the step reaches {alone_s / seconds:.0%}")
+    print(
+        f"the same, each by itself    {flops / alone_s / 1e9:8.1f} GFLOP/s: the step reaches {alone_s / seconds:.0%}"
+    )
     print(
         f"a square one of {SQUARE}        {square / 1e9:8.1f} GFLOP/s: the step reaches {flops / seconds / square:.0%}"
     )
     print("\n| m x k x n | a step | share of the step | GFLOP/s |\n| --- | --- | --- | --- |")
     for p in products[:8]:
         rate = p.flops / p.count / p.median_s / 1e9
-        print(f"| {p.m} x {p.k} x {p.n} | {p.count / args.steps:.0f} | {p.seconds / total:.1%} | {rate:,.0f} |")
+        print(
+            f"| {p.m} x {p.k} x {p.n} | {p.count / args.steps:.0f} | {p.seconds / total:.1%} | {rate:,.0f} |"
+        )
 
 
 def parser() -> argparse.ArgumentParser:
-    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     found.add_argument("--data", required=True, help="JSON lines with question and answer")
     found.add_argument("--shape", default="small", choices=list(SHAPES))
     found.add_argument("--precision", default="fp32", choices=["fp32", "bf16"])

@@ -100,7 +100,8 @@ class Finding:
     family: str
     native: str = ""
     refused: str = ""
-    steps: dict[str, str] = field(default_factory=dict)  # name -> "exact, 3e-07" | "refused: ..." | "WRONG ..." | ...
+    # name -> "exact, 3e-07" | "refused: ..." | "WRONG ..." | ...
+    steps: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
     is_mixture: bool = False
     near_ties: int = 0  # seeds before the reported one whose mixture differed by less than NEAR_TIE
@@ -126,10 +127,14 @@ def main() -> int:
     parser.add_argument("--families", nargs="*", default=[*decoder_families(), *COMPOSITES])
     parser.add_argument("--write", type=Path, help="a Markdown file to write")
     parser.add_argument(
-        "--json", type=Path, help="findings, one JSON object per line; those of this transformers are kept"
+        "--json",
+        type=Path,
+        help="findings, one JSON object per line; those of this transformers are kept",
     )
     parser.add_argument("--jobs", type=int, default=2, help="families at a time")
-    parser.add_argument("--step", default="", help="run this step alone, where the findings have none of the name")
+    parser.add_argument(
+        "--step", default="", help="run this step alone, where the findings have none of the name"
+    )
     arguments = parser.parse_args()
     quiet()
     known = kept(arguments.json)
@@ -144,16 +149,22 @@ def main() -> int:
     wanted = [
         family
         for family in arguments.families
-        if family not in known or (step and known[family].verdict != "refused" and step not in known[family].steps)
+        if family not in known
+        or (step and known[family].verdict != "refused" and step not in known[family].steps)
     ]
     for finding in survey(wanted, arguments.jobs, step, tell):
-        known[finding.family] = finding if finding.family not in known else joined(known[finding.family], finding)
+        known[finding.family] = (
+            finding if finding.family not in known else joined(known[finding.family], finding)
+        )
     findings = [known[family] for family in arguments.families]
     if arguments.write:
         from benchmarks.models_page import markdown
 
         arguments.write.write_text(markdown(findings))
-    counts = {verdict: sum(f.verdict == verdict for f in findings) for verdict in sorted({f.verdict for f in findings})}
+    counts = {
+        verdict: sum(f.verdict == verdict for f in findings)
+        for verdict in sorted({f.verdict for f in findings})
+    }
     print(", ".join(f"{number} {verdict}" for verdict, number in counts.items()))
     return int(any(finding.verdict in ("WRONG", "BROKEN") for finding in findings))
 
@@ -181,10 +192,14 @@ def quiet() -> None:
 
 def show(finding: Finding) -> None:
     detail = finding.refused or ", ".join(f"{name}: {word}" for name, word in finding.steps.items())
-    print(f"{finding.family:22s} {finding.verdict:9s} {finding.seconds:4.0f} s  {detail}", flush=True)
+    print(
+        f"{finding.family:22s} {finding.verdict:9s} {finding.seconds:4.0f} s  {detail}", flush=True
+    )
 
 
-def survey(families: list[str], jobs: int, step: str, tell: Callable[[Finding], None]) -> list[Finding]:
+def survey(
+    families: list[str], jobs: int, step: str, tell: Callable[[Finding], None]
+) -> list[Finding]:
     """Each family in processes of its own, forked from this one: a crash, or a model too large, is that family's."""
 
     def one(family: str) -> Finding:
@@ -214,26 +229,43 @@ def is_near_tie(finding: Finding) -> bool:
     wrong = [word for word in finding.steps.values() if word.startswith("WRONG")]
     sizes = [re.match(r"WRONG by ([0-9.e+-]+)", word) for word in wrong]
     may_tie = finding.is_mixture or "in fp64" in finding.steps.get("packed", "")
-    return may_tie and bool(wrong) and all(size and float(size[1].rstrip(",")) < NEAR_TIE for size in sizes)
+    return (
+        may_tie
+        and bool(wrong)
+        and all(size and float(size[1].rstrip(",")) < NEAR_TIE for size in sizes)
+    )
 
 
 def of_seed(family: str, seed: int, only: str) -> Finding:
     with tempfile.TemporaryDirectory(prefix=f"survey_{family}_") as name:
         folder = Path(name)
-        finding = read(family, forked(lambda: alone(family, folder, seed, only), folder / "finding.json"), folder)
+        finding = read(
+            family,
+            forked(lambda: alone(family, folder, seed, only), folder / "finding.json"),
+            folder,
+        )
         if not finding.refused and "step" in finding.steps:
             each = range(NUM_RANKS)
             with socket.create_server(("127.0.0.1", 0)) as server:
                 port = server.getsockname()[1]
-            ranks = [forked(lambda rank=rank: of_rank(rank, folder, port), folder / f"rank{rank}") for rank in each]
+            ranks = [
+                forked(lambda rank=rank: of_rank(rank, folder, port), folder / f"rank{rank}")
+                for rank in each
+            ]
             words = [wait(pid, folder / f"rank{rank}") for rank, pid in zip(each, ranks)]
-            finding.steps["cp 4"] = against_truth(words[0], folder) if words[0].startswith("{") else words[0]
+            finding.steps["cp 4"] = (
+                against_truth(words[0], folder) if words[0].startswith("{") else words[0]
+            )
     return finding
 
 
 def read(family: str, pid: int, folder: Path) -> Finding:
     text = wait(pid, folder / "finding.json")
-    return Finding(**json.loads(text)) if text.startswith("{") else Finding(family, steps={"start": text})
+    return (
+        Finding(**json.loads(text))
+        if text.startswith("{")
+        else Finding(family, steps={"start": text})
+    )
 
 
 def forked(work: Callable[[], str], result: Path) -> int:
@@ -253,7 +285,11 @@ def forked(work: Callable[[], str], result: Path) -> int:
 
 def wait(pid: int, result: Path) -> str:
     status = os.waitpid(pid, 0)[1]
-    return result.read_text() if result.is_file() else f"BROKEN: its process ended with {status} and no word"
+    return (
+        result.read_text()
+        if result.is_file()
+        else f"BROKEN: its process ended with {status} and no word"
+    )
 
 
 # ------------------------------------------------------------------------------------------------------- one process
@@ -315,7 +351,9 @@ def save(model: PreTrainedModel, folder: Path) -> None:
         f"w{index}": index for index in range(3, VOCAB - 8)
     }  # Qwen's adds some
     words = Tokenizer(models.WordLevel(vocabulary, unk_token="w3"))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+    )
     tokenizer.save_pretrained(folder)
     rows = "".join(json.dumps(row) + "\n" for row in documents())
     (folder.parent / "documents.jsonl").write_text(rows)
@@ -332,7 +370,9 @@ def load(folder: Path, attention: str = "eager") -> PreTrainedModel:
 
 def documents() -> list[dict[str, list[int]]]:
     generator = torch.Generator().manual_seed(0)
-    rows = [torch.randint(3, VOCAB - 8, (length,), generator=generator).tolist() for length in LENGTHS]
+    rows = [
+        torch.randint(3, VOCAB - 8, (length,), generator=generator).tolist() for length in LENGTHS
+    ]
     return [{"input_ids": ids, "labels": [*ids[1:], IGNORE_INDEX]} for ids in rows]
 
 
@@ -347,8 +387,12 @@ Result = tuple[Tensor, dict[str, Tensor], float]
 def separate(model: PreTrainedModel, rows: list[dict[str, list[int]]] | None = None) -> Result:
     """One forward per document, gradients summed."""
     rows = rows or documents()
-    logits = [model(input_ids=torch.tensor([row["input_ids"]]), use_cache=False).logits[0] for row in rows]
-    return backward(model, torch.cat(logits), torch.tensor([label for row in rows for label in row["labels"]]))
+    logits = [
+        model(input_ids=torch.tensor([row["input_ids"]]), use_cache=False).logits[0] for row in rows
+    ]
+    return backward(
+        model, torch.cat(logits), torch.tensor([label for row in rows for label in row["labels"]])
+    )
 
 
 def packed(model: PreTrainedModel) -> Result:
@@ -358,7 +402,10 @@ def packed(model: PreTrainedModel) -> Result:
 def rows_of_trees() -> list[dict[str, list[int]]]:
     """Sorted rows of a tree of depth 3, longer than what families measure in tokens, and one that shares nothing."""
     generator = torch.Generator().manual_seed(1)
-    trunk, *ends = (torch.randint(3, VOCAB - 8, (n,), generator=generator).tolist() for n in (17, 9, 1, 6, 4, 12))
+    trunk, *ends = (
+        torch.randint(3, VOCAB - 8, (n,), generator=generator).tolist()
+        for n in (17, 9, 1, 6, 4, 12)
+    )
     middle = [*trunk, *ends[0]]
     rows = [[*trunk, *ends[2]], [*middle, *ends[1]], [*middle, *ends[3]], middle, [*ends[4], 3]]
     return [{"input_ids": ids, "labels": [*ids[1:], IGNORE_INDEX]} for ids in sorted(rows)]
@@ -366,16 +413,22 @@ def rows_of_trees() -> list[dict[str, list[int]]]:
 
 def as_trees(model: PreTrainedModel) -> Result:
     """The logits of each row are those along its path."""
-    arrays = [{name: np.array(ids, np.int32) for name, ids in row.items()} for row in rows_of_trees()]
+    arrays = [
+        {name: np.array(ids, np.int32) for name, ids in row.items()} for row in rows_of_trees()
+    ]
     flat = flatten(grow_trees(arrays, least_shared=8))
-    packs = lay_out_packs(flat, flat.offsets[:-1], flat.lengths, np.array([len(flat)]), flat.num_tokens)
+    packs = lay_out_packs(
+        flat, flat.offsets[:-1], flat.lengths, np.array([len(flat)]), flat.num_tokens
+    )
     stream = to_thd(packed_sequence_thd_collater(packs))
     nodes = find_nodes(stream.cu_seqlens_padded, stream.position_ids)
     assert nodes is not None
     rows = nodes.paths.split(nodes.path_lens.tolist())
     order = sorted(range(len(rows)), key=lambda i: stream.input_ids[rows[i]].tolist())
     logits = model(**stream.model_inputs()).logits[0][torch.cat([rows[i] for i in order])]
-    return backward(model, logits, torch.tensor([label for row in rows_of_trees() for label in row["labels"]]))
+    return backward(
+        model, logits, torch.tensor([label for row in rows_of_trees() for label in row["labels"]])
+    )
 
 
 def backward(model: PreTrainedModel, logits: Tensor, labels: Tensor) -> Result:
@@ -391,7 +444,9 @@ def largest_difference(got: Result, want: Result) -> float:
     if missing := want[1].keys() ^ got[1].keys():
         raise RuntimeError(f"gradients of {sorted(missing)[:3]} are there on one side only")
     largest_grad = max(grad.abs().max() for grad in want[1].values())
-    of_grads = max(((got[1][name] - grad).abs().max() / largest_grad for name, grad in want[1].items()))
+    of_grads = max(
+        ((got[1][name] - grad).abs().max() / largest_grad for name, grad in want[1].items())
+    )
     return float(max((got[0] - want[0]).abs().max() / want[0].abs().max(), of_grads))
 
 
@@ -403,7 +458,10 @@ def step_of(result: Result) -> dict[str, float]:
 
 
 def compare_packed(
-    model: PreTrainedModel, folder: Path, rows: list[dict[str, list[int]]], stream: Callable[[PreTrainedModel], Result]
+    model: PreTrainedModel,
+    folder: Path,
+    rows: list[dict[str, list[int]]],
+    stream: Callable[[PreTrainedModel], Result],
 ) -> str:
     """In fp32; where rounding alone could be the reason (Gemma 4 does not scale its queries), in fp64 as well."""
     difference = largest_difference(stream(model), separate(load(folder), rows))
@@ -414,7 +472,11 @@ def compare_packed(
     with InDouble():
         double = largest_difference(stream(model), separate(own, rows))
     model.float()
-    return f"exact, {double:.0e} in fp64" if double < EXACT else f"WRONG by {difference:.0e}, {double:.0e} in fp64"
+    return (
+        f"exact, {double:.0e} in fp64"
+        if double < EXACT
+        else f"WRONG by {difference:.0e}, {double:.0e} in fp64"
+    )
 
 
 class InDouble(TorchFunctionMode):
@@ -424,7 +486,8 @@ class InDouble(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         is_double = bool(args) and isinstance(args[0], Tensor) and args[0].dtype == torch.float64
         if is_double and (
-            func is Tensor.float or (func is Tensor.to and torch.float32 in (*args[1:], *kwargs.values()))
+            func is Tensor.float
+            or (func is Tensor.to and torch.float32 in (*args[1:], *kwargs.values()))
         ):
             return args[0]
         if is_double and kwargs.get("dtype") == torch.float32:
@@ -438,9 +501,14 @@ def native_packing(folder: Path, truth: Result) -> str:
     for implementation in ("sdpa", "eager"):
         try:
             model, stream = load(folder, implementation), batch()
-            inputs = {"input_ids": stream.input_ids[None], "position_ids": stream.position_ids[None]}
+            inputs = {
+                "input_ids": stream.input_ids[None],
+                "position_ids": stream.position_ids[None],
+            }
             got = backward(model, model(**inputs, use_cache=False).logits[0], stream.labels)
-            words.append(f"{implementation} {relative(largest_difference(got, truth)).replace('WRONG by', 'off by')}")
+            words.append(
+                f"{implementation} {relative(largest_difference(got, truth)).replace('WRONG by', 'off by')}"
+            )
         except Exception:
             words.append(f"{implementation} fails")
     return ", ".join(words)
@@ -482,7 +550,12 @@ def run(folder: Path, name: str, *overrides: str) -> str:
 def of_rank(rank: int, folder: Path, port: int) -> str:
     """The recipe with mesh.cp=4, the model sharded over all ranks -> the first step's row, or what went wrong."""
     world = str(NUM_RANKS)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": world,
+        "LOCAL_WORLD_SIZE": world,
+    }
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     try:
         return run(folder, "four", f"mesh.cp={NUM_RANKS}")
@@ -527,7 +600,11 @@ def adapter_answers(folder: Path) -> str:
     names = [name for name, _ in model.named_parameters() if "lora_" in name]
     if not names:
         return "WRONG: nothing is adapted"
-    routers = [name for name in names if name.split(".lora_")[0].rsplit(".", 1)[-1] in ("gate", "router", "classifier")]
+    routers = [
+        name
+        for name in names
+        if name.split(".lora_")[0].rsplit(".", 1)[-1] in ("gate", "router", "classifier")
+    ]
     return f"WRONG: {routers[:2]}" if routers else "exact"
 
 
@@ -541,11 +618,18 @@ def from_fp8(folder: Path) -> str:
         generator, num_blocks = torch.Generator().manual_seed(0), 0
         path = folder / name / "model.safetensors"
         weights = load_file(path)
-        for key in [key for key in weights if key.endswith("_proj.weight") and weights[key].ndim == 2]:
+        for key in [
+            key for key in weights if key.endswith("_proj.weight") and weights[key].ndim == 2
+        ]:
             rows, columns = weights[key].shape
-            scale = torch.rand(-(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK), generator=generator) + 0.5
+            scale = (
+                torch.rand(-(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK), generator=generator)
+                + 0.5
+            )
             stored, num_blocks = weights[key].to(torch.float8_e4m3fn), num_blocks + scale.numel()
-            of_each = scale.repeat_interleave(FP8_BLOCK, 0)[:rows].repeat_interleave(FP8_BLOCK, 1)[:, :columns]
+            of_each = scale.repeat_interleave(FP8_BLOCK, 0)[:rows].repeat_interleave(FP8_BLOCK, 1)[
+                :, :columns
+            ]
             weights[key] = stored if name == "blocks" else stored.float() * of_each
             if name == "blocks":
                 weights[f"{key}_scale_inv"] = scale
@@ -556,7 +640,9 @@ def from_fp8(folder: Path) -> str:
             settings["quantization_config"] = {"quant_method": "fp8", "weight_block_size": block}
             (folder / name / "config.json").write_text(json.dumps(settings))
         source = CausalLM(str(folder / name))
-        loaded.append(source.build(transformers.AutoTokenizer.from_pretrained(folder / name)).state_dict())
+        loaded.append(
+            source.build(transformers.AutoTokenizer.from_pretrained(folder / name)).state_dict()
+        )
     if not num_blocks:
         return "exact, none"
     wrong = [key for key, value in loaded[1].items() if not torch.equal(loaded[0][key], value)]

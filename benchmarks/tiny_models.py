@@ -15,7 +15,10 @@ from typing import Any
 import torch
 import transformers
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+)
 
 from automodel_lite.models.source import model_class
 
@@ -163,10 +166,15 @@ SMALL: dict[str, Any] = {
 
 WINDOWED = {"use_sliding_window": True, "sliding_window": WINDOW}
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
-LONG_ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": ORIGINAL}
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "original_max_position_embeddings": ORIGINAL,
+}
 LONG_ROPE |= {"short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 4.0, 8.0]}
 DYNAMIC_ROPE = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
-SHARING = ["sliding_attention", "full_attention"] * 2  # the second two take keys and values of the first two
+# the second two take keys and values of the first two
+SHARING = ["sliding_attention", "full_attention"] * 2
 LINEAR_THEN_FULL = {"layer_types": ["linear_attention", "full_attention"]}
 SLIDING_THEN_FULL = {"layer_types": ["sliding_attention", "full_attention"]}
 CONV_THEN_FULL = {"layer_types": ["conv", "full_attention"]}
@@ -177,11 +185,19 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "bailing_hybrid": {"mlp_layer_types": ["dense", "sparse"]},
     "cohere_compass_text": {
         **SLIDING_THEN_FULL,
-        "rope_parameters": {"sliding_attention": {**ROPE, "mrope_section": [2, 1, 1]}, "full_attention": None},
+        "rope_parameters": {
+            "sliding_attention": {**ROPE, "mrope_section": [2, 1, 1]},
+            "full_attention": None,
+        },
     },
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
-        "ffn_config": {"ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 32},
+        "ffn_config": {
+            "ffn_hidden_size": 16,
+            "moe_num_experts": 4,
+            "moe_top_k": 2,
+            "hidden_size": 32,
+        },
     },
     "dots1": SLIDING_THEN_FULL,
     "dots3_note_text": {"num_key_value_heads": 4},
@@ -203,7 +219,10 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"]},
     "mixtral": {"sliding_window": WINDOW},
     "phi3": {"sliding_window": WINDOW, "rope_parameters": LONG_ROPE},
-    "phimoe": {"sliding_window": WINDOW, "rope_parameters": LONG_ROPE | {"short_mscale": 1.1, "long_mscale": 1.3}},
+    "phimoe": {
+        "sliding_window": WINDOW,
+        "rope_parameters": LONG_ROPE | {"short_mscale": 1.1, "long_mscale": 1.3},
+    },
     "qwen2": WINDOWED,
     "qwen2_moe": WINDOWED,
     "qwen3": WINDOWED,
@@ -229,7 +248,9 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "rope_parameters": {**ROPE, "mrope_section": [1, 1, 2]},
     },
     "glm4v_text": {"rope_parameters": {**ROPE, "mrope_section": [2, 1, 1]}},
-    "glm4v_moe_text": {"rope_parameters": {**ROPE, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 0]}},
+    "glm4v_moe_text": {
+        "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 0]}
+    },
     "step3p5": {"sliding_window": WINDOW},
     "youtu": {"pad_token_id": None},  # transformers zeroes its row when it loads the checkpoint
     "zamba": ZAMBA,
@@ -293,10 +314,24 @@ TOWERS: dict[str, Any] = {
 TOWERS_OF: dict[str, dict[str, Any]] = {
     "gemma3n_vision": {"architecture": "test_resnet"},  # of timm's tiny ones; text does not meet it
     "gemma4_vision": {"position_embedding_size": 16, "pooling_kernel_size": 1},
-    "muse_spark_audio": {"num_hidden_layers": 1, "patch_sizes": [4], "hidden_sizes": [32], "depths": [1]},
+    "muse_spark_audio": {
+        "num_hidden_layers": 1,
+        "patch_sizes": [4],
+        "hidden_sizes": [32],
+        "depths": [1],
+    },
     "radio": {"video_temporal_patch_size": 2},
 }
-NO_DECODERS = {"git", "trocr", "moshi", "musicgen", "musicgen_melody", "bert-generation", "xlnet", "blt"}
+NO_DECODERS = {
+    "git",
+    "trocr",
+    "moshi",
+    "musicgen",
+    "musicgen_melody",
+    "bert-generation",
+    "xlnet",
+    "blt",
+}
 
 
 def tiny_config(family: str) -> PretrainedConfig:
@@ -314,16 +349,23 @@ def tiny_config(family: str) -> PretrainedConfig:
             continue
         is_text = key == "text_config"
         own = SPECIAL.get(part.model_type, {}) if is_text else TOWERS_OF.get(part.model_type, {})
-        sizes = _small(type(part), {**own, **special.get(key, {})}, SMALL if is_text else SMALL | TOWERS)
+        sizes = _small(
+            type(part), {**own, **special.get(key, {})}, SMALL if is_text else SMALL | TOWERS
+        )
         parts[key] = {"model_type": part.model_type, **sizes}
     return kind(**parts, **{key: value for key, value in special.items() if key not in parts})
 
 
-def _small(kind: type[PretrainedConfig], special: dict[str, Any], sizes: dict[str, Any] = SMALL) -> dict[str, Any]:
+def _small(
+    kind: type[PretrainedConfig], special: dict[str, Any], sizes: dict[str, Any] = SMALL
+) -> dict[str, Any]:
     known = kind().to_dict()
-    settings = {key: value for key, value in sizes.items() if key in known or _is_settable(kind, key)}
+    settings = {
+        key: value for key, value in sizes.items() if key in known or _is_settable(kind, key)
+    }
     if "kv_lora_rank" in known:
-        settings["num_key_value_heads"] = SMALL["num_attention_heads"]  # latent attention has as many keys as queries
+        # latent attention has as many keys as queries
+        settings["num_key_value_heads"] = SMALL["num_attention_heads"]
     if known.get("sliding_window", 0) is None:
         del settings["sliding_window"]
     rope = known.get("rope_parameters") or {}
@@ -349,7 +391,9 @@ def tiny_model(family: str, seed: int = 0) -> PreTrainedModel:
 def random_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
     """Builds a model with random weights, the same on every call, large enough that every layer matters."""
     torch.manual_seed(seed)
-    model: PreTrainedModel = model_class(config).from_config(config, attn_implementation="eager").eval()
+    model: PreTrainedModel = (
+        model_class(config).from_config(config, attn_implementation="eager").eval()
+    )
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.ndim > 1:

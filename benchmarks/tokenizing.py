@@ -26,7 +26,9 @@ from automodel_lite.data.tokens.tokenizer import train_bpe_tokenizer
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("path")
     parser.add_argument("--vocab-size", type=int, default=4096)
     parser.add_argument("--repeats", type=int, default=5)
@@ -37,7 +39,11 @@ def main() -> None:
         tokenizer = train_bpe_tokenizer(documents, args.vocab_size, cache_dir=cache_dir)
         renderer = Renderer(tokenizer, "assistant", {})
         rows = documents.train
-        texts = [rendering.text for index in range(len(rows)) for rendering in renderer.renderings(rows[index])]
+        texts = [
+            rendering.text
+            for index in range(len(rows))
+            for rendering in renderer.renderings(rows[index])
+        ]
         alone, ours = [], []
         for repeat in range(args.repeats):
             ids, used = timed(lambda: tokenizer(texts, add_special_tokens=False)["input_ids"])
@@ -48,7 +54,9 @@ def main() -> None:
         num_tokens = sum(map(len, ids))
         assert num_tokens == data.train.num_tokens
     cores = len(os.sched_getaffinity(0))
-    print(f"{len(texts):,} documents, {num_tokens:,} tokens, {cores} cores, {args.repeats} repeats each")
+    print(
+        f"{len(texts):,} documents, {num_tokens:,} tokens, {cores} cores, {args.repeats} repeats each"
+    )
     print("                      wall s: tokens/s  (spread)            CPU s: tokens/s")
     for name, runs in (("tokenizer alone", alone), ("ours", ours)):
         wall, cpu = (sorted(run[kind] for run in runs) for kind in (0, 1))
@@ -58,7 +66,8 @@ def main() -> None:
             f"   {cpu_middle:9.2f}: {num_tokens / cpu_middle:>9,.0f}"
         )
     ratios = [
-        statistics.median(run[kind] for run in alone) / statistics.median(run[kind] for run in ours) for kind in (0, 1)
+        statistics.median(run[kind] for run in alone) / statistics.median(run[kind] for run in ours)
+        for kind in (0, 1)
     ]
     print(f"ratio              {ratios[0]:9.2f} {' ':32} {ratios[1]:9.2f}")
 

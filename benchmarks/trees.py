@@ -84,7 +84,9 @@ def cases(rng: np.random.Generator) -> dict[str, list[Row]]:
 
 def batch_of(rows: list[Row]) -> ThdBatch:
     flat = flatten(rows)
-    packs = lay_out_packs(flat, flat.offsets[:-1], flat.lengths, np.array([len(rows)]), flat.num_tokens)
+    packs = lay_out_packs(
+        flat, flat.offsets[:-1], flat.lengths, np.array([len(rows)]), flat.num_tokens
+    )
     return to_thd(packed_sequence_thd_collater(packs))
 
 
@@ -106,16 +108,21 @@ def step(model: torch.nn.Module, batch: ThdBatch) -> tuple[float, float]:
     model.zero_grad()
     start = time.process_time()
     hidden = model.model(**batch.model_inputs()).last_hidden_state[0]
-    logits = model.lm_head(hidden[batch.label_rows])  # only labeled rows meet the head, as in training
+    # only labeled rows meet the head, as in training
+    logits = model.lm_head(hidden[batch.label_rows])
     weights = batch.columns.get("loss_weights", torch.ones(len(batch.labels)))[batch.label_rows]
-    loss = (F.cross_entropy(logits, batch.labels[batch.label_rows], reduction="none") * weights).sum()
+    loss = (
+        F.cross_entropy(logits, batch.labels[batch.label_rows], reduction="none") * weights
+    ).sum()
     loss.backward()
     return time.process_time() - start, loss.item()
 
 
 def flops(model: torch.nn.Module, batch: ThdBatch) -> float:
     costs, head = cost_model(model.config), 6.0 * model_size(model.config).head_weights
-    of_layers = (costs.per_token - head) * batch.num_tokens + costs.per_pair * visible_pairs(batch, costs)
+    of_layers = (costs.per_token - head) * batch.num_tokens + costs.per_pair * visible_pairs(
+        batch, costs
+    )
     return of_layers + head * len(batch.label_rows)
 
 
@@ -171,12 +178,16 @@ def memory() -> None:
             f"training.activation_checkpointing={how}",
         ]
         settings = [*overrides, "dataset.path=any", "name=memory", "training.micro_batch_size=1"]
-        parts = build_parts(replace(check_config(compose_config("llama3_1_8b", settings)), attention={}))
+        parts = build_parts(
+            replace(check_config(compose_config("llama3_1_8b", settings)), attention={})
+        )
         config = parts.model.described({"vocab_size": 8192})
         plain = None
         for case in (None, *trees):
             batch = full_of(trees[case]) if case else None
-            found = simulate_by_layers(parts, config, mesh_shape(parts.mesh, 8), layer_pattern(config), batch)
+            found = simulate_by_layers(
+                parts, config, mesh_shape(parts.mesh, 8), layer_pattern(config), batch
+            )
             plain = plain or found
             paths = MEMORY_TOKENS if batch is None else int(batch.attention.segments.cu_k[-1])
             print(
@@ -193,7 +204,9 @@ def full_of(rows: list[Row]) -> ThdBatch:
     flat = flatten(parts)
     lengths = np.diff(np.minimum(flat.offsets, MEMORY_TOKENS))
     lengths = lengths[lengths > 0]
-    packs = lay_out_packs(flat, flat.offsets[: len(lengths)], lengths, np.array([len(lengths)]), MEMORY_TOKENS)
+    packs = lay_out_packs(
+        flat, flat.offsets[: len(lengths)], lengths, np.array([len(lengths)]), MEMORY_TOKENS
+    )
     batch = to_thd(packed_sequence_thd_collater(packs))
     labels = batch.input_ids.fill_(0)  # all of them, as in the simulation of plain packs
     return replace(batch, labels=labels, label_rows=torch.arange(MEMORY_TOKENS), columns={})
@@ -226,7 +239,9 @@ def max_depth(batch: ThdBatch) -> int:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", nargs="+", default=["qwen3", "qwen3_5"])
     parser.add_argument("--cases", nargs="+", default=["chat", "agent", "pair"])
     parser.add_argument("--layers", type=int, default=4)

@@ -1,4 +1,6 @@
-"""Draws docs/packing.svg: the same five documents padded, packed, and packed with the mask missing."""
+"""Draws docs/packing.svg: the same five documents padded, packed, and packed with the
+mask missing.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +17,25 @@ PADDING, LEAK = "#c9ced6", "#d92d20"
 def row(cells: list[str], x: int, y: int) -> list[str]:
     """One row of tokens as squares."""
     return [
-        f'<rect x="{x + i * CELL}" y="{y}" width="{CELL - 2}" height="{CELL - 2}" rx="2" fill="{color}"/>'
+        f'<rect x="{x + i * CELL}" y="{y}" width="{CELL - 2}" height="{CELL - 2}" '
+        f'rx="2" fill="{color}"/>'
         for i, color in enumerate(cells)
     ]
 
 
 def mask(documents: list[int], x: int, y: int, size: int, leaks: bool) -> list[str]:
-    """Who sees whom in a pack: lower triangles, and with a missing mask all that lies between them."""
+    """Who sees whom in a pack: lower triangles, and with a missing mask all that lies
+    between them.
+    """
     step = MASK / size
-    parts = [f'<rect x="{x}" y="{y}" width="{MASK}" height="{MASK}" rx="3" fill="none" stroke="{PADDING}"/>']
+    parts = [
+        f'<rect x="{x}" y="{y}" width="{MASK}" height="{MASK}" '
+        f'rx="3" fill="none" stroke="{PADDING}"/>'
+    ]
     if leaks:
-        parts.append(f'<path d="M{x} {y}V{y + MASK}H{x + MASK}Z" fill="{LEAK}" fill-opacity=".32"/>')
+        parts.append(
+            f'<path d="M{x} {y}V{y + MASK}H{x + MASK}Z" fill="{LEAK}" fill-opacity=".32"/>'
+        )
     start = 0.0
     for document in documents:
         length = LENGTHS[document] * step
@@ -53,7 +63,12 @@ def drawing() -> str:
     for number, cells in enumerate(padded):
         parts += row(cells, LEFTS[0], TOP + number * (CELL + 4))
     for left, title, notes, legend in (
-        (LEFTS[1], "packed", ("20 positions,", "every document by itself"), ("each sees", "its own", "past")),
+        (
+            LEFTS[1],
+            "packed",
+            ("20 positions,", "every document by itself"),
+            ("each sees", "its own", "past"),
+        ),
         (
             LEFTS[2],
             "packed, mask missing",
@@ -66,11 +81,14 @@ def drawing() -> str:
             parts += row(cells, left, TOP + number * (CELL + 4))
         below = TOP + 2 * (CELL + 4) + 8
         parts += mask(packs[0], left, below, PACK, leaks=left == LEFTS[2])
-        parts += [text(line, left + MASK + 10, below + 40 + 17 * i) for i, line in enumerate(legend)]
+        parts += [
+            text(line, left + MASK + 10, below + 40 + 17 * i) for i, line in enumerate(legend)
+        ]
     width, height = LEFTS[2] + PACK * CELL + 44, TOP + 2 * (CELL + 4) + MASK + 24
     style = "text{font:14px system-ui,sans-serif;fill:#767e8a}.h{font-size:16px;font-weight:700}"
     head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width * 5 // 4}" viewBox="0 0 {width} {height}" role="img">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width * 5 // 4}" '
+        f'viewBox="0 0 {width} {height}" role="img">'
     )
     title = "<title>Five documents: padded, packed, and packed with the mask missing</title>"
     return f"{head}{title}<style>{style}</style>{''.join(parts)}</svg>\n"

@@ -11,12 +11,16 @@ _LINK = re.compile(r"(\]\()((?:\.\./)+[^)#\s]+)")
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Returns the page with absolute links; raises FileNotFoundError for one whose file is not there."""
+    """Returns the page with absolute links; raises FileNotFoundError for one whose file is not
+    there.
+    """
     return with_repository_links(markdown, PurePosixPath(page.file.src_uri).parent)
 
 
 def with_repository_links(markdown: str, folder: PurePosixPath) -> str:
-    """Returns the text of a page that lies in `folder` of docs/ with absolute links to what lies outside docs/."""
+    """Returns the text of a page that lies in `folder` of docs/ with absolute links to what lies
+    outside docs/.
+    """
 
     def absolute(found: re.Match[str]) -> str:
         target = (DOCS / folder / found[2]).resolve()
@@ -31,6 +35,8 @@ def with_repository_links(markdown: str, folder: PurePosixPath) -> str:
 
 def repository() -> str:
     """Returns the address of the repository, from pyproject.toml."""
-    found = re.search(r'^Repository = "(.*)"$', (DOCS.parent / "pyproject.toml").read_text(), re.MULTILINE)
+    found = re.search(
+        r'^Repository = "(.*)"$', (DOCS.parent / "pyproject.toml").read_text(), re.MULTILINE
+    )
     assert found
     return found[1]

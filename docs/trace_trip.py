@@ -3,11 +3,12 @@
     python docs/trace_trip.py           one line a stage
     python docs/trace_trip.py --all     and every function, by file
 
-Traced are four stages of the smoke preset on one process: `prepare_data` (reading, tokenizing, the plan of packs), the
-plan of an epoch, the feed of batches, and the forward and backward passes of a step. Functions and methods of
-`automodel_lite/` and of the recipe count once each; comprehensions, lambdas and what dataclasses generate do not. Nor
-does what `send_counts` and `receive_counts` enter: messages between the ranks about how many tokens a step has, and
-whether to stop. A line does not pass there. Of what it enters, SERVING names the files that never hold it.
+Traced are four stages of the smoke preset on one process: `prepare_data` (reading, tokenizing, the
+plan of packs), the plan of an epoch, the feed of batches, and the forward and backward passes of a
+step. Functions and methods of `automodel_lite/` and of the recipe count once each; comprehensions,
+lambdas and what dataclasses generate do not. Nor does what `send_counts` and `receive_counts`
+enter: messages between the ranks about how many tokens a step has, and whether to stop. A line does
+not pass there. Of what it enters, SERVING names the files that never hold it.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ SERVING = {
     "data/packing/plan": "sees lengths alone",
     "data/packing/histogram": "sees lengths alone",
 }
-"""Files that a line enters and that never hold it (its text, its tokens, its pack, its hidden states), and what for."""
+"""Files that a line enters and that never hold it (its text, its tokens, its pack, its hidden
+states), and what for.
+"""
 
 Entered = dict[str, set[tuple[str, str]]]  # (file, function) by stage
 
@@ -62,9 +65,13 @@ class Tracer:
     def __call__(self, frame: FrameType, event: str, _: object) -> None:
         code = frame.f_code
         path = Path(code.co_filename)
-        is_ours = path.is_relative_to(ROOT / "automodel_lite") or path.is_relative_to(ROOT / "recipes")
+        is_ours = path.is_relative_to(ROOT / "automodel_lite") or path.is_relative_to(
+            ROOT / "recipes"
+        )
         if self.now and event == "call" and is_ours and not code.co_name.startswith("<"):
-            self.entered[self.now].add((str(path.relative_to(ROOT)), f"{code.co_name}:{code.co_firstlineno}"))
+            self.entered[self.now].add(
+                (str(path.relative_to(ROOT)), f"{code.co_name}:{code.co_firstlineno}")
+            )
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -95,17 +102,32 @@ def trace(folder: Path) -> Entered:
         {"role": "user", "content": "What is {n}?"},
         {"role": "assistant", "content": "It is {n}, and it stays {n}."},
     )
-    rows = [{"messages": [{**t, "content": t["content"].format(n=n)} for t in turns]} for n in range(120)]
+    rows = [
+        {"messages": [{**t, "content": t["content"].format(n=n)} for t in turns]}
+        for n in range(120)
+    ]
     chats.write_text("\n".join(map(json.dumps, rows)))
-    overrides = ["dataset=files", "~dataset.num_chats", f"dataset.path={chats}", f"cache_dir={folder / 'cache'}"]
-    overrides += [f"output_dir={folder / 'run'}", "tokenize.num_proc=1", "training.allow_few_steps=true"]
+    overrides = [
+        "dataset=files",
+        "~dataset.num_chats",
+        f"dataset.path={chats}",
+        f"cache_dir={folder / 'cache'}",
+    ]
+    overrides += [
+        f"output_dir={folder / 'run'}",
+        "tokenize.num_proc=1",
+        "training.allow_few_steps=true",
+    ]
     tracer = Tracer()
     recipe: Any = train_ft.TrainFinetuneRecipe
     train_ft.prepare_data = tracer.traced(train_ft.prepare_data, "prepare_data")
     PlannedPacks.plan = tracer.traced(PlannedPacks.plan, "plan")  # type: ignore[method-assign]
     recipe.open_feed = tracer.traced(recipe.open_feed, "feed")
     feed: Any = train_ft.DeviceFeed
-    feed.peek, feed.__next__ = tracer.traced(feed.peek, "feed"), tracer.traced(feed.__next__, "feed")
+    feed.peek, feed.__next__ = (
+        tracer.traced(feed.peek, "feed"),
+        tracer.traced(feed.__next__, "feed"),
+    )
     recipe.send_counts = tracer.traced(recipe.send_counts, "")
     guards: Any = train_ft.Guards
     guards.receive_counts = tracer.traced(guards.receive_counts, "")
@@ -116,7 +138,9 @@ def trace(folder: Path) -> Entered:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--all", action="store_true", help="every function, by file")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -128,7 +152,11 @@ def main() -> None:
     for file in files if args.all else ():
         print(f"  {file}: {', '.join(name for owner, name in every if owner == file)}")
     print(f"together: {len(files)} files, {len(every)} functions")
-    holding = [file for file in files if file.removeprefix("automodel_lite/").removesuffix(".py") not in SERVING]
+    holding = [
+        file
+        for file in files
+        if file.removeprefix("automodel_lite/").removesuffix(".py") not in SERVING
+    ]
     num_functions = sum(owner in holding for owner, _ in every)
     print(f"of these hold the line: {len(holding)} files, {num_functions} functions")
 

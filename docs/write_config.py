@@ -1,4 +1,5 @@
-"""Writes docs/config.md from the schema (automodel_lite/config/schema.py) and the groups and presets (conf/).
+"""Writes docs/config.md from the schema (automodel_lite/config/schema.py) and the groups and
+presets (conf/).
 
 python docs/write_config.py            (--check: exit with 1 when it is stale)
 """
@@ -26,14 +27,16 @@ PAGE = Path(__file__).resolve().parent / "config.md"
 INTRODUCTION = """\
 # Configuration reference
 
-Written by `python docs/write_config.py` from `automodel_lite/config/schema.py` and `conf/`: do not edit.
+Written by `python docs/write_config.py` from `automodel_lite/config/schema.py` and `conf/`: do not
+edit.
 
-A preset (`--config-name`) chooses one option of each group and sets a few values. Everything can be overridden on the
-command line without a `+`: `group=option` chooses, `group.key=value` sets. `--cfg job` prints the whole configuration.
-Presets and options of your own live in any folder named by `--config-dir`, laid out like `conf/`.
+A preset (`--config-name`) chooses one option of each group and sets a few values. Everything can be
+overridden on the command line without a `+`: `group=option` chooses, `group.key=value` sets.
+`--cfg job` prints the whole configuration. Presets and options of your own are found in any folder
+named by `--config-dir`, laid out like `conf/`.
 
-*Resumable* settings do not shape the numbers: a run may continue with other values. Other changes have to be accepted
-(`checkpoint.accept_changes=true`). Resumable as well are the groups {groups}.
+*Resumable* settings do not shape the numbers: a run may continue with other values. Other changes
+have to be accepted (`checkpoint.accept_changes=true`). Resumable as well are the groups {groups}.
 """
 
 
@@ -41,7 +44,11 @@ def page() -> str:
     """The whole of docs/config.md."""
     groups = [name for name, hint in get_type_hints(schema.Config).items() if hint == schema.Part]
     resumable = ", ".join(f"`{name}`" for name in schema.resumable_settings() if name in groups)
-    parts = [INTRODUCTION.format(groups=resumable), "## Presets\n", _table(("preset", "what it is"), _presets())]
+    parts = [
+        INTRODUCTION.format(groups=resumable),
+        "## Presets\n",
+        _table(("preset", "what it is"), _presets()),
+    ]
     parts += ["\n## Settings of the schema\n", *_sections()]
     parts.append("\n## Groups\n")
     for group, options in groups_of(Sources()).items():
@@ -68,14 +75,23 @@ def _sections() -> Iterator[str]:
 
 def _schema_table(kind: type, prefix: str, names: list[str]) -> str:
     comments, hints = comments_of(kind), get_type_hints(kind, include_extras=True)
-    by_name, resumable = {item.name: item for item in fields(kind)}, set(schema.resumable_settings())
+    by_name, resumable = (
+        {item.name: item for item in fields(kind)},
+        set(schema.resumable_settings()),
+    )
     rows = []
     for name in names:
         item = by_name[name]
         default = item.default if item.default is not MISSING else item.default_factory()  # type: ignore[misc]
         text = "must be set" if default == REQUIRED else f"`{format_value(default)}`"
         is_resumable = not resumable.isdisjoint({prefix.rstrip("."), f"{prefix}{name}"})
-        row = (f"`{prefix}{name}`", _type(hints[name]), text, "yes" if is_resumable else "", comments.get(name, ""))
+        row = (
+            f"`{prefix}{name}`",
+            _type(hints[name]),
+            text,
+            "yes" if is_resumable else "",
+            comments.get(name, ""),
+        )
         rows.append(row)
     return _table(("key", "type", "default", "resumable", "meaning"), rows)
 
@@ -89,7 +105,9 @@ def _option(group: str, option: str) -> str:
 
 
 def _left_out(body: str) -> Iterator[str]:
-    """`name: null   # configuration of a hub dataset`: options that stand in the signature alone."""
+    """`name: null   # configuration of a hub dataset`: options that stand in the
+    signature alone.
+    """
     target = re.search(r"^( *)_target_:\s*(\S+)", body, flags=re.MULTILINE)
     if target is None:
         return
@@ -108,7 +126,9 @@ def _comment_and_body(path: Path) -> tuple[str, str]:
 
 
 def rules_of(hint: Any) -> Iterator[str]:
-    """Yields the rules that stand in a type annotation: `Annotated[int, Range(1)] | None` -> `at least 1`."""
+    """Yields the rules that stand in a type annotation: `Annotated[int, Range(1)] | None` ->
+    `at least 1`.
+    """
     args = get_args(hint)
     if get_origin(hint) is Annotated:
         yield from (str(rule) for rule in args[1:] if str(rule))
@@ -127,22 +147,34 @@ def _type(hint: object) -> str:
 
 
 def _ranges(option: Path) -> str:
-    """`Ranges: warmup_steps at least 0; min_lr_frac at least 0 and at most 1.` of an option's target."""
+    """`Ranges: warmup_steps at least 0; min_lr_frac at least 0 and at most 1.` of an option's
+    target.
+    """
     found = re.search(r"^_target_:\s*(\S+)", option.read_text(), flags=re.MULTILINE)
     arguments = arguments_of(found[1]) if found else {}
-    rules = [f"`{key}` {', '.join(texts)}" for key, item in arguments.items() if (texts := list(rules_of(item.hint)))]
+    rules = [
+        f"`{key}` {', '.join(texts)}"
+        for key, item in arguments.items()
+        if (texts := list(rules_of(item.hint)))
+    ]
     return f"\nRanges: {'; '.join(rules)}.\n" if rules else ""
 
 
 def _table(head: tuple[str, ...], rows: object) -> str:
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    return "\n".join([*lines, *("| " + " | ".join(c.replace("|", "\\|") for c in row) + " |" for row in rows)])  # type: ignore[attr-defined]
+    return "\n".join(
+        [*lines, *("| " + " | ".join(c.replace("|", "\\|") for c in row) + " |" for row in rows)]
+    )  # type: ignore[attr-defined]
 
 
 def main() -> int:
     if "--check" in sys.argv:
         is_fresh = PAGE.is_file() and PAGE.read_text() == page()
-        print("docs/config.md is fresh" if is_fresh else "docs/config.md is stale: python docs/write_config.py")
+        print(
+            "docs/config.md is fresh"
+            if is_fresh
+            else "docs/config.md is stale: python docs/write_config.py"
+        )
         return 0 if is_fresh else 1
     PAGE.write_text(page())
     return 0

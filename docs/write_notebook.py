@@ -19,22 +19,40 @@ BETWEEN = "\x1e"  # what separates the cells on the screen
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--to", type=Path, default=NOTEBOOK)
     to = parser.parse_args().to
     notebook = json.loads(NOTEBOOK.read_text())
     cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     with tempfile.TemporaryDirectory() as folder:
         code = f"\nprint({BETWEEN!r}, flush=True)\n".join("".join(cell["source"]) for cell in cells)
-        more = {"PYTHONPATH": str(ROOT), "AUTOMODEL_LITE_CACHE": f"{folder}/cache", "OMP_NUM_THREADS": "1"}
+        more = {
+            "PYTHONPATH": str(ROOT),
+            "AUTOMODEL_LITE_CACHE": f"{folder}/cache",
+            "OMP_NUM_THREADS": "1",
+        }
         command = [sys.executable, "-c", code]
-        done = subprocess.run(command, cwd=folder, env=os.environ | more, stdout=subprocess.PIPE, text=True, check=True)
-    for number, (cell, text) in enumerate(zip(cells, done.stdout.split(f"{BETWEEN}\n"), strict=True), start=1):
-        for here, there in ((folder, "..."), (f"{Path(sys.executable).parent}/", "")):  # folders of this machine
+        done = subprocess.run(
+            command,
+            cwd=folder,
+            env=os.environ | more,
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        )
+    for number, (cell, text) in enumerate(
+        zip(cells, done.stdout.split(f"{BETWEEN}\n"), strict=True), start=1
+    ):
+        # folders of this machine
+        for here, there in ((folder, "..."), (f"{Path(sys.executable).parent}/", "")):
             text = text.replace(here, there)
         shown = text.splitlines(keepends=True)
         cell["execution_count"] = number
-        cell["outputs"] = [{"output_type": "stream", "name": "stdout", "text": shown}] if shown else []
+        cell["outputs"] = (
+            [{"output_type": "stream", "name": "stdout", "text": shown}] if shown else []
+        )
     to.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n")
 
 

@@ -36,7 +36,8 @@ SIZES = {
 }
 """Preset -> numbers of GPUs; the first is the one that its comment names."""
 HEAD = (
-    "| preset | GPUs | mesh | micro x steps | recomputed | peak | states | step s | tokens/s | MFU |",
+    "| preset | GPUs | mesh | micro x steps | recomputed | peak | states | step s | tokens/s | "
+    "MFU |",
     "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
 )
 
@@ -44,7 +45,8 @@ HEAD = (
 def row(preset: str, gpus: int) -> str:
     """Sizes in GiB of a GPU, rates of one."""
     config = check_config(compose_config(preset, ["dataset.path=any"]))
-    parts = build_parts(replace(config, attention={}))  # a kernel may need the GPU that is only planned
+    # a kernel may need the GPU that is only planned
+    parts = build_parts(replace(config, attention={}))
     length = np.array([min(1024, parts.packed_sequence_size)])
     world = min(gpus, 8), max(1, gpus // 8)
     job = Job(parts, parts.model.described({}), GPUS["h100-80"], *world, length, length)
@@ -68,11 +70,14 @@ def row(preset: str, gpus: int) -> str:
 
 
 if __name__ == "__main__":
-    huggingface_hub.constants.HF_HUB_OFFLINE = True  # the shapes that ship with the package are taken at once
+    # the shapes that ship with the package are taken at once
+    huggingface_hub.constants.HF_HUB_OFFLINE = True
     for preset in sys.argv[1:] or SIZES:
         found = [row(preset, gpus) for gpus in SIZES[preset]]
         before, rest = PAGE.read_text().split(BEGIN)
         table, after = rest.split(END)
-        others = {name: [line for line in table.splitlines() if f"| `{name}` |" in line] for name in SIZES}
+        others = {
+            name: [line for line in table.splitlines() if f"| `{name}` |" in line] for name in SIZES
+        }
         rows = [line for of_preset in ({**others, preset: found}).values() for line in of_preset]
         PAGE.write_text(before + BEGIN + "\n".join([*HEAD, *rows]) + "\n" + END + after)

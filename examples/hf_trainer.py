@@ -1,10 +1,12 @@
-"""Packed training under Hugging Face's Trainer, or TRL's SFTTrainer: packs and `hf_collater` are all it takes.
+"""Packed training under Hugging Face's Trainer, or TRL's SFTTrainer: packs and `hf_collater` are
+all it takes.
 
     pip install accelerate                   (trl too, for --trl)
     python examples/hf_trainer.py            (--trl: the same through SFTTrainer)
 
-The labels of a pack are next-token aligned. Given to Trainer as `labels` alone they would be shifted a second time, in
-silence; `hf_collater` gives them as `shift_labels` too, which transformers takes as they are.
+The labels of a pack are next-token aligned. Given to Trainer as `labels` alone they would be
+shifted a second time, in silence; `hf_collater` gives them as `shift_labels` too, which
+transformers takes as they are.
 """
 
 from __future__ import annotations
@@ -38,20 +40,26 @@ def main(use_trl: bool = False, num_steps: int = 10) -> list[float]:
         "report_to": "none",
         "save_strategy": "no",
         "use_cpu": not torch.cuda.is_available(),
-        "remove_unused_columns": False,  # the boundaries of the documents are arguments that Trainer does not know
+        # the boundaries of the documents are arguments that Trainer does not know
+        "remove_unused_columns": False,
         "disable_tqdm": True,
     }
     with tempfile.TemporaryDirectory() as folder:
         if use_trl:
             from trl import SFTConfig, SFTTrainer
 
-            skip = {"dataset_kwargs": {"skip_prepare_dataset": True}}  # the packs are tokenized already
+            # the packs are tokenized already
+            skip = {"dataset_kwargs": {"skip_prepare_dataset": True}}
             arguments = SFTConfig(folder, **settings, **skip)
             dataset = Dataset.from_list(
                 [{key: value.tolist() for key, value in pack.items()} for pack in packs]
             )  # TRL asks for this class
             trainer: Trainer = SFTTrainer(
-                model, arguments, data_collator=hf_collater, train_dataset=dataset, processing_class=tokenizer
+                model,
+                arguments,
+                data_collator=hf_collater,
+                train_dataset=dataset,
+                processing_class=tokenizer,
             )
         else:
             arguments = TrainingArguments(folder, **settings)

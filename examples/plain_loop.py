@@ -1,8 +1,10 @@
-"""Packed training in a loop of your own: pack, install the attention, step. No configuration, no recipe.
+"""Packed training in a loop of your own: pack, install the attention, step. No configuration, no
+recipe.
 
     python examples/plain_loop.py            (a tiny Llama from scratch, on a CPU, in seconds)
 
-Take AutoModelForCausalLM.from_pretrained(...) for `make_model`, and your chats and tokenizer for `make_rows`.
+Take AutoModelForCausalLM.from_pretrained(...) for `make_model`, and your chats and tokenizer for
+`make_rows`.
 """
 
 from __future__ import annotations
@@ -11,7 +13,13 @@ import torch
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from automodel_lite import Packer, install_attention, packed_sequence_thd_collater, to_thd, tokenize_chats
+from automodel_lite import (
+    Packer,
+    install_attention,
+    packed_sequence_thd_collater,
+    to_thd,
+    tokenize_chats,
+)
 from automodel_lite.data.reading.documents import ToyChat
 from automodel_lite.data.tokens.token_rows import TokenRows
 from automodel_lite.data.tokens.tokenizer import train_bpe_tokenizer
@@ -20,7 +28,11 @@ from automodel_lite.data.tokens.tokenizer import train_bpe_tokenizer
 def make_model(vocab_size: int) -> LlamaForCausalLM:
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=vocab_size, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4
+        vocab_size=vocab_size,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
     )
     return LlamaForCausalLM(config)
 
@@ -28,7 +40,9 @@ def make_model(vocab_size: int) -> LlamaForCausalLM:
 def make_rows() -> tuple[PreTrainedTokenizerFast, TokenRows]:
     data = ToyChat(num_chats=200)
     tokenizer = train_bpe_tokenizer(data)
-    return tokenizer, tokenize_chats([data.train[i]["messages"] for i in range(len(data.train))], tokenizer)
+    return tokenizer, tokenize_chats(
+        [data.train[i]["messages"] for i in range(len(data.train))], tokenizer
+    )
 
 
 def main(num_steps: int = 20) -> list[float]:
@@ -46,8 +60,11 @@ def main(num_steps: int = 20) -> list[float]:
         for batch in loader:
             thd = to_thd(batch).to(model.device)
             logits = model(**thd.model_inputs()).logits[0]
-            # the labels are next-token aligned: labels[i] is the target of position i, nothing is shifted here
-            loss_sum = torch.nn.functional.cross_entropy(logits.float(), thd.labels, reduction="sum")
+            # the labels are next-token aligned: labels[i] is the target of position i, nothing is
+            # shifted here
+            loss_sum = torch.nn.functional.cross_entropy(
+                logits.float(), thd.labels, reduction="sum"
+            )
             (loss_sum / thd.num_label_tokens).backward()
             optimizer.step()
             optimizer.zero_grad()

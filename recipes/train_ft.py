@@ -2,19 +2,20 @@
 
     torchrun recipes/train_ft.py --config-name llama_packed packed_sequence.packed_sequence_size=512
 
-    files ─▶ documents ─▶ token rows ─▶ pack plan ─▶ packs ─▶ batch ─▶ ThdBatch ─▶ shard ─▶ hidden ─▶ loss
-                                                              [B,S]     [T]       [T/cp]   [T/cp,C]  sum
+    files ─▶ documents ─▶ token rows ─▶ plan ─▶ packs ─▶ batch ─▶ ThdBatch ─▶ shard ─▶ hidden ─▶ sum
+                                                         [B,S]      [T]       [T/cp]   [T/cp,C]
 
-`setup()` builds the parts in the order the data meets them, `run()` says when things happen, `step()` says what. What
-watches over the run (locks, signals, other ranks, nonfinite numbers) is in `guards`. A subclass may replace any method;
-`forward_backward` is the seam for another objective.
+`setup()` builds the parts in the order the data meets them, `run()` says when things happen,
+`step()` says what. What watches over the run (locks, signals, other ranks, nonfinite numbers) is in
+`guards`. A subclass may replace any method; `forward_backward` is the seam for another objective.
 """
 
 from __future__ import annotations
 
 from automodel_lite.cli import run_recipe
 
-if __name__ == "__main__":  # --help, --cfg and mistakes are answered before torch is imported; this does not return
+# --help, --cfg and mistakes are answered before torch is imported; this does not return
+if __name__ == "__main__":
     run_recipe("recipes.train_ft:main")
 
 import torch
@@ -62,7 +63,9 @@ class TrainFinetuneRecipe:
         self.config = config
         self.console = Console()
         self.guards = Guards(config, peers or Peers(None), self.console.print)
-        self.page = LiveReport(self.guards.folder.path, config.report and not self.console.is_silent, self.console.say)
+        self.page = LiveReport(
+            self.guards.folder.path, config.report and not self.console.is_silent, self.console.say
+        )
         # built by setup(), in the order the data meets them
         self.data: PackSource
         self.plan: TrainingPlan
@@ -82,7 +85,9 @@ class TrainFinetuneRecipe:
 
     @classmethod
     def launch(cls, config: Config, *more: object) -> int:
-        """Trains, or continues, or counts a dry run; `more` are arguments of a subclass. Returns the exit code."""
+        """Trains, or continues, or counts a dry run; `more` are arguments of a subclass. Returns
+        the exit code.
+        """
         return resume.launch(cls, config, *more)
 
     @property
@@ -110,7 +115,9 @@ class TrainFinetuneRecipe:
         show(start.data_lines(self.data))
         label_values.check_loss(self.data, parts.loss)
         self.plan = self.data.plan(config.training)
-        self.guards.peers.compare("data", self.data.fingerprint() | {"training.max_steps": self.plan.max_steps})
+        self.guards.peers.compare(
+            "data", self.data.fingerprint() | {"training.max_steps": self.plan.max_steps}
+        )
         resume.compare_sources(self.guards, parts, self.data)
         model_config = parts.model.config(self.data.tokenizer)
         check_positions(self.data, parts.model, parts.teacher)
@@ -123,7 +130,9 @@ class TrainFinetuneRecipe:
         seed_all(config.seed, "model")
         with activity("loading the model"):
             self.built = build_model(parts, self.data.tokenizer, self.mesh)
-        self.data = label_values.with_values(self.data, self.built, self.mesh, config.cache_dir, config.seed)
+        self.data = label_values.with_values(
+            self.data, self.built, self.mesh, config.cache_dir, config.seed
+        )
         self.model = self.built.model
         show([*start.model_lines(config, self.built, self.mesh), *recomputed])
         check_exportable(config, self.built, self.data)
@@ -136,12 +145,16 @@ class TrainFinetuneRecipe:
         self.guards.open()
         # from the newest checkpoint that loads, or fresh
         saved = self.guards.checkpointer.load_newest(self.model.loss_model, self.optimizer)
-        self.state = self.guards.state = resume.state_of(saved, self.data, self.scheduler, self.guards)
+        self.state = self.guards.state = resume.state_of(
+            saved, self.data, self.scheduler, self.guards
+        )
         resume.open_folder(self.guards, self.data, report, self.console.lines)
         self.metrics = resume.open_log(self.guards, saved, self.data.counts)
 
     def run(self) -> int:
-        """Trains; logs, validates and saves when due; exports and evaluates at the end. Returns the exit code."""
+        """Trains; logs, validates and saves when due; exports and evaluates at the end. Returns the
+        exit code.
+        """
         config, guards, state = self.config, self.guards, self.state
         self.console.say("run", start.position_line(guards, self.plan.max_steps))
         guards.watch_steps(self.plan.max_steps, self.model, self.mesh.device)
@@ -149,7 +162,9 @@ class TrainFinetuneRecipe:
             self.validate()
         self.open_feed()
         before: StepResult | None = None
-        while self.num_steps < self.plan.max_steps and not (guards.boundary.stop_reason or self.metrics.end_reason):
+        while self.num_steps < self.plan.max_steps and not (
+            guards.boundary.stop_reason or self.metrics.end_reason
+        ):
             guards.watchdog.enter(f"in step {self.num_steps + 1}")
             self.meter.start(self.num_steps + 1)
             ready = next(self.feed)
@@ -159,11 +174,14 @@ class TrainFinetuneRecipe:
             state.advance(ready.batches.after)
             logs = self.num_steps == 1 or self.is_due(config.training.log_every_steps)
             validates = self.is_due(config.training.val_every_steps)
-            saves = guards.checkpointer.is_due(self.num_steps, self.is_due(config.checkpoint.every_steps))
+            saves = guards.checkpointer.is_due(
+                self.num_steps, self.is_due(config.checkpoint.every_steps)
+            )
             if logs or validates or saves:
                 guards.nonfinite.settle()
             self.meter.stop(self.num_steps, result.counts, ready.batches.wait_s)
-            self.bar.add(1, f"loss {before.loss:.4f}" if before else "")  # the device has finished the step before
+            # the device has finished the step before
+            self.bar.add(1, f"loss {before.loss:.4f}" if before else "")
             before = result
             if logs:
                 self.log(result, ready)
@@ -175,9 +193,11 @@ class TrainFinetuneRecipe:
         return self.end()
 
     def step(self, ready: ReadyStep) -> StepResult:
-        """One optimizer step. A micro-batch's loss is a sum; it is divided by what the loss counts in the whole step.
+        """One optimizer step. A micro-batch's loss is a sum; it is divided by what the loss counts
+        in the whole step.
 
-        Nothing here waits for the device: a nonfinite step is skipped on the device and detected one step later.
+        Nothing here waits for the device: a nonfinite step is skipped on the device and detected
+        one step later.
         """
         counts, own_sums = self.counts, self.forward_backward(ready, self.counts)
         self.send_counts(has_next=self.num_steps + 1 < self.plan.max_steps)
@@ -194,13 +214,16 @@ class TrainFinetuneRecipe:
         return StepResult(numbers, lr, counts, sums)
 
     def forward_backward(self, ready: ReadyStep, counts: Counts) -> dict[str, torch.Tensor]:
-        """Accumulates the gradients of this rank's micro-batches; returns the sums of its losses and of their parts."""
+        """Accumulates the gradients of this rank's micro-batches; returns the sums of its losses
+        and of their parts.
+        """
         sums = {"loss": torch.zeros((), device=self.mesh.device)}
         for number, batch in enumerate(ready.inputs, start=1):
             with self.model.accumulate(is_last=number == len(ready.inputs)):
                 loss = self.model(batch)
                 self.meter.lap("forward")
-                # the engine takes the mean over ranks: times their number, the gradient is that of the sum over ranks
+                # the engine takes the mean over ranks: times their number, the gradient is that of
+                # the sum over ranks
                 (loss * (self.model.mean_ranks / counts.divisor)).backward()
                 self.meter.lap("backward")
             for name, value in {"loss": loss.detach(), **self.model.loss_model.parts}.items():
@@ -208,22 +231,30 @@ class TrainFinetuneRecipe:
         return sums
 
     def open_feed(self) -> None:
-        """The steps from here on, each read and copied to the device while the one before it is computed."""
+        """The steps from here on, each read and copied to the device while the one before it is
+        computed.
+        """
         steps = self.data.steps(self.state.cursor, self.mesh, self.built.flops.attention)
-        self.feed = DeviceFeed(steps, self.shard, self.mesh.device, self.model.loss_model.takes_mixers)
+        self.feed = DeviceFeed(
+            steps, self.shard, self.mesh.device, self.model.loss_model.takes_mixers
+        )
         has_next = self.num_steps < self.plan.max_steps
         for axis in filter(None, (self.mesh.cp, self.mesh.tp)) if has_next else ():
             check_ranks_read_alike(self.feed.peek().micro_batches[0], axis)
         self.send_counts(has_next)
         self.counts = self.guards.receive_counts()
-        self.bar = Progress("training", self.plan.max_steps, "steps", in_log=False, num_done=self.num_steps)
+        self.bar = Progress(
+            "training", self.plan.max_steps, "steps", in_log=False, num_done=self.num_steps
+        )
         self.bar.note("first step")
 
     def send_counts(self, has_next: bool) -> None:
         """Reads the next step, and starts the message that sums over the ranks what is in it."""
         micro_batches = self.feed.peek().micro_batches if has_next else ()
         items = self.model.loss_model.loss.num_items
-        self.guards.send_counts(count_own(micro_batches, self.mesh, self.built.flops.attention, items))
+        self.guards.send_counts(
+            count_own(micro_batches, self.mesh, self.built.flops.attention, items)
+        )
 
     def shard(self, batch: ThdBatch) -> ThdBatch:
         """The tokens of this context-parallel rank."""
@@ -231,30 +262,38 @@ class TrainFinetuneRecipe:
 
     def is_due(self, every_steps: int) -> bool:
         """Every `every_steps` steps (0 = never), and after the last step."""
-        return self.num_steps == self.plan.max_steps or (every_steps > 0 and self.num_steps % every_steps == 0)
+        return self.num_steps == self.plan.max_steps or (
+            every_steps > 0 and self.num_steps % every_steps == 0
+        )
 
     def log(self, result: StepResult, ready: ReadyStep) -> None:
         """Logs a row to the screen, metrics.jsonl and the callbacks."""
         row = self.meter.row(result, self.num_steps, ready.batches.epoch, self.plan.max_steps)
         self.console.step(row)
         self.bar.note(f"loss {row.loss:.4f}")
-        self.metrics.log_step(row.as_row() | ready.batches.left_out | self.guards.stragglers.take_row())
+        self.metrics.log_step(
+            row.as_row() | ready.batches.left_out | self.guards.stragglers.take_row()
+        )
         self.page.update()
 
     def validate(self) -> None:
-        """Mean loss over the label tokens of each validation set; every document is counted once. A stop signal
-        interrupts it; the resumed run validates first.
+        """Mean loss over the label tokens of each validation set; every document is counted once. A
+        stop signal interrupts it; the resumed run validates first.
         """
         self.state.pending_validation = True
         self.guards.watchdog.enter(f"validating after step {self.num_steps}")
         losses, must_stop = dict[str, float](), self.guards.boundary.must_stop
         with self.average.applied(self.model):
             for name, packs in self.data.val_packs.items():
-                found = validation_losses(self.model, packs, self.data, self.mesh, self.shard, must_stop)
+                found = validation_losses(
+                    self.model, packs, self.data, self.mesh, self.shard, must_stop
+                )
                 if found is None:
                     return
                 losses |= {f"val_{kind}/{name}": loss for kind, loss in found.items()}
-            answers = sample_answers(self.config.samples, self.model, self.mesh, self.data.tokenizer)
+            answers = sample_answers(
+                self.config.samples, self.model, self.mesh, self.data.tokenizer
+            )
         self.console.validation(self.num_steps, losses, answers)
         if losses:
             self.metrics.log_step({"step": self.num_steps, **losses})
@@ -274,11 +313,15 @@ class TrainFinetuneRecipe:
         state = self.state.to_json(self.data, self.mesh, self.metrics.state())
         wait |= self.num_steps == self.plan.max_steps
         with activity(f"saving step {self.num_steps}"):
-            self.guards.checkpointer.save(self.num_steps, self.model.loss_model, self.optimizer, state, wait=wait)
+            self.guards.checkpointer.save(
+                self.num_steps, self.model.loss_model, self.optimizer, state, wait=wait
+            )
         self.meter.lap("checkpoint")
 
     def end(self) -> int:
-        """Finishes the run after its last step; saves it where it stops before. Returns the exit code."""
+        """Finishes the run after its last step; saves it where it stops before. Returns the exit
+        code.
+        """
         self.meter.close()
         self.guards.nonfinite.settle()
         self.bar.close()

@@ -1,18 +1,21 @@
 """Prove on your own model, data and mesh that packing and parallelism do not change the numbers.
 
-    torchrun recipes/verify.py --config-name llama_packed            (the same arguments as train_ft.py)
+    torchrun recipes/verify.py --config-name llama_packed            (the same arguments as
+                                                                     train_ft.py)
     automodel-lite verify --nproc 4 --config-name llama_packed mesh.cp=2
 
-A small sample of the packs that training would read goes through the program's own path in several ways; loss and
-every gradient must agree with the truth: each document alone, through the model's own eager attention, in fp32, in one
-process. Then the step is broken on purpose, to show what a fault would look like. Exit code 1 on a FAIL.
+A small sample of the packs that training would read goes through the program's own path in several
+ways; loss and every gradient must agree with the truth: each document alone, through the model's
+own eager attention, in fp32, in one process. Then the step is broken on purpose, to show what a
+fault would look like. Exit code 1 on a FAIL.
 """
 
 from __future__ import annotations
 
 from automodel_lite.cli import run_recipe
 
-if __name__ == "__main__":  # --help, --cfg and mistakes are answered before torch is imported; this does not return
+# --help, --cfg and mistakes are answered before torch is imported; this does not return
+if __name__ == "__main__":
     run_recipe("recipes.verify:main")
 
 from collections.abc import Iterator
@@ -30,7 +33,15 @@ from automodel_lite.config.schema import Config
 from automodel_lite.data.packing.packs import packed_sequence_thd_collater
 from automodel_lite.models.loss import LossModel
 from automodel_lite.parallel.context_parallel import cp_shard
-from automodel_lite.parallel.mesh import Mesh, MeshShape, init_mesh, mesh_shape, rank, threads_of, world_size
+from automodel_lite.parallel.mesh import (
+    Mesh,
+    MeshShape,
+    init_mesh,
+    mesh_shape,
+    rank,
+    threads_of,
+    world_size,
+)
 from automodel_lite.parallel.sharding import ParallelModel
 from automodel_lite.seed import seed_all
 from automodel_lite.telemetry.console import Console, quiet_libraries
@@ -52,7 +63,9 @@ from automodel_lite.training.start import try_settings
 EXACT = 1e-5
 """Relative limit in fp32; measured differences are 1e-7 to 1e-6."""
 NOISE_FACTOR = 3.0
-"""The configured kernel and precision may be so many times further from fp32 than the reference kernel in it."""
+"""The configured kernel and precision may be so many times further from fp32 than the reference
+kernel in it.
+"""
 
 
 def main(config: Config) -> int:
@@ -73,12 +86,17 @@ class Verification:
         self.sample: Sample = draw_sample(config, shape)
         self.mesh: Mesh = init_mesh(config.mesh)
         torch.set_num_threads(threads_of(config.training.num_threads)[0])
-        source, self.layers_text = first_layers(parts.model, self.sample.tokenizer, self.mesh.device)
+        source, self.layers_text = first_layers(
+            parts.model, self.sample.tokenizer, self.mesh.device
+        )
         self.batches = [self.stream([pack]) for pack in self.sample.packs]
         model_config = source.config(self.sample.tokenizer)
         self.plan = plan_model(replace(parts, model=source), model_config, shape, self.mesh.device)
         self.parts, self.kernel, self.dtype = self.plan.parts, self.plan.kernel, self.plan.dtype
-        self.kernel_name = f"{self.kernel.name.removeprefix('thd_')} kernel, {str(self.dtype).removeprefix('torch.')}"
+        self.kernel_name = (
+            f"{self.kernel.name.removeprefix('thd_')} kernel, "
+            f"{str(self.dtype).removeprefix('torch.')}"
+        )
         self.noise_limit = EXACT
 
     def run(self) -> int:
@@ -94,21 +112,32 @@ class Verification:
             checks += self.faults()
             self.console.print("\nrelative differences from the truth\n" + table(checks))
         num_failed = sum(not check.passed for check in checks)
-        self.console.print(f"\nFAIL: {num_failed} of {len(checks)}" if num_failed else f"\nPASS: {len(checks)} checks")
+        self.console.print(
+            f"\nFAIL: {num_failed} of {len(checks)}"
+            if num_failed
+            else f"\nPASS: {len(checks)} checks"
+        )
         self.mesh.barrier()
         self.mesh.close()
         return int(num_failed > 0)
 
-    # ---------------------------------------------------------------------------------------------- in one process
+    # ----------------------------------------------------------------------------------
+    # in one process
     def compute_truth(self) -> Step:
-        """Each document alone, through the model's own attention and head; no packing, no kernel, no loss of ours."""
+        """Each document alone, through the model's own attention and head; no packing, no kernel,
+        no loss of ours.
+        """
         lm, total = self.model(self.alone, "none").loss_model.lm, 0.0
         lm.set_attn_implementation("eager")
         documents = list(self.sample.each_document())
-        num_label_tokens = sum(float(weights[labels != IGNORE_INDEX].sum()) for _, labels, weights in documents)
+        num_label_tokens = sum(
+            float(weights[labels != IGNORE_INDEX].sum()) for _, labels, weights in documents
+        )
         for ids, labels, weights in documents:
             logits = lm(input_ids=ids[None].to(self.mesh.device), use_cache=False).logits[0].float()
-            losses = F.cross_entropy(logits, labels.to(logits.device), reduction="none", ignore_index=IGNORE_INDEX)
+            losses = F.cross_entropy(
+                logits, labels.to(logits.device), reduction="none", ignore_index=IGNORE_INDEX
+            )
             loss = (losses * weights.to(logits.device)).sum() / num_label_tokens
             loss.backward()
             total += float(loss.detach())
@@ -126,31 +155,50 @@ class Verification:
         yield from self.configured_kernel(model)
 
     def configured_kernel(self, model: LossModel) -> Iterator[Check]:
-        """What training runs, against fp32: no further off than the reference kernel is in the same precision."""
+        """What training runs, against fp32: no further off than the reference kernel is in the same
+        precision.
+        """
         if self.trains_like_the_exact_checks():
             return
         noise = max(self.check("", self.step(model, self.batches, self.dtype)).difference)
         self.noise_limit = max(EXACT, NOISE_FACTOR * noise)
         install(model.lm, self.kernel)
-        yield self.check(self.kernel_name, self.step(model, self.batches, self.dtype), self.noise_limit)
+        yield self.check(
+            self.kernel_name, self.step(model, self.batches, self.dtype), self.noise_limit
+        )
 
     def faults(self) -> Iterator[Check]:
-        """Three classical bugs, made on purpose where the sample allows it: checks that miss them prove nothing."""
+        """Three classical bugs, made on purpose where the sample allows it: checks that miss them
+        prove nothing.
+        """
         model = self.loss_model()
         if len(self.sample.documents) > len(self.batches):
             leaking = [replace(batch, attention=one_segment(batch)) for batch in self.batches]
-            yield self.check("fault: documents of a pack see each other", self.step(model, leaking), is_fault=True)
+            yield self.check(
+                "fault: documents of a pack see each other",
+                self.step(model, leaking),
+                is_fault=True,
+            )
         if any(batch.attention.tree is not None for batch in self.batches):
             straight = [replace(batch, attention=without_branches(batch)) for batch in self.batches]
-            yield self.check("fault: branches of a tree see each other", self.step(model, straight), is_fault=True)
+            yield self.check(
+                "fault: branches of a tree see each other",
+                self.step(model, straight),
+                is_fault=True,
+            )
         shifted = [shifted_once_more(batch) for batch in self.batches]
-        yield self.check("fault: labels shifted once more", self.step(model, shifted), is_fault=True)
+        yield self.check(
+            "fault: labels shifted once more", self.step(model, shifted), is_fault=True
+        )
         if len({batch.num_label_tokens for batch in self.batches}) == 1:
             return
-        means = [self.step(model, [batch], num_label_tokens=batch.num_label_tokens) for batch in self.batches]
+        means = [
+            self.step(model, [batch], num_label_tokens=batch.num_label_tokens)
+            for batch in self.batches
+        ]
         yield self.check("fault: mean of the micro-batches' means", mean_of(means), is_fault=True)
 
-    # ------------------------------------------------------------------------------------------------ over the mesh
+    # ---------------------------------------------- over the mesh
     def over_the_mesh(self) -> list[Check]:
         """All ranks compute; rank 0 compares."""
         shape = self.mesh.shape
@@ -158,23 +206,32 @@ class Verification:
         if shape.cp > 1:
             model = self.loss_model()
             name = f"context parallel over {shape.cp} ranks, {self.parts.mesh.cp_exchange}"
-            checks.append((name, self.cp_step(model, self.parts.mesh.cp_exchange, torch.float32), EXACT))
+            checks.append(
+                (name, self.cp_step(model, self.parts.mesh.cp_exchange, torch.float32), EXACT)
+            )
             if not self.trains_like_the_exact_checks():
                 install(model.lm, self.kernel)
                 exchange = self.parts.mesh.cp_exchange
                 name = f"{self.kernel_name}, cp {shape.cp}, {exchange}"
                 checks.append((name, self.cp_step(model, exchange, self.dtype), self.noise_limit))
         more = f", tp {shape.tp}, ep {shape.ep}" if shape.tp * shape.ep > 1 else ""
-        axes = f"dp {shape.dp_replicate} x {shape.dp_shard}, cp {shape.cp}{more}, {self.plan.strategy}"
+        axes = (
+            f"dp {shape.dp_replicate} x {shape.dp_shard}, cp {shape.cp}{more}, {self.plan.strategy}"
+        )
         checks.append((f"the whole mesh: {axes}", self.mesh_step(), EXACT))
         return [self.check(*check) for check in checks] if self.mesh.rank == 0 else []
 
     def cp_step(self, model: LossModel, exchange: str, dtype: torch.dtype) -> Step:
-        """The whole model on each rank, tokens shared by the context-parallel ranks; gradients summed over them."""
+        """The whole model on each rank, tokens shared by the context-parallel ranks; gradients
+        summed over them.
+        """
         device, total = self.mesh.device, torch.zeros((), device=self.mesh.device)
         for batch in self.batches:
             with torch.autocast(device.type, dtype) if dtype != torch.float32 else nullcontext():
-                loss = model(cp_shard(batch, self.mesh.cp, exchange).to(device)) / self.num_label_tokens
+                loss = (
+                    model(cp_shard(batch, self.mesh.cp, exchange).to(device))
+                    / self.num_label_tokens
+                )
             loss.backward()
             total += loss.detach()
         assert self.mesh.cp is not None
@@ -184,21 +241,25 @@ class Verification:
         return Step(float(total), take_gradients(model.lm.named_parameters()))
 
     def mesh_step(self) -> Step:
-        """The step of training: weights read or drawn shard by shard, packs distributed to the data-parallel ranks,
-        accumulation, reduction; in fp32.
+        """The step of training: weights read or drawn shard by shard, packs distributed to the
+        data-parallel ranks, accumulation, reduction; in fp32.
         """
         model = self.model(self.mesh, self.plan.strategy)
         mine = self.batches[self.mesh.dp_rank :: self.mesh.shape.dp]
         total = torch.zeros((), device=self.mesh.device)
         for number, batch in enumerate(mine, start=1):
             with model.accumulate(is_last=number == len(mine)):
-                part = cp_shard(batch, self.mesh.cp, self.parts.mesh.cp_exchange).to(self.mesh.device)
+                part = cp_shard(batch, self.mesh.cp, self.parts.mesh.cp_exchange).to(
+                    self.mesh.device
+                )
                 loss = model(part) / self.num_label_tokens
                 (loss * model.mean_ranks).backward()
             total += loss.detach()
-        return Step(float(self.mesh.sum(total)), take_gradients(model.loss_model.lm.named_parameters()))
+        return Step(
+            float(self.mesh.sum(total)), take_gradients(model.loss_model.lm.named_parameters())
+        )
 
-    # ---------------------------------------------------------------------------------------------------- the pieces
+    # ---------------------------------------------- the pieces
     @property
     def alone(self) -> Mesh:
         """The mesh of one process."""
@@ -250,9 +311,16 @@ class Verification:
         self.console.say("model", f"{self.plan.config.model_type}, {self.layers_text}")
         size, training_size = self.sample.packer.packed_sequence_size, self.sample.training_size
         text = f"{len(self.sample.documents)} documents in {len(self.sample.packs)} packs of {size}"
-        cut = f" (training packs {training_size}; longer documents are cut here)" if size < training_size else ""
+        cut = (
+            f" (training packs {training_size}; longer documents are cut here)"
+            if size < training_size
+            else ""
+        )
         self.console.say("sample", text + cut)
-        self.console.say("data", f"ids and labels of all {len(self.sample.documents)} documents are those of the data")
+        self.console.say(
+            "data",
+            f"ids and labels of all {len(self.sample.documents)} documents are those of the data",
+        )
         alone = "one process: start it like the training run (--nproc ...) to check its mesh"
         shape = self.mesh.shape
         axes = f"dp_replicate {shape.dp_replicate} x dp_shard {shape.dp_shard} x cp {shape.cp}"
@@ -279,5 +347,7 @@ def without_branches(batch: ThdBatch) -> AttentionPlan:
 
 def mean_of(steps: list[Step]) -> Step:
     """The fault of averaging per micro-batch."""
-    gradients = {name: torch.stack([s.gradients[name] for s in steps]).mean(0) for name in steps[0].gradients}
+    gradients = {
+        name: torch.stack([s.gradients[name] for s in steps]).mean(0) for name in steps[0].gradients
+    }
     return Step(sum(step.loss for step in steps) / len(steps), gradients)

@@ -26,7 +26,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     left alone with a long one at the end, and what waits runs beside what computes.
     """
     in_file = Counter(item.path for item in items)
-    first = {item.path for item in items if item.path.name in LONG or item.get_closest_marker("system")}
+    first = {
+        item.path for item in items if item.path.name in LONG or item.get_closest_marker("system")
+    }
     items.sort(key=lambda item: (item.path not in first, -in_file[item.path]))
 
 

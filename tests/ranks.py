@@ -46,7 +46,9 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
         for rank in range(world_size):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_rank, args=(theirs, fn, rank, world_size, str(Path(folder, "store")), port, args), daemon=True
+                target=_rank,
+                args=(theirs, fn, rank, world_size, str(Path(folder, "store")), port, args),
+                daemon=True,
             )
             process.start()
             theirs.close()
@@ -111,7 +113,9 @@ def _collect(pipes: list[Connection]) -> list[Any]:
         waiting = [pipe for rank, pipe in enumerate(pipes) if rank not in results]
         ready = wait(waiting, TIMEOUT_S)
         if not ready:
-            raise AssertionError(f"ranks {sorted(set(range(len(pipes))) - set(results))} gave no result: timeout")
+            raise AssertionError(
+                f"ranks {sorted(set(range(len(pipes))) - set(results))} gave no result: timeout"
+            )
         for pipe in ready:
             rank = pipes.index(pipe)  # type: ignore[arg-type]
             try:
@@ -120,7 +124,9 @@ def _collect(pipes: list[Connection]) -> list[Any]:
                 raise AssertionError(f"rank {rank} died without a message") from None
             if not ok:
                 raise AssertionError(
-                    "\n".join([f"rank {rank} failed:\n{value}", *_other_failures(pipes, results, rank)])
+                    "\n".join(
+                        [f"rank {rank} failed:\n{value}", *_other_failures(pipes, results, rank)]
+                    )
                 )
             results[rank] = value
     return [results[rank] for rank in range(len(pipes))]
@@ -139,7 +145,13 @@ def _other_failures(pipes: list[Connection], results: dict[int, Any], first: int
 
 
 def _rank(
-    pipe: Connection, fn: Callable[..., Any], rank: int, world_size: int, store: str, port: int, args: tuple
+    pipe: Connection,
+    fn: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    store: str,
+    port: int,
+    args: tuple,
 ) -> None:
     import torch
     import torch.distributed as dist
@@ -151,7 +163,11 @@ def _rank(
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
     try:
         dist.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=120)
+            "gloo",
+            init_method=f"file://{store}",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=120),
         )
         dist.barrier()  # `fn` may end, and close its connections, before others have opened theirs
         result = fn(rank, world_size, *args)
@@ -164,4 +180,5 @@ def _rank(
         if dist.is_initialized():
             dist.destroy_process_group()
         pipe.close()
-        os._exit(0)  # gloo's threads abort one process in ten that is left to the interpreter's own clean-up
+        # gloo's threads abort one process in ten that is left to the interpreter's own clean-up
+        os._exit(0)

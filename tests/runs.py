@@ -88,7 +88,9 @@ def losses(rows: list[Row]) -> list[tuple[float, float]]:
 
 def losses_by_step(folder: Path) -> dict[int, tuple[float, float]]:
     """Step -> (loss, gradient norm) as logged, every digit."""
-    return {row["step"]: (row["loss"], row["grad_norm"]) for row in rows_of(folder) if "loss" in row}
+    return {
+        row["step"]: (row["loss"], row["grad_norm"]) for row in rows_of(folder) if "loss" in row
+    }
 
 
 def wait_until(is_so: Callable[[], bool], seconds: float, log: Path | None = None) -> None:
@@ -99,10 +101,14 @@ def wait_until(is_so: Callable[[], bool], seconds: float, log: Path | None = Non
         time.sleep(0.1)
 
 
-def wait_for_rows(folder: Path, more_than: int, seconds: float = 120, log: Path | None = None) -> None:
+def wait_for_rows(
+    folder: Path, more_than: int, seconds: float = 120, log: Path | None = None
+) -> None:
     """Until metrics.jsonl has more rows than that."""
     path = folder / "metrics.jsonl"
-    wait_until(lambda: path.is_file() and len(path.read_text().splitlines()) > more_than, seconds, log)
+    wait_until(
+        lambda: path.is_file() and len(path.read_text().splitlines()) > more_than, seconds, log
+    )
 
 
 def quick_config(folder: Path, *overrides: str) -> Config:
@@ -120,19 +126,27 @@ def train_quick(
     return _train_raw(_quick(folder, *overrides), stop_at, stop_by)
 
 
-def train_on(world_size: int, folder: Path, *overrides: str, stop_at: int = 0, on_rank: int = 0) -> tuple[int, str]:
+def train_on(
+    world_size: int, folder: Path, *overrides: str, stop_at: int = 0, on_rank: int = 0
+) -> tuple[int, str]:
     """The same on so many ranks, of which `on_rank` gets the signal -> rank 0's exit code and screen."""
-    results = run_ranks(_train_quick_on_rank, world_size, _quick(folder, *overrides), stop_at, on_rank)
+    results = run_ranks(
+        _train_quick_on_rank, world_size, _quick(folder, *overrides), stop_at, on_rank
+    )
     assert len({code for code, _ in results}) == 1, results
     return tuple(results[0])  # type: ignore[return-value]
 
 
-def _train_quick_on_rank(rank: int, world_size: int, raw: DictConfig, stop_at: int, on_rank: int) -> Any:
+def _train_quick_on_rank(
+    rank: int, world_size: int, raw: DictConfig, stop_at: int, on_rank: int
+) -> Any:
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it may have workers
     return _train_raw(raw, stop_at if rank == on_rank else 0)
 
 
-def _train_raw(raw: DictConfig, stop_at: int = 0, stop_by: signal.Signals = signal.SIGTERM) -> tuple[int, str]:
+def _train_raw(
+    raw: DictConfig, stop_at: int = 0, stop_by: signal.Signals = signal.SIGTERM
+) -> tuple[int, str]:
     torch.set_num_threads(1)
     SIGNALS.__init__()  # type: ignore[misc]
     SIGNALS.install()
@@ -141,7 +155,8 @@ def _train_raw(raw: DictConfig, stop_at: int = 0, stop_by: signal.Signals = sign
     def step(recipe: Any, batches: Any) -> Any:
         if recipe.num_steps + 1 == abs(stop_at):
             for child in multiprocessing.active_children() if stop_at < 0 else ():
-                subprocess.run(["kill", "-TERM", str(child.pid)], check=True)  # from elsewhere, as SLURM would
+                # from elsewhere, as SLURM would
+                subprocess.run(["kill", "-TERM", str(child.pid)], check=True)
             os.kill(os.getpid(), stop_by)
         return real_step(recipe, batches)
 
@@ -165,7 +180,9 @@ def _quick(folder: Path, *overrides: str) -> DictConfig:
 
 
 def _composed(preset: str, folder: Path, *overrides: str) -> DictConfig:
-    return _placed(preset, overrides, output_dir=str(folder), cache_dir=str(folder.parent / "cache"))
+    return _placed(
+        preset, overrides, output_dir=str(folder), cache_dir=str(folder.parent / "cache")
+    )
 
 
 def _placed(preset: str, overrides: tuple[str, ...], **places: str) -> DictConfig:

@@ -23,7 +23,10 @@ from tests.data.templates import MARKED, byte_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 TOKENIZER = byte_tokenizer(MARKED)
-CHAT = [{"role": "user", "content": "What is the capital of Peru?"}, {"role": "assistant", "content": "Lima."}]
+CHAT = [
+    {"role": "user", "content": "What is the capital of Peru?"},
+    {"role": "assistant", "content": "Lima."},
+]
 
 
 def test_the_public_names_are_there_and_lazy() -> None:
@@ -43,7 +46,10 @@ def test_chats_become_rows_whose_labels_are_next() -> None:
     """A token a byte, and one for each role and end."""
     rows = tokenize_chats([CHAT, [*CHAT, *CHAT]], TOKENIZER)
     assert rows.lengths.tolist() == [1 + 28 + 1 + 1 + 5 + 1, 2 * 37]
-    assert [trained(rows[number]) for number in (0, 1)] == ["Lima.<|end|>", "Lima.<|end|>Lima.<|end|>"]
+    assert [trained(rows[number]) for number in (0, 1)] == [
+        "Lima.<|end|>",
+        "Lima.<|end|>Lima.<|end|>",
+    ]
     assert rows[0]["labels"][30:36].tolist() == rows[0]["input_ids"][31:].tolist()
     everything = tokenize_chats([CHAT], TOKENIZER, train_on="all")[0]
     assert trained(everything) == TOKENIZER.decode(everything["input_ids"][1:])
@@ -60,7 +66,12 @@ def packs_of(size: int, *chats: list[dict[str, str]]) -> PackedDataset:
 
 def small_llama() -> LlamaForCausalLM:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     return LlamaForCausalLM(LlamaConfig(vocab_size=len(TOKENIZER), **sizes))
 
 
@@ -68,13 +79,20 @@ def test_a_packed_document_sees_itself_alone() -> None:
     """The loss that transformers computes of the pack is the mean over the labels of both documents, each run alone."""
     model, packs = small_llama(), packs_of(120, CHAT, [*CHAT, *CHAT])
     rows = tokenize_chats([CHAT, [*CHAT, *CHAT]], TOKENIZER)
-    alone = [{name: torch.as_tensor(values).long() for name, values in rows[number].items()} for number in (0, 1)]
-    losses = [cross_entropy(model(row["input_ids"][None]).logits[0], row["labels"], reduction="sum") for row in alone]
+    alone = [
+        {name: torch.as_tensor(values).long() for name, values in rows[number].items()}
+        for number in (0, 1)
+    ]
+    losses = [
+        cross_entropy(model(row["input_ids"][None]).logits[0], row["labels"], reduction="sum")
+        for row in alone
+    ]
     assert len(packs) == 1
     assert install_attention(model).startswith("reference")
     inputs = hf_collater([packs[0]])
     assert inputs["input_ids"].shape == inputs["labels"].shape == (1, 120)
-    assert inputs["shift_labels"] is inputs["labels"]  # they are shifted already, and are not a second time
+    # they are shifted already, and are not a second time
+    assert inputs["shift_labels"] is inputs["labels"]
     assert model(**inputs).loss.item() == pytest.approx(sum(losses).item() / 18, rel=1e-5)
 
 
@@ -83,13 +101,17 @@ class OneDocument(ReferenceAttention):
 
     name = "one_document"
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, options: AttentionOptions) -> Tensor:
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, options: AttentionOptions
+    ) -> Tensor:
         ends = torch.tensor([0, len(q)], dtype=torch.int32)
         return super().__call__(q, k, v, Segments(ends, ends, len(q), len(q)), options)
 
 
 def test_a_kernel_that_mixes_documents_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^LlamaForCausalLM lets documents of a pack see each other"):
+    with pytest.raises(
+        ConfigError, match=r"^LlamaForCausalLM lets documents of a pack see each other"
+    ):
         install_attention(small_llama(), OneDocument())
 
 
@@ -100,11 +122,19 @@ def test_trainers_move_the_documents_with_the_tokens() -> None:
     packed = send_to_device(hf_collater([row | lens]), torch.device("meta"))["packed"]
     segments, stream = packed.attention.segments, packed.mixers.stream
     assert segments.cu_q is segments.cu_k
-    assert [x.device.type for x in (segments.cu_q, stream.to_stream, stream.cu_host)] == ["meta", "meta", "cpu"]
+    assert [x.device.type for x in (segments.cu_q, stream.to_stream, stream.cu_host)] == [
+        "meta",
+        "meta",
+        "cpu",
+    ]
 
 
 def test_train_from_python(tmp_path: Path) -> None:
-    overrides = [f"output_dir={tmp_path}/run", f"cache_dir={tmp_path}/cache", "training.max_steps=1"]
+    overrides = [
+        f"output_dir={tmp_path}/run",
+        f"cache_dir={tmp_path}/cache",
+        "training.max_steps=1",
+    ]
     folder = automodel_lite.train("smoke", *overrides, "checkpoint.export_hf=false")
     assert folder == tmp_path / "run"
     assert '"finished"' in (folder / "STATUS.json").read_text()

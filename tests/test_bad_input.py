@@ -20,14 +20,18 @@ from tests.runs import train_quick
 
 def chat(number: int, answer: str = "it is {}.") -> str:
     turns = [{"role": "user", "content": f"what is {number}?"}]
-    return json.dumps({"messages": [*turns, {"role": "assistant", "content": answer.replace("{}", str(number))}]})
+    return json.dumps(
+        {"messages": [*turns, {"role": "assistant", "content": answer.replace("{}", str(number))}]}
+    )
 
 
 GOOD = [chat(number) for number in range(30)]
 LINES = "\n".join(GOOD)
 
 
-def rows(content: str | bytes, *more: str, name: str = "chats.jsonl") -> Callable[[Path], list[str]]:
+def rows(
+    content: str | bytes, *more: str, name: str = "chats.jsonl"
+) -> Callable[[Path], list[str]]:
     """Overrides that train on a file with this content."""
 
     def make(folder: Path) -> list[str]:
@@ -42,7 +46,9 @@ def settings(*overrides: str) -> Callable[[Path], list[str]]:
     return lambda folder: list(overrides)
 
 
-NO_ANSWER = "\n".join(json.dumps({"messages": [{"role": "user", "content": f"x{n}"}]}) for n in range(30))
+NO_ANSWER = "\n".join(
+    json.dumps({"messages": [{"role": "user", "content": f"x{n}"}]}) for n in range(30)
+)
 SHORT = "packed_sequence.packed_sequence_size=8"
 CASES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "corrupt line": (rows(LINES + '\n{"messages": [{]\n'), r"chats.jsonl:31:16: not JSON: .*near '\{\"messages\": \[\{\]'"),
@@ -90,8 +96,12 @@ def test_one_sentence(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     [(chat(99, ""), "31 documents"), (json.dumps({"messages": []}), "skip"), ("not json", "skip")],
     ids=["empty answer", "empty chat", "no JSON"],
 )
-def test_bad_rows_can_be_skipped_and_are_counted(row: str, counted: str, model_folder: Path, tmp_path: Path) -> None:
-    options = rows(f"{LINES}\n{row}", "tokenize.on_bad_row=skip", *_tokenizer(model_folder))(tmp_path)
+def test_bad_rows_can_be_skipped_and_are_counted(
+    row: str, counted: str, model_folder: Path, tmp_path: Path
+) -> None:
+    options = rows(f"{LINES}\n{row}", "tokenize.on_bad_row=skip", *_tokenizer(model_folder))(
+        tmp_path
+    )
     code, screen = train_quick(tmp_path / "run", *options)
     assert code == 0
     assert counted in screen
@@ -191,7 +201,9 @@ def test_a_tokenizer_without_a_pad_token_trains(model_folder: Path, tmp_path: Pa
 # ----------------------------------------------------------------------------------------------------------- the folder
 def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("mine")
-    with pytest.raises(ConfigError, match=r"is not empty and is not the folder of a run: choose another name="):
+    with pytest.raises(
+        ConfigError, match=r"is not empty and is not the folder of a run: choose another name="
+    ):
         train_quick(tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["thesis.txt"]
 
@@ -202,7 +214,9 @@ def test_a_file_in_place_of_the_folder(tmp_path: Path) -> None:
         train_quick(tmp_path / "run")
 
 
-def test_a_disk_that_is_full_for_a_while_costs_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_is_full_for_a_while_costs_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from automodel_lite.run import durable
 
     answers = iter([0, 0, *[1 << 40] * 100])

@@ -43,7 +43,8 @@ class Mistake:
     shown: str  # the end of the screen; {folder} is where the command is typed, {host} this machine
     code: int = 2
     environment: dict[str, str] = field(default_factory=dict)
-    more_gib: float | None = None  # memory that the process may take beyond what it has at the start
+    # memory that the process may take beyond what it has at the start
+    more_gib: float | None = None
 
 
 MISTAKES = {
@@ -105,7 +106,8 @@ MISTAKES = {
         "attention=flash needs flash-attn: pip install --no-build-isolation 'automodel-lite[flash]'.",
     ),
     "no wandb": Mistake(
-        "--config-name smoke logger=wandb", "logger.wandb needs the package wandb: pip install 'automodel-lite[wandb]'."
+        "--config-name smoke logger=wandb",
+        "logger.wandb needs the package wandb: pip install 'automodel-lite[wandb]'.",
     ),
     "no torchao": Mistake(
         "--config-name smoke training.fp8=tensorwise",
@@ -171,11 +173,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A desk: some data, a run that is done, and its model without the chat template."""
     desk = tmp_path_factory.mktemp("desk")
     chats = [[("user", f"what is {n}?"), ("assistant", f"it is {n}.")] for n in range(30)]
-    rows = [{"messages": [{"role": role, "content": text} for role, text in chat]} for chat in chats]
+    rows = [
+        {"messages": [{"role": role, "content": text} for role, text in chat]} for chat in chats
+    ]
     (desk / "chats.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (desk / "faq.csv").write_text("Frage,Antwort\n" + "\n".join(f"was ist {n}?,das ist {n}." for n in range(30)))
-    (desk / "ids.jsonl").write_text("\n".join(json.dumps({"input_ids": [1, 2, 3, 99_999]}) for _ in range(30)))
-    code, screen = type_it(desk, Mistake("--config-name smoke name=mine training.max_steps=1 report=false", ""))
+    (desk / "faq.csv").write_text(
+        "Frage,Antwort\n" + "\n".join(f"was ist {n}?,das ist {n}." for n in range(30))
+    )
+    (desk / "ids.jsonl").write_text(
+        "\n".join(json.dumps({"input_ids": [1, 2, 3, 99_999]}) for _ in range(30))
+    )
+    code, screen = type_it(
+        desk, Mistake("--config-name smoke name=mine training.max_steps=1 report=false", "")
+    )
     assert code == 0, screen
     shutil.copytree(desk / "runs/mine/hf", desk / "base_model")
     (desk / "base_model/chat_template.jinja").unlink()

@@ -55,7 +55,9 @@ def test_private_names_are_not_proposed() -> None:
 @pytest.mark.parametrize("kind", [ConfigError, DataError])
 def test_a_message_cannot_write_to_the_terminal(kind: type[Exception]) -> None:
     """A column may be named after an escape sequence, which would clear the screen; lines of a message stay."""
-    assert str(kind("column \x1b[2J\ud800ü\r\nis missing")) == "column \\x1b[2J\\ud800ü\\r\nis missing"
+    assert (
+        str(kind("column \x1b[2J\ud800ü\r\nis missing")) == "column \\x1b[2J\\ud800ü\\r\nis missing"
+    )
 
 
 def test_printable_keeps_what_is_asked() -> None:
@@ -69,7 +71,9 @@ def test_an_error_in_a_sentence_is_one_line() -> None:
     assert one_line("x" * 400) == "x" * 300
 
 
-@pytest.mark.parametrize(("value", "typed"), [(None, "null"), (True, "true"), (0.1, "0.1"), ("True", "True"), (1, "1")])
+@pytest.mark.parametrize(
+    ("value", "typed"), [(None, "null"), (True, "true"), (0.1, "0.1"), ("True", "True"), (1, "1")]
+)
 def test_values_as_they_are_typed(value: object, typed: str) -> None:
     assert format_value(value) == typed
 
@@ -85,7 +89,12 @@ def test_a_peers_error_ends_with_the_peers_code() -> None:
     [
         (dist.DistNetworkError("unreachable"), True),
         (dist.DistBackendError("x"), True),
-        (RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer"), True),
+        (
+            RuntimeError(
+                "[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer"
+            ),
+            True,
+        ),
         (RuntimeError("NCCL communicator was aborted on rank 3"), True),
         (RuntimeError("shape '[2, 3]' is invalid"), False),
         (ValueError("Connection reset by peer"), False),  # a download, say

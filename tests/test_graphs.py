@@ -11,7 +11,8 @@ from automodel_lite.graphs import strict_graphs
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "chosen", "threads"), [("1", None, 8), ("4", None, 2), ("16", None, 1), ("4", "7", 8)]
+    ("num_ranks", "chosen", "threads"),
+    [("1", None, 8), ("4", None, 2), ("16", None, 1), ("4", "7", 8)],
 )
 def test_ranks_of_a_host_share_its_cores(
     num_ranks: str, chosen: str | None, threads: int, monkeypatch: pytest.MonkeyPatch

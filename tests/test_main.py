@@ -20,20 +20,31 @@ def typed(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     return int(left.value.code or 0)
 
 
-@pytest.mark.parametrize(("arguments", "code"), [(["--help"], 0), (["-h"], 0), ([], 0), (["--hepl"], 2)], ids=str)
+@pytest.mark.parametrize(
+    ("arguments", "code"), [(["--help"], 0), (["-h"], 0), ([], 0), (["--hepl"], 2)], ids=str
+)
 def test_commands_are_listed(
-    arguments: list[str], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    code: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert typed(monkeypatch, *arguments) == code
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "usage: automodel-lite COMMAND ... (--help after a command says more)"
-    assert [line.split()[1] for line in lines if line.startswith("  automodel-lite")] == [*RECIPES, *TOOLS]
+    assert [line.split()[1] for line in lines if line.startswith("  automodel-lite")] == [
+        *RECIPES,
+        *TOOLS,
+    ]
 
 
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("trian", "automodel-lite 'trian': no such command; did you mean train? automodel-lite --help lists them."),
+        (
+            "trian",
+            "automodel-lite 'trian': no such command; did you mean train? automodel-lite --help lists them.",
+        ),
         ("x\x1b", "automodel-lite 'x\\x1b': no such command. automodel-lite --help lists them."),
     ],
 )

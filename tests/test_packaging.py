@@ -25,7 +25,17 @@ training:
 @pytest.fixture(scope="module")
 def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
-    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(folder)]
+    build = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        str(folder),
+    ]
     subprocess.run([*build, str(ROOT)], check=True, capture_output=True, timeout=300)
     (wheel,) = folder.glob("*.whl")
     zipfile.ZipFile(wheel).extractall(folder / "site")
@@ -35,7 +45,9 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(site: Path, where: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(site), "PYTHONSAFEPATH": "1"}
     command = [sys.executable, "-m", "automodel_lite", *arguments]
-    return subprocess.run(command, cwd=where, env=environment, capture_output=True, text=True, timeout=300)
+    return subprocess.run(
+        command, cwd=where, env=environment, capture_output=True, text=True, timeout=300
+    )
 
 
 def test_the_wheel_carries_recipes_configs_types_and_licence(unpacked: Path):
@@ -43,14 +55,25 @@ def test_the_wheel_carries_recipes_configs_types_and_licence(unpacked: Path):
     wanted = {"conf/llama_packed.yaml", "conf/peft/lora.yaml", "recipes/train_ft.py", "py.typed"}
     assert {f"automodel_lite/{name}" for name in wanted} <= names
     assert any(name.endswith("licenses/LICENSE") for name in names)
-    assert {name.split("/")[0] for name in names if not name.split("/")[0].endswith(".dist-info")} == {"automodel_lite"}
+    assert {
+        name.split("/")[0] for name in names if not name.split("/")[0].endswith(".dist-info")
+    } == {"automodel_lite"}
 
 
 @pytest.mark.system
 def test_it_runs_from_another_folder_with_presets_of_ones_own(unpacked: Path, tmp_path: Path):
     (tmp_path / "presets").mkdir()
     (tmp_path / "presets/mine.yaml").write_text(PRESET)
-    done = run(unpacked, tmp_path, "train", "--config-dir", "presets", "--config-name", "mine", "cache_dir=cache")
+    done = run(
+        unpacked,
+        tmp_path,
+        "train",
+        "--config-dir",
+        "presets",
+        "--config-name",
+        "mine",
+        "cache_dir=cache",
+    )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "runs/mine/hf/model.safetensors").is_file()
     asked = run(unpacked, tmp_path, "generate", "runs/mine", "Hello", "--max-new-tokens", "2")
@@ -103,7 +126,8 @@ def bin_of_the_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (wheel,) = folder.glob("*.whl")
     assert list(folder.glob("*.tar.gz"))
     call(sys.executable, "-m", "venv", folder / "venv")
-    call(folder / "venv/bin/python", "-m", "pip", "install", "torch")  # first and alone: see constraints.txt
+    # first and alone: see constraints.txt
+    call(folder / "venv/bin/python", "-m", "pip", "install", "torch")
     call(folder / "venv/bin/python", "-m", "pip", "install", str(wheel))
     return folder / "venv/bin"
 
@@ -116,7 +140,12 @@ def test_an_empty_environment_and_an_empty_folder(bin_of_the_wheel: Path, tmp_pa
 
     def call(command: str, code: int = 0) -> str:
         done = subprocess.run(
-            command.split(), cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+            command.split(),
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
         )
         assert done.returncode == code, f"{command}\n{done.stdout}\n{done.stderr}"
         return done.stdout if code == 0 else done.stderr
@@ -124,8 +153,12 @@ def test_an_empty_environment_and_an_empty_folder(bin_of_the_wheel: Path, tmp_pa
     (tmp_path / "my_conf/model").mkdir(parents=True)
     (tmp_path / "my_conf/mine.yaml").write_text(MINE)
     (tmp_path / "my_conf/model/mine_tiny.yaml").write_text(MINE_TINY)
-    chats = [[("user", f"what is {n} plus one?"), ("assistant", f"it is {n + 1}.")] for n in range(200)]
-    rows = [{"messages": [{"role": role, "content": text} for role, text in chat]} for chat in chats]
+    chats = [
+        [("user", f"what is {n} plus one?"), ("assistant", f"it is {n + 1}.")] for n in range(200)
+    ]
+    rows = [
+        {"messages": [{"role": role, "content": text} for role, text in chat]} for chat in chats
+    ]
     (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, rows)))
 
     said = call("automodel-lite train --config-dir my_conf --help")
@@ -141,11 +174,15 @@ def test_an_empty_environment_and_an_empty_folder(bin_of_the_wheel: Path, tmp_pa
     assert {"hf", "metrics.jsonl", "report.html", "run.json"} <= {
         path.name for path in (tmp_path / "runs/mine").iterdir()
     }
-    assert "is finished (step 4): nothing to do" in call("automodel-lite train --config-dir my_conf --config-name mine")
+    assert "is finished (step 4): nothing to do" in call(
+        "automodel-lite train --config-dir my_conf --config-name mine"
+    )
 
     two = "torchrun --standalone --nproc-per-node 2 -m automodel_lite train --config-dir my_conf --config-name mine name=two"
     assert "2 processes" in call(two)
     call("automodel-lite report runs/mine runs/two --to both")
 
-    mistake = call("automodel-lite train --config-dir my_conf --config-name mine training.max_stepz=3", code=2)
+    mistake = call(
+        "automodel-lite train --config-dir my_conf --config-name mine training.max_stepz=3", code=2
+    )
     assert mistake.strip() == "training.max_stepz=3: unknown key; did you mean training.max_steps?"

@@ -54,7 +54,9 @@ def test_random_trees_hold_their_rows(seed: int) -> None:
     ids, _, positions, _ = tree_of(rows)
     nodes = find_nodes(torch.tensor([0, len(ids)]), torch.tensor(positions))
     paths = (
-        [list(range(len(ids)))] if nodes is None else [x.tolist() for x in nodes.paths.split(nodes.path_lens.tolist())]
+        [list(range(len(ids)))]
+        if nodes is None
+        else [x.tolist() for x in nodes.paths.split(nodes.path_lens.tolist())]
     )
     assert sorted([ids[i] for i in path] for path in paths) == sorted(row for row, _ in rows)
     if nodes is None:

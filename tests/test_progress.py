@@ -33,7 +33,9 @@ def on_a_terminal(code: str, columns: int = 80) -> str:
     leader, follower = pty.openpty()
     fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     environment = os.environ | {"COLUMNS": str(columns), "TERM": "xterm"}
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=follower, stderr=follower, env=environment)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=follower, stderr=follower, env=environment
+    )
     os.close(follower)
     shown = b""
     while True:
@@ -52,9 +54,11 @@ def test_a_bar_on_a_terminal_with_lines_above_it() -> None:
     shown = on_a_terminal(WORK)
     assert "counting:  75%" in shown
     assert "validating" in shown
-    assert re.search(r"3/4 things \[\d\d:\d\d<\d\d:\d\d, loss 1.5\]", shown)  # what is left is estimated at each draw
+    # what is left is estimated at each draw
+    assert re.search(r"3/4 things \[\d\d:\d\d<\d\d:\d\d, loss 1.5\]", shown)
     assert shown.count("a line") == 4
-    assert max(len(line) for line in re.split(r"[\r\n]", shown)) == 77  # `^C` has room behind a bar of 80 columns
+    # `^C` has room behind a bar of 80 columns
+    assert max(len(line) for line in re.split(r"[\r\n]", shown)) == 77
 
 
 def test_a_note_is_seen_before_the_first_is_done() -> None:
@@ -76,11 +80,16 @@ def test_another_rank_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert on_a_terminal(WORK).replace("a line", "").strip() == ""
 
 
-def test_a_line_now_and_then_in_a_log(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_line_now_and_then_in_a_log(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     now = [0.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     with Progress("tokenizing train", 1000, "documents") as work:
         for _ in range(3):
             now[0] += 6
             work.add(100)
-    assert capsys.readouterr().err == "tokenizing train: 200 of 1,000 documents (20%), 17/s, 48 s left\n"
+    assert (
+        capsys.readouterr().err
+        == "tokenizing train: 200 of 1,000 documents (20%), 17/s, 48 s left\n"
+    )

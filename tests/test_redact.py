@@ -24,7 +24,11 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def test_secrets_are_found_by_value() -> None:
-    environment = {"HF_TOKEN": "hf_abcdef", "WANDB_API_KEY": "0123456789", "TOKENIZERS_PARALLELISM": "false"}
+    environment = {
+        "HF_TOKEN": "hf_abcdef",
+        "WANDB_API_KEY": "0123456789",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
     environment |= {"SSL_KEY_FILE": str(ROOT / "pyproject.toml"), "HOME": "/home/abc"}
     assert secrets(environment) == {"hf_abcdef": "HF_TOKEN", "0123456789": "WANDB_API_KEY"}
 
@@ -70,7 +74,13 @@ HARD = "ü\"quo\\te's\nand a line"
 def test_a_secret_is_found_in_every_spelling(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DB_PWD", HARD)
     in_json = json.dumps({"a": HARD})
-    for text in (HARD, in_json, json.dumps({"a": HARD}, ensure_ascii=False), json.dumps({"b": in_json}), repr(HARD)):
+    for text in (
+        HARD,
+        in_json,
+        json.dumps({"a": HARD}, ensure_ascii=False),
+        json.dumps({"b": in_json}),
+        repr(HARD),
+    ):
         assert "DB_PWD" in scrub(text), text
         assert "quo" not in scrub(text), text
     assert scrub(" ".join(HARD.split())) == "<DB_PWD>"
@@ -79,10 +89,15 @@ def test_a_secret_is_found_in_every_spelling(monkeypatch: pytest.MonkeyPatch) ->
 def test_names_of_the_program_stay_in_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     """An environment that calls `optimizer` a key must not make a config.yaml that no program can read."""
     config = check_config(compose_config("smoke", ["tokenize.template_kwargs.a=an assistant"]))
-    for number, value in enumerate(("assistant", "optimizer", "torch.optim", config.optimizer["_target_"], "cosine")):
+    for number, value in enumerate(
+        ("assistant", "optimizer", "torch.optim", config.optimizer["_target_"], "cosine")
+    ):
         monkeypatch.setenv(f"SORT_KEY_{number}", value)
     values = plain(config)
-    assert values["tokenize"] == {**asdict(config.tokenize), "template_kwargs": {"a": "an <SORT_KEY_0>"}}
+    assert values["tokenize"] == {
+        **asdict(config.tokenize),
+        "template_kwargs": {"a": "an <SORT_KEY_0>"},
+    }
     assert values["optimizer"] == config.optimizer
     assert values.keys() == asdict(config).keys()
 

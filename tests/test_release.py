@@ -22,16 +22,29 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def test_the_site_names_every_page_once():
     def pages(node: object) -> list[str]:
-        children = node.values() if isinstance(node, dict) else node if isinstance(node, list) else []
-        return [node] if isinstance(node, str) else [page for child in children for page in pages(child)]
+        children = (
+            node.values() if isinstance(node, dict) else node if isinstance(node, list) else []
+        )
+        return (
+            [node]
+            if isinstance(node, str)
+            else [page for child in children for page in pages(child)]
+        )
 
     named = pages(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
-    assert sorted(named) == sorted(path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md"))
+    assert sorted(named) == sorted(
+        path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")
+    )
 
 
 def test_the_address_of_the_repository_stands_in_one_file():
     address = repository().removeprefix("https://")
-    for path in [*ROOT.glob("*.md"), *ROOT.glob("*.txt"), *ROOT.glob("docs/**/*.md"), ROOT / "CITATION.cff"]:
+    for path in [
+        *ROOT.glob("*.md"),
+        *ROOT.glob("*.txt"),
+        *ROOT.glob("docs/**/*.md"),
+        ROOT / "CITATION.cff",
+    ]:
         assert address not in path.read_text(), path
     project = (ROOT / "pyproject.toml").read_text()
     assert len(re.findall(r"https://(?:raw\.)?github(?:usercontent)?\.com/", project)) == 5
@@ -54,14 +67,26 @@ def test_links_out_of_the_docs_lead_to_the_repository():
 LINK = re.compile(r"\]\((?!https?://|#|mailto:)([^)#\s]+)(#[^)]*)?\)")
 
 
-@pytest.mark.parametrize("page", sorted([*ROOT.glob("*.md"), ROOT / "llms.txt"]), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "page", sorted([*ROOT.glob("*.md"), ROOT / "llms.txt"]), ids=lambda path: path.name
+)
 def test_links_of_the_top_pages_lead_to_files(page: Path):
     for target, _ in LINK.findall(page.read_text()):
         assert (ROOT / target).exists(), f"{page.name}: {target}"
 
 
 def test_the_index_of_packages_gets_absolute_links(tmp_path: Path):
-    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(tmp_path)]
+    build = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        str(tmp_path),
+    ]
     subprocess.run([*build, str(ROOT)], check=True, capture_output=True, timeout=300)
     with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
         name = next(name for name in wheel.namelist() if name.endswith("METADATA"))
@@ -77,10 +102,19 @@ def test_the_index_of_packages_gets_absolute_links(tmp_path: Path):
 def test_the_commands_of_the_image_run_in_order(tmp_path: Path):
     """All of the Dockerfile but its base image and the two packages that need a CUDA compiler."""
     image = tmp_path / "image"
-    environment = {**os.environ, "PATH": f"{tmp_path}/venv/bin:{os.environ['PATH']}", "TMPDIR": str(tmp_path)}
+    environment = {
+        **os.environ,
+        "PATH": f"{tmp_path}/venv/bin:{os.environ['PATH']}",
+        "TMPDIR": str(tmp_path),
+    }
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
-    torch = next(line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("torch=="))
-    subprocess.run([tmp_path / "venv/bin/pip", "install", "-q", torch], check=True)  # what the base image brings
+    torch = next(
+        line
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if line.startswith("torch==")
+    )
+    # what the base image brings
+    subprocess.run([tmp_path / "venv/bin/pip", "install", "-q", torch], check=True)
     lines = (ROOT / "Dockerfile").read_text().replace("\\\n", " ").splitlines()
     done = []
     for line in lines:
@@ -93,7 +127,13 @@ def test_the_commands_of_the_image_run_in_order(tmp_path: Path):
                 to.parent.mkdir(parents=True, exist_ok=True)
                 copy(ROOT / source, to)
         elif word == "RUN" and "flash-attn" not in rest:
-            subprocess.run(rest.replace("/tmp/", f"{tmp_path}/"), shell=True, check=True, cwd=image, env=environment)
+            subprocess.run(
+                rest.replace("/tmp/", f"{tmp_path}/"),
+                shell=True,
+                check=True,
+                cwd=image,
+                env=environment,
+            )
             done.append(rest)
     assert done
     subprocess.run(["automodel-lite", "train", "--help"], check=True, cwd=tmp_path, env=environment)

@@ -26,16 +26,22 @@ def test_the_generator_of_a_strangers_run_is_not_run(tmp_path: Path) -> None:
     from automodel_lite.run.folder import RunFolder
     from automodel_lite.tools.load_run import load_run_config
 
-    raw = OmegaConf.to_yaml(compose_config("smoke", ["dataset=streaming", "~dataset.num_chats", "name=x"]))
+    raw = OmegaConf.to_yaml(
+        compose_config("smoke", ["dataset=streaming", "~dataset.num_chats", "name=x"])
+    )
     (tmp_path / "config.yaml").write_text(raw.replace("generator: null", "generator: os:abort"))
     with pytest.raises(ConfigError, match=r"dataset.generator=os:abort names code"):
         load_run_config(RunFolder(tmp_path))
 
 
-@pytest.mark.parametrize("grant", ["security:\n  allow_targets: [os]\n", "model:\n  trust_remote_code: true\n"])
+@pytest.mark.parametrize(
+    "grant", ["security:\n  allow_targets: [os]\n", "model:\n  trust_remote_code: true\n"]
+)
 def test_a_preset_cannot_grant_anything(tmp_path: Path, grant: str) -> None:
     (tmp_path / "strange.yaml").write_text(f"defaults:\n  - smoke\n  - _self_\n{grant}")
-    with pytest.raises(ConfigError, match=r"is set in a file, but only the command line may set it"):
+    with pytest.raises(
+        ConfigError, match=r"is set in a file, but only the command line may set it"
+    ):
         compose_config("strange", [], config_dir=str(tmp_path))
 
 
@@ -45,7 +51,9 @@ def test_remote_code_needs_a_pinned_commit(revision: str) -> None:
 
     chosen = ["model=pretrained", "model.pretrained=someone/model", "model.trust_remote_code=true"]
     config = check_config(compose_config("smoke", [*chosen, f"model.revision={revision}"]))
-    with pytest.raises(ConfigError, match=r"pin the commit that you have reviewed, model.revision=<40 hex digits>"):
+    with pytest.raises(
+        ConfigError, match=r"pin the commit that you have reviewed, model.revision=<40 hex digits>"
+    ):
         build(config.model)
 
 
@@ -59,7 +67,9 @@ CANARIES = {
 }
 
 
-@pytest.mark.parametrize("ending", ["finishes", pytest.param("fails", marks=pytest.mark.system), "is-refused"])
+@pytest.mark.parametrize(
+    "ending", ["finishes", pytest.param("fails", marks=pytest.mark.system), "is-refused"]
+)
 def test_no_canary_in_anything_that_a_run_writes(tmp_path: Path, ending: str) -> None:
     """Secrets in the configuration (by ${oc.env:...}), in the chat template's variables, and in an error's text."""
     more = {
@@ -69,18 +79,31 @@ def test_no_canary_in_anything_that_a_run_writes(tmp_path: Path, ending: str) ->
     }[ending]
     options = ["--config-name", "smoke", f"output_dir={tmp_path}/run"]
     options += [f"cache_dir={tmp_path}/cache", "training.max_steps=2", "training.num_threads=1"]
-    options += ["+tokenize.template_kwargs.a=${oc.env:HF_TOKEN}", "+tokenize.template_kwargs.b=${oc.env:WANDB_API_KEY}"]
+    options += [
+        "+tokenize.template_kwargs.a=${oc.env:HF_TOKEN}",
+        "+tokenize.template_kwargs.b=${oc.env:WANDB_API_KEY}",
+    ]
     options += ["+tokenize.template_kwargs.c=x-${oc.env:AWS_SECRET_ACCESS_KEY}-y", *more]
-    options += ["logger=tensorboard", "samples.max_new_tokens=2", "tokenize.template_kwargs.d=${oc.env:DB_PWD}"]
-    options += ["samples.prompts=['${oc.env:HF_TOKEN}','is ${oc.env:DB_PWD}?','${oc.env:GITHUB_PAT}']"]
-    start = _in_a_new_interpreter if ending == "fails" else partial(in_a_process, _train_with_canaries)
+    options += [
+        "logger=tensorboard",
+        "samples.max_new_tokens=2",
+        "tokenize.template_kwargs.d=${oc.env:DB_PWD}",
+    ]
+    options += [
+        "samples.prompts=['${oc.env:HF_TOKEN}','is ${oc.env:DB_PWD}?','${oc.env:GITHUB_PAT}']"
+    ]
+    start = (
+        _in_a_new_interpreter if ending == "fails" else partial(in_a_process, _train_with_canaries)
+    )
     code, screen = start(tmp_path, options)
     assert (code == 0) == (ending == "finishes"), screen
     written = {str(p): str(p).encode() + p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
     assert len(written) > 10 or ending != "finishes"
     for place, content in written.items():
         for canary in CANARIES.values():
-            in_json = [json.dumps(canary, ensure_ascii=is_ascii)[1:-1] for is_ascii in (True, False)]
+            in_json = [
+                json.dumps(canary, ensure_ascii=is_ascii)[1:-1] for is_ascii in (True, False)
+            ]
             for spelling in (canary, *in_json, *(json.dumps(text)[1:-1] for text in in_json)):
                 assert spelling.encode() not in content, (place, spelling)
     if ending == "finishes":
@@ -94,7 +117,9 @@ def _in_a_new_interpreter(folder: Path, options: list[str]) -> tuple[int, str]:
     environment = os.environ | CANARIES | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(ROOT / "recipes/train_ft.py"), *options]
     with open(folder / "screen", "w") as screen:
-        done = subprocess.run(command, cwd=ROOT, env=environment, stdout=screen, stderr=screen, timeout=300)
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, stdout=screen, stderr=screen, timeout=300
+        )
     return done.returncode, (folder / "screen").read_text()
 
 
@@ -106,20 +131,39 @@ def _train_with_canaries(options: list[str]) -> None:
 @pytest.mark.system
 def test_no_canary_in_what_a_sweep_writes(tmp_path: Path) -> None:
     """Typed as they are, not as ${oc.env:...}: Hydra keeps the command line in files of its own."""
-    command = [sys.executable, "recipes/train_ft.py", "--config-name", "smoke", f"output_dir={tmp_path}/sweep", "-m"]
+    command = [
+        sys.executable,
+        "recipes/train_ft.py",
+        "--config-name",
+        "smoke",
+        f"output_dir={tmp_path}/sweep",
+        "-m",
+    ]
     options = [
         f"cache_dir={tmp_path}/cache",
         "training.max_steps=1",
         "training.num_threads=1",
         "hydra.output_subdir=.h",
     ]
-    options += ["checkpoint.export_hf=false", "report=false", "training.val_every_steps=0", "dry_run=true"]
-    options += ["tokenize.template_kwargs.a=hf_canary_one,ghp_canary_five", "samples.prompts=['canary-three']"]
+    options += [
+        "checkpoint.export_hf=false",
+        "report=false",
+        "training.val_every_steps=0",
+        "dry_run=true",
+    ]
+    options += [
+        "tokenize.template_kwargs.a=hf_canary_one,ghp_canary_five",
+        "samples.prompts=['canary-three']",
+    ]
     environment = os.environ | CANARIES | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([*command, *options], cwd=ROOT, env=environment, capture_output=True, timeout=300)
+    done = subprocess.run(
+        [*command, *options], cwd=ROOT, env=environment, capture_output=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     written = {"screen": done.stdout + done.stderr}
-    written |= {str(p): str(p).encode() + p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    written |= {
+        str(p): str(p).encode() + p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()
+    }
     names = {Path(place).name for place in written}
     assert {"multirun.yaml", "sweep.json"} <= names
     assert "overrides.yaml" not in names  # Hydra's copies of a job's settings are not written
@@ -131,16 +175,24 @@ def test_a_secret_is_no_part_of_a_model(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("HF_TOKEN", "hf_canary_one")
     monkeypatch.setenv("SORT_KEY", "messages")  # a word, and no secret
     template = "{% for m in messages %}hf_canary_one{{ m.content }}{% endfor %}"
-    with pytest.raises(ConfigError, match=r"tokenizer.chat_template holds the value of HF_TOKEN, and this part"):
+    with pytest.raises(
+        ConfigError, match=r"tokenizer.chat_template holds the value of HF_TOKEN, and this part"
+    ):
         check_config(
             compose_config(
-                "smoke", ["tokenizer=pretrained", "tokenizer.path=x", f"tokenizer.chat_template='{template}'"]
+                "smoke",
+                [
+                    "tokenizer=pretrained",
+                    "tokenizer.path=x",
+                    f"tokenizer.chat_template='{template}'",
+                ],
             )
         )
     byte_tokenizer(LLAMA3).save_pretrained(tmp_path)
     (tmp_path / "template.jinja").write_text(template)
     with pytest.raises(
-        ConfigError, match=r"tokenizer.chat_template holds the value of HF_TOKEN, which would be trained on"
+        ConfigError,
+        match=r"tokenizer.chat_template holds the value of HF_TOKEN, which would be trained on",
     ):
         load_tokenizer(str(tmp_path), chat_template=str(tmp_path / "template.jinja"))
     load_tokenizer(str(tmp_path), chat_template=template.replace("hf_canary_one", ""))

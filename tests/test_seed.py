@@ -26,7 +26,10 @@ def test_longest_first() -> None:
     lengths = np.array([3, 9, 3, 3, 9, 1])
     order = seeded_order(len(lengths), 0, 0, lengths, 9)
     assert lengths[order].tolist() == [9, 9, 3, 3, 3, 1]
-    assert len({tuple(seeded_order(len(lengths), seed, 0, lengths, 9).tolist()) for seed in range(20)}) > 6
+    assert (
+        len({tuple(seeded_order(len(lengths), seed, 0, lengths, 9).tolist()) for seed in range(20)})
+        > 6
+    )
 
 
 @pytest.mark.parametrize("n", [0, 1])

@@ -14,9 +14,7 @@ ONLY_SOME_CONFIGS = (
     "datasets pandas peft wandb mlflow torch.utils.tensorboard matplotlib torchao bitsandbytes "
     "flash_attn transformer_engine sklearn torchvision automodel_lite.parts.kernels.varlen automodel_lite.parts.kernels.flex"
 )
-ONLY_MODELS = (
-    "transformers.modeling_utils transformers.masking_utils transformers.models torch._dynamo scipy accelerate"
-)
+ONLY_MODELS = "transformers.modeling_utils transformers.masking_utils transformers.models torch._dynamo scipy accelerate"
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": os.getcwd()}
 ENVIRONMENT.pop("PYTHONDONTWRITEBYTECODE", None)  # a second start would compile everything again
@@ -30,11 +28,16 @@ def cpu_seconds(*command: str) -> float:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["--config-name", "llama_packed", "--cfg", "job"]], ids=["help", "cfg"]
+    "arguments",
+    [["--help"], ["--config-name", "llama_packed", "--cfg", "job"]],
+    ids=["help", "cfg"],
 )
 def test_questions_are_answered_without_torch(arguments: list[str]) -> None:
     """Compared in turns: machines differ, and a busy neighbor of the core can double a single measurement."""
-    pairs = ((cpu_seconds("recipes/train_ft.py", *arguments), cpu_seconds("-c", "import torch")) for _ in range(5))
+    pairs = (
+        (cpu_seconds("recipes/train_ft.py", *arguments), cpu_seconds("-c", "import torch"))
+        for _ in range(5)
+    )
     assert any(ours <= 0.7 * torchs for ours, torchs in pairs)
 
 
@@ -43,7 +46,9 @@ def imported_by(*pieces: str) -> list[list[str]]:
     names = f"{ONLY_SOME_CONFIGS} {ONLY_MODELS}".split()
     look = f"print('imported:', *[name for name in {names} if name in sys.modules])"
     code = "; ".join(["import sys", *(f"{piece}; {look}" for piece in pieces)])
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=ENVIRONMENT)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=ENVIRONMENT
+    )
     lines = [line for line in done.stdout.splitlines() if line.startswith("imported:")]
     return [line.removeprefix("imported:").split() for line in lines]
 
@@ -51,8 +56,18 @@ def imported_by(*pieces: str) -> list[list[str]]:
 def test_imported_is_what_is_used(tmp_path: Path) -> None:
     """By the recipe itself neither models nor what only some configurations use; by a plain run no more than models."""
     overrides = [
-        *("name=plain", f"output_dir={tmp_path}/run", f"cache_dir={tmp_path}/cache", "dataset.num_chats=60"),
-        *("training.max_steps=1", "training.num_epochs=null", "lr_scheduler.warmup_steps=0", "evaluation=none"),
+        *(
+            "name=plain",
+            f"output_dir={tmp_path}/run",
+            f"cache_dir={tmp_path}/cache",
+            "dataset.num_chats=60",
+        ),
+        *(
+            "training.max_steps=1",
+            "training.num_epochs=null",
+            "lr_scheduler.warmup_steps=0",
+            "evaluation=none",
+        ),
         *("checkpoint.export_hf=false", "report=false", "training.num_threads=1"),
     ]
     run = (

@@ -52,7 +52,9 @@ def test_a_model_of_attention_alone_gets_no_rows() -> None:
 
 def test_padding_needs_no_position_of_its_own() -> None:
     """A table of learned positions holds the documents' own, and packs may be longer."""
-    batch = batch_of([[3, 2]], [[4, 6]], 10) | {"position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5]])}
+    batch = batch_of([[3, 2]], [[4, 6]], 10) | {
+        "position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5]])
+    }
     assert to_thd(batch).position_ids.tolist() == [0, 1, 2, 0, 0, 1, 0, 0, 0, 0]
 
 

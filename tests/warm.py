@@ -25,4 +25,5 @@ get_checkpoint_conversion_mapping("llama")
 for config in FAMILIES.values():
     transformers.AutoModelForCausalLM._model_mapping[type(config())]
 gc.collect()
-gc.freeze()  # a rank's collections neither look through what is loaded here nor copy its pages: a fifth of its CPU time
+# a rank's collections neither look through what is loaded here nor copy its pages: a fifth of its CPU time
+gc.freeze()

@@ -1,14 +1,16 @@
-"""The documents of the forward that is running, and the layers that mix their tokens in other ways than attention.
+"""The documents of the forward that is running, and the layers that mix their tokens in other ways
+than attention.
 
-`ThdBatch.model_inputs` gives them to the model's forward, which holds them while it runs; no layer is given them.
-Families pass arguments on in their own ways, and a compiled layer's graph that contained the boundaries of one pack
-would be compiled again for the next. A layer that is recomputed sees those of its first run, in whichever thread.
+`ThdBatch.model_inputs` gives them to the model's forward, which holds them while it runs; no layer
+is given them. Families pass arguments on in their own ways, and a compiled layer's graph that
+contained the boundaries of one pack would be compiled again for the next. A layer that is
+recomputed sees those of its first run, in whichever thread.
 
-Other causal mixers (state spaces, delta rules, convolutions) run on the stream where their inner functions can
-(mixer_functions.py). Any other gets the documents as right-padded rows (thd.py): exact by construction, on any device,
-without code for single families. Which modules are mixers follows from
-transformers' conventions: a token mixer takes a cache or a mask, and attention asks transformers' registry for its
-function. The isolation probe finds what the conventions miss.
+Other causal mixers (state spaces, delta rules, convolutions) run on the stream where their inner
+functions can (mixer_functions.py). Any other gets the documents as right-padded rows (thd.py):
+exact by construction, on any device, without code for single families. Which modules are mixers
+follows from transformers' conventions: a token mixer takes a cache or a mask, and attention asks
+transformers' registry for its function. The isolation probe finds what the conventions miss.
 """
 
 from __future__ import annotations
@@ -26,7 +28,12 @@ import transformers
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from automodel_lite.attention.mixer_functions import Recorded, patch_functions, running, split_at_documents
+from automodel_lite.attention.mixer_functions import (
+    Recorded,
+    patch_functions,
+    running,
+    split_at_documents,
+)
 from automodel_lite.errors import ConfigError
 from automodel_lite.thd import ThdBatch
 
@@ -35,7 +42,9 @@ NOW: ContextVar[ThdBatch | None] = ContextVar("documents", default=None)
 
 
 class InGraph:
-    """What a compiled layer takes as inputs of its graph; None: its attention breaks the graph, and reads NOW."""
+    """What a compiled layer takes as inputs of its graph; None: its attention breaks the graph, and
+    reads NOW.
+    """
 
     sizes: tuple[Tensor, Tensor] | None = None
 
@@ -49,14 +58,19 @@ class WithinDocuments:
     def __init__(self, module: nn.Module) -> None:
         self.forward: Callable[..., Any] = module.forward
         # the modules that transformers gives a function for recomputation, by its own rule
-        self.recomputing: list[Any] = [part for part in module.modules() if hasattr(part, "gradient_checkpointing")]
+        self.recomputing: list[Any] = [
+            part for part in module.modules() if hasattr(part, "gradient_checkpointing")
+        ]
         # layers of Llama 4 that scale queries by their place in the stream
-        self.placed: list[Any] = [part for part in module.modules() if vars(part).get("attn_temperature_tuning")]
+        self.placed: list[Any] = [
+            part for part in module.modules() if vars(part).get("attn_temperature_tuning")
+        ]
         functools.update_wrapper(self, module.forward)
 
     def __call__(self, *args: Any, packed: ThdBatch | None = None, **kwargs: Any) -> Any:
-        # Who scales queries by their place: the layers, or for packs the attention (`positions.scale_queries`). It
-        # stays as it is after the call, for the recomputation of its layers.
+        # Who scales queries by their place: the layers, or for packs the attention
+        # (`positions.scale_queries`). It stays as it is after the call, for the recomputation of
+        # its layers.
         for layer in self.placed:
             layer.attn_temperature_tuning = packed is None and NOW.get() is None
         if packed is None:
@@ -74,13 +88,17 @@ class WithinDocuments:
 
 
 class WithContext:
-    """A function that runs another one, now and later: the later run sees the documents of the first."""
+    """A function that runs another one, now and later: the later run sees the documents of the
+    first.
+    """
 
     def __init__(self, recompute: Callable[..., Any]) -> None:
         self.recompute = recompute
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return self.recompute(functools.partial(contextvars.copy_context().run, function), *args, **kwargs)
+        return self.recompute(
+            functools.partial(contextvars.copy_context().run, function), *args, **kwargs
+        )
 
 
 def replace_forwards(owners: Iterable[Any], kind: type) -> None:
@@ -105,12 +123,16 @@ FEW_TOKENS = 8
 
 
 def runs_by_rows(model: transformers.PreTrainedModel) -> bool:
-    """Does the whole decoder run on right-padded documents, because its attention is its own code (Falcon, Bloom)?"""
+    """Does the whole decoder run on right-padded documents, because its attention is its own code
+    (Falcon, Bloom)?
+    """
     return isinstance(getattr(model.base_model.forward, "forward", None), DecoderByRows)
 
 
 class DecoderByRows:
-    """The forward of a decoder, which holds its documents, on them as right-padded rows, with its own attention."""
+    """The forward of a decoder, which holds its documents, on them as right-padded rows, with its
+    own attention.
+    """
 
     def __init__(self, held: WithinDocuments) -> None:
         self.forward = held.forward
@@ -179,8 +201,8 @@ class PackedMixer:
         if documents is None:
             if torch._C._current_graph_task_id() != -1:  # a forward inside a backward pass
                 raise ConfigError(
-                    f"{self.name} is recomputed without its documents: recompute whole layers, with "
-                    "training.activation_checkpointing."
+                    f"{self.name} is recomputed without its documents: recompute whole layers, "
+                    "with training.activation_checkpointing."
                 )
             return self.forward(*args, **kwargs)
         assert documents.mixers is not None
@@ -188,26 +210,39 @@ class PackedMixer:
         arguments |= arguments.pop("kwargs", {})
         if arguments.get("attention_mask") is not None:
             raise ConfigError(
-                f"{self.name} passes its own mask together with packed documents, which is not supported."
+                f"{self.name} passes its own mask together with packed documents, which is not "
+                "supported."
             )
         # Streams are the tensors [1, T, ...] among the arguments, however nested.
         leaves, structure = pytree.tree_flatten(arguments)
         shape = next(iter(arguments.values())).shape[:2]
         if shape[0] != 1:
-            raise ConfigError(f"a mixer got {shape[0]} rows: packed documents are one stream of tokens.")
-        places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.ndim >= 2 and x.shape[:2] == shape]
+            raise ConfigError(
+                f"a mixer got {shape[0]} rows: packed documents are one stream of tokens."
+            )
+        places = [
+            i
+            for i, x in enumerate(leaves)
+            if isinstance(x, Tensor) and x.ndim >= 2 and x.shape[:2] == shape
+        ]
 
         def forward(streams: list[Tensor]) -> Any:
             """The mixer, called with other streams in the places of its own."""
             given = dict(zip(places, streams))
-            return self.forward(**pytree.tree_unflatten([given.get(i, x) for i, x in enumerate(leaves)], structure))
+            return self.forward(
+                **pytree.tree_unflatten([given.get(i, x) for i, x in enumerate(leaves)], structure)
+            )
 
         if self.called is None:
             self.called = _record(forward, [leaves[place][:, :FEW_TOKENS] for place in places])
-        # Inner functions are split at documents where ranks share their heads, and where one of them works on a packed
-        # stream; else the whole mixer is.
+        # Inner functions are split at documents where ranks share their heads, and where one of
+        # them works on a packed stream; else the whole mixer is.
         plan, called = documents.mixers, self.called
-        if any(called.takes_streams) if plan.exchange is None else called.divide(plan.exchange.size):
+        if (
+            any(called.takes_streams)
+            if plan.exchange is None
+            else called.divide(plan.exchange.size)
+        ):
             with running(split_at_documents(plan)):
                 return self.forward(**arguments)
         rest: list[Any] = []  # what it returns beside the mixed tokens
@@ -225,8 +260,8 @@ class PackedMixer:
 def _record(forward: Callable[[list[Tensor]], Any], few: list[Tensor]) -> Recorded:
     """Returns what a mixer calls, seen in a forward of a few tokens, outside the graph."""
     called, is_deterministic = Recorded(), torch.are_deterministic_algorithms_enabled()
-    # transformers' own functions run here, once, and their numbers are dropped: some call `cumsum`, which has no
-    # deterministic form on CUDA.
+    # transformers' own functions run here, once, and their numbers are dropped: some call `cumsum`,
+    # which has no deterministic form on CUDA.
     torch.use_deterministic_algorithms(False)
     try:
         with torch.no_grad(), running(called):

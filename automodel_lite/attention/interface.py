@@ -1,13 +1,17 @@
-"""Puts a kernel under a Hugging Face model, through transformers' AttentionInterface, and what other mixers need.
+"""Puts a kernel under a Hugging Face model, through transformers' AttentionInterface, and what
+other mixers need.
 
-A registered attention name without a registered mask function makes transformers build no mask at all. Documents
-reach the layers as keyword arguments of the model's forward, and attention from there (attention/documents.py).
+A registered attention name without a registered mask function makes transformers build no mask at
+all. Documents reach the layers as keyword arguments of the model's forward, and attention from
+there (attention/documents.py).
 
-`attention=auto` picks the kernel for this device and this model, or one for each kind of layer, and reports why.
+`attention=auto` picks the kernel for this device and this model, or one for each kind of layer, and
+reports why.
 
-At start-up the isolation probe checks that the documents of a pack do not see each other. A list of known families
-cannot keep up with transformers. One forward of 96 tokens finds what no list does: layers that mix tokens besides
-attention (Mamba, convolutions), families that drop the arguments, positions taken from elsewhere.
+At start-up the isolation probe checks that the documents of a pack do not see each other. A list of
+known families cannot keep up with transformers. One forward of 96 tokens finds what no list does:
+layers that mix tokens besides attention (Mamba, convolutions), families that drop the arguments,
+positions taken from elsewhere.
 """
 
 from __future__ import annotations
@@ -29,25 +33,47 @@ from automodel_lite.attention.documents import (
     mixers_of,
     replace_forwards,
 )
-from automodel_lite.attention.kernel import AttentionKernel, GraphKernel, ReferenceAttention, over_tree
+from automodel_lite.attention.kernel import (
+    AttentionKernel,
+    GraphKernel,
+    ReferenceAttention,
+    over_tree,
+)
 from automodel_lite.attention.positions import (
     RotationByDocument,
     length_dependent_rotations,
     refuse_rotations,
     scale_queries,
 )
-from automodel_lite.attention.spec import FAMILIES, UNPACKED, AttentionSpec, config_value, layer_shapes, layer_window
+from automodel_lite.attention.spec import (
+    FAMILIES,
+    UNPACKED,
+    AttentionSpec,
+    config_value,
+    layer_shapes,
+    layer_window,
+)
 from automodel_lite.config.components import locate
 from automodel_lite.errors import ConfigError
-from automodel_lite.thd import AttentionInputs, AttentionOptions, Segments, ThdBatch, TreeKeys, stream_of
+from automodel_lite.thd import (
+    AttentionInputs,
+    AttentionOptions,
+    Segments,
+    ThdBatch,
+    TreeKeys,
+    stream_of,
+)
 
 
-def choose_attention(kernel: AttentionKernel | None, specs: Sequence[AttentionSpec]) -> tuple[AttentionKernel, str]:
-    """The kernel, checked against what the model needs, or, for None, the first that supports it; and one sentence with
-    the reason, to be printed.
+def choose_attention(
+    kernel: AttentionKernel | None, specs: Sequence[AttentionSpec]
+) -> tuple[AttentionKernel, str]:
+    """The kernel, checked against what the model needs, or, for None, the first that supports it;
+    and one sentence with the reason, to be printed.
 
-    Off CUDA the reference; on CUDA varlen, else flex (softcap, sinks, wide heads), else the reference. Layers of
-    several kinds get the first kernel that supports each. Raises ConfigError for what `kernel` does not support.
+    Off CUDA the reference; on CUDA varlen, else flex (softcap, sinks, wide heads), else the
+    reference. Layers of several kinds get the first kernel that supports each. Raises ConfigError
+    for what `kernel` does not support.
     """
     if kernel is not None:
         for spec in specs:
@@ -56,21 +82,32 @@ def choose_attention(kernel: AttentionKernel | None, specs: Sequence[AttentionSp
     if not specs:
         return ReferenceAttention(), "none: the model has no attention layers"
     if specs[0].device.type != "cuda":
-        return ReferenceAttention(), f"reference: the only packed kernel that trains on {specs[0].device.type}"
-    # by name, as a configuration names them: flex_attention brings torch._dynamo, 1 CPU-s that a CPU has no use for
+        return (
+            ReferenceAttention(),
+            f"reference: the only packed kernel that trains on {specs[0].device.type}",
+        )
+    # by name, as a configuration names them: flex_attention brings torch._dynamo, 1 CPU-s that a
+    # CPU has no use for
     kernels = (*(locate(name)() for name in FAMILIES["auto_kernels"]), ReferenceAttention())
     found = [first_able(kernels, spec) for spec in specs]
     if len({kernel for kernel, _ in found}) == 1:
         return found[0]
     reasons = [
-        f"{spec.num_layers} layers with head dim {spec.head_dim} on {reason}" for spec, (_, reason) in zip(specs, found)
+        f"{spec.num_layers} layers with head dim {spec.head_dim} on {reason}"
+        for spec, (_, reason) in zip(specs, found)
     ]
-    by_dims = {(spec.head_dim, spec.value_head_dim): kernel for spec, (kernel, _) in zip(specs, found)}
+    by_dims = {
+        (spec.head_dim, spec.value_head_dim): kernel for spec, (kernel, _) in zip(specs, found)
+    }
     return KernelByKind(by_dims), "by kind of layer: " + " / ".join(reasons)
 
 
-def first_able(kernels: Sequence[AttentionKernel], spec: AttentionSpec) -> tuple[AttentionKernel, str]:
-    """The first of `kernels` that supports `spec`, and why those before it do not; the last one supports everything."""
+def first_able(
+    kernels: Sequence[AttentionKernel], spec: AttentionSpec
+) -> tuple[AttentionKernel, str]:
+    """The first of `kernels` that supports `spec`, and why those before it do not; the last one
+    supports everything.
+    """
     refused: list[str] = []
     for kernel in kernels[:-1]:
         try:
@@ -78,13 +115,19 @@ def first_able(kernels: Sequence[AttentionKernel], spec: AttentionSpec) -> tuple
         except ConfigError as error:
             refused.append(str(error))
         else:
-            why = "inside torch, the fastest that needs no package" if not refused else " ".join(refused)
+            why = (
+                "inside torch, the fastest that needs no package"
+                if not refused
+                else " ".join(refused)
+            )
             return kernel, f"{kernel.name.removeprefix('thd_')}: {why}"
     return kernels[-1], f"reference: slow, but {' '.join(refused)}"
 
 
 class KernelByKind:
-    """One kernel for each kind of layer, distinguished by the dims of its heads: of queries, and of values."""
+    """One kernel for each kind of layer, distinguished by the dims of its heads: of queries, and of
+    values.
+    """
 
     name = "thd_by_kind"
 
@@ -95,7 +138,12 @@ class KernelByKind:
         """Does not raise: each kind has a kernel that supports it."""
 
     def __call__(
-        self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, segments: Segments, options: AttentionOptions
+        self,
+        q_THD: Tensor,
+        k_THD: Tensor,
+        v_THD: Tensor,
+        segments: Segments,
+        options: AttentionOptions,
     ) -> Tensor:
         """See `AttentionKernel`."""
         inputs = AttentionInputs(q_THD, k_THD, v_THD, segments, options)
@@ -105,7 +153,9 @@ class KernelByKind:
         """See `BlockKernel`."""
         return self._of(inputs).block(inputs, causal)
 
-    def block_backward(self, inputs: AttentionInputs, *of_block: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def block_backward(
+        self, inputs: AttentionInputs, *of_block: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """See `BlockKernel`."""
         return self._of(inputs).block_backward(inputs, *of_block)
 
@@ -118,20 +168,31 @@ class KernelByKind:
 
 
 def install(model: transformers.PreTrainedModel, kernel: AttentionKernel) -> None:
-    """Makes all attention layers of `model` run on `kernel`, and its other mixers document by document. A family that
-    does not use AttentionInterface (transformers itself only warns) runs document by document as a whole, see
-    `runs_by_rows`.
+    """Makes all attention layers of `model` run on `kernel`, and its other mixers document by
+    document. A family that does not use AttentionInterface (transformers itself only warns) runs
+    document by document as a whole, see `runs_by_rows`.
     """
-    # The models inside it too hold the documents they are called with; rotations choose by each token's document.
-    replace_forwards((x for x in model.modules() if isinstance(x, transformers.PreTrainedModel)), WithinDocuments)
+    # The models inside it too hold the documents they are called with; rotations choose by each
+    # token's document.
+    replace_forwards(
+        (x for x in model.modules() if isinstance(x, transformers.PreTrainedModel)), WithinDocuments
+    )
     replace_forwards(length_dependent_rotations(model), RotationByDocument)
     text = model.config.get_text_config()
-    for module in model.modules():  # what is known of a layer is read again: lengths may have been others
+    # what is known of a layer is read again: lengths may have been others
+    for module in model.modules():
         vars(module).pop("packed_as", None)
     if any(shape.num_heads for shape in layer_shapes(text)):
-        transformers.AttentionInterface.register(kernel.name, compilable(kernel, packed_attention(kernel)))
-        # Of a composite, the language model alone: some towers look their attention up in a table of their own.
-        of_text = {key: kernel.name for key in model.config.sub_configs if config_value(model.config, key) is text}
+        transformers.AttentionInterface.register(
+            kernel.name, compilable(kernel, packed_attention(kernel))
+        )
+        # Of a composite, the language model alone: some towers look their attention up in a table
+        # of their own.
+        of_text = {
+            key: kernel.name
+            for key in model.config.sub_configs
+            if config_value(model.config, key) is text
+        }
         model.set_attn_implementation({"": kernel.name, **of_text} if of_text else kernel.name)
         if text._attn_implementation != kernel.name:
             refuse_rotations(model)
@@ -141,26 +202,35 @@ def install(model: transformers.PreTrainedModel, kernel: AttentionKernel) -> Non
 
 
 class PackedLayer(NamedTuple):
-    """What its config says of a layer, read at its first forward: configs are slow to ask, layers many."""
+    """What its config says of a layer, read at its first forward: configs are slow to ask, layers
+    many.
+    """
 
     window: int | None
     chunk: int | None
-    is_plain: bool  # it sees whole documents, with queries as they are: its attention may be part of a graph
+    # it sees whole documents, with queries as they are: its attention may be part of a graph
+    is_plain: bool
 
 
-def compilable(kernel: AttentionKernel, attend: Callable[..., tuple[Tensor, None]]) -> Callable[..., Any]:
-    """What a compiled layer calls: `attend`, outside of its graph, or inside the operation of a `GraphKernel` for plain
-    documents. A layer is called uncompiled first, as by the isolation probe, which makes all checks.
+def compilable(
+    kernel: AttentionKernel, attend: Callable[..., tuple[Tensor, None]]
+) -> Callable[..., Any]:
+    """What a compiled layer calls: `attend`, outside of its graph, or inside the operation of a
+    `GraphKernel` for plain documents. A layer is called uncompiled first, as by the isolation
+    probe, which makes all checks.
     """
     outside = torch.compiler.disable(attend)
     if not isinstance(kernel, GraphKernel):
         return outside
 
-    def forward(module: Any, *qkv: Tensor, scaling: float | None = None, **kwargs: Any) -> tuple[Tensor, None]:
+    def forward(
+        module: Any, *qkv: Tensor, scaling: float | None = None, **kwargs: Any
+    ) -> tuple[Tensor, None]:
         sizes, layer = IN_GRAPH.sizes, getattr(module, "packed_as", None)
         if sizes is None or layer is None or not layer.is_plain:
             return outside(module, *qkv, scaling=scaling, **kwargs)  # type: ignore[no-any-return]
-        q, k, v = (x.contiguous() for x in _heads_last(*qkv[:3]))  # as the operation's shapes promise for its results
+        # as the operation's shapes promise for its results
+        q, k, v = (x.contiguous() for x in _heads_last(*qkv[:3]))
         scale, capped = q.shape[-1] ** -0.5 if scaling is None else scaling, kwargs.get("softcap")
         options = AttentionOptions(scale, layer.window, capped, kwargs.get("s_aux"))
         cu, longest = sizes[0], sizes[1].shape[0]
@@ -170,8 +240,9 @@ def compilable(kernel: AttentionKernel, attend: Callable[..., tuple[Tensor, None
 
 
 def _heads_last(*qkv: Tensor) -> list[Tensor]:
-    """[1, H, T, D] -> [T, H, D], in autocast's dtype: rotations leave queries and keys in fp32, and values in bf16.
-    Kernels need one dtype (FlashAttention not fp32), and context parallelism sends half the bytes.
+    """[1, H, T, D] -> [T, H, D], in autocast's dtype: rotations leave queries and keys in fp32, and
+    values in bf16. Kernels need one dtype (FlashAttention not fp32), and context parallelism sends
+    half the bytes.
     """
     device = qkv[0].device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
@@ -193,12 +264,16 @@ def packed_attention(kernel: AttentionKernel) -> Callable[..., tuple[Tensor, Non
         softcap: float | None = None,
         s_aux: Tensor | None = None,
         is_causal: bool | None = None,
-        **of_other_layers: Any,  # the model passes every keyword argument of its forward to every layer
+        # the model passes every keyword argument of its forward to every layer
+        **of_other_layers: Any,
     ) -> tuple[Tensor, None]:
         """query [1, Hq, T, D], key, value [1, Hkv, T, D] -> ([1, T, Hq, Dv], None)."""
         documents = NOW.get()
         if documents is None:
-            raise ConfigError(f"{type(module).__name__} got no documents: call the model with ThdBatch.model_inputs().")
+            raise ConfigError(
+                f"{type(module).__name__} got no documents: call the model with "
+                "ThdBatch.model_inputs()."
+            )
         _refuse_what_packing_cannot(module, query, attention_mask, dropout, is_causal)
         if "packed_as" not in vars(module):
             window, chunk = _window(module, sliding_window)
@@ -209,8 +284,12 @@ def packed_attention(kernel: AttentionKernel) -> Callable[..., tuple[Tensor, Non
         q = scale_queries(module, q, documents.position_ids)
         scale = q.shape[-1] ** -0.5 if scaling is None else scaling
         plan = documents.attention
-        inputs = AttentionInputs(q, k, v, plan.cut(chunk), AttentionOptions(scale, window, softcap, s_aux))
-        attend = kernel if plan.tree is None else over_tree(kernel, plan.tree, is_cut=chunk is not None)
+        inputs = AttentionInputs(
+            q, k, v, plan.cut(chunk), AttentionOptions(scale, window, softcap, s_aux)
+        )
+        attend = (
+            kernel if plan.tree is None else over_tree(kernel, plan.tree, is_cut=chunk is not None)
+        )
         out = attend(*inputs) if plan.exchange is None else plan.exchange.attend(attend, inputs)
         return out[None], None
 
@@ -218,39 +297,53 @@ def packed_attention(kernel: AttentionKernel) -> Callable[..., tuple[Tensor, Non
 
 
 def _refuse_what_packing_cannot(
-    module: nn.Module, query: Tensor, attention_mask: Tensor | None, dropout: float, is_causal: bool | None
+    module: nn.Module,
+    query: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float,
+    is_causal: bool | None,
 ) -> None:
     name = type(module).__name__
     if attention_mask is not None:
         raise ConfigError(
-            f"{name} brings a mask of shape {tuple(attention_mask.shape)} to packed attention, which takes its "
-            f"documents from ThdBatch.model_inputs(): this family builds masks of its own: {UNPACKED}."
+            f"{name} brings a mask of shape {tuple(attention_mask.shape)} to packed attention, "
+            "which takes its documents from ThdBatch.model_inputs(): this family builds masks of "
+            f"its own: {UNPACKED}."
         )
     if query.shape[0] != 1:
-        raise ConfigError(f"{name} got {query.shape[0]} rows: packed attention needs one stream of tokens.")
+        raise ConfigError(
+            f"{name} got {query.shape[0]} rows: packed attention needs one stream of tokens."
+        )
     if dropout:
-        raise ConfigError(f"{name} uses attention dropout {dropout}: set model.config.attention_dropout=0.")
-    if is_causal is False or vars(module).get("is_causal") is False:  # PaliGemma's, a mask away from bidirectional
+        raise ConfigError(
+            f"{name} uses attention dropout {dropout}: set model.config.attention_dropout=0."
+        )
+    # PaliGemma's, a mask away from bidirectional
+    if is_causal is False or vars(module).get("is_causal") is False:
         raise ConfigError(f"{name} is not causal: packed attention is. {UNPACKED.capitalize()}.")
 
 
 def _window(module: nn.Module, sliding_window: int | None) -> tuple[int | None, int | None]:
-    """The window of this layer: what its attention call passes, or what its mask would have had (PhiMoE); its chunk."""
+    """The window of this layer: what its attention call passes, or what its mask would have had
+    (PhiMoE); its chunk.
+    """
     expected, chunk = layer_window(module.config, module.layer_idx)  # type: ignore[arg-type]
     builds_masks = "create_sliding_window_causal_mask" in vars(sys.modules[type(module).__module__])
     if expected == sliding_window or (sliding_window is None and builds_masks):
         return expected, chunk
     raise ConfigError(
-        f"{type(module).__name__}: the config gives layer {module.layer_idx} a sliding window of {expected}, its "
-        f"attention call passes {sliding_window}, so the window would silently be lost: set "
-        "model.config.sliding_window=null if no document is longer than it, or take another model."
+        f"{type(module).__name__}: the config gives layer {module.layer_idx} a sliding window of "
+        f"{expected}, its attention call passes {sliding_window}, so the window would silently be "
+        "lost: set model.config.sliding_window=null if no document is longer than it, or take "
+        "another model."
     )
 
 
 DOCUMENT_TOKENS = 16
 _TOLERANCE_STD, _ROUNDED_TOLERANCE_STD = 1e-2, 0.2
-"""In standard deviations of the logits, in fp32 and below it. Documents that see each other change them by 1 to 7; in
-bf16, an exact mixture of experts changes them by 0.1, where other documents give its experts groups of another size.
+"""In standard deviations of the logits, in fp32 and below it. Documents that see each other change
+them by 1 to 7; in bf16, an exact mixture of experts changes them by 0.1, where other documents give
+its experts groups of another size.
 """
 
 
@@ -259,10 +352,13 @@ Logits = Callable[[ThdBatch], Tensor]
 
 
 @torch.no_grad()
-def check_packing_isolation(model: nn.Module, device: torch.device | str = "cpu", logits: Logits | None = None) -> None:
-    """One forward of `second | first | second | changed | second | second with another end | a tree`: neither what
-    stands before it nor its place may change the logits of `second`, nor may its last token change those before, nor a
-    branch those of another.
+def check_packing_isolation(
+    model: nn.Module, device: torch.device | str = "cpu", logits: Logits | None = None
+) -> None:
+    """Runs `second | first | second | changed | second | second, another end | a tree` once.
+
+    Neither what stands before it nor its place may change the logits of `second`, nor may its last
+    token change those before, nor a branch those of another.
 
         the tree   second[:8] + first[:8], and from the last token that it shares, second[7:]
 
@@ -271,21 +367,26 @@ def check_packing_isolation(model: nn.Module, device: torch.device | str = "cpu"
     """
     vocab = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
     generator = torch.Generator().manual_seed(0)
-    first, second = torch.randint(min(3, vocab - 1), vocab, (2, DOCUMENT_TOKENS), generator=generator)
+    first, second = torch.randint(
+        min(3, vocab - 1), vocab, (2, DOCUMENT_TOKENS), generator=generator
+    )
     logits = logits or logits_of(model)
     was_training = model.training
     model.eval()
     try:
         ending = torch.cat([second[:-1], first[:1]])
         half = DOCUMENT_TOKENS // 2
-        tree, whole = torch.cat([second[:half], first[:half], second[half - 1 :]]), torch.arange(DOCUMENT_TOKENS)
+        tree, whole = (
+            torch.cat([second[:half], first[:half], second[half - 1 :]]),
+            torch.arange(DOCUMENT_TOKENS),
+        )
         stream = [second, first, second, first.flip(0), second, ending, tree]
         branched = {len(stream) - 1: torch.cat([whole, whole[half - 1 :]])}
         result_TV = logits(stream_of(stream, device, branched))
         if not torch.isfinite(result_TV).all():
             raise ConfigError(
-                f"{type(model).__name__}: its logits are not finite, though loaded weights are: a sum overflows, "
-                "set training.precision=fp32, or check the weights."
+                f"{type(model).__name__}: its logits are not finite, though loaded weights are: a "
+                "sum overflows, set training.precision=fp32, or check the weights."
             )
     finally:
         model.train(was_training)
@@ -299,8 +400,8 @@ def check_packing_isolation(model: nn.Module, device: torch.device | str = "cpu"
     among = max(moved(packed, alone), moved(packed, last))
     if not among < limit:
         problem = (
-            "lets documents of a pack see each other, or their logits depend on their place in the pack (the logits of "
-            f"one differ by {among:.1e} standard deviations behind others)"
+            "lets documents of a pack see each other, or their logits depend on their place in "
+            f"the pack (the logits of one differ by {among:.1e} standard deviations behind others)"
         )
     elif not moved(last[:-1], of_ending[:-1]) < limit:
         problem = "is not causal: a token moves the logits of those before it"

@@ -1,11 +1,11 @@
 """The one signature of all attention kernels, and the reference kernel.
 
-The reference is SDPA per document, on any device and in any dtype: the CPU default, and the twin that every other
-kernel is tested against. No [T, T] mask exists at any time: at T = 4096 with 20 documents that is several times less
-work (benchmarks/attention.py).
+The reference is SDPA per document, on any device and in any dtype: the CPU default, and the twin
+that every other kernel is tested against. No [T, T] mask exists at any time: at T = 4096 with 20
+documents that is several times less work (benchmarks/attention.py).
 
-Legend: T tokens, H heads (Hq of the queries, Hkv of keys and values), D head dim; L tokens of one segment (Lq queries,
-Lk keys).
+Legend: T tokens, H heads (Hq of the queries, Hkv of keys and values), D head dim; L tokens of one
+segment (Lq queries, Lk keys).
 """
 
 from __future__ import annotations
@@ -25,18 +25,26 @@ from automodel_lite.thd import AttentionInputs, AttentionOptions, Segments, Tree
 class AttentionKernel(Protocol):
     """Packed attention: segment i of the queries attends to segment i of the keys.
 
-    Causal, aligned bottom right: the last query of a segment sees its whole key segment. That one rule serves plain
-    packing and context parallelism, where a rank's chunk of queries has the prefix of its document as keys.
+    Causal, aligned bottom right: the last query of a segment sees its whole key segment. That one
+    rule serves plain packing and context parallelism, where a rank's chunk of queries has the
+    prefix of its document as keys.
     """
 
     name: str
-    """As transformers knows it; must not contain sdpa, flash or flex_attention, which get checks of their own there."""
+    """As transformers knows it; must not contain sdpa, flash or flex_attention, which get checks of
+    their own there.
+    """
 
     def check(self, spec: AttentionSpec) -> None:
         """Raises ConfigError when this kernel does not support what the model needs."""
 
     def __call__(
-        self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, segments: Segments, options: AttentionOptions
+        self,
+        q_THD: Tensor,
+        k_THD: Tensor,
+        v_THD: Tensor,
+        segments: Segments,
+        options: AttentionOptions,
     ) -> Tensor:
         """q [Tq, Hq, D], k [Tk, Hkv, D], v [Tk, Hkv, Dv] -> [Tq, Hq, Dv]."""
 
@@ -45,45 +53,61 @@ class AttentionKernel(Protocol):
 class BlockKernel(Protocol):
     """A kernel that attends to one block of the keys at a time, as ring exchange needs it.
 
-    Segment i of the queries sees all of segment i of the keys, or, `causal`, what lies at or before each query; the two
-    have the same length then. The outputs of several blocks are merged by their log-sum-exps. Of the options only
-    scale and softcap apply.
+    Segment i of the queries sees all of segment i of the keys, or, `causal`, what lies at or before
+    each query; the two have the same length then. The outputs of several blocks are merged by their
+    log-sum-exps. Of the options only scale and softcap apply.
     """
 
     def block(self, inputs: AttentionInputs, causal: bool) -> tuple[Tensor, Tensor]:
-        """The output over these keys alone [Tq, Hq, Dv], and the log-sum-exp of their logits, fp32 [Tq, Hq]."""
+        """The output over these keys alone [Tq, Hq, Dv], and the log-sum-exp of their logits, fp32
+        [Tq, Hq].
+        """
 
     def block_backward(
-        self, inputs: AttentionInputs, causal: bool, grad_THD: Tensor, out_THD: Tensor, lse_TH: Tensor
+        self,
+        inputs: AttentionInputs,
+        causal: bool,
+        grad_THD: Tensor,
+        out_THD: Tensor,
+        lse_TH: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of q, k and v through these keys; `out_THD`, `lse_TH` and its gradient are those over all keys."""
+        """Gradients of q, k and v through these keys; `out_THD`, `lse_TH` and its gradient are
+        those over all keys.
+        """
 
 
 @runtime_checkable
 class GraphKernel(Protocol):
-    """A kernel that is one operation to the compiler, whatever the numbers of its documents and tokens."""
+    """A kernel that is one operation to the compiler, whatever the numbers of its documents and
+    tokens.
+    """
 
     is_one_operation: bool
 
 
 @runtime_checkable
 class TreeKernel(Protocol):
-    """A kernel that takes one integer per key, until when it is seen, where documents branch: no key is there twice."""
+    """A kernel that takes one integer per key, until when it is seen, where documents branch: no
+    key is there twice.
+    """
 
     def attend_tree(self, inputs: AttentionInputs, tree: TreeKeys) -> Tensor:
-        """q, k, v are those of the stream, [T, H, D] each; query i sees key j if `j <= i < tree.until[j]`, and with a
-        window only if their positions are close enough.
+        """q, k, v are those of the stream, [T, H, D] each; query i sees key j if
+        `j <= i < tree.until[j]`, and with a window only if their positions are close enough.
         """
 
 
 def over_tree(kernel: Any, tree: TreeKeys, is_cut: bool) -> Callable[..., Tensor]:
-    """`kernel`, called with the q, k and v of a stream that holds `tree`. One that is no `TreeKernel` gets the keys of
-    each path gathered: nodes of queries, paths of keys, bottom right, so that windows and chunks are those of rows.
+    """`kernel`, called with the q, k and v of a stream that holds `tree`. One that is no
+    `TreeKernel` gets the keys of each path gathered: nodes of queries, paths of keys, bottom right,
+    so that windows and chunks are those of rows.
 
     is_cut  the segments are cut at chunks, which the integers of the keys know nothing of
     """
 
-    def attend(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, segments: Segments, options: AttentionOptions) -> Tensor:
+    def attend(
+        q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, segments: Segments, options: AttentionOptions
+    ) -> Tensor:
         if isinstance(kernel, TreeKernel) and not is_cut:
             return kernel.attend_tree(AttentionInputs(q_THD, k_THD, v_THD, segments, options), tree)
         k, v = (x.index_select(0, tree.paths) for x in (k_THD, v_THD))
@@ -96,9 +120,16 @@ class RepeatedBlocks:
     """Gives a kernel whose `block` autograd differentiates its `block_backward`."""
 
     def block_backward(
-        self: BlockKernel, inputs: AttentionInputs, causal: bool, grad_THD: Tensor, out_THD: Tensor, lse_TH: Tensor
+        self: BlockKernel,
+        inputs: AttentionInputs,
+        causal: bool,
+        grad_THD: Tensor,
+        out_THD: Tensor,
+        lse_TH: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Runs the block once more, and goes back through its share exp(lse_block - lse) of the output."""
+        """Runs the block once more, and goes back through its share exp(lse_block - lse) of the
+        output.
+        """
         q, k, v = leaves = [x.detach().requires_grad_() for x in inputs[:3]]
         with torch.enable_grad():
             out, lse = self.block(inputs._replace(q=q, k=k, v=v), causal)
@@ -111,13 +142,17 @@ class RepeatedBlocks:
 
 def refuse(kernel: AttentionKernel, asked: str, cure: str) -> ConfigError:
     """The error for a model that needs something that `kernel` does not support."""
-    return ConfigError(f"attention={kernel.name.removeprefix('thd_')} does not support {asked}: {cure}.")
+    return ConfigError(
+        f"attention={kernel.name.removeprefix('thd_')} does not support {asked}: {cure}."
+    )
 
 
 def require_cuda(kernel: AttentionKernel, spec: AttentionSpec, half: bool = True) -> None:
     """Raises ConfigError off CUDA and, with `half`, outside fp16 and bf16."""
     if spec.device.type != "cuda":
-        raise refuse(kernel, f"device={spec.device}", "it runs on CUDA only, use attention=reference")
+        raise refuse(
+            kernel, f"device={spec.device}", "it runs on CUDA only, use attention=reference"
+        )
     if half and spec.dtype not in (torch.float16, torch.bfloat16):
         cure = "set training.precision=bf16, or use attention=flex or attention=reference"
         raise refuse(kernel, f"dtype={spec.dtype}", cure)
@@ -127,9 +162,10 @@ QUERY_BLOCK = 1024
 """Queries that share one explicit mask: bounds it to QUERY_BLOCK x keys for long documents."""
 
 SHORT_TOKENS = 256
-"""Keys up to which a CPU computes bf16 in fp32: oneDNN compiles a kernel for every new length, and packs its operands.
-Forward and backward of 8 x 32 heads: 2.3 times faster at 150 tokens, 4 times for lengths not seen before; of 8 x 64
-heads 0.76 times as fast at 512. The step of a small Llama on GSM8K: 1.34 times faster.
+"""Keys up to which a CPU computes bf16 in fp32: oneDNN compiles a kernel for every new length, and
+packs its operands. Forward and backward of 8 x 32 heads: 2.3 times faster at 150 tokens, 4 times
+for lengths not seen before; of 8 x 64 heads 0.76 times as fast at 512. The step of a small Llama on
+GSM8K: 1.34 times faster.
 """
 
 
@@ -142,15 +178,23 @@ class ReferenceAttention(RepeatedBlocks):
         """Does not raise: it supports everything."""
 
     def __call__(
-        self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, segments: Segments, options: AttentionOptions
+        self,
+        q_THD: Tensor,
+        k_THD: Tensor,
+        v_THD: Tensor,
+        segments: Segments,
+        options: AttentionOptions,
     ) -> Tensor:
         """See `AttentionKernel`."""
         q_lens = segments.cu_q.diff().tolist()
         k_lens = q_lens if segments.cu_k is segments.cu_q else segments.cu_k.diff().tolist()
         if len(set(zip(q_lens, k_lens))) == 1:  # rows of one length: one call for all of them
-            q, k, v = (x.unflatten(0, (len(q_lens), -1)).transpose(1, 2) for x in (q_THD, k_THD, v_THD))
+            q, k, v = (
+                x.unflatten(0, (len(q_lens), -1)).transpose(1, 2) for x in (q_THD, k_THD, v_THD)
+            )
             out = _segment(q, k, v, options).transpose(1, 2).flatten(0, 1)
-            return out.contiguous()  # as the documents below: another layout is another graph of compiled layers
+            # as the documents below: another layout is another graph of compiled layers
+            return out.contiguous()
         # split, not slices: its backward is one concatenation, a slice's is a zero-filled [T, H, D]
         outs = []
         for parts in zip(q_THD.split(q_lens), k_THD.split(k_lens), v_THD.split(k_lens)):
@@ -166,7 +210,8 @@ class ReferenceAttention(RepeatedBlocks):
         with torch.autocast(q_THD.device.type, enabled=False):
             for rows, keys, mask in _blocks(segments, causal, q_THD.device):
                 q, k, v = (
-                    x.float().transpose(0, 1).unflatten(0, (k_THD.shape[1], -1))  # [Hkv, Hq / Hkv or 1, L, D]
+                    # [Hkv, Hq / Hkv or 1, L, D]
+                    x.float().transpose(0, 1).unflatten(0, (k_THD.shape[1], -1))
                     for x in (q_THD[rows], k_THD[keys], v_THD[keys])
                 )
                 logits = _logits(q, k, mask, options)
@@ -176,8 +221,12 @@ class ReferenceAttention(RepeatedBlocks):
         return torch.cat(outs).to(q_THD.dtype), torch.cat(lses)
 
 
-def _blocks(segments: Segments, causal: bool, device: torch.device) -> Iterator[tuple[slice, slice, Tensor | None]]:
-    """Rows of at most QUERY_BLOCK queries, the rows of their keys, and which of those each may see (None = all)."""
+def _blocks(
+    segments: Segments, causal: bool, device: torch.device
+) -> Iterator[tuple[slice, slice, Tensor | None]]:
+    """Rows of at most QUERY_BLOCK queries, the rows of their keys, and which of those each may see
+    (None = all).
+    """
     q_starts, k_starts = segments.cu_q.tolist(), segments.cu_k.tolist()
     for q_start, q_stop, k_start, k_stop in zip(q_starts, q_starts[1:], k_starts, k_starts[1:]):
         for rows, keys in _query_blocks(q_stop - q_start, k_stop - k_start, None):
@@ -195,7 +244,9 @@ def _logits(q: Tensor, k: Tensor, mask: Tensor | None, options: AttentionOptions
 
 
 def _segment(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
-    """One segment, or several of one length: q [B, Hq, Lq, D], k, v [B, Hkv, Lk, D] -> [B, Hq, Lq, Dv]."""
+    """One segment, or several of one length: q [B, Hq, Lq, D], k, v [B, Hkv, Lk, D] -> [B, Hq, Lq,
+    Dv].
+    """
     lq, lk = q.shape[2], k.shape[2]
     scale, window = options.scale, options.window
     sees_all = window is None or window >= lk
@@ -204,9 +255,13 @@ def _segment(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tens
         if lk <= SHORT_TOKENS and q.device.type == "cpu" and q.dtype == torch.bfloat16:
             with torch.autocast("cpu", enabled=False):
                 q, k, v = q.float(), k.float(), v.float()
-                out = F.scaled_dot_product_attention(q, k, v, is_causal=lq == lk, scale=scale, enable_gqa=grouped)
+                out = F.scaled_dot_product_attention(
+                    q, k, v, is_causal=lq == lk, scale=scale, enable_gqa=grouped
+                )
             return out.to(torch.bfloat16)
-        return F.scaled_dot_product_attention(q, k, v, is_causal=lq == lk, scale=scale, enable_gqa=grouped)
+        return F.scaled_dot_product_attention(
+            q, k, v, is_causal=lq == lk, scale=scale, enable_gqa=grouped
+        )
     if grouped and not is_plain:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     outs = []
@@ -214,10 +269,12 @@ def _segment(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tens
         mask = _visible(rows, keys, lk - lq, window, q.device)
         qb, kb, vb = q[:, :, rows], k[:, :, keys], v[:, :, keys]
         if is_plain:
-            out = F.scaled_dot_product_attention(qb, kb, vb, attn_mask=mask, scale=scale, enable_gqa=grouped)
+            out = F.scaled_dot_product_attention(
+                qb, kb, vb, attn_mask=mask, scale=scale, enable_gqa=grouped
+            )
         else:
-            # Written out in fp32, for the two options that SDPA lacks (Gemma-2's softcap, GPT-OSS's sinks); autocast
-            # would take the fp32 products to bf16.
+            # Written out in fp32, for the two options that SDPA lacks (Gemma-2's softcap, GPT-OSS's
+            # sinks); autocast would take the fp32 products to bf16.
             with torch.autocast(q.device.type, enabled=False):
                 logits = _logits(qb.float(), kb.float(), mask, options)
                 if options.sinks is not None:
@@ -237,7 +294,9 @@ def _query_blocks(lq: int, lk: int, window: int | None) -> Iterator[tuple[slice,
         yield slice(start, stop), slice(first, stop + shift)
 
 
-def _visible(rows: slice, keys: slice, shift: int, window: int | None, device: torch.device) -> Tensor:
+def _visible(
+    rows: slice, keys: slice, shift: int, window: int | None, device: torch.device
+) -> Tensor:
     """bool [queries, keys] of a block, True = may attend; query i sits on key i + shift."""
     i = torch.arange(rows.start, rows.stop, device=device)[:, None] + shift
     j = torch.arange(keys.start, keys.stop, device=device)[None]

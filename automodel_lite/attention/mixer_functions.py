@@ -1,10 +1,12 @@
-"""The functions that transformers' recurrent and convolution mixers call, made to keep documents apart.
+"""The functions that transformers' recurrent and convolution mixers call, made to keep documents
+apart.
 
-Every such mixer of transformers goes through a handful of module-level functions, each of which is a package's kernel
-where the package is installed (causal-conv1d, mamba-ssm, flash-linear-attention), else PyTorch. Inside `running` these
-functions split at documents: kernels that take the boundaries get them; PyTorch is replaced by our own functions for a
-packed stream; where there is none, the documents are passed as rows. Under context parallelism they get all tokens of
-some heads.
+Every such mixer of transformers goes through a handful of module-level functions, each of which is
+a package's kernel where the package is installed (causal-conv1d, mamba-ssm,
+flash-linear-attention), else PyTorch. Inside `running` these functions split at documents: kernels
+that take the boundaries get them; PyTorch is replaced by our own functions for a packed stream;
+where there is none, the documents are passed as rows. Under context parallelism they get all tokens
+of some heads.
 
 Legend: T tokens, H heads or channels, n rows of L tokens.
 """
@@ -91,7 +93,12 @@ class _Patched:
         arguments |= arguments.pop("kwargs", {})
         positional = tuple(self.signature.parameters)[: len(args)]
         return run(
-            Call(self.function, self.name, positional, {k: v for k, v in arguments.items() if k not in _BOUNDARIES})
+            Call(
+                self.function,
+                self.name,
+                positional,
+                {k: v for k, v in arguments.items() if k not in _BOUNDARIES},
+            )
         )
 
 
@@ -107,7 +114,9 @@ def running(run: Callable[[Call], Any]) -> Iterator[None]:
 
 @dataclass
 class Recorded:
-    """What a mixer called: for each call its heads, and whether the function works on a packed stream."""
+    """What a mixer called: for each call its heads, and whether the function works on a packed
+    stream.
+    """
 
     heads: list[list[int]] = field(default_factory=list)
     takes_streams: list[bool] = field(default_factory=list)
@@ -117,30 +126,38 @@ class Recorded:
             return None
         layout = FUNCTIONS[call.name]
         given = [(call.arguments.get(name), heads) for name, (_, heads) in layout.tokens.items()]
-        self.heads.append([x.shape[heads] for x, heads in given if heads is not None and isinstance(x, Tensor)])
+        self.heads.append(
+            [x.shape[heads] for x, heads in given if heads is not None and isinstance(x, Tensor)]
+        )
         self.takes_streams.append(
-            takes_boundaries(call.function, layout.boundary) or packed_function(call.function, call.name) is not None
+            takes_boundaries(call.function, layout.boundary)
+            or packed_function(call.function, call.name) is not None
         )
         return call.again()
 
     def divide(self, num_ranks: int) -> bool:
-        """Can `num_ranks` ranks share the heads of all functions? Groups are repeated where they are too few."""
+        """Can `num_ranks` ranks share the heads of all functions? Groups are repeated where they
+        are too few.
+        """
         return bool(self.heads) and all(
-            heads[0] % num_ranks == 0 and all(heads[0] % groups == 0 for groups in heads) for heads in self.heads
+            heads[0] % num_ranks == 0 and all(heads[0] % groups == 0 for groups in heads)
+            for heads in self.heads
         )
 
 
 @functools.cache
 def takes_boundaries(function: Callable[..., Any], boundary: str | None) -> bool:
-    """Is `function` a package's kernel that has the argument `boundary`? transformers' PyTorch fallback refuses it."""
+    """Is `function` a package's kernel that has the argument `boundary`? transformers' PyTorch
+    fallback refuses it.
+    """
     known = _chosen(function)
     return bool(known.get("is_new_implementation")) and boundary in known["applicable_params"]
 
 
 @functools.cache
 def packed_function(function: Callable[..., Any], name: str) -> Callable[..., Any] | None:
-    """Ours in place of transformers' PyTorch; None with a package's kernel, or if `function` has an argument that ours
-    does not know.
+    """Ours in place of transformers' PyTorch; None with a package's kernel, or if `function` has an
+    argument that ours does not know.
     """
     ours = FUNCTIONS[name].packed
     if _chosen(function).get("is_new_implementation"):
@@ -160,11 +177,15 @@ def _chosen(function: Callable[..., Any]) -> Mapping[str, Any]:
     def variables(wrapper: Callable[..., Any]) -> Mapping[str, Any]:
         return inspect.getclosurevars(wrapper).nonlocals if inspect.isfunction(wrapper) else {}
 
-    return variables(inspect.unwrap(function, stop=lambda wrapper: "is_new_implementation" in variables(wrapper)))
+    return variables(
+        inspect.unwrap(function, stop=lambda wrapper: "is_new_implementation" in variables(wrapper))
+    )
 
 
 def split_at_documents(plan: MixerPlan) -> Callable[[Call], Any]:
-    """The functions on the documents of `plan`; with an exchange, on this rank's heads of the whole stream."""
+    """The functions on the documents of `plan`; with an exchange, on this rank's heads of the whole
+    stream.
+    """
 
     def run(call: Call) -> Any:
         if call.name not in FUSED:
@@ -182,40 +203,66 @@ def _split(call: Call, layout: Layout, plan: MixerPlan) -> Any:
     given = [name for name in layout.tokens if isinstance(arguments.get(name), Tensor)]
     places = [layout.tokens[name] for name in given]
     streams = [_as_stream(arguments[name], *place) for name, place in zip(given, places)]
-    weights = {name: arguments[name] for name in layout.weights if isinstance(arguments.get(name), Tensor)}
+    weights = {
+        name: arguments[name] for name in layout.weights if isinstance(arguments.get(name), Tensor)
+    }
     if exchange is not None:
         # Groups that several heads share are repeated until the ranks divide them.
         groups = [x.shape[1] for x in streams]
         wanted = [math.lcm(number, exchange.size) for number in groups]
-        streams = [x.repeat_interleave(n // g, 1) if n > g else x for x, g, n in zip(streams, groups, wanted)]
+        streams = [
+            x.repeat_interleave(n // g, 1) if n > g else x
+            for x, g, n in zip(streams, groups, wanted)
+        ]
         streams = exchange.to_heads(streams)
-        weights = {name: exchange.part(weight, layout.weights[name]) for name, weight in weights.items()}
+        weights = {
+            name: exchange.part(weight, layout.weights[name]) for name, weight in weights.items()
+        }
     has_states = layout.has_states
 
     def mix(of_rows: list[Tensor], **boundaries: Any) -> Tensor:
         """[n, L, H, ...] each -> [n, L, H, ...]."""
         nonlocal has_states
-        out = call.again(**{x: _as_rows(y, *z) for x, y, z in zip(given, of_rows, places)}, **weights, **boundaries)
+        out = call.again(
+            **{x: _as_rows(y, *z) for x, y, z in zip(given, of_rows, places)},
+            **weights,
+            **boundaries,
+        )
         has_states = isinstance(out, tuple)
         out = out[0] if has_states else out
         return out.movedim(places[0], (1, 2))
 
     ours, stream = packed_function(call.function, call.name), plan.stream
-    if layout.in_trees == "near" and stream.tree is not None and weights["weight"].shape[-1] <= NEAR_TOKENS:
+    if (
+        layout.in_trees == "near"
+        and stream.tree is not None
+        and weights["weight"].shape[-1] <= NEAR_TOKENS
+    ):
         stream = stream.tree.near or stream
     if takes_boundaries(call.function, layout.boundary):
-        # transformers leaves out what a kernel lacks; some versions of fla read the boundaries on the host.
+        # transformers leaves out what a kernel lacks; some versions of fla read the boundaries on
+        # the host.
         boundaries = {"cu_seqlens": stream.cu_seqlens, "cu_seqlens_cpu": stream.cu_host}
         if layout.boundary == "seq_idx":
             boundaries = {"seq_idx": stream.seq_idx}
-        out = _on_paths(stream, streams, lambda xs: mix([x[None] for x in xs], **boundaries).squeeze(0))
+        out = _on_paths(
+            stream, streams, lambda xs: mix([x[None] for x in xs], **boundaries).squeeze(0)
+        )
     elif ours is not None:
-        known = {name: value for name, value in arguments.items() if name in _parameters(ours)} | weights
-        if layout.in_trees == "states" and stream.tree is not None and stream.tree.pieces is not None:
+        known = {
+            name: value for name, value in arguments.items() if name in _parameters(ours)
+        } | weights
+        if (
+            layout.in_trees == "states"
+            and stream.tree is not None
+            and stream.tree.pieces is not None
+        ):
             out = ours(stream.tree, **known | dict(zip(given, streams)))
         else:
             document = stream.document
-            out = _on_paths(stream, streams, lambda xs: ours(document, **known | dict(zip(given, xs))))
+            out = _on_paths(
+                stream, streams, lambda xs: ours(document, **known | dict(zip(given, xs)))
+            )
     else:
         out = plan.stream.map_rows(mix, streams)
     if exchange is not None:
@@ -225,17 +272,27 @@ def _split(call: Call, layout: Layout, plan: MixerPlan) -> Any:
     return (out, None) if has_states else out
 
 
-def _on_paths(rows: DocumentRows, streams: Sequence[Tensor], function: Callable[[Sequence[Tensor]], Tensor]) -> Tensor:
-    """`function` of streams [T, ...]; where documents branch, on all of their paths, one after the other."""
+def _on_paths(
+    rows: DocumentRows, streams: Sequence[Tensor], function: Callable[[Sequence[Tensor]], Tensor]
+) -> Tensor:
+    """`function` of streams [T, ...]; where documents branch, on all of their paths, one after the
+    other.
+    """
     if rows.tree is None:
         return function(streams)
-    return function([x.index_select(0, rows.tree.paths) for x in streams]).index_select(0, rows.tree.own)
+    return function([x.index_select(0, rows.tree.paths) for x in streams]).index_select(
+        0, rows.tree.own
+    )
 
 
 def _as_stream(x: Tensor, time: int, heads: int | None) -> Tensor:
     """[1, ...] -> [T, H, ...]; [T, 1, ...] where all heads share it."""
     # squeeze, not [0]: the gradient of a selection is a copy
-    return x.movedim(time, 1).squeeze(0)[:, None] if heads is None else x.movedim((time, heads), (1, 2)).squeeze(0)
+    return (
+        x.movedim(time, 1).squeeze(0)[:, None]
+        if heads is None
+        else x.movedim((time, heads), (1, 2)).squeeze(0)
+    )
 
 
 def _as_rows(x: Tensor, time: int, heads: int | None) -> Tensor:

@@ -1,14 +1,18 @@
-"""Makes layers that depend on places or lengths take them from each document, never from the stream.
+"""Makes layers that depend on places or lengths take them from each document, never from the
+stream.
 
-Two pieces of transformers' code read them from the call: Llama 4 scales the queries of its layers without rotation by
-`arange` of the sequence dim, and rotations of type `longrope` and `dynamic` choose their frequencies by the largest
-position in the call. On a stream the first scales by where a document lies, and the second lets one long document, or
-the padding behind it, change the frequencies of all others.
+Two pieces of transformers' code read them from the call: Llama 4 scales the queries of its layers
+without rotation by `arange` of the sequence dim, and rotations of type `longrope` and `dynamic`
+choose their frequencies by the largest position in the call. On a stream the first scales by where
+a document lies, and the second lets one long document, or the padding behind it, change the
+frequencies of all others.
 
-    documents of 5,000 and 300 tokens, LongRoPE trained on 4,096     long factors for the first, short for the second
+    documents of 5,000 and 300 tokens, LongRoPE trained on 4,096     long factors for the first,
+    short for the second
 
-The start-up probe sees what real packs would meet, though its documents have 16 tokens: lengths of a model's own
-(windows, chunks, where scaling begins; 8,192 tokens in Llama 4) are shorter while it runs.
+The start-up probe sees what real packs would meet, though its documents have 16 tokens: lengths of
+a model's own (windows, chunks, where scaling begins; 8,192 tokens in Llama 4) are shorter while it
+runs.
 """
 
 from __future__ import annotations
@@ -33,25 +37,33 @@ LENGTH_DEPENDENT = frozenset({"dynamic", "longrope"})
 
 
 def length_dependent_rotations(model: nn.Module) -> Iterator[nn.Module]:
-    """Yields the modules of `model` that compute rotations by the length of what they are called with."""
+    """Yields the modules of `model` that compute rotations by the length of what they are called
+    with.
+    """
     for module in model.modules():
         kind: Any = vars(module).get("rope_type")
-        kinds = kind.values() if isinstance(kind, dict) else [kind]  # some families have one for each kind of layer
+        # some families have one for each kind of layer
+        kinds = kind.values() if isinstance(kind, dict) else [kind]
         if any(isinstance(name, str) and name in LENGTH_DEPENDENT for name in kinds):
             yield module
 
 
 def refuse_rotations(model: nn.Module) -> None:
-    """Raises ConfigError where documents run as rows beside each other, of which a rotation sees the longest only."""
+    """Raises ConfigError where documents run as rows beside each other, of which a rotation sees
+    the longest only.
+    """
     for module in length_dependent_rotations(model):
         raise ConfigError(
-            f"model.config.rope_parameters.rope_type={vars(module)['rope_type']} selects frequencies by the longest "
-            f"of the documents that {type(model).__name__} runs beside each other: set another rope_type."
+            f"model.config.rope_parameters.rope_type={vars(module)['rope_type']} selects "
+            f"frequencies by the longest of the documents that {type(model).__name__} runs beside "
+            "each other: set another rope_type."
         )
 
 
 class RotationByDocument:
-    """The forward of a rotation module, called once for each choice that the documents of the stream make."""
+    """The forward of a rotation module, called once for each choice that the documents of the
+    stream make.
+    """
 
     def __init__(self, module: Any) -> None:
         self.module, self.forward = module, module.forward
@@ -68,24 +80,32 @@ class RotationByDocument:
             original = int(self.module.original_max_seq_len)
         else:
             rope = self.module.config.rope_parameters
-            original = int((rope if layer_type is None else rope[layer_type])["original_max_position_embeddings"])
+            original = int(
+                (rope if layer_type is None else rope[layer_type])[
+                    "original_max_position_embeddings"
+                ]
+            )
         lens_T, prefix = batch.document_lens, "" if layer_type is None else f"{layer_type}_"
 
         def rotation_of(length: int) -> Any:
             """Of all tokens, as if each belonged to a document of `length` tokens."""
-            if kind == "dynamic":  # it keeps the frequencies of the longest call so far for calls that are shorter
+            # it keeps the frequencies of the longest call so far for calls that are shorter
+            if kind == "dynamic":
                 own[f"{prefix}max_seq_len_cached"] = original
-                kept, first = (getattr(self.module, f"{prefix}{name}") for name in ("inv_freq", "original_inv_freq"))
+                kept, first = (
+                    getattr(self.module, f"{prefix}{name}")
+                    for name in ("inv_freq", "original_inv_freq")
+                )
                 setattr(self.module, f"{prefix}inv_freq", first.to(kept.device))
-            # One more position, the document's last, makes transformers' code choose by it; those beyond are other
-            # documents' or padding, whose results nobody takes.
+            # One more position, the document's last, makes transformers' code choose by it; those
+            # beyond are other documents' or padding, whose results nobody takes.
             last = position_ids.new_full((*position_ids.shape[:-1], 1), length - 1)
             seen = torch.cat([position_ids.clamp(max=length - 1), last], -1)
             return pytree.tree_map(lambda y: y[..., :-1, :], self.forward(x, seen, *args, **kwargs))
 
         result = rotation_of(original)
-        # LongRoPE has one set of frequencies for all that is longer; dynamic scaling one for every length, which must
-        # be known on the host.
+        # LongRoPE has one set of frequencies for all that is longer; dynamic scaling one for every
+        # length, which must be known on the host.
         is_long_T = lens_T > original
         longer = [batch.max_seqlen] if kind == "longrope" else lens_T[is_long_T].unique().tolist()
         for length in longer:
@@ -97,11 +117,16 @@ class RotationByDocument:
 
 
 def scale_queries(module: nn.Module, q_THD: Tensor, positions_T: Tensor) -> Tensor:
-    """Scales queries by their place in their document, in a layer of Llama 4 without rotation, whose own scaling
-    the model's forward has turned off (arXiv:2501.19399); returns those of any other layer as they are.
+    """Scales queries by their place in their document, in a layer of Llama 4 without rotation,
+    whose own scaling the model's forward has turned off (arXiv:2501.19399); returns those of any
+    other layer as they are.
     """
     own = vars(module)
-    if "floor_scale" not in own or own.get("use_rope", True) or not own["config"].attn_temperature_tuning:
+    if (
+        "floor_scale" not in own
+        or own.get("use_rope", True)
+        or not own["config"].attn_temperature_tuning
+    ):
         return q_THD
     steps_T = torch.floor((positions_T.float() + 1.0) / own["floor_scale"])
     scales_T = torch.log1p(steps_T) * own["attn_scale"] + 1.0
@@ -109,12 +134,15 @@ def scale_queries(module: nn.Module, q_THD: Tensor, positions_T: Tensor) -> Tens
 
 
 SHORT = 6
-_NAMES = re.compile(r"sliding_window|attention_chunk_size|floor_scale|original_max_position_embeddings")
+_NAMES = re.compile(
+    r"sliding_window|attention_chunk_size|floor_scale|original_max_position_embeddings"
+)
 
 
 @contextmanager
 def short_lengths(model: nn.Module) -> Iterator[bool]:
-    """Shortens the lengths in the configs and modules of `model` inside; yields whether it has any that can be.
+    """Shortens the lengths in the configs and modules of `model` inside; yields whether it has any
+    that can be.
 
     Attention reads windows when it is installed: install a kernel inside, and again behind.
     """
@@ -123,7 +151,9 @@ def short_lengths(model: nn.Module) -> Iterator[bool]:
     for module in model.modules():
         holders[id(module)] = vars(module)
         config = vars(module).get("config")
-        for part in (config, config.get_text_config()) if isinstance(config, PretrainedConfig) else ():
+        for part in (
+            (config, config.get_text_config()) if isinstance(config, PretrainedConfig) else ()
+        ):
             configs.append(part)
             holders[id(part)] = vars(part)
             # of rotations: one kind, or one for each kind of layer
@@ -131,12 +161,16 @@ def short_lengths(model: nn.Module) -> Iterator[bool]:
             for rope in (ropes, *ropes.values()):
                 if isinstance(rope, dict):
                     holders[id(rope)] = rope
-    other_names = {of for part in configs for name, of in part.attribute_map.items() if _NAMES.fullmatch(name)}
+    other_names = {
+        of for part in configs for name, of in part.attribute_map.items() if _NAMES.fullmatch(name)
+    }
     lengths = [
         (holder, name, value)
         for holder in holders.values()
         for name, value in holder.items()
-        if (_NAMES.fullmatch(str(name)) or name in other_names) and isinstance(value, int) and value > SHORT
+        if (_NAMES.fullmatch(str(name)) or name in other_names)
+        and isinstance(value, int)
+        and value > SHORT
     ]
     for holder, name, _ in lengths:
         holder[name] = SHORT

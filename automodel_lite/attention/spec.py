@@ -1,7 +1,7 @@
 """What a model needs from its attention kernel, read from its Hugging Face config.
 
-Configs have no common schema: a family that lacks a key lacks the feature, so keys are looked up with a default here,
-and nowhere else.
+Configs have no common schema: a family that lacks a key lacks the feature, so keys are looked up
+with a default here, and nowhere else.
 """
 
 from __future__ import annotations
@@ -50,39 +50,52 @@ UNPACKED = "take another model, docs/models.md lists the families that can be pa
 
 
 def config_value(config: PretrainedConfig, key: str, default: Any = None) -> Any:
-    """The config's value of `key`, or `default` for a family that has no such key (or leaves it None)."""
+    """The config's value of `key`, or `default` for a family that has no such key (or leaves it
+    None).
+    """
     value = getattr(config, key, default)
     return default if value is None else value
 
 
 def layer_window(config: PretrainedConfig, layer_idx: int | None) -> tuple[int | None, int | None]:
-    """Returns the sliding window, in keys, that the config gives to one layer, and the tokens of a chunk, of which the
-    layer sees its own only (Llama 4); None for a layer without.
+    """Returns the sliding window, in keys, that the config gives to one layer, and the tokens of a
+    chunk, of which the layer sees its own only (Llama 4); None for a layer without.
     """
     kinds = config_value(config, "layer_types")
     if kinds is None or layer_idx is None:
         is_used = config_value(config, "use_sliding_window", True)
         return (config_value(config, "sliding_window") if is_used else None), None
-    window = config.sliding_window if kinds[layer_idx] in ("sliding_attention", "hybrid_sliding") else None
-    return window, config_value(config, "attention_chunk_size") if kinds[layer_idx] == "chunked_attention" else None
+    window = (
+        config.sliding_window
+        if kinds[layer_idx] in ("sliding_attention", "hybrid_sliding")
+        else None
+    )
+    return window, config_value(config, "attention_chunk_size") if kinds[
+        layer_idx
+    ] == "chunked_attention" else None
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Attention of one decoder layer; `num_heads` is 0 in a layer without (state space, convolution, linear)."""
+    """Attention of one decoder layer; `num_heads` is 0 in a layer without (state space,
+    convolution, linear).
+    """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     value_head_dim: int
     window: int | None = None  # keys that a query sees; None = all
-    state: int = 0  # values that a layer without attention reads and writes for every token; 0 = none, or not known
+    # values that a layer without attention reads and writes for every token; 0 = none, or not known
+    state: int = 0
 
 
 def layer_shapes(model_config: PretrainedConfig) -> list[LayerShape]:
     """Of each layer; families name their sizes in several ways and may give each layer its own."""
     text = model_config.get_text_config()
-    return [_layer_shape(text, layer) for layer in range(config_value(text, "num_hidden_layers", 0))]
+    return [
+        _layer_shape(text, layer) for layer in range(config_value(text, "num_hidden_layers", 0))
+    ]
 
 
 def _layer_shape(text: PretrainedConfig, layer: int) -> LayerShape:
@@ -98,13 +111,20 @@ def _layer_shape(text: PretrainedConfig, layer: int) -> LayerShape:
         return found[layer] if isinstance(found, list | tuple) else found
 
     num_heads = value("num_attention_heads", 0)
-    if not num_heads or kind == "linear_attention" or not any(word in kind for word in FAMILIES["attending"]):
+    if (
+        not num_heads
+        or kind == "linear_attention"
+        or not any(word in kind for word in FAMILIES["attending"])
+    ):
         sizes = ([config_value(config, name) for name in names] for names in FAMILIES["states"])
-        known = (math.prod(found) for found in sizes if all(isinstance(size, int) for size in found))
+        known = (
+            math.prod(found) for found in sizes if all(isinstance(size, int) for size in found)
+        )
         return LayerShape(0, 0, 0, 0, state=next(known, 0))
     head_dim = value("head_dim", config.hidden_size // num_heads)
     value_head_dim = value("v_head_dim", head_dim)
-    if config_value(config, "kv_lora_rank") is not None:  # latent attention: keys are wider than values
+    # latent attention: keys are wider than values
+    if config_value(config, "kv_lora_rank") is not None:
         head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
     window = None
     if is_sliding or (kinds is None and config_value(config, "use_sliding_window", True)):
@@ -116,24 +136,25 @@ def _layer_shape(text: PretrainedConfig, layer: int) -> LayerShape:
 def attention_specs(
     model_config: PretrainedConfig, device: torch.device | str, dtype: torch.dtype
 ) -> list[AttentionSpec]:
-    """What a model of this config needs from its attention kernel, for each kind of layer (Gemma 4: head dim 512 in one
-    of six), the most common first; none for a model without attention.
+    """What a model of this config needs from its attention kernel, for each kind of layer (Gemma 4:
+    head dim 512 in one of six), the most common first; none for a model without attention.
 
-    Raises ConfigError for layers that cannot be packed, and for attention dropout, which no packed kernel has.
+    Raises ConfigError for layers that cannot be packed, and for attention dropout, which no packed
+    kernel has.
     """
     config = model_config.get_text_config()
     for key in FAMILIES["dropouts"]:
         if dropout := config_value(config, key, 0.0):
             raise ConfigError(
-                f"model_type={config.model_type} has {key}={dropout}, which packed kernels do not support: set "
-                f"model.config.{key}=0."
+                f"model_type={config.model_type} has {key}={dropout}, which packed kernels do not "
+                f"support: set model.config.{key}=0."
             )
     shapes = layer_shapes(config)
     for layer, name in enumerate(config_value(config, "layer_types", ())[: len(shapes)]):
         if name not in chain(*FAMILIES["packable_layers"]):
             raise ConfigError(
-                f"model_type={config.model_type}: layer {layer} ({name}) is not known to keep documents apart: "
-                f"{UNPACKED}."
+                f"model_type={config.model_type}: layer {layer} ({name}) is not known to keep "
+                f"documents apart: {UNPACKED}."
             )
     counts = Counter(replace(shape, window=None) for shape in shapes if shape.num_heads)
     return [
@@ -148,13 +169,18 @@ def attention_specs(
 
 
 def passes_sinks(config: PretrainedConfig) -> bool:
-    """Does any attention of this family pass sinks to its kernel? Of a text config; looked up in transformers' code."""
+    """Does any attention of this family pass sinks to its kernel? Of a text config; looked up in
+    transformers' code.
+    """
     model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if model_class is None:
         return False
     module = sys.modules[model_class.__module__]
     forwards = [
-        vars(cls)["forward"] for cls in vars(module).values() if inspect.isclass(cls) and "forward" in vars(cls)
+        vars(cls)["forward"]
+        for cls in vars(module).values()
+        if inspect.isclass(cls) and "forward" in vars(cls)
     ]
     constants = [x for forward in forwards for x in inspect.unwrap(forward).__code__.co_consts]
-    return any("s_aux" in names for names in constants if isinstance(names, tuple))  # of arguments passed by name
+    # of arguments passed by name
+    return any("s_aux" in names for names in constants if isinstance(names, tuple))

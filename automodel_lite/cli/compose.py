@@ -1,7 +1,8 @@
-"""Composition: Hydra merges a preset, the options of its groups and the overrides into one configuration, once.
+"""Composition: Hydra merges a preset, the options of its groups and the overrides into one
+configuration, once.
 
-Keys need no `+`, errors are sentences, parts have all of their options, and settings by which a file would run code are
-refused. Whether the keys exist is checked afterwards (config.check_config).
+Keys need no `+`, errors are sentences, parts have all of their options, and settings by which a
+file would run code are refused. Whether the keys exist is checked afterwards (config.check_config).
 """
 
 from __future__ import annotations
@@ -32,12 +33,16 @@ from automodel_lite.config.schema import Config
 from automodel_lite.config.signatures import with_options
 from automodel_lite.errors import ConfigError, format_value
 
-# As plain values: against the dataclass itself Hydra would stop at the first wrong type, config.check lists them all.
+# As plain values: against the dataclass itself Hydra would stop at the first wrong type,
+# config.check lists them all.
 hydra_version.setbase("1.3")  # as `@hydra.main(version_base="1.3")` does
-ConfigStore.instance().store(name="schema", node=OmegaConf.to_container(OmegaConf.structured(Config)))
+ConfigStore.instance().store(
+    name="schema", node=OmegaConf.to_container(OmegaConf.structured(Config))
+)
 
-# A preset may come from a stranger: with a data set, a run's folder, a bug report. Hydra configures Python's logging,
-# builds callbacks, launchers and sweepers, and makes folders before the recipe sees a single key.
+# A preset may come from a stranger: with a data set, a run's folder, a bug report. Hydra configures
+# Python's logging, builds callbacks, launchers and sweepers, and makes folders before the recipe
+# sees a single key.
 COMMAND_LINE_ONLY = ("security.allow_targets", "model.trust_remote_code")
 _OF_SWEEPS = re.compile(  # settings of plugins that are plain numbers and names
     r"hydra\.(sweeper\.(n_trials|n_jobs|direction|max_batch_size|study_name|max_failure_rate|params\..+|sampler\.[a-z]\w*)"
@@ -49,7 +54,9 @@ _CODE = ("_target_", "()", "class", "filename")
 
 
 class Loader(ConfigLoaderImpl):
-    """Hydra's loader of configurations, which all that composes goes through, the jobs of sweeps included."""
+    """Hydra's loader of configurations, which all that composes goes through, the jobs of sweeps
+    included.
+    """
 
     def __init__(self, sources: Sources, typed: Sequence[str] = ()) -> None:
         path = create_config_search_path(f"file://{sources.folders[0]}")
@@ -71,7 +78,9 @@ class Loader(ConfigLoaderImpl):
         """Composes; raises ConfigError for what Hydra refuses, and for what a file may not set."""
         texts = [allow_new_key(text, self.known) for text in overrides]
         try:
-            raw = super().load_configuration(config_name, texts, run_mode, from_shell, validate_sweep_overrides)
+            raw = super().load_configuration(
+                config_name, texts, run_mode, from_shell, validate_sweep_overrides
+            )
         except (HydraException, OmegaConfBaseException, ValueError) as error:
             text = " ".join(str(error if str(error) else error.__cause__).split())
             if found := _NOT_THERE.search(text):
@@ -79,20 +88,30 @@ class Loader(ConfigLoaderImpl):
             raise ConfigError(text.partition(" Config search path:")[0]) from None
         for key in COMMAND_LINE_ONLY:  # permissions, which no file grants
             if OmegaConf.select(raw, key, throw_on_missing=False) and not is_typed(key, self.typed):
-                raise ConfigError(f"{key} is set in a file, but only the command line may set it: {key}=... .")
+                raise ConfigError(
+                    f"{key} is set in a file, but only the command line may set it: {key}=... ."
+                )
         with open_dict(raw):
-            for key, value in with_options(OmegaConf.to_container(without_hydra(raw), resolve=False)).items():
+            for key, value in with_options(
+                OmegaConf.to_container(without_hydra(raw), resolve=False)
+            ).items():
                 raw[key] = value
         return raw
 
     def _load_single_config(self, default: ResultDefault, repo: IConfigRepository) -> ConfigResult:
-        """Reads a file; raises ConfigError for code that Hydra would run, or files it would write, for one of them."""
+        """Reads a file; raises ConfigError for code that Hydra would run, or files it would write,
+        for one of them.
+        """
         found = super()._load_single_config(default, repo)
-        # an option of the project may be put among Hydra's settings too: `/callbacks@hydra.callbacks: early_stopping`
+        # an option of the project may be put among Hydra's settings too:
+        # `/callbacks@hydra.callbacks: early_stopping`
         if not found.path.startswith("file://") or "hydra" not in list(found.config):
             return found
         files: list[Any] = [read(CONF_DIR / "base.yaml"), found.config]
-        blocks = [OmegaConf.to_container(OmegaConf.masked_copy(file, "hydra"), resolve=False) for file in files]
+        blocks = [
+            OmegaConf.to_container(OmegaConf.masked_copy(file, "hydra"), resolve=False)
+            for file in files
+        ]
         ours, theirs = ([*flatten(block)] for block in blocks)
         changed = [
             (key, value)
@@ -103,11 +122,17 @@ class Loader(ConfigLoaderImpl):
         ]
         if changed:  # the sentence is about what names code or a file, if anything does
             key, value = min(changed, key=lambda leaf: leaf[0].rpartition(".")[2] not in _CODE)
-            raise ConfigError(f"{key}={value} is set in a file, but only the command line may set it: {key}=... .")
+            raise ConfigError(
+                f"{key}={value} is set in a file, but only the command line may set it: {key}=... ."
+            )
         return found
 
-    def _process_config_searchpath(self, config_name: Any, parsed_overrides: list[Override], repo: Any) -> None:
-        """Ignores `hydra.searchpath` of a file, which could import packages; it is refused after the composition."""
+    def _process_config_searchpath(
+        self, config_name: Any, parsed_overrides: list[Override], repo: Any
+    ) -> None:
+        """Ignores `hydra.searchpath` of a file, which could import packages; it is refused after
+        the composition.
+        """
         if any(override.key_or_group == "hydra.searchpath" for override in parsed_overrides):
             raise ConfigError("hydra.searchpath: name the folder with --config-dir.")
 
@@ -122,20 +147,28 @@ def is_typed(key: str, overrides: Sequence[str]) -> bool:
 
 
 def compose(loader: Loader, preset: str, overrides: Sequence[str]) -> DictConfig:
-    """Returns what Hydra makes of the preset and the overrides, its own settings included; raises ConfigError."""
+    """Returns what Hydra makes of the preset and the overrides, its own settings included; raises
+    ConfigError.
+    """
     setup_globals()  # the resolvers of Hydra, `${hydra:...}`
     check_overrides(loader, overrides)
     return loader.load_configuration(preset, list(overrides), RunMode.RUN)
 
 
-def compose_config(config_name: str | None, overrides: Sequence[str], config_dir: str | None = None) -> DictConfig:
-    """Returns the merged configuration of a preset and overrides such as `training.max_steps=10 attention=varlen`.
+def compose_config(
+    config_name: str | None, overrides: Sequence[str], config_dir: str | None = None
+) -> DictConfig:
+    """Returns the merged configuration of a preset and overrides such as
+    `training.max_steps=10 attention=varlen`.
 
-    `config_dir` is a folder of the user's own presets and group options, searched before the project's.
-    Raises ConfigError: unknown preset or option, unreadable override, a permission that a file grants.
+    `config_dir` is a folder of the user's own presets and group options, searched before the
+    project's. Raises ConfigError: unknown preset or option, unreadable override, a permission that
+    a file grants.
     """
     sources = Sources.of(config_dir)
-    return without_hydra(compose(Loader(sources, overrides), check_preset(sources, config_name), overrides))
+    return without_hydra(
+        compose(Loader(sources, overrides), check_preset(sources, config_name), overrides)
+    )
 
 
 def without_hydra(raw: DictConfig) -> DictConfig:
@@ -147,7 +180,9 @@ def without_hydra(raw: DictConfig) -> DictConfig:
 
 
 def check_overrides(loader: Loader, typed: Sequence[str], is_multirun: bool = False) -> None:
-    """Raises one ConfigError with all overrides that cannot be read, and all options that do not exist."""
+    """Raises one ConfigError with all overrides that cannot be read, and all options that do not
+    exist.
+    """
     problems = []
     for text in typed:
         try:
@@ -171,15 +206,20 @@ def _unreadable(error: OverrideParseException) -> str:
     if not is_set:
         return f"{text}: cannot be read as key=value: there is no `=`."
     if not _KEY.fullmatch(key):
-        return f"{text}: cannot be read as key=value: {key!r} is not a key such as training.max_steps."
+        return (
+            f"{text}: cannot be read as key=value: {key!r} is not a key such as training.max_steps."
+        )
     return (
-        f"{text}: cannot be read as key=value: close every bracket and quote, or put a text with brackets into quotes, "
-        f"'{key}=\"...\"'."
+        f"{text}: cannot be read as key=value: close every bracket and quote, or put a text with "
+        f"brackets into quotes, '{key}=\"...\"'."
     )
 
 
-def overridden_options(raw: DictConfig, sources: Sources, overrides: Sequence[str]) -> Iterator[str]:
-    """Yields a line for each key of an option that was chosen on the command line and that a preset sets otherwise.
+def overridden_options(
+    raw: DictConfig, sources: Sources, overrides: Sequence[str]
+) -> Iterator[str]:
+    """Yields a line for each key of an option that was chosen on the command line and that a preset
+    sets otherwise.
 
     >>> optimizer.lr=0.003 (the preset's, over 0.001 of optimizer/adamw_8bit.yaml)
     """

@@ -1,5 +1,6 @@
-"""Exit codes: 0 done, 2 a mistake in the settings or the data, 75 stopped by a signal or the time limit (start it
-again), 130 interrupted, 1 any other error. A mistake is one sentence, an unexpected error a traceback.
+"""Exit codes: 0 done, 2 a mistake in the settings or the data, 75 stopped by a signal or the time
+limit (start it again), 130 interrupted, 1 any other error. A mistake is one sentence, an unexpected
+error a traceback.
 """
 
 from __future__ import annotations
@@ -27,12 +28,16 @@ from automodel_lite.run.stopping import INTERRUPTED_EXIT, PREEMPTED_EXIT, STOP_S
 SAVED = "stopped and saved: run the same command again to continue"
 _SIGPIPE_EXIT = 141  # as a shell reports a command whose reader left
 _AFTER_RANK_0_S = 2.0
-_LIMITS: dict[str, str] = yaml.safe_load(Path(__file__).with_name("limits.yaml").read_text(encoding="utf-8"))
+_LIMITS: dict[str, str] = yaml.safe_load(
+    Path(__file__).with_name("limits.yaml").read_text(encoding="utf-8")
+)
 """Of the machine: nothing in the program is wrong, and a traceback would only hide the number."""
 
 
 def run_tool(main: Callable[[list[str]], int | None], argv: list[str] | None = None) -> NoReturn:
-    """Runs a recipe that reads its own command line, and exits; codes and messages as those of `run_recipe`."""
+    """Runs a recipe that reads its own command line, and exits; codes and messages as those of
+    `run_recipe`.
+    """
     hide_secrets()
     arguments = sys.argv[1:] if argv is None else argv
     end(lambda: main(arguments) or 0)
@@ -46,8 +51,9 @@ def end(work: Callable[[], int]) -> NoReturn:
     except PeerError as error:
         exit_with(str(error), error.exit_code, is_shown=is_first_here())
     except (ConfigError, DataError) as error:
-        # Most mistakes are met by all ranks: the first of each node prints it. The others are a moment late, so that
-        # launchers, which quote the first failure and end the rest, quote rank 0.
+        # Most mistakes are met by all ranks: the first of each node prints it. The others are a
+        # moment late, so that launchers, which quote the first failure and end the rest, quote rank
+        # 0.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if os.environ.get("RANK", "0") != "0":
             time.sleep(_AFTER_RANK_0_S)
@@ -63,9 +69,15 @@ def end(work: Callable[[], int]) -> NoReturn:
     except SystemExit as leaving:  # argparse's, Hydra's
         exit_now(leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None))
     except MemoryError as error:
-        exit_with(f"the host has no memory left ({error or 'of this size'}): give the process more, or less work.", 1)
+        exit_with(
+            f"the host has no memory left ({error or 'of this size'}): give the process more, or "
+            "less work.",
+            1,
+        )
     except Exception as error:
-        if isinstance(error, OSError) and (cure := _LIMITS.get(errno.errorcode.get(error.errno or 0, ""))):
+        if isinstance(error, OSError) and (
+            cure := _LIMITS.get(errno.errorcode.get(error.errno or 0, ""))
+        ):
             where = f"{error.filename}: " if error.filename else ""
             exit_with(f"{where}{error.strerror}: {cure}.", 1)
         if isinstance(error, BrokenPipeError):  # the screen's, whose reader is gone, or another one

@@ -1,7 +1,9 @@
-"""Each recipe that takes a configuration is a Hydra application: Hydra's flags, presets, overrides and sweeps.
+"""Each recipe that takes a configuration is a Hydra application: Hydra's flags, presets, overrides
+and sweeps.
 
-The command line is read first (line.py), Hydra composes once (compose.py), every key is checked against the schema and
-the signatures (config.check_config), and only then the recipe is imported, and torch with it.
+The command line is read first (line.py), Hydra composes once (compose.py), every key is checked
+against the schema and the signatures (config.check_config), and only then the recipe is imported,
+and torch with it.
 """
 
 from __future__ import annotations
@@ -18,7 +20,13 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from automodel_lite.cli.compose import Loader, check_overrides, compose, overridden_options, without_hydra
+from automodel_lite.cli.compose import (
+    Loader,
+    check_overrides,
+    compose,
+    overridden_options,
+    without_hydra,
+)
 from automodel_lite.cli.exit_codes import end, hide_secrets
 from automodel_lite.cli.line import COMMANDS, read_line, versions
 from automodel_lite.cli.recipes import Recipe
@@ -34,8 +42,8 @@ from automodel_lite.run.stopping import SIGNALS
 def run_recipe(main: str, argv: list[str] | None = None) -> NoReturn:
     """Composes the configuration named on the command line, checks it, calls the recipe and exits.
 
-    main   "recipes.train_ft:main" or "my_package.kd:main"; ours are imported only when there is something to run:
-           `--help` and `--cfg` need no torch
+    main   "recipes.train_ft:main" or "my_package.kd:main"; ours are imported only when there is
+           something to run: `--help` and `--cfg` need no torch
     """
     hide_secrets()
     choose_allocator(os.environ)
@@ -51,7 +59,9 @@ def run_command_line(main: str, argv: Sequence[str]) -> int:
     """Runs what the command line asks for; returns the exit code."""
     line, recipe = read_line(argv), Recipe(main)
     if line.html and recipe.name != "inspect_data":
-        raise ConfigError("--html: recipes/inspect_data.py alone writes a page; a run's own is report.html.")
+        raise ConfigError(
+            "--html: recipes/inspect_data.py alone writes a page; a run's own is report.html."
+        )
     if line.is_question and not is_shown():
         return 0  # the first rank answers
     if line.version:
@@ -80,12 +90,17 @@ def run_command_line(main: str, argv: Sequence[str]) -> int:
     if line.is_multirun:
         return int(locate(COMMANDS["sweep"])(loader, main, line))
     if useless := [text for text in line.overrides if text.startswith("hydra")]:
-        raise ConfigError(f"{useless[0]}: settings of Hydra are for --multirun; the folder of a run is output_dir.")
+        raise ConfigError(
+            f"{useless[0]}: settings of Hydra are for --multirun; the folder of a run is "
+            "output_dir."
+        )
     return run(recipe, compose(loader, str(line.config_name), line.overrides), line, sources)
 
 
 def choose_allocator(environment: MutableMapping[str, str]) -> None:
-    """Lets GPU memory grow in segments, before torch reads the setting; a choice of the user's stays."""
+    """Lets GPU memory grow in segments, before torch reads the setting; a choice of the user's
+    stays.
+    """
     # packs of changing documents ask for changing sizes, which cut fixed segments into small pieces
     if "PYTORCH_CUDA_ALLOC_CONF" not in environment:
         environment.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
@@ -97,9 +112,14 @@ def run(recipe: Recipe, raw: DictConfig, line: Namespace, sources: Sources) -> i
     raw = without_hydra(raw)
     if not recipe.writes_a_run and OmegaConf.is_missing(raw, "name"):
         raw.name = "unnamed"
-    # who names a package as the recipe lets its code run; the run's folder remembers what the model needs of it
+    # who names a package as the recipe lets its code run; the run's folder remembers what the model
+    # needs of it
     package = recipe.main.split(":")[0].split(".")[0] + "."
-    targets = [str(value) for key, value in flatten(OmegaConf.to_container(raw)) if key.endswith("_target_")]
+    targets = [
+        str(value)
+        for key, value in flatten(OmegaConf.to_container(raw))
+        if key.endswith("_target_")
+    ]
     if not recipe.is_ours and any(target.startswith(package) for target in targets):
         raw.security.allow_targets = [*raw.security.allow_targets, package.rstrip(".")]
     config = check_config(raw, recipe.extra_type())
@@ -108,7 +128,11 @@ def run(recipe: Recipe, raw: DictConfig, line: Namespace, sources: Sources) -> i
     with activity("importing torch and transformers"):
         main = recipe.function()
     kind = recipe.extra_type()  # its own keys, as an object of its dataclass
-    own = [OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), config.extra))] if kind else []
+    own = (
+        [OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), config.extra))]
+        if kind
+        else []
+    )
     page = {"html": Path(line.html)} if line.html else {}  # of inspect_data alone
     return main(config, *own, **page) or 0
 

@@ -1,8 +1,10 @@
-"""Several ranks from one command: `automodel-lite train --nproc 8 --config-name ...`, by torch's elastic launcher.
+"""Several ranks from one command: `automodel-lite train --nproc 8 --config-name ...`, by torch's
+elastic launcher.
 
-The same as `torchrun --nproc-per-node 8 -m automodel_lite train ...` (which also joins several machines), but for the
-end: the launcher's own summary is left out, the last line is the sentence of the rank that failed first, and its exit
-code is the command's. Signals go on to the ranks: 75 when they have saved and left, 130 when they were interrupted.
+The same as `torchrun --nproc-per-node 8 -m automodel_lite train ...` (which also joins several
+machines), but for the end: the launcher's own summary is left out, the last line is the sentence of
+the rank that failed first, and its exit code is the command's. Signals go on to the ranks: 75 when
+they have saved and left, 130 when they were interrupted.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ _RANK = (  # Ctrl-C ends it without a traceback until our own handlers are there
     "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL); "
     "import sys; from automodel_lite.cli import run_recipe; run_recipe(sys.argv.pop(1))"
 )
-_OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")  # of a torchrun with one process
+# of a torchrun with one process
+_OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 _NOTICED_WITHIN_S = 60.0
 _SHUTDOWN_S = 240  # that ranks get to save after another one has left
 
@@ -53,7 +56,10 @@ def launch(main: str, nproc: str, argv: list[str]) -> int:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     for room in ("elastic", "launcher"):
         logging.getLogger(f"torch.distributed.{room}").setLevel(logging.CRITICAL)
-    with tempfile.TemporaryDirectory(prefix="automodel_lite_ranks_") as logs, _forwarding() as forwarded:
+    with (
+        tempfile.TemporaryDirectory(prefix="automodel_lite_ranks_") as logs,
+        _forwarding() as forwarded,
+    ):
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -89,7 +95,9 @@ def num_processes(text: str) -> int:
 
 @contextmanager
 def _forwarding() -> Iterator[list[int]]:
-    """Forwards signals to the ranks, which save and exit, and lists them; before there are any, ends this process."""
+    """Forwards signals to the ranks, which save and exit, and lists them; before there are any,
+    ends this process.
+    """
     forwarded: list[int] = []
 
     def forward(number: int, frame: FrameType | None) -> None:
@@ -105,8 +113,13 @@ def _forwarding() -> Iterator[list[int]]:
                 os.kill(pid, number)
 
     numbers = {*STOP_SIGNALS, *([signal.SIGUSR2] if "SUBMITIT_EXECUTOR" in os.environ else [])}
-    heard = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN or number == signal.SIGINT]
-    before = {number: signal.signal(number, forward) for number in heard}  # HUP is ignored under nohup
+    heard = [
+        number
+        for number in numbers
+        if signal.getsignal(number) != signal.SIG_IGN or number == signal.SIGINT
+    ]
+    # HUP is ignored under nohup
+    before = {number: signal.signal(number, forward) for number in heard}
     try:
         yield forwarded
     finally:
@@ -115,14 +128,20 @@ def _forwarding() -> Iterator[list[int]]:
 
 
 def _report_first_failure(error: ChildFailedError, forwarded: Sequence[int]) -> int:
-    """Returns the exit code of a run that was stopped; raises the error of the rank that failed first."""
+    """Returns the exit code of a run that was stopped; raises the error of the rank that failed
+    first.
+    """
 
     def order(item: tuple[int, ProcessFailure]) -> tuple[bool, float, int]:
-        # A rank that was killed is noticed after those that failed because of it; those that the launcher has ended
-        # come last.
+        # A rank that was killed is noticed after those that failed because of it; those that the
+        # launcher has ended come last.
         rank, failure = item
         was_killed = failure.exitcode < 0
-        return failure.exitcode == -signal.SIGTERM, failure.timestamp - _NOTICED_WITHIN_S * was_killed, rank
+        return (
+            failure.exitcode == -signal.SIGTERM,
+            failure.timestamp - _NOTICED_WITHIN_S * was_killed,
+            rank,
+        )
 
     rank, first = min(error.failures.items(), key=order)
     message: Any = first.message if first.error_file != "<N/A>" else ""
@@ -140,5 +159,7 @@ def _report_first_failure(error: ChildFailedError, forwarded: Sequence[int]) -> 
         hint = ": the kernel kills processes when memory runs out" if name == "SIGKILL" else ""
         raise RunStoppedError(f"rank {rank} was ended by {name}{hint}.")
     if text.startswith("Traceback "):
-        raise RunStoppedError(f"rank {rank} failed, its traceback is above: {text.splitlines()[-1]}")
+        raise RunStoppedError(
+            f"rank {rank} failed, its traceback is above: {text.splitlines()[-1]}"
+        )
     raise RunStoppedError(text or f"rank {rank} ended with exit code {first.exitcode}.")

@@ -1,8 +1,9 @@
 """What is typed: the names of the recipes, flags, and overrides as Hydra gets them.
 
-The flags are Hydra's (https://hydra.cc/docs/advanced/hydra-command-line-flags) and the launcher's. In overrides nobody
-needs a `+`: a key that is not a group is set or added, and whether it exists is checked afterwards, for all keys at
-once. Values with letters that Hydra's grammar does not know are quoted.
+The flags are Hydra's (https://hydra.cc/docs/advanced/hydra-command-line-flags) and the launcher's.
+In overrides nobody needs a `+`: a key that is not a group is set or added, and whether it exists is
+checked afterwards, for all keys at once. Values with letters that Hydra's grammar does not know are
+quoted.
 """
 
 from __future__ import annotations
@@ -30,9 +31,11 @@ EXAMPLES: list[str] = COMMANDS["examples"]
 
 
 def for_installed_cli(text: str) -> str:
-    """`python recipes/generate.py x` as it is typed here: an installed package has `automodel-lite generate x`.
+    """`python recipes/generate.py x` as it is typed here: an installed package has
+    `automodel-lite generate x`.
 
-    >>> torchrun --nproc-per-node 4 recipes/train_ft.py   ->   torchrun --nproc-per-node 4 -m automodel_lite train
+    >>> torchrun --nproc-per-node 4 recipes/train_ft.py
+    torchrun --nproc-per-node 4 -m automodel_lite train
     """
     if not IS_INSTALLED:
         return text
@@ -43,9 +46,12 @@ def for_installed_cli(text: str) -> str:
 
 
 def argument_parser(recipe_doc: str | None) -> argparse.ArgumentParser:
-    """Returns the parser of a recipe with a command line of its own; its docstring is the head of `--help`."""
+    """Returns the parser of a recipe with a command line of its own; its docstring is the head of
+    `--help`.
+    """
     return _Parser(
-        description=for_installed_cli(recipe_doc or ""), formatter_class=argparse.RawDescriptionHelpFormatter
+        description=for_installed_cli(recipe_doc or ""),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
 
 
@@ -59,7 +65,9 @@ class _Parser(argparse.ArgumentParser):
 
 
 _UNQUOTED = re.compile(r"[\w/\\+.$%*@?|: \t-]*", re.ASCII)
-"""What Hydra's grammar takes without quotes. `~`, `#`, `(` and letters beyond ASCII are not in it, and are in paths."""
+"""What Hydra's grammar takes without quotes. `~`, `#`, `(` and letters beyond ASCII are not in it,
+and are in paths.
+"""
 _SYNTAX = re.compile(r"""\s*(["'\[{]|\w+\()|.*\$\{""", re.DOTALL)
 """A text in quotes, a list, a mapping, a call, an interpolation."""
 
@@ -85,18 +93,29 @@ def allow_new_key(override: str, known: Mapping[str, Sequence[str]]) -> str:
     return f"++{key}={_quoted(value or '')}"
 
 
-def option_problem(text: str, known: Mapping[str, Sequence[str]], is_multirun: bool = False) -> str | None:
-    """Returns the sentence for an option that does not exist, or for several values where there is one run."""
+def option_problem(
+    text: str, known: Mapping[str, Sequence[str]], is_multirun: bool = False
+) -> str | None:
+    """Returns the sentence for an option that does not exist, or for several values where there is
+    one run.
+    """
     group, (key, value) = group_of(text, known), split(text)
     if value is not None and not key:
         return f"{text}: cannot be read as key=value (there is no key)."
     if not is_multirun and is_sweep(text) and not text.startswith(("~", "hydra.")):
         key = text.partition("=")[0]
         return (
-            f"{text}: several values: add --multirun to sweep over them, or write a list as {key}=[{value}], or "
-            f"one text as '{key}=\"{value}\"'."
+            f"{text}: several values: add --multirun to sweep over them, or write a list as "
+            f"{key}=[{value}], or one text as '{key}=\"{value}\"'."
         )
-    if group is None or group not in known or value is None or text.startswith("~") or "$" in value or "(" in value:
+    if (
+        group is None
+        or group not in known
+        or value is None
+        or text.startswith("~")
+        or "$" in value
+        or "(" in value
+    ):
         return None
     if not options_in(text) and not value.strip().startswith(("[", "{")):
         return f"{text}: choose an option of the group: {', '.join(known[group])}."
@@ -104,7 +123,11 @@ def option_problem(text: str, known: Mapping[str, Sequence[str]], is_multirun: b
         folder, _, name = option.rpartition("/")
         if name not in known.get("/".join(filter(None, [group, folder])), ()):
             near = did_you_mean(option, known[group]) or "."
-            more = " pip install 'automodel-lite[sweep]' brings others." if group.startswith("hydra/") else ""
+            more = (
+                " pip install 'automodel-lite[sweep]' brings others."
+                if group.startswith("hydra/")
+                else ""
+            )
             return f"{text}: no such option{near} The options are {', '.join(known[group])}.{more}"
     return None
 
@@ -112,7 +135,9 @@ def option_problem(text: str, known: Mapping[str, Sequence[str]], is_multirun: b
 def options_in(override: str) -> list[str]:
     """Returns the options that `group=option` or `group=a,b` names."""
     value = split(override)[1] or ""
-    options = [option.strip(" '\"").removesuffix(".yaml") for option in value.strip("[]").split(",")]
+    options = [
+        option.strip(" '\"").removesuffix(".yaml") for option in value.strip("[]").split(",")
+    ]
     return [option for option in options if option not in ("", "null")]
 
 
@@ -123,7 +148,9 @@ def _quoted(value: str) -> str:
     items = []
     for item in value.split(","):
         # a backslash quotes the quote that follows it; others stand for themselves
-        text = re.sub(r"(\\*)('|\Z)", lambda match: 2 * match[1] + ("\\'" if match[2] else ""), item.strip())
+        text = re.sub(
+            r"(\\*)('|\Z)", lambda match: 2 * match[1] + ("\\'" if match[2] else ""), item.strip()
+        )
         items.append(item if _UNQUOTED.fullmatch(item) else f"'{text}'")
     return ",".join(items)
 
@@ -131,14 +158,24 @@ def _quoted(value: str) -> str:
 def is_sweep(override: str) -> bool:
     """Does it name several values? `lr=1,2` and `lr=range(0,3)` do, `logger=[a,b]` does not."""
     try:
-        return OverridesParser.create().parse_override(f"key={_quoted(split(override)[1] or '')}").is_sweep_override()
+        return (
+            OverridesParser.create()
+            .parse_override(f"key={_quoted(split(override)[1] or '')}")
+            .is_sweep_override()
+        )
     except HydraException:
         return False
 
 
 _SWITCHES = (("--help", "-h"), ("--version",), ("--resolve",))
 _RUNS = (("--run", "-r"), ("--multirun", "-m"), ("--shell-completion", "-sc"))
-_TEXTS = (("--config-path", "-cp"), ("--config-name", "-cn"), ("--config-dir", "-cd"), ("--nproc",), ("--html",))
+_TEXTS = (
+    ("--config-path", "-cp"),
+    ("--config-name", "-cn"),
+    ("--config-dir", "-cd"),
+    ("--nproc",),
+    ("--html",),
+)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -156,7 +193,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def read_line(argv: Sequence[str]) -> argparse.Namespace:
-    """Returns the flags, `overrides`, `is_question` (nothing is run) and `is_multirun`; raises ConfigError."""
+    """Returns the flags, `overrides`, `is_question` (nothing is run) and `is_multirun`; raises
+    ConfigError.
+    """
     line = parser().parse_intermixed_args(list(argv))
     if line.resolve and not line.help and not line.cfg:
         raise ConfigError("--resolve belongs to --cfg job|hydra|all.")

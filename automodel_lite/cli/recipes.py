@@ -1,7 +1,9 @@
-"""Recipes by name: ours, `recipes.train_ft:main`, and those of any importable package, `my_package.kd:main`.
+"""Recipes by name: ours, `recipes.train_ft:main`, and those of any importable package,
+`my_package.kd:main`.
 
-A recipe is a function `main(config)` or, with settings of its own, `main(config, extra: KdConfig)`: KdConfig is a
-dataclass, and its fields are the keys below `extra` in presets and on the command line, checked like all others.
+A recipe is a function `main(config)` or, with settings of its own, `main(config, extra: KdConfig)`:
+KdConfig is a dataclass, and its fields are the keys below `extra` in presets and on the command
+line, checked like all others.
 """
 
 from __future__ import annotations
@@ -24,13 +26,18 @@ from automodel_lite.interpreter import relaxed_gc
 
 @dataclass(frozen=True)
 class Recipe:
-    """What `recipes.train_ft:main` names; nothing is imported before `function` or `extra_type` is called."""
+    """What `recipes.train_ft:main` names; nothing is imported before `function` or `extra_type` is
+    called.
+    """
 
     main: str
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*:[A-Za-z_]\w*", self.main):
-            text = f"{self.main[:80]!a}: a recipe is named package.module:function, such as my_package.kd:main."
+            text = (
+                f"{self.main[:80]!a}: a recipe is named package.module:function, such as "
+                "my_package.kd:main."
+            )
             raise ConfigError(text)
 
     @property
@@ -56,7 +63,10 @@ class Recipe:
         """Returns the first sentence of its docstring."""
         if self.is_ours:
             return next(text for module, text in RECIPES.values() if module == self.name)
-        text = ast.get_docstring(ast.parse(self._file().read_text(encoding="utf-8"))) or f"run {self.main}"
+        text = (
+            ast.get_docstring(ast.parse(self._file().read_text(encoding="utf-8")))
+            or f"run {self.main}"
+        )
         return text.splitlines()[0].rstrip(".")
 
     @property
@@ -81,7 +91,10 @@ class Recipe:
         found = vars(loaded).get(name)
         if not inspect.isroutine(found):
             known = [key for key, value in vars(loaded).items() if inspect.isroutine(value)]
-            raise ConfigError(f"{self.main}: {self.module} has no function {name}{did_you_mean(name, known) or '.'}")
+            raise ConfigError(
+                f"{self.main}: {self.module} has no function "
+                f"{name}{did_you_mean(name, known) or '.'}"
+            )
         return typing.cast(Callable[..., "int | None"], found)
 
     def extra_type(self) -> type | None:
@@ -93,7 +106,9 @@ class Recipe:
             return None
         found = typing.get_type_hints(main).get("extra")
         if not (isinstance(found, type) and is_dataclass(found)):
-            raise ConfigError(f"{self.main}: the argument extra must be annotated with a dataclass.")
+            raise ConfigError(
+                f"{self.main}: the argument extra must be annotated with a dataclass."
+            )
         return found
 
     def _file(self) -> Path:

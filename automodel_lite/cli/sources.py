@@ -1,7 +1,8 @@
-"""Where presets and group options come from, and what there is to choose: `--help`, and `automodel-lite ls`.
+"""Where presets and group options come from, and what there is to choose: `--help`, and
+`automodel-lite ls`.
 
-Folders are searched in this order: the user's own (`--config-dir`, or `--config-path` in place of the project's), that
-of a recipe from outside, the project's conf/.
+Folders are searched in this order: the user's own (`--config-dir`, or `--config-path` in place of
+the project's), that of a recipe from outside, the project's conf/.
 """
 
 from __future__ import annotations
@@ -26,8 +27,15 @@ class Sources:
     folders: tuple[Path, ...] = (CONF_DIR,)
 
     @classmethod
-    def of(cls, config_dir: str | None = None, config_path: str | None = None, recipe: Recipe | None = None) -> Sources:
-        """Raises ConfigError for a folder that is not there; `config_path` takes the place of conf/."""
+    def of(
+        cls,
+        config_dir: str | None = None,
+        config_path: str | None = None,
+        recipe: Recipe | None = None,
+    ) -> Sources:
+        """Raises ConfigError for a folder that is not there; `config_path` takes the place of
+        conf/.
+        """
         for flag, folder in (("--config-dir", config_dir), ("--config-path", config_path)):
             if folder and not Path(folder).is_dir():
                 raise ConfigError(f"{flag} {folder}: there is no such folder.")
@@ -37,12 +45,16 @@ class Sources:
 
     def file(self, name: str) -> Path | None:
         """`optimizer/adamw` -> the file that Hydra reads."""
-        return next((path for folder in self.folders if (path := folder / f"{name}.yaml").is_file()), None)
+        return next(
+            (path for folder in self.folders if (path := folder / f"{name}.yaml").is_file()), None
+        )
 
 
 def presets_of(sources: Sources) -> list[str]:
     """Names for --config-name."""
-    return sorted({path.stem for folder in sources.folders for path in folder.glob("*.yaml")} - {"base"})
+    return sorted(
+        {path.stem for folder in sources.folders for path in folder.glob("*.yaml")} - {"base"}
+    )
 
 
 def groups_of(sources: Sources) -> dict[str, list[str]]:
@@ -58,17 +70,25 @@ def check_preset(sources: Sources, preset: str | None, overrides: Sequence[str] 
     """Raises ConfigError: no preset named, or one that is nowhere."""
     known = presets_of(sources)
     if preset is None:
-        stray = [f"{text}: cannot be read as key=value: there is no `=`." for text in overrides if "=" not in text]
-        raise ConfigError("\n".join([*stray, f"--config-name is missing: choose one of {', '.join(known)}."]))
+        stray = [
+            f"{text}: cannot be read as key=value: there is no `=`."
+            for text in overrides
+            if "=" not in text
+        ]
+        raise ConfigError(
+            "\n".join([*stray, f"--config-name is missing: choose one of {', '.join(known)}."])
+        )
     if Path(preset).is_absolute() or preset.startswith("."):
         path = Path(preset)
         raise ConfigError(
-            f"--config-name {preset} is a path: give the folder and the name, --config-dir {path.parent} "
-            f"--config-name {path.stem}."
+            f"--config-name {preset} is a path: give the folder and the name, --config-dir "
+            f"{path.parent} --config-name {path.stem}."
         )
     if sources.file(preset) is None:
         near = did_you_mean(preset, known) or "."
-        raise ConfigError(f"--config-name {preset}: no such preset{near} The presets are {', '.join(known)}.")
+        raise ConfigError(
+            f"--config-name {preset}: no such preset{near} The presets are {', '.join(known)}."
+        )
     return preset
 
 
@@ -77,7 +97,9 @@ def read(path: Path) -> DictConfig:
     try:
         loaded = OmegaConf.load(path)
     except Exception as error:
-        raise ConfigError(f"{path} cannot be read as YAML: {' '.join(str(error).split())[:300]}") from None
+        raise ConfigError(
+            f"{path} cannot be read as YAML: {' '.join(str(error).split())[:300]}"
+        ) from None
     return loaded if isinstance(loaded, DictConfig) else OmegaConf.create({})
 
 
@@ -89,13 +111,22 @@ def help_of(recipe: Recipe, sources: Sources) -> str:
         "",
         f"usage: {recipe.start} --config-name PRESET [--config-dir FOLDER] [key=value ...]",
     ]
-    lines += ["", "presets:", *(f"  {name:17s} {first_comment(name, sources)}" for name in presets_of(sources))]
+    lines += [
+        "",
+        "presets:",
+        *(f"  {name:17s} {first_comment(name, sources)}" for name in presets_of(sources)),
+    ]
     lines += ["", "groups (group=option):"]
-    lines += [f"  {group:17s} {', '.join(options)}" for group, options in groups_of(sources).items()]
+    lines += [
+        f"  {group:17s} {', '.join(options)}" for group, options in groups_of(sources).items()
+    ]
     if recipe.main == "recipes.train_ft:main":
         lines += ["", "examples:", *(f"  {example}" for example in EXAMPLES)]
         lines += ["", "dry_run=true checks everything, estimates memory and stops."]
-    lines += ["", "--cfg job prints the whole configuration and stops; --multirun sweeps, seed=0,1."]
+    lines += [
+        "",
+        "--cfg job prints the whole configuration and stops; --multirun sweeps, seed=0,1.",
+    ]
     lines += ["--nproc 8 (or gpu) starts 8 processes (or one per GPU) on this machine."]
     lines += ["", parser().format_usage().replace("usage", "all flags").rstrip()]
     return for_installed_cli("\n".join(lines))
@@ -115,7 +146,8 @@ def ls(argv: list[str]) -> int:
     automodel-lite ls
     automodel-lite ls optimizer
     automodel-lite ls optimizer/adamw
-    automodel-lite ls finetune > my_conf/mine.yaml     # train --config-dir my_conf --config-name mine
+    automodel-lite ls finetune > my_conf/mine.yaml     # train --config-dir my_conf --config-name
+    mine
     """
     found = argument_parser(ls.__doc__)
     found.add_argument("name", nargs="?", help="a group, a preset or group/option")
@@ -125,14 +157,24 @@ def ls(argv: list[str]) -> int:
     known = groups_of(sources)
     if args.name is None:
         lines = [f"{name:18s} {first_comment(name, sources)}" for name in presets_of(sources)]
-        lines += ["", *(f"{f'{group}/':18s} {', '.join(options)}" for group, options in known.items())]
+        lines += [
+            "",
+            *(f"{f'{group}/':18s} {', '.join(options)}" for group, options in known.items()),
+        ]
     elif (group := args.name.rstrip("/")) in known:
-        lines = [f"{option:18s} {first_comment(f'{group}/{option}', sources)}" for option in known[group]]
+        lines = [
+            f"{option:18s} {first_comment(f'{group}/{option}', sources)}" for option in known[group]
+        ]
     else:
         path = sources.file(args.name.removesuffix(".yaml"))
         if path is None:
-            names = [*presets_of(sources), *(f"{group}/{option}" for group in known for option in known[group])]
-            raise ConfigError(f"{args.name}: no such preset or option{did_you_mean(args.name, names) or '.'}")
+            names = [
+                *presets_of(sources),
+                *(f"{group}/{option}" for group in known for option in known[group]),
+            ]
+            raise ConfigError(
+                f"{args.name}: no such preset or option{did_you_mean(args.name, names) or '.'}"
+            )
         lines = [f"# {path}", path.read_text().rstrip()]
     print("\n".join(lines))
     return 0

@@ -1,4 +1,6 @@
-"""The check of a configuration before anything is loaded: every problem at once, each with the closest name."""
+"""The check of a configuration before anything is loaded: every problem at once, each with the
+closest name.
+"""
 
 from __future__ import annotations
 
@@ -47,16 +49,19 @@ _FIRST_OPTION = {"model": "pretrained", "dataset": "path", "optimizer": "lr"}
 
 
 def check_config(raw: DictConfig, extra: type | None = None) -> Config:
-    """Turns a composed configuration into the typed one; raises one ConfigError with every problem, a line each.
+    """Turns a composed configuration into the typed one; raises one ConfigError with every problem,
+    a line each.
 
     extra   the dataclass of a recipe's own keys; None: it has none; dict: they are not looked at
 
-    Finds unknown keys, wrong types, missing values, unset environment variables and broken `${}` before anything is
-    loaded.
+    Finds unknown keys, wrong types, missing values, unset environment variables and broken `${}`
+    before anything is loaded.
     """
     raw = OmegaConf.create(with_options(OmegaConf.to_container(raw, resolve=False)))
     if is_dataclass(extra) and isinstance(raw.get("extra", {}), Mapping):
-        raw.extra = OmegaConf.merge(OmegaConf.to_container(OmegaConf.structured(extra)), raw.get("extra", {}))
+        raw.extra = OmegaConf.merge(
+            OmegaConf.to_container(OmegaConf.structured(extra)), raw.get("extra", {})
+        )
     problems = list(_unresolved(raw))
     if problems:
         raise ConfigError("\n".join(problems))
@@ -66,13 +71,18 @@ def check_config(raw: DictConfig, extra: type | None = None) -> Config:
         problems += _schema_problems(plain["extra"], extra, "extra.")
     elif extra is None and plain.get("extra"):
         leaf, value = _first_leaf("extra", plain["extra"])
-        problems.append(f"{leaf}={format_value(value)}: unknown key: this recipe has no keys of its own.")
+        problems.append(
+            f"{leaf}={format_value(value)}: unknown key: this recipe has no keys of its own."
+        )
     problems.sort(key=lambda line: ": unknown key" not in line)  # typos first
     allowed = OmegaConf.select(raw, "security.allow_targets", throw_on_missing=False) or []
-    parts = [(key, node) for key, node in walk(plain) if isinstance(node, dict) and "_target_" in node]
+    parts = [
+        (key, node) for key, node in walk(plain) if isinstance(node, dict) and "_target_" in node
+    ]
     problems += _target_problems(parts, allowed)
     problems += [*_unsound_values(plain), *_missing_parts(plain)]
-    is_refused = any("_target_" in problem for problem in problems)  # then nothing but our own code is imported
+    # then nothing but our own code is imported
+    is_refused = any("_target_" in problem for problem in problems)
     for key, part in parts:
         if not is_refused or part["_target_"] in list(own_targets()):
             problems += _part_problems(key, part, allowed)
@@ -84,7 +94,9 @@ def check_config(raw: DictConfig, extra: type | None = None) -> Config:
 
 
 def _unresolved(raw: DictConfig) -> Iterator[str]:
-    """Missing values (`???`) and interpolations that do not resolve, each with its key; not those that point to one."""
+    """Missing values (`???`) and interpolations that do not resolve, each with its key; not those
+    that point to one.
+    """
     literal = OmegaConf.to_container(raw, resolve=False)
     missing = [key for key, value in walk(literal) if value == "???"]
     missing += [] if "name" in list(raw) else ["name"]
@@ -94,11 +106,19 @@ def _unresolved(raw: DictConfig) -> Iterator[str]:
             try:
                 OmegaConf.select(raw, key)
             except OmegaConfBaseException as error:
-                cause = str(error).splitlines()[0].removeprefix("KeyError raised while resolving interpolation: ")
+                cause = (
+                    str(error)
+                    .splitlines()[0]
+                    .removeprefix("KeyError raised while resolving interpolation: ")
+                )
                 broken[key] = f"{value}: {cause.strip(chr(34)).rstrip('.')}."
     yield from (f"{key} has no value: set {key}=..." for key in missing)
     named = [*missing, *broken]
-    roots = [key for key, text in broken.items() if not any(f"${{{name}}}" in text for name in named if name != key)]
+    roots = [
+        key
+        for key, text in broken.items()
+        if not any(f"${{{name}}}" in text for name in named if name != key)
+    ]
     # in a circle each points to another
     yield from (f"{key}={broken[key]}" for key in roots or ([] if missing else broken))
 
@@ -109,23 +129,37 @@ def _schema_problems(node: Mapping[str, Any], schema: type, prefix: str) -> Iter
         path = f"{prefix}{key}"
         if key not in hints:
             leaf, leaf_value = _first_leaf(path, value)
-            known = known_keys() if schema is Config or not prefix.startswith("extra.") else known_keys(schema, prefix)
-            yield f"{leaf}={format_value(leaf_value)}: unknown key{did_you_mean(leaf, known) or '.'}"
+            known = (
+                known_keys()
+                if schema is Config or not prefix.startswith("extra.")
+                else known_keys(schema, prefix)
+            )
+            yield (
+                f"{leaf}={format_value(leaf_value)}: unknown key{did_you_mean(leaf, known) or '.'}"
+            )
         elif is_dataclass(hints[key]):
             if isinstance(value, dict):
                 yield from _schema_problems(value, hints[key], f"{path}.")
             else:
-                yield f"{path}={format_value(value)} is a group of keys: set {path}.{fields(hints[key])[0].name}=..."
+                yield (
+                    f"{path}={format_value(value)} is a group of keys: set "
+                    f"{path}.{fields(hints[key])[0].name}=..."
+                )
         elif hints[key] == Part:
             if not isinstance(value, dict):
                 option = _FIRST_OPTION.get(path, "_target_")
-                yield f"{path}={format_value(value)}: {path} is a part with options, such as {path}.{option}=..."
+                yield (
+                    f"{path}={format_value(value)}: {path} is a part with options, such as "
+                    f"{path}.{option}=..."
+                )
         else:
             yield from value_problems(path, value, hints[key])
 
 
 def _unsound_values(plain: dict[str, Any]) -> Iterator[str]:
-    """Values that no key can take; an infinite one may stand in `model.config`, as a limit that is none."""
+    """Values that no key can take; an infinite one may stand in `model.config`, as a limit that is
+    none.
+    """
     for path, value in walk(plain):
         if isinstance(value, float) and not math.isfinite(value):
             if math.isnan(value) or not path.startswith("model.config."):
@@ -134,13 +168,26 @@ def _unsound_values(plain: dict[str, Any]) -> Iterator[str]:
             yield f"{path}={value} must be below 2**63."
         elif isinstance(value, str) and "\0" in value:
             yield f"{path}={value!r} contains a zero byte, which is not allowed in texts and paths."
-        elif path.startswith(PUBLISHED) and not isinstance(value, (dict, list)) and (name := secret_in(str(value))):
-            yield f"{path} holds the value of {name}, and this part of the model is exported: remove it."
+        elif (
+            path.startswith(PUBLISHED)
+            and not isinstance(value, (dict, list))
+            and (name := secret_in(str(value)))
+        ):
+            yield (
+                f"{path} holds the value of {name}, and this part of the model is exported: remove "
+                "it."
+            )
 
 
 def _missing_parts(plain: dict[str, Any]) -> Iterator[str]:
-    """Groups that name no code: those that a run cannot be without, `~optimizer`, and options of none, `peft.r=8`."""
-    for group in [key for key, hint in typing.get_type_hints(Config).items() if hint == Part and key != "extra"]:
+    """Groups that name no code: those that a run cannot be without, `~optimizer`, and options of
+    none, `peft.r=8`.
+    """
+    for group in [
+        key
+        for key, hint in typing.get_type_hints(Config).items()
+        if hint == Part and key != "extra"
+    ]:
         part = plain.get(group)
         is_part = isinstance(part, dict) and "_target_" in part
         if group in NEEDED and not is_part:
@@ -165,7 +212,9 @@ def _target_problems(parts: list[tuple[str, dict[str, Any]]], allowed: Sequence[
 
 
 def _part_problems(key: str, part: dict[str, Any], allowed: Sequence[str]) -> Iterator[str]:
-    """Arguments that the part's target does not take, or takes as another type. Nothing of ours is imported for it."""
+    """Arguments that the part's target does not take, or takes as another type. Nothing of ours is
+    imported for it.
+    """
     path = part["_target_"]
     try:
         if missing_extra(path):
@@ -182,7 +231,9 @@ def _part_problems(key: str, part: dict[str, Any], allowed: Sequence[str]) -> It
         if name == "_target_" or (name not in arguments and "**" in arguments):
             continue
         if name not in arguments:
-            yield _unknown_argument(key, name, value, [f"{key}.{argument}" for argument in arguments])
+            yield _unknown_argument(
+                key, name, value, [f"{key}.{argument}" for argument in arguments]
+            )
         elif CodePath in (hint, *typing.get_args(hint)) and value is not None:
             if problem := code_problem(f"{key}.{name}", value, allowed):
                 yield problem
@@ -191,7 +242,9 @@ def _part_problems(key: str, part: dict[str, Any], allowed: Sequence[str]) -> It
 
 
 def _unknown_argument(key: str, name: str, value: Any, options: Sequence[str]) -> str:
-    """Returns the sentence for an argument that the chosen option does not take; another one of the group may."""
+    """Returns the sentence for an argument that the chosen option does not take; another one of the
+    group may.
+    """
     path, value = f"{key}.{name}", format_value(value)
     if near := did_you_mean(path, options):
         return f"{path}={value}: unknown key{near}"
@@ -200,10 +253,16 @@ def _unknown_argument(key: str, name: str, value: Any, options: Sequence[str]) -
         f"{key}={option}"
         for option, text in texts.items()
         if re.search(rf"^{re.escape(name)}:", text, re.MULTILINE)
-        or any(name in options_of(target) for target in re.findall(r"^\s*_target_:\s*([\w.]+)", text, re.MULTILINE))
+        or any(
+            name in options_of(target)
+            for target in re.findall(r"^\s*_target_:\s*([\w.]+)", text, re.MULTILINE)
+        )
     ]
     if takers:
-        return f"{path}={value} is an option of {' or '.join(takers)}: choose that, or remove it, ~{path}."
+        return (
+            f"{path}={value} is an option of {' or '.join(takers)}: choose that, or remove it, "
+            f"~{path}."
+        )
     return f"{path}={value}: unknown key; if the preset sets it, ~{path} removes it."
 
 
@@ -217,7 +276,9 @@ def known_keys(schema: type = Config, prefix: str = "") -> Iterator[str]:
 
 def _first_leaf(path: str, value: Any) -> tuple[str, Any]:
     """`optimizr`, {"lr": 1} -> `optimizr.lr`, 1: the key as it was typed."""
-    return next((key, leaf) for key, leaf in walk(value, path) if not isinstance(leaf, dict) or not leaf)
+    return next(
+        (key, leaf) for key, leaf in walk(value, path) if not isinstance(leaf, dict) or not leaf
+    )
 
 
 def value_problems(path: str, value: Any, hint: Any) -> Iterator[str]:
@@ -227,7 +288,8 @@ def value_problems(path: str, value: Any, hint: Any) -> Iterator[str]:
         return
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
-        texts = [rule.problem(value) for rule in args[1:] if isinstance(rule, RULES)]  # other libraries annotate, too
+        # other libraries annotate, too
+        texts = [rule.problem(value) for rule in args[1:] if isinstance(rule, RULES)]
         yield from (f"{path}={format_value(value)} must be {text}" for text in texts if text)
         yield from value_problems(path, value, args[0])
     elif origin in _UNIONS:
@@ -241,7 +303,9 @@ def value_problems(path: str, value: Any, hint: Any) -> Iterator[str]:
 
 
 def matches(value: Any, hint: Any) -> bool:
-    """Returns whether a YAML value fits a type annotation: an int serves as a float, a block as an object."""
+    """Returns whether a YAML value fits a type annotation: an int serves as a float, a block as an
+    object.
+    """
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in _UNIONS:
         return any(matches(value, arg) for arg in args)
@@ -253,15 +317,21 @@ def matches(value: Any, hint: Any) -> bool:
         kind = (int, float) if hint is float else hint
         return isinstance(value, kind) and (hint is bool or not isinstance(value, bool))
     if (origin or hint) in _LISTS:
-        return isinstance(value, (list, tuple)) and all(matches(item, args[0] if args else Any) for item in value)
+        return isinstance(value, (list, tuple)) and all(
+            matches(item, args[0] if args else Any) for item in value
+        )
     if (origin or hint) in _GROUPS:
-        return isinstance(value, dict) and all(matches(item, args[1] if args else Any) for item in value.values())
+        return isinstance(value, dict) and all(
+            matches(item, args[1] if args else Any) for item in value.values()
+        )
     is_object = inspect.isclass(hint) and hint not in (object, Any)
     return not (is_object and isinstance(value, dict)) or "_target_" in value
 
 
 def describe(hint: Any) -> str:
-    """Returns a type annotation in words, without its rules: `int | None` -> `a whole number or null`."""
+    """Returns a type annotation in words, without its rules: `int | None` ->
+    `a whole number or null`.
+    """
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
         return describe(args[0])

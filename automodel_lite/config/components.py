@@ -1,4 +1,6 @@
-"""Parts of a configuration: which code a `_target_` may name, and the object that a block describes."""
+"""Parts of a configuration: which code a `_target_` may name, and the object that a block
+describes.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +17,24 @@ import yaml
 
 from automodel_lite.errors import ConfigError, did_you_mean, format_value
 
-EXTRAS: dict[str, str] = yaml.safe_load(Path(__file__).with_name("extras.yaml").read_text(encoding="utf-8"))
+EXTRAS: dict[str, str] = yaml.safe_load(
+    Path(__file__).with_name("extras.yaml").read_text(encoding="utf-8")
+)
 
 
 def missing_package(wanted_by: str, package: str) -> str:
     """Returns one sentence with the pip line that brings an optional package."""
-    return f"{wanted_by} needs the package {package}: pip install 'automodel-lite[{EXTRAS[package]}]'."
+    return (
+        f"{wanted_by} needs the package {package}: pip install 'automodel-lite[{EXTRAS[package]}]'."
+    )
 
 
 def build(part: Mapping[str, Any], *args: Any, **runtime: Any) -> Any:
-    """Calls the part's `_target_` with its constants, then `args` and `runtime`; nested parts are built first.
+    """Calls the part's `_target_` with its constants, then `args` and `runtime`; nested parts are
+    built first.
 
-    Plain Python values reach the target, never OmegaConf containers. The signature is checked before any work.
-    Raises ConfigError: unknown target or argument, with the closest name.
+    Plain Python values reach the target, never OmegaConf containers. The signature is checked
+    before any work. Raises ConfigError: unknown target or argument, with the closest name.
 
     >>> build({"_target_": "torch.optim.AdamW", "lr": 1e-3}, model.parameters())
     """
@@ -47,13 +54,19 @@ def build_with(part: Mapping[str, Any], **offered: Any) -> Any:
 
 
 def text_of(part: Mapping[str, Any]) -> str:
-    """Returns what a part calls, with all its options: `cosine (warmup_steps 20, min_lr_frac 0.0)`."""
-    options = ", ".join(f"{key} {format_value(value)}" for key, value in part.items() if key != "_target_")
+    """Returns what a part calls, with all its options: `cosine (warmup_steps 20,
+    min_lr_frac 0.0)`.
+    """
+    options = ", ".join(
+        f"{key} {format_value(value)}" for key, value in part.items() if key != "_target_"
+    )
     return f"{part['_target_'].rpartition('.')[2]} ({options})"
 
 
 def _build_nested(value: Any) -> Any:
-    """Builds the parts inside a value. A function whose first arguments are not given is handed over, not called."""
+    """Builds the parts inside a value. A function whose first arguments are not given is handed
+    over, not called.
+    """
     if isinstance(value, dict):
         if "_target_" not in value:
             return {key: _build_nested(item) for key, item in value.items()}
@@ -64,7 +77,9 @@ def _build_nested(value: Any) -> Any:
         if first is not None and first.default is first.empty and first.name not in constants:
             bound = {key: _build_nested(item) for key, item in constants.items()}
             if unknown := [key for key in bound if key not in parameters]:
-                raise ConfigError(f"{value['_target_']}: got an unexpected keyword argument '{unknown[0]}'.")
+                raise ConfigError(
+                    f"{value['_target_']}: got an unexpected keyword argument '{unknown[0]}'."
+                )
             return partial(target, **bound) if bound else target
         return build(value)
     if isinstance(value, list):
@@ -80,7 +95,9 @@ def locate(path: str) -> Callable[..., Any]:
         try:
             found: Any = importlib.import_module(module_name)
         except ModuleNotFoundError as error:
-            if error.name and (module_name == error.name or module_name.startswith(error.name + ".")):
+            if error.name and (
+                module_name == error.name or module_name.startswith(error.name + ".")
+            ):
                 continue
             if error.name and error.name.split(".")[0] in EXTRAS:
                 raise ConfigError(missing_package(path, error.name.split(".")[0])) from None
@@ -88,7 +105,8 @@ def locate(path: str) -> Callable[..., Any]:
         for name in parts[cut:]:
             if name not in dir(found):
                 raise ConfigError(
-                    f"_target_={path}: {found.__name__} has no {name}{did_you_mean(name, dir(found)) or '.'}"
+                    f"_target_={path}: {found.__name__} has no "
+                    f"{name}{did_you_mean(name, dir(found)) or '.'}"
                 )
             found = getattr(found, name)
         return found
@@ -96,10 +114,13 @@ def locate(path: str) -> Callable[..., Any]:
 
 
 CodePath = NewType("CodePath", str)
-"""The type of a setting that names a function, `package.module:function`: it needs the same permission as a target."""
+"""The type of a setting that names a function, `package.module:function`: it needs the same
+permission as a target.
+"""
 PREFIXES = ("torch.optim",)  # beside what conf/ names
 PACKAGE = Path(__file__).resolve().parents[1]
-IS_INSTALLED = (PACKAGE / "conf").is_dir()  # a wheel carries conf/ and recipes/ inside, a checkout beside the package
+# a wheel carries conf/ and recipes/ inside, a checkout beside the package
+IS_INSTALLED = (PACKAGE / "conf").is_dir()
 CONF_DIR = (PACKAGE if IS_INSTALLED else PACKAGE.parent) / "conf"
 _PATH = re.compile(r"[A-Za-z]\w*(\.[A-Za-z]\w*)+")  # no part begins with an underscore
 _CODE = re.compile(r"[A-Za-z]\w*(\.[A-Za-z]\w*)*:[A-Za-z]\w*")
@@ -109,43 +130,56 @@ _IN_FILE = re.compile(r"_target_:\s*([\w.]+)")
 @lru_cache(maxsize=1)
 def own_targets() -> frozenset[str]:
     """Returns every target that an option file of the project names."""
-    return frozenset(name for path in CONF_DIR.glob("*/*.yaml") for name in _IN_FILE.findall(path.read_text()))
+    return frozenset(
+        name for path in CONF_DIR.glob("*/*.yaml") for name in _IN_FILE.findall(path.read_text())
+    )
 
 
 def target_problem(path: object, allowed: Sequence[str]) -> str | None:
-    """Returns why this target is refused, before anything of it is imported; None when it is allowed."""
+    """Returns why this target is refused, before anything of it is imported; None when it is
+    allowed.
+    """
     if not isinstance(path, str) or not _PATH.fullmatch(path):
         return f"_target_={path}: not the dotted path of a function or class."
     if path in own_targets() or _is_below(path, (*PREFIXES, *allowed)):
         return None
     near = difflib.get_close_matches(path, own_targets(), n=1, cutoff=0.8)
     return (
-        f"_target_={path} is not allowed{f'; did you mean {near[0]}?' if near else '.'} A configuration may only call "
-        f"what conf/ names; allow your own code on the command line, security.allow_targets=[{path.split('.')[0]}]."
+        f"_target_={path} is not allowed{f'; did you mean {near[0]}?' if near else '.'} A "
+        "configuration may only call what conf/ names; allow your own code on the command line, "
+        f"security.allow_targets=[{path.split('.')[0]}]."
     )
 
 
 def check_origin(path: str, found: Callable[..., Any], allowed: Sequence[str]) -> None:
-    """Raises ConfigError when an allowed path led to foreign code: `my_package.module.os.system`."""
+    """Raises ConfigError when an allowed path led to foreign code:
+    `my_package.module.os.system`.
+    """
     origin = f"{found.__module__}.{found.__qualname__}"
     if path not in own_targets() and not _is_below(origin, (*PREFIXES, *allowed)):
         raise ConfigError(
-            f"_target_={path} is not allowed: it is {origin}, outside {', '.join((*PREFIXES, *allowed))}."
+            f"_target_={path} is not allowed: it is {origin}, outside "
+            f"{', '.join((*PREFIXES, *allowed))}."
         )
 
 
 def code_problem(key: str, path: object, allowed: Sequence[str]) -> str | None:
-    """Returns why the code that a setting names is refused; None when it is allowed, and is what it says it is.
+    """Returns why the code that a setting names is refused; None when it is allowed, and is what it
+    says it is.
 
     >>> code_problem("dataset.generator", "os:abort", [])
-    'dataset.generator=os:abort names code: allow it on the command line, security.allow_targets=[os].'
+    'dataset.generator=os:abort names code: allow it on the command line,
+    security.allow_targets=[os].'
     """
     if not isinstance(path, str) or not _CODE.fullmatch(path):
         return f"{key}={path} must be package.module:function."
     dotted = path.replace(":", ".")
     if not _is_below(dotted, allowed):
         package = path.partition(":")[0].partition(".")[0]
-        return f"{key}={path} names code: allow it on the command line, security.allow_targets=[{package}]."
+        return (
+            f"{key}={path} names code: allow it on the command line, "
+            f"security.allow_targets=[{package}]."
+        )
     try:
         found = locate(dotted)
         if not inspect.isroutine(found) and not inspect.isclass(found):
@@ -157,9 +191,17 @@ def code_problem(key: str, path: object, allowed: Sequence[str]) -> str | None:
 
 
 def walk(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields (dotted key, value) of every node of a plain configuration, containers before what is in them."""
+    """Yields (dotted key, value) of every node of a plain configuration, containers before what is
+    in them.
+    """
     yield path, node
-    items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    items = (
+        node.items()
+        if isinstance(node, dict)
+        else enumerate(node)
+        if isinstance(node, list)
+        else ()
+    )
     for key, value in items:
         yield from walk(value, f"{path}.{key}" if path else str(key))
 

@@ -1,8 +1,9 @@
 """What a value of the configuration may be besides its type: `Annotated[int, Range(1)]`.
 
-A rule stands beside its key: in the schema, or in the signature of the part that takes it. The check before anything
-is loaded and docs/config.md both read it there. `problem(value)` completes the sentence `key=value must be ...`, or is
-None; `str(rule)` is the rule in the table of docs/config.md.
+A rule stands beside its key: in the schema, or in the signature of the part that takes it. The
+check before anything is loaded and docs/config.md both read it there. `problem(value)` completes
+the sentence `key=value must be ...`, or is None; `str(rule)` is the rule in the table of
+docs/config.md.
 """
 
 from __future__ import annotations
@@ -33,13 +34,24 @@ class Range:
     below: float | None = None
 
     def problem(self, value: float) -> str | None:
-        too_small = (self.least is not None and value < self.least) or (self.above is not None and value <= self.above)
-        too_large = (self.most is not None and value > self.most) or (self.below is not None and value >= self.below)
+        too_small = (self.least is not None and value < self.least) or (
+            self.above is not None and value <= self.above
+        )
+        too_large = (self.most is not None and value > self.most) or (
+            self.below is not None and value >= self.below
+        )
         return f"{self}." if too_small or too_large else None
 
     def __str__(self) -> str:
-        bounds = {"at least": self.least, "over": self.above, "at most": self.most, "below": self.below}
-        return " and ".join(f"{name} {bound:,}" for name, bound in bounds.items() if bound is not None)
+        bounds = {
+            "at least": self.least,
+            "over": self.above,
+            "at most": self.most,
+            "below": self.below,
+        }
+        return " and ".join(
+            f"{name} {bound:,}" for name, bound in bounds.items() if bound is not None
+        )
 
 
 @dataclass(frozen=True)
@@ -78,14 +90,19 @@ def _condition(text: str, condition: Callable[[Any], bool]) -> Condition:
 _REPO = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
 _NAME = re.compile(r"\w[\w.,=+@ -]*")
 PLAUSIBLE = Condition(lambda value: "at most 1,000,000,000." if value > 10**9 else None)
-"""A number of steps, documents or processes: a larger one is a slip, and may ask for memory that nobody has."""
-REPO_NAME = _condition("owner/name", lambda value: bool(_REPO.fullmatch(value)))  # of the Hugging Face hub
+"""A number of steps, documents or processes: a larger one is a slip, and may ask for memory that
+nobody has.
+"""
+# of the Hugging Face hub
+REPO_NAME = _condition("owner/name", lambda value: bool(_REPO.fullmatch(value)))
 PAIR = _condition("a list of 2 values", lambda value: len(value) == 2)
 FIRST_AND_LAST = _condition(
-    "the first and the last step, such as [10,12]", lambda value: len(value) == 2 and 1 <= value[0] <= value[1]
+    "the first and the last step, such as [10,12]",
+    lambda value: len(value) == 2 and 1 <= value[0] <= value[1],
 )
 FOLDER_NAME = _condition(
-    f"a plain folder name (letters, digits, _-.=+@) of at most {MAX_NAME_BYTES} bytes: set output_dir=... for a path",
+    f"a plain folder name (letters, digits, _-.=+@) of at most {MAX_NAME_BYTES} bytes: set "
+    "output_dir=... for a path",
     lambda value: bool(_NAME.fullmatch(value)) and len(value.encode()) <= MAX_NAME_BYTES,
 )
 
@@ -98,7 +115,9 @@ def _cores_problem(value: int) -> str | None:
 
 
 def _path_problem(value: str) -> str | None:
-    """The name of a file, a folder, or a set of the hub: neither empty nor longer than the file system allows."""
+    """The name of a file, a folder, or a set of the hub: neither empty nor longer than the file
+    system allows.
+    """
     if not value.strip():
         return "a path, and it is empty: was a shell variable not set?"
     if value.startswith("~") and os.path.expanduser(value) == value:
@@ -123,7 +142,9 @@ DURATION = Condition(_duration_problem, "hours:minutes:seconds, or seconds")
 
 
 def argument(kind: type, *rules: Any) -> Callable[[str], Any]:
-    """`type=` of an argparse argument that follows the rules of a setting: `argument(int, Range(1))`."""
+    """`type=` of an argparse argument that follows the rules of a setting:
+    `argument(int, Range(1))`.
+    """
 
     def parse(text: str) -> Any:
         try:
@@ -143,13 +164,16 @@ def argument(kind: type, *rules: Any) -> Callable[[str], Any]:
 
 
 def seconds_of(duration: str | int) -> float:
-    """`1:30:00` or `2-12:00:00` (days first) or a number of seconds -> seconds; raises ConfigError."""
+    """`1:30:00` or `2-12:00:00` (days first) or a number of seconds -> seconds; raises
+    ConfigError.
+    """
     if isinstance(duration, int):
         return float(duration)
     found = re.fullmatch(r"(?:(\d{1,4})-)?(\d{1,6}):(\d{1,2}):(\d{1,2})", duration, flags=re.ASCII)
     if found is None:
         raise ConfigError(
-            f"training.max_time={duration} must be hours:minutes:seconds, such as 1:30:00, or a number of seconds."
+            f"training.max_time={duration} must be hours:minutes:seconds, such as 1:30:00, or a "
+            "number of seconds."
         )
     days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
     return ((days * 24 + hours) * 60 + minutes) * 60.0 + seconds
@@ -157,7 +181,8 @@ def seconds_of(duration: str | int) -> float:
 
 Count = Annotated[int, Range(0), PLAUSIBLE]
 Positive = Annotated[int, Range(1), PLAUSIBLE]
-Size = Annotated[int, Range(1, 2**17)]  # of what memory is taken for at once: packs of a micro-batch, an adapter's rank
+# of what memory is taken for at once: packs of a micro-batch, an adapter's rank
+Size = Annotated[int, Range(1, 2**17)]
 Seconds = Annotated[float, Range(0, 10**7)]
 Fraction = Annotated[float, Range(0, 1)]
 Seed = Annotated[int, Range(0)]
@@ -165,7 +190,9 @@ PathStr = Annotated[str, PATH]
 
 
 def looks_local(path: str) -> bool:
-    """Is this meant as a file or folder, not as a hub name? By its form, or because it or its folder is there."""
+    """Is this meant as a file or folder, not as a hub name? By its form, or because it or its
+    folder is there.
+    """
     given = Path(path).expanduser()
     by_form = path.startswith((".", "/", "~")) or path.count("/") > 1 or "*" in path
     return by_form or given.exists() or ("/" in path and given.parent.is_dir())

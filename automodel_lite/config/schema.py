@@ -1,8 +1,9 @@
 """The schema of the configuration.
 
-YAML holds constants. Scalars live here (type, default, unit, and whether they shape the numbers); a part (dataset,
-model, optimizer ...) is a block with a `_target_`, whose other keys are the arguments of that function or class. What a
-value may be stands in its type (rules.py), here and in the signatures of the parts.
+YAML holds constants. Scalars live here (type, default, unit, and whether they shape the numbers); a
+part (dataset, model, optimizer ...) is a block with a `_target_`, whose other keys are the
+arguments of that function or class. What a value may be stands in its type (rules.py), here and in
+the signatures of the parts.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ BoolOrAuto = Annotated[bool | str, OneOf(("auto", "true", "false"))]
 
 
 def resumable(default: Any) -> Any:
-    """Returns a field that does not shape the numbers: a run may resume with another value; of a group, its class."""
+    """Returns a field that does not shape the numbers: a run may resume with another value; of a
+    group, its class.
+    """
     if isinstance(default, type):
         return field(default_factory=default, metadata={"is_resumable": True})
     return field(default=default, metadata={"is_resumable": True})
@@ -47,11 +50,14 @@ class MeshConfig:
     """Axes of the device mesh; their product is the number of processes."""
 
     dp_replicate: Positive = 1  # replicas of the sharded model (HSDP)
-    dp_shard: Annotated[int, Range(-1), PLAUSIBLE] = -1  # processes that shard the parameters; -1 = all remaining
+    # processes that shard the parameters; -1 = all remaining
+    dp_shard: Annotated[int, Range(-1), PLAUSIBLE] = -1
     cp: Positive = 1  # processes that share one pack (context parallel)
     tp: Positive = 1  # processes that share each layer's heads and columns (tensor parallel)
-    ep: Positive = 1  # processes, out of dp_shard x cp x tp, that share the experts (expert parallel)
-    strategy: Annotated[str, OneOf(("auto", "fsdp", "ddp", "none"))] = "auto"  # auto = fsdp, or none with one process
+    # processes, out of dp_shard x cp x tp, that share the experts (expert parallel)
+    ep: Positive = 1
+    # auto = fsdp, or none with one process
+    strategy: Annotated[str, OneOf(("auto", "fsdp", "ddp", "none"))] = "auto"
     cp_exchange: Annotated[str, OneOf(("auto", "all_gather", "all_to_all", "ring"))] = "auto"
     cpu_offload: bool = False  # keep FSDP's shards, gradients and optimizer states in host memory
     timeout_s: Annotated[int, Range(1, 10**7)] = 600  # a longer collective ends the run
@@ -66,16 +72,20 @@ class TokenizeConfig:
 
     train_on: TrainOn = "assistant"
     on_bad_row: Annotated[str, OneOf(("error", "skip"))] = "error"
-    max_bad_frac: Fraction = 0.05  # largest allowed fraction of bad, empty or fully masked documents
-    num_proc: Annotated[int, Range(1), UP_TO_THE_CORES] | None = resumable(None)  # null = all cores for large data
-    template_kwargs: dict[str, Any] = field(default_factory=dict)  # additional variables for the chat template
+    # largest allowed fraction of bad, empty or fully masked documents
+    max_bad_frac: Fraction = 0.05
+    # null = all cores for large data
+    num_proc: Annotated[int, Range(1), UP_TO_THE_CORES] | None = resumable(None)
+    # additional variables for the chat template
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
 class DataloaderConfig:
     """How packs are read."""
 
-    num_workers: Annotated[int, Range(0), UP_TO_THE_CORES] = resumable(0)  # processes per rank that prefetch packs
+    # processes per rank that prefetch packs
+    num_workers: Annotated[int, Range(0), UP_TO_THE_CORES] = resumable(0)
     shuffle: bool = True  # shuffle the packs in each epoch, from (seed, epoch)
 
 
@@ -85,30 +95,48 @@ class TrainingConfig:
 
     max_steps: Positive | None = None  # optimizer steps; null = given by num_epochs
     num_epochs: Annotated[int, Range(1, 10_000)] | None = (
-        None  # passes over the packs; null = given by max_steps, without it 3 under 10,000 documents, else 1
+        # passes over the packs; null = given by max_steps, without it 3 under 10,000 documents,
+        # else 1
+        None
     )
     allow_few_steps: bool = resumable(False)  # epochs may be fewer than 10 optimizer steps
     micro_batch_size: Size = resumable(1)  # packs per forward pass of a data-parallel rank
     global_batch_size: Annotated[int, Range(1, 10**6)] | Annotated[str, OneOf(("auto",))] | None = (
-        None  # packs per optimizer step; null = micro_batch_size x ranks; auto = 8, or fewer for at least 50 steps
+        # packs per optimizer step; null = micro_batch_size x ranks; auto = 8, or fewer for at least
+        # 50 steps
+        None
     )
     max_grad_norm: Annotated[float, Range(0)] = 1.0  # clip gradients to this norm; 0 = never
-    ema_decay: Annotated[float, Range(0, below=1)] = 0.0  # of averaged weights, validated and exported; 0 = none
+    # of averaged weights, validated and exported; 0 = none
+    ema_decay: Annotated[float, Range(0, below=1)] = 0.0
     log_every_steps: Positive = resumable(10)
     val_every_steps: Count = resumable(0)  # steps between validations; 0 = only at the end
-    precision: Annotated[str, OneOf(("auto", "fp32", "bf16"))] = "auto"  # of compute; auto = bf16 on GPUs
-    master_weights: Annotated[str, OneOf(("fp32", "bf16"))] = "fp32"  # and gradients; bf16: adamw_bf16, adamw_8bit
-    activation_checkpointing: Annotated[str, OneOf(("auto", "none", "full", "selective", "offload"))] = resumable(
-        "auto"  # auto = the least that fits; selective = recompute cheap ops; offload = full, inputs in host memory
+    # of compute; auto = bf16 on GPUs
+    precision: Annotated[str, OneOf(("auto", "fp32", "bf16"))] = "auto"
+    # and gradients; bf16: adamw_bf16, adamw_8bit
+    master_weights: Annotated[str, OneOf(("fp32", "bf16"))] = "fp32"
+    activation_checkpointing: Annotated[
+        str, OneOf(("auto", "none", "full", "selective", "offload"))
+    ] = resumable(
+        # auto = the least that fits; selective = recompute cheap ops; offload = full, inputs in
+        # host memory
+        "auto"
     )
     compile: BoolOrAuto = "auto"  # auto = on GPUs
-    fp8: Annotated[str, OneOf(("none", "tensorwise", "rowwise"))] = "none"  # scaling of linear layers (torchao)
-    tf32: bool = False  # products of fp32 matrices in TF32 on GPUs: 10 bits of mantissa, several times faster
-    deterministic: bool = False  # bitwise reproducible (and resumable) runs on a GPU, with slower kernels
-    profile_steps: Annotated[list[int], FIRST_AND_LAST] | None = resumable(None)  # [10, 12]: profile these steps
-    num_threads: Annotated[int, Range(0), UP_TO_THE_CORES] = resumable(0)  # 0 = cores / processes of this host
-    max_nonfinite_steps: Count = resumable(3)  # skipped in a row (loss or gradient) before the run ends
-    max_time: Annotated[str | int, DURATION] | None = resumable(None)  # "1:30:00", saves before; null = SLURM's
+    # scaling of linear layers (torchao)
+    fp8: Annotated[str, OneOf(("none", "tensorwise", "rowwise"))] = "none"
+    # products of fp32 matrices in TF32 on GPUs: 10 bits of mantissa, several times faster
+    tf32: bool = False
+    # bitwise reproducible (and resumable) runs on a GPU, with slower kernels
+    deterministic: bool = False
+    # [10, 12]: profile these steps
+    profile_steps: Annotated[list[int], FIRST_AND_LAST] | None = resumable(None)
+    # 0 = cores / processes of this host
+    num_threads: Annotated[int, Range(0), UP_TO_THE_CORES] = resumable(0)
+    # skipped in a row (loss or gradient) before the run ends
+    max_nonfinite_steps: Count = resumable(3)
+    # "1:30:00", saves before; null = SLURM's
+    max_time: Annotated[str | int, DURATION] | None = resumable(None)
     hang_timeout_s: Seconds = resumable(120.0)  # stacks to logs/ if a step takes longer; 0 = never
 
 
@@ -116,9 +144,12 @@ class TrainingConfig:
 class AdvancedConfig:
     """What the hardware may want and hardly anybody sets; the planner does."""
 
-    reshard_after_forward: BoolOrAuto = "auto"  # free gathered layers; auto = unless all of them fit the GPU
-    reduce_every_micro_batch: BoolOrAuto = "auto"  # of gradients; auto = if their unsharded sum does not fit the GPU
-    recompute_every_layers: Positive = 1  # apply training.activation_checkpointing only to every n-th layer
+    # free gathered layers; auto = unless all of them fit the GPU
+    reshard_after_forward: BoolOrAuto = "auto"
+    # of gradients; auto = if their unsharded sum does not fit the GPU
+    reduce_every_micro_batch: BoolOrAuto = "auto"
+    # apply training.activation_checkpointing only to every n-th layer
+    recompute_every_layers: Positive = 1
     stop_margin_s: Seconds = 60.0  # for the save before training.max_time, plus measured times
 
 
@@ -127,7 +158,8 @@ class CheckpointConfig:
     """When checkpoints are written, and which ones are kept."""
 
     every_steps: Count = 0  # steps between checkpoints; 0 = only at the end
-    mode: Annotated[str, OneOf(("sync", "async"))] = "sync"  # async = in the background, from a copy
+    # async = in the background, from a copy
+    mode: Annotated[str, OneOf(("sync", "async"))] = "sync"
     keep_last: Positive = 2  # number of newest checkpoints to keep
     keep_best: Count = 0  # also keep this many with the lowest validation loss
     keep_every: Count = 0  # also keep those at multiples of this many steps; 0 = none
@@ -139,7 +171,8 @@ class CheckpointConfig:
 class HubConfig:
     """Upload to the Hugging Face hub at the end of the run."""
 
-    push: Annotated[str, REPO_NAME] | None = None  # repository to upload the exported model to; null = none
+    # repository to upload the exported model to; null = none
+    push: Annotated[str, REPO_NAME] | None = None
     private: bool = True  # if the repository is created
 
 
@@ -154,7 +187,8 @@ class SecurityConfig:
 class SamplesConfig:
     """Prompts that the model answers at each validation."""
 
-    prompts: list[str] = field(default_factory=list)  # ["What is the capital of France?"]; empty = no samples
+    # ["What is the capital of France?"]; empty = no samples
+    prompts: list[str] = field(default_factory=list)
     max_new_tokens: Size = 48
 
 
@@ -166,7 +200,8 @@ class Config:
     seed: Seed = 0
     output_dir: PathStr = resumable("runs/${name}")
     dry_run: bool = resumable(False)  # check the run, compute its steps and memory, and exit
-    cache_dir: PathStr | None = resumable(None)  # for tokens and trained tokenizers; null = ~/.cache/automodel_lite
+    # for tokens and trained tokenizers; null = ~/.cache/automodel_lite
+    cache_dir: PathStr | None = resumable(None)
     dataset: Part = field(default_factory=dict)
     tokenizer: Part = field(default_factory=dict)
     tokenize: TokenizeConfig = field(default_factory=TokenizeConfig)
@@ -188,7 +223,8 @@ class Config:
     report: bool = resumable(True)  # write report.html, a page that refreshes during the run
     logger: Part = resumable(dict)
     callbacks: Part = field(default_factory=dict)
-    extra: dict[str, Any] = field(default_factory=dict)  # keys of a recipe of your own, by its dataclass
+    # keys of a recipe of your own, by its dataclass
+    extra: dict[str, Any] = field(default_factory=dict)
     hub: HubConfig = resumable(HubConfig)
     security: SecurityConfig = resumable(SecurityConfig)
 

@@ -1,6 +1,7 @@
 """What a part takes: the arguments of its `_target_`, with types, defaults and comments.
 
-Those of our own parts are read from the source: a mistake is named before torch, or an optional package, is imported.
+Those of our own parts are read from the source: a mistake is named before torch, or an optional
+package, is imported.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ REQUIRED = inspect.Parameter.empty
 
 @dataclass(frozen=True)
 class Argument:
-    """An argument of a part; a configuration may leave out those that have a default and a comment."""
+    """An argument of a part; a configuration may leave out those that have a default
+    and a comment.
+    """
 
     hint: Any
     default: Any
@@ -33,7 +36,8 @@ class Argument:
 
 @cache
 def arguments_of(target: str) -> dict[str, Argument]:
-    """Returns the arguments of a target, inherited ones first; `**` is among them when it takes any.
+    """Returns the arguments of a target, inherited ones first; `**` is among them when it takes
+    any.
 
     >>> arguments_of("automodel_lite.data.reading.documents.ToyChat")["seed"]
     Argument(hint=Annotated[int, Range(0)], default=0, comment='of the chats')
@@ -51,7 +55,9 @@ def arguments_of(target: str) -> dict[str, Argument]:
     except (NameError, TypeError):  # annotations that only exist for the library's type checker
         hints = {}
     return {
-        "**" if item.kind is item.VAR_KEYWORD else key: Argument(hints.get(key, Any), item.default, "")
+        "**" if item.kind is item.VAR_KEYWORD else key: Argument(
+            hints.get(key, Any), item.default, ""
+        )
         for key, item in inspect.signature(found).parameters.items()
     }
 
@@ -60,7 +66,11 @@ def options_of(target: str) -> dict[str, Argument]:
     """Returns the arguments of one of our parts that a configuration may leave out."""
     if not target.startswith("automodel_lite."):
         return {}
-    return {key: item for key, item in arguments_of(target).items() if item.comment and item.default is not REQUIRED}
+    return {
+        key: item
+        for key, item in arguments_of(target).items()
+        if item.comment and item.default is not REQUIRED
+    }
 
 
 def missing_extra(target: str) -> str | None:
@@ -72,11 +82,15 @@ def missing_extra(target: str) -> str | None:
             tops.add(str(node.module).split(".")[0])
         elif isinstance(node, ast.Import):
             tops |= {alias.name.split(".")[0] for alias in node.names}
-    return next((package for package in EXTRAS if package in tops and find_spec(package) is None), None)
+    return next(
+        (package for package in EXTRAS if package in tops and find_spec(package) is None), None
+    )
 
 
 def with_options(node: Any) -> Any:
-    """Returns a plain configuration whose parts have all of their options: those left out get their defaults."""
+    """Returns a plain configuration whose parts have all of their options: those left out get their
+    defaults.
+    """
     if isinstance(node, list):
         return [with_options(item) for item in node]
     if not isinstance(node, dict):
@@ -107,12 +121,16 @@ class _Source(dict[str, Any]):
 
     def __init__(self, module: str, text: str) -> None:
         names = {"CodePath": CodePath, "typing": typing}
-        super().__init__({**vars(builtins), **vars(typing), **vars(abc), **vars(rules), **vars(schema), **names})
+        super().__init__(
+            {**vars(builtins), **vars(typing), **vars(abc), **vars(rules), **vars(schema), **names}
+        )
         self.module, self.lines, self.body = module, text.splitlines(), ast.parse(text).body
 
     def __missing__(self, name: str) -> Any:
         for node in self.body:
-            if isinstance(node, ast.Assign) and any(isinstance(to, ast.Name) and to.id == name for to in node.targets):
+            if isinstance(node, ast.Assign) and any(
+                isinstance(to, ast.Name) and to.id == name for to in node.targets
+            ):
                 return self.value(node.value)
             if isinstance(node, ast.ImportFrom) and any(alias.name == name for alias in node.names):
                 other = source_of(node.module or "")
@@ -120,38 +138,58 @@ class _Source(dict[str, Any]):
         return AnObject
 
     def value(self, node: ast.expr) -> Any:
-        return eval(ast.unparse(node), {"__builtins__": {}}, self)  # only source of this package comes here
+        # only source of this package comes here
+        return eval(ast.unparse(node), {"__builtins__": {}}, self)
 
     def arguments(self, name: str) -> dict[str, Argument]:
         """Returns the arguments of a function, of an `__init__`, or the fields of a dataclass."""
         kinds = (ast.ClassDef, ast.FunctionDef)
-        node = next((node for node in self.body if isinstance(node, kinds) and node.name == name), None)
+        node = next(
+            (node for node in self.body if isinstance(node, kinds) and node.name == name), None
+        )
         if isinstance(node, ast.FunctionDef):
             return self._of_function(node.args, 0)
         if node is None:
             return {}
         inherited: dict[str, Argument] = {}
-        for base in map(ast.unparse, node.bases):  # of this package: where the module imports it, or its own
-            imports = [n for n in self.body if isinstance(n, ast.ImportFrom) and base in {a.name for a in n.names}]
+        # of this package: where the module imports it, or its own
+        for base in map(ast.unparse, node.bases):
+            imports = [
+                n
+                for n in self.body
+                if isinstance(n, ast.ImportFrom) and base in {a.name for a in n.names}
+            ]
             origin = str(imports[0].module) if imports else self.module
-            inherited |= arguments_of(f"{origin}.{base}") if origin.startswith("automodel_lite.") else {}
+            inherited |= (
+                arguments_of(f"{origin}.{base}") if origin.startswith("automodel_lite.") else {}
+            )
         for method in node.body:
             if isinstance(method, ast.FunctionDef) and method.name == "__init__":
                 return self._of_function(method.args, 1)
         if not any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list):
             return inherited
         fields = [item for item in node.body if isinstance(item, ast.AnnAssign)]
-        fields = [item for item in fields if not re.search(r"\bClassVar\b|init=False", ast.unparse(item))]
-        return inherited | dict(self._read(item.target, item.annotation, item.value) for item in fields)
+        fields = [
+            item for item in fields if not re.search(r"\bClassVar\b|init=False", ast.unparse(item))
+        ]
+        return inherited | dict(
+            self._read(item.target, item.annotation, item.value) for item in fields
+        )
 
     def _of_function(self, takes: ast.arguments, first: int) -> dict[str, Argument]:
-        defaults = [*[None] * (len(takes.args) - len(takes.defaults)), *takes.defaults, *takes.kw_defaults]
+        defaults = [
+            *[None] * (len(takes.args) - len(takes.defaults)),
+            *takes.defaults,
+            *takes.kw_defaults,
+        ]
         pairs = [*zip([*takes.args, *takes.kwonlyargs], defaults)][first:]
         found = dict(self._read(item, item.annotation, default) for item, default in pairs)
         return found | ({"**": Argument(Any, REQUIRED, "")} if takes.kwarg else {})
 
-    def _read(self, name: Any, annotation: ast.expr | None, default: ast.expr | None) -> tuple[str, Argument]:
-        comment = self.comment_of(name)
+    def _read(
+        self, name: Any, annotation: ast.expr | None, default: ast.expr | None
+    ) -> tuple[str, Argument]:
+        comment = self.comment_of(name, default)
         value = REQUIRED if default is None else None
         if default is not None and comment:
             value = ast.literal_eval(default)
@@ -159,14 +197,25 @@ class _Source(dict[str, Any]):
         key = name.arg if isinstance(name, ast.arg) else name.id
         return key, Argument(hint, list(value) if isinstance(value, tuple) else value, comment)
 
-    def comment_of(self, node: ast.AST) -> str:
-        """Returns the comments behind the lines of an argument or a field."""
-        lines = self.lines[node.lineno - 1 : node.end_lineno]  # type: ignore[attr-defined]
-        return " ".join(line.partition("  # ")[2].strip() for line in lines if "  # " in line)
+    def comment_of(self, node: Any, default: ast.expr | None = None) -> str:
+        """Returns the comments of an argument or a field: behind its lines, or else above it."""
+        last = default.end_lineno if default is not None else node.end_lineno
+        lines = self.lines[node.lineno - 1 : last]
+        behind = [line.partition("  # ")[2].strip() for line in lines if "  # " in line]
+        above: list[str] = []
+        for line in reversed(self.lines[: node.lineno - 1]):
+            if not line.strip().startswith("# "):
+                break
+            above.insert(0, line.strip()[2:])
+        return " ".join(behind or above)
 
 
 @cache
 def source_of(module: str) -> _Source | None:
     """Returns a module of this package, unimported; None for any other."""
     path = PACKAGE.parent / f"{module.replace('.', '/')}.py"
-    return _Source(module, path.read_text()) if module.startswith("automodel_lite.") and path.is_file() else None
+    return (
+        _Source(module, path.read_text())
+        if module.startswith("automodel_lite.") and path.is_file()
+        else None
+    )

@@ -1,5 +1,6 @@
-"""The sizes that have to divide one another: the mesh divides the processes, micro-batches the global batch, and slots
-of documents the pack. Arithmetic alone, so they are checked together with the keys, before any process group exists.
+"""The sizes that have to divide one another: the mesh divides the processes, micro-batches the
+global batch, and slots of documents the pack. Arithmetic alone, so they are checked together with
+the keys, before any process group exists.
 """
 
 from __future__ import annotations
@@ -31,32 +32,37 @@ class MeshShape:
 
 
 def mesh_shape(config: MeshConfig, num_processes: int) -> MeshShape:
-    """Fills in dp_shard=-1; raises ConfigError, with the arithmetic, unless the axes multiply to the processes."""
+    """Fills in dp_shard=-1; raises ConfigError, with the arithmetic, unless the axes multiply to
+    the processes.
+    """
     fixed = config.dp_replicate * config.cp * config.tp
     tp = f" x mesh.tp={config.tp}" if config.tp > 1 else ""
     dp_shard = config.dp_shard
     if dp_shard == -1:
         if num_processes % fixed:
             raise ConfigError(
-                f"mesh.dp_replicate={config.dp_replicate} x mesh.cp={config.cp}{tp} = {fixed} must divide the number "
-                f"of processes, {num_processes}: start {fixed * -(-num_processes // fixed)} "
-                "(torchrun --nproc-per-node), or lower these."
+                f"mesh.dp_replicate={config.dp_replicate} x mesh.cp={config.cp}{tp} = {fixed} must "
+                f"divide the number of processes, {num_processes}: start "
+                f"{fixed * -(-num_processes // fixed)} (torchrun --nproc-per-node), or lower these."
             )
         dp_shard = num_processes // fixed
     elif dp_shard < 1:
-        raise ConfigError(f"mesh.dp_shard={dp_shard} must be at least 1, or -1 for all processes that remain.")
+        raise ConfigError(
+            f"mesh.dp_shard={dp_shard} must be at least 1, or -1 for all processes that remain."
+        )
     shape = MeshShape(config.dp_replicate, dp_shard, config.cp, config.tp, config.ep)
     if shape.world_size != num_processes:
         raise ConfigError(
-            f"mesh.dp_replicate={shape.dp_replicate} x mesh.dp_shard={shape.dp_shard} x mesh.cp={shape.cp}{tp} = "
-            f"{shape.world_size} must equal the number of processes, {num_processes}: set mesh.dp_shard=-1, or "
-            f"start {shape.world_size}."
+            f"mesh.dp_replicate={shape.dp_replicate} x mesh.dp_shard={shape.dp_shard} x "
+            f"mesh.cp={shape.cp}{tp} = {shape.world_size} must equal the number of processes, "
+            f"{num_processes}: set mesh.dp_shard=-1, or start {shape.world_size}."
         )
     ranks = shape.dp_shard * shape.cp * shape.tp
     if ranks % shape.ep or (shape.ep > 1 and shape.ep % shape.tp):
         raise ConfigError(
-            f"mesh.ep={shape.ep} must divide mesh.dp_shard x mesh.cp x mesh.tp = {ranks}, the ranks that share the "
-            f"experts, and be a multiple of mesh.tp={shape.tp}: use mesh.ep={ranks} or 1."
+            f"mesh.ep={shape.ep} must divide mesh.dp_shard x mesh.cp x mesh.tp = {ranks}, the "
+            f"ranks that share the experts, and be a multiple of mesh.tp={shape.tp}: use "
+            f"mesh.ep={ranks} or 1."
         )
     return shape
 
@@ -66,7 +72,9 @@ LEAST_STEPS = 50  # that `global_batch_size=auto` leaves the optimizer
 
 
 def global_batch_size_of(config: TrainingConfig, dp_size: int) -> int:
-    """Packs of an optimizer step; raises ConfigError unless they are whole micro-batches of all data-parallel ranks."""
+    """Packs of an optimizer step; raises ConfigError unless they are whole micro-batches of all
+    data-parallel ranks.
+    """
     smallest = config.micro_batch_size * dp_size
     if config.global_batch_size == "auto":  # the largest; data of few packs lower it
         return max(smallest, AUTO_BATCH_SIZE // smallest * smallest)
@@ -74,31 +82,38 @@ def global_batch_size_of(config: TrainingConfig, dp_size: int) -> int:
     if size % smallest:
         nearest = max(smallest, round(size / smallest) * smallest)
         raise ConfigError(
-            f"training.global_batch_size={size} must be a multiple of {smallest} (training.micro_batch_size="
-            f"{config.micro_batch_size} x {dp_size} data-parallel ranks): use {nearest}."
+            f"training.global_batch_size={size} must be a multiple of {smallest} "
+            f"(training.micro_batch_size={config.micro_batch_size} x {dp_size} data-parallel "
+            f"ranks): use {nearest}."
         )
     return size
 
 
 def fitted_batch_size(smallest: int, largest: int, num_packs: int, num_epochs: int) -> int:
-    """Returns the largest multiple of `smallest` up to `largest` that gives LEAST_STEPS steps; else `smallest`."""
+    """Returns the largest multiple of `smallest` up to `largest` that gives LEAST_STEPS steps; else
+    `smallest`.
+    """
     sizes = range(largest // smallest * smallest, smallest, -smallest)
-    return next((size for size in sizes if num_epochs * -(-num_packs // size) >= LEAST_STEPS), smallest)
+    return next(
+        (size for size in sizes if num_epochs * -(-num_packs // size) >= LEAST_STEPS), smallest
+    )
 
 
 def slot_multiple_of(size: int, slot_multiple: int | None, cp_size: int) -> int:
-    """What the slots of documents are multiples of; raises ConfigError when it does not fit the pack or the mesh."""
+    """What the slots of documents are multiples of; raises ConfigError when it does not fit the
+    pack or the mesh.
+    """
     needed = 2 * cp_size if cp_size > 1 else 1
     multiple = needed if slot_multiple is None else slot_multiple
     if multiple < 1 or multiple % needed:
         raise ConfigError(
-            f"packed_sequence.slot_multiple={multiple} must be a multiple of {needed} (2 * mesh.cp): use "
-            f"{max(1, -(-multiple // needed)) * needed}, or null."
+            f"packed_sequence.slot_multiple={multiple} must be a multiple of {needed} (2 * "
+            f"mesh.cp): use {max(1, -(-multiple // needed)) * needed}, or null."
         )
     if size % multiple:
         rule = "2 * mesh.cp" if slot_multiple is None else "packed_sequence.slot_multiple"
         raise ConfigError(
-            f"packed_sequence.packed_sequence_size={size} must be a multiple of {multiple} ({rule}): use "
-            f"{-(-size // multiple) * multiple}."
+            f"packed_sequence.packed_sequence_size={size} must be a multiple of {multiple} "
+            f"({rule}): use {-(-size // multiple) * multiple}."
         )
     return multiple

@@ -26,7 +26,15 @@ from automodel_lite.errors import ConfigError
 from automodel_lite.redact import scrub
 
 KEY_FILE = "key.json"
-_CANNOT_WRITE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST}
+_CANNOT_WRITE = {
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
+    errno.ENOTDIR,
+    errno.EEXIST,
+}
 _CANNOT_WRITE |= {errno.ENAMETOOLONG, errno.ELOOP}
 Key = dict[str, str]
 """What made an entry: part name -> its value or the hash of its value."""
@@ -34,7 +42,9 @@ Key = dict[str, str]
 
 @dataclass(frozen=True)
 class CacheEntry:
-    """A complete folder of the cache, and one sentence on how it came about (`hit`, or `miss (changed: …)`)."""
+    """A complete folder of the cache, and one sentence on how it came about (`hit`, or
+    `miss (changed: …)`).
+    """
 
     folder: Path
     note: str
@@ -46,9 +56,13 @@ def short_hash(text: str | bytes) -> str:
 
 
 def cache_root(cache_dir: str | Path | None = None) -> Path:
-    """The given folder, or `$AUTOMODEL_LITE_CACHE`, or `~/.cache/automodel_lite` (or below `$XDG_CACHE_HOME`)."""
+    """The given folder, or `$AUTOMODEL_LITE_CACHE`, or `~/.cache/automodel_lite` (or below
+    `$XDG_CACHE_HOME`).
+    """
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache_dir or os.environ.get("AUTOMODEL_LITE_CACHE") or Path(base) / "automodel_lite")
+    return Path(
+        cache_dir or os.environ.get("AUTOMODEL_LITE_CACHE") or Path(base) / "automodel_lite"
+    )
 
 
 def entry_folder(cache_dir: Path, kind: str, name: str, key: Key) -> Path:
@@ -58,15 +72,18 @@ def entry_folder(cache_dir: Path, kind: str, name: str, key: Key) -> Path:
     return Path(cache_dir) / kind / f"{file_name}-{short_hash(json.dumps(parts, sort_keys=True))}"
 
 
-def build_once(cache_dir: Path, kind: str, name: str, key: Key, build: Callable[[Path], None]) -> CacheEntry:
-    """Returns the folder that `key` names; when it is missing or damaged, `build(temporary folder)` makes it.
+def build_once(
+    cache_dir: Path, kind: str, name: str, key: Key, build: Callable[[Path], None]
+) -> CacheEntry:
+    """Returns the folder that `key` names; when it is missing or damaged, `build(temporary folder)`
+    makes it.
 
-    Any number of processes, of one job or of several, may ask at once: one builds, the others wait and take what it
-    made. An entry appears by one rename, so a killed builder leaves none. The files of an entry are compared with
-    their checksums once per start and host.
+    Any number of processes, of one job or of several, may ask at once: one builds, the others wait
+    and take what it made. An entry appears by one rename, so a killed builder leaves none. The
+    files of an entry are compared with their checksums once per start and host.
 
-    Raises ConfigError: a cache that cannot be written, or a damaged entry that cannot be replaced (names the folder to
-    remove).
+    Raises ConfigError: a cache that cannot be written, or a damaged entry that cannot be replaced
+    (names the folder to remove).
     """
     folder = entry_folder(cache_dir, kind, name, key)
     name, key = scrub(name), {part: scrub(value) for part, value in key.items()}
@@ -80,8 +97,8 @@ def build_once(cache_dir: Path, kind: str, name: str, key: Key, build: Callable[
         if error.errno not in _CANNOT_WRITE:
             raise
         raise ConfigError(
-            f"cache_dir={cache_dir} cannot be written ({error.strerror}): make room there, or set cache_dir (or "
-            "AUTOMODEL_LITE_CACHE) to another folder."
+            f"cache_dir={cache_dir} cannot be written ({error.strerror}): make room there, or set "
+            "cache_dir (or AUTOMODEL_LITE_CACHE) to another folder."
         ) from error
 
 
@@ -98,14 +115,18 @@ def _build_alone(folder: Path, name: str, key: Key, build: Callable[[Path], None
             os.rename(folder, aside)
         except OSError as error:
             raise ConfigError(
-                f"{folder} is damaged ({damage}) and cannot be replaced ({error.strerror}): remove this folder."
+                f"{folder} is damaged ({damage}) and cannot be replaced ({error.strerror}): remove "
+                "this folder."
             ) from None
         if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1:
             raise ConfigError(
-                f"{folder} was damaged ({damage}) and is removed; others of this job may have opened it: start again."
+                f"{folder} was damaged ({damage}) and is removed; others of this job may have "
+                "opened it: start again."
             )
         note = f"rebuilt, it was damaged: {damage}"
-        print(f"WARNING: {folder} was damaged ({damage}): it is rebuilt", file=sys.stderr, flush=True)
+        print(
+            f"WARNING: {folder} was damaged ({damage}): it is rebuilt", file=sys.stderr, flush=True
+        )
     note = note or f"miss ({_what_changed(folder.parent, name, key)})"
     # What killed builders of this entry left; its lock is held, so none is alive.
     for left in folder.parent.glob(f".{folder.name}.*"):
@@ -115,11 +136,16 @@ def _build_alone(folder: Path, name: str, key: Key, build: Callable[[Path], None
     try:
         build(temporary)
         files = {
-            path.relative_to(temporary).as_posix(): {"bytes": path.stat().st_size, "sum": content_sum(path)}
+            path.relative_to(temporary).as_posix(): {
+                "bytes": path.stat().st_size,
+                "sum": content_sum(path),
+            }
             for path in temporary.rglob("*")
             if path.is_file()
         }
-        (temporary / KEY_FILE).write_text(json.dumps({"name": name, "key": key, "files": files}, indent=1))
+        (temporary / KEY_FILE).write_text(
+            json.dumps({"name": name, "key": key, "files": files}, indent=1)
+        )
         for path in [*temporary.iterdir(), temporary]:
             descriptor = os.open(path, os.O_RDONLY)
             os.fsync(descriptor)
@@ -141,7 +167,8 @@ def content_sum(path: Path) -> str:
 
 
 def find_damage(folder: Path) -> str | None:
-    """Returns what is wrong with an entry, or None: every file is there with its size and its content.
+    """Returns what is wrong with an entry, or None: every file is there with its size and its
+    content.
 
     Contents are read by one process of a host: a cache of 100 GB once, not eight times.
     """
@@ -152,7 +179,11 @@ def find_damage(folder: Path) -> str | None:
             if size != entry["bytes"]:
                 return f"{name} has {size:,} bytes instead of {entry['bytes']:,}"
         reads = os.environ.get("LOCAL_RANK", "0") == "0"
-        changed = [name for name, entry in files.items() if reads and content_sum(folder / name) != entry["sum"]]
+        changed = [
+            name
+            for name, entry in files.items()
+            if reads and content_sum(folder / name) != entry["sum"]
+        ]
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
     except OSError as error:
@@ -173,6 +204,9 @@ def _what_changed(parent: Path, name: str, key: Key) -> str:
             continue  # of a damaged one, nothing
     if not others:
         return "first time"
-    changed = [[part for part in sorted({*key, *other}) if key.get(part) != other.get(part)] for other in others]
+    changed = [
+        [part for part in sorted({*key, *other}) if key.get(part) != other.get(part)]
+        for other in others
+    ]
     fewest = min(changed, key=len)
     return f"changed: {', '.join(fewest)}"

@@ -1,1 +1,3 @@
-"""Programs around the core: planning, reports, the hub, tools of the command line. The core imports none of it."""
+"""Programs around the core: planning, reports, the hub, tools of the command line. The core imports
+none of it.
+"""

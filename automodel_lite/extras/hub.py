@@ -23,7 +23,9 @@ _MARK = "<!-- Written by automodel_lite"
 
 
 def write_card(run: Path, folder: Path, repo: str | None = None) -> None:
-    """README.md of an exported folder, from the run's data, settings, results and command. A user's own stays."""
+    """README.md of an exported folder, from the run's data, settings, results and command. A user's
+    own stays.
+    """
     path = folder / "README.md"
     if not RunFolder(run).metrics.is_file():
         return
@@ -32,11 +34,14 @@ def write_card(run: Path, folder: Path, repo: str | None = None) -> None:
     record = read_run(run)
     config, is_adapter = record.config, (folder / "adapter_config.json").is_file()
     pretrained, dataset = (
-        config.get(part, {}).get(key) for part, key in (("model", "pretrained"), ("dataset", "path"))
+        config.get(part, {}).get(key)
+        for part, key in (("model", "pretrained"), ("dataset", "path"))
     )
     lines = {topic: text for topic, text in reversed(record.facts.get("lines", []))}
     of_this_machine = ("output_dir", "cache_dir")
-    settings = {k: v for k, v in config.items() if v not in ({}, None, []) and k not in of_this_machine}
+    settings = {
+        k: v for k, v in config.items() if v not in ({}, None, []) and k not in of_this_machine
+    }
     card = ModelCard.from_template(
         ModelCardData(
             base_model=pretrained if _is_hub_name(pretrained) else None,
@@ -71,21 +76,27 @@ def _is_hub_name(name: object) -> bool:
 
 
 def push(run: Path, folder: Path, repo: str, is_private: bool) -> str:
-    """Uploads what the hub does not hold of an exported folder, to a repository that is made if there is none; returns
-    its address. Raises ConfigError, with the cure, when it refuses or is not reached.
+    """Uploads what the hub does not hold of an exported folder, to a repository that is made if
+    there is none; returns its address. Raises ConfigError, with the cure, when it refuses or is not
+    reached.
     """
-    if not sys.stderr.isatty():  # the hub's bars are for a terminal; a log gets a line every 30 seconds
+    # the hub's bars are for a terminal; a log gets a line every 30 seconds
+    if not sys.stderr.isatty():
         disable_progress_bars()
         logging.getLogger("huggingface_hub._upload_pipeline").setLevel(logging.INFO)
     cure = f"python recipes/export_hf.py {run} --push {repo}"
     try:
         api = HfApi()
         address = api.create_repo(repo, private=is_private, exist_ok=True)
-        api.upload_folder(repo_id=repo, folder_path=folder, commit_message=f"Trained by automodel_lite: {run.name}")
+        api.upload_folder(
+            repo_id=repo,
+            folder_path=folder,
+            commit_message=f"Trained by automodel_lite: {run.name}",
+        )
         return str(address)
     except Exception as error:  # the hub's refusals, the network's errors, no token
         reason = scrub(one_line(error))
         raise ConfigError(
-            f"hub.push={repo}: {folder} is not uploaded ({reason}): log in with `hf auth login` or HF_TOKEN, see "
-            f"that the network reaches the hub, then {cure}."
+            f"hub.push={repo}: {folder} is not uploaded ({reason}): log in with `hf auth login` or "
+            f"HF_TOKEN, see that the network reaches the hub, then {cure}."
         ) from error

@@ -1,4 +1,5 @@
 """Hugging Face models: built or loaded, with the loss as their output.
 
-Knows: layers, heads, adapters; no ranks and no files of data. Imports: attention and the rooms below.
+Knows: layers, heads, adapters; no ranks and no files of data. Imports: attention and the rooms
+below.
 """

@@ -1,13 +1,16 @@
-"""The load-balancing loss of a mixture of experts (Switch Transformer, arXiv:2101.03961), of each document by itself.
+"""The load-balancing loss of a mixture of experts (Switch Transformer, arXiv:2101.03961), of each
+document by itself.
 
-transformers takes its means over whatever shares a batch, so its loss depends on packs and ranks. Over one document,
-with the tokens of all sparse layers counted together as transformers does, it depends on nothing else:
+transformers takes its means over whatever shares a batch, so its loss depends on packs and ranks.
+Over one document, with the tokens of all sparse layers counted together as transformers does, it
+depends on nothing else:
 
-    balance(document) = E * sum over experts of  choices / rows * probabilities / rows      rows = tokens * layers
-    added to the loss: coefficient * sum over documents of  label tokens * balance(document)
+    balance(document) = E * sum over experts of  choices / rows * probabilities / rows      rows =
+    tokens * layers added to the loss: coefficient * sum over documents of  label tokens *
+    balance(document)
 
-The choices have no gradient. So ranks that share a document need no more than their sum, and each rank adds what its
-own tokens contribute.
+The choices have no gradient. So ranks that share a document need no more than their sum, and each
+rank adds what its own tokens contribute.
 
 Legend: T tokens of the stream (of this rank), N documents, E experts.
 """
@@ -42,14 +45,19 @@ class Balance:
         assert batch.mixers is not None
         exchange, (document_T, within_T) = batch.mixers.exchange, document_of_tokens(batch)
         is_real_T = within_T < batch.cu_seqlens.diff()[document_T]
-        sum_rows = functools.partial(_sum_rows, batch, document_T, batch.cu_seqlens_padded[document_T] + within_T)
-        # Labels of a row weigh its balance, as they weigh its cross-entropy; its tokens are what means are taken of.
+        sum_rows = functools.partial(
+            _sum_rows, batch, document_T, batch.cu_seqlens_padded[document_T] + within_T
+        )
+        # Labels of a row weigh its balance, as they weigh its cross-entropy; its tokens are what
+        # means are taken of.
         labels_T = (batch.labels != IGNORE_INDEX) + batch.columns.get("row_labels", 0)
         counts_N2 = sum_rows(torch.stack([labels_T * is_real_T, is_real_T], 1).float())
         choices_NE = probabilities_NE = torch.zeros_like(counts_N2[:, :1])
         for logits_TE in router_logits_TE:
             probs_TE = logits_TE.flatten(0, -2).float().softmax(-1)
-            chosen_TE = torch.zeros_like(probs_TE).scatter_(1, probs_TE.topk(self.top_k).indices, 1.0)
+            chosen_TE = torch.zeros_like(probs_TE).scatter_(
+                1, probs_TE.topk(self.top_k).indices, 1.0
+            )
             choices_NE = choices_NE + sum_rows(chosen_TE * is_real_T[:, None])
             probabilities_NE = probabilities_NE + sum_rows(probs_TE * is_real_T[:, None])
         # Choices have no gradient, so ranks that share a document need only their sum.
@@ -61,19 +69,27 @@ class Balance:
 
 
 def _sum_rows(batch: ThdBatch, document_T: Tensor, place_T: Tensor, x_TK: Tensor) -> Tensor:
-    """Sums this rank's values over each row, [N, K]; a token that rows of a tree share counts in all of them."""
+    """Sums this rank's values over each row, [N, K]; a token that rows of a tree share counts in
+    all of them.
+    """
     assert batch.mixers is not None
     stream = batch.mixers.stream
     if stream.tree is None:
-        return x_TK.new_zeros(len(batch.cu_seqlens) - 1, x_TK.shape[1]).index_add(0, document_T, x_TK)
+        return x_TK.new_zeros(len(batch.cu_seqlens) - 1, x_TK.shape[1]).index_add(
+            0, document_T, x_TK
+        )
     # Paths lie in the whole stream, of which other ranks hold the rest: zeros here.
     whole = x_TK.new_zeros(len(stream.tree.own), x_TK.shape[1]).index_add(0, place_T, x_TK)
     of_paths = whole.index_select(0, stream.tree.paths)
-    return x_TK.new_zeros(len(stream.cu_seqlens) - 1, x_TK.shape[1]).index_add(0, stream.document, of_paths)
+    return x_TK.new_zeros(len(stream.cu_seqlens) - 1, x_TK.shape[1]).index_add(
+        0, stream.document, of_paths
+    )
 
 
 def document_of_tokens(batch: ThdBatch) -> tuple[Tensor, Tensor]:
-    """Returns the documents of this rank's tokens, int64 [T], and their places in them, in tokens of the slot."""
+    """Returns the documents of this rank's tokens, int64 [T], and their places in them, in tokens
+    of the slot.
+    """
     exchange, device = batch.mixers.exchange if batch.mixers else None, batch.labels.device
     places = torch.arange(len(batch.labels) * (exchange.size if exchange else 1), device=device)
     own = exchange.own(places) if exchange else places
@@ -83,13 +99,16 @@ def document_of_tokens(batch: ThdBatch) -> tuple[Tensor, Tensor]:
 
 
 def balance_of(lm: transformers.PreTrainedModel, coefficient: float) -> Balance | None:
-    """Returns None for a coefficient of 0; raises ConfigError for families that transformers gives no such loss."""
+    """Returns None for a coefficient of 0; raises ConfigError for families that transformers gives
+    no such loss.
+    """
     if coefficient == 0:
         return None
     top_k = experts_per_token(lm.config.get_text_config())
     if top_k is None or "load_balancing_loss_func" not in vars(sys.modules[type(lm).__module__]):
         raise ConfigError(
-            f"model.router_aux_loss={coefficient}: transformers has no load-balancing loss for {type(lm).__name__} (no "
-            "experts, or experts that are balanced by a bias): set model.router_aux_loss=0."
+            f"model.router_aux_loss={coefficient}: transformers has no load-balancing loss for "
+            f"{type(lm).__name__} (no experts, or experts that are balanced by a bias): set "
+            "model.router_aux_loss=0."
         )
     return Balance(coefficient, top_k)

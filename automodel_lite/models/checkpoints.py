@@ -1,6 +1,7 @@
 """Mends, for as long as a checkpoint is read, what transformers' converters of weights do not meet.
 
-blocks of fp8 at ragged ends    576 rows in blocks of 128 have 5 rows of scales, the last one for 64 rows
+blocks of fp8 at ragged ends    576 rows in blocks of 128 have 5 rows of scales, the last one for 64
+rows
 ranks without an expert         6 experts over 4 ranks lie as 2, 2, 2, 0
 errors in a converter           are named, where transformers refers to a report that is not shown
 """
@@ -39,19 +40,23 @@ _convert_all = WeightConverter.convert
 _report = modeling_utils.log_state_dict_report
 
 
-def _dequantize(op: Any, quantized: Tensor, scales: Tensor, output_dtype: torch.dtype | None = None) -> Tensor:
-    """Dequantizes fp8 weights by `weight_block_size` of their config. transformers divides the weight evenly over the
-    scales: 24 rows in blocks of 16 become two blocks of 12, without an error.
+def _dequantize(
+    op: Any, quantized: Tensor, scales: Tensor, output_dtype: torch.dtype | None = None
+) -> Tensor:
+    """Dequantizes fp8 weights by `weight_block_size` of their config. transformers divides the
+    weight evenly over the scales: 24 rows in blocks of 16 become two blocks of 12, without an
+    error.
     """
     block = op.hf_quantizer.quantization_config.weight_block_size
-    # One scale for the whole weight, and packed fp4 inside fp8 checkpoints, are read rightly by the grid.
+    # One scale for the whole weight, and packed fp4 inside fp8 checkpoints, are read rightly by the
+    # grid.
     if quantized.dtype not in FP8_DTYPES or not block or scales.numel() == 1:
         return _dequantize_by_grid(op, quantized, scales, output_dtype)
     num_blocks = [-(-size // step) for size, step in zip(quantized.shape[-2:], block)]
     if list(scales.shape[-2:]) != num_blocks:
         raise ValueError(
-            f"a weight of {list(quantized.shape)} in blocks of {block} has {num_blocks} scales, and the checkpoint "
-            f"holds {list(scales.shape[-2:])}."
+            f"a weight of {list(quantized.shape)} in blocks of {block} has {num_blocks} scales, "
+            f"and the checkpoint holds {list(scales.shape[-2:])}."
         )
     scales = (scales.float() - 127.0).exp2() if scales.dtype == torch.uint8 else scales.float()
     weight = quantized.float()
@@ -61,11 +66,18 @@ def _dequantize(op: Any, quantized: Tensor, scales: Tensor, output_dtype: torch.
     return weight.to(output_dtype or torch.bfloat16)
 
 
-def _convert(converter: WeightConverter, layer_name: str, model: Any = None, **more: Any) -> dict[str, Any]:
-    """Converts as transformers does; a rank that holds no expert has nothing to stack, and gets its empty shard."""
+def _convert(
+    converter: WeightConverter, layer_name: str, model: Any = None, **more: Any
+) -> dict[str, Any]:
+    """Converts as transformers does; a rank that holds no expert has nothing to stack, and gets its
+    empty shard.
+    """
     owner, _, last = layer_name.rpartition(".")
-    shard: Any = vars(model.get_submodule(owner))["_parameters"].get(last) if model is not None else None
-    # The engine hands each expert to the rank that owns it: a rank beyond the last one is handed nothing.
+    shard: Any = (
+        vars(model.get_submodule(owner))["_parameters"].get(last) if model is not None else None
+    )
+    # The engine hands each expert to the rank that owns it: a rank beyond the last one is handed
+    # nothing.
     is_empty = isinstance(shard, DTensor) and shard.numel() and not shard.to_local().numel()
     if is_empty and len(converter.target_patterns) == 1:
         converter.materialize_tensors()  # none: other ranks take them
@@ -73,23 +85,30 @@ def _convert(converter: WeightConverter, layer_name: str, model: Any = None, **m
     return _convert_all(converter, layer_name, model=model, **more)
 
 
-def _raise_conversion_error(*, pretrained_model_name_or_path: str, loading_info: Any, **more: Any) -> None:
+def _raise_conversion_error(
+    *, pretrained_model_name_or_path: str, loading_info: Any, **more: Any
+) -> None:
     for name, text in loading_info.conversion_errors.items():
-        # transformers keeps the text of a converter's error and not the error: its kind is found again by its name.
+        # transformers keeps the text of a converter's error and not the error: its kind is found
+        # again by its name.
         if "OutOfMemoryError" in text or CPU_MEMORY.search(text):
             raise torch.OutOfMemoryError(f"while {name} was converted: {one_line(text[-300:])}")
         reason = text.partition("\nError: ")[0].strip().splitlines()[-1]
         raise ConfigError(
-            f"model.pretrained={pretrained_model_name_or_path}: the weight {name} cannot be converted: "
-            f"{one_line(reason)}"
+            f"model.pretrained={pretrained_model_name_or_path}: the weight {name} cannot be "
+            f"converted: {one_line(reason)}"
         )
-    _report(pretrained_model_name_or_path=pretrained_model_name_or_path, loading_info=loading_info, **more)
+    _report(
+        pretrained_model_name_or_path=pretrained_model_name_or_path,
+        loading_info=loading_info,
+        **more,
+    )
 
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, function: Any) -> Iterator[None]:
-    """Replaces `owner.name` inside. transformers has some of these as methods that a model may override; here all
-    models do, for as long as one is made.
+    """Replaces `owner.name` inside. transformers has some of these as methods that a model may
+    override; here all models do, for as long as one is made.
     """
     is_own, original = name in vars(owner), vars(owner).get(name)
     setattr(owner, name, function)

@@ -1,12 +1,13 @@
 """Floating-point operations of a training step, from what the model really computes.
 
-    per token         6 per weight of the layers that it visits; 4 where the weight is frozen (no gradient of its own)
+    per token         6 per weight of the layers that it visits; 4 where the weight is frozen (no
+                      gradient of its own)
     per label token   the same for the output head, which only labeled rows meet
-    per pair          12 per visible (query, key) pair and attention channel: s (s + 1) / 2 pairs of each document,
-                      not of the pack
+    per pair          12 per visible (query, key) pair and attention channel: s (s + 1) / 2 pairs of
+                      each document, not of the pack
 
-Recomputation (activation checkpointing) and padding are not useful work and are not counted. The same costs balance
-packs over ranks and give the utilization.
+Recomputation (activation checkpointing) and padding are not useful work and are not counted. The
+same costs balance packs over ranks and give the utilization.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from automodel_lite.models.source import describe
 
 @dataclass(frozen=True)
 class CostModel:
-    """FLOPs of a forward and backward pass: `per_token`, and `per_pair` of a visible (query, key) pair.
+    """FLOPs of a forward and backward pass: `per_token`, and `per_pair` of a visible (query, key)
+    pair.
 
     window: keys that a query sees in sliding-window layers; `window_frac` of the layers have it.
     """
@@ -37,7 +39,9 @@ class CostModel:
     window_frac: float = 0.0
 
     def pairs(self, lengths: np.ndarray) -> np.ndarray:
-        """Counts visible pairs of causal documents, float64: s (s + 1) / 2, fewer where a window cuts them."""
+        """Counts visible pairs of causal documents, float64: s (s + 1) / 2, fewer where a window
+        cuts them.
+        """
         s = lengths.astype(np.float64)
         full = s * (s + 1) / 2
         if self.window is None or not self.window_frac:
@@ -47,20 +51,28 @@ class CostModel:
 
 
 def cost_model(model_config: PretrainedConfig, size: ModelSize | None = None) -> CostModel:
-    """FLOPs of a token and of a visible pair; mixture-of-experts layers count the experts that a token visits.
+    """FLOPs of a token and of a visible pair; mixture-of-experts layers count the experts that a
+    token visits.
 
     size  of a model that is counted already
-    A layer without attention reads its state once and writes it twice (decay, update) for every token: 3 products
-    forward, 6 backward. Kernels that work in chunks do other products, of the same order.
+    A layer without attention reads its state once and writes it twice (decay, update) for every
+    token: 3 products forward, 6 backward. Kernels that work in chunks do other products, of the
+    same order.
     """
     size, layers = size or model_size(model_config), layer_shapes(model_config)
     # Scores and values, a multiply and an add each: 2 (D + Dv) forward, twice that backward.
-    per_layer = [6.0 * layer.num_heads * (layer.head_dim + layer.value_head_dim) for layer in layers]
-    # One window stands for all: families have one, and the cost is linear in its share of the layers.
-    narrow = [(layer.window, cost) for layer, cost in zip(layers, per_layer) if layer.window is not None]
+    per_layer = [
+        6.0 * layer.num_heads * (layer.head_dim + layer.value_head_dim) for layer in layers
+    ]
+    # One window stands for all: families have one, and the cost is linear in its share of the
+    # layers.
+    narrow = [
+        (layer.window, cost) for layer, cost in zip(layers, per_layer) if layer.window is not None
+    ]
     per_pair = sum(per_layer)
     return CostModel(
-        per_token=6.0 * (size.layer_weights + size.head_weights) + 18.0 * sum(layer.state for layer in layers),
+        per_token=6.0 * (size.layer_weights + size.head_weights)
+        + 18.0 * sum(layer.state for layer in layers),
         per_pair=per_pair,
         window=min((window for window, _ in narrow), default=None),
         window_frac=sum(cost for _, cost in narrow) / per_pair if per_pair else 0.0,
@@ -80,7 +92,8 @@ class ModelSize:
     all_experts: int  # weights of all layers' experts
     embedding: int  # parameters of the language model outside its layers, tied ones once
     head_weights: int
-    towers: int  # parameters of a composite that text does not meet: vision, audio, their projections
+    # parameters of a composite that text does not meet: vision, audio, their projections
+    towers: int
 
 
 @dataclass(frozen=True)
@@ -94,17 +107,26 @@ class StepFlops:
     def of(self, num_tokens: int, num_label_tokens: float, num_pairs: float) -> float:
         """FLOPs of so many tokens; `num_pairs` as `attention.pairs` counts them."""
         return (
-            self.per_token * num_tokens + self.per_label_token * num_label_tokens + self.attention.per_pair * num_pairs
+            self.per_token * num_tokens
+            + self.per_label_token * num_label_tokens
+            + self.attention.per_pair * num_pairs
         )
 
     def without_frozen(self, lm: transformers.PreTrainedModel) -> StepFlops:
-        """Returns the costs without the gradients of weights that are frozen: 4 products in place of 6."""
-        # Below the first trained layer not even the inputs need gradients; that saving is not counted.
+        """Returns the costs without the gradients of weights that are frozen: 4 products in place
+        of 6.
+        """
+        # Below the first trained layer not even the inputs need gradients; that saving is not
+        # counted.
         weights = [p for layer in decoder_layers(lm) for p in layer.parameters() if p.ndim > 1]
-        frozen_frac = sum(p.numel() for p in weights if not p.requires_grad) / sum(p.numel() for p in weights)
+        frozen_frac = sum(p.numel() for p in weights if not p.requires_grad) / sum(
+            p.numel() for p in weights
+        )
         head_frac = 1.0 if output_head(lm).weight.requires_grad else 2 / 3
         return replace(
-            self, per_token=self.per_token * (1 - frozen_frac / 3), per_label_token=self.per_label_token * head_frac
+            self,
+            per_token=self.per_token * (1 - frozen_frac / 3),
+            per_label_token=self.per_label_token * head_frac,
         )
 
 
@@ -119,7 +141,9 @@ def size_of(lm: transformers.PreTrainedModel) -> ModelSize:
     text = lm.config.get_text_config()
     visited = sum(_visited_weights(layer, text) for layer in layers)
     sizes = [sum(p.numel() for p in layer.parameters()) for layer in layers]
-    experts = [[p for name, p in layer.named_parameters() if ".experts." in f".{name}"] for layer in layers]
+    experts = [
+        [p for name, p in layer.named_parameters() if ".experts." in f".{name}"] for layer in layers
+    ]
     # Memory is planned by the largest layer, which a mixture's dense first layers are not.
     largest = experts[sizes.index(max(sizes))]
     total = sum(p.numel() for p in lm.parameters())
@@ -138,9 +162,11 @@ def size_of(lm: transformers.PreTrainedModel) -> ModelSize:
     )
 
 
-def step_flops(config: PretrainedConfig, size: ModelSize, num_adapter_weights: int | None) -> StepFlops:
-    """Returns the costs of a step. num_adapter_weights: trained weights beside a frozen model; None when the model
-    itself is trained.
+def step_flops(
+    config: PretrainedConfig, size: ModelSize, num_adapter_weights: int | None
+) -> StepFlops:
+    """Returns the costs of a step. num_adapter_weights: trained weights beside a frozen model; None
+    when the model itself is trained.
     """
     products = 6.0 if num_adapter_weights is None else 4.0
     per_token = products * size.layer_weights + 6.0 * (num_adapter_weights or 0)
@@ -148,7 +174,9 @@ def step_flops(config: PretrainedConfig, size: ModelSize, num_adapter_weights: i
 
 
 def _visited_weights(layer: nn.Module, text: PretrainedConfig) -> float:
-    """Counts the weights of a layer's matrices that work on one token: of routed experts, as many as are chosen."""
+    """Counts the weights of a layer's matrices that work on one token: of routed experts, as many
+    as are chosen.
+    """
     chosen = experts_per_token(text) or 1
     total = 0.0
     for name, weight in layer.named_parameters():

@@ -1,9 +1,10 @@
 """What meets the output head, a chunk of rows at a time, so that no [R, V] tensor is ever kept.
 
-`linear_cross_entropy` is the fast case: a sum over rows, whose gradients are made in the forward pass. `ChunkedRows`
-takes any function of logits that gives values row by row: the forward pass evaluates it without a graph, the backward
-pass computes the logits of a chunk again and lets autograd differentiate the function on that chunk alone. What is
-done with the values afterwards (sums over documents, pairs, a sigmoid) is plain PyTorch on [R] vectors.
+`linear_cross_entropy` is the fast case: a sum over rows, whose gradients are made in the forward
+pass. `ChunkedRows` takes any function of logits that gives values row by row: the forward pass
+evaluates it without a graph, the backward pass computes the logits of a chunk again and lets
+autograd differentiate the function on that chunk alone. What is done with the values afterwards
+(sums over documents, pairs, a sigmoid) is plain PyTorch on [R] vectors.
 
 Legend: R rows that carry a label, C model dim, V vocabulary.
 """
@@ -23,8 +24,8 @@ LEAST_CHUNK_TOKENS = 512
 MAX_CHUNK_LOGITS = 2**30
 """Kernels that index with 32 bits fail from 2^31 on, and 4 GiB in fp32 fill any GPU."""
 ROW_MULTIPLE = 16
-"""Of the rows of a compiled chunk: a last chunk of one row would need a graph of its own (sizes 0 and 1 are constants
-to dynamo), which one rank compiles while the others wait.
+"""Of the rows of a compiled chunk: a last chunk of one row would need a graph of its own (sizes 0
+and 1 are constants to dynamo), which one rank compiles while the others wait.
 """
 
 
@@ -43,19 +44,26 @@ def linear_cross_entropy(
     backend: str | None = None,
     weights_R: Tensor | None = None,
 ) -> Tensor:
-    """Sums cross-entropy(softcap(hidden @ weight.T), label) over rows, fp32 scalar; each times its weight in fp32,
-    where there are weights.
+    """Sums cross-entropy(softcap(hidden @ weight.T), label) over rows, fp32 scalar; each times its
+    weight in fp32, where there are weights.
 
-    Both gradients are made in the forward pass, chunk by chunk, as Liger's kernel does (arXiv:2410.10989), so that the
-    backward pass needs no logits. Rows labeled -100 must have been left out. No rows: zero, with zero gradients.
+    Both gradients are made in the forward pass, chunk by chunk, as Liger's kernel does
+    (arXiv:2410.10989), so that the backward pass needs no logits. Rows labeled -100 must have been
+    left out. No rows: zero, with zero gradients.
     """
     hidden_RC, weight_VC = in_compute_dtype(hidden_RC, weight_VC)
     if backend is not None:
-        # Rows of weight 0 fill the last chunk up to a multiple of ROW_MULTIPLE, and chunks are rounded up to one.
+        # Rows of weight 0 fill the last chunk up to a multiple of ROW_MULTIPLE, and chunks are
+        # rounded up to one.
         added = -len(labels_R) % ROW_MULTIPLE
-        weights_R = torch.ones_like(labels_R, dtype=torch.float32) if weights_R is None else weights_R
+        weights_R = (
+            torch.ones_like(labels_R, dtype=torch.float32) if weights_R is None else weights_R
+        )
         labels_R, weights_R = F.pad(labels_R, (0, added)), F.pad(weights_R, (0, added))
-        hidden_RC, chunk_tokens = F.pad(hidden_RC, (0, 0, 0, added)), -(-chunk_tokens // ROW_MULTIPLE) * ROW_MULTIPLE
+        hidden_RC, chunk_tokens = (
+            F.pad(hidden_RC, (0, 0, 0, added)),
+            -(-chunk_tokens // ROW_MULTIPLE) * ROW_MULTIPLE,
+        )
     with torch.autocast(hidden_RC.device.type, enabled=False):
         total: Tensor = _LinearCrossEntropy.apply(
             hidden_RC, weight_VC, labels_R, weights_R, chunk_tokens, softcap, backend
@@ -66,10 +74,13 @@ def linear_cross_entropy(
 def in_compute_dtype(hidden_RC: Tensor, weight_VC: Tensor) -> tuple[Tensor, Tensor]:
     """Casts both to autocast's dtype, or to that of the hidden states without it.
 
-    Under autocast the last norm gives fp32, and the weight is an fp32 master: a linear layer casts both.
+    Under autocast the last norm gives fp32, and the weight is an fp32 master: a linear layer casts
+    both.
     """
     device = hidden_RC.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_RC.dtype
+    dtype = (
+        torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_RC.dtype
+    )
     return hidden_RC.to(dtype), weight_VC.to(dtype)
 
 
@@ -91,19 +102,28 @@ class _LinearCrossEntropy(torch.autograd.Function):
         total = torch.zeros((), dtype=torch.float32, device=hidden_RC.device)
         chunk_loss = compiled(_chunk_loss, backend) if backend else _chunk_loss
         for start in range(0, hidden_RC.shape[0], chunk_tokens):
-            # Rows are independent: the loss of a chunk and d loss / d logits need the logits of this chunk alone.
+            # Rows are independent: the loss of a chunk and d loss / d logits need the logits of
+            # this chunk alone.
             rows = slice(start, start + chunk_tokens)
-            # Copies: to dynamo, views that begin at 0 and elsewhere are two kinds, each with a graph.
-            labels, weights = labels_R[rows].clone(), None if weights_R is None else weights_R[rows].clone()
+            # Copies: to dynamo, views that begin at 0 and elsewhere are two kinds, each with a
+            # graph.
+            labels, weights = (
+                labels_R[rows].clone(),
+                None if weights_R is None else weights_R[rows].clone(),
+            )
             logits = hidden_RC[rows] @ weight_VC.t()
-            if backend is None:  # here, as a callee frees no argument once dynamo stands behind every call
+            # here, as a callee frees no argument once dynamo stands behind every call
+            if backend is None:
                 logits = logits.float()
             needs_grad = needs_hidden or needs_weight
-            loss, grad_logits = chunk_loss(logits, weight_VC.dtype, labels, weights, softcap, needs_grad)
+            loss, grad_logits = chunk_loss(
+                logits, weight_VC.dtype, labels, weights, softcap, needs_grad
+            )
             del logits
             total += loss
-            # logits = hidden @ weight.T, so the gradient of hidden is grad_logits @ weight, a row from a row; that of
-            # the weight is grad_logits.T @ hidden, a sum over all rows, added up over the chunks in fp32.
+            # logits = hidden @ weight.T, so the gradient of hidden is grad_logits @ weight, a row
+            # from a row; that of the weight is grad_logits.T @ hidden, a sum over all rows, added
+            # up over the chunks in fp32.
             if grad_hidden is not None:
                 torch.mm(grad_logits, weight_VC, out=grad_hidden[rows])
             if needs_weight:
@@ -112,7 +132,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if needs_weight and grad_weight is None:
             grad_weight = torch.zeros_like(weight_VC)
         # The loss is linear in the incoming gradient, so backward only scales what is saved here.
-        ctx.save_for_backward(grad_hidden, None if grad_weight is None else grad_weight.to(weight_VC.dtype))
+        ctx.save_for_backward(
+            grad_hidden, None if grad_weight is None else grad_weight.to(weight_VC.dtype)
+        )
         return total
 
     @staticmethod
@@ -131,13 +153,15 @@ def _chunk_loss(
     softcap: float | None,
     needs_grad: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the loss sum of a chunk and d loss / d (uncapped logits) in `dtype`; uses up logits in fp32.
+    """Returns the loss sum of a chunk and d loss / d (uncapped logits) in `dtype`; uses up logits
+    in fp32.
 
-    log_softmax in its own input: one pass of exp instead of two and no second [rows, V] tensor; 3 times faster than
-    logsumexp, subtract, exp (V = 128,000, CPU).
+    log_softmax in its own input: one pass of exp instead of two and no second [rows, V] tensor; 3
+    times faster than logsumexp, subtract, exp (V = 128,000, CPU).
     """
     logits = logits.float()
-    # capped = softcap * tanh(logits / softcap), whose slope is 1 - tanh^2: taken while the tanh is at hand.
+    # capped = softcap * tanh(logits / softcap), whose slope is 1 - tanh^2: taken while the tanh is
+    # at hand.
     slope: Tensor | None = None
     if softcap is not None:
         logits.div_(softcap).tanh_()
@@ -152,8 +176,11 @@ def _chunk_loss(
     # d loss / d capped = p - onehot(label); the chain rule multiplies it by the slope.
     grad = log_probs.exp_()
     if torch.compiler.is_compiling():
-        # A comparison is part of the pass that makes the exp; before a scatter, compilers write the fp32 [rows, V].
-        grad = torch.where(torch.arange(grad.shape[1], device=grad.device) == labels[:, None], grad - 1.0, grad)
+        # A comparison is part of the pass that makes the exp; before a scatter, compilers write the
+        # fp32 [rows, V].
+        grad = torch.where(
+            torch.arange(grad.shape[1], device=grad.device) == labels[:, None], grad - 1.0, grad
+        )
     else:
         grad.scatter_add_(1, labels[:, None], grad.new_full((len(labels), 1), -1.0))
     if weights is not None:
@@ -162,7 +189,9 @@ def _chunk_loss(
 
 
 def _accumulate(total_VC: Tensor | None, grad_RV: Tensor, hidden_RC: Tensor) -> Tensor:
-    """Adds this chunk's gradient of the head to the sum so far, in fp32; the first chunk needs no zeros."""
+    """Adds this chunk's gradient of the head to the sum so far, in fp32; the first chunk needs no
+    zeros.
+    """
     if total_VC is None:
         return (grad_RV.t() @ hidden_RC).float()
     if grad_RV.dtype == torch.float32:
@@ -181,16 +210,25 @@ def apply_softcap(logits: Tensor, softcap: float | None) -> Tensor:
 
 
 class ChunkedRows(torch.autograd.Function):
-    """Values of all rows; gradients of hidden states and weight are exact, columns have none. See `LossInputs.rows`."""
+    """Values of all rows; gradients of hidden states and weight are exact, columns have none. See
+    `LossInputs.rows`.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, function: RowFunction, chunk: int, hidden_RC: Tensor, weight_VC: Tensor, *columns: Tensor
+        ctx: Any,
+        function: RowFunction,
+        chunk: int,
+        hidden_RC: Tensor,
+        weight_VC: Tensor,
+        *columns: Tensor,
     ) -> Tensor:
         ctx.function, ctx.chunk = function, chunk
         ctx.save_for_backward(hidden_RC, weight_VC, *columns)
         chunks = zip(hidden_RC.split(chunk), *(column.split(chunk) for column in columns))
-        return torch.cat([function((hidden @ weight_VC.t()).float(), *parts) for hidden, *parts in chunks])
+        return torch.cat(
+            [function((hidden @ weight_VC.t()).float(), *parts) for hidden, *parts in chunks]
+        )
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -201,7 +239,8 @@ class ChunkedRows(torch.autograd.Function):
         grad_weight: Tensor | None = None
         chunks = zip(*(x.split(ctx.chunk) for x in (hidden_RC, grad_R, *columns)))
         for number, (hidden, grad, *parts) in enumerate(chunks):
-            # The logits are a leaf: autograd differentiates the function of this chunk, and nothing behind it.
+            # The logits are a leaf: autograd differentiates the function of this chunk, and nothing
+            # behind it.
             logits = (hidden @ weight_VC.t()).float().requires_grad_()
             with torch.enable_grad(), torch.autocast(hidden.device.type, enabled=False):
                 values = ctx.function(logits, *parts)
@@ -209,7 +248,11 @@ class ChunkedRows(torch.autograd.Function):
             del values, logits
             grad_logits = grad_logits.to(hidden.dtype)
             if grad_hidden is not None:
-                torch.mm(grad_logits, weight_VC, out=grad_hidden[number * ctx.chunk : number * ctx.chunk + len(hidden)])
+                torch.mm(
+                    grad_logits,
+                    weight_VC,
+                    out=grad_hidden[number * ctx.chunk : number * ctx.chunk + len(hidden)],
+                )
             if needs_weight:
                 grad_weight = _accumulate(grad_weight, grad_logits, hidden)
         grads = grad_hidden, None if grad_weight is None else grad_weight.to(weight_VC.dtype)

@@ -40,28 +40,39 @@ class Generator:
         tools: Sequence[list[Any] | None] | None = None,
         write: Callable[[str], None] | None = None,
     ) -> list[str]:
-        """Returns the model's turn after each of the chats, as one batch. temperature 0 = the likeliest token.
+        """Returns the model's turn after each of the chats, as one batch. temperature 0 = the
+        likeliest token.
 
         is_chat   through the chat template; False: the last message's text is simply continued
         tools     of each chat, for its template
         write     gets the pieces of a single chat's answer as they come
-        One at a time where padding would change an answer: a model that runs over it, or no room for it.
+        One at a time where padding would change an answer: a model that runs over it, or no room
+        for it.
 
-        Raises ConfigError for a prompt that is empty or longer than the model's positions, and for one that its chat
-        template or its embedding does not take.
+        Raises ConfigError for a prompt that is empty or longer than the model's positions, and for
+        one that its chat template or its embedding does not take.
         """
         prompts = [
             torch.tensor(prompt_ids(self.tokenizer, chat, is_chat, own))
             for chat, own in zip(chats, tools or [None] * len(chats))
         ]
-        # Left padding moves positions: an answer that ends at the model's length would be cut short by its neighbor.
+        # Left padding moves positions: an answer that ends at the model's length would be cut short
+        # by its neighbor.
         has_room = min(map(self._room_tokens, prompts)) >= max_new_tokens
         is_batch = len(prompts) == 1 or (has_room and self.takes_padding)
         streamer: Any = None
         if write:  # gets the text as soon as it is whole words
-            streamer = TextStreamer(cast(Any, self.tokenizer), skip_prompt=True, skip_special_tokens=True)
-            streamer.on_finalized_text = lambda text, stream_end=False: write(text + "\n" * stream_end)
-        choice = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
+            streamer = TextStreamer(
+                cast(Any, self.tokenizer), skip_prompt=True, skip_special_tokens=True
+            )
+            streamer.on_finalized_text = lambda text, stream_end=False: write(
+                text + "\n" * stream_end
+            )
+        choice = (
+            {"do_sample": True, "temperature": temperature}
+            if temperature > 0
+            else {"do_sample": False}
+        )
         generate, answers = cast(Any, self.model.generate), list[str]()
         for batch in [prompts] if is_batch else [[ids] for ids in prompts]:
             inputs, room = self._padded(batch), min(max_new_tokens, *map(self._room_tokens, batch))
@@ -73,51 +84,72 @@ class Generator:
 
     @cached_property
     def takes_padding(self) -> bool:
-        """Does left padding leave a prompt's continuation unchanged? Some recurrent layers run over the padding."""
+        """Does left padding leave a prompt's continuation unchanged? Some recurrent layers run over
+        the padding.
+        """
         ids = torch.arange(_PROBE_TOKENS) % embedding_rows(self.model)
 
         def logits(prompts: list[Tensor]) -> Tensor:
             generate: Any = self.model.generate
-            options = {"max_new_tokens": 1, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+            options = {
+                "max_new_tokens": 1,
+                "do_sample": False,
+                "output_logits": True,
+                "return_dict_in_generate": True,
+            }
             return generate(**self._padded(prompts), **options).logits[0][0].float()
 
         alone, beside = logits([ids]), logits([ids, torch.cat([ids, ids])])
         return bool((alone - beside).abs().max() <= tolerance_std(self.model.dtype) * alone.std())
 
     def _padded(self, prompts: list[Tensor]) -> dict[str, Tensor]:
-        """Returns input_ids and attention_mask, int64 [B, longest], each prompt at the right end of its row."""
+        """Returns input_ids and attention_mask, int64 [B, longest], each prompt at the right end of
+        its row.
+        """
         longest = max(len(ids) for ids in prompts)
         pad_id = self.tokenizer.pad_token_id or 0  # masked: any id will do
         mask = torch.stack([torch.arange(longest) >= longest - len(ids) for ids in prompts])
         rows = torch.full(mask.shape, pad_id).masked_scatter(mask, torch.cat(prompts))
-        return {"input_ids": rows.to(self.model.device), "attention_mask": mask.long().to(self.model.device)}
+        return {
+            "input_ids": rows.to(self.model.device),
+            "attention_mask": mask.long().to(self.model.device),
+        }
 
     def _room_tokens(self, ids: Tensor) -> int:
         """Returns how many tokens an answer to this prompt may have."""
-        positions = config_value(self.model.config.get_text_config(), "max_position_embeddings", 2**31)
+        positions = config_value(
+            self.model.config.get_text_config(), "max_position_embeddings", 2**31
+        )
         if not len(ids):
             raise ConfigError("the prompt is empty: there is nothing to continue.")
         highest, rows = int(ids.max()), embedding_rows(self.model)
         if highest >= rows:
-            raise ConfigError(f"the tokenizer gives the id {highest}, and the model's embedding has {rows} rows.")
+            raise ConfigError(
+                f"the tokenizer gives the id {highest}, and the model's embedding has {rows} rows."
+            )
         if len(ids) >= positions:
             raise ConfigError(
-                f"the prompt has {len(ids):,} tokens, and the model has {positions:,} positions for prompt and "
-                "answer together: shorten the prompt."
+                f"the prompt has {len(ids):,} tokens, and the model has {positions:,} positions "
+                "for prompt and answer together: shorten the prompt."
             )
         return int(positions) - len(ids)
 
 
 def prompt_ids(
-    tokenizer: Any, messages: list[dict[str, Any]], is_chat: bool = True, tools: list[Any] | None = None
+    tokenizer: Any,
+    messages: list[dict[str, Any]],
+    is_chat: bool = True,
+    tools: list[Any] | None = None,
 ) -> list[int]:
-    """Returns the token ids of a chat whose next turn is the model's; without a chat template, of the last message's
-    text.
+    """Returns the token ids of a chat whose next turn is the model's; without a chat template, of
+    the last message's text.
     """
     if not is_chat or tokenizer.chat_template is None:
         return list(tokenizer(messages[-1]["content"])["input_ids"])
     try:
-        inputs = tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, return_dict=True)
+        inputs = tokenizer.apply_chat_template(
+            messages, tools=tools, add_generation_prompt=True, return_dict=True
+        )
     except Exception as error:  # whatever a template does wrong
         reason = one_line(error)
         raise ConfigError(
@@ -149,6 +181,8 @@ def load_generator(source: str, trust_remote_code: bool = False, on_cpu: bool = 
             raise
         if trust_remote_code or "trust_remote_code" not in str(error):
             raise ConfigError(f"{source} cannot be loaded as a model: {one_line(error)}") from error
-        raise ConfigError(f"{source} runs its own code: review it, and allow it with --trust-remote-code.") from None
+        raise ConfigError(
+            f"{source} runs its own code: review it, and allow it with --trust-remote-code."
+        ) from None
     check_finite(model, source)
     return Generator(model.eval().to("cuda" if has_gpu else "cpu"), tokenizer)

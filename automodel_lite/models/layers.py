@@ -1,8 +1,9 @@
 """Finds the decoder layers of a model, and applies recomputation and compilation to them.
 
-A layer's `forward` is replaced on the instance, so parameter names stay as they are in checkpoints and exports, and
-FSDP's hooks stay outside. The order is checkpoint(compile(layer)): in the reverse order dynamo meets the graph break
-of attention inside a checkpoint, gives up on the frame and silently runs it eagerly.
+A layer's `forward` is replaced on the instance, so parameter names stay as they are in checkpoints
+and exports, and FSDP's hooks stay outside. The order is checkpoint(compile(layer)): in the reverse
+order dynamo meets the graph break of attention inside a checkpoint, gives up on the frame and
+silently runs it eagerly.
 """
 
 from __future__ import annotations
@@ -18,23 +19,36 @@ import transformers
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from automodel_lite.attention.documents import IN_GRAPH, NOW, WithContext, layer_lists
 from automodel_lite.errors import ConfigError
 from automodel_lite.graphs import backend_of, strict_graphs
 
-_ATTENTIONS = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
+_ATTENTIONS = (
+    "flash_attention",
+    "flash_attention_for_cpu",
+    "efficient_attention",
+    "cudnn_attention",
+)
 _KEPT_NAMES = ("mm", "addmm", "bmm", *(f"_scaled_dot_product_{name}" for name in _ATTENTIONS))
 KEPT_OPS = frozenset(getattr(torch.ops.aten, name).default for name in _KEPT_NAMES)
-"""Selective checkpointing keeps the results of these; norms, rotations and activations are cheap to repeat."""
-_KEPT_NAMESPACES = frozenset({"torch_attn", "flash_attn"})  # of torch's varlen_attn and the flash-attn package
+"""Selective checkpointing keeps the results of these; norms, rotations and activations are cheap to
+repeat.
+"""
+# of torch's varlen_attn and the flash-attn package
+_KEPT_NAMESPACES = frozenset({"torch_attn", "flash_attn"})
 
 
 def recompute_layers(layers: list[nn.Module], how: str, every_layers: int) -> None:
     """Replaces the forward of every n-th layer.
 
-    how   none | full (only the layer's input is kept) | selective (results of matrix products and attention are kept) |
+    how   none | full (only the layer's input is kept) |
+          selective (results of matrix products and attention are kept) |
           offload (full, with the input in host memory until the backward pass)
     """
     if how == "none":
@@ -55,7 +69,9 @@ def recompute_layers(layers: list[nn.Module], how: str, every_layers: int) -> No
                 return forward(*args, **kwargs)
             # of what the region is given
             with saved_tensors_hooks(to_host, from_host) if how == "offload" else nullcontext():
-                return WithContext(checkpoint)(forward, *args, use_reentrant=False, **contexts, **kwargs)
+                return WithContext(checkpoint)(
+                    forward, *args, use_reentrant=False, **contexts, **kwargs
+                )
 
         return recomputed
 
@@ -65,15 +81,20 @@ def recompute_layers(layers: list[nn.Module], how: str, every_layers: int) -> No
 
 
 KEPT_FRAC = 0.5
-"""Of what a graph would keep for its backward pass, with selective recomputation; its products are the last to go."""
+"""Of what a graph would keep for its backward pass, with selective recomputation; its products are
+the last to go.
+"""
 
 
-def compile_layers(layers: list[nn.Module], backend: str = "inductor", kept_frac: float = 1.0) -> Callable[[], None]:
-    """Compiles each layer's forward, with its attention if that is a `GraphKernel`, else without it and the boundaries
-    of the documents. Packs of other documents need no new graph: one too many is an error, never a return to eager.
+def compile_layers(
+    layers: list[nn.Module], backend: str = "inductor", kept_frac: float = 1.0
+) -> Callable[[], None]:
+    """Compiles each layer's forward, with its attention if that is a `GraphKernel`, else without it
+    and the boundaries of the documents. Packs of other documents need no new graph: one too many is
+    an error, never a return to eager.
 
-    kept_frac  of what each graph would keep for its backward pass; the partitioner chooses what is computed again. For
-               the whole process, as graphs are made when shapes come
+    kept_frac  of what each graph would keep for its backward pass; the partitioner chooses what is
+               computed again. For the whole process, as graphs are made when shapes come
     Returns what takes it back, and what was done to the layers since.
     """
     strict_graphs()
@@ -108,8 +129,8 @@ def has_fp8(model: nn.Module) -> bool:
 
 
 def to_host(tensor: Tensor) -> tuple[torch.device, Tensor]:
-    """Copies a tensor as torch's `save_on_cpu` does, which waits for the device at every copy; here the copy waits its
-    turn on the device.
+    """Copies a tensor as torch's `save_on_cpu` does, which waits for the device at every copy; here
+    the copy waits its turn on the device.
     """
     kept = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
     return tensor.device, kept.copy_(tensor, non_blocking=True)
@@ -122,23 +143,28 @@ def from_host(kept: tuple[torch.device, Tensor]) -> Tensor:
 
 
 def text_decoder(lm: nn.Module) -> nn.Module:
-    """Returns the module that turns token ids into hidden states: of a composite (vision-language) model its
-    language model alone, without the towers of the other senses.
+    """Returns the module that turns token ids into hidden states: of a composite (vision-language)
+    model its language model alone, without the towers of the other senses.
     """
     assert isinstance(lm, transformers.PreTrainedModel)
-    # Families disagree on what a decoder is: with or without head, the model itself, or one of its towers.
+    # Families disagree on what a decoder is: with or without head, the model itself, or one of its
+    # towers.
     found = lm.get_decoder()
     if not layer_lists(found):  # ModernBERT's `decoder` is its output head
         found = lm.base_model
     if found is lm:  # Llama4ForCausalLM takes itself for its base
         return found.model
-    has_head = isinstance(found, transformers.PreTrainedModel) and found.get_output_embeddings() is not None
-    return text_decoder(found) if has_head else found  # a causal LM with its head, inside a composite
+    has_head = (
+        isinstance(found, transformers.PreTrainedModel)
+        and found.get_output_embeddings() is not None
+    )
+    # a causal LM with its head, inside a composite
+    return text_decoder(found) if has_head else found
 
 
 def output_head(lm: nn.Module) -> Any:
-    """Returns the layer that makes logits of hidden states; of a composite without one (Nemotron Omni), of the causal
-    LM inside it.
+    """Returns the layer that makes logits of hidden states; of a composite without one (Nemotron
+    Omni), of the causal LM inside it.
     """
     models = (module for module in lm.modules() if isinstance(module, transformers.PreTrainedModel))
     return next(filter(None, (model.get_output_embeddings() for model in models)))
@@ -150,8 +176,9 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def decoder_layers(lm: nn.Module) -> list[nn.Module]:
-    """Returns the language model's layers, in forward order: of its outermost lists the one as long as the config
-    says, else the first, and those of the same kind beside it. Raises ValueError without one.
+    """Returns the language model's layers, in forward order: of its outermost lists the one as long
+    as the config says, else the first, and those of the same kind beside it. Raises ValueError
+    without one.
     """
     decoder = text_decoder(lm)
     # Outermost lists: those inside a layer (experts, heads) are not layers.
@@ -166,13 +193,15 @@ def decoder_layers(lm: nn.Module) -> list[nn.Module]:
 
 
 def towers(lm: nn.Module) -> list[nn.Module]:
-    """Returns what text does not meet in a composite: encoders of images and sound, projections. What other
-    models have beside their layers is of text: ModernBERT's head before its output embedding.
+    """Returns what text does not meet in a composite: encoders of images and sound, projections.
+    What other models have beside their layers is of text: ModernBERT's head before its output
+    embedding.
     """
     assert isinstance(lm, transformers.PreTrainedModel)
     if lm.config.get_text_config() is lm.config:
         return []
-    # Walks down only where text and other senses meet: a child without any part of the text is a tower as a whole.
+    # Walks down only where text and other senses meet: a child without any part of the text is a
+    # tower as a whole.
     of_text = {text_decoder(lm), output_head(lm), lm.get_input_embeddings()}
     found: list[nn.Module] = []
     stack: list[nn.Module] = [lm]
@@ -188,7 +217,9 @@ def towers(lm: nn.Module) -> list[nn.Module]:
 
 
 def freeze_towers(lm: nn.Module, dtype: torch.dtype) -> None:
-    """Freezes what text does not meet, in place; towers are held in `dtype`, that of their checkpoint."""
+    """Freezes what text does not meet, in place; towers are held in `dtype`, that of their
+    checkpoint.
+    """
     meets_text = [module for module in lm.modules() if text_decoder(lm) in module.modules()]
     for tower in towers(lm):
         tower.to(dtype).requires_grad_(False)
@@ -202,31 +233,45 @@ def freeze_towers(lm: nn.Module, dtype: torch.dtype) -> None:
 def freeze_named(lm: transformers.PreTrainedModel, patterns: list[str]) -> list[str]:
     """Freezes the weights that the patterns name, in place; returns a line for each pattern.
 
-    patterns  parts of names between dots, with shell wildcards: embed_tokens, layers.[0-7], layers.*.mlp
+    patterns  parts of names between dots, with shell wildcards: embed_tokens, layers.[0-7],
+              layers.*.mlp
     Raises ConfigError for a pattern without a match, and where nothing is left to train.
     """
-    lines, named = [], list(lm.named_parameters(remove_duplicate=False))  # a tied weight has two names
+    # a tied weight has two names
+    lines, named = [], list(lm.named_parameters(remove_duplicate=False))
     for pattern in patterns:
         found = {p for name, p in named if fnmatch.fnmatchcase(f".{name}.", f"*.{pattern}.*")}
         if not found:
             names = ", ".join(dict.fromkeys(name for name, _ in named[:3]))
-            raise ConfigError(f"model.freeze={patterns}: no weight is named {pattern}; their names are {names} ...")
+            raise ConfigError(
+                f"model.freeze={patterns}: no weight is named {pattern}; their names are {names} "
+                "..."
+            )
         for parameter in found:
             parameter.requires_grad_(False)
-        lines.append(f"frozen {pattern}: {len(found)} weights, {sum(p.numel() for p in found) / 1e6:,.2f} M parameters")
+        lines.append(
+            f"frozen {pattern}: {len(found)} weights, {sum(p.numel() for p in found) / 1e6:,.2f} M "
+            "parameters"
+        )
     if not any(p.requires_grad for p in lm.parameters()):
         raise ConfigError(f"model.freeze={patterns} leaves no weight to train.")
     return lines
 
 
-def cast_weights(model: transformers.PreTrainedModel, dtype: torch.dtype, are_trained: bool) -> None:
-    """Casts the weights that are trained, or that are frozen and need no fp32 master, in place. Quantized ones stay as
-    they are, and buffers, such as the frequencies of rotations, in fp32.
+def cast_weights(
+    model: transformers.PreTrainedModel, dtype: torch.dtype, are_trained: bool
+) -> None:
+    """Casts the weights that are trained, or that are frozen and need no fp32 master, in place.
+    Quantized ones stay as they are, and buffers, such as the frequencies of rotations, in fp32.
 
-    On the meta device a module that is trained as a copy keeps fp32: the copy's masters are made of it when it is
-    loaded.
+    On the meta device a module that is trained as a copy keeps fp32: the copy's masters are made of
+    it when it is loaded.
     """
     for name, parameter in model.named_parameters():
         is_source = parameter.is_meta and ".original_module." in name
-        if parameter.requires_grad == are_trained and parameter.is_floating_point() and not is_source:
+        if (
+            parameter.requires_grad == are_trained
+            and parameter.is_floating_point()
+            and not is_source
+        ):
             parameter.data = parameter.data.to(dtype)

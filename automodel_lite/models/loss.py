@@ -1,13 +1,15 @@
-"""What is learned: a loss is a SUM over what it counts, in fp32; the recipe divides by the count of the whole step.
+"""What is learned: a loss is a SUM over what it counts, in fp32; the recipe divides by the count of
+the whole step.
 
-A loss gets `LossInputs` and gives `LossOutput`: the sum, and parts of it for the log. Most losses count label tokens;
-one that counts pairs overrides `num_items`. A value per labeled row is a function of logits that `LossInputs.rows`
-evaluates a chunk at a time; docs/extending.md shows one.
+A loss gets `LossInputs` and gives `LossOutput`: the sum, and parts of it for the log. Most losses
+count label tokens; one that counts pairs overrides `num_items`. A value per labeled row is a
+function of logits that `LossInputs.rows` evaluates a chunk at a time; docs/extending.md shows one.
 
-`LossModel` is the module whose forward returns the sum: batch in, sum out. It is the root for FSDP. Only rows that
-carry a label meet the head.
+`LossModel` is the module whose forward returns the sum: batch in, sum out. It is the root for FSDP.
+Only rows that carry a label meet the head.
 
-Legend: T tokens of the stream (of this rank), N documents, R rows that carry a label, C model dim, V vocabulary.
+Legend: T tokens of the stream (of this rank), N documents, R rows that carry a label, C model dim,
+V vocabulary.
 """
 
 from __future__ import annotations
@@ -62,7 +64,8 @@ class LossOutput(NamedTuple):
 
 @dataclass(frozen=True)
 class Head:
-    """Labeled rows at the output head: before one that is `softcap(rows @ weight.T)`, behind any other.
+    """Labeled rows at the output head: before one that is `softcap(rows @ weight.T)`, behind any
+    other.
 
     rows       [R, C]; logits [R, V] where there is no weight
     weight_VC  the head's whole weight
@@ -86,7 +89,8 @@ class LossInputs:
     head      the rows that carry a label, before or behind the output head
     labels_R  int64, their targets
     columns   per-token columns of the data, [R, ...] by name
-    batch     the whole micro-batch: boundaries of documents, token ids; None only for a head on its own
+    batch     the whole micro-batch: boundaries of documents, token ids; None only for a head on its
+              own
     teacher   the head of a frozen second model, at the same rows; None without one
     """
 
@@ -97,16 +101,18 @@ class LossInputs:
     teacher: Head | None = None
 
     def rows(self, function: RowFunction, *columns: Tensor) -> Tensor:
-        """Evaluates `function(logits fp32 [r, V], *columns [r, ...])` on all rows: fp32 [R] or [R, K], with exact
-        gradients.
+        """Evaluates `function(logits fp32 [r, V], *columns [r, ...])` on all rows: fp32 [R] or [R,
+        K], with exact gradients.
 
-        No [R, V] tensor is kept: the function runs on a chunk of rows at a time, and once more in the backward pass.
+        No [R, V] tensor is kept: the function runs on a chunk of rows at a time, and once more in
+        the backward pass.
         """
         head = self.head
         if head.weight_VC is None:
             return function(head.rows.float(), *columns)
         rows_RC, weight_VC = in_compute_dtype(head.rows, head.weight_VC)
-        # Autograd keeps some four tensors of a chunk's logits: a quarter of the rows takes the memory of a fused chunk.
+        # Autograd keeps some four tensors of a chunk's logits: a quarter of the rows takes the
+        # memory of a fused chunk.
         chunk = chunk_rows(None, weight_VC.shape[1] // 4, weight_VC.shape[0])
 
         def of_product(logits: Tensor, *parts: Tensor) -> Tensor:
@@ -116,8 +122,8 @@ class LossInputs:
             return ChunkedRows.apply(of_product, chunk, rows_RC, weight_VC, *columns)
 
     def rows_with_teacher(self, function: RowFunction, *columns: Tensor) -> Tensor:
-        """Evaluates `function(logits, teacher's logits, *columns)` as `rows` does; vocabularies that differ by padding
-        are cut to the shorter.
+        """Evaluates `function(logits, teacher's logits, *columns)` as `rows` does; vocabularies
+        that differ by padding are cut to the shorter.
         """
         teacher = self.teacher
         assert teacher is not None
@@ -131,15 +137,22 @@ class LossInputs:
 
     def log_probs(self) -> Tensor:
         """Returns those of the labels, fp32 [R]."""
-        return self.rows(lambda logits, labels: -F.cross_entropy(logits, labels, reduction="none"), self.labels_R)
+        return self.rows(
+            lambda logits, labels: -F.cross_entropy(logits, labels, reduction="none"), self.labels_R
+        )
 
     @property
     def _exchange(self) -> MixerExchange | None:
         """How the ranks that share the documents exchange sums."""
-        return self.batch.mixers.exchange if self.batch is not None and self.batch.mixers is not None else None
+        return (
+            self.batch.mixers.exchange
+            if self.batch is not None and self.batch.mixers is not None
+            else None
+        )
 
     def per_document(self, values_R: Tensor) -> Tensor:
-        """Sums over documents, [N] or [N, K], over all ranks that share them; the gradient is that of own rows.
+        """Sums over documents, [N] or [N, K], over all ranks that share them; the gradient is that
+        of own rows.
 
         The loss declares `needs_documents`.
         """
@@ -148,11 +161,14 @@ class LossInputs:
         shape = len(self.batch.cu_seqlens) - 1, *values_R.shape[1:]
         own_N = values_R.new_zeros(shape).index_add(0, document_R, values_R)
         exchange = self._exchange
-        # The sum over ranks as a value, own rows as the gradient: each rank adds what its own rows contribute.
+        # The sum over ranks as a value, own rows as the gradient: each rank adds what its own rows
+        # contribute.
         return own_N + (exchange.summed(own_N) - own_N.detach()) if exchange else own_N
 
     def share(self, value: Tensor) -> Tensor:
-        """Counts a value once that all ranks of a context-parallel group know; its gradient stays whole."""
+        """Counts a value once that all ranks of a context-parallel group know; its gradient stays
+        whole.
+        """
         exchange = self._exchange
         return value - value.detach() * (1 - 1 / exchange.size) if exchange else value
 
@@ -160,12 +176,14 @@ class LossInputs:
 class Loss(ABC):
     """A loss; its fields are its options.
 
-    columns          per-token columns of the data that it uses: others are refused, as they would be ignored
+    columns          per-token columns of the data that it uses: others are refused, as they would
+                     be ignored
     required         those of them that it cannot do without
     needs_logits     `inputs.head.rows` are logits of the model's own head, [R, V] at once
     needs_documents  calls `inputs.per_document`
     needs_teacher    asks for `inputs.teacher`
-    needs_reference  asks for the column `reference_log_probs` of the start model, which the program computes
+    needs_reference  asks for the column `reference_log_probs` of the start model, which the program
+                     computes
     """
 
     columns: ClassVar[frozenset[str]] = frozenset()
@@ -180,11 +198,15 @@ class Loss(ABC):
         """Returns the sum over this rank's rows."""
 
     def num_items(self, batch: ThdBatch) -> float:
-        """Counts on the host what the sum of a step is divided by, in a whole stream that is not sharded yet."""
+        """Counts on the host what the sum of a step is divided by, in a whole stream that is not
+        sharded yet.
+        """
         return batch.num_label_tokens
 
     def example_columns(self, batch: ThdBatch) -> dict[str, Tensor]:
-        """Makes the required columns [T, ...] of a batch that brings none: padding, compilations and dry runs."""
+        """Makes the required columns [T, ...] of a batch that brings none: padding, compilations
+        and dry runs.
+        """
         kinds = {name: COLUMNS[name] for name in sorted(self.required)}
         return {
             name: torch.full_like(batch.labels, kind.padding, dtype=getattr(torch, kind.batched))
@@ -192,8 +214,9 @@ class Loss(ABC):
         }
 
     def logits_bytes(self, shape: LossShape) -> float:
-        """Estimates the bytes of logits and of what is made from them, at the worst moment: of all rows in the compute
-        dtype, in fp32 and their gradient in fp32; or of a chunk, four times in fp32, beside the head's gradient.
+        """Estimates the bytes of logits and of what is made from them, at the worst moment: of all
+        rows in the compute dtype, in fp32 and their gradient in fp32; or of a chunk, four times in
+        fp32, beside the head's gradient.
         """
         if self.needs_logits:
             return shape.num_tokens * shape.vocab_size * (shape.compute_bytes + 8)
@@ -210,7 +233,9 @@ class PlainLoss(Loss):
 
 @dataclass(frozen=True)
 class CrossEntropy(PlainLoss):
-    """The model's own output head on the labeled rows, then cross-entropy: right for any head; holds [R, V] logits."""
+    """The model's own output head on the labeled rows, then cross-entropy: right for any head;
+    holds [R, V] logits.
+    """
 
     needs_logits = True
 
@@ -218,7 +243,8 @@ class CrossEntropy(PlainLoss):
         logits_RV, weights_R = inputs.head.rows.float(), inputs.columns.get("loss_weights")
         if weights_R is None:
             return LossOutput(F.cross_entropy(logits_RV, inputs.labels_R, reduction="sum"), {})
-        # The sum is divided by the sum of weights of the step, so a weight of 2 is like meeting the label twice.
+        # The sum is divided by the sum of weights of the step, so a weight of 2 is like meeting the
+        # label twice.
         losses_R = F.cross_entropy(logits_RV, inputs.labels_R, reduction="none")
         return LossOutput((losses_R * weights_R).sum(), {})
 
@@ -227,22 +253,29 @@ class CrossEntropy(PlainLoss):
 class FusedLinearCrossEntropy(PlainLoss):
     """A chunk of rows at a time: never an [R, V] tensor (see `linear_cross_entropy`).
 
-    With `chunk_tokens` at the model dim, the logits of a chunk take as much memory as the gradient of the head, which
-    is there anyway. `backend` of torch.compile, which makes one pass over a chunk's logits, is set by training.compile.
+    With `chunk_tokens` at the model dim, the logits of a chunk take as much memory as the gradient
+    of the head, which is there anyway. `backend` of torch.compile, which makes one pass over a
+    chunk's logits, is set by training.compile.
     """
 
-    chunk_tokens: Positive | None = None  # rows of logits at a time; null = hidden size, at least 512
+    # rows of logits at a time; null = hidden size, at least 512
+    chunk_tokens: Positive | None = None
     backend: str | None = None
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
         head, weights_R = inputs.head, inputs.columns.get("loss_weights")
         assert head.weight_VC is not None
-        rows, how = chunk_rows(self.chunk_tokens, *head.weight_VC.shape[::-1]), (head.softcap, self.backend, weights_R)
-        return LossOutput(linear_cross_entropy(head.rows, head.weight_VC, inputs.labels_R, rows, *how), {})
+        rows, how = (
+            chunk_rows(self.chunk_tokens, *head.weight_VC.shape[::-1]),
+            (head.softcap, self.backend, weights_R),
+        )
+        return LossOutput(
+            linear_cross_entropy(head.rows, head.weight_VC, inputs.labels_R, rows, *how), {}
+        )
 
     def logits_bytes(self, shape: LossShape) -> float:
-        """Counts a chunk of rows, in fp32 and in the compute dtype, beside the head's gradient, to which each chunk
-        adds its own in the compute dtype when the fp32 logits are gone.
+        """Counts a chunk of rows, in fp32 and in the compute dtype, beside the head's gradient, to
+        which each chunk adds its own in the compute dtype when the fp32 logits are gone.
         """
         chunk = chunk_rows(self.chunk_tokens, shape.hidden_size, shape.vocab_size)
         logits = min(shape.num_tokens, chunk) * shape.vocab_size
@@ -257,57 +290,73 @@ def checked_loss(loss: Any) -> Loss:
     if isinstance(loss, Loss):
         return loss
     raise ConfigError(
-        f"loss={type(loss).__name__} must be a subclass of automodel_lite.models.loss.Loss with __call__(self, inputs: "
-        "LossInputs) -> LossOutput, as docs/extending.md shows; one of (logits, labels) sets needs_logits = True and "
-        "reads inputs.head.rows and inputs.labels_R."
+        f"loss={type(loss).__name__} must be a subclass of automodel_lite.models.loss.Loss with "
+        "__call__(self, inputs: LossInputs) -> LossOutput, as docs/extending.md shows; one of "
+        "(logits, labels) sets needs_logits = True and reads inputs.head.rows and inputs.labels_R."
     )
 
 
 def check_columns(loss: Loss, brought: Iterable[str]) -> None:
     """Raises ConfigError for a per-token column of the data that the loss would ignore."""
-    if ignored := sorted({*brought} - loss.columns - {"row_labels"}):  # those count for the balance of experts
+    # those count for the balance of experts
+    if ignored := sorted({*brought} - loss.columns - {"row_labels"}):
         raise ConfigError(
-            f"the data bring the per-token column {', '.join(ignored)}, which loss={type(loss).__name__} does not use: "
-            "take a loss that does (loss=fused_linear_cross_entropy uses loss_weights, loss=dpo answers), name the "
+            f"the data bring the per-token column {', '.join(ignored)}, which "
+            f"loss={type(loss).__name__} does not use: take a loss that does "
+            "(loss=fused_linear_cross_entropy uses loss_weights, loss=dpo answers), name the "
             "column in the loss class's `columns`, or leave it out of the data."
         )
     if missing := sorted(loss.required - {*brought}):
         cure = _CURES.get(missing[0], "bring it in a file of token rows")
-        raise ConfigError(f"loss={type(loss).__name__} needs the per-token column {', '.join(missing)}: {cure}.")
+        raise ConfigError(
+            f"loss={type(loss).__name__} needs the per-token column {', '.join(missing)}: {cure}."
+        )
 
 
 _CURES = {
-    "answers": "train on preference pairs, dataset.format=preference, or take a loss for single answers",
+    "answers": (
+        "train on preference pairs, dataset.format=preference, or take a loss for single answers"
+    ),
     "teacher_ids": "python recipes/score.py --config-name ... writes a teacher's",
 }
 
 
 class LossModel(nn.Module):
-    """A Hugging Face causal LM and a loss. `forward(batch) -> fp32 scalar`, the SUM over this rank's rows.
+    """A Hugging Face causal LM and a loss. `forward(batch) -> fp32 scalar`, the SUM over this
+    rank's rows.
 
     A loss runs inside the head's own forward: only there has FSDP gathered its weight.
 
-    parts        those of the last forward; outside training also `token_accuracy`, the number of labels that are the
-                 likeliest token, and, of a loss that is not plain, `cross_entropy`, its sum over the label tokens
-    takes_logits the head computes logits, of which the loss is taken: for losses that ask for it, and where the probe
+    parts        those of the last forward; outside training also `token_accuracy`, the number of
+                 labels that are the likeliest token, and, of a loss that is not plain,
+                 `cross_entropy`, its sum over the label tokens
+    takes_logits the head computes logits, of which the loss is taken: for losses that ask for it,
+    and where the probe
                  has seen that it is more than `softcap(hidden @ weight.T)`
     """
 
-    def __init__(self, lm: transformers.PreTrainedModel, loss: Loss, balance: Balance | None = None) -> None:
+    def __init__(
+        self, lm: transformers.PreTrainedModel, loss: Loss, balance: Balance | None = None
+    ) -> None:
         super().__init__()
         self.lm = lm
         self.loss = loss
         self.balance = balance
-        self._teacher: tuple[LossModel, ...] = ()  # in a tuple, it is no submodule: neither trained, sharded nor saved
+        # in a tuple, it is no submodule: neither trained, sharded nor saved
+        self._teacher: tuple[LossModel, ...] = ()
         self.parts: dict[str, Tensor] = {}
         self.takes_logits = loss.needs_logits
-        self.softcap: float | None = getattr(lm.config.get_text_config(), "final_logit_softcapping", None)
+        self.softcap: float | None = getattr(
+            lm.config.get_text_config(), "final_logit_softcapping", None
+        )
         self.wrap_head()
 
     def wrap_head(self) -> None:
-        """Lets the head compute a loss in place of its product; again when something else has replaced its forward."""
-        # Both are looked for among all modules, once and not in every forward; in a tuple they are not registered as
-        # submodules a second time.
+        """Lets the head compute a loss in place of its product; again when something else has
+        replaced its forward.
+        """
+        # Both are looked for among all modules, once and not in every forward; in a tuple they are
+        # not registered as submodules a second time.
         self._found = text_decoder(self.lm), output_head(self.lm)
         head, softcap = self._found[1], self.softcap
         product = head.forward
@@ -316,7 +365,11 @@ class LossModel(nn.Module):
             if compute is None:
                 return product(hidden)
             weight: Any = head.weight
-            return compute(Head(hidden, weight.full_tensor() if isinstance(weight, DTensor) else weight, softcap))
+            return compute(
+                Head(
+                    hidden, weight.full_tensor() if isinstance(weight, DTensor) else weight, softcap
+                )
+            )
 
         head.forward = forward
 
@@ -328,31 +381,41 @@ class LossModel(nn.Module):
     def takes_mixers(self) -> bool:
         """Whether it reads `ThdBatch.mixers`."""
         for lm in (self.lm, *(teacher.lm for teacher in self._teacher)):
-            if runs_by_rows(lm) or any(isinstance(vars(x).get("forward"), PackedMixer) for x in lm.modules()):
+            if runs_by_rows(lm) or any(
+                isinstance(vars(x).get("forward"), PackedMixer) for x in lm.modules()
+            ):
                 return True
         return self.balance is not None or self.loss.needs_documents
 
     def forward(self, batch: ThdBatch) -> Tensor:
-        """Returns the loss. That of a mixture's balance has gradients in training, but is not part of the value."""
+        """Returns the loss. That of a mixture's balance has gradients in training, but is not part
+        of the value.
+        """
         balance, options = self.balance if self.training else None, dict[str, Any]()
         router_logits: list[Tensor] = []  # layer by layer
         hook: Any = nullcontext()
         if balance is not None:
             options["output_router_logits"] = True
-            hook = self._found[0].register_forward_hook(lambda *call: router_logits.extend(call[2].router_logits))
+            hook = self._found[0].register_forward_hook(
+                lambda *call: router_logits.extend(call[2].router_logits)
+            )
         # A loss runs inside the head's forward: only there has FSDP gathered its weight.
         with hook:  # which is removed where the model or the loss raises, too
             if self._teacher:
                 (teacher,) = self._teacher
                 with torch.no_grad():
                     teacher_rows = teacher.before_head(batch)
-                # The student's head runs inside the teacher's: both weights are whole there, and in the backward pass.
+                # The student's head runs inside the teacher's: both weights are whole there, and in
+                # the backward pass.
                 rows, evaluate = self.before_head(batch, **options), partial(self._evaluate, batch)
                 loss = teacher._at_head(
-                    teacher_rows, lambda theirs: self._at_head(rows, lambda own: evaluate(own, theirs))
+                    teacher_rows,
+                    lambda theirs: self._at_head(rows, lambda own: evaluate(own, theirs)),
                 )
             else:
-                loss = self._at_head(self.before_head(batch, **options), partial(self._evaluate, batch))
+                loss = self._at_head(
+                    self.before_head(batch, **options), partial(self._evaluate, batch)
+                )
         if balance is None:
             return loss
         of_experts = balance(router_logits, batch)
@@ -361,7 +424,8 @@ class LossModel(nn.Module):
     def _evaluate(self, batch: ThdBatch, head: Head, teacher: Head | None = None) -> Tensor:
         """Evaluates the loss, at the head, and keeps its parts."""
         rows = batch.label_rows
-        # A pack of padding alone, of a rank that runs short, was made of no rows, and brings no columns.
+        # A pack of padding alone, of a rank that runs short, was made of no rows, and brings no
+        # columns.
         brought = batch.columns if len(rows) else self.loss.example_columns(batch) | batch.columns
         check_columns(self.loss, brought)
         labels_R = batch.labels.index_select(0, rows)
@@ -372,7 +436,9 @@ class LossModel(nn.Module):
 
             def loss_and_hit(logits: Tensor, labels: Tensor) -> Tensor:
                 is_hit = logits.argmax(-1) == labels
-                return torch.stack([F.cross_entropy(logits, labels, reduction="none"), is_hit.float()], 1)
+                return torch.stack(
+                    [F.cross_entropy(logits, labels, reduction="none"), is_hit.float()], 1
+                )
 
             losses_R, hits_R = inputs.rows(loss_and_hit, labels_R).unbind(-1)
             parts = {**parts, "token_accuracy": hits_R.sum()}
@@ -390,7 +456,9 @@ class LossModel(nn.Module):
         return hidden_TC.index_select(0, batch.label_rows)
 
     def _at_head(self, rows: Tensor, compute: Callable[[Head], Tensor]) -> Tensor:
-        """Evaluates `compute` at the head of such rows: inside its forward, unless they are logits."""
+        """Evaluates `compute` at the head of such rows: inside its forward, unless
+        they are logits.
+        """
         if self.takes_logits:
             return compute(Head(rows))
         return self._found[1](rows, compute=compute)
@@ -399,7 +467,10 @@ class LossModel(nn.Module):
     def values(self, batch: ThdBatch, function: RowFunction) -> Tensor:
         """Returns `function(logits, labels)` of the labeled rows, [R, K]."""
         labels_R = batch.labels.index_select(0, batch.label_rows)
-        return self._at_head(self.before_head(batch), lambda head: LossInputs(head, labels_R).rows(function, labels_R))
+        return self._at_head(
+            self.before_head(batch),
+            lambda head: LossInputs(head, labels_R).rows(function, labels_R),
+        )
 
     def logits(self, batch: ThdBatch, num_last: int = 0) -> Tensor:
         """Returns those of the stream's last tokens, [num_last, V]; 0 = of all."""
@@ -407,33 +478,42 @@ class LossModel(nn.Module):
 
     @torch.no_grad()
     def plain_logits(self, ids_T: Tensor) -> Tensor:
-        """Returns those of one document [T, V], by a model with an attention of transformers' own."""
+        """Returns those of one document [T, V], by a model with an attention of
+        transformers' own.
+        """
         return self.lm(input_ids=ids_T[None], use_cache=False).logits[0]
 
     @torch.no_grad()
     def probe(self, batch: ThdBatch) -> tuple[Tensor, bool]:
-        """Returns logits [T, V], and whether they are `softcap(hidden @ weight.T)`: those of Granite, Cohere, MiniCPM
-        and of heads with a bias or an adapter are not.
+        """Returns logits [T, V], and whether they are `softcap(hidden @ weight.T)`: those of
+        Granite, Cohere, MiniCPM and of heads with a bias or an adapter are not.
         """
-        # What enters the head and leaves the layers in a forward of the model itself, scaled or not.
+        # What enters the head and leaves the layers in a forward of the model itself, scaled or
+        # not.
         inputs: list[Tensor] = []
         outputs: list[Tensor] = []
         head = self._found[1]
         hooks = [
             head.register_forward_pre_hook(lambda _, args: inputs.append(args[0])),
-            self._found[0].register_forward_hook(lambda *call: outputs.append(call[2].last_hidden_state)),
+            self._found[0].register_forward_hook(
+                lambda *call: outputs.append(call[2].last_hidden_state)
+            ),
         ]
         logits_TV: Tensor = self.lm(**batch.model_inputs()).logits[0]
         for hook in hooks:
             hook.remove()
-        names = [name for name, _ in head.named_parameters()]  # a fresh adapter adds no value yet, but its name
-        is_plain = names == ["weight"] and torch.equal(inputs[0], outputs[0])  # MiniCPM scales in between
+        # a fresh adapter adds no value yet, but its name
+        names = [name for name, _ in head.named_parameters()]
+        # MiniCPM scales in between
+        is_plain = names == ["weight"] and torch.equal(inputs[0], outputs[0])
         if not is_plain:
             return logits_TV, False
         # The product alone: a head that scales or biases its logits gives others.
         got_TV: Tensor = head(inputs[0][0], compute=lambda own: own.logits(own.rows))
         # autocast rounds the product of fp32 states to bf16, and two products may round apart
-        is_fp32 = inputs[0].dtype == torch.float32 and not torch.is_autocast_enabled(got_TV.device.type)
+        is_fp32 = inputs[0].dtype == torch.float32 and not torch.is_autocast_enabled(
+            got_TV.device.type
+        )
         tolerance = 1e-4 if is_fp32 else 5e-2
         error = (got_TV - logits_TV.float()).abs().max()
         return logits_TV, bool(error <= tolerance * logits_TV.abs().max().clamp(min=1))

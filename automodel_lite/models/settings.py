@@ -1,4 +1,6 @@
-"""What `model.config.*` sets: known to the family, a size that a model can have, written where the family keeps it."""
+"""What `model.config.*` sets: known to the family, a size that a model can have, written where the
+family keeps it.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +15,20 @@ from automodel_lite.errors import ConfigError, did_you_mean, one_line
 
 
 def check_described(config: PretrainedConfig, overrides: dict[str, Any]) -> None:
-    """Raises ConfigError for sizes that no model can have, and for a missing package; libraries meet them late, or
-    never.
+    """Raises ConfigError for sizes that no model can have, and for a missing package; libraries
+    meet them late, or never.
     """
-    from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES  # with the names of all families
+    # with the names of all families
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
-    # timm's towers are found late, in the constructor: after minutes of reading a large config's other parts.
+    # timm's towers are found late, in the constructor: after minutes of reading a large config's
+    # other parts.
     towers = [config_value(config, key) for key in config.sub_configs]
     classes = [MODEL_MAPPING_NAMES.get(tower.model_type) for tower in towers if tower]
     if "TimmWrapperModel" in classes and not is_timm_available():
         raise ConfigError(
-            f"model_type={config.model_type} needs the package timm for its vision tower: pip install timm."
+            f"model_type={config.model_type} needs the package timm for its vision tower: pip "
+            "install timm."
         )
     text = config.get_text_config()
     for key, most in FAMILIES["largest_sizes"].items():
@@ -33,26 +38,44 @@ def check_described(config: PretrainedConfig, overrides: dict[str, Any]) -> None
         if value is not None and value > most:
             raise cannot_work(f"{key}={value:,} must be at most {most:,}.", overrides)
     # transformers finds this in the first forward, as a product of shapes that do not fit.
-    heads, kv_heads = (_number(text, [key]) for key in ("num_attention_heads", "num_key_value_heads"))
+    heads, kv_heads = (
+        _number(text, [key]) for key in ("num_attention_heads", "num_key_value_heads")
+    )
     if heads and kv_heads and heads % kv_heads:
         raise cannot_work(
-            f"num_attention_heads={heads} must be a multiple of num_key_value_heads={kv_heads}.", overrides
+            f"num_attention_heads={heads} must be a multiple of num_key_value_heads={kv_heads}.",
+            overrides,
         )
-    chosen, experts = experts_per_token(text), _number(text, ("num_experts", "num_local_experts", "n_routed_experts"))
+    chosen, experts = (
+        experts_per_token(text),
+        _number(text, ("num_experts", "num_local_experts", "n_routed_experts")),
+    )
     if chosen and experts and chosen > experts:
         raise cannot_work(f"a token cannot be sent to {chosen} of {experts} experts.", overrides)
 
 
 def experts_per_token(text: PretrainedConfig) -> int | None:
     """Experts that each token is sent to; None where the config names no number."""
-    names = ("num_experts_per_tok", "moe_topk", "moe_top_k", "moe_k", "top_k_experts", "num_selected_experts")
+    names = (
+        "num_experts_per_tok",
+        "moe_topk",
+        "moe_top_k",
+        "moe_k",
+        "top_k_experts",
+        "num_selected_experts",
+    )
     return _number(text, names)
 
 
 def _number(config: PretrainedConfig, keys: Sequence[str]) -> int | None:
-    """Returns the first of the keys' numbers. As it is written: attributes that may differ by layer raise errors."""
+    """Returns the first of the keys' numbers. As it is written: attributes that may differ by layer
+    raise errors.
+    """
     written, renamed = config.to_dict(), config.attribute_map
-    return next((value for key in keys if isinstance(value := written.get(renamed.get(key, key)), int)), None)
+    return next(
+        (value for key in keys if isinstance(value := written.get(renamed.get(key, key)), int)),
+        None,
+    )
 
 
 def apply_settings(config: PretrainedConfig, overrides: dict[str, Any]) -> None:
@@ -65,16 +88,22 @@ def apply_settings(config: PretrainedConfig, overrides: dict[str, Any]) -> None:
             old: dict[str, Any] = config.rope_parameters
             if any(isinstance(of_a_kind, dict) for of_a_kind in old.values()):
                 raise ValueError(
-                    f"rope_parameters of {config.model_type} differ by kind of layer: set them, not {key}."
+                    f"rope_parameters of {config.model_type} differ by kind of layer: set them, "
+                    f"not {key}."
                 )
             if key == "rope_theta":
                 config.rope_parameters = {**old, key: value}
             else:  # scaling is replaced, or removed by null
-                kept = {name: old[name] for name in ("rope_theta", "partial_rotary_factor") if name in old}
+                kept = {
+                    name: old[name]
+                    for name in ("rope_theta", "partial_rotary_factor")
+                    if name in old
+                }
                 config.rope_parameters = kept | (value or {"rope_type": "default"})
         else:
             setattr(config, key, value)
-    # Frequencies follow from several keys, which transformers completes and checks only when it is told to.
+    # Frequencies follow from several keys, which transformers completes and checks only when it is
+    # told to.
     if not overrides.keys().isdisjoint({*OF_ROPE, "rope_parameters"}):
         config.standardize_rope_params()
         config.validate_rope()
@@ -89,19 +118,27 @@ def cannot_work(reason: object, overrides: dict[str, Any]) -> ConfigError:
     settings = " ".join(f"model.config.{key}={value}" for key, value in overrides.items())
     is_name = isinstance(reason, KeyError) and " " not in str(reason.args[0])
     text = f"{reason} is not known." if is_name else one_line(reason).strip('"')
-    return ConfigError(f"a model with these settings does not work: {text or type(reason).__name__} ({settings})")
+    return ConfigError(
+        f"a model with these settings does not work: {text or type(reason).__name__} ({settings})"
+    )
 
 
 def describe_with(overrides: dict[str, Any], make: Callable[[], Any]) -> Any:
-    """Returns what `make` makes; what the family's own config class refuses is a ConfigError that names `overrides`."""
+    """Returns what `make` makes; what the family's own config class refuses is a ConfigError that
+    names `overrides`.
+    """
     try:
         return make()
     except Exception as error:  # checks of the model's own config class
         raise cannot_work(error, overrides) from error
 
 
-def check_settings(settings: dict[str, Any], config: PretrainedConfig, prefix: str = "model.config.") -> None:
-    """Raises ConfigError for a setting that the family does not have, with the nearest that it has."""
+def check_settings(
+    settings: dict[str, Any], config: PretrainedConfig, prefix: str = "model.config."
+) -> None:
+    """Raises ConfigError for a setting that the family does not have, with the nearest
+    that it has.
+    """
     known = [*config.to_dict(), *config.attribute_map]
     known += OF_ROPE if "rope_parameters" in known else ()
     inner = _inner_configs(config)
@@ -110,10 +147,18 @@ def check_settings(settings: dict[str, Any], config: PretrainedConfig, prefix: s
             check_settings(value, inner[key], f"{prefix}{key}.")
         elif key not in known:
             of_text = [f"{name}.{key}" for name, part in inner.items() if key in part.to_dict()]
-            near = f"; did you mean {prefix}{of_text[0]}?" if of_text else did_you_mean(key, known) or "."
-            raise ConfigError(f"{prefix}{key}={value}: {config.model_type} has no such setting{near}")
+            near = (
+                f"; did you mean {prefix}{of_text[0]}?"
+                if of_text
+                else did_you_mean(key, known) or "."
+            )
+            raise ConfigError(
+                f"{prefix}{key}={value}: {config.model_type} has no such setting{near}"
+            )
     scaling = settings.get("rope_scaling")
-    if scaling is not None and not (isinstance(scaling, dict) and {"rope_type", "type"} & {*scaling}):
+    if scaling is not None and not (
+        isinstance(scaling, dict) and {"rope_type", "type"} & {*scaling}
+    ):
         raise ConfigError(
             f"{prefix}rope_scaling={scaling} must be null or name its rope_type, such as "
             f"{prefix}rope_scaling={{rope_type: yarn, factor: 4.0}}."
@@ -121,6 +166,11 @@ def check_settings(settings: dict[str, Any], config: PretrainedConfig, prefix: s
 
 
 def _inner_configs(config: PretrainedConfig) -> dict[str, PretrainedConfig]:
-    """Returns the configs of a composite's language model, which is first, and of its towers, by their setting."""
-    found = {name: config_value(config, name) for name in sorted(config.sub_configs, key=lambda n: n != "text_config")}
+    """Returns the configs of a composite's language model, which is first, and of its towers, by
+    their setting.
+    """
+    found = {
+        name: config_value(config, name)
+        for name in sorted(config.sub_configs, key=lambda n: n != "text_config")
+    }
     return {name: part for name, part in found.items() if isinstance(part, PretrainedConfig)}

@@ -1,9 +1,12 @@
-"""Weights that each rank reads for its own shards only: nothing ever holds the whole of a loaded model.
+"""Weights that each rank reads for its own shards only: nothing ever holds the whole of a loaded
+model.
 
-    meta device -> `spread` (adapters, tensor and expert parallelism, FSDP) -> DTensors without memory -> parts of them
+    meta device -> `spread` (adapters, tensor and expert parallelism, FSDP) -> DTensors without
+    memory -> parts of them
 
-Reading is transformers' own: its `from_pretrained` slices every file along the placements of the parameters that it
-meets, renames and fuses weights on the way, and casts each to the dtype of its parameter.
+Reading is transformers' own: its `from_pretrained` slices every file along the placements of the
+parameters that it meets, renames and fuses weights on the way, and casts each to the dtype of its
+parameter.
 """
 
 from __future__ import annotations
@@ -39,24 +42,34 @@ class CannotReadSlicesError(Exception):
 
 
 def load_shards(load: Callable[..., Any], *, spread: Spread, device: torch.device) -> Any:
-    """Calls `load(**more)`, which is `from_pretrained`, with its model sharded by `spread` before weights are read.
+    """Calls `load(**more)`, which is `from_pretrained`, with its model sharded by `spread` before
+    weights are read.
 
     device  holds the shards: the mesh's, or the host under mesh.cpu_offload
 
-    Raises CannotReadSlicesError before anything is read, ConfigError for weights that are tied in the config only.
+    Raises CannotReadSlicesError before anything is read, ConfigError for weights that are tied in
+    the config only.
     """
     tied: list[tuple[str, str]] = []
 
-    def shard(cls: type, model: transformers.PreTrainedModel, *of_the_engine: object) -> transformers.PreTrainedModel:
-        # Does each converter make this rank's part of a weight of this rank's parts of the checkpoint's? Parameters are
-        # sharded over dim 0; the engine hands experts of their own files to the ranks that hold them.
-        converters = (x for x in get_model_conversion_mapping(model) if isinstance(x, WeightConverter))
+    def shard(
+        cls: type, model: transformers.PreTrainedModel, *of_the_engine: object
+    ) -> transformers.PreTrainedModel:
+        # Does each converter make this rank's part of a weight of this rank's parts of the
+        # checkpoint's? Parameters are sharded over dim 0; the engine hands experts of their own
+        # files to the ranks that hold them.
+        converters = (
+            x for x in get_model_conversion_mapping(model) if isinstance(x, WeightConverter)
+        )
         for step in (step for converter in converters for step in converter.operations):
             if not (
-                step.dim == 0 if isinstance(step, MergeModulelist) else isinstance(step, Concatenate) and step.dim > 0
+                step.dim == 0
+                if isinstance(step, MergeModulelist)
+                else isinstance(step, Concatenate) and step.dim > 0
             ):
                 raise CannotReadSlicesError
-        model.tie_weights(recompute_mapping=False)  # before FSDP, which then gathers and reduces them once
+        # before FSDP, which then gathers and reduces them once
+        model.tie_weights(recompute_mapping=False)
         tied.extend(model.all_tied_weights_keys.items())
         spread(model)
         return model
@@ -64,8 +77,8 @@ def load_shards(load: Callable[..., Any], *, spread: Spread, device: torch.devic
     def open_rows(path: str, **options: Any) -> Any:
         return RowFile(path) if "backend" in options else safe_open(path, **options)
 
-    # Hooks for one call: the engine offers no way to shard a model by other means than its own between the moment when
-    # it is described and the moment when its weights are read.
+    # Hooks for one call: the engine offers no way to shard a model by other means than its own
+    # between the moment when it is described and the moment when its weights are read.
     with contextlib.ExitStack() as hooks:
         hooks.enter_context(converting_exactly())
         for owner, name, function in (
@@ -75,40 +88,45 @@ def load_shards(load: Callable[..., Any], *, spread: Spread, device: torch.devic
             (core_model_loading, "_dtensor_from_local_like", partial(hold_shard, device)),
         ):
             hooks.enter_context(replaced(owner, name, function))
-        loaded = load(distributed_config=DistributedConfig(tp_size=1, fsdp_size=1))  # the engine itself shards nothing
+        # the engine itself shards nothing
+        loaded = load(distributed_config=DistributedConfig(tp_size=1, fsdp_size=1))
     # The config that was passed for the hooks' sake would be exported with the model.
     model = loaded[0]
     del model.config.distributed_config
     for one, other in tied:
         if model.get_parameter(one) is not model.get_parameter(other):
             raise ConfigError(
-                f"the config ties {one} to {other}, and the checkpoint has different values for them: set "
-                "model.config.tie_word_embeddings=false."
+                f"the config ties {one} to {other}, and the checkpoint has different values for "
+                "them: set model.config.tie_word_embeddings=false."
             )
     return loaded
 
 
 def hold_shard(device: torch.device, local: Tensor, ref: DTensor) -> DTensor:
-    """Wraps this rank's part of `ref`, on `device`. `DTensor.from_local`, which transformers calls, moves it to the
-    device of the mesh: the GPU that mesh.cpu_offload finds too small.
+    """Wraps this rank's part of `ref`, on `device`. `DTensor.from_local`, which transformers calls,
+    moves it to the device of the mesh: the GPU that mesh.cpu_offload finds too small.
     """
     return DTensor(local.to(device).contiguous(), ref._spec, requires_grad=local.requires_grad)
 
 
 class RowFile:
-    """A safetensors file of which nothing is read but the rows that are asked for. The library itself reads the whole
-    tensor (`pread`), so that every rank would read the whole checkpoint, or maps the file (`mmap`): its pages count as
-    memory of the process until it is closed.
+    """A safetensors file of which nothing is read but the rows that are asked for. The library
+    itself reads the whole tensor (`pread`), so that every rank would read the whole checkpoint, or
+    maps the file (`mmap`): its pages count as memory of the process until it is closed.
     """
 
     def __init__(self, path: str) -> None:
-        self._path, self._checked = path, safe_open(path, framework="pt")  # checks the file, knows shapes and dtypes
+        # checks the file, knows shapes and dtypes
+        self._path, self._checked = path, safe_open(path, framework="pt")
         self.keys, self.__exit__ = self._checked.keys, self._checked.__exit__
-        # The format: 8 bytes with the header's length, the header as JSON, then the tensors, row by row.
+        # The format: 8 bytes with the header's length, the header as JSON, then the tensors, row by
+        # row.
         with open(path, "rb") as file:
             num_bytes = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(num_bytes))
-        self._starts = {name: 8 + num_bytes + header[name]["data_offsets"][0] for name in self.keys()}
+        self._starts = {
+            name: 8 + num_bytes + header[name]["data_offsets"][0] for name in self.keys()
+        }
 
     def get_slice(self, name: str) -> Any:
         """Returns what indexes the tensor `name`, as safetensors' own does."""
@@ -132,7 +150,9 @@ class Rows:
         read = np.fromfile(self._path, np.uint8, num_bytes, offset=self._start + first * row_bytes)
         if len(read) < num_bytes:
             raise SafetensorError(f"{self._path} is {num_bytes - len(read)} bytes short")
-        values = torch.from_numpy(read).view(empty.dtype).view(-1, *shape[1:]) if num_bytes else empty
+        values = (
+            torch.from_numpy(read).view(empty.dtype).view(-1, *shape[1:]) if num_bytes else empty
+        )
         inside = (slice(None), *rest)
         return values[inside].contiguous()
 

@@ -1,7 +1,7 @@
 """Causal LMs from a folder, a hub name or a config.
 
-Here and elsewhere the models' code is named as `transformers.PreTrainedModel`, because transformers imports it at its
-first use: 2 CPU-s that an error in the settings or the data need not wait for.
+Here and elsewhere the models' code is named as `transformers.PreTrainedModel`, because transformers
+imports it at its first use: 2 CPU-s that an error in the settings or the data need not wait for.
 """
 
 from __future__ import annotations
@@ -24,9 +24,20 @@ from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Co
 
 from automodel_lite.attention.spec import config_value
 from automodel_lite.config.rules import OneOf, PathStr, Range, looks_local
-from automodel_lite.errors import ConfigError, did_you_mean, is_lost_peer, is_out_of_memory, one_line
+from automodel_lite.errors import (
+    ConfigError,
+    did_you_mean,
+    is_lost_peer,
+    is_out_of_memory,
+    one_line,
+)
 from automodel_lite.models.layers import freeze_named, freeze_towers, local, output_head
-from automodel_lite.models.settings import apply_settings, check_described, check_settings, describe_with
+from automodel_lite.models.settings import (
+    apply_settings,
+    check_described,
+    check_settings,
+    describe_with,
+)
 
 if TYPE_CHECKING:
     from automodel_lite.models.sharded import Spread
@@ -34,7 +45,9 @@ if TYPE_CHECKING:
 SHAPES = Path(__file__).parent / "shapes"
 """config.json of the presets' models: sizes are estimated without a network."""
 DEQUANTIZED = frozenset({"fp8", "mxfp4"})
-"""Checkpoints of these kinds are loaded as plain weights; their exports are in the config's dtype."""
+"""Checkpoints of these kinds are loaded as plain weights; their exports are in the
+config's dtype.
+"""
 
 Experts = Annotated[str, OneOf(("auto", "grouped_mm", "batched_mm", "eager"))]
 
@@ -42,9 +55,10 @@ Experts = Annotated[str, OneOf(("auto", "grouped_mm", "batched_mm", "eager"))]
 class CausalLM:
     """The config node `model`: where the model comes from.
 
-    `config` overrides keys of the loaded config. Without `pretrained` it is the whole config of a model from scratch:
-    it needs `model_type` (llama, qwen3 ...); the vocabulary size and special tokens are the tokenizer's. `experts` is
-    transformers' `experts_implementation`: grouped_mm (one product of groups), batched_mm, eager (expert by expert).
+    `config` overrides keys of the loaded config. Without `pretrained` it is the whole config of a
+    model from scratch: it needs `model_type` (llama, qwen3 ...); the vocabulary size and special
+    tokens are the tokenizer's. `experts` is transformers' `experts_implementation`: grouped_mm (one
+    product of groups), batched_mm, eager (expert by expert).
     """
 
     def __init__(
@@ -52,11 +66,15 @@ class CausalLM:
         pretrained: PathStr | None = None,  # a folder or a hub name; null = from scratch, by config
         config: dict[str, Any] | None = None,
         revision: str | None = None,  # of a hub repository: a branch, a tag or a commit
-        trust_remote_code: bool = False,  # run the repository's own code; command line only, with a commit
+        # run the repository's own code; command line only, with a commit
+        trust_remote_code: bool = False,
         experts: Experts = "auto",  # how experts are computed; auto = what transformers takes
-        router_aux_loss: Annotated[float, Range(0)] = 0.0,  # weight of the load-balancing loss of experts; 0 = none
-        resize_embeddings: bool = False,  # add rows for tokens that the tokenizer has and the model lacks
-        freeze: list[str] | None = None,  # weights that are not trained, by name: [embed_tokens, "layers.[0-7]"]
+        # weight of the load-balancing loss of experts; 0 = none
+        router_aux_loss: Annotated[float, Range(0)] = 0.0,
+        # add rows for tokens that the tokenizer has and the model lacks
+        resize_embeddings: bool = False,
+        # weights that are not trained, by name: [embed_tokens, "layers.[0-7]"]
+        freeze: list[str] | None = None,
     ) -> None:
         self.resize_embeddings = resize_embeddings
         self.freeze = list(freeze or ())
@@ -66,27 +84,31 @@ class CausalLM:
         self.experts = experts
         self.pretrained = pretrained
         self.source = {"revision": revision or "main", "trust_remote_code": trust_remote_code}
-        is_pinned = re.fullmatch(r"[0-9a-f]{40}", revision or "")  # a branch can be moved onto other code
+        # a branch can be moved onto other code
+        is_pinned = re.fullmatch(r"[0-9a-f]{40}", revision or "")
         if trust_remote_code and not is_pinned and not (pretrained and Path(pretrained).is_dir()):
             raise ConfigError(
-                "model.trust_remote_code=true runs code of the model's repository: pin the commit that you have "
-                f"reviewed, model.revision=<40 hex digits>, not {revision}."
+                "model.trust_remote_code=true runs code of the model's repository: pin the commit "
+                f"that you have reviewed, model.revision=<40 hex digits>, not {revision}."
             )
         self.overrides = dict(config or {})
         if pretrained and "model_type" in self.overrides:
             raise ConfigError(
-                f"model.pretrained={pretrained} loads a model while model.config describes one from scratch: "
-                "choose model=pretrained as well."
+                f"model.pretrained={pretrained} loads a model while model.config describes one "
+                "from scratch: choose model=pretrained as well."
             )
         if not pretrained and "model_type" not in self.overrides:
             raise ConfigError(
-                "model.pretrained=null needs model.config.model_type (llama, qwen3 ...), or a folder to load."
+                "model.pretrained=null needs model.config.model_type (llama, qwen3 ...), or a "
+                "folder to load."
             )
         if pretrained:
             check_source("model.pretrained", pretrained)
 
     def config(self, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
-        """Returns the model's config; a model from scratch gets the tokenizer's vocabulary and special tokens."""
+        """Returns the model's config; a model from scratch gets the tokenizer's vocabulary and
+        special tokens.
+        """
         config = self._config_as_stored(tokenizer)
         if self._grows(config, tokenizer):
             config.get_text_config().vocab_size = len(tokenizer)
@@ -94,8 +116,12 @@ class CausalLM:
 
     def _config_as_stored(self, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
         special = ("bos_token_id", "eos_token_id", "pad_token_id")
-        defaults = {"vocab_size": len(tokenizer), **{key: getattr(tokenizer, key) for key in special}}
-        asked = {"defaults": defaults, "overrides": self.overrides}  # a copy of a source may have other overrides
+        defaults = {
+            "vocab_size": len(tokenizer),
+            **{key: getattr(tokenizer, key) for key in special},
+        }
+        # a copy of a source may have other overrides
+        asked = {"defaults": defaults, "overrides": self.overrides}
         if asked not in [known for known, _ in self._described]:
             # Described once per start; each caller gets a copy, as models write into theirs.
             self._described = [(asked, self.described(defaults))]
@@ -105,7 +131,8 @@ class CausalLM:
         return self.resize_embeddings and config.get_text_config().vocab_size < len(tokenizer)
 
     def described(self, defaults: dict[str, Any]) -> PretrainedConfig:
-        """Returns the loaded config with the overrides; of a model from scratch, the overrides over `defaults`.
+        """Returns the loaded config with the overrides; of a model from scratch, the overrides over
+        `defaults`.
 
         Raises ConfigError for a setting that the model does not have, or not with this value.
         """
@@ -116,25 +143,33 @@ class CausalLM:
             check_described(config, self.overrides)
             quantization = quantization_of(config)
             method = quantization and str(quantization["quant_method"])
-            if method and method not in DEQUANTIZED:  # weights that cannot be turned back into what is trained
+            # weights that cannot be turned back into what is trained
+            if method and method not in DEQUANTIZED:
                 raise ConfigError(
                     f"model.pretrained={self.pretrained} is quantized ({method}), and only "
-                    f"{' and '.join(sorted(DEQUANTIZED))} weights are dequantized here: use the original checkpoint "
-                    "(peft=qlora holds one in 4 bits)."
+                    f"{' and '.join(sorted(DEQUANTIZED))} weights are dequantized here: use the "
+                    "original checkpoint (peft=qlora holds one in 4 bits)."
                 )
-            if config.model_type == "youtu" and config.pad_token_id is not None:  # transformers 5.23
+            # transformers 5.23
+            if config.model_type == "youtu" and config.pad_token_id is not None:
                 raise ConfigError(
-                    f"model.pretrained={self.pretrained}: transformers zeroes row {config.pad_token_id} of this "
-                    "family's embedding when it loads it: set model.config.pad_token_id=null."
+                    f"model.pretrained={self.pretrained}: transformers zeroes row "
+                    f"{config.pad_token_id} of this family's embedding when it loads it: set "
+                    "model.config.pad_token_id=null."
                 )
             return config
         settings = {**defaults, **self.overrides}
         kind = settings.pop("model_type")
-        from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # with the names of all families
+        # with the names of all families
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
         if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
-            near = did_you_mean(str(kind), CONFIG_MAPPING) or ", such as llama, qwen3 or gemma3_text."
-            raise ConfigError(f"model.config.model_type={kind}: transformers has no such model{near}")
+            near = (
+                did_you_mean(str(kind), CONFIG_MAPPING) or ", such as llama, qwen3 or gemma3_text."
+            )
+            raise ConfigError(
+                f"model.config.model_type={kind}: transformers has no such model{near}"
+            )
         check_settings(settings, describe_with({}, lambda: transformers.AutoConfig.for_model(kind)))
         # in one call: other values follow from these, such as head_dim
         made: PretrainedConfig = describe_with(
@@ -146,28 +181,33 @@ class CausalLM:
     def build(
         self, tokenizer: PreTrainedTokenizerBase, load_arguments: dict[str, Any] | None = None
     ) -> transformers.PreTrainedModel:
-        """Builds the whole model with fp32 weights, on the CPU unless `load_arguments`, more of `from_pretrained`, name
-        a device.
+        """Builds the whole model with fp32 weights, on the CPU unless `load_arguments`, more of
+        `from_pretrained`, name a device.
 
-        Raises ConfigError when the vocabulary does not fit, or when loaded weights miss or do not fit a part of the
-        model.
+        Raises ConfigError when the vocabulary does not fit, or when loaded weights miss or do not
+        fit a part of the model.
         """
         config = self._checked_config(tokenizer)
         if self.pretrained:
-            from automodel_lite.models.checkpoints import converting_exactly  # with the models' code
+            # with the models' code
+            from automodel_lite.models.checkpoints import converting_exactly
 
             with converting_exactly():
                 lm = self._load(config, lambda load: load(), load_arguments or {})
             if self._grows(config, tokenizer):
-                # Each new row is the mean of those before: a token about which nothing is known, and the same on every
-                # rank; random rows would begin with logits above those of all other tokens.
+                # Each new row is the mean of those before: a token about which nothing is known,
+                # and the same on every rank; random rows would begin with logits above those of all
+                # other tokens.
                 before, rows = embedding_rows(lm), len(tokenizer)
                 lm.resize_token_embeddings(rows, mean_resizing=False)
                 modules: list[Any] = [lm.get_input_embeddings(), output_head(lm)]
-                for grown in {p for module in modules for p in module.parameters() if p.shape[0] == rows}:
+                for grown in {
+                    p for module in modules for p in module.parameters() if p.shape[0] == rows
+                }:
                     grown.data[before:] = grown.data[:before].mean(0)
                 self.notes.append(
-                    f"the embedding has {rows} rows in place of {before}; each new one begins as the mean of the others"
+                    f"the embedding has {rows} rows in place of {before}; each new one begins as "
+                    "the mean of the others"
                 )
         else:
             lm = model_class(config).from_config(config, dtype=torch.float32)
@@ -181,14 +221,17 @@ class CausalLM:
         device: torch.device,
         turn: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> transformers.PreTrainedModel:
-        """Builds the model as `spread` shards it, with the weights that `build` gives; raises ConfigError as it does.
+        """Builds the model as `spread` shards it, with the weights that `build` gives; raises
+        ConfigError as it does.
 
         turn  entered while weights are read
 
-        Sharded on the meta device, before it has weights, of which each rank then reads its own parts; whole on each
-        rank first from scratch, and where the parts of a checkpoint do not lie along the shards.
+        Sharded on the meta device, before it has weights, of which each rank then reads its own
+        parts; whole on each rank first from scratch, and where the parts of a checkpoint do not lie
+        along the shards.
         """
-        from automodel_lite.models.sharded import CannotReadSlicesError, load_shards  # with the models' code
+        # with the models' code
+        from automodel_lite.models.sharded import CannotReadSlicesError, load_shards
 
         config = self._checked_config(tokenizer)
 
@@ -200,16 +243,22 @@ class CausalLM:
         # Blocks, scales and rows that are added do not lie along the shards.
         if self.pretrained and not quantization_of(config) and not self._grows(config, tokenizer):
             with suppress(CannotReadSlicesError), ExitStack() as reading:
-                return self._load(config, partial(load_shards, spread=spread_trained, device=device), {}).train()
+                return self._load(
+                    config, partial(load_shards, spread=spread_trained, device=device), {}
+                ).train()
         with turn() if self.pretrained else nullcontext():
             lm = self.build(tokenizer)
         spread(lm)
         return lm
 
     def _load(
-        self, config: PretrainedConfig, read: Callable[[Callable[..., Any]], Any], more: dict[str, Any]
+        self,
+        config: PretrainedConfig,
+        read: Callable[[Callable[..., Any]], Any],
+        more: dict[str, Any],
     ) -> transformers.PreTrainedModel:
-        """Loads the whole model, or this rank's shards of it; notes what the checkpoint holds beside the model.
+        """Loads the whole model, or this rank's shards of it; notes what the checkpoint holds
+        beside the model.
 
         read  calls `from_pretrained` and returns its model and its report
         more  arguments of `from_pretrained`
@@ -217,7 +266,9 @@ class CausalLM:
         assert self.pretrained
         quantization, arguments = quantization_of(config), {**self.source, **more}
         if quantization and "quantization_config" not in arguments:
-            kind: Any = Mxfp4Config if quantization["quant_method"] == "mxfp4" else FineGrainedFP8Config
+            kind: Any = (
+                Mxfp4Config if quantization["quant_method"] == "mxfp4" else FineGrainedFP8Config
+            )
             arguments["quantization_config"] = kind.from_dict({**quantization, "dequantize": True})
         load = partial(
             model_class(config).from_pretrained,
@@ -232,14 +283,17 @@ class CausalLM:
             model, report = read(load)
         # Weights that are missing are random: a model that trains and was never loaded.
         missing = sorted(report["missing_keys"])
-        mismatched = sorted(str(key[0] if isinstance(key, tuple) else key) for key in report["mismatched_keys"])
+        mismatched = sorted(
+            str(key[0] if isinstance(key, tuple) else key) for key in report["mismatched_keys"]
+        )
         if missing or mismatched:
             raise ConfigError(
-                f"model.pretrained={self.pretrained}: {len(missing)} weights are missing and {len(mismatched)} have a "
-                f"different shape than in the config, {(missing + mismatched)[0]} first; they would be initialized at "
-                "random."
+                f"model.pretrained={self.pretrained}: {len(missing)} weights are missing and "
+                f"{len(mismatched)} have a different shape than in the config, "
+                f"{(missing + mismatched)[0]} first; they would be initialized at random."
             )
-        if quantization:  # forgotten: otherwise the export would quantize again, as the checkpoint was
+        # forgotten: otherwise the export would quantize again, as the checkpoint was
+        if quantization:
             for part in (model.config, model.config.get_text_config()):
                 vars(part).pop("quantization_config", None)
             model.hf_quantizer, model.is_quantized, model._weight_conversions = None, False, None
@@ -248,7 +302,8 @@ class CausalLM:
         if unknown := sorted(report["unexpected_keys"]):
             names = ", ".join(unknown[:3]) + (" ..." if len(unknown) > 3 else "")
             self.notes.append(
-                f"{len(unknown)} weights of the checkpoint are not part of the model and not exported: {names}"
+                f"{len(unknown)} weights of the checkpoint are not part of the model and not "
+                f"exported: {names}"
             )
         return model
 
@@ -263,8 +318,9 @@ class CausalLM:
         rows = config.get_text_config().vocab_size
         if len(tokenizer) > rows and not self._grows(config, tokenizer):
             raise ConfigError(
-                f"the tokenizer has {len(tokenizer)} tokens, the model's embedding {rows} rows: use the model's own "
-                "tokenizer; for tokens that you have added set model.resize_embeddings=true, for a model from scratch "
+                f"the tokenizer has {len(tokenizer)} tokens, the model's embedding {rows} rows: "
+                "use the model's own tokenizer; for tokens that you have added set "
+                "model.resize_embeddings=true, for a model from scratch "
                 f"model.config.vocab_size={len(tokenizer)}."
             )
         # Set before the model is built: its experts choose their function in the constructor.
@@ -274,11 +330,12 @@ class CausalLM:
 
 
 def model_class(config: PretrainedConfig) -> Any:
-    """Returns the Auto class that loads the whole model: a composite's own class keeps its towers, where
-    AutoModelForCausalLM would leave them out, or does not know it.
+    """Returns the Auto class that loads the whole model: a composite's own class keeps its towers,
+    where AutoModelForCausalLM would leave them out, or does not know it.
     """
     for_text = transformers.AutoModelForCausalLM
-    # A language model that is listed by itself; a composite's entry there would drop its towers from the export.
+    # A language model that is listed by itself; a composite's entry there would drop its towers
+    # from the export.
     if config.get_text_config() is config and type(config) in for_text._model_mapping:
         return for_text
     for auto in (transformers.AutoModelForMultimodalLM, transformers.AutoModelForImageTextToText):
@@ -287,14 +344,20 @@ def model_class(config: PretrainedConfig) -> Any:
     return for_text
 
 
-def load_whole(folder: str, dtype: torch.dtype, trust_remote_code: bool = False) -> transformers.PreTrainedModel:
+def load_whole(
+    folder: str, dtype: torch.dtype, trust_remote_code: bool = False
+) -> transformers.PreTrainedModel:
     """Loads a folder or hub name by plain `from_pretrained`, under its own class."""
     config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    return model_class(config).from_pretrained(folder, dtype=dtype, trust_remote_code=trust_remote_code)
+    return model_class(config).from_pretrained(
+        folder, dtype=dtype, trust_remote_code=trust_remote_code
+    )
 
 
 def quantization_of(config: PretrainedConfig) -> dict[str, Any] | None:
-    """Returns `quantization_config` of a checkpoint whose weights are quantized, also of a composite's text part."""
+    """Returns `quantization_config` of a checkpoint whose weights are quantized, also of a
+    composite's text part.
+    """
     for part in (config, config.get_text_config()):
         found: Any = config_value(part, "quantization_config")
         if found:
@@ -302,16 +365,24 @@ def quantization_of(config: PretrainedConfig) -> dict[str, Any] | None:
     return None
 
 
-def describe(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> transformers.PreTrainedModel:
-    """Builds a config's model on the meta device: shapes without memory. Remote code was trusted already."""
+def describe(
+    config: PretrainedConfig, dtype: torch.dtype = torch.float32
+) -> transformers.PreTrainedModel:
+    """Builds a config's model on the meta device: shapes without memory. Remote code was trusted
+    already.
+    """
     own = copy.deepcopy(config)  # from_config writes the dtype into it
     with torch.device("meta"):
-        made = model_class(own).from_config(own, dtype=dtype, trust_remote_code=is_remote_code(type(own)))
+        made = model_class(own).from_config(
+            own, dtype=dtype, trust_remote_code=is_remote_code(type(own))
+        )
     return made
 
 
 def is_remote_code(kind: type) -> bool:
-    """Is the class from a model's repository? transformers puts such code into a package of its own."""
+    """Is the class from a model's repository? transformers puts such code into a package of its
+    own.
+    """
     return kind.__module__.startswith("transformers_modules.")
 
 
@@ -322,7 +393,9 @@ def embedding_rows(model: transformers.PreTrainedModel) -> int:
 
 
 def check_source(key: str, source: str) -> None:
-    """Raises ConfigError for what looks like a local path and is none, before it is tried as a hub name."""
+    """Raises ConfigError for what looks like a local path and is none, before it is tried as a hub
+    name.
+    """
     folder = Path(source).expanduser()
     if looks_local(source) and not folder.is_dir():
         raise ConfigError(f"{key}={source}: there is no such folder.")
@@ -332,10 +405,13 @@ def check_source(key: str, source: str) -> None:
 
 def _load_config(source: str, options: dict[str, Any]) -> PretrainedConfig:
     shape = SHAPES / f"{source.replace('/', '--')}.json"
-    # Without a network each question to the hub is retried for 26 s: the stored shape answers where nothing is cached.
+    # Without a network each question to the hub is retried for 26 s: the stored shape answers where
+    # nothing is cached.
     is_local = shape.is_file() and options["revision"] == "main"
     try:
-        config: PretrainedConfig = transformers.AutoConfig.from_pretrained(source, local_files_only=is_local, **options)
+        config: PretrainedConfig = transformers.AutoConfig.from_pretrained(
+            source, local_files_only=is_local, **options
+        )
     except OSError as error:
         if not shape.is_file():
             raise _not_there(source, error) from None
@@ -345,8 +421,8 @@ def _load_config(source: str, options: dict[str, Any]) -> PretrainedConfig:
         if options["trust_remote_code"] or "trust_remote_code" not in str(error):
             raise
         raise ConfigError(
-            f"model.pretrained={source} runs its own code: review it, and allow it on the command line with "
-            "model.trust_remote_code=true and its commit as model.revision=... ."
+            f"model.pretrained={source} runs its own code: review it, and allow it on the command "
+            "line with model.trust_remote_code=true and its commit as model.revision=... ."
         ) from None
     return config
 
@@ -354,13 +430,15 @@ def _load_config(source: str, options: dict[str, Any]) -> PretrainedConfig:
 def _not_there(source: str, error: OSError) -> ConfigError:
     reason = one_line(error)
     return ConfigError(
-        f"model.pretrained={source} cannot be loaded: {reason} Use a folder, or download the model where there is a "
-        f"network: hf download {source}."
+        f"model.pretrained={source} cannot be loaded: {reason} Use a folder, or download the model "
+        f"where there is a network: hf download {source}."
     )
 
 
 @contextmanager
-def _loading_errors(source: str, config: PretrainedConfig, quantization: dict[str, Any] | None) -> Iterator[None]:
+def _loading_errors(
+    source: str, config: PretrainedConfig, quantization: dict[str, Any] | None
+) -> Iterator[None]:
     """Names the cause of what goes wrong inside, where weights are read."""
     # Its load report is a table of terminal escapes; what matters in it is an error or a note.
     verbosity = transformers_logging.get_verbosity()
@@ -371,23 +449,26 @@ def _loading_errors(source: str, config: PretrainedConfig, quantization: dict[st
         raise _not_there(source, error) from None
     except SafetensorError as error:
         raise ConfigError(
-            f"model.pretrained={source}: the weights are truncated or not safetensors ({error}): download them again."
+            f"model.pretrained={source}: the weights are truncated or not safetensors ({error}): "
+            "download them again."
         ) from None
-    except pickle.UnpicklingError:  # torch's own text explains how to run the code that is in the file
+    except pickle.UnpicklingError:
+        # torch's own text explains how to run the code that is in the file
         raise ConfigError(
-            f"model.pretrained={source}: its weights are a pickle that holds more than tensors, which may be a "
-            "program: use a checkpoint in safetensors."
+            f"model.pretrained={source}: its weights are a pickle that holds more than tensors, "
+            "which may be a program: use a checkpoint in safetensors."
         ) from None
     except ValueError as error:  # converters of the family that the quantizer cannot extend
         if isinstance(error, ConfigError) or not quantization:
             raise
         raise ConfigError(
-            f"model.pretrained={source}: transformers cannot read {quantization['quant_method']} weights of "
-            f"{config.model_type} ({one_line(error, 100)}): use the original checkpoint."
+            f"model.pretrained={source}: transformers cannot read {quantization['quant_method']} "
+            f"weights of {config.model_type} ({one_line(error, 100)}): use the original checkpoint."
         ) from None
     except RuntimeError as error:  # shapes that do not fit
         if is_out_of_memory(error) or is_lost_peer(error):
-            raise  # no setting is at fault: these have exit codes of their own, and a job may start again
+            # no setting is at fault: these have exit codes of their own, and a job may start again
+            raise
         raise ConfigError(f"model.pretrained={source}: {one_line(error, 500)}") from None
     finally:
         transformers_logging.set_verbosity(verbosity)
@@ -397,12 +478,17 @@ def check_finite(model: transformers.PreTrainedModel, source: str) -> None:
     """Raises ConfigError when a loaded weight is infinite or not a number: every loss would be."""
     damaged = []
     for name, weight in model.named_parameters():
-        # The extremes are infinite or NaN when any value is, and need no mask as large as the weight.
+        # The extremes are infinite or NaN when any value is, and need no mask as large as the
+        # weight.
         here = local(weight.detach())
-        if here.is_floating_point() and here.numel() and not all(bool(value.isfinite()) for value in here.aminmax()):
+        if (
+            here.is_floating_point()
+            and here.numel()
+            and not all(bool(value.isfinite()) for value in here.aminmax())
+        ):
             damaged.append(name)
     if damaged:
         raise ConfigError(
-            f"{source}: {len(damaged)} weights hold values that are not finite (inf or NaN), {damaged[0]} first: the "
-            "file is damaged, or its training diverged; download it again."
+            f"{source}: {len(damaged)} weights hold values that are not finite (inf or NaN), "
+            f"{damaged[0]} first: the file is damaged, or its training diverged; download it again."
         )

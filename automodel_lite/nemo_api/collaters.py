@@ -28,15 +28,21 @@ Columns = dict[str, list]
 
 
 def packed_sequence_thd_collater(batch: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Packs (or loose rows) -> `input_ids, labels, position_ids` [B, S], `seq_lens, seq_lens_padded` filled up with
-    -1000, `qkv_format`. The recipe's own collater (`data.packing.packs`).
+    """Packs (or loose rows) -> `input_ids, labels, position_ids` [B, S],
+    `seq_lens, seq_lens_padded` filled up with -1000, `qkv_format`. The recipe's own collater
+    (`data.packing.packs`).
 
-    Rows without `seq_lens` become one document each, padded to the longest row of the batch; ValueError for both kinds.
+    Rows without `seq_lens` become one document each, padded to the longest row of the batch;
+    ValueError for both kinds.
     """
     is_packed = ["seq_lens" in row for row in batch]
     if any(is_packed) and not all(is_packed):
-        raise ValueError("a batch holds either packs (with seq_lens) or loose rows (without), not both.")
-    return packs.packed_sequence_thd_collater(batch if all(is_packed) else _rows_as_documents(batch))
+        raise ValueError(
+            "a batch holds either packs (with seq_lens) or loose rows (without), not both."
+        )
+    return packs.packed_sequence_thd_collater(
+        batch if all(is_packed) else _rows_as_documents(batch)
+    )
 
 
 def _rows_as_documents(batch: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -53,28 +59,43 @@ def _rows_as_documents(batch: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
             pack[name] = torch.cat([values, behind])
         length = len(row["input_ids"])
         num_real = int(torch.as_tensor(row.get("attention_mask", 0)).sum()) or length
-        packs.append(pack | {"position_ids": range(longest), "seq_lens": [num_real], "seq_lens_padded": [longest]})
+        packs.append(
+            pack
+            | {"position_ids": range(longest), "seq_lens": [num_real], "seq_lens_padded": [longest]}
+        )
     return packs
 
 
 def pack_features_for_thd(
     features: Sequence[Mapping[str, Any]], *, ignore_index: int = IGNORE_INDEX
 ) -> dict[str, list[int]]:
-    """Loose examples -> one pre-packed record: `input_ids, labels, position_ids, seq_lens, seq_lens_padded`.
+    """Loose examples -> one pre-packed record:
+    `input_ids, labels, position_ids, seq_lens, seq_lens_padded`.
 
-    An example without labels carries no loss (`ignore_index`). Raises ValueError without examples, for an empty one,
-    and where labels and ids differ in length.
+    An example without labels carries no loss (`ignore_index`). Raises ValueError without examples,
+    for an empty one, and where labels and ids differ in length.
     """
     if not features:
         raise ValueError("pack_features_for_thd requires at least one feature")
-    record: dict[str, list[int]] = {"input_ids": [], "labels": [], "position_ids": [], "seq_lens": []}
+    record: dict[str, list[int]] = {
+        "input_ids": [],
+        "labels": [],
+        "position_ids": [],
+        "seq_lens": [],
+    }
     for feature in features:
         ids = _as_list(feature["input_ids"])
-        labels = _as_list(feature["labels"]) if feature.get("labels") is not None else [ignore_index] * len(ids)
+        labels = (
+            _as_list(feature["labels"])
+            if feature.get("labels") is not None
+            else [ignore_index] * len(ids)
+        )
         if not ids:
             raise ValueError("pack_features_for_thd cannot pack an empty sequence")
         if len(labels) != len(ids):
-            raise ValueError(f"labels length {len(labels)} does not match input_ids length {len(ids)}")
+            raise ValueError(
+                f"labels length {len(labels)} does not match input_ids length {len(ids)}"
+            )
         record["input_ids"] += ids
         record["labels"] += labels
         record["position_ids"] += range(len(ids))
@@ -86,11 +107,14 @@ def _as_list(values: Any) -> list[Any]:
     return values.tolist() if isinstance(values, Tensor) else list(values)
 
 
-def default_collater(batch: Sequence[Mapping[str, Any]], pad_seq_len_divisible: int | None = None) -> dict[str, Tensor]:
+def default_collater(
+    batch: Sequence[Mapping[str, Any]], pad_seq_len_divisible: int | None = None
+) -> dict[str, Tensor]:
     """Rows of any lengths -> padded tensors, and `padding_mask` (bool [B, S], True = padding).
 
-    Lists are padded to the longest (rounded up to `pad_seq_len_divisible`), tensors get a batch dim and are
-    concatenated. The mask comes from `attention_mask` where the rows have one, else from the pad id.
+    Lists are padded to the longest (rounded up to `pad_seq_len_divisible`), tensors get a batch dim
+    and are concatenated. The mask comes from `attention_mask` where the rows have one, else from
+    the pad id.
     """
     pad_ids = batch[0].get(PAD_TOKEN_IDS_KEY)
     collated: dict[str, Tensor] = {}
@@ -101,7 +125,9 @@ def default_collater(batch: Sequence[Mapping[str, Any]], pad_seq_len_divisible: 
         if isinstance(values[0], Tensor):
             collated[key] = torch.cat([batchify(value) for value in values])
         else:
-            rows = pad_within_micro(values, get_pad_token_from_key(key, pad_ids), pad_seq_len_divisible)
+            rows = pad_within_micro(
+                values, get_pad_token_from_key(key, pad_ids), pad_seq_len_divisible
+            )
             collated[key] = batchify(torch.LongTensor(rows))
     if "attention_mask" in collated:
         collated["padding_mask"] = collated["attention_mask"].eq(0)
@@ -111,13 +137,18 @@ def default_collater(batch: Sequence[Mapping[str, Any]], pad_seq_len_divisible: 
     return collated
 
 
-def neat_packed_collater(batch: Sequence[Mapping[str, Any]], attn_implementation: str = "sdpa") -> dict[str, Tensor]:
+def neat_packed_collater(
+    batch: Sequence[Mapping[str, Any]], attn_implementation: str = "sdpa"
+) -> dict[str, Tensor]:
     """Rows of `neat_packing.neat_pack_dataset` -> tensors [B, S] for transformers' own attention.
 
-    `attention_mask` holds the 1-based document index (0 = padding); all but flash attention get it as a bool mask
-    [B, 1, S, S]. `_packed_seq_ids` is that index, added when a row has more than one document.
+    `attention_mask` holds the 1-based document index (0 = padding); all but flash attention get it
+    as a bool mask [B, 1, S, S]. `_packed_seq_ids` is that index, added when a row has more than one
+    document.
     """
-    indexed = torch.stack([torch.as_tensor(row["attention_mask"], dtype=torch.long) for row in batch])
+    indexed = torch.stack(
+        [torch.as_tensor(row["attention_mask"], dtype=torch.long) for row in batch]
+    )
     collated = {
         key: torch.stack([torch.as_tensor(row[key], dtype=torch.long) for row in batch])
         for key in ("input_ids", "labels", "position_ids")
@@ -140,11 +171,15 @@ def extract_key_from_dicts(batch: Sequence[Mapping[str, Any]], key: str) -> list
 
 
 def pad_within_micro(
-    batch: Sequence[Sequence[Any]], pad_token_id: Any | None, pad_seq_len_divisible: int | None = None
+    batch: Sequence[Sequence[Any]],
+    pad_token_id: Any | None,
+    pad_seq_len_divisible: int | None = None,
 ) -> list[list[Any]]:
-    """Lists padded on the right to the longest, rounded up to a multiple of `pad_seq_len_divisible`.
+    """Lists padded on the right to the longest, rounded up to a multiple of
+    `pad_seq_len_divisible`.
 
-    `pad_token_id` None pads with the last value of the first row. Raises ValueError for an empty batch.
+    `pad_token_id` None pads with the last value of the first row. Raises ValueError for an empty
+    batch.
     """
     if not batch:
         raise ValueError("pad_within_micro needs at least one row")
@@ -157,7 +192,9 @@ def pad_within_micro(
 
 
 def find_last_non_pad_token(lst: Sequence[int], value: int) -> int | None:
-    """Index before the trailing run of `value`; None without such a run, and where there is nothing before it."""
+    """Index before the trailing run of `value`; None without such a run, and where there is nothing
+    before it.
+    """
     if not lst or lst[-1] != value:
         return None
     return next((i for i in range(len(lst) - 1, -1, -1) if lst[i] != value), None)
@@ -170,8 +207,11 @@ def get_pad_token_from_key(val: str, pad_token_ids: Mapping[str, Any] | None = N
     return PAD_TOKEN_IDS.get(val)
 
 
-def make_attention_mask_from_labels(ids: Sequence[int], ignore_token: int = IGNORE_INDEX) -> list[int]:
-    """0 on the trailing run of `ignore_token`, else 1; labels that are ignored throughout give all 1.
+def make_attention_mask_from_labels(
+    ids: Sequence[int], ignore_token: int = IGNORE_INDEX
+) -> list[int]:
+    """0 on the trailing run of `ignore_token`, else 1; labels that are ignored throughout give all
+    1.
 
     [-100, 5, 6, -100, -100] -> [1, 1, 1, 0, 0].
     """
@@ -188,22 +228,30 @@ def create_causal_mask_mapping(
     attention_mask: Tensor | None = None,
     device: torch.device | str | None = None,
 ) -> dict[str, Any]:
-    """transformers' own masks by layer type: `full_attention`, and `sliding_attention` for configs with a window."""
+    """transformers' own masks by layer type: `full_attention`, and `sliding_attention` for configs
+    with a window.
+    """
     arguments: dict[str, Any] = {
         "config": model_config,
-        "inputs_embeds": torch.empty((batch_size, seq_len), device=device),  # of which only the shape is read
+        # of which only the shape is read
+        "inputs_embeds": torch.empty((batch_size, seq_len), device=device),
         "attention_mask": attention_mask,
         "past_key_values": None,
         "position_ids": position_ids,
     }
     masks = {"full_attention": create_causal_mask(**arguments)}
-    if getattr(model_config, "sliding_window", None) is not None:  # a key that only some families have
+    # a key that only some families have
+    if getattr(model_config, "sliding_window", None) is not None:
         masks["sliding_attention"] = create_sliding_window_causal_mask(**arguments)
     return masks
 
 
-def add_causal_masks_to_batch(batch_dict: dict[str, Any], model_config: PretrainedConfig) -> dict[str, Any]:
-    """Adds `causal_mask_mapping` to the batch (in place: the dict is the batch's own) and gives it back."""
+def add_causal_masks_to_batch(
+    batch_dict: dict[str, Any], model_config: PretrainedConfig
+) -> dict[str, Any]:
+    """Adds `causal_mask_mapping` to the batch (in place: the dict is the batch's own) and gives it
+    back.
+    """
     batch_size, seq_len = batch_dict["input_ids"].shape[:2]
     batch_dict["causal_mask_mapping"] = create_causal_mask_mapping(
         model_config,
@@ -242,7 +290,8 @@ class SFTSingleTurnPreprocessor:
         self.pad_to_max_length = True
 
     def process(self, raw_dataset: datasets.Dataset, ds: Any) -> datasets.Dataset:
-        """Rows `input_ids, attention_mask, labels, loss_mask` (label != -100) in the order of `raw_dataset`.
+        """Rows `input_ids, attention_mask, labels, loss_mask` (label != -100) in the order of
+        `raw_dataset`.
 
         context a b, target c d:   input_ids a b c d,   labels _ c d _
         """
@@ -253,22 +302,31 @@ class SFTSingleTurnPreprocessor:
             load_from_cache_file=not self.overwrite_cache,
         )
         tokenized = apply(
-            raw_dataset, partial(_tokenize, ds=ds, tokenizer=self.tokenizer), remove_columns=raw_dataset.column_names
+            raw_dataset,
+            partial(_tokenize, ds=ds, tokenizer=self.tokenizer),
+            remove_columns=raw_dataset.column_names,
         )
         if not self.pad_to_max_length:
             return tokenized
         longest = max((len(ids) for ids in tokenized["input_ids"]), default=0)
         width = -(-longest // PAD_MULTIPLE) * PAD_MULTIPLE
         width = min(width, self.block_size) if self.block_size is not None else width
-        return apply(tokenized, partial(_pad, width=width, pad_id=getattr(self.tokenizer, "pad_token_id", None) or 0))
+        return apply(
+            tokenized,
+            partial(_pad, width=width, pad_id=getattr(self.tokenizer, "pad_token_id", None) or 0),
+        )
 
 
 def _tokenize(examples: Columns, ds: Any, tokenizer: Any) -> Columns:
     specials = set(getattr(tokenizer, "all_special_ids", ()))  # any callable serves as a tokenizer
-    contexts, targets = (tokenizer(texts)["input_ids"] for texts in (ds.get_context(examples), ds.get_target(examples)))
+    contexts, targets = (
+        tokenizer(texts)["input_ids"]
+        for texts in (ds.get_context(examples), ds.get_target(examples))
+    )
     rows: Columns = {"input_ids": [], "attention_mask": [], "labels": [], "loss_mask": []}
     for context, target in zip(contexts, targets):
-        # an end token between context and target, or a second begin token, is not text of the document
+        # an end token between context and target, or a second begin token, is not text of the
+        # document
         context = context[:-1] if len(context) > 1 and context[-1] in specials else context
         target = target[1:] if target and target[0] in specials else target
         labels = [*[IGNORE_INDEX] * len(context), *target, IGNORE_INDEX][1:]
@@ -281,4 +339,7 @@ def _tokenize(examples: Columns, ds: Any, tokenizer: Any) -> Columns:
 
 def _pad(rows: Columns, width: int, pad_id: int) -> Columns:
     pads = PAD_TOKEN_IDS | {"input_ids": pad_id}
-    return {name: [(row + [pad] * (width - len(row)))[:width] for row in rows[name]] for name, pad in pads.items()}
+    return {
+        name: [(row + [pad] * (width - len(row)))[:width] for row in rows[name]]
+        for name, pad in pads.items()
+    }

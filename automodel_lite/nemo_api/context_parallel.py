@@ -1,4 +1,6 @@
-"""The THD dict of one context-parallel rank, in the layout of Transformer Engine: the dict form of `cp_shard`."""
+"""The THD dict of one context-parallel rank, in the layout of Transformer Engine: the dict form of
+`cp_shard`.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +27,14 @@ def make_cp_batch_for_te(
     seq_lens_padding_value: int = SEQ_LENS_PADDING,
     return_local_indices: bool = False,
 ) -> Any:
-    """Turns a collated batch into the THD dict of this context-parallel rank (Transformer Engine's layout).
+    """Turns a collated batch into the THD dict of this context-parallel rank (Transformer Engine's
+    layout).
 
-    No mesh or size 1: the dict of `process_input_for_thd` / `split_batch_into_thd_chunks`. Else `input_ids, labels,
-    position_ids, padding_mask` are this rank's, `cu_seqlens` the padded boundaries of the whole stream, `max_seqlen`
-    the widest slot, and `qkv_format, cp_size, cp_rank` are added; with chunks, tensors are stacked.
-    `return_local_indices` gives (dict, int64 [T / cp] positions in the stream), (dict, None) with chunks.
-    Raises ValueError for another `qkv_format`.
+    No mesh or size 1: the dict of `process_input_for_thd` / `split_batch_into_thd_chunks`. Else
+    `input_ids, labels, position_ids, padding_mask` are this rank's, `cu_seqlens` the padded
+    boundaries of the whole stream, `max_seqlen` the widest slot, and `qkv_format, cp_size, cp_rank`
+    are added; with chunks, tensors are stacked. `return_local_indices` gives (dict, int64 [T / cp]
+    positions in the stream), (dict, None) with chunks. Raises ValueError for another `qkv_format`.
     """
     if qkv_format != "thd":
         raise ValueError(f"Currently only 'thd' format is supported, got: {qkv_format}")
@@ -40,9 +43,14 @@ def make_cp_batch_for_te(
     if cp_mesh is not None and cp_mesh.size() > 1:
         chunks = [thd]
         if num_chunks > 1:
-            chunks = [{k: v[i] if isinstance(v, Tensor) else v for k, v in thd.items()} for i in range(num_chunks)]
+            chunks = [
+                {k: v[i] if isinstance(v, Tensor) else v for k, v in thd.items()}
+                for i in range(num_chunks)
+            ]
         shards = [
-            _shard_thd_chunk_for_te(chunk, cp_mesh, qkv_format, seq_lens_padding_value, padding_token_id)
+            _shard_thd_chunk_for_te(
+                chunk, cp_mesh, qkv_format, seq_lens_padding_value, padding_token_id
+            )
             for chunk in chunks
         ]
         thd, indices = shards[0]
@@ -52,9 +60,15 @@ def make_cp_batch_for_te(
 
 
 def _shard_thd_chunk_for_te(
-    batch: dict[str, Any], cp_mesh: DeviceMesh, qkv_format: str, seq_lens_padding_value: int, padding_token_id: int
+    batch: dict[str, Any],
+    cp_mesh: DeviceMesh,
+    qkv_format: str,
+    seq_lens_padding_value: int,
+    padding_token_id: int,
 ) -> tuple[dict[str, Any], Tensor]:
-    """One THD dict -> this rank's part of it, and the positions in the stream of its tokens (int64 [T / cp])."""
+    """One THD dict -> this rank's part of it, and the positions in the stream of its tokens (int64
+    [T / cp]).
+    """
     cp_size, cp_rank = cp_mesh.size(), dist.get_rank(group=cp_mesh.get_group())
     cu = batch.get("cu_seqlens_padded", batch["cu_seqlens"])
     cu = cu[cu != seq_lens_padding_value].to(torch.int32)
@@ -67,7 +81,9 @@ def _shard_thd_chunk_for_te(
         "input_ids": batch["input_ids"].index_select(0, indices),
         "labels": None if batch.get("labels") is None else batch["labels"].index_select(0, indices),
         # [T], or [R, 1, T] with several rotary axes
-        "position_ids": None if batch.get("position_ids") is None else batch["position_ids"].index_select(-1, indices),
+        "position_ids": None
+        if batch.get("position_ids") is None
+        else batch["position_ids"].index_select(-1, indices),
         "padding_mask": padding_mask.index_select(0, indices),
         "cu_seqlens": cu,
         "max_seqlen": cu.diff().max().to(torch.int32),
@@ -79,14 +95,22 @@ def _shard_thd_chunk_for_te(
     return {key: value for key, value in batch.items() if key not in consumed} | sharded, indices
 
 
-def _partitioned_indices(cu_seqlens: Tensor, total_tokens: int, cp_size: int, cp_rank: int) -> Tensor:
-    """Transformer Engine's own indices where it is installed (it computes them on the GPU), else ours: the same."""
-    if "transformer_engine_torch" not in sys.modules and find_spec("transformer_engine_torch") is None:
+def _partitioned_indices(
+    cu_seqlens: Tensor, total_tokens: int, cp_size: int, cp_rank: int
+) -> Tensor:
+    """Transformer Engine's own indices where it is installed (it computes them on the GPU), else
+    ours: the same.
+    """
+    if (
+        "transformer_engine_torch" not in sys.modules
+        and find_spec("transformer_engine_torch") is None
+    ):
         return shard_indices(cu_seqlens, cp_size, cp_rank)
     import transformer_engine_torch as tex
 
     if not torch.cuda.is_available():
         return tex.thd_get_partitioned_indices(cu_seqlens, total_tokens, cp_size, cp_rank)
-    owned_segments(cu_seqlens, cp_size, cp_rank)  # its kernel asserts on the device that the slots divide: say it here
+    # its kernel asserts on the device that the slots divide: say it here
+    owned_segments(cu_seqlens, cp_size, cp_rank)
     indices = tex.thd_get_partitioned_indices(cu_seqlens.cuda(), total_tokens, cp_size, cp_rank)
     return indices.to(cu_seqlens.device).long()

@@ -1,6 +1,8 @@
-"""Neat packing: worst-fit decreasing, rows with an indexed attention mask instead of document lengths.
+"""Neat packing: worst-fit decreasing, rows with an indexed attention mask instead of document
+lengths.
 
-documents [1 2 3] and [4 5], size 6     input_ids 1 2 3 4 5 0   attention_mask 1 1 1 2 2 0   position_ids 0 1 2 0 1 0
+documents [1 2 3] and [4 5], size 6     input_ids 1 2 3 4 5 0   attention_mask 1 1 1 2 2 0
+position_ids 0 1 2 0 1 0
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ logger = logging.getLogger(__name__)
 
 
 def greedy_knapsack(lengths: Sequence[int] | np.ndarray, max_length: int) -> list[list[int]]:
-    """Returns positions in `lengths` of each bin: longest first into the emptiest bin if it fits, else a new one.
+    """Returns positions in `lengths` of each bin: longest first into the emptiest bin if it fits,
+    else a new one.
 
     Items over max_length are skipped. greedy_knapsack([3, 2, 4, 1], 5) -> [[2, 3], [0, 1]]
     """
@@ -52,11 +55,13 @@ def neat_pack_dataset(
     padding_idx: int = 0,
     drop_long_samples: bool = False,
 ) -> datasets.Dataset:
-    """All packs of greedy_knapsack at once: columns input_ids, labels, attention_mask, position_ids [pack_size].
+    """All packs of greedy_knapsack at once: columns input_ids, labels, attention_mask, position_ids
+    [pack_size].
 
-    attention_mask is the document's index from 1 on, 0 on padding; position_ids restart in each document and are 0 on
-    padding; labels are -100 on padding. `max_packs` takes the first ones.
-    Raises ValueError for a sample over pack_size unless drop_long_samples, and when no sample is left.
+    attention_mask is the document's index from 1 on, 0 on padding; position_ids restart in each
+    document and are 0 on padding; labels are -100 on padding. `max_packs` takes the first ones.
+    Raises ValueError for a sample over pack_size unless drop_long_samples, and when no sample is
+    left.
     """
     if max_packs is not None and max_packs < 1:
         raise ConfigError(f"max_packs={max_packs} must be at least 1: use None for all packs.")
@@ -72,19 +77,29 @@ def neat_pack_dataset(
     if not len(kept):
         raise DataError("No samples remaining after filtering.")
     packs = greedy_knapsack(lengths[kept], pack_size)[:max_packs]
-    packed = [_build_packed_sample([rows[kept[i]] for i in pack], pack_size, padding_idx) for pack in packs]
-    return datasets.Dataset.from_dict({name: [row[name].numpy() for row in packed] for name in packed[0]})
+    packed = [
+        _build_packed_sample([rows[kept[i]] for i in pack], pack_size, padding_idx)
+        for pack in packs
+    ]
+    return datasets.Dataset.from_dict(
+        {name: [row[name].numpy() for row in packed] for name in packed[0]}
+    )
 
 
 def _build_packed_sample(
     samples: Sequence[dict[str, Any]], pack_size: int, padding_idx: int
 ) -> dict[str, torch.Tensor]:
-    """One row of int64 tensors [pack_size] from samples {"input_ids", "labels"} that together fit it."""
+    """One row of int64 tensors [pack_size] from samples {"input_ids", "labels"} that together fit
+    it.
+    """
     rows = flatten(samples)
     num_padding = pack_size - rows.num_tokens
     if num_padding < 0:
-        raise DataError(f"samples of {rows.num_tokens} tokens do not fit pack_size={pack_size}: pass fewer.")
-    slots = np.append(rows.lengths, num_padding)  # the padding is a segment of its own, without a token
+        raise DataError(
+            f"samples of {rows.num_tokens} tokens do not fit pack_size={pack_size}: pass fewer."
+        )
+    # the padding is a segment of its own, without a token
+    slots = np.append(rows.lengths, num_padding)
     columns = {name: rows.columns[name] for name in ("input_ids", "labels")}
     filled = fill_slots(columns, np.append(rows.lengths, 0), slots, padding_idx)
     is_real = np.arange(pack_size) < rows.num_tokens

@@ -2,7 +2,8 @@
 
 lengths [2, 1]      1 0 0
                     1 1 0
-                    0 0 1      a query (row) sees the keys (columns) of its own document up to itself
+                    0 0 1      a query (row) sees the keys (columns) of its own document up to
+                               itself
 """
 
 from __future__ import annotations
@@ -44,25 +45,33 @@ def pack_dataset(
 ) -> datasets.Dataset:
     """Next-fit in dataset order, all packs at once, as NeMo AutoModel's function of this name does.
 
-    Columns input_ids, labels, position_ids [packed_sequence_size], seq_lens (real tokens), seq_lens_padded (slots of
-    2 * cp_size when cp_size > 1; all padding of the pack is added to the last). position_ids run on through the
-    padding, clamped to the last position of the pack. `max_packs` takes the first ones. PackedDataset reads the same
-    packs lazily.
+    Columns input_ids, labels, position_ids [packed_sequence_size], seq_lens (real tokens),
+    seq_lens_padded (slots of 2 * cp_size when cp_size > 1; all padding of the pack is added to the
+    last). position_ids run on through the padding, clamped to the last position of the pack.
+    `max_packs` takes the first ones. PackedDataset reads the same packs lazily.
 
-    Raises ValueError for a sample over packed_sequence_size unless drop_long_samples, and when there is no pack at all.
+    Raises ValueError for a sample over packed_sequence_size unless drop_long_samples, and when
+    there is no pack at all.
     """
     if max_packs is not None and max_packs < 1:
         raise ConfigError(f"max_packs={max_packs} must be at least 1: use None for all packs.")
     multiple = 2 * cp_size if cp_size > 1 else 1
-    rows, num_dropped = _fitting_samples(split_of(dataset, split), packed_sequence_size, multiple, drop_long_samples)
+    rows, num_dropped = _fitting_samples(
+        split_of(dataset, split), packed_sequence_size, multiple, drop_long_samples
+    )
     lengths = np.diff(rows.offsets)
     if not len(lengths):
         raise DataError(
-            f"No packs were produced: every sample was longer than packed_sequence_size={packed_sequence_size} and was "
-            f"dropped ({num_dropped} were), or the dataset is empty: raise the size or check the dataset."
+            "No packs were produced: every sample was longer than "
+            f"packed_sequence_size={packed_sequence_size} and was dropped ({num_dropped} were), or "
+            "the dataset is empty: raise the size or check the dataset."
         )
     if num_dropped:
-        logger.warning("Dropped %d samples longer than packed_sequence_size=%d.", num_dropped, packed_sequence_size)
+        logger.warning(
+            "Dropped %d samples longer than packed_sequence_size=%d.",
+            num_dropped,
+            packed_sequence_size,
+        )
     slots = -(-lengths // multiple) * multiple
     offsets = next_fit(slots, packed_sequence_size)[: None if max_packs is None else max_packs + 1]
     return _materialize(rows, slots, offsets, packed_sequence_size, padding_idx)
@@ -75,29 +84,44 @@ def tokenize_dataset_parallel(dataset: Any, num_proc: int) -> datasets.Dataset:
     Raises ConfigError for num_proc < 1, DataError for a dataset without rows.
     """
     if num_proc < 1:
-        raise ConfigError(f"num_proc={num_proc} must be at least 1 process: use 1 to stay in this one.")
+        raise ConfigError(
+            f"num_proc={num_proc} must be at least 1 process: use 1 to stay in this one."
+        )
     if not len(dataset):
-        raise DataError("there are no rows to tokenize: check the path, the split and the filters of the dataset.")
+        raise DataError(
+            "there are no rows to tokenize: check the path, the split and the filters of the "
+            "dataset."
+        )
     if num_proc == 1:
         return datasets.Dataset.from_list([dict(dataset[i]) for i in range(len(dataset))])
     chunk = min(CHUNK_ROWS, -(-len(dataset) // num_proc))
     # by fork, so that any dataset serves, also one that cannot be pickled
-    # with a generator of its own: it draws a seed, and what the caller draws does not depend on `num_proc`
-    how: dict[str, Any] = {"num_workers": num_proc, "multiprocessing_context": "fork", "generator": torch.Generator()}
+    # with a generator of its own: it draws a seed, and what the caller draws does not depend on
+    # `num_proc`
+    how: dict[str, Any] = {
+        "num_workers": num_proc,
+        "multiprocessing_context": "fork",
+        "generator": torch.Generator(),
+    }
     chunks = DataLoader(dataset, chunk, collate_fn=lambda rows: [dict(row) for row in rows], **how)
     return datasets.Dataset.from_list(list(chain.from_iterable(chunks)))
 
 
 def create_block_causal_mask(seq_lens: SeqLens) -> torch.Tensor:
-    """bool [B, 1, T, T], True where a query may attend. seq_lens: document lengths of each row, rows of equal sum T.
+    """bool [B, 1, T, T], True where a query may attend. seq_lens: document lengths of each row,
+    rows of equal sum T.
 
     Raises ValueError when the rows have different sums.
     """
     rows = [torch.as_tensor(row, dtype=torch.int64) for row in seq_lens]
     totals = {int(row.sum()) for row in rows}
     if len(totals) != 1:
-        raise ValueError(f"seq_lens rows sum to {sorted(totals)} and must have one sum: pad their last document.")
-    documents = [torch.repeat_interleave(torch.arange(len(row), device=row.device), row) for row in rows]
+        raise ValueError(
+            f"seq_lens rows sum to {sorted(totals)} and must have one sum: pad their last document."
+        )
+    documents = [
+        torch.repeat_interleave(torch.arange(len(row), device=row.device), row) for row in rows
+    ]
     index = torch.stack(documents)
     return (index[:, :, None] == index[:, None, :]).tril()[:, None]
 
@@ -112,16 +136,19 @@ def build_block_causal_additive_mask(
 ) -> torch.Tensor:
     """[B, 1, T, T]: 0 where a query may attend, else the lowest number of `dtype`; T = seq_length.
 
-    seq_lens: [B, max_docs], rows padded with 0. Raises ValueError if it is not 2-D or a row does not sum to seq_length.
+    seq_lens: [B, max_docs], rows padded with 0. Raises ValueError if it is not 2-D or a row does
+    not sum to seq_length.
     """
     if seq_lens.ndim != 2:
         raise ValueError(
-            f"build_block_causal_additive_mask expects a 2D [B, max_docs] seq_lens tensor, got shape "
-            f"{tuple(seq_lens.shape)}."
+            "build_block_causal_additive_mask expects a 2D [B, max_docs] seq_lens tensor, got "
+            f"shape {tuple(seq_lens.shape)}."
         )
     sums = seq_lens.sum(dim=1).tolist()
     if any(total != seq_length for total in sums):
-        raise ValueError(f"Packed seq_lens rows must each sum to seq_length={seq_length}, got {sums}.")
+        raise ValueError(
+            f"Packed seq_lens rows must each sum to seq_length={seq_length}, got {sums}."
+        )
     allowed = create_block_causal_mask(seq_lens.to(device))
     mask = torch.zeros(allowed.shape, dtype=dtype, device=device)
     return mask.masked_fill(~allowed, torch.finfo(dtype).min)
@@ -133,25 +160,35 @@ def split_of(dataset: Any, split: str) -> Any:
         return dataset
     if split not in dataset:
         logger.warning("Split %r is not in the dataset.", split)
-        raise DataError(f"split={split!r} is not in the dataset: use one of {', '.join(map(repr, dataset))}.")
+        raise DataError(
+            f"split={split!r} is not in the dataset: use one of {', '.join(map(repr, dataset))}."
+        )
     return dataset[split]
 
 
 def flat_samples(samples: Any) -> TokenRows:
-    """Samples as flat rows, -100 in copies of their labels where loss_mask is 0; the samples are not changed."""
+    """Samples as flat rows, -100 in copies of their labels where loss_mask is 0; the samples are
+    not changed.
+    """
 
     def masked(sample: dict[str, Any]) -> dict[str, Any]:
-        columns: dict[str, Any] = {name: sample[name] for name in ("input_ids", "labels") if name in sample}
+        columns: dict[str, Any] = {
+            name: sample[name] for name in ("input_ids", "labels") if name in sample
+        }
         if "loss_mask" in sample:
             is_masked = np.asarray(sample["loss_mask"]) == 0
-            columns["labels"] = np.where(is_masked, CROSS_ENTROPY_IGNORE_IDX, np.asarray(sample["labels"]))
+            columns["labels"] = np.where(
+                is_masked, CROSS_ENTROPY_IGNORE_IDX, np.asarray(sample["labels"])
+            )
         return columns
 
     each = samples if isinstance(samples, Iterable) else (samples[i] for i in range(len(samples)))
     return flatten(map(masked, each))
 
 
-def _fitting_samples(samples: Any, size: int, multiple: int, drop_long: bool) -> tuple[TokenRows, int]:
+def _fitting_samples(
+    samples: Any, size: int, multiple: int, drop_long: bool
+) -> tuple[TokenRows, int]:
     """Returns the samples that fit a pack, and how many were too long."""
     rows = flat_samples(samples)
     lengths = np.diff(rows.offsets)
@@ -159,7 +196,9 @@ def _fitting_samples(samples: Any, size: int, multiple: int, drop_long: bool) ->
     long = slots > size
     if long.any() and not drop_long:
         n = int(slots[long][0]) if lengths[long][0] <= size else int(lengths[long][0])
-        raise DataError(f"Dataset sample is too long ({n} > {size}). Please increase `packed_sequence_size`.")
+        raise DataError(
+            f"Dataset sample is too long ({n} > {size}). Please increase `packed_sequence_size`."
+        )
     empty = lengths == 0
     if empty.any():
         logger.warning("Left out %d samples without a token.", int(empty.sum()))
@@ -175,7 +214,9 @@ def _fitting_samples(samples: Any, size: int, multiple: int, drop_long: bool) ->
 def _materialize(
     rows: TokenRows, slots: np.ndarray, offsets: np.ndarray, size: int, padding_idx: int
 ) -> datasets.Dataset:
-    """Returns all packs as an Arrow table; `offsets` are documents of each pack, in the order of the rows."""
+    """Returns all packs as an Arrow table; `offsets` are documents of each pack, in the order of
+    the rows.
+    """
     # All padding of a pack belongs to its last document.
     slots = slots.copy()
     slots[offsets[1:] - 1] += size - np.diff(np.concatenate([[0], np.cumsum(slots)])[offsets])
@@ -194,7 +235,8 @@ def _materialize(
         tables.append(pa.table(lists))
     arrays = (*rows.columns.values(), rows.offsets, slots, offsets, np.array([size, padding_idx]))
     fingerprint = Hasher.hash_bytes([np.ascontiguousarray(values).data for values in arrays])
-    return datasets.Dataset(pa.concat_tables(tables), fingerprint=fingerprint)  # or it would pickle the whole table
+    # or it would pickle the whole table
+    return datasets.Dataset(pa.concat_tables(tables), fingerprint=fingerprint)
 
 
 def _lists(offsets: np.ndarray, values: np.ndarray) -> pa.ListArray:

@@ -20,11 +20,12 @@ def process_input_for_thd(
 
     input_ids     [B, S] -> [T], or embeddings [B, S, H] -> [T, H]; labels alike
     position_ids  [B, S] -> [T]; None -> None; mRoPE [R, B, S] -> [R, 1, T]
-    cu_seqlens    int32 [N + 1]. When it differs from the padded boundaries in its last entry only, all padding is at
-                  the end of the stream: the last entry becomes T
+    cu_seqlens    int32 [N + 1]. When it differs from the padded boundaries in its last entry only,
+                  all padding is at the end of the stream: the last entry becomes T
     cu_seqlens_padded  only when it differs from `cu_seqlens`
     max_seqlen    int32, 0-dim: widest step of `cu_seqlens`
-    padding_mask  bool [T], True = padding, from the layout; without `seq_lens` from `padding_token_id`
+    padding_mask  bool [T], True = padding, from the layout; without `seq_lens` from
+                  `padding_token_id`
     Other keys pass through. Raises ValueError on slots that do not fit their row.
 
         lens [[3, 2], [6, -1000]], padded [[4, 2], [6, -1000]], S = 6
@@ -39,21 +40,36 @@ def process_input_for_thd(
         "position_ids": batch.get("position_ids"),
     }
     if (positions := thd["position_ids"]) is not None:
-        thd["position_ids"] = positions.flatten(1)[:, None] if positions.ndim == 3 else positions.flatten()
+        thd["position_ids"] = (
+            positions.flatten(1)[:, None] if positions.ndim == 3 else positions.flatten()
+        )
     if batch.get("seq_lens") is None:
         thd["padding_mask"] = thd_padding_mask_from_token_ids(input_ids, padding_token_id).flatten()
     else:
-        thd |= _boundaries(batch["seq_lens"], batch.get("seq_lens_padded"), seq_lens_padding_value, rows, row_length)
-    return {key: value for key, value in batch.items() if key not in consumed and key not in thd} | thd
+        thd |= _boundaries(
+            batch["seq_lens"],
+            batch.get("seq_lens_padded"),
+            seq_lens_padding_value,
+            rows,
+            row_length,
+        )
+    return {
+        key: value for key, value in batch.items() if key not in consumed and key not in thd
+    } | thd
 
 
 def split_batch_into_thd_chunks(
-    batch: dict[str, Any], num_chunks: int, seq_lens_padding_value: int = SEQ_LENS_PADDING, padding_token_id: int = 0
+    batch: dict[str, Any],
+    num_chunks: int,
+    seq_lens_padding_value: int = SEQ_LENS_PADDING,
+    padding_token_id: int = 0,
 ) -> dict[str, Any]:
-    """`process_input_for_thd` of `num_chunks` equal slices of the batch dim, stacked to [num_chunks, ...].
+    """`process_input_for_thd` of `num_chunks` equal slices of the batch dim, stacked to
+    [num_chunks, ...].
 
     `cu_seqlens` (and `cu_seqlens_padded`, when any chunk has it) are filled up on the right with
-    `seq_lens_padding_value`; `max_seqlen` is int32 [num_chunks]. Raises ValueError when the rows do not divide.
+    `seq_lens_padding_value`; `max_seqlen` is int32 [num_chunks]. Raises ValueError when the rows do
+    not divide.
     """
     if num_chunks <= 1:
         return process_input_for_thd(batch, seq_lens_padding_value, padding_token_id)
@@ -63,7 +79,10 @@ def split_batch_into_thd_chunks(
     size = rows // num_chunks
     chunks = [
         process_input_for_thd(
-            {key: _rows_of(key, value, rows, slice(i * size, (i + 1) * size)) for key, value in batch.items()},
+            {
+                key: _rows_of(key, value, rows, slice(i * size, (i + 1) * size))
+                for key, value in batch.items()
+            },
             seq_lens_padding_value,
             padding_token_id,
         )
@@ -74,15 +93,21 @@ def split_batch_into_thd_chunks(
     return stack_thd_chunks(chunks, seq_lens_padding_value)
 
 
-def stack_thd_chunks(chunks: list[dict[str, Any]], seq_lens_padding_value: int = SEQ_LENS_PADDING) -> dict[str, Any]:
-    """THD dicts with the same keys -> one dict of tensors [num_chunks, ...]; what is not a tensor is taken once."""
+def stack_thd_chunks(
+    chunks: list[dict[str, Any]], seq_lens_padding_value: int = SEQ_LENS_PADDING
+) -> dict[str, Any]:
+    """THD dicts with the same keys -> one dict of tensors [num_chunks, ...]; what is not a tensor
+    is taken once.
+    """
     stacked: dict[str, Any] = {}
     for key, first in chunks[0].items():
         if not isinstance(first, Tensor):
             stacked[key] = first
         elif key in ("cu_seqlens", "cu_seqlens_padded"):
             stacked[key] = torch.nn.utils.rnn.pad_sequence(
-                [chunk[key] for chunk in chunks], batch_first=True, padding_value=seq_lens_padding_value
+                [chunk[key] for chunk in chunks],
+                batch_first=True,
+                padding_value=seq_lens_padding_value,
             )
         else:
             stacked[key] = torch.stack([chunk[key] for chunk in chunks])
@@ -90,7 +115,8 @@ def stack_thd_chunks(chunks: list[dict[str, Any]], seq_lens_padding_value: int =
 
 
 def thd_padding_mask_from_token_ids(input_ids: Tensor, padding_token_id: int) -> Tensor:
-    """bool, shaped like `input_ids` ([T] or [B, S]); True on the run of `padding_token_id` that ends each row.
+    """bool, shaped like `input_ids` ([T] or [B, S]); True on the run of `padding_token_id` that
+    ends each row.
 
     Raises ValueError when the id also occurs elsewhere: content cannot be told from padding then.
     """
@@ -98,8 +124,9 @@ def thd_padding_mask_from_token_ids(input_ids: Tensor, padding_token_id: int) ->
     at_the_end = is_pad.flip(-1).long().cumprod(-1).flip(-1).bool()
     if not torch.equal(at_the_end, is_pad):
         raise ValueError(
-            f"padding_token_id={padding_token_id} also occurs as content, so padding cannot be told from the token "
-            "ids: give seq_lens and seq_lens_padded, or pad with an id that no document has."
+            f"padding_token_id={padding_token_id} also occurs as content, so padding cannot be "
+            "told from the token ids: give seq_lens and seq_lens_padded, or pad with an id that "
+            "no document has."
         )
     return is_pad
 
@@ -107,7 +134,9 @@ def thd_padding_mask_from_token_ids(input_ids: Tensor, padding_token_id: int) ->
 def _boundaries(
     seq_lens: Tensor, seq_lens_padded: Tensor | None, sentinel: int, rows: int, row_length: int
 ) -> dict[str, Tensor]:
-    """`cu_seqlens`, `cu_seqlens_padded` (when it differs), `max_seqlen` and `padding_mask` of a batch."""
+    """`cu_seqlens`, `cu_seqlens_padded` (when it differs), `max_seqlen` and `padding_mask` of a
+    batch.
+    """
     total = rows * row_length
     lens, slots = document_slots(seq_lens, seq_lens_padded, sentinel, rows, row_length)
     # tokens after the last slot, if any, are one more slot without a document
@@ -129,7 +158,9 @@ def _boundaries(
 
 
 def _rows_of(key: str, value: Any, rows: int, chunk: slice) -> Any:
-    """Returns the chunk's part of one entry of the batch; what has no batch dim goes to every chunk."""
+    """Returns the chunk's part of one entry of the batch; what has no batch dim goes to every
+    chunk.
+    """
     if not isinstance(value, Tensor):
         return value
     if key == "position_ids" and value.ndim == 3:

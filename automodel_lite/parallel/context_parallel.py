@@ -1,13 +1,16 @@
-"""Context parallelism over packed documents: each rank gets its chunks of every document, and a plan for attention.
+"""Context parallelism over packed documents: each rank gets its chunks of every document, and a
+plan for attention.
 
-Each document slot is cut into `2 * cp` equal chunks and rank r owns chunks r and `2 * cp - 1 - r`, so that early
-(cheap) and late (expensive) queries pair up and every rank has the same work. The layout is Transformer Engine's.
+Each document slot is cut into `2 * cp` equal chunks and rank r owns chunks r and `2 * cp - 1 - r`,
+so that early (cheap) and late (expensive) queries pair up and every rank has the same work. The
+layout is Transformer Engine's.
 
     one document of 8 tokens, cp = 2      chunk 0 0 1 1 2 2 3 3
                                           rank  0 0 1 1 1 1 0 0      rank 0 owns tokens [0, 1, 6, 7]
 
-Labels and positions were made inside each document before anything is sharded, so they are sharded along and nothing
-is shifted here. Plans are integer arithmetic on CPU tensors: they belong in the loader's thread, not in the step.
+Labels and positions were made inside each document before anything is sharded, so they are sharded
+along and nothing is shifted here. Plans are integer arithmetic on CPU tensors: they belong in the
+loader's thread, not in the step.
 
 Before a run trains, its settings, its data and the model's arithmetic over the ranks are checked.
 """
@@ -42,7 +45,8 @@ from automodel_lite.thd import (
 
 
 def cp_shard(batch: ThdBatch, cp_mesh: DeviceMesh | None, exchange: str = "all_gather") -> ThdBatch:
-    """This rank's part of a batch: T / cp tokens, the boundaries of the whole stream, and its attention plan.
+    """This rank's part of a batch: T / cp tokens, the boundaries of the whole stream, and its
+    attention plan.
 
     cp_mesh   the context-parallel axis; None or size 1 gives the batch back
     exchange  all_gather, all_to_all or ring
@@ -60,7 +64,8 @@ def cp_shard(batch: ThdBatch, cp_mesh: DeviceMesh | None, exchange: str = "all_g
         columns={name: column[mine] for name, column in batch.columns.items()},
         label_rows=labeled_rows(own["labels"]),
         attention=attention_plan(batch, group, cp_size, cp_rank, exchange),
-        mixers=batch.mixers and replace(batch.mixers, exchange=assign_mixers(batch, group, cp_size, cp_rank)),
+        mixers=batch.mixers
+        and replace(batch.mixers, exchange=assign_mixers(batch, group, cp_size, cp_rank)),
     )
 
 
@@ -75,7 +80,8 @@ def attention_plan(
         return replace(batch.attention, exchange=Ulysses(group, to_stream, to_ranks))
     segments = owned_segments(cu, cp_size, cp_rank)
     if tree is not None:
-        # A ring passes whole chunks of documents around, of which a branch sees some tokens: it gathers, too.
+        # A ring passes whole chunks of documents around, of which a branch sees some tokens: it
+        # gathers, too.
         return tree_plan(segments, batch.attention.segments, tree.paths, to_stream, group)
     q_lens, k_lens = segments.end - segments.start, segments.end - segments.document_start
     key_rows = to_stream[concatenated_ranges(segments.document_start, segments.end)]
@@ -105,14 +111,20 @@ def attention_plan(
 
 
 def tree_plan(
-    owned: OwnedSegments, nodes: Segments, paths: Tensor, to_stream: Tensor, group: dist.ProcessGroup
+    owned: OwnedSegments,
+    nodes: Segments,
+    paths: Tensor,
+    to_stream: Tensor,
+    group: dist.ProcessGroup,
 ) -> AttentionPlan:
-    """The plan of a rank whose runs are cut at the nodes of trees; each piece sees its path up to its own last token.
+    """The plan of a rank whose runs are cut at the nodes of trees; each piece sees its path up to
+    its own last token.
 
     nodes  those of the whole stream; `paths` are their keys (see `TreeKeys`)
     """
     node_starts, path_ends = nodes.cu_q.long(), nodes.cu_k.long()[1:]
-    # A rank's runs are ascending in the stream, so all cuts in order are its pieces in its local order.
+    # A rank's runs are ascending in the stream, so all cuts in order are its pieces in its local
+    # order.
     cuts = torch.cat([owned.start, owned.end, node_starts]).unique()
     start, end = cuts[:-1], cuts[1:]
     run = torch.searchsorted(owned.start, start, right=True) - 1
@@ -123,15 +135,20 @@ def tree_plan(
     path_stops = path_ends[node] - (node_starts[node + 1] - end)
     q_lens, k_lens = end - start, path_stops - path_starts
     keys = AllGatherKV(group, to_stream[paths[concatenated_ranges(path_starts, path_stops)]], None)
-    return AttentionPlan(Segments(cumulative(q_lens), cumulative(k_lens), int(q_lens.max()), int(k_lens.max())), keys)
+    return AttentionPlan(
+        Segments(cumulative(q_lens), cumulative(k_lens), int(q_lens.max()), int(k_lens.max())), keys
+    )
 
 
-def assign_mixers(batch: ThdBatch, group: dist.ProcessGroup, cp_size: int, cp_rank: int) -> OwnedDocumentMixers:
+def assign_mixers(
+    batch: ThdBatch, group: dist.ProcessGroup, cp_size: int, cp_rank: int
+) -> OwnedDocumentMixers:
     """The exchange of rank `cp_rank`, for a batch that is not sharded yet."""
     cu_seqlens = batch.cu_seqlens_padded
     to_ranks, lens = rank_order(cu_seqlens, cp_size), cu_seqlens.diff().long()
     owners = document_owners(lens.tolist(), cp_size)
-    owner = torch.tensor(owners).repeat_interleave(lens)[to_ranks].view(cp_size, -1)  # of each rank's local tokens
+    # of each rank's local tokens
+    owner = torch.tensor(owners).repeat_interleave(lens)[to_ranks].view(cp_size, -1)
     send = owner[cp_rank].argsort(stable=True)
     to_me = owner == cp_rank
     mine = torch.tensor([rank == cp_rank for rank in owners])
@@ -157,7 +174,8 @@ def assign_mixers(batch: ThdBatch, group: dist.ProcessGroup, cp_size: int, cp_ra
 
 
 def document_owners(lens: list[int], num_ranks: int) -> list[int]:
-    """The rank of each document: the longest first, each to the rank that has the fewest tokens so far.
+    """The rank of each document: the longest first, each to the rank that has the fewest tokens so
+    far.
 
     [8, 2, 6, 4] over 2 ranks: [0, 0, 1, 1].
     """
@@ -172,7 +190,8 @@ def document_owners(lens: list[int], num_ranks: int) -> list[int]:
 
 @dataclass(frozen=True)
 class OwnedSegments:
-    """The runs of the stream that one rank owns, in its local order; int64 [M] each, M <= 2 N, none is empty.
+    """The runs of the stream that one rank owns, in its local order; int64 [M] each, M <= 2 N, none
+    is empty.
 
     document_start  where the document of a run begins
     start, end      the run, half open; its queries see the keys document_start .. end
@@ -194,8 +213,9 @@ def owned_segments(cu_seqlens_padded: Tensor, cp_size: int, cp_rank: int) -> Own
     if not torch.equal(chunk * (2 * cp_size), slots):
         wrong = int(slots[slots % (2 * cp_size) != 0][0])
         raise ValueError(
-            f"a document slot of {wrong} tokens is not a multiple of {2 * cp_size} (2 * cp): pack with "
-            f"packed_sequence.slot_multiple={2 * cp_size} and a packed_sequence_size that is a multiple of it."
+            f"a document slot of {wrong} tokens is not a multiple of {2 * cp_size} (2 * cp): pack "
+            f"with packed_sequence.slot_multiple={2 * cp_size} and a packed_sequence_size that is "
+            "a multiple of it."
         )
     owned = torch.tensor([cp_rank, 2 * cp_size - 1 - cp_rank], device=cu.device)
     start = cu[:-1, None] + chunk[:, None] * owned
@@ -227,16 +247,19 @@ def inverse_permutation(permutation: Tensor) -> Tensor:
 
 
 def check_ranks_read_alike(batch: ThdBatch, axis: DeviceMesh) -> None:
-    """Raises ConfigError on every rank of an axis that shares packs (cp, tp) unless all of them read the same batch,
-    which is not sharded yet.
+    """Raises ConfigError on every rank of an axis that shares packs (cp, tp) unless all of them
+    read the same batch, which is not sharded yet.
     """
-    content = b"".join(x.numpy().tobytes() for x in (batch.input_ids, batch.labels, batch.cu_seqlens_padded))
+    content = b"".join(
+        x.numpy().tobytes() for x in (batch.input_ids, batch.labels, batch.cu_seqlens_padded)
+    )
     digests = [""] * axis.size()
     dist.all_gather_object(digests, hashlib.sha256(content).hexdigest(), group=axis.get_group())
     if len(set(digests)) > 1:
         raise ConfigError(
-            f"the {axis.size()} ranks that share a pack read different packs (hash of token ids, labels or "
-            "boundaries): give all of them the same data, seed and packed_sequence settings."
+            f"the {axis.size()} ranks that share a pack read different packs (hash of token ids, "
+            "labels or boundaries): give all of them the same data, seed and packed_sequence "
+            "settings."
         )
 
 
@@ -250,15 +273,17 @@ def check_context_parallel(
 ) -> None:
     """A small stream, whole and sharded: every rank must compute the same logits.
 
-    Finds what the settings do not show: layers that mix tokens outside attention, positions that are used in other
-    ways than one by one. Raises ConfigError on every rank of the group.
+    Finds what the settings do not show: layers that mix tokens outside attention, positions that
+    are used in other ways than one by one. Raises ConfigError on every rank of the group.
     """
     if cp_mesh is None or cp_mesh.size() == 1:
         return
     cp, was_training = cp_mesh.size(), model.training
     logits = logits or logits_of(model)
     vocab, lens = model.get_input_embeddings().num_embeddings, [2 * cp, 6 * cp, 4 * cp]  # type: ignore[operator]
-    ids = torch.randint(min(3, vocab - 1), vocab, (sum(lens),), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(
+        min(3, vocab - 1), vocab, (sum(lens),), generator=torch.Generator().manual_seed(0)
+    )
     batch = stream_of(ids.split(lens))
     model.eval()
     try:
@@ -271,6 +296,7 @@ def check_context_parallel(
     dist.all_reduce(worst, dist.ReduceOp.MAX, group=cp_mesh.get_group())
     if not worst.item() < tolerance_std(whole.dtype):
         raise ConfigError(
-            f"{type(model).__name__} is not exact over mesh.cp={cp} ranks (logits off by {worst.item():.1e} standard "
-            "deviations): a layer mixes tokens outside attention; set mesh.cp=1."
+            f"{type(model).__name__} is not exact over mesh.cp={cp} ranks (logits off by "
+            f"{worst.item():.1e} standard deviations): a layer mixes tokens outside attention; set "
+            "mesh.cp=1."
         )

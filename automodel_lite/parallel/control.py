@@ -1,4 +1,6 @@
-"""Small messages between the ranks on the host, apart from gradients and checkpoints: a gloo group of their own."""
+"""Small messages between the ranks on the host, apart from gradients and checkpoints: a gloo group
+of their own.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ class Control:
         return agreed.tolist()
 
     def start_sum(self, values: Sequence[float]) -> Callable[[], list[float]]:
-        """Starts the sum over all ranks, for each place; the function that it returns waits for it."""
+        """Starts the sum over all ranks, for each place; the function that it returns
+        waits for it.
+        """
         if self.group is None:
             return lambda: list(values)
         total = torch.tensor(values, dtype=torch.float64)
@@ -64,8 +68,8 @@ class Control:
         return _values(outcomes)[0]
 
     def on_all(self, fn: Callable[[], T]) -> list[T]:
-        """Calls fn on every rank; each returns the values of all, in rank order, or raises the error of the first rank
-        that has one.
+        """Calls fn on every rank; each returns the values of all, in rank order, or raises the
+        error of the first rank that has one.
         """
         if self.group is None:
             return [fn()]
@@ -82,7 +86,8 @@ def _outcome(fn: Callable[[], Any]) -> tuple[Any, Exception | None]:
     try:
         return fn(), None
     except Exception as error:
-        # an error of a library may not survive pickling: those of Python, and ours, are made of their arguments
+        # an error of a library may not survive pickling: those of Python, and ours, are made of
+        # their arguments
         is_ours = type(error).__module__.split(".")[0] in ("builtins", "automodel_lite")
         is_plain = is_ours and isinstance(error, OSError | ValueError | RuntimeError)
         return None, error if is_plain else RuntimeError(f"{type(error).__name__}: {error}")

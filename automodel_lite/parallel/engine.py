@@ -1,4 +1,5 @@
-"""Tensor and expert parallelism by transformers' own engine and its plan of each family, beside our FSDP.
+"""Tensor and expert parallelism by transformers' own engine and its plan of each family, beside our
+FSDP.
 
 Imported only with mesh.tp or mesh.ep over 1: the engine has both since transformers 5.21.
 """
@@ -21,7 +22,8 @@ from automodel_lite.parallel.mesh import Mesh
 
 
 def split_layers(model: LossModel, mesh: Mesh, policy: MixedPrecisionPolicy) -> DeviceMesh:
-    """Cuts layers over tp and deals experts over ep, in place; returns the mesh over which FSDP shards all but experts.
+    """Cuts layers over tp and deals experts over ep, in place; returns the mesh over which FSDP
+    shards all but experts.
 
     Raises ConfigError for a family without a plan, or sizes that do not divide.
     """
@@ -30,7 +32,8 @@ def split_layers(model: LossModel, mesh: Mesh, policy: MixedPrecisionPolicy) -> 
     heads, kv_heads = text.num_attention_heads, text.num_key_value_heads
     if heads % shape.tp or kv_heads % shape.tp:
         raise ConfigError(
-            f"mesh.tp={shape.tp} must divide the {heads} query heads and the {kv_heads} key/value heads of the model."
+            f"mesh.tp={shape.tp} must divide the {heads} query heads and the {kv_heads} key/value "
+            "heads of the model."
         )
     axes = DistributedConfig(
         tp_size=shape.tp,
@@ -38,8 +41,14 @@ def split_layers(model: LossModel, mesh: Mesh, policy: MixedPrecisionPolicy) -> 
         fsdp_size=shape.dp_shard * shape.cp,
         dp_replicate_size=shape.dp_replicate,
     )
-    # The same ranks twice: for dense layers, and for experts, of which the ranks that ep leaves over have copies.
-    sizes: dict[str, Any] = {"fsdp": axes.fsdp_size, "tp": shape.tp, "efsdp": axes.efsdp_size, "ep": shape.ep}
+    # The same ranks twice: for dense layers, and for experts, of which the ranks that ep leaves
+    # over have copies.
+    sizes: dict[str, Any] = {
+        "fsdp": axes.fsdp_size,
+        "tp": shape.tp,
+        "efsdp": axes.efsdp_size,
+        "ep": shape.ep,
+    }
     dense, experts = (
         init_device_mesh(
             mesh.device.type,
@@ -50,11 +59,15 @@ def split_layers(model: LossModel, mesh: Mesh, policy: MixedPrecisionPolicy) -> 
     )
     try:
         tp_plan, ep_plan, _ = lm._resolve_parallel_plans(axes)
-        # The plan may cut a tied weight twice; tied again afterwards, both names are one sharded parameter.
+        # The plan may cut a tied weight twice; tied again afterwards, both names are one sharded
+        # parameter.
         if shape.tp > 1:
-            for name in lm.all_tied_weights_keys:  # the plan cuts both parameters, which must be there
+            # the plan cuts both parameters, which must be there
+            for name in lm.all_tied_weights_keys:
                 module, _, weight = name.rpartition(".")
-                setattr(lm.get_submodule(module), weight, nn.Parameter(lm.get_parameter(name).detach()))
+                setattr(
+                    lm.get_submodule(module), weight, nn.Parameter(lm.get_parameter(name).detach())
+                )
             apply_tensor_parallelism(lm, dense["tp"], tp_plan)
             lm.tie_weights(recompute_mapping=False)
             model.wrap_head()
@@ -65,7 +78,11 @@ def split_layers(model: LossModel, mesh: Mesh, policy: MixedPrecisionPolicy) -> 
         raise ConfigError(f"mesh.tp={shape.tp} mesh.ep={shape.ep}: {reason}") from None
     replicated = ("dp_replicate",) if shape.dp_replicate > 1 else ()
     if shape.ep > 1:
-        modules = [module for name, module in lm.named_modules() if ep_plan.get(name) == "ep_dispatch_experts"]
+        modules = [
+            module
+            for name, module in lm.named_modules()
+            if ep_plan.get(name) == "ep_dispatch_experts"
+        ]
         efsdp = (*replicated, "efsdp")
         _shard_experts(modules, experts[efsdp], axes, policy)
     fsdp = (*replicated, "fsdp")
@@ -77,8 +94,8 @@ def _shard_experts(
 ) -> None:
     """Gives experts units of their own, so that the layers' FSDP leaves them alone.
 
-    An expert has seen the tokens of all batches: its gradient is divided by their number, after a sum where copies of
-    it exist, as in transformers' engine.
+    An expert has seen the tokens of all batches: its gradient is divided by their number, after a
+    sum where copies of it exist, as in transformers' engine.
     """
     for module in modules:
         fully_shard(module, mesh=mesh, mp_policy=policy)

@@ -1,29 +1,35 @@
-"""What context-parallel ranks exchange around the kernel of each attention layer, and around other mixers.
+"""What context-parallel ranks exchange around the kernel of each attention layer, and around other
+mixers.
 
-AllGatherKV        every rank keeps its queries and gathers everybody's keys and values; a run of queries gets the
-                   prefix of its document as keys. Volume does not grow with the number of query heads: the default.
-Ulysses            all-to-all: every rank gets all tokens of Hq / cp heads, the kernel sees plain packing. Less volume
-                   than the all-gather when cp > (Hq + Hkv) / Hkv.
-Ring               (ring.py) keys and values travel from rank to rank behind the attention: the least memory.
-MixerExchange      of a layer that mixes tokens in other ways, one of two: all-to-all of heads or channels, as Ulysses;
-                   or every rank gets whole documents, shared by length. That is for mixers whose heads do not divide,
-                   or whose inner functions are unknown. A document is never cut, so the longest one bounds what more
-                   ranks can save.
+AllGatherKV        every rank keeps its queries and gathers everybody's keys and values; a run of
+                   queries gets the prefix of its document as keys. Volume does not grow with the
+                   number of query heads: the default.
+Ulysses            all-to-all: every rank gets all tokens of Hq / cp heads, the kernel sees plain
+                   packing. Less volume than the all-gather when cp > (Hq + Hkv) / Hkv.
+Ring               (ring.py) keys and values travel from rank to rank behind the attention: the
+                   least memory.
+MixerExchange      of a layer that mixes tokens in other ways, one of two: all-to-all of heads or
+                   channels, as Ulysses; or every rank gets whole documents, shared by length. That
+                   is for mixers whose heads do not divide, or whose inner functions are unknown. A
+                   document is never cut, so the longest one bounds what more ranks can save.
 
-All are exact. The autograd functions are our own: torch.distributed.nn.functional.all_gather gave wrong gradients on
-gloo for non-contiguous ones, with the loss right to 12 digits. Nothing here waits for the device.
+All are exact. The autograd functions are our own: torch.distributed.nn.functional.all_gather gave
+wrong gradients on gloo for non-contiguous ones, with the loss right to 12 digits. Nothing here
+waits for the device.
 
-`mesh.cp_exchange=auto` compares bytes per rank and attention layer; tests count them in the process group.
+`mesh.cp_exchange=auto` compares bytes per rank and attention layer; tests count them in the process
+group.
 
     sent per layer                    forward                            backward
     all_gather                        (cp - 1) kv                        (cp - 1) kv
-    ring                              (cp - 1) kv                        2 (cp - 1) kv, with the gradients
+    ring                              (cp - 1) kv                        2 (cp - 1) kv, with the
+                                      gradients
     all_to_all                        (cp - 1) / cp (q + kv' + out)      the same
 
 of one rank's tokens: kv all key and value heads, kv' as many times repeated as cp needs.
 
-Legend: T tokens of the whole stream, T' tokens of the documents that a rank owns, H heads (Hq queries, Hkv keys and
-values) or channels, C features, D head dim.
+Legend: T tokens of the whole stream, T' tokens of the documents that a rank owns, H heads (Hq
+queries, Hkv keys and values) or channels, C features, D head dim.
 """
 
 from __future__ import annotations
@@ -42,14 +48,17 @@ from automodel_lite.attention.spec import LayerShape
 from automodel_lite.errors import ConfigError
 from automodel_lite.thd import AttentionInputs, DocumentRows, Tensors
 
-if torch.__version__ >= "2.13":  # compared as versions; 2.13 renamed both and warns about the old names
+# compared as versions; 2.13 renamed both and warns about the old names
+if torch.__version__ >= "2.13":
     all_gather_rows, reduce_scatter_rows = dist.all_gather_single, dist.reduce_scatter_single
 else:
     all_gather_rows, reduce_scatter_rows = dist.all_gather_into_tensor, dist.reduce_scatter_tensor
 
 
 class AllGatherRows(torch.autograd.Function):
-    """[T / cp, F] of each rank -> [T, F] in rank order; backward sums the gradients of all ranks."""
+    """[T / cp, F] of each rank -> [T, F] in rank order; backward sums the gradients of
+    all ranks.
+    """
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -66,17 +75,22 @@ class AllGatherRows(torch.autograd.Function):
 
 
 class AllToAll(torch.autograd.Function):
-    """Rows of a tensor: the first counts[0][0] of them go to rank 0, and so on; counts[1][r] come from rank r. Without
-    counts each rank sends and gets as many. Backward sends back what came.
+    """Rows of a tensor: the first counts[0][0] of them go to rank 0, and so on; counts[1][r] come
+    from rank r. Without counts each rank sends and gets as many. Backward sends back what came.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, group: dist.ProcessGroup, counts: tuple[list[int], list[int]] | None = None
+        ctx: Any,
+        rows: Tensor,
+        group: dist.ProcessGroup,
+        counts: tuple[list[int], list[int]] | None = None,
     ) -> Tensor:
         counts_out, counts_in = counts or (None, None)
         ctx.group, ctx.counts = group, counts and counts[::-1]
-        received = rows.new_empty(len(rows) if counts_in is None else sum(counts_in), *rows.shape[1:])
+        received = rows.new_empty(
+            len(rows) if counts_in is None else sum(counts_in), *rows.shape[1:]
+        )
         dist.all_to_all_single(received, rows.contiguous(), counts_in, counts_out, group=group)
         return received
 
@@ -86,7 +100,8 @@ class AllToAll(torch.autograd.Function):
 
 
 class SelectRows(torch.autograd.Function):
-    """rows[taken]; the gradient is a selection too, where that of index_select adds row by row, atomically on a GPU.
+    """rows[taken]; the gradient is a selection too, where that of index_select adds row by row,
+    atomically on a GPU.
 
     places  int64 [n, rows]: where each row went, at most n times; for n > 1, len(taken) is nowhere
     """
@@ -109,11 +124,14 @@ class SelectRows(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class AllGatherKV(Tensors):
-    """Gathers keys and values in one collective; one row selection reorders them and cuts the document prefixes.
+    """Gathers keys and values in one collective; one row selection reorders them and cuts the
+    document prefixes.
 
-    key_rows  int64 [Tk]: rows of the rank-ordered gathered keys, one document prefix after the other
-    places    int64 [2, T]: where a gathered row went, in the early and the late prefix of its document; Tk = nowhere;
-              None where trees send a row to as many prefixes as they have branches
+    key_rows  int64 [Tk]: rows of the rank-ordered gathered keys, one document prefix after the
+              other
+    places    int64 [2, T]: where a gathered row went, in the early and the late prefix of its
+              document; Tk = nowhere; None where trees send a row to as many prefixes as they have
+              branches
     """
 
     group: dist.ProcessGroup
@@ -159,8 +177,11 @@ class Heads(Tensors):
         return self.group.size()
 
     def to_heads(self, xs_TH: Sequence[Tensor]) -> list[Tensor]:
-        """See `MixerExchange`. One collective for all tensors of a dtype: under autocast, gates and decays are fp32."""
-        by_rank = [x.unflatten(1, (self.size, -1)).transpose(0, 1) for x in xs_TH]  # [cp, T/cp, H/cp, ...]
+        """See `MixerExchange`. One collective for all tensors of a dtype: under autocast, gates and
+        decays are fp32.
+        """
+        # [cp, T/cp, H/cp, ...]
+        by_rank = [x.unflatten(1, (self.size, -1)).transpose(0, 1) for x in xs_TH]
         result: dict[int, Tensor] = {}
         for dtype in {x.dtype for x in by_rank}:
             places = [i for i, x in enumerate(by_rank) if x.dtype == dtype]
@@ -172,7 +193,9 @@ class Heads(Tensors):
         return [result[i] for i in range(len(by_rank))]
 
     def from_heads(self, x_TH: Tensor) -> Tensor:
-        slices = SelectRows.apply(x_TH, self.to_ranks, self.to_stream[None]).unflatten(0, (self.size, -1))
+        slices = SelectRows.apply(x_TH, self.to_ranks, self.to_stream[None]).unflatten(
+            0, (self.size, -1)
+        )
         return AllToAll.apply(slices, self.group).transpose(0, 1).flatten(1, 2)
 
     def part(self, weight: Tensor, dim: int) -> Tensor:
@@ -198,9 +221,11 @@ class Ulysses(Heads):
 class OwnedDocumentMixers(Heads):
     """See `MixerExchange`.
 
-    owned      the documents that this rank mixes when whole documents are distributed, as rows of [T']
+    owned      the documents that this rank mixes when whole documents are distributed, as rows of
+               [T']
     send       int64 [T / cp]: this rank's tokens in the order of their documents' owners
-    arrange    int64 [T']: place among the received rows of each token of the owned documents, one after the other
+    arrange    int64 [T']: place among the received rows of each token of the owned documents, one
+               after the other
     unsend, unarrange      their inverses
     counts_out, counts_in  tokens that go to each rank, and come from it
     """
@@ -228,7 +253,9 @@ class OwnedDocumentMixers(Heads):
             received = AllToAll.apply(sent, self.group, (self.counts_out, self.counts_in))
             if len(received):
                 owned.append(SelectRows.apply(received, self.arrange, self.unarrange[None]))
-            else:  # a rank without a document mixes one token of zeros, so that its weights have gradients
+            else:
+                # a rank without a document mixes one token of zeros, so that its weights have
+                # gradients
                 owned.append(F.pad(received, (0,) * (2 * received.ndim - 1) + (1,)))
         mixed = self.owned.map_rows(mix, owned)
         # and back, the same way
@@ -242,31 +269,47 @@ MUCH_KV_GIB = 2.0
 
 
 def choose_exchange(
-    wanted: str, kernel: AttentionKernel, layers: Sequence[LayerShape], num_tokens: int, cp_size: int, value_bytes: int
+    wanted: str,
+    kernel: AttentionKernel,
+    layers: Sequence[LayerShape],
+    num_tokens: int,
+    cp_size: int,
+    value_bytes: int,
 ) -> tuple[str, str]:
     """Returns the exchange that is `wanted`; for auto one that suits, and why.
 
-    All-to-all where heads divide and it sends less than an all-gather, as it holds no keys of other ranks' heads; a
-    ring where a layer's gathered keys would fill memory; else the all-gather, which works for every model.
+    All-to-all where heads divide and it sends less than an all-gather, as it holds no keys of other
+    ranks' heads; a ring where a layer's gathered keys would fill memory; else the all-gather, which
+    works for every model.
 
-    Raises ConfigError for an all-to-all of heads that do not divide, and a ring on a kernel without a log-sum-exp.
+    Raises ConfigError for an all-to-all of heads that do not divide, and a ring on a kernel without
+    a log-sum-exp.
     """
     attending = [layer for layer in layers if layer.num_heads]
-    uneven = [x for x in attending if x.num_heads % cp_size or (x.num_kv_heads % cp_size and cp_size % x.num_kv_heads)]
+    uneven = [
+        x
+        for x in attending
+        if x.num_heads % cp_size or (x.num_kv_heads % cp_size and cp_size % x.num_kv_heads)
+    ]
     if wanted == "ring" and not isinstance(kernel, BlockKernel):
         cure = "use attention=varlen, flex or reference, or mesh.cp_exchange=all_gather"
         raise refuse(kernel, "mesh.cp_exchange=ring", cure)
     if wanted == "all_to_all" and uneven:
         raise ConfigError(
-            f"mesh.cp={cp_size} with mesh.cp_exchange=all_to_all must divide the {uneven[0].num_heads} query heads, "
-            f"and divide or be divided by the {uneven[0].num_kv_heads} key/value heads: use "
-            "mesh.cp_exchange=all_gather, which has no such limit."
+            f"mesh.cp={cp_size} with mesh.cp_exchange=all_to_all must divide the "
+            f"{uneven[0].num_heads} query heads, and divide or be divided by the "
+            f"{uneven[0].num_kv_heads} key/value heads: use mesh.cp_exchange=all_gather, which has "
+            "no such limit."
         )
     if wanted != "auto":
         return wanted, ""
     # where ranks outnumber the key heads, an all-to-all sends each of them to several ranks
-    traded = sum((x.num_heads + max(x.num_kv_heads, cp_size)) * (x.head_dim + x.value_head_dim) for x in attending)
-    features = [x.num_kv_heads * (x.head_dim + x.value_head_dim) for x in attending]  # of keys and values
+    traded = sum(
+        (x.num_heads + max(x.num_kv_heads, cp_size)) * (x.head_dim + x.value_head_dim)
+        for x in attending
+    )
+    # of keys and values
+    features = [x.num_kv_heads * (x.head_dim + x.value_head_dim) for x in attending]
     gathered = cp_size * sum(features)
     if traded < gathered and not uneven:
         return "all_to_all", f"it sends {traded / gathered:.2f} x the bytes of an all-gather"

@@ -1,4 +1,6 @@
-"""The device mesh: dp_replicate x dp_shard x cp, and what each axis means for data and gradients."""
+"""The device mesh: dp_replicate x dp_shard x cp, and what each axis means for data and
+gradients.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +29,15 @@ from automodel_lite.errors import ConfigError, one_line
 from automodel_lite.launched import launch_variable, rank, world_size
 
 T = TypeVar("T")
-AXES = ("dp_replicate", "dp_shard", "cp", "tp")  # ranks in this order, those of tp next to each other
+# ranks in this order, those of tp next to each other
+AXES = ("dp_replicate", "dp_shard", "cp", "tp")
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """The process groups of a run. Without a launcher (one process) there are none and the sub-meshes are None."""
+    """The process groups of a run. Without a launcher (one process) there are none and the
+    sub-meshes are None.
+    """
 
     shape: MeshShape
     device: torch.device
@@ -44,7 +49,9 @@ class Mesh:
 
     @property
     def dp_rank(self) -> int:
-        """Which packs this rank reads: ranks that share a pack (cp) or its tokens (tp) read the same."""
+        """Which packs this rank reads: ranks that share a pack (cp) or its tokens (tp) read the
+        same.
+        """
         return self.rank // (self.shape.cp * self.shape.tp)
 
     @property
@@ -87,20 +94,23 @@ class Mesh:
 
 LINE_EVERY_S = 30.0
 _START_S = 600.0  # for rank 0 to start
-HOSTS_AT_ONCE = 16  # read weights: more open thousands of files in one second, which a shared file system may not stand
+# read weights: more open thousands of files in one second, which a shared file system may not stand
+HOSTS_AT_ONCE = 16
 _TURN_S = 1800.0  # the longest wait for them
 
 
 @lru_cache(maxsize=1)
 def launchers_store() -> dist.Store:
-    """Returns the launcher's store, where the ranks meet; raises ConfigError when its address is wrong, with a line
-    every 30 s until then.
+    """Returns the launcher's store, where the ranks meet; raises ConfigError when its address is
+    wrong, with a line every 30 s until then.
     """
     host, port = os.environ["MASTER_ADDR"], launch_variable("MASTER_PORT", 0)
     try:
         socket.getaddrinfo(host, port)
     except OSError as error:
-        raise ConfigError(f"MASTER_ADDR={host} is no host that this one knows ({error.strerror}).") from None
+        raise ConfigError(
+            f"MASTER_ADDR={host} is no host that this one knows ({error.strerror})."
+        ) from None
     began, timeout = time.monotonic(), timedelta(seconds=LINE_EVERY_S)
     while True:
         try:
@@ -109,15 +119,25 @@ def launchers_store() -> dist.Store:
             else:  # nobody waits in there for all ranks: who is missing is named by `Peers`
                 is_first = rank() == 0
                 store = dist.TCPStore(
-                    host, port, world_size(), is_first, timeout, wait_for_workers=False, multi_tenant=True
+                    host,
+                    port,
+                    world_size(),
+                    is_first,
+                    timeout,
+                    wait_for_workers=False,
+                    multi_tenant=True,
                 )
         except dist.DistError as error:
             waited_s = time.monotonic() - began
             if rank() == 0 or waited_s >= _START_S:
-                cause = "does not answer" if rank() else "is taken by another program, or two processes have RANK=0"
+                cause = (
+                    "does not answer"
+                    if rank()
+                    else "is taken by another program, or two processes have RANK=0"
+                )
                 raise ConfigError(
-                    f"MASTER_ADDR={host} MASTER_PORT={port} {cause} ({one_line(error, 120)}): set the same free port "
-                    "on every node."
+                    f"MASTER_ADDR={host} MASTER_PORT={port} {cause} ({one_line(error, 120)}): set "
+                    "the same free port on every node."
                 ) from None
             if launch_variable("LOCAL_RANK", 0) == 0:
                 text = f"[rank {rank()}] waiting for rank 0 at {host}:{port} ({waited_s:.0f} s)"
@@ -129,7 +149,9 @@ def launchers_store() -> dist.Store:
 
 @contextlib.contextmanager
 def reading_turn() -> Iterator[None]:
-    """Lets the ranks of 16 hosts read weights at a time, without collectives; one that fails lets the next go on."""
+    """Lets the ranks of 16 hosts read weights at a time, without collectives; one that fails lets
+    the next go on.
+    """
     ahead = HOSTS_AT_ONCE * launch_variable("LOCAL_WORLD_SIZE", 1)
     if world_size() <= ahead:
         yield
@@ -145,8 +167,8 @@ def reading_turn() -> Iterator[None]:
 
 
 def allow_sockets(num_ranks: int) -> None:
-    """Raises this process's limit of open files, as far as it may: three groups of gloo connect every two ranks, and
-    the usual soft limit of 1,024 ends at 340 of them.
+    """Raises this process's limit of open files, as far as it may: three groups of gloo connect
+    every two ranks, and the usual soft limit of 1,024 ends at 340 of them.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 4 * num_ranks + 1024
@@ -157,7 +179,9 @@ def allow_sockets(num_ranks: int) -> None:
 
 
 def threads_of(num_threads: int) -> tuple[int, str]:
-    """(threads, why): as set, else OMP_NUM_THREADS, else this process's share of the cores that it may use."""
+    """(threads, why): as set, else OMP_NUM_THREADS, else this process's share of the cores that it
+    may use.
+    """
     if num_threads:
         return num_threads, "training.num_threads"
     ranks, asked = launch_variable("LOCAL_WORLD_SIZE", 1), os.environ.get("OMP_NUM_THREADS", "")
@@ -167,7 +191,9 @@ def threads_of(num_threads: int) -> tuple[int, str]:
     cores, quota = len(os.sched_getaffinity(0)), cgroup_cores()
     if quota < cores:
         return max(1, int(quota) // ranks), f"the container's limit of {quota:g} cores"
-    return max(1, cores // ranks), f"{cores} cores" if ranks == 1 else f"{cores} cores, {ranks} processes"
+    return max(
+        1, cores // ranks
+    ), f"{cores} cores" if ranks == 1 else f"{cores} cores, {ranks} processes"
 
 
 def cgroup_cores(root: Path = Path("/sys/fs/cgroup")) -> float:
@@ -181,24 +207,29 @@ def cgroup_cores(root: Path = Path("/sys/fs/cgroup")) -> float:
 def init_mesh(config: MeshConfig) -> Mesh:
     """Starts the process group (gloo on CPU, nccl on GPU), and lays the mesh over it.
 
-    Without a launcher one process is a group of one rank on a GPU, and where a strategy is asked for: its numbers are
-    then those of many ranks.
+    Without a launcher one process is a group of one rank on a GPU, and where a strategy is asked
+    for: its numbers are then those of many ranks.
     """
     shape = mesh_shape(config, world_size())
     local_rank = launch_variable("LOCAL_RANK", 0)
-    # SLURM may show each task its own GPU alone (--gpus-per-task=1): then it is number 0 to all of them
+    # SLURM may show each task its own GPU alone (--gpus-per-task=1): then it is number 0 to all of
+    # them
     index = local_rank % max(torch.cuda.device_count(), 1)
     device = torch.device("cuda", index) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     is_alone = "RANK" not in os.environ
-    is_grouped = config.strategy in ("fsdp", "ddp") or (config.strategy == "auto" and device.type == "cuda")
+    is_grouped = config.strategy in ("fsdp", "ddp") or (
+        config.strategy == "auto" and device.type == "cuda"
+    )
     if is_alone and not is_grouped:
         return Mesh(shape, device, None)
     if not dist.is_initialized():
-        # NCCL is given its device and connects at once: a bad link shows before the weights are read, and the mesh's
-        # groups are split off this one.
-        backend, device_id = ("cpu:gloo,cuda:nccl", device) if device.type == "cuda" else ("gloo", None)
+        # NCCL is given its device and connects at once: a bad link shows before the weights are
+        # read, and the mesh's groups are split off this one.
+        backend, device_id = (
+            ("cpu:gloo,cuda:nccl", device) if device.type == "cuda" else ("gloo", None)
+        )
         timeout = timedelta(seconds=config.timeout_s)
         open_group = partial(dist.init_process_group, backend, timeout=timeout, device_id=device_id)
         if is_alone:
@@ -207,10 +238,15 @@ def init_mesh(config: MeshConfig) -> Mesh:
             allow_sockets(world_size())
             store = dist.PrefixStore("groups", launchers_store())
             open_group(store=store, rank=rank(), world_size=world_size())
-            # a rank that fails at once would close connections that others still open: theirs would be the first error
+            # a rank that fails at once would close connections that others still open: theirs would
+            # be the first error
             if store.add("connected", 1) == world_size():
                 store.set("all_connected", "")
             store.wait(["all_connected"], timeout)
     # an axis of size 1 would make a group of each rank: 3,072 of them at 1,024 ranks
     sizes = {axis: size for axis in AXES if (size := getattr(shape, axis)) > 1} or {"dp_shard": 1}
-    return Mesh(shape, device, init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes)))
+    return Mesh(
+        shape,
+        device,
+        init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes)),
+    )

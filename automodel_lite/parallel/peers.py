@@ -1,12 +1,16 @@
-"""The other ranks of a job, watched from the first line of `main`, through the launcher's store. Values are JSON.
+"""The other ranks of a job, watched from the first line of `main`, through the launcher's store.
+Values are JSON.
 
     process/3           who rank 3 is: host, process number, start
     beats/3             grows while it lives
     left/3              it ended as it should
-    settings/3          every setting and version of rank 3, which rank 0 compares with its own before the first step
-    failure             the first error of any rank, the one record of who failed first; every rank exits with it
+    settings/3          every setting and version of rank 3, which rank 0 compares with its own
+                        before the first step
+    failure             the first error of any rank, the one record of who failed first; every rank
+                        exits with it
 
-A process group would not do: a failed rank does not join the collective in which the others wait for mesh.timeout_s.
+A process group would not do: a failed rank does not join the collective in which the others wait
+for mesh.timeout_s.
 """
 
 from __future__ import annotations
@@ -48,37 +52,50 @@ MAY_DIFFER = ("cache_dir", "training.num_threads")
 
 
 class Peers:
-    """The other ranks; one object per rank. `on_failure` is called in a thread when another rank has failed."""
+    """The other ranks; one object per rank. `on_failure` is called in a thread when another rank
+    has failed.
+    """
 
-    def __init__(self, store: dist.Store | None, on_failure: Callable[[PeerError], None] = lambda error: None) -> None:
+    def __init__(
+        self, store: dist.Store | None, on_failure: Callable[[PeerError], None] = lambda error: None
+    ) -> None:
         self._store = store  # None: one process, or no launcher
         self.on_failure = on_failure
         self._is_over = threading.Event()
 
     def join(self) -> None:
-        """Makes this rank known, and watches the others; raises ConfigError when another process has its number."""
+        """Makes this rank known, and watches the others; raises ConfigError when another process
+        has its number.
+        """
         if self._store is None:
             return
         mine = this_process()
         if self._store.add(f"claims/{rank()}", 1) > 1:
             other = json.loads(self._store.get(f"process/{rank()}"))
             raise ConfigError(
-                f"two processes of this job have RANK={rank()}: process {mine.pid} on {mine.host}, and process "
-                f"{other['pid']} on {other['host']}: number them from 0 to {world_size() - 1}."
+                f"two processes of this job have RANK={rank()}: process {mine.pid} on {mine.host}, "
+                f"and process {other['pid']} on {other['host']}: number them from 0 to "
+                f"{world_size() - 1}."
             )
         self._store.set(f"process/{rank()}", json.dumps(asdict(mine)))
         threading.Thread(target=self._watch, daemon=True).start()
 
     def compare(self, topic: str, facts: Mapping[str, Any]) -> None:
-        """Raises ConfigError on all ranks unless all have the same facts, PeerError when one fails or is late."""
+        """Raises ConfigError on all ranks unless all have the same facts, PeerError when one fails
+        or is late.
+        """
         store = self._store
         if store is None:
             return
         values = {"WORLD_SIZE": world_size(), **flat(facts)}
-        mine = {key: v if isinstance(v, str) else json.dumps(v, default=str) for key, v in values.items()}
+        mine = {
+            key: v if isinstance(v, str) else json.dumps(v, default=str)
+            for key, v in values.items()
+        }
         here, lines = f"rank {rank()} ({socket.gethostname()})", list[str]()
         try:
-            # rank 0 alone compares, one rank after the other: the store has little to do, whatever their number
+            # rank 0 alone compares, one rank after the other: the store has little to do, whatever
+            # their number
             if rank() == 0:
                 for other in range(1, world_size()):
                     self._wait(store, topic, range(other, world_size()))
@@ -95,15 +112,18 @@ class Peers:
             raise _no_store(error) from None
         if lines:
             if rank() == 0:
-                time.sleep(_OWN_ERROR_S)  # it may hold the store, which the others have still to read
+                # it may hold the store, which the others have still to read
+                time.sleep(_OWN_ERROR_S)
             differing = "\n".join(lines)
             raise ConfigError(
-                f"the processes of this job do not agree on its {topic}:\n{differing}\nStart the same command on every "
-                "node, with the same files and versions."
+                f"the processes of this job do not agree on its {topic}:\n{differing}\nStart the "
+                "same command on every node, with the same files and versions."
             )
 
     def _wait(self, store: dist.Store, topic: str, ranks: range) -> None:
-        """Waits for the first of these ranks; names those that are missing every 30 s, raises PeerError in the end."""
+        """Waits for the first of these ranks; names those that are missing every 30 s, raises
+        PeerError in the end.
+        """
         began = time.monotonic()
         next_line = began + LINE_EVERY_S
         while not store.check([f"{topic}/{ranks[0]}"]):
@@ -116,9 +136,15 @@ class Peers:
             next_line += LINE_EVERY_S
             late = [number for number in ranks if not store.check([f"{topic}/{number}"])]
             absent = [number for number in late if not store.check([f"process/{number}"])]
-            text = f"{_format_ranks(absent)}: not started" if absent else f"{_format_ranks(late)}: still reading"
+            text = (
+                f"{_format_ranks(absent)}: not started"
+                if absent
+                else f"{_format_ranks(late)}: still reading"
+            )
             if now >= began + (_START_S if absent else _LATEST_S):
-                raise PeerError(f"{text} after {now - began:.0f} s: look at the nodes of this job.", 1)
+                raise PeerError(
+                    f"{text} after {now - began:.0f} s: look at the nodes of this job.", 1
+                )
             if launch_variable("LOCAL_RANK", 0) == 0:  # one line per node
                 who = f"[rank {rank()}] " if rank() else ""
                 print(f"{who}waiting for {text} ({now - began:.0f} s)", file=sys.stderr, flush=True)
@@ -130,7 +156,8 @@ class Peers:
         is_sentence = is_mistake or type(error).__name__ == "RunStoppedError"
         text = str(error) if is_sentence else f"{type(error).__name__}: {one_line(error, 1000)}"
         text = f"{doing}: {text}" if doing and not is_sentence else text
-        with suppress(dist.DistError, RuntimeError):  # the store is gone with the launcher: everybody ends anyway
+        # the store is gone with the launcher: everybody ends anyway
+        with suppress(dist.DistError, RuntimeError):
             self._record(rank(), socket.gethostname(), text, MISTAKE_EXIT if is_mistake else 1)
 
     def _record(self, failed: int, host: str, text: str, code: int) -> None:
@@ -139,7 +166,9 @@ class Peers:
             self._store.set("failure", json.dumps(facts))
 
     def first_failure(self) -> PeerError | None:
-        """Returns the first error of the job, for a rank that only noticed it; None when nobody records any."""
+        """Returns the first error of the job, for a rank that only noticed it; None when nobody
+        records any.
+        """
         end = time.monotonic() + _CAUSE_WITHIN_S
         try:
             while self._store is not None and time.monotonic() < end:
@@ -163,7 +192,9 @@ class Peers:
         return PeerError(f"rank {first['rank']} on {first['host']}: {first['text']}", first["code"])
 
     def _watch(self) -> None:
-        """In a thread: ends this rank when another one has failed, and records one that can no longer do it itself."""
+        """In a thread: ends this rank when another one has failed, and records one that can no
+        longer do it itself.
+        """
         store = self._store
         assert store is not None
         # the ranks of this host: whether their processes live can be seen
@@ -179,9 +210,15 @@ class Peers:
                     store.add(f"beats/{rank()}", 1)
                     if rank() == 0 and (dead := _silent_rank(store, beats)) is not None:
                         host = json.loads(store.get(f"process/{dead}"))["host"]
-                        self._record(dead, host, f"no heartbeat for {_DEAD_S:.0f} s: its host may be down", 1)
+                        self._record(
+                            dead, host, f"no heartbeat for {_DEAD_S:.0f} s: its host may be down", 1
+                        )
                 for other in range(first, last):
-                    if other not in neighbors and other != rank() and store.check([f"process/{other}"]):
+                    if (
+                        other not in neighbors
+                        and other != rank()
+                        and store.check([f"process/{other}"])
+                    ):
                         neighbors[other] = ProcessId(**json.loads(store.get(f"process/{other}")))
                 for other, process in neighbors.items():
                     if process.is_gone() and not store.check([f"left/{other}"]):
@@ -195,14 +232,16 @@ class Peers:
 
 
 def _silent_rank(store: dist.Store, beats: dict[int, tuple[int, float]]) -> int | None:
-    """Returns a rank that is taken for dead. Rank 0 calls it in each of its rounds, which count the seconds: a job that
-    is suspended as a whole (a laptop, SLURM) goes on. `beats` has the last count of each rank, and the seconds since.
+    """Returns a rank that is taken for dead. Rank 0 calls it in each of its rounds, which count the
+    seconds: a job that is suspended as a whole (a laptop, SLURM) goes on. `beats` has the last
+    count of each rank, and the seconds since.
     """
     for other in range(1, world_size()):
         count = store.add(f"beats/{other}", 0)
         last, silent_s = beats.get(other, (0, 0.0))
         beats[other] = count, silent_s + _LOOK_EVERY_S * _BEAT_EVERY_LOOKS if count == last else 0.0
-        if count and beats[other][1] >= _DEAD_S and not store.check([f"left/{other}"]):  # who has not started has none
+        # who has not started has none
+        if count and beats[other][1] >= _DEAD_S and not store.check([f"left/{other}"]):
             return other
     return None
 
@@ -211,7 +250,9 @@ _JOBS = itertools.count(1)
 
 
 def open_peers() -> Peers:
-    """Returns the ranks of the job that this process is at; what the same ranks' next job writes is apart."""
+    """Returns the ranks of the job that this process is at; what the same ranks' next job writes is
+    apart.
+    """
     number = next(_JOBS)
     if world_size() == 1:
         return Peers(None)
@@ -238,11 +279,16 @@ def versions() -> dict[str, str]:
     """Returns the versions of what computes the numbers; this package's by its files, too."""
     package = Path(automodel_lite.__file__).parent
     code = hashlib.sha256()
-    for path in sorted(x for x in package.rglob("*") if x.suffix in (".py", ".yaml", ".json", ".jinja")):
+    for path in sorted(
+        x for x in package.rglob("*") if x.suffix in (".py", ".yaml", ".json", ".jinja")
+    ):
         code.update(path.relative_to(package).as_posix().encode() + path.read_bytes())
     libraries = ("torch", "transformers", "tokenizers", "datasets", "numpy")
     found = {f"version of {name}": metadata.version(name) for name in libraries}
-    return found | {"version of python": platform.python_version(), "files of automodel_lite": code.hexdigest()[:12]}
+    return found | {
+        "version of python": platform.python_version(),
+        "files of automodel_lite": code.hexdigest()[:12],
+    }
 
 
 def flat(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -251,10 +297,14 @@ def flat(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _no_store(error: BaseException) -> PeerError:
-    return PeerError(f"the launcher's store is gone, as rank 0 or the launcher has ended: {one_line(error)}", 1)
+    return PeerError(
+        f"the launcher's store is gone, as rank 0 or the launcher has ended: {one_line(error)}", 1
+    )
 
 
 def _format_ranks(ranks: list[int]) -> str:
     """`rank 3`, `ranks 3, 5`, at most eight of them."""
-    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    shown = ", ".join(map(str, ranks[:8])) + (
+        f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    )
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}"

@@ -1,16 +1,18 @@
-"""Ring exchange: keys and values travel from rank to rank while each rank attends to those that it has.
+"""Ring exchange: keys and values travel from rank to rank while each rank attends to those that it
+has.
 
-A rank holds its own keys and values and those on the way, never all of them; the next ones arrive while the kernel
-works. With the zig-zag layout every visit but the own one is half of the pairs, and all of its pairs are visible:
+A rank holds its own keys and values and those on the way, never all of them; the next ones arrive
+while the kernel works. With the zig-zag layout every visit but the own one is half of the pairs,
+and all of its pairs are visible:
 
     from an earlier rank   all queries of a document see its early chunk
     from a later rank      the queries of the late chunk see both chunks
 
-The outputs of all visits are merged by their log-sum-exps. Layers that do not see whole documents (windows,
-chunks) gather their keys as `AllGatherKV` does. (Ring attention: arXiv:2310.01889.)
+The outputs of all visits are merged by their log-sum-exps. Layers that do not see whole documents
+(windows, chunks) gather their keys as `AllGatherKV` does. (Ring attention: arXiv:2310.01889.)
 
-Legend: T tokens of the whole stream, H heads (Hq queries, Hkv keys and values), D head dim, F features of
-keys and values.
+Legend: T tokens of the whole stream, H heads (Hq queries, Hkv keys and values), D head dim, F
+features of keys and values.
 """
 
 from __future__ import annotations
@@ -32,11 +34,13 @@ from automodel_lite.thd import AttentionInputs, AttentionOptions, Segments, Tens
 class Ring(Tensors):
     """Passes keys and values around the ranks of `group`.
 
-    early, late  int64 [T / cp / 2]: the rank's rows of the early and of the late chunk of each document
-    cu_whole     int32 [N + 1]: boundaries of the documents among the rank's own tokens; cu_half: of either chunk alone
+    early, late  int64 [T / cp / 2]: the rank's rows of the early and of the late chunk of each
+                 document
+    cu_whole     int32 [N + 1]: boundaries of the documents among the rank's own tokens; cu_half: of
+                 either chunk alone
     max_half     longest chunk, in tokens
-    longest      longest document of the stream, in tokens, and `max_k` of the plan: the same on all ranks, which must
-                 agree on the layers that gather
+    longest      longest document of the stream, in tokens, and `max_k` of the plan: the same on all
+                 ranks, which must agree on the layers that gather
     gather       the exchange of layers that do not
     """
 
@@ -59,19 +63,32 @@ class Ring(Tensors):
         return _RingAttention.apply(*inputs[:3], inputs.options.sinks, self, kernel, of_blocks)
 
     def visit(self, source: int) -> tuple[Tensor | None, Tensor | None, Segments, bool]:
-        """Returns what this rank attends to when the keys and values of rank `source` are here: rows of its queries and
-        of the visiting keys (None = all), the segments over those rows, and whether they are causal.
+        """Returns what this rank attends to when the keys and values of rank `source` are here:
+        rows of its queries and of the visiting keys (None = all), the segments over those rows, and
+        whether they are causal.
         """
         rank, max_whole = self.group.rank(), 2 * self.max_half
         if source == rank:
             return None, None, Segments(self.cu_whole, self.cu_whole, max_whole, max_whole), True
         if source < rank:
-            return None, self.early, Segments(self.cu_whole, self.cu_half, max_whole, self.max_half), False
-        return self.late, None, Segments(self.cu_half, self.cu_whole, self.max_half, max_whole), False
+            return (
+                None,
+                self.early,
+                Segments(self.cu_whole, self.cu_half, max_whole, self.max_half),
+                False,
+            )
+        return (
+            self.late,
+            None,
+            Segments(self.cu_half, self.cu_whole, self.max_half, max_whole),
+            False,
+        )
 
 
 class _RingAttention(torch.autograd.Function):
-    """Forward and backward each pass keys and values around once; gradients of the visitors travel on with them."""
+    """Forward and backward each pass keys and values around once; gradients of the visitors travel
+    on with them.
+    """
 
     @staticmethod
     def forward(
@@ -91,8 +108,8 @@ class _RingAttention(torch.autograd.Function):
             k, v = split(_rows(kv, k_rows), k_THD, v_THD)
             inputs = AttentionInputs(_rows(q_THD, rows), k, v, segments, options)
             of_visit, lse_of_visit = kernel.block(inputs, causal)
-            # The shares of what was there and of the visit are 1 - x and x: taken from the rounded log-sum-exp of both,
-            # their sum is off by its rounding, which adds up over the visits.
+            # The shares of what was there and of the visit are 1 - x and x: taken from the rounded
+            # log-sum-exp of both, their sum is off by its rounding, which adds up over the visits.
             old, old_lse = _rows(out, rows), _rows(lse_TH, rows)
             share = (lse_of_visit - old_lse).sigmoid()[..., None]
             old.mul_(1 - share).addcmul_(of_visit, share)
@@ -145,7 +162,15 @@ class _RingAttention(torch.autograd.Function):
         if sinks is not None:
             delta_TH = (grad.float() * out.float()).sum(-1)
             grad_sinks = -((sinks.float() - lse_TH).exp() * delta_TH).sum(0).to(sinks.dtype)
-        return grad_q.to(q_THD.dtype), dk.to(k_THD.dtype), dv.to(v_THD.dtype), grad_sinks, None, None, None
+        return (
+            grad_q.to(q_THD.dtype),
+            dk.to(k_THD.dtype),
+            dv.to(v_THD.dtype),
+            grad_sinks,
+            None,
+            None,
+            None,
+        )
 
 
 class _Pass:
@@ -164,7 +189,9 @@ class _Pass:
 
 
 def _passed_around(rows: Tensor, group: dist.ProcessGroup) -> Iterator[tuple[int, Tensor]]:
-    """(rank, its rows) of all ranks of the group, the own first; the next ones travel while the caller works."""
+    """(rank, its rows) of all ranks of the group, the own first; the next ones travel while the
+    caller works.
+    """
     cp, rank = group.size(), group.rank()
     for hop in range(cp):
         following = _Pass(rows, group) if hop + 1 < cp else None

@@ -28,20 +28,27 @@ from automodel_lite.parallel.mesh import Mesh, MeshShape
 from automodel_lite.thd import ThdBatch
 
 
-def choose_strategy(strategy: str, shape: MeshShape, is_gpu: bool, is_quantized: bool = False) -> str:
-    """Turns auto into fsdp with several processes or on a GPU, else none; raises ConfigError for what cannot work.
+def choose_strategy(
+    strategy: str, shape: MeshShape, is_gpu: bool, is_quantized: bool = False
+) -> str:
+    """Turns auto into fsdp with several processes or on a GPU, else none; raises ConfigError for
+    what cannot work.
 
-    On one GPU, too: the numbers are those of many, and experts compute in bf16, where autocast leaves them in fp32.
-    Quantized weights cannot be sharded: on one process auto leaves them alone.
+    On one GPU, too: the numbers are those of many, and experts compute in bf16, where autocast
+    leaves them in fp32. Quantized weights cannot be sharded: on one process auto leaves them alone.
     """
     if strategy == "auto":
         return "fsdp" if shape.world_size > 1 or (is_gpu and not is_quantized) else "none"
     if strategy == "none" and shape.world_size > 1:
         raise ConfigError(
-            f"mesh.strategy=none with {shape.world_size} processes would train as many models: use fsdp or ddp."
+            f"mesh.strategy=none with {shape.world_size} processes would train as many models: use "
+            "fsdp or ddp."
         )
     if strategy == "ddp" and shape.dp_replicate > 1:
-        raise ConfigError("mesh.strategy=ddp replicates over all ranks: set mesh.dp_replicate=1, or use fsdp for HSDP.")
+        raise ConfigError(
+            "mesh.strategy=ddp replicates over all ranks: set mesh.dp_replicate=1, or use fsdp "
+            "for HSDP."
+        )
     return strategy
 
 
@@ -56,8 +63,8 @@ def choose_precision(precision: str, device: torch.device) -> torch.dtype:
 class ParallelModel:
     """A LossModel spread over the mesh.
 
-    `mean_ranks` is the number of ranks whose gradients the wrapper averages: the loss is multiplied by it, so that
-    gradients are sums.
+    `mean_ranks` is the number of ranks whose gradients the wrapper averages: the loss is multiplied
+    by it, so that gradients are sums.
     """
 
     module: nn.Module  # what is called: LossModel, FSDP's or DDP's
@@ -66,14 +73,17 @@ class ParallelModel:
     compute_dtype: torch.dtype
     sharded_over: Mesh | None = None  # None = each rank has all of it, and autocasts
     reduces_every: bool = False  # gradients after every micro-batch, so that their sum is sharded
-    refresh: Callable[[], None] = lambda: None  # of what is made of the weights (models/fp8.py), before each call
+    # of what is made of the weights (models/fp8.py), before each call
+    refresh: Callable[[], None] = lambda: None
 
     def __call__(self, batch: ThdBatch) -> Tensor:
         with self._call(batch):
             return self.module(batch)
 
     def logits(self, batch: ThdBatch, num_last: int = 0) -> Tensor:
-        """See LossModel.logits; every rank calls it, and ranks that share a model each give their part of a batch."""
+        """See LossModel.logits; every rank calls it, and ranks that share a model each give their
+        part of a batch.
+        """
         with self._call(batch):
             return self.loss_model.logits(batch, num_last)
 
@@ -83,8 +93,8 @@ class ParallelModel:
             return self.loss_model.values(batch, function)
 
     def probe(self, batch: ThdBatch) -> tuple[Tensor, bool]:
-        """See LossModel.probe; every rank calls it with the same batch. Layers are gathered one at a time, as in any
-        forward, and are shards again afterwards.
+        """See LossModel.probe; every rank calls it with the same batch. Layers are gathered one at
+        a time, as in any forward, and are shards again afterwards.
         """
         self.free_gathered()
         with self._call(batch):
@@ -93,17 +103,22 @@ class ParallelModel:
         return found
 
     def _call(self, batch: ThdBatch) -> torch.autocast:
-        """Weights are cast once per use: a cache of the casts is 13 GiB of an 8B model, read by no recomputation."""
+        """Weights are cast once per use: a cache of the casts is 13 GiB of an 8B model, read by no
+        recomputation.
+        """
         self.refresh()
         autocasts = self.sharded_over is None and self.compute_dtype != torch.float32
-        return torch.autocast(batch.labels.device.type, self.compute_dtype, enabled=autocasts, cache_enabled=False)
+        return torch.autocast(
+            batch.labels.device.type, self.compute_dtype, enabled=autocasts, cache_enabled=False
+        )
 
     def accumulate(self, is_last: bool) -> AbstractContextManager[None]:
-        """Around forward and backward of a micro-batch: gradients are reduced after the last one only, unless their sum
-        would not fit; over replicas (HSDP) after the last one in any case.
+        """Around forward and backward of a micro-batch: gradients are reduced after the last one
+        only, unless their sum would not fit; over replicas (HSDP) after the last one in any case.
         """
         if isinstance(self.module, FSDPModule):
-            # the engine sums the gradients of norms inside heads over tp as they come: a second time, if they waited
+            # the engine sums the gradients of norms inside heads over tp as they come: a second
+            # time, if they waited
             has_tp = self.sharded_over is not None and self.sharded_over.shape.tp > 1
             self.module.set_requires_gradient_sync(is_last or has_tp or self.reduces_every)
             self.module.set_requires_all_reduce(is_last or has_tp)
@@ -117,8 +132,9 @@ class ParallelModel:
         """Parameters that a forward without a backward has left whole are shards again."""
         for module in self.module.modules():
             if isinstance(module, FSDPModule):
-                # torch 2.11 takes the head of a tied model, called alone, for a pass that the embedding is still to
-                # join: a unit inside a forward is not resharded, and the optimizer would get the gathered weight
+                # torch 2.11 takes the head of a tied model, called alone, for a pass that the
+                # embedding is still to join: a unit inside a forward is not resharded, and the
+                # optimizer would get the gathered weight
                 state = module._get_fsdp_state()
                 if state._modules_to_run_forward and state._fsdp_param_group is not None:
                     state._modules_to_run_forward.clear()
@@ -137,28 +153,38 @@ def parallelize(
     offloads: bool = False,
     reshards: bool = True,
 ) -> ParallelModel:
-    """Wraps a model that every rank has whole, or on the meta device; `strategy` as `choose_strategy` gave it."""
+    """Wraps a model that every rank has whole, or on the meta device; `strategy` as
+    `choose_strategy` gave it.
+    """
     if strategy == "fsdp" and mesh.root is not None:
         fully_shard_model(model, mesh, compute_dtype, offloads, reshards)
-        # FSDP averages over all ranks that hold tokens; context-parallel ranks hold parts of one batch.
+        # FSDP averages over all ranks that hold tokens; context-parallel ranks hold parts of one
+        # batch.
         num_batches = mesh.shape.dp * mesh.shape.cp
         return ParallelModel(model, model, num_batches, compute_dtype, sharded_over=mesh)
     if not any(p.is_meta for p in model.parameters()):
         model.to(mesh.device)
     if strategy == "ddp":
-        wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
+        wrapped = DistributedDataParallel(
+            model, gradient_as_bucket_view=True, broadcast_buffers=False
+        )
         return ParallelModel(wrapped, model, mesh.shape.world_size, compute_dtype)
     return ParallelModel(model, model, 1, compute_dtype)
 
 
 def fully_shard_model(
-    model: LossModel, mesh: Mesh, compute_dtype: torch.dtype, offloads: bool = False, reshards: bool = True
+    model: LossModel,
+    mesh: Mesh,
+    compute_dtype: torch.dtype,
+    offloads: bool = False,
+    reshards: bool = True,
 ) -> None:
-    """Applies FSDP2, in place: each decoder layer, the embedding and the head are gathered apart, the rest with the
-    root.
+    """Applies FSDP2, in place: each decoder layer, the embedding and the head are gathered apart,
+    the rest with the root.
 
-    Not transformers' own wrapping: the root has to be the module that returns the loss, adapters and fp8 layers stand
-    between the bare model and its shards, and families without an `fsdp_plan` are sharded too.
+    Not transformers' own wrapping: the root has to be the module that returns the loss, adapters
+    and fp8 layers stand between the bare model and its shards, and families without an `fsdp_plan`
+    are sharded too.
 
     offloads  shards and their gradients are held in host memory
     reshards  layers are freed after their forward pass, and gathered again for the backward pass
@@ -187,7 +213,8 @@ def fully_shard_model(
     for unit in units:
         shard(unit, reshard_after_forward=reshards)
     if not reshards and all(unit in layers for unit in units[: len(layers)]):
-        # torch gathers one layer ahead; two take no more memory where all are held, and hide a late host
+        # torch gathers one layer ahead; two take no more memory where all are held, and hide a late
+        # host
         for number, layer in enumerate(layers):
             layer.set_modules_to_forward_prefetch(layers[number + 1 : number + 3])  # type: ignore[operator]
     embedding, head = model.lm.get_input_embeddings(), output_head(model.lm)
@@ -204,12 +231,18 @@ def fully_shard_model(
 
 
 def _units(modules: list[nn.Module]) -> list[nn.Module | list[nn.Module]]:
-    """Groups what is gathered together: one module, or all that share parameters (Zamba's shared transformer)."""
+    """Groups what is gathered together: one module, or all that share parameters (Zamba's shared
+    transformer).
+    """
     # Grows groups: a module that shares with several joins them into one.
     groups: list[list[nn.Module]] = []
     for module in modules:
-        alike = [group for group in groups if any(_share_a_parameter(module, other) for other in group)]
-        groups = [group for group in groups if group not in alike] + [[*(m for group in alike for m in group), module]]
+        alike = [
+            group for group in groups if any(_share_a_parameter(module, other) for other in group)
+        ]
+        groups = [group for group in groups if group not in alike] + [
+            [*(m for group in alike for m in group), module]
+        ]
     return [group[0] if len(group) == 1 else group for group in groups]
 
 
@@ -218,27 +251,39 @@ def _share_a_parameter(one: nn.Module, other: nn.Module) -> bool:
 
 
 def copies_of_experts(num_experts: int, num_shards: int) -> int:
-    """Returns how often a mixture's experts lie on the ranks that share a model. They are sharded one by one: over more
-    ranks than there are experts, each would gather padding for all that have none (Qwen3-30B-A3B, 128 experts on 1,024
-    ranks: 8 times the experts, 42.7 GiB held where 10 do).
+    """Returns how often a mixture's experts lie on the ranks that share a model. They are sharded
+    one by one: over more ranks than there are experts, each would gather padding for all that have
+    none (Qwen3-30B-A3B, 128 experts on 1,024 ranks: 8 times the experts, 42.7 GiB held where 10
+    do).
     """
-    # The most copies that each still lie on as many ranks as there are experts, and that divide the ranks evenly.
+    # The most copies that each still lie on as many ranks as there are experts, and that divide the
+    # ranks evenly.
     most = num_shards // num_experts if num_experts else 1
     return max((copies for copies in range(1, most + 1) if num_shards % copies == 0), default=1)
 
 
 def _stacked_experts(lm: nn.Module) -> tuple[list[nn.Module], int]:
-    """Returns the modules that hold all experts of a layer, each weight a tensor of three dims; and their number."""
+    """Returns the modules that hold all experts of a layer, each weight a tensor of three dims; and
+    their number.
+    """
     of_layers = (named for layer in decoder_layers(lm) for named in layer.named_modules())
-    modules = [m for name, m in of_layers if name.endswith("experts") and not isinstance(m, nn.ModuleList)]
+    modules = [
+        m for name, m in of_layers if name.endswith("experts") and not isinstance(m, nn.ModuleList)
+    ]
     rows = [p.shape[0] for module in modules for p in module.parameters() if p.ndim == 3]
     return (modules, min(rows)) if rows else ([], 0)
 
 
 def _fsdp_mesh(mesh: Mesh, copies: int = 1) -> DeviceMesh:
-    """Parameters are sharded over dp_shard x cp, and replicated over dp_replicate (HSDP); ranks in the mesh's order."""
-    # Ranks of a shard group stand side by side, on one host where it has room: gathers are the larger traffic.
-    num_replicas, num_shards = mesh.shape.dp_replicate * copies, mesh.shape.dp_shard * mesh.shape.cp // copies
+    """Parameters are sharded over dp_shard x cp, and replicated over dp_replicate (HSDP); ranks in
+    the mesh's order.
+    """
+    # Ranks of a shard group stand side by side, on one host where it has room: gathers are the
+    # larger traffic.
+    num_replicas, num_shards = (
+        mesh.shape.dp_replicate * copies,
+        mesh.shape.dp_shard * mesh.shape.cp // copies,
+    )
     first = 1 if num_replicas == 1 else 0
     sizes, names = (num_replicas, num_shards), ("dp_replicate", "dp_shard_cp")
     return init_device_mesh(mesh.device.type, sizes[first:], mesh_dim_names=names[first:])

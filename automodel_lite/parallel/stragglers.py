@@ -1,9 +1,11 @@
-"""Which rank makes the others wait: compared every 50 steps, in the message that the ranks exchange in every step.
+"""Which rank makes the others wait: compared every 50 steps, in the message that the ranks exchange
+in every step.
 
-The seconds of a whole step say nothing, as all ranks wait for the slowest one. What a rank does alone is measured: the
-forward pass of one decoder layer, between the gather of its weights and that of the next layer's; and how long the rank
-waits for its data. Nothing waits for the device: a GPU's times are events, read when they have passed. Under context or
-tensor parallelism ranks meet inside the layer, too: whole groups are compared there.
+The seconds of a whole step say nothing, as all ranks wait for the slowest one. What a rank does
+alone is measured: the forward pass of one decoder layer, between the gather of its weights and that
+of the next layer's; and how long the rank waits for its data. Nothing waits for the device: a GPU's
+times are events, read when they have passed. Under context or tensor parallelism ranks meet inside
+the layer, too: whole groups are compared there.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ def seconds_between(first: Any, last: Any) -> float:
 
 
 class Stragglers:
-    """Times this rank, and compares all of them after every 50th step. A rank alone is not timed."""
+    """Times this rank, and compares all of them after every 50th step. A rank alone is
+    not timed.
+    """
 
     def __init__(self, layer: nn.Module, device: torch.device, hosts: list[str], rank: int) -> None:
         self.device, self.hosts, self.rank = device, hosts, rank
@@ -59,8 +63,9 @@ class Stragglers:
         self._wait_s += seconds
 
     def own_times(self, step: int) -> list[float]:
-        """Returns this rank's share of the message of `step`: in every 50th, a place for each rank's seconds in the
-        layer, and one for each rank's seconds without data, of which this rank fills its own two.
+        """Returns this rank's share of the message of `step`: in every 50th, a place for each
+        rank's seconds in the layer, and one for each rank's seconds without data, of which this
+        rank fills its own two.
         """
         if step % EVERY_STEPS or len(self.hosts) < 2:
             return []
@@ -78,14 +83,24 @@ class Stragglers:
         step_s, self._wait_s, self._began = (now - self._began) / EVERY_STEPS, 0.0, now
         self._row, warnings = {}, list[str]()
         layers, waits = times[: len(self.hosts)], times[len(self.hosts) :]
-        for kind, what, found in (("layer_s", "a layer", layers), ("data_wait_s", "its data", waits)):
+        for kind, what, found in (
+            ("layer_s", "a layer", layers),
+            ("data_wait_s", "its data", waits),
+        ):
             usual, most = median_low(found), max(found)
             slowest = f"rank {found.index(most)} on {self.hosts[found.index(most)]}"
-            self._row |= {f"ranks/{kind}_min": min(found), f"ranks/{kind}_median": usual, f"ranks/{kind}_max": most}
+            self._row |= {
+                f"ranks/{kind}_min": min(found),
+                f"ranks/{kind}_median": usual,
+                f"ranks/{kind}_max": most,
+            }
             self._row[f"ranks/{kind}_slowest"] = slowest
-            # a layer is compared with the layers of other ranks, a wait with the step that it holds up
+            # a layer is compared with the layers of other ranks, a wait with the step that it holds
+            # up
             if most > usual + SLOW_FRAC * (usual if found is layers else step_s):
-                warnings.append(f"{slowest} takes {most:.2g} s for {what}, most ranks {usual:.2g} s")
+                warnings.append(
+                    f"{slowest} takes {most:.2g} s for {what}, most ranks {usual:.2g} s"
+                )
         if warnings:
             self._row["warning"] = f"step {step}: {' and '.join(warnings)}: all ranks wait for it"
             say(f"WARNING: {self._row['warning']}")

@@ -1,1 +1,3 @@
-"""What a `_target_` of conf/ names: kernels, losses, adapters, optimizers, datasets, trackers; no core imports it."""
+"""What a `_target_` of conf/ names: kernels, losses, adapters, optimizers, datasets, trackers; no
+core imports it.
+"""

@@ -1,9 +1,12 @@
-"""Saving and loading a run: complete or absent, sharded, without pickle, in the foreground or behind the training.
+"""Saving and loading a run: complete or absent, sharded, without pickle, in the foreground or
+behind the training.
 
-    save      stage (copy, asynchronous only) -> temporary folder -> shards of every rank -> manifest -> rename
+    save      stage (copy, asynchronous only) -> temporary folder -> shards of every rank ->
+              manifest -> rename
     load      newest complete one -> checksums -> shards; if it does not load, the one before it
 
-A save that fails (no space, a network disk that is gone) is a warning: it leaves nothing behind and is retried.
+A save that fails (no space, a network disk that is gone) is a warning: it leaves nothing behind and
+is retried.
 """
 
 from __future__ import annotations
@@ -50,7 +53,9 @@ from automodel_lite.run.sharded_files import (
 JsonState = dict[str, Any]
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True, ignore_frozen_params=True)
 _TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
-"""Frozen weights (the base of an adapter) come from where the model came from; `check_fits` misses a trained one."""
+"""Frozen weights (the base of an adapter) come from where the model came from; `check_fits` misses
+a trained one.
+"""
 _BROKEN = (SafetensorError, OSError, ValueError, LookupError, TypeError, RuntimeError)
 
 
@@ -69,18 +74,22 @@ class _Save:
 
 @dataclass
 class Checkpointer:
-    """Saves and loads; every rank calls every method. A save in the background has control messages of its own."""
+    """Saves and loads; every rank calls every method. A save in the background has control messages
+    of its own.
+    """
 
     run: RunFolder
     run_config: Config
     control: Control
     saver: Control
     say: Callable[[str], None]
-    fence: Callable[[], None] = lambda: None  # raises RunStoppedError when the folder is another job's by now
+    # raises RunStoppedError when the folder is another job's by now
+    fence: Callable[[], None] = lambda: None
     newest: Path | None = None  # loaded or written by this process
     failed_step: int | None = None  # of the last save, when it failed
     longest_s: float = 0.0  # of a save, from its start to the rename
-    _token: str = field(init=False)  # of this process' temporary folders: a job that was thought dead has others
+    # of this process' temporary folders: a job that was thought dead has others
+    _token: str = field(init=False)
     _is_pending: bool = False
     _current: _Save | None = None
     _copies: dict[str, Tensor] = field(default_factory=dict, repr=False)  # see _stage
@@ -92,7 +101,7 @@ class Checkpointer:
     def newest_name(self) -> str | None:
         return self.newest.name if self.newest else None
 
-    # ------------------------------------------------------------------------------------------------------ saving
+    # ---------------------------------------------- saving
     def is_due(self, step: int, is_planned: bool) -> bool:
         """Planned, pending since a step that could not be saved, or failed a while ago."""
         pause_steps = max(1, self.run_config.checkpoint.every_steps // 10)
@@ -101,9 +110,17 @@ class Checkpointer:
         return self._is_pending
 
     def save(
-        self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, state: JsonState, *, wait: bool = False
+        self,
+        step: int,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        state: JsonState,
+        *,
+        wait: bool = False,
     ) -> bool:
-        """Starts a checkpoint (`mode=sync`, or `wait`: writes it); returns whether it is on disk. Reports a failure."""
+        """Starts a checkpoint (`mode=sync`, or `wait`: writes it); returns whether it is on disk.
+        Reports a failure.
+        """
         began = time.monotonic()
         self.finish()
         path = self.run.checkpoints / on_disk.name_of(step)
@@ -116,7 +133,9 @@ class Checkpointer:
             on_disk.STATE: json.dumps({**state, "optimizer_scalars": scalars}, indent=1),
             "config.yaml": config_yaml(self.run_config),
         }
-        current = _Save(step, path, began, sum(t.numel() * t.element_size() for t in tensors.values()))
+        current = _Save(
+            step, path, began, sum(t.numel() * t.element_size() for t in tensors.values())
+        )
         self._current, self._is_pending = current, False
         if self.run_config.checkpoint.mode == "sync" or wait:
             self._write(current, parts, texts)
@@ -124,22 +143,31 @@ class Checkpointer:
         else:
             try:
                 parts = self._stage(parts)
-            except (OSError, RuntimeError) as error:  # a host without room for a copy: the other ranks learn of it
+            except (OSError, RuntimeError) as error:
+                # a host without room for a copy: the other ranks learn of it
                 current.error = error
-            current.thread = threading.Thread(target=self._write, args=(current, parts, texts), daemon=True)
+            current.thread = threading.Thread(
+                target=self._write, args=(current, parts, texts), daemon=True
+            )
             current.thread.start()
         return self.newest == path
 
     @torch.no_grad()
     def _stage(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns copies on the host for the thread that writes; their memory is taken once, and may not be there."""
+        """Returns copies on the host for the thread that writes; their memory is taken once, and
+        may not be there.
+        """
         for key, part in parts.items():
             if key not in self._copies:
-                # page-locked memory takes a GPU's copy at 25 GB/s and more, other at 3 to 6; to lock it takes longer
-                self._copies[key] = torch.empty(part.shape, dtype=part.dtype, pin_memory=part.is_cuda)
+                # page-locked memory takes a GPU's copy at 25 GB/s and more, other at 3 to 6; to
+                # lock it takes longer
+                self._copies[key] = torch.empty(
+                    part.shape, dtype=part.dtype, pin_memory=part.is_cuda
+                )
             self._copies[key].copy_(part, non_blocking=True)
         if any(part.is_cuda for part in parts.values()):
-            # the next step changes the weights, and the writer reads the copies: both wait for the last of them
+            # the next step changes the weights, and the writer reads the copies: both wait for the
+            # last of them
             torch.cuda.current_stream().record_event().synchronize()
         return self._copies
 
@@ -173,10 +201,14 @@ class Checkpointer:
         else:
             self.failed_step = current.step
             text = scrub(_cause(current.error))
-            self.say(f"{current.step:7d}  WARNING: step {current.step} is not saved: {text}; will retry")
+            self.say(
+                f"{current.step:7d}  WARNING: step {current.step} is not saved: {text}; will retry"
+            )
 
     def _write(self, current: _Save, parts: dict[str, Tensor], texts: dict[str, str]) -> None:
-        """The whole of a save, in this thread; the outcome is left in `current`, alike on all ranks."""
+        """The whole of a save, in this thread; the outcome is left in `current`, alike on all
+        ranks.
+        """
         temporary = self.run.checkpoints / f".tmp-{self._token}-{current.path.name}"
 
         def begin() -> None:
@@ -196,18 +228,24 @@ class Checkpointer:
             try:
                 on_disk.delete_old(self.run.checkpoints, self.run_config.checkpoint)
             except OSError as error:
-                self.say(f"WARNING: old checkpoints could not be deleted ({error}); will retry after the next save")
+                self.say(
+                    f"WARNING: old checkpoints could not be deleted ({error}); will retry after "
+                    "the next save"
+                )
 
         try:
             self.saver.on_first(begin)
             checksums = dict(filter(None, self.saver.on_all(write)))
-            self.saver.on_first(lambda: on_disk.complete(temporary, current.path, texts, checksums, self.fence))
+            self.saver.on_first(
+                lambda: on_disk.complete(temporary, current.path, texts, checksums, self.fence)
+            )
         except Exception as error:  # any failure: the run continues without this checkpoint
             current.error = error
             with suppress(Exception):  # a rank is gone: the training finds out
                 try:
                     self.saver.on_first(clean_up)
-                except RunStoppedError as lost:  # on all ranks: the folder is another job's, which is why
+                except RunStoppedError as lost:
+                    # on all ranks: the folder is another job's, which is why
                     current.error = lost
         else:
             if self.saver.is_first:
@@ -215,10 +253,11 @@ class Checkpointer:
         finally:
             current.is_done = True
 
-    # ------------------------------------------------------------------------------------------------------ loading
+    # ---------------------------------------------- loading
     def load_newest(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> JsonState | None:
-        """Restores the newest checkpoint that is complete and loads, and returns its JSON state; None without any.
-        Reports which it skipped and why; raises ConfigError when there are some and none loads.
+        """Restores the newest checkpoint that is complete and loads, and returns its JSON state;
+        None without any. Reports which it skipped and why; raises ConfigError when there are some
+        and none loads.
         """
         self.control.on_first(lambda: on_disk.clean(self.run.checkpoints))
         complete, skipped = self.control.on_first(lambda: on_disk.survey(self.run.checkpoints))
@@ -236,13 +275,16 @@ class Checkpointer:
             return state
         if reasons := [*reasons, *skipped]:
             raise ConfigError(
-                f"{self.run.checkpoints} has no loadable checkpoint ({'; '.join(reasons)}): restore one from a backup, "
-                "move the folder away to start from step 0, or start a new run with name=... ."
+                f"{self.run.checkpoints} has no loadable checkpoint ({'; '.join(reasons)}): "
+                "restore one from a backup, move the folder away to start from step 0, or start a "
+                "new run with name=... ."
             )
         return None
 
     def _load(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> JsonState:
-        shares = self.control.on_all(lambda: on_disk.broken_files(path, self.control.rank, self.control.world_size))
+        shares = self.control.on_all(
+            lambda: on_disk.broken_files(path, self.control.rank, self.control.world_size)
+        )
         if broken := [name for share in shares for name in share]:
             raise BrokenCheckpointError(f"a file does not match its checksum ({broken[0]})")
         state: JsonState = self.control.on_first(lambda: on_disk.read_state(path))
@@ -262,19 +304,31 @@ class Checkpointer:
 
 
 def load_weights(path: Path, model: nn.Module) -> None:
-    """Restores the trained weights alone, in one process, for export; with training.ema_decay their average."""
+    """Restores the trained weights alone, in one process, for export; with training.ema_decay their
+    average.
+    """
     index = read_index(path / on_disk.TENSORS)
     weights: dict[str, Any] = dict(_weights(model))
     averages = {name: f"optimizer.state.{name}.ema" for name in weights}
-    stored = {name: average if average in index else f"model.{name}" for name, average in averages.items()}
+    stored = {
+        name: average if average in index else f"model.{name}" for name, average in averages.items()
+    }
     if missing := sorted(set(stored.values()) - index.keys()):
-        raise BrokenCheckpointError(f"{path}: {len(missing)} weights are missing, {missing[0]} first")
-    read_tensors(path / on_disk.TENSORS, index, {stored[name]: value for name, value in weights.items()})
+        raise BrokenCheckpointError(
+            f"{path}: {len(missing)} weights are missing, {missing[0]} first"
+        )
+    read_tensors(
+        path / on_disk.TENSORS, index, {stored[name]: value for name, value in weights.items()}
+    )
     set_model_state_dict(model, weights, options=_TRAINED)
 
 
-def flat_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], JsonState]:
-    """Tensors by name, and the optimizer's other values that are state (settings are the configuration's)."""
+def flat_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[dict[str, Tensor], JsonState]:
+    """Tensors by name, and the optimizer's other values that are state (settings are the
+    configuration's).
+    """
     tensors = {f"model.{name}": value for name, value in _weights(model).items()}
     scalars: JsonState = {}
     for name, value in get_optimizer_state_dict(model, optimizer, options=_FLAT).items():
@@ -286,7 +340,9 @@ def flat_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict
 
 
 def _weights(model: nn.Module) -> dict[str, Tensor]:
-    """Returns what is trained; of tied weights one copy, chosen by identity, so that all ranks find the same one."""
+    """Returns what is trained; of tied weights one copy, chosen by identity, so that all ranks find
+    the same one.
+    """
     state: dict[str, Any] = get_model_state_dict(model, options=_TRAINED)
     first: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -1,5 +1,5 @@
-"""Checkpoints on disk: which are complete, which are kept, how one comes and goes, and whether an export is of the
-newest one. No torch, one process.
+"""Checkpoints on disk: which are complete, which are kept, how one comes and goes, and whether an
+export is of the newest one. No torch, one process.
 
 checkpoints/
     step_00000100/
@@ -71,7 +71,12 @@ def why_incomplete(checkpoint: Path) -> str | None:
     try:
         files = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))["files"]
         for name, entry in files.items():
-            if Path(name).is_absolute() or ".." in Path(name).parts or "\0" in name or not Path(name).parts:
+            if (
+                Path(name).is_absolute()
+                or ".." in Path(name).parts
+                or "\0" in name
+                or not Path(name).parts
+            ):
                 return f"its manifest names {name!r}, which leads out of it"
             found = os.lstat(checkpoint / name)
             if not stat.S_ISREG(found.st_mode):
@@ -82,11 +87,17 @@ def why_incomplete(checkpoint: Path) -> str | None:
         return f"{Path(str(error.filename)).name} is missing"
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return f"its manifest cannot be read ({error})"
-    return None if f"{TENSORS}/index.json" in files and STATE in files else "its manifest is incomplete"
+    return (
+        None
+        if f"{TENSORS}/index.json" in files and STATE in files
+        else "its manifest is incomplete"
+    )
 
 
 def broken_files(checkpoint: Path, share: int, num_shares: int) -> list[str]:
-    """Files whose checksum is not the manifest's; the files are shared out over `num_shares` readers."""
+    """Files whose checksum is not the manifest's; the files are shared out over `num_shares`
+    readers.
+    """
     files = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))["files"]
     mine = sorted(files)[share::num_shares]
     return [name for name in mine if files[name]["crc32"] != durable.checksum(checkpoint / name)]
@@ -105,15 +116,24 @@ def begin(temporary: Path, num_bytes: int) -> None:
     free = durable.free_bytes(temporary.parent)
     needed = int(num_bytes * 1.02) + (1 << 20)
     if free < needed:
-        raise OSError(28, f"no space: the checkpoint needs {needed / 2**20:,.0f} MiB, {free / 2**20:,.0f} MiB are free")
+        raise OSError(
+            28,
+            f"no space: the checkpoint needs {needed / 2**20:,.0f} MiB, {free / 2**20:,.0f} MiB "
+            "are free",
+        )
     shutil.rmtree(temporary, ignore_errors=True)
     (temporary / TENSORS).mkdir(parents=True)
 
 
 def complete(
-    temporary: Path, final: Path, texts: Mapping[str, str], checksums: Mapping[str, str], fence: Callable[[], None]
+    temporary: Path,
+    final: Path,
+    texts: Mapping[str, str],
+    checksums: Mapping[str, str],
+    fence: Callable[[], None],
 ) -> None:
-    """Adds the small files and the manifest, syncs everything, reads it back, and renames the folder to its name.
+    """Adds the small files and the manifest, syncs everything, reads it back, and renames the
+    folder to its name.
 
     texts      contents by path in the folder
     checksums  of the files in tensors/, from those who wrote them
@@ -133,9 +153,18 @@ def complete(
     durable.write_file(temporary / MANIFEST, texts[MANIFEST])
     durable.sync(temporary / TENSORS)
     durable.sync(temporary)
-    # a network disk may lose what it has taken without an error: what is not read back as it was gets no name
-    differing = [name for name, text in texts.items() if (temporary / name).read_text(encoding="utf-8") != text]
-    if reason := f"{differing[0]} has different content" if differing else why_incomplete(temporary):
+    # a network disk may lose what it has taken without an error: what is not read back as it was
+    # gets no name
+    differing = [
+        name
+        for name, text in texts.items()
+        if (temporary / name).read_text(encoding="utf-8") != text
+    ]
+    if (
+        reason := f"{differing[0]} has different content"
+        if differing
+        else why_incomplete(temporary)
+    ):
         raise OSError(errno.EIO, f"the checkpoint does not read back as it was written: {reason}")
     fence()
     if final.exists():  # incomplete, or it did not load: for a person to look at
@@ -151,14 +180,19 @@ def delete_old(folder: Path, rules: CheckpointConfig) -> None:
     losses = {step: read_state(path).get("val_loss") for step, path in by_step.items()}
     for step in steps_to_delete(losses, rules):
         path = by_step[step]
-        durable.rename(path, aside := path.with_name(f".old-{path.name}"))  # what has its own name is always whole
+        # what has its own name is always whole
+        durable.rename(path, aside := path.with_name(f".old-{path.name}"))
         shutil.rmtree(aside, ignore_errors=True)
 
 
 def steps_to_delete(losses: Mapping[int, float | None], rules: CheckpointConfig) -> list[int]:
-    """Returns the steps that no rule keeps; `losses` has each step's validation loss, None where none was taken."""
+    """Returns the steps that no rule keeps; `losses` has each step's validation loss, None where
+    none was taken.
+    """
     steps = sorted(losses)
-    rated = sorted((loss, step) for step, loss in losses.items() if loss is not None and loss == loss)
+    rated = sorted(
+        (loss, step) for step, loss in losses.items() if loss is not None and loss == loss
+    )
     kept = set(steps[-rules.keep_last :]) | {step for _, step in rated[: rules.keep_best]}
     if rules.keep_every:
         kept |= {step for step in steps if step % rules.keep_every == 0}
@@ -166,7 +200,8 @@ def steps_to_delete(losses: Mapping[int, float | None], rules: CheckpointConfig)
 
 
 def exported_folder(source: str) -> str:
-    """`runs/x` -> `runs/x/hf` or `runs/x/adapter`, whichever is of the newest checkpoint; anything else as it is.
+    """`runs/x` -> `runs/x/hf` or `runs/x/adapter`, whichever is of the newest checkpoint; anything
+    else as it is.
 
     Raises ConfigError for a run that has exported nothing, or nothing since it was trained further.
     """
@@ -177,12 +212,15 @@ def exported_folder(source: str) -> str:
         if path.is_file() and not is_stale(path.parent):
             return str(path.parent)
     raise ConfigError(
-        f"{source} has no hf/ or adapter/ of its newest checkpoint: python recipes/export_hf.py {source} writes it."
+        f"{source} has no hf/ or adapter/ of its newest checkpoint: python recipes/export_hf.py "
+        f"{source} writes it."
     )
 
 
 def is_stale(folder: Path) -> bool:
-    """Is there a checkpoint of a later step than the export's? Of one without a mark nobody knows."""
+    """Is there a checkpoint of a later step than the export's? Of one without a mark
+    nobody knows.
+    """
     try:
         exported = int(json.loads((folder / MARK).read_text(encoding="utf-8"))["step"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):

@@ -1,6 +1,8 @@
-"""Files that are complete or absent, also after a power cut: every write is fsynced, folders are renamed into place.
+"""Files that are complete or absent, also after a power cut: every write is fsynced, folders are
+renamed into place.
 
-Everything that must survive a kill goes through these functions, so that a test can fail or kill each of them in turn.
+Everything that must survive a kill goes through these functions, so that a test can fail or kill
+each of them in turn.
 """
 
 from __future__ import annotations
@@ -53,7 +55,9 @@ def rename(old: Path, new: Path) -> None:
 
 def json_line(row: Mapping[str, Any]) -> str:
     """Returns one line; NaN and infinities as text, so that it is valid JSON."""
-    safe = {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+    safe = {
+        k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()
+    }
     return json.dumps(safe) + "\n"
 
 

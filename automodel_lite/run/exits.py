@@ -1,4 +1,6 @@
-"""How a process ends: a message on the screen, the file that the launcher quotes, and the exit code."""
+"""How a process ends: a message on the screen, the file that the launcher quotes, and the exit
+code.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # from which a launcher quotes the root 
 
 
 def exit_with(message: str, code: int, is_shown: bool = True) -> NoReturn:
-    """Ends the process, from any thread, with one message on the screen unless another process shows it."""
+    """Ends the process, from any thread, with one message on the screen unless another process
+    shows it.
+    """
     write_error_file(message, code)
     is_traceback = message.startswith("Traceback ")
     # our own launcher prints what is in the error file at its end; but no tracebacks
@@ -33,16 +37,24 @@ def exit_with(message: str, code: int, is_shown: bool = True) -> NoReturn:
 
 
 def write_error_file(message: str, code: int) -> None:
-    """Writes the file in the form of torch.distributed.elastic's `record`; nothing without a launcher."""
+    """Writes the file in the form of torch.distributed.elastic's `record`; nothing without a
+    launcher.
+    """
     if path := os.environ.get(ERROR_FILE):
         text, now = scrub(message), str(int(time.time()))
-        error = {"message": text, "errorCode": code, "extraInfo": {"py_callstack": text, "timestamp": now}}
+        error = {
+            "message": text,
+            "errorCode": code,
+            "extraInfo": {"py_callstack": text, "timestamp": now},
+        }
         with contextlib.suppress(OSError):
             Path(path).write_text(json.dumps({"message": error}))
 
 
 def exit_now(code: int) -> NoReturn:
-    """Ends at once: gloo's threads abort one process in ten that is left to the interpreter's own clean-up."""
+    """Ends at once: gloo's threads abort one process in ten that is left to the interpreter's own
+    clean-up.
+    """
     with contextlib.suppress(BrokenPipeError):
         sys.stdout.flush()
         sys.stderr.flush()

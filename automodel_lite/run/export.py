@@ -45,9 +45,14 @@ _WEIGHTS = re.compile(r"(model|adapter_model|pytorch_model).*\.(safetensors|bin|
 
 @contextmanager
 def _replace_folder(folder: Path, step: int) -> Iterator[Path]:
-    """A temporary folder, which takes the place of `folder` when the block ends well, with the user's own files."""
+    """A temporary folder, which takes the place of `folder` when the block ends well, with the
+    user's own files.
+    """
     folder = folder.resolve()  # hf/ may be a link to a larger disk
-    temporary, aside = folder.with_name(f".tmp-{folder.name}"), folder.with_name(f".old-{folder.name}")
+    temporary, aside = (
+        folder.with_name(f".tmp-{folder.name}"),
+        folder.with_name(f".old-{folder.name}"),
+    )
 
     def begin() -> None:
         if aside.exists() and not folder.exists():  # a killed process had set it aside
@@ -63,9 +68,12 @@ def _replace_folder(folder: Path, step: int) -> Iterator[Path]:
         if folder.is_dir():
             try:
                 before = set(json.loads((folder / MARK).read_text(encoding="utf-8"))["files"])
-            except (OSError, ValueError, KeyError, TypeError, RecursionError):  # without a mark, weights are ours too
+            except (OSError, ValueError, KeyError, TypeError, RecursionError):
+                # without a mark, weights are ours too
                 before = {path.name for path in folder.iterdir() if _WEIGHTS.fullmatch(path.name)}
-            for path in sorted(path for path in folder.iterdir() if path.name not in {*before, *ours, MARK}):
+            for path in sorted(
+                path for path in folder.iterdir() if path.name not in {*before, *ours, MARK}
+            ):
                 if path.is_dir() and not path.is_symlink():
                     shutil.copytree(path, temporary / path.name, symlinks=True)
                 else:
@@ -87,14 +95,21 @@ def _replace_folder(folder: Path, step: int) -> Iterator[Path]:
 
 _PROBE_TOKENS = 16
 _FP8_STD = 0.5
-"""Standard deviations that a model whose products round to fp8 may be off from its own weights in bf16: an 80-step
-llama_tiny is off by 0.17; another model by 3 and more."""
+"""Standard deviations that a model whose products round to fp8 may be off from its own weights in
+bf16: an 80-step llama_tiny is off by 0.17; another model by 3 and more.
+"""
 
 
 def export_adapter(
-    folder: Path, model: LossModel, adapter: LoraAdapter, tokenizer: PreTrainedTokenizerBase, step: int
+    folder: Path,
+    model: LossModel,
+    adapter: LoraAdapter,
+    tokenizer: PreTrainedTokenizerBase,
+    step: int,
 ) -> None:
-    """The adapter's weights and the tokenizer, complete or not at all; every rank calls it, rank 0 writes."""
+    """The adapter's weights and the tokenizer, complete or not at all; every rank calls it, rank 0
+    writes.
+    """
     options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
     gathered: dict[str, Any] = get_model_state_dict(model, options=options)  # empty on other ranks
     weights = {name.removeprefix("lm."): value for name, value in gathered.items()}
@@ -113,10 +128,12 @@ def export_hf(
     step: int,
     mesh: Mesh | None = None,
 ) -> None:
-    """Writes config, generation config, tokenizer, chat template and safetensors; every rank calls it and writes files.
+    """Writes config, generation config, tokenizer, chat template and safetensors; every rank calls
+    it and writes files.
 
-    The folder appears complete or not at all. Before it appears it is loaded again, as it is sharded in training, and
-    compared weight by weight, and by what it answers to a few tokens with what the trained model does (`logits`).
+    The folder appears complete or not at all. Before it appears it is loaded again, as it is
+    sharded in training, and compared weight by weight, and by what it answers to a few tokens with
+    what the trained model does (`logits`).
 
     mesh   over which the model is sharded; None = each rank has all of it
     Raises RuntimeError when what is read back differs.
@@ -134,13 +151,20 @@ def export_hf(
             if not torch.equal(want.to(kept), got.to(want.device, kept)):
                 raise RuntimeError(f"the exported weight {name} differs from the trained one.")
         got_TV = loaded.plain_logits(_probe(model, device).input_ids).cpu().float()
-        # the median token: in low precision single tokens of a mixture of experts take other experts
-        off = float(((got_TV - expected_TV.float()).abs().amax(1) / expected_TV.float().std()).median())
-        limits = [tolerance_std(min(dtypes.values(), key=lambda d: d.itemsize)), tolerance_std(expected_TV.dtype)]
+        # the median token: in low precision single tokens of a mixture of experts take other
+        # experts
+        off = float(
+            ((got_TV - expected_TV.float()).abs().amax(1) / expected_TV.float().std()).median()
+        )
+        limits = [
+            tolerance_std(min(dtypes.values(), key=lambda d: d.itemsize)),
+            tolerance_std(expected_TV.dtype),
+        ]
         if not off <= max(*limits, _FP8_STD if has_fp8(lm) else 0.0):
             raise RuntimeError(
-                f"the exported model differs from the trained one: its logits are off by {off:.1e} standard "
-                "deviations, although its weights are equal. Its config.json does not describe the trained model."
+                f"the exported model differs from the trained one: its logits are off by {off:.1e} "
+                "standard deviations, although its weights are equal. Its config.json does not "
+                "describe the trained model."
             )
 
     with _replace_folder(folder, step) as temporary:
@@ -155,19 +179,26 @@ def export_hf(
 def generation_config(
     config: PretrainedConfig, trained: GenerationConfig, tokenizer: PreTrainedTokenizerBase
 ) -> GenerationConfig:
-    """Returns the model's own generation settings; it stops at the tokenizer's end token as well as at its own.
+    """Returns the model's own generation settings; it stops at the tokenizer's end token as well as
+    at its own.
 
-    Llama 2 came with a temperature and `do_sample: false`, which transformers refuses to save: it samples then, as its
-    authors meant. A negative pad token (Llama 1) is none.
+    Llama 2 came with a temperature and `do_sample: false`, which transformers refuses to save: it
+    samples then, as its authors meant. A negative pad token (Llama 1) is none.
     """
     result = GenerationConfig.from_dict(trained.to_dict())
     if result.pad_token_id is not None and result.pad_token_id < 0:
         result.pad_token_id = None
     own = trained.eos_token_id if isinstance(trained.eos_token_id, list) else [trained.eos_token_id]
-    stops = list(dict.fromkeys(token for token in [tokenizer.eos_token_id, *own] if token is not None))
+    stops = list(
+        dict.fromkeys(token for token in [tokenizer.eos_token_id, *own] if token is not None)
+    )
     result.eos_token_id = stops if len(stops) > 1 else stops[0] if stops else None
-    result.bos_token_id = tokenizer.bos_token_id if result.bos_token_id is None else result.bos_token_id
-    result.pad_token_id = tokenizer.pad_token_id if result.pad_token_id is None else result.pad_token_id
+    result.bos_token_id = (
+        tokenizer.bos_token_id if result.bos_token_id is None else result.bos_token_id
+    )
+    result.pad_token_id = (
+        tokenizer.pad_token_id if result.pad_token_id is None else result.pad_token_id
+    )
     try:
         result.validate(strict=True)
     except ValueError:
@@ -176,7 +207,10 @@ def generation_config(
 
 
 def _write_settings(
-    folder: Path, lm: transformers.PreTrainedModel, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype
+    folder: Path,
+    lm: transformers.PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    dtype: torch.dtype,
 ) -> None:
     """All but the weights: by `save_pretrained` of a model without any."""
     bare = describe(lm.config, dtype)
@@ -195,10 +229,13 @@ def _load_again(
     dtypes: dict[str, torch.dtype],
     mesh: Mesh | None,
 ) -> LossModel:
-    """Returns the model of the folder in the dtypes of its files, without any kernel of ours; sharded like `lm`."""
+    """Returns the model of the folder in the dtypes of its files, without any kernel of ours;
+    sharded like `lm`.
+    """
     source = CausalLM(str(folder), trust_remote_code=is_remote_code(type(lm)))
     bare = describe(lm.config, min(dtypes.values(), key=lambda d: d.itemsize))
-    dtypes = {name: buffer.dtype for name, buffer in bare.named_buffers()} | dtypes  # those that no file holds, too
+    # those that no file holds, too
+    dtypes = {name: buffer.dtype for name, buffer in bare.named_buffers()} | dtypes
     made: list[LossModel] = []
 
     def spread(read: transformers.PreTrainedModel) -> None:
@@ -220,12 +257,16 @@ def _load_again(
 def _probe(model: LossModel, device: torch.device) -> ThdBatch:
     """Returns one document of a few tokens."""
     vocab = embedding_rows(model.lm)
-    ids = torch.randint(min(3, vocab - 1), vocab, (1, _PROBE_TOKENS), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(
+        min(3, vocab - 1), vocab, (1, _PROBE_TOKENS), generator=torch.Generator().manual_seed(0)
+    )
     return stream_of(ids, device)
 
 
 @torch.no_grad()
-def probe_logits(model: LossModel, logits: Callable[[ThdBatch], Tensor], device: torch.device) -> Tensor:
+def probe_logits(
+    model: LossModel, logits: Callable[[ThdBatch], Tensor], device: torch.device
+) -> Tensor:
     """Returns what the model answers to a few tokens: [T, V] on the CPU, without dropout."""
     was_training = model.training
     model.eval()

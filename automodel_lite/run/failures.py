@@ -1,8 +1,9 @@
-"""How a run that fails is recorded: the traceback in logs/rank_00003.log, the reason in STATUS.json, a sentence on the
-screen.
+"""How a run that fails is recorded: the traceback in logs/rank_00003.log, the reason in
+STATUS.json, a sentence on the screen.
 
-When one rank fails, the others fail a moment later in a collective: their errors are consequences. Who failed first is
-in the launcher's store (`Peers`), where a rank whose error is a consequence looks up the cause, to report that instead.
+When one rank fails, the others fail a moment later in a collective: their errors are consequences.
+Who failed first is in the launcher's store (`Peers`), where a rank whose error is a consequence
+looks up the cause, to report that instead.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from automodel_lite.run.lock import RunLock
 from automodel_lite.run.stopping import StoppedEarly
 from automodel_lite.run.watchdog import Watchdog
 
-_LOST_WORKER = re.compile(r"DataLoader worker \(pid")  # raised in the middle of whatever the rank is doing
+# raised in the middle of whatever the rank is doing
+_LOST_WORKER = re.compile(r"DataLoader worker \(pid")
 
 Place = tuple[int | None, str | None]
 """The step that a run has done, and the name of its newest checkpoint."""
@@ -48,8 +50,9 @@ def record_failures(
     memory: Callable[[], str],
     place: Callable[[], Place] = lambda: (None, None),
 ) -> Iterator[None]:
-    """Records an error that passes, in no folder that is another job's or that a mistake has kept from being made;
-    replaces a consequence by its cause, and errors with a known cure by a sentence.
+    """Records an error that passes, in no folder that is another job's or that a mistake has kept
+    from being made; replaces a consequence by its cause, and errors with a known cure by a
+    sentence.
 
     memory   what a full memory held, and what to change: see memory.out_of_memory_text
     """
@@ -66,21 +69,28 @@ def record_failures(
             raised = RunStoppedError(_out_of_memory(error, at, memory()))
         elif is_lost_peer(error):
             raised = peers.first_failure() or RunStoppedError(
-                f"{at}: another rank ended without a message (killed, out of memory, or its host is down), or did not "
-                f"answer within mesh.timeout_s: {one_line(error)}"
+                f"{at}: another rank ended without a message (killed, out of memory, or its host "
+                f"is down), or did not answer within mesh.timeout_s: {one_line(error)}"
             )
         elif _LOST_WORKER.match(str(error)):
             raised = RunStoppedError(
-                f"a data worker of {at}, is gone: {one_line(error)} Most often the host ran out of memory: lower "
-                "dataloader.num_workers. Run the same command again to continue from the newest checkpoint."
+                f"a data worker of {at}, is gone: {one_line(error)} Most often the host ran out of "
+                "memory: lower dataloader.num_workers. Run the same command again to continue "
+                "from the newest checkpoint."
             )
         is_sentence = isinstance(raised, (ConfigError, DataError, RunStoppedError))
-        reason = str(raised) if is_sentence else f"rank {rank}, {watchdog.doing}: {type(error).__name__}: {error}"
+        reason = (
+            str(raised)
+            if is_sentence
+            else f"rank {rank}, {watchdog.doing}: {type(error).__name__}: {error}"
+        )
         if not isinstance(raised, PeerError):
             peers.report(raised, watchdog.doing)
         if lock.is_held():
             with suppress(OSError), open(watchdog.log, "a") as log:
-                log.write(scrub(f"{time.strftime('%F %T')} {watchdog.doing}\n{traceback.format_exc()}\n"))
+                log.write(
+                    scrub(f"{time.strftime('%F %T')} {watchdog.doing}\n{traceback.format_exc()}\n")
+                )
             run.end("failed", reason, *place())
         if raised is error:
             raise

@@ -1,12 +1,16 @@
-"""The folder of a run: one for all ranks and every restart, no timestamps; the same command again continues in it.
+"""The folder of a run: one for all ranks and every restart, no timestamps; the same command again
+continues in it.
 
 runs/<name>/
     config.yaml       resolved, secrets left out      metrics.jsonl     one object per logged step
     checkpoints/      step_00000100/ ...              hf/               the exported model
-    packing.json      what the packs cost and gain    lengths.json      documents by length, and one pack
+    packing.json      what the packs cost and gain    lengths.json      documents by length, and one
+                      pack
     run.json          the command, the start block    report.html      the run on one page, live
-    STATUS.json       running, preempted, interrupted, finished or failed: how the last process of this run ended
-    logs/             stacks and errors of each rank    bad_steps/        steps whose numbers were not finite
+    STATUS.json       running, preempted, interrupted, finished or failed: how the last process of
+                      this run ended
+    logs/             stacks and errors of each rank    bad_steps/        steps whose numbers were
+                      not finite
     profile/          traces of training.profile_steps
     run.lock          who is at work here
 """
@@ -40,7 +44,9 @@ from automodel_lite.run.checkpoint_folder import is_stale
 from automodel_lite.run.durable import write_atomically
 
 _BEFORE_THE_RUN = re.compile(r"logs|run\.lock.*|STATUS\.json|\..*")
-"""What may be in the folder of a run that was killed, or failed, in its first second: before config.yaml is there."""
+"""What may be in the folder of a run that was killed, or failed, in its first second: before
+config.yaml is there.
+"""
 
 
 SWEEP_COMMAND = "AUTOMODEL_LITE_SWEEP"  # in the processes that a sweep starts
@@ -64,15 +70,20 @@ class RunFolder:
         self.lock = self.path / "run.lock"
 
     def check(self, config: Config) -> None:
-        """Raises ConfigError when the folder belongs to something else, or to a run with other settings."""
+        """Raises ConfigError when the folder belongs to something else, or to a run with other
+        settings.
+        """
         if self.path.exists() and not self.path.is_dir():
             raise ConfigError(f"output_dir={self.path} is a file.")
         if self.logs.is_symlink():  # a run of a stranger's: nothing is written through it
             raise ConfigError(f"{self.logs} is a link: remove it, or choose another name=... .")
         if not self.config.is_file():
-            if self.path.is_dir() and any(not _BEFORE_THE_RUN.fullmatch(path.name) for path in self.path.iterdir()):
+            if self.path.is_dir() and any(
+                not _BEFORE_THE_RUN.fullmatch(path.name) for path in self.path.iterdir()
+            ):
                 raise ConfigError(
-                    f"output_dir={self.path} is not empty and is not the folder of a run: choose another name=... ."
+                    f"output_dir={self.path} is not empty and is not the folder of a run: choose "
+                    "another name=... ."
                 )
             return
         if not self.checkpoints.is_dir() or config.checkpoint.accept_changes:
@@ -80,18 +91,32 @@ class RunFolder:
         if changes := self._changes(config):
             raise ConfigError(
                 f"{self.path} was started with different settings:\n"
-                + "\n".join(f"  {key}: was {format_value(old)}, now {format_value(new)}" for key, old, new in changes)
-                + "\nStart a new run with name=..., or continue this one with checkpoint.accept_changes=true."
+                + "\n".join(
+                    f"  {key}: was {format_value(old)}, now {format_value(new)}"
+                    for key, old, new in changes
+                )
+                + (
+                    "\nStart a new run with name=..., or continue this one with "
+                    "checkpoint.accept_changes=true."
+                )
             )
 
     def _changes(self, config: Config) -> list[tuple[str, Any, Any]]:
-        """Settings that shape the numbers and differ; one that the run's version did not know yet had its default."""
+        """Settings that shape the numbers and differ; one that the run's version did not know yet
+        had its default.
+        """
         defaults = OmegaConf.to_container(OmegaConf.structured(Config))
-        saved: Any = OmegaConf.to_container(OmegaConf.merge(defaults, with_options(saved_config(self.config))))
+        saved: Any = OmegaConf.to_container(
+            OmegaConf.merge(defaults, with_options(saved_config(self.config)))
+        )
         old, new = dict(flatten(saved)), dict(flatten(plain(config)))
         changed = [key for key in {**old, **new} if old.get(key) != new.get(key)]
         resumable = tuple(f"{key}." for key in resumable_settings())  # keys, and whole groups
-        return [(key, old.get(key), new.get(key)) for key in changed if not f"{key}.".startswith(resumable)]
+        return [
+            (key, old.get(key), new.get(key))
+            for key in changed
+            if not f"{key}.".startswith(resumable)
+        ]
 
     def open(self, config: Config, global_batch_size: int, slot_multiple: int) -> None:
         """Makes the folder and writes config.yaml, with what followed from the layout of ranks."""
@@ -107,45 +132,77 @@ class RunFolder:
 
     @contextmanager
     def explain_os_errors(self) -> Iterator[None]:
-        """Raises ConfigError for what the file system refuses: a full disk, a folder that is read-only."""
+        """Raises ConfigError for what the file system refuses: a full disk, a folder that is
+        read-only.
+        """
         try:
             yield
         except OSError as error:
-            raise ConfigError(f"output_dir={self.path} cannot be written: {error.strerror}.") from None
+            raise ConfigError(
+                f"output_dir={self.path} cannot be written: {error.strerror}."
+            ) from None
 
     @property
     def display_path(self) -> str:
-        """Returns the path as one types it: relative to the working directory where it is inside."""
+        """Returns the path as one types it: relative to the working directory where it
+        is inside.
+        """
         with suppress(OSError):  # the working directory may be gone
             if self.path.is_relative_to(Path.cwd()):
                 return os.path.relpath(self.path)
         return str(self.path)
 
     def write_facts(self, lines: Sequence[tuple[str, str]]) -> None:
-        """run.json: the command line, and the (topic, text) lines that the run printed at its start."""
-        facts = {"command": scrub(command_line()), "lines": [[topic, scrub(text)] for topic, text in lines]}
+        """run.json: the command line, and the (topic, text) lines that the run printed at its
+        start.
+        """
+        facts = {
+            "command": scrub(command_line()),
+            "lines": [[topic, scrub(text)] for topic, text in lines],
+        }
         write_atomically(self.facts, json.dumps(facts, indent=2) + "\n")
 
     def next_commands(self, state: str) -> list[str]:
-        """What to type next, by how the run ended; `generate` and vLLM get an export of the newest checkpoint only."""
+        """What to type next, by how the run ended; `generate` and vLLM get an export of the newest
+        checkpoint only.
+        """
         command = str(json_object(self.facts).get("command", ""))
         if state in ("preempted", "interrupted", "failed") and command:
             checkpoint = self.read_status().get("checkpoint")
-            return [f"{command}   # {f'continues from {checkpoint}' if checkpoint else 'starts again'}"]
+            return [
+                f"{command}   # {f'continues from {checkpoint}' if checkpoint else 'starts again'}"
+            ]
         if state != "finished":
             return []
         script = Path(sys.executable).with_name("automodel-lite")
-        ours = _program_name(script) if script.exists() else f"{_program_name(Path(sys.executable))} -m automodel_lite"
+        ours = (
+            _program_name(script)
+            if script.exists()
+            else f"{_program_name(Path(sys.executable))} -m automodel_lite"
+        )
         run = shlex.quote(self.display_path)
-        fresh = [name for name in ("hf", "adapter") if (self.path / name).is_dir() and not is_stale(self.path / name)]
+        fresh = [
+            name
+            for name in ("hf", "adapter")
+            if (self.path / name).is_dir() and not is_stale(self.path / name)
+        ]
         generate, export = f'{ours} generate {run} "..."', f"{ours} export {run}"
         if not fresh:
             return [f"{export}   # writes the newest checkpoint as a Hugging Face folder", generate]
-        return [generate, f"vllm serve {run}/hf" if "hf" in fresh else f"{export}   # the adapter merged, for vLLM"]
+        return [
+            generate,
+            f"vllm serve {run}/hf"
+            if "hf" in fresh
+            else f"{export}   # the adapter merged, for vLLM",
+        ]
 
     def rows(self) -> list[dict[str, Any]]:
-        """Returns those of metrics.jsonl, without lines that a kill has cut, or that are not ours."""
-        lines = self.metrics.read_text(errors="replace").splitlines() if self.metrics.is_file() else []
+        """Returns those of metrics.jsonl, without lines that a kill has cut, or that
+        are not ours.
+        """
+        lines = (
+            self.metrics.read_text(errors="replace").splitlines() if self.metrics.is_file() else []
+        )
         return [row for row in map(_object, lines) if type(row.get("step")) is int]
 
     def rewind_metrics(self, step: int) -> None:
@@ -155,9 +212,15 @@ class RunFolder:
             write_atomically(self.metrics, "".join(kept))
 
     def write_status(
-        self, state: str, step: int | None, reason: str = "", checkpoint: str | None = None, is_saved: bool = True
+        self,
+        state: str,
+        step: int | None,
+        reason: str = "",
+        checkpoint: str | None = None,
+        is_saved: bool = True,
     ) -> None:
-        """state      running | preempted, interrupted (start the same command again) | finished | failed
+        """state      running | preempted, interrupted (start the same command again) | finished |
+        failed
         is_saved   of a finished run: its last step is a checkpoint; else the same command writes it
         """
         facts = {"state": state, "step": step, "reason": scrub(reason), "checkpoint": checkpoint}
@@ -168,63 +231,86 @@ class RunFolder:
         except OSError:
             if not self.status.is_file():
                 raise
-            with open(self.status, "r+", encoding="utf-8") as file:  # no room for another file: over the old one
+            # no room for another file: over the old one
+            with open(self.status, "r+", encoding="utf-8") as file:
                 file.write(json.dumps(facts) + "\n")
                 file.truncate()
 
-    def end(self, state: str, reason: str, step: int | None = None, checkpoint: str | None = None) -> None:
-        """The same for a run that ends, from any rank: the first cause is kept, and a full disk must not hide it."""
+    def end(
+        self, state: str, reason: str, step: int | None = None, checkpoint: str | None = None
+    ) -> None:
+        """The same for a run that ends, from any rank: the first cause is kept, and a full disk
+        must not hide it.
+        """
         now = self.read_status()
         if now.get("state") != "running":
             return
         with suppress(OSError):
-            self.write_status(state, step or now.get("step"), reason[:2000], checkpoint or now.get("checkpoint"))
+            self.write_status(
+                state, step or now.get("step"), reason[:2000], checkpoint or now.get("checkpoint")
+            )
 
     def read_status(self) -> dict[str, Any]:
         """Returns the content of STATUS.json; {} when it is missing or damaged."""
         return json_object(self.status)
 
     def with_saved_layout(self, config: Config) -> Config:
-        """Keeps what the layout of ranks would decide, the global batch and the slots of documents, as the run began;
-        raises ConfigError when those slots cannot be shared by this many context-parallel ranks.
+        """Keeps what the layout of ranks would decide, the global batch and the slots of documents,
+        as the run began; raises ConfigError when those slots cannot be shared by this many
+        context-parallel ranks.
         """
         if not self.config.is_file() or not self.checkpoints.is_dir():
             return config
         saved, training, packed = saved_config(self.config), config.training, config.packed_sequence
         if training.global_batch_size in (None, "auto"):
-            training = replace(training, global_batch_size=saved.get("training", {}).get("global_batch_size"))
+            training = replace(
+                training, global_batch_size=saved.get("training", {}).get("global_batch_size")
+            )
         if packed.get("slot_multiple", 1) is None:
-            packed = {**packed, "slot_multiple": saved.get("packed_sequence", {}).get("slot_multiple")}
+            packed = {
+                **packed,
+                "slot_multiple": saved.get("packed_sequence", {}).get("slot_multiple"),
+            }
             slots, cp = packed["slot_multiple"] or 1, config.mesh.cp
             if cp > 1 and slots % (2 * cp):
                 raise ConfigError(
-                    f"mesh.cp={cp} needs documents padded to multiples of {2 * cp}, and {self.path} was started with "
-                    f"packed_sequence.slot_multiple={slots}: use another mesh.cp, or start a new run with name=... "
-                    f"(packed_sequence.slot_multiple={2 * cp} from the start fits mesh.cp=1 and {cp})."
+                    f"mesh.cp={cp} needs documents padded to multiples of {2 * cp}, and "
+                    f"{self.path} was started with packed_sequence.slot_multiple={slots}: use "
+                    "another mesh.cp, or start a new run with name=... "
+                    f"(packed_sequence.slot_multiple={2 * cp} from the start fits mesh.cp=1 and "
+                    f"{cp})."
                 )
         return replace(config, training=training, packed_sequence=packed)
 
     def finished_message(self, config: Config) -> str | None:
-        """Returns the message for a finished run that is started again; None when there is work to do."""
+        """Returns the message for a finished run that is started again; None when there is work to
+        do.
+        """
         self.check(config)
         status = self.read_status()
         has_ended = status.get("state") == "finished" and status.get("is_saved", True)
         if not has_ended or not self.config.is_file() or self._changes(config):
             return None
         return (
-            f"{self.path} is finished (step {status.get('step')}): nothing to do. Start another run with name=..., "
-            "or continue with a larger training.max_steps and checkpoint.accept_changes=true."
+            f"{self.path} is finished (step {status.get('step')}): nothing to do. Start another "
+            "run with name=..., or continue with a larger training.max_steps and "
+            "checkpoint.accept_changes=true."
         )
 
 
 def command_line() -> str:
-    """The command line of this run, of the sweep or the launcher where there is one, as it can be typed again here."""
+    """The command line of this run, of the sweep or the launcher where there is one, as it can be
+    typed again here.
+    """
     if SWEEP_COMMAND in os.environ:
         return os.environ[SWEEP_COMMAND]
     argv = sys.orig_argv
     if "TORCHELASTIC_RUN_ID" in os.environ:  # the launcher is the parent of its ranks
         with suppress(OSError):
-            argv = Path(f"/proc/{os.getppid()}/cmdline").read_text(errors="replace").split("\0")[:-1] or argv
+            argv = (
+                Path(f"/proc/{os.getppid()}/cmdline").read_text(errors="replace").split("\0")[:-1]
+                or argv
+            )
     python, *rest = argv
     if rest and "/" in python and Path(rest[0]).absolute().parent == Path(python).absolute().parent:
         python, *rest = rest  # a script that was installed beside its interpreter
@@ -238,7 +324,9 @@ def _program_name(program: Path) -> str:
 
 
 def json_object(path: Path) -> dict[str, Any]:
-    """Returns the content of a small file; {} when it is missing or damaged: none is needed to continue."""
+    """Returns the content of a small file; {} when it is missing or damaged: none is needed to
+    continue.
+    """
     try:
         return _object(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -254,9 +342,12 @@ def _object(text: str) -> dict[str, Any]:
 
 
 def plain(config: Config) -> dict[str, Any]:
-    """Returns the configuration as nested dicts of plain values, for dumps, trackers and comparisons: no secrets."""
+    """Returns the configuration as nested dicts of plain values, for dumps, trackers and
+    comparisons: no secrets.
+    """
     values = asdict(config)
-    # what names something of the program stays: a run whose `optimizer._target_` was scrubbed could not be read
+    # what names something of the program stays: a run whose `optimizer._target_` was scrubbed could
+    # not be read
     targets = {value for key, value in flatten(values) if key.endswith("_target_")}
     scrubbed: dict[str, Any] = scrub_tree(values, kept=_choices() | targets)
     return scrubbed
@@ -267,7 +358,10 @@ def _choices() -> frozenset[str]:
     """Returns every value that a rule of the schema lists."""
     return frozenset(
         choice
-        for part in [Config, *(hint for hint in get_type_hints(Config).values() if is_dataclass(hint))]
+        for part in [
+            Config,
+            *(hint for hint in get_type_hints(Config).values() if is_dataclass(hint)),
+        ]
         for hint in get_type_hints(part, include_extras=True).values()
         for rule in get_args(hint)[1:]
         if isinstance(rule, OneOf)
@@ -290,7 +384,7 @@ def saved_config(path: Path) -> dict[str, Any]:
         reason = "it contains no settings"
     if not isinstance(saved, dict) or "name" not in saved:
         raise ConfigError(
-            f"{path} cannot be read ({reason}): restore it, for instance from the newest checkpoint's folder, or "
-            "start a new run with name=... ."
+            f"{path} cannot be read ({reason}): restore it, for instance from the newest "
+            "checkpoint's folder, or start a new run with name=... ."
         )
     return {str(key): value for key, value in saved.items()}

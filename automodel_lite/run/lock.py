@@ -1,15 +1,17 @@
 """One job at a time works in a run's folder, and a job that lost the folder stops.
 
-The lock is a file with the host, process and SLURM job of its holder, linked into place whole; it works on network file
-systems, where flock does not. One rule says whether a holder is dead: on this host its process is gone; of this very
-SLURM job it was an earlier start; anywhere else the pulse, a counter in the file, stands still for a while. No clock of
-another host is read.
+The lock is a file with the host, process and SLURM job of its holder, linked into place whole; it
+works on network file systems, where flock does not. One rule says whether a holder is dead: on this
+host its process is gone; of this very SLURM job it was an earlier start; anywhere else the pulse, a
+counter in the file, stands still for a while. No clock of another host is read.
 
     run.lock            the holder
-    run.lock.<token>    who succeeds the holder with this token: linked, so one alone; it becomes run.lock
+    run.lock.<token>    who succeeds the holder with this token: linked, so one alone; it becomes
+                        run.lock
 
-A job may be stopped for longer than that (a laptop that sleeps, a disk that hangs) and go on. Every save compares the
-token in the lock with its own (`check_held`), so of two jobs that both think they hold the folder one writes.
+A job may be stopped for longer than that (a laptop that sleeps, a disk that hangs) and go on. Every
+save compares the token in the lock with its own (`check_held`), so of two jobs that both think they
+hold the folder one writes.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ class Holder(ProcessId):
     pulse: int = 0  # the last field: written over in place, the text only grows
 
     def __str__(self) -> str:
-        return f"process {self.pid} on {self.host}" + (f", SLURM job {self.job.split('.')[0]}" if self.job else "")
+        return f"process {self.pid} on {self.host}" + (
+            f", SLURM job {self.job.split('.')[0]}" if self.job else ""
+        )
 
 
 class RunLock:
@@ -48,7 +52,8 @@ class RunLock:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.token: str | None = None  # of the holder of this run, once it is held: by rank 0, for all
+        # of the holder of this run, once it is held: by rank 0, for all
+        self.token: str | None = None
         self.is_lost = False  # noticed by the pulse
         self._stop = threading.Event()
         slurm = os.environ.get("SLURM_JOB_ID")
@@ -57,22 +62,26 @@ class RunLock:
         self._file = -1  # descriptor of the lock's own file, wherever its name has gone
 
     def check(self, pulse_s: float = PULSE_S) -> Holder | None:
-        """Returns the dead holder of a lock that may be taken over, None for a free one; watches for some 20 s when
-        that is not clear. Raises ConfigError when another live job holds it. Makes nothing: a run that is refused for
-        another reason leaves no folder.
+        """Returns the dead holder of a lock that may be taken over, None for a free one; watches
+        for some 20 s when that is not clear. Raises ConfigError when another live job holds it.
+        Makes nothing: a run that is refused for another reason leaves no folder.
         """
         holder = self._holder()
         if holder is None or self._is_dead(holder, pulse_s):
             return holder
         raise ConfigError(
-            f"output_dir={self.path.parent} is in use by {holder}: wait for it, stop it, or start another run with "
-            f"name=... ; if you are sure that it is dead, delete {self.path}."
+            f"output_dir={self.path.parent} is in use by {holder}: wait for it, stop it, or start "
+            f"another run with name=... ; if you are sure that it is dead, delete {self.path}."
         )
 
     def _is_dead(self, holder: Holder, pulse_s: float) -> bool:
         if holder.token == _TORN or holder.is_here():
             return holder.token == _TORN or holder.is_gone()
-        if holder.job and holder.job.split(".")[0] == self._mine.job.split(".")[0] and holder.job != self._mine.job:
+        if (
+            holder.job
+            and holder.job.split(".")[0] == self._mine.job.split(".")[0]
+            and holder.job != self._mine.job
+        ):
             return True
         for _ in range(_WATCH_PULSES):
             time.sleep(pulse_s)
@@ -81,12 +90,16 @@ class RunLock:
         return True
 
     def acquire(self, pulse_s: float = PULSE_S) -> str:
-        """Takes the lock and returns its token; raises ConfigError: it is another's, or cannot be written."""
+        """Takes the lock and returns its token; raises ConfigError: it is another's, or cannot be
+        written.
+        """
 
-        def beat() -> None:  # into the lock's own file: when another job's has taken its name, nobody reads ours
+        # into the lock's own file: when another job's has taken its name, nobody reads ours
+        def beat() -> None:
             while not self._stop.wait(pulse_s):
                 self._mine = replace(self._mine, pulse=self._mine.pulse + 1)
-                with suppress(OSError):  # a disk that is full or away: the next pulse may get through
+                # a disk that is full or away: the next pulse may get through
+                with suppress(OSError):
                     os.pwrite(self._file, json.dumps(asdict(self._mine)).encode(), 0)
                     os.fsync(self._file)
                     self.is_lost = not self.is_held()
@@ -98,37 +111,47 @@ class RunLock:
                 if self._create(self.path) if dead is None else self._take_over(dead):
                     break
         except OSError as error:
-            raise ConfigError(f"output_dir={self.path.parent} cannot be written: {error.strerror}.") from None
+            raise ConfigError(
+                f"output_dir={self.path.parent} cannot be written: {error.strerror}."
+            ) from None
         self.token = self._mine.token
         threading.Thread(target=beat, daemon=True).start()
         return self.token
 
     def is_held(self) -> bool:
-        """Returns whether the lock is still this run's. Any rank that knows the token may call it."""
+        """Returns whether the lock is still this run's. Any rank that knows the token
+        may call it.
+        """
         holder = self._holder()
         return holder is not None and holder.token == self.token
 
     def check_held(self) -> None:
-        """The fence before everything that is written: raises RunStoppedError when the lock is another job's."""
+        """The fence before everything that is written: raises RunStoppedError when the lock is
+        another job's.
+        """
         if self.is_held():
             return
         folder, holder = self.path.parent, self._holder()
         if not folder.is_dir():
             raise RunStoppedError(
-                f"output_dir={folder} is gone: it was removed or renamed during the run, so nothing more can be "
-                "saved. Restore it under its name and run the same command again to continue from the newest "
-                "checkpoint."
+                f"output_dir={folder} is gone: it was removed or renamed during the run, so "
+                "nothing more can be saved. Restore it under its name and run the same command "
+                "again to continue from the newest checkpoint."
             )
         raise RunStoppedError(
             f"output_dir={folder} no longer belongs to this job: {self.path.name} "
-            f"{f'names {holder}' if holder else 'was deleted'}. This job was suspended or cut off from its disk for so "
-            "long that it was considered dead; it exits without writing anything more."
+            f"{f'names {holder}' if holder else 'was deleted'}. This job was suspended or cut off "
+            "from its disk for so long that it was considered dead; it exits without writing "
+            "anything more."
         )
 
     def release(self) -> None:
-        """Gives the lock back, if it is still ours: of the ranks, which all know the token, the one that took it."""
+        """Gives the lock back, if it is still ours: of the ranks, which all know the token, the one
+        that took it.
+        """
         self._stop.set()
-        with suppress(OSError):  # the folder is gone or cannot be written: a dead process holds no lock
+        # the folder is gone or cannot be written: a dead process holds no lock
+        with suppress(OSError):
             if self.token == self._mine.token and self.is_held():
                 self.path.unlink()
 
@@ -137,13 +160,16 @@ class RunLock:
         return next(reversed(self._chain()), None)
 
     def _chain(self) -> list[Holder]:
-        """The holder in the lock, who claims to succeed it, and so on: a claimer may die before it is in the lock."""
+        """The holder in the lock, who claims to succeed it, and so on: a claimer may die before it
+        is in the lock.
+        """
         chain, path = list[Holder](), self.path
         with suppress(FileNotFoundError, NotADirectoryError):
             while True:
                 try:
                     chain.append(Holder(**json.loads(path.read_bytes())))
-                except (ValueError, TypeError, RecursionError):  # a disk fault has torn it: its holder is dead
+                except (ValueError, TypeError, RecursionError):
+                    # a disk fault has torn it: its holder is dead
                     chain.append(Holder("", "", 0, "", token=_TORN, job=""))
                 path = self._claim_path(chain[-1])
         return chain
@@ -156,7 +182,8 @@ class RunLock:
         claim = self._claim_path(dead)
         if not self._create(claim):  # of all who try, one can link it
             return False
-        chain = self._chain()  # of who comes late, when the claim has become the lock, it ends otherwise
+        # of who comes late, when the claim has become the lock, it ends otherwise
+        chain = self._chain()
         if [holder.token for holder in chain[-2:]] != [dead.token, self._mine.token]:
             claim.unlink(missing_ok=True)
             return False
@@ -166,7 +193,9 @@ class RunLock:
         return True
 
     def _create(self, path: Path) -> bool:
-        """Links a file with this holder under a name, whole from its first moment; False when there is one already."""
+        """Links a file with this holder under a name, whole from its first moment; False when there
+        is one already.
+        """
         aside = self.path.with_name(f"{self.path.name}.{self._mine.token}.new")
         descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         try:

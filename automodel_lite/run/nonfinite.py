@@ -1,8 +1,10 @@
 """Steps whose loss or gradient is not finite: dumped and skipped; too many in a row end the run.
 
 bad_steps/step_00000017/
-    rank_00000.json           step, packs of the whole step, loss sum and gradient norm over all ranks
-    rank_00000.safetensors    this rank's micro-batches: input_ids_0, labels_0, position_ids_0, cu_seqlens_0 ...
+    rank_00000.json           step, packs of the whole step, loss sum and gradient norm over all
+                              ranks
+    rank_00000.safetensors    this rank's micro-batches: input_ids_0, labels_0, position_ids_0,
+                              cu_seqlens_0 ...
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ from automodel_lite.thd import ThdBatch
 
 @torch.no_grad()
 def are_finite(parameters: Iterable[Tensor], ranks: Control) -> bool:
-    """Are all trained weights finite, on all ranks? Reads them once, which costs less than writing them."""
+    """Are all trained weights finite, on all ranks? Reads them once, which costs less than writing
+    them.
+    """
     bad = torch.zeros((), dtype=torch.bool)
     for parameter in parameters:
         if parameter.requires_grad:
@@ -36,13 +40,17 @@ def are_finite(parameters: Iterable[Tensor], ranks: Control) -> bool:
 
 
 class StepNumbers:
-    """A step's loss (summed over its label tokens) and gradient norm over all ranks, on their way to the host."""
+    """A step's loss (summed over its label tokens) and gradient norm over all ranks, on their way
+    to the host.
+    """
 
     def __init__(self, loss_sum: Tensor, grad_norm: Tensor) -> None:
         values = torch.stack([loss_sum.detach().float(), grad_norm.detach().float()])
         self._host = torch.empty(2, pin_memory=values.is_cuda)
         self._host.copy_(values, non_blocking=True)
-        self._copied = torch.cuda.current_stream(values.device).record_event() if values.is_cuda else None
+        self._copied = (
+            torch.cuda.current_stream(values.device).record_event() if values.is_cuda else None
+        )
 
     def read(self) -> tuple[float, float]:
         """Waits until the device has finished the step."""
@@ -56,8 +64,9 @@ class StepNumbers:
 class NonfiniteSteps:
     """Counts the nonfinite steps in a row, which the optimizer has skipped on the device.
 
-    A step's numbers are read when the next step is under way (`watch`), or when they are wanted (`settle`), so that the
-    device never waits for the host. Every rank calls every method, and the numbers are those of all ranks.
+    A step's numbers are read when the next step is under way (`watch`), or when they are wanted
+    (`settle`), so that the device never waits for the host. Every rank calls every method, and the
+    numbers are those of all ranks.
     """
 
     folder: Path
@@ -67,13 +76,17 @@ class NonfiniteSteps:
     in_a_row: int = 0
     _watched: tuple[int, Sequence[int], Sequence[ThdBatch], StepNumbers] | None = None
 
-    def watch(self, step: int, pack_ids: Sequence[int], batches: Sequence[ThdBatch], numbers: StepNumbers) -> None:
+    def watch(
+        self, step: int, pack_ids: Sequence[int], batches: Sequence[ThdBatch], numbers: StepNumbers
+    ) -> None:
         """Settles the step before; `batches` are kept until this one is settled."""
         self.settle()
         self._watched = (step, pack_ids, batches, numbers)
 
     def settle(self) -> None:
-        """Waits for the step under watch and dumps a bad one; raises RunStoppedError for one too many in a row."""
+        """Waits for the step under watch and dumps a bad one; raises RunStoppedError for one too
+        many in a row.
+        """
         if self._watched is None:
             return
         (step, pack_ids, batches, numbers), self._watched = self._watched, None
@@ -83,7 +96,12 @@ class NonfiniteSteps:
             return
         self.in_a_row += 1
         where, name = self.folder / f"step_{step:08d}", f"rank_{self.rank:05d}"
-        facts = {"step": step, "pack_ids": list(pack_ids), "loss_sum": loss_sum, "grad_norm": grad_norm}
+        facts = {
+            "step": step,
+            "pack_ids": list(pack_ids),
+            "loss_sum": loss_sum,
+            "grad_norm": grad_norm,
+        }
         tensors = {
             f"{column}_{number}": vars(batch)[column].cpu().contiguous().clone()
             for number, batch in enumerate(batches)
@@ -95,12 +113,15 @@ class NonfiniteSteps:
             save_file(tensors, where / f"{name}.safetensors")
         except (OSError, SafetensorError) as error:
             self.say(f"WARNING: {where} cannot be written: {error}")
-        packs = ", ".join(map(str, pack_ids[:8])) + (f" and {len(pack_ids) - 8} more" if len(pack_ids) > 8 else "")
+        packs = ", ".join(map(str, pack_ids[:8])) + (
+            f" and {len(pack_ids) - 8} more" if len(pack_ids) > 8 else ""
+        )
         what = f"step {step}: the loss or the gradient is not finite (gradient norm {grad_norm})"
         if self.in_a_row > self.max_in_a_row:
             raise RunStoppedError(
-                f"{what}, {self.in_a_row} times in a row: the run stops; training.max_nonfinite_steps="
-                f"{self.max_in_a_row} are skipped. The packs {packs} are dumped in {where}; no checkpoint was written "
-                "since the last good step. Look at the data, lower optimizer.lr, or raise the warm-up."
+                f"{what}, {self.in_a_row} times in a row: the run stops; "
+                f"training.max_nonfinite_steps={self.max_in_a_row} are skipped. The packs {packs} "
+                f"are dumped in {where}; no checkpoint was written since the last good step. Look "
+                "at the data, lower optimizer.lr, or raise the warm-up."
             )
         self.say(f"{step:7d}  WARNING: {what}: not applied; packs {packs}, dumped in {where}")

@@ -1,13 +1,16 @@
-"""Sharded tensors on disk: a safetensors file of each rank, and an index from which every rank knows where a part is.
+"""Sharded tensors on disk: a safetensors file of each rank, and an index from which every rank
+knows where a part is.
 
     tensors/
-        index.json              {"version": 2, "tensors": {name: {"dtype", "shape", "first", "axes"}}}
+        index.json              {"version": 2, "tensors": {name: {"dtype", "shape", "first",
+                                "axes"}}}
         rank_00000.safetensors  what rank 0 wrote, key `name@offset`
         rank_00001.safetensors
 
-A part is a box of a global tensor. Which rank holds which box follows from how the tensor is cut (`Layout`), so ranks
-exchange no plan and the index has one entry per tensor, whatever the number of ranks (torch.distributed.checkpoint
-plans on rank 0, 41 us per tensor and rank). A reader on any number of ranks takes what overlaps its own boxes.
+A part is a box of a global tensor. Which rank holds which box follows from how the tensor is cut
+(`Layout`), so ranks exchange no plan and the index has one entry per tensor, whatever the number of
+ranks (torch.distributed.checkpoint plans on rank 0, 41 us per tensor and rank). A reader on any
+number of ranks takes what overlaps its own boxes.
 """
 
 from __future__ import annotations
@@ -40,10 +43,11 @@ class BrokenCheckpointError(ValueError):
 
 @dataclass(frozen=True)
 class Layout:
-    """How the ranks hold a tensor: the part with the coordinates (c, ...) is in the file of rank `first` + c x stride
-    + ... .
+    """How the ranks hold a tensor: the part with the coordinates (c, ...) is in the file of rank
+    `first` + c x stride + ... .
 
-    axes  [size, stride, dim] of each axis of the mesh that cuts the tensor, in this order, as `torch.chunk` does
+    axes  [size, stride, dim] of each axis of the mesh that cuts the tensor, in this order, as
+          `torch.chunk` does
     """
 
     dtype: str
@@ -59,17 +63,30 @@ class Layout:
             for rank, box in found:
                 (start, end), (low, high) = box[dim], wanted[dim]
                 length = max(1, -(-(end - start) // size))
-                # only what overlaps is visited: a thousand ranks times a thousand tensors would take seconds
-                for c in range(max(0, (low - start) // length), min(size, -(-(min(high, end) - start) // length))):
-                    cuts.append((rank + c * stride, [*box[:dim], _chunk(start, end, size, c), *box[dim + 1 :]]))
+                # only what overlaps is visited: a thousand ranks times a thousand tensors would
+                # take seconds
+                for c in range(
+                    max(0, (low - start) // length),
+                    min(size, -(-(min(high, end) - start) // length)),
+                ):
+                    cuts.append(
+                        (
+                            rank + c * stride,
+                            [*box[:dim], _chunk(start, end, size, c), *box[dim + 1 :]],
+                        )
+                    )
             found = cuts
         yield from found
 
 
-def own_parts(tensors: Mapping[str, Tensor], rank: int, world_size: int) -> tuple[dict[str, Tensor], dict[str, Layout]]:
-    """Returns what this rank writes, by its key, and the layouts of all tensors as rank 0 sees them.
+def own_parts(
+    tensors: Mapping[str, Tensor], rank: int, world_size: int
+) -> tuple[dict[str, Tensor], dict[str, Layout]]:
+    """Returns what this rank writes, by its key, and the layouts of all tensors as rank 0 sees
+    them.
 
-    Of replicas one is written: the first tensor's by the first ranks that hold it, the next one's by others.
+    Of replicas one is written: the first tensor's by the first ranks that hold it, the next one's
+    by others.
     """
     mine: dict[str, Tensor] = {}
     layouts: dict[str, Layout] = {}
@@ -77,7 +94,8 @@ def own_parts(tensors: Mapping[str, Tensor], rank: int, world_size: int) -> tupl
         tensor, replica, cuts = tensors[name], number, list[list[int]]()
         first, is_mine = number % world_size, number % world_size == rank
         if isinstance(tensor, DTensor):
-            # of meshes side by side (tensor parallelism replicates norms) the one that rank 0 is in writes
+            # of meshes side by side (tensor parallelism replicates norms) the one that rank 0 is in
+            # writes
             first = int(tensor.device_mesh.mesh.flatten()[0])
             is_mine = first == 0
         for size, stride, dim, coordinate in _axes(tensor):
@@ -93,22 +111,32 @@ def own_parts(tensors: Mapping[str, Tensor], rank: int, world_size: int) -> tupl
 
 
 def _axes(tensor: Tensor) -> Iterator[tuple[int, int, int | None, int]]:
-    """Yields (size, stride in ranks, dim or None for replicas, own coordinate) of each axis of the tensor's mesh, in
-    the order in which they cut it: FSDP cuts what tensor parallelism has cut, although its axis comes first.
+    """Yields (size, stride in ranks, dim or None for replicas, own coordinate) of each axis of the
+    tensor's mesh, in the order in which they cut it: FSDP cuts what tensor parallelism has cut,
+    although its axis comes first.
     """
     if not isinstance(tensor, DTensor):
         return
     ranks, coordinate = tensor.device_mesh.mesh, tensor.device_mesh.get_coordinate()
     assert coordinate is not None
-    for axis in sorted(range(ranks.ndim), key=lambda axis: isinstance(tensor.placements[axis], _StridedShard)):
+    for axis in sorted(
+        range(ranks.ndim), key=lambda axis: isinstance(tensor.placements[axis], _StridedShard)
+    ):
         size, placement = ranks.shape[axis], tensor.placements[axis]
         along = ranks.movedim(axis, 0).reshape(size, -1)[:, 0]
         stride = int(along[-1] - along[0]) // max(size - 1, 1)
-        yield size, stride, placement.dim if isinstance(placement, (Shard, _StridedShard)) else None, coordinate[axis]
+        yield (
+            size,
+            stride,
+            placement.dim if isinstance(placement, (Shard, _StridedShard)) else None,
+            coordinate[axis],
+        )
 
 
 def write_parts(folder: Path, rank: int, parts: Mapping[str, Tensor]) -> tuple[str, str] | None:
-    """Writes this rank's file and reads it back; returns its name and CRC-32, None when there is nothing to write."""
+    """Writes this rank's file and reads it back; returns its name and CRC-32, None when there is
+    nothing to write.
+    """
     if not parts:
         return None
     tensors = {}
@@ -124,22 +152,30 @@ def write_parts(folder: Path, rank: int, parts: Mapping[str, Tensor]) -> tuple[s
     durable.sync(path)
     with safe_open(path, framework="pt") as file:
         for name, tensor in tensors.items():
-            read, written = (x.reshape(-1).view(torch.uint8) for x in (file.get_tensor(name), tensor))
+            read, written = (
+                x.reshape(-1).view(torch.uint8) for x in (file.get_tensor(name), tensor)
+            )
             if not torch.equal(read, written):  # as bytes: NaN is equal to itself
-                raise OSError(errno.EIO, f"{path.name} does not read back as it was written ({name})")
+                raise OSError(
+                    errno.EIO, f"{path.name} does not read back as it was written ({name})"
+                )
     return path.name, durable.checksum(path)
 
 
 def index_text(layouts: Mapping[str, Layout]) -> str:
     """Returns the content of index.json."""
-    return json.dumps({"version": _VERSION, "tensors": {name: asdict(layout) for name, layout in layouts.items()}})
+    return json.dumps(
+        {"version": _VERSION, "tensors": {name: asdict(layout) for name, layout in layouts.items()}}
+    )
 
 
 def read_index(folder: Path) -> dict[str, Layout]:
     """Returns the layouts of what a checkpoint holds."""
     index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
     if index["version"] != _VERSION:
-        raise BrokenCheckpointError(f"its format is version {index['version']}, and this program reads {_VERSION}")
+        raise BrokenCheckpointError(
+            f"its format is version {index['version']}, and this program reads {_VERSION}"
+        )
     return {name: Layout(**entry) for name, entry in index["tensors"].items()}
 
 
@@ -162,17 +198,23 @@ def read_tensors(folder: Path, index: Mapping[str, Layout], tensors: Mapping[str
                 part = file.get_slice(key)[
                     tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(overlap, box))
                 ]
-                target[tuple(slice(a - low, b - low) for (a, b), (low, _) in zip(overlap, wanted))].copy_(part)
+                target[
+                    tuple(slice(a - low, b - low) for (a, b), (low, _) in zip(overlap, wanted))
+                ].copy_(part)
 
 
 def check_fits(index: Mapping[str, Layout], state: Mapping[str, Tensor]) -> None:
-    """Raises BrokenCheckpointError unless names, shapes and dtypes of the checkpoint are those of the state."""
+    """Raises BrokenCheckpointError unless names, shapes and dtypes of the checkpoint are those of
+    the state.
+    """
     saved = {name: f"{layout.dtype} {layout.shape}" for name, layout in index.items()}
     wanted = {name: f"{_name(tensor.dtype)} {list(tensor.shape)}" for name, tensor in state.items()}
     if missing := sorted(wanted.keys() - saved.keys()):
         raise BrokenCheckpointError(f"{len(missing)} tensors are missing, {missing[0]} first")
     if extra := sorted(saved.keys() - wanted.keys()):
-        raise BrokenCheckpointError(f"{len(extra)} tensors are not the model's or the optimizer's, {extra[0]} first")
+        raise BrokenCheckpointError(
+            f"{len(extra)} tensors are not the model's or the optimizer's, {extra[0]} first"
+        )
     for name, want in wanted.items():
         if saved[name] != want:
             raise BrokenCheckpointError(f"{name} is {saved[name]}, the run's is {want}")

@@ -1,9 +1,10 @@
 """Stopping before the last step: because of a signal, or because the job's time is nearly over.
 
-TERM and USR1 are what schedulers send, INT is Ctrl-C, HUP comes when the terminal is closed (not under nohup). Before
-the first step there is nothing to save: the process exits at once. From then on a signal is a request; the ranks agree
-on it at a step boundary, save, and exit with code 75, after Ctrl-C with 130. A second Ctrl-C exits at once, without a
-save. (A rank whose peers are gone never reaches that boundary: `Peers` ends it.)
+TERM and USR1 are what schedulers send, INT is Ctrl-C, HUP comes when the terminal is closed (not
+under nohup). Before the first step there is nothing to save: the process exits at once. From then
+on a signal is a request; the ranks agree on it at a step boundary, save, and exit with code 75,
+after Ctrl-C with 130. A second Ctrl-C exits at once, without a save. (A rank whose peers are gone
+never reaches that boundary: `Peers` ends it.)
 """
 
 from __future__ import annotations
@@ -26,18 +27,22 @@ if TYPE_CHECKING:  # the command line needs no torch
     from automodel_lite.run.checkpoint import Checkpointer
     from automodel_lite.run.lock import RunLock
 
-PREEMPTED_EXIT = 75  # "try again later" (EX_TEMPFAIL): the run goes on when the same command is started again
+# "try again later" (EX_TEMPFAIL): the run goes on when the same command is started again
+PREEMPTED_EXIT = 75
 STARTED = time.monotonic()
 INTERRUPTED_EXIT = 130  # as a shell reports Ctrl-C
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 _STOPPING = (*STOP_SIGNALS, signal.SIGUSR2)
-_SECOND_AFTER_S = 1.0  # torchrun forwards Ctrl-C to ranks that the terminal has signaled already: that is no second one
+# torchrun forwards Ctrl-C to ranks that the terminal has signaled already: that is no second one
+_SECOND_AFTER_S = 1.0
 _TIME_IS_UP = 100  # no signal
 _REASONS = (*_STOPPING, _TIME_IS_UP)
 
 
 class StoppedEarly(BaseException):
-    """A signal before the first step. Not an Exception: nothing on the way may take it for an error of its own."""
+    """A signal before the first step. Not an Exception: nothing on the way may take it for an error
+    of its own.
+    """
 
     def __init__(self, number: int) -> None:
         super().__init__(reason_of(number))
@@ -65,14 +70,17 @@ class StopSignals:
                 signal.signal(number, handle)
 
     def defer(self) -> None:
-        """From now on signals do not end the process: `received` is checked at every step boundary."""
+        """From now on signals do not end the process: `received` is checked at every
+        step boundary.
+        """
         self._is_deferred = True
         if self.received:
             raise StoppedEarly(self.received)
 
     def watch(self, record: Callable[[str, str], None]) -> None:
-        """From now on a second Ctrl-C ends this process wherever it is, after `record(state, reason)`. In a thread:
-        where the main thread waits in a collective, no Python handler runs.
+        """From now on a second Ctrl-C ends this process wherever it is, after
+        `record(state, reason)`. In a thread: where the main thread waits in a collective, no Python
+        handler runs.
         """
         ours, theirs = os.pipe()
         os.set_blocking(theirs, False)
@@ -102,13 +110,20 @@ def reason_of(number: int) -> str:
 
 
 def ending_of(reason: str) -> tuple[str, int]:
-    """Returns the state in STATUS.json and the exit code of a run that was stopped for this reason."""
-    return ("interrupted", INTERRUPTED_EXIT) if reason == "SIGINT" else ("preempted", PREEMPTED_EXIT)
+    """Returns the state in STATUS.json and the exit code of a run that was stopped for
+    this reason.
+    """
+    return (
+        ("interrupted", INTERRUPTED_EXIT) if reason == "SIGINT" else ("preempted", PREEMPTED_EXIT)
+    )
 
 
-def deadline_of(max_time: str | int | None, margin_s: float, environment: Mapping[str, str] = os.environ) -> float:
-    """Returns when the last save must be on the disk, on the monotonic clock: a margin before the end of max_time (from
-    the start of the process) or of the SLURM job, whichever is earlier; infinity without either.
+def deadline_of(
+    max_time: str | int | None, margin_s: float, environment: Mapping[str, str] = os.environ
+) -> float:
+    """Returns when the last save must be on the disk, on the monotonic clock: a margin before the
+    end of max_time (from the start of the process) or of the SLURM job, whichever is earlier;
+    infinity without either.
     """
     ends = [math.inf]
     if max_time is not None:
@@ -120,10 +135,12 @@ def deadline_of(max_time: str | int | None, margin_s: float, environment: Mappin
 
 @dataclass
 class StepBoundary:
-    """The one message that the ranks exchange in every step, and in every batch of validation: has any rank received a
-    stop signal, is any still writing, and what do all of them read in the next step?
+    """The one message that the ranks exchange in every step, and in every batch of validation: has
+    any rank received a stop signal, is any still writing, and what do all of them read in the next
+    step?
 
-    It is started in the middle of a step and read at its end, so that neither the host nor the device waits for it.
+    It is started in the middle of a step and read at its end, so that neither the host nor the
+    device waits for it.
     """
 
     ranks: Control
@@ -144,10 +161,14 @@ class StepBoundary:
         if not wish and now + 2 * self.longest_s + 2 * self.saves.longest_s >= self.deadline:
             wish = _TIME_IS_UP
         wishes = [wish == number for number in _REASONS]
-        self._receive = self.ranks.start_sum([*wishes, self.saves.is_busy(), self.lock.is_lost, *counts])
+        self._receive = self.ranks.start_sum(
+            [*wishes, self.saves.is_busy(), self.lock.is_lost, *counts]
+        )
 
     def receive(self) -> list[float]:
-        """Returns the sums; sets `stop_reason`, closes a save that all have written. Raises RunStoppedError."""
+        """Returns the sums; sets `stop_reason`, closes a save that all have written. Raises
+        RunStoppedError.
+        """
         assert self._receive is not None
         *wishes, any_busy, any_lost = (sums := self._receive())[: len(_REASONS) + 2]
         self._receive = None

@@ -1,10 +1,10 @@
 """The stacks of a rank that makes no progress, in its log; and a record when it is killed.
 
-A call that holds the interpreter's lock stops every thread, so another process keeps the time, in a session of its own
-that no Ctrl-C reaches. It reads what the rank is doing, a line at each `enter`, and sends a signal and a line when the
-next is late: faulthandler writes the stack of the main thread, which is safe because it is that thread's own. A thread
-writes all stacks when it gets the lock. (faulthandler's own timer walks running threads: one healthy rank in 400
-crashed.)
+A call that holds the interpreter's lock stops every thread, so another process keeps the time, in a
+session of its own that no Ctrl-C reaches. It reads what the rank is doing, a line at each `enter`,
+and sends a signal and a line when the next is late: faulthandler writes the stack of the main
+thread, which is safe because it is that thread's own. A thread writes all stacks when it gets the
+lock. (faulthandler's own timer walks running threads: one healthy rank in 400 crashed.)
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ _LOOK_EVERY_S = 0.5  # for the death of the rank
 
 
 class Watchdog:
-    """`enter` at every step; when the next one does not come within `after_s`, stacks go to the log, repeatedly."""
+    """`enter` at every step; when the next one does not come within `after_s`, stacks go to the
+    log, repeatedly.
+    """
 
     def __init__(self, run: Path, rank: int, after_s: float) -> None:
         self.run, self.rank, self.after_s = run, rank, after_s
@@ -45,18 +47,29 @@ class Watchdog:
         self._file = open(self.log, "a", buffering=1)  # noqa: SIM115 - open as long as the process
         faulthandler.register(_SIGNAL, self._file, all_threads=False)
         facts = json.dumps([str(self.run), self.rank, token, self.after_s])
-        command, pipe, null = [sys.executable, "-I", "-S", __file__, facts], subprocess.PIPE, subprocess.DEVNULL
-        self._timer = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=null, start_new_session=True)
+        command, pipe, null = (
+            [sys.executable, "-I", "-S", __file__, facts],
+            subprocess.PIPE,
+            subprocess.DEVNULL,
+        )
+        self._timer = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=null, start_new_session=True
+        )
         assert self._timer.stdin
-        os.set_blocking(self._timer.stdin.fileno(), False)  # a timer that hangs must not hold up its rank
-        threading.Thread(target=self._write_all_stacks, args=(self._timer, self._file), daemon=True).start()
+        # a timer that hangs must not hold up its rank
+        os.set_blocking(self._timer.stdin.fileno(), False)
+        threading.Thread(
+            target=self._write_all_stacks, args=(self._timer, self._file), daemon=True
+        ).start()
         self.enter(self.doing)
 
     def enter(self, doing: str) -> None:
         """The rank begins something new: `in step 4`."""
         now = time.monotonic()
         if self._file and self.after_s and now - self._since > self.after_s:
-            self._file.write(f"the stacks above are of: {self.doing}; it took {now - self._since:.0f} s\n")
+            self._file.write(
+                f"the stacks above are of: {self.doing}; it took {now - self._since:.0f} s\n"
+            )
         self.doing, self._since = doing, now
         self._send(doing)
 
@@ -78,7 +91,9 @@ class Watchdog:
                 os.write(self._timer.stdin.fileno(), doing.encode() + b"\n")
 
     def _write_all_stacks(self, timer: subprocess.Popen[bytes], log: TextIO) -> None:
-        """In a thread: writes the stacks of all others whenever the timer says that the rank is late."""
+        """In a thread: writes the stacks of all others whenever the timer says that the rank is
+        late.
+        """
         from automodel_lite.redact import scrub  # not in the other process, which has no packages
 
         assert timer.stdout
@@ -87,13 +102,18 @@ class Watchdog:
             lines = [f"Timeout ({self.after_s:g} s)! {time.strftime('%F %T')} {self.doing}\n"]
             for number, frame in sys._current_frames().items():
                 if number != threading.get_ident():
-                    lines += [f"Thread {names.get(number, number)}:\n", *traceback.format_stack(frame)]
+                    lines += [
+                        f"Thread {names.get(number, number)}:\n",
+                        *traceback.format_stack(frame),
+                    ]
             with suppress(OSError, ValueError):  # the disk is full, or the process ends
                 log.write(scrub("".join(lines)))
 
 
 def keep_time(run: Path, rank: int, token: str, after_s: float) -> None:
-    """The other process: reads lines from stdin, until the rank has sent an empty one, or is gone."""
+    """The other process: reads lines from stdin, until the rank has sent an empty one,
+    or is gone.
+    """
     parent, doing, text = os.getppid(), "setting up", b""
     due, signaled = time.monotonic() + after_s, 0.0
     while os.getppid() == parent:
@@ -108,7 +128,8 @@ def keep_time(run: Path, rank: int, token: str, after_s: float) -> None:
         if after_s and (now := time.monotonic()) >= due:
             due = now + after_s
             with suppress(OSError):  # it is gone
-                # seldom: a signal may meet the interpreter while it makes a frame, which faulthandler then reads
+                # seldom: a signal may meet the interpreter while it makes a frame, which
+                # faulthandler then reads
                 if now - signaled >= _LOOK_EVERY_S:
                     os.kill(parent, _SIGNAL)
                     signaled = now
@@ -117,9 +138,14 @@ def keep_time(run: Path, rank: int, token: str, after_s: float) -> None:
     status = run / "STATUS.json"
     facts = json.loads(status.read_text())
     if json.loads((run / "run.lock").read_text())["token"] == token and facts["state"] == "running":
-        reason = f"rank {rank} on {socket.gethostname()} ended without a message (killed, out of memory, or a crash)"
+        reason = (
+            f"rank {rank} on {socket.gethostname()} ended without a message (killed, out of "
+            "memory, or a crash)"
+        )
         temporary = status.with_name(f".STATUS.json.{os.getpid()}.tmp")
-        temporary.write_text(json.dumps(facts | {"state": "failed", "reason": f"{reason}, {doing}"}) + "\n")
+        temporary.write_text(
+            json.dumps(facts | {"state": "failed", "reason": f"{reason}, {doing}"}) + "\n"
+        )
         os.replace(temporary, status)
 
 

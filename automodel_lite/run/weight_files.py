@@ -1,12 +1,14 @@
-"""A model's weights as safetensors files under the names of its family's checkpoints, written by all ranks together.
+"""A model's weights as safetensors files under the names of its family's checkpoints, written by
+all ranks together.
 
-One parameter after the other is gathered, so that a rank holds its shards, one whole tensor, and on the host the file
-that it writes next; different ranks write at the same time.
+One parameter after the other is gathered, so that a rank holds its shards, one whole tensor, and on
+the host the file that it writes next; different ranks write at the same time.
 
-An export also takes over things from the checkpoint that the model came from. Some of its weights are not part of the
-model that transformers builds (layers that predict several tokens), some are stored in fp32 among bf16 ones (decays of
-state spaces, routers), and beside the weights lie files of which the model knows nothing (how images are cut). Whoever
-serves the export, vLLM for one, expects to find them as they were.
+An export also takes over things from the checkpoint that the model came from. Some of its weights
+are not part of the model that transformers builds (layers that predict several tokens), some are
+stored in fp32 among bf16 ones (decays of state spaces, routers), and beside the weights lie files
+of which the model knows nothing (how images are cut). Whoever serves the export, vLLM for one,
+expects to find them as they were.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ from torch.distributed.tensor import DTensor
 from automodel_lite.models.source import quantization_of
 from automodel_lite.run import durable
 
-_NO_SETTINGS = frozenset({"dtype", "torch_dtype", "transformers_version", "_name_or_path", "architectures"})
+_NO_SETTINGS = frozenset(
+    {"dtype", "torch_dtype", "transformers_version", "_name_or_path", "architectures"}
+)
 INDEX = "model.safetensors.index.json"
 _OF_PROCESSORS = ("*processor*.json",)
 _BLOCK_BYTES = 4096
@@ -43,7 +47,9 @@ _NUM_BLOCKS = 32  # of a file of weights; its header is the first
 
 
 def local_folder(source: str | None, revision: str | None = None) -> Path | None:
-    """Returns the folder of a model: `source`, or a hub model's cached snapshot; None for one that is not here."""
+    """Returns the folder of a model: `source`, or a hub model's cached snapshot; None for one that
+    is not here.
+    """
     if not source or Path(source).is_dir():
         return Path(source) if source else None
     try:
@@ -54,18 +60,27 @@ def local_folder(source: str | None, revision: str | None = None) -> Path | None
 
 
 def model_files(pretrained: str | None, revision: str | None = None) -> dict[str, str]:
-    """Returns name -> digest of each configuration and weight file of a `local_folder`; of large ones their size and 32
-    blocks are hashed, the header among them: weights that were trained further differ in each block.
+    """Returns name -> digest of each configuration and weight file of a `local_folder`; of large
+    ones their size and 32 blocks are hashed, the header among them: weights that were trained
+    further differ in each block.
     """
     folder = local_folder(pretrained, revision)
     if folder is None:
         return {}
-    found = sorted(path for pattern in ("*.json", "*.safetensors", "*.bin") for path in folder.glob(pattern))
-    return {path.name: _sampled_digest(path) for path in found if not path.name.startswith(("tokenizer", "special_"))}
+    found = sorted(
+        path for pattern in ("*.json", "*.safetensors", "*.bin") for path in folder.glob(pattern)
+    )
+    return {
+        path.name: _sampled_digest(path)
+        for path in found
+        if not path.name.startswith(("tokenizer", "special_"))
+    }
 
 
 def _sampled_digest(path: Path) -> str:
-    """Returns 16 hex digits of a file's size and some of its blocks; all of them, when it is small."""
+    """Returns 16 hex digits of a file's size and some of its blocks; all of them, when
+    it is small.
+    """
     size = path.stat().st_size
     digest = hashlib.sha256(str(size).encode())
     with open(path, "rb") as file:
@@ -92,9 +107,12 @@ def _original(lm: transformers.PreTrainedModel) -> Path | None:
     return local_folder(lm.config._name_or_path, getattr(lm.config, "_commit_hash", None))
 
 
-def stored_dtypes(model: transformers.PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """The dtype of each weight in an export of `dtype`, by the names of the state dict: fp32 for what the family keeps
-    so (the biases by which routers choose), and for what the original checkpoint has in fp32.
+def stored_dtypes(
+    model: transformers.PreTrainedModel, dtype: torch.dtype
+) -> dict[str, torch.dtype]:
+    """The dtype of each weight in an export of `dtype`, by the names of the state dict: fp32 for
+    what the family keeps so (the biases by which routers choose), and for what the original
+    checkpoint has in fp32.
     """
     plan = model._get_dtype_plan(dtype)
     kept = re.compile("|".join(key.replace("*", ".*") for key in plan)) if plan else None
@@ -127,7 +145,9 @@ def as_saved(model: transformers.PreTrainedModel, weights: dict[str, Tensor]) ->
 
 
 def take_over(lm: transformers.PreTrainedModel, folder: Path) -> None:
-    """Gives an export what only the original checkpoint has: see the top of this file; config.json where unchanged."""
+    """Gives an export what only the original checkpoint has: see the top of this file; config.json
+    where unchanged.
+    """
     original = _original(lm)
     if original is None or original == folder:
         return
@@ -141,7 +161,11 @@ def take_over(lm: transformers.PreTrainedModel, folder: Path) -> None:
                 shutil.copy(path, folder / path.name)
     ignored = lm._keys_to_ignore_on_load_unexpected or ()
     ours, theirs = weight_files(folder), weight_files(original)
-    left = {key for key in theirs.keys() - ours.keys() if any(re.search(pattern, key) for pattern in ignored)}
+    left = {
+        key
+        for key in theirs.keys() - ours.keys()
+        if any(re.search(pattern, key) for pattern in ignored)
+    }
     if not left or quantization_of(lm.config):
         return
     # one file more, and the index of all
@@ -150,7 +174,10 @@ def take_over(lm: transformers.PreTrainedModel, folder: Path) -> None:
         with safe_open(path, "pt") as file:
             weights |= {key: file.get_tensor(key) for key in sorted(left) if theirs[key] == path}
     files = sorted(set(ours.values()))
-    names = [f"model-{number:05d}-of-{len(files) + 1:05d}.safetensors" for number in range(1, len(files) + 2)]
+    names = [
+        f"model-{number:05d}-of-{len(files) + 1:05d}.safetensors"
+        for number in range(1, len(files) + 2)
+    ]
     for path, name in zip(files, names):
         path.rename(folder / name)
     save_file(weights, folder / names[-1], metadata={"format": "pt"})
@@ -164,7 +191,9 @@ def take_over(lm: transformers.PreTrainedModel, folder: Path) -> None:
 def _settings(config: dict[str, Any]) -> dict[str, Any]:
     """Without the keys that do not describe the model."""
     kept = {key: value for key, value in config.items() if key not in _NO_SETTINGS}
-    return {key: _settings(value) if isinstance(value, dict) else value for key, value in kept.items()}
+    return {
+        key: _settings(value) if isinstance(value, dict) else value for key, value in kept.items()
+    }
 
 
 LARGEST_FILE_BYTES = 1 << 30
@@ -176,7 +205,9 @@ _LAYER = re.compile(r".*?\.\d+\.")
 
 @dataclass(frozen=True)
 class Group:
-    """Parameters that become weights of the files together: nearly always one, which may be fused of many weights."""
+    """Parameters that become weights of the files together: nearly always one, which may be fused
+    of many weights.
+    """
 
     parameters: list[str]
     weights: dict[str, Tensor]  # on the meta device, in their dtypes
@@ -194,15 +225,23 @@ class WeightFile:
 
 
 def write_weights(
-    folder: Path, lm: transformers.PreTrainedModel, dtypes: dict[str, torch.dtype], is_alone: bool = False
+    folder: Path,
+    lm: transformers.PreTrainedModel,
+    dtypes: dict[str, torch.dtype],
+    is_alone: bool = False,
 ) -> None:
-    """Writes `lm`, whose parameters may be sharded, into a folder that exists; every rank of the job calls it.
+    """Writes `lm`, whose parameters may be sharded, into a folder that exists; every rank of the
+    job calls it.
 
     dtypes     of the parameters, by their names in the model
     is_alone   one rank calls it, which has the whole model
     Raises OSError for a file that cannot be written, when all ranks have gathered the rest.
     """
-    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() and not is_alone else (0, 1)
+    rank, ranks = (
+        (dist.get_rank(), dist.get_world_size())
+        if dist.is_initialized() and not is_alone
+        else (0, 1)
+    )
     files, failure = plan_files(groups_of(lm, dtypes), ranks), ""
     for file, weights in gathered_files(lm, files, dtypes, rank, ranks):
         try:
@@ -213,7 +252,9 @@ def write_weights(
     if failure:
         raise OSError(failure)
     if rank == 0 and len(files) > 1:
-        names = {name: file.name for file in files for group in file.groups for name in group.weights}
+        names = {
+            name: file.name for file in files for group in file.groups for name in group.weights
+        }
         size = sum(group.num_bytes for file in files for group in file.groups)
         index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(names.items()))}
         durable.write_file(folder / INDEX, json.dumps(index, indent=2))
@@ -236,12 +277,19 @@ def plan_files(groups: list[Group], ranks: int) -> list[WeightFile]:
 
 
 def gathered_files(
-    lm: transformers.PreTrainedModel, files: list[WeightFile], dtypes: dict[str, torch.dtype], rank: int, ranks: int
+    lm: transformers.PreTrainedModel,
+    files: list[WeightFile],
+    dtypes: dict[str, torch.dtype],
+    rank: int,
+    ranks: int,
 ) -> Iterator[tuple[WeightFile, dict[str, Tensor]]]:
-    """Gathers one group after the other (a collective); yields the files of `rank`, with their weights on the host."""
+    """Gathers one group after the other (a collective); yields the files of `rank`, with their
+    weights on the host.
+    """
     state = _unique(lm)
-    # In rounds of a file for each rank, the first group of each, then the second: all are full at the same time, so
-    # that a rank which writes keeps nobody waiting for its part of the next gather.
+    # In rounds of a file for each rank, the first group of each, then the second: all are full at
+    # the same time, so that a rank which writes keeps nobody waiting for its part of the next
+    # gather.
     for start in range(0, len(files), ranks):
         now, weights = files[start : start + ranks], dict[str, Tensor]()
         for groups in zip_longest(*(file.groups for file in now)):
@@ -250,12 +298,16 @@ def gathered_files(
                     continue
                 whole = {}
                 for name in group.parameters:
-                    value = state[name].to(dtypes.get(name, state[name].dtype))  # a shard travels as it is stored
+                    # a shard travels as it is stored
+                    value = state[name].to(dtypes.get(name, state[name].dtype))
                     value = value.full_tensor() if isinstance(value, DTensor) else value
                     whole[name] = value.cpu() if file.writer == rank else value.new_empty(0)
                 if file.writer == rank:
                     saved = as_saved(lm, whole)
-                    weights |= {name: saved[name].to(meta.dtype).contiguous() for name, meta in group.weights.items()}
+                    weights |= {
+                        name: saved[name].to(meta.dtype).contiguous()
+                        for name, meta in group.weights.items()
+                    }
                 del whole  # before the next is gathered
         yield from ((file, weights) for file in now if file.writer == rank)
 
@@ -271,15 +323,21 @@ def _unique(lm: transformers.PreTrainedModel) -> dict[str, Tensor]:
 
 
 def groups_of(lm: transformers.PreTrainedModel, dtypes: dict[str, torch.dtype]) -> list[Group]:
-    """One for each layer, whose parameters a checkpoint may fuse (Ernie's experts), and each parameter beside them."""
+    """One for each layer, whose parameters a checkpoint may fuse (Ernie's experts), and each
+    parameter beside them.
+    """
     described = {
-        name: torch.empty(x.shape, dtype=dtypes.get(name, x.dtype), device="meta") for name, x in _unique(lm).items()
+        name: torch.empty(x.shape, dtype=dtypes.get(name, x.dtype), device="meta")
+        for name, x in _unique(lm).items()
     }
     together = as_saved(lm, described)
     of_layers: dict[str, list[str]] = {}
     for name in described:
         of_layers.setdefault(match[0] if (match := _LAYER.match(name)) else name, []).append(name)
-    groups = [Group(names, as_saved(lm, {name: described[name] for name in names})) for names in of_layers.values()]
+    groups = [
+        Group(names, as_saved(lm, {name: described[name] for name in names}))
+        for names in of_layers.values()
+    ]
     apart = {name: weight.shape for group in groups for name, weight in group.weights.items()}
     if apart != {name: weight.shape for name, weight in together.items()}:
         return [Group(list(described), together)]

@@ -1,7 +1,9 @@
-"""metrics.jsonl: one object per line, written at once, so that a killed run keeps what it has logged.
+"""metrics.jsonl: one object per line, written at once, so that a killed run keeps what it has
+logged.
 
-Callbacks beside it: started on rank 0 alone, fed the same rows. Trackers are callbacks, and so is early stopping. One
-that fails is switched off with a warning; one may end the run early, as if the last step were done.
+Callbacks beside it: started on rank 0 alone, fed the same rows. Trackers are callbacks, and so is
+early stopping. One that fails is switched off with a warning; one may end the run early, as if the
+last step were done.
 """
 
 from __future__ import annotations
@@ -25,9 +27,13 @@ Row = dict[str, Any]
 
 
 class JsonlLogger:
-    """Appends rows to a file. Those for which the disk has no room wait for the next one, with a warning."""
+    """Appends rows to a file. Those for which the disk has no room wait for the next one, with a
+    warning.
+    """
 
-    def __init__(self, path: Path, is_silent: bool = False, say: Callable[[str], None] = print) -> None:
+    def __init__(
+        self, path: Path, is_silent: bool = False, say: Callable[[str], None] = print
+    ) -> None:
         self._path, self._is_silent, self._say = path, is_silent, say
         self._pending = b""
         if not is_silent:
@@ -41,7 +47,9 @@ class JsonlLogger:
         if self._pending:
             self._write(b"", is_first=False)
         if num_lost := self._pending.count(b"\n"):
-            self._say(f"WARNING: {num_lost} rows of metrics.jsonl are lost: there was no room for them")
+            self._say(
+                f"WARNING: {num_lost} rows of metrics.jsonl are lost: there was no room for them"
+            )
 
     def _write(self, line: bytes, is_first: bool) -> None:
         self._pending += line
@@ -51,7 +59,10 @@ class JsonlLogger:
                     self._pending = self._pending[file.write(self._pending) or 0 :]
         except OSError as error:
             if is_first:
-                self._say(f"WARNING: metrics.jsonl cannot be written ({error.strerror}); its rows wait for room")
+                self._say(
+                    f"WARNING: metrics.jsonl cannot be written ({error.strerror}); its rows wait "
+                    "for room"
+                )
 
 
 @dataclass(frozen=True)
@@ -62,15 +73,21 @@ class RunInfo:
     folder: Path
     config: dict[str, Any]  # as in config.yaml: plain values, secrets left out
     first_step: int  # rows of later steps will come (again)
-    state: dict[str, Any]  # what this callback's `state()` was when the checkpoint was written; empty for a fresh run
-    end: Callable[[str], None] = lambda reason: None  # ends the run at this step: it is saved, exported and finished
+    # what this callback's `state()` was when the checkpoint was written; empty for a fresh run
+    state: dict[str, Any]
+    # ends the run at this step: it is saved, exported and finished
+    end: Callable[[str], None] = lambda reason: None
 
 
 class Callback:
-    """One node of `logger` or `callbacks`, built with `run=RunInfo` at the start. A subclass has what it needs."""
+    """One node of `logger` or `callbacks`, built with `run=RunInfo` at the start. A subclass has
+    what it needs.
+    """
 
     def log(self, row: Row) -> None:
-        """Numbers of a step: {"step": 10, "loss": 2.3, ...}, or of a validation: {"step": 10, "val_loss/val": 2.4}."""
+        """Numbers of a step: {"step": 10, "loss": 2.3, ...}, or of a validation: {"step": 10,
+        "val_loss/val": 2.4}.
+        """
 
     def text(self, step: int, name: str, value: str) -> None:
         """A generated sample: what the model answered (`value`) to a prompt (`name`)."""
@@ -87,19 +104,25 @@ class Callback:
 
 
 class EarlyStopping(Callback):
-    """Ends the run when a number has stopped falling (`callbacks=early_stopping`) or has leapt up (`loss_leap`)."""
+    """Ends the run when a number has stopped falling (`callbacks=early_stopping`) or has leapt up
+    (`loss_leap`).
+    """
 
     def __init__(
         self,
         run: RunInfo,
-        metric: str = "val_loss",  # a key of metrics.jsonl; val_loss = the mean over the validation sets
+        # a key of metrics.jsonl; val_loss = the mean over the validation sets
+        metric: str = "val_loss",
         patience: Positive = 3,  # consecutive values that are not below the best one
-        min_delta: Annotated[float, Range(-100, 100)] = 0.0,  # how much lower counts; below 0: so far above the best
+        # how much lower counts; below 0: so far above the best
+        min_delta: Annotated[float, Range(-100, 100)] = 0.0,
     ) -> None:
         self.run, self.metric, self.patience, self.min_delta = run, metric, patience, min_delta
         self.best, self.best_step, self.num_worse = math.inf, 0, 0
         if run.state:
-            self.best, self.best_step, self.num_worse = (run.state[key] for key in ("best", "best_step", "num_worse"))
+            self.best, self.best_step, self.num_worse = (
+                run.state[key] for key in ("best", "best_step", "num_worse")
+            )
             self._end_if_due()
 
     def log(self, row: Row) -> None:
@@ -113,17 +136,26 @@ class EarlyStopping(Callback):
         self._end_if_due()
 
     def state(self) -> dict[str, Any]:
-        return {"best": self.best, "best_step": self.best_step, "num_worse": self.num_worse} if self.best_step else {}
+        return (
+            {"best": self.best, "best_step": self.best_step, "num_worse": self.num_worse}
+            if self.best_step
+            else {}
+        )
 
     def _end_if_due(self) -> None:
         if self.num_worse >= self.patience:
             best = f"{self.best:.4f} at step {self.best_step}" if self.best_step else "none"
-            what = "has not improved" if self.min_delta >= 0 else f"was {-self.min_delta:g} above its best"
+            what = (
+                "has not improved"
+                if self.min_delta >= 0
+                else f"was {-self.min_delta:g} above its best"
+            )
             self.run.end(f"{self.metric} {what} {self.num_worse} times in a row (best: {best})")
 
 
 def value_of(row: Row, metric: str) -> float | None:
-    """Returns a number of a row; `val_loss` is the mean over its validation sets. None where the row has none.
+    """Returns a number of a row; `val_loss` is the mean over its validation sets. None where the
+    row has none.
 
     >>> value_of({"step": 3, "val_loss/easy": 1.0, "val_loss/hard": 3.0}, "val_loss")
     2.0
@@ -135,7 +167,9 @@ def value_of(row: Row, metric: str) -> float | None:
 
 
 class MetricsLog:
-    """metrics.jsonl and all callbacks, as one. Silent on every rank but the first. No secret gets past here."""
+    """metrics.jsonl and all callbacks, as one. Silent on every rank but the first. No secret gets
+    past here.
+    """
 
     def __init__(
         self,
@@ -156,7 +190,9 @@ class MetricsLog:
         self._each(lambda callback: callback.log(row))
 
     def log_step(self, row: Row) -> None:
-        """Logs a row of the training; every rank calls it, and knows afterwards whether a callback ends the run."""
+        """Logs a row of the training; every rank calls it, and knows afterwards whether a callback
+        ends the run.
+        """
         self.log(row)
         if self._ranks:
             self.end_reason = self._ranks.on_first(lambda: self.end_reason)
@@ -174,8 +210,12 @@ class MetricsLog:
         self.end_reason = self.end_reason or reason
 
     def state(self) -> dict[str, Any]:
-        """For the checkpoint: callback -> its state; that of one which is not used any more stays."""
-        self._states |= scrub_tree({name: callback.state() for name, callback in self.callbacks.items()})
+        """For the checkpoint: callback -> its state; that of one which is not used any
+        more stays.
+        """
+        self._states |= scrub_tree(
+            {name: callback.state() for name, callback in self.callbacks.items()}
+        )
         return self._states
 
     def close(self) -> None:
@@ -188,14 +228,22 @@ class MetricsLog:
                 call(callback)
             except Exception as error:  # a callback's trouble is not the run's
                 del self.callbacks[name]
-                self.say(f"WARNING: {name} is turned off: {_one_line(error)}; metrics.jsonl is still written")
+                self.say(
+                    f"WARNING: {name} is turned off: {_one_line(error)}; metrics.jsonl is still "
+                    "written"
+                )
 
 
 def open_metrics(
-    config: Config, folder: RunFolder, ranks: Control, step: int, state: dict[str, Any], say: Callable[[str], None]
+    config: Config,
+    folder: RunFolder,
+    ranks: Control,
+    step: int,
+    state: dict[str, Any],
+    say: Callable[[str], None],
 ) -> MetricsLog:
-    """Opens metrics.jsonl, and on the first rank the configured callbacks with the `state` of their checkpoint; one
-    that does not start costs a warning. Every rank calls it.
+    """Opens metrics.jsonl, and on the first rank the configured callbacks with the `state` of their
+    checkpoint; one that does not start costs a warning. Every rank calls it.
     """
     is_first = ranks.is_first
     with folder.explain_os_errors():
@@ -203,13 +251,17 @@ def open_metrics(
     metrics = MetricsLog(jsonl, say, ranks if config.callbacks else None, dict(state))
     values = plain(config) if is_first else {}
     for name, node in {**config.logger, **config.callbacks}.items() if is_first else ():
-        info = RunInfo(scrub(config.name), folder.path, values, step, state.get(name, {}), metrics.end)
+        info = RunInfo(
+            scrub(config.name), folder.path, values, step, state.get(name, {}), metrics.end
+        )
         try:
             metrics.callbacks[name] = build(node, run=info)
         except ConfigError:
             raise
         except Exception as error:
-            say(f"WARNING: {name} is turned off: {_one_line(error)}; metrics.jsonl is still written")
+            say(
+                f"WARNING: {name} is turned off: {_one_line(error)}; metrics.jsonl is still written"
+            )
     if config.callbacks:  # one may end the run at once, by what it has kept
         metrics.end_reason = ranks.on_first(lambda: metrics.end_reason)
     return metrics
@@ -217,7 +269,11 @@ def open_metrics(
 
 def numbers(row: Row) -> dict[str, float]:
     """Returns the values of a row that a chart can show, its step left out."""
-    return {key: value for key, value in row.items() if key != "step" and isinstance(value, (int, float))}
+    return {
+        key: value
+        for key, value in row.items()
+        if key != "step" and isinstance(value, (int, float))
+    }
 
 
 def _one_line(error: Exception) -> str:

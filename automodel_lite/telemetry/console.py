@@ -18,15 +18,23 @@ _HEADER = "   step      loss        lr  grad norm  tokens/s   fill   memory     
 
 def quiet_libraries() -> None:
     """No progress bars and deprecation notes of libraries between the rows of the run."""
-    os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"  # read when `datasets` is imported, if it ever is
+    # read when `datasets` is imported, if it ever is
+    os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
     disable_transformers_bar()
-    warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # torchdata 0.11 on torch 2.13
-    warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")  # peft 0.21
-    # Under tensor parallelism the embedding answers with a view. torch warns of `x += y` on it; no family with such a
-    # plan does that, and the gradients of all layouts are compared with those of one process.
-    warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(FSDPEmbedding\) returned a view tensor")
-    warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")  # torch 2.13; 2.11 knows no other
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process saves alone, as meant
+    # torchdata 0.11 on torch 2.13
+    warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
+    # peft 0.21
+    warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
+    # Under tensor parallelism the embedding answers with a view. torch warns of `x += y` on it; no
+    # family with such a plan does that, and the gradients of all layouts are compared with those of
+    # one process.
+    warnings.filterwarnings(
+        "ignore", message=r"FSDP2-wrapped module \(FSDPEmbedding\) returned a view tensor"
+    )
+    # torch 2.13; 2.11 knows no other
+    warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")
+    # one process saves alone, as meant
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 
 class Console:
@@ -38,12 +46,16 @@ class Console:
         self._rows = 0
 
     def say(self, topic: str, text: str) -> None:
-        """A line of the start block: `packing    exact_fill: 61 packs ...`, wrapped at words on a terminal."""
+        """A line of the start block: `packing    exact_fill: 61 packs ...`, wrapped at words on a
+        terminal.
+        """
         for number, line in enumerate(scrub(text).splitlines() or [""]):
             self.print(wrap_lines(f"{topic if number == 0 else '':<10} {line}", indent=11))
 
     def show(self, lines: Sequence[tuple[str, str]]) -> None:
-        """Lines of the start block: (topic, text), printed as soon as they are known and kept for run.json."""
+        """Lines of the start block: (topic, text), printed as soon as they are known and kept for
+        run.json.
+        """
         self.lines += lines
         for topic, text in lines:
             self.say(topic, text)
@@ -55,16 +67,27 @@ class Console:
 
     def print(self, text: str, wraps: bool = True) -> None:
         if not self.is_silent:
-            print_above_bars("\n".join(wrap_lines(line, indent=11) for line in text.splitlines()) if wraps else text)
+            print_above_bars(
+                "\n".join(wrap_lines(line, indent=11) for line in text.splitlines())
+                if wraps
+                else text
+            )
 
-    def validation(self, step: int, numbers: Mapping[str, float], answers: Sequence[tuple[str, str]]) -> None:
-        """Prints a line per set of numbers by their keys in metrics.jsonl (`val_loss/easy`), and (prompt, answer)s."""
+    def validation(
+        self, step: int, numbers: Mapping[str, float], answers: Sequence[tuple[str, str]]
+    ) -> None:
+        """Prints a line per set of numbers by their keys in metrics.jsonl (`val_loss/easy`), and
+        (prompt, answer)s.
+        """
         sets: dict[str, dict[str, float]] = {}
         for key, value in numbers.items():
             kind, _, name = key.removeprefix("val_").partition("/")
             sets.setdefault(name, {})[kind] = value
         for name, kinds in sets.items():
-            loss, others = kinds.pop("loss"), "".join(f"  {kind} {value:.4g}" for kind, value in kinds.items())
+            loss, others = (
+                kinds.pop("loss"),
+                "".join(f"  {kind} {value:.4g}" for kind, value in kinds.items()),
+            )
             self.print(f"{step:7d}  {loss:8.4f}  validation ({name}){others}")
         for prompt, answer in answers:
             self.print(f"{'':9}{prompt}\n{'':9}-> {answer}")
@@ -74,8 +97,8 @@ class Console:
             self.print(_HEADER if m.mfu_frac is None else f"{_HEADER}    MFU")
         self._rows += 1
         self.print(
-            f"{m.step:7d}  {m.loss:8.4f}  {m.lr:8.2e}  {m.grad_norm:9.3f}  {m.tokens_per_s:8,.0f}  {m.fill_frac:5.1%}"
-            f"  {m.memory_gib:4.1f}GiB  {duration(m.eta_s):>7}"
+            f"{m.step:7d}  {m.loss:8.4f}  {m.lr:8.2e}  {m.grad_norm:9.3f}  {m.tokens_per_s:8,.0f}  "
+            f"{m.fill_frac:5.1%}  {m.memory_gib:4.1f}GiB  {duration(m.eta_s):>7}"
             + ("" if m.mfu_frac is None else f"  {m.mfu_frac:5.1%}")
             + "".join(f"  {name} {value:.4g}" for name, value in m.parts.items())
         )

@@ -1,6 +1,8 @@
-"""The numbers of a step: its rates since the last logged step, utilization, and where the time of the run goes.
+"""The numbers of a step: its rates since the last logged step, utilization, and where the time of
+the run goes.
 
-`training.profile_steps=[10,12]` writes where the time and the memory of a few steps go, in torch's own formats:
+`training.profile_steps=[10,12]` writes where the time and the memory of a few steps go, in torch's
+own formats:
 
 profile/rank_00000.trace.json.gz     for https://ui.perfetto.dev or chrome://tracing
 profile/rank_00000.txt               the operations that took longest
@@ -34,8 +36,8 @@ from automodel_lite.thd import ThdBatch
 class PhaseClock:
     """Laps: `lap("forward")` attributes the time since the last lap to the forward pass.
 
-    On a GPU the laps are events in its stream, which are read by `seconds()`: no lap waits for the device, and the
-    time that the device stood idle for data counts as data.
+    On a GPU the laps are events in its stream, which are read by `seconds()`: no lap waits for the
+    device, and the time that the device stood idle for data counts as data.
     """
 
     def __init__(self, device: torch.device, start: float | None = None) -> None:
@@ -67,15 +69,21 @@ STARTUP = PhaseClock(torch.device("cpu"), STARTED)
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Returns FLOP/s of one device in the compute dtype; None when it is not known (CPU, MIG slices, fp32)."""
+    """Returns FLOP/s of one device in the compute dtype; None when it is not known (CPU, MIG
+    slices, fp32).
+    """
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return None
     return peak_of(torch.cuda.get_device_name(device))
 
 
 def peak_of(device_name: str) -> float | None:
-    """Returns the peak bf16 FLOP/s by the name that torch gives the device; None when it is not listed."""
-    tflops = yaml.safe_load(Path(__file__).with_name("peak_tflops.yaml").read_text()).get(device_name)
+    """Returns the peak bf16 FLOP/s by the name that torch gives the device; None when it is not
+    listed.
+    """
+    tflops = yaml.safe_load(Path(__file__).with_name("peak_tflops.yaml").read_text()).get(
+        device_name
+    )
     return None if tflops is None else tflops * 1e12
 
 
@@ -94,13 +102,16 @@ class Counts:
 
     @property
     def divisor(self) -> float:
-        """Returns what a sum of the step is divided by; raises DataError for a step that trains nothing."""
+        """Returns what a sum of the step is divided by; raises DataError for a step that trains
+        nothing.
+        """
         divisor = self.num_label_tokens if self.num_items is None else self.num_items
         if not divisor:
             raise DataError(
-                f"a step without a label: none of its {self.num_tokens:,} tokens is trained on, so it would teach "
-                "nothing. Where packed_sequence=wrapped has cut prompts from their answers, take another strategy or "
-                "larger packs; where loss_weights are 0, leave these rows out."
+                f"a step without a label: none of its {self.num_tokens:,} tokens is trained on, so "
+                "it would teach nothing. Where packed_sequence=wrapped has cut prompts from their "
+                "answers, take another strategy or larger packs; where loss_weights are 0, leave "
+                "these rows out."
             )
         return divisor
 
@@ -112,7 +123,8 @@ class StepResult:
     numbers: StepNumbers  # still on the device: reading them waits for it
     lr: float
     counts: Counts
-    parts: dict[str, torch.Tensor] = field(default_factory=dict)  # of the loss, sums; still on the device
+    # of the loss, sums; still on the device
+    parts: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def loss(self) -> float:
@@ -122,7 +134,9 @@ class StepResult:
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One logged step. Rates and waits are over the steps since the last logged one; validation and saving excluded."""
+    """One logged step. Rates and waits are over the steps since the last logged one; validation and
+    saving excluded.
+    """
 
     step: int
     epoch: int
@@ -141,20 +155,30 @@ class StepMetrics:
     data_wait_s: float  # waited for the loader, per step
     memory_gib: float  # peak of this process: GPU memory, else resident memory
     eta_s: float
-    time_s: dict[str, float]  # phase -> seconds since the last logged step, validation and saving included
+    # phase -> seconds since the last logged step, validation and saving included
+    time_s: dict[str, float]
     parts: dict[str, float] = field(default_factory=dict)  # of the loss, means as the loss is
 
     def as_row(self) -> dict[str, Any]:
         """Returns a flat row for metrics.jsonl and trackers, without what is not known."""
-        row = {k: value for k, value in asdict(self).items() if value is not None and k not in ("time_s", "parts")}
-        return row | {f"loss/{name}": value for name, value in self.parts.items()} | _time_row(self.time_s)
+        row = {
+            k: value
+            for k, value in asdict(self).items()
+            if value is not None and k not in ("time_s", "parts")
+        }
+        return (
+            row
+            | {f"loss/{name}": value for name, value in self.parts.items()}
+            | _time_row(self.time_s)
+        )
 
 
 class Meter:
     """Rates, utilization and the split of the time since the last logged step.
 
-    The clock of the rates runs only between start() and stop(): validation and saving are not in them. The host is a
-    step ahead of the device; before what is not in the rates, and before a row, the recipe waits for the device.
+    The clock of the rates runs only between start() and stop(): validation and saving are not in
+    them. The host is a step ahead of the device; before what is not in the rates, and before a row,
+    the recipe waits for the device.
     """
 
     def __init__(self, mesh: Mesh, flops: StepFlops, compute_dtype: torch.dtype) -> None:
@@ -164,13 +188,16 @@ class Meter:
         device_peak = peak_flops(mesh.device, compute_dtype)
         self.peak = None if device_peak is None else device_peak * mesh.shape.world_size
         if mesh.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(mesh.device)  # that of the start is higher where each rank loads all
+            # that of the start is higher where each rank loads all
+            torch.cuda.reset_peak_memory_stats(mesh.device)
         self.clock = PhaseClock(mesh.device)
         self.lap = self.clock.lap
         self._total_s, self._total_steps = 0.0, 0
         self._reset()
 
-    def profile(self, steps: Sequence[int] | None, folder: Path, say: Callable[[str, str], None]) -> None:
+    def profile(
+        self, steps: Sequence[int] | None, folder: Path, say: Callable[[str, str], None]
+    ) -> None:
         """Profiles these steps (first and last), when they come."""
         if steps:
             path = folder / "profile" / f"rank_{self.mesh.rank:05d}"
@@ -204,7 +231,8 @@ class Meter:
         peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # resident memory
         if self.mesh.device.type == "cuda":
             peak_bytes = torch.cuda.max_memory_allocated(self.mesh.device)
-        # the time left is by the mean of all steps of this process, their validation and checkpoints included
+        # the time left is by the mean of all steps of this process, their validation and
+        # checkpoints included
         self._total_s += self.busy_s + time_s.get("validation", 0.0) + time_s.get("checkpoint", 0.0)
         self._total_steps += len(self.counts)
         row = StepMetrics(
@@ -250,10 +278,14 @@ def _time_row(seconds: dict[str, float]) -> dict[str, float]:
 
 
 def count_own(
-    micro_batches: Sequence[ThdBatch], mesh: Mesh, costs: CostModel, items: Callable[[ThdBatch], float] | None = None
+    micro_batches: Sequence[ThdBatch],
+    mesh: Mesh,
+    costs: CostModel,
+    items: Callable[[ThdBatch], float] | None = None,
 ) -> list[float]:
-    """Returns this rank's share of a step's `Counts`, to be summed over the ranks: counted on the host before context
-    parallelism cuts the streams. The ranks of a cp or tp group read the same streams, of which one counts.
+    """Returns this rank's share of a step's `Counts`, to be summed over the ranks: counted on the
+    host before context parallelism cuts the streams. The ranks of a cp or tp group read the same
+    streams, of which one counts.
 
     items  what the loss counts of a stream; None = label tokens
     """
@@ -275,12 +307,16 @@ def count_own(
 def counts_of(sums: Sequence[float]) -> Counts:
     """Returns the counts whose shares were summed over the ranks."""
     num_tokens, num_slots, num_pairs, *counted = sums
-    num_label_tokens, num_items = (int(count) if count == int(count) else count for count in counted)
+    num_label_tokens, num_items = (
+        int(count) if count == int(count) else count for count in counted
+    )
     return Counts(int(num_tokens), num_label_tokens, int(num_slots), num_pairs, num_items)
 
 
 def visible_pairs(batch: ThdBatch, costs: CostModel) -> float:
-    """Counts the (query, key) pairs of a whole stream; a query of a tree sees the keys of its path."""
+    """Counts the (query, key) pairs of a whole stream; a query of a tree sees the keys
+    of its path.
+    """
     lengths = np.diff(batch.cu_seqlens.numpy())
     if batch.attention.tree is None:
         return float(costs.pairs(lengths).sum())
@@ -296,9 +332,17 @@ _MAX_ALLOCATIONS = 1_000_000  # the newest; some 100 MB of a snapshot
 
 
 class StepProfiler:
-    """Profiles the steps from `steps[0]` to `steps[1]` on every rank; `begin` and `end` are called around each step."""
+    """Profiles the steps from `steps[0]` to `steps[1]` on every rank; `begin` and `end` are called
+    around each step.
+    """
 
-    def __init__(self, steps: Sequence[int], path: Path, device: torch.device, say: Callable[[str, str], None]) -> None:
+    def __init__(
+        self,
+        steps: Sequence[int],
+        path: Path,
+        device: torch.device,
+        say: Callable[[str, str], None],
+    ) -> None:
         self._first, self._last = steps
         self._path, self._say = path, say
         self._is_gpu = device.type == "cuda"
@@ -325,7 +369,9 @@ class StepProfiler:
         self._profile.stop()
         self._profile.export_chrome_trace(f"{self._path}.trace.json.gz")
         by = "self_cuda_time_total" if self._is_gpu else "self_cpu_time_total"
-        table = self._profile.key_averages().table(sort_by=by, row_limit=_NUM_ROWS, max_name_column_width=60)
+        table = self._profile.key_averages().table(
+            sort_by=by, row_limit=_NUM_ROWS, max_name_column_width=60
+        )
         Path(f"{self._path}.txt").write_text(table)
         self._profile = None
         self._say("profiled", f"{self._path}.trace.json.gz, for https://ui.perfetto.dev")

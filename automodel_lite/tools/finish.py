@@ -1,4 +1,6 @@
-"""The end of a run that has trained its last step: export, held-out questions, model card, upload."""
+"""The end of a run that has trained its last step: export, held-out questions, model
+card, upload.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,13 @@ from typing import TYPE_CHECKING
 from automodel_lite.config.components import build, locate
 from automodel_lite.config.schema import Config
 from automodel_lite.data.feeding.source import PackSource
-from automodel_lite.errors import ConfigError, RunStoppedError, is_lost_peer, is_out_of_memory, one_line
+from automodel_lite.errors import (
+    ConfigError,
+    RunStoppedError,
+    is_lost_peer,
+    is_out_of_memory,
+    one_line,
+)
 from automodel_lite.models.generate import load_generator
 from automodel_lite.models.source import is_remote_code
 from automodel_lite.run.export import export_adapter, export_hf, generation_config
@@ -26,40 +34,56 @@ _HUB = "automodel_lite.extras.hub"  # by name, as what a run exports knows no hu
 
 
 def check_exportable(config: Config, built: BuiltModel, data: PackSource) -> None:
-    """Raises ConfigError at the start for what would fail after the training: the small files are written once."""
+    """Raises ConfigError at the start for what would fail after the training: the small files are
+    written once.
+    """
     if not config.checkpoint.export_hf:
         return
     lm = built.model.loss_model.lm
     with tempfile.TemporaryDirectory() as folder:
         try:
-            generation_config(lm.config, lm.generation_config, data.tokenizer).save_pretrained(folder)
+            generation_config(lm.config, lm.generation_config, data.tokenizer).save_pretrained(
+                folder
+            )
             lm.config.save_pretrained(folder)
             data.tokenizer.save_pretrained(folder)
         except (ValueError, TypeError) as error:
             reason = one_line(error, 400)
             raise ConfigError(
-                f"checkpoint.export_hf=true: the export at the end would fail, {reason} Fix generation_config.json "
-                "or config.json of the model, or set checkpoint.export_hf=false."
+                f"checkpoint.export_hf=true: the export at the end would fail, {reason} Fix "
+                "generation_config.json or config.json of the model, or set "
+                "checkpoint.export_hf=false."
             ) from None
 
 
 def finish(
-    run: Guards, built: BuiltModel, data: PackSource, metrics: MetricsLog, console: Console, page: LiveReport
+    run: Guards,
+    built: BuiltModel,
+    data: PackSource,
+    metrics: MetricsLog,
+    console: Console,
+    page: LiveReport,
 ) -> None:
-    """Exports the trained model and answers the held-out questions with it; every rank calls it. Raises RunStoppedError
-    when what was trained is not finite, or is not on the disk at the end.
+    """Exports the trained model and answers the held-out questions with it; every rank calls it.
+    Raises RunStoppedError when what was trained is not finite, or is not on the disk at the end.
     """
     run.watchdog.enter("exporting")
     run.check_finite(built.model.parameters())
     if run.config.checkpoint.export_hf:
         exported, hub = _export(run, built, data), run.config.hub
         loader = "peft.PeftModel" if built.adapter else "AutoModelForCausalLM"
-        console.say("exported", f"{run.folder.display_path}/{exported.name}: loads with {loader}.from_pretrained")
+        console.say(
+            "exported",
+            f"{run.folder.display_path}/{exported.name}: loads with {loader}.from_pretrained",
+        )
         if run.ranks.is_first:
-            if run.config.evaluation:  # with the exported folder, as a user would load it; on the CPU: the GPU is full
+            # with the exported folder, as a user would load it; on the CPU: the GPU is full
+            if run.config.evaluation:
                 is_remote = is_remote_code(type(built.model.loss_model.lm))
                 generator = load_generator(str(exported), is_remote, on_cpu=True)
-                answers, scores = build(run.config.evaluation).ask(generator, questions_of(data.documents))
+                answers, scores = build(run.config.evaluation).ask(
+                    generator, questions_of(data.documents)
+                )
                 console.print(answers)
                 metrics.log({"step": run.state.num_steps, **scores})
             locate(f"{_HUB}.write_card")(run.folder.path, exported, hub.push)
@@ -75,7 +99,9 @@ def finish(
         step, newest = run.state.num_steps, run.checkpointer.newest_name
         is_saved = run.checkpointer.holds(step)
         run.folder.write_status("finished", step, metrics.end_reason or "", newest, is_saved)
-    console.print(f"finished at step {run.state.num_steps} of {run.max_steps}: {run.folder.display_path}")
+    console.print(
+        f"finished at step {run.state.num_steps} of {run.max_steps}: {run.folder.display_path}"
+    )
     if page.is_drawn:
         console.say("report", f"{run.folder.display_path}/report.html")
     console.commands("next", run.folder.next_commands("finished"))
@@ -97,6 +123,11 @@ def _export(run: Guards, built: BuiltModel, data: PackSource) -> Path:
         folder = run.folder.path
         cure = f"make room in {folder}, and run the same command again to continue from there."
         if run.checkpointer.holds(step):
-            cure = f"python recipes/export_hf.py {folder} exports it, and so does the same command again."
+            cure = (
+                f"python recipes/export_hf.py {folder} exports it, and so does the same command "
+                "again."
+            )
         reason = one_line(error)
-        raise RunStoppedError(f"the export failed ({reason}): {run.newest_text()[:-1]}; {cure}") from error
+        raise RunStoppedError(
+            f"the export failed ({reason}): {run.newest_text()[:-1]}; {cure}"
+        ) from error

@@ -1,4 +1,6 @@
-"""A run's trained model: built from its checkpoint, sharded over the ranks, an adapter merged into its base."""
+"""A run's trained model: built from its checkpoint, sharded over the ranks, an adapter merged into
+its base.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ class Trained:
     mesh: Mesh | None  # over which it is sharded, when torchrun started several ranks
 
     def export(self, to: Path) -> None:
-        """Writes it as a Hugging Face folder; every rank calls it. Raises ConfigError when `to` cannot be written."""
+        """Writes it as a Hugging Face folder; every rank calls it. Raises ConfigError when `to`
+        cannot be written.
+        """
         step = step_of(self.checkpoint) or 0
         try:
             with activity("exporting"):
@@ -59,31 +63,43 @@ def load_trained(
     allow_targets: Sequence[str] = (),
     trust_remote_code: bool = False,
 ) -> Trained:
-    """Builds the model of a run's config.yaml, which may be a stranger's, with a checkpoint, the newest by default; or
-    with the mean over it and others, by their names.
+    """Builds the model of a run's config.yaml, which may be a stranger's, with a checkpoint, the
+    newest by default; or with the mean over it and others, by their names.
 
-    Raises ConfigError when the folder is not a run's, has no such checkpoint, or asks for code that is not allowed.
+    Raises ConfigError when the folder is not a run's, has no such checkpoint, or asks for code that
+    is not allowed.
     """
     folder = RunFolder(run)
     config = load_run_config(folder, allow_targets, trust_remote_code)
     checkpoint = find_checkpoint(folder, checkpoint_name)
     # the exported tokenizer, or the one that the configuration makes
     exported = [str(path) for path in (folder.path / "adapter", folder.hf) if path.is_dir()]
-    made = {"documents": build(config.dataset), "cache_dir": config.cache_dir} if not exported else {}
+    made = (
+        {"documents": build(config.dataset), "cache_dir": config.cache_dir} if not exported else {}
+    )
     tokenizer = load_tokenizer(exported[0]) if exported else build_with(config.tokenizer, **made)
     parts = build_parts(replace(config, attention={}))
     alone = Mesh(MeshShape(1, 1, 1), torch.device("cpu"), None)
-    mesh = init_mesh(MeshConfig()) if world_size() > 1 else alone  # of torchrun's ranks, whatever mesh the run had
-    plain = replace(parts, loss=CrossEntropy(), training=replace(parts.training, fp8="none"), mesh=MeshConfig())
-    model, adapter = assemble(plain, tokenizer, mesh, "fsdp" if mesh.root else "none", torch.float32)
+    # of torchrun's ranks, whatever mesh the run had
+    mesh = init_mesh(MeshConfig()) if world_size() > 1 else alone
+    plain = replace(
+        parts, loss=CrossEntropy(), training=replace(parts.training, fp8="none"), mesh=MeshConfig()
+    )
+    model, adapter = assemble(
+        plain, tokenizer, mesh, "fsdp" if mesh.root else "none", torch.float32
+    )
     load_weights(checkpoint, model.loss_model)
     if averaged_with and adapter:
         raise ConfigError(
-            "the mean of an adapter's two factors is not the mean of the models: average runs that train all weights, "
-            "or keep an average while training, training.ema_decay=0.999."
+            "the mean of an adapter's two factors is not the mean of the models: average runs "
+            "that train all weights, or keep an average while training, training.ema_decay=0.999."
         )
     # each checkpoint is loaded over the weights, and goes into the mean; on each rank its part
-    weights = [local(parameter.detach()) for parameter in model.loss_model.parameters()] if averaged_with else []
+    weights = (
+        [local(parameter.detach()) for parameter in model.loss_model.parameters()]
+        if averaged_with
+        else []
+    )
     means = [weight.clone() for weight in weights]
     for number, name in enumerate(averaged_with, start=1):
         load_weights(find_checkpoint(folder, name), model.loss_model)
@@ -92,15 +108,26 @@ def load_trained(
         weight.copy_(mean)
     logits: Logits = lambda batch: model.loss_model.plain_logits(batch.input_ids)  # noqa: E731 - of one document
     if adapter:
-        adapted_TV = probe_logits(model.loss_model, logits, mesh.device)  # to be those of the merged one
+        # to be those of the merged one
+        adapted_TV = probe_logits(model.loss_model, logits, mesh.device)
         logits = lambda _: adapted_TV  # noqa: E731
         model.free_gathered()
         adapter.merge()
     was_merged = adapter is not None
-    return Trained(model.loss_model, tokenizer, parts.model.dtype, checkpoint, was_merged, logits, model.sharded_over)
+    return Trained(
+        model.loss_model,
+        tokenizer,
+        parts.model.dtype,
+        checkpoint,
+        was_merged,
+        logits,
+        model.sharded_over,
+    )
 
 
-def load_run_config(folder: RunFolder, allow_targets: Sequence[str] = (), trust_remote_code: bool = False) -> Config:
+def load_run_config(
+    folder: RunFolder, allow_targets: Sequence[str] = (), trust_remote_code: bool = False
+) -> Config:
     """Returns a run's config.yaml, checked; it allows itself nothing."""
     if not folder.config.is_file():
         raise ConfigError(f"{folder.path} is not the folder of a run: it has no config.yaml.")
@@ -108,25 +135,26 @@ def load_run_config(folder: RunFolder, allow_targets: Sequence[str] = (), trust_
     wanted = OmegaConf.select(raw, "security.allow_targets") or []
     if foreign := [package for package in wanted if package not in allow_targets]:
         raise ConfigError(
-            f"{folder.config} needs code of {', '.join(foreign)}: if you trust this run, allow it with "
-            f"--allow-targets {' '.join(foreign)}."
+            f"{folder.config} needs code of {', '.join(foreign)}: if you trust this run, allow it "
+            f"with --allow-targets {' '.join(foreign)}."
         )
     if OmegaConf.select(raw, "model.trust_remote_code") and not trust_remote_code:
         raise ConfigError(
-            f"{folder.config} runs code of its model's repository: if you trust this run, allow it with "
-            "--trust-remote-code."
+            f"{folder.config} runs code of its model's repository: if you trust this run, allow it "
+            "with --trust-remote-code."
         )
     try:
         return check_config(raw, extra=dict)
     except ConfigError as error:
         raise ConfigError(
-            f"{folder.config} does not match this version: use the version that the run was started with, or fix the "
-            f"file:\n{error}"
+            f"{folder.config} does not match this version: use the version that the run was "
+            f"started with, or fix the file:\n{error}"
         ) from None
 
 
 def find_checkpoint(folder: RunFolder, name: str | None) -> Path:
-    """Returns a complete checkpoint by its name, or the newest; nothing is cleaned up, as the run may be going on.
+    """Returns a complete checkpoint by its name, or the newest; nothing is cleaned up, as the run
+    may be going on.
 
     Raises ConfigError without one, and when a file of it has other bytes than were written.
     """
@@ -135,9 +163,13 @@ def find_checkpoint(folder: RunFolder, name: str | None) -> Path:
         raise ConfigError("\n".join([f"{folder.path} has no complete checkpoint.", *skipped]))
     by_name = {path.name: path for path in found}
     if name is None and (newer := [text for text in skipped if text > found[0].name]):
-        raise ConfigError("\n".join([*newer, f"To use the one before it, choose --checkpoint {found[0].name}."]))
+        raise ConfigError(
+            "\n".join([*newer, f"To use the one before it, choose --checkpoint {found[0].name}."])
+        )
     if name and name not in by_name:
-        raise ConfigError(f"{folder.path} has no complete checkpoint {name}: there are {', '.join(by_name)}.")
+        raise ConfigError(
+            f"{folder.path} has no complete checkpoint {name}: there are {', '.join(by_name)}."
+        )
     checkpoint = by_name[name] if name else found[0]
     try:
         broken = broken_files(checkpoint, 0, 1)
@@ -147,6 +179,7 @@ def find_checkpoint(folder: RunFolder, name: str | None) -> Path:
         others = [path.name for path in found if path != checkpoint]
         cure = f"choose --checkpoint {others[0]}" if others else "restore it from a backup"
         raise ConfigError(
-            f"{checkpoint}: {broken[0]} does not match its checksum, so its weights are not the trained ones: {cure}."
+            f"{checkpoint}: {broken[0]} does not match its checksum, so its weights are not the "
+            f"trained ones: {cure}."
         )
     return checkpoint

@@ -1,5 +1,6 @@
-"""Do two ways of computing a step give the same loss and the same gradients? Differences, verdicts, a table; the first
-layers of a model, for checks that need its arithmetic but not its size; a small sample of the packs of a training.
+"""Do two ways of computing a step give the same loss and the same gradients? Differences, verdicts,
+a table; the first layers of a model, for checks that need its arithmetic but not its size; a small
+sample of the packs of a training.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ from automodel_lite.training.plan import layer_settings, with_layers
 
 @dataclass(frozen=True)
 class Step:
-    """Mean loss over the label tokens of a step, and its gradients by parameter name (fp32, whole)."""
+    """Mean loss over the label tokens of a step, and its gradients by parameter name
+    (fp32, whole).
+    """
 
     loss: float
     gradients: dict[str, Tensor]
@@ -43,7 +46,9 @@ class Step:
 
 
 class Difference(NamedTuple):
-    """Relative differences of two steps: of the loss, of the worst single gradient to the largest, of the norm."""
+    """Relative differences of two steps: of the loss, of the worst single gradient to the largest,
+    of the norm.
+    """
 
     loss: float
     gradients: float
@@ -57,7 +62,8 @@ class Check:
     name: str
     difference: Difference
     limit: float
-    is_fault: bool = False  # the step was broken on purpose: the row passes when the difference shows it
+    # the step was broken on purpose: the row passes when the difference shows it
+    is_fault: bool = False
 
     @property
     def passed(self) -> bool:
@@ -71,7 +77,9 @@ def difference(step: Step, want: Step) -> Difference:
         only = sorted(step.gradients.keys() ^ want.gradients.keys())
         raise ValueError(f"gradients of {only[:3]} exist in one of the two steps only.")
     largest = max(float(grad.abs().max()) for grad in want.gradients.values())
-    worst = max(float((step.gradients[name] - grad).abs().max()) for name, grad in want.gradients.items())
+    worst = max(
+        float((step.gradients[name] - grad).abs().max()) for name, grad in want.gradients.items()
+    )
     return Difference(
         loss=abs(step.loss - want.loss) / abs(want.loss),
         gradients=worst / largest,
@@ -80,7 +88,9 @@ def difference(step: Step, want: Step) -> Difference:
 
 
 def take_gradients(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Tensor]:
-    """Copies of all gradients on the CPU in fp32, sharded ones gathered (a collective); clears them."""
+    """Copies of all gradients on the CPU in fp32, sharded ones gathered (a collective); clears
+    them.
+    """
     gradients = {}
     for name, parameter in parameters:
         grad = parameter.grad
@@ -98,9 +108,16 @@ def table(checks: Iterable[Check]) -> str:
     lines = [f"{'':{width}} {'loss':>8} {'gradients':>10} {'grad norm':>10} {'limit':>8}"]
     for check in checks:
         d, is_fault = check.difference, check.is_fault
-        verdict = ("noticed" if is_fault else "PASS") if check.passed else ("FAIL: not noticed" if is_fault else "FAIL")
+        verdict = (
+            ("noticed" if is_fault else "PASS")
+            if check.passed
+            else ("FAIL: not noticed" if is_fault else "FAIL")
+        )
         numbers = f"{d.loss:8.0e} {d.gradients:10.0e} {d.grad_norm:10.0e}"
-        lines.append(f"{check.name:{width}} {numbers} {'' if is_fault else f'{check.limit:.0e}':>8}  {verdict}")
+        lines.append(
+            f"{check.name:{width}} {numbers} {'' if is_fault else f'{check.limit:.0e}':>8}  "
+            f"{verdict}"
+        )
     return "\n".join(lines)
 
 
@@ -108,11 +125,18 @@ LARGEST_PARAMETERS = {"cpu": 60e6, "cuda": 2e9}
 LEAST_LAYERS = 2
 
 
-def first_layers(source: CausalLM, tokenizer: PreTrainedTokenizerBase, device: torch.device) -> tuple[CausalLM, str]:
-    """A model of as many layers as are quickly checked on the device, each kind of layer included; and how many."""
+def first_layers(
+    source: CausalLM, tokenizer: PreTrainedTokenizerBase, device: torch.device
+) -> tuple[CausalLM, str]:
+    """A model of as many layers as are quickly checked on the device, each kind of layer included;
+    and how many.
+    """
     config = source.config(tokenizer)
     num_layers, largest = config.num_hidden_layers, LARGEST_PARAMETERS[device.type]
-    whole, of_one = (sum(p.numel() for p in describe(one).parameters()) for one in (config, with_layers(config, 1)))
+    whole, of_one = (
+        sum(p.numel() for p in describe(one).parameters())
+        for one in (config, with_layers(config, 1))
+    )
     if whole <= largest or num_layers <= LEAST_LAYERS:
         return source, f"all {num_layers} layers, {whole / 1e6:,.1f} M parameters"
     per_layer = (whole - of_one) / (num_layers - 1)
@@ -143,28 +167,35 @@ class Sample:
     training_size: int  # packed_sequence.packed_sequence_size of the run
 
     def each_document(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Ids and labels, int64, without padding, and the weights of the labels; of a tree, each row whole, with the
-        labels that no row before it shares: their weights count all rows.
+        """Ids and labels, int64, without padding, and the weights of the labels; of a tree, each
+        row whole, with the labels that no row before it shares: their weights count all rows.
         """
-        columns = {"loss_weights": np.ones(self.documents.num_tokens, np.float32), **self.documents.columns}
+        columns = {
+            "loss_weights": np.ones(self.documents.num_tokens, np.float32),
+            **self.documents.columns,
+        }
         for start, stop in pairwise(self.documents.offsets.tolist()):
             document = {name: values[start:stop] for name, values in columns.items()}
             for row in cut_tree(document, 1) if "branches" in document else [document]:
-                ids, labels, weights = (torch.from_numpy(row[x]) for x in ("input_ids", "labels", "loss_weights"))
+                ids, labels, weights = (
+                    torch.from_numpy(row[x]) for x in ("input_ids", "labels", "loss_weights")
+                )
                 yield ids, labels, weights
 
     def packed_otherwise(self) -> list[Pack]:
         """Returns the same documents in other company and order, in packs half as large again."""
         multiple = self.packer.slot_multiple
         size = -(-self.packer.packed_sequence_size * 3 // 2 // multiple) * multiple
-        plan = plan_packs(np.diff(self.documents.offsets), size, strategy="best_fit", slot_multiple=multiple)
+        plan = plan_packs(
+            np.diff(self.documents.offsets), size, strategy="best_fit", slot_multiple=multiple
+        )
         packs = PackedDataset(self.documents, plan)
         return [packs[i] for i in reversed(range(len(packs)))]
 
 
 def draw_sample(config: Config, shape: MeshShape) -> Sample:
-    """The first packs of the first epoch's order, a multiple of the data-parallel ranks (a last one may be empty, as in
-    training); smaller ones than training's when those are large.
+    """The first packs of the first epoch's order, a multiple of the data-parallel ranks (a last one
+    may be empty, as in training); smaller ones than training's when those are large.
     """
     packer = build_packer(config)
     training_size, multiple = packer.packed_sequence_size, packer.slot_multiple
@@ -179,29 +210,42 @@ def draw_sample(config: Config, shape: MeshShape) -> Sample:
     order += [EMPTY_PACK] * (-len(order) % shape.dp)
     documents = _documents(packs, [number for number in order if number != EMPTY_PACK])
     stacked = packs.__getitems__(order)  # of one length, also without packing
-    return Sample([stacked[i] for i in range(len(order))], documents, data.tokenizer, packer, training_size)
+    return Sample(
+        [stacked[i] for i in range(len(order))], documents, data.tokenizer, packer, training_size
+    )
 
 
 def _documents(packs: PackedDataset, order: list[int]) -> TokenRows:
-    """Returns what the plan put into these packs; raises DataError when a document is not, token by token, its row."""
+    """Returns what the plan put into these packs; raises DataError when a document is not, token by
+    token, its row.
+    """
     plan = packs.plan
     held = [name for name in COLUMNS if name in packs[order[0]]]
     # Packs show branches by their positions; here they say where rows begin.
-    found: dict[str, list[np.ndarray]] = {name: [] for name in held + ["branches"] * ("branches" in packs.rows[0])}
+    found: dict[str, list[np.ndarray]] = {
+        name: [] for name in held + ["branches"] * ("branches" in packs.rows[0])
+    }
     for number in order:
         pack = packs[number]
         # (start, length) of each document of the pack
         lengths, slots = pack["seq_lens"], pack["seq_lens_padded"]
         starts = (slots.cumsum(0) - slots)[lengths > 0].tolist()
-        for place, (start, length) in enumerate(zip(starts, lengths[lengths > 0].tolist()), int(plan.offsets[number])):
+        for place, (start, length) in enumerate(
+            zip(starts, lengths[lengths > 0].tolist()), int(plan.offsets[number])
+        ):
             row = packs.rows[int(plan.doc_ids[place])]
             first = int(plan.starts[place]) if plan.starts is not None else 0
             last = int(plan.stops[place]) if plan.stops is not None else len(row["input_ids"])
             for name, documents in found.items():
                 documents.append(np.asarray(row[name][first:last], COLUMNS[name].batched))
-                if name in held and not np.array_equal(pack[name][start : start + length], documents[-1]):
+                if name in held and not np.array_equal(
+                    pack[name][start : start + length], documents[-1]
+                ):
                     raise DataError(
-                        f"pack {number} does not hold document {int(plan.doc_ids[place])} as it is in the data."
+                        f"pack {number} does not hold document {int(plan.doc_ids[place])} as it is "
+                        "in the data."
                     )
     offsets = np.cumsum([0, *map(len, found["labels"])])
-    return TokenRows({name: np.concatenate(documents) for name, documents in found.items()}, offsets)
+    return TokenRows(
+        {name: np.concatenate(documents) for name, documents in found.items()}, offsets
+    )

@@ -1,4 +1,5 @@
-"""Builds the model of a run: weights, attention kernel and loss, spread over the mesh, then checked.
+"""Builds the model of a run: weights, attention kernel and loss, spread over the mesh, then
+checked.
 
 Compiled layers and the compiled loss run once before the first step.
 """
@@ -40,7 +41,12 @@ from automodel_lite.models.source import describe, embedding_rows
 from automodel_lite.parallel.context_parallel import check_context_parallel, cp_shard
 from automodel_lite.parallel.exchange import choose_exchange
 from automodel_lite.parallel.mesh import Mesh, MeshShape, reading_turn
-from automodel_lite.parallel.sharding import ParallelModel, choose_precision, choose_strategy, parallelize
+from automodel_lite.parallel.sharding import (
+    ParallelModel,
+    choose_precision,
+    choose_strategy,
+    parallelize,
+)
 from automodel_lite.telemetry.metrics import STARTUP
 from automodel_lite.thd import ThdBatch, stream_of
 from automodel_lite.training.memory import (
@@ -56,12 +62,19 @@ if TYPE_CHECKING:
     from automodel_lite.parts.adapters.lora import LoraAdapter  # which brings peft
 
 
-def plan_model(parts: Parts, config: PretrainedConfig, shape: MeshShape, device: torch.device) -> ModelPlan:
-    """Raises ConfigError when the settings, the model, the kernel and the device do not fit together."""
-    if parts.training.activation_checkpointing == "auto":  # nobody has counted: a GPU may be too small for all of it
+def plan_model(
+    parts: Parts, config: PretrainedConfig, shape: MeshShape, device: torch.device
+) -> ModelPlan:
+    """Raises ConfigError when the settings, the model, the kernel and the device do not fit
+    together.
+    """
+    # nobody has counted: a GPU may be too small for all of it
+    if parts.training.activation_checkpointing == "auto":
         how = "full" if device.type == "cuda" else "none"
         parts = replace(parts, training=replace(parts.training, activation_checkpointing=how))
-    strategy = choose_strategy(parts.mesh.strategy, shape, device.type == "cuda", parts.is_quantized)
+    strategy = choose_strategy(
+        parts.mesh.strategy, shape, device.type == "cuda", parts.is_quantized
+    )
     dtype = choose_precision(parts.training.precision, device)
     check_parts(parts, strategy, device)
     kernel, reason = choose_attention(parts.attention, attention_specs(config, device, dtype))
@@ -86,8 +99,11 @@ class BuiltModel:
     adapter: LoraAdapter | None  # LoRA and the like: only this is trained and saved
 
 
-def build_model(parts: Parts, tokenizer: PreTrainedTokenizerBase, mesh: Mesh, trains: bool = True) -> BuiltModel:
-    """The model on the mesh: described, sharded, then read or drawn by each rank for its own shards; then checked.
+def build_model(
+    parts: Parts, tokenizer: PreTrainedTokenizerBase, mesh: Mesh, trains: bool = True
+) -> BuiltModel:
+    """The model on the mesh: described, sharded, then read or drawn by each rank for its own
+    shards; then checked.
 
     trains  False for a frozen second model: in evaluation mode, its weights in the compute dtype
     Raises ConfigError as `plan_model` does, and for weights that no memory holds.
@@ -114,7 +130,11 @@ def build_model(parts: Parts, tokenizer: PreTrainedTokenizerBase, mesh: Mesh, tr
         check_same_vocabulary(frozen, tokenizer)
         teacher = build_model(frozen, tokenizer, mesh, trains=False)
         model.loss_model.learn_from(teacher.model.loss_model)
-        of_teacher = 0 if parts.mesh.cpu_offload else sum(local(p).nbytes for p in teacher.model.parameters())
+        of_teacher = (
+            0
+            if parts.mesh.cpu_offload
+            else sum(local(p).nbytes for p in teacher.model.parameters())
+        )
     compiled = speed_up(plan.parts, model, mesh) if trains else "off"
     STARTUP.lap("compile")
     trained = sum(p.numel() for p in lm.parameters() if p.requires_grad) if adapter else None
@@ -129,37 +149,54 @@ def build_model(parts: Parts, tokenizer: PreTrainedTokenizerBase, mesh: Mesh, tr
 
 
 def rows_reason(parts: Parts, lm: transformers.PreTrainedModel) -> str:
-    """Why the model runs by rows; raises ConfigError where a kernel, or compiled layers, were configured."""
+    """Why the model runs by rows; raises ConfigError where a kernel, or compiled layers, were
+    configured.
+    """
     if parts.attention is not None and not isinstance(parts.attention, ReferenceAttention):
-        raise ConfigError(f"attention: {type(lm).__name__} mixes tokens in its own code: set attention=auto.")
+        raise ConfigError(
+            f"attention: {type(lm).__name__} mixes tokens in its own code: set attention=auto."
+        )
     if parts.training.compile is True:
         raise ConfigError(
-            f"training.compile=true: documents go through {type(lm).__name__} as rows of many shapes, each of which "
-            "would need a graph: set training.compile=false."
+            f"training.compile=true: documents go through {type(lm).__name__} as rows of many "
+            "shapes, each of which would need a graph: set training.compile=false."
         )
-    return f"rows: {type(lm).__name__} mixes tokens in its own code: documents go through it as right-padded rows"
+    return (
+        f"rows: {type(lm).__name__} mixes tokens in its own code: documents go through it as "
+        "right-padded rows"
+    )
 
 
 def as_teacher(parts: Parts) -> Parts:
     """The parts of the frozen second model: the same but for what is trained."""
     assert parts.teacher is not None
-    return replace(parts, model=parts.teacher, teacher=None, peft=None, loss=FusedLinearCrossEntropy())
+    return replace(
+        parts, model=parts.teacher, teacher=None, peft=None, loss=FusedLinearCrossEntropy()
+    )
 
 
 def check_same_vocabulary(teacher: Parts, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises ConfigError for a teacher with another tokenizer; one without tokenizer files is taken at its word."""
-    from transformers import AutoTokenizer  # a second to import, which a run without a teacher does not wait for
+    """Raises ConfigError for a teacher with another tokenizer; one without tokenizer files is taken
+    at its word.
+    """
+    # a second to import, which a run without a teacher does not wait for
+    from transformers import AutoTokenizer
 
     name = str(teacher.model.pretrained)
     try:
-        theirs = AutoTokenizer.from_pretrained(name, revision=teacher.model.source["revision"]).get_vocab()
+        theirs = AutoTokenizer.from_pretrained(
+            name, revision=teacher.model.source["revision"]
+        ).get_vocab()
     except (OSError, ValueError):
         return
     ours = tokenizer.get_vocab()
-    if differing := sorted(token for token in {*ours, *theirs} if ours.get(token) != theirs.get(token)):
+    if differing := sorted(
+        token for token in {*ours, *theirs} if ours.get(token) != theirs.get(token)
+    ):
         raise ConfigError(
-            f"teacher.pretrained={name} has another vocabulary than the student ({len(differing):,} tokens differ, as "
-            f"{differing[0]!r}), and probabilities are compared token by token: take a teacher of the same family."
+            f"teacher.pretrained={name} has another vocabulary than the student "
+            f"({len(differing):,} tokens differ, as {differing[0]!r}), and probabilities are "
+            "compared token by token: take a teacher of the same family."
         )
 
 
@@ -187,7 +224,8 @@ def assemble(
         if parts.training.master_weights == "bf16":
             cast_weights(lm, torch.bfloat16, are_trained=True)
         adapter = peft.adapt(lm, str(source.pretrained)) if peft else None
-        if adapter:  # frozen towers of a model that is trained keep the dtype in which they are written back
+        # frozen towers of a model that is trained keep the dtype in which they are written back
+        if adapter:
             cast_weights(lm, dtype, are_trained=False)
         if not trains:
             cast_weights(lm.requires_grad_(False), dtype, are_trained=False)
@@ -196,7 +234,8 @@ def assemble(
 
             fp8.use_fp8(decoder_layers(lm), parts.training.fp8)
         loss_model = LossModel(lm, parts.loss, balance_of(lm, source.router_aux_loss))
-        of_frozen = "none" if strategy == "ddp" and not trains else strategy  # DDP has no gradients to reduce
+        # DDP has no gradients to reduce
+        of_frozen = "none" if strategy == "ddp" and not trains else strategy
         how = (parts.mesh.cpu_offload, parts.advanced.reshard_after_forward is not False)
         made.append((parallelize(loss_model, mesh, of_frozen, dtype, *how), adapter))
         if adapter and is_described:
@@ -212,7 +251,11 @@ def assemble(
     _place(model.loss_model, mesh.device, parts.mesh.cpu_offload)
     model.loss_model.train(trains)
     # by one scale for a whole weight; an offloaded shard is another tensor when it is gathered
-    if has_fp8(lm := model.loss_model.lm) and parts.training.fp8 == "tensorwise" and not parts.mesh.cpu_offload:
+    if (
+        has_fp8(lm := model.loss_model.lm)
+        and parts.training.fp8 == "tensorwise"
+        and not parts.mesh.cpu_offload
+    ):
         from automodel_lite.models.fp8 import Fp8Gathers
 
         model = replace(model, refresh=Fp8Gathers(lm, dtype).refresh)
@@ -229,9 +272,11 @@ def _place(model: torch.nn.Module, device: torch.device, offloads: bool) -> None
 
 
 def check_model(cp_exchange: str, model: ParallelModel, mesh: Mesh) -> str:
-    """Documents kept apart, and context parallelism exact, on the model as it will train; every rank calls it.
+    """Documents kept apart, and context parallelism exact, on the model as it will train; every
+    rank calls it.
 
-    Returns which loss, and why: with a head that is not `hidden @ weight.T`, the model's own head and no fused one.
+    Returns which loss, and why: with a head that is not `hidden @ weight.T`, the model's own head
+    and no fused one.
     """
     loss_model, heads = model.loss_model, []
 
@@ -248,14 +293,18 @@ def check_model(cp_exchange: str, model: ParallelModel, mesh: Mesh) -> str:
         if isinstance(loss_model.loss, PlainLoss):
             loss_model.loss = CrossEntropy()
         name = type(loss_model.loss).__name__
-        return f"{name}: the output head of {type(loss_model.lm).__name__} is more than hidden @ weight.T"
+        return (
+            f"{name}: the output head of {type(loss_model.lm).__name__} is more than hidden @ "
+            "weight.T"
+        )
     return type(loss_model.loss).__name__
 
 
 def with_exchange(
     parts: Parts, config: PretrainedConfig, kernel: AttentionKernel, dtype: torch.dtype
 ) -> tuple[Parts, str]:
-    """The parts with `mesh.cp_exchange=auto` decided, and a line that says how; none without context parallelism.
+    """The parts with `mesh.cp_exchange=auto` decided, and a line that says how; none without
+    context parallelism.
 
     Raises ConfigError where the model, the kernel or the pack size rule context parallelism out.
     """
@@ -264,8 +313,13 @@ def with_exchange(
         return replace(parts, mesh=replace(parts.mesh, cp_exchange="all_gather")), ""
     num_tokens, tp = parts.packed_sequence_size * parts.training.micro_batch_size, parts.mesh.tp
     # heads are divided over tp first
-    layers = [replace(x, num_heads=x.num_heads // tp, num_kv_heads=x.num_kv_heads // tp) for x in layer_shapes(config)]
-    exchange, reason = choose_exchange(parts.mesh.cp_exchange, kernel, layers, num_tokens, cp, dtype.itemsize)
+    layers = [
+        replace(x, num_heads=x.num_heads // tp, num_kv_heads=x.num_kv_heads // tp)
+        for x in layer_shapes(config)
+    ]
+    exchange, reason = choose_exchange(
+        parts.mesh.cp_exchange, kernel, layers, num_tokens, cp, dtype.itemsize
+    )
     line = f"cp_exchange=auto takes {exchange}: {reason}" if reason else ""
     return replace(parts, mesh=replace(parts.mesh, cp_exchange=exchange)), line
 
@@ -274,17 +328,21 @@ DOCUMENT_TOKENS = 1024  # the most of each document that stands for the data
 
 
 def compiles(training: TrainingConfig, is_gpu: bool) -> bool:
-    """auto: on a GPU, unless selective checkpointing watches single operations, which compilation fuses away."""
+    """auto: on a GPU, unless selective checkpointing watches single operations, which compilation
+    fuses away.
+    """
     if training.compile == "auto":
         return is_gpu and training.activation_checkpointing != "selective"
     return training.compile is True
 
 
 def speed_up(parts: Parts, model: ParallelModel, mesh: Mesh, backend: str = "inductor") -> str:
-    """checkpoint(compile(layer)) for every decoder layer, in place; returns what was compiled, and how long it took.
+    """checkpoint(compile(layer)) for every decoder layer, in place; returns what was compiled, and
+    how long it took.
 
-    All graphs of training are made here, by a forward and backward of a batch like the first step's. With
-    training.compile=auto a model that cannot be compiled trains uncompiled, and the reason is returned.
+    All graphs of training are made here, by a forward and backward of a batch like the first
+    step's. With training.compile=auto a model that cannot be compiled trains uncompiled, and the
+    reason is returned.
     """
     training = parts.training
     layers = decoder_layers(model.loss_model.lm)
@@ -293,7 +351,8 @@ def speed_up(parts: Parts, model: ParallelModel, mesh: Mesh, backend: str = "ind
     if has_to_be_plain or not compiles(training, mesh.device.type == "cuda"):
         recompute_layers(layers, *how)
         return "off"
-    is_selective = training.activation_checkpointing == "selective"  # which compiled graphs do themselves
+    # which compiled graphs do themselves
+    is_selective = training.activation_checkpointing == "selective"
     undo = compile_layers(layers, backend, KEPT_FRAC if is_selective else 1.0)
     plain_loss = model.loss_model.loss
     if not is_selective:
@@ -305,7 +364,10 @@ def speed_up(parts: Parts, model: ParallelModel, mesh: Mesh, backend: str = "ind
         batch = full_batch(parts, embedding_rows(model.loss_model.lm))
         with model.accumulate(is_last=True):
             model(cp_shard(batch, mesh.cp, parts.mesh.cp_exchange).to(mesh.device)).backward()
-    except (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit) as error:
+    except (
+        torch._dynamo.exc.TorchDynamoException,
+        torch._dynamo.exc.FailOnRecompileLimitHit,
+    ) as error:
         if training.compile is True:
             raise
         undo()
@@ -319,10 +381,14 @@ def speed_up(parts: Parts, model: ParallelModel, mesh: Mesh, backend: str = "ind
 
 
 def full_batch(parts: Parts, num_ids: int) -> ThdBatch:
-    """A micro-batch of packs, not sharded, on the host: documents of one length, whose every token carries a label."""
+    """A micro-batch of packs, not sharded, on the host: documents of one length, whose every token
+    carries a label.
+    """
     tokens, cp = parts.training.micro_batch_size * parts.packed_sequence_size, parts.mesh.cp
     multiple = 2 * cp if cp > 1 else 1
     least = -(-tokens // DOCUMENT_TOKENS)
-    number = next(n for n in range(least, tokens + 1) if tokens % n == 0 and (tokens // n) % multiple == 0)
+    number = next(
+        n for n in range(least, tokens + 1) if tokens % n == 0 and (tokens // n) % multiple == 0
+    )
     batch = stream_of(torch.arange(tokens).view(number, -1) % num_ids, "cpu")
     return replace(batch, columns=parts.loss.example_columns(batch))

@@ -1,7 +1,8 @@
-"""An exponential moving average of the trained weights, in host memory: torch.optim.swa_utils.AveragedModel on shards.
+"""An exponential moving average of the trained weights, in host memory:
+torch.optim.swa_utils.AveragedModel on shards.
 
-The average is part of the optimizer's state, `ema` of each parameter: so it is sharded as the parameter is, saved, and
-loaded on any number of ranks, like a moment.
+The average is part of the optimizer's state, `ema` of each parameter: so it is sharded as the
+parameter is, saved, and loaded on any number of ranks, like a moment.
 """
 
 from __future__ import annotations
@@ -21,16 +22,18 @@ NAME = "ema"
 
 
 class WeightAverage:
-    """After each step of the optimizer: average = decay x average + (1 - decay) x weight, in fp32; the first is the
-    weight itself. With a decay of 0 there is none.
+    """After each step of the optimizer: average = decay x average + (1 - decay) x weight, in fp32;
+    the first is the weight itself. With a decay of 0 there is none.
 
-    A GPU's weights are copied asynchronously and averaged when the next step has been launched, so nothing waits.
+    A GPU's weights are copied asynchronously and averaged when the next step has been launched, so
+    nothing waits.
     """
 
     def __init__(self, optimizer: Optimizer, decay: float) -> None:
         self.optimizer, self.decay = optimizer, decay
         self._copies: dict[Tensor, Tensor] = {}  # page-locked, of a GPU's weights
-        self._pending: list[tuple[Tensor, Tensor]] = []  # averages, and the copies that go into them
+        # averages, and the copies that go into them
+        self._pending: list[tuple[Tensor, Tensor]] = []
         self._copied: Any = None  # the event after the last copy
         if decay:
             optimizer.register_step_post_hook(self._after_step)
@@ -44,8 +47,12 @@ class WeightAverage:
             elif parameter.is_cuda:
                 here = local(parameter.detach())
                 if parameter not in self._copies:
-                    self._copies[parameter] = torch.empty(here.shape, dtype=here.dtype, pin_memory=True)
-                self._pending.append((local(state[NAME]), self._copies[parameter].copy_(here, non_blocking=True)))
+                    self._copies[parameter] = torch.empty(
+                        here.shape, dtype=here.dtype, pin_memory=True
+                    )
+                self._pending.append(
+                    (local(state[NAME]), self._copies[parameter].copy_(here, non_blocking=True))
+                )
             else:
                 local(state[NAME]).lerp_(local(parameter.detach()).float(), 1 - self.decay)
         if self._pending:

@@ -6,7 +6,8 @@ peers        the failure of one rank ends all of them
 boundary     the ranks stop together: after a signal, or when the job's time is nearly over
 stragglers   the rank for which the others wait is named
 state        where the run stands: what a checkpoint holds beside tensors
-nonfinite    steps whose loss or gradient is not finite are skipped, and too many of them end the run
+nonfinite    steps whose loss or gradient is not finite are skipped, and too many of them end the
+             run
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ class TrainState:
     cursor: Cursor = field(default_factory=Cursor)
     pending_validation: bool = False  # of this step: it is due, or was interrupted
     val_loss: float | None = None  # of this step
-    sources: dict[str, str] = field(default_factory=dict)  # digests of model files and validation sets
+    # digests of model files and validation sets
+    sources: dict[str, str] = field(default_factory=dict)
 
     def advance(self, after: Cursor) -> None:
         """A step is finished, and `after` is the position in the data."""
@@ -90,18 +92,20 @@ class Guards:
         self.folder = RunFolder(config.output_dir)
         self.lock = RunLock(self.folder.lock)
         self.watchdog = Watchdog(self.folder.path, rank(), config.training.hang_timeout_s)
-        self.memory_text = ""  # what a full memory held, and what to change: see memory.out_of_memory_text
+        # what a full memory held, and what to change: see memory.out_of_memory_text
+        self.memory_text = ""
         self.state, self.max_steps = TrainState(), 0
         self.ranks = self.slow_ranks = Control(None)
         self.checkpointer: Checkpointer
         self.boundary: StepBoundary
         self.nonfinite: NonfiniteSteps
-        self.stragglers = Stragglers(nn.Identity(), torch.device("cpu"), [], 0)  # nobody is timed before watch_steps
+        # nobody is timed before watch_steps
+        self.stragglers = Stragglers(nn.Identity(), torch.device("cpu"), [], 0)
 
     @contextmanager
     def recording(self, at_end: Callable[[], None]) -> Iterator[None]:
-        """Records how the run ends; a rank that only noticed the end of another one reports that rank's error.
-        `at_end` is called in any case, unless the folder is another job's by then.
+        """Records how the run ends; a rank that only noticed the end of another one reports that
+        rank's error. `at_end` is called in any case, unless the folder is another job's by then.
         """
         self.peers.on_failure = self._end_with_peer
         try:
@@ -115,45 +119,56 @@ class Guards:
             self.lock.release()
 
     def open(self) -> None:
-        """Opens the control groups and takes the folder; every rank calls it. Raises ConfigError when another job has
-        taken it meanwhile, or the ranks do not share it.
+        """Opens the control groups and takes the folder; every rank calls it. Raises ConfigError
+        when another job has taken it meanwhile, or the ranks do not share it.
         """
         config = self.config
-        self.ranks, self.slow_ranks = open_control(config.mesh), open_control(config.mesh, is_slow=True)
+        self.ranks, self.slow_ranks = (
+            open_control(config.mesh),
+            open_control(config.mesh, is_slow=True),
+        )
         self.checkpointer = Checkpointer(
             self.folder, config, self.ranks, self.slow_ranks, self.say, self.lock.check_held
         )
         deadline = deadline_of(config.training.max_time, config.advanced.stop_margin_s)
         self.boundary = StepBoundary(self.ranks, deadline, self.checkpointer, self.lock)
-        self.nonfinite = NonfiniteSteps(self.folder.bad_steps, config.training.max_nonfinite_steps, rank(), self.say)
+        self.nonfinite = NonfiniteSteps(
+            self.folder.bad_steps, config.training.max_nonfinite_steps, rank(), self.say
+        )
         self.lock.token = self.ranks.on_first(self.lock.acquire)
-        # Every rank must see the lock that rank 0 has just written: on a disk of its own a node would save checkpoints
-        # that are never whole. Network file systems may show it a few seconds later.
+        # Every rank must see the lock that rank 0 has just written: on a disk of its own a node
+        # would save checkpoints that are never whole. Network file systems may show it a few
+        # seconds later.
         end = time.monotonic() + _VISIBLE_WITHIN_S
         while not (is_seen := self.lock.is_held()) and time.monotonic() < end:
             time.sleep(0.2)
         blind = self.ranks.max([0 if is_seen else rank() + 1])[0]
         if blind:
             raise ConfigError(
-                f"output_dir={self.folder.path} is not the same folder on all nodes: rank {blind - 1} does not see "
-                "what rank 0 has written there: use a file system that all nodes share."
+                f"output_dir={self.folder.path} is not the same folder on all nodes: rank "
+                f"{blind - 1} does not see what rank 0 has written there: use a file system that "
+                "all nodes share."
             )
 
     def watch_steps(self, max_steps: int, model: ParallelModel, device: torch.device) -> None:
-        """Before the first step, a signal ends the process; from now on it is a request to save and exit. Every rank
-        calls it.
+        """Before the first step, a signal ends the process; from now on it is a request to save and
+        exit. Every rank calls it.
         """
         self.max_steps = max_steps
         layers = decoder_layers(model.loss_model.lm)
-        self.stragglers = Stragglers(layers[len(layers) // 2], device, self.ranks.on_all(socket.gethostname), rank())
+        self.stragglers = Stragglers(
+            layers[len(layers) // 2], device, self.ranks.on_all(socket.gethostname), rank()
+        )
         SIGNALS.defer()
         SIGNALS.watch(self._record_end)
 
     def after_step(self, ready: ReadyStep, numbers: StepNumbers) -> Counts:
-        """Looks at the numbers of the step before, which the device has finished; returns the counts of the next one,
-        which the ranks have sent in the middle of this one.
+        """Looks at the numbers of the step before, which the device has finished; returns the
+        counts of the next one, which the ranks have sent in the middle of this one.
         """
-        self.nonfinite.watch(self.state.num_steps + 1, ready.batches.pack_ids, ready.micro_batches, numbers)
+        self.nonfinite.watch(
+            self.state.num_steps + 1, ready.batches.pack_ids, ready.micro_batches, numbers
+        )
         self.stragglers.wait(ready.batches.wait_s)
         return self.receive_counts()
 
@@ -162,24 +177,31 @@ class Guards:
         self.boundary.send([*own, *self.stragglers.own_times(self.state.num_steps + 1)])
 
     def receive_counts(self) -> Counts:
-        """Returns what is in the next step, over all ranks; agrees on a stop, and compares the ranks when it is due."""
+        """Returns what is in the next step, over all ranks; agrees on a stop, and compares the
+        ranks when it is due.
+        """
         sums = self.boundary.receive()
         if times := sums[NUM_COUNTS:]:
             self.stragglers.compare(times, self.state.num_steps + 1, self.say)
         return counts_of(sums[:NUM_COUNTS])
 
     def nonfinite_text(self, parameters: Iterable[Tensor]) -> str:
-        """Says why a checkpoint of now could not be continued from; empty where it could. Every rank calls it."""
+        """Says why a checkpoint of now could not be continued from; empty where it could. Every
+        rank calls it.
+        """
         if bad := self.nonfinite.in_a_row:
             return f"the loss or the gradient of the last {bad} steps is not finite"
         return "" if are_finite(parameters, self.ranks) else "the trained weights are not finite"
 
     def check_finite(self, parameters: Iterable[Tensor]) -> None:
-        """Raises RunStoppedError when the last steps were skipped, or the trained weights are not finite."""
+        """Raises RunStoppedError when the last steps were skipped, or the trained weights are not
+        finite.
+        """
         if reason := self.nonfinite_text(parameters):
             raise RunStoppedError(
-                f"step {self.state.num_steps} is the last one, and {reason}: {self.newest_text()} Lower optimizer.lr, "
-                "raise the warm-up, or look at the data, and start a new run with name=... ."
+                f"step {self.state.num_steps} is the last one, and {reason}: {self.newest_text()} "
+                "Lower optimizer.lr, raise the warm-up, or look at the data, and start a new run "
+                "with name=... ."
             )
 
     def check_saved(self) -> None:
@@ -189,10 +211,14 @@ class Guards:
             return
         if not self.config.checkpoint.export_hf:
             raise RunStoppedError(
-                f"the last step, {self.state.num_steps}, could not be saved: {self.newest_text()} Make room in "
-                f"{self.folder.path} and run the same command again to continue from there."
+                f"the last step, {self.state.num_steps}, could not be saved: {self.newest_text()} "
+                f"Make room in {self.folder.path} and run the same command again to continue from "
+                "there."
             )
-        self.say(f"WARNING: the last step is exported, but not saved as a checkpoint: {self.newest_text()}")
+        self.say(
+            "WARNING: the last step is exported, but not saved as a checkpoint: "
+            f"{self.newest_text()}"
+        )
 
     def newest_text(self) -> str:
         newest = self.checkpointer.newest_name
@@ -205,8 +231,8 @@ class Guards:
         if self.ranks.is_first:
             self.folder.write_status(state, self.state.num_steps, reason, newest)
         self.say(
-            f"stopped after step {self.state.num_steps} of {self.max_steps} ({reason}); run the same command again to "
-            f"continue from {newest or 'the start'}"
+            f"stopped after step {self.state.num_steps} of {self.max_steps} ({reason}); run the "
+            f"same command again to continue from {newest or 'the start'}"
         )
         return code
 

@@ -1,21 +1,26 @@
-"""What a rank holds in memory, roughly, before anything is built; and what to change when it was too much.
+"""What a rank holds in memory, roughly, before anything is built; and what to change when it was
+too much.
 
-    weights       masters in fp32 or bf16 (a frozen base: the compute dtype), over the ranks that shard them
+    weights       masters in fp32 or bf16 (a frozen base: the compute dtype), over the ranks that
+                  shard them
     gradients     like masters; with several micro-batches FSDP2 adds them up unsharded, in fp32
     optimizer     its state, AdamW's two moments: fp32, bf16 or 8 bits
     working copy  what is gathered or cast for the layer at work, and its gradients
-    activations   of one micro-batch, in the compute dtype; with activation checkpointing one input per layer
+    activations   of one micro-batch, in the compute dtype; with activation checkpointing one input
+                  per layer
     logits        of the rows that the loss has at one time
 
-A coarse formula each, together within 40 % of what `simulation.py` counts by running the step: enough for a line of the
-start block, and for leaving out plans that are far from fitting. Whatever decides asks the simulation.
+A coarse formula each, together within 40 % of what `simulation.py` counts by running the step:
+enough for a line of the start block, and for leaving out plans that are far from fitting. Whatever
+decides asks the simulation.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -54,7 +59,11 @@ class MemoryEstimate:
         return sum(asdict(self).values()) - min(self.working_copy, self.logits)
 
     def __str__(self) -> str:
-        parts = ", ".join(f"{name.replace('_', ' ')} {gib(value)}" for name, value in asdict(self).items() if value)
+        parts = ", ".join(
+            f"{name.replace('_', ' ')} {gib(value)}"
+            for name, value in asdict(self).items()
+            if value
+        )
         return f"about {gib(self.total)} per rank: {parts}"
 
 
@@ -65,14 +74,23 @@ def estimate_memory(plan: ModelPlan, adapter: int | None) -> MemoryEstimate:
     shards = shape.world_size // shape.dp_replicate if is_fsdp else 1
     # more ranks than experts hold copies of them, unless tp or ep split the model
     is_copied = is_fsdp and shape.tp == shape.ep == 1
-    copied = (copies_of_experts(size.num_experts, shape.dp_shard * shape.cp) - 1) * size.all_experts * is_copied
+    copied = (
+        (copies_of_experts(size.num_experts, shape.dp_shard * shape.cp) - 1)
+        * size.all_experts
+        * is_copied
+    )
     trained = size.parameters - size.towers + copied if adapter is None else adapter
     frozen = size.towers if adapter is None else size.parameters + copied
     on_gpu = 0.0 if parts.mesh.cpu_offload else 1.0
     gradients = master * trained / shards * on_gpu
     # FSDP leaves gradients whole until the last micro-batch, unless they are reduced after each
     accumulates = batch_shape(parts.training, shape.dp).micro_steps > 1
-    if is_fsdp and accumulates and parts.advanced.reduce_every_micro_batch is not True and shape.tp == 1:
+    if (
+        is_fsdp
+        and accumulates
+        and parts.advanced.reduce_every_micro_batch is not True
+        and shape.tp == 1
+    ):
         gradients = _FP32 * (trained - copied)
     # DDP's buckets stay beside the gradients that are not reduced yet
     elif plan.strategy == "ddp":
@@ -83,14 +101,17 @@ def estimate_memory(plan: ModelPlan, adapter: int | None) -> MemoryEstimate:
         working_copy = (2 * compute + reduced) * layer + compute * size.head_weights / shape.tp
         if parts.advanced.reshard_after_forward is False:
             working_copy += compute * size.parameters / shape.tp
-        if parts.training.fp8 == "tensorwise" and on_gpu:  # each rank's shards as they are gathered (models/fp8.py)
+        # each rank's shards as they are gathered (models/fp8.py)
+        if parts.training.fp8 == "tensorwise" and on_gpu:
             working_copy += size.layer_weights / shards
     else:  # autocast's casts live until the backward pass of their layer
         plain = size.num_layers if parts.training.activation_checkpointing == "none" else 1
         working_copy = (compute if compute < master else 0) * (plain * layer + size.head_weights)
     text = plan.config.get_text_config()
     head_gradient = _FP32 * size.head_weights if adapter is None else 0
-    loss = LossShape(plan.tokens / shape.cp, text.vocab_size, text.hidden_size, compute, head_gradient)
+    loss = LossShape(
+        plan.tokens / shape.cp, text.vocab_size, text.hidden_size, compute, head_gradient
+    )
     return MemoryEstimate(
         weights=(master * trained + compute * frozen) / shards * on_gpu,
         gradients=gradients,
@@ -108,37 +129,58 @@ def _activations(plan: ModelPlan, stream: int) -> float:
     """
     parts, size, hidden = plan.parts, plan.size, plan.config.get_text_config().hidden_size
     local = plan.tokens / plan.shape.cp
-    # products keep their inputs: as many values for a token as there are weights for each of its channels, and some
-    # more; norms keep theirs in fp32
-    products = 1.2 * plan.dtype.itemsize * size.layer_weights / size.num_layers / hidden / plan.shape.tp
+    # products keep their inputs: as many values for a token as there are weights for each of its
+    # channels, and some more; norms keep theirs in fp32
+    products = (
+        1.2 * plan.dtype.itemsize * size.layer_weights / size.num_layers / hidden / plan.shape.tp
+    )
     layer = local * (products + (4 * stream + 12) * hidden)
     how = parts.training.activation_checkpointing
-    num_recomputed = 0 if how == "none" else -(-size.num_layers // parts.advanced.recompute_every_layers)
+    num_recomputed = (
+        0 if how == "none" else -(-size.num_layers // parts.advanced.recompute_every_layers)
+    )
     kept = 0.0 if how == "offload" else local * stream * hidden
-    return (size.num_layers - num_recomputed) * layer + num_recomputed * kept + layer * bool(num_recomputed)
+    return (
+        (size.num_layers - num_recomputed) * layer
+        + num_recomputed * kept
+        + layer * bool(num_recomputed)
+    )
 
 
-def decide_reduction(plan: ModelPlan, adapter: int | None, available: int | None) -> tuple[ModelPlan, str]:
-    """Returns the plan with `advanced.reduce_every_micro_batch=auto` decided, and why it is on (empty: it is off).
+def decide_reduction(
+    plan: ModelPlan, adapter: int | None, available: int | None
+) -> tuple[ModelPlan, str]:
+    """Returns the plan with `advanced.reduce_every_micro_batch=auto` decided, and why it is on
+    (empty: it is off).
 
     available   bytes of the GPU; None = not known, as on a CPU
     """
     wish = plan.parts.advanced.reduce_every_micro_batch
     whole = _FP32 * (plan.size.parameters - plan.size.towers if adapter is None else adapter)
-    accumulates = plan.strategy == "fsdp" and batch_shape(plan.parts.training, plan.shape.dp).micro_steps > 1
-    # A sum of a quarter of the GPU leaves too little for a micro-batch; reducing a smaller one early gains little.
+    accumulates = (
+        plan.strategy == "fsdp" and batch_shape(plan.parts.training, plan.shape.dp).micro_steps > 1
+    )
+    # A sum of a quarter of the GPU leaves too little for a micro-batch; reducing a smaller one
+    # early gains little.
     is_large = available is not None and whole > available / 4
     is_on = accumulates and (wish is True or (wish == "auto" and is_large))
     advanced = replace(plan.parts.advanced, reduce_every_micro_batch=is_on)
     plan = replace(plan, parts=replace(plan.parts, advanced=advanced))
-    return plan, f"gradients are reduced after every micro-batch: their sum would take {gib(whole)}" if is_on else ""
+    return (
+        plan,
+        f"gradients are reduced after every micro-batch: their sum would take {gib(whole)}"
+        if is_on
+        else "",
+    )
 
 
 def usable(num_bytes: int) -> int:
-    """Returns what a step may hold on a GPU of this size: less what the driver, the allocator and workspaces take. By
-    the size that it is sold with, so that GPUs of one kind agree.
+    """Returns what a step may hold on a GPU of this size: less what the driver, the allocator and
+    workspaces take. By the size that it is sold with, so that GPUs of one kind agree.
     """
-    nominal = max((size * 10**9 for size in GPUS_GB if size * 10**9 <= num_bytes), default=num_bytes)
+    nominal = max(
+        (size * 10**9 for size in GPUS_GB if size * 10**9 <= num_bytes), default=num_bytes
+    )
     return nominal - SLACK
 
 
@@ -148,8 +190,9 @@ def gpu_bytes(device: torch.device) -> int | None:
 
 
 def check_weights_fit(plan: ModelPlan, device: torch.device) -> None:
-    """Raises ConfigError for a model whose weights alone are more than the memory, by the smallest type that they may
-    have: it would be noticed by the kernel, which kills processes without a message.
+    """Raises ConfigError for a model whose weights alone are more than the memory, by the smallest
+    type that they may have: it would be noticed by the kernel, which kills processes without a
+    message.
     """
     shards = plan.shape.world_size / plan.shape.dp_replicate if plan.strategy == "fsdp" else 1
     need = (0.5 if plan.parts.is_quantized else 2) * plan.size.parameters / shards
@@ -162,45 +205,60 @@ def check_weights_fit(plan: ModelPlan, device: torch.device) -> None:
         need *= launch_variable("LOCAL_WORLD_SIZE", 1)
     if need > have:
         raise ConfigError(
-            f"the model has {plan.size.parameters:,} parameters: its weights alone are {gib(need)} on each {where}, "
-            f"which has {gib(have)}: use a smaller model, or more processes to shard it (mesh.dp_shard)."
+            f"the model has {plan.size.parameters:,} parameters: its weights alone are {gib(need)} "
+            f"on each {where}, which has {gib(have)}: use a smaller model, or more processes to "
+            "shard it (mesh.dp_shard)."
         )
 
 
 def optimizer_bytes(optimizer: Callable[[nn.Module], Optimizer], master: int = _FP32) -> float:
-    """Bytes that the optimizer keeps per trained weight: those of a matrix that it has stepped once."""
-    weight = nn.Parameter(torch.zeros(_TRIED, _TRIED, dtype=torch.float32 if master == _FP32 else torch.bfloat16))
+    """Bytes that the optimizer keeps per trained weight: those of a matrix that it has stepped
+    once.
+    """
+    weight = nn.Parameter(
+        torch.zeros(_TRIED, _TRIED, dtype=torch.float32 if master == _FP32 else torch.bfloat16)
+    )
     weight.grad = torch.zeros_like(weight)
     stepped = optimizer(nn.ParameterList([weight]))
     stepped.step()
-    state = (value for value in stepped.state[weight].values() if isinstance(value, torch.Tensor) and value.ndim)
+    state = (
+        value
+        for value in stepped.state[weight].values()
+        if isinstance(value, torch.Tensor) and value.ndim
+    )
     return sum(value.nbytes for value in state) / weight.numel()
 
 
 def remedies(parts: Parts) -> list[str]:
-    """Returns what to change when memory ran out: the first three that these parts have left, the cheapest first."""
-    training, mesh, size = parts.training, parts.mesh, parts.packed_sequence_size
-    how, micro = training.activation_checkpointing, training.micro_batch_size
-    sums = (
-        global_batch_size_of(training, 1) > micro
-        and mesh.strategy == "fsdp"
-        and parts.advanced.reduce_every_micro_batch is not True
-    )
-    found = {
-        f"training.micro_batch_size={micro // 2} (same numbers, more forward passes)": micro > 1,
-        "loss=fused_linear_cross_entropy (never holds the logits of the whole stream)": parts.loss.needs_logits,
-        "training.activation_checkpointing=full (about a third slower)": how == "none",
-        "mesh.strategy=fsdp (weights, gradients and optimizer states over all ranks)": mesh.strategy == "ddp",
-        "optimizer=adamw_8bit (moments of 2 bytes per weight instead of 8)": (
-            not parts.peft and optimizer_bytes(parts.optimizer) >= 2 * _FP32
-        ),
-        "advanced.reduce_every_micro_batch=true (no unsharded sum of gradients)": sums,
-        "training.activation_checkpointing=offload (layer inputs are kept in host memory)": how == "full",
-        f"mesh.cp={2 * mesh.cp} on more processes (each holds half of a pack's tokens)": True,
-        "peft=lora (no gradients and optimizer states of the model itself)": not parts.peft and parts.model.pretrained,
-        f"packed_sequence.packed_sequence_size={size // 2} (longer documents are dropped or cut)": True,
-    }
-    return [text for text, is_left in found.items() if is_left][:3]
+    """Returns what to change when memory ran out: the first three that these parts have left, the
+    cheapest first.
+    """
+    return list(islice(_remedies(parts), 3))
+
+
+def _remedies(parts: Parts) -> Iterator[str]:
+    training, mesh = parts.training, parts.mesh
+    micro = training.micro_batch_size
+    if micro > 1:
+        yield f"training.micro_batch_size={micro // 2} (same numbers, more forward passes)"
+    if parts.loss.needs_logits:
+        yield "loss=fused_linear_cross_entropy (never holds the logits of the whole stream)"
+    if training.activation_checkpointing == "none":
+        yield "training.activation_checkpointing=full (about a third slower)"
+    if mesh.strategy == "ddp":
+        yield "mesh.strategy=fsdp (weights, gradients and optimizer states over all ranks)"
+    if not parts.peft and optimizer_bytes(parts.optimizer) >= 2 * _FP32:
+        yield "optimizer=adamw_8bit (moments of 2 bytes per weight instead of 8)"
+    accumulates = global_batch_size_of(training, 1) > micro and mesh.strategy == "fsdp"
+    if accumulates and parts.advanced.reduce_every_micro_batch is not True:
+        yield "advanced.reduce_every_micro_batch=true (no unsharded sum of gradients)"
+    if training.activation_checkpointing == "full":
+        yield "training.activation_checkpointing=offload (layer inputs are kept in host memory)"
+    yield f"mesh.cp={2 * mesh.cp} on more processes (each holds half of a pack's tokens)"
+    if not parts.peft and parts.model.pretrained:
+        yield "peft=lora (no gradients and optimizer states of the model itself)"
+    half = parts.packed_sequence_size // 2
+    yield f"packed_sequence.packed_sequence_size={half} (longer documents are dropped or cut)"
 
 
 def out_of_memory_text(parts: Parts, estimate: MemoryEstimate | None = None) -> str:

@@ -1,7 +1,7 @@
 """The one step of any optimizer, which never waits for the device.
 
-Non-finite numbers are found on the device, and an optimizer that takes torch's `found_inf` skips the step there;
-clipping is its `grad_scale`, which saves a pass over the gradients.
+Non-finite numbers are found on the device, and an optimizer that takes torch's `found_inf` skips
+the step there; clipping is its `grad_scale`, which saves a pass over the gradients.
 """
 
 from __future__ import annotations
@@ -21,20 +21,32 @@ from automodel_lite.models.layers import local
 
 @torch.no_grad()
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """The 2-norm of all gradients over all ranks, on the device: one collective for each way of sharding."""
+    """The 2-norm of all gradients over all ranks, on the device: one collective for each way of
+    sharding.
+    """
     shards: dict[tuple[DeviceMesh, tuple[Placement, ...]] | None, list[Tensor]] = {}
     for gradient in (p.grad for p in parameters if p.grad is not None):
-        layout = (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else None
+        layout = (
+            (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else None
+        )
         shards.setdefault(layout, []).append(local(gradient))
     norms = []
     for layout, tensors in shards.items():
         # in fp32, of gradients in bf16 too, whose own norm has 3 digits
-        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float32)))
+        norm = torch.linalg.vector_norm(
+            torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float32))
+        )
         if layout is not None:
             # the squares of ranks that hold other shards are summed; replicas hold the same
             mesh, placements = layout
-            summed = [placement if placement.is_replicate() else Partial() for placement in placements]
-            norm = DTensor.from_local(norm.square(), mesh, summed, run_check=False).full_tensor().sqrt()
+            summed = [
+                placement if placement.is_replicate() else Partial() for placement in placements
+            ]
+            norm = (
+                DTensor.from_local(norm.square(), mesh, summed, run_check=False)
+                .full_tensor()
+                .sqrt()
+            )
         norms.append(norm)
     return torch.linalg.vector_norm(torch.stack(norms))
 
@@ -43,11 +55,13 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
 def apply_gradients(
     optimizer: Optimizer, parameters: Iterable[nn.Parameter], loss_sum: Tensor, max_norm: float
 ) -> Tensor:
-    """One optimizer step, unless the loss or a gradient is not finite; returns the gradient's norm before clipping.
+    """One optimizer step, unless the loss or a gradient is not finite; returns the gradient's norm
+    before clipping.
 
     loss_sum  over all ranks, as the norm is: so all ranks skip the same steps
     max_norm  the gradients are scaled down to it; 0 = never
-    An optimizer without torch's `found_inf` and `grad_scale` waits for the device, and its gradients are scaled here.
+    An optimizer without torch's `found_inf` and `grad_scale` waits for the device, and its
+    gradients are scaled here.
     """
     parameters = list(parameters)
     norm = gradient_norm(parameters)
@@ -55,12 +69,19 @@ def apply_gradients(
     divisor = ((norm + 1e-6) / max_norm).clamp(min=1.0) if max_norm else torch.ones_like(norm)
     where = local(parameters[0]).device  # the host's with mesh.cpu_offload, which waits anyway
     is_bad, divisor = is_bad.to(where), divisor.to(where)
-    if vars(optimizer).get("_step_supports_amp_scaling", False):  # where torch's GradScaler looks, too
+    # where torch's GradScaler looks, too
+    if vars(optimizer).get("_step_supports_amp_scaling", False):
         optimizer.found_inf, optimizer.grad_scale = is_bad.float(), divisor  # type: ignore[attr-defined]
         optimizer.step()
     elif not is_bad:
-        gradients = [local(p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        gradients = [
+            local(p.grad)
+            for group in optimizer.param_groups
+            for p in group["params"]
+            if p.grad is not None
+        ]
         torch._foreach_div_(gradients, divisor)
         optimizer.step()
-    increment_version(map(local, parameters))  # which fused kernels forget, and `Fp8Gathers` looks at
+    # which fused kernels forget, and `Fp8Gathers` looks at
+    increment_version(map(local, parameters))
     return norm

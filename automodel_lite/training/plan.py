@@ -1,9 +1,9 @@
-"""What a run is built from, and how its model will lie on the ranks; nothing is built or loaded here."""
+"""What a run is built from, and how its model is laid out on the ranks. Nothing is built here."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
@@ -63,17 +63,25 @@ class Parts:
 
 def build_parts(config: Config) -> Parts:
     """Raises ConfigError for what a part refuses, and for a package that is missing."""
-    loss, teacher = checked_loss(build(config.loss)), build(config.teacher) if config.teacher else None
+    loss, teacher = (
+        checked_loss(build(config.loss)),
+        build(config.teacher) if config.teacher else None,
+    )
     if loss.needs_teacher != (teacher is not None):
         name = type(loss).__name__
-        cure = "needs one: set teacher=pretrained teacher.pretrained=..." if loss.needs_teacher else "does not use it"
+        cure = (
+            "needs one: set teacher=pretrained teacher.pretrained=..."
+            if loss.needs_teacher
+            else "does not use it"
+        )
         raise ConfigError(f"teacher={'pretrained' if teacher else 'none'}: loss={name} {cure}.")
     packer = build_packer(config)
     cuts = packer.overlong in ("truncate", "split") or packer.cuts_documents
     if "answers" in loss.required and (cuts or packer.is_ragged):
         raise ConfigError(
-            f"packed_sequence.strategy={packer.strategy} overlong={packer.overlong}: pairs of answers stay whole, "
-            "in one pack: use exact_fill, best_fit or next_fit, and overlong=drop or error."
+            f"packed_sequence.strategy={packer.strategy} overlong={packer.overlong}: pairs of "
+            "answers stay whole, in one pack: use exact_fill, best_fit or next_fit, and "
+            "overlong=drop or error."
         )
     return Parts(
         model=build(config.model),
@@ -91,59 +99,128 @@ def build_parts(config: Config) -> Parts:
 
 def check_parts(parts: Parts, strategy: str, device: torch.device) -> None:
     """Raises ConfigError with a line for each of the combinations that do not work."""
-    mesh, training, source, packer = parts.mesh, parts.training, parts.model, parts.packer
-    axes, has_axes = f"mesh.tp={mesh.tp} mesh.ep={mesh.ep}", mesh.tp * mesh.ep > 1
-    fp8, is_fp8 = f"training.fp8={training.fp8}", training.fp8 != "none"
-    tokens, multiple = training.micro_batch_size * packer.packed_sequence_size, 16 * mesh.cp
-    masters, is_bf16 = f"training.master_weights={training.master_weights}", training.master_weights == "bf16"
-    optimizer = type(parts.optimizer(nn.Linear(1, 1))) if is_bf16 else torch.optim.Optimizer
-    refused = {  # problem -> is it there?
-        # tp and ep are transformers' own, and its engine has neither adapters nor scales for them
-        f"{axes} works only with mesh.strategy=fsdp, not with {strategy}.": has_axes and strategy != "fsdp",
-        f"{axes} needs transformers 5.21 or newer, and {transformers.__version__} is installed: pip install -U "
-        "transformers, or use mesh.dp_shard.": has_axes and not find_spec("transformers.distributed.expert_parallel"),
-        f"{axes} with peft is not supported, as the sharding plans have no adapters: use mesh.dp_shard.": has_axes
-        and parts.peft,
-        f"{axes} with {fp8} is not supported: set training.fp8=none.": has_axes and is_fp8,
-        f"mesh.cpu_offload=true needs FSDP: set mesh.strategy=fsdp, not {strategy}.": mesh.cpu_offload
-        and strategy != "fsdp",
-        f"mesh.cpu_offload=true with {axes} is not supported: use mesh.dp_shard, or set mesh.cpu_offload=false.": (
-            mesh.cpu_offload and has_axes
-        ),
-        f"model.router_aux_loss={source.router_aux_loss} with training.compile=true: the outputs of the routers are "
-        "recorded, which compiled layers do not support: set training.compile=false.": source.router_aux_loss
-        and training.compile is True,
-        "training.activation_checkpointing=selective with training.compile=true is every layer's: set "
-        "advanced.recompute_every_layers=1.": training.compile is True
-        and training.activation_checkpointing == "selective"
-        and parts.advanced.recompute_every_layers > 1,
-        f"model.freeze={source.freeze} with peft: an adapter's base is frozen already, remove one.": parts.peft
-        and source.freeze,
-        "model.resize_embeddings=true with peft: an adapter's base keeps its rows. First train the whole model and "
-        "export it, or remove tokenizer.added_tokens.": parts.peft and source.resize_embeddings,
-        # fp8's products take multiples of 16 in every dim, tokens too
-        missing_package("training.fp8", "torchao"): is_fp8 and not find_spec("torchao"),
-        f"{fp8} cannot multiply peft=qlora's 4-bit weights: use peft=lora, or fp8=none.": is_fp8 and parts.is_quantized,
-        f"{fp8} needs multiples of 16 tokens, and padded rows are not: use packing.": is_fp8 and packer.is_ragged,
-        f"{fp8} needs multiples of 16 tokens: packed_sequence.packed_sequence_size x training.micro_batch_size = "
-        f"{tokens} must be a multiple of {multiple} (16 * mesh.cp).": is_fp8 and tokens % multiple,
-        # weights in bf16 learn by stochastic rounding alone
-        f"{masters} with {optimizer.__name__} loses every update smaller than 1/256 of the weight: set "
-        "optimizer=adamw_bf16 or optimizer=adamw_8bit, which use stochastic rounding.": is_bf16
-        and not getattr(optimizer, "rounds_by_chance", False),
-        f"{masters} with peft: the few weights of an adapter stay in fp32; set it to fp32.": is_bf16 and parts.peft,
-        f"{masters} with mesh.strategy=ddp would accumulate gradients in bf16: use mesh.strategy=fsdp.": is_bf16
-        and mesh.strategy == "ddp",
-        f"{masters} computes in bf16: set training.precision=bf16, not {training.precision}.": is_bf16
-        and choose_precision(training.precision, device) != torch.bfloat16,
-    }
-    if problems := [problem for problem, is_there in refused.items() if is_there]:
+    rules = (_axes_rules, _compile_rules, _peft_rules, _fp8_rules)
+    problems = [text for rule in rules for text in rule(parts, strategy)]
+    problems += _master_weights_rules(parts, device)
+    if problems:
         raise ConfigError("\n".join(problems))
+
+
+def _axes_rules(parts: Parts, strategy: str) -> Iterator[str]:
+    """Yields what transformers' tensor and expert parallelism and offloading cannot do."""
+    mesh = parts.mesh
+    has_axes = mesh.tp * mesh.ep > 1
+    axes = f"mesh.tp={mesh.tp} mesh.ep={mesh.ep}"
+    if has_axes and strategy != "fsdp":
+        yield f"{axes} works only with mesh.strategy=fsdp, not with {strategy}."
+    if has_axes and not find_spec("transformers.distributed.expert_parallel"):
+        yield (
+            f"{axes} needs transformers 5.21 or newer, and {transformers.__version__} is "
+            "installed: pip install -U transformers, or use mesh.dp_shard."
+        )
+    if has_axes and parts.peft:
+        yield (
+            f"{axes} with peft is not supported, as the sharding plans have no adapters: use "
+            "mesh.dp_shard."
+        )
+    if has_axes and parts.training.fp8 != "none":
+        yield (
+            f"{axes} with training.fp8={parts.training.fp8} is not supported: set "
+            "training.fp8=none."
+        )
+    if mesh.cpu_offload and strategy != "fsdp":
+        yield f"mesh.cpu_offload=true needs FSDP: set mesh.strategy=fsdp, not {strategy}."
+    if mesh.cpu_offload and has_axes:
+        yield (
+            f"mesh.cpu_offload=true with {axes} is not supported: use mesh.dp_shard, or set "
+            "mesh.cpu_offload=false."
+        )
+
+
+def _compile_rules(parts: Parts, strategy: str) -> Iterator[str]:
+    """Yields what compiled layers do not support."""
+    training, aux_loss = parts.training, parts.model.router_aux_loss
+    if training.compile is not True:
+        return
+    if aux_loss:
+        yield (
+            f"model.router_aux_loss={aux_loss} with training.compile=true: the "
+            "outputs of the routers are recorded, which compiled layers do not support: set "
+            "training.compile=false."
+        )
+    is_selective = training.activation_checkpointing == "selective"
+    if is_selective and parts.advanced.recompute_every_layers > 1:
+        yield (
+            "training.activation_checkpointing=selective with training.compile=true is every "
+            "layer's: set advanced.recompute_every_layers=1."
+        )
+
+
+def _peft_rules(parts: Parts, strategy: str) -> Iterator[str]:
+    """Yields what an adapter, whose base is frozen and keeps its rows, cannot be combined with."""
+    if parts.peft and parts.model.freeze:
+        yield (
+            f"model.freeze={parts.model.freeze} with peft: an adapter's base is frozen already, "
+            "remove one."
+        )
+    if parts.peft and parts.model.resize_embeddings:
+        yield (
+            "model.resize_embeddings=true with peft: an adapter's base keeps its rows. First "
+            "train the whole model and export it, or remove tokenizer.added_tokens."
+        )
+
+
+def _fp8_rules(parts: Parts, strategy: str) -> Iterator[str]:
+    """Yields what fp8 lacks: its products take multiples of 16 in every dim, tokens too."""
+    if parts.training.fp8 == "none":
+        return
+    fp8, packer = f"training.fp8={parts.training.fp8}", parts.packer
+    if not find_spec("torchao"):
+        yield missing_package("training.fp8", "torchao")
+    if parts.is_quantized:
+        yield f"{fp8} cannot multiply peft=qlora's 4-bit weights: use peft=lora, or fp8=none."
+    if packer.is_ragged:
+        yield f"{fp8} needs multiples of 16 tokens, and padded rows are not: use packing."
+    tokens = parts.training.micro_batch_size * packer.packed_sequence_size
+    multiple = 16 * parts.mesh.cp
+    if tokens % multiple:
+        yield (
+            f"{fp8} needs multiples of 16 tokens: packed_sequence.packed_sequence_size x "
+            f"training.micro_batch_size = {tokens} must be a multiple of {multiple} (16 * mesh.cp)."
+        )
+
+
+def _master_weights_rules(parts: Parts, device: torch.device) -> Iterator[str]:
+    """Yields what weights in bf16, which learn by stochastic rounding alone, do not support."""
+    training = parts.training
+    if training.master_weights != "bf16":
+        return
+    masters = f"training.master_weights={training.master_weights}"
+    optimizer = type(parts.optimizer(nn.Linear(1, 1)))
+    if not getattr(optimizer, "rounds_by_chance", False):
+        yield (
+            f"{masters} with {optimizer.__name__} loses every update smaller than 1/256 of the "
+            "weight: set optimizer=adamw_bf16 or optimizer=adamw_8bit, which use stochastic "
+            "rounding."
+        )
+    if parts.peft:
+        yield f"{masters} with peft: the few weights of an adapter stay in fp32; set it to fp32."
+    if parts.mesh.strategy == "ddp":
+        yield (
+            f"{masters} with mesh.strategy=ddp would accumulate gradients in bf16: use "
+            "mesh.strategy=fsdp."
+        )
+    if choose_precision(training.precision, device) != torch.bfloat16:
+        yield (
+            f"{masters} computes in bf16: set training.precision=bf16, not {training.precision}."
+        )
 
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """A model on its ranks before anything of it is built: a run, its dry run and recipes/verify.py decide alike."""
+    """A model on its ranks before anything of it is built: a run, its dry run and recipes/verify.py
+    decide alike.
+    """
 
     parts: Parts  # with mesh.cp_exchange decided
     config: PretrainedConfig
@@ -163,14 +240,25 @@ class ModelPlan:
 def with_recomputation(parts: Parts, how: str, every: int) -> Parts:
     """Returns the parts with this activation checkpointing on each `every`-th layer."""
     training = replace(parts.training, activation_checkpointing=how)
-    return replace(parts, training=training, advanced=replace(parts.advanced, recompute_every_layers=every))
+    return replace(
+        parts, training=training, advanced=replace(parts.advanced, recompute_every_layers=every)
+    )
 
 
 def layer_settings(config: PretrainedConfig, num_layers: int) -> dict[str, Any]:
-    """Returns the settings of a model's first layers: their number, and every list that has an entry a layer."""
+    """Returns the settings of a model's first layers: their number, and every list that has an
+    entry a layer.
+    """
     whole = config.num_hidden_layers
-    lists = {key: value for key, value in vars(config).items() if isinstance(value, list) and len(value) == whole}
-    return {"num_hidden_layers": num_layers, **{key: value[:num_layers] for key, value in lists.items()}}
+    lists = {
+        key: value
+        for key, value in vars(config).items()
+        if isinstance(value, list) and len(value) == whole
+    }
+    return {
+        "num_hidden_layers": num_layers,
+        **{key: value[:num_layers] for key, value in lists.items()},
+    }
 
 
 def with_layers(config: PretrainedConfig, num_layers: int) -> PretrainedConfig:

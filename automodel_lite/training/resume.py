@@ -1,4 +1,6 @@
-"""How a run starts or continues, topic by topic: its settings, its position, its folder and its log."""
+"""How a run starts or continues, topic by topic: its settings, its position, its folder and its
+log.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ _LAUNCHES = itertools.count()  # of this process: more than one in a notebook
 
 
 def launch(recipe: Callable[..., Any], config: Config, *more: object) -> int:
-    """Makes a recipe and trains it, unless its run is finished or it is a dry run; returns the exit code."""
+    """Makes a recipe and trains it, unless its run is finished or it is a dry run; returns the exit
+    code.
+    """
     if next(_LAUNCHES):
         STARTUP.restart()
     STARTUP.lap("imports")
@@ -52,13 +56,15 @@ def launch(recipe: Callable[..., Any], config: Config, *more: object) -> int:
 
 @contextmanager
 def join_ranks(config: Config) -> Iterator[tuple[Config, Peers, str | None]]:
-    """The other ranks, the configuration with what the run in its folder began with, and a message for a run that is
-    finished. A mistake that any rank meets inside ends all of them.
+    """The other ranks, the configuration with what the run in its folder began with, and a message
+    for a run that is finished. A mistake that any rank meets inside ends all of them.
 
     Raises ConfigError when the ranks were started differently, or the folder is another run's.
     """
     folder, peers = RunFolder(config.output_dir), open_peers()
-    peers.on_failure = lambda error: exit_with(str(error), error.exit_code, is_shown=is_first_here())
+    peers.on_failure = lambda error: exit_with(
+        str(error), error.exit_code, is_shown=is_first_here()
+    )
     with end_together(peers):
         config = folder.with_saved_layout(config)
         message = folder.finished_message(config)
@@ -69,8 +75,8 @@ def join_ranks(config: Config) -> Iterator[tuple[Config, Peers, str | None]]:
 
 
 def compare_sources(guards: Guards, parts: Parts, data: PackSource) -> None:
-    """Compares between the ranks, and keeps for the checkpoints, digests of what no setting tells: the model's files,
-    and rows of each validation set.
+    """Compares between the ranks, and keeps for the checkpoints, digests of what no setting tells:
+    the model's files, and rows of each validation set.
     """
     STARTUP.lap("data")
     files = model_files(parts.model.pretrained, str(parts.model.source["revision"]))
@@ -84,7 +90,9 @@ def compare_sources(guards: Guards, parts: Parts, data: PackSource) -> None:
     guards.state.sources = found
 
 
-def state_of(saved: dict[str, Any] | None, data: PackSource, scheduler: LambdaLR, guards: Guards) -> TrainState:
+def state_of(
+    saved: dict[str, Any] | None, data: PackSource, scheduler: LambdaLR, guards: Guards
+) -> TrainState:
     """Where the checkpoint stood, or the beginning; the schedule is moved there.
 
     Raises ConfigError when the checkpoint's data or model were others.
@@ -95,19 +103,27 @@ def state_of(saved: dict[str, Any] | None, data: PackSource, scheduler: LambdaLR
     accepts = guards.config.checkpoint.accept_changes
     check_same_data(saved["data"], data.fingerprint(), accepts)
     before: dict[str, str] = saved["sources"]
-    # weights on disk matter where they are not trained: under an adapter; trained ones come from the checkpoint
-    matters = lambda key: guards.config.peft or not key.endswith((".safetensors", ".bin", "index.json"))  # noqa: E731
+
+    # weights on disk matter where they are not trained: under an adapter; trained ones come from
+    # the checkpoint
+    def matters(key: str) -> bool:
+        is_weights = key.endswith((".safetensors", ".bin", "index.json"))
+        return bool(guards.config.peft) or not is_weights
+
     changed = [key for key in {**before, **now} if before.get(key) != now.get(key) and matters(key)]
     if changed and not accepts:
         raise ConfigError(
-            f"{', '.join(sorted(changed))}: not what the checkpoint was trained with: restore the old files, start a "
-            "new run with name=..., or continue with checkpoint.accept_changes=true."
+            f"{', '.join(sorted(changed))}: not what the checkpoint was trained with: restore the "
+            "old files, start a new run with name=..., or continue with "
+            "checkpoint.accept_changes=true."
         )
     cursor, is_pending = Cursor(**saved["cursor"]), saved["owes_validation"]
     state = TrainState(saved["step"], cursor, is_pending, saved["val_loss"], now)
     # A schedule has no other state than its place: the rate of the next step follows from it.
     scheduler.last_epoch = state.num_steps
-    rates = [base * frac(state.num_steps) for base, frac in zip(scheduler.base_lrs, scheduler.lr_lambdas)]
+    rates = [
+        base * frac(state.num_steps) for base, frac in zip(scheduler.base_lrs, scheduler.lr_lambdas)
+    ]
     for group, rate in zip(scheduler.optimizer.param_groups, rates):
         group["lr"] = rate
     scheduler._last_lr = rates
@@ -117,8 +133,8 @@ def state_of(saved: dict[str, Any] | None, data: PackSource, scheduler: LambdaLR
 def open_folder(
     guards: Guards, data: PackSource, report: PackingReport | None, lines: Sequence[tuple[str, str]]
 ) -> None:
-    """Writes what a run's folder tells from its start, and drops the rows of steps that come again; every rank calls
-    it. `lines` is the start block.
+    """Writes what a run's folder tells from its start, and drops the rows of steps that come again;
+    every rank calls it. `lines` is the start block.
     """
     folder, step = guards.folder, guards.state.num_steps
     if guards.ranks.is_first:
@@ -132,19 +148,25 @@ def open_folder(
             folder.rewind_metrics(step)
     guards.ranks.barrier()
     assert guards.lock.token
-    guards.watchdog.start(guards.lock.token)  # from now on the stacks of a rank without progress are written to its log
+    # from now on the stacks of a rank without progress are written to its log
+    guards.watchdog.start(guards.lock.token)
 
 
 def open_log(guards: Guards, saved: dict[str, Any] | None, counts: Mapping[str, int]) -> MetricsLog:
-    """metrics.jsonl and the callbacks, with what these kept. The first row has the seconds of the start by phase, which
-    are printed too, and in a fresh run `counts` of the data.
+    """metrics.jsonl and the callbacks, with what these kept. The first row has the seconds of the
+    start by phase, which are printed too, and in a fresh run `counts` of the data.
     """
     extra, step = saved["extra"] if saved else {}, guards.state.num_steps
     metrics = open_metrics(guards.config, guards.folder, guards.ranks, step, extra, guards.say)
     STARTUP.lap("checkpoint")
     phases = STARTUP.seconds()
-    parts = ", ".join(f"{phase} {spent_s:.1f}" for phase, spent_s in phases.items() if spent_s >= 0.05)
+    parts = ", ".join(
+        f"{phase} {spent_s:.1f}" for phase, spent_s in phases.items() if spent_s >= 0.05
+    )
     guards.say(f"{'start':<10} {sum(phases.values()):.1f} s: {parts}")
-    row = {"step": step, **{f"start_s/{phase}": round(spent_s, 3) for phase, spent_s in phases.items()}}
+    row = {
+        "step": step,
+        **{f"start_s/{phase}": round(spent_s, 3) for phase, spent_s in phases.items()},
+    }
     metrics.log_step(row if step else {**row, **counts})
     return metrics

@@ -1,7 +1,7 @@
 """Learning-rate schedules: the fraction of the peak rate at each optimizer step, warm-up included.
 
-Step 0 is the first optimizer step. During warm-up the fraction is (step + 1) / warmup_steps, so that no step is
-wasted at 0.
+Step 0 is the first optimizer step. During warm-up the fraction is (step + 1) / warmup_steps, so
+that no step is wasted at 0.
 """
 
 from __future__ import annotations
@@ -17,17 +17,24 @@ from automodel_lite.config.rules import Count, Fraction
 
 def num_warmup(warmup_steps: int | None, warmup_frac: float, max_steps: int) -> int:
     """Returns the steps of warm-up: those that are set, else a fraction of all."""
-    # A number that is set does not depend on the length of the run: a run may be continued for more steps.
+    # A number that is set does not depend on the length of the run: a run may be continued for more
+    # steps.
     return round(warmup_frac * max_steps) if warmup_steps is None else warmup_steps
 
 
 def _warmed_up(optimizer: Optimizer, warmup_steps: int, after: Callable[[int], float]) -> LambdaLR:
-    """A linear rise to the peak, which is reached at step warmup_steps - 1; then `after(step)` of the peak."""
-    return LambdaLR(optimizer, lambda step: (step + 1) / warmup_steps if step < warmup_steps else after(step))
+    """A linear rise to the peak, which is reached at step warmup_steps - 1; then `after(step)` of
+    the peak.
+    """
+    return LambdaLR(
+        optimizer, lambda step: (step + 1) / warmup_steps if step < warmup_steps else after(step)
+    )
 
 
 def progress_frac(step: int, first_step: int, max_steps: int) -> float:
-    """0 at first_step, 1 at max_steps, which is one after the last step: no step is wasted at a rate of 0."""
+    """0 at first_step, 1 at max_steps, which is one after the last step: no step is wasted at a
+    rate of 0.
+    """
     return min(1.0, max(0.0, (step - first_step) / max(1, max_steps - first_step)))
 
 
@@ -52,10 +59,15 @@ def wsd(
     decay_frac: Fraction = 0.1,  # fraction of the steps spent in the final decay
     min_lr_frac: Fraction = 0.0,  # final learning rate / peak
 ) -> LambdaLR:
-    """Warm-up, stable, decay: the peak until the last `decay_frac` of the steps, then a straight line down.
+    """Warm-up, stable, decay: the peak until the last `decay_frac` of the steps, then a straight
+    line down.
 
     1.0 decays from the warm-up on (lr_scheduler=linear), 0.0 never (constant).
     """
     warmup = num_warmup(warmup_steps, warmup_frac, max_steps)
     start = max(warmup, max_steps - round(decay_frac * max_steps))
-    return _warmed_up(optimizer, warmup, lambda step: 1 - (1 - min_lr_frac) * progress_frac(step, start, max_steps))
+    return _warmed_up(
+        optimizer,
+        warmup,
+        lambda step: 1 - (1 - min_lr_frac) * progress_frac(step, start, max_steps),
+    )

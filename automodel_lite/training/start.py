@@ -1,12 +1,14 @@
-"""Before the first step: the model tried without weights, the dry run, and the block that a run prints.
+"""Before the first step: the model tried without weights, the dry run, and the block that a run
+prints.
 
-`try_settings` runs first in every run: the model is described by its config on the meta device, where it has shapes
-and no weights, and run on a few tokens.
+`try_settings` runs first in every run: the model is described by its config on the meta device,
+where it has shapes and no weights, and run on a few tokens.
 
-`dry_run=true` reports everything that is known of a run without training it. The data is read and tokenized (the cache
-is kept for the run), packs are planned, the kernel is chosen and checked, parameters are counted on the meta device,
-and a step of rank 0 is run under fake tensors. No weights are loaded, nothing is written to the run's folder. One
-process answers for any mesh: set mesh.dp_shard to the processes meant.
+`dry_run=true` reports everything that is known of a run without training it. The data is read and
+tokenized (the cache is kept for the run), packs are planned, the kernel is chosen and checked,
+parameters are counted on the meta device, and a step of rank 0 is run under fake tensors. No
+weights are loaded, nothing is written to the run's folder. One process answers for any mesh: set
+mesh.dp_shard to the processes meant.
 """
 
 from __future__ import annotations
@@ -50,7 +52,13 @@ from automodel_lite.training.memory import (
     out_of_memory_text,
     usable,
 )
-from automodel_lite.training.plan import ModelPlan, Parts, build_parts, check_parts, with_recomputation
+from automodel_lite.training.plan import (
+    ModelPlan,
+    Parts,
+    build_parts,
+    check_parts,
+    with_recomputation,
+)
 from automodel_lite.training.schedules import num_warmup
 from automodel_lite.version import __version__
 
@@ -61,11 +69,14 @@ COUNTED = {  # what runs steps under fake tensors; a run that trains has no use 
 
 
 def dry_run(config: Config) -> int:
-    """Prints the findings on rank 0 and returns 0; raises ConfigError or DataError as the run would."""
+    """Prints the findings on rank 0 and returns 0; raises ConfigError or DataError as the run
+    would.
+    """
     console, device = Console(is_silent=rank() != 0), default_device()
     mesh = config.mesh
     requested = mesh.dp_replicate * max(mesh.dp_shard, 1) * mesh.cp * mesh.tp
-    shape = mesh_shape(mesh, world_size() if world_size() > 1 else requested)  # one process answers for any mesh
+    # one process answers for any mesh
+    shape = mesh_shape(mesh, world_size() if world_size() > 1 else requested)
     parts = build_parts(config)
     try_settings(config, parts)
     data = prepare_data(config, check_sizes(config, shape.world_size), parts.packer)
@@ -73,15 +84,22 @@ def dry_run(config: Config) -> int:
     model_config = parts.model.config(data.tokenizer)
     check_positions(data, parts.model, parts.teacher)
     report = data.report(cost_model(model_config))
-    parts, recomputed = decide_recomputation(parts, model_config, shape, gpu_bytes(device) or PLANNED_GPU)
+    parts, recomputed = decide_recomputation(
+        parts, model_config, shape, gpu_bytes(device) or PLANNED_GPU
+    )
     made = plan_model(parts, model_config, shape, device)
     adapter = _adapter_weights(made, device)
     made, reduction = decide_reduction(made, adapter, gpu_bytes(device))
     name = str(made.dtype).removeprefix("torch.")
-    trained = "all trained" if adapter is None else f"frozen, {count(adapter)} of the adapter trained"
+    trained = (
+        "all trained" if adapter is None else f"frozen, {count(adapter)} of the adapter trained"
+    )
     lines = [
         ("device", f"{device.type}: {processes_text(made)}, {name} compute"),
-        ("model", f"{model_config.model_type}: {count(made.size.parameters)} parameters, {trained}"),
+        (
+            "model",
+            f"{model_config.model_type}: {count(made.size.parameters)} parameters, {trained}",
+        ),
         ("attention", made.attention),
         *recomputed,
         *data_lines(data),
@@ -90,16 +108,23 @@ def dry_run(config: Config) -> int:
     for topic, text in lines:
         console.say(topic, text)
     branched = most_branched(data, parts)
-    console.say("memory", _memory(made, f"{estimate_memory(made, adapter)}\n{reduction}".strip(), branched))
-    console.print("dry run: the settings, the data and the model fit together; nothing was trained or written")
+    console.say(
+        "memory", _memory(made, f"{estimate_memory(made, adapter)}\n{reduction}".strip(), branched)
+    )
+    console.print(
+        "dry run: the settings, the data and the model fit together; nothing was trained or written"
+    )
     return 0
 
 
 def decide_recomputation(
-    parts: Parts, model_config: PretrainedConfig, shape: MeshShape | None = None, gpu: int | None = None
+    parts: Parts,
+    model_config: PretrainedConfig,
+    shape: MeshShape | None = None,
+    gpu: int | None = None,
 ) -> tuple[Parts, list[Line]]:
-    """Decides training.activation_checkpointing=auto; returns the parts, and a line of the start block that says why.
-    Before any process group exists: a step may be simulated.
+    """Decides training.activation_checkpointing=auto; returns the parts, and a line of the start
+    block that says why. Before any process group exists: a step may be simulated.
 
     shape  None = of the processes that run
     gpu    bytes; None = those of this one; on a CPU nothing is recomputed
@@ -121,13 +146,16 @@ MOST_PACKS = 64
 
 
 def most_branched(data: PackSource, parts: Parts) -> ThdBatch | None:
-    """Returns the micro-batch whose trees have the most keys, every token labeled, with ids of 0; None where nothing
-    branches, and of a stream, whose packs are not known.
+    """Returns the micro-batch whose trees have the most keys, every token labeled, with ids of 0;
+    None where nothing branches, and of a stream, whose packs are not known.
     """
     if not isinstance(data, PlannedPacks) or not data.has_trees:
         return None
     packs, size = data.packs_of(0), parts.training.micro_batch_size
-    batches = (to_thd(packed_sequence_thd_collater([packs[i]] * size)) for i in range(min(len(packs), MOST_PACKS)))
+    batches = (
+        to_thd(packed_sequence_thd_collater([packs[i]] * size))
+        for i in range(min(len(packs), MOST_PACKS))
+    )
     batch = max(batches, key=lambda batch: int(batch.attention.segments.cu_k[-1]))
     ids = torch.zeros_like(batch.input_ids)
     batch = replace(batch, input_ids=ids, labels=ids, label_rows=torch.arange(len(ids)), columns={})
@@ -135,8 +163,8 @@ def most_branched(data: PackSource, parts: Parts) -> ThdBatch | None:
 
 
 def _memory(plan: ModelPlan, by_arithmetic: str, batch: ThdBatch | None) -> str:
-    """What rank 0 of the requested world would hold and send on GPUs, counted by running it under fake tensors, which
-    GPU it fits, and what to change when it fits none.
+    """What rank 0 of the requested world would hold and send on GPUs, counted by running it under
+    fake tensors, which GPU it fits, and what to change when it fits none.
     """
     if rank() != 0:
         return ""
@@ -165,18 +193,28 @@ def _adapter_weights(plan: ModelPlan, device: torch.device) -> int | None:
 
 
 NUM_TOKENS = 4
-_SHAPES = re.compile(r"reduction dim|must match the size|is invalid for input|cannot be multiplied|broadcast|mismatch")
-"""Errors of shapes. Others may be the meta device's own: it has no experts in fp32, no values to look at."""
+_SHAPES = re.compile(
+    r"reduction dim|must match the size|is invalid for input|cannot be multiplied|broadcast"
+    r"|mismatch"
+)
+"""Errors of shapes. Others may be the meta device's own: it has no experts in fp32, no values to
+look at.
+"""
 
 
 def try_settings(config: Config, parts: Parts) -> None:
-    """Raises one ConfigError with a line per part of the configuration that cannot work; nothing is loaded."""
+    """Raises one ConfigError with a line per part of the configuration that cannot work; nothing is
+    loaded.
+    """
     problems, strategy = [], "fsdp" if parts.mesh.strategy == "auto" else parts.mesh.strategy
     if config.hub.push and not config.checkpoint.export_hf:
-        problems.append(f"hub.push={config.hub.push} uploads what checkpoint.export_hf=false does not write.")
+        problems.append(
+            f"hub.push={config.hub.push} uploads what checkpoint.export_hf=false does not write."
+        )
     for attempt in (
         lambda: try_model(parts.model),
-        lambda: parts.optimizer(nn.Linear(2, 2)),  # a missing argument is named before the weights are read
+        # a missing argument is named before the weights are read
+        lambda: parts.optimizer(nn.Linear(2, 2)),
         lambda: check_parts(parts, strategy, default_device()),
     ):
         try:
@@ -190,13 +228,14 @@ def try_settings(config: Config, parts: Parts) -> None:
 def try_model(source: CausalLM) -> None:
     """Builds the model without weights and, where settings change it, runs it.
 
-    Raises ConfigError when a model of this config cannot be built or run. What the meta device cannot do (kernels of
-    other packages, sizes that depend on values) is left to the real model.
+    Raises ConfigError when a model of this config cannot be built or run. What the meta device
+    cannot do (kernels of other packages, sizes that depend on values) is left to the real model.
     """
     if source.pretrained and not source.overrides:
         return  # its makers have run it
     ids = torch.zeros(1, NUM_TOKENS, dtype=torch.long, device="meta")
-    mask = torch.zeros(1, 1, NUM_TOKENS, NUM_TOKENS, device="meta")  # one that is made from ids looks at values
+    # one that is made from ids looks at values
+    mask = torch.zeros(1, 1, NUM_TOKENS, NUM_TOKENS, device="meta")
     lm, config = None, source.described({"vocab_size": 64})
     try:
         lm = describe(config).eval()
@@ -208,7 +247,8 @@ def try_model(source: CausalLM) -> None:
 
 
 def from_run(config: Config) -> Config:
-    """Replaces a run's folder in model.pretrained by what that run has exported: its model, or its adapter and base.
+    """Replaces a run's folder in model.pretrained by what that run has exported: its model, or its
+    adapter and base.
 
     Raises ConfigError for a run without an export, and for an adapter that nothing continues.
     """
@@ -216,22 +256,28 @@ def from_run(config: Config) -> Config:
     folder = exported_folder(pretrained) if pretrained else None
     if not pretrained or not folder or Path(folder) == Path(pretrained).expanduser():
         return config
-    tokenizer = {key: folder if value == pretrained else value for key, value in config.tokenizer.items()}
+    tokenizer = {
+        key: folder if value == pretrained else value for key, value in config.tokenizer.items()
+    }
     settings = Path(folder) / "adapter_config.json"
     if not settings.is_file():
         return replace(config, model=config.model | {"pretrained": folder}, tokenizer=tokenizer)
     if not config.peft:
         raise ConfigError(
-            f"model.pretrained={pretrained} holds an adapter: peft=lora continues it; to train the whole model, "
-            "python recipes/export_hf.py merges it into its base first."
+            f"model.pretrained={pretrained} holds an adapter: peft=lora continues it; to train the "
+            "whole model, python recipes/export_hf.py merges it into its base first."
         )
     base = json.loads(settings.read_text())["base_model_name_or_path"]
     peft = config.peft | {"adapter": config.peft.get("adapter") or folder}
-    return replace(config, model=config.model | {"pretrained": base}, tokenizer=tokenizer, peft=peft)
+    return replace(
+        config, model=config.model | {"pretrained": base}, tokenizer=tokenizer, peft=peft
+    )
 
 
 def prepare_process(config: TrainingConfig) -> None:
-    """Threads and kernels of this process, before the first kernel runs, after its groups are open."""
+    """Threads and kernels of this process, before the first kernel runs, after its
+    groups are open.
+    """
     STARTUP.lap("groups")
     torch.set_num_threads(threads_of(config.num_threads)[0])
     use_deterministic(config.deterministic)
@@ -262,18 +308,25 @@ def plan_lines(report: PackingReport | None, plan: TrainingPlan, config: Config)
         )
         packing = "\n".join([head, *(f"{topic} {text}" for topic, text in report.remarks())])
     schedule = config.lr_scheduler  # one without a warm-up has neither
-    num_warmup_steps = num_warmup(schedule.get("warmup_steps", 0), schedule.get("warmup_frac", 0.0), plan.max_steps)
+    num_warmup_steps = num_warmup(
+        schedule.get("warmup_steps", 0), schedule.get("warmup_frac", 0.0), plan.max_steps
+    )
     lines = steps_text(plan, report, num_warmup_steps)
     if config.training.global_batch_size == "auto":
         lines += (
-            f"\ntraining.global_batch_size=auto: {plan.shape.global_batch_size}, and {num_warmup_steps:,} of warm-up"
+            f"\ntraining.global_batch_size=auto: {plan.shape.global_batch_size}, and "
+            f"{num_warmup_steps:,} of warm-up"
         )
     return [("packing", packing), ("steps", lines)]
 
 
 def model_lines(config: Config, built: BuiltModel, mesh: Mesh) -> list[Line]:
     """What is trained, how, and what it takes."""
-    plan, lm, dtype = built.plan, built.model.loss_model.lm, str(built.plan.dtype).removeprefix("torch.")
+    plan, lm, dtype = (
+        built.plan,
+        built.model.loss_model.lm,
+        str(built.plan.dtype).removeprefix("torch."),
+    )
     device = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "cpu"
     device += f": {processes_text(plan)}"
     if mesh.device.type == "cpu":
@@ -281,23 +334,33 @@ def model_lines(config: Config, built: BuiltModel, mesh: Mesh) -> list[Line]:
         why = threads_of(config.training.num_threads)[1]
         device += f", {num_threads} thread{'s' if num_threads > 1 else ''}{each} ({why})"
     has_experts = any("Experts" in type(module).__name__ for module in lm.modules())
-    experts = f", experts {lm.config.get_text_config()._experts_implementation}" if has_experts else ""
+    experts = (
+        f", experts {lm.config.get_text_config()._experts_implementation}" if has_experts else ""
+    )
     masters = f"{config.training.master_weights} master weights"
     model = (
-        f"{lm.config.model_type} {plan.parts.model.pretrained or 'from scratch'}: {count(plan.size.parameters)} "
-        f"parameters, {dtype} compute, {f'frozen in {dtype}, adapter in fp32' if built.adapter else masters}, "
-        f"loss {built.loss}{experts}"
+        f"{lm.config.model_type} {plan.parts.model.pretrained or 'from scratch'}: "
+        f"{count(plan.size.parameters)} parameters, {dtype} compute, "
+        f"{f'frozen in {dtype}, adapter in fp32' if built.adapter else masters}, loss "
+        f"{built.loss}{experts}"
     )
     max_norm, decay = config.training.max_grad_norm, config.training.ema_decay
     clipping = f"gradients clipped to {max_norm}" if max_norm else "no clipping"
-    average = f"of the weights of about {1 / (1 - decay):,.0f} steps (decay {decay}): validated, sampled and exported"
+    average = (
+        f"of the weights of about {1 / (1 - decay):,.0f} steps (decay {decay}): validated, sampled "
+        "and exported"
+    )
     return [
         ("device", device),
         ("model", model),
         *(("", note) for note in plan.parts.model.notes),
         *([("peft", built.adapter.description)] if built.adapter else []),
         ("attention", plan.attention),
-        *([("kernels", "deterministic: the same bits in each run")] if config.training.deterministic else []),
+        *(
+            [("kernels", "deterministic: the same bits in each run")]
+            if config.training.deterministic
+            else []
+        ),
         *([("compile", built.compiled)] if built.compiled != "off" else []),
         ("optimizer", f"{text_of(config.optimizer)}, {text_of(config.lr_scheduler)}, {clipping}"),
         *([("average", average)] if decay else []),
@@ -312,13 +375,19 @@ def data_lines(data: PackSource) -> list[Line]:
 
 def position_line(guards: Guards, max_steps: int) -> str:
     """`runs/x: fresh, steps 1 to 200, next checkpoint after step 100`, or from where it goes on."""
-    folder, checkpoint, step = guards.folder.display_path, guards.checkpointer.newest_name, guards.state.num_steps
+    folder, checkpoint, step = (
+        guards.folder.display_path,
+        guards.checkpointer.newest_name,
+        guards.state.num_steps,
+    )
     save_every = guards.config.checkpoint.every_steps
     origin = f"continues from {checkpoint}" if checkpoint else "fresh"
     if step >= max_steps:
         return f"{folder}: {origin}"
     saved = min((step // save_every + 1) * save_every, max_steps) if save_every else max_steps
-    return f"{folder}: {origin}, steps {step + 1} to {max_steps}, next checkpoint after step {saved}"
+    return (
+        f"{folder}: {origin}, steps {step + 1} to {max_steps}, next checkpoint after step {saved}"
+    )
 
 
 def processes_text(plan: ModelPlan) -> str:
@@ -332,20 +401,29 @@ def count(number: float) -> str:
     """8.03 B, 124 M, 37.2 k."""
     for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
         if number >= size:
-            return f"{number / size:,.{0 if number >= 100 * size else 1 if number >= 10 * size else 2}f} {unit}"
+            scaled = number / size
+            decimals = 0 if scaled >= 100 else 1 if scaled >= 10 else 2
+            return f"{scaled:,.{decimals}f} {unit}"
     return f"{number:.0f}"
 
 
 def steps_text(plan: TrainingPlan, report: PackingReport | None, num_warmup: int) -> str:
     """How long the run is, and a hint where it is too short to learn."""
     shape = plan.shape
-    epochs = f" = {plan.num_epochs:.1f} epochs of {plan.steps_per_epoch:,}" if plan.num_epochs else " of a stream"
+    epochs = (
+        f" = {plan.num_epochs:.1f} epochs of {plan.steps_per_epoch:,}"
+        if plan.num_epochs
+        else " of a stream"
+    )
     num_packs = min(shape.global_batch_size, report.packs) if report else shape.global_batch_size
-    documents = f" (about {report.documents_per_pack_mean * num_packs:,.0f} documents)" if report else ""
+    documents = (
+        f" (about {report.documents_per_pack_mean * num_packs:,.0f} documents)" if report else ""
+    )
     packs = f"{shape.global_batch_size} pack{'s' if shape.global_batch_size > 1 else ''}"
     lines = [
         f"{plan.max_steps:,}{epochs}; a step is {packs}{documents} in micro-batches of "
-        f"{shape.micro_batch_size} on {shape.dp_size} data-parallel rank{'s' if shape.dp_size > 1 else ''}"
+        f"{shape.micro_batch_size} on {shape.dp_size} data-parallel "
+        f"rank{'s' if shape.dp_size > 1 else ''}"
     ]
     if report and report.packs < shape.global_batch_size:
         lines.append(
@@ -353,5 +431,7 @@ def steps_text(plan: TrainingPlan, report: PackingReport | None, num_warmup: int
             "packed_sequence.packed_sequence_size or training.global_batch_size for more steps"
         )
     if plan.max_steps <= num_warmup:
-        lines.append(f"NOTE: the run ends within its warm-up: lower lr_scheduler.warmup_steps={num_warmup}")
+        lines.append(
+            f"NOTE: the run ends within its warm-up: lower lr_scheduler.warmup_steps={num_warmup}"
+        )
     return "\n".join(lines)

@@ -25,7 +25,10 @@ def learnable(variant: Variant, vocabulary: int) -> Iterator[tuple[dict[str, Any
     rng = np.random.default_rng(SEED)
     next_of = torch.from_numpy(rng.integers(3, vocabulary, (vocabulary, 4)))
     for batch, lens in batches_of(variant, vocabulary):
-        ids, draws = batch["input_ids"], torch.from_numpy(rng.integers(0, 4, batch["input_ids"].shape))
+        ids, draws = (
+            batch["input_ids"],
+            torch.from_numpy(rng.integers(0, 4, batch["input_ids"].shape)),
+        )
         for column in range(1, ids.shape[1]):
             ids[:, column] = next_of[ids[:, column - 1], draws[:, column]]
         labels = ids.roll(-1, 1)
@@ -55,11 +58,19 @@ def curves(device: str, is_tiny: bool = False) -> dict[str, Any]:
         losses[name] = [float(loss) for loss in of_way]
     last = steps - steps // 4
     want = np.array(losses["fp32"][last:])
-    apart = {name: float(np.abs(np.array(of[last:]) / want - 1).max()) for name, of in losses.items() if name != "fp32"}
+    apart = {
+        name: float(np.abs(np.array(of[last:]) / want - 1).max())
+        for name, of in losses.items()
+        if name != "fp32"
+    }
     learned = losses["fp32"][-1] < losses["fp32"][0]
     verdict = "pass" if learned and max(apart.values()) < 0.02 else "FAIL"
     every = max(1, steps // 20)
-    return {"verdict": verdict, "apart_frac": apart, "losses": {name: of[::every] for name, of in losses.items()}}
+    return {
+        "verdict": verdict,
+        "apart_frac": apart,
+        "losses": {name: of[::every] for name, of in losses.items()},
+    }
 
 
 def gradients(device: str, shape: str = "1b") -> dict[str, Any]:
@@ -86,4 +97,8 @@ def gradients(device: str, shape: str = "1b") -> dict[str, Any]:
     norms = {name: float(want[name].norm()) for name in want}
     whole = (sum(e**2 for e in errors.values()) / sum(n**2 for n in norms.values())) ** 0.5
     worst = max((errors[name] / norms[name], name) for name in want if norms[name])
-    return {"verdict": "pass" if whole < 0.05 else "FAIL", "gradient_error_frac": whole, "worst": worst}
+    return {
+        "verdict": "pass" if whole < 0.05 else "FAIL",
+        "gradient_error_frac": whole,
+        "worst": worst,
+    }

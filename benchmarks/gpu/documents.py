@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from benchmarks.gpu.steps import Variant
 
 SEED = 0
-KINDS = {"gsm8k": (150, 0.37), "chat": (420, 0.85), "long": (6000, 1.0)}  # median and spread of the logarithm
+# median and spread of the logarithm
+KINDS = {"gsm8k": (150, 0.37), "chat": (420, 0.85), "long": (6000, 1.0)}
 TREE = (512, 4, 127)  # tokens of a shared beginning, rows that share it, and their own tokens
 
 
@@ -27,7 +28,11 @@ def described(kind: str, longest: int = 8192) -> dict[str, float]:
     """Of the first 10,000 documents."""
     source = lengths(kind, longest)
     drawn = np.array([next(source) for _ in range(10_000)])
-    return {"mean_tokens": float(drawn.mean()), "median_tokens": float(np.median(drawn)), "longest": int(drawn.max())}
+    return {
+        "mean_tokens": float(drawn.mean()),
+        "median_tokens": float(np.median(drawn)),
+        "longest": int(drawn.max()),
+    }
 
 
 def padded_batches(variant: Variant, source: Iterator[int]) -> Iterator[list[int]]:
@@ -42,7 +47,8 @@ def padded_batches(variant: Variant, source: Iterator[int]) -> Iterator[list[int
         pool = sorted(next(source) for _ in range(32 * num_rows))
         batches, batch = [], []
         for length in pool:
-            if batch and length * (len(batch) + 1) > variant.micro * variant.pack:  # slots of a batch, as in a pack
+            # slots of a batch, as in a pack
+            if batch and length * (len(batch) + 1) > variant.micro * variant.pack:
                 batches.append(batch)
                 batch = []
             batch.append(length)
@@ -99,7 +105,9 @@ def _collated(ids: Any, rows: list[list[int]]) -> dict[str, Any]:
     }
 
 
-def _shared_beginnings(variant: Variant, vocabulary: int) -> Iterator[tuple[dict[str, Any], list[int]]]:
+def _shared_beginnings(
+    variant: Variant, vocabulary: int
+) -> Iterator[tuple[dict[str, Any], list[int]]]:
     """Rows that share their beginning: as trees, whose branches begin with a copy of its last token, or one by one. Both
     count the tokens of rows.
     """
@@ -117,7 +125,8 @@ def _shared_beginnings(variant: Variant, vocabulary: int) -> Iterator[tuple[dict
         batch = _collated(ids, [row] * variant.micro)
         if is_tree:
             batch["position_ids"] = tree.repeat(len(row)).expand_as(ids).clone()
-            ends = (tree[1:] == shared - 1).nonzero().squeeze(1)[1:]  # the last token of each branch but the last
+            # the last token of each branch but the last
+            ends = (tree[1:] == shared - 1).nonzero().squeeze(1)[1:]
             for d in range(len(row)):
                 batch["labels"][:, d * slot + ends] = -100
         rows_of_slot = num_rows if is_tree else 1

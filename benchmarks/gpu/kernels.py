@@ -20,7 +20,11 @@ from automodel_lite.attention.kernel import AttentionKernel, ReferenceAttention
 from automodel_lite.attention.spec import AttentionSpec
 from automodel_lite.errors import ConfigError
 from automodel_lite.graphs import compiled_graphs
-from automodel_lite.parallel.context_parallel import concatenated_ranges, owned_segments, shard_indices
+from automodel_lite.parallel.context_parallel import (
+    concatenated_ranges,
+    owned_segments,
+    shard_indices,
+)
 from automodel_lite.thd import AttentionOptions, Segments
 from benchmarks.gpu.machine import clocks
 
@@ -80,8 +84,16 @@ def run(kernel_name: str, case_name: str, device: str) -> dict[str, Any]:
     except ConfigError as error:
         return {"verdict": "missing", "why": str(error)}
     graphs = compiled_graphs()
-    row = check(kernel_name, kernel, next(case for case in CASES if case.name == case_name), torch.device(device))
-    found = {"verdict": "FAIL" if row.verdict.startswith("FAIL") else "pass", "largest_error": row.largest}
+    row = check(
+        kernel_name,
+        kernel,
+        next(case for case in CASES if case.name == case_name),
+        torch.device(device),
+    )
+    found = {
+        "verdict": "FAIL" if row.verdict.startswith("FAIL") else "pass",
+        "largest_error": row.largest,
+    }
     return found | {"why": row.verdict, "graphs": compiled_graphs() - graphs}
 
 
@@ -91,7 +103,10 @@ def speed(kernel_name: str, device: str, tokens: int = 32768) -> dict[str, Any]:
         kernel = load(KERNELS[kernel_name])
     except ConfigError as error:
         return {"verdict": "missing", "why": str(error)}
-    found = {"verdict": "pass", "forward_backward_ms": speed_ms(kernel, tokens, torch.device(device))}
+    found = {
+        "verdict": "pass",
+        "forward_backward_ms": speed_ms(kernel, tokens, torch.device(device)),
+    }
     return found | {"tokens": tokens, **clocks(device)}
 
 
@@ -115,27 +130,43 @@ def check(name: str, kernel: AttentionKernel, case: Case, device: torch.device) 
     except ConfigError as error:
         return Row(name, case.name, None, f"refuses: {error}"[:110])
     except Exception as error:
-        return Row(name, case.name, None, f"FAIL: {type(error).__name__}: {str(error).splitlines()[0]}"[:110])
+        return Row(
+            name,
+            case.name,
+            None,
+            f"FAIL: {type(error).__name__}: {str(error).splitlines()[0]}"[:110],
+        )
     return Row(name, case.name, largest, "ok" if largest < TOLERANCE[dtype] else "FAIL")
 
 
 def largest_error(
-    kernel: AttentionKernel, case: Case, device: torch.device, dtype: torch.dtype, with_gradients: bool
+    kernel: AttentionKernel,
+    case: Case,
+    device: torch.device,
+    dtype: torch.dtype,
+    with_gradients: bool,
 ) -> float:
     """Relative, over outputs and gradients of plain packing and of all context-parallel sizes."""
     torch.manual_seed(0)
     cu = boundaries(torch.tensor(LENGTHS, device=device))
     total = int(cu[-1])
     shapes = [(total, case.num_heads, case.head_dim), (total, case.num_kv_heads, case.head_dim)]
-    shapes += [(total, case.num_kv_heads, case.value_head_dim), (total, case.num_heads, case.value_head_dim)]
+    shapes += [
+        (total, case.num_kv_heads, case.value_head_dim),
+        (total, case.num_heads, case.value_head_dim),
+    ]
     q, k, v, grad = (torch.randn(shape, device=device) for shape in shapes)
     sinks = torch.randn(case.num_heads, device=device) if case.sinks else None
     # bf16 inputs are rounded for both, so that only the arithmetic differs
     q, k, v, grad = (x.to(dtype).float() for x in (q, k, v, grad))
-    want = attend(ReferenceAttention(), q, k, v, sinks, cu, cu, grad, case, torch.float32, with_gradients)
+    want = attend(
+        ReferenceAttention(), q, k, v, sinks, cu, cu, grad, case, torch.float32, with_gradients
+    )
     results = [attend(kernel, q, k, v, sinks, cu, cu, grad, case, dtype, with_gradients)]
     for cp in CP_SIZES:
-        results.append(over_ranks(kernel, cp, q, k, v, sinks, cu, grad, case, dtype, with_gradients))
+        results.append(
+            over_ranks(kernel, cp, q, k, v, sinks, cu, grad, case, dtype, with_gradients)
+        )
     return max(float((a - b).norm() / b.norm()) for got in results for a, b in zip(got, want))
 
 
@@ -180,12 +211,29 @@ def over_ranks(
 ) -> list[Tensor]:
     """What the ranks compute after the all-gather of keys and values, put together again."""
     out = grad.new_zeros(len(q), case.num_heads, case.value_head_dim)
-    grads = [torch.zeros_like(x) for x in (q, k, v)] + ([] if sinks is None else [torch.zeros_like(sinks)])
+    grads = [torch.zeros_like(x) for x in (q, k, v)] + (
+        [] if sinks is None else [torch.zeros_like(sinks)]
+    )
     for rank in range(cp):
         mine, segments = shard_indices(cu, cp, rank), owned_segments(cu, cp, rank)
         keys = concatenated_ranges(segments.document_start, segments.end)
-        cu_q, cu_k = boundaries(segments.end - segments.start), boundaries(segments.end - segments.document_start)
-        got = attend(kernel, q[mine], k[keys], v[keys], sinks, cu_q, cu_k, grad[mine], case, dtype, with_gradients)
+        cu_q, cu_k = (
+            boundaries(segments.end - segments.start),
+            boundaries(segments.end - segments.document_start),
+        )
+        got = attend(
+            kernel,
+            q[mine],
+            k[keys],
+            v[keys],
+            sinks,
+            cu_q,
+            cu_k,
+            grad[mine],
+            case,
+            dtype,
+            with_gradients,
+        )
         out[mine] = got[0]
         if with_gradients:
             grads[0][mine] = got[1]
@@ -208,9 +256,14 @@ def speed_ms(kernel: AttentionKernel, tokens: int, device: torch.device) -> floa
     lengths = (weights / weights.sum() * tokens).long() // 16 * 16
     lengths[-1] += tokens - int(lengths.sum())
     cu = boundaries(lengths.to(device))
-    q, k, v, grad = (torch.randn(tokens, heads, 128, device=device, dtype=torch.bfloat16) for heads in (32, 8, 8, 32))
+    q, k, v, grad = (
+        torch.randn(tokens, heads, 128, device=device, dtype=torch.bfloat16)
+        for heads in (32, 8, 8, 32)
+    )
     case = Case("speed", 32, 8, 128, 128)
-    return device_ms(lambda: attend(kernel, q, k, v, None, cu, cu, grad, case, torch.bfloat16, True))
+    return device_ms(
+        lambda: attend(kernel, q, k, v, None, cu, cu, grad, case, torch.bfloat16, True)
+    )
 
 
 def device_ms(run: Callable[[], object], repeats: int = 5) -> float:

@@ -9,7 +9,17 @@ import time
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-PACKAGES = ("torch", "transformers", "triton", "peft", "torchao", "liger-kernel", "bitsandbytes", "trl", "flash-attn")
+PACKAGES = (
+    "torch",
+    "transformers",
+    "triton",
+    "peft",
+    "torchao",
+    "liger-kernel",
+    "bitsandbytes",
+    "trl",
+    "flash-attn",
+)
 PACKAGES += ("transformer-engine", "flash-linear-attention")
 COPY_BYTES = 2**31
 
@@ -21,19 +31,35 @@ def header(device: str) -> dict[str, Any]:
     import recipes.train_ft  # noqa: F401
     from benchmarks.gpu.documents import SEED, described
 
-    found = {"verdict": "pass", "versions": {name: _version(name) for name in PACKAGES}, "seed": SEED}
-    found |= {"commit": _output("git", "describe", "--always", "--dirty") or "unknown", "documents": described("chat")}
+    found = {
+        "verdict": "pass",
+        "versions": {name: _version(name) for name in PACKAGES},
+        "seed": SEED,
+    }
+    found |= {
+        "commit": _output("git", "describe", "--always", "--dirty") or "unknown",
+        "documents": described("chat"),
+    }
     if device == "cuda":
         properties = torch.cuda.get_device_properties(0)
-        found |= {"memory_gib": properties.total_memory / 2**30, "capability": f"{properties.major}.{properties.minor}"}
-        found |= {"cuda": torch.version.cuda, "driver": _smi("driver_version"), "power_limit": _smi("power.limit")}
+        found |= {
+            "memory_gib": properties.total_memory / 2**30,
+            "capability": f"{properties.major}.{properties.minor}",
+        }
+        found |= {
+            "cuda": torch.version.cuda,
+            "driver": _smi("driver_version"),
+            "power_limit": _smi("power.limit"),
+        }
     return found
 
 
 def _output(*command: str) -> str:
     """Of a command, on one line; empty where it is missing or fails."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, cwd=os.path.dirname(__file__))
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=10, cwd=os.path.dirname(__file__)
+        )
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return " ".join(done.stdout.split()) if done.returncode == 0 else ""
@@ -62,7 +88,9 @@ def _version(name: str) -> str | None:
 
 def expandable_segments(device: str) -> dict[str, Any]:
     """Does the allocator get memory in expandable segments? Sandboxed kernels may refuse them."""
-    os.environ["PYTORCH_ALLOC_CONF"] = os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+    os.environ["PYTORCH_ALLOC_CONF"] = os.environ["PYTORCH_CUDA_ALLOC_CONF"] = (
+        "expandable_segments:True"
+    )
     import torch
 
     total = sum(float(torch.ones(2**20 * size, device=device).sum()) for size in (1, 17, 3))
@@ -82,7 +110,10 @@ def ceilings(device: str, size: int = 8192) -> dict[str, Any]:
     if not is_cuda:
         size = 1024
     copy_bytes = COPY_BYTES if is_cuda else 2**28
-    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16 if is_cuda else torch.float32) for _ in "ab")
+    a, b = (
+        torch.randn(size, size, device=device, dtype=torch.bfloat16 if is_cuda else torch.float32)
+        for _ in "ab"
+    )
     source = torch.empty(copy_bytes, dtype=torch.uint8, device=device).fill_(1)
     target = torch.empty_like(source).fill_(0)
     milliseconds = device_ms if is_cuda else _host_ms
@@ -91,7 +122,9 @@ def ceilings(device: str, size: int = 8192) -> dict[str, Any]:
         for _ in range(200):  # a quarter of a second of work behind which the clocks are read
             a @ b
     meanwhile = clocks(device)
-    copies = [milliseconds(lambda: target.copy_(source), repeats=10 if is_cuda else 3) for _ in range(3)]
+    copies = [
+        milliseconds(lambda: target.copy_(source), repeats=10 if is_cuda else 3) for _ in range(3)
+    ]
     peak = peak_of(torch.cuda.get_device_name()) if is_cuda else None
     return meanwhile | {
         "verdict": "pass",

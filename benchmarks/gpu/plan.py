@@ -36,33 +36,70 @@ def groups(parts: list[Part]) -> Iterator[list[Part]]:
         yield list(members)
 
 
-def step(name: str, group: str, limit_s: int, needs: tuple[str, ...] = (), gib: float = 0.0, **settings: Any) -> Part:
+def step(
+    name: str,
+    group: str,
+    limit_s: int,
+    needs: tuple[str, ...] = (),
+    gib: float = 0.0,
+    **settings: Any,
+) -> Part:
     return Part(f"step-{name}", "steps.measure", limit_s, {"settings": settings}, needs, gib, group)
 
 
-def recipe(name: str, group: str, limit_s: int, *overrides: str, gib: float = 0.0, **arguments: Any) -> Part:
-    return Part(name, "recipe.rate", limit_s, {"overrides": [*overrides], **arguments}, (), gib, group)
+def recipe(
+    name: str, group: str, limit_s: int, *overrides: str, gib: float = 0.0, **arguments: Any
+) -> Part:
+    return Part(
+        name, "recipe.rate", limit_s, {"overrides": [*overrides], **arguments}, (), gib, group
+    )
 
 
-def kernel(name: str, cases: tuple[str, ...], limit_s: int = 60, has_speed: bool = True) -> list[Part]:
+def kernel(
+    name: str, cases: tuple[str, ...], limit_s: int = 60, has_speed: bool = True
+) -> list[Part]:
     """Each case is a part: what a kill cuts off leaves the cases before it."""
     packages = {"flash": ("flash_attn",), "te": ("transformer_engine",)}.get(name, ())
     parts = [
-        Part(f"kernel-{name}: {case}", "kernels.run", limit_s, {"kernel_name": name, "case_name": case}, packages)
+        Part(
+            f"kernel-{name}: {case}",
+            "kernels.run",
+            limit_s,
+            {"kernel_name": name, "case_name": case},
+            packages,
+        )
         for case in cases
     ]
     if has_speed:
-        parts.append(Part(f"kernel-{name}: speed", "kernels.speed", limit_s, {"kernel_name": name}, packages))
+        parts.append(
+            Part(f"kernel-{name}: speed", "kernels.speed", limit_s, {"kernel_name": name}, packages)
+        )
     return [Part(**vars(part) | {"group": f"kernel-{name}"}) for part in parts]
 
 
 def feature(name: str, *overrides: str, needs: tuple[str, ...] = ()) -> Part:
-    return Part(f"feature-{name}", "recipe.feature", 120, {"overrides": [*overrides]}, needs, group="features")
+    return Part(
+        f"feature-{name}",
+        "recipe.feature",
+        120,
+        {"overrides": [*overrides]},
+        needs,
+        group="features",
+    )
 
 
-CASES = ("grouped heads", "equal heads", "head dim 128", "head dim 256", "window 50", "softcap 30", "sinks, window")
+CASES = (
+    "grouped heads",
+    "equal heads",
+    "head dim 128",
+    "head dim 256",
+    "window 50",
+    "softcap 30",
+    "sinks, window",
+)
 CASES += ("latent 192/128",)
-FLEX_FIRST = ("softcap 30", "sinks, window", "head dim 256")  # for which no other kernel of CUDA is there
+# for which no other kernel of CUDA is there
+FLEX_FIRST = ("softcap 30", "sinks, window", "head dim 256")
 BF16 = ("training.master_weights=bf16", "training.precision=bf16", "optimizer=adamw_bf16")
 COMPILED = "training.compile=true"
 
@@ -83,19 +120,52 @@ def full_plan() -> list[Part]:
         recipe("recipe-1b-compiled", "1b", 180, COMPILED),
         step("8b-bf16", "8b", 200, gib=120, weights="bf16", compiled=True, pack=8192, **eight_b),
         recipe(
-            "recipe-8b", "8b", 240, "training.activation_checkpointing=full", COMPILED, gib=130, shape="8b", steps=9
+            "recipe-8b",
+            "8b",
+            240,
+            "training.activation_checkpointing=full",
+            COMPILED,
+            gib=130,
+            shape="8b",
+            steps=9,
         ),
         recipe("recipe-8b-bf16", "8b", 240, *BF16, COMPILED, gib=120, shape="8b", steps=9),
-        step("8b-lora-compiled", "8b", 200, ("peft",), 60, pack=4096, lora=True, compiled=True, **eight_b),
+        step(
+            "8b-lora-compiled",
+            "8b",
+            200,
+            ("peft",),
+            60,
+            pack=4096,
+            lora=True,
+            compiled=True,
+            **eight_b,
+        ),
         step("transformers-flex", "peers", 200, attention="flex", compiled=True, **one_b),
-        Part("trl-liger", "rivals.trl", 200, {"liger": True}, ("trl", "liger_kernel"), group="peers"),
-        step("packed-32k", "long", 150, documents="long", **one_b | {"pack": 32768, "recompute": "full", "steps": 4}),
-        step("packed-131k", "long", 200, documents="long", **one_b | {"pack": 131072, "recompute": "full", "steps": 2}),
+        Part(
+            "trl-liger", "rivals.trl", 200, {"liger": True}, ("trl", "liger_kernel"), group="peers"
+        ),
+        step(
+            "packed-32k",
+            "long",
+            150,
+            documents="long",
+            **one_b | {"pack": 32768, "recompute": "full", "steps": 4},
+        ),
+        step(
+            "packed-131k",
+            "long",
+            200,
+            documents="long",
+            **one_b | {"pack": 131072, "recompute": "full", "steps": 2},
+        ),
         step("moe", "families", 200, shape="moe", weights="bf16", pack=8192),
         step("hybrid", "families", 200, shape="hybrid", weights="bf16", pack=8192),
         Part("curves", "curves.curves", 240, group="curves"),
         Part("gradients", "curves.gradients", 120, least_gib=30, group="curves"),
-        Part("save-8b", "recipe.save_and_resume", 400, {"shape": "8b"}, least_gib=130, group="save"),
+        Part(
+            "save-8b", "recipe.save_and_resume", 400, {"shape": "8b"}, least_gib=130, group="save"
+        ),
         Part("idle-1b", "recipe.idle", 150, group="inside"),
         Part("strict-step", "recipe.strict_step", 120, group="inside"),
         step("trees", "trees", 120, documents="trees", **one_b),
@@ -132,7 +202,10 @@ def smoke_plan() -> list[Part]:
         Part("header", "machine.header", 120, group="machine"),
         Part("ceilings", "machine.ceilings", 120, group="machine"),
         *kernel("reference", ("grouped heads", "sinks, window"), 120, has_speed=False),
-        *(step(a, "tiny", 120, attention=a, **tiny) for a in ("packed", "padded", "sorted", "mask", "position_ids")),
+        *(
+            step(a, "tiny", 120, attention=a, **tiny)
+            for a in ("packed", "padded", "sorted", "mask", "position_ids")
+        ),
         step("plain-loss", "tiny", 120, loss="plain", **tiny),
         step("lora", "tiny", 120, ("peft",), lora=True, **tiny),
         step("bf16", "tiny", 120, weights="bf16", **tiny),

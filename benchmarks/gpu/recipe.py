@@ -33,7 +33,11 @@ TINY = [
     "checkpoint.every_steps=4",
     "checkpoint.export_hf=false",
 ]
-SAVES = ["checkpoint.every_steps=2", "checkpoint.keep_last=1", "training.activation_checkpointing=full"]
+SAVES = [
+    "checkpoint.every_steps=2",
+    "checkpoint.keep_last=1",
+    "training.activation_checkpointing=full",
+]
 # multiples of 16 in every dim, for fp8; a vocabulary that the built-in tokenizer has
 SMALL = [
     "model.config.hidden_size=256",
@@ -63,9 +67,15 @@ def built_in_job(device: str, steps: int = 200) -> dict[str, Any]:
     """`llama_packed` from the data to held-out questions: 24 of 24."""
     with tempfile.TemporaryDirectory() as folder:
         code, screen = command(
-            "train_ft", "--config-name", "llama_packed", f"output_dir={folder}/run", f"training.max_steps={steps}"
+            "train_ft",
+            "--config-name",
+            "llama_packed",
+            f"output_dir={folder}/run",
+            f"training.max_steps={steps}",
         )
-        answers = next((line for line in screen.splitlines() if line.startswith("held-out questions")), "")
+        answers = next(
+            (line for line in screen.splitlines() if line.startswith("held-out questions")), ""
+        )
     if code or (steps == 200 and "24 of 24" not in answers):
         return failed(screen)
     return {"verdict": "pass", "answers": answers}
@@ -80,14 +90,18 @@ def job(recipe: str, preset: str, *overrides: str) -> tuple[int, str]:
 
     screen = io.StringIO()
     with redirect_stdout(screen):
-        code = import_module(f"recipes.{recipe}").main(check_config(compose_config(preset, [*overrides])))
+        code = import_module(f"recipes.{recipe}").main(
+            check_config(compose_config(preset, [*overrides]))
+        )
     return int(code or 0), screen.getvalue()
 
 
 def verify(device: str) -> dict[str, Any]:
     """`recipes/verify.py`: packing and padding, gradients, on this device."""
     with tempfile.TemporaryDirectory() as folder:
-        code, screen = job("verify", "smoke", f"output_dir={folder}/run", f"cache_dir={folder}/cache")
+        code, screen = job(
+            "verify", "smoke", f"output_dir={folder}/run", f"cache_dir={folder}/cache"
+        )
     return failed(screen) if code else {"verdict": "pass", "screen": screen.splitlines()[-3:]}
 
 
@@ -110,7 +124,11 @@ def feature(device: str, overrides: list[str]) -> dict[str, Any]:
         return failed(screen)
     worst = max(abs(again[step] - whole[step]) / abs(whole[step]) for step in whole)
     # FlashAttention adds up gradients in any order
-    return {"verdict": "pass" if worst < 0.02 else "FAIL", "resumed_off_by": worst, "loss": [whole[1], whole[8]]}
+    return {
+        "verdict": "pass" if worst < 0.02 else "FAIL",
+        "resumed_off_by": worst,
+        "loss": [whole[1], whole[8]],
+    }
 
 
 def losses(folder: Path) -> dict[int, float]:
@@ -122,7 +140,9 @@ def losses(folder: Path) -> dict[int, float]:
 def write_documents(path: Path, num_documents: int, longest: int) -> None:
     """Texts of so many words as the chats of `steps.lengths` have tokens; each word becomes about one token."""
     rng = np.random.default_rng(SEED)
-    words = np.array([f"{a}{b}" for a in ("ka", "lo", "mi", "nu", "pe", "ru", "sa", "to") for b in range(100)])
+    words = np.array(
+        [f"{a}{b}" for a in ("ka", "lo", "mi", "nu", "pe", "ru", "sa", "to") for b in range(100)]
+    )
     source = lengths("chat", longest - 64)
     with path.open("w") as file:
         for _ in range(num_documents):
@@ -157,14 +177,20 @@ def config_of(folder: str, shape: str, pack: int, steps: int, overrides: list[st
                 "checkpoint.every_steps=0",
                 "checkpoint.export_hf=false",
                 "report=false",
-                *([] if any(text.startswith("training.compile") for text in overrides) else [PLAIN]),
+                *(
+                    []
+                    if any(text.startswith("training.compile") for text in overrides)
+                    else [PLAIN]
+                ),
                 *overrides,
             ],
         )
     )
 
 
-def rate(device: str, shape: str = "1b", overrides: list[str] | None = None, steps: int = 48) -> dict[str, Any]:
+def rate(
+    device: str, shape: str = "1b", overrides: list[str] | None = None, steps: int = 48
+) -> dict[str, Any]:
     """Tokens per second of the recipe as shipped, by its own metrics after the warm-up: beside the bare step, its tax."""
     from recipes import train_ft
 
@@ -174,11 +200,18 @@ def rate(device: str, shape: str = "1b", overrides: list[str] | None = None, ste
         config = config_of(folder, shape, 256 if shape == "tiny" else 8192, steps, options)
         if train_ft.main(config):
             return {"verdict": "FAIL"}
-        rows = [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
+        rows = [
+            json.loads(line)
+            for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()
+        ]
     rows = [row for row in rows if "loss" in row and row["step"] > 2 * every]
     rates = [row["tokens_per_s"] for row in rows]
     median = statistics.median(rates)
-    found = {"verdict": "pass", "tokens_per_s": median, "spread_frac": (max(rates) - min(rates)) / median}
+    found = {
+        "verdict": "pass",
+        "tokens_per_s": median,
+        "spread_frac": (max(rates) - min(rates)) / median,
+    }
     found |= {"mfu_frac": rows[-1].get("mfu_frac"), "tflops_per_s": rows[-1]["tflops_per_s"]}
     return found | {"peak_gib": rows[-1]["memory_gib"], "data_wait_s": rows[-1]["data_wait_s"]}
 
@@ -187,10 +220,14 @@ def save_and_resume(device: str, shape: str) -> dict[str, Any]:
     """Two steps, saved, and two more by another start: seconds of each and the size of a checkpoint (8B: 96 GB)."""
     from recipes import train_ft
 
-    needed = 2.2 * 12 * 8.03e9 if shape == "8b" else 0.0  # two checkpoints of weights and moments in fp32
+    # two checkpoints of weights and moments in fp32
+    needed = 2.2 * 12 * 8.03e9 if shape == "8b" else 0.0
     with tempfile.TemporaryDirectory() as folder:
         if shutil.disk_usage(folder).free < needed:
-            return {"verdict": "missing", "why": f"needs {needed / 1e9:.0f} GB of disk in {Path(folder).parent}"}
+            return {
+                "verdict": "missing",
+                "why": f"needs {needed / 1e9:.0f} GB of disk in {Path(folder).parent}",
+            }
         config = config_of(folder, shape, 256 if shape == "tiny" else 8192, 2, [*SAVES])
         began = time.perf_counter()
         if train_ft.main(config):
@@ -199,7 +236,11 @@ def save_and_resume(device: str, shape: str) -> dict[str, Any]:
         saved = Path(folder, "run", "checkpoints", "step_00000002")
         size = sum(path.stat().st_size for path in saved.rglob("*") if path.is_file())
         again = config_of(
-            folder, shape, 256 if shape == "tiny" else 8192, 4, [*SAVES, "checkpoint.accept_changes=true"]
+            folder,
+            shape,
+            256 if shape == "tiny" else 8192,
+            4,
+            [*SAVES, "checkpoint.accept_changes=true"],
         )
         screen = io.StringIO()
         with redirect_stdout(screen):
@@ -267,7 +308,11 @@ def idle(device: str, shape: str = "1b") -> dict[str, Any]:
 
     with tempfile.TemporaryDirectory() as folder, _stepping_by(step):
         config = config_of(
-            folder, shape, 256 if shape == "tiny" else 8192, first + 8, ["training.log_every_steps=1000"]
+            folder,
+            shape,
+            256 if shape == "tiny" else 8192,
+            first + 8,
+            ["training.log_every_steps=1000"],
         )
         if train_ft.main(config):
             return {"verdict": "FAIL"}

@@ -56,22 +56,30 @@ def trl(device: str, is_tiny: bool = False, liger: bool = False) -> dict[str, An
         # flex has no backward on a CPU
         attention = "flex_attention" if is_cuda else "sdpa"
         model = LlamaForCausalLM(LlamaConfig(**shape, attn_implementation=attention))
-        words = Tokenizer(WordLevel({"<end>": 0}, unk_token="<end>"))  # TRL wants a tokenizer; the data has ids
+        # TRL wants a tokenizer; the data has ids
+        words = Tokenizer(WordLevel({"<end>": 0}, unk_token="<end>"))
         trainer = SFTTrainer(
             model=model,
             args=settings,
-            processing_class=PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<end>", eos_token="<end>"),
+            processing_class=PreTrainedTokenizerFast(
+                tokenizer_object=words, pad_token="<end>", eos_token="<end>"
+            ),
             train_dataset=Dataset.from_dict({"input_ids": [row.tolist() for row in rows]}),
             callbacks=[Clock()],
         )
         collate = trainer.data_collator
 
         def counting(samples: Any) -> Any:
-            tokens.append(sum(len(sample["input_ids"]) for sample in samples))  # packs are not padded yet
+            # packs are not padded yet
+            tokens.append(sum(len(sample["input_ids"]) for sample in samples))
             return collate(samples)
 
         trainer.data_collator = counting
         trainer.train()
     half = len(marks) // 2  # the first half warms up
     done = sum(tokens[half : len(marks)])
-    return {"verdict": "pass", "tokens_per_s": done / (marks[-1] - marks[half - 1]), "attention": attention}
+    return {
+        "verdict": "pass",
+        "tokens_per_s": done / (marks[-1] - marks[half - 1]),
+        "attention": attention,
+    }

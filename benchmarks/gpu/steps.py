@@ -18,14 +18,27 @@ import numpy as np
 from benchmarks.gpu.documents import SEED, batches_of
 from benchmarks.gpu.machine import clocks
 
-LLAMA = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
+LLAMA = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "intermediate_size",
+)
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": dict(zip(LLAMA, (64, 2, 4, 2, 128)), vocab_size=512, tie_word_embeddings=True),
     "small": dict(zip(LLAMA, (512, 8, 8, 4, 1536)), vocab_size=8192, tie_word_embeddings=True),
-    "1b": dict(zip(LLAMA, (2048, 16, 32, 8, 8192)), vocab_size=128256, tie_word_embeddings=True),  # Llama-3.2-1B
-    "8b": dict(zip(LLAMA, (4096, 32, 32, 8, 14336)), vocab_size=128256, tie_word_embeddings=False),  # Llama-3.1-8B
+    # Llama-3.2-1B
+    "1b": dict(zip(LLAMA, (2048, 16, 32, 8, 8192)), vocab_size=128256, tie_word_embeddings=True),
+    # Llama-3.1-8B
+    "8b": dict(zip(LLAMA, (4096, 32, 32, 8, 14336)), vocab_size=128256, tie_word_embeddings=False),
 }
-EXPERTS = {"model_type": "qwen3_moe", "head_dim": 128, "decoder_sparse_step": 1, "norm_topk_prob": True}
+EXPERTS = {
+    "model_type": "qwen3_moe",
+    "head_dim": 128,
+    "decoder_sparse_step": 1,
+    "norm_topk_prob": True,
+}
 SHAPES["moe"] = EXPERTS | dict(  # Qwen3-30B-A3B, of 48 layers the first 4
     zip(LLAMA, (2048, 4, 32, 4, 6144)),
     vocab_size=151936,
@@ -33,15 +46,20 @@ SHAPES["moe"] = EXPERTS | dict(  # Qwen3-30B-A3B, of 48 layers the first 4
     num_experts_per_tok=8,
     moe_intermediate_size=768,
 )
-SHAPES["tiny-moe"] = SHAPES["tiny"] | EXPERTS | {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2}
+SHAPES["tiny-moe"] = (
+    SHAPES["tiny"] | EXPERTS | {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2}
+)
 SHAPES["tiny-moe"] |= {"moe_intermediate_size": 32}
 DELTA = {
     "model_type": "qwen3_5_text",
     "head_dim": 256,
     "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 2,
 }
-SHAPES["hybrid"] = DELTA | dict(zip(LLAMA, (2048, 8, 8, 2, 6144)), vocab_size=151936)  # Qwen3.5's layers, 8 of them
-SHAPES["tiny-hybrid"] = SHAPES["tiny"] | DELTA | {"head_dim": 16, "layer_types": ["linear_attention", "full_attention"]}
+# Qwen3.5's layers, 8 of them
+SHAPES["hybrid"] = DELTA | dict(zip(LLAMA, (2048, 8, 8, 2, 6144)), vocab_size=151936)
+SHAPES["tiny-hybrid"] = (
+    SHAPES["tiny"] | DELTA | {"head_dim": 16, "layer_types": ["linear_attention", "full_attention"]}
+)
 SHAPES["tiny-hybrid"] |= {"linear_num_value_heads": 4, "linear_num_key_heads": 2}
 SHAPES["tiny-hybrid"] |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
 
@@ -53,7 +71,8 @@ class Variant:
     shape: str
     pack: int
     micro: int = 1  # packs per step
-    attention: str = "packed"  # packed (ours) | padded | sorted (padded) | mask | position_ids | flex (transformers')
+    # packed (ours) | padded | sorted (padded) | mask | position_ids | flex (transformers')
+    attention: str = "packed"
     documents: str = "chat"
     loss: str = "fused"
     compiled: bool = False
@@ -77,16 +96,27 @@ def build(variant: Variant, device: str) -> Any:
     from automodel_lite.models.layers import compile_layers, decoder_layers, recompute_layers
     from automodel_lite.models.loss import CrossEntropy, FusedLinearCrossEntropy, LossModel
 
-    settings = {"model_type": "llama", "max_position_embeddings": 131072, "use_cache": False} | SHAPES[variant.shape]
+    settings = {
+        "model_type": "llama",
+        "max_position_embeddings": 131072,
+        "use_cache": False,
+    } | SHAPES[variant.shape]
     config = AutoConfig.for_model(**settings)
     compute = compute_dtype(variant, device)
     # an 8B base in fp32 would not fit beside itself
-    dtype = torch.bfloat16 if variant.weights == "bf16" or (variant.lora and device == "cuda") else torch.float32
+    dtype = (
+        torch.bfloat16
+        if variant.weights == "bf16" or (variant.lora and device == "cuda")
+        else torch.float32
+    )
     torch.manual_seed(SEED)
     attention = "flex_attention" if variant.attention == "flex" else "sdpa"
     with torch.device(device):
-        lm = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention).train()
-    if variant.lora:  # as the recipe does: a frozen base in bf16, adapters in fp32, autocast around both
+        lm = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=attention
+        ).train()
+    # as the recipe does: a frozen base in bf16, adapters in fp32, autocast around both
+    if variant.lora:
         from automodel_lite.parts.adapters.lora import Lora
 
         Lora(r=8).adapt(lm, "random weights")
@@ -138,7 +168,11 @@ def loss_of(variant: Variant, model: Any, inputs: Any, device: str) -> Any:
         return model(inputs.to(device))
     inputs = {key: value.to(device, non_blocking=True) for key, value in inputs.items()}
     rows, labels = inputs.pop("rows"), inputs.pop("labels")
-    hidden = model.lm.model(**inputs, use_cache=False).last_hidden_state.flatten(0, 1).index_select(0, rows)
+    hidden = (
+        model.lm.model(**inputs, use_cache=False)
+        .last_hidden_state.flatten(0, 1)
+        .index_select(0, rows)
+    )
     weight = model.lm.get_output_embeddings().weight
     if variant.loss == "fused":  # ours, for everyone
         return linear_cross_entropy(hidden, weight, labels, max(512, hidden.shape[1]))
@@ -194,7 +228,11 @@ class Trainer:
             is_cuda = self.device == "cuda"
             steps.append(
                 [
-                    (inputs_of(self.variant, batch, is_cuda), int((batch["labels"] != -100).sum()), lens)
+                    (
+                        inputs_of(self.variant, batch, is_cuda),
+                        int((batch["labels"] != -100).sum()),
+                        lens,
+                    )
                     for batch, lens in made
                 ]
             )
@@ -258,7 +296,10 @@ def measure(
     if is_cuda:
         torch.cuda.reset_peak_memory_stats()
     timed = [trainer.timed(variant.steps) for _ in range(variant.repeats)]
-    found = {"reserved_gib": torch.cuda.memory_reserved() / 2**30 if is_cuda else None, "reserved_gib_warm": reserved}
+    found = {
+        "reserved_gib": torch.cuda.memory_reserved() / 2**30 if is_cuda else None,
+        "reserved_gib_warm": reserved,
+    }
     found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30 if is_cuda else None
     last = trainer.drawn(2)
     for micro_batches in last:  # launched, and not waited for

@@ -5,7 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 Results = dict[str, dict[str, Any]]
-COUNTED_GIB = {"step-8b": 119.9, "step-8b-accumulated": 130.2, "recipe-8b": 123.6, "step-8b-bf16": 117.0}
+COUNTED_GIB = {
+    "step-8b": 119.9,
+    "step-8b-accumulated": 130.2,
+    "recipe-8b": 123.6,
+    "step-8b-bf16": 117.0,
+}
 NOTES = {
     "forward_backward_ms": " {:.1f} ms of a stream of 32,768 tokens",
     "apart_frac": " largest distance of a loss from fp32: {}",
@@ -51,7 +56,9 @@ def _ceilings(found: dict[str, Any]) -> str:
     if not found.get("bf16_tflops"):
         return ""
     sheet = found["data_sheet_tflops"]
-    of_sheet = f", {found['bf16_tflops'] / sheet:.0%} of the data sheet's {sheet:.0f}" if sheet else ""
+    of_sheet = (
+        f", {found['bf16_tflops'] / sheet:.0%} of the data sheet's {sheet:.0f}" if sheet else ""
+    )
     return (
         f"Ceilings: a product of square matrices at {found['bf16_tflops']:.3g} TFLOP/s{of_sheet}; a copy at "
         f"{found['memory_tb_per_s']:.3g} TB/s read and written{_clocks(found)}."
@@ -59,7 +66,11 @@ def _ceilings(found: dict[str, Any]) -> str:
 
 
 def _clocks(found: dict[str, Any]) -> str:
-    return f" (at {found['clock_mhz']:.0f} MHz, {found['power_w']:.0f} W)" if found.get("clock_mhz") else ""
+    return (
+        f" (at {found['clock_mhz']:.0f} MHz, {found['power_w']:.0f} W)"
+        if found.get("clock_mhz")
+        else ""
+    )
 
 
 def _verdicts(names: list[str], results: Results) -> str:
@@ -122,7 +133,10 @@ def _speeds(names: list[str], results: Results) -> str:
 def _tax(results: Results) -> str:
     sentences = []
     for bare, recipe in (("step-packed", "recipe-1b"), ("step-compiled", "recipe-1b-compiled")):
-        both = results.get(bare, {}).get("tokens_per_s"), results.get(recipe, {}).get("tokens_per_s")
+        both = (
+            results.get(bare, {}).get("tokens_per_s"),
+            results.get(recipe, {}).get("tokens_per_s"),
+        )
         if all(both):
             sentences.append(f"{recipe} reaches {both[1] / both[0]:.1%} of {bare}")  # type: ignore[operator]
     ways = "on a GPU the bare step computes under autocast, the recipe through FSDP over a group of one rank"

@@ -28,12 +28,17 @@ def environment() -> dict[str, str]:
     """Of every process: the checkout is found where the package is not installed, nobody waits for a hub that cannot be
     reached, and memory comes in growing segments, as the recipe's own start chooses.
     """
-    known = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", "HF_HUB_OFFLINE": "1"}
+    known = os.environ | {
+        "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
+        "HF_HUB_OFFLINE": "1",
+    }
     known.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     return known
 
 
-def run_group(parts: list[Part], arguments: Namespace, deadline: float, record: Callable[[Part, Found], None]) -> None:
+def run_group(
+    parts: list[Part], arguments: Namespace, deadline: float, record: Callable[[Part, Found], None]
+) -> None:
     """Runs the parts in one process. A part that fails or takes too long ends the process: the rest gets another one.
 
     deadline  of the whole call, by `time.monotonic`
@@ -57,8 +62,20 @@ def run_group(parts: list[Part], arguments: Namespace, deadline: float, record: 
 
 class _Worker:
     def __init__(self, parts: list[Part], arguments: Namespace) -> None:
-        command = [sys.executable, str(ROOT / "benchmarks" / "gpu_check.py"), "--parts", *(part.name for part in parts)]
-        command += ["--out", str(arguments.out), "--device", arguments.device, "--plan", arguments.plan]
+        command = [
+            sys.executable,
+            str(ROOT / "benchmarks" / "gpu_check.py"),
+            "--parts",
+            *(part.name for part in parts),
+        ]
+        command += [
+            "--out",
+            str(arguments.out),
+            "--device",
+            arguments.device,
+            "--plan",
+            arguments.plan,
+        ]
         self.process = subprocess.Popen(
             command,
             cwd=ROOT,
@@ -86,7 +103,11 @@ class _Worker:
                 line = self.lines.get(timeout=max(0.0, ends - time.monotonic()))
             except queue.Empty:
                 verdict = "timeout" if began + part.limit_s < deadline else "no time"
-                return {"verdict": verdict, "seconds": time.monotonic() - began, "why": screen[-1500:]}
+                return {
+                    "verdict": verdict,
+                    "seconds": time.monotonic() - began,
+                    "why": screen[-1500:],
+                }
             seconds = time.monotonic() - began
             if line is None:
                 return {"verdict": "FAIL", "seconds": seconds, "why": screen[-1500:]}
@@ -111,7 +132,10 @@ def run_here(parts: list[Part], device: str, results: dict[str, Found]) -> int:
         module, name = part.call.split(".")
         options = {**part.arguments, "device": device}
         if module == "steps":
-            options |= {"peak_tflops": ceilings.get("data_sheet_tflops"), "ceiling_tflops": ceilings.get("bf16_tflops")}
+            options |= {
+                "peak_tflops": ceilings.get("data_sheet_tflops"),
+                "ceiling_tflops": ceilings.get("bf16_tflops"),
+            }
         try:
             found = getattr(import_module(f"benchmarks.gpu.{module}"), name)(**options)
         except Exception:

@@ -17,13 +17,29 @@ from typing import Any
 import numpy as np
 
 SHAPES = {
-    "small": {"hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 4},
-    "32m": {"hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4},
-    "tiny": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
+    "small": {
+        "hidden_size": 256,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+    },
+    "32m": {
+        "hidden_size": 512,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+    },
+    "tiny": {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    },
 }
 PACK_TOKENS = 2048
 LR = 1e-4
-STEP_DONE, RESULT = "STEP DONE", "RESULT "  # lines that a contestant prints for benchmarks.peers_cpu
+# lines that a contestant prints for benchmarks.peers_cpu
+STEP_DONE, RESULT = "STEP DONE", "RESULT "
 
 
 @dataclass(frozen=True)
@@ -37,7 +53,8 @@ class Job:
     warmup_steps: int
     data: str  # the raw JSON lines
     scratch: str  # an empty folder of this run
-    pretrained: str | None = None  # a folder with weights and tokenizer, trained in place of a shape
+    # a folder with weights and tokenizer, trained in place of a shape
+    pretrained: str | None = None
 
     @staticmethod
     def from_argv() -> Job:
@@ -94,11 +111,19 @@ class Clock:
 
     def report(self, job: Job, tokens_of_step: list[int], **more: object) -> None:
         """Prints the rates of the timed steps as one JSON line."""
-        assert len(self.seconds) >= job.all_steps, f"{len(self.seconds)} steps were timed, not {job.all_steps}"
+        assert len(self.seconds) >= job.all_steps, (
+            f"{len(self.seconds)} steps were timed, not {job.all_steps}"
+        )
         timed = slice(job.warmup_steps, job.all_steps)
-        rates = [tokens / seconds for tokens, seconds in zip(tokens_of_step[timed], self.seconds[timed], strict=True)]
+        rates = [
+            tokens / seconds
+            for tokens, seconds in zip(tokens_of_step[timed], self.seconds[timed], strict=True)
+        ]
         peak_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-        print(RESULT + json.dumps({"tokens_per_cpu_s": rates, "peak_gib": peak_gib, **more}), flush=True)
+        print(
+            RESULT + json.dumps({"tokens_per_cpu_s": rates, "peak_gib": peak_gib, **more}),
+            flush=True,
+        )
 
 
 def cpu_seconds() -> float:
@@ -118,7 +143,9 @@ def llama(job: Job) -> Any:
     from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
     if job.pretrained:
-        return AutoModelForCausalLM.from_pretrained(job.pretrained, dtype=torch.float32, use_cache=False).train()
+        return AutoModelForCausalLM.from_pretrained(
+            job.pretrained, dtype=torch.float32, use_cache=False
+        ).train()
     torch.manual_seed(0)
     config = LlamaConfig(**job.model_settings(), use_cache=False, attn_implementation="sdpa")
     return LlamaForCausalLM(config).train()

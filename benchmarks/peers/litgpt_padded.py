@@ -37,16 +37,28 @@ def model_of(job: Job) -> GPT:
 
 def main(job: Job) -> None:
     use_one_thread()
-    fabric = L.Fabric(accelerator="cpu", devices=1, precision="bf16-mixed" if job.precision == "bf16" else "32-true")
+    fabric = L.Fabric(
+        accelerator="cpu",
+        devices=1,
+        precision="bf16-mixed" if job.precision == "bf16" else "32-true",
+    )
     torch.manual_seed(0)
     model = model_of(job)
     model.lm_head.weight = model.transformer.wte.weight  # tied, as the others'
-    rows = [{"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)} for ids, labels in job.rows()]
+    rows = [
+        {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
+        for ids, labels in job.rows()
+    ]
     for row in rows:
-        row["token_counts"] = {"raw": len(row["input_ids"]), "raw_plus_prompt_template": len(row["input_ids"])}
+        row["token_counts"] = {
+            "raw": len(row["input_ids"]),
+            "raw_plus_prompt_template": len(row["input_ids"]),
+        }
     order = np.random.default_rng(0).permutation(len(rows)).tolist()
     collate = get_sft_collate_fn(max_seq_length=PACK_TOKENS, pad_id=0)
-    loader = DataLoader([rows[i] for i in order], batch_size=job.documents_a_step(), collate_fn=collate)
+    loader = DataLoader(
+        [rows[i] for i in order], batch_size=job.documents_a_step(), collate_fn=collate
+    )
     model = fabric.setup(model)
     model.max_seq_length = max(len(row["input_ids"]) for row in rows)
     optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=LR, fused=True))

@@ -19,7 +19,8 @@ import torch.nn.functional as F
 
 from benchmarks.peers.job import LR, PACK_TOKENS, Clock, Job, llama, use_one_thread
 
-Batch = tuple[dict[str, torch.Tensor], torch.Tensor, int]  # model inputs, labels (unshifted), real tokens
+# model inputs, labels (unshifted), real tokens
+Batch = tuple[dict[str, torch.Tensor], torch.Tensor, int]
 Rows = list[tuple[np.ndarray, np.ndarray]]
 
 
@@ -28,7 +29,8 @@ def padded(rows: Rows, size: int, is_sorted: bool) -> Iterator[Batch]:
     rng = np.random.default_rng(0)
     lengths = np.array([len(ids) for ids, _ in rows])
     order = np.argsort(lengths, kind="stable") if is_sorted else rng.permutation(len(rows))
-    if is_sorted:  # by tokens, so that batches of short documents are as large as those of long ones
+    # by tokens, so that batches of short documents are as large as those of long ones
+    if is_sorted:
         cuts = np.flatnonzero(np.diff(np.cumsum(lengths[order]) // PACK_TOKENS)) + 1
         batches = np.split(order, cuts)
     else:
@@ -57,7 +59,11 @@ def masked(rows: Rows) -> Iterator[Batch]:
             positions = torch.cat([torch.arange(n) for n in lens.tolist()])[None]
             ids = torch.from_numpy(np.concatenate([ids for ids, _ in pack]))[None]
             labels = torch.from_numpy(np.concatenate([labels for _, labels in pack]))[None]
-            yield {"input_ids": ids, "attention_mask": mask, "position_ids": positions}, labels, ids.numel()
+            yield (
+                {"input_ids": ids, "attention_mask": mask, "position_ids": positions},
+                labels,
+                ids.numel(),
+            )
             pack = []
         pack.append(row)
 
@@ -70,7 +76,11 @@ def main(job: Job, variant: str) -> None:
         for layer in model.model.layers:
             layer.compile(dynamic=True)
     rows = job.rows()
-    batches = masked(rows) if variant == "mask" else padded(rows, job.documents_a_step(), variant.startswith("sorted"))
+    batches = (
+        masked(rows)
+        if variant == "mask"
+        else padded(rows, job.documents_a_step(), variant.startswith("sorted"))
+    )
     clock, tokens = Clock(), []
     for _ in range(job.all_steps):
         inputs, labels, num_tokens = next(batches)

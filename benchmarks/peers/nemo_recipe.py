@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 
-os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="29519")
+os.environ.update(
+    RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="29519"
+)
 for name in ("reset_peak_memory_stats", "empty_cache", "set_device", "synchronize"):
     setattr(torch.cuda, name, lambda *args, **kwargs: None)
 torch.cuda.max_memory_allocated = lambda *args, **kwargs: 0
@@ -45,7 +47,9 @@ class Rows(Dataset):
         self.rows = []
         for ids, labels in Job.from_argv().rows():
             shifted = [*labels[1:].tolist(), -100]
-            self.rows.append({"input_ids": ids.tolist(), "labels": shifted, "attention_mask": [1] * len(ids)})
+            self.rows.append(
+                {"input_ids": ids.tolist(), "labels": shifted, "attention_mask": [1] * len(ids)}
+            )
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -70,10 +74,17 @@ def settings(job: Job) -> dict[str, Any]:
             "ckpt_every_steps": 100000,
         },
         "dist_env": {"backend": "gloo", "timeout_minutes": 1},
-        "rng": {"_target_": "nemo_automodel.components.training.rng.StatefulRNG", "seed": 0, "ranked": True},
+        "rng": {
+            "_target_": "nemo_automodel.components.training.rng.StatefulRNG",
+            "seed": 0,
+            "ranked": True,
+        },
         "model": {
             "_target_": "nemo_automodel.NeMoAutoModelForCausalLM.from_config",
-            "config": {"_target_": "transformers.AutoConfig.from_pretrained", "pretrained_model_name_or_path": folder},
+            "config": {
+                "_target_": "transformers.AutoConfig.from_pretrained",
+                "pretrained_model_name_or_path": folder,
+            },
             "attn_implementation": "sdpa",
             "torch_dtype": "float32",
             "force_hf": True,

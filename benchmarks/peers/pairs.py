@@ -30,11 +30,17 @@ def ours(job: Job, is_pairs: bool) -> None:
 
         def step(self, ready: Any) -> Any:
             result = super().step(ready)
-            documents = sum(int((batch.cu_seqlens.diff() > 0).sum()) for batch in ready.micro_batches)
+            documents = sum(
+                int((batch.cu_seqlens.diff() > 0).sum()) for batch in ready.micro_batches
+            )
             self.items.append(int(result.counts.num_items or 0) if is_pairs else documents)
             return result
 
-    method = [] if is_pairs else [f"teacher.pretrained={job.folder}/teacher", "loss.kind=jsd", "loss.beta=0.5"]
+    method = (
+        []
+        if is_pairs
+        else [f"teacher.pretrained={job.folder}/teacher", "loss.kind=jsd", "loss.beta=0.5"]
+    )
     train_ft.TrainFinetuneRecipe = Counting  # type: ignore[misc]
     overrides = [
         "name=peers",
@@ -53,7 +59,10 @@ def ours(job: Job, is_pairs: bool) -> None:
         "checkpoint.export_hf=false",
         *method,
     ]
-    assert train_ft.main(check_config(compose_config("dpo" if is_pairs else "distill", overrides))) == 0
+    assert (
+        train_ft.main(check_config(compose_config("dpo" if is_pairs else "distill", overrides)))
+        == 0
+    )
     Counting.clock.report(job, Counting.items)
 
 
@@ -72,7 +81,9 @@ def theirs(job: Job, variant: str) -> None:
         for name in ("model", "teacher")
     )
     tokenizer = AutoTokenizer.from_pretrained(f"{job.folder}/model")
-    data = load_dataset("json", data_files=job.data, split="train", cache_dir=f"{job.scratch}/cache")
+    data = load_dataset(
+        "json", data_files=job.data, split="train", cache_dir=f"{job.scratch}/cache"
+    )
     common: dict[str, Any] = {
         "output_dir": str(Path(job.scratch) / "run"),
         "per_device_train_batch_size": BATCH,
@@ -88,7 +99,12 @@ def theirs(job: Job, variant: str) -> None:
         "optim": "adamw_torch_fused",
         "disable_tqdm": True,
     }
-    given = {"model": model, "train_dataset": data, "processing_class": tokenizer, "callbacks": [clock]}
+    given = {
+        "model": model,
+        "train_dataset": data,
+        "processing_class": tokenizer,
+        "callbacks": [clock],
+    }
     if variant == "distill_gkd":
         from trl.experimental.gkd import GKDConfig, GKDTrainer
 
@@ -98,7 +114,9 @@ def theirs(job: Job, variant: str) -> None:
         from trl import DPOConfig, DPOTrainer
 
         is_ahead = variant == "trl_precomputed"
-        trainer = DPOTrainer(args=DPOConfig(**common, beta=BETA, precompute_ref_log_probs=is_ahead), **given)
+        trainer = DPOTrainer(
+            args=DPOConfig(**common, beta=BETA, precompute_ref_log_probs=is_ahead), **given
+        )
     clock.clock.__init__()  # type: ignore[misc] - references that are computed ahead are not timed, here as in ours
     trainer.train()
     clock.clock.report(job, [BATCH] * len(clock.clock.seconds), torch=torch.__version__)

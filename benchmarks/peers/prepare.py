@@ -20,10 +20,15 @@ def main(job: Job) -> None:
     folder = Path(job.folder)
     tokenizing.tokenizer.save_pretrained(folder / "tokenizer")
     np.savez(
-        folder / "rows.npz", input_ids=rows.columns["input_ids"], labels=rows.columns["labels"], offsets=rows.offsets
+        folder / "rows.npz",
+        input_ids=rows.columns["input_ids"],
+        labels=rows.columns["labels"],
+        offsets=rows.offsets,
     )
     share = (np.asarray(rows.columns["labels"]) != -100).mean()
-    print(f"{len(rows)} documents, {len(rows.columns['input_ids'])} tokens, {share:.1%} of the positions carry a label")
+    print(
+        f"{len(rows)} documents, {len(rows.columns['input_ids'])} tokens, {share:.1%} of the positions carry a label"
+    )
 
 
 if __name__ == "__main__":

@@ -22,7 +22,9 @@ def recipe_config(job: Job, *more: str) -> Config:
     if job.pretrained:
         model = [f"model.pretrained={job.pretrained}"]
     else:
-        settings = {key: value for key, value in job.model_settings().items() if key != "vocab_size"}
+        settings = {
+            key: value for key, value in job.model_settings().items() if key != "vocab_size"
+        }
         model = ["tokenizer=bpe", "tokenizer.vocab_size=8192", "model=llama_smoke"]
         model += [f"model.config.{key}={value}" for key, value in settings.items()]
     return check_config(

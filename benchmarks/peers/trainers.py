@@ -11,7 +11,13 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers import AutoTokenizer, DataCollatorForSeq2Seq, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    AutoTokenizer,
+    DataCollatorForSeq2Seq,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 from benchmarks.peers.job import LR, PACK_TOKENS, Clock, Job, llama, use_one_thread
 
@@ -60,7 +66,10 @@ def trl_trainer(job: Job, is_packed: bool, clock: StepClock) -> tuple[Trainer, C
 
     rows = job.rows()
     data = Dataset.from_dict(
-        {"input_ids": [ids for ids, _ in rows], "completion_mask": [(labels != -100).astype(int) for _, labels in rows]}
+        {
+            "input_ids": [ids for ids, _ in rows],
+            "completion_mask": [(labels != -100).astype(int) for _, labels in rows],
+        }
     )
     trainer = SFTTrainer(
         model=llama(job),
@@ -79,8 +88,12 @@ def trl_trainer(job: Job, is_packed: bool, clock: StepClock) -> tuple[Trainer, C
 
 
 def hf_trainer(job: Job, clock: StepClock) -> tuple[Trainer, CountingCollator]:
-    data = Dataset.from_list([{"input_ids": ids.tolist(), "labels": labels.tolist()} for ids, labels in job.rows()])
-    collator = CountingCollator(DataCollatorForSeq2Seq(AutoTokenizer.from_pretrained(Path(job.folder) / "tokenizer")))
+    data = Dataset.from_list(
+        [{"input_ids": ids.tolist(), "labels": labels.tolist()} for ids, labels in job.rows()]
+    )
+    collator = CountingCollator(
+        DataCollatorForSeq2Seq(AutoTokenizer.from_pretrained(Path(job.folder) / "tokenizer"))
+    )
     trainer = Trainer(
         model=llama(job),
         args=TrainingArguments(**arguments(job, job.documents_a_step())),

@@ -19,7 +19,9 @@ class FirstStep(TrainerCallback):
 
 def main(job: Job) -> None:
     torch.set_num_threads(1)
-    data = load_dataset("json", data_files=job.data, split="train", cache_dir=f"{job.scratch}/cache")
+    data = load_dataset(
+        "json", data_files=job.data, split="train", cache_dir=f"{job.scratch}/cache"
+    )
     data = data.map(
         lambda row: {
             "prompt": [{"role": "user", "content": row["question"]}],
@@ -41,7 +43,9 @@ def main(job: Job) -> None:
     )
     tokenizer = AutoTokenizer.from_pretrained(Path(job.folder) / "tokenizer")
     model, callbacks = llama(job), [FirstStep()]
-    SFTTrainer(model, args=arguments, train_dataset=data, processing_class=tokenizer, callbacks=callbacks).train()
+    SFTTrainer(
+        model, args=arguments, train_dataset=data, processing_class=tokenizer, callbacks=callbacks
+    ).train()
 
 
 if __name__ == "__main__":

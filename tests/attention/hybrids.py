@@ -14,19 +14,76 @@ from tests.attention.families import VOCAB
 
 LINEAR_THEN_FULL = {"layer_types": ["linear_attention", "full_attention"]}
 CONV_THEN_FULL = {"layer_types": ["conv", "full_attention"]}
-EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 4, "n_group": 1, "topk_group": 1}
+EXPERTS = {
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_key_value_heads": 4,
+    "n_group": 1,
+    "topk_group": 1,
+}
 DENSE_THEN_SPARSE = {"mlp_layer_types": ["dense", "sparse"]}
 
 SETTINGS: dict[str, Any] = {
-    **{"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "d_model": 32},
-    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512},
-    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "sliding_window": 16, "query_pre_attn_scalar": 8},
-    **{"num_experts": 2, "num_local_experts": 2, "n_routed_experts": 2, "num_experts_per_tok": 1, "n_group": 1},
-    **{"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "topk_group": 1, "num_shared_experts": 1},
-    **{"kv_lora_rank": 8, "q_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8},
-    **{"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
-    **{"mamba_num_heads": 4, "mamba_head_dim": 8, "ssm_state_size": 8, "mamba_n_groups": 1, "n_groups": 1},
-    **{"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_expand": 2, "lru_width": 32},
+    **{
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "d_model": 32,
+    },
+    **{
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 512,
+    },
+    **{
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "sliding_window": 16,
+        "query_pre_attn_scalar": 8,
+    },
+    **{
+        "num_experts": 2,
+        "num_local_experts": 2,
+        "n_routed_experts": 2,
+        "num_experts_per_tok": 1,
+        "n_group": 1,
+    },
+    **{
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+        "topk_group": 1,
+        "num_shared_experts": 1,
+    },
+    **{
+        "kv_lora_rank": 8,
+        "q_lora_rank": 8,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 8,
+    },
+    **{
+        "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    },
+    **{
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 8,
+        "ssm_state_size": 8,
+        "mamba_n_groups": 1,
+        "n_groups": 1,
+    },
+    **{
+        "mamba_n_heads": 8,
+        "mamba_d_head": 8,
+        "mamba_d_state": 8,
+        "mamba_expand": 2,
+        "lru_width": 32,
+    },
     **{"linear_conv_kernel_dim": 4, "linear_head_dim": 8, "linear_num_heads": 4},
 }
 """Every family takes those that it knows."""
@@ -50,13 +107,23 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": LINEAR_THEN_FULL,
     "qwen3_5_text": LINEAR_THEN_FULL,
     "qwen3_next": LINEAR_THEN_FULL,
-    "qwen3_next-odd-heads": LINEAR_THEN_FULL | {"linear_num_value_heads": 3, "linear_num_key_heads": 3},
+    "qwen3_next-odd-heads": LINEAR_THEN_FULL
+    | {"linear_num_value_heads": 3, "linear_num_key_heads": 3},
     "qwen4_exp_text": {"layer_types": ["linear_attention"] * 2, "hc_lowrank": 8, "hc_count": 2},
     "recurrent_gemma": {"num_hidden_layers": 3},
     "zamba2": {"layers_block_type": ["mamba", "hybrid"], "n_mamba_heads": 8, "mamba_headdim": 8},
 }
 
-ONE_OF_EACH_KIND = ["qwen3_next", "kimi_linear", "nemotron_h", "jamba", "mamba", "lfm2", "minimax", "recurrent_gemma"]
+ONE_OF_EACH_KIND = [
+    "qwen3_next",
+    "kimi_linear",
+    "nemotron_h",
+    "jamba",
+    "mamba",
+    "lfm2",
+    "minimax",
+    "recurrent_gemma",
+]
 """Gated delta rule, its form with a decay for each channel, Mamba-2, Mamba, Mamba alone, short convolution, lightning
 attention, gated linear recurrence.
 """
@@ -69,7 +136,9 @@ def build_hybrid(family: str) -> PreTrainedModel:
     known = AutoConfig.for_model(model_type).to_dict()
     settings = {key: value for key, value in SETTINGS.items() if key in known}
     config = AutoConfig.for_model(model_type, **settings | HYBRIDS[family])
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager")
+    model = AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager", experts_implementation="eager"
+    )
     with torch.no_grad():
         for weight in model.parameters():
             if weight.ndim > 1:
@@ -80,8 +149,12 @@ def build_hybrid(family: str) -> PreTrainedModel:
 class InFloat64(TorchFunctionMode):
     """Computes in fp64 where transformers asks for fp32: what remains of an error is not rounding."""
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if function is Tensor.float:
             return args[0].double()
-        args, kwargs = pytree.tree_map(lambda x: torch.float64 if x is torch.float32 else x, (args, kwargs or {}))
+        args, kwargs = pytree.tree_map(
+            lambda x: torch.float64 if x is torch.float32 else x, (args, kwargs or {})
+        )
         return function(*args, **kwargs)

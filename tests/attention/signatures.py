@@ -37,9 +37,13 @@ PLAIN, WINDOWED = AttentionOptions(0.25), AttentionOptions(0.25, window=7, softc
 ON_GPU = AttentionSpec("llama", torch.device("cuda"), torch.bfloat16, 128, 128)
 
 
-def recorder(parameters: list[str], calls: list[dict[str, Any]], result: Callable[..., Any]) -> Callable[..., Any]:
+def recorder(
+    parameters: list[str], calls: list[dict[str, Any]], result: Callable[..., Any]
+) -> Callable[..., Any]:
     """A function with exactly these parameters (all optional), which writes down what it was given."""
-    code = f"def recorded({', '.join(f'{p}=None' for p in parameters)}):\n    return answer(locals())"
+    code = (
+        f"def recorded({', '.join(f'{p}=None' for p in parameters)}):\n    return answer(locals())"
+    )
 
     def answer(arguments: dict[str, Any]) -> Any:
         calls.append({key: value for key, value in arguments.items() if value is not None})
@@ -68,13 +72,27 @@ def downloaded(requirement: str, pattern: str, *options: str) -> Path:
     """The package's archive, from the cache folder or by pip; skips the test when the index cannot be reached."""
     CACHE.mkdir(parents=True, exist_ok=True)
     if not list(CACHE.glob(pattern)):
-        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--retries", "1", "--timeout", "15"]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "-q",
+            "--no-deps",
+            "--retries",
+            "1",
+            "--timeout",
+            "15",
+        ]
         command += ["-d", str(CACHE), *options, requirement]
         packages = ("FLASH_ATTENTION", "MAMBA", "CAUSAL_CONV1D")
-        environment = os.environ | {f"{name}_SKIP_CUDA_BUILD": "TRUE" for name in packages}  # metadata alone
+        # metadata alone
+        environment = os.environ | {f"{name}_SKIP_CUDA_BUILD": "TRUE" for name in packages}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
         if done.returncode:
-            pytest.skip(f"{requirement} cannot be downloaded: {done.stderr.strip().splitlines()[-1:]}")
+            pytest.skip(
+                f"{requirement} cannot be downloaded: {done.stderr.strip().splitlines()[-1:]}"
+            )
     return sorted(CACHE.glob(pattern))[-1]
 
 
@@ -94,6 +112,13 @@ def parameters_of(source: str, *path: str) -> list[str]:
     """Parameter names of a function or method, by its path of names."""
     body: list[ast.stmt] = ast.parse(source).body
     for name in path[:-1]:
-        body = next(node for node in body if isinstance(node, ast.ClassDef) and node.name == name).body
-    function = next(node for node in body if isinstance(node, ast.FunctionDef) and node.name == path[-1])
-    return [argument.arg for argument in (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)]
+        body = next(
+            node for node in body if isinstance(node, ast.ClassDef) and node.name == name
+        ).body
+    function = next(
+        node for node in body if isinstance(node, ast.FunctionDef) and node.name == path[-1]
+    )
+    return [
+        argument.arg
+        for argument in (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)
+    ]

@@ -64,19 +64,29 @@ class RefuseNondeterministic(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.removeprefix("aten::")
         self.num_calls += 1
-        if name in REFUSED and args[0].is_floating_point() and torch.are_deterministic_algorithms_enabled():
+        if (
+            name in REFUSED
+            and args[0].is_floating_point()
+            and torch.are_deterministic_algorithms_enabled()
+        ):
             self.found.add(name)
         return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param(f, marks=() if f in ONE_OF_EACH_KIND else pytest.mark.slow) for f in sorted(HYBRIDS)]
+    "family",
+    [
+        pytest.param(f, marks=() if f in ONE_OF_EACH_KIND else pytest.mark.slow)
+        for f in sorted(HYBRIDS)
+    ],
 )
 def test_a_step_of_a_hybrid_is_deterministic(family: str) -> None:
     model = build_hybrid(family)
     install(model, ReferenceAttention())
     with RefuseNondeterministic() as mode:
-        LossModel(model, FusedLinearCrossEntropy())(stream(documents([37, 5, 70, 1, 23]))).backward()
+        LossModel(model, FusedLinearCrossEntropy())(
+            stream(documents([37, 5, 70, 1, 23]))
+        ).backward()
     assert mode.num_calls > 100
     assert mode.found == set()
 

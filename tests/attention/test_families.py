@@ -49,7 +49,9 @@ def test_packed_equals_separate(family: str) -> None:
         starts = batch.cu_seqlens_padded.tolist()
         largest = max(x.abs().max() for x in want_logits)
         for start, want in zip(starts, want_logits):
-            assert (logits[start : start + len(want)] - want).abs().max() < LARGEST_ERROR * 10 * largest
+            assert (
+                logits[start : start + len(want)] - want
+            ).abs().max() < LARGEST_ERROR * 10 * largest
         assert abs(loss - want_loss) < LARGEST_ERROR * want_loss
         assert grads.keys() == want_grads.keys()
         for name, want in want_grads.items():

@@ -45,7 +45,11 @@ def flash_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]
 def fake_flash(monkeypatch: pytest.MonkeyPatch, parameters: list[str]) -> list[dict[str, Any]]:
     """flash-attn with this signature; what it is given."""
     calls: list[dict[str, Any]] = []
-    fake_module(monkeypatch, "flash_attn", flash_attn_varlen_func=recorder(parameters, calls, lambda given: given["q"]))
+    fake_module(
+        monkeypatch,
+        "flash_attn",
+        flash_attn_varlen_func=recorder(parameters, calls, lambda given: given["q"]),
+    )
     monkeypatch.delitem(sys.modules, "automodel_lite.parts.kernels.flash", raising=False)
     return calls
 
@@ -57,8 +61,17 @@ def test_what_flash_attn_is_given(flash_calls: list[dict[str, Any]]) -> None:
     plain, windowed = flash_calls
     assert plain["causal"] is True
     assert plain["window_size"] == (-1, -1)
-    assert (plain["softmax_scale"], plain["softcap"], plain["max_seqlen_q"], plain["max_seqlen_k"]) == (0.25, 0.0, 5, 8)
-    assert (windowed["window_size"], windowed["softcap"], windowed["max_seqlen_q"]) == ((6, 0), 5.0, 2)
+    assert (
+        plain["softmax_scale"],
+        plain["softcap"],
+        plain["max_seqlen_q"],
+        plain["max_seqlen_k"],
+    ) == (0.25, 0.0, 5, 8)
+    assert (windowed["window_size"], windowed["softcap"], windowed["max_seqlen_q"]) == (
+        (6, 0),
+        5.0,
+        2,
+    )
     assert plain["cu_seqlens_q"] is CU_Q
     assert plain["cu_seqlens_k"] is CU_K
     kernel.check(ON_GPU)
@@ -75,7 +88,9 @@ def test_flash_attn_4_alone_is_not_flash_attn(monkeypatch: pytest.MonkeyPatch) -
     """It leaves a namespace package `flash_attn` without the function."""
     fake_module(monkeypatch, "flash_attn")
     monkeypatch.delitem(sys.modules, "automodel_lite.parts.kernels.flash", raising=False)
-    with pytest.raises(ConfigError, match=r"pip install --no-build-isolation 'automodel-lite\[flash\]'"):
+    with pytest.raises(
+        ConfigError, match=r"pip install --no-build-isolation 'automodel-lite\[flash\]'"
+    ):
         importlib.import_module("automodel_lite.parts.kernels.flash")
 
 
@@ -83,7 +98,9 @@ def test_flash_without_the_package_names_the_pip_line(monkeypatch: pytest.Monkey
     monkeypatch.delitem(sys.modules, "automodel_lite.parts.kernels.flash", raising=False)
     if "flash_attn" in sys.modules or importlib.util.find_spec("flash_attn"):
         pytest.skip("flash-attn is installed here")
-    with pytest.raises(ConfigError, match=r"pip install --no-build-isolation 'automodel-lite\[flash\]'"):
+    with pytest.raises(
+        ConfigError, match=r"pip install --no-build-isolation 'automodel-lite\[flash\]'"
+    ):
         importlib.import_module("automodel_lite.parts.kernels.flash")
 
 
@@ -91,9 +108,15 @@ def test_flash_without_the_package_names_the_pip_line(monkeypatch: pytest.Monkey
 def test_flash_attn_sources(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel runs against the real signature: an argument that it does not have is a TypeError."""
     archive = downloaded(
-        f"flash-attn=={version}", f"flash_attn-{version}.tar.gz", "--no-binary", ":all:", "--no-build-isolation"
+        f"flash-attn=={version}",
+        f"flash_attn-{version}.tar.gz",
+        "--no-binary",
+        ":all:",
+        "--no-build-isolation",
     )
-    names = parameters_of(read_member(archive, "flash_attn/flash_attn_interface.py"), "flash_attn_varlen_func")
+    names = parameters_of(
+        read_member(archive, "flash_attn/flash_attn_interface.py"), "flash_attn_varlen_func"
+    )
     calls = fake_flash(monkeypatch, names)
     importlib.import_module("automodel_lite.parts.kernels.flash").FlashAttention()(
         Q_THD, K_THD, V_THD, Segments(CU_Q, CU_K, 5, 8), AttentionOptions(0.25, softcap=5.0)

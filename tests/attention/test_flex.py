@@ -17,7 +17,13 @@ from automodel_lite.attention.kernel import ReferenceAttention, over_tree
 from automodel_lite.graphs import compiled, compiled_graphs
 from automodel_lite.parts.kernels.flex import FlexAttention, block_mask, packed_block_mask
 from automodel_lite.thd import AttentionOptions, Segments
-from tests.attention.test_kernel import at_once, attend, boundaries, in_two_visits, tensors_of_visits
+from tests.attention.test_kernel import (
+    at_once,
+    attend,
+    boundaries,
+    in_two_visits,
+    tensors_of_visits,
+)
 from tests.attention.trees import batch_of, random_rows
 
 
@@ -36,8 +42,14 @@ OPTIONS: dict[str, tuple[dict[str, Any], bool]] = {
 }
 
 
-def random_tensors(num_q: int, num_k: int, sinks: bool, dims: tuple[int, int] = (16, 16)) -> list[torch.Tensor]:
-    tensors = [torch.randn(num_q, 4, dims[0]), torch.randn(num_k, 2, dims[0]), torch.randn(num_k, 2, dims[1])]
+def random_tensors(
+    num_q: int, num_k: int, sinks: bool, dims: tuple[int, int] = (16, 16)
+) -> list[torch.Tensor]:
+    tensors = [
+        torch.randn(num_q, 4, dims[0]),
+        torch.randn(num_k, 2, dims[0]),
+        torch.randn(num_k, 2, dims[1]),
+    ]
     return [*tensors, torch.randn(4)] if sinks else tensors
 
 
@@ -45,7 +57,11 @@ def random_tensors(num_q: int, num_k: int, sinks: bool, dims: tuple[int, int] = 
 def test_a_traced_training_step_equals_the_reference(traced: FlexAttention, option: str) -> None:
     """Outputs and gradients; packs of other documents and prefixes of other lengths need few graphs."""
     options, with_sinks = OPTIONS[option]
-    for q_lens, k_lens in [([150, 106], [150, 106]), ([3, 200, 53], [3, 200, 53]), ([80, 64], [90, 300])]:
+    for q_lens, k_lens in [
+        ([150, 106], [150, 106]),
+        ([3, 200, 53], [3, 200, 53]),
+        ([80, 64], [90, 300]),
+    ]:
         tensors = random_tensors(sum(q_lens), sum(k_lens), with_sinks)
         got = attend(traced, tensors, q_lens, k_lens, options)
         for one, other in zip(got, attend(ReferenceAttention(), tensors, q_lens, k_lens, options)):
@@ -63,7 +79,9 @@ def test_two_visits_are_one_attention(traced: FlexAttention) -> None:
 def test_the_head_dims_of_latent_attention_are_traced(traced: FlexAttention) -> None:
     tensors, options = random_tensors(256, 256, False, (24, 16)), {"window": None, "softcap": None}
     got = attend(traced, tensors, [156, 100], [156, 100], options)
-    for one, other in zip(got, attend(ReferenceAttention(), tensors, [156, 100], [156, 100], options)):
+    for one, other in zip(
+        got, attend(ReferenceAttention(), tensors, [156, 100], [156, 100], options)
+    ):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
@@ -88,7 +106,9 @@ def test_the_short_streams_of_start_up_are_not_compiled() -> None:
     for num_tokens in (32, 127, 128, 300):
         tensors, cu = random_tensors(num_tokens, num_tokens, False), boundaries([num_tokens])
         with torch.no_grad():
-            FlexAttention(compiled)(*tensors, Segments(cu, cu, 20, 20), AttentionOptions(0.25, softcap=5.0))
+            FlexAttention(compiled)(
+                *tensors, Segments(cu, cu, 20, 20), AttentionOptions(0.25, softcap=5.0)
+            )
     assert calls == [128, 300]
 
 
@@ -113,19 +133,24 @@ def _random_lengths(total: int, longest: int, seed: int) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
     lengths: list[int] = []
     while sum(lengths) < total:
-        lengths.append(min(int(torch.randint(1, longest, (1,), generator=generator)), total - sum(lengths)))
+        lengths.append(
+            min(int(torch.randint(1, longest, (1,), generator=generator)), total - sum(lengths))
+        )
     return lengths
 
 
 def _full_blocks(mask: Any) -> torch.Tensor:
     dense = torch.zeros_like(mask.to_dense()[0, 0])
-    for row, (count, indices) in enumerate(zip(mask.full_kv_num_blocks[0, 0], mask.full_kv_indices[0, 0])):
+    for row, (count, indices) in enumerate(
+        zip(mask.full_kv_num_blocks[0, 0], mask.full_kv_indices[0, 0])
+    ):
         dense[row, indices[:count].long()] = 1
     return dense
 
 
 @pytest.mark.parametrize(
-    ("total", "window"), [(1024, None), (1024, 200), (1000, None), (2048, 64), (700, 1), (128, None), (131, 500)]
+    ("total", "window"),
+    [(1024, None), (1024, 200), (1000, None), (2048, 64), (700, 1), (128, None), (131, 500)],
 )
 def test_the_mask_from_the_boundaries_is_torchs_own(total: int, window: int | None) -> None:
     cu = boundaries(_random_lengths(total, 400, total))
@@ -156,7 +181,9 @@ def test_no_quadratic_memory_for_a_long_stream() -> None:
     largest = 0
 
     class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             nonlocal largest
             out = func(*args, **(kwargs or {}))
             if isinstance(out, torch.Tensor):
@@ -175,7 +202,9 @@ def test_a_tree_is_a_causal_mask_with_expiry(traced: FlexAttention, option: str)
     options, with_sinks = OPTIONS[option]
     for seed in (3, 4):
         r = random.Random(seed)
-        batch, _ = batch_of([random_rows(r, 50, most=9), random_rows(r, 50, 0), random_rows(r, 50, most=9)])
+        batch, _ = batch_of(
+            [random_rows(r, 50, most=9), random_rows(r, 50, 0), random_rows(r, 50, most=9)]
+        )
         tree = batch.attention.tree
         assert tree is not None
         results = []
@@ -202,7 +231,11 @@ def test_the_blocks_of_a_tree_hold_all_visible_pairs(window: int | None) -> None
     if window is not None:
         visible &= tree.position[:, None] - tree.position[None] < window
     missing = -num % 128
-    blocks = torch.nn.functional.pad(visible, (0, missing, 0, missing)).unflatten(1, (-1, 128)).unflatten(0, (-1, 128))
+    blocks = (
+        torch.nn.functional.pad(visible, (0, missing, 0, missing))
+        .unflatten(1, (-1, 128))
+        .unflatten(0, (-1, 128))
+    )
     seen = blocks.transpose(1, 2).flatten(2).any(-1)
     full = blocks.transpose(1, 2).flatten(2).all(-1)
     assert num > 5 * 128

@@ -50,7 +50,10 @@ def started(config: PretrainedConfig) -> None:
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (lambda: tiny_config("cpmant"), "is not causal: a token moves the logits of those before it"),
+        (
+            lambda: tiny_config("cpmant"),
+            "is not causal: a token moves the logits of those before it",
+        ),
         (lambda: DogeConfig(**SMALL), "brings a mask of shape"),
     ],
     ids=["cpmant", "doge"],
@@ -66,21 +69,27 @@ def test_logits_that_are_not_finite_are_named(value: float) -> None:
     model = AutoModelForCausalLM.from_config(LlamaConfig(**SMALL))
     model.model.layers[1].mlp.up_proj.weight.data[3, 4] = value
     install(model, ReferenceAttention())
-    with pytest.raises(ConfigError, match="its logits are not finite, though loaded weights are: a sum overflows"):
+    with pytest.raises(
+        ConfigError, match="its logits are not finite, though loaded weights are: a sum overflows"
+    ):
         check_packing_isolation(model)
 
 
 def test_dropout_is_refused() -> None:
     model = AutoModelForCausalLM.from_config(LlamaConfig(**SMALL, attention_dropout=0.1)).train()
     install(model, ReferenceAttention())
-    with pytest.raises(ConfigError, match=r"attention dropout 0.1: set model\.config\.attention_dropout=0"):
+    with pytest.raises(
+        ConfigError, match=r"attention dropout 0.1: set model\.config\.attention_dropout=0"
+    ):
         model(**stream(documents([4, 5], vocab=64)).model_inputs())
 
 
 def test_a_mask_is_refused() -> None:
     model = build("llama")
     install(model, ReferenceAttention())
-    with pytest.raises(ConfigError, match="packed attention, which takes its documents from ThdBatch"):
+    with pytest.raises(
+        ConfigError, match="packed attention, which takes its documents from ThdBatch"
+    ):
         model(attention_mask=torch.ones(1, 1, 9, 9), **stream(documents([4, 5])).model_inputs())
 
 
@@ -88,7 +97,10 @@ def test_rows_are_refused() -> None:
     model = build("llama")
     install(model, ReferenceAttention())
     inputs = stream(documents([4, 5])).model_inputs()
-    inputs |= {"input_ids": inputs["input_ids"].view(3, 3), "position_ids": inputs["position_ids"].view(3, 3)}
+    inputs |= {
+        "input_ids": inputs["input_ids"].view(3, 3),
+        "position_ids": inputs["position_ids"].view(3, 3),
+    }
     with pytest.raises(ConfigError, match="got 3 rows: packed attention needs one stream"):
         model(**inputs)
 
@@ -113,7 +125,9 @@ class RecordsDtypes(ReferenceAttention):
         return super().__call__(q, k, v, *rest)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2_softcap_window", "deepseek_v3_latent"])
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen3", "gemma2_softcap_window", "deepseek_v3_latent"]
+)
 def test_autocast_reaches_the_kernel_in_one_dtype(family: str) -> None:
     """Rotary embeddings promote queries and keys to fp32 there, which FlashAttention does not take."""
     model, kernel = build(family), RecordsDtypes()
@@ -180,7 +194,9 @@ class OneTokenLeaks(ReferenceAttention):
     def __call__(self, q: Any, k: Any, v: Any, segments: Segments, options: Any) -> torch.Tensor:
         out = super().__call__(q, k, v, segments, options).clone()
         starts = segments.cu_q[1:-1].long()
-        out[starts] = (out[starts] + v[starts - 1].repeat_interleave(q.shape[1] // v.shape[1], 1)) / 2
+        out[starts] = (
+            out[starts] + v[starts - 1].repeat_interleave(q.shape[1] // v.shape[1], 1)
+        ) / 2
         return out
 
 
@@ -194,7 +210,9 @@ def test_one_leaked_token_is_noticed(dtype: torch.dtype) -> None:
 
 def test_positions_that_run_on_are_noticed() -> None:
     """A model with learned positions that numbers the whole stream instead of each document."""
-    model = AutoModelForCausalLM.from_config(GPT2Config(vocab_size=64, n_embd=32, n_head=2, n_layer=1))
+    model = AutoModelForCausalLM.from_config(
+        GPT2Config(vocab_size=64, n_embd=32, n_head=2, n_layer=1)
+    )
     install(model, ReferenceAttention())
     whole = model.forward
 
@@ -220,7 +238,9 @@ def test_transformers_builds_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     install(model, ReferenceAttention())
     seen: list[int] = []
     tensor_bool = torch.Tensor.bool
-    monkeypatch.setattr(torch.Tensor, "bool", lambda self: seen.append(self.numel()) or tensor_bool(self))
+    monkeypatch.setattr(
+        torch.Tensor, "bool", lambda self: seen.append(self.numel()) or tensor_bool(self)
+    )
     model(**stream(documents([30] * 20)).model_inputs())
     assert max(seen, default=0) < 600 * 600
 
@@ -240,7 +260,13 @@ def test_the_names_of_the_kernels_avoid_transformers_own_checks() -> None:
     from automodel_lite.parts.kernels.flex import FlexAttention
     from automodel_lite.parts.kernels.varlen import VarlenAttention
 
-    for name in (ReferenceAttention.name, VarlenAttention.name, FlexAttention.name, "thd_fa2", "thd_te"):
+    for name in (
+        ReferenceAttention.name,
+        VarlenAttention.name,
+        FlexAttention.name,
+        "thd_fa2",
+        "thd_te",
+    ):
         assert not any(word in name for word in ("sdpa", "flash", "flex_attention"))
     assert isinstance(ReferenceAttention().check(_spec()), type(None))
 
@@ -265,5 +291,7 @@ def test_branches_that_see_each_other_are_found(monkeypatch: pytest.MonkeyPatch)
     install(model, ReferenceAttention())
     check_packing_isolation(model)
     monkeypatch.setattr(interface, "over_tree", leaking)
-    with pytest.raises(ConfigError, match="LlamaForCausalLM lets branches of a tree of documents see each other"):
+    with pytest.raises(
+        ConfigError, match="LlamaForCausalLM lets branches of a tree of documents see each other"
+    ):
         check_packing_isolation(model)

@@ -20,7 +20,13 @@ from automodel_lite.thd import AttentionInputs, AttentionOptions, Segments
 
 
 def token_by_token(
-    q: Tensor, k: Tensor, v: Tensor, q_lens: list[int], k_lens: list[int], scale: float, options: dict[str, Any]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_lens: list[int],
+    k_lens: list[int],
+    scale: float,
+    options: dict[str, Any],
 ) -> Tensor:
     """fp64; every query by itself, over the keys that it may see."""
     window, softcap, sinks = options["window"], options["softcap"], options["sinks"]
@@ -31,7 +37,9 @@ def token_by_token(
         for place in range(k_len - q_len, k_len):
             first = 0 if window is None else max(0, place - window + 1)
             seen = slice(k_start + first, k_start + place + 1)
-            logits = torch.einsum("hd,jhd->hj", q[q_start + place - (k_len - q_len)], k[seen]) * scale
+            logits = (
+                torch.einsum("hd,jhd->hj", q[q_start + place - (k_len - q_len)], k[seen]) * scale
+            )
             if softcap is not None:
                 logits = softcap * torch.tanh(logits / softcap)
             if sinks is not None:
@@ -49,11 +57,17 @@ def boundaries(lens: list[int]) -> Tensor:
 def packed(q_lens: list[int], k_lens: list[int] | None = None) -> Segments:
     """Without `k_lens` the keys are those of the queries."""
     cu_q, k_lens = boundaries(q_lens), k_lens or q_lens
-    return Segments(cu_q, cu_q if k_lens is q_lens else boundaries(k_lens), max(q_lens), max(k_lens))
+    return Segments(
+        cu_q, cu_q if k_lens is q_lens else boundaries(k_lens), max(q_lens), max(k_lens)
+    )
 
 
 def attend(
-    kernel: Any, tensors: list[Tensor], q_lens: list[int], k_lens: list[int], options: dict[str, Any]
+    kernel: Any,
+    tensors: list[Tensor],
+    q_lens: list[int],
+    k_lens: list[int],
+    options: dict[str, Any],
 ) -> list[Tensor]:
     """Output and gradients of q, k, v (and sinks)."""
     leaves = [x.detach().clone().requires_grad_() for x in tensors]
@@ -69,7 +83,9 @@ def attend(
     return [out.detach().float(), *(x.grad.float() for x in leaves)]
 
 
-def random_tensors(q_lens: list[int], k_lens: list[int], heads: tuple[int, int], value_dim: int, sinks: bool) -> list:
+def random_tensors(
+    q_lens: list[int], k_lens: list[int], heads: tuple[int, int], value_dim: int, sinks: bool
+) -> list:
     torch.manual_seed(len(q_lens) + sum(k_lens))
     num_heads, num_kv_heads = heads
     tensors = [torch.randn(sum(q_lens), num_heads, 16), torch.randn(sum(k_lens), num_kv_heads, 16)]
@@ -95,7 +111,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("with_sinks", [False, True], ids=["", "sinks"])
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(("heads", "value_dim"), [((4, 2), 16), ((4, 4), 8)], ids=["grouped", "value dim 8"])
+@pytest.mark.parametrize(
+    ("heads", "value_dim"), [((4, 2), 16), ((4, 4), 8)], ids=["grouped", "value dim 8"]
+)
 def test_reference_equals_token_by_token(
     heads: tuple[int, int], value_dim: int, shape: str, option: str, with_sinks: bool
 ) -> None:
@@ -147,7 +165,9 @@ def test_empty_segments_are_skipped() -> None:
 def test_reference_keeps_the_dtype(dtype: torch.dtype) -> None:
     tensors = [x.to(dtype) for x in random_tensors([5, 3], [5, 3], (4, 2), 16, False)]
     for softcap in (None, 5.0):
-        out = ReferenceAttention()(*tensors, packed([5, 3]), AttentionOptions(0.25, softcap=softcap))
+        out = ReferenceAttention()(
+            *tensors, packed([5, 3]), AttentionOptions(0.25, softcap=softcap)
+        )
         assert out.dtype == dtype
 
 
@@ -159,7 +179,11 @@ def test_flex_forward_equals_the_reference(shape: str, option: str, with_sinks: 
     q_lens, k_lens = SHAPES[shape]
     tensors = random_tensors(q_lens, k_lens, (4, 2), 16, with_sinks)
     sinks = tensors[3] if with_sinks else None
-    arguments = (*tensors[:3], packed(q_lens, k_lens), AttentionOptions(0.25, **OPTIONS[option], sinks=sinks))
+    arguments = (
+        *tensors[:3],
+        packed(q_lens, k_lens),
+        AttentionOptions(0.25, **OPTIONS[option], sinks=sinks),
+    )
     flex = FlexAttention()
     for _ in range(2):  # the second layer takes the first one's block mask
         with torch.no_grad():
@@ -178,11 +202,16 @@ def test_flex_makes_a_new_mask_for_a_new_batch() -> None:
         assert (got - want).abs().max() < 1e-5
 
 
-def in_two_visits(kernel: Any, tensors: list[Tensor], lens: list[int], softcap: float | None) -> list[Tensor]:
+def in_two_visits(
+    kernel: Any, tensors: list[Tensor], lens: list[int], softcap: float | None
+) -> list[Tensor]:
     """Attention over each document's own keys, then over as many that it all sees; put together by hand."""
     q, k, v, more_k, more_v, grad = tensors
     how = packed(lens), AttentionOptions(0.25, softcap=softcap)
-    visits = [(AttentionInputs(q, k, v, *how), True), (AttentionInputs(q, more_k, more_v, *how), False)]
+    visits = [
+        (AttentionInputs(q, k, v, *how), True),
+        (AttentionInputs(q, more_k, more_v, *how), False),
+    ]
     parts = [kernel.block(*visit) for visit in visits]
     lse = torch.logaddexp(parts[0][1], parts[1][1])
     out = sum(out_of * (lse_of - lse).exp()[..., None] for out_of, lse_of in parts)
@@ -210,9 +239,13 @@ def tensors_of_visits(lens: list[int]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
-def test_two_visits_are_one_attention(softcap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_visits_are_one_attention(
+    softcap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(reference, "QUERY_BLOCK", 16)
     lens = [5, 17, 1, 33]
     tensors = tensors_of_visits(lens)
-    for got, want in zip(in_two_visits(ReferenceAttention(), tensors, lens, softcap), at_once(tensors, lens, softcap)):
+    for got, want in zip(
+        in_two_visits(ReferenceAttention(), tensors, lens, softcap), at_once(tensors, lens, softcap)
+    ):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)

@@ -21,7 +21,12 @@ from transformers.integrations import use_kernel_func_from_hub_with_fallback
 from automodel_lite.attention.documents import mixers_of
 from automodel_lite.attention.interface import install
 from automodel_lite.attention.kernel import ReferenceAttention
-from automodel_lite.attention.mixer_functions import Recorded, running, split_at_documents, takes_boundaries
+from automodel_lite.attention.mixer_functions import (
+    Recorded,
+    running,
+    split_at_documents,
+    takes_boundaries,
+)
 from tests.attention.families import documents, stream
 from tests.attention.hybrids import build_hybrid
 from tests.attention.signatures import downloaded, parameters_of, read_member
@@ -57,7 +62,10 @@ def fake_causal_conv1d(torch_fn: Callable[..., Any]) -> Callable[..., Any]:
             return torch_fn(x, weight, bias, activation)
         SEEN.append("causal_conv1d_fn")
         assert x.stride(1) == 1, "seq_idx is only supported for channel last layout"
-        outs = [torch_fn(x[:, :, part], weight, bias, activation) for part in documents_of(seq_idx, x.shape[2])]
+        outs = [
+            torch_fn(x[:, :, part], weight, bias, activation)
+            for part in documents_of(seq_idx, x.shape[2])
+        ]
         return torch.cat(outs, 2)
 
     return causal_conv1d_fn
@@ -87,7 +95,9 @@ def fake_chunk_scan(torch_fn: Callable[..., Any]) -> Callable[..., Any]:
             return torch_fn(x, dt, A, B, C, chunk_size, **rest)
         SEEN.append("mamba_chunk_scan_combined")
         parts = documents_of(seq_idx, x.shape[1])
-        return torch.cat([torch_fn(x[:, i], dt[:, i], A, B[:, i], C[:, i], chunk_size, **rest) for i in parts], 1)
+        return torch.cat(
+            [torch_fn(x[:, i], dt[:, i], A, B[:, i], C[:, i], chunk_size, **rest) for i in parts], 1
+        )
 
     return mamba_chunk_scan_combined
 
@@ -120,7 +130,10 @@ def fake_delta_rule(torch_fn: Callable[..., Any]) -> Callable[..., Any]:
         assert q.shape[0] == 1
         assert torch.equal(cu_seqlens, cu_seqlens_cpu)
         parts = slices(cu_seqlens_cpu.diff().tolist())
-        outs = [torch_fn(q[:, i], k[:, i], v[:, i], g=g[:, i], beta=beta[:, i], **rest)[0] for i in parts]
+        outs = [
+            torch_fn(q[:, i], k[:, i], v[:, i], g=g[:, i], beta=beta[:, i], **rest)[0]
+            for i in parts
+        ]
         return torch.cat(outs, 1), None
 
     return chunk_gated_delta_rule
@@ -145,15 +158,20 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
             if not hasattr(module, name):
                 continue
             plain = getattr(module, name)
-            plain = getattr(plain, "function", plain)  # as it was before the first installation in this process
+            # as it was before the first installation in this process
+            plain = getattr(plain, "function", plain)
             torch_fn = inspect.unwrap(plain)
             stand_in = ModuleType(package)
             setattr(stand_in, in_package, fake(torch_fn))
             monkeypatch.setitem(sys.modules, package, stand_in)
             monkeypatch.setattr(
-                "transformers.integrations.hub_kernels._KERNELS_INTERNAL_PATH_MAPPINGS", {}, raising=True
+                "transformers.integrations.hub_kernels._KERNELS_INTERNAL_PATH_MAPPINGS",
+                {},
+                raising=True,
             )
-            monkeypatch.setattr(module, name, use_kernel_func_from_hub_with_fallback(in_package, package)(torch_fn))
+            monkeypatch.setattr(
+                module, name, use_kernel_func_from_hub_with_fallback(in_package, package)(torch_fn)
+            )
         return module
 
     SEEN.clear()
@@ -167,7 +185,8 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
         ("kimi_linear", {"causal_conv1d_fn", "chunk_gated_delta_rule"}),
         ("nemotron_h", {"causal_conv1d_fn", "mamba_chunk_scan_combined"}),
         ("lfm2", {"causal_conv1d_fn"}),
-        ("jamba", {"causal_conv1d_fn"}),  # its scan has no boundaries: the documents go through as rows
+        # its scan has no boundaries: the documents go through as rows
+        ("jamba", {"causal_conv1d_fn"}),
     ],
 )
 def test_kernels_get_the_boundaries(family: str, calls: set[str], installed: Any) -> None:
@@ -208,11 +227,32 @@ def test_without_packages_no_function_takes_boundaries() -> None:
 SDIST = ("--no-binary", ":all:", "--no-build-isolation")
 
 
-MIXERS = {  # the package, its archive, the file -> the function, and what stands in for it in test_mixer_functions.py
-    "causal_conv1d_fn": ("causal-conv1d", "causal_conv1d-*.tar.gz", SDIST, "causal_conv1d_interface.py"),
-    "mamba_chunk_scan_combined": ("mamba-ssm", "mamba_ssm-*.tar.gz", SDIST, "ops/triton/ssd_combined.py"),
-    "mamba_split_conv1d_scan_combined": ("mamba-ssm", "mamba_ssm-*.tar.gz", SDIST, "ops/triton/ssd_combined.py"),
-    "chunk_gated_delta_rule": ("fla-core", "fla_core-*.whl", (), "fla/ops/gated_delta_rule/chunk.py"),
+# the package, its archive, the file -> the function, and what stands in for it in test_mixer_functions.py
+MIXERS = {
+    "causal_conv1d_fn": (
+        "causal-conv1d",
+        "causal_conv1d-*.tar.gz",
+        SDIST,
+        "causal_conv1d_interface.py",
+    ),
+    "mamba_chunk_scan_combined": (
+        "mamba-ssm",
+        "mamba_ssm-*.tar.gz",
+        SDIST,
+        "ops/triton/ssd_combined.py",
+    ),
+    "mamba_split_conv1d_scan_combined": (
+        "mamba-ssm",
+        "mamba_ssm-*.tar.gz",
+        SDIST,
+        "ops/triton/ssd_combined.py",
+    ),
+    "chunk_gated_delta_rule": (
+        "fla-core",
+        "fla_core-*.whl",
+        (),
+        "fla/ops/gated_delta_rule/chunk.py",
+    ),
     "chunk_kda": ("fla-core", "fla_core-*.whl", (), "fla/ops/kda/chunk.py"),
 }
 

@@ -27,11 +27,14 @@ LARGEST_ERROR = 1e-10
 LENGTHS = [37, 5, 70, 1, 23]
 
 FAMILIES = [
-    pytest.param(family, marks=() if family in ONE_OF_EACH_KIND else pytest.mark.slow) for family in sorted(HYBRIDS)
+    pytest.param(family, marks=() if family in ONE_OF_EACH_KIND else pytest.mark.slow)
+    for family in sorted(HYBRIDS)
 ]
 
 
-def separate(model: PreTrainedModel, docs: list[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], dict[str, Tensor]]:
+def separate(
+    model: PreTrainedModel, docs: list[tuple[Tensor, Tensor]]
+) -> tuple[list[Tensor], dict[str, Tensor]]:
     logits = [model(input_ids=ids[None], use_cache=False).logits[0] for ids, _ in docs]
     for of_document, (_, labels) in zip(logits, docs):
         summed_loss(of_document, labels).backward(retain_graph=True)
@@ -49,15 +52,22 @@ def summed_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def largest_errors(
-    got: tuple[Tensor, dict[str, Tensor]], want: tuple[list[Tensor], dict[str, Tensor]], batch: ThdBatch
+    got: tuple[Tensor, dict[str, Tensor]],
+    want: tuple[list[Tensor], dict[str, Tensor]],
+    batch: ThdBatch,
 ) -> tuple[float, float]:
     """Of logits and of gradients, relative to the largest logit and the largest gradient."""
     largest = max(x.abs().max() for x in want[0])
     starts = batch.cu_seqlens_padded.tolist()
-    logits = max((got[0][start : start + len(x)] - x).abs().max() / largest for start, x in zip(starts, want[0]))
+    logits = max(
+        (got[0][start : start + len(x)] - x).abs().max() / largest
+        for start, x in zip(starts, want[0])
+    )
     assert got[1].keys() == want[1].keys()
     largest = max(x.abs().max() for x in want[1].values())
-    return float(logits), float(max((got[1][name] - x).abs().max() / largest for name, x in want[1].items()))
+    return float(logits), float(
+        max((got[1][name] - x).abs().max() / largest for name, x in want[1].items())
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -83,7 +93,8 @@ def test_recomputed_layers_keep_documents_apart(family: str, how: str) -> None:
     want = packed(model, batch)
     recompute_layers(decoder_layers(model), how, 1)
     logits = model(**batch.model_inputs()).logits[0]
-    other = model(**stream(documents([9, 4])).model_inputs()).logits  # between forward and backward of the first
+    # between forward and backward of the first
+    other = model(**stream(documents([9, 4])).model_inputs()).logits
     summed_loss(logits, batch.labels).backward()
     got = gradients(model)
     assert all(torch.allclose(got[name], x, rtol=1e-5, atol=1e-5) for name, x in want[1].items())
@@ -120,11 +131,16 @@ def test_compiled_layers_need_no_graph_for_other_documents() -> None:
     for batch, (logits, grads) in zip(batches, want):
         got = packed(model, batch)
         assert torch.allclose(got[0], logits, rtol=1e-4, atol=1e-4)
-        assert all(torch.allclose(got[1][name], x, rtol=1e-4, atol=1e-4) for name, x in grads.items())
+        assert all(
+            torch.allclose(got[1][name], x, rtol=1e-4, atol=1e-4) for name, x in grads.items()
+        )
 
 
 def test_which_modules_are_mixers() -> None:
-    names = {family: [type(mixer).__name__ for mixer in mixers_of(build_hybrid(family))] for family in ONE_OF_EACH_KIND}
+    names = {
+        family: [type(mixer).__name__ for mixer in mixers_of(build_hybrid(family))]
+        for family in ONE_OF_EACH_KIND
+    }
     assert names == {
         "qwen3_next": ["Qwen3NextGatedDeltaNet"],
         "kimi_linear": ["KimiLinearDeltaAttention"],
@@ -178,7 +194,9 @@ def test_a_mixer_that_is_missed_is_noticed() -> None:
 
 def test_rows_of_documents() -> None:
     rows = document_rows(torch.tensor([0, 5, 7, 11]))
-    assert [x.tolist() for x in rows.rows] == [[[0, 1, 2, 3, 4], [7, 8, 9, 10, 10], [5, 6, 6, 6, 6]]]
+    assert [x.tolist() for x in rows.rows] == [
+        [[0, 1, 2, 3, 4], [7, 8, 9, 10, 10], [5, 6, 6, 6, 6]]
+    ]
     assert rows.to_stream.tolist() == [0, 1, 2, 3, 4, 10, 11, 5, 6, 7, 8]
     assert rows.seq_idx.tolist() == [[0, 0, 0, 0, 0, 1, 1, 2, 2, 2, 2]]
 

@@ -43,10 +43,14 @@ CHANNELS_FIRST = {"causal_conv1d_fn", "mamba_selective_scan"}
 
 
 def function_of(name: str, model_type: str) -> Any:
-    return getattr(importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}"), name)
+    return getattr(
+        importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}"), name
+    )
 
 
-def inputs(name: str, num_tokens: int) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
+def inputs(
+    name: str, num_tokens: int
+) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
     """Streams [T, ...], weights, and what is no tensor; decays from none to e^-60 per token."""
     generator = torch.Generator().manual_seed(num_tokens)
 
@@ -73,7 +77,11 @@ def inputs(name: str, num_tokens: int) -> tuple[dict[str, Tensor], dict[str, Ten
     keys, decays = (H, (H, D)) if per_channel else (G, (H,))
     streams = {"query": normal(num_tokens, keys, D), "key": normal(num_tokens, keys, D)}
     streams |= {"value": normal(num_tokens, H, P), "beta": normal(num_tokens, H).sigmoid()}
-    return streams | {"g": -(2 * normal(num_tokens, *decays)).exp()}, {}, {"use_qk_l2norm_in_kernel": True}
+    return (
+        streams | {"g": -(2 * normal(num_tokens, *decays)).exp()},
+        {},
+        {"use_qk_l2norm_in_kernel": True},
+    )
 
 
 def by_document(name: str, lens: list[int], streams: dict[str, Tensor], **rest: Any) -> Tensor:
@@ -83,7 +91,9 @@ def by_document(name: str, lens: list[int], streams: dict[str, Tensor], **rest: 
     is_turned = name in CHANNELS_FIRST
     outs = []
     for parts in zip(*(x.split(lens) for x in streams.values())):
-        of_document = {n: x.flatten(1).t()[None] if is_turned else x[None] for n, x in zip(streams, parts)}
+        of_document = {
+            n: x.flatten(1).t()[None] if is_turned else x[None] for n, x in zip(streams, parts)
+        }
         out = function(**of_document, **rest)
         out = out[0] if isinstance(out, tuple) else out
         outs.append(out[0].t() if is_turned else out[0])
@@ -101,15 +111,24 @@ def output_and_gradients(
     function: Callable[..., Tensor], name: str, lens: list[int], dtype: torch.dtype
 ) -> list[Tensor]:
     streams, weights, rest = inputs(name, sum(lens))
-    streams, weights = ({n: x.to(dtype).requires_grad_() for n, x in given.items()} for given in (streams, weights))
+    streams, weights = (
+        {n: x.to(dtype).requires_grad_() for n, x in given.items()} for given in (streams, weights)
+    )
     out = function(name, lens, streams, **weights, **rest)
-    towards = torch.randn(out.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(out.dtype)
-    return [out.detach(), *torch.autograd.grad(out, [*streams.values(), *weights.values()], towards)]
+    towards = torch.randn(
+        out.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    ).to(out.dtype)
+    return [
+        out.detach(),
+        *torch.autograd.grad(out, [*streams.values(), *weights.values()], towards),
+    ]
 
 
 def largest_error(got: list[Tensor], want: list[Tensor]) -> float:
     """Relative to the largest element of each."""
-    return max(float((x.double() - y).abs().max() / y.abs().max()) for x, y in zip(got, want, strict=True))
+    return max(
+        float((x.double() - y).abs().max() / y.abs().max()) for x, y in zip(got, want, strict=True)
+    )
 
 
 @pytest.mark.parametrize("lens", [pytest.param(lens, id=name) for name, lens in DOCUMENTS.items()])
@@ -125,16 +144,23 @@ def test_a_stream_equals_its_documents(name: str, lens: list[int]) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("name", ["torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention", "mamba2_chunk_scan"])
+@pytest.mark.parametrize(
+    "name", ["torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention", "mamba2_chunk_scan"]
+)
 def test_a_branch_starts_from_its_trunks_state(name: str, seed: int) -> None:
     """Against the same function on every path as a whole; nodes of one token, too, and padding."""
     r = random.Random(seed)
-    batch, _ = batch_of([random_rows(r, 50), random_rows(r, 50, 0), random_rows(r, 50, 2, 3)], 1 + 7 * (seed % 2))
+    batch, _ = batch_of(
+        [random_rows(r, 50), random_rows(r, 50, 0), random_rows(r, 50, 2, 3)], 1 + 7 * (seed % 2)
+    )
     nodes = find_nodes(batch.cu_seqlens_padded, batch.position_ids, batch.cu_seqlens.diff())
     assert nodes is not None
     assert batch.mixers is not None
     assert batch.mixers.stream.tree is not None
-    tree, document = replace(batch.mixers.stream.tree, pieces=find_pieces(nodes)), batch.mixers.stream.document
+    tree, document = (
+        replace(batch.mixers.stream.tree, pieces=find_pieces(nodes)),
+        batch.mixers.stream.document,
+    )
     function: Any = packed_function(function_of(name, FUNCTION_OF[name]), name)
 
     def on_tree(name: str, lens: list[int], streams: dict[str, Tensor], **rest: Any) -> Tensor:
@@ -145,7 +171,9 @@ def test_a_branch_starts_from_its_trunks_state(name: str, seed: int) -> None:
         return function(document, **walked, **rest).index_select(0, tree.own)  # type: ignore[no-any-return]
 
     lens = [len(batch.labels)]
-    got, want = (output_and_gradients(way, name, lens, torch.float64) for way in (on_tree, on_paths))
+    got, want = (
+        output_and_gradients(way, name, lens, torch.float64) for way in (on_tree, on_paths)
+    )
     assert largest_error(got, want) < 1e-12
 
 
@@ -156,7 +184,10 @@ def test_the_order_of_a_gpu_gives_the_same(name: str, monkeypatch: pytest.Monkey
         want = output_and_gradients(of_stream, name, lens, torch.float64)
         with monkeypatch.context() as patch:
             patch.setattr(packed_mixers, "_has_cache", lambda _: False)
-            assert largest_error(output_and_gradients(of_stream, name, lens, torch.float64), want) < 1e-12
+            assert (
+                largest_error(output_and_gradients(of_stream, name, lens, torch.float64), want)
+                < 1e-12
+            )
 
 
 def test_bf16_is_computed_in_fp32() -> None:

@@ -34,7 +34,9 @@ def test_a_scale_by_the_place_in_the_stream_shows(monkeypatch: pytest.MonkeyPatc
     scaling = [x for x in model.modules() if vars(x).get("attn_temperature_tuning")]
     assert scaling
     assert scaling[0].floor_scale == 8192
-    monkeypatch.setattr("automodel_lite.attention.interface.scale_queries", lambda module, q, positions: q)
+    monkeypatch.setattr(
+        "automodel_lite.attention.interface.scale_queries", lambda module, q, positions: q
+    )
     install(model, ReferenceAttention())
     for module in model.modules():
         if isinstance(module.forward, WithinDocuments):
@@ -49,8 +51,15 @@ def test_a_scale_by_the_place_in_the_stream_shows(monkeypatch: pytest.MonkeyPatc
 def settings_of(model: nn.Module) -> list:
     plain = (int, float, str, bool, type(None))
     return [
-        *(copy.deepcopy(module.config.to_dict()) for module in model.modules() if hasattr(module, "config")),
-        *({k: v for k, v in vars(module).items() if isinstance(v, plain)} for module in model.modules()),
+        *(
+            copy.deepcopy(module.config.to_dict())
+            for module in model.modules()
+            if hasattr(module, "config")
+        ),
+        *(
+            {k: v for k, v in vars(module).items() if isinstance(v, plain)}
+            for module in model.modules()
+        ),
     ]
 
 
@@ -81,5 +90,7 @@ def test_all_places_of_a_length_are_found() -> None:
     with short_lengths(model):
         assert model.config.attention_chunk_size == SHORT
         assert {
-            layer.self_attn.floor_scale for layer in model.model.layers if hasattr(layer.self_attn, "floor_scale")
+            layer.self_attn.floor_scale
+            for layer in model.model.layers
+            if hasattr(layer.self_attn, "floor_scale")
         } <= {SHORT}

@@ -13,7 +13,9 @@ def attended(dtype: torch.dtype, num_kv_heads: int) -> list[Tensor]:
     """Output and gradients of q, k and v, fp32, of documents of 150, 1 and 40 tokens."""
     generator = torch.Generator().manual_seed(0)
     heads = (8, num_kv_heads, num_kv_heads)
-    q, k, v = (torch.randn(191, h, 32, generator=generator).to(dtype).requires_grad_() for h in heads)
+    q, k, v = (
+        torch.randn(191, h, 32, generator=generator).to(dtype).requires_grad_() for h in heads
+    )
     cu = torch.tensor([0, 150, 151, 191], dtype=torch.int32)
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
         out = ReferenceAttention()(q, k, v, Segments(cu, cu, 150, 150), AttentionOptions(32**-0.5))
@@ -27,7 +29,9 @@ def off(got: list[Tensor], want: list[Tensor]) -> list[float]:
 
 
 @pytest.mark.parametrize("num_kv_heads", [8, 2])
-def test_fp32_inside_is_no_further_from_the_truth(monkeypatch: pytest.MonkeyPatch, num_kv_heads: int) -> None:
+def test_fp32_inside_is_no_further_from_the_truth(
+    monkeypatch: pytest.MonkeyPatch, num_kv_heads: int
+) -> None:
     truth = attended(torch.float32, num_kv_heads)
     fast = off(attended(torch.bfloat16, num_kv_heads), truth)
     monkeypatch.setattr(reference, "SHORT_TOKENS", 0)

@@ -62,7 +62,9 @@ def test_layers_that_cannot_be_packed(model_type: str, words: str) -> None:
 
 
 def test_a_model_without_attention_needs_no_kernel() -> None:
-    kernel, why = choose_attention(None, attention_specs(AutoConfig.for_model("mamba"), "cuda", torch.bfloat16))
+    kernel, why = choose_attention(
+        None, attention_specs(AutoConfig.for_model("mamba"), "cuda", torch.bfloat16)
+    )
     assert (kernel.name, why) == ("thd_reference", "none: the model has no attention layers")
 
 
@@ -84,8 +86,14 @@ def test_attention_dropout_is_refused_under_the_familys_own_key(family: str, key
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"device": torch.device("cpu")}, "attention=varlen does not support device=cpu: .* use attention=reference"),
-        ({"dtype": torch.float32}, r"does not support dtype=torch.float32: set training\.precision=bf16"),
+        (
+            {"device": torch.device("cpu")},
+            "attention=varlen does not support device=cpu: .* use attention=reference",
+        ),
+        (
+            {"dtype": torch.float32},
+            r"does not support dtype=torch.float32: set training\.precision=bf16",
+        ),
         ({"softcap": 50.0}, "the softcap of llama: use attention=flex"),
         ({"sinks": True}, "the attention sinks of llama: use attention=flex"),
         ({"head_dim": 192}, "head dims 192 / 128"),
@@ -125,10 +133,29 @@ def test_a_softcap_of_a_config_is_an_option_of_the_spec() -> None:
 
 
 GEMMA4: dict[str, Any] = {
-    **{"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "global_head_dim": 16},
-    **{"num_hidden_layers": 3, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]},
-    **{"sliding_window": 8, "num_kv_shared_layers": 0, "vocab_size": 128, "vocab_size_per_layer_input": 128},
-    **{"hidden_size_per_layer_input": 8, "intermediate_size": 32, "num_global_key_value_heads": 2, "pad_token_id": 0},
+    **{
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "global_head_dim": 16,
+    },
+    **{
+        "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    },
+    **{
+        "sliding_window": 8,
+        "num_kv_shared_layers": 0,
+        "vocab_size": 128,
+        "vocab_size_per_layer_input": 128,
+    },
+    **{
+        "hidden_size_per_layer_input": 8,
+        "intermediate_size": 32,
+        "num_global_key_value_heads": 2,
+        "pad_token_id": 0,
+    },
 }
 
 
@@ -178,7 +205,13 @@ def test_a_model_runs_on_a_kernel_for_each_kind_of_layer() -> None:
 
 @pytest.mark.parametrize(
     ("family", "has"),
-    [("gpt_oss", True), ("granite_swa", True), ("mimo_v2_flash", True), ("flint", True), ("llama", False)],
+    [
+        ("gpt_oss", True),
+        ("granite_swa", True),
+        ("mimo_v2_flash", True),
+        ("flint", True),
+        ("llama", False),
+    ],
 )
 def test_sinks_are_found_in_the_code_of_the_family(family: str, has: bool) -> None:
     assert passes_sinks(AutoConfig.for_model(family)) == has

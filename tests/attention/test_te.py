@@ -54,7 +54,9 @@ def te_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, dict[s
     sys.modules.pop("automodel_lite.parts.kernels.te", None)
 
 
-def fake_te(monkeypatch: pytest.MonkeyPatch, init: list[str], forward: list[str]) -> list[tuple[str, dict[str, Any]]]:
+def fake_te(
+    monkeypatch: pytest.MonkeyPatch, init: list[str], forward: list[str]
+) -> list[tuple[str, dict[str, Any]]]:
     """Transformer Engine with these signatures; (method, what it is given) of each call."""
     calls: list[tuple[str, dict[str, Any]]] = []
 
@@ -85,11 +87,20 @@ def test_what_transformer_engine_is_given(te_calls: list[tuple[str, dict[str, An
     out = kernel(Q_THD, K_THD, V_THD, Segments(CU_Q, CU_K, 5, 8), PLAIN)
     assert out.shape == (9, 4, 16)
     (_, made), (_, given) = te_calls
-    assert (made["num_attention_heads"], made["kv_channels"], made["num_gqa_groups"]) == (4, (16, 16), 2)
-    assert (made["qkv_format"], made["attn_mask_type"], made["window_size"]) == ("thd", TE_MASKS[1], (-1, 0))
+    assert (made["num_attention_heads"], made["kv_channels"], made["num_gqa_groups"]) == (
+        4,
+        (16, 16),
+        2,
+    )
+    assert (made["qkv_format"], made["attn_mask_type"], made["window_size"]) == (
+        "thd",
+        TE_MASKS[1],
+        (-1, 0),
+    )
     assert given["cu_seqlens_q_padded"] is given["cu_seqlens_q"]
     assert given["cu_seqlens_kv_padded"] is given["cu_seqlens_kv"]
-    assert given["cu_seqlens_q"].tolist() == [0, 4, *[9] * 31]  # 32 documents: cuDNN makes a graph for each number
+    # 32 documents: cuDNN makes a graph for each number
+    assert given["cu_seqlens_q"].tolist() == [0, 4, *[9] * 31]
     assert given["cu_seqlens_kv"].tolist() == [0, 8, *[14] * 31]
     assert given["pad_between_seqs"] is False
     kernel(Q_THD, K_THD, V_THD, Segments(CU_Q, CU_K, 5, 8), PLAIN)
@@ -123,7 +134,9 @@ def test_te_without_the_package_names_the_pip_line(monkeypatch: pytest.MonkeyPat
     monkeypatch.delitem(sys.modules, "automodel_lite.parts.kernels.te", raising=False)
     if "transformer_engine" in sys.modules or importlib.util.find_spec("transformer_engine"):
         pytest.skip("Transformer Engine is installed here")
-    with pytest.raises(ConfigError, match=r"pip install --no-build-isolation 'automodel-lite\[te\]'"):
+    with pytest.raises(
+        ConfigError, match=r"pip install --no-build-isolation 'automodel-lite\[te\]'"
+    ):
         importlib.import_module("automodel_lite.parts.kernels.te")
 
 
@@ -133,7 +146,9 @@ def test_transformer_engine_sources(version: str, monkeypatch: pytest.MonkeyPatc
     archive = downloaded(f"transformer-engine=={version}", f"transformer_engine-{version}-*.whl")
     source = read_member(archive, "dot_product_attention/dot_product_attention.py")
     assert "or torch.are_deterministic_algorithms_enabled()" in source
-    real = [parameters_of(source, "DotProductAttention", method) for method in ("__init__", "forward")]
+    real = [
+        parameters_of(source, "DotProductAttention", method) for method in ("__init__", "forward")
+    ]
     calls = fake_te(monkeypatch, *real)
     kernel = importlib.import_module("automodel_lite.parts.kernels.te").TransformerEngineAttention()
     kernel(Q_THD, K_THD, V_THD, Segments(CU_Q, CU_K, 5, 8), AttentionOptions(0.25, window=7))

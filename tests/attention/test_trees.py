@@ -20,21 +20,28 @@ LOSS, GRADIENT = 1e-6, 1e-5
 """fp32, relative; of gradients, to the largest. Hybrids run in fp64: their random weights are large."""
 
 Result = tuple[torch.Tensor, dict[str, torch.Tensor]]
-HYBRID_CASES = [pytest.param(x, marks=() if x in ONE_OF_EACH_KIND else pytest.mark.slow) for x in sorted(HYBRIDS)]
+HYBRID_CASES = [
+    pytest.param(x, marks=() if x in ONE_OF_EACH_KIND else pytest.mark.slow)
+    for x in sorted(HYBRIDS)
+]
 
 
 def rows_one_by_one(model: torch.nn.Module, trees: list[list[Row]]) -> Result:
     loss = torch.zeros(())
     for ids, labels in (row for rows in trees for row in rows):
         logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
-        loss = loss + F.cross_entropy(logits, torch.tensor(labels), reduction="sum", ignore_index=IGNORE_INDEX)
+        loss = loss + F.cross_entropy(
+            logits, torch.tensor(labels), reduction="sum", ignore_index=IGNORE_INDEX
+        )
     loss.backward()
     return loss.detach(), gradients(model)
 
 
 def as_trees(model: torch.nn.Module, batch: ThdBatch, weights: torch.Tensor) -> Result:
     logits = model(**batch.model_inputs()).logits[0]
-    loss = (F.cross_entropy(logits, batch.labels, reduction="none", ignore_index=IGNORE_INDEX) * weights).sum()
+    loss = (
+        F.cross_entropy(logits, batch.labels, reduction="none", ignore_index=IGNORE_INDEX) * weights
+    ).sum()
     loss.backward()
     return loss.detach(), gradients(model)
 
@@ -53,7 +60,10 @@ def test_trees_equal_their_rows(family: str) -> None:
     is_hybrid = family in HYBRIDS
     with InFloat64() if is_hybrid else nullcontext():
         model = build_hybrid(family).double() if is_hybrid else build(family)
-        trees = [random_rows(r, VOCAB, depth, branching, most=7) for depth, branching in ((6, 5), (0, 1), (2, 3))]
+        trees = [
+            random_rows(r, VOCAB, depth, branching, most=7)
+            for depth, branching in ((6, 5), (0, 1), (2, 3))
+        ]
         want = rows_one_by_one(model, trees)
         install(model, ReferenceAttention())
         for multiple in (1, 8):

@@ -21,7 +21,10 @@ VARLEN = "query key value cu_seq_q cu_seq_k max_q max_k"
     ("parameters", "given"),
     [
         (f"{VARLEN} return_aux scale window_size", {}),
-        (f"{VARLEN} return_aux scale window_size enable_gqa seqused_k block_table", {"enable_gqa": True}),
+        (
+            f"{VARLEN} return_aux scale window_size enable_gqa seqused_k block_table",
+            {"enable_gqa": True},
+        ),
     ],
     ids=["torch 2.11", "torch 2.12"],
 )
@@ -29,7 +32,10 @@ def test_what_varlen_attn_is_given(parameters: str, given: dict[str, Any]) -> No
     calls: list[dict[str, Any]] = []
     kernel = VarlenAttention(varlen_attn=recorder(parameters.split(), calls, lambda a: a["query"]))
     kernel(Q_THD, K_THD, V_THD, Segments(CU_Q, CU_K, 1, 8), PLAIN)
-    options = {key: calls[0][key] for key in calls[0].keys() - {"query", "key", "value", "cu_seq_q", "cu_seq_k"}}
+    options = {
+        key: calls[0][key]
+        for key in calls[0].keys() - {"query", "key", "value", "cu_seq_q", "cu_seq_k"}
+    }
     assert options == {"max_q": 2, "max_k": 8, "window_size": (-1, 0), "scale": 0.25, **given}
     assert calls[0]["key"] is K_THD
     kernel(Q_THD, K_THD, V_THD, Segments(CU_Q, CU_K, 5, 8), AttentionOptions(0.25, window=7))
@@ -40,9 +46,24 @@ def test_what_varlen_attn_is_given(parameters: str, given: dict[str, Any]) -> No
     ("implementation", "parameters", "capability", "sentence"),
     [
         ("FA4", f"{VARLEN} return_aux scale window_size", (9, 0), "implementation=FA4 on torch"),
-        ("FA4", f"{VARLEN} scale window_size enable_gqa", (8, 0), r"on this GPU \(8.0\): it needs .* 9.x or 10.x"),
-        ("FA3", f"{VARLEN} scale window_size enable_gqa", (10, 0), r"on this GPU \(10.0\): it needs .* 9.x:"),
-        (None, f"{VARLEN} scale window_size enable_gqa", (7, 5), "FlashAttention needs compute capability 8.0"),
+        (
+            "FA4",
+            f"{VARLEN} scale window_size enable_gqa",
+            (8, 0),
+            r"on this GPU \(8.0\): it needs .* 9.x or 10.x",
+        ),
+        (
+            "FA3",
+            f"{VARLEN} scale window_size enable_gqa",
+            (10, 0),
+            r"on this GPU \(10.0\): it needs .* 9.x:",
+        ),
+        (
+            None,
+            f"{VARLEN} scale window_size enable_gqa",
+            (7, 5),
+            "FlashAttention needs compute capability 8.0",
+        ),
         ("FA4", f"{VARLEN} scale window_size enable_gqa", (10, 0), None),
     ],
     ids=["FA4 on 2.11", "FA4 on A100", "FA3 on B200", "T4", "FA4 on B200"],
@@ -55,10 +76,14 @@ def test_an_implementation_is_refused_where_it_fails(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """At the first forward they raise RuntimeError; FA4 on torch 2.11 in the first backward."""
-    monkeypatch.setattr("automodel_lite.parts.kernels.varlen.activate_flash_attention_impl", lambda name: None)
+    monkeypatch.setattr(
+        "automodel_lite.parts.kernels.varlen.activate_flash_attention_impl", lambda name: None
+    )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    kernel = VarlenAttention(implementation, varlen_attn=recorder(parameters.split(), [], lambda a: a["query"]))
+    kernel = VarlenAttention(
+        implementation, varlen_attn=recorder(parameters.split(), [], lambda a: a["query"])
+    )
     if sentence is None:
         kernel.check(ON_GPU)
         return
@@ -87,7 +112,9 @@ def test_an_implementation_that_torch_does_not_know() -> None:
 def test_varlen_blocks_fit_the_signature_of_torch(causal: bool) -> None:
     """By fake tensors, shapes alone: the kernel needs a GPU."""
     with FakeTensorMode():
-        q, k, v = (torch.empty(24, heads, 16, dtype=torch.bfloat16, device="cuda") for heads in (4, 2, 2))
+        q, k, v = (
+            torch.empty(24, heads, 16, dtype=torch.bfloat16, device="cuda") for heads in (4, 2, 2)
+        )
         cu = torch.empty(4, dtype=torch.int32, device="cuda")
         inputs = AttentionInputs(q, k, v, Segments(cu, cu, 9, 9), AttentionOptions(0.25))
         out, lse = VarlenAttention().block(inputs, causal)

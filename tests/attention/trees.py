@@ -14,15 +14,22 @@ Row = tuple[list[int], list[int]]  # ids, labels
 
 def labelled(ids: list[int], first: int) -> Row:
     """Labels of everything from token `first` on."""
-    return ids, [token if i >= first else IGNORE_INDEX for i, token in enumerate(ids[1:], 1)] + [IGNORE_INDEX]
+    return ids, [token if i >= first else IGNORE_INDEX for i, token in enumerate(ids[1:], 1)] + [
+        IGNORE_INDEX
+    ]
 
 
-def random_rows(r: random.Random, vocab: int, depth: int = 6, branching: int = 5, most: int = 12) -> list[Row]:
+def random_rows(
+    r: random.Random, vocab: int, depth: int = 6, branching: int = 5, most: int = 12
+) -> list[Row]:
     """Rows of one random tree, 1 to 12 of them; nodes of 1 token and more."""
     rows: list[list[int]] = []
 
     def grow(path: list[int], level: int) -> None:
-        path = path + [r.randrange(3, vocab) for _ in range(r.choice([1, 2, r.randint(1, 9), r.randint(5, 40)]))]
+        path = path + [
+            r.randrange(3, vocab)
+            for _ in range(r.choice([1, 2, r.randint(1, 9), r.randint(5, 40)]))
+        ]
         if level == depth or r.random() < 0.3 or len(rows) >= most:
             rows.append(path)
             return
@@ -75,7 +82,12 @@ def batch_of(trees: list[list[Row]], multiple: int = 1) -> tuple[ThdBatch, Tenso
         parts = tree_of(rows)
         missing = -len(parts[0]) % multiple
         last = parts[2][-1]
-        padding = ([0] * missing, [IGNORE_INDEX] * missing, [*range(last + 1, last + 1 + missing)], [0.0] * missing)
+        padding = (
+            [0] * missing,
+            [IGNORE_INDEX] * missing,
+            [*range(last + 1, last + 1 + missing)],
+            [0.0] * missing,
+        )
         for column, part, behind in zip(columns, parts, padding):
             column += part + behind  # type: ignore[operator]
         lens.append(len(parts[0]))

@@ -34,7 +34,12 @@ def parts_of(*overrides: str) -> Parts:
 
 def test_one_gpu_moves_nothing() -> None:
     alone = estimate(parts_of(), MODEL, HARDWARE, gpus=1, document_tokens=8)
-    assert (alone.gather_bytes, alone.reduce_bytes, alone.exchange_bytes, alone.exposed_s) == (0, 0, 0, 0)
+    assert (alone.gather_bytes, alone.reduce_bytes, alone.exchange_bytes, alone.exposed_s) == (
+        0,
+        0,
+        0,
+        0,
+    )
     weights = 6 * (2 * 840 + 1000) * 64
     attention = 12 * 2 * 2 * 4 * 64 * 9 / 2
     assert alone.compute_s == pytest.approx((weights + attention) / 0.5e12)
@@ -42,7 +47,8 @@ def test_one_gpu_moves_nothing() -> None:
 
 def test_traffic_does_not_grow_with_data_parallel_ranks() -> None:
     four, eight = (estimate(parts_of(), MODEL, HARDWARE, gpus, 8) for gpus in (4, 8))
-    assert four.gather_bytes == 2 * (2 * 1720 + 1010) * 3 / 4  # the layers twice, what is outside them once
+    # the layers twice, what is outside them once
+    assert four.gather_bytes == 2 * (2 * 1720 + 1010) * 3 / 4
     assert eight.gather_bytes == 2 * (2 * 1720 + 1010) * 7 / 8
     assert eight.reduce_bytes == 4 * PARAMETERS * 7 / 8
     assert eight.tokens == 2 * four.tokens
@@ -67,7 +73,8 @@ def test_each_exchange_has_its_own_traffic() -> None:
     )
     q, kv, out = 2 * 4, 2 * 2 * 4, 2 * 4  # one key head is not enough for two ranks
     assert dealt.exchange_bytes == 2 * (2 * 32 * (q + kv + out) * 2) / 2
-    assert ring.exchange_bytes == 2 * (32 * (2 * 1 * 4) * 2) * 3  # the gradients travel with what they are of
+    # the gradients travel with what they are of
+    assert ring.exchange_bytes == 2 * (32 * (2 * 1 * 4) * 2) * 3
 
 
 def test_replicas_spare_the_network() -> None:

@@ -37,7 +37,8 @@ def test_every_way_to_step_sees_the_same_loss(part: Part) -> None:
     assert result["tokens_per_s"] > 0
     assert 0 < result["mean_document"] <= result["longest_document"]
     assert result["mean_loss"] == pytest.approx(math.log(512), abs=0.15)
-    assert result["loss"] == part.arguments["settings"].get("loss", "fused")  # which loss, not what it came to
+    # which loss, not what it came to
+    assert result["loss"] == part.arguments["settings"].get("loss", "fused")
 
 
 def test_all_steps_are_variants_and_all_calls_exist() -> None:
@@ -68,7 +69,9 @@ def test_the_clock_starts_when_all_batches_are_drawn(monkeypatch: pytest.MonkeyP
             yield batch
 
     trainer.batches = drawing()
-    monkeypatch.setattr(trainer, "step", lambda micro_batches: (order.append("step"), real_step(micro_batches)))
+    monkeypatch.setattr(
+        trainer, "step", lambda micro_batches: (order.append("step"), real_step(micro_batches))
+    )
     work, seconds = trainer.timed(3)
     assert order == ["draw"] * 3 + ["step"] * 3
     assert (work.tokens, seconds > 0) == (3 * 256, True)
@@ -81,14 +84,19 @@ def test_the_peer_with_flex_attention_computes_our_loss() -> None:
         variant = Variant("tiny", 256, attention=attention)
         batch, _ = next(batches_of(variant, 512))
         with torch.no_grad():
-            losses.append(float(loss_of(variant, build(variant, "cpu"), inputs_of(variant, batch, False), "cpu")))
+            losses.append(
+                float(
+                    loss_of(variant, build(variant, "cpu"), inputs_of(variant, batch, False), "cpu")
+                )
+            )
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 def test_trees_count_the_tokens_of_their_rows() -> None:
     shared, num_rows, own = TREE
     (tree, of_tree), (rows, of_rows) = (
-        next(batches_of(Variant("tiny", 1024, documents=kind), 512)) for kind in ("trees", "rows of trees")
+        next(batches_of(Variant("tiny", 1024, documents=kind), 512))
+        for kind in ("trees", "rows of trees")
     )
     assert of_tree == [shared + own] * num_rows
     assert of_rows == [shared + own]
@@ -105,16 +113,25 @@ def test_idle_time_is_what_no_span_covers() -> None:
 def test_launches_and_annotations_are_no_kernels() -> None:
     """A host that launches all the time would hide a GPU that stands idle."""
 
-    def event(start: int, end: int, device: DeviceType, is_annotation: bool = False) -> FunctionEvent:
+    def event(
+        start: int, end: int, device: DeviceType, is_annotation: bool = False
+    ) -> FunctionEvent:
         options: Any = {"device_type": device, "is_user_annotation": is_annotation}
         return FunctionEvent(0, "any", 0, start, end, **options)
 
     gpu, cpu = DeviceType.CUDA, DeviceType.CPU
-    events = [event(6, 10, gpu), event(0, 9, cpu), event(0, 4, gpu), event(0, 10, gpu, is_annotation=True)]
+    events = [
+        event(6, 10, gpu),
+        event(0, 9, cpu),
+        event(0, 4, gpu),
+        event(0, 10, gpu, is_annotation=True),
+    ]
     assert kernel_spans(events) == [(0, 4), (6, 10)]
 
 
-def test_a_call_goes_on_where_the_last_one_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_call_goes_on_where_the_last_one_ended(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "results.jsonl"
     shared = ["--plan", "smoke", "--device", "cpu", "--out", str(out)]
     assert gpu_check.main([*shared, "--only", "step-packed"]) == 0
@@ -122,7 +139,10 @@ def test_a_call_goes_on_where_the_last_one_ended(tmp_path: Path, capsys: pytest.
     assert gpu_check.main([*shared, "--minutes", "0"]) == 0
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [row["verdict"] for row in rows if row["part"] == "step-packed"] == ["pass"]  # not again
-    assert {row["verdict"] for row in rows if row["part"] != "step-packed"} <= {"no time", "missing"}
+    assert {row["verdict"] for row in rows if row["part"] != "step-packed"} <= {
+        "no time",
+        "missing",
+    }
     screen = capsys.readouterr().out
     assert "| step-packed |" in screen
     assert "- step-mask: no time was left" in screen
@@ -136,15 +156,25 @@ def test_the_wheels_are_named(capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_it_cannot_do_without_is_asked_for_at_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(gpu_check, "find_spec", lambda name: None if name in ("hydra", "xxhash", "trl") else name)
+    monkeypatch.setattr(
+        gpu_check, "find_spec", lambda name: None if name in ("hydra", "xxhash", "trl") else name
+    )
     assert gpu_check.main(["--plan", "smoke", "--device", "cpu"]) == 2
-    assert capsys.readouterr().out == "Nothing was checked; first: pip install hydra-core==1.3.8 xxhash\n"
+    assert (
+        capsys.readouterr().out
+        == "Nothing was checked; first: pip install hydra-core==1.3.8 xxhash\n"
+    )
 
 
 def results_of(parts: list[Part], folder: Path, seconds: float = 300) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     arguments = argparse.Namespace(out=folder / "results.jsonl", device="cpu", plan="smoke")
-    workers.run_group(parts, arguments, time.monotonic() + seconds, lambda part, row: found.update({part.name: row}))
+    workers.run_group(
+        parts,
+        arguments,
+        time.monotonic() + seconds,
+        lambda part, row: found.update({part.name: row}),
+    )
     return found
 
 
@@ -181,13 +211,26 @@ def test_each_result_is_written_at_once(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(gpu_check, "run_group", run_group)
     gpu_check.main(["--plan", "smoke", "--device", "cpu", "--minutes", "9"])
     assert seen == list(range(seen[0], seen[0] + len(seen)))  # a line more with each
-    rows = [json.loads(line) for line in (tmp_path / "out" / "gpu_check.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (tmp_path / "out" / "gpu_check.jsonl").read_text().splitlines()
+    ]
     assert before in rows
     assert [row["verdict"] for row in rows if row["part"] == "step-packed"] == ["pass"]
 
 
 def test_the_card_is_described_for_the_planner(tmp_path: Path) -> None:
-    gpu_check.main(["--plan", "smoke", "--device", "cpu", "--only", "ceilings", "--out", str(tmp_path / "r.jsonl")])
+    gpu_check.main(
+        [
+            "--plan",
+            "smoke",
+            "--device",
+            "cpu",
+            "--only",
+            "ceilings",
+            "--out",
+            str(tmp_path / "r.jsonl"),
+        ]
+    )
     rates = json.loads((tmp_path / "gpu_calibration.json").read_text())
     assert rates["bf16_tflops"] > 0.001
     assert rates["memory_tb_per_s"] > 1e-4
@@ -197,8 +240,21 @@ def test_the_card_is_described_for_the_planner(tmp_path: Path) -> None:
 def test_the_plan_is_in_the_order_of_what_convinces() -> None:
     names = [part.name for part in full_plan()]
     assert len(names) == len({*names})
-    wanted = ["ceilings", "kernel-varlen: grouped heads", "step-compiled", "recipe-1b-compiled", "step-8b-bf16"]
-    wanted += ["step-8b-lora-compiled", "step-transformers-flex", "step-packed-131k", "step-moe", "curves", "idle-1b"]
+    wanted = [
+        "ceilings",
+        "kernel-varlen: grouped heads",
+        "step-compiled",
+        "recipe-1b-compiled",
+        "step-8b-bf16",
+    ]
+    wanted += [
+        "step-8b-lora-compiled",
+        "step-transformers-flex",
+        "step-packed-131k",
+        "step-moe",
+        "curves",
+        "idle-1b",
+    ]
     assert sorted(wanted, key=names.index) == wanted
     assert len([*groups(full_plan())]) < 24  # processes
 

@@ -19,7 +19,8 @@ def test_contestants_take_turns_and_one_that_fails_is_said(
 ) -> None:
     draw = random.Random(0)
     rows = [
-        {k: " ".join(f"w{draw.randrange(4000)}" for _ in range(40)) for k in ("question", "answer")} for _ in range(400)
+        {k: " ".join(f"w{draw.randrange(4000)}" for _ in range(40)) for k in ("question", "answer")}
+        for _ in range(400)
     ]
     data = tmp_path / "rows.jsonl"
     data.write_text("\n".join(map(json.dumps, rows)))
@@ -27,10 +28,26 @@ def test_contestants_take_turns_and_one_that_fails_is_said(
     monkeypatch.chdir(tmp_path)
     cores = os.sched_getaffinity(0)
     names = ["recipe", "bare", "sorted", "broken"]
-    rates = main(["--data", data.name, "--shape", "tiny", "--steps", "2", "--warmup-steps", "1", "--only", *names])
+    rates = main(
+        [
+            "--data",
+            data.name,
+            "--shape",
+            "tiny",
+            "--steps",
+            "2",
+            "--warmup-steps",
+            "1",
+            "--only",
+            *names,
+        ]
+    )
     assert rates.keys() == set(names)
     assert rates.pop("broken") == []
-    assert all(len(of_steps) == 2 and all(0 < rate < math.inf for rate in of_steps) for of_steps in rates.values())
+    assert all(
+        len(of_steps) == 2 and all(0 < rate < math.inf for rate in of_steps)
+        for of_steps in rates.values()
+    )
     assert os.sched_getaffinity(0) == cores
     printed = capsys.readouterr()
     assert "| broken | failed |" in printed.out

@@ -24,7 +24,8 @@ def test_a_real_model_learns_and_exports(method: str) -> None:
     work = ROOT / ".cache" / "real"  # the download is kept
     command = ["--methods", method, "--steps", "6", "--questions", "2", "--max-new-tokens", "40"]
     (outcome,), _ = main([*command, "--work", str(work), "--fresh"])
-    assert outcome.before.loss == pytest.approx(1.46, abs=0.01)  # 40 rows of GSM8K, before any training
+    # 40 rows of GSM8K, before any training
+    assert outcome.before.loss == pytest.approx(1.46, abs=0.01)
     assert outcome.after.loss < outcome.before.loss - 0.1
     assert outcome.plain_loss == pytest.approx(outcome.after.loss, abs=0.01)
 

@@ -12,7 +12,11 @@ TINY = (64, 3, 4, 2, 96, 128)  # hidden, layers, heads, kv heads, inner, vocabul
 
 
 def products(job: Job, num_layers: int, recomputes: bool) -> float:
-    return sum(flops for name, flops, _ in counted(job, num_layers, recomputes) if name in ("mm", "addmm", "bmm"))
+    return sum(
+        flops
+        for name, flops, _ in counted(job, num_layers, recomputes)
+        if name in ("mm", "addmm", "bmm")
+    )
 
 
 def test_a_layer_multiplies_its_weights_three_times() -> None:
@@ -24,7 +28,8 @@ def test_a_layer_multiplies_its_weights_three_times() -> None:
         job = Job("tiny", TINY, 256, 1, "")
         layer = products(job, 2, recomputes) - products(job, 1, recomputes)
         spared = 2 * 64 * 96 * 256 if recomputes else 0
-        assert layer == pytest.approx(each * weights * 256 - spared, rel=0.01)  # and the rotation's angles
+        # and the rotation's angles
+        assert layer == pytest.approx(each * weights * 256 - spared, rel=0.01)
 
 
 def test_a_faster_card_is_faster_and_fusing_never_slower() -> None:
@@ -39,6 +44,10 @@ def test_a_faster_card_is_faster_and_fusing_never_slower() -> None:
     assert none["tflop"] < half["tflop"] < every["tflop"]
     assert half["tflop"] - none["tflop"] == pytest.approx((every["tflop"] - none["tflop"]) / 2)
     once = step(replace(job, gathers=1), slow)  # of 3 layers, 2 bytes a weight, 7 of 8 ranks
-    assert none["traffic_s"] - once["traffic_s"] == pytest.approx(3 * 2 * 7 / 8 * (64 * 16 * 12 + 3 * 64 * 96) / 3e11)
+    assert none["traffic_s"] - once["traffic_s"] == pytest.approx(
+        3 * 2 * 7 / 8 * (64 * 16 * 12 + 3 * 64 * 96) / 3e11
+    )
     assert step(replace(job, weights="bf16"), slow)["optimizer_s"] < 0.7 * none["optimizer_s"]
-    assert seconds([("mm", 1e15, 3e12), ("mul", 0.0, 6e12)], Ceilings(1e15, 3e12, 1.0), False) == pytest.approx(3.0)
+    assert seconds(
+        [("mm", 1e15, 3e12), ("mul", 0.0, 6e12)], Ceilings(1e15, 3e12, 1.0), False
+    ) == pytest.approx(3.0)

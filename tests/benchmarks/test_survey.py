@@ -15,11 +15,23 @@ from benchmarks.tiny_models import COMPOSITES, decoder_families
 
 def found(families: list[str], folder: Path) -> list[Finding]:
     """In a process of its own: each family's memory is bounded, what the tests hold included."""
-    command = [sys.executable, "benchmarks/survey_models.py", "--jobs", "2", "--json", str(folder / "found.jsonl")]
+    command = [
+        sys.executable,
+        "benchmarks/survey_models.py",
+        "--jobs",
+        "2",
+        "--json",
+        str(folder / "found.jsonl"),
+    ]
     subprocess.run(
-        [*command, "--families", *families], check=True, cwd=Path(__file__).resolve().parents[2], capture_output=True
+        [*command, "--families", *families],
+        check=True,
+        cwd=Path(__file__).resolve().parents[2],
+        capture_output=True,
     )
-    findings = [Finding(**json.loads(line)) for line in (folder / "found.jsonl").read_text().splitlines()]
+    findings = [
+        Finding(**json.loads(line)) for line in (folder / "found.jsonl").read_text().splitlines()
+    ]
     return sorted(findings, key=lambda finding: families.index(finding.family))
 
 
@@ -29,7 +41,17 @@ def test_a_family_of_each_kind(tmp_path: Path) -> None:
     refused, hybrid, by_rows = found(["deepseek_v32", "minimax", "bloom"], tmp_path)
     assert refused.verdict == "refused"
     assert "indexed_attention" in refused.refused
-    assert [*hybrid.steps] == ["costs", "packed", "trees", "step", "export", "LoRA", "adapter", "fp8", "cp 4"]
+    assert [*hybrid.steps] == [
+        "costs",
+        "packed",
+        "trees",
+        "step",
+        "export",
+        "LoRA",
+        "adapter",
+        "fp8",
+        "cp 4",
+    ]
     assert (hybrid.verdict, by_rows.verdict) == ("exact", "exact")
 
 
@@ -44,8 +66,14 @@ def test_every_family_is_exact_or_refused_in_a_sentence(tmp_path: Path) -> None:
 
 
 def test_a_composite_counts_as_a_whole() -> None:
-    found = [Finding("gemma3n_text", steps={"step": "exact"}), Finding("llama4_text", steps={"step": "exact"})]
-    found += [Finding("llama4", steps={"step": "exact"}), Finding("gemma3n", native="ImportError: timm")]
+    found = [
+        Finding("gemma3n_text", steps={"step": "exact"}),
+        Finding("llama4_text", steps={"step": "exact"}),
+    ]
+    found += [
+        Finding("llama4", steps={"step": "exact"}),
+        Finding("gemma3n", native="ImportError: timm"),
+    ]
     assert exact_of(["gemma3n", "llama4", "kimi_linear"], found) == ["llama4"]
 
 
@@ -55,5 +83,7 @@ def test_a_near_tie_is_told_from_a_fault() -> None:
     assert not is_near_tie(Finding("dense", steps={"packed": "exact, 1e-07", "step": small}))
     assert is_near_tie(Finding("unscaled", steps={"packed": "exact, 2e-14 in fp64", "step": small}))
     assert not is_near_tie(Finding("a", steps={"step": small, "cp 4": large}, is_mixture=True))
-    assert not is_near_tie(Finding("a", steps={"step": small, "export": "WRONG: ['lm_head']"}, is_mixture=True))
+    assert not is_near_tie(
+        Finding("a", steps={"step": small, "export": "WRONG: ['lm_head']"}, is_mixture=True)
+    )
     assert not is_near_tie(Finding("a", steps={"step": "exact"}, is_mixture=True))

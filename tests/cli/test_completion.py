@@ -56,14 +56,19 @@ def test_the_shells_question(line: str, found: list[str]) -> None:
         started("-c", "import hydra"),
     )
     assert told.split() == found
-    assert ours <= 4 * hydras or started("-m", "automodel_lite", "-sc", "query=bash", **question)[1] <= 4 * hydras
+    assert (
+        ours <= 4 * hydras
+        or started("-m", "automodel_lite", "-sc", "query=bash", **question)[1] <= 4 * hydras
+    )
 
 
 def started(*command: str, **variables: str) -> tuple[str, float]:
     """What a new interpreter prints, and its CPU seconds."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     environment = os.environ | {"PYTHONPATH": str(ROOT)} | variables
-    told = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True)
+    told = subprocess.run(
+        [sys.executable, *command], env=environment, capture_output=True, text=True
+    )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return told.stdout, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
@@ -100,7 +105,17 @@ def test_a_shell_completes_it(shell: str, line: str, found: str, tmp_path: Path)
     program = tmp_path / "automodel-lite"  # as an installed package has it
     program.write_text(f"#!{sys.executable}\nfrom automodel_lite.__main__ import main\nmain()\n")
     program.chmod(0o755)
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "PATH": f"{tmp_path}:{os.environ['PATH']}", "TERM": "dumb"}
-    command = [sys.executable, "-c", PRESS, line, found] if shell == "zsh" else [shell, "-c", ASK[shell], line]
-    told = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "TERM": "dumb",
+    }
+    command = (
+        [sys.executable, "-c", PRESS, line, found]
+        if shell == "zsh"
+        else [shell, "-c", ASK[shell], line]
+    )
+    told = subprocess.run(
+        command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
     assert found in told.stdout.split()[-1], told

@@ -44,7 +44,9 @@ def test_an_option_inherits_from_another(folder: Path) -> None:
 
 
 def test_what_is_typed_beats_both_without_a_line(folder: Path) -> None:
-    chosen = compose_config("finetune", ["optimizer=sgd", "optimizer.lr=0.3"], config_dir=str(folder))
+    chosen = compose_config(
+        "finetune", ["optimizer=sgd", "optimizer.lr=0.3"], config_dir=str(folder)
+    )
     assert chosen.optimizer.lr == 0.3
     assert lines(folder, "finetune", "optimizer=sgd", "optimizer.lr=0.3") == []
 
@@ -60,14 +62,19 @@ FILLED = ["name=x", "model.pretrained=x", "dataset.path=x"]
 
 @pytest.mark.parametrize(
     "preset",
-    [name if name == "smoke" else pytest.param(name, marks=pytest.mark.slow) for name in presets_of(Sources())],
+    [
+        name if name == "smoke" else pytest.param(name, marks=pytest.mark.slow)
+        for name in presets_of(Sources())
+    ],
 )
 def test_every_preset_composes_with_every_group_option(preset: str) -> None:
     """One of each group at a time: as many compositions as the largest group has options."""
     groups = groups_of(Sources())
     for number in range(max(map(len, groups.values()))):
         chosen = {group: options[number % len(options)] for group, options in groups.items()}
-        raw = compose_config(preset, [*(f"{group}={option}" for group, option in chosen.items()), *FILLED])
+        raw = compose_config(
+            preset, [*(f"{group}={option}" for group, option in chosen.items()), *FILLED]
+        )
         assert raw.name == "x"
         assert {group for group in chosen if OmegaConf.is_missing(raw, group)} == set()
 
@@ -99,10 +106,22 @@ def test_a_strangers_preset_writes_no_file(recipe: str, group: str, tmp_path: Pa
 
 SETTINGS = [
     ("callbacks:\n    mine:\n      _target_: os.system", "hydra.callbacks.mine._target_=os.system"),
-    ("callbacks:\n    mine:\n      _target_: logging.FileHandler", "hydra.callbacks.mine._target_=logging.FileHandler"),
-    ("callbacks:\n    mine:\n      _target_: automodel_lite.cli.hydra_app.Job", "hydra.callbacks.mine._target_="),
-    ("sweeper:\n    sampler: {_target_: hydra_plugins.x.y}", "hydra.sweeper.sampler._target_=hydra_plugins.x.y"),
-    ("job_logging:\n    handlers:\n      x:\n        (): os.getpid", "hydra.job_logging.handlers.x.()=os.getpid"),
+    (
+        "callbacks:\n    mine:\n      _target_: logging.FileHandler",
+        "hydra.callbacks.mine._target_=logging.FileHandler",
+    ),
+    (
+        "callbacks:\n    mine:\n      _target_: automodel_lite.cli.hydra_app.Job",
+        "hydra.callbacks.mine._target_=",
+    ),
+    (
+        "sweeper:\n    sampler: {_target_: hydra_plugins.x.y}",
+        "hydra.sweeper.sampler._target_=hydra_plugins.x.y",
+    ),
+    (
+        "job_logging:\n    handlers:\n      x:\n        (): os.getpid",
+        "hydra.job_logging.handlers.x.()=os.getpid",
+    ),
     ("job_logging: {filters: {x: {level: 1}}}", "hydra.job_logging.filters.x.level=1"),
     ("job:\n    env_set:\n      LD_PRELOAD: x.so", "hydra.job.env_set.LD_PRELOAD=x.so"),
     ("output_subdir: ../../home", "hydra.output_subdir=../../home"),
@@ -122,22 +141,33 @@ def test_a_file_sets_nothing_that_runs_or_writes(
     monkeypatch.setattr(sys, "argv", ["train_ft.py"])
     monkeypatch.chdir(tmp_path)
     group, _, rest = block.partition(":")
-    more = {"sweeper": ["hydra/sweeper=optuna"], "launcher": ["hydra/launcher=submitit_slurm"]}.get(group, [])
+    more = {"sweeper": ["hydra/sweeper=optuna"], "launcher": ["hydra/launcher=submitit_slurm"]}.get(
+        group, []
+    )
     flags = flags or ["--multirun", "seed=0,1"] if more else flags
     (tmp_path / "strange.yaml").write_text(f"defaults: [smoke, _self_]\nhydra:\n  {group}:{rest}\n")
-    with pytest.raises(ConfigError, match="is set in a file, but only the command line may") as error:
-        run_command_line("recipes.train_ft:main", ["--config-dir", ".", "--config-name", "strange", *more, *flags])
+    with pytest.raises(
+        ConfigError, match="is set in a file, but only the command line may"
+    ) as error:
+        run_command_line(
+            "recipes.train_ft:main",
+            ["--config-dir", ".", "--config-name", "strange", *more, *flags],
+        )
     assert str(error.value).startswith(key)
     assert [path.name for path in tmp_path.iterdir()] == ["strange.yaml"]
 
 
-def test_an_option_of_a_sweep_is_checked_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_option_of_a_sweep_is_checked_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "argv", ["train_ft.py"])
     monkeypatch.chdir(tmp_path)
     (tmp_path / "optimizer").mkdir()
     block = WRITER.format(group="job_logging", target=tmp_path / "out")
     header = "# @package _global_\n"
-    (tmp_path / "optimizer/evil.yaml").write_text(f"{header}optimizer: {{lr: 1.0}}\nhydra:\n{block}")
+    (tmp_path / "optimizer/evil.yaml").write_text(
+        f"{header}optimizer: {{lr: 1.0}}\nhydra:\n{block}"
+    )
     (tmp_path / "mine.yaml").write_text("defaults: [smoke, _self_]\n")
     line = ["--config-dir", ".", "--config-name", "mine", "--multirun", "optimizer=adamw,evil"]
     with pytest.raises(ConfigError, match="may set it"):
@@ -145,10 +175,14 @@ def test_an_option_of_a_sweep_is_checked_too(tmp_path: Path, monkeypatch: pytest
     assert not (tmp_path / "out").exists()
 
 
-def test_settings_of_a_sweep_may_stand_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_of_a_sweep_may_stand_in_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "argv", ["train_ft.py"])
     block = "launcher: {partition: gpu, nodes: 2, timeout_min: 60}\n  sweeper: {n_trials: 3, sampler: {seed: 1}}"
-    defaults = "[smoke, override hydra/launcher: submitit_slurm, override hydra/sweeper: optuna, _self_]"
+    defaults = (
+        "[smoke, override hydra/launcher: submitit_slurm, override hydra/sweeper: optuna, _self_]"
+    )
     (tmp_path / "mine.yaml").write_text(f"defaults: {defaults}\nhydra:\n  {block}\n")
     raw = compose(Loader(Sources.of(str(tmp_path))), "mine", [])
     assert raw.hydra.launcher.nodes == 2
@@ -162,6 +196,10 @@ def test_a_reference_is_no_way_around(tmp_path: Path) -> None:
 
 
 def test_an_option_of_ours_is_no_callback_of_hydras(tmp_path: Path) -> None:
-    (tmp_path / "mine.yaml").write_text("defaults: [smoke, /callbacks@hydra.callbacks: early_stopping, _self_]\n")
-    with pytest.raises(ConfigError, match=r"hydra\.callbacks\.early_stopping\._target_=.* is set in a file"):
+    (tmp_path / "mine.yaml").write_text(
+        "defaults: [smoke, /callbacks@hydra.callbacks: early_stopping, _self_]\n"
+    )
+    with pytest.raises(
+        ConfigError, match=r"hydra\.callbacks\.early_stopping\._target_=.* is set in a file"
+    ):
         compose(Loader(Sources.of(str(tmp_path))), "mine", [])

@@ -52,7 +52,9 @@ def test_the_keys_of_trl_have_an_answer() -> None:
     assert [key for key in USES_OF_TRL if answer_to("trl", key) is None] == []
 
 
-def test_an_axolotl_file_becomes_a_preset(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_axolotl_file_becomes_a_preset(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "theirs.yml").write_text(AXOLOTL)
     convert.convert([str(tmp_path / "theirs.yml"), "--to", str(tmp_path / "conf/mine.yaml")])
     said = capsys.readouterr().out.splitlines()[1:]
@@ -62,8 +64,15 @@ def test_an_axolotl_file_becomes_a_preset(tmp_path: Path, capsys: pytest.Capture
         "foo",
     ]
     config = check_config(compose_config("mine", [], config_dir=str(tmp_path / "conf")))
-    assert (config.model["pretrained"], config.dataset["path"]) == ("meta-llama/Llama-3.1-8B", "chats.jsonl")
-    assert (config.optimizer["lr"], config.peft["r"], config.lr_scheduler["warmup_steps"]) == (2e-4, 16, 10)
+    assert (config.model["pretrained"], config.dataset["path"]) == (
+        "meta-llama/Llama-3.1-8B",
+        "chats.jsonl",
+    )
+    assert (config.optimizer["lr"], config.peft["r"], config.lr_scheduler["warmup_steps"]) == (
+        2e-4,
+        16,
+        10,
+    )
     assert config.optimizer["moments"] == "8bit"
     with pytest.raises(ConfigError, match=r"mine.yaml exists already"):
         convert.convert([str(tmp_path / "theirs.yml"), "--to", str(tmp_path / "conf/mine.yaml")])
@@ -72,7 +81,12 @@ def test_an_axolotl_file_becomes_a_preset(tmp_path: Path, capsys: pytest.Capture
 # what of a whole example is left to its reader; keys that repeat in all of them are not counted
 LEFT = {
     "axolotl_full": {"chat_template", "datasets[].field_messages", "adam_beta2", "save_first_step"},
-    "axolotl_qlora": {"loss_watchdog_threshold", "loss_watchdog_patience", "evals_per_epoch", "saves_per_epoch"}
+    "axolotl_qlora": {
+        "loss_watchdog_threshold",
+        "loss_watchdog_patience",
+        "evals_per_epoch",
+        "saves_per_epoch",
+    }
     | {"special_tokens.pad_token"},
     "llama_factory_dpo": set(),
     "llama_factory_lora": {"trust_remote_code", "ddp_timeout"},
@@ -80,19 +94,48 @@ LEFT = {
     "nemo_peft": {"dist_env.timeout_minutes", "peft.exclude_modules", "dataset._target_"}
     | {"dataset.column_mapping.question", "dataset.column_mapping.answer"},
     "torchtune_full": {"dataset._component_", "log_level"},
-    "torchtune_lora": {"dataset._component_", "dataset.conversation_column", "dataset.conversation_style"}
+    "torchtune_lora": {
+        "dataset._component_",
+        "dataset.conversation_column",
+        "dataset.conversation_style",
+    }
     | {"dataset_val._component_"},
     "trl_sft": {"eos_token", "push_to_hub"},
 }
 SET = {
-    "axolotl_full": {"mesh.cp": 2, "lr_scheduler.min_lr_frac": 0.1, "training.activation_checkpointing": "offload"},
-    "axolotl_qlora": {"peft.r": 32, "dataset.val_frac": 0.1, "packed_sequence.packed_sequence_size": 2048},
-    "llama_factory_dpo": {"loss.beta": 0.1, "dataset.format": "preference", "optimizer.weight_decay": 0.1},
-    "llama_factory_lora": {"peft.r": 8, "lr_scheduler.warmup_frac": 0.1, "training.val_every_steps": 500},
-    "nemo_packed": {"mesh.cp": 2, "training.global_batch_size": 32, "training.max_steps": 400, "seed": 1111},
+    "axolotl_full": {
+        "mesh.cp": 2,
+        "lr_scheduler.min_lr_frac": 0.1,
+        "training.activation_checkpointing": "offload",
+    },
+    "axolotl_qlora": {
+        "peft.r": 32,
+        "dataset.val_frac": 0.1,
+        "packed_sequence.packed_sequence_size": 2048,
+    },
+    "llama_factory_dpo": {
+        "loss.beta": 0.1,
+        "dataset.format": "preference",
+        "optimizer.weight_decay": 0.1,
+    },
+    "llama_factory_lora": {
+        "peft.r": 8,
+        "lr_scheduler.warmup_frac": 0.1,
+        "training.val_every_steps": 500,
+    },
+    "nemo_packed": {
+        "mesh.cp": 2,
+        "training.global_batch_size": 32,
+        "training.max_steps": 400,
+        "seed": 1111,
+    },
     "nemo_peft": {"peft.alpha": 32, "checkpoint.mode": "async", "dataset.path": "faq.jsonl"},
     "torchtune_full": {"training.compile": True, "packed_sequence.packed_sequence_size": 4096},
-    "torchtune_lora": {"peft.r": 16, "dataset.path": "chats.jsonl", "lr_scheduler.warmup_steps": 100},
+    "torchtune_lora": {
+        "peft.r": 16,
+        "dataset.path": "chats.jsonl",
+        "lr_scheduler.warmup_steps": 100,
+    },
     "trl_sft": {"peft.r": 32, "hub.push": "me/capybara", "checkpoint.keep_last": 2},
 }
 EXAMPLES = sorted((Path(__file__).parent / "peer_examples").iterdir())
@@ -106,9 +149,13 @@ def test_a_whole_example_becomes_a_preset_that_composes(
     first, *said = capsys.readouterr().out.splitlines()
     peer = next(peer for peer in _ANSWERS if example.stem.startswith(peer.partition("_")[0]))
     assert f": from {peer}; check it with automodel-lite validate" in first
-    assert {line.split("=")[0].strip() for line in said} - {"gradient_accumulation_steps"} == LEFT[example.stem]
+    assert {line.split("=")[0].strip() for line in said} - {"gradient_accumulation_steps"} == LEFT[
+        example.stem
+    ]
     path = (
-        [] if "path" in yaml.safe_load((tmp_path / "mine.yaml").read_text()).get("dataset", {}) else ["dataset.path=x"]
+        []
+        if "path" in yaml.safe_load((tmp_path / "mine.yaml").read_text()).get("dataset", {})
+        else ["dataset.path=x"]
     )
     raw = compose_config("mine", path, config_dir=str(tmp_path))
     for key, value in SET[example.stem].items():
@@ -136,7 +183,9 @@ def test_every_answer_is_well_formed(peer: str) -> None:
     for answer in _ANSWERS[peer].values():
         for text in answer.values() if isinstance(answer, dict) else [answer]:
             is_said = text.startswith(("- ", "none", "by hand: "))
-            assert is_said or all(re.fullmatch(r"[a-z_]+(\.[a-z_0-9]+)*(=\S+)?", word) for word in text.split()), text
+            assert is_said or all(
+                re.fullmatch(r"[a-z_]+(\.[a-z_0-9]+)*(=\S+)?", word) for word in text.split()
+            ), text
 
 
 def test_a_file_that_is_no_mapping_is_a_sentence(tmp_path: Path) -> None:

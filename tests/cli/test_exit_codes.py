@@ -112,7 +112,9 @@ def test_a_signal_in_the_first_moment_is_a_sentence(tmp_path: Path) -> None:
     """As soon as the handlers stand, and once more while the process ends."""
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", SIGNALED]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 75, done.stderr
     assert done.stderr.strip() == "stopped by SIGTERM before the first step: nothing to save"
     assert list(tmp_path.iterdir()) == []
@@ -120,11 +122,27 @@ def test_a_signal_in_the_first_moment_is_a_sentence(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("nproc", [[], ["--nproc", "2"]], ids=["alone", "two ranks"])
 @pytest.mark.parametrize("after_s", [0.02, 0.3])
-def test_a_signal_before_the_handlers_leaves_nothing(nproc: list[str], after_s: float, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "automodel_lite", "train", *nproc, "--config-name", "smoke", "output_dir=run"]
+def test_a_signal_before_the_handlers_leaves_nothing(
+    nproc: list[str], after_s: float, tmp_path: Path
+) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "automodel_lite",
+        "train",
+        *nproc,
+        "--config-name",
+        "smoke",
+        "output_dir=run",
+    ]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
     process = subprocess.Popen(
-        command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True
+        command,
+        cwd=tmp_path,
+        env=environment,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
     time.sleep(after_s)
     process.terminate()
@@ -147,5 +165,7 @@ def is_left(group: int) -> bool:
 def test_a_reader_that_leaves_early_sees_no_traceback(tmp_path: Path) -> None:
     recipe = f"{sys.executable} recipes/inspect_data.py --config-name smoke cache_dir={tmp_path} | head -1"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
-    done = subprocess.run(recipe, shell=True, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300)
+    done = subprocess.run(
+        recipe, shell=True, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300
+    )
     assert (done.stdout, done.stderr) == ("DATA\n", "")

@@ -34,7 +34,10 @@ SHOWN = [
     (["--help"], "[--cfg {job,hydra,all}]"),
     ([*PRESET, "--cfg", "job"], "output_dir: runs/${name}"),
     ([*PRESET, "--cfg", "job", "--resolve"], "output_dir: runs/smoke"),
-    ([*PRESET, "--cfg", "hydra"], "subdir: ${hydra.job.num}_${file_name:${hydra.job.override_dirname}}"),
+    (
+        [*PRESET, "--cfg", "hydra"],
+        "subdir: ${hydra.job.num}_${file_name:${hydra.job.override_dirname}}",
+    ),
     ([*PRESET, "--cfg", "all"], "hydra:"),
     ([*PRESET, "--cfg", "job", "optimizer.lr=1", "+training.max_steps=7"], "max_steps: 7"),
     (["-sc", "install=bash"], "complete -o nospace"),
@@ -44,7 +47,9 @@ SHOWN = [
 
 
 @pytest.mark.parametrize(("argv", "text"), SHOWN, ids=[" ".join(argv) for argv, _ in SHOWN])
-def test_it_is_shown(argv: list[str], text: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_it_is_shown(
+    argv: list[str], text: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     assert text in said(capsys, *argv)
     assert not list(tmp_path.iterdir())  # nothing was run
 
@@ -108,22 +113,35 @@ def test_folders_of_ones_own(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     chosen = ["--cfg", "job", "optimizer=own"]
     assert "torch.optim.SGD" in said(capsys, *PRESET, *chosen, "--config-dir", "more")
     assert (
-        said(capsys, "--config-path", str(tmp_path / "bare"), "--config-name", "alone", "--cfg", "job")
+        said(
+            capsys,
+            "--config-path",
+            str(tmp_path / "bare"),
+            "--config-name",
+            "alone",
+            "--cfg",
+            "job",
+        )
         == "name: alone\n"
     )
 
 
 def test_a_preset_does_not_import_packages_for_its_options(tmp_path: Path) -> None:
-    (tmp_path / "strange.yaml").write_text("defaults: [smoke, _self_]\nhydra:\n  searchpath: [pkg://antigravity]\n")
+    (tmp_path / "strange.yaml").write_text(
+        "defaults: [smoke, _self_]\nhydra:\n  searchpath: [pkg://antigravity]\n"
+    )
     with pytest.raises(
-        ConfigError, match=r"hydra.searchpath=.'pkg://antigravity'. is set in a file, but only the command line may"
+        ConfigError,
+        match=r"hydra.searchpath=.'pkg://antigravity'. is set in a file, but only the command line may",
     ):
         run_command_line("recipes.train_ft:main", ["--config-dir", ".", "--config-name", "strange"])
     assert "antigravity" not in sys.modules
 
 
 def test_names_beyond_ascii_need_no_quotes(capsys: pytest.CaptureFixture[str]) -> None:
-    text = said(capsys, *PRESET, "--cfg", "job", "dataset.path=/daten/Gespräche 1.jsonl", "name=größe")
+    text = said(
+        capsys, *PRESET, "--cfg", "job", "dataset.path=/daten/Gespräche 1.jsonl", "name=größe"
+    )
     assert "path: /daten/Gespräche 1.jsonl" in text
     assert "name: größe" in text
 
@@ -140,8 +158,13 @@ def test_a_chosen_allocator_stays() -> None:
 
 def test_a_name_is_asked_for_where_a_folder_is_made(tmp_path: Path):
     (tmp_path / "data.jsonl").write_text('{"text": "Hi"}\n')
-    options = f"--config-name finetune model.pretrained={tmp_path}/no dataset.path={tmp_path}/data.jsonl"
-    for recipe, said in (("train_ft", "name has no value: set name=..."), ("inspect_data", f"{tmp_path}/no")):
+    options = (
+        f"--config-name finetune model.pretrained={tmp_path}/no dataset.path={tmp_path}/data.jsonl"
+    )
+    for recipe, said in (
+        ("train_ft", "name has no value: set name=..."),
+        ("inspect_data", f"{tmp_path}/no"),
+    ):
         code, screen = in_a_process(run_recipe, tmp_path, f"recipes.{recipe}:main", options.split())
         assert code == 2
         assert said in screen

@@ -41,10 +41,24 @@ def test_a_rank_starts_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def start(*arguments: str) -> subprocess.Popen[str]:
     nproc = [] if "--nproc" in arguments else ["--nproc", "2"]
-    command = [sys.executable, "-m", "automodel_lite", "train", *nproc, "--config-name", "smoke", *arguments]
+    command = [
+        sys.executable,
+        "-m",
+        "automodel_lite",
+        "train",
+        *nproc,
+        "--config-name",
+        "smoke",
+        *arguments,
+    ]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
 
 
@@ -61,10 +75,18 @@ def test_a_mistake_is_the_only_sentence_on_the_screen(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGHUP, 75), (signal.SIGINT, 130)]
+    ("number", "code"),
+    [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGHUP, 75), (signal.SIGINT, 130)],
 )
-def test_signals_reach_the_ranks_and_their_exit_code_is_ours(number: int, code: int, tmp_path: Path) -> None:
-    options = [*QUICK, "training.max_steps=100000", "training.log_every_steps=1", "training.num_epochs=null"]
+def test_signals_reach_the_ranks_and_their_exit_code_is_ours(
+    number: int, code: int, tmp_path: Path
+) -> None:
+    options = [
+        *QUICK,
+        "training.max_steps=100000",
+        "training.log_every_steps=1",
+        "training.num_epochs=null",
+    ]
     process = start(f"output_dir={tmp_path}/run", *options)
     wait_for_rows(tmp_path / "run", more_than=5)
     process.send_signal(number)
@@ -78,7 +100,9 @@ def test_signals_reach_the_ranks_and_their_exit_code_is_ours(number: int, code: 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
 @pytest.mark.parametrize("after_s", [0.1, 0.4])
-def test_signals_before_the_first_step_are_one_sentence(number: int, code: int, after_s: float, tmp_path: Path) -> None:
+def test_signals_before_the_first_step_are_one_sentence(
+    number: int, code: int, after_s: float, tmp_path: Path
+) -> None:
     process = start(f"output_dir={tmp_path}/run", *QUICK)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     wait_until(lambda: bool(children.read_text()), 60)
@@ -92,11 +116,19 @@ def test_signals_before_the_first_step_are_one_sentence(number: int, code: int, 
 
 @pytest.mark.slow
 def test_a_killed_rank_is_named(tmp_path: Path) -> None:
-    process = start(f"output_dir={tmp_path}/run", *QUICK, "training.max_steps=100000", "training.log_every_steps=1")
+    process = start(
+        f"output_dir={tmp_path}/run",
+        *QUICK,
+        "training.max_steps=100000",
+        "training.log_every_steps=1",
+    )
     wait_for_rows(tmp_path / "run", more_than=5)
     children = Path(f"/proc/{process.pid}/task").glob("*/children")
     ranks = sorted(int(pid) for path in children for pid in path.read_text().split())
     os.kill(ranks[1], signal.SIGKILL)
     _, err = process.communicate(timeout=300)
     assert process.returncode == 1
-    assert err.splitlines()[-1] == "rank 1 was ended by SIGKILL: the kernel kills processes when memory runs out."
+    assert (
+        err.splitlines()[-1]
+        == "rank 1 was ended by SIGKILL: the kernel kills processes when memory runs out."
+    )

@@ -56,7 +56,9 @@ from importlib import import_module
 from automodel_lite.cli.line import RECIPES_PACKAGE
 TrainFinetuneRecipe = import_module(f"{RECIPES_PACKAGE}.train_ft").TrainFinetuneRecipe
 """
-PRESET = "defaults: [smoke, _self_]\nname: kd\nextra: {temperature: 2.0}\ntraining: {max_steps: 2}\n"
+PRESET = (
+    "defaults: [smoke, _self_]\nname: kd\nextra: {temperature: 2.0}\ntraining: {max_steps: 2}\n"
+)
 
 
 @pytest.fixture
@@ -77,7 +79,12 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def command(site: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": f"{site}:{ROOT}", "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{site}:{ROOT}",
+        "PYTHONSAFEPATH": "1",
+        "OMP_NUM_THREADS": "1",
+    }
     return subprocess.run(
         [sys.executable, *words],
         cwd=site.parent / "empty",
@@ -97,7 +104,10 @@ def test_keys_of_its_own_are_checked_like_ours(site: Path) -> None:
         ("extra.temprature=3", "extra.temprature=3: unknown key; did you mean extra.temperature?"),
         ("extra.temperature=0", "extra.temperature=0 must be over 0."),
         ("extra.temperature=hot", "extra.temperature=hot must be a number."),
-        ("extra.teacher.pth=3", "extra.teacher.pth=3: unknown key; did you mean extra.teacher.path?"),
+        (
+            "extra.teacher.pth=3",
+            "extra.teacher.pth=3: unknown key; did you mean extra.teacher.path?",
+        ),
     ):
         with pytest.raises(ConfigError) as error:
             check_config(compose_config("kd", [override], config_dir=folder), kind)
@@ -107,15 +117,26 @@ def test_keys_of_its_own_are_checked_like_ours(site: Path) -> None:
 def test_a_recipe_without_keys_of_its_own_takes_none() -> None:
     with pytest.raises(ConfigError) as error:
         check_config(compose_config("smoke", ["extra.temperature=3"]))
-    assert str(error.value) == "extra.temperature=3: unknown key: this recipe has no keys of its own."
+    assert (
+        str(error.value) == "extra.temperature=3: unknown key: this recipe has no keys of its own."
+    )
 
 
 @pytest.mark.parametrize(
     ("main", "said"),
     [
-        ("my_package.kd", "'my_package.kd': a recipe is named package.module:function, such as my_package.kd:main."),
-        ("my_package.kb:main", "my_package.kb:main: there is no module my_package.kb: install its package, or start"),
-        ("my_package.kd:mian", "my_package.kd:mian: my_package.kd has no function mian; did you mean main?"),
+        (
+            "my_package.kd",
+            "'my_package.kd': a recipe is named package.module:function, such as my_package.kd:main.",
+        ),
+        (
+            "my_package.kb:main",
+            "my_package.kb:main: there is no module my_package.kb: install its package, or start",
+        ),
+        (
+            "my_package.kd:mian",
+            "my_package.kd:mian: my_package.kd has no function mian; did you mean main?",
+        ),
     ],
 )
 def test_a_recipe_that_is_not_there_is_a_sentence(main: str, said: str, site: Path) -> None:
@@ -133,13 +154,17 @@ def test_recipes_without_a_run_need_no_name(recipe: str) -> None:
 def test_its_help_and_its_presets(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command_line("my_package.kd:main", ["--help"]) == 0
     said = capsys.readouterr().out
-    assert said.startswith("Distil a model: an example.\n\nusage: automodel-lite run my_package.kd:main --config-name")
+    assert said.startswith(
+        "Distil a model: an example.\n\nusage: automodel-lite run my_package.kd:main --config-name"
+    )
     assert "  kd  " in said
 
 
 def test_run_recipe_from_python(site: Path) -> None:
     folder = site.parent / "empty"
-    code, screen = in_a_process(run_recipe, folder, "my_package.kd:plain", ["--config-name", "kd", "~extra"])
+    code, screen = in_a_process(
+        run_recipe, folder, "my_package.kd:plain", ["--config-name", "kd", "~extra"]
+    )
     assert (code, screen.splitlines()[-1]) == (0, "kd 2"), screen
 
 
@@ -166,8 +191,23 @@ def test_it_trains_from_an_empty_folder(ranks: int, site: Path) -> None:
 
 @pytest.mark.system
 def test_it_trains_under_torchrun(site: Path) -> None:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "automodel_lite"]
-    run = ["run", "my_package.kd:main", "--config-name", "kd", f"cache_dir={site}/cache", "training.num_threads=1"]
+    launcher = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "automodel_lite",
+    ]
+    run = [
+        "run",
+        "my_package.kd:main",
+        "--config-name",
+        "kd",
+        f"cache_dir={site}/cache",
+        "training.num_threads=1",
+    ]
     done = command(site, *launcher, *run)
     assert done.returncode == 0, done.stderr
     assert sorted(line for line in done.stdout.splitlines() if line.startswith("rank ")) == [

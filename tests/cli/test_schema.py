@@ -44,4 +44,11 @@ def test_a_validator_takes_every_preset_and_finds_every_mistake() -> None:
         "peft": {"r": "many", "alpha": 16},
     }
     found = {".".join(map(str, error.path)) for error in validator.iter_errors(wrong)}
-    assert found == {"seed", "training", "training.max_steps", "training.precision", "optimizer.lr", "peft.r"}
+    assert found == {
+        "seed",
+        "training",
+        "training.max_steps",
+        "training.precision",
+        "optimizer.lr",
+        "peft.r",
+    }

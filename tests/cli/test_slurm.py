@@ -14,32 +14,49 @@ from automodel_lite.extras.cli import slurm
 
 
 @pytest.mark.parametrize(
-    ("resources", "gpus"), [("(null)", 0), ("gpu:8", 8), ("gpu:h100:4(S:0-1)", 4), ("gpu:a:2,gpu:b:2,tmp:1", 4)]
+    ("resources", "gpus"),
+    [("(null)", 0), ("gpu:8", 8), ("gpu:h100:4(S:0-1)", 4), ("gpu:a:2,gpu:b:2,tmp:1", 4)],
 )
-def test_gpus_of_a_node(resources: str, gpus: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_gpus_of_a_node(
+    resources: str, gpus: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     (tmp_path / "sinfo").write_text(f"#!/bin/bash\necho 'main*|1:00:00|{resources}|96|4'\n")
     (tmp_path / "sinfo").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     assert slurm._partition(None) == ("main", "1:00:00", gpus, 96, 4)
 
 
-def test_the_slurm_script_takes_the_numbers_of_the_partition(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_slurm_script_takes_the_numbers_of_the_partition(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     sinfo = tmp_path / "sinfo"
-    sinfo.write_text("#!/bin/bash\necho 'debug|30:00|(null)|4|1'\necho 'main*|3-00:00:00|gpu:h100:8(S:0-1)|96|4'\n")
+    sinfo.write_text(
+        "#!/bin/bash\necho 'debug|30:00|(null)|4|1'\necho 'main*|3-00:00:00|gpu:h100:8(S:0-1)|96|4'\n"
+    )
     sinfo.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     lines = slurm._script(2, None, None).splitlines()
     asked = {line for line in lines if line.startswith("#SBATCH")}
     assert {"#SBATCH --partition=main", "#SBATCH --nodes=2", "#SBATCH --ntasks-per-node=8"} < asked
-    assert {"#SBATCH --gpus-per-node=8", "#SBATCH --cpus-per-task=12", "#SBATCH --time=24:00:00"} < asked
+    assert {
+        "#SBATCH --gpus-per-node=8",
+        "#SBATCH --cpus-per-task=12",
+        "#SBATCH --time=24:00:00",
+    } < asked
     assert not [line for line in lines if "recipes/" in line or " launch/" in line]
-    with pytest.raises(ConfigError, match="--nodes 5 must be at most 4: the nodes of partition main"):
+    with pytest.raises(
+        ConfigError, match="--nodes 5 must be at most 4: the nodes of partition main"
+    ):
         slurm._script(5, None, None)
-    with pytest.raises(ConfigError, match=r"--partition man: there is no such partition; did you mean main\?"):
+    with pytest.raises(
+        ConfigError, match=r"--partition man: there is no such partition; did you mean main\?"
+    ):
         slurm._script(1, "man", None)
 
 
-def test_the_slurm_script_runs_a_recipe_of_ones_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys) -> None:
+def test_the_slurm_script_runs_a_recipe_of_ones_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys
+) -> None:
     sinfo = tmp_path / "sinfo"
     sinfo.write_text("#!/bin/bash\necho 'main*|3-00:00:00|gpu:h100:8(S:0-1)|96|4'\n")
     sinfo.chmod(0o755)
@@ -63,7 +80,9 @@ def test_a_script_with_an_account_a_module_and_a_container(
     assert "#SBATCH --account=lab\n#SBATCH --nodes=1" in script
     monkeypatch.delenv("HF_HOME")
     command = ["bash", "-s", "--", "--config-name", "smoke"]
-    done = subprocess.run(command, input=script, env=os.environ | {"DRY_RUN": "1"}, capture_output=True, text=True)
+    done = subprocess.run(
+        command, input=script, env=os.environ | {"DRY_RUN": "1"}, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     loaded, _, step = done.stdout.strip().splitlines()
     assert loaded == "module load cuda/12.8"
@@ -81,4 +100,11 @@ def test_a_script_with_an_account_a_module_and_a_container(
             "--bind",
             f"{here},{root},/shared/my models",
         ]
-    assert words[words.index("-m") - 1 :] == ["python", "-m", "automodel_lite", "train", "--config-name", "smoke"]
+    assert words[words.index("-m") - 1 :] == [
+        "python",
+        "-m",
+        "automodel_lite",
+        "train",
+        "--config-name",
+        "smoke",
+    ]

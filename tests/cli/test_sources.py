@@ -15,7 +15,9 @@ from automodel_lite.errors import ConfigError
 
 def test_a_users_file_hides_the_projects_file_of_the_same_name(tmp_path: Path) -> None:
     (tmp_path / "optimizer").mkdir()
-    (tmp_path / "optimizer/adamw.yaml").write_text("_target_: torch.optim.SGD\nlr: 0.1\nmomentum: 0.9\n")
+    (tmp_path / "optimizer/adamw.yaml").write_text(
+        "_target_: torch.optim.SGD\nlr: 0.1\nmomentum: 0.9\n"
+    )
     assert compose_config("finetune", [], config_dir=str(tmp_path)).optimizer.momentum == 0.9
 
 
@@ -44,7 +46,10 @@ def test_ls_shows_all_a_group_and_a_file(capsys: pytest.CaptureFixture[str]) -> 
     ]
     ls(["optimizer/adamw"])
     assert "_target_: automodel_lite.parts.optimizers.adamw.adamw" in capsys.readouterr().out
-    with pytest.raises(ConfigError, match=r"optimizer/adamv: no such preset or option; did you mean optimizer/adamw\?"):
+    with pytest.raises(
+        ConfigError,
+        match=r"optimizer/adamv: no such preset or option; did you mean optimizer/adamw\?",
+    ):
         ls(["optimizer/adamv"])
 
 
@@ -71,7 +76,10 @@ def test_help_names_presets_groups_and_examples() -> None:
 def test_each_recipe_says_what_it_is_and_how_it_is_started() -> None:
     said = help_of(Recipe("recipes.inspect_data:main"), Sources()).splitlines()
     assert said[0] == "Look at documents as tokens, labels and packs."
-    assert said[2] == "usage: python recipes/inspect_data.py --config-name PRESET [--config-dir FOLDER] [key=value ...]"
+    assert (
+        said[2]
+        == "usage: python recipes/inspect_data.py --config-name PRESET [--config-dir FOLDER] [key=value ...]"
+    )
 
 
 def test_help_lists_presets_of_ones_own(tmp_path: Path) -> None:

@@ -28,7 +28,9 @@ ROOT = Path(__file__).resolve().parents[2]
 )
 def test_the_folder_of_a_job_names_what_varies(overrides: str, folder: str):
     job = {"num": 3, "override_dirname": overrides}
-    config = OmegaConf.create({"job": job, "folder": "${job.num}_${file_name:${job.override_dirname}}"})
+    config = OmegaConf.create(
+        {"job": job, "folder": "${job.num}_${file_name:${job.override_dirname}}"}
+    )
     assert config.folder == folder
 
 
@@ -51,7 +53,11 @@ def test_table_marks_the_best():
 
 def test_val_loss_is_the_mean_of_the_last_of_all_sets(tmp_path: Path):
     assert results_of(tmp_path) == {}  # of a recipe that trains nothing
-    rows = [{"step": 1, "val_loss/a": 4.0}, {"step": 2, "loss": 3.0}, {"step": 2, "val_loss/a": 2.0, "val_loss/b": 1.0}]
+    rows = [
+        {"step": 1, "val_loss/a": 4.0},
+        {"step": 2, "loss": 3.0},
+        {"step": 2, "val_loss/a": 2.0, "val_loss/b": 1.0},
+    ]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
     last = {"step": 2, "loss": 3.0, "val_loss/a": 2.0, "val_loss/b": 1.0}
     assert results_of(tmp_path) == last | {"val_loss": 1.5}
@@ -61,30 +67,42 @@ def test_the_folder_of_a_run_is_not_a_sweeps(tmp_path: Path):
     (tmp_path / "config.yaml").write_text("name: x\n")
     done = sweep(tmp_path, [], "seed=0,1")
     assert done.returncode == 2
-    assert done.stderr.strip() == f"{tmp_path} is the folder of a run: give the sweep another name=... ."
+    assert (
+        done.stderr.strip()
+        == f"{tmp_path} is the folder of a run: give the sweep another name=... ."
+    )
 
 
 def sweep(folder: Path, flags: list[str], *overrides: str) -> subprocess.CompletedProcess[str]:
     options = [*flags, "--config-name", "smoke", f"output_dir={folder}", "--multirun", *overrides]
     command = [sys.executable, "recipes/train_ft.py", *options]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+    )
 
 
 @pytest.mark.system
 def test_a_failed_job_does_not_stop_the_rest(tmp_path: Path):
     done = sweep(tmp_path / "s", [], "optimizer.lr=fast,1e-3", "training.max_steps=1")
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-1] == f"1 of 2 jobs failed: 0_optimizer.lr-fast in {tmp_path}/s"
+    assert (
+        done.stderr.splitlines()[-1] == f"1 of 2 jobs failed: 0_optimizer.lr-fast in {tmp_path}/s"
+    )
     assert "optimizer.lr=fast must be a number." in done.stderr
-    states = [(job["settings"], job["state"]) for job in json.loads((tmp_path / "s/sweep.json").read_text())]
+    states = [
+        (job["settings"], job["state"])
+        for job in json.loads((tmp_path / "s/sweep.json").read_text())
+    ]
     assert states == [("optimizer.lr=fast", "failed"), ("optimizer.lr=0.001", "finished")]
 
 
 @pytest.mark.slow
 def test_each_job_has_ranks_of_its_own(tmp_path: Path):
     sizes = "packed_sequence.packed_sequence_size=63,64"
-    done = sweep(tmp_path / "s", ["--nproc", "2"], sizes, "mesh.cp=2", "training.max_steps=1", "seed=0,1")
+    done = sweep(
+        tmp_path / "s", ["--nproc", "2"], sizes, "mesh.cp=2", "training.max_steps=1", "seed=0,1"
+    )
     states = [job["state"] for job in json.loads((tmp_path / "s/sweep.json").read_text())]
     assert states == ["failed", "failed", "finished", "finished"]
     assert "2 of 4 jobs failed" in done.stderr
@@ -93,13 +111,18 @@ def test_each_job_has_ranks_of_its_own(tmp_path: Path):
 def test_a_sweep_is_refused_in_several_processes(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="WORLD_SIZE=2 processes would each do all of this work"):
-        run_command_line("recipes.train_ft:main", ["--config-name", "smoke", "--multirun", "seed=0,1"])
+        run_command_line(
+            "recipes.train_ft:main", ["--config-name", "smoke", "--multirun", "seed=0,1"]
+        )
 
 
 def test_a_job_of_a_sweep_runs_on_one_node(tmp_path: Path):
     nodes = ["hydra/launcher=submitit_slurm", "hydra.launcher.nodes=2"]
     done = sweep(tmp_path / "s", [], *nodes, "seed=0,1")
-    assert (done.returncode, "hydra.launcher.nodes and tasks_per_node must be 1" in done.stderr) == (2, True)
+    assert (
+        done.returncode,
+        "hydra.launcher.nodes and tasks_per_node must be 1" in done.stderr,
+    ) == (2, True)
 
 
 ONE_STEP = ["training.max_steps=1", "report=false", "checkpoint.export_hf=false"]
@@ -108,7 +131,12 @@ ONE_STEP = ["training.max_steps=1", "report=false", "checkpoint.export_hf=false"
 ENGINES = {
     "joblib": ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "seed=0,1"],
     "submitit_local": ["hydra/launcher=submitit_local", "seed=0,1"],
-    "optuna": ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", "hydra.sweeper.n_jobs=1", "seed=range(0,5)"],
+    "optuna": [
+        "hydra/sweeper=optuna",
+        "hydra.sweeper.n_trials=2",
+        "hydra.sweeper.n_jobs=1",
+        "seed=range(0,5)",
+    ],
 }
 
 
@@ -122,7 +150,8 @@ def test_engines_of_hydra(engine: str, tmp_path: Path):
     assert "Traceback" not in done.stderr
     assert "leaked" not in done.stderr
     for facts in (tmp_path / "s").glob("*/run.json"):
-        assert ENGINES[engine][0] in json.loads(facts.read_text())["command"]  # not that of a worker
+        # not that of a worker
+        assert ENGINES[engine][0] in json.loads(facts.read_text())["command"]
     if engine == "optuna":
         best = OmegaConf.load(tmp_path / "s/optimization_results.yaml")
         assert best.best_value == min(row["val_loss"] for row in results)

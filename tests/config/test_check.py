@@ -46,7 +46,9 @@ MISTAKES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("override", "message"), MISTAKES, ids=[override for override, _ in MISTAKES])
+@pytest.mark.parametrize(
+    ("override", "message"), MISTAKES, ids=[override for override, _ in MISTAKES]
+)
 def test_a_mistake_is_one_sentence(override: str, message: str) -> None:
     with pytest.raises(ConfigError) as error:
         check_config(compose_config("smoke", [override]))
@@ -73,9 +75,21 @@ def test_every_preset_is_valid(preset: str) -> None:
 
 
 def test_keys_and_sizes_are_named_together() -> None:
-    found = problems("training.max_stepz=3", "optimizer.lr=-1", "mesh.cp=0", "loss.chunk_tokens=0", "optimizer.lrr=2")
+    found = problems(
+        "training.max_stepz=3",
+        "optimizer.lr=-1",
+        "mesh.cp=0",
+        "loss.chunk_tokens=0",
+        "optimizer.lrr=2",
+    )
     keys = sorted(line.split("=")[0] for line in found)
-    assert keys == ["loss.chunk_tokens", "mesh.cp", "optimizer.lr", "optimizer.lrr", "training.max_stepz"]
+    assert keys == [
+        "loss.chunk_tokens",
+        "mesh.cp",
+        "optimizer.lr",
+        "optimizer.lrr",
+        "training.max_stepz",
+    ]
 
 
 def rated(params: list[object], lr: Annotated[float, "per step", Range(above=0)] = 0.1) -> None:
@@ -83,7 +97,11 @@ def rated(params: list[object], lr: Annotated[float, "per step", Range(above=0)]
 
 
 def test_annotations_of_other_libraries_are_no_rules() -> None:
-    own = ["~optimizer.lr", f"optimizer._target_={__name__}.rated", f"security.allow_targets=[{__name__}]"]
+    own = [
+        "~optimizer.lr",
+        f"optimizer._target_={__name__}.rated",
+        f"security.allow_targets=[{__name__}]",
+    ]
     assert problems(*own, "optimizer.lr=1") == []
     assert problems(*own, "optimizer.lr=0") == ["optimizer.lr=0 must be over 0."]
 

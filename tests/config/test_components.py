@@ -37,13 +37,17 @@ def check(*overrides: str) -> None:
         "evil",
     ],
 )
-def test_foreign_targets_are_refused_before_they_are_imported(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_foreign_targets_are_refused_before_they_are_imported(
+    target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def no_import(path: str) -> object:
         assert path in own_targets(), f"{path} was imported"
         return locate(path)
 
     monkeypatch.setattr("automodel_lite.config.check.locate", no_import)
-    with pytest.raises(ConfigError, match=r"optimizer\._target_=.*(is not allowed|not the dotted path)"):
+    with pytest.raises(
+        ConfigError, match=r"optimizer\._target_=.*(is not allowed|not the dotted path)"
+    ):
         check(f"optimizer._target_={target}")
 
 
@@ -57,22 +61,31 @@ def test_a_nested_target_is_seen() -> None:
         check("model.config.x={_target_:os.system,command:date}")
 
 
-def test_own_code_is_allowed_on_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "my_schedules.py").write_text("import os\ndef schedule(optimizer, max_steps): ...\n")
+def test_own_code_is_allowed_on_the_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_schedules.py").write_text(
+        "import os\ndef schedule(optimizer, max_steps): ...\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     mine = ["~lr_scheduler.warmup_steps", "lr_scheduler._target_=my_schedules.schedule"]
     with pytest.raises(ConfigError, match=r"security.allow_targets=\[my_schedules\]"):
         check(*mine)
     check(*mine, "security.allow_targets=[my_schedules]")
     with pytest.raises(ConfigError, match=r"outside torch.optim, my_schedules"):
-        check(*mine[:2], "lr_scheduler._target_=my_schedules.os.system", "security.allow_targets=[my_schedules]")
+        check(
+            *mine[:2],
+            "lr_scheduler._target_=my_schedules.os.system",
+            "security.allow_targets=[my_schedules]",
+        )
 
 
 STREAM = ["dataset=streaming", "~dataset.num_chats"]
 
 
 @pytest.mark.parametrize(
-    "generator", ["os:abort", "my_rows:rows", "automodel_lite.data.reading.files:os.abort", "os.abort"]
+    "generator",
+    ["os:abort", "my_rows:rows", "automodel_lite.data.reading.files:os.abort", "os.abort"],
 )
 def test_a_generator_is_code_and_needs_the_permission(generator: str, tmp_path: Path) -> None:
     """Wherever it stands, also deep in a mixture, and before anything of it is imported."""
@@ -84,16 +97,30 @@ def test_a_generator_is_code_and_needs_the_permission(generator: str, tmp_path: 
         check("dataset=mixture", "~dataset.num_chats", f"dataset.sources.a={nested}")
 
 
-def test_an_allowed_generator_does_not_lead_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "my_rows.py").write_text("from os import abort\nN = 3\ndef rows(): yield {'text': 'a'}\n")
+def test_an_allowed_generator_does_not_lead_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_rows.py").write_text(
+        "from os import abort\nN = 3\ndef rows(): yield {'text': 'a'}\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     allowed = [*STREAM, "security.allow_targets=[my_rows]"]
     check(*allowed, "dataset.generator=my_rows:rows")
-    for generator, said in (("abort", "it is .*abort"), ("N", "is not a function"), ("none", "has no none")):
+    for generator, said in (
+        ("abort", "it is .*abort"),
+        ("N", "is not a function"),
+        ("none", "has no none"),
+    ):
         with pytest.raises(ConfigError, match=rf"dataset.generator=my_rows:{generator}.*{said}"):
             check(*allowed, f"dataset.generator=my_rows:{generator}")
 
 
 def test_a_part_is_shown_as_it_is_typed() -> None:
-    part = {"_target_": "a.schedules.cosine", "warmup_steps": None, "frac": 0.03, "cuts": True, "betas": [0.9, 0.95]}
+    part = {
+        "_target_": "a.schedules.cosine",
+        "warmup_steps": None,
+        "frac": 0.03,
+        "cuts": True,
+        "betas": [0.9, 0.95],
+    }
     assert text_of(part) == "cosine (warmup_steps null, frac 0.03, cuts true, betas [0.9, 0.95])"

@@ -19,7 +19,9 @@ from docs.write_config import rules_of
 def numbers_without_a_range(hints: dict[str, Any], prefix: str) -> Iterator[str]:
     for name, hint in hints.items():
         if is_dataclass(hint):
-            yield from numbers_without_a_range(typing.get_type_hints(hint, include_extras=True), f"{prefix}{name}.")
+            yield from numbers_without_a_range(
+                typing.get_type_hints(hint, include_extras=True), f"{prefix}{name}."
+            )
         elif any(kind in (int, float) for kind in kinds(hint)) and not list(rules_of(hint)):
             yield f"{prefix}{name}"
 
@@ -35,7 +37,8 @@ def kinds(hint: Any) -> Iterator[Any]:
         yield hint
 
 
-RUNTIME = {"max_steps", "cp_size", "run.first_step"}  # handed over by the program, never by a configuration
+# handed over by the program, never by a configuration
+RUNTIME = {"max_steps", "cp_size", "run.first_step"}
 
 
 def counts_without_a_bound(hint: Any, rules: tuple[Any, ...] = ()) -> bool:
@@ -61,7 +64,9 @@ def test_every_count_has_a_bound() -> None:
 
 
 def test_every_number_has_a_range() -> None:
-    assert list(numbers_without_a_range(typing.get_type_hints(Config, include_extras=True), "")) == []
+    assert (
+        list(numbers_without_a_range(typing.get_type_hints(Config, include_extras=True), "")) == []
+    )
     for target in sorted(own_targets()):
         hints = {key: argument.hint for key, argument in arguments_of(target).items()}
         assert set(numbers_without_a_range(hints, "")) <= RUNTIME, target

@@ -22,10 +22,12 @@ def test_options_are_read_from_the_source_without_an_import() -> None:
     """Of a class, a dataclass with a parent whose package is missing, and a function."""
     assert [*options_of("automodel_lite.models.source.CausalLM")][:2] == ["pretrained", "revision"]
     assert options_of("automodel_lite.parts.adapters.lora.QLora")["r"].default == 16
-    assert options_of("automodel_lite.parts.adapters.lora.QLora")["double_quant"].comment.startswith(
-        "also quantize the scales"
-    )
-    assert [*options_of("automodel_lite.data.tokens.tokenizer.train_bpe_tokenizer")] == ["vocab_size"]
+    assert options_of("automodel_lite.parts.adapters.lora.QLora")[
+        "double_quant"
+    ].comment.startswith("also quantize the scales")
+    assert [*options_of("automodel_lite.data.tokens.tokenizer.train_bpe_tokenizer")] == [
+        "vocab_size"
+    ]
     assert options_of("torch.optim.AdamW") == {}
 
 
@@ -37,7 +39,8 @@ def test_options_are_what_the_signature_says(target: str) -> None:
         pytest.skip("an optional package is missing")
     for key, option in options_of(target).items():
         default = parameters[key].default
-        assert option.default == (list(default) if isinstance(default, tuple) else default)  # YAML has lists alone
+        # YAML has lists alone
+        assert option.default == (list(default) if isinstance(default, tuple) else default)
 
 
 @pytest.mark.parametrize("target", sorted(own_targets()))
@@ -66,7 +69,9 @@ def test_no_default_stands_twice() -> None:
             if "_target_" in part:
                 parameters = signature(part["_target_"])
                 twice += [
-                    f"{path}: {key}" for key in part if key in parameters and part[key] == parameters[key].default
+                    f"{path}: {key}"
+                    for key in part
+                    if key in parameters and part[key] == parameters[key].default
                 ]
     assert not twice
 

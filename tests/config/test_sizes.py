@@ -10,7 +10,10 @@ from automodel_lite.config.sizes import fitted_batch_size, global_batch_size_of
 
 @pytest.mark.parametrize(("micro", "dp", "size"), [(1, 1, 8), (1, 16, 16), (2, 3, 6), (4, 1, 8)])
 def test_auto_is_eight_packs_or_whole_micro_batches(micro: int, dp: int, size: int) -> None:
-    assert global_batch_size_of(TrainingConfig(micro_batch_size=micro, global_batch_size="auto"), dp) == size
+    assert (
+        global_batch_size_of(TrainingConfig(micro_batch_size=micro, global_batch_size="auto"), dp)
+        == size
+    )
 
 
 @pytest.mark.parametrize(

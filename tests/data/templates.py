@@ -42,7 +42,8 @@ LLAMA3 = Family(
     bos="<|begin_of_text|>",
 )
 
-QWEN3 = Family(  # reasoning only after the last question; the last answer always has a (perhaps empty) block
+# reasoning only after the last question; the last answer always has a (perhaps empty) block
+QWEN3 = Family(
     """\
 {%- set ns = namespace(last=0) -%}
 {%- for message in messages -%}
@@ -109,7 +110,8 @@ MISTRAL = Family(  # the system prompt moves to the last question
     bos="<s>",
 )
 
-GPT_OSS = Family(  # channels; the last answer ends in <|return|>, earlier ones in <|end|> and lose their analysis
+# channels; the last answer ends in <|return|>, earlier ones in <|end|> and lose their analysis
+GPT_OSS = Family(
     """\
 {%- for message in messages -%}
 {%- if message.role == 'assistant' -%}

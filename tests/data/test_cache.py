@@ -72,13 +72,20 @@ def test_two_processes_build_once(tmp_path: Path) -> None:
 
 def test_both_of_two_processes_fail(tmp_path: Path) -> None:
     run_both(build, tmp_path / "cache", tmp_path / "log", True, 2)
-    assert sorted((tmp_path / "log").read_text().splitlines()) == ["built"] * 2 + ["line 7 is bad"] * 2
+    assert (
+        sorted((tmp_path / "log").read_text().splitlines()) == ["built"] * 2 + ["line 7 is bad"] * 2
+    )
 
 
 def test_a_failure_is_tried_again_later(tmp_path: Path) -> None:
     build(tmp_path, tmp_path / "log", True)
     build(tmp_path, tmp_path / "log", False)
-    assert (tmp_path / "log").read_text().splitlines() == ["built", "line 7 is bad", "built", "x miss (first time)"]
+    assert (tmp_path / "log").read_text().splitlines() == [
+        "built",
+        "line 7 is bad",
+        "built",
+        "x miss (first time)",
+    ]
 
 
 def killed_while_building(cache_dir: Path) -> None:
@@ -106,7 +113,8 @@ def test_what_changed_is_named_against_the_closest_entry(tmp_path: Path) -> None
 
     assert note(data="1", tokenizer="1") == "miss (first time)"
     assert note(data="2", tokenizer="2") == "miss (changed: data, tokenizer)"
-    assert note(data="2", tokenizer="1") == "miss (changed: tokenizer)"  # of two equally close, the newer
+    # of two equally close, the newer
+    assert note(data="2", tokenizer="1") == "miss (changed: tokenizer)"
     assert note(data="2", tokenizer="1", mask="1") == "miss (changed: mask)"
     assert note(data="1", tokenizer="1") == "hit"
 
@@ -115,7 +123,9 @@ def tokenize_toy_chat(cache_dir: Path, log: Path) -> None:
     documents = ToyChat(num_chats=300)
     documents.train = DocumentList([*documents.train.rows], "toy_chat")
     data = tokenize_documents(documents, Job(byte_tokenizer(MARKED)), cache_dir)
-    append(log, f"{data.fingerprint} {data.train.num_tokens} {int(data.train.columns['labels'].sum())}")
+    append(
+        log, f"{data.fingerprint} {data.train.num_tokens} {int(data.train.columns['labels'].sum())}"
+    )
 
 
 def test_two_jobs_tokenize_the_same_rows_at_once(tmp_path: Path) -> None:
@@ -126,7 +136,9 @@ def test_two_jobs_tokenize_the_same_rows_at_once(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match=r"cache_dir=.*file cannot be written .*AUTOMODEL_LITE_CACHE"):
+    with pytest.raises(
+        ValueError, match=r"cache_dir=.*file cannot be written .*AUTOMODEL_LITE_CACHE"
+    ):
         build_once(tmp_path / "file", "things", "a", {}, lambda folder: None)
 
 
@@ -147,16 +159,37 @@ def _flip(path: Path, at: int) -> None:
 
 
 DAMAGES = {
-    "a-bit": (lambda folder: _flip(folder / "ids.npy", 17_000_001), "ids.npy differs from what was written"),
-    "the-last-bit": (lambda folder: _flip(folder / "ids.npy", -1), "ids.npy differs from what was written"),
-    "the-header": (lambda folder: _flip(folder / "ids.npy", 3), "ids.npy differs from what was written"),
-    "a-small-file": (lambda folder: (folder / "small").write_text("y"), "small differs from what was written"),
-    "truncated": (lambda folder: os.truncate(folder / "ids.npy", 100), "ids.npy has 100 bytes instead of 24,000,128"),
-    "longer": (lambda folder: (folder / "small").write_text("xx"), "small has 2 bytes instead of 1"),
+    "a-bit": (
+        lambda folder: _flip(folder / "ids.npy", 17_000_001),
+        "ids.npy differs from what was written",
+    ),
+    "the-last-bit": (
+        lambda folder: _flip(folder / "ids.npy", -1),
+        "ids.npy differs from what was written",
+    ),
+    "the-header": (
+        lambda folder: _flip(folder / "ids.npy", 3),
+        "ids.npy differs from what was written",
+    ),
+    "a-small-file": (
+        lambda folder: (folder / "small").write_text("y"),
+        "small differs from what was written",
+    ),
+    "truncated": (
+        lambda folder: os.truncate(folder / "ids.npy", 100),
+        "ids.npy has 100 bytes instead of 24,000,128",
+    ),
+    "longer": (
+        lambda folder: (folder / "small").write_text("xx"),
+        "small has 2 bytes instead of 1",
+    ),
     "a-file-gone": (lambda folder: (folder / "small").unlink(), "small is missing"),
     "key-gone": (lambda folder: (folder / "key.json").unlink(), "key.json is missing"),
     "key-torn": (lambda folder: os.truncate(folder / "key.json", 30), "key.json is incomplete"),
-    "key-of-others": (lambda folder: (folder / "key.json").write_text("5"), "key.json is incomplete"),
+    "key-of-others": (
+        lambda folder: (folder / "key.json").write_text("5"),
+        "key.json is incomplete",
+    ),
     "a-folder": (lambda folder: ((folder / "small").unlink(), (folder / "small").mkdir()), "small"),
 }
 
@@ -179,7 +212,9 @@ def test_a_damaged_entry_is_made_again_and_it_is_said(
     assert len(list((tmp_path / "things").glob(".*"))) == 0
 
 
-def test_a_damaged_entry_that_cannot_be_replaced_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_entry_that_cannot_be_replaced_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     entry = make_entry(tmp_path, [])
     (entry.folder / "small").unlink()
 
@@ -187,11 +222,15 @@ def test_a_damaged_entry_that_cannot_be_replaced_is_named(tmp_path: Path, monkey
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(os, "rename", refuse)
-    with pytest.raises(ConfigError, match=rf"{entry.folder} is damaged \(small is missing\) .*remove this folder"):
+    with pytest.raises(
+        ConfigError, match=rf"{entry.folder} is damaged \(small is missing\) .*remove this folder"
+    ):
         make_entry(tmp_path, [])
 
 
-def test_the_ranks_of_a_host_read_an_entry_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_ranks_of_a_host_read_an_entry_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make_entry(tmp_path / "cache", [])
     reads: list[Path] = []
     real = cache.content_sum
@@ -214,7 +253,9 @@ def test_a_damaged_entry_that_other_ranks_may_read_ends_the_job(
     entry = make_entry(tmp_path, [])
     _flip(entry.folder / "ids.npy", -1)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    with pytest.raises(ConfigError, match=r"was damaged \(ids.npy differs .* and is removed; .*: start again"):
+    with pytest.raises(
+        ConfigError, match=r"was damaged \(ids.npy differs .* and is removed; .*: start again"
+    ):
         make_entry(tmp_path, [])
     assert make_entry(tmp_path, []).note.startswith("miss")
     assert len(list((tmp_path / "things").glob(".*"))) == 0
@@ -224,7 +265,9 @@ def test_a_full_disk_is_a_sentence(tmp_path: Path) -> None:
     def build(folder: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    with pytest.raises(ConfigError, match=r"cache_dir=.* cannot be written \(No space left on device\): make room"):
+    with pytest.raises(
+        ConfigError, match=r"cache_dir=.* cannot be written \(No space left on device\): make room"
+    ):
         build_once(tmp_path, "things", "a", {}, build)
     assert not list((tmp_path / "things").glob(".a*"))
 
@@ -235,7 +278,9 @@ def test_flipped_token_ids_change_no_loss(tmp_path: Path) -> None:
 
     def rows() -> tuple[str, int]:
         data = tokenize_documents(documents, Job(byte_tokenizer(MARKED)), tmp_path)
-        return data.fingerprint, int(data.train.columns["input_ids"].astype(np.int64).sum() + data.train.offsets.sum())
+        return data.fingerprint, int(
+            data.train.columns["input_ids"].astype(np.int64).sum() + data.train.offsets.sum()
+        )
 
     want = rows()
     for name in ("input_ids.bin", "labels.bin", "offsets.bin", "findings.json", "content.sha256"):
@@ -274,5 +319,7 @@ def test_rows_that_are_cut_short_while_they_are_mapped(column: str, tmp_path: Pa
     os.truncate(data.folder / f"{column}.bin", 72)
     for mapped in (data, again):
         for read in (lambda rows: rows[19], lambda rows: rows.locate(np.array([19]))):
-            with pytest.raises(DataError, match=rf"{column}.bin: the file was truncated while it was being read"):
+            with pytest.raises(
+                DataError, match=rf"{column}.bin: the file was truncated while it was being read"
+            ):
                 read(mapped)

@@ -20,7 +20,14 @@ from automodel_lite.data.tokens.token_rows import TokenRows, flatten
 from automodel_lite.data.tokens.tokenize import Job, tokenize_documents
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.models.fused_head import linear_cross_entropy
-from automodel_lite.models.loss import CrossEntropy, FusedLinearCrossEntropy, Loss, LossInputs, LossModel, LossOutput
+from automodel_lite.models.loss import (
+    CrossEntropy,
+    FusedLinearCrossEntropy,
+    Loss,
+    LossInputs,
+    LossModel,
+    LossOutput,
+)
 from automodel_lite.parts.datasets.stream_packing import PackStream
 from automodel_lite.thd import COLUMNS, Column, ThdBatch, to_thd
 from tests.attention.families import build
@@ -34,7 +41,9 @@ PLAIN = {"input_ids": [5, 6, 7], "labels": [_, 7, _]}
 def tokenized(folder: Path, *rows: dict[str, Any]) -> TokenRows:
     file = folder / "rows.jsonl"
     file.write_text("\n".join(map(json.dumps, rows)))
-    data = tokenize_documents(FilesDataset(str(file)), Job(byte_tokenizer(MARKED)), folder / "cache")
+    data = tokenize_documents(
+        FilesDataset(str(file)), Job(byte_tokenizer(MARKED)), folder / "cache"
+    )
     assert isinstance(data.train, TokenRows)
     return data.train
 
@@ -64,9 +73,13 @@ def test_weights_of_packs_stay_with_their_documents(tmp_path: Path) -> None:
     assert [rows[i]["loss_weights"].tolist() for i in range(2)] == [[2.0, 1.0], [3.0, 5.0, 1.0]]
 
 
-@pytest.mark.parametrize("weights", [[1.0, 2.0], [1.0, -1.0, 1.0, 1.0], "high"], ids=["short", "negative", "text"])
+@pytest.mark.parametrize(
+    "weights", [[1.0, 2.0], [1.0, -1.0, 1.0, 1.0], "high"], ids=["short", "negative", "text"]
+)
 def test_wrong_weights_are_an_error(tmp_path: Path, weights: Any) -> None:
-    with pytest.raises(DataError, match="column loss_weights must be a list of 4 numbers from 0 on"):
+    with pytest.raises(
+        DataError, match="column loss_weights must be a list of 4 numbers from 0 on"
+    ):
         tokenized(tmp_path, WEIGHTED | {"loss_weights": weights})
 
 
@@ -79,7 +92,15 @@ def test_rows_without_weights_have_no_column(tmp_path: Path) -> None:
 
 
 def test_a_later_row_may_be_the_first_with_weights() -> None:
-    assert flatten([PLAIN, WEIGHTED]).columns["loss_weights"].tolist() == [1.0, 1.0, 1.0, 1.0, 3.0, 0.5, 1.0]
+    assert flatten([PLAIN, WEIGHTED]).columns["loss_weights"].tolist() == [
+        1.0,
+        1.0,
+        1.0,
+        1.0,
+        3.0,
+        0.5,
+        1.0,
+    ]
 
 
 def test_a_stream_carries_weights_of_some_rows() -> None:
@@ -89,7 +110,9 @@ def test_a_stream_carries_weights_of_some_rows() -> None:
     assert batch.columns["loss_weights"].tolist() == [1.0] * 4 + [1.0, 3.0, 0.5, 1.0]
 
 
-def test_a_cache_of_before_a_column_is_rebuilt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_of_before_a_column_is_rebuilt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tokenized(tmp_path, WEIGHTED)
     monkeypatch.setitem(COLUMNS, "colors", Column("int8", "int64", 0))
     tokenized(tmp_path, WEIGHTED)
@@ -117,7 +140,9 @@ def test_fused_weights_equal_plain_ones(softcap: float | None) -> None:
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("loss", [FusedLinearCrossEntropy(16), CrossEntropy()], ids=["fused", "plain"])
+@pytest.mark.parametrize(
+    "loss", [FusedLinearCrossEntropy(16), CrossEntropy()], ids=["fused", "plain"]
+)
 def test_a_weight_of_two_is_meeting_the_row_twice(loss: Loss) -> None:
     ids = torch.randint(0, 96, (9,), generator=torch.Generator().manual_seed(0)).tolist()
     row = {"input_ids": ids, "labels": [*ids[1:], _]}

@@ -28,7 +28,9 @@ from automodel_lite.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-COOKBOOK = [page for page in sorted((ROOT / "docs/cookbook").glob("*.md")) if page.name != "README.md"]
+COOKBOOK = [
+    page for page in sorted((ROOT / "docs/cookbook").glob("*.md")) if page.name != "README.md"
+]
 WITH_CONFIG = ("train_ft", "prepare_data", "inspect_data", "score", "verify", "evaluate")
 READERS_OWN = re.compile(
     r"/models/|/data/|\.jsonl|\.csv|\.\.\.|<|meta-llama|Qwen/|--nnodes|--nproc(-per-node)? (8|gpu)|attention=(varlen|flash|te|flex)|"
@@ -60,10 +62,15 @@ def commands(pages: list[Path]) -> list[Command]:
     """Lines of fenced blocks that start a recipe, continued lines joined."""
     found = []
     for page in pages:
-        for block in re.findall(r"^```\w*\n(.*?)^```", page.read_text(), flags=re.MULTILINE | re.DOTALL):
+        for block in re.findall(
+            r"^```\w*\n(.*?)^```", page.read_text(), flags=re.MULTILINE | re.DOTALL
+        ):
             for line in re.sub(r"\\\n\s*", "", block).splitlines():
                 line = re.sub(r"^(\$ |srun )", "", line.strip())
-                if re.match(r"(torchrun|python)\b.*\brecipes/\w+\.py|automodel-lite \w", line) and " | " not in line:
+                if (
+                    re.match(r"(torchrun|python)\b.*\brecipes/\w+\.py|automodel-lite \w", line)
+                    and " | " not in line
+                ):
                     found.append(Command(page.name, line))
     return found
 
@@ -72,7 +79,9 @@ COMMANDS = commands(PAGES)
 
 
 @pytest.mark.parametrize(
-    "command", [*COMMANDS, *commands(COOKBOOK)], ids=lambda command: f"{command.page}: {command.text}"[:90]
+    "command",
+    [*COMMANDS, *commands(COOKBOOK)],
+    ids=lambda command: f"{command.page}: {command.text}"[:90],
 )
 def test_it_composes(command: Command):
     assert command.recipe or command.text.split()[1] in TOOLS
@@ -82,9 +91,12 @@ def test_it_composes(command: Command):
     if line.config_dir:
         return
     for which in (0, -1):  # of a sweep the first job and the last
-        overrides = [one_value(text, which) for text in line.overrides if not text.startswith("hydra")]
+        overrides = [
+            one_value(text, which) for text in line.overrides if not text.startswith("hydra")
+        ]
         found = problems(line.config_name, overrides)
-        assert not [line for line in found if "has no value" not in line]  # a name or model is the reader's own
+        # a name or model is the reader's own
+        assert not [line for line in found if "has no value" not in line]
 
 
 def one_value(override: str, which: int) -> str:
@@ -104,14 +116,24 @@ def problems(preset: str | None, overrides: list[str]) -> list[str]:
 
 def settings_of_moving() -> list[str]:
     """Code spans in the last column of the page's tables: `key`, or `key=value`."""
-    rows = [line.split(" | ") for line in (ROOT / "docs/moving.md").read_text().splitlines() if line.startswith("| ")]
+    rows = [
+        line.split(" | ")
+        for line in (ROOT / "docs/moving.md").read_text().splitlines()
+        if line.startswith("| ")
+    ]
     spans = {span for row in rows if len(row) == 2 for span in re.findall(r"`([^`]+)`", row[1])}
-    return sorted(span for span in spans if re.fullmatch(r"[a-z_0-9]+(\.[a-z_0-9]+)*(=[\w.-]+)?", span))
+    return sorted(
+        span for span in spans if re.fullmatch(r"[a-z_0-9]+(\.[a-z_0-9]+)*(=[\w.-]+)?", span)
+    )
 
 
 def test_what_one_moves_to_is_a_setting():
     """A key is known, and takes the value that is written with it; each key stands once in a composition."""
-    settings = [text for text in settings_of_moving() if "=" in text or "." in text or text in vars(Config("x"))]
+    settings = [
+        text
+        for text in settings_of_moving()
+        if "=" in text or "." in text or text in vars(Config("x"))
+    ]
     assert len(settings) > 80
     needed = {
         "name": "x",
@@ -132,7 +154,9 @@ def test_what_one_moves_to_is_a_setting():
     for given in rounds:
         overrides = [f"{key}={value}" for key, value in given.items()]
         wrong = [
-            line for line in problems("finetune", overrides) if re.search("unknown|must be one of|no such option", line)
+            line
+            for line in problems("finetune", overrides)
+            if re.search("unknown|must be one of|no such option", line)
         ]
         assert not wrong
 
@@ -143,17 +167,25 @@ def test_it_runs(page: str, tmp_path: Path):
     """In the page's order, in one folder; long runs are cut to two steps."""
     for name in ("recipes", "conf", "automodel_lite"):
         (tmp_path / name).symlink_to(ROOT / name)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    }
     for command in COMMANDS:
         if command.page != page or READERS_OWN.search(command.text):
             continue
         words = shlex.split(command.text, comments=True)
-        if command.recipe == "train_ft" and not {"--cfg", "--help", "--multirun", "-m"} & set(words):
+        if command.recipe == "train_ft" and not {"--cfg", "--help", "--multirun", "-m"} & set(
+            words
+        ):
             words += ["training.max_steps=2", "evaluation=none", "report=true"]
         written = words[words.index(">") + 1] if ">" in words else "screen"
         (tmp_path / written).parent.mkdir(parents=True, exist_ok=True)
         words = words[: words.index(">")] if ">" in words else words
-        done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(
+            words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+        )
         assert done.returncode == 0, f"{command.text}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
         (tmp_path / written).write_text(done.stdout)
 
@@ -173,20 +205,35 @@ def write_small_model(folder: Path) -> None:
     """A Llama that knows bytes, chats, tools and thinking."""
     specials = ["<|im_start|>", "<|im_end|>"]
     alphabet = sorted(ByteLevel.alphabet())
-    backend = Tokenizer(BPE({token: number for number, token in enumerate([*specials, *alphabet])}, []))
+    backend = Tokenizer(
+        BPE({token: number for number, token in enumerate([*specials, *alphabet])}, [])
+    )
     backend.pre_tokenizer, backend.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=specials[1], pad_token=specials[1])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token=specials[1], pad_token=specials[1]
+    )
     tokenizer.add_special_tokens({"additional_special_tokens": specials})
     tokenizer.chat_template = TEMPLATE
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = LlamaConfig(vocab_size=len(tokenizer), num_key_value_heads=2, max_position_embeddings=4096, **sizes)
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), num_key_value_heads=2, max_position_embeddings=4096, **sizes
+    )
     with torch.random.fork_rng():
         torch.manual_seed(0)  # how much an adapter learns depends on the weights below it
         LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
-SMALL = ["packed_sequence.packed_sequence_size=1024", "training.global_batch_size=1", "cache_dir=cache"]
+SMALL = [
+    "packed_sequence.packed_sequence_size=1024",
+    "training.global_batch_size=1",
+    "cache_dir=cache",
+]
 
 
 @pytest.mark.slow
@@ -199,24 +246,39 @@ def test_a_page_of_the_cookbook_runs(page: Path, tmp_path: Path):
     text = page.read_text()
     ((data, row),) = re.findall(r"^`([\w.]+)`.*\n\n```json\n(.*?)\n```", text, flags=re.MULTILINE)
     (tmp_path / data).write_text(f"{row}\n" * max(40, 40_000 // len(row)))
-    scripts = [[sys.executable, "-c", code] for code in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    scripts = [
+        [sys.executable, "-c", code]
+        for code in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    ]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    }
     for command in commands([page]):
         words = shlex.split(command.text.replace("--nproc 8", "--nproc 2").replace("cp=8", "cp=2"))
         if command.recipe in WITH_CONFIG:
             words += SMALL
         if command.recipe == "train_ft":
-            words += ["optimizer.lr=5e-3"]  # of a model with 32 dims; pages are for billions of parameters
+            # of a model with 32 dims; pages are for billions of parameters
+            words += ["optimizer.lr=5e-3"]
         scripts.append(words)
     screens = ""
     for words in scripts:
-        done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
+        done = subprocess.run(
+            words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600
+        )
         assert done.returncode == 0, f"{words}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
         screens += done.stdout
     for metrics in tmp_path.glob("runs/*/metrics.jsonl"):
-        losses = [row["loss"] for row in map(json.loads, metrics.read_text().splitlines()) if "loss" in row]
+        losses = [
+            row["loss"]
+            for row in map(json.loads, metrics.read_text().splitlines())
+            if "loss" in row
+        ]
         # a student that is its own teacher begins at 0; an adapter of random frozen weights learns less
         least = 0.9 if page.stem == "lora" else 0.7
         assert losses[-1] < max(least * losses[0], 0.01), metrics
-    for loss in re.findall(r"^ {4,}1 +(\d\.\d{4}) ", text, flags=re.MULTILINE):  # of step 1, as the page shows it
+    # of step 1, as the page shows it
+    for loss in re.findall(r"^ {4,}1 +(\d\.\d{4}) ", text, flags=re.MULTILINE):
         assert re.search(rf"^ +1 +{loss} ", screens, flags=re.MULTILINE)

@@ -12,4 +12,6 @@ def test_the_configuration_reference_is_fresh(capsys: pytest.CaptureFixture[str]
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    assert (ROOT / "docs/config.md").read_text() == module.page(), "stale: python docs/write_config.py"
+    assert (ROOT / "docs/config.md").read_text() == module.page(), (
+        "stale: python docs/write_config.py"
+    )

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-QUOTED = re.findall(r"\*\*`(.+?)`\*\*", (ROOT / "docs/troubleshooting.md").read_text(), flags=re.MULTILINE)
+QUOTED = re.findall(
+    r"\*\*`(.+?)`\*\*", (ROOT / "docs/troubleshooting.md").read_text(), flags=re.MULTILINE
+)
 
 
 @lru_cache(maxsize=1)
@@ -18,7 +20,9 @@ def texts_of_the_source() -> list[str]:
     for path in (ROOT / "automodel_lite").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.JoinedStr):
-                found.append("".join(p.value if isinstance(p, ast.Constant) else "…" for p in node.values))
+                found.append(
+                    "".join(p.value if isinstance(p, ast.Constant) else "…" for p in node.values)
+                )
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 found.append(node.value)
     return found

@@ -12,7 +12,11 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 def test_the_page_has_the_traced_numbers() -> None:
     done = subprocess.run(
-        [sys.executable, "docs/trace_trip.py"], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True
+        [sys.executable, "docs/trace_trip.py"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
     )
     page = (ROOT / "docs" / "architecture.md").read_text()
     for in_script, on_page in [

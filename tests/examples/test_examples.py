@@ -42,14 +42,20 @@ def first_step_by_hand(plain: ModuleType, seen: list[dict]) -> float:
     install_attention(model)
     loss_sum = num_labels = 0
     for batch in seen[:2]:  # gradient accumulation of 2
-        inputs = {key: value for key, value in batch.items() if key not in ("labels", "shift_labels")}
+        inputs = {
+            key: value for key, value in batch.items() if key not in ("labels", "shift_labels")
+        }
         logits = model(**inputs).logits[0]
-        loss_sum += torch.nn.functional.cross_entropy(logits.float(), batch["labels"][0], reduction="sum").item()
+        loss_sum += torch.nn.functional.cross_entropy(
+            logits.float(), batch["labels"][0], reduction="sum"
+        ).item()
         num_labels += int((batch["labels"] != -100).sum())
     return loss_sum / num_labels
 
 
-@pytest.mark.parametrize("use_trl", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["trainer", "trl"])
+@pytest.mark.parametrize(
+    "use_trl", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["trainer", "trl"]
+)
 def test_hf_trainer_gives_our_loss(example, use_trl: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     script, plain = example("hf_trainer"), example("plain_loop")
     seen: list[dict] = []
@@ -64,7 +70,9 @@ def test_hf_trainer_gives_our_loss(example, use_trl: bool, monkeypatch: pytest.M
     assert losses[1] < losses[0]
 
 
-def test_parts_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_parts_of_ones_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = ROOT / "examples/own_parts"
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(str(folder))
@@ -82,7 +90,10 @@ def test_the_kernel_of_ones_own_agrees_with_the_reference(monkeypatch: pytest.Mo
     monkeypatch.syspath_prepend(str(ROOT / "examples/own_parts"))
     mine = importlib.import_module("my_parts").MaskedAttention()
     torch.manual_seed(0)
-    cu_q, cu_k = torch.tensor([0, 3, 8, 10], dtype=torch.int32), torch.tensor([0, 5, 10, 12], dtype=torch.int32)
+    cu_q, cu_k = (
+        torch.tensor([0, 3, 8, 10], dtype=torch.int32),
+        torch.tensor([0, 5, 10, 12], dtype=torch.int32),
+    )
     q, k, v = torch.randn(10, 4, 8), torch.randn(12, 2, 8), torch.randn(12, 2, 8)
     for window in (None, 2):
         how = Segments(cu_q, cu_k, 5, 5), AttentionOptions(0.3, window)
@@ -101,9 +112,14 @@ def _unindented(code: str) -> str:
 
 
 def test_the_page_shows_code_of_the_examples() -> None:
-    files = [ROOT / "examples/own_parts/my_parts.py", *(ROOT / "examples/own_recipe/my_kd").glob("*.py")]
+    files = [
+        ROOT / "examples/own_parts/my_parts.py",
+        *(ROOT / "examples/own_recipe/my_kd").glob("*.py"),
+    ]
     code = [_unindented(file.read_text()) for file in files]
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/extending.md").read_text(), flags=re.DOTALL)
+    blocks = re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs/extending.md").read_text(), flags=re.DOTALL
+    )
     assert len(blocks) == 8
     for block in blocks:
         for stretch in block.split("    ...\n"):
@@ -112,7 +128,9 @@ def test_the_page_shows_code_of_the_examples() -> None:
 
 @pytest.mark.system
 def test_the_notebook_shows_what_its_cells_print(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "docs/write_notebook.py", "--to", str(tmp_path / "new.ipynb")], cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "docs/write_notebook.py", "--to", str(tmp_path / "new.ipynb")], cwd=ROOT
+    )
     assert done.returncode == 0
     cells, new = (
         [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
@@ -120,7 +138,10 @@ def test_the_notebook_shows_what_its_cells_print(tmp_path: Path) -> None:
     )
     stale = "stale: python docs/write_notebook.py"
     assert [cell["outputs"] for cell in cells[:2]] == [cell["outputs"] for cell in new[:2]], stale
-    steps = [re.findall(r"^ +\d+ +\d\.\d{4}", "".join(c[2]["outputs"][0]["text"]), re.MULTILINE) for c in (cells, new)]
+    steps = [
+        re.findall(r"^ +\d+ +\d\.\d{4}", "".join(c[2]["outputs"][0]["text"]), re.MULTILINE)
+        for c in (cells, new)
+    ]
     assert len(steps[0]) == len(steps[1]) > 3, stale
     assert [cell[3]["outputs"][0]["text"] for cell in (cells, new)] == [
         ["The capital of France is Paris.<|end|>\n"]

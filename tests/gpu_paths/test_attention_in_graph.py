@@ -25,7 +25,9 @@ from tests.models.test_layers import pack_of
 pytestmark = pytest.mark.slow
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, *more: Any) -> Tensor:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, *more: Any
+) -> Tensor:
     is_causal, scale, window = more[:3]
     assert max_q >= int(cu_q.diff().max())
     options = AttentionOptions(scale, None if is_causal else window[0] + 1)
@@ -39,7 +41,9 @@ def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     return attend(*args).contiguous(), lse, state
 
 
-def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any) -> Any:
+def backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any
+) -> Any:
     cu_q, cu_k, max_q, max_k, is_causal, _, scale, window = rest
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
 
@@ -57,7 +61,17 @@ def kernels_of_a_cpu() -> None:
     varlen._varlen_attn_backward.register_kernel("cpu")(backward)
 
 
-PACKS = [(20, 17, 11), (48,), (1, 47), (16, 16, 16), (1,) * 48, (5, 6, 7, 8, 9, 13), (2, 46), (24, 24), (47, 1)]
+PACKS = [
+    (20, 17, 11),
+    (48,),
+    (1, 47),
+    (16, 16, 16),
+    (1,) * 48,
+    (5, 6, 7, 8, 9, 13),
+    (2, 46),
+    (24, 24),
+    (47, 1),
+]
 PACKS += [(3,) * 16, (30, 10, 8), (8, 40)]
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -65,7 +79,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3_text": {"head_dim": 8, "sliding_window": 16},
     "qwen3": {"head_dim": 8},
 }
-LLAMA4 = {"head_dim": 8, "attention_chunk_size": 16, "intermediate_size_mlp": 48, "num_local_experts": 2}
+LLAMA4 = {
+    "head_dim": 8,
+    "attention_chunk_size": 16,
+    "intermediate_size_mlp": 48,
+    "num_local_experts": 2,
+}
 
 
 def gradients(model: LossModel, packs: list[ThdBatch]) -> Tensor:
@@ -74,11 +93,15 @@ def gradients(model: LossModel, packs: list[ThdBatch]) -> Tensor:
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
-def compiled(family: str, settings: dict[str, Any], recompute: str = "none", **more: Any) -> LossModel:
+def compiled(
+    family: str, settings: dict[str, Any], recompute: str = "none", **more: Any
+) -> LossModel:
     """As a run makes it: called uncompiled once, by the isolation probe."""
     model = model_of(family, settings, 4, VarlenAttention(), **more)
     check_packing_isolation(model.lm)
-    compile_layers(decoder_layers(model.lm), "aot_eager", KEPT_FRAC if recompute == "selective" else 1.0)
+    compile_layers(
+        decoder_layers(model.lm), "aot_eager", KEPT_FRAC if recompute == "selective" else 1.0
+    )
     if recompute != "selective":  # which the graphs do themselves
         recompute_layers(decoder_layers(model.lm), recompute, 1)
     return model

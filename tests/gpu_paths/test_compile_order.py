@@ -84,7 +84,9 @@ def test_nobody_waits_longer_than_a_limit(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(graphs, "TURN_S", 0.0)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(compile_fx, "compile_fx_inner", lambda graph, inputs: "compiled")
-    monkeypatch.setattr(compile_fx, "compile_fx", lambda graph, inputs, inner_compile: inner_compile(graph, inputs))
+    monkeypatch.setattr(
+        compile_fx, "compile_fx", lambda graph, inputs, inner_compile: inner_compile(graph, inputs)
+    )
     graph = torch.fx.symbolic_trace(curve)
     assert graphs.inductor_in_turn(graph, [torch.ones(2)]) == "compiled"
     (mark,) = (tmp_path / "in_turn").glob("*[!k]")

@@ -30,10 +30,17 @@ from automodel_lite.training.optimizers import apply_gradients
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(torch.version.cuda is None, reason="a torch without CUDA has no fake tensors of a GPU"),
+    pytest.mark.skipif(
+        torch.version.cuda is None, reason="a torch without CUDA has no fake tensors of a GPU"
+    ),
 ]
 GPU = torch.device("cuda", 0)
-SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 EXCHANGES = ("all_gather", "all_to_all", "ring")
 
 
@@ -71,7 +78,9 @@ def test_losses_and_logits_are_made_on_the_gpu(exchange: str, parts: dict[str, T
 
 
 @pytest.mark.parametrize("maker", ["fp32", "bf16", "8bit", "muon"])
-def test_a_step_of_the_optimizer_stays_on_the_gpu(maker: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_of_the_optimizer_stays_on_the_gpu(
+    maker: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(optimizers, "compiled", lambda function: function)
     from automodel_lite.parts.optimizers import muon
 
@@ -82,6 +91,11 @@ def test_a_step_of_the_optimizer_stays_on_the_gpu(maker: str, monkeypatch: pytes
         for parameter in model.parameters():
             parameter.grad = torch.empty_like(parameter)
         norm = apply_gradients(optimizer, model.parameters(), torch.zeros((), device=GPU), 1.0)
-        states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+        states = [
+            value
+            for state in optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, Tensor)
+        ]
     assert len(states) >= 4
     assert {norm.device, *(value.device for value in states)} == {GPU}

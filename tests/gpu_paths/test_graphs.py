@@ -30,8 +30,20 @@ BASE: dict[str, Any] = {
 }
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
-LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "qk_nope_head_dim": 8}
-GROUPS = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 3, "n_shared_experts": 1}
+LATENT = {
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "qk_nope_head_dim": 8,
+}
+GROUPS = {
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 3,
+    "n_shared_experts": 1,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {},
@@ -42,7 +54,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3_text": {"head_dim": 8, "sliding_window": 16},
     "olmo2": {},
     "gpt_oss": {"head_dim": 8, "sliding_window": 16, **EXPERTS},
-    "qwen3_moe": {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "qwen3_moe": {
+        "head_dim": 8,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+    },
     "mixtral": EXPERTS,
     "smollm3": TOKENS,
     "deepseek_v3": {"num_experts_per_tok": 2, "moe_intermediate_size": 16, **LATENT, **GROUPS},
@@ -57,7 +74,11 @@ WITH_FLEX = {
 
 
 def model_of(
-    family: str, settings: dict[str, Any], num_layers: int, kernel: AttentionKernel, dtype: torch.dtype = torch.float32
+    family: str,
+    settings: dict[str, Any],
+    num_layers: int,
+    kernel: AttentionKernel,
+    dtype: torch.dtype = torch.float32,
 ) -> LossModel:
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -95,14 +116,19 @@ def test_compiled_layers_need_no_graph_after_the_first_packs(family: str) -> Non
 
 
 @pytest.mark.parametrize("family", WITH_FLEX)
-def test_flex_trains_the_families_that_need_it(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flex_trains_the_families_that_need_it(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As on a GPU, inside compiled layers that are recomputed: gradients of a whole model against those of plain layers
     on the reference kernel, and a bounded number of graphs.
     """
     monkeypatch.setattr(torch_flex, "_validate_device", lambda *tensors: None)
     gradients = []
     packs = [(300, 200, 12), (512,), (50, 60, 70, 332)]
-    for kernel in (FlexAttention(compiled(torch_flex.flex_attention, "aot_eager")), ReferenceAttention()):
+    for kernel in (
+        FlexAttention(compiled(torch_flex.flex_attention, "aot_eager")),
+        ReferenceAttention(),
+    ):
         model = model_of(family, WITH_FLEX[family], 4, kernel)
         before = compiled_graphs()
         if isinstance(kernel, FlexAttention):

@@ -14,14 +14,23 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from automodel_lite.attention.interface import install
 from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.graphs import compiled_graphs
-from automodel_lite.models.layers import cast_weights, compile_layers, decoder_layers, recompute_layers
+from automodel_lite.models.layers import (
+    cast_weights,
+    compile_layers,
+    decoder_layers,
+    recompute_layers,
+)
 from automodel_lite.models.loss import FusedLinearCrossEntropy, LossModel
 from automodel_lite.parts.optimizers.adamw import adamw, codebook, param_groups
 from tests.models.test_layers import pack_of
 from tests.runs import losses_by_step, train_quick
 
 pytestmark = pytest.mark.slow
-WIDE = ["model.config.hidden_size=64", "model.config.intermediate_size=128", "packed_sequence.packed_sequence_size=256"]
+WIDE = [
+    "model.config.hidden_size=64",
+    "model.config.intermediate_size=128",
+    "packed_sequence.packed_sequence_size=256",
+]
 
 
 def resumed(folder: Path, *options: str) -> dict[int, tuple[float, float]]:
@@ -47,7 +56,10 @@ def test_8_bit_steps_are_torchaos() -> None:
         want = torch.tensor(quantization.create_dynamic_map(signed=is_signed))
         torch.testing.assert_close(codebook(is_signed, torch.device("cpu")), want)
     models = []
-    for make in (partial(adamw, moments="8bit"), lambda m, **kw: optim.AdamW8bit(param_groups(m, 0.01), **kw)):
+    for make in (
+        partial(adamw, moments="8bit"),
+        lambda m, **kw: optim.AdamW8bit(param_groups(m, 0.01), **kw),
+    ):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(256, 512), nn.Tanh(), nn.Linear(512, 256))
         optimizer = make(model, lr=1e-2, betas=(0.9, 0.95))
@@ -102,9 +114,13 @@ def test_adapters_stay_out_of_fp8(tmp_path: Path) -> None:
 
 # ----------------------------------------------------------------------------------------------------------- compiled
 @pytest.mark.parametrize(
-    ("quantized", "fp8"), [(True, ""), (False, "tensorwise"), (False, "rowwise")], ids=["qlora", "fp8", "lora, fp8"]
+    ("quantized", "fp8"),
+    [(True, ""), (False, "tensorwise"), (False, "rowwise")],
+    ids=["qlora", "fp8", "lora, fp8"],
 )
-def test_compiled_layers_have_the_gradients_of_plain_ones(quantized: bool, fp8: str, tmp_path: Path) -> None:
+def test_compiled_layers_have_the_gradients_of_plain_ones(
+    quantized: bool, fp8: str, tmp_path: Path
+) -> None:
     """As training.compile=auto makes them on a GPU, recomputed; packs of other documents need no graph of their own."""
     pytest.importorskip("bitsandbytes")
     pytest.importorskip("torchao")
@@ -140,7 +156,9 @@ def test_compiled_layers_have_the_gradients_of_plain_ones(quantized: bool, fp8: 
             counts.append(compiled_graphs())
         assert counts[1] == counts[3]
         assert (counts[1] > counts[0]) == is_compiled
-        gradients.append(torch.cat([p.grad.flatten().float() for p in lm.parameters() if p.grad is not None]))
+        gradients.append(
+            torch.cat([p.grad.flatten().float() for p in lm.parameters() if p.grad is not None])
+        )
     assert (gradients[0] - gradients[1]).norm() < 1e-3 * gradients[0].norm()
 
 
@@ -148,7 +166,12 @@ def test_compiled_layers_have_the_gradients_of_plain_ones(quantized: bool, fp8: 
 def save_small_llama(folder: Path) -> None:
     """Of sizes that 4-bit blocks and fp8 products divide."""
     torch.manual_seed(0)
-    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
+    sizes = {
+        "vocab_size": 64,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+    }
     LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, **sizes)).save_pretrained(folder)
 
 
@@ -164,7 +187,10 @@ def test_4_bit_weights_have_the_gradients_of_what_they_stand_for(tmp_path: Path)
     peft.adapt(lm, str(tmp_path))
     give_the_adapter_weight(lm)
     layers = {name: module for name, module in lm.named_modules() if name.endswith("base_layer")}
-    meant = {name: functional.dequantize_4bit(m.weight.data, m.weight.quant_state) for name, m in layers.items()}
+    meant = {
+        name: functional.dequantize_4bit(m.weight.data, m.weight.quant_state)
+        for name, m in layers.items()
+    }
 
     def gradients() -> torch.Tensor:
         lm.zero_grad()
@@ -187,8 +213,21 @@ def test_4_bit_weights_train_and_resume(tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
     base = tmp_path / "base"
     assert train_quick(base, *WIDE, "checkpoint.export_hf=true")[0] == 0
-    loaded = ["tokenizer=pretrained", f"tokenizer.path={base}/hf", "~model.config", f"model.pretrained={base}/hf"]
-    ends = resumed(tmp_path, "peft=qlora", "packed_sequence.packed_sequence_size=256", *loaded, "optimizer.lr=0.01")
+    loaded = [
+        "tokenizer=pretrained",
+        f"tokenizer.path={base}/hf",
+        "~model.config",
+        f"model.pretrained={base}/hf",
+    ]
+    ends = resumed(
+        tmp_path,
+        "peft=qlora",
+        "packed_sequence.packed_sequence_size=256",
+        *loaded,
+        "optimizer.lr=0.01",
+    )
     assert ends[6][0] < ends[1][0]
-    rows = [json.loads(line) for line in (tmp_path / "whole/metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (tmp_path / "whole/metrics.jsonl").read_text().splitlines()
+    ]
     assert rows

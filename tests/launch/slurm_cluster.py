@@ -68,7 +68,9 @@ class Cluster:
             for n in (1, 2)
         )
         (self.folder / "state").mkdir(parents=True)
-        (self.folder / "slurm.conf").write_text(CONF.format(host=host, folder=self.folder, port=ports[0], nodes=nodes))
+        (self.folder / "slurm.conf").write_text(
+            CONF.format(host=host, folder=self.folder, port=ports[0], nodes=nodes)
+        )
         self.call("slurmctld", "-c")
         for n in (1, 2):
             (self.folder / f"spool-n{n}").mkdir()
@@ -88,7 +90,9 @@ class Cluster:
                 continue
 
     def call(self, *command: str, **environment: str) -> str:
-        done = subprocess.run(command, env=self.environment | environment, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(
+            command, env=self.environment | environment, capture_output=True, text=True, timeout=120
+        )
         assert done.returncode == 0, f"{command}: {done.stderr}"
         return done.stdout
 

@@ -14,14 +14,18 @@ LOST = "rank 3 on node7 ended without a message (killed, out of memory, or a cra
 FOLLOWED = "rank 3 on node7: no heartbeat for 60 s: its host may be down"
 
 
-def ended(run: Path, code: int, reason: str, *, is_further: bool, state: str = "failed") -> list[str]:
+def ended(
+    run: Path, code: int, reason: str, *, is_further: bool, state: str = "failed"
+) -> list[str]:
     """What scontrol is told when a run ends with this code."""
     (run / "logs").mkdir(parents=True, exist_ok=True)
     (run / "STATUS.json").write_text(json.dumps({"state": state, "reason": reason}))
     for step in ("step_00000010", "step_00000020"):
         (run / "checkpoints" / step).mkdir(parents=True, exist_ok=True)
         (run / "checkpoints" / step / "COMPLETE.json").touch()
-    before = run / "checkpoints" / ("step_00000010" if is_further else "step_00000020") / "COMPLETE.json"
+    before = (
+        run / "checkpoints" / ("step_00000010" if is_further else "step_00000020") / "COMPLETE.json"
+    )
     told = run / "told"
     told.write_text("")
     (run / "scontrol").write_text(f'#!/bin/bash\necho "$@" >> {told}\n')
@@ -29,7 +33,12 @@ def ended(run: Path, code: int, reason: str, *, is_further: bool, state: str = "
     subprocess.run(
         ["bash", "-c", f"source launch/requeue.sh; requeue_if_useful {run} {code} {before}"],
         cwd=ROOT,
-        env={**os.environ, "PATH": f"{run}:{os.environ['PATH']}", "SLURM_JOB_ID": "17", "REQUEUE_WAIT_S": "0"},
+        env={
+            **os.environ,
+            "PATH": f"{run}:{os.environ['PATH']}",
+            "SLURM_JOB_ID": "17",
+            "REQUEUE_WAIT_S": "0",
+        },
         check=False,
     )
     return told.read_text().splitlines()
@@ -49,7 +58,18 @@ def ended(run: Path, code: int, reason: str, *, is_further: bool, state: str = "
         (1, LOST, False, False),
         (0, "", True, False),
     ],
-    ids=["stopped", "killed", "aborted", "peer", "silent", "nan", "mistake", "killed-at-once", "peer-at-once", "done"],
+    ids=[
+        "stopped",
+        "killed",
+        "aborted",
+        "peer",
+        "silent",
+        "nan",
+        "mistake",
+        "killed-at-once",
+        "peer-at-once",
+        "done",
+    ],
 )
 def test_a_job_that_lost_a_rank_goes_on_if_it_got_further(
     code: int, reason: str, is_further: bool, is_requeued: bool, tmp_path: Path
@@ -59,4 +79,7 @@ def test_a_job_that_lost_a_rank_goes_on_if_it_got_further(
 
 def test_a_host_that_lost_two_ranks_is_left_out(tmp_path: Path) -> None:
     assert ended(tmp_path, 137, LOST, is_further=True) == ["requeue 17"]
-    assert ended(tmp_path, 1, FOLLOWED, is_further=True) == ["update JobId=17 ExcNodeList=node7", "requeue 17"]
+    assert ended(tmp_path, 1, FOLLOWED, is_further=True) == [
+        "update JobId=17 ExcNodeList=node7",
+        "requeue 17",
+    ]

@@ -17,7 +17,12 @@ from tests.ranks import free_port
 from tests.runs import QUICK, losses_by_step, train_on, wait_for_rows
 
 ROOT = Path(__file__).resolve().parents[2]
-STEPS = [*QUICK, "training.max_steps=150", "training.log_every_steps=1", "checkpoint.every_steps=50"]
+STEPS = [
+    *QUICK,
+    "training.max_steps=150",
+    "training.log_every_steps=1",
+    "checkpoint.every_steps=50",
+]
 WAIT_S = 240
 
 
@@ -63,9 +68,18 @@ def python_that_waits(folder: Path) -> str:
     return str(python)
 
 
-def submit(cluster: Cluster, script: str, folder: Path, *overrides: str, python: str = sys.executable) -> str:
+def submit(
+    cluster: Cluster, script: str, folder: Path, *overrides: str, python: str = sys.executable
+) -> str:
     arguments = ["--config-name", "smoke", f"output_dir={folder}/run", *STEPS, *overrides]
-    command = ["sbatch", "--parsable", "--nodes=2", "--ntasks-per-node=1", f"--output={folder}/job.log", "--time=10"]
+    command = [
+        "sbatch",
+        "--parsable",
+        "--nodes=2",
+        "--ntasks-per-node=1",
+        f"--output={folder}/job.log",
+        "--time=10",
+    ]
     settings = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "PYTHON": python}
     done = subprocess.run(
         [*command, f"launch/{script}", *arguments],
@@ -89,9 +103,13 @@ def wait_for_state(cluster: Cluster, job: str, folder: Path, *states: str) -> st
             odd_since = None
         else:  # a job on its way back into the queue passes through others
             odd_since = odd_since or time.monotonic()
-            assert time.monotonic() - odd_since < 60, f"{state}\n{(folder / 'job.log').read_text()[-3000:]}"
+            assert time.monotonic() - odd_since < 60, (
+                f"{state}\n{(folder / 'job.log').read_text()[-3000:]}"
+            )
         time.sleep(0.2)
-    raise AssertionError(f"{job} is not {states}: {state}\n{(folder / 'job.log').read_text()[-3000:]}")
+    raise AssertionError(
+        f"{job} is not {states}: {state}\n{(folder / 'job.log').read_text()[-3000:]}"
+    )
 
 
 def start_now(cluster: Cluster, job: str) -> None:
@@ -105,10 +123,16 @@ def start_now(cluster: Cluster, job: str) -> None:
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("script", ["slurm.sbatch", pytest.param("slurm_torchrun.sbatch", marks=pytest.mark.slow)])
-def test_stopped_requeued_and_finished(cluster: Cluster, uninterrupted: Path, tmp_path: Path, script: str) -> None:
+@pytest.mark.parametrize(
+    "script", ["slurm.sbatch", pytest.param("slurm_torchrun.sbatch", marks=pytest.mark.slow)]
+)
+def test_stopped_requeued_and_finished(
+    cluster: Cluster, uninterrupted: Path, tmp_path: Path, script: str
+) -> None:
     is_srun = script == "slurm.sbatch"  # the other starts torchrun
-    job = submit(cluster, script, tmp_path, python=python_that_waits(tmp_path) if is_srun else sys.executable)
+    job = submit(
+        cluster, script, tmp_path, python=python_that_waits(tmp_path) if is_srun else sys.executable
+    )
     wait_for_rows(tmp_path / "run", 20, WAIT_S, tmp_path / "job.log")
     cluster.call("scancel", "--signal=TERM", job)  # what --signal=TERM@300 sends before the limit
     wait_for_state(cluster, job, tmp_path, "PENDING")
@@ -128,7 +152,11 @@ def test_a_dead_rank_takes_the_job_down_within_15_s(cluster: Cluster, tmp_path: 
     job = submit(cluster, "slurm.sbatch", tmp_path, "training.max_steps=100000")
     wait_for_rows(tmp_path / "run", 5, WAIT_S, tmp_path / "job.log")
     started_s = time.monotonic() - submitted  # tells how slow the machine is
-    victim = int(subprocess.check_output(["pgrep", "-f", f"train_ft.py.*{tmp_path}/run"], text=True).split()[-1])
+    victim = int(
+        subprocess.check_output(["pgrep", "-f", f"train_ft.py.*{tmp_path}/run"], text=True).split()[
+            -1
+        ]
+    )
     began = time.monotonic()
     os.kill(victim, 9)
     wait_for_state(cluster, job, tmp_path, "FAILED")
@@ -140,17 +168,29 @@ def test_a_dead_rank_takes_the_job_down_within_15_s(cluster: Cluster, tmp_path: 
 @pytest.mark.system
 def test_a_job_goes_before_its_limit(cluster: Cluster, tmp_path: Path) -> None:
     """The job's end time alone, no signal: ten minutes are granted, all but a few seconds are kept as margin."""
-    job = submit(cluster, "slurm.sbatch", tmp_path, "advanced.stop_margin_s=585", "training.max_steps=100000")
+    job = submit(
+        cluster, "slurm.sbatch", tmp_path, "advanced.stop_margin_s=585", "training.max_steps=100000"
+    )
     wait_for_rows(tmp_path / "run", 0, WAIT_S, tmp_path / "job.log")
     wait_for_state(cluster, job, tmp_path, "PENDING")
-    assert json.loads((tmp_path / "run" / "STATUS.json").read_text())["reason"] == "the time is nearly up"
+    assert (
+        json.loads((tmp_path / "run" / "STATUS.json").read_text())["reason"]
+        == "the time is nearly up"
+    )
     cluster.call("scancel", job)
 
 
 def test_dry_run_prints_the_command_as_it_was_typed() -> None:
     for script in ("slurm.sbatch", "slurm_torchrun.sbatch", "local.sh"):
         told = subprocess.run(
-            ["bash", f"launch/{script}", "--config-name", "smoke", "dataset.path='a b'", "name=x$y"],
+            [
+                "bash",
+                f"launch/{script}",
+                "--config-name",
+                "smoke",
+                "dataset.path='a b'",
+                "name=x$y",
+            ],
             cwd=ROOT,
             env=os.environ | {"DRY_RUN": "1"},
             capture_output=True,
@@ -163,7 +203,13 @@ def test_dry_run_prints_the_command_as_it_was_typed() -> None:
 def test_array_task_takes_its_line(tmp_path: Path) -> None:
     (tmp_path / "sweep.txt").write_text("name=lr1 optimizer.lr=1e-5\nname=lr2 optimizer.lr=2e-5\n")
     told = subprocess.run(
-        ["bash", "launch/slurm_array.sbatch", str(tmp_path / "sweep.txt"), "--config-name", "smoke"],
+        [
+            "bash",
+            "launch/slurm_array.sbatch",
+            str(tmp_path / "sweep.txt"),
+            "--config-name",
+            "smoke",
+        ],
         cwd=ROOT,
         env=os.environ | {"DRY_RUN": "1", "SLURM_ARRAY_TASK_ID": "2"},
         capture_output=True,
@@ -176,17 +222,33 @@ def test_array_task_takes_its_line(tmp_path: Path) -> None:
 def test_a_sweep_of_two_jobs_of_two_ranks_one_preempted(cluster: Cluster, tmp_path: Path) -> None:
     """Hydra's submitit launcher: both jobs end, the preempted one goes on where it was, the table is of both."""
     sweep = tmp_path / "run"
-    arguments = ["--config-name", "smoke", f"output_dir={sweep}", *STEPS, "--multirun", "hydra/launcher=submitit_slurm"]
-    arguments += ["--nproc", "2", "hydra.launcher.timeout_min=10", "seed=0,1", "training.max_steps=400"]
+    arguments = [
+        "--config-name",
+        "smoke",
+        f"output_dir={sweep}",
+        *STEPS,
+        "--multirun",
+        "hydra/launcher=submitit_slurm",
+    ]
+    arguments += [
+        "--nproc",
+        "2",
+        "hydra.launcher.timeout_min=10",
+        "seed=0,1",
+        "training.max_steps=400",
+    ]
     settings = {"MASTER_ADDR": "127.0.0.1", "PYTHONPATH": str(ROOT)}
     with open(tmp_path / "job.log", "w") as log:
         command = [sys.executable, "recipes/train_ft.py", *arguments]
-        process = subprocess.Popen(command, cwd=ROOT, env=cluster.environment | settings, stdout=log, stderr=log)
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=cluster.environment | settings, stdout=log, stderr=log
+        )
     try:
         first = sweep / "0_seed-0"
         wait_for_rows(first, 20, WAIT_S, tmp_path / "job.log")
         job = cluster.call("squeue", "--noheader", "--states=RUNNING", "--format=%A").split()[0]
-        cluster.call("scancel", "--signal=USR2", job)  # what submitit asks SLURM to send before the limit
+        # what submitit asks SLURM to send before the limit
+        cluster.call("scancel", "--signal=USR2", job)
         wait_for_state(cluster, job, tmp_path, "PENDING")
         assert json.loads((first / "STATUS.json").read_text())["state"] == "preempted"
         start_now(cluster, job)
@@ -203,7 +265,9 @@ def test_a_sweep_of_two_jobs_of_two_ranks_one_preempted(cluster: Cluster, tmp_pa
 
 
 @pytest.mark.slow
-def test_the_script_that_is_written_for_a_cluster_runs_on_it(cluster: Cluster, tmp_path: Path) -> None:
+def test_the_script_that_is_written_for_a_cluster_runs_on_it(
+    cluster: Cluster, tmp_path: Path
+) -> None:
     told = subprocess.run(
         [sys.executable, "-m", "automodel_lite", "slurm", "--nodes", "2", "--time", "10"],
         cwd=ROOT,
@@ -212,14 +276,22 @@ def test_the_script_that_is_written_for_a_cluster_runs_on_it(cluster: Cluster, t
         text=True,
     )
     assert told.returncode == 0, told.stderr
-    assert {"#SBATCH --partition=main", "#SBATCH --nodes=2", "#SBATCH --time=10"} <= set(told.stdout.splitlines())
+    assert {"#SBATCH --partition=main", "#SBATCH --nodes=2", "#SBATCH --time=10"} <= set(
+        told.stdout.splitlines()
+    )
     (tmp_path / "job.sbatch").write_text(told.stdout)
     settings = {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
         "SBATCH_OUTPUT": str(tmp_path / "job.log"),
     }
-    arguments = ["--config-name", "smoke", f"output_dir={tmp_path}/run", *QUICK, "training.max_steps=2"]
+    arguments = [
+        "--config-name",
+        "smoke",
+        f"output_dir={tmp_path}/run",
+        *QUICK,
+        "training.max_steps=2",
+    ]
     done = subprocess.run(
         ["sbatch", "--parsable", "job.sbatch", *arguments],
         cwd=tmp_path,

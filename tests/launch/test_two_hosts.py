@@ -52,10 +52,26 @@ def start(hosts: list[str], folder: Path, *overrides: str) -> list[subprocess.Po
         interface = subprocess.check_output(
             ["ip", "-n", host, "-o", "-4", "addr", "show", "scope", "global"], text=True
         )
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": interface.split()[1]}
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
+        environment = os.environ | {
+            "PYTHONPATH": str(ROOT),
+            "GLOO_SOCKET_IFNAME": interface.split()[1],
+        }
+        launcher = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nnodes=2",
+            "--nproc-per-node=1",
+        ]
         launcher += [f"--node-rank={number}", "--master-addr=10.77.0.1", "--master-port=29571"]
-        recipe = ["recipes/train_ft.py", "--config-name", "smoke", f"output_dir={folder}/run", *QUICK, *overrides]
+        recipe = [
+            "recipes/train_ft.py",
+            "--config-name",
+            "smoke",
+            f"output_dir={folder}/run",
+            *QUICK,
+            *overrides,
+        ]
         with open(folder / f"host{number}.log", "ab") as log:
             processes.append(
                 subprocess.Popen(
@@ -80,15 +96,21 @@ def end(processes: list[subprocess.Popen[bytes]]) -> None:
 
 
 @pytest.mark.system
-def test_a_lost_host_ends_the_job_and_it_goes_on_with_a_new_one(hosts: list[str], tmp_path: Path) -> None:
+def test_a_lost_host_ends_the_job_and_it_goes_on_with_a_new_one(
+    hosts: list[str], tmp_path: Path
+) -> None:
     options = ["training.log_every_steps=1", "checkpoint.every_steps=5"]
     launched = time.monotonic()
     first = start(hosts, tmp_path, *options, "training.max_steps=100000")
     try:
         wait_for_rows(tmp_path / "run", more_than=12, seconds=180, log=tmp_path / "host0.log")
         started_s = time.monotonic() - launched  # tells how slow the machine is
-        children = subprocess.run(["pgrep", "-g", str(first[1].pid)], capture_output=True, text=True).stdout.split()
-        workers = subprocess.run(["pgrep", "-P", children[-1]], capture_output=True, text=True).stdout.split()
+        children = subprocess.run(
+            ["pgrep", "-g", str(first[1].pid)], capture_output=True, text=True
+        ).stdout.split()
+        workers = subprocess.run(
+            ["pgrep", "-P", children[-1]], capture_output=True, text=True
+        ).stdout.split()
         for pid in {*children, *workers}:  # the second host is gone, torchrun and ranks
             subprocess.run(["kill", "-9", pid], capture_output=True)
         began = time.monotonic()
@@ -100,9 +122,13 @@ def test_a_lost_host_ends_the_job_and_it_goes_on_with_a_new_one(hosts: list[str]
     finally:
         end(first)
     last = max(losses_by_step(tmp_path / "run")) + 20
-    again = start(hosts, tmp_path, *options, f"training.max_steps={last}", "checkpoint.accept_changes=true")
+    again = start(
+        hosts, tmp_path, *options, f"training.max_steps={last}", "checkpoint.accept_changes=true"
+    )
     try:
-        assert [process.wait(timeout=180) for process in again] == [0, 0], (tmp_path / "host0.log").read_text()[-2000:]
+        assert [process.wait(timeout=180) for process in again] == [0, 0], (
+            tmp_path / "host0.log"
+        ).read_text()[-2000:]
     finally:
         end(again)
     assert sorted(losses_by_step(tmp_path / "run")) == list(range(1, last + 1))

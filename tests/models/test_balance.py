@@ -49,20 +49,29 @@ def last_turns(r: random.Random) -> list[Row]:
 
 def rows_of(seed: int) -> list[list[Row]]:
     r = random.Random(seed)
-    return [random_rows(r, VOCAB - 8, most=6), last_turns(r), random_rows(r, VOCAB - 8, 0), last_turns(r)]
+    return [
+        random_rows(r, VOCAB - 8, most=6),
+        last_turns(r),
+        random_rows(r, VOCAB - 8, 0),
+        last_turns(r),
+    ]
 
 
 def batch_of(rows: list[list[Row]], cut_at: int, slot_multiple: int) -> ThdBatch:
     """One pack of the trees; of the last group, in parts of at most `cut_at` tokens."""
     trees = []
     for group in rows:
-        arrays = [{"input_ids": np.array(i, np.int32), "labels": np.array(y, np.int32)} for i, y in group]
+        arrays = [
+            {"input_ids": np.array(i, np.int32), "labels": np.array(y, np.int32)} for i, y in group
+        ]
         grown = grow_trees(arrays, least_shared=1)
         is_cut = group is rows[-1] and "branches" in grown[0]
         trees += [part for tree in grown for part in (cut_tree(tree, cut_at) if is_cut else [tree])]
     flat = flatten(trees)
     size = int((-(-flat.lengths // slot_multiple) * slot_multiple).sum()) + 8
-    packs = lay_out_packs(flat, flat.offsets[:-1], flat.lengths, np.array([len(trees)]), size, slot_multiple)
+    packs = lay_out_packs(
+        flat, flat.offsets[:-1], flat.lengths, np.array([len(trees)]), size, slot_multiple
+    )
     return to_thd(packed_sequence_thd_collater(packs))
 
 
@@ -86,7 +95,9 @@ def want(family: str, rows: list[list[Row]]) -> dict[str, torch.Tensor]:
 def got(family: str, batch: ThdBatch, coefficient: float = COEFFICIENT) -> dict[str, torch.Tensor]:
     model = model_of(family)
     install(model, ReferenceAttention())
-    LossModel(model, FusedLinearCrossEntropy(), balance_of(model, coefficient)).train()(batch).backward()
+    LossModel(model, FusedLinearCrossEntropy(), balance_of(model, coefficient)).train()(
+        batch
+    ).backward()
     return gradients(model)
 
 
@@ -96,7 +107,9 @@ def difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> 
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "minimax_m2"])
-@pytest.mark.parametrize(("cut_at", "slot_multiple"), [(10_000, 1), (40, 8)], ids=["whole", "cut and padded"])
+@pytest.mark.parametrize(
+    ("cut_at", "slot_multiple"), [(10_000, 1), (40, 8)], ids=["whole", "cut and padded"]
+)
 def test_the_balance_of_trees_is_that_of_rows(family: str, cut_at: int, slot_multiple: int) -> None:
     rows = rows_of(1)
     batch = batch_of(rows, cut_at, slot_multiple)
@@ -132,14 +145,18 @@ BALANCED = f"model.router_aux_loss={COEFFICIENT}"
 
 
 @pytest.mark.parametrize("how", ["eager", "batched_mm", "grouped_mm"])
-def test_the_experts_are_computed_as_asked(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_experts_are_computed_as_asked(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save(tiny_model("qwen3_moe"), tmp_path / "model")
     want = step_of(separate(load(tmp_path)))
     printed = io.StringIO()
     monkeypatch.setattr(contextlib, "redirect_stdout", lambda _: contextlib.nullcontext())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.stdout", printed)
-        row = json.loads(run(tmp_path, "full", f"model.experts={how}", "checkpoint.export_hf=false"))
+        row = json.loads(
+            run(tmp_path, "full", f"model.experts={how}", "checkpoint.export_hf=false")
+        )
     assert row["loss"] == pytest.approx(want["loss"], rel=1e-5)
     assert row["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-5)
     assert f"experts {how}" in " ".join(printed.getvalue().split())
@@ -149,11 +166,15 @@ def balanced_norm(model: PreTrainedModel) -> float:
     """The gradient norm of documents one by one, with transformers' own load-balancing loss of each."""
     num_labels = sum(LENGTHS) - len(LENGTHS)
     for row in documents():
-        out = model(input_ids=torch.tensor([row["input_ids"]]), output_router_logits=True, use_cache=False)
+        out = model(
+            input_ids=torch.tensor([row["input_ids"]]), output_router_logits=True, use_cache=False
+        )
         labels = torch.tensor(row["labels"])
         loss = F.cross_entropy(out.logits[0], labels, reduction="sum")
         ((loss + COEFFICIENT * (len(labels) - 1) * out.aux_loss) / num_labels).backward()
-    return torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm().item()
+    return (
+        torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm().item()
+    )
 
 
 def check_balanced(row: str, folder: Path) -> None:
@@ -165,8 +186,12 @@ def check_balanced(row: str, folder: Path) -> None:
     assert got["grad_norm"] == pytest.approx(norm, rel=1e-5)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "jetmoe", "granitemoehybrid", "qwen3_vl_moe"])
-def test_the_balancing_loss_is_transformers_own_of_each_document(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "family", ["qwen3_moe", "gpt_oss", "jetmoe", "granitemoehybrid", "qwen3_vl_moe"]
+)
+def test_the_balancing_loss_is_transformers_own_of_each_document(
+    family: str, tmp_path: Path
+) -> None:
     save(tiny_model(family), tmp_path / "model")
     settings = ["checkpoint.export_hf=false", "training.activation_checkpointing=full"]
     check_balanced(run(tmp_path, "full", BALANCED, *settings), tmp_path)
@@ -182,13 +207,20 @@ RANKS = {
     "dp": ["packed_sequence.packed_sequence_size=24", "training.global_batch_size=2"],
     "ep": ["mesh.ep=2", "packed_sequence.packed_sequence_size=24", "training.global_batch_size=2"],
     "tp": ["mesh.tp=2"],
-    "micro-batches": ["packed_sequence.packed_sequence_size=24", "training.global_batch_size=2", "mesh.cp=2"],
+    "micro-batches": [
+        "packed_sequence.packed_sequence_size=24",
+        "training.global_batch_size=2",
+        "mesh.cp=2",
+    ],
 }
 
 
 @pytest.mark.parametrize(
     "settings",
-    [pytest.param(RANKS[name], id=name, marks=() if name in ("dp", "cp") else pytest.mark.slow) for name in RANKS],
+    [
+        pytest.param(RANKS[name], id=name, marks=() if name in ("dp", "cp") else pytest.mark.slow)
+        for name in RANKS
+    ],
 )
 def test_the_balancing_loss_over_two_ranks(settings: list[str], tmp_path: Path) -> None:
     save(tiny_model("qwen3_moe"), tmp_path / "model")
@@ -197,5 +229,7 @@ def test_the_balancing_loss_over_two_ranks(settings: list[str], tmp_path: Path) 
 
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
 def test_a_model_without_such_a_loss_is_refused(family: str) -> None:
-    with pytest.raises(ConfigError, match=r"router_aux_loss=0.5: transformers has no load-balancing loss"):
+    with pytest.raises(
+        ConfigError, match=r"router_aux_loss=0.5: transformers has no load-balancing loss"
+    ):
         balance_of(describe(tiny_config(family)), COEFFICIENT)

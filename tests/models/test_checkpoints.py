@@ -32,7 +32,12 @@ def test_fp8_blocks_may_end_raggedly(size: int, tmp_path: Path) -> None:
                 whole[row, column] *= scale[row // BLOCK, column // BLOCK]
         meant[name], stored[f"{name}_scale_inv"] = whole, scale
     save_file(stored, path, metadata={"format": "pt"})
-    change_config(tmp_path / "model", quant_method="fp8", activation_scheme="dynamic", weight_block_size=[BLOCK, BLOCK])
+    change_config(
+        tmp_path / "model",
+        quant_method="fp8",
+        activation_scheme="dynamic",
+        weight_block_size=[BLOCK, BLOCK],
+    )
     lm = CausalLM(str(tmp_path / "model")).build(AutoTokenizer.from_pretrained(tmp_path / "model"))
     assert len(meant) == 7 * lm.config.num_hidden_layers
     for name, want in meant.items():
@@ -42,9 +47,15 @@ def test_fp8_blocks_may_end_raggedly(size: int, tmp_path: Path) -> None:
 def test_scales_that_do_not_fit_the_blocks_name_their_weight(tmp_path: Path) -> None:
     save(tiny_model("qwen3"), tmp_path / "model")
     quantize(tmp_path / "model")
-    change_config(tmp_path / "model", quant_method="fp8", activation_scheme="dynamic", weight_block_size=[8, 8])
+    change_config(
+        tmp_path / "model",
+        quant_method="fp8",
+        activation_scheme="dynamic",
+        weight_block_size=[8, 8],
+    )
     source = CausalLM(str(tmp_path / "model"))
     with pytest.raises(
-        ConfigError, match=r"the weight model.layers.0.*_proj.weight cannot be converted: a weight of \[.* in blocks"
+        ConfigError,
+        match=r"the weight model.layers.0.*_proj.weight cannot be converted: a weight of \[.* in blocks",
     ):
         source.build(AutoTokenizer.from_pretrained(tmp_path / "model"))

@@ -28,7 +28,15 @@ from benchmarks.survey_models import load, run, save, separate, step_of, weights
 from benchmarks.tiny_models import tiny_model
 from tests.ranks import run_ranks
 
-FAMILIES = ["gemma3", "qwen2_5_vl", "qwen3_5", "kimi_k25", "nemotron_h_omni", "got_ocr2", "deepseek_vl_hybrid"]
+FAMILIES = [
+    "gemma3",
+    "qwen2_5_vl",
+    "qwen3_5",
+    "kimi_k25",
+    "nemotron_h_omni",
+    "got_ocr2",
+    "deepseek_vl_hybrid",
+]
 """The last two: a class whose attention cannot be replaced around a language model whose can, and a tower that looks its
 attention up in a table of its own.
 """
@@ -42,7 +50,8 @@ def test_what_text_does_not_meet_is_frozen(family: str) -> None:
     assert of_towers
     frozen = {p for p in model.parameters() if not p.requires_grad}
     assert frozen >= of_towers
-    assert all(p.numel() == 1 for p in frozen - of_towers)  # a factor between towers, of DeepSeek-VL's hybrid
+    # a factor between towers, of DeepSeek-VL's hybrid
+    assert all(p.numel() == 1 for p in frozen - of_towers)
     assert {p.dtype for p in of_towers} == {torch.bfloat16}
     assert sum(p.numel() for p in frozen) == model_size(model.config).towers
     assert len(decoder_layers(model)) == model.config.get_text_config().num_hidden_layers
@@ -52,7 +61,8 @@ def test_what_text_does_not_meet_is_frozen(family: str) -> None:
 def test_a_tower_of_a_missing_package_is_refused_at_once(tmp_path: Path) -> None:
     AutoConfig.for_model("gemma3n").save_pretrained(tmp_path)
     with pytest.raises(
-        ConfigError, match="model_type=gemma3n needs the package timm for its vision tower: pip install"
+        ConfigError,
+        match="model_type=gemma3n needs the package timm for its vision tower: pip install",
     ):
         CausalLM(pretrained=str(tmp_path)).described({})
 
@@ -66,7 +76,11 @@ def test_the_kernel_is_put_under_the_language_model_alone(family: str) -> None:
     assert not runs_by_rows(model)
     config = model.config
     assert config.get_text_config()._attn_implementation == "thd_reference"
-    of_towers = [part for key in config.sub_configs if (part := getattr(config, key)) is not config.get_text_config()]
+    of_towers = [
+        part
+        for key in config.sub_configs
+        if (part := getattr(config, key)) is not config.get_text_config()
+    ]
     assert of_towers
     assert "thd_reference" not in {part._attn_implementation for part in of_towers}
     assert describe(config).config.model_type == family
@@ -135,8 +149,14 @@ def test_a_composite_is_written_back_whole(tmp_path: Path) -> None:
     assert trained
     assert all(".language_model." in name or name == "lm_head.weight" for name in trained)
     assert torch.equal(after["mtp.layers.0.weight"], before["mtp.layers.0.weight"])
-    configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("model", "full/hf")]
-    assert configs[0]["architectures"] == configs[1]["architectures"] == ["Qwen3_5ForConditionalGeneration"]
+    configs = [
+        json.loads((tmp_path / name / "config.json").read_text()) for name in ("model", "full/hf")
+    ]
+    assert (
+        configs[0]["architectures"]
+        == configs[1]["architectures"]
+        == ["Qwen3_5ForConditionalGeneration"]
+    )
     assert configs[0]["vision_config"] == configs[1]["vision_config"]
     assert (tmp_path / "full/hf/preprocessor_config.json").is_file()
     loaded = AutoModelForImageTextToText.from_pretrained(tmp_path / "full/hf", dtype="auto")
@@ -153,7 +173,9 @@ def test_two_ranks_train_and_write_the_composite_of_one(tmp_path: Path) -> None:
     row = json.loads(run_ranks(_train_on_rank, 2, tmp_path)[0])
     assert row["loss"] == pytest.approx(want["loss"], rel=1e-5)
     assert weights_of(tmp_path / "two/hf") == weights_of(tmp_path / "model")
-    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "two/hf"))
+    before, after = (
+        load_file(tmp_path / name / "model.safetensors") for name in ("model", "two/hf")
+    )
     of_towers = [name for name in before if "language_model" not in name]
     assert of_towers
     assert all(torch.equal(after[name], before[name]) for name in of_towers)

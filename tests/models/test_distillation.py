@@ -51,13 +51,19 @@ def textbook(lm: Any, teacher: Any, loss: Distill) -> Tensor:
         p, q = (F.softmax(x / loss.temperature, -1) for x in (of_teacher, of_student))
         kl = lambda a, b: (a * (a / b).log()).sum()  # noqa: E731
         m = loss.beta * p + (1 - loss.beta) * q
-        value = {"forward": kl(p, q), "reverse": kl(q, p), "jsd": loss.beta * kl(p, m) + (1 - loss.beta) * kl(q, m)}
+        value = {
+            "forward": kl(p, q),
+            "reverse": kl(q, p),
+            "jsd": loss.beta * kl(p, m) + (1 - loss.beta) * kl(q, m),
+        }
         plain = F.cross_entropy(of_student, labels[real], reduction="sum")
         total = total + (1 - loss.cross_entropy) * value[loss.kind] + loss.cross_entropy * plain
     return total
 
 
-def packed(loss: DistillationLoss, family: str = "llama", teacher: Any = None) -> tuple[LossModel, ThdBatch]:
+def packed(
+    loss: DistillationLoss, family: str = "llama", teacher: Any = None
+) -> tuple[LossModel, ThdBatch]:
     lm = build(family)
     install(lm, ReferenceAttention())
     model = LossModel(lm, loss).train()
@@ -111,7 +117,9 @@ def test_the_rest_of_few_stored_tokens_is_one_class() -> None:
     batch = stored(teacher, batch, 4)
     with torch.no_grad():
         q = model.lm(**batch.model_inputs()).logits[0].float().softmax(-1)[batch.label_rows]
-        ids, p = (batch.columns[name][batch.label_rows] for name in ("teacher_ids", "teacher_log_probs"))
+        ids, p = (
+            batch.columns[name][batch.label_rows] for name in ("teacher_ids", "teacher_log_probs")
+        )
         p, q = p.exp(), q.gather(1, ids)
         rest_p, rest_q = 1 - p.sum(1), 1 - q.sum(1)
         want = (p * (p / q).log()).sum() + (rest_p * (rest_p / rest_q).log()).sum()
@@ -133,15 +141,24 @@ def test_a_longer_vocabulary_is_padding() -> None:
     model, batch = packed(Distill(), teacher=teacher)
     want = model(batch).detach()
     head = teacher.lm_head
-    head.weight = torch.nn.Parameter(torch.cat([head.weight, torch.randn(8, head.weight.shape[1])]), False)
+    head.weight = torch.nn.Parameter(
+        torch.cat([head.weight, torch.randn(8, head.weight.shape[1])]), False
+    )
     torch.testing.assert_close(model(batch).detach(), want)
 
 
-def spread(rank: int, world: int, shape: tuple[int, int, int, int], strategy: str, kind: Any) -> list[float]:
+def spread(
+    rank: int, world: int, shape: tuple[int, int, int, int], strategy: str, kind: Any
+) -> list[float]:
     """Differences of loss and gradients from one process, which has both documents."""
     names = ("dp_replicate", "dp_shard", "cp", "tp")
-    mesh = Mesh(MeshShape(*shape), torch.device("cpu"), init_device_mesh("cpu", shape, mesh_dim_names=names))
-    loss, parts = Distill(kind=kind, cross_entropy=0.2), [documents([9, 14]), documents([17, 3], seed=1)]
+    mesh = Mesh(
+        MeshShape(*shape), torch.device("cpu"), init_device_mesh("cpu", shape, mesh_dim_names=names)
+    )
+    loss, parts = (
+        Distill(kind=kind, cross_entropy=0.2),
+        [documents([9, 14]), documents([17, 3], seed=1)],
+    )
     alone, _ = packed(loss, teacher=teacher_of("llama"))
     want = alone(stream([*parts[0], *parts[1]])) / 40
     want.backward()
@@ -162,7 +179,9 @@ def spread(rank: int, world: int, shape: tuple[int, int, int, int], strategy: st
     wanted = dict(alone.named_parameters())
     differences = []
     for name, parameter in model.loss_model.named_parameters():
-        grad = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+        grad = (
+            parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+        )
         differences.append(float((grad - wanted[name].grad).abs().max()))
     assert all(p.grad is None for p in frozen.parameters())
     return [abs(float(mesh.sum(total) - want)), max(differences)]
@@ -173,7 +192,9 @@ LAYOUTS = {"dp 2": ((2, 1, 1, 1), "ddp"), "cp 2": ((1, 1, 2, 1), "fsdp"), "fsdp 
 
 @pytest.mark.parametrize("kind", ["forward", "jsd"])
 @pytest.mark.parametrize(("shape", "strategy"), LAYOUTS.values(), ids=LAYOUTS)
-def test_two_ranks_with_a_teacher_equal_one(shape: tuple[int, int, int, int], strategy: str, kind: str) -> None:
+def test_two_ranks_with_a_teacher_equal_one(
+    shape: tuple[int, int, int, int], strategy: str, kind: str
+) -> None:
     for of_loss, of_grads in run_ranks(spread, 2, shape, strategy, kind):
         assert of_loss < 1e-6
         assert of_grads < 1e-6

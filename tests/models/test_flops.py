@@ -34,7 +34,9 @@ def test_full_training_agrees_with_torchs_own_counter():
     config = llama(2)
     flops = step_flops(config, model_size(config), num_adapter_weights=None)
     # torch computes q @ k for all T x T pairs, and the gradient of the weights alone where the input needs none
-    assert flops.of(TOKENS, TOKENS, TOKENS * TOKENS) == pytest.approx(counted(LlamaForCausalLM(config)), rel=0.01)
+    assert flops.of(TOKENS, TOKENS, TOKENS * TOKENS) == pytest.approx(
+        counted(LlamaForCausalLM(config)), rel=0.01
+    )
 
 
 def test_lora_counts_no_gradient_of_frozen_weights():
@@ -59,7 +61,12 @@ def test_pairs_are_those_inside_of_documents():
     ("config", "billions", "visited"),
     [
         pytest.param(
-            {"model_type": "llama", "vocab_size": 128256, "num_key_value_heads": 8, "intermediate_size": 14336},
+            {
+                "model_type": "llama",
+                "vocab_size": 128256,
+                "num_key_value_heads": 8,
+                "intermediate_size": 14336,
+            },
             8.03,
             6.98,
             id="llama-3.1-8b",
@@ -78,13 +85,33 @@ def test_sizes_of_known_models(config: dict, billions: float, visited: float):
 @pytest.mark.parametrize(
     ("config", "billions", "per_pair"),
     [
-        pytest.param({"model_type": "gemma3"}, 2.02, 26 * 12 * 8 * 256, id="the layers of Gemma 3's language model"),
-        pytest.param({"model_type": "gemma4_text"}, 2.44, 12 * 8 * (25 * 256 + 5 * 512), id="two head dims in Gemma 4"),
-        pytest.param({"model_type": "gemma3n_text"}, 3.90, 35 * 12 * 8 * 256, id="a list of MLP widths in Gemma 3n"),
         pytest.param(
-            {"model_type": "deepseek_v3"}, 35.70, 61 * 6 * 128 * (192 + 128), id="wide keys, 8 of 256 experts"
+            {"model_type": "gemma3"},
+            2.02,
+            26 * 12 * 8 * 256,
+            id="the layers of Gemma 3's language model",
         ),
-        pytest.param({"model_type": "qwen3_5"}, 6.92, 8 * 12 * 16 * 256, id="one layer of four attends"),
+        pytest.param(
+            {"model_type": "gemma4_text"},
+            2.44,
+            12 * 8 * (25 * 256 + 5 * 512),
+            id="two head dims in Gemma 4",
+        ),
+        pytest.param(
+            {"model_type": "gemma3n_text"},
+            3.90,
+            35 * 12 * 8 * 256,
+            id="a list of MLP widths in Gemma 3n",
+        ),
+        pytest.param(
+            {"model_type": "deepseek_v3"},
+            35.70,
+            61 * 6 * 128 * (192 + 128),
+            id="wide keys, 8 of 256 experts",
+        ),
+        pytest.param(
+            {"model_type": "qwen3_5"}, 6.92, 8 * 12 * 16 * 256, id="one layer of four attends"
+        ),
         pytest.param({"model_type": "mamba"}, 0.12, 0, id="no layer attends"),
     ],
 )
@@ -104,10 +131,19 @@ def test_towers_of_a_composite_are_counted_apart():
 
 @pytest.mark.parametrize(
     ("family", "state"),
-    [("qwen3_next", 32 * 128 * 128), ("bamba", 128 * 64 * 256), ("jamba", 2 * 4096 * 16), ("lfm2", 0), ("llama", 0)],
+    [
+        ("qwen3_next", 32 * 128 * 128),
+        ("bamba", 128 * 64 * 256),
+        ("jamba", 2 * 4096 * 16),
+        ("lfm2", 0),
+        ("llama", 0),
+    ],
 )
 def test_mixers_cost_their_state_for_every_token(family: str, state: int):
     config = AutoConfig.for_model(family)
     num_mixers = sum(not layer.num_heads for layer in layer_shapes(config))
     size = model_size(config)
-    assert cost_model(config).per_token == 6.0 * (size.layer_weights + size.head_weights) + 18.0 * state * num_mixers
+    assert (
+        cost_model(config).per_token
+        == 6.0 * (size.layer_weights + size.head_weights) + 18.0 * state * num_mixers
+    )

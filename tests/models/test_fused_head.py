@@ -9,13 +9,20 @@ import torch
 from torch._inductor.utils import run_and_get_code
 
 from automodel_lite.graphs import compiled_graphs
-from automodel_lite.models.fused_head import MAX_CHUNK_LOGITS, _chunk_loss, chunk_rows, linear_cross_entropy
+from automodel_lite.models.fused_head import (
+    MAX_CHUNK_LOGITS,
+    _chunk_loss,
+    chunk_rows,
+    linear_cross_entropy,
+)
 from automodel_lite.models.loss import FusedLinearCrossEntropy, LossShape
 
 V, C = 211, 16
 
 
-def results(rows: int, chunk: int, backend: str | None, weights: torch.Tensor | None = None) -> list[torch.Tensor]:
+def results(
+    rows: int, chunk: int, backend: str | None, weights: torch.Tensor | None = None
+) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(rows)
     hidden, weight = (torch.randn(n, C, generator=generator).requires_grad_() for n in (rows, V))
     labels = torch.randint(0, V, (rows,), generator=generator)
@@ -32,11 +39,14 @@ def results(rows: int, chunk: int, backend: str | None, weights: torch.Tensor | 
         (None, 4096, 128256, 4096),
         (None, 256, 128256, 512),
         (100, 4096, 128256, 100),
-        (None, 16384, 151936, 7056),  # 2^30 / 151,936 = 7,067: 2.5e9 logits in one chunk were over 2^31
+        # 2^30 / 151,936 = 7,067: 2.5e9 logits in one chunk were over 2^31
+        (None, 16384, 151936, 7056),
         (10**6, 64, 2**31, 16),
     ],
 )
-def test_a_chunk_stays_below_2_to_the_30(asked: int | None, hidden: int, vocabulary: int, rows: int) -> None:
+def test_a_chunk_stays_below_2_to_the_30(
+    asked: int | None, hidden: int, vocabulary: int, rows: int
+) -> None:
     assert chunk_rows(asked, hidden, vocabulary) == rows
     assert rows == 16 or rows * vocabulary <= MAX_CHUNK_LOGITS
 
@@ -76,4 +86,6 @@ def test_a_compiler_writes_no_fp32_logits() -> None:
     logits, labels = torch.randn(64, 4096).bfloat16(), torch.randint(0, 4096, (64,))
     compiled = torch.compile(_chunk_loss, fullgraph=True)
     _, codes = run_and_get_code(compiled, logits, logits.dtype, labels, torch.ones(64), None, True)
-    assert re.findall(r"empty_strided_cpu\(\(64, 4096\), \(4096, 1\), torch\.(\w+)\)", codes[0]) == ["bfloat16"]
+    assert re.findall(
+        r"empty_strided_cpu\(\(64, 4096\), \(4096, 1\), torch\.(\w+)\)", codes[0]
+    ) == ["bfloat16"]

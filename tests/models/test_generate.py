@@ -9,8 +9,16 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from automodel_lite.models.generate import Generator
 from tests.data.templates import MARKED, byte_tokenizer
 
-CHATS = [[{"role": "user", "content": text}] for text in ("Hi", "Name the capital of Cuba.", "What " * 20, "Cuba?")]
-SIZES = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+CHATS = [
+    [{"role": "user", "content": text}]
+    for text in ("Hi", "Name the capital of Cuba.", "What " * 20, "Cuba?")
+]
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 FAMILIES = {"llama": {}, "lfm2": {"layer_types": ["conv", "full_attention"]}}
 
 
@@ -18,7 +26,9 @@ FAMILIES = {"llama": {}, "lfm2": {"layer_types": ["conv", "full_attention"]}}
 def test_a_batch_is_answered_as_each_prompt_alone(family: str) -> None:
     torch.manual_seed(0)
     tokenizer = byte_tokenizer(MARKED)
-    config = AutoConfig.for_model(family, **SIZES, **FAMILIES[family], num_hidden_layers=2, vocab_size=len(tokenizer))
+    config = AutoConfig.for_model(
+        family, **SIZES, **FAMILIES[family], num_hidden_layers=2, vocab_size=len(tokenizer)
+    )
     model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -37,7 +47,10 @@ def test_a_model_that_sees_padding_answers_one_by_one(monkeypatch: pytest.Monkey
     model = AutoModelForCausalLM.from_config(config).eval()
     generate, generator = model.generate, Generator(model, tokenizer)
     alone = [generator.answers([chat], max_new_tokens=8)[0] for chat in CHATS]
-    careless = lambda attention_mask, **more: generate(attention_mask=attention_mask * 0 + 1, **more)  # noqa: E731
+
+    def careless(attention_mask, **more):
+        return generate(attention_mask=attention_mask * 0 + 1, **more)
+
     monkeypatch.setattr(model, "generate", careless)
     assert not generator.takes_padding
     assert generator.answers(CHATS, max_new_tokens=8) == alone

@@ -47,7 +47,13 @@ def pack_of(*lengths: int) -> ThdBatch:
     lens = torch.tensor([lengths])
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
     return to_thd(
-        {"input_ids": ids, "labels": ids, "position_ids": positions, "seq_lens": lens, "seq_lens_padded": lens}
+        {
+            "input_ids": ids,
+            "labels": ids,
+            "position_ids": positions,
+            "seq_lens": lens,
+            "seq_lens_padded": lens,
+        }
     )
 
 
@@ -68,7 +74,15 @@ def gradients(model: LossModel, batch: ThdBatch) -> list[torch.Tensor]:
         ("full", 1, True),
         ("offload", 1, True),
     ],
-    ids=["full", "every second", "selective", "offload", "compiled", "compiled and full", "compiled and offload"],
+    ids=[
+        "full",
+        "every second",
+        "selective",
+        "offload",
+        "compiled",
+        "compiled and full",
+        "compiled and offload",
+    ],
 )
 def test_same_gradients(how: str, every_layers: int, is_compiled: bool) -> None:
     batch = pack_of(20, 17, 11)
@@ -91,7 +105,9 @@ def test_inputs_of_layers_wait_elsewhere(how: str, num_alive: int) -> None:
     recompute_layers(layers, how, 1)
     inputs = []
     for layer in layers:
-        layer.register_forward_pre_hook(lambda module, args: inputs.append(weakref.ref(args[0].untyped_storage())))
+        layer.register_forward_pre_hook(
+            lambda module, args: inputs.append(weakref.ref(args[0].untyped_storage()))
+        )
     loss = model(pack_of(20, 17, 11))
     assert sum(storage() is not None for storage in inputs) == num_alive
     loss.backward()

@@ -47,7 +47,9 @@ def test_an_adapter_that_is_not_finite_is_named(tmp_path: Path) -> None:
     wrapped = peft.get_peft_model(tiny_llama(), peft.LoraConfig(target_modules=["q_proj"]))
     next(p for p in wrapped.parameters() if p.requires_grad).data[0, 0] = float("nan")
     wrapped.save_pretrained(str(tmp_path))
-    with pytest.raises(ConfigError, match=r"peft.adapter=.*: .*lora_A.weight holds values that are not finite"):
+    with pytest.raises(
+        ConfigError, match=r"peft.adapter=.*: .*lora_A.weight holds values that are not finite"
+    ):
         Lora(adapter=str(tmp_path)).adapt(tiny_llama(), "base")
 
 
@@ -62,7 +64,9 @@ def test_merging_keeps_the_adapters_logits(use_dora: bool):
     assert (adapted - before).abs().max() > 0.01
     adapter.merge()
     torch.testing.assert_close(model(IDS, use_cache=False).logits, adapted, atol=1e-5, rtol=1e-5)
-    assert {name for name, _ in model.named_parameters()} == {name for name, _ in tiny_llama().named_parameters()}
+    assert {name for name, _ in model.named_parameters()} == {
+        name for name, _ in tiny_llama().named_parameters()
+    }
 
 
 @pytest.mark.parametrize("use_dora", [False, True], ids=["lora", "dora"])
@@ -78,13 +82,17 @@ def test_inputs_of_adapters_are_not_cast_to_fp32(use_dora: bool):
         dtypes: set[torch.dtype] = set()
         for name, module in model.named_modules():
             if name.endswith("o_proj.lora_A.default"):
-                module.register_forward_pre_hook(lambda _, args, dtypes=dtypes: dtypes.add(args[0].dtype))
+                module.register_forward_pre_hook(
+                    lambda _, args, dtypes=dtypes: dtypes.add(args[0].dtype)
+                )
             if isinstance(module, BaseTunerLayer):
                 module.cast_input_dtype_enabled = is_peft or module.cast_input_dtype_enabled
         with torch.autocast("cpu", torch.bfloat16):
             model(IDS, use_cache=False).logits.float().square().sum().backward()
         assert (torch.bfloat16 in dtypes) == (not is_peft)
-        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+        gradients.append(
+            torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+        )
     ours, pefts = gradients
     assert (ours - pefts).norm() < 0.02 * pefts.norm()  # bf16 rounds either way
 
@@ -100,9 +108,9 @@ def test_saved_adapter_loads_in_plain_peft(tmp_path: Path):
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     loaded = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
     torch.testing.assert_close(loaded(IDS).logits, model(IDS).logits)
-    assert json.loads((tmp_path / "adapter/adapter_config.json").read_text())["base_model_name_or_path"] == str(
-        tmp_path / "base"
-    )
+    assert json.loads((tmp_path / "adapter/adapter_config.json").read_text())[
+        "base_model_name_or_path"
+    ] == str(tmp_path / "base")
 
 
 @pytest.mark.parametrize("use_dora", [False, True], ids=["lora", "dora"])
@@ -116,7 +124,10 @@ def test_a_saved_adapter_answers_as_it_was_trained(use_dora: bool, tmp_path: Pat
             if "magnitude" in name:
                 parameter.mul_(1.5)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    adapter.save(tmp_path / "adapter", {name: value for name, value in model.state_dict().items() if name in trained})
+    adapter.save(
+        tmp_path / "adapter",
+        {name: value for name, value in model.state_dict().items() if name in trained},
+    )
     loaded = load_adapted(str(tmp_path / "adapter"), torch.float32)
     torch.testing.assert_close(loaded(IDS).logits, model(IDS).logits)
 
@@ -125,10 +136,14 @@ def test_adapters_train_and_frozen_weights_are_cast():
     model = tiny_llama()
     Lora(r=4, target_modules=["q_proj", "v_proj"]).adapt(model, "base")
     cast_weights(model, torch.bfloat16, are_trained=False)
-    assert all("lora_" in name for name, parameter in model.named_parameters() if parameter.requires_grad)
+    assert all(
+        "lora_" in name for name, parameter in model.named_parameters() if parameter.requires_grad
+    )
     assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
     assert {p.dtype for p in model.parameters() if not p.requires_grad} == {torch.bfloat16}
-    assert sum(p.numel() for p in model.parameters() if p.requires_grad) == 2 * (4 * 16 + 16 * 4 + 4 * 16 + 8 * 4)
+    assert sum(p.numel() for p in model.parameters() if p.requires_grad) == 2 * (
+        4 * 16 + 16 * 4 + 4 * 16 + 8 * 4
+    )
 
 
 def test_a_fresh_adapter_on_the_head_takes_the_plain_loss():
@@ -152,7 +167,13 @@ def test_mistakes_are_named():
 def test_fsdp_with_cp_resumes_and_agrees_with_one_process(tmp_path: Path):
     """Base run -> LoRA on one process -> the same on 2 x 1 and 1 x 2 ranks, stopped at step 3 and continued."""
     train("smoke", tmp_path / "base", "training.max_steps=1")
-    lora = ["model=pretrained", f"model.pretrained={tmp_path}/base/hf", "peft=lora", "peft.r=4", "optimizer.lr=1e-2"]
+    lora = [
+        "model=pretrained",
+        f"model.pretrained={tmp_path}/base/hf",
+        "peft=lora",
+        "peft.r=4",
+        "optimizer.lr=1e-2",
+    ]
     lora += ["packed_sequence.slot_multiple=4", "lr_scheduler=constant"]
     want = losses(train("smoke", tmp_path / "one", *lora))
     cp = [*lora, "checkpoint.accept_changes=true", "mesh.cp=2"]
@@ -160,7 +181,9 @@ def test_fsdp_with_cp_resumes_and_agrees_with_one_process(tmp_path: Path):
     got = losses(train("smoke", tmp_path / "two", *cp, world_size=2))
     assert want[5][0] < want[0][0] - 0.02
     assert [loss for loss, _ in got] == pytest.approx([loss for loss, _ in want], abs=2e-5)
-    adapters = [load_file(tmp_path / run / "adapter/adapter_model.safetensors") for run in ("one", "two")]
+    adapters = [
+        load_file(tmp_path / run / "adapter/adapter_model.safetensors") for run in ("one", "two")
+    ]
     for name, value in adapters[0].items():
         torch.testing.assert_close(adapters[1][name], value, atol=2e-3, rtol=0.05)
     assert not (tmp_path / "one/hf").exists()
@@ -173,6 +196,7 @@ def test_fsdp_with_cp_resumes_and_agrees_with_one_process(tmp_path: Path):
 def test_qlora_without_its_package_names_the_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lora, "find_spec", lambda name: None)
     with pytest.raises(
-        ConfigError, match=r"peft=qlora needs the package bitsandbytes: pip install 'automodel-lite\[qlora\]'"
+        ConfigError,
+        match=r"peft=qlora needs the package bitsandbytes: pip install 'automodel-lite\[qlora\]'",
     ):
         lora.QLora()

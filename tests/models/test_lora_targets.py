@@ -15,7 +15,9 @@ IDS = torch.tensor([[5, 9, 3, 7, 1, 2]])
 ATTENTION = ["k_proj", "o_proj", "q_proj", "v_proj"]
 MLP = ["down_proj", "gate_proj", "up_proj"]
 LATENT = ["kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "q_a_proj", "q_b_proj"]
-JETMOE = [f"{block}.{name}_linear.weight" for block in ("experts", "mlp") for name in ("input", "output")]
+JETMOE = [
+    f"{block}.{name}_linear.weight" for block in ("experts", "mlp") for name in ("input", "output")
+]
 FUSED = ["experts.down_proj", "experts.gate_up_proj"]
 
 
@@ -27,35 +29,64 @@ def weights(*blocks: str) -> list[str]:
     ("family", "modules", "parameters", "experts"),
     [
         pytest.param("qwen3_moe", ATTENTION, [], FUSED, id="qwen3_moe: every MLP is routed"),
-        pytest.param("qwen2_moe", ATTENTION, weights("shared_expert"), FUSED, id="qwen2_moe: shared experts too"),
-        pytest.param("deepseek_v3", LATENT, weights("mlp", "shared_experts"), FUSED, id="deepseek_v3: dense ones too"),
+        pytest.param(
+            "qwen2_moe",
+            ATTENTION,
+            weights("shared_expert"),
+            FUSED,
+            id="qwen2_moe: shared experts too",
+        ),
+        pytest.param(
+            "deepseek_v3",
+            LATENT,
+            weights("mlp", "shared_experts"),
+            FUSED,
+            id="deepseek_v3: dense ones too",
+        ),
         pytest.param("gpt_oss", ATTENTION, [], FUSED, id="gpt_oss"),
         pytest.param("jetmoe", ["kv_proj"], [], JETMOE, id="jetmoe: experts of attention too"),
-        pytest.param("falcon_h1", sorted([*ATTENTION, *MLP, "in_proj"]), [], [], id="falcon_h1: past no kernel"),
+        pytest.param(
+            "falcon_h1",
+            sorted([*ATTENTION, *MLP, "in_proj"]),
+            [],
+            [],
+            id="falcon_h1: past no kernel",
+        ),
         pytest.param("llama", sorted(ATTENTION + MLP), [], [], id="llama"),
     ],
 )
-def test_targets(family: str, modules: list[str], parameters: list[str], experts: list[str]) -> None:
+def test_targets(
+    family: str, modules: list[str], parameters: list[str], experts: list[str]
+) -> None:
     model = tiny_model(family)
     default, more = (lora_targets(model, "all-linear", experts=asked) for asked in (False, True))
     assert default == (modules, parameters)
     assert (more[0], sorted(more[1])) == (modules, sorted(parameters + experts))
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe", "deepseek_v3", "longcat_flash", "granitemoe", "dbrx"])
+@pytest.mark.parametrize(
+    "family", ["qwen3_moe", "glm4_moe", "deepseek_v3", "longcat_flash", "granitemoe", "dbrx"]
+)
 def test_no_router_is_adapted_nor_any_expert_unasked(family: str) -> None:
     model = tiny_model(family)
     Lora(r=2).adapt(model, "base")
     adapted = {name.split(".lora_")[0] for name, _ in model.named_parameters() if ".lora_" in name}
     assert adapted
-    assert not [name for name in adapted if "router" in name or name.endswith(".gate") or ".experts" in name]
+    assert not [
+        name for name in adapted if "router" in name or name.endswith(".gate") or ".experts" in name
+    ]
     if family in ("glm4_moe", "deepseek_v3"):
         assert "model.layers.1.mlp.shared_experts.gate_proj" in adapted
 
 
 def test_named_layers_are_those_of_the_language_model() -> None:
-    assert lora_targets(tiny_model("llama"), ["q_proj", "lm_head"], experts=False)[0] == ["lm_head", "q_proj"]
-    with pytest.raises(ConfigError, match=r"peft\.target_modules=\['gate'\]: no layer .* named gate"):
+    assert lora_targets(tiny_model("llama"), ["q_proj", "lm_head"], experts=False)[0] == [
+        "lm_head",
+        "q_proj",
+    ]
+    with pytest.raises(
+        ConfigError, match=r"peft\.target_modules=\['gate'\]: no layer .* named gate"
+    ):
         lora_targets(tiny_model("glm4_moe"), ["gate"], experts=False)
 
 
@@ -77,10 +108,14 @@ def test_adapted_experts_learn_are_saved_and_merged(family: str, tmp_path: Path)
     trained_a_little(model)
     adapted = model(IDS, use_cache=False).logits
     adapted.sum().backward()
-    of_experts = [p.grad for name, p in model.named_parameters() if ".experts." in name and p.requires_grad]
+    of_experts = [
+        p.grad for name, p in model.named_parameters() if ".experts." in name and p.requires_grad
+    ]
     assert len(of_experts) >= 4
     assert all(grad is not None and grad.abs().max() > 0 for grad in of_experts)
-    trained = {name: value.detach() for name, value in model.named_parameters() if value.requires_grad}
+    trained = {
+        name: value.detach() for name, value in model.named_parameters() if value.requires_grad
+    }
     adapter.save(tmp_path / "adapter", trained)
     assert len(load_file(tmp_path / "adapter/adapter_model.safetensors")) == len(trained)
     again = load_adapted(str(tmp_path / "adapter"), torch.float32).eval()
@@ -91,5 +126,7 @@ def test_adapted_experts_learn_are_saved_and_merged(family: str, tmp_path: Path)
 
 
 def test_fused_experts_know_no_dropout() -> None:
-    with pytest.raises(ConfigError, match=r"adapts experts\.down_proj of this mixture of experts as a weight"):
+    with pytest.raises(
+        ConfigError, match=r"adapts experts\.down_proj of this mixture of experts as a weight"
+    ):
         Lora(experts=True, dropout=0.1).adapt(tiny_model("qwen3_moe"), "base")

@@ -55,11 +55,15 @@ def test_fused_equals_plain(rows: int, chunk: int, softcap: float | None) -> Non
 
 def test_no_labeled_row_gives_zero_loss_and_zero_gradients() -> None:
     hidden, weight = leaf(0, 8), leaf(9, 8)
-    loss = FusedLinearCrossEntropy()(LossInputs(Head(hidden, weight), torch.zeros(0, dtype=torch.long))).sum
+    loss = FusedLinearCrossEntropy()(
+        LossInputs(Head(hidden, weight), torch.zeros(0, dtype=torch.long))
+    ).sum
     loss.backward()
     assert loss.item() == 0.0
     assert weight.grad.abs().sum() == 0
-    no_rows = LossInputs(Head(torch.zeros(0, 9, requires_grad=True)), torch.zeros(0, dtype=torch.long))
+    no_rows = LossInputs(
+        Head(torch.zeros(0, 9, requires_grad=True)), torch.zeros(0, dtype=torch.long)
+    )
     assert CrossEntropy()(no_rows).sum.item() == 0.0
 
 
@@ -89,7 +93,9 @@ def test_under_autocast_the_heads_products_are_bf16() -> None:
     products: list[torch.dtype] = []
 
     class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
                 products.append(args[-1].dtype)
             return func(*args, **(kwargs or {}))
@@ -102,7 +108,9 @@ def test_under_autocast_the_heads_products_are_bf16() -> None:
     fused = [loss.detach(), hidden.grad, weight.grad]
     hidden.grad = weight.grad = None
     with torch.autocast("cpu", torch.bfloat16):
-        twin = torch.nn.functional.cross_entropy((hidden @ weight.t()).float(), labels, reduction="sum")
+        twin = torch.nn.functional.cross_entropy(
+            (hidden @ weight.t()).float(), labels, reduction="sum"
+        )
     twin.backward()
     for got, want in zip(fused, [twin.detach(), hidden.grad, weight.grad]):
         assert got is not None
@@ -142,7 +150,10 @@ def test_a_head_is_plain_though_two_products_round_apart(scale: float, is_plain:
 
     def in_two_sums(hidden: torch.Tensor) -> torch.Tensor:
         half = hidden.shape[-1] // 2
-        return scale * (F.linear(hidden[..., :half], weight[:, :half]) + F.linear(hidden[..., half:], weight[:, half:]))
+        return scale * (
+            F.linear(hidden[..., :half], weight[:, :half])
+            + F.linear(hidden[..., half:], weight[:, half:])
+        )
 
     lm.lm_head.forward = in_two_sums
     install(lm, ReferenceAttention())
@@ -166,9 +177,15 @@ class Selections(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("loss", [FusedLinearCrossEntropy(), CrossEntropy()], ids=["fused", "plain"])
-@pytest.mark.parametrize("make", [lambda: build("llama"), lambda: build_hybrid("lfm2")], ids=["attention", "mixers"])
-def test_the_gradient_of_the_stream_is_not_copied(make: Callable[[], PreTrainedModel], loss: Loss) -> None:
+@pytest.mark.parametrize(
+    "loss", [FusedLinearCrossEntropy(), CrossEntropy()], ids=["fused", "plain"]
+)
+@pytest.mark.parametrize(
+    "make", [lambda: build("llama"), lambda: build_hybrid("lfm2")], ids=["attention", "mixers"]
+)
+def test_the_gradient_of_the_stream_is_not_copied(
+    make: Callable[[], PreTrainedModel], loss: Loss
+) -> None:
     """The stream is the only row of what transformers calls a batch."""
     lm = make()
     install(lm, ReferenceAttention())
@@ -188,7 +205,9 @@ def test_a_copied_gradient_is_noticed() -> None:
 
 def row_values(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Log-probability and log-partition, two values per row."""
-    return torch.stack([-F.cross_entropy(logits, labels, reduction="none"), logits.logsumexp(-1)], 1)
+    return torch.stack(
+        [-F.cross_entropy(logits, labels, reduction="none"), logits.logsumexp(-1)], 1
+    )
 
 
 @pytest.mark.parametrize("softcap", [None, 5.0], ids=["plain", "softcap"])
@@ -205,7 +224,9 @@ def test_chunked_rows_equal_all_rows_at_once(
             values = LossInputs(Head(hidden, weight, softcap), labels).rows(row_values, labels)
         else:
             logits = hidden @ weight.t()
-            values = row_values(logits if softcap is None else softcap * torch.tanh(logits / softcap), labels)
+            values = row_values(
+                logits if softcap is None else softcap * torch.tanh(logits / softcap), labels
+            )
         torch.sigmoid(values.sum(1)).sum().backward()  # not linear in the values
         results.append((values, hidden.grad, weight.grad))
     for got, want in zip(*results):
@@ -255,5 +276,7 @@ def test_a_loss_of_logits_and_labels_is_told_what_to_write() -> None:
         def __call__(self, logits_RV: torch.Tensor, labels_R: torch.Tensor) -> torch.Tensor:
             return F.cross_entropy(logits_RV, labels_R, reduction="sum")
 
-    with pytest.raises(ConfigError, match=r"loss=Before must be a subclass of automodel_lite.models.loss.Loss"):
+    with pytest.raises(
+        ConfigError, match=r"loss=Before must be a subclass of automodel_lite.models.loss.Loss"
+    ):
         checked_loss(Before())

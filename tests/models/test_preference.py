@@ -44,12 +44,19 @@ def make_pairs() -> list[Pair]:
     generator = torch.Generator().manual_seed(3)
 
     def answer(prompt: list[int], which: int) -> Row:
-        given = torch.randint(0, VOCAB, (int(torch.randint(1, 9, (), generator=generator)),), generator=generator)
+        given = torch.randint(
+            0, VOCAB, (int(torch.randint(1, 9, (), generator=generator)),), generator=generator
+        )
         ids = [*prompt, *given.tolist()]
         labels = [-100] * (len(prompt) - 1) + ids[len(prompt) :] + [-100]
         answers = [0 if label == -100 else which for label in labels]
         reference = torch.randn(len(ids), generator=generator).tolist()
-        return {"input_ids": ids, "labels": labels, "answers": answers, "reference_log_probs": reference}
+        return {
+            "input_ids": ids,
+            "labels": labels,
+            "answers": answers,
+            "reference_log_probs": reference,
+        }
 
     prompts = [torch.randint(0, VOCAB, (n,), generator=generator).tolist() for n in (5, 12, 3, 7)]
     return [(answer(prompt, CHOSEN), answer(prompt, REJECTED)) for prompt in prompts]
@@ -114,7 +121,9 @@ def train(lm: Any, losses: Any, num_steps: int = 3) -> tuple[list[float], list[T
 def test_a_pack_of_pairs_equals_the_textbook(family: str, loss: PreferenceLoss) -> None:
     pairs = make_pairs()
     plain = model_of(family)
-    want, want_grads = train(plain, lambda: sum(textbook(plain, pair, loss) for pair in pairs) / NUM_PAIRS)
+    want, want_grads = train(
+        plain, lambda: sum(textbook(plain, pair, loss) for pair in pairs) / NUM_PAIRS
+    )
     lm = model_of(family)
     install(lm, ReferenceAttention())
     model, batch = LossModel(lm, loss).train(), batch_of(pairs)
@@ -122,7 +131,9 @@ def test_a_pack_of_pairs_equals_the_textbook(family: str, loss: PreferenceLoss) 
     got, got_grads = train(lm, lambda: model(batch) / NUM_PAIRS)
     assert got == pytest.approx(want, abs=1e-5)
     largest = max(float(grad.abs().max()) for grad in want_grads)
-    assert max(float((a - b).abs().max()) for a, b in zip(got_grads, want_grads)) < 1e-5 * max(largest, 1)
+    assert max(float((a - b).abs().max()) for a, b in zip(got_grads, want_grads)) < 1e-5 * max(
+        largest, 1
+    )
 
 
 def test_the_first_loss_is_ln_2_and_the_parts_say_why() -> None:
@@ -139,7 +150,9 @@ def test_the_first_loss_is_ln_2_and_the_parts_say_why() -> None:
     assert float(model.parts["reward_margin"]) == pytest.approx(0, abs=1e-5)
     assert float(model.parts["kl"]) == pytest.approx(0, abs=1e-4)
     chosen = batch.columns["answers"][batch.label_rows] == CHOSEN
-    assert float(model.parts["chosen_log_prob"]) == pytest.approx(float(own_R[chosen].sum()), abs=1e-4)
+    assert float(model.parts["chosen_log_prob"]) == pytest.approx(
+        float(own_R[chosen].sum()), abs=1e-4
+    )
 
 
 def test_packs_of_any_size_give_one_loss() -> None:
@@ -149,17 +162,23 @@ def test_packs_of_any_size_give_one_loss() -> None:
     with torch.no_grad():
         whole = float(model(batch_of(pairs)))
         alone = sum(float(model(batch_of([pair]))) for pair in pairs)
-        nothing = float(model(replace(batch_of(pairs[:1]), label_rows=torch.zeros(0, dtype=torch.long))))
+        nothing = float(
+            model(replace(batch_of(pairs[:1]), label_rows=torch.zeros(0, dtype=torch.long)))
+        )
     assert alone == pytest.approx(whole, rel=1e-6)
     assert nothing == 0.0
 
 
-def spread(rank: int, world: int, shape: tuple[int, int, int], strategy: str, family: str, kind: Any) -> list[float]:
+def spread(
+    rank: int, world: int, shape: tuple[int, int, int], strategy: str, family: str, kind: Any
+) -> list[float]:
     """Differences of loss, margin and gradients from one process."""
     from torch.distributed.device_mesh import init_device_mesh
 
     axes = ("dp_replicate", "dp_shard", "cp")
-    mesh = Mesh(MeshShape(*shape), torch.device("cpu"), init_device_mesh("cpu", shape, mesh_dim_names=axes))
+    mesh = Mesh(
+        MeshShape(*shape), torch.device("cpu"), init_device_mesh("cpu", shape, mesh_dim_names=axes)
+    )
     loss, pairs = Dpo(beta=0.3, kind=kind), make_pairs()
     one = model_of(family)
     install(one, ReferenceAttention())
@@ -170,14 +189,17 @@ def spread(rank: int, world: int, shape: tuple[int, int, int], strategy: str, fa
     install(lm, ReferenceAttention())
     model = parallelize(LossModel(lm, loss), mesh, strategy, torch.float32)
     per_rank = NUM_PAIRS // mesh.shape.dp
-    batch = batch_of(pairs[mesh.dp_rank * per_rank : (mesh.dp_rank + 1) * per_rank], 2 * mesh.shape.cp)
+    batch = batch_of(
+        pairs[mesh.dp_rank * per_rank : (mesh.dp_rank + 1) * per_rank], 2 * mesh.shape.cp
+    )
     total = model(cp_shard(batch, mesh.cp, "all_gather")) / NUM_PAIRS
     (total * model.mean_ranks).backward()
     margins = mesh.sum(model.loss_model.parts["reward_margin"])
     grads = {n: p.grad for n, p in model.loss_model.named_parameters() if p.grad is not None}
     largest = max(float(p.grad.abs().max()) for p in alone.parameters() if p.grad is not None)
     of_grads = [
-        float(((g.full_tensor() if hasattr(g, "full_tensor") else g) - p.grad).abs().max()) / max(1.0, largest)
+        float(((g.full_tensor() if hasattr(g, "full_tensor") else g) - p.grad).abs().max())
+        / max(1.0, largest)
         for (name, p), g in zip(alone.named_parameters(), grads.values())
     ]
     size = max(1.0, abs(float(want)))  # ipo's loss is a square: of 10 to 30 here
@@ -195,8 +217,11 @@ def spread(rank: int, world: int, shape: tuple[int, int, int], strategy: str, fa
     [((2, 1, 1), "ddp"), ((1, 1, 2), "fsdp"), ((1, 2, 1), "fsdp")],
     ids=["dp 2", "cp 2", "fsdp 2"],
 )
-def test_two_ranks_equal_one(shape: tuple[int, int, int], strategy: str, family: str, kind: str) -> None:
+def test_two_ranks_equal_one(
+    shape: tuple[int, int, int], strategy: str, family: str, kind: str
+) -> None:
     for of_loss, of_margin, of_grads in run_ranks(spread, 2, shape, strategy, family, kind):
         assert of_loss < 1e-6
         assert of_margin < 1e-5
-        assert of_grads < 2e-6  # of the largest one; 1.1e-6 with delta rules, whose sums are in another order
+        # of the largest one; 1.1e-6 with delta rules, whose sums are in another order
+        assert of_grads < 2e-6

@@ -37,7 +37,11 @@ TEMPLATE = (
     "{% for m in messages %}{{ '[U] ' if m.role == 'user' else '[A] ' }}{{ m.content }} [E] {% endfor %}"
     "{% if add_generation_prompt %}[A] {% endif %}"
 )
-PAIRS = [("w1 w2 w3 w4 w5", "w6 w7", "w8"), ("w9 " * 12, "w11 w12 w13 w14", "w15 w16"), ("w7", "w3", "w4 w5 w6 w9 w20")]
+PAIRS = [
+    ("w1 w2 w3 w4 w5", "w6 w7", "w8"),
+    ("w9 " * 12, "w11 w12 w13 w14", "w15 w16"),
+    ("w7", "w3", "w4 w5 w6 w9 w20"),
+]
 PAIRS += [("w30 w31 w32", "w33 w34 w35", "w36 w37 w38 w39"), ("w40 " * 20, "w41", "w42")]
 
 
@@ -46,7 +50,8 @@ def turn(role: str, text: str) -> list[dict[str, str]]:
 
 
 ROWS = [
-    {"prompt": turn("user", p), "chosen": turn("assistant", c), "rejected": turn("assistant", r)} for p, c, r in PAIRS
+    {"prompt": turn("user", p), "chosen": turn("assistant", c), "rejected": turn("assistant", r)}
+    for p, c, r in PAIRS
 ]
 
 
@@ -85,7 +90,12 @@ class Theirs(trl.DPOTrainer):
         )
         data = datasets.Dataset.from_list(ROWS)
         super().__init__(
-            model=model, args=arguments, train_dataset=data, eval_dataset=data, processing_class=tokenizer(), **more
+            model=model,
+            args=arguments,
+            train_dataset=data,
+            eval_dataset=data,
+            processing_class=tokenizer(),
+            **more,
         )
         self.losses: list[float] = []
         self.first: dict[str, Tensor] = {}
@@ -94,18 +104,24 @@ class Theirs(trl.DPOTrainer):
         loss = super().training_step(model, *args, **kwargs)
         self.losses.append(float(loss))
         if not self.first:
-            self.first = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+            self.first = {
+                n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None
+            }
         return loss
 
     @torch.no_grad()
     def loss_of_each_pair(self) -> list[float]:
         self.model.eval()
-        found = [float(self.compute_loss(self.model, inputs)) for inputs in self.get_eval_dataloader()]
+        found = [
+            float(self.compute_loss(self.model, inputs)) for inputs in self.get_eval_dataloader()
+        ]
         self.model.train()
         return found
 
 
-def ours_of(example: dict[str, list[int]], reference: Callable[[list[int], list[int]], list[float]]) -> list[dict]:
+def ours_of(
+    example: dict[str, list[int]], reference: Callable[[list[int], list[int]], list[float]]
+) -> list[dict]:
     """The two rows of a pair as TRL has tokenized it."""
     rows = []
     for name, which in (("chosen_ids", CHOSEN), ("rejected_ids", REJECTED)):
@@ -155,7 +171,9 @@ def test_pairs_gradients_and_steps_are_trls(family: str, kind: Any, tmp_path: Pa
             for name, parameter in own.named_parameters():
                 if parameter.grad is not None:
                     largest = max(1.0, float(theirs.first[name].abs().max()))
-                    assert float((parameter.grad - theirs.first[name]).abs().max()) < 1e-5 * largest, name
+                    assert (
+                        float((parameter.grad - theirs.first[name]).abs().max()) < 1e-5 * largest
+                    ), name
         optimizer.step()
     assert losses == pytest.approx(theirs.losses, abs=1e-5)
     assert losses[-1] < losses[0]
@@ -177,7 +195,8 @@ def test_a_whole_run_is_trls(kind: str, is_lora: bool, tmp_path: Path) -> None:
     if is_lora:
         torch.manual_seed(1)
         adapted = get_peft_model(
-            policy, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+            policy,
+            LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM"),
         )
         with torch.no_grad():
             for name, parameter in adapted.named_parameters():
@@ -219,7 +238,9 @@ def test_a_whole_run_is_trls(kind: str, is_lora: bool, tmp_path: Path) -> None:
     norms = [row["grad_norm"] for row in rows if "grad_norm" in row]
     first = torch.stack([grad.norm() for grad in theirs.first.values()]).norm()
     assert norms[0] == pytest.approx(float(first), rel=1e-4)
-    folder, file = ("adapter", "adapter_model.safetensors") if is_lora else ("hf", "model.safetensors")
+    folder, file = (
+        ("adapter", "adapter_model.safetensors") if is_lora else ("hf", "model.safetensors")
+    )
     trained = load_file(tmp_path / "run" / folder / file)
     known = {name.replace(".default", ""): p for name, p in theirs.model.named_parameters()}
     moved = 0.0

@@ -27,7 +27,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     found: list[bool] = []
     for quantizer in (Mxfp4HfQuantizer, FineGrainedFP8HfQuantizer):
 
-        def validate(self: Any, *args: Any, own: Any = quantizer.validate_environment, **kwargs: Any) -> None:
+        def validate(
+            self: Any, *args: Any, own: Any = quantizer.validate_environment, **kwargs: Any
+        ) -> None:
             found.append(self.quantization_config.dequantize)
             own(self, *args, **kwargs)
 
@@ -42,23 +44,33 @@ def quantize(folder: Path) -> dict[str, torch.Tensor]:
         meant[name] = stored[name] = weight
         if name.endswith("_proj.weight"):
             rows, columns = weight.shape  # the last block of a side may be cut off
-            padded = torch.nn.functional.pad(weight.float(), (0, -columns % BLOCK, 0, -rows % BLOCK))
-            scale = padded.unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK)).abs().amax((1, 3)) / 448
+            padded = torch.nn.functional.pad(
+                weight.float(), (0, -columns % BLOCK, 0, -rows % BLOCK)
+            )
+            scale = (
+                padded.unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK)).abs().amax((1, 3)) / 448
+            )
             scales = scale.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)[:rows, :columns]
             stored[name] = (weight.float() / scales).to(torch.float8_e4m3fn)
             stored[f"{name}_scale_inv"] = scale
             meant[name] = stored[name].float() * scales
     save_file(stored, path, metadata={"format": "pt"})
-    change_config(folder, quant_method="fp8", activation_scheme="dynamic", weight_block_size=[BLOCK, BLOCK])
+    change_config(
+        folder, quant_method="fp8", activation_scheme="dynamic", weight_block_size=[BLOCK, BLOCK]
+    )
     return meant
 
 
 def change_config(folder: Path, **quantization: object) -> None:
     path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": quantization}))
+    path.write_text(
+        json.dumps(json.loads(path.read_text()) | {"quantization_config": quantization})
+    )
 
 
-def test_fp8_blocks_become_weights_that_are_trained_and_exported(tmp_path: Path, asked: list[bool]) -> None:
+def test_fp8_blocks_become_weights_that_are_trained_and_exported(
+    tmp_path: Path, asked: list[bool]
+) -> None:
     save(tiny_model("qwen3"), tmp_path / "model")
     meant = quantize(tmp_path / "model")
     source = CausalLM(str(tmp_path / "model"))
@@ -66,7 +78,8 @@ def test_fp8_blocks_become_weights_that_are_trained_and_exported(tmp_path: Path,
     assert asked == [True]
     assert {p.dtype for p in lm.parameters()} == {torch.float32}
     for name, value in lm.state_dict().items():
-        torch.testing.assert_close(value, meant[name].float(), atol=4e-3, rtol=1e-2)  # transformers' own rounds to bf16
+        # transformers' own rounds to bf16
+        torch.testing.assert_close(value, meant[name].float(), atol=4e-3, rtol=1e-2)
     run(tmp_path, "full")
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "full/hf", dtype="auto")
     assert exported.dtype == torch.bfloat16
@@ -74,10 +87,14 @@ def test_fp8_blocks_become_weights_that_are_trained_and_exported(tmp_path: Path,
     assert load_file(tmp_path / "full/hf/model.safetensors").keys() == meant.keys()
 
 
-FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
+FP4 = torch.tensor(
+    [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
+)
 
 
-def test_gpt_oss_own_checkpoints_are_trained_in_full_precision(tmp_path: Path, asked: list[bool]) -> None:
+def test_gpt_oss_own_checkpoints_are_trained_in_full_precision(
+    tmp_path: Path, asked: list[bool]
+) -> None:
     """MXFP4: two 4-bit values in a byte, an exponent for each 32 of them."""
     config = tiny_config("gpt_oss")
     config.hidden_size, config.intermediate_size = 32, 64
@@ -90,7 +107,9 @@ def test_gpt_oss_own_checkpoints_are_trained_in_full_precision(tmp_path: Path, a
         exponents = torch.randint(117, 124, (experts, rows, width // 32), dtype=torch.uint8)
         stored |= {f"{name}_blocks": blocks, f"{name}_scales": exponents}
         values = torch.stack([FP4[(blocks & 15).long()], FP4[(blocks >> 4).long()]], -1).flatten(3)
-        meant[name] = (values * 2.0 ** (exponents[..., None].float() - 127)).flatten(2).transpose(1, 2)
+        meant[name] = (
+            (values * 2.0 ** (exponents[..., None].float() - 127)).flatten(2).transpose(1, 2)
+        )
     save_file(stored, path, metadata={"format": "pt"})
     change_config(tmp_path / "model", quant_method="mxfp4", modules_to_not_convert=["lm_head"])
     lm = CausalLM(str(tmp_path / "model")).build(AutoTokenizer.from_pretrained(tmp_path / "model"))
@@ -100,7 +119,9 @@ def test_gpt_oss_own_checkpoints_are_trained_in_full_precision(tmp_path: Path, a
     for name, want in meant.items():
         assert torch.equal(lm.state_dict()[name], want)
     run(tmp_path, "full")
-    assert not hasattr(AutoModelForCausalLM.from_pretrained(tmp_path / "full/hf").config, "quantization_config")
+    assert not hasattr(
+        AutoModelForCausalLM.from_pretrained(tmp_path / "full/hf").config, "quantization_config"
+    )
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq", "bitsandbytes", "compressed-tensors"])
@@ -108,5 +129,7 @@ def test_others_are_refused_before_anything_is_loaded(method: str, tmp_path: Pat
     save(tiny_model("llama"), tmp_path / "model")
     (tmp_path / "model/model.safetensors").unlink()
     change_config(tmp_path / "model", quant_method=method, bits=4, load_in_4bit=True)
-    with pytest.raises(ConfigError, match=rf"is quantized \({method}\).*: use the original checkpoint"):
+    with pytest.raises(
+        ConfigError, match=rf"is quantized \({method}\).*: use the original checkpoint"
+    ):
         run(tmp_path, "full")

@@ -33,7 +33,10 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(folder / "run" / "hf", folder / "mine")
     (folder / "mine" / "modeling_mine.py").write_text(CODE)
     path = folder / "mine" / "config.json"
-    classes = {"AutoConfig": "modeling_mine.MineConfig", "AutoModelForCausalLM": "modeling_mine.MineForCausalLM"}
+    classes = {
+        "AutoConfig": "modeling_mine.MineConfig",
+        "AutoModelForCausalLM": "modeling_mine.MineForCausalLM",
+    }
     config = {"model_type": "mine", "architectures": ["MineForCausalLM"], "auto_map": classes}
     path.write_text(json.dumps(json.loads(path.read_text()) | config))
     return folder / "mine"
@@ -41,14 +44,20 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_it_is_refused_unless_it_is_trusted(model_folder: Path, tmp_path: Path) -> None:
     chosen = ["model=pretrained", f"model.pretrained={model_folder}"]
-    with pytest.raises(ConfigError, match=r"runs its own code: review it, and allow it on the command line"):
+    with pytest.raises(
+        ConfigError, match=r"runs its own code: review it, and allow it on the command line"
+    ):
         train_quick(tmp_path / "run", *chosen)
     with pytest.raises(ConfigError, match=r"allow it with --trust-remote-code"):
         load_generator(str(model_folder))
 
 
 def test_a_trusted_one_goes_the_whole_way(model_folder: Path, tmp_path: Path) -> None:
-    chosen = ["model=pretrained", f"model.pretrained={model_folder}", "model.trust_remote_code=true"]
+    chosen = [
+        "model=pretrained",
+        f"model.pretrained={model_folder}",
+        "model.trust_remote_code=true",
+    ]
     run = tmp_path / "run"
     code, screen = train_quick(
         run, *chosen, "training.max_steps=2", "checkpoint.export_hf=true", "evaluation=exact_match"
@@ -58,7 +67,9 @@ def test_a_trusted_one_goes_the_whole_way(model_folder: Path, tmp_path: Path) ->
     assert (run / "hf" / "modeling_mine.py").read_text() == CODE
     generator = load_generator(exported_folder(str(run)), trust_remote_code=True)
     assert type(generator.model).__name__ == "MineForCausalLM"
-    with pytest.raises(ConfigError, match=r"config.yaml runs code of its model's repository: if you trust this run"):
+    with pytest.raises(
+        ConfigError, match=r"config.yaml runs code of its model's repository: if you trust this run"
+    ):
         export_hf.main([str(run), "--to", str(tmp_path / "again")])
     assert not (tmp_path / "again").exists()
     assert export_hf.main([str(run), "--to", str(tmp_path / "again"), "--trust-remote-code"]) == 0

@@ -39,7 +39,12 @@ ROPE = {
     "rope_theta": (1e6, {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6}),
     "rope_scaling": (
         {"rope_type": "yarn", "factor": 4.0},
-        {"rope_type": "yarn", "factor": 4.0, "rope_theta": 5e5, "original_max_position_embeddings": 64},
+        {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "rope_theta": 5e5,
+            "original_max_position_embeddings": 64,
+        },
     ),
     "rope_parameters": (
         {"rope_type": "default", "rope_theta": 7.0},
@@ -51,7 +56,9 @@ ROPE = {
 @pytest.mark.parametrize("key", ROPE)
 def test_settings_by_the_names_of_config_json(key: str, tmp_path: Path) -> None:
     """transformers renames them when it reads a config; a setting of ours has to arrive all the same."""
-    config = LlamaConfig(max_position_embeddings=64, rope_theta=5e5, rope_scaling={"type": "linear", "factor": 2.0})
+    config = LlamaConfig(
+        max_position_embeddings=64, rope_theta=5e5, rope_scaling={"type": "linear", "factor": 2.0}
+    )
     config.save_pretrained(tmp_path)
     value, wanted = ROPE[key]
     found = CausalLM(pretrained=str(tmp_path), config={key: value}).described({}).rope_parameters
@@ -65,17 +72,25 @@ def test_settings_of_the_language_model_of_a_composite(tmp_path: Path) -> None:
         return CausalLM(pretrained=str(tmp_path), config=settings).described({}).text_config
 
     found = described(text_config={"max_position_embeddings": 4096})
-    assert (found.max_position_embeddings, found.sliding_window) == (4096, Gemma3TextConfig().sliding_window)
+    assert (found.max_position_embeddings, found.sliding_window) == (
+        4096,
+        Gemma3TextConfig().sliding_window,
+    )
     with pytest.raises(
-        ConfigError, match=r"has no such setting; did you mean model.config.text_config.sliding_window?"
+        ConfigError,
+        match=r"has no such setting; did you mean model.config.text_config.sliding_window?",
     ):
         described(sliding_window=8)
-    with pytest.raises(ConfigError, match=r"model.config.text_config.hiden_size=8: gemma3_text has no such setting"):
+    with pytest.raises(
+        ConfigError, match=r"model.config.text_config.hiden_size=8: gemma3_text has no such setting"
+    ):
         described(text_config={"hiden_size": 8})
 
 
 def test_scaling_is_removed_by_null(tmp_path: Path) -> None:
-    LlamaConfig(rope_theta=5e5, rope_scaling={"rope_type": "linear", "factor": 2.0}).save_pretrained(tmp_path)
+    LlamaConfig(
+        rope_theta=5e5, rope_scaling={"rope_type": "linear", "factor": 2.0}
+    ).save_pretrained(tmp_path)
     model = CausalLM(pretrained=str(tmp_path), config={"rope_scaling": None})
     assert model.described({}).rope_parameters == {"rope_type": "default", "rope_theta": 5e5}
 

@@ -59,7 +59,9 @@ def test_no_setting_is_blamed_for_the_machine(
         assert raised.value is error
 
 
-def test_memory_that_runs_out_in_a_converter_is_no_mistake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_runs_out_in_a_converter_is_no_mistake(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save(tiny_model("qwen3_moe"), tmp_path / "model")
     source = CausalLM(str(tmp_path / "model"))
 
@@ -67,7 +69,9 @@ def test_memory_that_runs_out_in_a_converter_is_no_mistake(tmp_path: Path, monke
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     monkeypatch.setattr("transformers.core_model_loading.MergeModulelist.convert", fails)
-    with pytest.raises(torch.OutOfMemoryError, match=r"while model.layers.0.mlp.experts.*CUDA out of memory"):
+    with pytest.raises(
+        torch.OutOfMemoryError, match=r"while model.layers.0.mlp.experts.*CUDA out of memory"
+    ):
         source.build(AutoTokenizer.from_pretrained(tmp_path / "model"))
 
 
@@ -83,9 +87,13 @@ except ConfigError:
 
 
 @pytest.mark.parametrize(
-    ("revision", "answer", "asks"), [("", "32", False), ("v2", "32", True)], ids=["main", "another revision"]
+    ("revision", "answer", "asks"),
+    [("", "32", False), ("v2", "32", True)],
+    ids=["main", "another revision"],
 )
-def test_a_stored_shape_does_not_ask_the_hub(tmp_path: Path, revision: str, answer: str, asks: bool) -> None:
+def test_a_stored_shape_does_not_ask_the_hub(
+    tmp_path: Path, revision: str, answer: str, asks: bool
+) -> None:
     """Without a network every question is retried for 26 seconds. Another revision may have another shape."""
     questions: list[str] = []
 
@@ -98,7 +106,11 @@ def test_a_stored_shape_does_not_ask_the_hub(tmp_path: Path, revision: str, answ
 
     server = HTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    hub = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
+    hub = {
+        "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
+        "HF_HOME": str(tmp_path),
+        "HF_HUB_OFFLINE": "0",
+    }
     try:
         done = subprocess.run(
             [sys.executable, "-c", SCRIPT, "meta-llama/Llama-3.1-8B-Instruct", revision],
@@ -116,16 +128,23 @@ def test_a_stored_shape_does_not_ask_the_hub(tmp_path: Path, revision: str, answ
 def test_weights_that_the_model_lacks_are_named(tmp_path: Path) -> None:
     save(tiny_model("llama"), tmp_path / "model")
     path = tmp_path / "model/model.safetensors"
-    save_file(load_file(path) | {"v_head.weight": torch.zeros(1, 32)}, path, metadata={"format": "pt"})
+    save_file(
+        load_file(path) | {"v_head.weight": torch.zeros(1, 32)}, path, metadata={"format": "pt"}
+    )
     source = CausalLM(str(tmp_path / "model"))
     source.build(AutoTokenizer.from_pretrained(tmp_path / "model"))
-    assert source.notes == ["1 weights of the checkpoint are not part of the model and not exported: v_head.weight"]
+    assert source.notes == [
+        "1 weights of the checkpoint are not part of the model and not exported: v_head.weight"
+    ]
 
 
 def test_frozen_weights_stay_and_the_others_learn(tmp_path: Path) -> None:
     save(tiny_model("llama"), tmp_path / "model")
     run(tmp_path, "full", "model.freeze=[embed_tokens,'layers.0.*.down_proj']")
-    before, after = (load_file(tmp_path / name) for name in ("model/model.safetensors", "full/hf/model.safetensors"))
+    before, after = (
+        load_file(tmp_path / name)
+        for name in ("model/model.safetensors", "full/hf/model.safetensors")
+    )
     same = {name for name, value in before.items() if torch.equal(value, after[name])}
     assert {name for name in before if "norm" not in name and name in same} == {
         "model.embed_tokens.weight",
@@ -135,10 +154,13 @@ def test_frozen_weights_stay_and_the_others_learn(tmp_path: Path) -> None:
 
 def test_what_to_freeze_must_exist_and_leave_something() -> None:
     model = tiny_model("llama")
-    assert freeze_named(model, ["layers.[01].mlp"]) == ["frozen layers.[01].mlp: 6 weights, 0.01 M parameters"]
+    assert freeze_named(model, ["layers.[01].mlp"]) == [
+        "frozen layers.[01].mlp: 6 weights, 0.01 M parameters"
+    ]
     assert sum(p.requires_grad for p in model.model.layers.parameters()) == 12
     with pytest.raises(
-        ConfigError, match=r"model.freeze=\['layer.0'\]: no weight is named layer.0; their names are mod"
+        ConfigError,
+        match=r"model.freeze=\['layer.0'\]: no weight is named layer.0; their names are mod",
     ):
         freeze_named(model, ["layer.0"])
     with pytest.raises(ConfigError, match=r"leaves no weight to train"):
@@ -175,7 +197,9 @@ def test_an_adapter_is_continued(kind: str, tmp_path: Path) -> None:
     by_key = first_step(tmp_path, "two", f"peft={kind}", f"peft.adapter={tmp_path / 'one'}")
     assert by_key["loss"] == pytest.approx(want["loss"], rel=1e-5)
     assert abs(by_key["loss"] / step_of(separate(load(tmp_path)))["loss"] - 1) > 1e-3
-    assert by_key == first_step(tmp_path, "three", "peft=lora", f"model.pretrained={tmp_path / 'one'}")
+    assert by_key == first_step(
+        tmp_path, "three", "peft=lora", f"model.pretrained={tmp_path / 'one'}"
+    )
     with pytest.raises(ConfigError, match=r"holds an adapter: peft=lora continues it"):
         run(tmp_path, "four", f"model.pretrained={tmp_path / 'one'}")
     assert by_key["loss"] == pytest.approx(on_two_ranks(tmp_path, kind), rel=1e-5)
@@ -183,9 +207,23 @@ def test_an_adapter_is_continued(kind: str, tmp_path: Path) -> None:
 
 def on_two_ranks(folder: Path, kind: str) -> float:
     """Sharded: the adapter is there before the weights of its base."""
-    settings = [f"model.pretrained={folder}/model", f"dataset.path={folder}/documents.jsonl", "dataset.labels=aligned"]
-    settings += ["tokenize.train_on=all", "packed_sequence.packed_sequence_size=48", "training.max_steps=1", "name=x"]
-    settings += ["training.global_batch_size=1", "mesh.cp=2", f"peft={kind}", f"peft.adapter={folder}/one/adapter"]
+    settings = [
+        f"model.pretrained={folder}/model",
+        f"dataset.path={folder}/documents.jsonl",
+        "dataset.labels=aligned",
+    ]
+    settings += [
+        "tokenize.train_on=all",
+        "packed_sequence.packed_sequence_size=48",
+        "training.max_steps=1",
+        "name=x",
+    ]
+    settings += [
+        "training.global_batch_size=1",
+        "mesh.cp=2",
+        f"peft={kind}",
+        f"peft.adapter={folder}/one/adapter",
+    ]
     rows = train("finetune", folder / "two_ranks", *settings, "lr_scheduler=constant", world_size=2)
     return float(next(row["loss"] for row in rows if "loss" in row))
 
@@ -193,7 +231,9 @@ def on_two_ranks(folder: Path, kind: str) -> float:
 def test_tied_weights_trained_as_a_whole_are_not_tied() -> None:
     config = tiny_config("llama")
     config.tie_word_embeddings = True
-    saved = Lora(r=2, modules_to_save=["embed_tokens"]).adapt(random_model(config), "base").description
+    saved = (
+        Lora(r=2, modules_to_save=["embed_tokens"]).adapt(random_model(config), "base").description
+    )
     assert "the embedding and the head are no longer tied" in saved
     assert "tied" not in Lora(r=2).adapt(random_model(config), "base").description
 
@@ -203,18 +243,25 @@ def test_added_tokens_get_rows_that_are_exported(is_tied: bool, tmp_path: Path) 
     config = tiny_config("llama")
     config.tie_word_embeddings = is_tied
     save(random_model(config), tmp_path / "model")
-    added = ["tokenizer.added_tokens=['<think>','<act>','<see>','<say>','<end>','<go>','<a>','<b>','<c>']"]
+    added = [
+        "tokenizer.added_tokens=['<think>','<act>','<see>','<say>','<end>','<go>','<a>','<b>','<c>']"
+    ]
     with pytest.raises(
-        ConfigError, match=r"has 71 tokens, the model's embedding 70 rows: .*model.resize_embeddings=true"
+        ConfigError,
+        match=r"has 71 tokens, the model's embedding 70 rows: .*model.resize_embeddings=true",
     ):
         run(tmp_path, "refused", *added)
     grown = first_step(tmp_path, "full", *added, "model.resize_embeddings=true", "optimizer.lr=0")
-    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "full/hf"))
+    before, after = (
+        load_file(tmp_path / name / "model.safetensors") for name in ("model", "full/hf")
+    )
     assert before.keys() == after.keys()
     for name, value in before.items():
         if "embed" in name or "lm_head" in name:
             assert after[name].shape == (71, 32)
-            torch.testing.assert_close(after[name][70].float(), value.float().mean(0), atol=2e-3, rtol=1e-2)
+            torch.testing.assert_close(
+                after[name][70].float(), value.float().mean(0), atol=2e-3, rtol=1e-2
+            )
         assert torch.equal(after[name][: len(value)], value)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "full/hf")
     assert tokenizer.convert_tokens_to_ids("<c>") == 70
@@ -235,10 +282,15 @@ class Bomb:
 def test_weights_that_are_a_program_are_a_sentence(tmp_path: Path) -> None:
     """torch's own error explains how to run it."""
     LlamaConfig(
-        hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=400
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        vocab_size=400,
     ).save_pretrained(tmp_path)
     torch.save({"x": Bomb()}, tmp_path / "pytorch_model.bin")
     with pytest.raises(
-        ConfigError, match=r"its weights are a pickle that holds more than tensors, .*: use a checkpoint"
+        ConfigError,
+        match=r"its weights are a pickle that holds more than tensors, .*: use a checkpoint",
     ):
         CausalLM(str(tmp_path)).build(byte_tokenizer(MARKED))

@@ -32,7 +32,9 @@ from tests.data.templates import MISTRAL, byte_tokenizer
 
 # ------------------------------------------------------------------------------------------ pack_features_for_thd
 def test_features_become_one_record() -> None:
-    record = pack_features_for_thd([{"input_ids": [1, 2], "labels": [2, -100]}, {"input_ids": [3], "labels": [-100]}])
+    record = pack_features_for_thd(
+        [{"input_ids": [1, 2], "labels": [2, -100]}, {"input_ids": [3], "labels": [-100]}]
+    )
     assert record == {
         "input_ids": [1, 2, 3],
         "labels": [2, -100, -100],
@@ -48,7 +50,10 @@ def test_features_become_one_record() -> None:
     [
         ([], "requires at least one feature"),
         ([{"input_ids": [], "labels": []}], "cannot pack an empty sequence"),
-        ([{"input_ids": [1], "labels": [1, 2]}], "labels length 2 does not match input_ids length 1"),
+        (
+            [{"input_ids": [1], "labels": [1, 2]}],
+            "labels length 2 does not match input_ids length 1",
+        ),
     ],
     ids=["none", "empty", "unequal"],
 )
@@ -60,20 +65,31 @@ def test_features_that_cannot_be_packed(features: list, words: str) -> None:
 # ------------------------------------------------------------------------------------------------ default_collater
 def test_default_collater_pads_lists_and_concatenates_tensors() -> None:
     rows = [
-        {"input_ids": [1, 2, 3], "labels": [1, 2, 3], "attention_mask": [1, 1, 1], "pixels": torch.ones(4)},
+        {
+            "input_ids": [1, 2, 3],
+            "labels": [1, 2, 3],
+            "attention_mask": [1, 1, 1],
+            "pixels": torch.ones(4),
+        },
         {"input_ids": [4], "labels": [4], "attention_mask": [1], "pixels": torch.zeros(4)},
     ]
     batch = default_collater(rows, pad_seq_len_divisible=4)
     assert batch["input_ids"].tolist() == [[1, 2, 3, 0], [4, 0, 0, 0]]
     assert batch["labels"].tolist() == [[1, 2, 3, -100], [4, -100, -100, -100]]
-    assert batch["padding_mask"].tolist() == [[False, False, False, True], [False, True, True, True]]
+    assert batch["padding_mask"].tolist() == [
+        [False, False, False, True],
+        [False, True, True, True],
+    ]
     assert batch["padding_mask"].dtype == torch.bool
     assert batch["pixels"].shape == (2, 4)
 
 
 def test_default_collater_takes_pad_ids_from_the_sample() -> None:
     pads = {"input_ids": 7, "labels": -1}
-    rows = [{"input_ids": [1, 2], "labels": [1, 2], "___PAD_TOKEN_IDS___": pads}, {"input_ids": [3], "labels": [3]}]
+    rows = [
+        {"input_ids": [1, 2], "labels": [1, 2], "___PAD_TOKEN_IDS___": pads},
+        {"input_ids": [3], "labels": [3]},
+    ]
     before = copy.deepcopy(rows)
     batch = default_collater(rows)
     assert batch["input_ids"].tolist() == [[1, 2], [3, 7]]
@@ -113,14 +129,19 @@ def test_pad_within_micro_of_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "want"), [([1, 2, 0, 0], 1), ([1, 2, 3], None), ([0, 0], None), ([], None), ([0, 5, 0], 1)], ids=str
+    ("values", "want"),
+    [([1, 2, 0, 0], 1), ([1, 2, 3], None), ([0, 0], None), ([], None), ([0, 5, 0], 1)],
+    ids=str,
 )
 def test_find_last_non_pad_token(values: list[int], want: int | None) -> None:
     assert find_last_non_pad_token(values, 0) == want
 
 
 def test_get_pad_token_from_key() -> None:
-    assert [get_pad_token_from_key(k) for k in ("labels", "attention_mask", "loss_mask", "input_ids", "x")] == [
+    assert [
+        get_pad_token_from_key(k)
+        for k in ("labels", "attention_mask", "loss_mask", "input_ids", "x")
+    ] == [
         -100,
         0,
         0,
@@ -157,7 +178,13 @@ def test_causal_masks_come_from_transformers(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(collaters, "create_sliding_window_causal_mask", fake)
     masks = create_causal_mask_mapping(MistralConfig(sliding_window=4), 2, 3)
     assert masks == {"full_attention": "mask", "sliding_attention": "mask"}
-    assert set(seen[0]) == {"config", "inputs_embeds", "attention_mask", "past_key_values", "position_ids"}
+    assert set(seen[0]) == {
+        "config",
+        "inputs_embeds",
+        "attention_mask",
+        "past_key_values",
+        "position_ids",
+    }
     assert seen[0]["inputs_embeds"].shape == (2, 3)
     assert create_causal_mask_mapping(LlamaConfig(), 2, 3) == {"full_attention": "mask"}
 
@@ -177,10 +204,14 @@ def test_indexed_mask_to_block_causal() -> None:
     assert mask[0, 0].int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 0]]
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager", "flash_attention_2", "flash_attention_3"])
+@pytest.mark.parametrize(
+    "implementation", ["sdpa", "eager", "flash_attention_2", "flash_attention_3"]
+)
 def test_neat_packed_collater(implementation: str) -> None:
     row = {"input_ids": [1, 2, 3, 0], "labels": [1, 2, 3, -100], "position_ids": [0, 1, 0, 0]}
-    batch = neat_packed_collater([row | {"attention_mask": torch.tensor([1, 1, 2, 0])}], implementation)
+    batch = neat_packed_collater(
+        [row | {"attention_mask": torch.tensor([1, 1, 2, 0])}], implementation
+    )
     assert batch["_packed_seq_ids"].tolist() == [[1, 1, 2, 0]]
     assert batch["attention_mask"].shape == ((1, 4) if "flash" in implementation else (1, 1, 4, 4))
     single = neat_packed_collater([row | {"attention_mask": [1, 1, 1, 0]}], implementation)

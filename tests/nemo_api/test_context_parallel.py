@@ -51,7 +51,9 @@ def test_without_ranks_it_is_the_plain_stream(mesh: Any) -> None:
     assert indices is None
 
 
-@pytest.mark.parametrize(("rank", "want"), [(0, [0, 1, 6, 7, 8, 11]), (1, [2, 3, 4, 5, 9, 10])], ids=str)
+@pytest.mark.parametrize(
+    ("rank", "want"), [(0, [0, 1, 6, 7, 8, 11]), (1, [2, 3, 4, 5, 9, 10])], ids=str
+)
 def test_two_ranks(as_rank: Any, rank: int, want: list[int]) -> None:
     as_rank(rank)
     thd, indices = make_cp_batch_for_te(FakeMesh(2), two_documents(), return_local_indices=True)
@@ -102,7 +104,9 @@ def test_another_format_is_refused() -> None:
         make_cp_batch_for_te(None, two_documents(), qkv_format="bshd")
 
 
-def test_transformer_engines_own_indices_where_it_is_there(as_rank: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transformer_engines_own_indices_where_it_is_there(
+    as_rank: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     as_rank(0)
     seen = []
 

@@ -6,9 +6,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from automodel_lite.nemo_api.neat_packing import _build_packed_sample, greedy_knapsack, neat_pack_dataset
+from automodel_lite.nemo_api.neat_packing import (
+    _build_packed_sample,
+    greedy_knapsack,
+    neat_pack_dataset,
+)
 
-ROWS = [{"input_ids": [1, 2, 3], "labels": [2, 3, -100]}, {"input_ids": [4, 5], "labels": [5, -100]}]
+ROWS = [
+    {"input_ids": [1, 2, 3], "labels": [2, 3, -100]},
+    {"input_ids": [4, 5], "labels": [5, -100]},
+]
 
 
 @pytest.mark.parametrize(

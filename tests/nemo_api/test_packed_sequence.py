@@ -77,7 +77,24 @@ class TestPackDataset:
     def test_two_documents_in_slots_of_four(self) -> None:
         assert pack_dataset(TWO, "train", 16, cp_size=2)[0] == {
             "input_ids": [1, 2, 3, 0, 4, 5, 6, 7, 8, 0, 0, 0, 0, 0, 0, 0],
-            "labels": [2, 3, -100, -100, 5, 6, 7, 8, -100, -100, -100, -100, -100, -100, -100, -100],
+            "labels": [
+                2,
+                3,
+                -100,
+                -100,
+                5,
+                6,
+                7,
+                8,
+                -100,
+                -100,
+                -100,
+                -100,
+                -100,
+                -100,
+                -100,
+                -100,
+            ],
             "position_ids": [0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11],
             "seq_lens": [3, 5],
             "seq_lens_padded": [4, 12],
@@ -110,7 +127,9 @@ class TestPackDataset:
         rows = [row | {"loss_weights": [0.5] * len(row["input_ids"])} for row in TWO]
         assert pack_dataset(rows, "train", 8)[:] == pack_dataset(TWO, "train", 8)[:]
 
-    def test_long_samples_are_dropped_and_counted_once(self, caplog: pytest.LogCaptureFixture) -> None:
+    def test_long_samples_are_dropped_and_counted_once(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
         with caplog.at_level(logging.WARNING):
             packs = pack_dataset(samples([[1] * 9, [2] * 3, [3] * 10]), "train", 8)
         assert packs["seq_lens"][:] == [[3]]
@@ -133,7 +152,9 @@ class TestPackDataset:
 
     def test_no_pack_at_all(self) -> None:
         for rows in ([], samples([[1] * 9])):
-            with pytest.raises(ValueError, match="longer than packed_sequence_size=8 and was dropped"):
+            with pytest.raises(
+                ValueError, match="longer than packed_sequence_size=8 and was dropped"
+            ):
                 pack_dataset(rows, "train", 8)
 
     def test_max_packs_zero(self) -> None:
@@ -146,7 +167,9 @@ class TestPackDataset:
         )
         assert pack_dataset(both, "train", 8)["seq_lens"][:] == [[3]]
         assert pack_dataset(both, "val", 8)["seq_lens"][:] == [[3, 5]]
-        with pytest.raises(ValueError, match="split='test' is not in the dataset: use one of 'train', 'val'"):
+        with pytest.raises(
+            ValueError, match="split='test' is not in the dataset: use one of 'train', 'val'"
+        ):
             pack_dataset(both, "test", 8)
         assert "test" in caplog.text
 
@@ -163,10 +186,19 @@ class TestPackDataset:
         tensors = [{name: torch.tensor(value) for name, value in row.items()} for row in TWO]
         arrow = datasets.Dataset.from_list(TWO)
         expected = pack_dataset(TWO, "train", 8)[:]
-        for rows in (MapStyle(), iter(TWO), tensors, arrow, arrow.with_format("torch"), arrow.select([0, 1])):
+        for rows in (
+            MapStyle(),
+            iter(TWO),
+            tensors,
+            arrow,
+            arrow.with_format("torch"),
+            arrow.select([0, 1]),
+        ):
             assert pack_dataset(rows, "train", 8)[:] == expected
         assert pack_dataset(arrow.select([1, 0]), "train", 8)["seq_lens"][0] == [5, 3]
-        doubled = arrow.with_transform(lambda rows: {n: [[2 * t for t in r] for r in rows[n]] for n in rows})
+        doubled = arrow.with_transform(
+            lambda rows: {n: [[2 * t for t in r] for r in rows[n]] for n in rows}
+        )
         assert pack_dataset(doubled, "train", 8)["input_ids"][0] == [2, 4, 6, 8, 10, 12, 14, 16]
 
     def test_samples_of_unequal_columns(self) -> None:
@@ -180,7 +212,12 @@ class TestPackDataset:
 @given(rows=documents, cp_size=st.sampled_from([1, 2]), size=st.sampled_from([12, 16, 24]))
 def test_lazy_packs_equal_materialized_ones(rows, cp_size: int, size: int) -> None:
     flat = flatten(samples(rows))
-    plan = plan_packs(np.diff(flat.offsets), size, strategy="next_fit", slot_multiple=2 * cp_size if cp_size > 1 else 1)
+    plan = plan_packs(
+        np.diff(flat.offsets),
+        size,
+        strategy="next_fit",
+        slot_multiple=2 * cp_size if cp_size > 1 else 1,
+    )
     lazy = PackedDataset(flat, plan)
     packs = pack_dataset(samples(rows), "train", size, cp_size=cp_size)
     assert len(lazy) == len(packs)
@@ -220,7 +257,9 @@ def test_rows_of_unequal_sums() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_additive(dtype: torch.dtype) -> None:
-    mask = build_block_causal_additive_mask(torch.tensor([[2, 1], [3, 0]]), seq_length=3, dtype=dtype, device="cpu")
+    mask = build_block_causal_additive_mask(
+        torch.tensor([[2, 1], [3, 0]]), seq_length=3, dtype=dtype, device="cpu"
+    )
     assert (mask.dtype, mask.shape) == (dtype, (2, 1, 3, 3))
     assert (mask == 0)[:, 0].int().tolist() == [TWO_AND_ONE, ALL_CAUSAL]
     assert mask.unique().tolist() == [torch.finfo(dtype).min, 0]
@@ -228,6 +267,10 @@ def test_additive(dtype: torch.dtype) -> None:
 
 def test_bad_seq_lens() -> None:
     with pytest.raises(ValueError, match=r"expects a 2D \[B, max_docs\] seq_lens tensor"):
-        build_block_causal_additive_mask(torch.tensor([2, 1]), seq_length=3, dtype=torch.float32, device="cpu")
+        build_block_causal_additive_mask(
+            torch.tensor([2, 1]), seq_length=3, dtype=torch.float32, device="cpu"
+        )
     with pytest.raises(ValueError, match="Packed seq_lens rows must each sum to seq_length=4"):
-        build_block_causal_additive_mask(torch.tensor([[2, 1]]), seq_length=4, dtype=torch.float32, device="cpu")
+        build_block_causal_additive_mask(
+            torch.tensor([[2, 1]]), seq_length=4, dtype=torch.float32, device="cpu"
+        )

@@ -31,16 +31,25 @@ PAGES = {
         "neat_packed_collater",
         "SFTSingleTurnPreprocessor",
     ),
-    "thd_utils": ("process_input_for_thd", "split_batch_into_thd_chunks", "thd_padding_mask_from_token_ids"),
+    "thd_utils": (
+        "process_input_for_thd",
+        "split_batch_into_thd_chunks",
+        "thd_padding_mask_from_token_ids",
+    ),
     "context_parallel": ("make_cp_batch_for_te", "_shard_thd_chunk_for_te"),
 }
 
 
-@pytest.mark.parametrize(("page", "name"), [(page, name) for page, names in PAGES.items() for name in names])
+@pytest.mark.parametrize(
+    ("page", "name"), [(page, name) for page, names in PAGES.items() for name in names]
+)
 def test_a_documented_function_is_defined_in_its_module(page: str, name: str) -> None:
     module = import_module(f"automodel_lite.nemo_api.{page}")
     assert vars(module)[name].__module__ == module.__name__
 
 
 def test_the_ignored_label() -> None:
-    assert vars(import_module("automodel_lite.nemo_api.packed_sequence"))["CROSS_ENTROPY_IGNORE_IDX"] == -100
+    assert (
+        vars(import_module("automodel_lite.nemo_api.packed_sequence"))["CROSS_ENTROPY_IGNORE_IDX"]
+        == -100
+    )

@@ -26,7 +26,12 @@ def test_padding_in_the_middle_keeps_both_boundaries() -> None:
     assert thd["qkv_format"] == "thd"
     assert "seq_lens" not in thd
     assert "seq_lens_padded" not in thd
-    assert thd["cu_seqlens"].dtype == thd["cu_seqlens_padded"].dtype == thd["max_seqlen"].dtype == torch.int32
+    assert (
+        thd["cu_seqlens"].dtype
+        == thd["cu_seqlens_padded"].dtype
+        == thd["max_seqlen"].dtype
+        == torch.int32
+    )
 
 
 def test_padding_at_the_end_is_absorbed() -> None:
@@ -51,7 +56,9 @@ def test_padding_is_told_by_place_not_by_token() -> None:
 
 
 def test_the_sentinel_can_be_another() -> None:
-    thd = process_input_for_thd(batch_of([[2, 2], [4, -1]], [[2, 2], [4, -1]], 4), seq_lens_padding_value=-1)
+    thd = process_input_for_thd(
+        batch_of([[2, 2], [4, -1]], [[2, 2], [4, -1]], 4), seq_lens_padding_value=-1
+    )
     assert thd["cu_seqlens"].tolist() == [0, 2, 4, 8]
 
 
@@ -76,7 +83,10 @@ def test_no_position_ids_stays_none() -> None:
 
 
 def test_without_seq_lens_the_pad_id_tells() -> None:
-    batch = {"input_ids": torch.tensor([[5, 6, 9, 9]]), "labels": torch.tensor([[6, 7, -100, -100]])}
+    batch = {
+        "input_ids": torch.tensor([[5, 6, 9, 9]]),
+        "labels": torch.tensor([[6, 7, -100, -100]]),
+    }
     thd = process_input_for_thd(batch, padding_token_id=9)
     assert thd["padding_mask"].tolist() == [False, False, True, True]
 
@@ -101,7 +111,9 @@ def test_one_chunk_is_the_plain_call() -> None:
 
 
 def test_chunks_are_stacked() -> None:
-    batch = batch_of([[3, 2], [6, -1000]], [[4, 2], [6, -1000]], 6) | {"pixels": torch.arange(4).view(2, 2)}
+    batch = batch_of([[3, 2], [6, -1000]], [[4, 2], [6, -1000]], 6) | {
+        "pixels": torch.arange(4).view(2, 2)
+    }
     thd = split_batch_into_thd_chunks(batch, 2)
     assert thd["input_ids"].tolist() == [[1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 11, 12]]
     assert thd["cu_seqlens"].tolist() == [[0, 3, 5], [0, 6, -1000]]

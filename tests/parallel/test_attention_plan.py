@@ -73,7 +73,11 @@ def test_moving_a_plan_moves_its_exchange() -> None:
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.sampled_from([2, 4]), st.lists(st.integers(1, 25), min_size=1, max_size=5), st.sampled_from([None, 3]))
+@given(
+    st.sampled_from([2, 4]),
+    st.lists(st.integers(1, 25), min_size=1, max_size=5),
+    st.sampled_from([None, 3]),
+)
 def test_ranks_together_attend_like_one(cp: int, lengths: list[int], window: int | None) -> None:
     """Outputs, and gradients of keys and values summed over the ranks, with the exchange done by hand."""
     batch = stream(documents(lengths), 2 * cp)
@@ -91,7 +95,9 @@ def test_ranks_together_attend_like_one(cp: int, lengths: list[int], window: int
 
     want = attend(q, batch.attention, slice(None), grad)
     together = [torch.zeros_like(x) for x in want]
-    in_rank_order = torch.cat([shard_indices(batch.cu_seqlens_padded, cp, rank) for rank in range(cp)])
+    in_rank_order = torch.cat(
+        [shard_indices(batch.cu_seqlens_padded, cp, rank) for rank in range(cp)]
+    )
     for rank in range(cp):
         mine = shard_indices(batch.cu_seqlens_padded, cp, rank)
         plan = attention_plan(batch, GROUP, cp, rank, "all_gather")
@@ -122,7 +128,10 @@ def test_the_gradient_of_a_selection_is_that_of_index_select(cp: int, lengths: l
         heads = attention_plan(batch, GROUP, cp, rank, "all_to_all").exchange
         assert isinstance(keys, AllGatherKV)
         assert isinstance(heads, Ulysses)
-        for taken, places in ((keys.key_rows, keys.places), (heads.to_stream, heads.to_ranks[None])):
+        for taken, places in (
+            (keys.key_rows, keys.places),
+            (heads.to_stream, heads.to_ranks[None]),
+        ):
             rows = torch.randn(len(batch.input_ids), 3, dtype=torch.bfloat16, requires_grad=True)
             grad = torch.randn(len(taken), 3, dtype=torch.bfloat16)
             selected, plain = SelectRows.apply(rows, taken, places), rows.index_select(0, taken)

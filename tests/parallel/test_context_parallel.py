@@ -44,17 +44,25 @@ def on_one_rank(family: str, cp: int) -> Wanted:
     logits = model(**batch.model_inputs()).logits[0]
     loss = F.cross_entropy(logits, batch.labels, reduction="sum", ignore_index=IGNORE_INDEX)
     (loss / batch.num_label_tokens).backward()
-    return logits.detach().numpy(), loss.item(), {name: grad.numpy() for name, grad in gradients(model).items()}
+    return (
+        logits.detach().numpy(),
+        loss.item(),
+        {name: grad.numpy() for name, grad in gradients(model).items()},
+    )
 
 
-def largest_errors(rank: int, cp: int, wanted: dict[str, Wanted], exchange: str, recompute: bool) -> dict[str, dict]:
+def largest_errors(
+    rank: int, cp: int, wanted: dict[str, Wanted], exchange: str, recompute: bool
+) -> dict[str, dict]:
     """For each family the largest difference of logits, loss and gradients from the whole stream on one rank."""
     mesh = init_device_mesh("cpu", (cp,), mesh_dim_names=("cp",))
     errors = {}
     for family, (logits_TV, want_loss, want_grads) in wanted.items():
         model, batch, want = model_of(family), batch_of(cp), torch.from_numpy(logits_TV)
         if recompute:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            model.gradient_checkpointing_enable(
+                gradient_checkpointing_kwargs={"use_reentrant": False}
+            )
         mine = cp_shard(batch, mesh, exchange)
         logits = model(**mine.model_inputs()).logits[0]
         loss = F.cross_entropy(logits, mine.labels, reduction="sum", ignore_index=IGNORE_INDEX)
@@ -69,7 +77,8 @@ def largest_errors(rank: int, cp: int, wanted: dict[str, Wanted], exchange: str,
             "logits": float((logits - want[indices]).detach().abs().max() / want.abs().max()),
             "loss": float(abs(total - want_loss) / want_loss),
             "gradients": max(
-                float((grads[name] - torch.from_numpy(want)).abs().max()) for name, want in want_grads.items()
+                float((grads[name] - torch.from_numpy(want)).abs().max())
+                for name, want in want_grads.items()
             ),
         }
     return errors
@@ -87,7 +96,8 @@ LAYOUTS = [(2, "all_gather"), (2, "all_to_all"), (2, "ring"), (4, "ring")]
 
 
 @pytest.mark.parametrize(
-    ("cp", "exchange"), [*LAYOUTS, *(pytest.param(*layout, marks=pytest.mark.slow) for layout in SLOW)]
+    ("cp", "exchange"),
+    [*LAYOUTS, *(pytest.param(*layout, marks=pytest.mark.slow) for layout in SLOW)],
 )
 def test_context_parallel_equals_one_rank(cp: int, exchange: str) -> None:
     check_equal(cp, FAMILIES, exchange)

@@ -17,7 +17,9 @@ from tests.ranks import run_ranks
 def _waits_s(rank: int, world_size: int) -> list[float]:
     config = MeshConfig(timeout_s=7)
     groups: list[Any] = [open_control(config, is_slow).group for is_slow in (False, True)]
-    return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
+    return [
+        group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups
+    ]
 
 
 def test_a_rank_that_writes_is_waited_for_an_hour() -> None:
@@ -79,7 +81,12 @@ def test_what_ranks_say_and_raise_together() -> None:
 def test_one_process_asks_nobody() -> None:
     assert not dist.is_initialized()
     for control in (all_ranks(), open_control(MeshConfig()), Control(None)):
-        assert (control.group, control.rank, control.world_size, control.is_first) == (None, 0, 1, True)
+        assert (control.group, control.rank, control.world_size, control.is_first) == (
+            None,
+            0,
+            1,
+            True,
+        )
         assert control.max([3, 1]) == [3, 1]
         assert control.start_sum([0.5])() == [0.5]
         assert control.on_first(lambda: 7) == 7

@@ -27,7 +27,10 @@ def test_heads_must_divide_for_all_to_all() -> None:
     config = LlamaConfig(**BASE | {"num_attention_heads": 6, "hidden_size": 96})
     with pytest.raises(ConfigError, match="must divide the 6 query heads"):
         choose_exchange("all_to_all", ReferenceAttention(), layer_shapes(config), 64, 4, 2)
-    assert choose_exchange("all_gather", ReferenceAttention(), layer_shapes(config), 64, 4, 2) == ("all_gather", "")
+    assert choose_exchange("all_gather", ReferenceAttention(), layer_shapes(config), 64, 4, 2) == (
+        "all_gather",
+        "",
+    )
 
 
 WIDE = [LayerShape(num_heads=32, num_kv_heads=8, head_dim=128, value_head_dim=128)] * 32
@@ -35,10 +38,34 @@ WIDE = [LayerShape(num_heads=32, num_kv_heads=8, head_dim=128, value_head_dim=12
 
 CHOICES = {
     "it sends less": (WIDE, 2**17, 8, "all_to_all", "it sends 0.62 x the bytes of an all-gather"),
-    "short packs, few ranks": (WIDE, 2**13, 4, "all_gather", "it holds 0.031 GiB of keys and values in each layer"),
-    "one kv head of 16": ([LayerShape(16, 1, 128, 128)], 2**15, 4, "all_gather", "it holds 0.016 GiB"),
-    "heads that do not divide": ([LayerShape(6, 3, 64, 64)], 2**15, 4, "all_gather", "it holds 0.023 GiB"),
-    "much to hold, heads that do not divide": ([LayerShape(20, 10, 128, 128)], 2**20, 8, "ring", "an all-gather would"),
+    "short packs, few ranks": (
+        WIDE,
+        2**13,
+        4,
+        "all_gather",
+        "it holds 0.031 GiB of keys and values in each layer",
+    ),
+    "one kv head of 16": (
+        [LayerShape(16, 1, 128, 128)],
+        2**15,
+        4,
+        "all_gather",
+        "it holds 0.016 GiB",
+    ),
+    "heads that do not divide": (
+        [LayerShape(6, 3, 64, 64)],
+        2**15,
+        4,
+        "all_gather",
+        "it holds 0.023 GiB",
+    ),
+    "much to hold, heads that do not divide": (
+        [LayerShape(20, 10, 128, 128)],
+        2**20,
+        8,
+        "ring",
+        "an all-gather would",
+    ),
     "no attention": ([LayerShape(0, 0, 0, 0)], 2**15, 4, "all_gather", "it holds 0 GiB"),
 }
 
@@ -53,11 +80,14 @@ def test_the_exchange_that_is_taken(case: str) -> None:
 
 def test_a_kernel_without_a_log_sum_exp_has_no_ring() -> None:
     whole = VarlenAttention()
-    only_whole = type("OnlyWhole", (), {"name": "thd_whole", "check": whole.check, "__call__": whole.__call__})()
+    only_whole = type(
+        "OnlyWhole", (), {"name": "thd_whole", "check": whole.check, "__call__": whole.__call__}
+    )()
     layers, num_tokens, cp, *_ = CHOICES["much to hold, heads that do not divide"]
     assert choose_exchange("auto", only_whole, layers, num_tokens, cp, 2)[0] == "all_gather"
     with pytest.raises(
-        ConfigError, match=r"attention=whole does not support mesh\.cp_exchange=ring: use attention=varlen"
+        ConfigError,
+        match=r"attention=whole does not support mesh\.cp_exchange=ring: use attention=varlen",
     ):
         choose_exchange("ring", only_whole, layers, num_tokens, cp, 2)
     assert choose_exchange("ring", whole, layers, num_tokens, cp, 2) == ("ring", "")

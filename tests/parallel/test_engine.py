@@ -30,5 +30,7 @@ def test_tensor_and_expert_parallel(shape: tuple[int, ...], family: str) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("shape", "family"), AXES[3:], ids=str)
-def test_tensor_and_expert_parallel_with_the_other_axes(shape: tuple[int, ...], family: str) -> None:
+def test_tensor_and_expert_parallel_with_the_other_axes(
+    shape: tuple[int, ...], family: str
+) -> None:
     assert_equal(shape, "fsdp", "all_gather", [family])

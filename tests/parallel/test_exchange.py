@@ -52,7 +52,9 @@ def layer_errors(
     kernel = ReferenceAttention()
 
     def attend(rows: torch.Tensor, plan: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        leaves = [x[rows].clone().requires_grad_() for x in (q, k, v)] + [sinks.clone().requires_grad_()]
+        leaves = [x[rows].clone().requires_grad_() for x in (q, k, v)] + [
+            sinks.clone().requires_grad_()
+        ]
         how = plan.segments, AttentionOptions(**{"scale": 0.25} | changes, sinks=leaves[3])
         if plan.exchange is None:
             out = kernel(*leaves[:3], *how)
@@ -65,7 +67,9 @@ def layer_errors(
     mine = shard_indices(batch.cu_seqlens_padded, cp, rank)
     out, grads = attend(mine, attention_plan(batch, mesh.get_group(), cp, rank, exchange))
     dist.all_reduce(grads["sinks"])
-    errors = {name: float((grads[name] - want_grads[name][mine]).abs().max()) for name in ("q", "k", "v")}
+    errors = {
+        name: float((grads[name] - want_grads[name][mine]).abs().max()) for name in ("q", "k", "v")
+    }
     errors["sinks"] = float((grads["sinks"] - want_grads["sinks"]).abs().max())
     return errors | {"out": float((out - want[mine]).abs().max())}
 
@@ -98,7 +102,8 @@ class CountSent(TorchDispatchMode):
         elif "_reduce_scatter_base_" in name:
             self.sent += args[1].nbytes * (self.cp - 1) // self.cp
         elif "alltoall_base_" in name:
-            _, sent, _, to_ranks, *_ = args  # ring: all of it to one rank; else equal parts, one of them the rank's own
+            # ring: all of it to one rank; else equal parts, one of them the rank's own
+            _, sent, _, to_ranks, *_ = args
             self.sent += sent.nbytes if to_ranks else sent.nbytes * (self.cp - 1) // self.cp
         else:
             assert not name.startswith("c10d"), name
@@ -133,7 +138,14 @@ def test_the_bytes_that_are_sent_are_those_of_the_formula(cp: int, exchange: str
 class CountWaits(TorchDispatchMode):
     """Counts the operations that make the host wait for the device."""
 
-    WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal.default", "_unique")
+    WAITING = (
+        "_local_scalar_dense",
+        "nonzero",
+        "masked_select",
+        "is_nonzero",
+        "equal.default",
+        "_unique",
+    )
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,7 +166,9 @@ def waits_of_a_layer(rank: int, cp: int, exchange: str) -> list[str]:
     q, k, v = (torch.randn(rows, heads, 8, requires_grad=True) for heads in (4, 2, 2))
     assert plan.exchange is not None
     with CountWaits() as counted:
-        out = plan.exchange.attend(NoAttention(), AttentionInputs(q, k, v, plan.segments, AttentionOptions(0.25)))
+        out = plan.exchange.attend(
+            NoAttention(), AttentionInputs(q, k, v, plan.segments, AttentionOptions(0.25))
+        )
         out.sum().backward()
     return counted.waits
 
@@ -187,4 +201,6 @@ def test_the_counter_of_waits_can_count() -> None:
 @pytest.mark.parametrize(("cp", "heads", "kv_heads"), [(3, 4, 4), (4, 4, 3)], ids=str)
 def test_heads_that_cannot_be_dealt_out(cp: int, heads: int, kv_heads: int) -> None:
     with pytest.raises(ConfigError, match=f"must divide the {heads} query heads"):
-        choose_exchange("all_to_all", ReferenceAttention(), [LayerShape(heads, kv_heads, 8, 8)], 64, cp, 4)
+        choose_exchange(
+            "all_to_all", ReferenceAttention(), [LayerShape(heads, kv_heads, 8, 8)], 64, cp, 4
+        )

@@ -23,14 +23,31 @@ from automodel_lite.config.schema import MeshConfig
 from automodel_lite.models.layers import decoder_layers
 from automodel_lite.models.loss import FusedLinearCrossEntropy, LossModel
 from automodel_lite.parallel import mesh
-from automodel_lite.parallel.mesh import AXES, Mesh, MeshShape, allow_sockets, cgroup_cores, init_mesh, threads_of
-from automodel_lite.parallel.sharding import ParallelModel, choose_strategy, copies_of_experts, parallelize
+from automodel_lite.parallel.mesh import (
+    AXES,
+    Mesh,
+    MeshShape,
+    allow_sockets,
+    cgroup_cores,
+    init_mesh,
+    threads_of,
+)
+from automodel_lite.parallel.sharding import (
+    ParallelModel,
+    choose_strategy,
+    copies_of_experts,
+    parallelize,
+)
 from automodel_lite.thd import stream_of
 from tests.runs import losses_by_step, train_on, train_quick
 
 
-@pytest.mark.parametrize(("num_visible", "index"), [(8, 3), (1, 0), (4, 3)], ids=["all", "its own alone", "half"])
-def test_a_rank_takes_a_gpu_that_it_sees(num_visible: int, index: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("num_visible", "index"), [(8, 3), (1, 0), (4, 3)], ids=["all", "its own alone", "half"]
+)
+def test_a_rank_takes_a_gpu_that_it_sees(
+    num_visible: int, index: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`srun --gpus-per-task=1` leaves LOCAL_RANK up to 7 and one visible GPU."""
     taken: list[torch.device] = []
     monkeypatch.delenv("RANK", raising=False)
@@ -56,12 +73,19 @@ def test_nccl_connects_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setenv("LOCAL_RANK", "3")
-    for name, value in {"is_available": lambda: True, "device_count": lambda: 8, "set_device": print}.items():
+    for name, value in {
+        "is_available": lambda: True,
+        "device_count": lambda: 8,
+        "set_device": print,
+    }.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(dist, "init_process_group", open_group)
     with pytest.raises(Opened):
         init_mesh(MeshConfig())
-    assert (asked[0]["backend"], asked[0]["device_id"]) == ("cpu:gloo,cuda:nccl", torch.device("cuda", 3))
+    assert (asked[0]["backend"], asked[0]["device_id"]) == (
+        "cpu:gloo,cuda:nccl",
+        torch.device("cuda", 3),
+    )
 
 
 def test_many_ranks_may_open_their_sockets() -> None:
@@ -78,9 +102,19 @@ def test_many_ranks_may_open_their_sockets() -> None:
 
 @pytest.mark.parametrize(
     ("num_experts", "num_shards", "copies"),
-    [(128, 1024, 8), (128, 128, 1), (128, 64, 1), (60, 1024, 16), (8, 64, 8), (3, 4, 1), (0, 64, 1)],
+    [
+        (128, 1024, 8),
+        (128, 128, 1),
+        (128, 64, 1),
+        (60, 1024, 16),
+        (8, 64, 8),
+        (3, 4, 1),
+        (0, 64, 1),
+    ],
 )
-def test_experts_are_sharded_over_no_more_ranks_than_there_are(num_experts: int, num_shards: int, copies: int) -> None:
+def test_experts_are_sharded_over_no_more_ranks_than_there_are(
+    num_experts: int, num_shards: int, copies: int
+) -> None:
     """60 over 64 of 1,024 ranks: every rank gathers padding for 4 of 64, not for 964."""
     assert copies_of_experts(num_experts, num_shards) == copies
 
@@ -89,7 +123,9 @@ def test_experts_are_sharded_over_no_more_ranks_than_there_are(num_experts: int,
     ("axes", "num_groups"),
     [({"dp_shard": 1024}, 0), ({"dp_shard": 128, "cp": 8}, 128 + 8), ({"dp_replicate": 4, "dp_shard": 32, "cp": 8}, 256 + 32 + 128)],
 )  # fmt: skip
-def test_axes_of_size_1_make_no_groups(axes: dict[str, int], num_groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_axes_of_size_1_make_no_groups(
+    axes: dict[str, int], num_groups: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """At (1, 1024, 1, 1) there were 3,072 calls, each of them a barrier in the store where a site has set that."""
     made: list[object] = []
     real = dist.distributed_c10d._new_group_with_tag
@@ -108,28 +144,49 @@ def test_axes_of_size_1_make_no_groups(axes: dict[str, int], num_groups: int, mo
 
 def test_one_gpu_is_sharded_like_many() -> None:
     one, eight = MeshShape(1, 1, 1), MeshShape(1, 8, 1)
-    assert choose_strategy("auto", one, is_gpu=True) == choose_strategy("auto", eight, is_gpu=True) == "fsdp"
+    assert (
+        choose_strategy("auto", one, is_gpu=True)
+        == choose_strategy("auto", eight, is_gpu=True)
+        == "fsdp"
+    )
     assert choose_strategy("auto", one, is_gpu=False) == "none"
     assert choose_strategy("auto", one, is_gpu=True, is_quantized=True) == "none"
 
 
 def test_embedding_and_head_are_gathered_apart() -> None:
     """As one group they are all there before anything runs, and reduced after everything: 4.2 GB of an 8B model."""
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 2,
+    }
     seen: dict[str, list[str]] = {}
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        lm = LlamaForCausalLM(LlamaConfig(vocab_size=64, tie_word_embeddings=False, **sizes)).train()
+        lm = LlamaForCausalLM(
+            LlamaConfig(vocab_size=64, tie_word_embeddings=False, **sizes)
+        ).train()
         install(lm, ReferenceAttention())
         root = init_device_mesh("cpu", (1, 1, 1, 1), mesh_dim_names=AXES)
         mesh = Mesh(MeshShape(1, 1, 1), torch.device("cpu"), root)
         model = parallelize(LossModel(lm, FusedLinearCrossEntropy()), mesh, "fsdp", torch.bfloat16)
-        embedding, head, first = lm.get_input_embeddings(), lm.get_output_embeddings(), decoder_layers(lm)[0]
+        embedding, head, first = (
+            lm.get_input_embeddings(),
+            lm.get_output_embeddings(),
+            decoder_layers(lm)[0],
+        )
 
         def look(moment: str) -> None:
             whole = {"embedding": embedding, "layer": first.mlp.up_proj, "head": head}
-            seen[moment] = [name for name, module in whole.items() if not isinstance(module.weight, DTensor)]
-            seen[moment] += [f"{name}'s gradient" for name, module in whole.items() if module.weight.grad is not None]
+            seen[moment] = [
+                name for name, module in whole.items() if not isinstance(module.weight, DTensor)
+            ]
+            seen[moment] += [
+                f"{name}'s gradient"
+                for name, module in whole.items()
+                if module.weight.grad is not None
+            ]
 
         def watch(module: torch.nn.Module, moment: str) -> None:
             def hook(_: Any, args: Any, out: torch.Tensor) -> None:
@@ -149,7 +206,8 @@ def test_embedding_and_head_are_gathered_apart() -> None:
         "first layer": ["layer"],  # the embedding is used up
         "loss": ["head"],
         "its backward": ["layer", "head's gradient"],
-        "the embedding's backward": ["layer's gradient", "head's gradient"],  # which needs no weight
+        # which needs no weight
+        "the embedding's backward": ["layer's gradient", "head's gradient"],
     }
 
 
@@ -171,7 +229,11 @@ def test_autocast_keeps_no_casts_of_weights() -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_one_rank_alone_has_the_numbers_of_two(precision: str, tmp_path: Path) -> None:
     """The way of one GPU, on gloo: a group of one rank, saved and resumed. Under autocast a step of bf16 is 4e-3."""
-    options = ["mesh.strategy=fsdp", f"training.precision={precision}", "training.log_every_steps=1"]
+    options = [
+        "mesh.strategy=fsdp",
+        f"training.precision={precision}",
+        "training.log_every_steps=1",
+    ]
     assert train_quick(tmp_path / "one", *options, stop_at=3)[0] == 75
     code, screen = train_quick(tmp_path / "one", *options)
     assert code == 0, screen
@@ -184,7 +246,11 @@ def test_one_rank_alone_has_the_numbers_of_two(precision: str, tmp_path: Path) -
 
 
 def test_ddp_of_one_process(tmp_path: Path) -> None:
-    assert train_quick(tmp_path / "none")[0] == train_quick(tmp_path / "ddp", "mesh.strategy=ddp")[0] == 0
+    assert (
+        train_quick(tmp_path / "none")[0]
+        == train_quick(tmp_path / "ddp", "mesh.strategy=ddp")[0]
+        == 0
+    )
     for step, values in losses_by_step(tmp_path / "ddp").items():
         assert values == pytest.approx(losses_by_step(tmp_path / "none")[step], rel=1e-6)
 

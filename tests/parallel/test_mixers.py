@@ -10,7 +10,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from automodel_lite.attention.documents import mixers_of
 from automodel_lite.attention.interface import install
 from automodel_lite.attention.kernel import ReferenceAttention
-from automodel_lite.parallel.context_parallel import check_context_parallel, cp_shard, document_owners, shard_indices
+from automodel_lite.parallel.context_parallel import (
+    check_context_parallel,
+    cp_shard,
+    document_owners,
+    shard_indices,
+)
 from tests.attention.families import documents, gradients, stream
 from tests.attention.hybrids import HYBRIDS, ONE_OF_EACH_KIND, build_hybrid
 from tests.attention.test_mixers import packed, summed_loss
@@ -22,7 +27,9 @@ LARGEST_ERROR = 1e-5
 LENGTHS = [37, 5, 70, 1, 23]
 
 
-def largest_errors(rank: int, cp: int, families: list[str], exchange: str) -> dict[str, tuple[float, float]]:
+def largest_errors(
+    rank: int, cp: int, families: list[str], exchange: str
+) -> dict[str, tuple[float, float]]:
     """For each family the largest error of logits and of gradients."""
     mesh = init_device_mesh("cpu", (cp,), mesh_dim_names=("cp",))
     batch = stream(documents(LENGTHS), 2 * cp, 192)
@@ -36,7 +43,10 @@ def largest_errors(rank: int, cp: int, families: list[str], exchange: str) -> di
         part = cp_shard(batch, mesh, exchange)
         logits = model(**part.model_inputs()).logits[0]
         summed_loss(logits, part.labels).backward()
-        grads = {name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in model.named_parameters()}
+        grads = {
+            name: p.grad if p.grad is not None else torch.zeros_like(p)
+            for name, p in model.named_parameters()
+        }
         for grad in grads.values():
             dist.all_reduce(grad)
         largest = max(x.abs().max() for x in want.values())
@@ -50,7 +60,9 @@ def largest_errors(rank: int, cp: int, families: list[str], exchange: str) -> di
 @pytest.mark.parametrize("exchange", ["all_gather", "all_to_all"])
 @pytest.mark.parametrize("cp", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_each_kind_of_mixer_over_ranks(cp: int, exchange: str) -> None:
-    for errors in run_ranks(largest_errors, cp, [*ONE_OF_EACH_KIND, "qwen3_next-odd-heads"], exchange):
+    for errors in run_ranks(
+        largest_errors, cp, [*ONE_OF_EACH_KIND, "qwen3_next-odd-heads"], exchange
+    ):
         assert all(max(error) < LARGEST_ERROR for error in errors.values()), errors
 
 
@@ -62,7 +74,9 @@ def test_every_family_over_ranks(cp: int, exchange: str) -> None:
         assert all(max(error) < LARGEST_ERROR for error in errors.values()), errors
 
 
-def owners_and_ways(rank: int, cp: int, families: list[str], lengths: list[int]) -> dict[str, tuple[bool, float]]:
+def owners_and_ways(
+    rank: int, cp: int, families: list[str], lengths: list[int]
+) -> dict[str, tuple[bool, float]]:
     """Whether the mixers of a family share heads between ranks, and the largest error of a gradient; some ranks own no
     document.
     """
@@ -87,8 +101,16 @@ def owners_and_ways(rank: int, cp: int, families: list[str], lengths: list[int])
 
 
 def test_heads_are_shared_where_they_divide_else_documents() -> None:
-    families = ["lfm2", "nemotron_h", "qwen3_next", "qwen3_next-odd-heads", "minimax", "recurrent_gemma"]
-    for found in run_ranks(owners_and_ways, 2, families, [40]):  # one document, so that one rank owns none
+    families = [
+        "lfm2",
+        "nemotron_h",
+        "qwen3_next",
+        "qwen3_next-odd-heads",
+        "minimax",
+        "recurrent_gemma",
+    ]
+    # one document, so that one rank owns none
+    for found in run_ranks(owners_and_ways, 2, families, [40]):
         shares = [family for family, (shares_heads, _) in found.items() if shares_heads]
         assert shares == ["lfm2", "nemotron_h", "qwen3_next"]
         assert all(error < LARGEST_ERROR for _, error in found.values()), found

@@ -52,17 +52,28 @@ def test_facts_that_differ_are_named_with_both_values() -> None:
 
 
 def test_what_is_compared() -> None:
-    assert flat({"a": {"b": 1, "c": {}}, "cache_dir": "/x", "training": {"num_threads": 2, "max_steps": 3}}) == {
+    assert flat(
+        {"a": {"b": 1, "c": {}}, "cache_dir": "/x", "training": {"num_threads": 2, "max_steps": 3}}
+    ) == {
         "a.b": 1,
         "a.c": {},
         "training.max_steps": 3,
     }
-    assert {"version of torch", "version of transformers", "files of automodel_lite"} <= versions().keys()
+    assert {
+        "version of torch",
+        "version of transformers",
+        "files of automodel_lite",
+    } <= versions().keys()
 
 
-def test_files_of_the_package_are_those_that_are_read_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_the_package_are_those_that_are_read_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """How families and columns are named stands in YAML."""
-    copy, found = Path(shutil.copytree(PACKAGE, tmp_path / "copy")), {versions()["files of automodel_lite"]}
+    copy, found = (
+        Path(shutil.copytree(PACKAGE, tmp_path / "copy")),
+        {versions()["files of automodel_lite"]},
+    )
     monkeypatch.setattr(automodel_lite, "__file__", str(copy / "__init__.py"))
     for name in ("thd.py", "attention/families.yaml", "data/tokens/chat_template.jinja"):
         with (copy / name).open("a") as file:
@@ -72,7 +83,8 @@ def test_files_of_the_package_are_those_that_are_read_too(tmp_path: Path, monkey
 
 
 def _train_otherwise(rank: int, world_size: int, folder: str, overrides: list[list[str]]) -> str:
-    peers_module._LOOK_EVERY_S = 10.0  # of a rank that is held up for a second, the watch would end the process
+    # of a rank that is held up for a second, the watch would end the process
+    peers_module._LOOK_EVERY_S = 10.0
     try:
         train_quick(Path(folder), *overrides[rank])
     except ConfigError as error:
@@ -87,7 +99,9 @@ def _train_otherwise(rank: int, world_size: int, folder: str, overrides: list[li
         ("mesh.timeout_s=17", "mesh.timeout_s: 600 on rank 0 .*, 17 on rank 1"),
     ],
 )
-def test_a_run_of_different_settings_does_not_start(tmp_path: Path, override: str, said: str) -> None:
+def test_a_run_of_different_settings_does_not_start(
+    tmp_path: Path, override: str, said: str
+) -> None:
     """Another seed or clipping on one node once trained to the end, with other losses."""
     began = time.monotonic()
     for text in run_ranks(_train_otherwise, 2, str(tmp_path / "run"), [[], [override]]):
@@ -142,10 +156,23 @@ run_recipe("recipes.train_ft:main")
 def test_a_mistake_of_one_rank_is_printed_by_rank_0(tmp_path: Path, where: str) -> None:
     script = tmp_path / "hooked.py"
     script.write_text(SCRIPT.format(where=where))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        str(script),
+    ]
     began = time.monotonic()
     done = subprocess.run(
-        [*command, "--config-name", "smoke", f"output_dir={tmp_path}/run", "training.num_threads=1"],
+        [
+            *command,
+            "--config-name",
+            "smoke",
+            f"output_dir={tmp_path}/run",
+            "training.num_threads=1",
+        ],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -154,9 +181,9 @@ def test_a_mistake_of_one_rank_is_printed_by_rank_0(tmp_path: Path, where: str) 
     )
     assert done.returncode != 0
     assert time.monotonic() - began < 100
-    assert re.search(r"^rank 1 on \S+: (rank 1: )?dataset.path=/only/here does not exist", done.stderr, re.M), (
-        done.stderr
-    )
+    assert re.search(
+        r"^rank 1 on \S+: (rank 1: )?dataset.path=/only/here does not exist", done.stderr, re.M
+    ), done.stderr
     if (tmp_path / "run").exists():
         assert '"failed"' in (tmp_path / "run/STATUS.json").read_text()
 
@@ -167,7 +194,10 @@ def _die(rank: int, world_size: int) -> str:
         if rank == 1:  # known from the start under the number of a process that is gone
             pid = os.fork()
             os._exit(0) if pid == 0 else os.waitpid(pid, 0)
-            patch.setattr("automodel_lite.parallel.peers.this_process", lambda: replace(this_process(), pid=pid))
+            patch.setattr(
+                "automodel_lite.parallel.peers.this_process",
+                lambda: replace(this_process(), pid=pid),
+            )
         peers = open_peers()
         peers.on_failure = lambda error: heard.append(str(error))
         try:
@@ -184,7 +214,9 @@ def test_a_rank_that_is_killed_is_named_within_seconds() -> None:
     """Before training, where no collective would fail: the others once waited for over 700 s without a line."""
     began = time.monotonic()
     for said in run_ranks(_die, 2):
-        assert re.fullmatch(r"rank 1 on \S+: ended without a message \(killed, out of memory, or a crash\)", said)
+        assert re.fullmatch(
+            r"rank 1 on \S+: ended without a message \(killed, out of memory, or a crash\)", said
+        )
     assert time.monotonic() - began < 100
 
 

@@ -11,11 +11,15 @@ from tests.ranks import run_ranks
 from tests.runs import wait_until
 
 
-def read(rank: int, world_size: int, hosts_at_once: int, failing: int, folder: Path) -> tuple[float, float]:
+def read(
+    rank: int, world_size: int, hosts_at_once: int, failing: int, folder: Path
+) -> tuple[float, float]:
     """Reads until all that may read now do -> when this rank began, and ended."""
     mesh.HOSTS_AT_ONCE = hosts_at_once
     first = rank // hosts_at_once * hosts_at_once
-    together = [folder / str(other) for other in range(first, min(first + hosts_at_once, world_size))]
+    together = [
+        folder / str(other) for other in range(first, min(first + hosts_at_once, world_size))
+    ]
     ended = 0.0
     try:
         with reading_turn():

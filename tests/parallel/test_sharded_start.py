@@ -52,7 +52,9 @@ def weights(config: Config, mesh: Mesh, dtype: torch.dtype) -> dict[str, torch.T
     return {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in named.items()}
 
 
-def largest_difference(rank: int, world: int, cases: list[tuple[Config, torch.dtype]]) -> list[float]:
+def largest_difference(
+    rank: int, world: int, cases: list[tuple[Config, torch.dtype]]
+) -> list[float]:
     """Of each case, between this mesh and one process; -1 where names, dtypes or shapes differ. The first is read by
     one rank after the other, as by many hosts: no collective is inside.
     """
@@ -62,13 +64,16 @@ def largest_difference(rank: int, world: int, cases: list[tuple[Config, torch.dt
 
 def _difference(config: Config, dtype: torch.dtype) -> float:
     got, want = (weights(config, mesh, dtype) for mesh in (init_mesh(config.mesh), ALONE))
-    if {n: (x.dtype, x.shape) for n, x in got.items()} != {n: (x.dtype, x.shape) for n, x in want.items()}:
+    if {n: (x.dtype, x.shape) for n, x in got.items()} != {
+        n: (x.dtype, x.shape) for n, x in want.items()
+    }:
         return -1.0
     return max(float((got[name] - x).abs().max()) for name, x in want.items())
 
 
 FROM_SCRATCH = {
-    "tied": ["model.config.tie_word_embeddings=true", "model.config.intermediate_size=100"],  # 100 rows on 3 ranks
+    # 100 rows on 3 ranks
+    "tied": ["model.config.tie_word_embeddings=true", "model.config.intermediate_size=100"],
     "experts": [
         "model.config.model_type=qwen3_moe",
         "model.config.num_experts=4",
@@ -79,8 +84,12 @@ FROM_SCRATCH = {
 
 
 def test_random_weights_are_those_of_one_process(tmp_path: Path) -> None:
-    cases = [config_of("smoke", tmp_path / name, *overrides) for name, overrides in FROM_SCRATCH.items()]
-    for differences in run_ranks(largest_difference, 3, [(config, torch.float32) for config in cases]):
+    cases = [
+        config_of("smoke", tmp_path / name, *overrides) for name, overrides in FROM_SCRATCH.items()
+    ]
+    for differences in run_ranks(
+        largest_difference, 3, [(config, torch.float32) for config in cases]
+    ):
         assert differences == [0.0] * 2
 
 
@@ -96,7 +105,9 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ):
         config = FAMILIES[name]()
         config.tie_word_embeddings = name == "llama"
-        AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(folder / name, max_shard_size="100KB")
+        AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(
+            folder / name, max_shard_size="100KB"
+        )
     return folder
 
 
@@ -118,14 +129,20 @@ def test_loaded_weights_are_those_of_one_process(tmp_path: Path, checkpoints: Pa
         assert differences == [0.0] * len(cases)
 
 
-def probes_of_a_rank(rank: int, world: int, families: list[str]) -> dict[str, tuple[float, bool, str]]:
+def probes_of_a_rank(
+    rank: int, world: int, families: list[str]
+) -> dict[str, tuple[float, bool, str]]:
     """Of each family: how far the probe's logits are from those of gathered weights, whether it gives one process's
     answer about the head, and the error of the start-up checks; at last of a model whose documents see each other.
     """
     mesh = Mesh(
-        MeshShape(1, world, 1), torch.device("cpu"), init_device_mesh("cpu", (1, world, 1), mesh_dim_names=AXES)
+        MeshShape(1, world, 1),
+        torch.device("cpu"),
+        init_device_mesh("cpu", (1, world, 1), mesh_dim_names=AXES),
     )
-    return {family: _probe(family, mesh) for family in families} | {"leaky": _probe("llama", mesh, leaks=True)}
+    return {family: _probe(family, mesh) for family in families} | {
+        "leaky": _probe("llama", mesh, leaks=True)
+    }
 
 
 AXES = ("dp_replicate", "dp_shard", "cp")
@@ -138,7 +155,9 @@ def _probe(family: str, mesh: Mesh, leaks: bool = False) -> tuple[float, bool, s
     before = dict(model.loss_model.named_parameters())
     got_TV, found_plain = model.probe(batch)
     assert all(before[name] is p for name, p in model.loss_model.named_parameters())
-    error = max(float((x - want_TV).abs().max() / want_TV.std()) for x in (got_TV, model.logits(batch)))
+    error = max(
+        float((x - want_TV).abs().max() / want_TV.std()) for x in (got_TV, model.logits(batch))
+    )
     if leaks:
         decoder_layers(model.loss_model.lm)[0].register_forward_hook(_see_the_document_before)
     try:
@@ -168,16 +187,24 @@ def test_the_probe_of_shards_is_that_of_one_process() -> None:
 @pytest.mark.slow
 def test_the_probe_of_shards_for_every_family() -> None:
     for answers in run_ranks(probes_of_a_rank, 3, [*sorted(FAMILIES), *sorted(HYBRIDS)]):
-        wrong = {family: answer for family, answer in answers.items() if answer[0] > 1e-3 or not answer[1]}
+        wrong = {
+            family: answer
+            for family, answer in answers.items()
+            if answer[0] > 1e-3 or not answer[1]
+        }
         assert not wrong
 
 
 @pytest.mark.slow
-def test_experts_fewer_than_ranks_are_those_of_one_process(tmp_path: Path, checkpoints: Path) -> None:
+def test_experts_fewer_than_ranks_are_those_of_one_process(
+    tmp_path: Path, checkpoints: Path
+) -> None:
     """Two experts on four ranks lie on two of them each, loaded from fused files and drawn."""
     fused = ["model=pretrained", f"model.pretrained={checkpoints / 'gpt_oss_sinks_window'}"]
     drawn = [value.replace("experts=4", "experts=2") for value in FROM_SCRATCH["experts"]]
-    configs = [(config_of("smoke", tmp_path, *overrides), torch.float32) for overrides in (fused, drawn)]
+    configs = [
+        (config_of("smoke", tmp_path, *overrides), torch.float32) for overrides in (fused, drawn)
+    ]
     for differences in run_ranks(largest_difference, 4, configs):
         assert differences == [0.0, 0.0]
 
@@ -190,12 +217,29 @@ def test_a_rank_without_an_expert(tmp_path: Path) -> None:
     save(random_model(config), tmp_path / "model")
     rows = (tmp_path / "documents.jsonl").read_text()
     (tmp_path / "documents.jsonl").write_text(rows * 8)
-    settings = ["name=six", f"model.pretrained={tmp_path}/model", f"dataset.path={tmp_path}/documents.jsonl"]
+    settings = [
+        "name=six",
+        f"model.pretrained={tmp_path}/model",
+        f"dataset.path={tmp_path}/documents.jsonl",
+    ]
     configs = [(config_of("finetune", tmp_path / "load", *settings), torch.float32)]
     assert run_ranks(largest_difference, 4, configs) == [[0.0]] * 4
-    settings += ["dataset.labels=aligned", "tokenize.train_on=all", "packed_sequence.packed_sequence_size=48", *QUICK]
-    settings += ["training.num_epochs=null", "optimizer.lr=1e-4", "checkpoint.export_hf=true", "lr_scheduler=constant"]
-    found = {world: train("finetune", tmp_path / f"{world}", *settings, world_size=world) for world in (1, 4)}
+    settings += [
+        "dataset.labels=aligned",
+        "tokenize.train_on=all",
+        "packed_sequence.packed_sequence_size=48",
+        *QUICK,
+    ]
+    settings += [
+        "training.num_epochs=null",
+        "optimizer.lr=1e-4",
+        "checkpoint.export_hf=true",
+        "lr_scheduler=constant",
+    ]
+    found = {
+        world: train("finetune", tmp_path / f"{world}", *settings, world_size=world)
+        for world in (1, 4)
+    }
     for one, four in zip(*map(losses, found.values()), strict=True):
         assert four == pytest.approx(one, rel=1e-4)
     whole, shards = (load_file(tmp_path / f"{world}/hf/model.safetensors") for world in (1, 4))
@@ -205,13 +249,27 @@ def test_a_rank_without_an_expert(tmp_path: Path) -> None:
         torch.testing.assert_close(shards[name].float(), value.float(), atol=2e-3, rtol=1e-2)
 
 
-INDICES = [..., slice(1, 5), (slice(2, 9),), (slice(3, None), slice(4, 7)), (slice(None), slice(0, 2)), slice(4, 4)]
+INDICES = [
+    ...,
+    slice(1, 5),
+    (slice(2, 9),),
+    (slice(3, None), slice(4, 7)),
+    (slice(None), slice(0, 2)),
+    slice(4, 4),
+]
 
 
 def test_no_more_is_read_than_the_rows_asked_for(tmp_path: Path) -> None:
-    values = {"matrix": torch.randn(64, 1024), "halves": torch.randn(10, 8).bfloat16(), "vector": torch.arange(12)}
+    values = {
+        "matrix": torch.randn(64, 1024),
+        "halves": torch.randn(10, 8).bfloat16(),
+        "vector": torch.arange(12),
+    }
     save_file(values | {"scalar": torch.tensor(3.0)}, tmp_path / "weights")
-    file, library = RowFile(str(tmp_path / "weights")), safe_open(tmp_path / "weights", framework="pt")
+    file, library = (
+        RowFile(str(tmp_path / "weights")),
+        safe_open(tmp_path / "weights", framework="pt"),
+    )
     assert file.keys() == library.keys()
     for name in values:
         ours, theirs = file.get_slice(name), library.get_slice(name)
@@ -235,7 +293,12 @@ def test_a_rank_never_holds_the_model(tmp_path: Path) -> None:
     """253 M parameters, 0.94 GiB in fp32: peak memory of each rank from the start of a tiny model to its last check, and
     of the export, which reads the files back into shards beside the trained ones.
     """
-    sizes = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 20, "num_attention_heads": 16}
+    sizes = {
+        "hidden_size": 1024,
+        "intermediate_size": 2816,
+        "num_hidden_layers": 20,
+        "num_attention_heads": 16,
+    }
     sizes |= {"num_key_value_heads": 8, "vocab_size": 8192}
     model = AutoModelForCausalLM.from_config(LlamaConfig(**sizes), dtype=torch.bfloat16)
     model.save_pretrained(tmp_path / "base", max_shard_size="100MB")
@@ -267,7 +330,13 @@ def peaks_of_a_rank(rank: int, world: int, config: Config) -> tuple[float, float
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     model, dtype = built.model, built.plan.parts.model.dtype
     export_hf(
-        Path(config.output_dir) / "hf", model.loss_model, tokenizer(8), dtype, model.logits, 1, model.sharded_over
+        Path(config.output_dir) / "hf",
+        model.loss_model,
+        tokenizer(8),
+        dtype,
+        model.logits,
+        1,
+        model.sharded_over,
     )
     return start, _peak_gib() - before, built.plan.size.parameters * 4 / 2**30, num_read / 2**30
 

@@ -96,7 +96,10 @@ def spread(
         model = replace(model, reduces_every=reduces_every)
         mine = [mesh.dp_rank * MICRO_BATCHES + i for i in range(MICRO_BATCHES)]
         batches = [micro_batch(number, mesh.shape.cp) for number in mine]
-        num_label_tokens = mesh.sum(torch.tensor(sum(batch.num_label_tokens for batch in batches))) // mesh.shape.cp
+        num_label_tokens = (
+            mesh.sum(torch.tensor(sum(batch.num_label_tokens for batch in batches)))
+            // mesh.shape.cp
+        )
         total = torch.zeros(())
         for number, batch in enumerate(batches, start=1):
             with model.accumulate(is_last=number == len(batches)):
@@ -112,12 +115,16 @@ def spread(
         }
         assert grads.keys() == want_grads.keys()
         largest = max(1.0, *(float(grad.abs().max()) for grad in want_grads.values()))
-        of_grads = max(float((grads[name] - grad).abs().max()) / largest for name, grad in want_grads.items())
+        of_grads = max(
+            float((grads[name] - grad).abs().max()) / largest for name, grad in want_grads.items()
+        )
         errors[family] = (float(abs(total - want)), of_grads)
     return errors
 
 
-def assert_equal(shape: tuple[int, ...], strategy: str, exchange: str, families: list[str], *more: bool) -> None:
+def assert_equal(
+    shape: tuple[int, ...], strategy: str, exchange: str, families: list[str], *more: bool
+) -> None:
     world = math.prod(shape[:4])
     for errors in run_ranks(spread, world, shape, strategy, exchange, families, *more):
         for family, (of_loss, of_grads) in errors.items():
@@ -161,29 +168,41 @@ def test_llama_and_gpt_oss(layout: tuple[tuple[int, int, int], str, str]) -> Non
     [((1, 2, 2), (True, False)), ((2, 2, 1), (False, True)), ((2, 2, 1), (False, False, False))],
     ids=["offloaded", "hsdp reduced every micro-batch", "hsdp gathered once"],
 )
-def test_how_weights_are_held_changes_no_number(shape: tuple[int, int, int], how: tuple[bool, ...]) -> None:
+def test_how_weights_are_held_changes_no_number(
+    shape: tuple[int, int, int], how: tuple[bool, ...]
+) -> None:
     assert_equal(shape, "fsdp", "all_gather", ["llama"], *how)
 
 
 def fsdp_parameters(model: ParallelModel) -> list[Any]:
     """FSDP's own records of the parameters."""
     units = [module for module in model.module.modules() if isinstance(module, FSDPModule)]
-    groups = {id(group): group for unit in units if (group := unit._get_fsdp_state()._fsdp_param_group)}
+    groups = {
+        id(group): group for unit in units if (group := unit._get_fsdp_state()._fsdp_param_group)
+    }
     return [fsdp_param for group in groups.values() for fsdp_param in group.fsdp_params]
 
 
 def held_between_micro_batches(rank: int, world: int, reduces_every: bool) -> float:
     """Elements of gradients that a rank holds after the first of two micro-batches, over those of its shards."""
     mesh = Mesh(
-        MeshShape(1, 2, 1), torch.device("cpu"), init_device_mesh("cpu", (1, 2, 1, 1), mesh_dim_names=AXIS_NAMES)
+        MeshShape(1, 2, 1),
+        torch.device("cpu"),
+        init_device_mesh("cpu", (1, 2, 1, 1), mesh_dim_names=AXIS_NAMES),
     )
-    model = replace(parallelize(loss_model("llama"), mesh, "fsdp", torch.float32), reduces_every=reduces_every)
+    model = replace(
+        parallelize(loss_model("llama"), mesh, "fsdp", torch.float32), reduces_every=reduces_every
+    )
     with model.accumulate(is_last=False):
         model(micro_batch(rank, 1)).backward()
     states = fsdp_parameters(model)
     sharded = [p.grad.to_local().numel() for p in model.parameters() if p.grad is not None]
     whole = [s._unsharded_param.grad.numel() for s in states if s._unsharded_param.grad is not None]
-    whole += [s.unsharded_accumulated_grad.numel() for s in states if s.unsharded_accumulated_grad is not None]
+    whole += [
+        s.unsharded_accumulated_grad.numel()
+        for s in states
+        if s.unsharded_accumulated_grad is not None
+    ]
     return (sum(sharded) + sum(whole)) / sum(p.to_local().numel() for p in model.parameters())
 
 

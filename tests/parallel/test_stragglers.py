@@ -36,17 +36,29 @@ def compared(layer_s: list[float], wait_s: list[float]) -> tuple[dict[str, Any],
 def test_a_rank_that_computes_slowly_is_named_with_its_host() -> None:
     row, said = compared([0.010, 0.011, 0.013, 0.010], [0.0, 0.0, 0.0, 0.0])
     assert row["ranks/layer_s_slowest"] == "rank 2 on b"
-    assert [row[f"ranks/layer_s_{which}"] for which in ("min", "median", "max")] == [0.010, 0.010, 0.013]
-    assert row["warning"] == "step 50: rank 2 on b takes 0.013 s for a layer, most ranks 0.01 s: all ranks wait for it"
+    assert [row[f"ranks/layer_s_{which}"] for which in ("min", "median", "max")] == [
+        0.010,
+        0.010,
+        0.013,
+    ]
+    assert (
+        row["warning"]
+        == "step 50: rank 2 on b takes 0.013 s for a layer, most ranks 0.01 s: all ranks wait for it"
+    )
     assert said == [f"WARNING: {row['warning']}"]
 
 
 def test_a_rank_that_waits_for_its_data_is_named() -> None:
     row, _ = compared([0.010, 0.010, 0.010, 0.010], [0.0, 1.0, 0.0, 0.0])
-    assert row["warning"] == "step 50: rank 1 on a takes 1 s for its data, most ranks 0 s: all ranks wait for it"
+    assert (
+        row["warning"]
+        == "step 50: rank 1 on a takes 1 s for its data, most ranks 0 s: all ranks wait for it"
+    )
 
 
-@pytest.mark.parametrize("layer_s", [[0.010, 0.0109, 0.010, 0.010], [0.0, 0.0, 0.0, 0.0]], ids=["9 %", "nothing yet"])
+@pytest.mark.parametrize(
+    "layer_s", [[0.010, 0.0109, 0.010, 0.010], [0.0, 0.0, 0.0, 0.0]], ids=["9 %", "nothing yet"]
+)
 def test_equal_ranks_are_not_warned_of(layer_s: list[float]) -> None:
     row, said = compared(layer_s, [0.0] * 4)
     assert not said
@@ -93,7 +105,9 @@ def test_nothing_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
 def slow_layer(rank: int, world_size: int) -> tuple[float, dict[str, Any]]:
     """Seconds of this rank's five steps, and what the ranks are compared by; a layer of rank 1 is held up."""
     model = loss_model("llama")
-    mesh = Mesh(MeshShape(1, 2, 1), CPU, init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",)))
+    mesh = Mesh(
+        MeshShape(1, 2, 1), CPU, init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
+    )
     fully_shard_model(model, mesh, torch.float32)
     layer: Any = model.lm.model.layers[0]
     forward = layer.forward

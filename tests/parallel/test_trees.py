@@ -19,14 +19,23 @@ from tests.attention.hybrids import build_hybrid
 from tests.attention.trees import batch_of, random_rows
 from tests.ranks import run_ranks
 
-ATTENTION = ["llama", "gemma2_softcap_window", "gpt_oss_sinks_window", "llama4_chunks", "deepseek_v3_latent"]
+ATTENTION = [
+    "llama",
+    "gemma2_softcap_window",
+    "gpt_oss_sinks_window",
+    "llama4_chunks",
+    "deepseek_v3_latent",
+]
 MIXERS = ["qwen3_next", "qwen3_next-odd-heads", "mamba", "lfm2", "minimax"]
 """Of the mixers, odd heads and lightning attention get whole documents, the others all tokens of some heads."""
 
 
 def trees_of(cp: int) -> tuple[ThdBatch, torch.Tensor]:
     r = random.Random(5)
-    return batch_of([random_rows(r, VOCAB, most=6), random_rows(r, VOCAB, 0), random_rows(r, VOCAB, 2, 3)], 2 * cp)
+    return batch_of(
+        [random_rows(r, VOCAB, most=6), random_rows(r, VOCAB, 0), random_rows(r, VOCAB, 2, 3)],
+        2 * cp,
+    )
 
 
 def step(family: str, batch: ThdBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -34,12 +43,16 @@ def step(family: str, batch: ThdBatch) -> tuple[torch.Tensor, dict[str, torch.Te
     install(model, ReferenceAttention())
     logits = model(**batch.model_inputs()).logits[0]
     weights = batch.columns["loss_weights"].to(logits.dtype)
-    loss = (F.cross_entropy(logits, batch.labels, reduction="none", ignore_index=IGNORE_INDEX) * weights).sum()
+    loss = (
+        F.cross_entropy(logits, batch.labels, reduction="none", ignore_index=IGNORE_INDEX) * weights
+    ).sum()
     loss.backward()
     return loss.detach(), gradients(model)
 
 
-def errors(rank: int, cp: int, families: list[str], exchange: str) -> dict[str, tuple[float, float]]:
+def errors(
+    rank: int, cp: int, families: list[str], exchange: str
+) -> dict[str, tuple[float, float]]:
     mesh = init_device_mesh("cpu", (cp,), mesh_dim_names=("cp",))
     found = {}
     for family in families:

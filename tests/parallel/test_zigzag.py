@@ -38,7 +38,9 @@ def test_segments_know_their_document() -> None:
 
 
 def test_a_slot_that_does_not_divide_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"slot of 6 tokens is not a multiple of 4 \(2 \* cp\): pack with "):
+    with pytest.raises(
+        ValueError, match=r"slot of 6 tokens is not a multiple of 4 \(2 \* cp\): pack with "
+    ):
         shard_indices(torch.tensor([0, 4, 10]), 2, 0)
 
 
@@ -80,6 +82,9 @@ def test_all_ranks_have_the_same_work(world: int, chunks: list[int]) -> None:
     work = set()
     for rank in range(world):
         segments = owned_segments(cu, world, rank)
-        ends, starts = segments.end - segments.document_start, segments.start - segments.document_start
+        ends, starts = (
+            segments.end - segments.document_start,
+            segments.start - segments.document_start,
+        )
         work.add(int(((ends * (ends + 1) - starts * (starts + 1)) // 2).sum()))
     assert len(work) == 1

@@ -15,7 +15,8 @@ from hypothesis.strategies import SearchStrategy
 from automodel_lite.errors import ConfigError, DataError
 
 MAX_S = 60
-SEED = int(os.environ.get("PROPERTY_SEED", "1"))  # the same cases everywhere, until another seed is asked for
+# the same cases everywhere, until another seed is asked for
+SEED = int(os.environ.get("PROPERTY_SEED", "1"))
 
 
 class Hang(BaseException):
@@ -36,7 +37,9 @@ def within_a_minute() -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def explore(strategy: SearchStrategy, attempt: Callable[[Any], None], num_cases: int) -> Counter[str]:
+def explore(
+    strategy: SearchStrategy, attempt: Callable[[Any], None], num_cases: int
+) -> Counter[str]:
     """Draws cases; counts those that went right and those that were answered by a sentence.
 
     Anything else that `attempt` raises is a failure: hypothesis shrinks it, and prints the smallest case.
@@ -44,7 +47,12 @@ def explore(strategy: SearchStrategy, attempt: Callable[[Any], None], num_cases:
     counts: Counter[str] = Counter()
 
     @seed(SEED)
-    @settings(max_examples=num_cases, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=num_cases,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
     @given(strategy)
     def one(case: Any) -> None:
         with within_a_minute():

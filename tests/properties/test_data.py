@@ -26,9 +26,12 @@ from tests.data.templates import LLAMA3, byte_tokenizer
 from tests.properties.explore import explore
 
 TOKENIZER = byte_tokenizer(LLAMA3)
-IN_MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None  # where a sync to the disk costs nothing
+# where a sync to the disk costs nothing
+IN_MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None
 texts = st.text(max_size=12)
-answers = st.text(st.characters(codec="utf-8", exclude_characters="⟦⟧"), min_size=1, max_size=12).filter(str.strip)
+answers = st.text(
+    st.characters(codec="utf-8", exclude_characters="⟦⟧"), min_size=1, max_size=12
+).filter(str.strip)
 anything = st.recursive(
     st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), texts, st.just("\ud800")),
     lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(texts, inner, max_size=3)),
@@ -51,11 +54,17 @@ def turn(role: str, content: str, shape: int) -> dict[str, Any]:
 def good_rows(draw: st.DrawFn) -> tuple[dict[str, Any], list[str]]:
     """A row of some format, and the answers that must be trained on."""
     question, answer = draw(answers), draw(answers)
-    kind = draw(st.sampled_from(["messages", "conversations", "prompt", "alpaca", "question", "text"]))
+    kind = draw(
+        st.sampled_from(["messages", "conversations", "prompt", "alpaca", "question", "text"])
+    )
     if kind in ("messages", "conversations"):
         pairs = draw(st.lists(st.tuples(answers, answers), min_size=1, max_size=3))
         shape = st.integers(0, 3)
-        turns = [t for q, a in pairs for t in (turn("user", q, draw(shape)), turn("assistant", a, draw(shape)))]
+        turns = [
+            t
+            for q, a in pairs
+            for t in (turn("user", q, draw(shape)), turn("assistant", a, draw(shape)))
+        ]
         return {kind: turns}, [a for _, a in pairs]
     rows = {
         "prompt": {"prompt": question, "completion": answer},
@@ -111,7 +120,11 @@ def bad_rows(draw: st.DrawFn) -> list[Any]:
     place: Any = rows[-1]
     for _ in range(draw(st.integers(0, 4))):
         children = (
-            list(place) if isinstance(place, dict) else list(range(len(place))) if isinstance(place, list) else []
+            list(place)
+            if isinstance(place, dict)
+            else list(range(len(place)))
+            if isinstance(place, list)
+            else []
         )
         inner = [key for key in children if isinstance(place[key], (dict, list))]
         if not inner:
@@ -211,7 +224,9 @@ def damaged(draw: st.DrawFn, files: dict[str, bytes]) -> tuple[str, bytes]:
 
 
 @pytest.mark.parametrize("num_cases", [120, pytest.param(4000, marks=pytest.mark.slow)])
-def test_damaged_files_are_read_or_named(num_cases: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_files_are_read_or_named(
+    num_cases: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("AUTOMODEL_LITE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
 
@@ -266,7 +281,9 @@ def test_any_template_renders_or_is_named(num_cases: int) -> None:
             assert all(0 <= start <= stop <= len(rendering.text) for start, stop in rendering.spans)
         Renderer(tokenizer, "assistant", {})
 
-    explore(st.tuples(st.lists(PIECES, max_size=3), st.lists(PIECES, max_size=3)), attempt, num_cases)
+    explore(
+        st.tuples(st.lists(PIECES, max_size=3), st.lists(PIECES, max_size=3)), attempt, num_cases
+    )
 
 
 def test_the_rule_can_be_broken() -> None:

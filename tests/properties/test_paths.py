@@ -57,7 +57,11 @@ def made(root: Path, files: list[dict[str, Any]]) -> dict[Path, str]:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path in held or path.is_symlink():
             continue
-        same = [other for other in held if other.name.endswith(one["ending"]) and other.parent.name != ".hidden"]
+        same = [
+            other
+            for other in held
+            if other.name.endswith(one["ending"]) and other.parent.name != ".hidden"
+        ]
         if one["how"] == "to nothing":
             path.symlink_to(root / "nothing")
         elif one["how"] != "file" and same:
@@ -71,9 +75,17 @@ def made(root: Path, files: list[dict[str, Any]]) -> dict[Path, str]:
 
 def expected(root: Path, held: dict[Path, str]) -> list[str]:
     """What should be trained on, by rules written down once more: each text of what can be read, once."""
-    readable = {p: t for p, t in held.items() if any(p.name.endswith(e) for e in READ) and ".hidden" not in p.parts}
+    readable = {
+        p: t
+        for p, t in held.items()
+        if any(p.name.endswith(e) for e in READ) and ".hidden" not in p.parts
+    }
     readable = {p: t for p, t in readable.items() if p.name != "README.txt"}
-    readable = {p: t for p, t in readable.items() if not (p.suffix == ".gz" and p.with_suffix("") in readable)}
+    readable = {
+        p: t
+        for p, t in readable.items()
+        if not (p.suffix == ".gz" and p.with_suffix("") in readable)
+    }
     is_held_out = {p: p.name.startswith(("test-", "valid.")) for p in readable}
     if not all(is_held_out.values()):
         readable = {p: t for p, t in readable.items() if not is_held_out[p]}
@@ -81,7 +93,9 @@ def expected(root: Path, held: dict[Path, str]) -> list[str]:
 
 
 @pytest.mark.parametrize("num_cases", [80, pytest.param(3000, marks=pytest.mark.slow)])
-def test_a_folder_trains_what_it_holds(num_cases: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_trains_what_it_holds(
+    num_cases: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("AUTOMODEL_LITE_CACHE", str(tmp_path / "cache"))
 
     def texts(path: Path) -> list[str]:

@@ -55,16 +55,25 @@ VALUES = {
 
 def drawn(rng: random.Random) -> list[str]:
     """One to three settings; half of the values are wrong, alone or together."""
-    return [f"{key}={rng.choice(VALUES[key])}" for key in rng.sample(sorted(VALUES), rng.randint(1, 3))]
+    return [
+        f"{key}={rng.choice(VALUES[key])}" for key in rng.sample(sorted(VALUES), rng.randint(1, 3))
+    ]
 
 
 def _run(overrides: list[str]) -> None:
-    quick = ["training.num_threads=1", "training.max_steps=2", "report=false", "checkpoint.export_hf=false"]
+    quick = [
+        "training.num_threads=1",
+        "training.max_steps=2",
+        "report=false",
+        "checkpoint.export_hf=false",
+    ]
     run_recipe("recipes.train_ft:main", ["--config-name", "smoke", *quick, *overrides])
 
 
 @pytest.mark.parametrize("num_runs", [3, pytest.param(120, marks=pytest.mark.slow)])
-def test_runs_end_well_or_in_a_sentence(num_runs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_end_well_or_in_a_sentence(
+    num_runs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("AUTOMODEL_LITE_CACHE", str(tmp_path / "cache"))
     print(f"PROPERTY_SEED={SEED}")
     rng = random.Random(SEED)

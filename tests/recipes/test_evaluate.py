@@ -22,7 +22,10 @@ from recipes import evaluate, generate
 from tests.ranks import run_ranks
 from tests.runs import config_of, train
 
-CHATS = [[{"role": "user", "content": text}] for text in ("Hi", "Name the capital of Cuba.", "What " * 20, "Cuba?")]
+CHATS = [
+    [{"role": "user", "content": text}]
+    for text in ("Hi", "Name the capital of Cuba.", "What " * 20, "Cuba?")
+]
 
 
 @pytest.fixture(scope="module")
@@ -49,12 +52,17 @@ def evaluate_on_rank(rank: int, world_size: int, run: Path, overrides: list[str]
     return printed.getvalue()
 
 
-def test_the_exported_model_has_the_loss_that_was_logged(run: Path, capfd: pytest.CaptureFixture[str]):
+def test_the_exported_model_has_the_loss_that_was_logged(
+    run: Path, capfd: pytest.CaptureFixture[str]
+):
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     logged = [row["val_loss/held_out"] for row in rows if "val_loss/held_out" in row][-1]
     assert evaluate.main(evaluation_of(run, "evaluation=exact_match")) == 0
     said = capfd.readouterr().out
-    assert f"held_out: {logged:.4f}, perplexity {math.exp(logged):.2f}, {plainly_right(run):.2%} of the tokens" in said
+    assert (
+        f"held_out: {logged:.4f}, perplexity {math.exp(logged):.2f}, {plainly_right(run):.2%} of the tokens"
+        in said
+    )
     assert "of 24 exactly right, f1 0." in said
     with pytest.raises(ConfigError, match=r"model.pretrained=null is a model from scratch"):
         evaluate.main(config_of("smoke", run))
@@ -63,7 +71,9 @@ def test_the_exported_model_has_the_loss_that_was_logged(run: Path, capfd: pytes
 def plainly_right(run: Path) -> float:
     """Counts what plain transformers get right of the held-out documents' labels, one document at a time."""
     config = evaluate.of_folder(evaluation_of(run))
-    packs = prepare_data(config, check_sizes(config, 1), build_parts(config).packer).val_packs["held_out"]
+    packs = prepare_data(config, check_sizes(config, 1), build_parts(config).packer).val_packs[
+        "held_out"
+    ]
     model, hits = AutoModelForCausalLM.from_pretrained(run / "hf"), []
     for index in packs.plan.doc_ids:
         row = packs.rows[int(index)]
@@ -78,7 +88,9 @@ def test_two_ranks_evaluate_to_the_same_numbers(run: Path):
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     logged = [row["val_loss/held_out"] for row in rows if "val_loss/held_out" in row][-1]
     said, _ = run_ranks(evaluate_on_rank, 2, run, ["mesh.cp=2"])
-    last = [row["val_token_accuracy/held_out"] for row in rows if "val_token_accuracy/held_out" in row][-1]
+    last = [
+        row["val_token_accuracy/held_out"] for row in rows if "val_token_accuracy/held_out" in row
+    ][-1]
     assert last == pytest.approx(plainly_right(run), abs=1e-9)
     assert f"held_out: {logged:.4f}, perplexity {math.exp(logged):.2f}, {last:.2%} of the" in said
 
@@ -94,36 +106,61 @@ def test_a_batch_answers_as_each_prompt_alone(generator: Generator):
 def test_a_file_of_prompts_is_answered_row_by_row(run: Path, tmp_path: Path, generator: Generator):
     asked, answered = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     asked.write_text(
-        "".join(json.dumps({"id": n, "prompt": chat[0]["content"]}) + "\n" for n, chat in enumerate(CHATS))
+        "".join(
+            json.dumps({"id": n, "prompt": chat[0]["content"]}) + "\n"
+            for n, chat in enumerate(CHATS)
+        )
     )
-    options = ["--prompts", str(asked), "--out", str(answered), "--max-new-tokens", "12", "--batch-size", "3"]
+    options = [
+        "--prompts",
+        str(asked),
+        "--out",
+        str(answered),
+        "--max-new-tokens",
+        "12",
+        "--batch-size",
+        "3",
+    ]
     assert generate.main([str(run), *options]) == 0
     rows = [json.loads(line) for line in answered.read_text().splitlines()]
     assert [row["id"] for row in rows] == [0, 1, 2, 3]
-    assert [row["generated"] for row in rows] == [generator.answers([chat], max_new_tokens=12)[0] for chat in CHATS]
+    assert [row["generated"] for row in rows] == [
+        generator.answers([chat], max_new_tokens=12)[0] for chat in CHATS
+    ]
     with pytest.raises(ConfigError, match=r"out.jsonl exists already"):
         generate.main([str(run), *options])
-    with pytest.raises(ConfigError, match=r"--prompts in.jsonl and --out out.jsonl must be given together"):
+    with pytest.raises(
+        ConfigError, match=r"--prompts in.jsonl and --out out.jsonl must be given together"
+    ):
         generate.main([str(run), "--prompts", str(asked)])
 
 
 def test_what_a_document_asks():
     user = {"role": "user", "content": "2 + 2?"}
-    assert question_of({"messages": [user, {"role": "assistant", "content": "4", "weight": 1}]}) == Question(
-        [user], "4"
-    )
+    assert question_of(
+        {"messages": [user, {"role": "assistant", "content": "4", "weight": 1}]}
+    ) == Question([user], "4")
     assert question_of({"messages": [user]}) == Question([user], None)
     assert question_of({"prompt": "2 + 2?", "completion": "4"}) == Question([user], "4")
     assert question_of({"text": "2 + 2?"}) == Question([user], None, is_chat=False)
     assert question_of({"input_ids": torch.tensor([1])}) is None
 
 
-def test_validation_documents_are_asked_and_scored_by_a_metric_of_ones_own(run: Path, generator: Generator):
-    score = ExactMatch(num_questions=2, max_new_tokens=4, metrics={"long": lambda given, expected: len(expected) / 2})
+def test_validation_documents_are_asked_and_scored_by_a_metric_of_ones_own(
+    run: Path, generator: Generator
+):
+    score = ExactMatch(
+        num_questions=2,
+        max_new_tokens=4,
+        metrics={"long": lambda given, expected: len(expected) / 2},
+    )
     text, row = score.ask(generator, [Question(chat, "four") for chat in CHATS])
     assert text.startswith("held-out questions: 0 of 2 exactly right, long 2.000\n  Q: Hi\n  A: ")
     answers = {key: row.pop(key) for key in [*row] if key.startswith("text/")}  # for the report
     assert row == {"answers_right": 0, "answers": 2, "score/long": 2.0}
     assert [*answers] == ["text/Hi", "text/Name the capital of Cuba."]
     assert all(text.endswith("  (expected: four)") for text in answers.values())
-    assert score.ask(generator, []) == ("held-out questions: the data has none", {"answers_right": 0, "answers": 0})
+    assert score.ask(generator, []) == (
+        "held-out questions: the data has none",
+        {"answers_right": 0, "answers": 0},
+    )

@@ -11,8 +11,16 @@ from tests.runs import QUICK, losses, losses_by_step, train
 
 EXPERTS = [
     *("~model.config", "model.config.model_type=qwen3_moe", "model.config.num_experts=3"),
-    *("model.config.num_experts_per_tok=2", "model.config.hidden_size=32", "model.config.num_hidden_layers=2"),
-    *("model.config.num_attention_heads=4", "model.config.num_key_value_heads=2", "model.config.intermediate_size=32"),
+    *(
+        "model.config.num_experts_per_tok=2",
+        "model.config.hidden_size=32",
+        "model.config.num_hidden_layers=2",
+    ),
+    *(
+        "model.config.num_attention_heads=4",
+        "model.config.num_key_value_heads=2",
+        "model.config.intermediate_size=32",
+    ),
     *("model.config.moe_intermediate_size=32", "training.max_steps=4", "checkpoint.export_hf=true"),
 ]
 
@@ -39,7 +47,12 @@ def test_ranks_without_experts_train_save_load_and_go_on(tmp_path: Path) -> None
 def test_ranks_without_experts_read_a_checkpoint(tmp_path: Path) -> None:
     train("smoke", tmp_path / "made", *QUICK, *EXPERTS, "training.max_steps=1")
     pretrained = [
-        *("model=pretrained", f"model.pretrained={tmp_path / 'made' / 'hf'}", "tokenizer=pretrained", "~model.config"),
+        *(
+            "model=pretrained",
+            f"model.pretrained={tmp_path / 'made' / 'hf'}",
+            "tokenizer=pretrained",
+            "~model.config",
+        ),
         *("training.max_steps=2", "checkpoint.export_hf=false"),
     ]
     alone = train("smoke", tmp_path / "alone", *QUICK, *pretrained)

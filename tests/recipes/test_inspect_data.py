@@ -22,10 +22,17 @@ def config_of(tmp_path: Path, *overrides: str, preset: str = "smoke") -> Config:
     return check_config(compose_config(preset, [f"cache_dir={tmp_path / 'cache'}", *overrides]))
 
 
-def test_the_page_shows_samples_first_and_is_self_contained(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_the_page_shows_samples_first_and_is_self_contained(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     chats = tmp_path / "chats.jsonl"
-    turns = [{"role": "user", "content": "<script>alert(1)</script>"}, {"role": "assistant", "content": "No & never."}]
-    chats.write_text("".join(json.dumps({"messages": turns * (1 + 40 * (n == 3))}) + "\n" for n in range(12)))
+    turns = [
+        {"role": "user", "content": "<script>alert(1)</script>"},
+        {"role": "assistant", "content": "No & never."},
+    ]
+    chats.write_text(
+        "".join(json.dumps({"messages": turns * (1 + 40 * (n == 3))}) + "\n" for n in range(12))
+    )
     files = ["dataset=files", "~dataset.num_chats", f"dataset.path={chats}", "evaluation=none"]
     assert inspect_data.main(config_of(tmp_path, *files), html=tmp_path / "deep" / "data.html") == 0
     page = (tmp_path / "deep" / "data.html").read_text()
@@ -35,25 +42,44 @@ def test_the_page_shows_samples_first_and_is_self_contained(tmp_path: Path, caps
     assert "<script>alert" not in page
     assert "<mark>No &amp; never." in page
     assert "over packed_sequence_size" in page  # the one chat that is dropped, and why
-    assert json.loads(re.search(r'id="data">(.*?)</script>', page)[1])["runs"][0]["lengths"]["documents"]
+    assert json.loads(re.search(r'id="data">(.*?)</script>', page)[1])["runs"][0]["lengths"][
+        "documents"
+    ]
     assert not re.search(r"(src|href)=", page)
     screen = capsys.readouterr().out
     assert screen.endswith("deep/data.html\n")
 
 
 def test_the_page_is_a_flag_of_this_recipe(tmp_path: Path) -> None:
-    command = [sys.executable, "recipes/inspect_data.py", "--config-name", "smoke", f"cache_dir={tmp_path}"]
-    done = subprocess.run([*command, "--html", str(tmp_path / "x.html")], capture_output=True, text=True)
+    command = [
+        sys.executable,
+        "recipes/inspect_data.py",
+        "--config-name",
+        "smoke",
+        f"cache_dir={tmp_path}",
+    ]
+    done = subprocess.run(
+        [*command, "--html", str(tmp_path / "x.html")], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "x.html").is_file()
     with pytest.raises(ConfigError, match=r"--html: recipes/inspect_data.py alone writes a page"):
-        hydra_app.run_command_line("recipes.train_ft:main", ["--config-name", "smoke", "--html", "x.html"])
+        hydra_app.run_command_line(
+            "recipes.train_ft:main", ["--config-name", "smoke", "--html", "x.html"]
+        )
 
 
 def test_inspecting_shows_every_part(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert inspect_data.main(config_of(tmp_path)) == 0
     printed = capsys.readouterr().out
-    for heading in ("DATA", "LENGTHS", "PACKING", "PACKS", "ATTENTION MASK", "SAMPLES (trained on: ⟦ ⟧)"):
+    for heading in (
+        "DATA",
+        "LENGTHS",
+        "PACKING",
+        "PACKS",
+        "ATTENTION MASK",
+        "SAMPLES (trained on: ⟦ ⟧)",
+    ):
         assert heading in printed
     assert "<|assistant|>⟦The capital of" in printed
     assert "\x1b[" not in printed
@@ -63,7 +89,10 @@ def test_inspecting_shows_every_part(tmp_path: Path, capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("rows", "sentence"),
     [
-        ([{"messages": [{"role": "user", "content": "Hi"}]}], "a.jsonl:1: has no assistant message"),
+        (
+            [{"messages": [{"role": "user", "content": "Hi"}]}],
+            "a.jsonl:1: has no assistant message",
+        ),
         (
             [{"prompt": "x" * 300, "completion": "y" * 300}],
             "1 of 1 documents are over packed_sequence.packed_sequence_size=64",
@@ -71,7 +100,9 @@ def test_inspecting_shows_every_part(tmp_path: Path, capsys: pytest.CaptureFixtu
     ],
     ids=["no answer", "all too long"],
 )
-def test_inspecting_is_an_error_when_nothing_would_be_trained_on(tmp_path: Path, rows: list, sentence: str) -> None:
+def test_inspecting_is_an_error_when_nothing_would_be_trained_on(
+    tmp_path: Path, rows: list, sentence: str
+) -> None:
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = config_of(
         tmp_path,
@@ -90,11 +121,21 @@ def test_inspecting_is_an_error_when_nothing_would_be_trained_on(tmp_path: Path,
 
 def test_a_tree_is_drawn_row_by_row() -> None:
     drawn = inspect_data.draw_tree(np.array([0, 0, 0, 0, 0, 3, 0, 0, 4, 0, 0]), width=6)
-    assert drawn == ["    █████ 5 of 5 tokens", "      ███ 3 of 5 tokens", "       ███ 3 of 6 tokens"]
+    assert drawn == [
+        "    █████ 5 of 5 tokens",
+        "      ███ 3 of 5 tokens",
+        "       ███ 3 of 6 tokens",
+    ]
 
 
-def test_a_preference_pair_is_shown_as_prompt_and_answers(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    pair = {"prompt": "Name a ship.", "chosen": "The gray harbor ship.", "rejected": "No idea at all."}
+def test_a_preference_pair_is_shown_as_prompt_and_answers(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    pair = {
+        "prompt": "Name a ship.",
+        "chosen": "The gray harbor ship.",
+        "rejected": "No idea at all.",
+    }
     (tmp_path / "a.jsonl").write_text(json.dumps(pair) + "\n")
     config = config_of(
         tmp_path,

@@ -20,7 +20,14 @@ from recipes import score
 from tests.data.templates import MARKED, byte_tokenizer
 from tests.runs import Row, config_of, train
 
-CAPITALS = {"France": "Paris", "Italy": "Rome", "Spain": "Madrid", "Norway": "Oslo", "Peru": "Lima", "Japan": "Tokyo"}
+CAPITALS = {
+    "France": "Paris",
+    "Italy": "Rome",
+    "Spain": "Madrid",
+    "Norway": "Oslo",
+    "Peru": "Lima",
+    "Japan": "Tokyo",
+}
 SMALL = (
     "name=x",
     "model=llama_smoke",
@@ -46,14 +53,21 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for _ in range(64):
         asked, other = draw.sample(sorted(CAPITALS), 2)
         prompt = f"What is the capital of {asked}? " * draw.randint(1, 3)
-        chosen, rejected = f"The capital of {asked} is {CAPITALS[asked]}.", f"I believe it is {CAPITALS[other]}."
+        chosen, rejected = (
+            f"The capital of {asked} is {CAPITALS[asked]}.",
+            f"I believe it is {CAPITALS[other]}.",
+        )
         rows.append({"prompt": prompt, "chosen": chosen, "rejected": rejected})
     file.write_text("\n".join(map(json.dumps, rows)))
     return file
 
 
 def dpo(folder: Path, pairs: Path, *overrides: str, world_size: int = 1) -> list[Row]:
-    where = (f"dataset.path={pairs}", "dataset.val_frac=0.2", f"cache_dir={folder.parent / 'cache'}")
+    where = (
+        f"dataset.path={pairs}",
+        "dataset.val_frac=0.2",
+        f"cache_dir={folder.parent / 'cache'}",
+    )
     return train("dpo", folder, *where, *SMALL, *overrides, world_size=world_size)
 
 
@@ -92,7 +106,9 @@ def test_two_ranks_prefer_as_one(layout: str, pairs: Path, tmp_path: Path) -> No
     one = dpo(tmp_path / "one", pairs, "packed_sequence.slot_multiple=4")
     two = dpo(tmp_path / "two", pairs, "packed_sequence.slot_multiple=4", layout, world_size=2)
     assert curve(two) == pytest.approx(curve(one), abs=1e-5)
-    assert curve(two, "loss/reward_margin") == pytest.approx(curve(one, "loss/reward_margin"), abs=1e-4)
+    assert curve(two, "loss/reward_margin") == pytest.approx(
+        curve(one, "loss/reward_margin"), abs=1e-4
+    )
     assert curve(two, "val_loss/val") == pytest.approx(curve(one, "val_loss/val"), abs=1e-5)
 
 
@@ -111,19 +127,30 @@ def test_lora_prefers_against_the_model_without_it(pairs: Path, tmp_path: Path) 
     dpo(tmp_path / "run", pairs)
     start = tmp_path / "run" / "hf"
     rows = dpo(
-        tmp_path / "lora", pairs, "model=pretrained", f"model.pretrained={start}", "tokenizer=pretrained", "peft=lora"
+        tmp_path / "lora",
+        pairs,
+        "model=pretrained",
+        f"model.pretrained={start}",
+        "tokenizer=pretrained",
+        "peft=lora",
     )
     assert curve(rows)[0] == pytest.approx(0.69314718, abs=1e-6)
     assert curve(rows)[-1] < curve(rows)[0]
 
 
-CHATS = [{"messages": [{"role": "user", "content": "Peru?"}, {"role": "assistant", "content": "Lima."}]}] * 50
+CHATS = [
+    {"messages": [{"role": "user", "content": "Peru?"}, {"role": "assistant", "content": "Lima."}]}
+] * 50
 
 
 @pytest.mark.parametrize(
     ("chats", "loss", "said"),
     [
-        ([], "fused_linear_cross_entropy", "column answers, which loss=FusedLinearCrossEntropy does not use"),
+        (
+            [],
+            "fused_linear_cross_entropy",
+            "column answers, which loss=FusedLinearCrossEntropy does not use",
+        ),
         (CHATS, "dpo", "loss=Dpo needs the per-token column answers: train on preference pairs"),
     ],
     ids=["pairs for single answers", "chats for pairs"],
@@ -132,14 +159,25 @@ def test_a_loss_that_does_not_fit_is_refused_first(
     chats: list[Row], loss: str, said: str, pairs: Path, tmp_path: Path
 ) -> None:
     """Before the model is read: its folder has no weights."""
-    smallest = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 1}
+    smallest = {
+        "hidden_size": 32,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 1,
+    }
     LlamaConfig(vocab_size=300, **smallest).save_pretrained(tmp_path / "model")
     if chats:
         pairs = tmp_path / "chats.jsonl"
         pairs.write_text("\n".join(map(json.dumps, chats)))
     model = ("model=pretrained", f"model.pretrained={tmp_path / 'model'}")
     with pytest.raises(ConfigError, match=said):
-        dpo(tmp_path / "run", pairs, *model, f"loss={loss}", f"dataset.format={'null' if chats else 'preference'}")
+        dpo(
+            tmp_path / "run",
+            pairs,
+            *model,
+            f"loss={loss}",
+            f"dataset.format={'null' if chats else 'preference'}",
+        )
 
 
 def test_the_model_card_names_the_method(pairs: Path, tmp_path: Path) -> None:
@@ -151,20 +189,39 @@ def test_the_model_card_names_the_method(pairs: Path, tmp_path: Path) -> None:
 
 def test_a_teacher_is_a_part_of_the_memory(tmp_path: Path) -> None:
     """In fp32 as much as its student's weights."""
-    smallest = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 1}
+    smallest = {
+        "hidden_size": 32,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 1,
+    }
     tokenizer = byte_tokenizer(MARKED)
-    LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **smallest)).save_pretrained(tmp_path / "model")
+    LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **smallest)).save_pretrained(
+        tmp_path / "model"
+    )
     tokenizer.save_pretrained(tmp_path / "model")
-    where = (f"model.pretrained={tmp_path / 'model'}", "dataset.path=none", "name=x", "training.precision=fp32")
+    where = (
+        f"model.pretrained={tmp_path / 'model'}",
+        "dataset.path=none",
+        "name=x",
+        "training.precision=fp32",
+    )
     weights = []
-    for preset, more in (("finetune", []), ("distill", [f"teacher.pretrained={tmp_path / 'model'}"])):
+    for preset, more in (
+        ("finetune", []),
+        ("distill", [f"teacher.pretrained={tmp_path / 'model'}"]),
+    ):
         config = config_of(preset, tmp_path / "run", *where, *more)
-        weights.append(build_model(build_parts(config), tokenizer, init_mesh(config.mesh)).memory.weights)
+        weights.append(
+            build_model(build_parts(config), tokenizer, init_mesh(config.mesh)).memory.weights
+        )
     assert weights[1] == 2 * weights[0] > 0
 
 
 @pytest.mark.parametrize("kind", ["forward", "jsd"])
-def test_a_student_taught_by_itself_stays_where_it_is(kind: str, pairs: Path, tmp_path: Path) -> None:
+def test_a_student_taught_by_itself_stays_where_it_is(
+    kind: str, pairs: Path, tmp_path: Path
+) -> None:
     """Its gradients are rounding, of 1e-9: with the usual eps AdamW would make steps of them."""
     dpo(tmp_path / "run", pairs, "training.max_steps=2")
     model = tmp_path / "run" / "hf"
@@ -183,8 +240,12 @@ def test_a_student_taught_by_itself_stays_where_it_is(kind: str, pairs: Path, tm
     )
     assert curve(rows) == pytest.approx([0] * 4, abs=1e-7)
     assert curve(rows, "val_loss/held_out") == pytest.approx([0, 0], abs=1e-7)
-    assert curve(rows, "val_cross_entropy/held_out")[1] == pytest.approx(curve(rows, "val_cross_entropy/held_out")[0])
-    before, after = (load_file(folder / "model.safetensors") for folder in (model, tmp_path / "student/hf"))
+    assert curve(rows, "val_cross_entropy/held_out")[1] == pytest.approx(
+        curve(rows, "val_cross_entropy/held_out")[0]
+    )
+    before, after = (
+        load_file(folder / "model.safetensors") for folder in (model, tmp_path / "student/hf")
+    )
     for name, weight in before.items():
         torch.testing.assert_close(after[name], weight, rtol=0, atol=1e-6)
 
@@ -208,4 +269,5 @@ def test_a_whole_stored_vocabulary_teaches_as_the_teacher_does(pairs: Path, tmp_
         train("finetune", tmp_path / "b", *stored)
     assert score.main(config_of("finetune", tmp_path / "b", *stored)) == 0
     from_cache = train("finetune", tmp_path / "b", *stored)
-    assert curve(from_cache) == pytest.approx(curve(in_memory), abs=1e-3)  # log-probabilities are stored in fp16
+    # log-probabilities are stored in fp16
+    assert curve(from_cache) == pytest.approx(curve(in_memory), abs=1e-3)

@@ -23,16 +23,26 @@ from recipes import plan
 
 ROOT = Path(__file__).resolve().parents[2]
 CITIES = ("Rome", "Oslo", "Lima", "Cairo", "Quito")
-SMALL = ["model=llama_smoke", "tokenizer=bpe", "packed_sequence.packed_sequence_size=512", "training.num_epochs=2"]
+SMALL = [
+    "model=llama_smoke",
+    "tokenizer=bpe",
+    "packed_sequence.packed_sequence_size=512",
+    "training.num_epochs=2",
+]
 
 
 def chats(folder: Path, num: int = 120) -> Path:
     """Every third row is a tree: two answers to one prompt."""
     path = folder / "chats.jsonl"
-    prompt = [{"role": "user", "content": "Tell me about the harbor of " + " and ".join(CITIES * 6)}]
+    prompt = [
+        {"role": "user", "content": "Tell me about the harbor of " + " and ".join(CITIES * 6)}
+    ]
     rows = []
     for number in range(num):
-        answers = [f"Ship {number} sails to {city} at {number % 24} o'clock." for city in CITIES[number % 3 :][:2]]
+        answers = [
+            f"Ship {number} sails to {city} at {number % 24} o'clock."
+            for city in CITIES[number % 3 :][:2]
+        ]
         if number % 3:
             rows.append({"prompt": prompt, "responses": answers[:1]})
         else:
@@ -45,18 +55,37 @@ def recipe(folder: Path, *arguments: str) -> str:
     """A command of the checkout in a process of its own -> its screen."""
     command = [sys.executable, *arguments]
     shown = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+        command,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
     )
     assert shown.returncode == 0, shown.stdout + shown.stderr
     return shown.stdout
 
 
-def test_data_become_hours_and_a_preset_that_runs_dry(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_data_become_hours_and_a_preset_that_runs_dry(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     torch.set_num_threads(1)
     overrides = [f"dataset.path={chats(tmp_path)}", *SMALL, f"cache_dir={tmp_path}/cache"]
-    overrides += [f"output_dir={tmp_path}/run", "training.global_batch_size=8", "training.allow_few_steps=true"]
+    overrides += [
+        f"output_dir={tmp_path}/run",
+        "training.global_batch_size=8",
+        "training.allow_few_steps=true",
+    ]
     preset, found = tmp_path / "conf" / "mine.yaml", tmp_path / "plan.json"
-    arguments = ["--config-name", "finetune", "--gpus", "4", "--price-per-gpu-hour", "2", "--write", str(preset)]
+    arguments = [
+        "--config-name",
+        "finetune",
+        "--gpus",
+        "4",
+        "--price-per-gpu-hour",
+        "2",
+        "--write",
+        str(preset),
+    ]
     assert plan.main([*arguments, "--json", str(found), *overrides]) == 0
     screen = capsys.readouterr().out
     head = screen.splitlines()[0]
@@ -68,10 +97,20 @@ def test_data_become_hours_and_a_preset_that_runs_dry(tmp_path: Path, capsys: py
     rates = [one["tokens_per_s_per_gpu"] for one in plans]
     assert rates == sorted(rates, reverse=True)
     last_words = {row.split()[-1] for row in rows[1:]}
-    assert last_words <= {"products", "attention", "memory", "links", "exchange", "update", "recomputation"}
+    assert last_words <= {
+        "products",
+        "attention",
+        "memory",
+        "links",
+        "exchange",
+        "update",
+        "recomputation",
+    }
     steps = 2 * num_packs / 8
     line = next(line for line in screen.splitlines() if "GPU-hours" in line)
-    hours, gpu_hours, money = (float(text) for text in (line.split()[0], line.split()[2], line.split()[4].rstrip(",")))
+    hours, gpu_hours, money = (
+        float(text) for text in (line.split()[0], line.split()[2], line.split()[4].rstrip(","))
+    )
     assert hours == pytest.approx(steps * plans[0]["step_s"] / 3600, rel=0.01)
     assert gpu_hours == pytest.approx(4 * hours, rel=0.01)
     assert money == round(2 * gpu_hours, 2)
@@ -79,7 +118,9 @@ def test_data_become_hours_and_a_preset_that_runs_dry(tmp_path: Path, capsys: py
     where = ["recipes/train_ft.py", "--config-dir", str(preset.parent), "--config-name", "mine"]
     composed = recipe(tmp_path, *where, "--cfg", "job")
     assert all(text.split("=")[1] in composed for text in plans[0]["overrides"])
-    assert "dry run: the settings, the data and the model fit together" in recipe(tmp_path, *where, "dry_run=true")
+    assert "dry run: the settings, the data and the model fit together" in recipe(
+        tmp_path, *where, "dry_run=true"
+    )
 
 
 CUT: dict[str, tuple[dict[str, object], str, list[int]]] = {
@@ -93,12 +134,25 @@ CUT: dict[str, tuple[dict[str, object], str, list[int]]] = {
 def test_documents_are_counted_as_they_are_packed(tmp_path: Path) -> None:
     """Those of 100 tokens in packs of 40 once counted as one of 40 each, those that are dropped, too."""
     ids = [list(range(5, 5 + length)) for length in (100, *[10] * 4, 100, *[10] * 4)]
-    (tmp_path / "ids.jsonl").write_text("\n".join(json.dumps({"input_ids": row, "labels": row}) for row in ids))
+    (tmp_path / "ids.jsonl").write_text(
+        "\n".join(json.dumps({"input_ids": row, "labels": row}) for row in ids)
+    )
     words = Tokenizer(WordLevel({str(number): number for number in range(120)}))
-    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="0").save_pretrained(tmp_path / "words")
-    data = ["dataset=files", "~dataset.num_chats", f"dataset.path={tmp_path}/ids.jsonl", f"cache_dir={tmp_path}"]
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="0").save_pretrained(
+        tmp_path / "words"
+    )
+    data = [
+        "dataset=files",
+        "~dataset.num_chats",
+        f"dataset.path={tmp_path}/ids.jsonl",
+        f"cache_dir={tmp_path}",
+    ]
     tokens = ["tokenizer=pretrained", f"tokenizer.path={tmp_path}/words", "tokenize.train_on=all"]
-    run = ["packed_sequence.packed_sequence_size=40", "training.max_steps=null", "training.num_epochs=2"]
+    run = [
+        "packed_sequence.packed_sequence_size=40",
+        "training.max_steps=null",
+        "training.num_epochs=2",
+    ]
     config = plan.composed("smoke", [*data, *tokens, *run])
     for settings, text, lengths in CUT.values():
         changed = replace(config, packed_sequence={**config.packed_sequence, **settings})
@@ -130,16 +184,33 @@ def test_what_fits_nothing_names_what_would(capsys: pytest.CaptureFixture[str]) 
 
 def test_a_written_preset_is_the_plan(tmp_path: Path) -> None:
     """Groups become defaults, everything else values: cache_dir was once taken for a group."""
-    chosen = ["dataset=files", "dataset.path=chats.jsonl", "peft=lora", f"cache_dir={tmp_path}", "mesh.dp_shard=2"]
+    chosen = [
+        "dataset=files",
+        "dataset.path=chats.jsonl",
+        "peft=lora",
+        f"cache_dir={tmp_path}",
+        "mesh.dp_shard=2",
+    ]
     config = plan.composed("finetune", [*chosen, "model.pretrained=any"])
     plan.write_preset(tmp_path / "mine.yaml", "finetune", config, [*chosen, "model.pretrained=any"])
     written = check_config(compose_config("mine", [], str(tmp_path)))
     assert (written.name, written.cache_dir, written.mesh.dp_shard) == ("mine", str(tmp_path), 2)
-    assert (written.dataset, written.peft, written.model) == (config.dataset, config.peft, config.model)
+    assert (written.dataset, written.peft, written.model) == (
+        config.dataset,
+        config.peft,
+        config.model,
+    )
 
 
 def test_a_preset_cannot_remove_an_option(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="a preset cannot remove an option"):
         plan.main(
-            ["--config-name", "smoke", "--write", str(tmp_path / "mine.yaml"), "dataset=files", "~dataset.num_chats"]
+            [
+                "--config-name",
+                "smoke",
+                "--write",
+                str(tmp_path / "mine.yaml"),
+                "dataset=files",
+                "~dataset.num_chats",
+            ]
         )

@@ -12,7 +12,9 @@ from recipes import inspect_data, prepare_data
 from tests.recipes.test_inspect_data import config_of
 
 
-def test_preparing_fills_the_cache_that_a_second_call_hits(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_preparing_fills_the_cache_that_a_second_call_hits(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     assert prepare_data.main(config_of(tmp_path)) == 0
     assert "cache: miss (first time)" in capsys.readouterr().out
     assert prepare_data.main(config_of(tmp_path)) == 0
@@ -23,14 +25,24 @@ def test_preparing_fills_the_cache_that_a_second_call_hits(tmp_path: Path, capsy
 
 
 @pytest.mark.parametrize("strategy", ["best_fit", "next_fit", "wrapped"])
-def test_a_strategy_by_its_name(tmp_path: Path, capsys: pytest.CaptureFixture, strategy: str) -> None:
-    few = ["dataset.num_chats=40", f"packed_sequence={strategy}", "packed_sequence.packed_sequence_size=256"]
+def test_a_strategy_by_its_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture, strategy: str
+) -> None:
+    few = [
+        "dataset.num_chats=40",
+        f"packed_sequence={strategy}",
+        "packed_sequence.packed_sequence_size=256",
+    ]
     assert prepare_data.main(config_of(tmp_path, *few)) == 0
-    assert f"  strategy            {strategy}, 256 tokens per pack, seed 0" in capsys.readouterr().out
+    assert (
+        f"  strategy            {strategy}, 256 tokens per pack, seed 0" in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize("recipe", [prepare_data, inspect_data], ids=["prepare", "inspect"])
-def test_one_process_prepares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: ModuleType) -> None:
+def test_one_process_prepares(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: ModuleType
+) -> None:
     config = config_of(tmp_path)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match=r"WORLD_SIZE=2 processes would each do all of this work"):

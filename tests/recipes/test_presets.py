@@ -14,11 +14,21 @@ from tests.runs import config_of, rows_of, train
 def test_a_handful_of_documents_is_learned_by_heart(tmp_path: Path) -> None:
     train("smoke", tmp_path / "start", "training.max_steps=1", "training.val_every_steps=0")
     chats = tmp_path / "chats.jsonl"
-    pairs = [("Which port?", "The harbor of Oslo."), ("Who sails?", "Two brothers.")] + [("Never?", "Not seen.")] * 20
+    pairs = [("Which port?", "The harbor of Oslo."), ("Who sails?", "Two brothers.")] + [
+        ("Never?", "Not seen.")
+    ] * 20
     rows = [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in pairs]
     chats.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
-    given = [f"model.pretrained={tmp_path / 'start' / 'hf'}", f"dataset.path={chats}", "training.num_threads=1"]
-    small = ["dataset.max_documents=2", "optimizer.lr=0.03", "packed_sequence.packed_sequence_size=128"]
+    given = [
+        f"model.pretrained={tmp_path / 'start' / 'hf'}",
+        f"dataset.path={chats}",
+        "training.num_threads=1",
+    ]
+    small = [
+        "dataset.max_documents=2",
+        "optimizer.lr=0.03",
+        "packed_sequence.packed_sequence_size=128",
+    ]
     assert train_ft.main(config_of("overfit", tmp_path / "run", *given, *small)) == 0
     losses = [row["loss"] for row in rows_of(tmp_path / "run") if "loss" in row]
     assert losses[0] > 4
@@ -30,7 +40,9 @@ def test_experiments_live_in_a_folder(tmp_path: Path) -> None:
     folder = tmp_path / "my_conf" / "experiment"
     folder.mkdir(parents=True)
     (folder / "hot.yaml").write_text("# @package _global_\noptimizer:\n  lr: 0.5\n")
-    (folder / "whole.yaml").write_text("# @package _global_\ndefaults:\n  - /smoke\n  - _self_\nname: whole\n")
+    (folder / "whole.yaml").write_text(
+        "# @package _global_\ndefaults:\n  - /smoke\n  - _self_\nname: whole\n"
+    )
     conf = str(folder.parent)
     added = check_config(compose_config("smoke", ["+experiment=hot"], config_dir=conf))
     assert (added.name, added.optimizer["lr"]) == ("smoke", 0.5)

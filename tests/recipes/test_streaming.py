@@ -37,9 +37,15 @@ def stream_of(tmp_path: Path) -> list[str]:
 def test_a_stream_trains_alike_on_one_and_two_processes(tmp_path: Path) -> None:
     stream = stream_of(tmp_path)
     whole = train("llama_packed", tmp_path / "whole", *stream)
-    pair = train("llama_packed", tmp_path / "pair", *stream, "dataloader.num_workers=0", world_size=2)
-    assert [row["num_tokens"] for row in pair if "loss" in row] == [row["num_tokens"] for row in whole if "loss" in row]
-    torch.testing.assert_close(torch.tensor(losses(pair)), torch.tensor(losses(whole)), rtol=1e-4, atol=0)
+    pair = train(
+        "llama_packed", tmp_path / "pair", *stream, "dataloader.num_workers=0", world_size=2
+    )
+    assert [row["num_tokens"] for row in pair if "loss" in row] == [
+        row["num_tokens"] for row in whole if "loss" in row
+    ]
+    torch.testing.assert_close(
+        torch.tensor(losses(pair)), torch.tensor(losses(whole)), rtol=1e-4, atol=0
+    )
     assert any("val_loss/val" in row for row in whole)
 
 
@@ -54,7 +60,9 @@ def test_a_stopped_stream_continues_bit_for_bit(tmp_path: Path) -> None:
 
 
 def test_a_stream_needs_a_number_of_steps(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"training.max_steps=null: the length of a stream is unknown"):
+    with pytest.raises(
+        ConfigError, match=r"training.max_steps=null: the length of a stream is unknown"
+    ):
         train("llama_packed", tmp_path / "run", *stream_of(tmp_path), "training.max_steps=null")
 
 

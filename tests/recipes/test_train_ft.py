@@ -50,11 +50,22 @@ def test_the_built_in_job_learns_to_answer_held_out_questions(tmp_path: Path) ->
         pytest.param(2, ["mesh.cp=2"], id="cp-2"),
         pytest.param(4, ["mesh.cp=2"], id="dp-2-cp-2"),
         pytest.param(4, ["mesh.dp_replicate=2"], id="hsdp-2x2"),
-        pytest.param(4, ["mesh.cp=4", "mesh.cp_exchange=all_to_all"], id="cp-4-all-to-all", marks=pytest.mark.system),
+        pytest.param(
+            4,
+            ["mesh.cp=4", "mesh.cp_exchange=all_to_all"],
+            id="cp-4-all-to-all",
+            marks=pytest.mark.system,
+        ),
         pytest.param(1, ["loss=cross_entropy"], id="plain-loss"),
         pytest.param(1, ["training.activation_checkpointing=full"], id="recompute"),
-        pytest.param(2, ["training.activation_checkpointing=full", *EVERY_2_LAYERS], id="recompute-2"),
-        pytest.param(2, ["training.activation_checkpointing=selective", *EVERY_2_LAYERS], id="recompute-selective-2"),
+        pytest.param(
+            2, ["training.activation_checkpointing=full", *EVERY_2_LAYERS], id="recompute-2"
+        ),
+        pytest.param(
+            2,
+            ["training.activation_checkpointing=selective", *EVERY_2_LAYERS],
+            id="recompute-selective-2",
+        ),
         pytest.param(1, ["dataloader.num_workers=2"], id="workers"),
     ],
 )
@@ -84,9 +95,14 @@ def test_a_short_last_step_counts_every_document_once(tmp_path: Path) -> None:
     ]
     alone = train("smoke", tmp_path / "alone", *epoch)
     pair = train("smoke", tmp_path / "pair", *epoch, "training.micro_batch_size=3", world_size=2)
-    assert sum(row["num_tokens"] for row in alone if "loss" in row) == sum(r["num_tokens"] for r in pair if "loss" in r)
+    assert sum(row["num_tokens"] for row in alone if "loss" in row) == sum(
+        r["num_tokens"] for r in pair if "loss" in r
+    )
     assert_same(losses(pair), losses(alone))
-    val = [[row["val_loss/held_out"] for row in rows if "val_loss/held_out" in row] for rows in (alone, pair)]
+    val = [
+        [row["val_loss/held_out"] for row in rows if "val_loss/held_out" in row]
+        for rows in (alone, pair)
+    ]
     assert val[0] == pytest.approx(val[1], rel=2e-6)
 
 
@@ -101,7 +117,9 @@ class StopsAt(TrainFinetuneRecipe):
         return super().step(ready)
 
 
-def _run_until_stopped(rank: int, world_size: int, folder: Path, overrides: tuple[str, ...]) -> None:
+def _run_until_stopped(
+    rank: int, world_size: int, folder: Path, overrides: tuple[str, ...]
+) -> None:
     recipe = StopsAt(config_of("smoke", folder, *overrides))
     recipe.setup()
     with pytest.raises(KeyboardInterrupt):
@@ -110,7 +128,8 @@ def _run_until_stopped(rank: int, world_size: int, folder: Path, overrides: tupl
 
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.system)])
 def test_a_stopped_run_continues_bit_for_bit(tmp_path: Path, world_size: int) -> None:
-    overrides = ("packed_sequence.repack_each_epoch=true", "dataset.num_chats=30")  # several epochs in six steps
+    # several epochs in six steps
+    overrides = ("packed_sequence.repack_each_epoch=true", "dataset.num_chats=30")
     whole = losses(train("smoke", tmp_path / "whole", *overrides, world_size=world_size))
     folder = tmp_path / "stopped"
     run_ranks(_run_until_stopped, world_size, folder, overrides)
@@ -126,11 +145,15 @@ def test_the_exported_folder_is_the_trained_model(tmp_path: Path) -> None:
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "hf").eval()
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "hf")
     chat = [{"role": "user", "content": "Which city is the capital of Peru?"}]
-    ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    ids = tokenizer.apply_chat_template(
+        chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
     trained = recipe.model.loss_model.lm.eval()
     trained.set_attn_implementation("eager")
     with torch.no_grad():
-        torch.testing.assert_close(exported(**ids).logits, trained(**ids, use_cache=False).logits, rtol=0, atol=1e-6)
+        torch.testing.assert_close(
+            exported(**ids).logits, trained(**ids, use_cache=False).logits, rtol=0, atol=1e-6
+        )
     assert tokenizer.chat_template == recipe.data.tokenizer.chat_template
     assert exported.generation_config.eos_token_id == tokenizer.eos_token_id
     assert len(tokenizer) == exported.config.vocab_size
@@ -139,9 +162,20 @@ def test_the_exported_folder_is_the_trained_model(tmp_path: Path) -> None:
 def test_an_exported_folder_is_fine_tuned_further(tmp_path: Path) -> None:
     train("smoke", tmp_path / "first")
     csv = tmp_path / "sums.csv"
-    csv.write_text("question,answer\n" + "".join(f"What is {a} plus one?,{a + 1}\n" for a in range(200)))
-    source = [f"model.pretrained={tmp_path / 'first' / 'hf'}", f"dataset.path={csv}", "dataset.val_frac=0.1"]
-    steps = ["training.max_steps=8", "training.num_epochs=null", "training.global_batch_size=2", "optimizer.lr=3e-3"]
+    csv.write_text(
+        "question,answer\n" + "".join(f"What is {a} plus one?,{a + 1}\n" for a in range(200))
+    )
+    source = [
+        f"model.pretrained={tmp_path / 'first' / 'hf'}",
+        f"dataset.path={csv}",
+        "dataset.val_frac=0.1",
+    ]
+    steps = [
+        "training.max_steps=8",
+        "training.num_epochs=null",
+        "training.global_batch_size=2",
+        "optimizer.lr=3e-3",
+    ]
     rows = train("finetune", tmp_path / "second", "name=second", *source, *steps, "training.log_every_steps=1",
                  "packed_sequence.packed_sequence_size=128", "lr_scheduler.warmup_steps=2")  # fmt: skip
     curve = losses(rows)
@@ -149,10 +183,19 @@ def test_an_exported_folder_is_fine_tuned_further(tmp_path: Path) -> None:
     assert any(key.startswith("val_loss/") for row in rows for key in row)
 
 
-@pytest.mark.parametrize("option", ["packed_sequence=best_fit", "packed_sequence=next_fit", "logger=jsonl"])
+@pytest.mark.parametrize(
+    "option", ["packed_sequence=best_fit", "packed_sequence=next_fit", "logger=jsonl"]
+)
 def test_options_that_no_preset_chooses_train(option: str, tmp_path: Path) -> None:
     size = ["packed_sequence.packed_sequence_size=128"] if option.startswith("packed") else []
-    rows = train("smoke", tmp_path / "run", option, *size, "training.max_steps=1", "checkpoint.export_hf=false")
+    rows = train(
+        "smoke",
+        tmp_path / "run",
+        option,
+        *size,
+        "training.max_steps=1",
+        "checkpoint.export_hf=false",
+    )
     assert rows[-1]["step"] == 1
     if size:
         packing = json.loads((tmp_path / "run" / "packing.json").read_text())
@@ -166,7 +209,12 @@ def test_a_finished_run_says_so_and_a_changed_setting_is_refused(
     train("smoke", folder)
     assert main(config_of("smoke", folder)) == 0
     assert f"{folder} is finished (step 6): nothing to do." in capsys.readouterr().out
-    free = ["dataloader.num_workers=1", "tokenize.num_proc=2", "hub.private=false", "checkpoint.keep_last=9"]
+    free = [
+        "dataloader.num_workers=1",
+        "tokenize.num_proc=2",
+        "hub.private=false",
+        "checkpoint.keep_last=9",
+    ]
     with pytest.raises(ConfigError) as refused:
         main(config_of("smoke", folder, "optimizer.lr=0.5", "training.max_steps=8", *free))
     assert str(refused.value) == (

@@ -14,7 +14,22 @@ import pytest
 from recipes import train_ft
 from tests.runs import QUICK, config_of, losses, train
 
-WORDS = ["ship", "gray", "sea", "harbor", "salt", "corn", "wind", "tide", "mast", "gull", "rope", "sail", "fog", "reef"]
+WORDS = [
+    "ship",
+    "gray",
+    "sea",
+    "harbor",
+    "salt",
+    "corn",
+    "wind",
+    "tide",
+    "mast",
+    "gull",
+    "rope",
+    "sail",
+    "fog",
+    "reef",
+]
 
 
 def answered_prompts(path: Path, num_prompts: int = 6) -> Path:
@@ -24,13 +39,18 @@ def answered_prompts(path: Path, num_prompts: int = 6) -> Path:
     def text(num_words: int) -> str:
         return " ".join(r.choices(WORDS, k=num_words)) + "."
 
-    lines = [{"prompt": text(40), "responses": [text(r.randint(3, 9)) for _ in range(4)]} for _ in range(num_prompts)]
+    lines = [
+        {"prompt": text(40), "responses": [text(r.randint(3, 9)) for _ in range(4)]}
+        for _ in range(num_prompts)
+    ]
     path.write_text("\n".join(map(json.dumps, lines)))
     return path
 
 
 def steps(folder: Path, *overrides: str, world_size: int = 1) -> list[dict]:
-    return [row for row in train("smoke", folder, *overrides, world_size=world_size) if "loss" in row]
+    return [
+        row for row in train("smoke", folder, *overrides, world_size=world_size) if "loss" in row
+    ]
 
 
 def settings(path: Path, *more: str) -> list[str]:
@@ -41,8 +61,20 @@ def settings(path: Path, *more: str) -> list[str]:
         "tokenizer=bpe",
         "tokenizer.vocab_size=300",
     ]
-    size = ["packed_sequence.packed_sequence_size=1024", "training.global_batch_size=64", "training.max_steps=3"]
-    return [*QUICK, *sources, "evaluation=none", *size, "training.precision=fp32", "lr_scheduler=constant", *more]
+    size = [
+        "packed_sequence.packed_sequence_size=1024",
+        "training.global_batch_size=64",
+        "training.max_steps=3",
+    ]
+    return [
+        *QUICK,
+        *sources,
+        "evaluation=none",
+        *size,
+        "training.precision=fp32",
+        "lr_scheduler=constant",
+        *more,
+    ]
 
 
 def test_trees_train_as_their_rows(tmp_path: Path) -> None:
@@ -81,8 +113,11 @@ MIXTURE = [
 """Experts, whose balance counts a shared token as often as rows hold it."""
 
 
-HAS_ENGINE = find_spec("transformers.distributed.expert_parallel") is not None  # since transformers 5.21
-ENGINE = pytest.mark.skipif(not HAS_ENGINE, reason="tensor and expert parallelism need transformers 5.21")
+# since transformers 5.21
+HAS_ENGINE = find_spec("transformers.distributed.expert_parallel") is not None
+ENGINE = pytest.mark.skipif(
+    not HAS_ENGINE, reason="tensor and expert parallelism need transformers 5.21"
+)
 AXES = [pytest.param(axis, marks=ENGINE) for axis in ("tp", "ep")]
 
 
@@ -128,11 +163,18 @@ def test_runs_on_trees_resume_bit_for_bit(tmp_path: Path, kind: str) -> None:
     assert losses(train("smoke", tmp_path / "run", *given, *source)) == whole
 
 
-def test_a_dry_run_counts_the_keys_of_trees(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_counts_the_keys_of_trees(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     given = settings(answered_prompts(tmp_path / "a.jsonl"), "dry_run=true", "mesh.dp_shard=2")
     peaks = []
     for mode in ("auto", "off"):
-        assert train_ft.main(config_of("smoke", tmp_path / mode, *given, f"packed_sequence.tree={mode}")) == 0
+        assert (
+            train_ft.main(
+                config_of("smoke", tmp_path / mode, *given, f"packed_sequence.tree={mode}")
+            )
+            == 0
+        )
         printed = capsys.readouterr().out
         assert ("with the keys of its trees" in printed) == (mode == "auto")
         peaks.append(float(re.search(r"simulated.*: at most ([0-9.]+) MiB", printed)[1]))  # type: ignore[index]
@@ -142,9 +184,16 @@ def test_a_dry_run_counts_the_keys_of_trees(tmp_path: Path, capsys: pytest.Captu
 def test_a_stream_of_trees(tmp_path: Path) -> None:
     """Documents of a stream become the trees that they are in a file."""
     path = answered_prompts(tmp_path / "a.jsonl", 12)
-    stream = ["dataset=streaming", f"dataset.path={path}", "dataset.num_shards=1", "training.max_steps=1"]
+    stream = [
+        "dataset=streaming",
+        f"dataset.path={path}",
+        "dataset.num_shards=1",
+        "training.max_steps=1",
+    ]
     given = [
-        x for x in settings(path, "training.global_batch_size=2") if not x.startswith(("dataset", "training.max_steps"))
+        x
+        for x in settings(path, "training.global_batch_size=2")
+        if not x.startswith(("dataset", "training.max_steps"))
     ]
     off = steps(tmp_path / "off", *given, *stream, "packed_sequence.tree=off")
     auto = steps(tmp_path / "auto", *given, *stream)

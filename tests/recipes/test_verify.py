@@ -34,12 +34,16 @@ def test_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("overrides", [["packed_sequence=none"], ["packed_sequence.strategy=wrapped"]], ids=str)
+@pytest.mark.parametrize(
+    "overrides", [["packed_sequence=none"], ["packed_sequence.strategy=wrapped"]], ids=str
+)
 def test_other_packings(tmp_path: Path, overrides: list[str]) -> None:
     assert verify(tmp_path / "run", *overrides) == 0
 
 
-def test_the_truth_of_a_tree_is_its_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_truth_of_a_tree_is_its_rows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A tree was taken for one row, so that right packs failed."""
     path = answered_prompts(tmp_path / "a.jsonl")
     assert verify(tmp_path / "run", *settings(path, "training.global_batch_size=2")) == 0
@@ -62,7 +66,11 @@ EXPERTS = [
     ("world_size", "overrides"),
     [
         (2, ["mesh.cp=2"]),
-        pytest.param(4, ["mesh.cp=2", "mesh.strategy=ddp", "mesh.cp_exchange=all_to_all"], marks=pytest.mark.slow),
+        pytest.param(
+            4,
+            ["mesh.cp=2", "mesh.strategy=ddp", "mesh.cp_exchange=all_to_all"],
+            marks=pytest.mark.slow,
+        ),
         pytest.param(4, ["mesh.dp_replicate=2", "mesh.cp=2"], marks=pytest.mark.slow),
         pytest.param(2, ["mesh.tp=2"], marks=pytest.mark.slow),
         pytest.param(2, ["mesh.ep=2", *EXPERTS], marks=pytest.mark.slow),
@@ -103,7 +111,9 @@ def test_positions_that_run_on_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(recipes.verify, "to_thd", counting_on)
     gpt2 = {"model_type": "gpt2", "n_embd": 32, "n_head": 2, "n_layer": 2, "attn_pdrop": 0}
-    learned = replace(config_of("smoke", tmp_path / "run"), model={"_target_": CAUSAL_LM, "config": gpt2})
+    learned = replace(
+        config_of("smoke", tmp_path / "run"), model={"_target_": CAUSAL_LM, "config": gpt2}
+    )
     assert recipes.verify.main(learned) == 1
     monkeypatch.setattr(recipes.verify, "to_thd", right_to_thd)
     assert recipes.verify.main(learned) == 0

@@ -63,15 +63,23 @@ ARGUMENTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("tool", "arguments", "sentence"), ARGUMENTS, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(
+    ("tool", "arguments", "sentence"), ARGUMENTS, ids=lambda value: str(value)[:40]
+)
 def test_wrong_arguments(run: Path, tool: str, arguments: list[str], sentence: str) -> None:
     assert sentence in answer(tool, *(text.replace("{run}", str(run)) for text in arguments))
 
 
 @pytest.mark.parametrize("tool", ["generate", "report", "plan"])
-def test_work_of_one_process_is_refused_to_several(run: Path, monkeypatch: pytest.MonkeyPatch, tool: str) -> None:
+def test_work_of_one_process_is_refused_to_several(
+    run: Path, monkeypatch: pytest.MonkeyPatch, tool: str
+) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    arguments = {"generate": [str(run), "Hi"], "report": [str(run)], "plan": ["--config-name", "smoke"]}
+    arguments = {
+        "generate": [str(run), "Hi"],
+        "report": [str(run)],
+        "plan": ["--config-name", "smoke"],
+    }
     sentence = "WORLD_SIZE=2 processes would each do all of this work: start it with python, in one process."
     assert answer(tool, *arguments[tool]) == sentence
 
@@ -119,7 +127,10 @@ def test_damaged_runs(run: Path, tmp_path: Path, damage: str) -> None:
     harm, sentences = DAMAGES[damage]
     harm(tmp_path / "run")
     for tool, sentence in sentences.items():
-        more = {"generate": ["Hi", "--max-new-tokens", "2"], "export_hf": ["--to", str(tmp_path / "out")]}.get(tool, [])
+        more = {
+            "generate": ["Hi", "--max-new-tokens", "2"],
+            "export_hf": ["--to", str(tmp_path / "out")],
+        }.get(tool, [])
         told = answer(tool, str(tmp_path / "run"), *more)
         assert sentence in told
         assert bool(sentence) == bool(told), told

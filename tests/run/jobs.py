@@ -35,10 +35,13 @@ def launch(folder: Path, hook: str, *overrides: str, world_size: int = 2) -> sub
         "run_recipe('recipes.train_ft:main')\n"
     )
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    if "--shutdown-timeout" in get_args_parser().format_help():  # torch 2.11 has none, and waits for half a minute
+    # torch 2.11 has none, and waits for half a minute
+    if "--shutdown-timeout" in get_args_parser().format_help():
         torchrun.append("--shutdown-timeout=2")
     settings = ["--config-name", "smoke", f"output_dir={folder}/run", *QUICK]
-    settings += ["training.max_steps=100000", "training.log_every_steps=1"] if world_size > 1 else []
+    settings += (
+        ["training.max_steps=100000", "training.log_every_steps=1"] if world_size > 1 else []
+    )
     return subprocess.Popen(
         [sys.executable, *(torchrun if world_size > 1 else []), str(script), *settings, *overrides],
         cwd=ROOT,

@@ -46,7 +46,9 @@ class Trained:
 def checkpointer(folder: Path, said: list[str] | None = None, **options: Any) -> Checkpointer:
     config = Config(name="test", checkpoint=CheckpointConfig(**options))
     alone = Control(None)
-    return Checkpointer(RunFolder(folder), config, alone, alone, (said if said is not None else []).append)
+    return Checkpointer(
+        RunFolder(folder), config, alone, alone, (said if said is not None else []).append
+    )
 
 
 def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
@@ -85,7 +87,9 @@ def test_asynchronous_saves_use_the_same_copies(tmp_path: Path) -> None:
     assert pointers[0] == pointers[1] == pointers[2]
 
 
-def test_a_host_without_room_for_copies_costs_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_without_room_for_copies_costs_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     says: list[str] = []
     trained = Trained(1)
     saves = checkpointer(tmp_path, says, mode="async")
@@ -111,7 +115,12 @@ def test_loading_uses_no_pickle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     def forbidden(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("pickle on the load path")
 
-    for module, name in ((pickle, "load"), (pickle, "loads"), (pickle, "Unpickler"), (torch, "load")):
+    for module, name in (
+        (pickle, "load"),
+        (pickle, "loads"),
+        (pickle, "Unpickler"),
+        (torch, "load"),
+    ):
         monkeypatch.setattr(module, name, forbidden)
     fresh = Trained()
     assert checkpointer(tmp_path).load_newest(fresh.model, fresh.optimizer) == {"step": 2}
@@ -119,9 +128,12 @@ def test_loading_uses_no_pickle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(
-    "value", ["weight", "model.0.", "float32", '"step": 2', "rank_00000", "tensors", "state.json", "config"]
+    "value",
+    ["weight", "model.0.", "float32", '"step": 2', "rank_00000", "tensors", "state.json", "config"],
 )
-def test_names_in_a_checkpoint_are_nobodys_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+def test_names_in_a_checkpoint_are_nobodys_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
     """`SORT_KEY=weight` in the environment once made a checkpoint that did not load."""
     monkeypatch.setenv("SORT_KEY", value)
     trained = Trained(2)
@@ -132,7 +144,9 @@ def test_names_in_a_checkpoint_are_nobodys_secret(tmp_path: Path, monkeypatch: p
     assert same(fresh.values(), trained.values())
 
 
-def test_bytes_of_a_shard_in_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_of_a_shard_in_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`TOKENS_PER_STEP=<the size of a file>` once made a run start from step 0."""
     trained = Trained(2)
     checkpointer(tmp_path / "a").save(2, trained.model, trained.optimizer, {"step": 2})
@@ -143,7 +157,10 @@ def test_bytes_of_a_shard_in_the_environment(tmp_path: Path, monkeypatch: pytest
         monkeypatch.setenv(f"NAME_KEY_{number}", name)
     assert checkpointer(tmp_path / "b").save(2, trained.model, trained.optimizer, {"step": 2})
     again = json.loads((tmp_path / "b/checkpoints/step_00000002/COMPLETE.json").read_text())
-    assert again["files"]["tensors/rank_00000.safetensors"] == manifest["files"]["tensors/rank_00000.safetensors"]
+    assert (
+        again["files"]["tensors/rank_00000.safetensors"]
+        == manifest["files"]["tensors/rank_00000.safetensors"]
+    )
     assert checkpointer(tmp_path / "b").load_newest(trained.model, trained.optimizer) == {"step": 2}
 
 
@@ -161,7 +178,9 @@ class _Lost:
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 @pytest.mark.parametrize("at", [1, 2])
-def test_a_job_that_lost_its_folder_saves_nothing_and_stops(tmp_path: Path, mode: str, at: int) -> None:
+def test_a_job_that_lost_its_folder_saves_nothing_and_stops(
+    tmp_path: Path, mode: str, at: int
+) -> None:
     """Before anything is written, and again before the rename; what the other job is writing stays."""
     theirs = tmp_path / "checkpoints/.tmp-theirs-step_00000002"
     theirs.mkdir(parents=True)

@@ -81,7 +81,10 @@ def _another_shape(path: Path) -> None:
         (_cut, "step_00000002 is skipped: tensors/rank_00000.safetensors has .* bytes instead of"),
         (_lose_a_shard, "step_00000002 is skipped: rank_00000.safetensors is missing"),
         (_lose_the_manifest, "step_00000002 is skipped: COMPLETE.json is missing"),
-        (_lead_out, "step_00000002 is skipped: its manifest names '../../../etc/passwd', which leads out of it"),
+        (
+            _lead_out,
+            "step_00000002 is skipped: its manifest names '../../../etc/passwd', which leads out of it",
+        ),
         (_another_shape, r"model.0.weight is float32 \[7, 6\], the run's is float32 \[7, 5\]"),
     ],
 )
@@ -111,18 +114,24 @@ def test_a_linked_folder_is_no_checkpoint(tmp_path: Path) -> None:
     checkpointer(tmp_path / "a").save(1, trained.model, trained.optimizer, {"step": 1})
     (tmp_path / "b/checkpoints").mkdir(parents=True)
     (tmp_path / "b/checkpoints/step_00000001").symlink_to(tmp_path / "a/checkpoints/step_00000001")
-    with pytest.raises(ConfigError, match=r"no loadable checkpoint \(step_00000001 is skipped: it is a link\)"):
+    with pytest.raises(
+        ConfigError, match=r"no loadable checkpoint \(step_00000001 is skipped: it is a link\)"
+    ):
         checkpointer(tmp_path / "b").load_newest(trained.model, trained.optimizer)
 
 
 @pytest.mark.parametrize("damage", [_lose_the_manifest, _cut, _lead_out])
-def test_damaged_manifests_alone_mean_stop_and_not_step_0(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+def test_damaged_manifests_alone_mean_stop_and_not_step_0(
+    tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
     trained = Trained(1)
     saves = checkpointer(tmp_path)
     for step in (1, 2):
         saves.save(step, trained.model, trained.optimizer, {"step": step})
         damage(tmp_path / f"checkpoints/step_0000000{step}")
-    with pytest.raises(ConfigError, match=r"no loadable checkpoint .*step_00000002.*step_00000001.*: restore one"):
+    with pytest.raises(
+        ConfigError, match=r"no loadable checkpoint .*step_00000002.*step_00000001.*: restore one"
+    ):
         checkpointer(tmp_path).load_newest(trained.model, trained.optimizer)
 
 
@@ -145,7 +154,10 @@ def test_the_best_one_stays(tmp_path: Path) -> None:
     saves = checkpointer(tmp_path, keep_last=1, keep_best=1)
     for step, loss in ((1, 2.0), (2, 1.0), (3, 3.0), (4, 4.0)):
         saves.save(step, trained.model, trained.optimizer, {"step": step, "val_loss": loss})
-    assert sorted(p.name for p in saves.run.checkpoints.iterdir()) == ["step_00000002", "step_00000004"]
+    assert sorted(p.name for p in saves.run.checkpoints.iterdir()) == [
+        "step_00000002",
+        "step_00000004",
+    ]
 
 
 def test_a_pickle_in_place_of_a_file_is_not_run(tmp_path: Path) -> None:

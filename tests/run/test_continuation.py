@@ -32,14 +32,24 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.param(["dataloader.num_workers=2"], id="two-workers", marks=pytest.mark.system),
     ],
 )
-def test_the_same_layout_continues_bit_for_bit(tmp_path: Path, uninterrupted: Path, options: list[str]) -> None:
+def test_the_same_layout_continues_bit_for_bit(
+    tmp_path: Path, uninterrupted: Path, options: list[str]
+) -> None:
     run = tmp_path / "run"
     overrides = [*OVER_AN_EPOCH, *options]
     code, screen = train_on(2, run, *overrides, stop_at=5, on_rank=1)
     assert code == 75
-    assert "stopped after step 5 of 12 (SIGTERM); run the same command again to continue from step_00000005" in screen
+    assert (
+        "stopped after step 5 of 12 (SIGTERM); run the same command again to continue from step_00000005"
+        in screen
+    )
     status = json.loads((run / "STATUS.json").read_text())
-    assert status == {"state": "preempted", "step": 5, "reason": "SIGTERM", "checkpoint": "step_00000005"}
+    assert status == {
+        "state": "preempted",
+        "step": 5,
+        "reason": "SIGTERM",
+        "checkpoint": "step_00000005",
+    }
     code, screen = train_on(2, run, *overrides, stop_at=10)  # past the edge of the epoch
     assert code == 75
     assert "continues from step_00000005, steps 6 to 12" in screen
@@ -59,17 +69,30 @@ def test_another_layout_continues_with_the_same_batches(tmp_path: Path) -> None:
     assert train_quick(whole, slots, "training.max_steps=12")[0] == 0
     overrides = [slots, "training.max_steps=12"]
     assert (
-        train_quick(run, *overrides, "training.global_batch_size=null", "training.micro_batch_size=4", stop_at=3)[0]
+        train_quick(
+            run,
+            *overrides,
+            "training.global_batch_size=null",
+            "training.micro_batch_size=4",
+            stop_at=3,
+        )[0]
         == 75
     )
     free = "training.global_batch_size=null"  # stays what the run began with
     assert train_on(2, run, *overrides, free, stop_at=6)[0] == 75
     assert train_on(4, run, *overrides, free, "mesh.cp=2", stop_at=9)[0] == 75
-    assert train_quick(run, *overrides, free, "training.micro_batch_size=2", "dataloader.num_workers=2")[0] == 0
+    assert (
+        train_quick(
+            run, *overrides, free, "training.micro_batch_size=2", "dataloader.num_workers=2"
+        )[0]
+        == 0
+    )
     want, got = losses_by_step(whole), losses_by_step(run)
     assert want.keys() == got.keys()
     for step, (loss, grad_norm) in want.items():
-        assert got[step] == (pytest.approx(loss, rel=1e-5), pytest.approx(grad_norm, rel=1e-4)), step
+        assert got[step] == (pytest.approx(loss, rel=1e-5), pytest.approx(grad_norm, rel=1e-4)), (
+            step
+        )
 
 
 def test_a_signal_to_every_process_spares_the_workers(tmp_path: Path) -> None:
@@ -78,7 +101,9 @@ def test_a_signal_to_every_process_spares_the_workers(tmp_path: Path) -> None:
     assert train_quick(tmp_path)[0] == 0
 
 
-def test_a_validation_that_a_signal_ends_is_made_up_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_validation_that_a_signal_ends_is_made_up_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import os
     import signal
 
@@ -99,7 +124,9 @@ def test_a_validation_that_a_signal_ends_is_made_up_for(tmp_path: Path, monkeypa
     assert "stopped after step 3 of 6 (SIGUSR1)" in screen
     assert "validation (held_out)" not in screen
     assert train_quick(tmp_path / "run", *options)[0] == 0
-    read = [(tmp_path / name / "metrics.jsonl").read_text().splitlines() for name in ("whole", "run")]
+    read = [
+        (tmp_path / name / "metrics.jsonl").read_text().splitlines() for name in ("whole", "run")
+    ]
     validations = [[line for line in lines if "val_loss" in line] for lines in read]
     assert validations[0] == validations[1]
     assert len(validations[0]) == 2
@@ -139,19 +166,33 @@ def test_a_run_of_an_older_version_goes_on(tmp_path: Path) -> None:
 
     folder.config.write_text(f"{text}strategy:\n  _target_: automodel_lite.distributed.FSDP\n")
     with pytest.raises(
-        ConfigError, match=r"strategy._target_: was .*FSDP, now null\nStart a new run with name=..., or continue"
+        ConfigError,
+        match=r"strategy._target_: was .*FSDP, now null\nStart a new run with name=..., or continue",
     ):
         folder.check(config)
-    with pytest.raises(ConfigError, match=r"config.yaml does not match this version: use the version that the run was"):
+    with pytest.raises(
+        ConfigError,
+        match=r"config.yaml does not match this version: use the version that the run was",
+    ):
         load_run_config(folder)
 
 
 def test_changed_data_is_refused(tmp_path: Path) -> None:
-    chat = {"messages": [{"role": "user", "content": "what is {}?"}, {"role": "assistant", "content": "it is {}."}]}
+    chat = {
+        "messages": [
+            {"role": "user", "content": "what is {}?"},
+            {"role": "assistant", "content": "it is {}."},
+        ]
+    }
     data = tmp_path / "chats.jsonl"
     lines = [json.dumps(chat).replace("{}", f"thing {number}") for number in range(40)]
     data.write_text("\n".join(lines))
-    options = ["dataset=files", f"dataset.path={data}", "training.max_steps=4", "~dataset.num_chats"]
+    options = [
+        "dataset=files",
+        f"dataset.path={data}",
+        "training.max_steps=4",
+        "~dataset.num_chats",
+    ]
     assert train_quick(tmp_path / "run", *options, stop_at=2)[0] == 75
     data.write_text("\n".join([*lines, lines[0]]))
     with pytest.raises(ConfigError, match="the data changed since the checkpoint was written"):
@@ -181,7 +222,9 @@ def test_tensor_parallel_ranks_continue_and_are_continued(tmp_path: Path) -> Non
     want, got = losses_by_step(tmp_path / "whole"), losses_by_step(run)
     assert want.keys() == got.keys()
     for step, (loss, grad_norm) in want.items():
-        assert got[step] == (pytest.approx(loss, rel=1e-5), pytest.approx(grad_norm, rel=1e-4)), step
+        assert got[step] == (pytest.approx(loss, rel=1e-5), pytest.approx(grad_norm, rel=1e-4)), (
+            step
+        )
 
 
 def test_a_mixture_continues_with_the_same_documents(tmp_path: Path) -> None:
@@ -189,7 +232,12 @@ def test_a_mixture_continues_with_the_same_documents(tmp_path: Path) -> None:
     chats = "{_target_: automodel_lite.data.reading.documents.ToyChat, num_chats: %d, seed: %d}"
     first, second = chats % (60, 1), chats % (60, 2)
     parts = f"{{one: {{dataset: {first}, weight: 0.8}}, two: {{dataset: {second}, weight: 0.2}}}}"
-    overrides = ["dataset=mixture", "~dataset.num_chats", f"dataset.sources={parts}", "training.max_steps=16"]
+    overrides = [
+        "dataset=mixture",
+        "~dataset.num_chats",
+        f"dataset.sources={parts}",
+        "training.max_steps=16",
+    ]
     assert train_quick(tmp_path / "whole", *overrides)[0] == 0
     run = tmp_path / "run"
     assert train_quick(run, *overrides, stop_at=9)[0] == 75

@@ -16,7 +16,14 @@ from automodel_lite.run import checkpoint_folder, durable, sharded_files
 from automodel_lite.run.checkpoint import Checkpointer
 from tests.run.test_checkpoint import Trained, checkpointer, same
 
-OPERATIONS = [(builtins, "open"), (os, "fsync"), (os, "rename"), (os, "replace"), (os, "mkdir"), (os, "unlink")]
+OPERATIONS = [
+    (builtins, "open"),
+    (os, "fsync"),
+    (os, "rename"),
+    (os, "replace"),
+    (os, "mkdir"),
+    (os, "unlink"),
+]
 
 
 SHARDS = (sharded_files, "save_file")
@@ -28,7 +35,9 @@ class Faults:
     Only there: the process also removes temporary files of others whenever the garbage collector comes by.
     """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path, at: int, what: Callable[[], None]) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, folder: Path, at: int, what: Callable[[], None]
+    ) -> None:
         self.count, self.folder, self.at, self.what, self.is_on = 0, folder, at, what, False
         for module, name in [*OPERATIONS, SHARDS]:
             monkeypatch.setattr(module, name, self._wrap(getattr(module, name), name))
@@ -63,7 +72,9 @@ def _count_operations(tmp_path: Path) -> int:
     return faults.count
 
 
-def _two_saves(folder: Path, faults: Faults | None, mode: str = "sync") -> tuple[Checkpointer, list[str]]:
+def _two_saves(
+    folder: Path, faults: Faults | None, mode: str = "sync"
+) -> tuple[Checkpointer, list[str]]:
     """Step 1 in peace, step 2 under faults, with keep_last=1: deletion is part of it."""
     said: list[str] = []
     saves = checkpointer(folder, said, keep_last=1, mode=mode)
@@ -94,8 +105,11 @@ def test_a_full_disk_at_any_write_costs_a_warning(tmp_path: Path, mode: str) -> 
         assert step == 2 or "WARNING" in said[-1], (at, said)
         assert not list((folder / "checkpoints").glob(".tmp-*")), at
         trained = Trained(2)
-        assert saves.is_due(3, is_planned=False) == any("not saved" in sentence for sentence in said), at
-        saves.save(3, trained.model, trained.optimizer, {"step": 3}, wait=True)  # the disk has space again
+        assert saves.is_due(3, is_planned=False) == any(
+            "not saved" in sentence for sentence in said
+        ), at
+        # the disk has space again
+        saves.save(3, trained.model, trained.optimizer, {"step": 3}, wait=True)
         fresh = Trained()
         assert checkpointer(folder).load_newest(fresh.model, fresh.optimizer) == {"step": 3}
         assert [p.name for p in (folder / "checkpoints").iterdir()] == ["step_00000003"], at
@@ -154,7 +168,9 @@ def test_a_checkpoint_that_does_not_read_back_gets_no_name(
     assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
-def test_weights_that_do_not_read_back_get_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_do_not_read_back_get_no_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = sharded_files.save_file
 
     def save_file(tensors: dict[str, torch.Tensor], path: Path) -> None:

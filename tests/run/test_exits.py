@@ -33,9 +33,23 @@ SIZES = [
         *(pytest.param(*case, marks=pytest.mark.slow) for case in SIZES[1:-1]),
     ],
 )
-def test_under_torchrun_the_summary_quotes_the_sentence(overrides: str, message: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    recipe = [str(ROOT / "recipes" / "train_ft.py"), "--config-name", "smoke", f"output_dir={tmp_path / 'run'}"]
+def test_under_torchrun_the_summary_quotes_the_sentence(
+    overrides: str, message: str, tmp_path: Path
+) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
+    recipe = [
+        str(ROOT / "recipes" / "train_ft.py"),
+        "--config-name",
+        "smoke",
+        f"output_dir={tmp_path / 'run'}",
+    ]
     done = subprocess.run(
         [*command, *recipe, *overrides.split()],
         capture_output=True,

@@ -45,7 +45,9 @@ def run(base: Path, tmp_path: Path) -> Path:
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("is_tied", [False, True], ids=["own-head", "tied"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_exported_model_is_the_trained_one(tmp_path: Path, world_size: int, is_tied: bool, precision: str):
+def test_the_exported_model_is_the_trained_one(
+    tmp_path: Path, world_size: int, is_tied: bool, precision: str
+):
     options = [f"model.config.tie_word_embeddings={is_tied}", f"training.precision={precision}"]
     train("smoke", tmp_path / "run", *FEW, *options, world_size=world_size)
     weights = load_file(tmp_path / "run/hf/model.safetensors")
@@ -76,7 +78,9 @@ def test_a_tied_model_is_tuned_again_from_its_export(tmp_path: Path):
     assert not torch.equal(loaded.get_output_embeddings().weight, before)
 
 
-def test_a_setting_that_changes_on_the_disk_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_setting_that_changes_on_the_disk_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """Equal weights are not the same model: here the base of the rotary embedding changes on the way to the disk."""
     train("smoke", tmp_path / "run", *FEW, "model.config.initializer_range=0.5")
     trained = load_trained(tmp_path / "run")
@@ -87,11 +91,20 @@ def test_a_setting_that_changes_on_the_disk_is_noticed(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(LlamaConfig, "to_dict", lossy)
     with pytest.raises(RuntimeError, match="differs from the trained one"):
-        export.export_hf(tmp_path / "hf", trained.model, trained.tokenizer, trained.dtype, trained.model.logits, 3)
+        export.export_hf(
+            tmp_path / "hf",
+            trained.model,
+            trained.tokenizer,
+            trained.dtype,
+            trained.model.logits,
+            3,
+        )
     assert not (tmp_path / "hf").exists()
 
 
-def test_a_weight_that_changes_on_the_disk_is_noticed(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_weight_that_changes_on_the_disk_is_noticed(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     trained = load_trained(base)
     write = export.write_weights
 
@@ -103,7 +116,14 @@ def test_a_weight_that_changes_on_the_disk_is_noticed(base: Path, tmp_path: Path
 
     monkeypatch.setattr(export, "write_weights", damaging)
     with pytest.raises(RuntimeError, match=r"the exported weight .* differs"):
-        export.export_hf(tmp_path / "hf", trained.model, trained.tokenizer, trained.dtype, trained.model.logits, 3)
+        export.export_hf(
+            tmp_path / "hf",
+            trained.model,
+            trained.tokenizer,
+            trained.dtype,
+            trained.model.logits,
+            3,
+        )
     assert isinstance(trained.model, LossModel)
     assert not (tmp_path / "hf").exists()
 
@@ -120,7 +140,10 @@ def test_generation_settings_that_transformers_does_not_save(run: Path, tmp_path
     exported = GenerationConfig.from_pretrained(tmp_path / "tuned/hf")
     assert (exported.temperature, exported.top_p, exported.do_sample) == (0.9, 0.6, True)
     settings.write_text(json.dumps({"output_scores": True}))
-    with pytest.raises(ConfigError, match=r"the export at the end would fail, .*output_scores.*generation_config.json"):
+    with pytest.raises(
+        ConfigError,
+        match=r"the export at the end would fail, .*output_scores.*generation_config.json",
+    ):
         train("smoke", tmp_path / "again", *FEW, *tune)
     assert not (tmp_path / "again/metrics.jsonl").exists()
 
@@ -137,7 +160,9 @@ def test_a_run_trained_further_does_not_use_its_old_export(base: Path, tmp_path:
     assert exported_folder(str(run)) == str(run / "hf")
     more = ["checkpoint.accept_changes=true", "training.max_steps=6"]
     train("smoke", run, *lora, *more, "checkpoint.export_hf=false")
-    with pytest.raises(ConfigError, match=r"has no hf/ or adapter/ of its newest checkpoint: .*export_hf.py"):
+    with pytest.raises(
+        ConfigError, match=r"has no hf/ or adapter/ of its newest checkpoint: .*export_hf.py"
+    ):
         exported_folder(str(run))
     (run / "STATUS.json").unlink()
     train("smoke", run, *lora, *more)
@@ -153,7 +178,9 @@ def test_an_export_deletes_nobodys_own_files(run: Path):
     (run / "hf/model-00001-of-00002.safetensors").write_text("of an export before")
     mark = run / "hf/automodel_lite.json"
     ours = json.loads(mark.read_text())
-    mark.write_text(json.dumps(ours | {"files": [*ours["files"], "model-00001-of-00002.safetensors"]}))
+    mark.write_text(
+        json.dumps(ours | {"files": [*ours["files"], "model-00001-of-00002.safetensors"]})
+    )
     assert export_hf.main([str(run)]) == 0
     assert (run / "hf/notes/mine.txt").read_text() == (run / "hf/model.gguf").read_text() == "mine"
     assert not (run / "hf/model-00001-of-00002.safetensors").exists()
@@ -167,7 +194,9 @@ def test_an_export_is_not_written_through_a_link(base: Path, tmp_path: Path):
     trained = load_trained(base)
     (tmp_path / "own").mkdir()
     (tmp_path / ".tmp-hf").symlink_to(tmp_path / "own")
-    export.export_hf(tmp_path / "hf", trained.model, trained.tokenizer, trained.dtype, trained.model.logits, 3)
+    export.export_hf(
+        tmp_path / "hf", trained.model, trained.tokenizer, trained.dtype, trained.model.logits, 3
+    )
     assert list((tmp_path / "own").iterdir()) == []
     assert not (tmp_path / "hf").is_symlink()
     assert (tmp_path / "hf/config.json").is_file()
@@ -201,9 +230,13 @@ def test_an_adapter_is_merged_shard_by_shard(base: Path, tmp_path: Path, kind: s
     train("smoke", tmp_path / "run", *FEW, *(adapter if kind == "lora" else adapter[:-2]))
     assert export_hf.main([str(tmp_path / "run"), "--to", str(tmp_path / "alone")]) == 0
     run_ranks(merge_on_rank, 2, tmp_path / "run", tmp_path / "sharded")
-    alone, sharded = (load_file(tmp_path / name / "model.safetensors") for name in ("alone", "sharded"))
+    alone, sharded = (
+        load_file(tmp_path / name / "model.safetensors") for name in ("alone", "sharded")
+    )
     before = load_file(base / "hf/model.safetensors")
-    assert not torch.equal(before["model.layers.0.mlp.down_proj.weight"], alone["model.layers.0.mlp.down_proj.weight"])
+    assert not torch.equal(
+        before["model.layers.0.mlp.down_proj.weight"], alone["model.layers.0.mlp.down_proj.weight"]
+    )
     assert alone.keys() == sharded.keys()
     for name, weight in alone.items():
         torch.testing.assert_close(sharded[name], weight, atol=1e-7, rtol=1e-6)
@@ -218,7 +251,15 @@ def test_checkpoints_are_averaged(tmp_path: Path):
     train("smoke", run, *FEW, "checkpoint.every_steps=1", "checkpoint.keep_last=3")
     for number in (1, 2, 3):
         assert (
-            export_hf.main([str(run), "--checkpoint", f"step_0000000{number}", "--to", str(tmp_path / f"{number}")])
+            export_hf.main(
+                [
+                    str(run),
+                    "--checkpoint",
+                    f"step_0000000{number}",
+                    "--to",
+                    str(tmp_path / f"{number}"),
+                ]
+            )
             == 0
         )
     assert average.main([str(run)]) == 0
@@ -227,7 +268,9 @@ def test_checkpoints_are_averaged(tmp_path: Path):
     means = {run / "averaged": of_step, tmp_path / "two": of_step[1:]}
     for folder, parts in means.items():
         for name, weight in load_file(folder / "model.safetensors").items():
-            torch.testing.assert_close(weight, torch.stack([part[name] for part in parts]).mean(0), msg=name)
+            torch.testing.assert_close(
+                weight, torch.stack([part[name] for part in parts]).mean(0), msg=name
+            )
     with pytest.raises(ConfigError, match="averaged exists already"):
         average.main([str(run)])
     with pytest.raises(ConfigError, match="has 3 complete checkpoints to average"):

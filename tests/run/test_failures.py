@@ -48,7 +48,9 @@ def test_a_killed_data_worker_ends_the_job_with_a_sentence(tmp_path: Path) -> No
     assert "a data worker of rank 1 on" in screen
     assert ", in step 6, is gone: DataLoader worker (pid" in screen
     assert "lower dataloader.num_workers." in screen
-    again = launch(tmp_path, "pass", *workers, "checkpoint.accept_changes=true", "training.max_steps=8")
+    again = launch(
+        tmp_path, "pass", *workers, "checkpoint.accept_changes=true", "training.max_steps=8"
+    )
     screen = finish(again)
     assert again.returncode == 0, screen
     assert "continues from step_00000004" in screen

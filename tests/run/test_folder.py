@@ -33,7 +33,9 @@ def test_logs_behind_a_link_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["removed", "renamed"])
-def test_a_run_folder_that_vanishes_is_a_failure(tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_folder_that_vanishes_is_a_failure(
+    tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from recipes import train_ft
 
     real, run = train_ft.TrainFinetuneRecipe.step, tmp_path / "run"
@@ -45,7 +47,9 @@ def test_a_run_folder_that_vanishes_is_a_failure(tmp_path: Path, what: str, monk
 
     with monkeypatch.context() as patch:
         patch.setattr(train_ft.TrainFinetuneRecipe, "step", step)
-        with pytest.raises(RunStoppedError, match=r"output_dir=.*run is gone: it was removed or renamed"):
+        with pytest.raises(
+            RunStoppedError, match=r"output_dir=.*run is gone: it was removed or renamed"
+        ):
             train_quick(run)
     assert not (run / "checkpoints").exists()
 
@@ -127,7 +131,9 @@ def test_a_kill_at_any_moment_of_the_start_hinders_no_other(tmp_path: Path) -> N
     assert at > 10
 
 
-def test_only_an_export_of_the_newest_checkpoint_is_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_only_an_export_of_the_newest_checkpoint_is_offered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     run = run_folder(tmp_path / "runs" / "a")
     monkeypatch.chdir(tmp_path)
     for name in ("hf", "adapter"):
@@ -139,7 +145,9 @@ def test_only_an_export_of_the_newest_checkpoint_is_offered(tmp_path: Path, monk
     folder = RunFolder(run)
     assert folder.next_commands("finished")[1] == "vllm serve runs/a/hf"
     (run / "hf" / "automodel_lite.json").write_text('{"step": 2, "files": []}')
-    assert folder.next_commands("finished")[1].endswith("export runs/a   # the adapter merged, for vLLM")
+    assert folder.next_commands("finished")[1].endswith(
+        "export runs/a   # the adapter merged, for vLLM"
+    )
     checkpoint.rename(checkpoint.with_name("step_00000004"))
     export, generate = folder.next_commands("finished")
     assert "export runs/a   # writes the newest checkpoint" in export
@@ -148,13 +156,21 @@ def test_only_an_export_of_the_newest_checkpoint_is_offered(tmp_path: Path, monk
 
 TYPED = {
     "python": (["python", "recipes/train_ft.py", "a=b c"], "python recipes/train_ft.py 'a=b c'"),
-    "installed": (["/venv/bin/python", "/venv/bin/automodel-lite", "train"], "/venv/bin/automodel-lite train"),
-    "module": (["/venv/bin/python3", "-m", "automodel_lite", "train"], "/venv/bin/python3 -m automodel_lite train"),
+    "installed": (
+        ["/venv/bin/python", "/venv/bin/automodel-lite", "train"],
+        "/venv/bin/automodel-lite train",
+    ),
+    "module": (
+        ["/venv/bin/python3", "-m", "automodel_lite", "train"],
+        "/venv/bin/python3 -m automodel_lite train",
+    ),
 }
 
 
 @pytest.mark.parametrize(("words", "command"), TYPED.values(), ids=TYPED)
-def test_the_command_of_a_run_can_be_typed_again(monkeypatch: pytest.MonkeyPatch, words: list[str], command: str):
+def test_the_command_of_a_run_can_be_typed_again(
+    monkeypatch: pytest.MonkeyPatch, words: list[str], command: str
+):
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     monkeypatch.setattr(sys, "orig_argv", words)
     assert command_line() == command
@@ -166,5 +182,7 @@ def test_the_command_of_a_rank_is_its_launchers(monkeypatch: pytest.MonkeyPatch,
     launcher.write_text(f"import subprocess; subprocess.run([{sys.executable!r}, '-c', {code!r}])")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     command = ["python", str(launcher), "--nproc", "2"]
-    out = subprocess.run(command, executable=sys.executable, capture_output=True, text=True, check=True).stdout
+    out = subprocess.run(
+        command, executable=sys.executable, capture_output=True, text=True, check=True
+    ).stdout
     assert out == f"python {launcher} --nproc 2\n"

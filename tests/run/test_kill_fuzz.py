@@ -48,7 +48,11 @@ def start(folder: Path, world_size: int, overrides: list[str]) -> list[int]:
         if pid == 0:
             code = 1
             try:
-                os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+                os.environ |= {
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(rank),
+                    "WORLD_SIZE": str(world_size),
+                }
                 os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
                 log = os.open(folder.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
                 os.dup2(log, 1)
@@ -86,13 +90,24 @@ def newest(folder: Path) -> int:
     return max((checkpoint_folder.step_of(path) or 0 for path in complete), default=0)
 
 
-def fuzz(base: Path, kills: int, worlds: list[int], seed: int, overrides: list[str]) -> dict[str, Any]:
+def fuzz(
+    base: Path, kills: int, worlds: list[int], seed: int, overrides: list[str]
+) -> dict[str, Any]:
     rng = random.Random(seed)
     began = time.monotonic()
-    assert set(wait(start(base / "whole", worlds[0], overrides))) == {0}, (base / "whole.log").read_text()
+    assert set(wait(start(base / "whole", worlds[0], overrides))) == {0}, (
+        base / "whole.log"
+    ).read_text()
     whole_s = time.monotonic() - began
     want = losses_by_step(base / "whole")
-    found: dict[str, Any] = {"kills": 0, "lost": 0, "runs": 0, "losses": 0, "not_equal": 0, "worst_rel": 0.0}
+    found: dict[str, Any] = {
+        "kills": 0,
+        "lost": 0,
+        "runs": 0,
+        "losses": 0,
+        "not_equal": 0,
+        "worst_rel": 0.0,
+    }
     folder, before = base / "run0", 0
     while found["kills"] < kills:
         pids = start(folder, rng.choice(worlds), overrides)
@@ -104,7 +119,8 @@ def fuzz(base: Path, kills: int, worlds: list[int], seed: int, overrides: list[s
         found["lost"] += now < before
         before, seen = now, found["losses"]
         _compare(folder, want, found)
-        whole_s *= 1.2 if found["losses"] == seen else 1.0  # nothing was reached: the machine is slower than it was
+        # nothing was reached: the machine is slower than it was
+        whole_s *= 1.2 if found["losses"] == seen else 1.0
         if now == NUM_STEPS:
             found["runs"] += 1
             folder, before = base / f"run{found['runs']}", 0
@@ -131,8 +147,19 @@ def _compare(folder: Path, want: dict[int, tuple[float, float]], found: dict[str
 
 
 def run_fuzz(folder: Path, kills: int, worlds: str, seed: int, *overrides: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "tests.run.test_kill_fuzz", str(folder), str(kills), worlds, str(seed), *overrides]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=20 * kills + 300)
+    command = [
+        sys.executable,
+        "-m",
+        "tests.run.test_kill_fuzz",
+        str(folder),
+        str(kills),
+        worlds,
+        str(seed),
+        *overrides,
+    ]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=20 * kills + 300
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     print(found)
@@ -151,9 +178,13 @@ CASES = [
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("kills", [20, *(pytest.param(many, marks=pytest.mark.slow) for many in (100, 1000))])
+@pytest.mark.parametrize(
+    "kills", [20, *(pytest.param(many, marks=pytest.mark.slow) for many in (100, 1000))]
+)
 @pytest.mark.parametrize(("worlds", "overrides", "tolerance", "share"), CASES)
-def test_kills(tmp_path: Path, worlds: str, overrides: list[str], tolerance: float, share: float, kills: int) -> None:
+def test_kills(
+    tmp_path: Path, worlds: str, overrides: list[str], tolerance: float, share: float, kills: int
+) -> None:
     found = run_fuzz(tmp_path, round(kills * share), worlds, kills, *overrides)
     assert found["worst_rel"] <= tolerance
     assert found["not_equal"] == 0 or tolerance
@@ -161,5 +192,7 @@ def test_kills(tmp_path: Path, worlds: str, overrides: list[str], tolerance: flo
 
 if __name__ == "__main__":
     where, num_kills, world_sizes, fuzz_seed, *more = sys.argv[1:]
-    result = fuzz(Path(where), int(num_kills), [int(w) for w in world_sizes.split(",")], int(fuzz_seed), more)
+    result = fuzz(
+        Path(where), int(num_kills), [int(w) for w in world_sizes.split(",")], int(fuzz_seed), more
+    )
     print(json.dumps(result), flush=True)

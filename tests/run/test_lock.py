@@ -40,7 +40,9 @@ def _hold(path: str, ready: Any, pulse_s: float) -> None:
 def holder(tmp_path: Path) -> Any:
     context = fork_server()
     ready = context.Event()
-    process = context.Process(target=_hold, args=(str(tmp_path / "run.lock"), ready, 0.1), daemon=True)
+    process = context.Process(
+        target=_hold, args=(str(tmp_path / "run.lock"), ready, 0.1), daemon=True
+    )
     process.start()
     assert ready.wait(120)
     yield process
@@ -50,7 +52,9 @@ def holder(tmp_path: Path) -> Any:
 
 def test_a_second_job_is_refused_until_the_first_is_dead(tmp_path: Path, holder: Any) -> None:
     lock = RunLock(tmp_path / "run.lock")
-    with pytest.raises(ConfigError, match=rf"is in use by process {holder.pid} on .*start another run with name="):
+    with pytest.raises(
+        ConfigError, match=rf"is in use by process {holder.pid} on .*start another run with name="
+    ):
         lock.acquire(0.1)
     holder.kill()
     holder.join()
@@ -64,7 +68,9 @@ def _foreign(path: Path, **facts: Any) -> None:
     path.write_text(json.dumps({**mine, "host": "elsewhere", "token": "theirs", **facts}))
 
 
-@pytest.mark.parametrize(("beats_at", "is_dead"), [(1, False), (4, False), (5, True)], ids=["soon", "last", "never"])
+@pytest.mark.parametrize(
+    ("beats_at", "is_dead"), [(1, False), (4, False), (5, True)], ids=["soon", "last", "never"]
+)
 def test_a_lock_of_another_host_is_watched_for_a_pulse(
     beats_at: int, is_dead: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,7 +93,9 @@ def test_a_lock_of_another_host_is_watched_for_a_pulse(
     assert slept == [60] * min(beats_at, 4)
 
 
-def test_the_requeued_job_takes_over_from_itself_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_requeued_job_takes_over_from_itself_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "run.lock"
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     _foreign(path)
@@ -100,19 +108,24 @@ def test_the_requeued_job_takes_over_from_itself_at_once(tmp_path: Path, monkeyp
 def test_a_reused_process_number_is_not_the_holder(tmp_path: Path) -> None:
     path = tmp_path / "run.lock"
     mine = vars(RunLock(Path("run.lock"))._mine)
-    path.write_text(json.dumps({**mine, "token": "theirs", "started": "1"}))  # our pid, another start
+    # our pid, another start
+    path.write_text(json.dumps({**mine, "token": "theirs", "started": "1"}))
     lock = RunLock(path)
     lock.acquire(60)
     assert Holder(**json.loads(path.read_text())).token != "theirs"
     lock.release()
 
 
-def test_a_file_system_without_hard_links_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_hard_links_is_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def no_links(*paths: Any) -> None:
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
     monkeypatch.setattr(os, "link", no_links)
-    with pytest.raises(ConfigError, match=r"output_dir=.* cannot be written: Operation not permitted\."):
+    with pytest.raises(
+        ConfigError, match=r"output_dir=.* cannot be written: Operation not permitted\."
+    ):
         RunLock(tmp_path / "run.lock").acquire()
     assert list(tmp_path.iterdir()) == []
 
@@ -144,9 +157,12 @@ def race(folder: Path, rounds: int, contenders: int, dead: bool) -> tuple[int, i
     start, results = context.Barrier(contenders), context.Array("i", rounds)
     for number in range(rounds if dead else 0):
         mine = vars(RunLock(Path("run.lock"))._mine)
-        (folder / f"lock{number}").write_text(json.dumps({**mine, "token": f"dead{number}", "started": "1"}))
+        (folder / f"lock{number}").write_text(
+            json.dumps({**mine, "token": f"dead{number}", "started": "1"})
+        )
     processes = [
-        context.Process(target=_race, args=(folder / "lock", start, results, rounds)) for _ in range(contenders)
+        context.Process(target=_race, args=(folder / "lock", start, results, rounds))
+        for _ in range(contenders)
     ]
     for process in processes:
         process.start()
@@ -180,7 +196,10 @@ def test_a_job_that_was_stopped_for_long_finds_the_lock_lost(tmp_path: Path) -> 
     assert json.loads(path.read_text())["token"] == "theirs"
     run = RunFolder(tmp_path)
     with (
-        pytest.raises(RunStoppedError, match=r"no longer belongs to this job: run.lock names process .* on elsewhere"),
+        pytest.raises(
+            RunStoppedError,
+            match=r"no longer belongs to this job: run.lock names process .* on elsewhere",
+        ),
         record_failures(run, Watchdog(run.path, 0, after_s=0), old, Peers(None), str),
     ):
         old.check_held()
@@ -208,8 +227,18 @@ run_recipe("recipes.train_ft:main")
 def test_a_job_stopped_for_66_s_leaves_the_run_to_its_heir(tmp_path: Path, mode: str) -> None:
     """Two jobs on two hosts; the first is stopped, the second takes the folder over, the first goes on: one writer."""
     run = tmp_path / "run"
-    options = [*QUICK, f"output_dir={run}", f"cache_dir={tmp_path}/cache", f"checkpoint.mode={mode}", "report=false"]
-    options += ["training.max_steps=1000000", "training.log_every_steps=1", "checkpoint.every_steps=20"]
+    options = [
+        *QUICK,
+        f"output_dir={run}",
+        f"cache_dir={tmp_path}/cache",
+        f"checkpoint.mode={mode}",
+        "report=false",
+    ]
+    options += [
+        "training.max_steps=1000000",
+        "training.log_every_steps=1",
+        "checkpoint.every_steps=20",
+    ]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
 
     def job(host: str) -> subprocess.Popen[str]:
@@ -217,7 +246,11 @@ def test_a_job_stopped_for_66_s_leaves_the_run_to_its_heir(tmp_path: Path, mode:
         return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)  # fmt: skip
 
     def last_step() -> int:
-        rows = (run / "metrics.jsonl").read_text().splitlines() if (run / "metrics.jsonl").is_file() else []
+        rows = (
+            (run / "metrics.jsonl").read_text().splitlines()
+            if (run / "metrics.jsonl").is_file()
+            else []
+        )
         return int(json.loads(rows[-2])["step"]) if len(rows) > 2 else 0
 
     first = job("one")
@@ -231,14 +264,20 @@ def test_a_job_stopped_for_66_s_leaves_the_run_to_its_heir(tmp_path: Path, mode:
     first.send_signal(signal.SIGCONT)
     said, _ = first.communicate(timeout=300)
     assert first.returncode == 1, said
-    assert re.search(r"no longer belongs to this job: run.lock names process \d+ on two", said.splitlines()[-1]), said
+    assert re.search(
+        r"no longer belongs to this job: run.lock names process \d+ on two", said.splitlines()[-1]
+    ), said
     after = last_step()
     wait_until(lambda: last_step() > after + 30, 300)  # the second one is not disturbed
     assert json.loads((run / "STATUS.json").read_text())["state"] == "running"
     second.send_signal(signal.SIGTERM)
     told, _ = second.communicate(timeout=300)
     assert second.returncode == 75, told
-    steps = [row["step"] for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if "loss" in row]
+    steps = [
+        row["step"]
+        for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+        if "loss" in row
+    ]
     assert steps == list(range(1, len(steps) + 1)), "two jobs wrote"
     assert json.loads((run / "STATUS.json").read_text())["state"] == "preempted"
     assert not list((run / "logs").glob("failure_*"))

@@ -25,7 +25,9 @@ def answers_of_mlx(folder: Path) -> list[str]:
     model, tokenizer = mlx_lm.load(str(folder))
     answers = []
     for question in QUESTIONS:
-        prompt = tokenizer.apply_chat_template([{"role": "user", "content": question}], add_generation_prompt=True)
+        prompt = tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}], add_generation_prompt=True
+        )
         tokens = []
         for token, _ in islice(generate_step(array(prompt), model, max_tokens=24), 24):
             if int(token) in tokenizer.eos_token_ids:
@@ -37,7 +39,10 @@ def answers_of_mlx(folder: Path) -> list[str]:
 
 def answers_of_ours(folder: Path) -> list[str]:
     generator = load_generator(str(folder), on_cpu=True)
-    return [generator.answers([[{"role": "user", "content": text}]], max_new_tokens=24)[0] for text in QUESTIONS]
+    return [
+        generator.answers([[{"role": "user", "content": text}]], max_new_tokens=24)[0]
+        for text in QUESTIONS
+    ]
 
 
 def test_mlx_answers_as_transformers(tmp_path: Path):
@@ -46,7 +51,13 @@ def test_mlx_answers_as_transformers(tmp_path: Path):
     expected = answers_of_ours(whole / "hf")
     assert all(text.startswith("The ") for text in expected)
     assert answers_of_mlx(whole / "hf") == expected
-    base = ["model=pretrained", f"model.pretrained={whole}/hf", "peft=lora", "peft.r=8", "optimizer.lr=0.01"]
+    base = [
+        "model=pretrained",
+        f"model.pretrained={whole}/hf",
+        "peft=lora",
+        "peft.r=8",
+        "optimizer.lr=0.01",
+    ]
     train("smoke", adapted, *QUICK, *base, "training.max_steps=20")
     assert export_hf.main([str(adapted)]) == 0
     merged = answers_of_ours(adapted / "adapter")

@@ -49,9 +49,16 @@ def test_parts_that_overlap(layout: Layout, wanted: list, parts: list) -> None:
 
 def _round_trip(rank: int, world_size: int, folder: str) -> tuple[list[str], bool]:
     """Saves tensors of several layouts, one of them on meshes side by side; reads them cut in other ways."""
-    mesh, others = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b")), init_device_mesh("cpu", (4,))
-    whole = {name: torch.randn(5, 6, generator=torch.Generator().manual_seed(i)) for i, name in enumerate("vwxyz")}
-    whole["u"] = torch.randn(2, 6)[:, :6].copy_(whole["v"][:2])  # two experts on four ranks: two ranks have none
+    mesh, others = (
+        init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b")),
+        init_device_mesh("cpu", (4,)),
+    )
+    whole = {
+        name: torch.randn(5, 6, generator=torch.Generator().manual_seed(i))
+        for i, name in enumerate("vwxyz")
+    }
+    # two experts on four ranks: two ranks have none
+    whole["u"] = torch.randn(2, 6)[:, :6].copy_(whole["v"][:2])
     cuts = {
         "u": (others, [Shard(0)]),
         "v": (mesh, [Replicate(), Shard(0)]),
@@ -59,18 +66,25 @@ def _round_trip(rank: int, world_size: int, folder: str) -> tuple[list[str], boo
         "x": (mesh, [Shard(1), Shard(0)]),
         "y": (mesh["a"], [Shard(0)]),
     }
-    tensors = {"z": whole["z"], **{name: distribute_tensor(whole[name], *cut) for name, cut in cuts.items()}}
+    tensors = {
+        "z": whole["z"],
+        **{name: distribute_tensor(whole[name], *cut) for name, cut in cuts.items()},
+    }
     mine, layouts = own_parts(tensors, rank, world_size)
     write_parts(Path(folder), rank, mine)
     if rank == 0:
         Path(folder, "index.json").write_text(index_text(layouts))
     dist.barrier()
     fresh = {
-        name: distribute_tensor(torch.zeros_like(value), others, [Shard(number % 2 if len(value) > 2 else 0)])
+        name: distribute_tensor(
+            torch.zeros_like(value), others, [Shard(number % 2 if len(value) > 2 else 0)]
+        )
         for number, (name, value) in enumerate(whole.items())
     }
     read_tensors(Path(folder), read_index(Path(folder)), fresh)
-    return sorted(mine), all(torch.equal(tensor.full_tensor(), whole[name]) for name, tensor in fresh.items())
+    return sorted(mine), all(
+        torch.equal(tensor.full_tensor(), whole[name]) for name, tensor in fresh.items()
+    )
 
 
 def test_any_layout_is_read_into_any_other(tmp_path: Path) -> None:
@@ -87,7 +101,9 @@ def test_any_layout_is_read_into_any_other(tmp_path: Path) -> None:
 
 def test_another_format_is_named(tmp_path: Path) -> None:
     (tmp_path / "index.json").write_text(json.dumps({"version": 1, "tensors": {}}))
-    with pytest.raises(BrokenCheckpointError, match="its format is version 1, and this program reads 2"):
+    with pytest.raises(
+        BrokenCheckpointError, match="its format is version 1, and this program reads 2"
+    ):
         read_index(tmp_path)
 
 

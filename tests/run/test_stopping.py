@@ -47,7 +47,9 @@ def _messages(rank: int, world_size: int, folder: str) -> list[str]:
 
     def watched(name: str, real: Any) -> Any:
         def call(*args: Any, **options: Any) -> Any:
-            is_of_device = bool(args) and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float32
+            is_of_device = (
+                bool(args) and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float32
+            )
             if is_on and not is_of_device:
                 found.append(f"{name} {'started' if options.get('async_op') else 'waited for'}")
             return real(*args, **options)
@@ -80,14 +82,21 @@ def test_durations() -> None:
 
 def test_a_jump_of_the_clock_moves_no_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr("automodel_lite.run.stopping.time", SimpleNamespace(time=lambda: 5e9, monotonic=lambda: 700.0))
-        assert deadline_of("9-00:00:00", 60, {"SLURM_JOB_END_TIME": "5000001000"}) == 700 + 1000 - 60
+        patch.setattr(
+            "automodel_lite.run.stopping.time",
+            SimpleNamespace(time=lambda: 5e9, monotonic=lambda: 700.0),
+        )
+        assert (
+            deadline_of("9-00:00:00", 60, {"SLURM_JOB_END_TIME": "5000001000"}) == 700 + 1000 - 60
+        )
     monkeypatch.setattr(time, "time", lambda: 9e9)
     assert deadline_of("0:20:00", 60, {}) == STARTED + 1140
     assert deadline_of(None, 60, {}) == math.inf
 
 
-def test_a_jump_of_the_clock_changes_no_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_jump_of_the_clock_changes_no_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert train_quick(tmp_path / "a")[0] == 0
     real = time.time
     jumps = iter(range(10**9))
@@ -100,7 +109,10 @@ def test_a_jump_of_the_clock_changes_no_loss(tmp_path: Path, monkeypatch: pytest
 def test_ctrl_c_saves_and_leaves_with_130_and_the_run_goes_on(tmp_path: Path) -> None:
     code, screen = train_quick(tmp_path, "checkpoint.mode=async", stop_at=3, stop_by=signal.SIGINT)
     assert code == 130
-    assert "stopped after step 3 of 6 (SIGINT); run the same command again to continue from step_00000003" in screen
+    assert (
+        "stopped after step 3 of 6 (SIGINT); run the same command again to continue from step_00000003"
+        in screen
+    )
     want = {"state": "interrupted", "step": 3, "reason": "SIGINT", "checkpoint": "step_00000003"}
     assert status_of(tmp_path) == want
     assert train_quick(tmp_path)[0] == 0
@@ -138,7 +150,11 @@ def test_a_closed_terminal_is_a_stop_with_a_save(tmp_path: Path) -> None:
     finally:
         signal.signal(signal.SIGHUP, before)
     status = json.loads((tmp_path / "STATUS.json").read_text())
-    assert (status["state"], status["reason"], status["checkpoint"]) == ("preempted", "SIGHUP", "step_00000003")
+    assert (status["state"], status["reason"], status["checkpoint"]) == (
+        "preempted",
+        "SIGHUP",
+        "step_00000003",
+    )
 
 
 def test_a_hang_up_that_is_ignored_stays_ignored() -> None:
@@ -154,12 +170,20 @@ def test_a_hang_up_that_is_ignored_stays_ignored() -> None:
 
 def test_signals_reach_a_run_that_sets_up(tmp_path: Path) -> None:
     """Before the first step there is nothing to save: it leaves at once, with 75."""
-    command = [sys.executable, "recipes/train_ft.py", "--config-name", "smoke", f"output_dir={tmp_path}/run", *QUICK]
+    command = [
+        sys.executable,
+        "recipes/train_ft.py",
+        "--config-name",
+        "smoke",
+        f"output_dir={tmp_path}/run",
+        *QUICK,
+    ]
     process = subprocess.Popen(
         command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": "."}
     )
     time.sleep(2.5)
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=300)
-    assert process.returncode in (75, -signal.SIGTERM), errors  # -TERM: before Python had read its first line
+    # -TERM: before Python had read its first line
+    assert process.returncode in (75, -signal.SIGTERM), errors
     assert "stopped by SIGTERM" in errors or process.returncode == -signal.SIGTERM

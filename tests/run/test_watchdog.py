@@ -33,7 +33,9 @@ def test_a_silent_rank_ends_the_job_and_leaves_stacks(tmp_path: Path) -> None:
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("cause", ["signal.SIGKILL", pytest.param("signal.SIGSEGV", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "cause", ["signal.SIGKILL", pytest.param("signal.SIGSEGV", marks=pytest.mark.slow)]
+)
 def test_a_killed_process_does_not_leave_a_running_run(tmp_path: Path, cause: str) -> None:
     hook = f"recipe.num_steps == 2 and os.kill(os.getpid(), {cause})"
     process = launch(tmp_path, hook, world_size=1)
@@ -42,7 +44,9 @@ def test_a_killed_process_does_not_leave_a_running_run(tmp_path: Path, cause: st
     wait_until(lambda: status_of(tmp_path / "run")["state"] != "running", 100)
     status = status_of(tmp_path / "run")
     assert (status["state"], status["checkpoint"]) == ("failed", "step_00000002")
-    assert "ended without a message (killed, out of memory, or a crash), in step 3" in status["reason"]
+    assert (
+        "ended without a message (killed, out of memory, or a crash), in step 3" in status["reason"]
+    )
     assert train_quick(tmp_path / "run")[0] == 0
     assert status_of(tmp_path / "run")["state"] == "finished"
 
@@ -70,7 +74,9 @@ def _busy(folder: Path, after_s: float, num_dumps: int) -> None:
 
 
 def dump(folder: Path, num_dumps: int) -> None:
-    process = multiprocessing.get_context("spawn").Process(target=_busy, args=(folder, 0.0005, num_dumps))
+    process = multiprocessing.get_context("spawn").Process(
+        target=_busy, args=(folder, 0.0005, num_dumps)
+    )
     process.start()
     process.join(500)
     assert process.exitcode == 0
@@ -105,7 +111,12 @@ def test_the_watchdog_writes_stacks_and_what_they_were_of(tmp_path: Path) -> Non
     watchdog = Watchdog(tmp_path, 0, after_s=0.5)
     watchdog.start("token")
     watchdog.enter("in step 1")
-    wait_until(lambda: re.search(r"^Timeout .* in step 1$", watchdog.log.read_text(), re.MULTILINE) is not None, 60)
+    wait_until(
+        lambda: (
+            re.search(r"^Timeout .* in step 1$", watchdog.log.read_text(), re.MULTILINE) is not None
+        ),
+        60,
+    )
     watchdog.enter("in step 2")
     watchdog.stop()
     text = watchdog.log.read_text()

@@ -35,7 +35,10 @@ EXPERTS = [
     "model.config.model_type=glm4_moe",
     "model.config.hidden_size=32",
 ]
-EXPERTS += [f"model.config.{key}=2" for key in ("num_hidden_layers", "num_key_value_heads", "num_experts_per_tok")]
+EXPERTS += [
+    f"model.config.{key}=2"
+    for key in ("num_hidden_layers", "num_key_value_heads", "num_experts_per_tok")
+]
 EXPERTS += [f"model.config.{key}=4" for key in ("num_attention_heads", "n_routed_experts")]
 EXPERTS += ["model.config.intermediate_size=64", "model.config.moe_intermediate_size=16"]
 
@@ -46,12 +49,16 @@ def test_weights_kept_in_fp32_survive_a_bf16_export(tmp_path: Path):
     trained = load_trained(tmp_path / "run")
     bias = trained.model.lm.model.layers[1].mlp.gate.e_score_correction_bias
     bias.data.copy_(torch.tensor([1.001, -2.003, 3.007, 0.1]))
-    export.export_hf(tmp_path / "hf", trained.model, trained.tokenizer, torch.bfloat16, trained.model.logits, 3)
+    export.export_hf(
+        tmp_path / "hf", trained.model, trained.tokenizer, torch.bfloat16, trained.model.logits, 3
+    )
     weights = load_file(tmp_path / "hf/model.safetensors")
     kept = {name: value for name, value in weights.items() if value.dtype == torch.float32}
     assert list(kept) == ["model.layers.1.mlp.gate.e_score_correction_bias"]
     assert torch.equal(*kept.values(), bias)
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="auto").dtype == torch.bfloat16
+    assert (
+        AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="auto").dtype == torch.bfloat16
+    )
 
 
 def test_ranks_write_files_of_their_own_in_the_names_of_the_hub(tmp_path: Path):
@@ -61,13 +68,20 @@ def test_ranks_write_files_of_their_own_in_the_names_of_the_hub(tmp_path: Path):
     torch.manual_seed(0)
     base = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     base.save_pretrained(tmp_path / "base")
-    run = config_of("smoke", tmp_path / "run", "model=pretrained", f"model.pretrained={tmp_path / 'base'}")
+    run = config_of(
+        "smoke", tmp_path / "run", "model=pretrained", f"model.pretrained={tmp_path / 'base'}"
+    )
     run_ranks(export_untrained, 2, run, tmp_path / "hf")
     index = json.loads((tmp_path / "hf/model.safetensors.index.json").read_text())["weight_map"]
-    assert sorted(set(index.values())) == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    assert sorted(set(index.values())) == [
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+    ]
     expected = load_file(tmp_path / "base/model.safetensors")
     written = {
-        name: weight for file in set(index.values()) for name, weight in load_file(tmp_path / "hf" / file).items()
+        name: weight
+        for file in set(index.values())
+        for name, weight in load_file(tmp_path / "hf" / file).items()
     }
     assert written.keys() == expected.keys() == index.keys()
     assert "model.layers.0.mlp.experts.3.up_proj.weight" in written
@@ -84,7 +98,15 @@ def export_untrained(rank: int, world: int, config: Config, folder: Path) -> Non
     mesh, parts = init_mesh(config.mesh), build_parts(config)
     model, _ = assemble(parts, tokenizer(), mesh, "fsdp", torch.float32)
     install(model.loss_model.lm, ReferenceAttention())
-    export.export_hf(folder, model.loss_model, tokenizer(), parts.model.dtype, model.logits, 0, model.sharded_over)
+    export.export_hf(
+        folder,
+        model.loss_model,
+        tokenizer(),
+        parts.model.dtype,
+        model.logits,
+        0,
+        model.sharded_over,
+    )
 
 
 def _folder(path: Path, num_bytes: int, rope_theta: float = 1e4) -> Path:
@@ -112,7 +134,11 @@ def test_trained_weights_have_another_digest(tmp_path: Path, at: int) -> None:
     with open(other / "model.safetensors", "r+b") as file:
         file.seek(at)
         file.write(b"x" * min(1 << 26, (1 << 30) - at))
-    differing = {name for name, digest in model_files(str(one)).items() if model_files(str(other))[name] != digest}
+    differing = {
+        name
+        for name, digest in model_files(str(one)).items()
+        if model_files(str(other))[name] != digest
+    }
     assert differing == {"model.safetensors"}
 
 

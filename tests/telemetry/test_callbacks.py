@@ -14,7 +14,13 @@ from automodel_lite.config.schema import Config
 from automodel_lite.errors import ConfigError
 from automodel_lite.parallel.control import Control
 from automodel_lite.run.folder import RunFolder
-from automodel_lite.telemetry.callbacks import Callback, EarlyStopping, JsonlLogger, RunInfo, open_metrics
+from automodel_lite.telemetry.callbacks import (
+    Callback,
+    EarlyStopping,
+    JsonlLogger,
+    RunInfo,
+    open_metrics,
+)
 from tests.runs import config_of, rows_of, train
 
 
@@ -43,7 +49,14 @@ class SecondRank(Control):
 
 def metrics_of(folder: Path, says: list[str], is_first: bool = True, **options: Any):
     config = Config(name="x", logger={"mine": {"_target_": f"{__name__}.Breaks", **options}})
-    return open_metrics(config, RunFolder(folder), Control(None) if is_first else SecondRank(None), 0, {}, says.append)
+    return open_metrics(
+        config,
+        RunFolder(folder),
+        Control(None) if is_first else SecondRank(None),
+        0,
+        {},
+        says.append,
+    )
 
 
 def test_a_tracker_that_fails_is_off_and_the_run_goes_on(tmp_path: Path):
@@ -53,14 +66,18 @@ def test_a_tracker_that_fails_is_off_and_the_run_goes_on(tmp_path: Path):
     for step in (1, 2, 3):
         metrics.log({"step": step, "loss": 2.0})
     metrics.close()
-    assert says == ["WARNING: mine is turned off: OSError: connection lost; metrics.jsonl is still written"]
+    assert says == [
+        "WARNING: mine is turned off: OSError: connection lost; metrics.jsonl is still written"
+    ]
     assert [row["step"] for row in rows_of(tmp_path)] == [1, 2, 3]
 
 
 def test_a_tracker_that_does_not_start_costs_a_warning(tmp_path: Path):
     says: list[str] = []
     metrics_of(tmp_path, says, at_start=True).log({"step": 1})
-    assert says == ["WARNING: mine is turned off: OSError: no route to host; metrics.jsonl is still written"]
+    assert says == [
+        "WARNING: mine is turned off: OSError: no route to host; metrics.jsonl is still written"
+    ]
     with pytest.raises(ConfigError, match="projekt"):
         metrics_of(tmp_path, says, projekt="x")
 
@@ -87,14 +104,19 @@ def test_two_ranks_stop_early_together_and_are_profiled(tmp_path: Path):
     assert (run / "checkpoints/step_00000006").is_dir()
     assert (run / "hf/model.safetensors").is_file()
     for rank in range(2):
-        trace = json.loads(gzip.decompress((run / f"profile/rank_{rank:05d}.trace.json.gz").read_bytes()))
+        trace = json.loads(
+            gzip.decompress((run / f"profile/rank_{rank:05d}.trace.json.gz").read_bytes())
+        )
         assert sum("Optimizer.step" in event.get("name", "") for event in trace["traceEvents"]) == 2
         assert "aten::mm" in (run / f"profile/rank_{rank:05d}.txt").read_text()
 
 
-def test_early_stopping_goes_on_counting_after_a_restart(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_early_stopping_goes_on_counting_after_a_restart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     run = tmp_path / "run"
-    train("smoke", run, *STOPPING, "training.max_steps=4")  # two values: the best, and one that is no better
+    # two values: the best, and one that is no better
+    train("smoke", run, *STOPPING, "training.max_steps=4")
     (run / "STATUS.json").unlink()
     rows = train("smoke", run, *STOPPING, "checkpoint.accept_changes=true")
     assert [row["step"] for row in rows if "val_loss/held_out" in row] == [2, 4, 6]
@@ -106,8 +128,12 @@ def test_early_stopping_goes_on_counting_after_a_restart(tmp_path: Path, capsys:
 
 def test_a_metric_that_falls_does_not_end_the_run(tmp_path: Path):
     ended: list[str] = []
-    stopping = EarlyStopping(RunInfo("x", tmp_path, {}, 0, {}, ended.append), metric="val_loss", patience=2)
-    for step, (easy, hard) in enumerate([(3.0, 3.0), (9.0, 9.0), (2.0, 3.0), (2.0, 3.0), (1.0, 3.9)]):
+    stopping = EarlyStopping(
+        RunInfo("x", tmp_path, {}, 0, {}, ended.append), metric="val_loss", patience=2
+    )
+    for step, (easy, hard) in enumerate(
+        [(3.0, 3.0), (9.0, 9.0), (2.0, 3.0), (2.0, 3.0), (1.0, 3.9)]
+    ):
         stopping.log({"step": step, "loss": 100.0 + step})
         stopping.log({"step": step, "val_loss/easy": easy, "val_loss/hard": hard})
     assert ended == []
@@ -121,7 +147,9 @@ def test_a_loss_that_leaps_ends_the_run(tmp_path: Path) -> None:
     raw = compose_config("smoke", ["callbacks=loss_leap"])
     node = check_config(raw).callbacks["loss_leap"]
     leap = build(node, run=RunInfo("x", tmp_path, {}, 0, {}, ended.append))
-    for step, loss in enumerate([4.0, 3.0, 3.9, 2.0, 3.5, 3.5, 3.5, 3.5, 2.9, 3.5, float("nan"), 3.5, 9.0], start=1):
+    for step, loss in enumerate(
+        [4.0, 3.0, 3.9, 2.0, 3.5, 3.5, 3.5, 3.5, 2.9, 3.5, float("nan"), 3.5, 9.0], start=1
+    ):
         leap.log({"step": step, "loss": loss})
     assert not ended  # four above 2 + 1, then one that is not, then four
     leap.log({"step": 14, "loss": 3.1})
@@ -129,7 +157,9 @@ def test_a_loss_that_leaps_ends_the_run(tmp_path: Path) -> None:
 
 
 def test_the_steps_to_profile_are_a_first_and_a_last(tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"training.profile_steps=\[3, 2\] must be the first and the last step"):
+    with pytest.raises(
+        ConfigError, match=r"training.profile_steps=\[3, 2\] must be the first and the last step"
+    ):
         config_of("smoke", tmp_path / "run", "training.profile_steps=[3,2]")
 
 
@@ -173,7 +203,9 @@ def test_rows_wait_for_room_on_the_disk(tmp_path: Path) -> None:
     jsonl.log({"step": 1})
     jsonl.log({"step": 2})
     jsonl._path = path
-    assert told == ["WARNING: metrics.jsonl cannot be written (No space left on device); its rows wait for room"]
+    assert told == [
+        "WARNING: metrics.jsonl cannot be written (No space left on device); its rows wait for room"
+    ]
     jsonl.log({"step": 3})
     jsonl.close()
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3}\n'

@@ -29,23 +29,42 @@ def test_the_start_block_is_kept_for_run_json(capsys: pytest.CaptureFixture[str]
     console.show([("data", "4 documents\n2 of them cut"), ("model", "llama")])
     console.show([("memory", "")])
     assert (
-        capsys.readouterr().out == "data       4 documents\n           2 of them cut\nmodel      llama\nmemory     \n"
+        capsys.readouterr().out
+        == "data       4 documents\n           2 of them cut\nmodel      llama\nmemory     \n"
     )
-    assert console.lines == [("data", "4 documents\n2 of them cut"), ("model", "llama"), ("memory", "")]
+    assert console.lines == [
+        ("data", "4 documents\n2 of them cut"),
+        ("model", "llama"),
+        ("memory", ""),
+    ]
 
 
-def test_commands_are_lines_to_copy(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_are_lines_to_copy(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     Console(False).commands("next", ["python a.py " + "x=1 " * 60, "HF_TOKEN=hf_secret b"])
-    assert capsys.readouterr().out == f"next       python a.py {'x=1 ' * 60}\n           HF_TOKEN=<HF_TOKEN> b\n"
+    assert (
+        capsys.readouterr().out
+        == f"next       python a.py {'x=1 ' * 60}\n           HF_TOKEN=<HF_TOKEN> b\n"
+    )
 
 
 def of_step(step: int, **known: Any) -> StepMetrics:
-    rates = {"tokens_per_s": 12345.6, "label_tokens_per_s": 1.0, "slots_per_s": 1.0, "tflops_per_s": 1.0}
+    rates = {
+        "tokens_per_s": 12345.6,
+        "label_tokens_per_s": 1.0,
+        "slots_per_s": 1.0,
+        "tflops_per_s": 1.0,
+    }
     counts = {"epoch": 0, "num_tokens": 99, "num_label_tokens": 40.0, "fill_frac": 0.987}
     times = {"step_s": 1.0, "data_wait_s": 0.0, "eta_s": 3725.0, "time_s": {}, "memory_gib": 2.34}
     return StepMetrics(
-        step, loss=1.5, grad_norm=0.25, lr=1e-3, **{"mfu_frac": None, **rates, **counts, **times, **known}
+        step,
+        loss=1.5,
+        grad_norm=0.25,
+        lr=1e-3,
+        **{"mfu_frac": None, **rates, **counts, **times, **known},
     )
 
 
@@ -75,7 +94,9 @@ def test_a_line_per_set_of_validation(capsys: pytest.CaptureFixture[str]) -> Non
     ]
 
 
-def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_ranks_are_silent(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RANK", "1")
     other = Console()
     other.show([("data", "x")])

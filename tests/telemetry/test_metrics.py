@@ -50,7 +50,12 @@ def test_the_queries_of_a_tree_see_their_paths():
     }
     batch = to_thd(packed_sequence_thd_collater([pack]))
     assert counts_of(count_own([batch], ALONE, COSTS)).num_pairs == 11
-    assert counts_of(count_own([batch], ALONE, CostModel(6.0, 12.0, window=2, window_frac=1.0))).num_pairs == 9
+    assert (
+        counts_of(
+            count_own([batch], ALONE, CostModel(6.0, 12.0, window=2, window_frac=1.0))
+        ).num_pairs
+        == 9
+    )
 
 
 def test_three_rates_and_useful_flops(monkeypatch: pytest.MonkeyPatch):
@@ -59,12 +64,22 @@ def test_three_rates_and_useful_flops(monkeypatch: pytest.MonkeyPatch):
     meter = Meter(ALONE, StepFlops(10.0, 5.0, COSTS), torch.float32)
     meter.start(5)
     now[0] = 12.0
-    meter.stop(5, Counts(num_tokens=80, num_label_tokens=40, num_slots=100, num_pairs=200.0), wait_s=0.5)
+    meter.stop(
+        5, Counts(num_tokens=80, num_label_tokens=40, num_slots=100, num_pairs=200.0), wait_s=0.5
+    )
     counts = Counts(80, 40, 100, 200.0)
     row = meter.row(
-        StepResult(StepNumbers(torch.tensor(20.0), torch.tensor(1.0)), 1e-3, counts), step=5, epoch=0, max_steps=7
+        StepResult(StepNumbers(torch.tensor(20.0), torch.tensor(1.0)), 1e-3, counts),
+        step=5,
+        epoch=0,
+        max_steps=7,
     )
-    assert (row.loss, row.tokens_per_s, row.label_tokens_per_s, row.slots_per_s) == (0.5, 40.0, 20.0, 50.0)
+    assert (row.loss, row.tokens_per_s, row.label_tokens_per_s, row.slots_per_s) == (
+        0.5,
+        40.0,
+        20.0,
+        50.0,
+    )
     assert row.tflops_per_s == (80 * 10 + 40 * 5 + 200 * 12) / 2 / 1e12
     assert (row.step_s, row.eta_s, row.data_wait_s, row.fill_frac) == (2.0, 4.0, 0.5, 0.8)
     assert "mfu_frac" not in row.as_row()
@@ -74,7 +89,9 @@ def test_memory_is_that_of_training_not_of_the_start(monkeypatch: pytest.MonkeyP
     reset: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset.append)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: SimpleNamespace(record=lambda stream: None))
+    monkeypatch.setattr(
+        torch.cuda, "Event", lambda enable_timing: SimpleNamespace(record=lambda stream: None)
+    )
     gpu = torch.device("cuda", 3)
     Meter(Mesh(MeshShape(1, 1, 1), gpu, None), StepFlops(10.0, 5.0, COSTS), torch.float32)
     assert reset == [gpu]
@@ -103,7 +120,9 @@ def test_laps_add_up():
 
 def test_a_step_without_a_label_is_an_error() -> None:
     """It was once trained with a loss of 0, in silence."""
-    with pytest.raises(DataError, match=r"a step without a label: none of its 80 tokens is trained on"):
+    with pytest.raises(
+        DataError, match=r"a step without a label: none of its 80 tokens is trained on"
+    ):
         Counts(80, 0, 100, 200.0).divisor  # noqa: B018
     with pytest.raises(DataError, match=r"a step without a label"):
         Counts(80, 40, 100, 200.0, num_items=0).divisor  # noqa: B018

@@ -35,9 +35,11 @@ class Storage:
     """What the stand-in holds, and what it was sent."""
 
     repos: dict[str, dict[str, Any]] = field(default_factory=dict)
-    objects: dict[str, bytes] = field(default_factory=dict)  # sha256 -> bytes of the large file storage
+    # sha256 -> bytes of the large file storage
+    objects: dict[str, bytes] = field(default_factory=dict)
     takes: int = 99  # so many objects, then the storage refuses
-    xet: list[str] = field(default_factory=list)  # what the Xet storage was sent: xorbs (the bytes), shards, ...
+    # what the Xet storage was sent: xorbs (the bytes), shards, ...
+    xet: list[str] = field(default_factory=list)
     lock: Any = field(default_factory=threading.Lock)
 
 
@@ -66,7 +68,9 @@ class Hub(BaseHTTPRequestHandler):
         if self.path.endswith("/info/lfs/objects/batch"):
             return self._batch(json.loads(body)["objects"])
         if "/preupload/" in self.path:
-            return self._answer(200, {"files": [_mode_of(file["path"]) for file in json.loads(body)["files"]]})
+            return self._answer(
+                200, {"files": [_mode_of(file["path"]) for file in json.loads(body)["files"]]}
+            )
         assert "/commit/" in self.path, self.path
         self._commit([json.loads(line) for line in body.splitlines()])
 
@@ -82,16 +86,26 @@ class Hub(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         if "/xet-write-token/" in self.path:
-            return self._answer(200, {"casUrl": self._url, "accessToken": "xet", "exp": int(time.time()) + 3600})
+            return self._answer(
+                200, {"casUrl": self._url, "accessToken": "xet", "exp": int(time.time()) + 3600}
+            )
         if self.path.startswith("/v1/"):
             return self._answer(404, {})  # no chunk is known yet
         self._answer(200, {"siblings": [], "sha": "0" * 40, "id": "x"})
 
     def _create(self, asked: dict[str, Any]) -> None:
-        name = f"{asked['organization']}/{asked['name']}" if asked.get("organization") else asked["name"]
+        name = (
+            f"{asked['organization']}/{asked['name']}"
+            if asked.get("organization")
+            else asked["name"]
+        )
         is_new = name not in self.storage.repos
-        self.storage.repos.setdefault(name, {"visibility": asked.get("visibility"), "files": {}, "commits": 0})
-        self._answer(200 if is_new else 409, {"url": f"https://huggingface.co/{name}", "name": name})
+        self.storage.repos.setdefault(
+            name, {"visibility": asked.get("visibility"), "files": {}, "commits": 0}
+        )
+        self._answer(
+            200 if is_new else 409, {"url": f"https://huggingface.co/{name}", "name": name}
+        )
 
     def _batch(self, objects: list[dict[str, Any]]) -> None:
         """Where to put the objects that are not here yet."""
@@ -134,7 +148,11 @@ class Hub(BaseHTTPRequestHandler):
 
 
 def _mode_of(path: str) -> dict[str, Any]:
-    return {"path": path, "uploadMode": "lfs" if path.endswith(LARGE) else "regular", "shouldIgnore": False}
+    return {
+        "path": path,
+        "uploadMode": "lfs" if path.endswith(LARGE) else "regular",
+        "shouldIgnore": False,
+    }
 
 
 @pytest.fixture
@@ -142,7 +160,9 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Storage]:
     handler = type("OwnHub", (Hub,), {"storage": Storage()})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setattr(
+        huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}"
+    )
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setenv("HF_TOKEN", "hf_right")
     yield handler.storage  # type: ignore[attr-defined]
@@ -158,18 +178,32 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
-def test_a_run_pushes_its_export_with_a_card(tmp_path: Path, hub: Storage, monkeypatch: pytest.MonkeyPatch):
+def test_a_run_pushes_its_export_with_a_card(
+    tmp_path: Path, hub: Storage, monkeypatch: pytest.MonkeyPatch
+):
     run = tmp_path / "run"
     train("smoke", run, *FEW, "hub.push=me/capitals")
     assert json.loads((run / "STATUS.json").read_text())["state"] == "finished"
-    pushed, written = hub.repos["me/capitals"], {path.name: path.read_bytes() for path in (run / "hf").iterdir()}
+    pushed, written = (
+        hub.repos["me/capitals"],
+        {path.name: path.read_bytes() for path in (run / "hf").iterdir()},
+    )
     assert pushed["visibility"] == "private"
-    large = {name: hashlib.sha256(data).hexdigest() for name, data in written.items() if name.endswith(LARGE)}
+    large = {
+        name: hashlib.sha256(data).hexdigest()
+        for name, data in written.items()
+        if name.endswith(LARGE)
+    }
     assert pushed["files"] == written | large
     assert hub.xet[:2] == ["xorbs", "shards"]
     card = ModelCard((run / "hf/README.md").read_text())
     assert (card.data.library_name, card.data.pipeline_tag) == ("transformers", "text-generation")
-    for part in ('from_pretrained("me/capitals")', "200 generated chats", "| validation (held out) |", "max_steps: 2"):
+    for part in (
+        'from_pretrained("me/capitals")',
+        "200 generated chats",
+        "| validation (held out) |",
+        "max_steps: 2",
+    ):
         assert part in card.text
     assert "hf_right" not in card.content
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
@@ -201,7 +235,10 @@ def test_an_adapter_goes_through_lfs_and_goes_on_where_the_storage_refused(
     push(run, run / "adapter", "me/adapter", is_private=True)
     written = {path.name: path.read_bytes() for path in (run / "adapter").iterdir()}
     assert hub.repos["me/adapter"]["files"] == written
-    assert {name for name in written if name.endswith(LARGE)} == {"adapter_model.safetensors", "tokenizer.json"}
+    assert {name for name in written if name.endswith(LARGE)} == {
+        "adapter_model.safetensors",
+        "tokenizer.json",
+    }
     card = ModelCard((run / "adapter/README.md").read_text())
     assert card.data.library_name == "peft"
 
@@ -217,14 +254,16 @@ def refusing(sent: dict[str, bytes], put: Callable[[Hub], None]) -> Callable[[Hu
 
 
 @pytest.mark.parametrize(
-    ("token", "reason"), [("hf_wrong", "Invalid username or password"), ("hf_reads", "This token reads")]
+    ("token", "reason"),
+    [("hf_wrong", "Invalid username or password"), ("hf_reads", "This token reads")],
 )
 def test_a_token_that_is_refused_is_a_sentence(
     finished: Path, hub: Storage, monkeypatch: pytest.MonkeyPatch, token: str, reason: str
 ):
     monkeypatch.setenv("HF_TOKEN", token)
     with pytest.raises(
-        ConfigError, match=rf"hub.push=me/x: .* is not uploaded \(.*{reason}.*\): log in with `hf auth"
+        ConfigError,
+        match=rf"hub.push=me/x: .* is not uploaded \(.*{reason}.*\): log in with `hf auth",
     ) as told:
         push(finished, finished / "hf", "me/x", is_private=True)
     assert token not in str(told.value)
@@ -232,7 +271,10 @@ def test_a_token_that_is_refused_is_a_sentence(
 
 
 def test_a_hub_that_refuses_or_is_away_costs_a_warning(
-    tmp_path: Path, hub: Storage, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    hub: Storage,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ):
     run = tmp_path / "run"
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
@@ -243,13 +285,20 @@ def test_a_hub_that_refuses_or_is_away_costs_a_warning(
     assert json.loads((run / "STATUS.json").read_text())["state"] == "finished"
     assert hub.repos == {}
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
-    monkeypatch.setattr("huggingface_hub.utils._http.time", SimpleNamespace(sleep=lambda s: None))  # between its tries
-    with pytest.raises(ConfigError, match=r"hub.push=me/capitals: .* is not uploaded .*log in with `hf auth login`"):
+    # between its tries
+    monkeypatch.setattr("huggingface_hub.utils._http.time", SimpleNamespace(sleep=lambda s: None))
+    with pytest.raises(
+        ConfigError, match=r"hub.push=me/capitals: .* is not uploaded .*log in with `hf auth login`"
+    ):
         push(run, run / "hf", "me/capitals", is_private=True)
     with pytest.raises(ConfigError, match=r"hub.push=capitals must be owner/name"):
         config_of("smoke", run, "hub.push=capitals")
-    with pytest.raises(ConfigError, match=r"hub.push=me/capitals uploads what checkpoint.export_hf=false does not"):
-        train("smoke", tmp_path / "other", *FEW, "hub.push=me/capitals", "checkpoint.export_hf=false")
+    with pytest.raises(
+        ConfigError, match=r"hub.push=me/capitals uploads what checkpoint.export_hf=false does not"
+    ):
+        train(
+            "smoke", tmp_path / "other", *FEW, "hub.push=me/capitals", "checkpoint.export_hf=false"
+        )
 
 
 def test_a_card_of_ones_own_stays(tmp_path: Path, finished: Path):

@@ -14,7 +14,15 @@ import pytest
 from automodel_lite.cli import compose_config
 from automodel_lite.config.check import check_config
 from automodel_lite.errors import ConfigError
-from automodel_lite.extras.plan.planner import GPUS, Job, Layout, Outcome, make_plans, possible, priced
+from automodel_lite.extras.plan.planner import (
+    GPUS,
+    Job,
+    Layout,
+    Outcome,
+    make_plans,
+    possible,
+    priced,
+)
 from automodel_lite.extras.plan.simulation import simulate
 from automodel_lite.parallel.mesh import MeshShape
 from automodel_lite.training.memory import usable
@@ -54,7 +62,8 @@ def test_whole_simulations_agree_in_memory_and_order() -> None:
         whole = simulate(plan.parts, job.config, plan.layout.shape)
         assert plan.step.peak == pytest.approx(whole.peak, rel=0.03)
         of_whole = priced(job, plan.layout, plan.parts, whole)
-        assert plan.seconds["update"] == pytest.approx(of_whole.seconds["update"], rel=0.01)  # counts may be negative
+        # counts may be negative
+        assert plan.seconds["update"] == pytest.approx(of_whole.seconds["update"], rel=0.01)
         seconds.append(of_whole.step_s / plan.layout.global_batch)
         assert seconds[-1] == pytest.approx(
             plan.step_s / plan.layout.global_batch, rel=0.03
@@ -77,7 +86,9 @@ def test_the_command_of_a_plan_is_a_configuration() -> None:
 
 def test_frozen_weights_have_no_states() -> None:
     """A LoRA whose model would not fit with gradients and moments was left out before it was counted."""
-    job = replace(job_of(gigabytes=7, gpus=1), parts=parts_of(["peft=lora", "training.global_batch_size=1"]))
+    job = replace(
+        job_of(gigabytes=7, gpus=1), parts=parts_of(["peft=lora", "training.global_batch_size=1"])
+    )
     (plan,) = make_plans(job, most=1).plans
     # Their gradients are not computed either: counted, they made the share of the peak rate 3 / 2 of what it is.
     assert job.flops.per_token == pytest.approx(job_of().flops.per_token * 2 / 3)
@@ -120,7 +131,9 @@ def test_layouts_divide_what_they_share() -> None:
 
 def test_rates_of_a_calibration(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
-    path.write_text('{"ceilings": {"product_tflops": 600, "copy_tb_per_s": 3.0}, "latency_s": 1e-5}')
+    path.write_text(
+        '{"ceilings": {"product_tflops": 600, "copy_tb_per_s": 3.0}, "latency_s": 1e-5}'
+    )
     gpu = calibrated(GPUS["h100-80"], path)
     assert (gpu.flops, gpu.bytes_per_s, gpu.latency_s) == (600e12, 3e12, 1e-5)
     assert gpu.source.startswith("measured, ")

@@ -47,20 +47,31 @@ def run_folder(path: Path, lr: float = 0.01, **more: object) -> Path:
     ]
     rows = [
         *steps,
-        {"step": 4, "val_loss/held_out": 0.7, "val_perplexity/held_out": 2.0138, "val_token_accuracy/held_out": 0.75},
+        {
+            "step": 4,
+            "val_loss/held_out": 0.7,
+            "val_perplexity/held_out": 2.0138,
+            "val_token_accuracy/held_out": 0.75,
+        },
         {"step": 4, "time_s/checkpoint": 5.0},
     ]
-    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 5, "lo')
+    (path / "metrics.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows) + '{"step": 5, "lo'
+    )
     packing = {"fill_frac": 0.95, "padded_fill_frac": 0.5, "packed_sequence_size": 16}
     (path / "packing.json").write_text(json.dumps(packing))
-    (path / "lengths.json").write_text(json.dumps({"edges": [0, 8, 16, 24], "documents": [5, 2, 1], "pack": [7, 6, 3]}))
+    (path / "lengths.json").write_text(
+        json.dumps({"edges": [0, 8, 16, 24], "documents": [5, 2, 1], "pack": [7, 6, 3]})
+    )
     (path / "STATUS.json").write_text('{"state": "finished", "step": 4}')
     return path
 
 
 def test_a_report_tells_what_trees_save(tmp_path: Path) -> None:
     counts = {"data/train/num_saved_tokens": 250, "data/train/num_tokens": 1000}
-    assert ("saved by trees", "250 tokens of 1,000, 25%") in packing_of(read_run(run_folder(tmp_path / "a", **counts)))
+    assert ("saved by trees", "250 tokens of 1,000, 25%") in packing_of(
+        read_run(run_folder(tmp_path / "a", **counts))
+    )
     assert "saved by trees" not in dict(packing_of(read_run(run_folder(tmp_path / "b"))))
 
 
@@ -88,7 +99,9 @@ def test_page_is_self_contained_and_escapes_what_it_shows(tmp_path: Path):
     assert "a&lt;b" in page
     assert page.count("</script>") == 2  # its own data and its own code
     assert "prefers-color-scheme: dark" in page
-    (data,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, flags=re.DOTALL)
+    (data,) = re.findall(
+        r'<script type="application/json" id="data">(.*?)</script>', page, flags=re.DOTALL
+    )
     (run,) = json.loads(data)["runs"]
     assert run["curves"]["loss"] == [[1, 2, 3, 4], [2.0, 1.0, pytest.approx(2 / 3), 0.5]]
     assert run["curves"]["grad_norm"][0] == [1, 3, 4]  # the step that was not a number is left out
@@ -104,7 +117,9 @@ def test_axes_count_tokens_and_minutes_until_each_row(tmp_path: Path):
 
 def test_answers_are_grouped_by_prompt_newest_first(tmp_path: Path):
     record = read_run(run_folder(tmp_path / "a"))
-    record.rows.extend([{"step": 2, "text/Hi": "x"}, {"step": 4, "text/Hi": "Hello", "text/Bye": "Bye"}])
+    record.rows.extend(
+        [{"step": 2, "text/Hi": "x"}, {"step": 4, "text/Hi": "Hello", "text/Bye": "Bye"}]
+    )
     assert samples_of(record) == [("Hi", [(4, "Hello"), (2, "x")]), ("Bye", [(4, "Bye")])]
 
 
@@ -120,7 +135,9 @@ def test_a_folder_stands_for_the_runs_in_it(tmp_path: Path):
         report_recipe.main([str(tmp_path / "notes")])
 
 
-def test_a_run_that_logged_nothing_hides_no_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_run_that_logged_nothing_hides_no_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     for name in ("a", "b", "c"):
         run_folder(tmp_path / name)
     (tmp_path / "b/metrics.jsonl").write_text("")  # it has failed before its first step
@@ -196,7 +213,9 @@ def test_a_small_file_that_is_damaged_is_left_out(tmp_path: Path, name: str, con
     path = run_folder(tmp_path / "a")
     (path / name).write_bytes(content)
     assert "<h1>a</h1>" in page_of([read_run(path)])
-    assert len(RunFolder(path).next_commands("failed")) == (b"command" in content and name == "run.json")
+    assert len(RunFolder(path).next_commands("failed")) == (
+        b"command" in content and name == "run.json"
+    )
     assert RunFolder(path).read_status().get("step", 4) in (4, {})
 
 
@@ -217,7 +236,8 @@ def test_the_page_refreshes_itself_while_the_run_goes_on(tmp_path: Path):
     with (tmp_path / "a/metrics.jsonl").open("a") as file:
         file.write("\n" + json.dumps({"step": 6, "loss": 0.25}) + "\n")
     page.update()
-    assert (page.run / "report.html").read_text() == first  # not due yet: drawing takes little of the run's time
+    # not due yet: drawing takes little of the run's time
+    assert (page.run / "report.html").read_text() == first
     page.update(is_last=True)
     assert '<meta http-equiv="refresh"' not in (page.run / "report.html").read_text()
     assert "0.2500" in (page.run / "report.html").read_text()

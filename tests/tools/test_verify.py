@@ -32,7 +32,12 @@ def test_verdicts() -> None:
     faults = [Check("seen", far, 1e-5, is_fault=True), Check("unseen", near, 1e-5, is_fault=True)]
     assert [check.passed for check in (*checks, *faults)] == [True, False, True, False]
     lines = table([*checks, *faults]).splitlines()
-    assert [line.split("  ")[-1].strip() for line in lines[1:]] == ["PASS", "FAIL", "noticed", "FAIL: not noticed"]
+    assert [line.split("  ")[-1].strip() for line in lines[1:]] == [
+        "PASS",
+        "FAIL",
+        "noticed",
+        "FAIL: not noticed",
+    ]
 
 
 class Tokenizer:
@@ -44,7 +49,12 @@ class Tokenizer:
         return 64
 
 
-SETTINGS = {"model_type": "gemma2", "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
+SETTINGS = {
+    "model_type": "gemma2",
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_attention_heads": 2,
+}
 SETTINGS |= {"num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 6}
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -57,9 +67,13 @@ def test_a_small_model_is_whole() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kinds", "kept"), [([SLIDING, FULL] * 3, 2), ([SLIDING] * 3 + [FULL] * 3, 4)], ids=["alternating", "late"]
+    ("kinds", "kept"),
+    [([SLIDING, FULL] * 3, 2), ([SLIDING] * 3 + [FULL] * 3, 4)],
+    ids=["alternating", "late"],
 )
-def test_a_large_model_keeps_every_kind_of_layer(kinds: list[str], kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_model_keeps_every_kind_of_layer(
+    kinds: list[str], kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(verify.LARGEST_PARAMETERS, "cpu", 1000)
     source = CausalLM(config={**SETTINGS, "layer_types": kinds})
     cut, words = first_layers(source, Tokenizer(), torch.device("cpu"))  # type: ignore[arg-type]

@@ -27,11 +27,17 @@ def test_auto_compiles_on_a_gpu() -> None:
     assert compiles(TrainingConfig(compile=True), is_gpu=False)
 
 
-@pytest.mark.parametrize(("size", "cp", "lengths"), [(63, 1, [63]), (2049, 1, [683] * 3), (2080, 2, [520] * 4)])
-def test_the_batch_that_is_tried_has_whole_documents(size: int, cp: int, lengths: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("size", "cp", "lengths"), [(63, 1, [63]), (2049, 1, [683] * 3), (2080, 2, [520] * 4)]
+)
+def test_the_batch_that_is_tried_has_whole_documents(
+    size: int, cp: int, lengths: list[int]
+) -> None:
     """Of at most 1,024 tokens, in multiples of 2 x cp where ranks share them; a pack may have an odd number of tokens."""
     overrides = [f"packed_sequence.packed_sequence_size={size}", f"mesh.cp={cp}"]
-    batch = build.full_batch(build_parts(check_config(compose_config("smoke", overrides))), num_ids=7)
+    batch = build.full_batch(
+        build_parts(check_config(compose_config("smoke", overrides))), num_ids=7
+    )
     assert batch.cu_seqlens.diff().tolist() == lengths
     assert batch.num_label_tokens == size
     assert int(batch.input_ids.max()) == 6
@@ -42,7 +48,9 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs are traced as on a GPU, and run uncompiled."""
     torch._dynamo.reset()
     real = build.speed_up
-    monkeypatch.setattr(build, "speed_up", lambda parts, model, mesh: real(parts, model, mesh, "aot_eager"))
+    monkeypatch.setattr(
+        build, "speed_up", lambda parts, model, mesh: real(parts, model, mesh, "aot_eager")
+    )
 
 
 @pytest.mark.usefixtures("traced")
@@ -51,7 +59,9 @@ def test_a_compiled_run_has_the_numbers_of_an_uncompiled_one(how: str, tmp_path:
     """The layers and the loss's chunk; all graphs are made before the first step."""
     options = [f"training.activation_checkpointing={how}", "training.log_every_steps=1"]
     assert train_quick(tmp_path / "plain", *options)[0] == 0
-    code, screen = train_quick(tmp_path / "compiled", *options, "training.compile=true", "training.val_every_steps=0")
+    code, screen = train_quick(
+        tmp_path / "compiled", *options, "training.compile=true", "training.val_every_steps=0"
+    )
     assert code == 0
     made = next(line for line in screen.splitlines() if line.startswith("compile"))
     assert "graphs in" in made
@@ -59,7 +69,9 @@ def test_a_compiled_run_has_the_numbers_of_an_uncompiled_one(how: str, tmp_path:
         assert values == pytest.approx(losses_by_step(tmp_path / "plain")[step], rel=1e-5)
 
 
-def test_auto_trains_uncompiled_what_cannot_be_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_trains_uncompiled_what_cannot_be_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And says so; training.compile=true is an error then."""
 
     def broken(graph: object, inputs: object) -> object:
@@ -67,14 +79,21 @@ def test_auto_trains_uncompiled_what_cannot_be_compiled(tmp_path: Path, monkeypa
 
     torch._dynamo.reset()
     real = build.speed_up
-    monkeypatch.setattr(build, "speed_up", lambda parts, model, mesh: real(parts, model, mesh, broken))
+    monkeypatch.setattr(
+        build, "speed_up", lambda parts, model, mesh: real(parts, model, mesh, broken)
+    )
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed):
         train_quick(tmp_path / "asked", "training.compile=true")
     monkeypatch.setattr(build, "compiles", lambda training, is_gpu: True)
     code, screen = train_quick(tmp_path / "auto", "training.log_every_steps=1")
     assert code == 0
-    assert "no such instruction" in next(line for line in screen.splitlines() if line.startswith("compile"))
-    assert train_quick(tmp_path / "plain", "training.compile=false", "training.log_every_steps=1")[0] == 0
+    assert "no such instruction" in next(
+        line for line in screen.splitlines() if line.startswith("compile")
+    )
+    assert (
+        train_quick(tmp_path / "plain", "training.compile=false", "training.log_every_steps=1")[0]
+        == 0
+    )
     assert losses_by_step(tmp_path / "auto") == losses_by_step(tmp_path / "plain")
 
 

@@ -26,7 +26,9 @@ def stepped(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, WeightAverag
     """A model after five steps, its average, and torch's."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 96), nn.LayerNorm(96), nn.Linear(96, 64)).to(dtype)
-    optimizer = adamw(model, lr=1e-2) if dtype == torch.float32 else adamw(model, lr=1e-2, moments="bf16")
+    optimizer = (
+        adamw(model, lr=1e-2) if dtype == torch.float32 else adamw(model, lr=1e-2, moments="bf16")
+    )
     average = WeightAverage(optimizer, 0.9)
     theirs = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     for _ in range(5):
@@ -64,7 +66,9 @@ def weights_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
                 arrive()
             under_way.clear()
 
-    def copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    def copy(
+        target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
+    ) -> torch.Tensor:
         if not non_blocking:
             return copy_now(target, source)
         under_way.append(partial(copy_now, target, source.clone()))
@@ -72,7 +76,9 @@ def weights_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(nn.Parameter, "is_cuda", True, raising=False)
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch, "empty", lambda *shape, pin_memory=False, **options: empty(*shape, **options))
+    monkeypatch.setattr(
+        torch, "empty", lambda *shape, pin_memory=False, **options: empty(*shape, **options)
+    )
     monkeypatch.setattr(torch.Tensor, "copy_", copy)
 
 
@@ -109,8 +115,14 @@ def test_a_run_averages_resumes_and_exports(tmp_path: Path) -> None:
     code, screen = train_quick(whole, *WITH_AVERAGE)
     assert code == 0, screen
     assert "of the weights of about 5 steps (decay 0.8): validated, sampled and exported" in screen
-    assert train_quick(tmp_path / "plain", "checkpoint.export_hf=true", "training.log_every_steps=1")[0] == 0
-    assert losses_by_step(tmp_path / "plain") == losses_by_step(whole)  # training itself is not averaged
+    assert (
+        train_quick(tmp_path / "plain", "checkpoint.export_hf=true", "training.log_every_steps=1")[
+            0
+        ]
+        == 0
+    )
+    # training itself is not averaged
+    assert losses_by_step(tmp_path / "plain") == losses_by_step(whole)
     averaged, last = weights_of(whole / "hf"), weights_of(tmp_path / "plain/hf")
     assert max(float((averaged[name] - last[name]).abs().max()) for name in last) > 1e-3
     assert export_hf.main([str(whole), "--to", str(tmp_path / "later")]) == 0
@@ -144,4 +156,5 @@ def test_validation_is_of_the_average(tmp_path: Path) -> None:
     assert losses_by_step(tmp_path / "averaged") == losses_by_step(tmp_path / "plain")
     averaged, plain = validations(tmp_path / "averaged"), validations(tmp_path / "plain")
     assert len(averaged) == len(plain) > 0
-    assert all(one > other for one, other in zip(averaged, plain))  # the loss falls, and the average lags behind
+    # the loss falls, and the average lags behind
+    assert all(one > other for one, other in zip(averaged, plain))

@@ -13,11 +13,19 @@ def test_scores_of_an_answer():
     assert f1("", "") == 1.0
 
 
-ASKED = ["samples.prompts=[What is the capital of France?]", "samples.max_new_tokens=4", "training.max_steps=3"]
+ASKED = [
+    "samples.prompts=[What is the capital of France?]",
+    "samples.max_new_tokens=4",
+    "training.max_steps=3",
+]
 
 
 def texts(rows: list[Row]) -> list[str]:
-    return [row["text/What is the capital of France?"] for row in rows if "text/What is the capital of France?" in row]
+    return [
+        row["text/What is the capital of France?"]
+        for row in rows
+        if "text/What is the capital of France?" in row
+    ]
 
 
 def test_samples_are_the_same_sharded_and_whole(tmp_path: Path):

@@ -49,7 +49,9 @@ def settings(models: Path, cache: Path, *overrides: str) -> list[str]:
     ]
 
 
-def scored(models: Path, cache: Path, *overrides: str, world_size: int = 1) -> dict[str, np.ndarray]:
+def scored(
+    models: Path, cache: Path, *overrides: str, world_size: int = 1
+) -> dict[str, np.ndarray]:
     """The training set's columns."""
     arguments = settings(models, cache, *overrides)
     if world_size == 1:
@@ -74,7 +76,12 @@ def one(models: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.
     return scored(models, tmp_path_factory.mktemp("one"))
 
 
-LAYOUTS = {"dp 2": "mesh.strategy=ddp", "fsdp 2": "mesh.strategy=fsdp", "cp 2": "mesh.cp=2", "tp 2": "mesh.tp=2"}
+LAYOUTS = {
+    "dp 2": "mesh.strategy=ddp",
+    "fsdp 2": "mesh.strategy=fsdp",
+    "cp 2": "mesh.cp=2",
+    "tp 2": "mesh.tp=2",
+}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
@@ -89,7 +96,11 @@ def test_ranks_score_together_what_one_scores(
     np.testing.assert_allclose(*logs, atol=2e-2)
 
 
-MANY = ("dataset.num_chats=400", "packed_sequence.packed_sequence_size=256", "packed_sequence.overlong=drop")
+MANY = (
+    "dataset.num_chats=400",
+    "packed_sequence.packed_sequence_size=256",
+    "packed_sequence.overlong=drop",
+)
 
 
 def _score_five(folder: Path, arguments: list[str], is_disk_full: bool) -> None:
@@ -146,19 +157,39 @@ def test_an_interrupted_scoring_goes_on_where_it_was(
 
 def test_references_computed_ahead_are_taken(pairs: Path, tmp_path: Path) -> None:
     """By recipes/score.py with the arguments of training, which then has nothing to compute."""
-    where = [f"dataset.path={pairs}", "dataset.val_frac=0.2", f"cache_dir={tmp_path / 'cache'}", *SMALL]
+    where = [
+        f"dataset.path={pairs}",
+        "dataset.val_frac=0.2",
+        f"cache_dir={tmp_path / 'cache'}",
+        *SMALL,
+    ]
     assert score.main(config_of("dpo", tmp_path / "run", *where)) == 0
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache/values").rglob("*.npy")}
     assert len(before) == 2  # training and validation
     rows = dpo(tmp_path / "run", pairs, "training.max_steps=1")
     assert curve(rows)[0] == pytest.approx(0.69314718, abs=1e-6)
-    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "cache/values").rglob("*.npy")} == before
+    assert {
+        path: path.stat().st_mtime_ns for path in (tmp_path / "cache/values").rglob("*.npy")
+    } == before
 
 
-def test_a_continued_adapter_has_a_reference_of_its_own(models: Path, pairs: Path, tmp_path: Path) -> None:
+def test_a_continued_adapter_has_a_reference_of_its_own(
+    models: Path, pairs: Path, tmp_path: Path
+) -> None:
     """One base, two adapters to start from: the reference is the model as it starts, not the base alone."""
-    base = ("model=pretrained", f"model.pretrained={models / 'student'}", "tokenizer=pretrained", "peft=lora")
+    base = (
+        "model=pretrained",
+        f"model.pretrained={models / 'student'}",
+        "tokenizer=pretrained",
+        "peft=lora",
+    )
     fresh = dpo(tmp_path / "fresh", pairs, *base, "optimizer.lr=1e-2")
     assert curve(fresh)[-1] < 0.69
-    again = dpo(tmp_path / "again", pairs, *base, f"peft.adapter={tmp_path / 'fresh'}", "training.max_steps=1")
+    again = dpo(
+        tmp_path / "again",
+        pairs,
+        *base,
+        f"peft.adapter={tmp_path / 'fresh'}",
+        "training.max_steps=1",
+    )
     assert [curve(fresh)[0], curve(again)[0]] == pytest.approx([0.69314718] * 2, abs=1e-6)

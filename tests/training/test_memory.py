@@ -43,8 +43,14 @@ def config_with(**training: object) -> Config:
     """Changes of `mesh` and `training` reach the parts that are built from it."""
     return Config(
         name="x",
-        packed_sequence={"_target_": "automodel_lite.data.packing.packs.Packer", "packed_sequence_size": TOKENS},
-        model={"_target_": "automodel_lite.models.source.CausalLM", "config": {"model_type": "llama"}},
+        packed_sequence={
+            "_target_": "automodel_lite.data.packing.packs.Packer",
+            "packed_sequence_size": TOKENS,
+        },
+        model={
+            "_target_": "automodel_lite.models.source.CausalLM",
+            "config": {"model_type": "llama"},
+        },
         loss=FUSED,
         optimizer={"_target_": "automodel_lite.parts.optimizers.adamw.adamw", "lr": 1e-3},
         training=TrainingConfig(**{"activation_checkpointing": "none", **training}),  # type: ignore[arg-type]
@@ -78,9 +84,13 @@ def test_sharding_an_8b_model():
 
 
 def test_shards_that_wait_in_fp8_take_a_byte_per_weight():
-    plain, rounded = (plan_of(config_with(fp8=recipe), 1, 2, 1) for recipe in ("none", "tensorwise"))
+    plain, rounded = (
+        plan_of(config_with(fp8=recipe), 1, 2, 1) for recipe in ("none", "tensorwise")
+    )
     in_layers = 3 * (64 * (64 + 32 + 32 + 64) + 3 * 64 * 160)
-    assert estimate_memory(rounded, None).total - estimate_memory(plain, None).total == in_layers / 2
+    assert (
+        estimate_memory(rounded, None).total - estimate_memory(plain, None).total == in_layers / 2
+    )
 
 
 @pytest.mark.parametrize("is_tied", [True, False])
@@ -100,7 +110,10 @@ def test_gradients_are_reduced_where_their_sum_does_not_fit():
 
     def planned(wish: object, batch: int | None = 4) -> ModelPlan:
         config = config_with(global_batch_size=batch)
-        config.mesh, config.advanced = MeshConfig(strategy="fsdp"), AdvancedConfig(reduce_every_micro_batch=wish)  # type: ignore[arg-type]
+        config.mesh, config.advanced = (
+            MeshConfig(strategy="fsdp"),
+            AdvancedConfig(reduce_every_micro_batch=wish),
+        )  # type: ignore[arg-type]
         return plan_of(config, 1, 2, 1)
 
     summed, reduced = (estimate_memory(planned(wish), None).total for wish in ("auto", True))
@@ -126,7 +139,11 @@ def test_what_waits_in_host_memory_is_not_counted():
     config = config_with(activation_checkpointing="offload")
     offloaded = estimate_memory(plan_of(config, 1, 2, 1), None).activations
     config.training.activation_checkpointing = "full"
-    assert estimate_memory(plan_of(config, 1, 2, 1), None).activations - offloaded == 3 * TOKENS * 64 * 2  # in bf16
+    # in bf16
+    assert (
+        estimate_memory(plan_of(config, 1, 2, 1), None).activations - offloaded
+        == 3 * TOKENS * 64 * 2
+    )
     config.mesh.cpu_offload = True
     at_home = estimate_memory(plan_of(config, 1, 2, 1), None)
     assert (at_home.weights, at_home.optimizer) == (0, 0)
@@ -137,13 +154,17 @@ def test_what_waits_in_host_memory_is_not_counted():
     ("optimizer", "num_bytes"),
     [
         ({"_target_": "automodel_lite.parts.optimizers.adamw.adamw", "moments": "bf16"}, 2 + 2 + 4),
-        ({"_target_": "automodel_lite.parts.optimizers.adamw.adamw", "moments": "8bit"}, 2 + 2 + 2 + 2 * 4 / 256),
+        (
+            {"_target_": "automodel_lite.parts.optimizers.adamw.adamw", "moments": "8bit"},
+            2 + 2 + 2 + 2 * 4 / 256,
+        ),
     ],
     ids=["bf16", "8bit"],
 )
 def test_a_full_model_of_8b_in_bf16(optimizer: dict[str, object], num_bytes: float) -> None:
     """Weights, gradients and states of 8.03 B parameters: 60, 75 and 45 GiB, where fp32 masters take 120."""
-    config = config_with(master_weights="bf16", global_batch_size=2)  # gradients are there all the time
+    # gradients are there all the time
+    config = config_with(master_weights="bf16", global_batch_size=2)
     config.optimizer = {"lr": 1e-5, **optimizer}
     plan = plan_of(config)
     e = estimate_memory(plan, None)
@@ -167,13 +188,18 @@ def test_the_estimate_draws_no_random_numbers():
 
 
 def test_remedies_come_in_order_and_fit_the_settings():
-    assert [text.split(" (")[0] for text in remedies(build_parts(config_with(micro_batch_size=4)))] == [
+    assert [
+        text.split(" (")[0] for text in remedies(build_parts(config_with(micro_batch_size=4)))
+    ] == [
         "training.micro_batch_size=2",
         "training.activation_checkpointing=full",
         "optimizer=adamw_8bit",
     ]
     config = config_with(activation_checkpointing="full")
-    config.loss, config.mesh = {"_target_": "automodel_lite.models.loss.CrossEntropy"}, MeshConfig(strategy="ddp")
+    config.loss, config.mesh = (
+        {"_target_": "automodel_lite.models.loss.CrossEntropy"},
+        MeshConfig(strategy="ddp"),
+    )
     assert [text.split(" (")[0] for text in remedies(build_parts(config))] == [
         "loss=fused_linear_cross_entropy",
         "mesh.strategy=fsdp",
@@ -208,7 +234,9 @@ def test_dry_run_says_and_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureF
     said = capsys.readouterr().out
     assert "cpu: 4 processes (dp_replicate 1 x dp_shard 2 x cp 2, fsdp)" in said
     assert "simulated: at most" in said
-    assert said.endswith("the settings, the data and the model fit together; nothing was trained or written\n")
+    assert said.endswith(
+        "the settings, the data and the model fit together; nothing was trained or written\n"
+    )
     assert not run.exists()
     for wrong, sentence in (
         ("attention=varlen", "attention=reference"),
@@ -223,7 +251,8 @@ def test_weights_that_no_memory_holds_are_named_at_once() -> None:
     huge = LlamaConfig(hidden_size=10**6, intermediate_size=64, num_hidden_layers=2, vocab_size=64)
     plan = plan_of(config_with(), 1, 2, 1, model=huge)
     with pytest.raises(
-        ConfigError, match=r"its weights alone are 7\d{3}\.\d GiB on each machine, which has .* GiB: use"
+        ConfigError,
+        match=r"its weights alone are 7\d{3}\.\d GiB on each machine, which has .* GiB: use",
     ):
         check_weights_fit(plan, torch.device("cpu"))
     check_weights_fit(replace(plan, size=replace(plan.size, parameters=10**6)), torch.device("cpu"))

@@ -25,7 +25,9 @@ class Stack(nn.Module):
         self.layers = nn.Sequential(*(nn.Linear(*shape) for shape in shapes))
 
 
-def _muon_steps(module: nn.Module, optimizers: list[torch.optim.Optimizer], num_steps: int = 3) -> None:
+def _muon_steps(
+    module: nn.Module, optimizers: list[torch.optim.Optimizer], num_steps: int = 3
+) -> None:
     """Gradients that do not hang on the weights: bf16 products would make a rounding into a difference."""
     for number in range(num_steps):
         torch.manual_seed(number)
@@ -60,7 +62,10 @@ def test_muon_is_torchs_on_the_matrices_and_adamw_on_the_rest() -> None:
 
 def _sharded_muon(rank: int, world_size: int, shape: tuple[int, ...]) -> float:
     model, twin = Stack(), _torchs_muon()
-    fully_shard(model, mesh=init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :]))
+    fully_shard(
+        model,
+        mesh=init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :]),
+    )
     _muon_steps(model, [muon(model, lr=1e-2, betas=(0.9, 0.999), weight_decay=0.1)])
     pairs = zip(model.parameters(), twin.parameters())
     return max(float((a.full_tensor() - b).detach().abs().max()) for a, b in pairs)  # type: ignore[attr-defined]
@@ -89,7 +94,11 @@ def test_a_matrix_that_is_cut_along_two_axes() -> None:
 
 def test_embeddings_heads_and_vectors_are_not_muons() -> None:
     config = LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
     )
     model = LlamaForCausalLM(config)
     named = {id(p): name for name, p in model.named_parameters()}

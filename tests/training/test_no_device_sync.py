@@ -100,7 +100,11 @@ class StrictRecipe(train_ft.TrainFinetuneRecipe):
 
 @pytest.mark.parametrize(
     "optimizer",
-    ["adamw", "adamw_8bit", *(pytest.param(name, marks=pytest.mark.slow) for name in ("adamw_bf16", "muon"))],
+    [
+        "adamw",
+        "adamw_8bit",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("adamw_bf16", "muon")),
+    ],
 )
 def test_the_steps_of_the_recipe_read_nothing_off_the_device(
     optimizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -123,7 +127,11 @@ def test_the_steps_of_the_recipe_read_nothing_off_the_device(
     real_read = StepNumbers.read
     monkeypatch.setattr(StepNumbers, "read", read)
     monkeypatch.setattr(train_ft, "StepNumbers", numbers)
-    for owner, name in ((train_ft, "count_own"), (DeviceFeed, "stage"), (ReferenceAttention, "__call__")):
+    for owner, name in (
+        (train_ft, "count_own"),
+        (DeviceFeed, "stage"),
+        (ReferenceAttention, "__call__"),
+    ):
         monkeypatch.setattr(owner, name, on_the_host()(getattr(owner, name)))
     monkeypatch.setattr(train_ft, "TrainFinetuneRecipe", StrictRecipe)
     options = ["training.max_steps=6", "training.log_every_steps=3", "checkpoint.every_steps=0"]
@@ -135,7 +143,12 @@ def test_the_steps_of_the_recipe_read_nothing_off_the_device(
 
 @pytest.mark.parametrize(
     "read",
-    [lambda x: x.item(), lambda x: x[None].tolist(), lambda x: bool(x), lambda x: x[None][x[None] > 0]],
+    [
+        lambda x: x.item(),
+        lambda x: x[None].tolist(),
+        lambda x: bool(x),
+        lambda x: x[None][x[None] > 0],
+    ],
     ids=["item", "tolist", "bool", "mask"],
 )
 def test_the_guard_sees_reads(read: Any) -> None:

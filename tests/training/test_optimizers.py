@@ -87,10 +87,14 @@ def test_a_nonfinite_step_changes_nothing(maker: str, where: str) -> None:
 
 
 @pytest.mark.parametrize("maker", MAKERS)
-@pytest.mark.parametrize(("max_norm", "scale"), [(1.0, 100.0), (1.0, 1e-6), (0.0, 1.0)], ids=["cut", "small", "never"])
+@pytest.mark.parametrize(
+    ("max_norm", "scale"), [(1.0, 100.0), (1.0, 1e-6), (0.0, 1.0)], ids=["cut", "small", "never"]
+)
 def test_clipping_on_the_way_is_clipping_before(maker: str, max_norm: float, scale: float) -> None:
     ours, theirs = model_with_gradients(scale), model_with_gradients(scale)
-    norm = apply_gradients(MAKERS[maker](ours, lr=1e-2), ours.parameters(), torch.tensor(1.0), max_norm)
+    norm = apply_gradients(
+        MAKERS[maker](ours, lr=1e-2), ours.parameters(), torch.tensor(1.0), max_norm
+    )
     want = nn.utils.clip_grad_norm_(theirs.parameters(), max_norm or math.inf)
     MAKERS[maker](theirs, lr=1e-2).step()
     torch.testing.assert_close(norm, want)
@@ -118,11 +122,14 @@ def _sharded_steps(rank: int, world_size: int, maker: str, replicas: int) -> lis
     return [worst]
 
 
-@pytest.mark.parametrize(("maker", "replicas"), [("adamw", 1), ("adamw_8bit", 1), ("adamw", 2), ("adamw_bf16", 2)])
+@pytest.mark.parametrize(
+    ("maker", "replicas"), [("adamw", 1), ("adamw_8bit", 1), ("adamw", 2), ("adamw_bf16", 2)]
+)
 def test_steps_on_shards_are_those_on_whole_tensors(maker: str, replicas: int) -> None:
     """96 and 64 rows over 4 ranks; norms over hybrid shards count replicas once."""
     worst = max(rank[0] for rank in run_ranks(_sharded_steps, 4, maker, replicas))
-    assert worst < (2e-6 if maker == "adamw" else 1e-3)  # a moment on the edge of two values may go either way
+    # a moment on the edge of two values may go either way
+    assert worst < (2e-6 if maker == "adamw" else 1e-3)
 
 
 def test_codes_are_the_nearest_values() -> None:
@@ -179,7 +186,9 @@ def trained(maker: Any, dtype: torch.dtype, lr: float, steps: int) -> float:
 
 @pytest.mark.parametrize("maker", [adamw_8bit, adamw_bf16], ids=["8bit", "bf16"])
 def test_small_moments_train_as_fp32_ones_do(maker: Any) -> None:
-    assert trained(maker, torch.float32, 3e-3, 60) == pytest.approx(trained(adamw, torch.float32, 3e-3, 60), rel=0.05)
+    assert trained(maker, torch.float32, 3e-3, 60) == pytest.approx(
+        trained(adamw, torch.float32, 3e-3, 60), rel=0.05
+    )
 
 
 @pytest.mark.parametrize("maker", ["adamw_8bit", "adamw_bf16", "muon"])
@@ -237,7 +246,9 @@ def one_step(maker: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("maker", "dtype"), [(adamw_8bit, torch.float32), (adamw_bf16, torch.bfloat16)], ids=["8bit", "bf16"]
+    ("maker", "dtype"),
+    [(adamw_8bit, torch.float32), (adamw_bf16, torch.bfloat16)],
+    ids=["8bit", "bf16"],
 )
 def test_the_kernel_of_a_gpu_is_one_graph_with_the_same_numbers(
     maker: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -252,13 +263,19 @@ def test_the_kernel_of_a_gpu_is_one_graph_with_the_same_numbers(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("maker", [adamw_8bit, adamw_bf16], ids=["8bit", "bf16"])
-def test_the_graphs_of_a_gpu_do_not_grow_with_the_model(maker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_graphs_of_a_gpu_do_not_grow_with_the_model(
+    maker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """36 parameters of 6 shapes, each with a place of its own, and a rate that changes."""
     shapes = [(96, 64), (32, 64), (64, 96), (64, 64), (64,), (2, 48, 64)]
-    module = nn.ParameterList([nn.Parameter(torch.randn(s).bfloat16()) for _ in range(6) for s in shapes])
+    module = nn.ParameterList(
+        [nn.Parameter(torch.randn(s).bfloat16()) for _ in range(6) for s in shapes]
+    )
     torch._dynamo.reset()
     strict_graphs()
-    monkeypatch.setattr(optimizers, "update", torch.compile(optimizers.update, fullgraph=True, backend="eager"))
+    monkeypatch.setattr(
+        optimizers, "update", torch.compile(optimizers.update, fullgraph=True, backend="eager")
+    )
     optimizer, before, counted = maker(module, lr=1e-2), compiled_graphs(), []
     for rate in (1e-2, 5e-3):
         for parameter in module.parameters():
@@ -275,18 +292,35 @@ def test_rounding_is_up_or_down_with_the_right_chance() -> None:
     value = torch.full((100, 1000), 1 + 1 / 512)
     place = LocalPlace(0, (0, 0), (1000, 1))
     results = [
-        rounded(value, torch.bfloat16, partial(chances, place, (100, 1000), torch.tensor(float(step))), 0)
+        rounded(
+            value,
+            torch.bfloat16,
+            partial(chances, place, (100, 1000), torch.tensor(float(step))),
+            0,
+        )
         for step in (1, 2)
     ]
     for result in results:
         assert result.unique().tolist() == [1.0, 1.0078125]
         assert float(result.float().mean()) == pytest.approx(1 + 1 / 512, abs=5e-5)
-    assert float((results[0] == results[1]).float().mean()) == pytest.approx(0.75**2 + 0.25**2, abs=0.01)
+    assert float((results[0] == results[1]).float().mean()) == pytest.approx(
+        0.75**2 + 0.25**2, abs=0.01
+    )
     exact = torch.tensor([1.0, -3.5, 0.0])
     assert torch.equal(
-        rounded(exact, torch.bfloat16, lambda stream: torch.full((3,), 0xFFFF, dtype=torch.int32), 0).float(), exact
+        rounded(
+            exact, torch.bfloat16, lambda stream: torch.full((3,), 0xFFFF, dtype=torch.int32), 0
+        ).float(),
+        exact,
     )
-    assert float(rounded(-value, torch.bfloat16, lambda stream: torch.zeros((), dtype=torch.int32), 0)[0, 0]) == -1.0
+    assert (
+        float(
+            rounded(-value, torch.bfloat16, lambda stream: torch.zeros((), dtype=torch.int32), 0)[
+                0, 0
+            ]
+        )
+        == -1.0
+    )
 
 
 def test_a_part_is_rounded_as_it_is_in_the_whole() -> None:
@@ -318,7 +352,9 @@ def test_rounding_by_chance_keeps_what_bf16_rounds_away() -> None:
     assert ends["stochastic"] == pytest.approx(ends["fp32"], abs=2e-4)  # 4,096 draws
 
 
-@pytest.mark.parametrize("maker", [pytest.param(adamw_8bit, marks=pytest.mark.slow, id="8bit"), adamw_bf16])
+@pytest.mark.parametrize(
+    "maker", [pytest.param(adamw_8bit, marks=pytest.mark.slow, id="8bit"), adamw_bf16]
+)
 def test_weights_in_bf16_learn_with_small_steps(maker: Any) -> None:
     """At a rate where rounding to the nearest value learns less than half of what fp32 does."""
     start = trained(adamw, torch.float32, 0.0, 8)
@@ -334,7 +370,10 @@ def test_weights_in_bf16_are_refused_where_they_would_not_learn(tmp_path: Path) 
         (["optimizer=adamw"], "set optimizer=adamw_bf16 or optimizer=adamw_8bit"),
         (["optimizer=muon"], "set optimizer=adamw_bf16 or optimizer=adamw_8bit"),
         (["optimizer=adamw_bf16", "mesh.strategy=ddp"], "use mesh.strategy=fsdp"),
-        (["optimizer=adamw_bf16", "training.precision=fp32"], "set training.precision=bf16, not fp32"),
+        (
+            ["optimizer=adamw_bf16", "training.precision=fp32"],
+            "set training.precision=bf16, not fp32",
+        ),
     ):
         with pytest.raises(ConfigError, match=sentence):
             train_quick(tmp_path, *BF16, *options)

@@ -37,7 +37,10 @@ from tests.runs import quick_config
             ["packed_sequence.packed_sequence_size=120"],
             "multiples of 16 tokens: packed_sequence.packed_sequence_size x",
         ),
-        (["packed_sequence.packed_sequence_size=144", "mesh.cp=2"], "= 144 must be a multiple of 32"),
+        (
+            ["packed_sequence.packed_sequence_size=144", "mesh.cp=2"],
+            "= 144 must be a multiple of 32",
+        ),
         (["packed_sequence=none"], "and padded rows are not"),
     ],
     ids=["size", "cp", "padded"],
@@ -46,17 +49,22 @@ def test_sizes_that_fp8_cannot_multiply(
     overrides: list[str], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = importlib.machinery.ModuleSpec("torchao", None)
-    monkeypatch.setattr(plan, "find_spec", lambda name: spec)  # installed or not, the sizes are wrong
+    # installed or not, the sizes are wrong
+    monkeypatch.setattr(plan, "find_spec", lambda name: spec)
     config = quick_config(tmp_path, "training.fp8=rowwise", *overrides)
     with pytest.raises(ConfigError, match=sentence):
         check_parts(build_parts(config), "fsdp", torch.device("cpu"))
 
 
-def test_4_bit_weights_are_not_multiplied_in_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_4_bit_weights_are_not_multiplied_in_fp8(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     package = ModuleType("bitsandbytes")  # only its presence is asked for
     package.__spec__ = importlib.machinery.ModuleSpec("bitsandbytes", None)
     monkeypatch.setitem(sys.modules, "bitsandbytes", package)
-    config = quick_config(tmp_path, "training.fp8=rowwise", "packed_sequence.packed_sequence_size=128")
+    config = quick_config(
+        tmp_path, "training.fp8=rowwise", "packed_sequence.packed_sequence_size=128"
+    )
     config.peft = {"_target_": "automodel_lite.parts.adapters.lora.QLora"}
     with pytest.raises(ConfigError, match="cannot multiply peft=qlora's 4-bit weights"):
         check_parts(build_parts(config), "fsdp", torch.device("cpu"))
@@ -106,7 +114,13 @@ def test_parts_that_do_not_work_together(case: str, parts: Parts) -> None:
 
 
 def test_each_of_them_alone_is_taken(parts: Parts) -> None:
-    taken: tuple[dict[str, Any], ...] = ({}, BF16, {"peft": PEFT}, {"mesh__ep": 2}, {"mesh__cpu_offload": True})
+    taken: tuple[dict[str, Any], ...] = (
+        {},
+        BF16,
+        {"peft": PEFT},
+        {"mesh__ep": 2},
+        {"mesh__cpu_offload": True},
+    )
     for settings in taken:
         check_parts(changed(parts, **settings), "fsdp", torch.device("cpu"))
 
@@ -149,11 +163,18 @@ def test_recomputation_is_all_that_changes(parts: Parts) -> None:
 
 def test_a_model_of_fewer_layers() -> None:
     """Lists that have an entry a layer are cut with it; the model that is given stays as it is."""
-    whole = Gemma3TextConfig(num_hidden_layers=8, layer_types=["sliding_attention"] * 7 + ["full_attention"])
+    whole = Gemma3TextConfig(
+        num_hidden_layers=8, layer_types=["sliding_attention"] * 7 + ["full_attention"]
+    )
     shorter = with_layers(whole, 3)
-    assert layer_settings(whole, 3) == {"num_hidden_layers": 3, "layer_types": ["sliding_attention"] * 3}
+    assert layer_settings(whole, 3) == {
+        "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention"] * 3,
+    }
     assert (shorter.num_hidden_layers, len(shorter.layer_types)) == (3, 3)
     assert (whole.num_hidden_layers, len(whole.layer_types)) == (8, 8)
-    both = Gemma3Config(text_config={"num_hidden_layers": 8}, vision_config={"num_hidden_layers": 5})
+    both = Gemma3Config(
+        text_config={"num_hidden_layers": 8}, vision_config={"num_hidden_layers": 5}
+    )
     assert with_layers(both, 3).get_text_config().num_hidden_layers == 3
     assert with_layers(both, 3).vision_config.num_hidden_layers == 5

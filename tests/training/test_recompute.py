@@ -26,7 +26,10 @@ def planned(preset: str, gpus: int, *overrides: str) -> ModelPlan:
     config = check_config(compose_config(preset, ["dataset.path=any", *overrides]))
     parts = build_parts(replace(config, attention={}))
     return plan_model(
-        replace(parts, attention=None), parts.model.described({}), MeshShape(1, gpus, 1), torch.device("cpu")
+        replace(parts, attention=None),
+        parts.model.described({}),
+        MeshShape(1, gpus, 1),
+        torch.device("cpu"),
     )
 
 
@@ -42,9 +45,12 @@ def test_the_8b_preset_recomputes_nothing_on_eight_gpus_of_80_gb() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gigabytes", "wish", "is_resharded"), [(80, "auto", "auto"), (141, "auto", False), (141, "true", True)]
+    ("gigabytes", "wish", "is_resharded"),
+    [(80, "auto", "auto"), (141, "auto", False), (141, "true", True)],
 )
-def test_weights_stay_gathered_where_they_fit(gigabytes: int, wish: str, is_resharded: bool | str) -> None:
+def test_weights_stay_gathered_where_they_fit(
+    gigabytes: int, wish: str, is_resharded: bool | str
+) -> None:
     plan = auto(planned("llama3_1_8b", 8, f"advanced.reshard_after_forward={wish}"))
     parts, reason = choose_recomputation(plan, gigabytes * 10**9, None)
     assert parts.training.activation_checkpointing == "none"
@@ -87,12 +93,16 @@ def test_what_fits_nothing_is_offloaded_as_far_as_possible() -> None:
 
 
 def test_small_models_and_cpus_are_not_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recompute, "simulate_by_layers", lambda *_: pytest.fail("a step was simulated"))
+    monkeypatch.setattr(
+        recompute, "simulate_by_layers", lambda *_: pytest.fail("a step was simulated")
+    )
     plan = auto(planned("qwen3_0_6b", 8, "packed_sequence.packed_sequence_size=2048"))
     parts, reason = choose_recomputation(plan, 80 * 10**9, None)
     assert parts.training.activation_checkpointing == "none"
     assert reason.startswith("none, weights stay gathered: all that is kept is about ")
-    assert decide_recomputation(plan.parts, plan.config)[0].training.activation_checkpointing == "none"
+    assert (
+        decide_recomputation(plan.parts, plan.config)[0].training.activation_checkpointing == "none"
+    )
 
 
 def test_gpus_of_one_kind_agree() -> None:

@@ -48,7 +48,8 @@ def test_another_base_on_disk_is_refused_on_resume(
         assert train_quick(tmp_path / "run", *options)[0] == 0
         return
     with pytest.raises(
-        ConfigError, match=r"model (model.safetensors|config.json): not what the checkpoint was trained"
+        ConfigError,
+        match=r"model (model.safetensors|config.json): not what the checkpoint was trained",
     ):
         train_quick(tmp_path / "run", *options)
     assert train_quick(tmp_path / "run", *options, "checkpoint.accept_changes=true")[0] == 0

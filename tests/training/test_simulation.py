@@ -38,7 +38,13 @@ from automodel_lite.parallel.sharding import choose_strategy, parallelize
 from automodel_lite.thd import stream_of
 from automodel_lite.training import memory
 from automodel_lite.training.memory import MemoryEstimate, estimate_memory
-from automodel_lite.training.plan import ModelPlan, Parts, build_parts, with_layers, with_recomputation
+from automodel_lite.training.plan import (
+    ModelPlan,
+    Parts,
+    build_parts,
+    with_layers,
+    with_recomputation,
+)
 from automodel_lite.training.start import dry_run
 from tests.ranks import in_a_process
 
@@ -82,11 +88,14 @@ def test_what_a_rank_of_many_holds_and_sends(ranks: int) -> None:
     found = world(1, ranks, 1)
     assert found.weights == 4 * PARAMETERS // ranks
     assert found.gradients == 4 * PARAMETERS // ranks
-    assert found.optimizer == pytest.approx(8 * PARAMETERS / ranks, rel=1e-3)  # and a step count per parameter
+    # and a step count per parameter
+    assert found.optimizer == pytest.approx(8 * PARAMETERS / ranks, rel=1e-3)
     assert found.peak > found.weights + found.gradients + found.optimizer
     # bf16 gathered in the forward and, but for the embedding and the head, in the backward pass; fp32 reduced
     gathered = 2 * (2 * PARAMETERS - 2 * EMBEDDING)
-    assert sum(found.sent.values()) == pytest.approx((gathered + 4 * PARAMETERS) * (ranks - 1) / ranks, rel=1e-3)
+    assert sum(found.sent.values()) == pytest.approx(
+        (gathered + 4 * PARAMETERS) * (ranks - 1) / ranks, rel=1e-3
+    )
     assert sum(found.at_peak.values()) == found.peak
     assert set(found.at_peak) <= {
         "weights",
@@ -99,9 +108,14 @@ def test_what_a_rank_of_many_holds_and_sends(ranks: int) -> None:
 
 def test_weights_that_stay_gathered_are_sent_once() -> None:
     """Once per micro-batch less; all layers are held at the end of the forward pass, where two or three were."""
-    twice, once = (world(1, 8, 1, overrides=(f"advanced.reshard_after_forward={how}",)) for how in ("true", "false"))
+    twice, once = (
+        world(1, 8, 1, overrides=(f"advanced.reshard_after_forward={how}",))
+        for how in ("true", "false")
+    )
     of_layers = PARAMETERS - 2 * EMBEDDING
-    assert sum(twice.sent.values()) - sum(once.sent.values()) == pytest.approx(2 * of_layers * 7 / 8, rel=0.01)
+    assert sum(twice.sent.values()) - sum(once.sent.values()) == pytest.approx(
+        2 * of_layers * 7 / 8, rel=0.01
+    )
     assert once.peaks["forward"] - twice.peaks["forward"] >= 2 * (LAYERS - 3) * of_layers / LAYERS
 
 
@@ -113,12 +127,16 @@ def test_memory_falls_with_ranks_and_with_recomputation() -> None:
     assert recomputed.weights == few.weights
     offloaded = world(1, 2, 1, overrides=("training.activation_checkpointing=offload",))
     inputs = LAYERS * 2048 * 256 * 2  # of each layer, in bf16
-    assert recomputed.peaks["forward"] - offloaded.peaks["forward"] == pytest.approx(inputs, rel=0.01)
+    assert recomputed.peaks["forward"] - offloaded.peaks["forward"] == pytest.approx(
+        inputs, rel=0.01
+    )
 
 
 def test_what_is_offloaded_is_on_the_host() -> None:
     """Shards, their gradients and moments; a copy of a layer's shards is on the GPU while it is gathered."""
-    there, here = (world(1, 1, 1, overrides=(FULL, f"mesh.cpu_offload={how}")) for how in ("true", "false"))
+    there, here = (
+        world(1, 1, 1, overrides=(FULL, f"mesh.cpu_offload={how}")) for how in ("true", "false")
+    )
     assert there.weights == there.gradients == there.optimizer == 0
     assert there.peaks["load"] < 2**18  # buffers
     assert there.peaks["optimizer"] < 2**18
@@ -167,16 +185,24 @@ def test_an_exchange_of_heads_knows_the_share_of_tp() -> None:
 def test_loading_and_export_hold_the_shards_and_one_tensor() -> None:
     found = world(1, 8, 1)
     step_count = 4 * 40  # of each parameter
-    assert found.peaks["load"] == pytest.approx(4 * (PARAMETERS / 8 + EMBEDDING), abs=2**17)  # and buffers
+    # and buffers
+    assert found.peaks["load"] == pytest.approx(4 * (PARAMETERS / 8 + EMBEDDING), abs=2**17)
     # gathered into one tensor, and copied from there: the embedding, the largest
-    assert found.peaks["export"] == pytest.approx(4 * (3 * PARAMETERS / 8 + 2 * EMBEDDING), rel=0.05, abs=step_count)
+    assert found.peaks["export"] == pytest.approx(
+        4 * (3 * PARAMETERS / 8 + 2 * EMBEDDING), rel=0.05, abs=step_count
+    )
     assert found.peaks["save"] < found.peaks["export"]
 
 
-@pytest.mark.parametrize(("axes", "sent_over"), [((1, 4, 1, 2), "tp"), ((1, 2, 2, 2), "cp"), ((2, 2, 1, 2), "tp")])
-def test_tensor_parallel_ranks_hold_a_part_of_each_layer(axes: tuple[int, ...], sent_over: str) -> None:
+@pytest.mark.parametrize(
+    ("axes", "sent_over"), [((1, 4, 1, 2), "tp"), ((1, 2, 2, 2), "cp"), ((2, 2, 1, 2), "tp")]
+)
+def test_tensor_parallel_ranks_hold_a_part_of_each_layer(
+    axes: tuple[int, ...], sent_over: str
+) -> None:
     found = world(*axes)
-    assert found.weights == pytest.approx(4 * PARAMETERS / (axes[1] * axes[2] * 2), rel=0.01)  # norms are whole
+    # norms are whole
+    assert found.weights == pytest.approx(4 * PARAMETERS / (axes[1] * axes[2] * 2), rel=0.01)
     assert found.sent[sent_over] > 0
 
 
@@ -214,11 +240,15 @@ def test_small_states(optimizer: str, bytes_per_weight: int) -> None:
     assert found.weights == found.gradients == 2 * PARAMETERS // 8
     assert found.optimizer == pytest.approx(bytes_per_weight * PARAMETERS / 8, rel=0.03)
     assert found.peaks["optimizer"] < 2 * (found.weights + found.gradients + found.optimizer)
-    assert memory.optimizer_bytes(parts(f"optimizer={optimizer}").optimizer) == pytest.approx(bytes_per_weight, 0.03)
+    assert memory.optimizer_bytes(parts(f"optimizer={optimizer}").optimizer) == pytest.approx(
+        bytes_per_weight, 0.03
+    )
 
 
 def test_the_dry_run_of_one_process_answers_for_a_world(capsys: pytest.CaptureFixture[str]) -> None:
-    asked = config("mesh.dp_shard=16", "mesh.cp=2", "training.global_batch_size=16", "training.precision=bf16")
+    asked = config(
+        "mesh.dp_shard=16", "mesh.cp=2", "training.global_batch_size=16", "training.precision=bf16"
+    )
     assert dry_run(asked) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "memory rank 0 of 32, simulated: at most" in shown
@@ -228,7 +258,8 @@ def test_the_dry_run_of_one_process_answers_for_a_world(capsys: pytest.CaptureFi
 
 @pytest.mark.parametrize("peft", ["lora", "dora"])
 def test_adapters_alone_have_gradients_and_states(peft: str) -> None:
-    rank = 8 * LAYERS * (4 * 256 + 2 * 256 + 2 * 128)  # of the four matrices of attention, on each of which sit two
+    # of the four matrices of attention, on each of which sit two
+    rank = 8 * LAYERS * (4 * 256 + 2 * 256 + 2 * 128)
     overrides = (
         f"peft={peft}",
         "peft.r=8",
@@ -263,7 +294,12 @@ WORLDS = {
     "micro-batches": ("Qwen3-8B", ["mesh.dp_shard=2", FULL, "training.global_batch_size=4"]),
     "reduced-every-time": (
         "Qwen3-8B",
-        ["mesh.dp_shard=2", FULL, "training.global_batch_size=4", "advanced.reduce_every_micro_batch=true"],
+        [
+            "mesh.dp_shard=2",
+            FULL,
+            "training.global_batch_size=4",
+            "advanced.reduce_every_micro_batch=true",
+        ],
     ),
     "cp": ("Qwen3-8B", ["mesh.cp=4", "mesh.cp_exchange=all_to_all", FULL]),
     "tp": ("Llama-3.1-8B-Instruct", ["mesh.dp_shard=8", "mesh.tp=4", FULL]),
@@ -284,7 +320,10 @@ class Living(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for tensor in result if isinstance(result, (list, tuple)) else [result]:
-            if isinstance(tensor, torch.Tensor) and (key := tensor.untyped_storage()._cdata) not in self.sizes:
+            if (
+                isinstance(tensor, torch.Tensor)
+                and (key := tensor.untyped_storage()._cdata) not in self.sizes
+            ):
                 self.sizes[key] = tensor.untyped_storage().nbytes()
                 weakref.finalize(tensor.untyped_storage(), self.sizes.pop, key)
         self.peak = max(self.peak, sum(self.sizes.values()))
@@ -297,7 +336,12 @@ def test_real_ddp_holds_what_is_estimated(micro_batches: int) -> None:
     """Fake tensors do not pass DDP's reducer, so it is not simulated: the formulas alone tell of it. Gradients are views
     of its buckets, and no buffer is sent in a step.
     """
-    overrides = (FULL, "packed_sequence.packed_sequence_size=512", "mesh.strategy=ddp", "training.precision=bf16")
+    overrides = (
+        FULL,
+        "packed_sequence.packed_sequence_size=512",
+        "mesh.strategy=ddp",
+        "training.precision=bf16",
+    )
     asked = parts(*overrides, f"training.global_batch_size={micro_batches}")
     shape = MeshShape(1, 1, 1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -350,7 +394,9 @@ def test_few_layers_tell_what_all_of_them_hold_and_do(name: str) -> None:
     shape, axes, overrides = BY_LAYERS[name]
     model, mesh = shipped(shape, num_hidden_layers=10), MeshShape(*axes)
     asked = parts(
-        *(f"mesh.{axis}={size}" for axis, size in zip(AXIS_NAMES, axes)), "training.precision=bf16", *overrides
+        *(f"mesh.{axis}={size}" for axis, size in zip(AXIS_NAMES, axes)),
+        "training.precision=bf16",
+        *overrides,
     )
     if not any("global_batch_size" in text for text in overrides):
         asked = replace(asked, training=replace(asked.training, global_batch_size=None))
@@ -421,9 +467,16 @@ def test_rungs_in_between_are_those_of_the_whole(name: str) -> None:
     """Read off the line from none to all they were up to 5 % too low here, and 4 % too high."""
     model, ranks, overrides = RUNGS[name]
     shape, pattern = MeshShape(1, ranks, 1), layer_pattern(model)
-    asked = parts(f"mesh.dp_shard={ranks}", "training.global_batch_size=null", "training.precision=bf16", *overrides)
+    asked = parts(
+        f"mesh.dp_shard={ranks}",
+        "training.global_batch_size=null",
+        "training.precision=bf16",
+        *overrides,
+    )
     kept = simulate_by_layers(asked, model, shape, pattern)
-    full = simulate_by_layers(with_recomputation(asked, "full", 1), model, shape, pattern, like=kept)
+    full = simulate_by_layers(
+        with_recomputation(asked, "full", 1), model, shape, pattern, like=kept
+    )
     for every in (1, 2, 3, 4, 8):
         found = recompute_every(every, kept, full, pattern) if every > 1 else full
         whole = simulate(with_recomputation(asked, "full", every), model, shape)
@@ -438,7 +491,9 @@ def experts_by_layers(how: str, like: str | None = None) -> Simulation:
     model, shape = RUNGS["experts"][0], MeshShape(1, 4, 1)
     asked = parts("mesh.dp_shard=4", "training.global_batch_size=8", "training.precision=bf16")
     known = experts_by_layers(like) if like else None
-    return simulate_by_layers(with_recomputation(asked, how, 1), model, shape, layer_pattern(model), like=known)
+    return simulate_by_layers(
+        with_recomputation(asked, how, 1), model, shape, layer_pattern(model), like=known
+    )
 
 
 @pytest.mark.parametrize("how", ["none", "full", "offload"])
@@ -448,7 +503,11 @@ def test_what_is_known_of_another_recomputation(how: str) -> None:
     for other in {"none", "full", "offload"} - {how}:
         found = experts_by_layers(how, like=other)
         assert found.peaks == pytest.approx(alone.peaks, rel=1e-3)
-        assert (found.weights, found.gradients, found.optimizer) == (alone.weights, alone.gradients, alone.optimizer)
+        assert (found.weights, found.gradients, found.optimizer) == (
+            alone.weights,
+            alone.gradients,
+            alone.optimizer,
+        )
         for part in ("micro", "last", "update"):
             assert totals(found.work[part]) == pytest.approx(totals(alone.work[part]), rel=1e-6)
 
@@ -456,7 +515,9 @@ def test_what_is_known_of_another_recomputation(how: str) -> None:
 def totals(work: Work) -> list[float]:
     """FLOPs of products and of attention, bytes of kernels, bytes sent."""
     kernels = [(one, number) for one, number in work.items() if isinstance(one, Operation)]
-    flops = [sum(o.flops * n for o, n in kernels if o.kind == kind) for kind in ("product", "attention")]
+    flops = [
+        sum(o.flops * n for o, n in kernels if o.kind == kind) for kind in ("product", "attention")
+    ]
     sent = sum(one.bytes * number for one, number in work.items() if isinstance(one, Message))
     return [*flops, sum(o.bytes * n for o, n in kernels), sent]
 
@@ -469,7 +530,9 @@ def test_operations_of_a_dense_step_are_the_known_ones() -> None:
     assert product == 6 * 2048 * (in_layers + EMBEDDING)
     assert attention == LAYERS * (4 + 10) * 2048 * 256
     assert sent == pytest.approx(sum(found.sent.values()), rel=1e-3)
-    updates = [one for one in found.work["update"] if isinstance(one, Operation) and one.kind == "update"]
+    updates = [
+        one for one in found.work["update"] if isinstance(one, Operation) and one.kind == "update"
+    ]
     assert sum(one.bytes for one in updates) == pytest.approx(7 * 4 * PARAMETERS / 8, rel=1e-3)
 
 
@@ -477,17 +540,24 @@ def test_layers_repeat_after_the_first() -> None:
     gemma = transformers.Gemma3TextConfig(num_hidden_layers=26)
     assert layer_pattern(gemma) == LayerPattern(26, 0, 6)
     shorter = with_layers(gemma, 8)
-    assert (shorter.num_hidden_layers, len(shorter.layer_types), gemma.num_hidden_layers) == (8, 8, 26)
+    assert (shorter.num_hidden_layers, len(shorter.layer_types), gemma.num_hidden_layers) == (
+        8,
+        8,
+        26,
+    )
 
 
 def shipped(name: str, **changes: int) -> transformers.PretrainedConfig:
     return transformers.AutoConfig.from_pretrained(next(SHAPES.glob(f"*{name}.json")), **changes)
 
 
-def counted(model: transformers.PretrainedConfig, overrides: list[str]) -> tuple[Simulation, MemoryEstimate]:
+def counted(
+    model: transformers.PretrainedConfig, overrides: list[str]
+) -> tuple[Simulation, MemoryEstimate]:
     asked = parts("training.global_batch_size=null", "training.precision=bf16", *overrides)
     shape = mesh_shape(
-        asked.mesh, asked.mesh.dp_replicate * max(asked.mesh.dp_shard, 1) * asked.mesh.cp * asked.mesh.tp
+        asked.mesh,
+        asked.mesh.dp_replicate * max(asked.mesh.dp_shard, 1) * asked.mesh.cp * asked.mesh.tp,
     )
     strategy = choose_strategy(asked.mesh.strategy, shape, is_gpu=True)
     plan = ModelPlan(asked, model, model_size(model), shape, strategy, torch.bfloat16)
@@ -497,16 +567,25 @@ def counted(model: transformers.PretrainedConfig, overrides: list[str]) -> tuple
 def test_offloading_holds_inputs_on_the_host() -> None:
     """It takes one bf16 input per layer off the device."""
     whole = world(1, 1, 2, overrides=(FULL,))
-    offloaded = world(1, 1, 2, overrides=("training.activation_checkpointing=offload", "mesh.cp_exchange=ring"))
+    offloaded = world(
+        1, 1, 2, overrides=("training.activation_checkpointing=offload", "mesh.cp_exchange=ring")
+    )
     assert offloaded.peaks["forward"] <= whole.peaks["forward"] - (LAYERS - 1) * 1024 * 256 * 2
 
 
 @pytest.mark.parametrize(("experts", "ranks"), [(6, 4), (160, 64)])
 def test_ranks_without_an_expert_are_counted(experts: int, ranks: int) -> None:
     """160 experts in chunks of 3 fill 54 ranks of 64; rank 0 holds 3 of them."""
-    sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": LAYERS, "vocab_size": 2048}
+    sizes = {
+        "hidden_size": 64,
+        "moe_intermediate_size": 32,
+        "num_hidden_layers": LAYERS,
+        "vocab_size": 2048,
+    }
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-    model = transformers.Qwen3MoeConfig(num_experts=experts, num_experts_per_tok=2, **sizes, **heads)
+    model = transformers.Qwen3MoeConfig(
+        num_experts=experts, num_experts_per_tok=2, **sizes, **heads
+    )
     asked = (f"mesh.dp_shard={ranks}", f"training.global_batch_size={ranks}")
     found = simulate(parts(*asked), model, MeshShape(1, ranks, 1))
     of_experts = 4 * LAYERS * 3 * 64 * 32 * -(-experts // ranks)

@@ -44,7 +44,10 @@ def test_all_at_once_and_the_right_ones_pass() -> None:
     assert tried("model.config.hidden_size=64", "lr_scheduler=wsd", "training.max_steps=1") == ""
     assert tried("optimizer.betas=[0,0]") == ""  # whole numbers are numbers
     both = tried("model.config.num_hidden_layers=0", "~optimizer.lr")
-    assert both.splitlines()[1] == "automodel_lite.parts.optimizers.adamw.adamw: missing a required argument: 'lr'."
+    assert (
+        both.splitlines()[1]
+        == "automodel_lite.parts.optimizers.adamw.adamw: missing a required argument: 'lr'."
+    )
 
 
 def test_sizes_that_only_a_forward_meets(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,7 +56,12 @@ def test_sizes_that_only_a_forward_meets(monkeypatch: pytest.MonkeyPatch) -> Non
     from transformers.models.llama.modeling_llama import LlamaMLP
 
     source = CausalLM(
-        config={"model_type": "llama", "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1}
+        config={
+            "model_type": "llama",
+            "hidden_size": 32,
+            "num_attention_heads": 4,
+            "num_hidden_layers": 1,
+        }
     )
 
     def wrong(self: LlamaMLP, hidden: torch.Tensor) -> torch.Tensor:
@@ -79,7 +87,9 @@ def test_no_family_is_refused(family: str) -> None:
 
 
 def test_a_mistake_costs_no_tokenizing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("recipes.train_ft.prepare_data", lambda *_: pytest.fail("the data were read"))
+    monkeypatch.setattr(
+        "recipes.train_ft.prepare_data", lambda *_: pytest.fail("the data were read")
+    )
     with pytest.raises(ConfigError, match="does not work"):
         train_quick(tmp_path / "run", "model.config.hidden_size=33")
 
@@ -108,7 +118,8 @@ def test_weights_that_are_not_finite_are_named_as_such(tmp_path: Path, value: fl
     weights["model.norm.weight"][3] = value
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(
-        ConfigError, match=r"1 weights hold values that are not finite \(inf or NaN\), model.norm.weight first"
+        ConfigError,
+        match=r"1 weights hold values that are not finite \(inf or NaN\), model.norm.weight first",
     ):
         load()
 
@@ -157,9 +168,25 @@ def test_the_seconds_of_the_start_are_told_by_phase(tmp_path: Path) -> None:
     _, screen = train_quick(tmp_path / "second", *options)
     took_s = time.perf_counter() - began
     first = rows_of(tmp_path / "second")[0]
-    phases = {key.removeprefix("start_s/"): value for key, value in first.items() if key.startswith("start_s/")}
-    assert list(phases) == ["imports", "ranks", "data", "groups", "model", "load", "probe", "compile", "checkpoint"]
+    phases = {
+        key.removeprefix("start_s/"): value
+        for key, value in first.items()
+        if key.startswith("start_s/")
+    }
+    assert list(phases) == [
+        "imports",
+        "ranks",
+        "data",
+        "groups",
+        "model",
+        "load",
+        "probe",
+        "compile",
+        "checkpoint",
+    ]
     assert 0 < sum(phases.values()) < took_s
     (line,) = re.findall(r"^start +[0-9.]+ s: (.*)$", screen, flags=re.MULTILINE)
     # Those that took long enough to be read in tenths of a second.
-    assert all(f"{phase} {spent_s:.1f}" in line for phase, spent_s in phases.items() if spent_s > 0.06)
+    assert all(
+        f"{phase} {spent_s:.1f}" in line for phase, spent_s in phases.items() if spent_s > 0.06
+    )

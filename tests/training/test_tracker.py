@@ -25,8 +25,13 @@ KIB = 1024  # bytes of a [16, 16] in fp32
 
 
 @contextmanager
-def tracked(shape: MeshShape = ALONE, routed: int = 0, tells_layers: bool = False) -> Iterator[MemoryTracker]:
-    with FakeTensorMode(), MemoryTracker(shape, routed, vocab_size=512, tells_layers=tells_layers) as held:
+def tracked(
+    shape: MeshShape = ALONE, routed: int = 0, tells_layers: bool = False
+) -> Iterator[MemoryTracker]:
+    with (
+        FakeTensorMode(),
+        MemoryTracker(shape, routed, vocab_size=512, tells_layers=tells_layers) as held,
+    ):
         yield held
 
 
@@ -62,7 +67,8 @@ def test_kinds_are_those_of_the_phase() -> None:
             held.enter(phase)
             kept.append(ones(16, 16))
         held.enter("forward")
-        kept.append(torch.empty(16, 16, device=GPU))  # collectives gather into memory that is not written yet
+        # collectives gather into memory that is not written yet
+        kept.append(torch.empty(16, 16, device=GPU))
     names = ["weights", "optimizer states", "activations", "gradients and recomputed activations"]
     names += ["states to save", "weights to export", "gathered weights and gradients"]
     assert held.at_peak() == dict.fromkeys(names, KIB)
@@ -146,10 +152,16 @@ def addition() -> Any:
     ("what", "found"),
     [
         (product, Operation("product", 2 * 8 * 16 * 4, 4 * (8 * 16 + 16 * 4 + 8 * 4))),
-        (look_up, Operation("other", 0, 2 * 4 * 3 * 4)),  # the rows are read and written, not the table
+        # the rows are read and written, not the table
+        (look_up, Operation("other", 0, 2 * 4 * 3 * 4)),
         (
             attention,
-            Operation("attention", 4 * 64 * 2 * 8, 2 * 4 * 64 * 2 * 8 + 4 * 2 * 64 + 2 * 4 * 2 + 16, window=16),
+            Operation(
+                "attention",
+                4 * 64 * 2 * 8,
+                2 * 4 * 64 * 2 * 8 + 4 * 2 * 64 + 2 * 4 * 2 + 16,
+                window=16,
+            ),
         ),
         (addition, Operation("other", 0, 2 * KIB)),
     ],
@@ -173,13 +185,22 @@ def test_a_view_is_no_work(view: Any) -> None:
 def test_work_belongs_to_the_part_of_the_step() -> None:
     with tracked() as held:
         x = ones(16, 16)
-        for phase, part in (("forward", "micro"), ("backward", "last"), ("backward", "last"), ("optimizer", "update")):
+        for phase, part in (
+            ("forward", "micro"),
+            ("backward", "last"),
+            ("backward", "last"),
+            ("optimizer", "update"),
+        ):
             held.part = part
             held.enter(phase)
             x.add_(1)
         held.enter("save")
         x.add_(1)
-    assert {part: list(work.values()) for part, work in held.work.items()} == {"micro": [1], "last": [2], "update": [1]}
+    assert {part: list(work.values()) for part, work in held.work.items()} == {
+        "micro": [1],
+        "last": [2],
+        "update": [1],
+    }
 
 
 @contextmanager

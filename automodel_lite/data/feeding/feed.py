@@ -34,15 +34,22 @@ def read_batches(
     pins = torch.cuda.is_available()
     options = worker_options(config)
     return StatefulDataLoader(
-        packs, batch_sampler=micro_batches, collate_fn=packed_sequence_thd_collater, pin_memory=pins, **options
+        packs,
+        batch_sampler=micro_batches,
+        collate_fn=packed_sequence_thd_collater,
+        pin_memory=pins,
+        **options,
     )
 
 
 def worker_options(config: DataloaderConfig) -> dict[str, Any]:
-    """Arguments of a StatefulDataLoader. Its own state is not used: the cursor, or each turn of a stream, has it."""
+    """Arguments of a StatefulDataLoader. Its own state is not used: the cursor, or each turn of a
+    stream, has it.
+    """
     return {
         "num_workers": config.num_workers,
-        "multiprocessing_context": "fork" if config.num_workers else None,  # a killed rank takes its workers along
+        # a killed rank takes its workers along
+        "multiprocessing_context": "fork" if config.num_workers else None,
         "prefetch_factor": _PREFETCHED if config.num_workers else None,
         "snapshot_every_n_steps": _NEVER,
         "worker_init_fn": delay_worker_exit,
@@ -50,7 +57,9 @@ def worker_options(config: DataloaderConfig) -> dict[str, Any]:
 
 
 def delay_worker_exit(worker: int) -> None:
-    """SLURM signals every process of a job: a worker stays a while, so that the rank can finish its step and save."""
+    """SLURM signals every process of a job: a worker stays a while, so that the rank can finish its
+    step and save.
+    """
 
     def exit_later(*_: object) -> None:
         timer = threading.Timer(_GRACE_S, os._exit, (0,))
@@ -65,8 +74,12 @@ def delay_worker_exit(worker: int) -> None:
 def validation_steps(
     packs: PackedDataset, shape: BatchShape, dp_rank: int, config: DataloaderConfig
 ) -> Iterator[StepBatches]:
-    """Yields every pack once over all ranks, by micro-batches; ranks that run short get empty packs."""
-    for batch in read_batches(packs, [assign_to_ranks(np.arange(len(packs)), shape)], dp_rank, config):
+    """Yields every pack once over all ranks, by micro-batches; ranks that run short get empty
+    packs.
+    """
+    for batch in read_batches(
+        packs, [assign_to_ranks(np.arange(len(packs)), shape)], dp_rank, config
+    ):
         yield StepBatches([batch], [], 0, Cursor(), 0.0)
 
 
@@ -76,7 +89,8 @@ class ReadyStep:
 
     batches: StepBatches  # its wait_s is 0 when the device was still busy after the reading
     micro_batches: list[ThdBatch]  # whole streams, on the host
-    inputs: list[ThdBatch]  # of the model: this context-parallel rank's tokens of each micro-batch, on the device
+    # of the model: this context-parallel rank's tokens of each micro-batch, on the device
+    inputs: list[ThdBatch]
 
 
 class DeviceFeed(Iterator[ReadyStep]):
@@ -86,8 +100,8 @@ class DeviceFeed(Iterator[ReadyStep]):
         host             stage 2: read ─┐      stage 3: read ─┐
         copy stream                     └ copy ▶              └ copy ▶
 
-    `stage()` is called once the work of a step has been handed to the GPU and before its result is waited for. A batch
-    of validation is a step of one micro-batch.
+    `stage()` is called once the work of a step has been handed to the GPU and before its result is
+    waited for. A batch of validation is a step of one micro-batch.
 
     place: takes this rank's part of a whole stream (context parallelism), on the host.
     with_mixers: see `to_thd`.
@@ -108,7 +122,9 @@ class DeviceFeed(Iterator[ReadyStep]):
         self._staged: ReadyStep | None = None
 
     def stage(self) -> None:
-        """Reads the next step and starts its copy; nothing when that was done already, or when no step is left."""
+        """Reads the next step and starts its copy; nothing when that was done already, or when no
+        step is left.
+        """
         if self._staged is not None or (batches := next(self._steps, None)) is None:
             return
         micro_batches = [to_thd(batch, self._with_mixers) for batch in batches.micro_batches]
@@ -116,10 +132,13 @@ class DeviceFeed(Iterator[ReadyStep]):
         if self._copies is None:
             inputs = [batch.to(self._device) for batch in inputs]
         else:
-            if not torch.cuda.current_stream(self._device).query():  # still at work on the step before: nobody waited
+            # still at work on the step before: nobody waited
+            if not torch.cuda.current_stream(self._device).query():
                 batches = replace(batches, wait_s=0.0)
             with torch.cuda.stream(self._copies):
-                inputs = [batch.pin_memory().to(self._device, non_blocking=True) for batch in inputs]
+                inputs = [
+                    batch.pin_memory().to(self._device, non_blocking=True) for batch in inputs
+                ]
         self._staged = ReadyStep(batches, micro_batches, inputs)
 
     def peek(self) -> ReadyStep:

@@ -5,18 +5,20 @@
     2 dp ranks, micro_batch_size 1:   rank 0: [4], [8]     rank 1: [1], [5]
     step 2 (short)     3 6            rank 0: [3]          rank 1: [6]
 
-The global batches depend neither on the number of ranks nor on the micro-batch size nor on workers, so a run may
-continue on another layout.
+The global batches depend neither on the number of ranks nor on the micro-batch size nor on workers,
+so a run may continue on another layout.
 
-Packs of equal tokens differ in attention work, and the slowest rank of each micro-step sets the pace. One optimizer
-step is `micro_steps x ranks x micro_batch_size` packs, laid out in that order; every rank waits for the slowest one at
-the end of each micro-step (FSDP) or of the step (DDP).
+Packs of equal tokens differ in attention work, and the slowest rank of each micro-step sets the
+pace. One optimizer step is `micro_steps x ranks x micro_batch_size` packs, laid out in that order;
+every rank waits for the slowest one at the end of each micro-step (FSDP) or of the step (DDP).
 
-    costs of one step, 2 ranks, 2 micro-steps      9 1 | 8 2      waits 9 + 8 = 17 for 20 units of work on 2 ranks
+    costs of one step, 2 ranks, 2 micro-steps      9 1 | 8 2      waits 9 + 8 = 17 for 20 units of
+    work on 2 ranks
     balance: step                                  1 2 | 9 8      waits 2 + 9 = 11
 
-`step` distributes the packs that already form one optimizer step: the same packs, the same gradient. `window`
-distributes the packs of several steps, each step getting its share of every stratum of cost.
+`step` distributes the packs that already form one optimizer step: the same packs, the same
+gradient. `window` distributes the packs of several steps, each step getting its share of every
+stratum of cost.
 """
 
 from __future__ import annotations
@@ -48,18 +50,26 @@ class BatchShape:
 
 
 def batch_shape(config: TrainingConfig, dp_size: int) -> BatchShape:
-    """Raises ConfigError when the global batch is not whole micro-batches of all data-parallel ranks."""
+    """Raises ConfigError when the global batch is not whole micro-batches of all data-parallel
+    ranks.
+    """
     size = global_batch_size_of(config, dp_size)
     return BatchShape(size, config.micro_batch_size, dp_size)
 
 
 def epoch_order(num_packs: int, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
     """Returns the packs of an epoch in the order they are consumed, int64 [num_packs]."""
-    return seeded_order(num_packs, derive_seed("packs", seed), epoch) if shuffle else np.arange(num_packs)
+    return (
+        seeded_order(num_packs, derive_seed("packs", seed), epoch)
+        if shuffle
+        else np.arange(num_packs)
+    )
 
 
 def assign_to_ranks(pack_ids: np.ndarray, shape: BatchShape) -> np.ndarray:
-    """Lays out the packs of one step: int64 [micro-steps, dp ranks, micro_batch_size], filled up with EMPTY_PACK."""
+    """Lays out the packs of one step: int64 [micro-steps, dp ranks, micro_batch_size], filled up
+    with EMPTY_PACK.
+    """
     width = shape.dp_size * shape.micro_batch_size
     num_micro = -(-len(pack_ids) // width)
     filled = np.full(num_micro * width, EMPTY_PACK, dtype=np.int64)
@@ -73,9 +83,11 @@ WINDOW_STEPS = 32
 def pack_costs(
     plan: PackPlan, lengths: np.ndarray, model: CostModel, row_lengths: np.ndarray | None = None
 ) -> np.ndarray:
-    """Returns the work of every pack in FLOPs, float64 [packs]: its whole row, and attention inside each slot.
+    """Returns the work of every pack in FLOPs, float64 [packs]: its whole row, and attention inside
+    each slot.
 
-    row_lengths  of the longest row of each document that is a tree, else its length: no query of a tree sees more keys
+    row_lengths  of the longest row of each document that is a tree, else its length: no query of a
+                 tree sees more keys
     """
     multiple = plan.slot_multiple
     attention, used = np.empty(len(plan), np.float64), np.empty(len(plan), np.int64)
@@ -94,30 +106,43 @@ def pack_costs(
         return model.per_token * used + model.per_pair * attention
     # Tails repeat: the pairs of each width are counted once.
     tails, which = np.unique(plan.packed_sequence_size - used, return_inverse=True)
-    padding = np.array([model.pairs(np.array(padding_segments(int(t), multiple), np.int64)).sum() for t in tails])
-    return model.per_token * plan.packed_sequence_size + model.per_pair * (attention + padding[which])
+    padding = np.array(
+        [model.pairs(np.array(padding_segments(int(t), multiple), np.int64)).sum() for t in tails]
+    )
+    return model.per_token * plan.packed_sequence_size + model.per_pair * (
+        attention + padding[which]
+    )
 
 
 def assign_packs(costs: np.ndarray, balance: str, shape: BatchShape, seed: int = 0) -> np.ndarray:
-    """The order in which packs are consumed, int64 [n]: positions in `costs`, which stands in the epoch's order.
+    """The order in which packs are consumed, int64 [n]: positions in `costs`, which stands in the
+    epoch's order.
 
-    Position p of the result goes to step p // global_batch_size, then micro-step, rank and place in the micro-batch.
-    An unfinished last step (or window) keeps its place.
+    Position p of the result goes to step p // global_batch_size, then micro-step, rank and place in
+    the micro-batch. An unfinished last step (or window) keeps its place.
     The steps of "window" depend on the number of ranks, those of "step" do not.
     Under "step" every optimizer step keeps its packs; under "window" every window of 32 steps does.
     """
     order = np.arange(len(costs))
     step, ranks = shape.global_batch_size, shape.dp_size
-    # Every step of a window gets one group of neighbors in cost from each stratum of the window's packs.
+    # Every step of a window gets one group of neighbors in cost from each stratum of the window's
+    # packs.
     num_strata = step // (ranks * shape.micro_batch_size)
-    windows = range(0, len(costs) // step * step, WINDOW_STEPS * step) if balance == "window" else range(0)
+    windows = (
+        range(0, len(costs) // step * step, WINDOW_STEPS * step)
+        if balance == "window"
+        else range(0)
+    )
     for number, start in enumerate(windows):
         num_steps = min(WINDOW_STEPS, (len(costs) - start) // step)
         window = order[start : start + num_steps * step]
         rising = window[np.argsort(costs[window], kind="stable")]
-        # Stratum k holds a k-th of the window's costs; each step draws one group of it, in an order of its own.
+        # Stratum k holds a k-th of the window's costs; each step draws one group of it, in an order
+        # of its own.
         strata = enumerate(rising.reshape(num_strata, num_steps, -1))
-        mixed = [stratum[seeded_order(num_steps, seed, number * num_strata + k)] for k, stratum in strata]
+        mixed = [
+            stratum[seeded_order(num_steps, seed, number * num_strata + k)] for k, stratum in strata
+        ]
         order[start : start + num_steps * step] = np.stack(mixed, axis=1).reshape(-1)
     if balance == "none" or step == ranks:
         return order
@@ -126,16 +151,20 @@ def assign_packs(costs: np.ndarray, balance: str, shape: BatchShape, seed: int =
     steps = order[:whole].reshape(-1, step)
     rising = np.take_along_axis(steps, np.argsort(costs[steps], axis=1, kind="stable"), axis=1)
     laid_out = rising.reshape(-1, shape.micro_steps, shape.micro_batch_size, ranks).copy()
-    laid_out[:, :, 1::2] = laid_out[:, :, 1::2, ::-1]  # there and back, so that the sums of micro-batches agree
-    laid_out[:, 1::2] = laid_out[:, 1::2, :, ::-1]  # and the sums of steps, where ranks wait once a step only
+    # there and back, so that the sums of micro-batches agree
+    laid_out[:, :, 1::2] = laid_out[:, :, 1::2, ::-1]
+    # and the sums of steps, where ranks wait once a step only
+    laid_out[:, 1::2] = laid_out[:, 1::2, :, ::-1]
     order[:whole] = laid_out.swapaxes(2, 3).reshape(-1)
     return order
 
 
 def imbalance(costs: np.ndarray, shape: BatchShape) -> float:
-    """Time over the time of perfectly shared work, at least 1: every micro-step lasts as long as its slowest rank.
+    """Time over the time of perfectly shared work, at least 1: every micro-step lasts as long as
+    its slowest rank.
 
-    costs: float [n] in the order of consumption (see `assign_packs`); an unfinished last step is left out.
+    costs: float [n] in the order of consumption (see `assign_packs`); an unfinished last step is
+    left out.
     """
     whole = len(costs) // shape.global_batch_size * shape.global_batch_size
     if not whole:
@@ -152,8 +181,14 @@ def plan_imbalance(
     shape: BatchShape,
     row_lengths: np.ndarray | None = None,
 ) -> tuple[float, float] | None:
-    """Returns the imbalance of one epoch before and after balancing; None without a cost model or with one rank."""
+    """Returns the imbalance of one epoch before and after balancing; None without a cost model or
+    with one rank.
+    """
     if model is None or shape.dp_size == 1:
         return None
-    costs = pack_costs(plan, lengths, model, row_lengths)[seeded_order(len(plan), plan.seed, plan.epoch)]
-    return imbalance(costs, shape), imbalance(costs[assign_packs(costs, balance, shape, plan.seed)], shape)
+    costs = pack_costs(plan, lengths, model, row_lengths)[
+        seeded_order(len(plan), plan.seed, plan.epoch)
+    ]
+    return imbalance(costs, shape), imbalance(
+        costs[assign_packs(costs, balance, shape, plan.seed)], shape
+    )

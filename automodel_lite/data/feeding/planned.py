@@ -36,16 +36,24 @@ from automodel_lite.paths import find_nodes
 from automodel_lite.thd import COLUMNS, cumulative
 
 
-def check_masked(name: str, plan: PackPlan, counts: Mapping[str, RowCounts], max_bad_frac: float) -> None:
-    """Raises DataError when too many documents train nothing once they are cut, those that never did included."""
-    own = sum((count for key, count in counts.items() if key == name or key.endswith(f"/{name}")), RowCounts())
+def check_masked(
+    name: str, plan: PackPlan, counts: Mapping[str, RowCounts], max_bad_frac: float
+) -> None:
+    """Raises DataError when too many documents train nothing once they are cut, those that never
+    did included.
+    """
+    own = sum(
+        (count for key, count in counts.items() if key == name or key.endswith(f"/{name}")),
+        RowCounts(),
+    )
     num_bad = own.num_bad + own.num_empty + own.num_fully_masked + plan.counts.masked_documents
     num_documents = max(own.num_documents, plan.counts.documents)
     if num_bad > max_bad_frac * num_documents:
         raise DataError(
-            f"{name}: {plan.counts.masked_documents:,} of {num_documents:,} documents have nothing trained on within "
-            f"packed_sequence.packed_sequence_size={plan.packed_sequence_size}: their prompts alone fill a pack; "
-            f"max_bad_frac={max_bad_frac} allows {int(max_bad_frac * num_documents):,}. Raise the size, or set "
+            f"{name}: {plan.counts.masked_documents:,} of {num_documents:,} documents have nothing "
+            f"trained on within packed_sequence.packed_sequence_size={plan.packed_sequence_size}: "
+            f"their prompts alone fill a pack; max_bad_frac={max_bad_frac} allows "
+            f"{int(max_bad_frac * num_documents):,}. Raise the size, or set "
             "packed_sequence.overlong=split."
         )
 
@@ -59,7 +67,10 @@ def epochs_of(config: TrainingConfig, num_documents: int) -> tuple[int, str]:
     if config.num_epochs is not None:
         return config.num_epochs, ""
     is_small = num_documents < _SMALL_SET
-    why = f" (training.num_epochs=null: {'under' if is_small else 'at least'} {_SMALL_SET:,} documents)"
+    why = (
+        f" (training.num_epochs=null: {'under' if is_small else 'at least'} {_SMALL_SET:,} "
+        "documents)"
+    )
     return (3 if is_small else 1), why
 
 
@@ -76,7 +87,9 @@ class PlannedPacks(PackSource):
     seed: int
 
     @classmethod
-    def prepare(cls, config: Config, documents: Documents, packer: Packer, batches: BatchShape) -> PlannedPacks:
+    def prepare(
+        cls, config: Config, documents: Documents, packer: Packer, batches: BatchShape
+    ) -> PlannedPacks:
         job = job_of(config, documents, packer.tree, packer.packed_sequence_size)
         # The kind of the documents; of a mixture, text if all of its datasets are.
         datasets = documents.datasets.values() if isinstance(documents, RowDataset) else [documents]
@@ -88,7 +101,9 @@ class PlannedPacks(PackSource):
         def packs_of(epoch: int) -> PackedDataset:
             if epoch and not packer.repack_each_epoch and not tokens.drawn:
                 return packs_of(0)
-            return packer.packs(tokens.drawn(epoch) if tokens.drawn and epoch else tokens.train, epoch)
+            return packer.packs(
+                tokens.drawn(epoch) if tokens.drawn and epoch else tokens.train, epoch
+            )
 
         val_packs = {name: packer.packs(rows) for name, rows in tokens.val.items()}
         sets = {"train": packs_of(0)} | {f"val/{name}": packs for name, packs in val_packs.items()}
@@ -102,7 +117,10 @@ class PlannedPacks(PackSource):
         if config.training.global_batch_size == "auto" and config.training.max_steps is None:
             # few documents are few packs: steps are worth more than their size
             smallest = batches.micro_batch_size * batches.dp_size
-            batches = replace(batches, global_batch_size=fitted_batch_size(smallest, size, len(packs_of(0)), epochs))
+            batches = replace(
+                batches,
+                global_batch_size=fitted_batch_size(smallest, size, len(packs_of(0)), epochs),
+            )
         longest = int(packs_of(0).plan.piece_lengths(tokens.train.row_lengths).max(initial=0))
         return cls(
             documents=documents,
@@ -120,16 +138,23 @@ class PlannedPacks(PackSource):
             seed=config.seed,
         )
 
-    def with_columns(self, columns_of: Callable[[str, Rows], Mapping[str, np.ndarray]]) -> PlannedPacks:
+    def with_columns(
+        self, columns_of: Callable[[str, Rows], Mapping[str, np.ndarray]]
+    ) -> PlannedPacks:
         def same_packs(packs: PackedDataset, rows: Rows) -> PackedDataset:
             return PackedDataset(rows, packs.plan, packs.padding_idx)
 
         sets = {"train": self.packs_of(0), **self.val_packs}
-        rows = {name: packs.rows.with_columns(columns_of(name, packs.rows)) for name, packs in sets.items()}
+        rows = {
+            name: packs.rows.with_columns(columns_of(name, packs.rows))
+            for name, packs in sets.items()
+        }
         train = rows.pop("train")
         packs_of = lru_cache(maxsize=2)(lambda epoch: same_packs(self.packs_of(epoch), train))
         val_packs = {name: same_packs(sets[name], of_set) for name, of_set in rows.items()}
-        return replace(self, tokens=replace(self.tokens, train=train), packs_of=packs_of, val_packs=val_packs)
+        return replace(
+            self, tokens=replace(self.tokens, train=train), packs_of=packs_of, val_packs=val_packs
+        )
 
     @property
     def held_out(self) -> Mapping[str, PackedDataset]:
@@ -137,22 +162,33 @@ class PlannedPacks(PackSource):
 
     @property
     def columns(self) -> set[str]:
-        return {name for name in self.packs_of(0)[0] if name in COLUMNS and COLUMNS[name].is_optional}
+        return {
+            name for name in self.packs_of(0)[0] if name in COLUMNS and COLUMNS[name].is_optional
+        }
 
     @property
     def counts(self) -> dict[str, int]:
-        counts = {f"data/{name}/{key}": n for name, c in self.tokens.counts.items() for key, n in asdict(c).items()}
-        return counts | {f"packing/{key}": n for key, n in asdict(self.packs_of(0).plan.counts).items()}
+        counts = {
+            f"data/{name}/{key}": n
+            for name, c in self.tokens.counts.items()
+            for key, n in asdict(c).items()
+        }
+        return counts | {
+            f"packing/{key}": n for key, n in asdict(self.packs_of(0).plan.counts).items()
+        }
 
     def plan(self, config: TrainingConfig) -> TrainingPlan:
-        """The first of max_steps and num_epochs that is reached; raises ConfigError when the epochs are too short."""
+        """The first of max_steps and num_epochs that is reached; raises ConfigError when the epochs
+        are too short.
+        """
         size = self.shape.global_batch_size
         first = -(-len(self.packs_of(0)) // size)  # the short last step counts
         num_epochs, why = epochs_of(config, len(self.tokens.train))
         if config.max_steps is not None and config.num_epochs is None:
             return TrainingPlan(config.max_steps, first, self.shape)
         steps = sum(-(-len(self.packs_of(epoch)) // size) for epoch in range(num_epochs))
-        # a number of steps that somebody typed is meant; epochs of few documents end within the warm-up, "finished"
+        # a number of steps that somebody typed is meant; epochs of few documents end within the
+        # warm-up, "finished"
         if config.max_steps is None and steps < FEWEST_STEPS and not config.allow_few_steps:
             needed = -(-FEWEST_STEPS * num_epochs // max(1, steps))
             cures = [f"training.num_epochs={needed}", "training.allow_few_steps=true"]
@@ -160,8 +196,8 @@ class PlannedPacks(PackSource):
             if size > smallest:
                 cures.insert(0, f"training.global_batch_size={smallest}")
             raise ConfigError(
-                f"{len(self.packs_of(0)):,} packs are {steps} steps of {size} in {num_epochs} epochs{why}, too few to "
-                f"learn from: set {' or '.join(cures)}."
+                f"{len(self.packs_of(0)):,} packs are {steps} steps of {size} in {num_epochs} "
+                f"epochs{why}, too few to learn from: set {' or '.join(cures)}."
             )
         return TrainingPlan(min(steps, config.max_steps or steps), first, self.shape)
 
@@ -171,7 +207,9 @@ class PlannedPacks(PackSource):
             packs = self.packs_of(epoch)
             # Shuffled, then distributed over the ranks by their cost.
             order = epoch_order(len(packs), self.seed, epoch, self.dataloader.shuffle)
-            costs_of_packs = pack_costs(packs.plan, packs.rows.lengths, costs, packs.rows.row_lengths)[order]
+            costs_of_packs = pack_costs(
+                packs.plan, packs.rows.lengths, costs, packs.rows.row_lengths
+            )[order]
             order = order[assign_packs(costs_of_packs, self.packer.balance, self.shape, self.seed)]
             starts = range(cursor.packs, len(order), size)
             steps = [assign_to_ranks(order[start : start + size], self.shape) for start in starts]
@@ -183,11 +221,19 @@ class PlannedPacks(PackSource):
                 # The end of an epoch has one name: (next epoch, 0).
                 is_last = start + size >= len(order)
                 cursor = Cursor(epoch + 1, 0) if is_last else Cursor(epoch, start + size)
-                yield StepBatches(micro_batches, order[start : start + size].tolist(), epoch, cursor, waited_s)
+                yield StepBatches(
+                    micro_batches, order[start : start + size].tolist(), epoch, cursor, waited_s
+                )
 
     def report(self, costs: CostModel | None = None) -> PackingReport:
-        plan, lengths, balance = self.packs_of(0).plan, self.tokens.train.lengths, self.packer.balance
-        imbalance = plan_imbalance(plan, lengths, costs, balance, self.shape, self.tokens.train.row_lengths)
+        plan, lengths, balance = (
+            self.packs_of(0).plan,
+            self.tokens.train.lengths,
+            self.packer.balance,
+        )
+        imbalance = plan_imbalance(
+            plan, lengths, costs, balance, self.shape, self.tokens.train.row_lengths
+        )
         return packing_report(plan, lengths, balance, imbalance, self.shape.micro_batch_size)
 
     def lengths(self) -> dict[str, list[float]]:
@@ -196,20 +242,31 @@ class PlannedPacks(PackSource):
         counts, edges = np.histogram(lengths, bins=min(40, longest), range=(0, longest))
         packs = self.packs_of(0)
         pieces = packs.plan.piece_lengths(lengths)[packs.plan.offsets[0] : packs.plan.offsets[1]]
-        found = {"edges": edges.round(1).tolist(), "documents": counts.tolist(), "pack": pieces.tolist()}
+        found = {
+            "edges": edges.round(1).tolist(),
+            "documents": counts.tolist(),
+            "pack": pieces.tolist(),
+        }
         if not self.has_trees:
             return found
         pack = packs[0]
-        nodes = find_nodes(cumulative(pack["seq_lens_padded"]), pack["position_ids"], pack["seq_lens"])
+        nodes = find_nodes(
+            cumulative(pack["seq_lens_padded"]), pack["position_ids"], pack["seq_lens"]
+        )
         if nodes is None:
             return found
         # Of trees, stretches of keys that are seen by the same queries, and where these end.
-        num_real = int(pack["seq_lens_padded"][pack["seq_lens"] > 0].sum())  # without the padding at its tail
-        until, widths = (x.tolist() for x in nodes.until[:num_real].unique_consecutive(return_counts=True))
+        # without the padding at its tail
+        num_real = int(pack["seq_lens_padded"][pack["seq_lens"] > 0].sum())
+        until, widths = (
+            x.tolist() for x in nodes.until[:num_real].unique_consecutive(return_counts=True)
+        )
         return found | {"pack": widths, "until": until}
 
     def fingerprint(self) -> dict[str, Any]:
-        by_window = f"window, {self.shape.dp_size} data-parallel ranks x {self.shape.micro_batch_size}"
+        by_window = (
+            f"window, {self.shape.dp_size} data-parallel ranks x {self.shape.micro_batch_size}"
+        )
         return {
             "documents": len(self.tokens.train),
             "tokens": int(self.tokens.train.lengths.sum()),

@@ -1,7 +1,8 @@
-"""Where the packs of a run come from: planned beforehand, or made from a stream while it is trained on.
+"""Where the packs of a run come from: planned beforehand, or made from a stream while it is trained
+on.
 
-The recipe owns the position in the data, which advances with finished steps: what workers have read ahead is not part
-of it. Every source offers the same to training.
+The recipe owns the position in the data, which advances with finished steps: what workers have read
+ahead is not part of it. Every source offers the same to training.
 """
 
 from __future__ import annotations
@@ -38,11 +39,16 @@ class Cursor:
     shards: dict[str, Any] | None = None
 
     def gather(self, mesh: Mesh) -> Cursor:
-        """Returns the position with the states of all shards, which are spread over the ranks; for a checkpoint."""
+        """Returns the position with the states of all shards, which are spread over the ranks; for
+        a checkpoint.
+        """
         if self.shards is None or mesh.root is None:
             return self
         own = {k: v for k, v in self.shards.items() if int(k) % mesh.shape.dp == mesh.dp_rank}
-        return replace(self, shards={shard: state for part in mesh.gather(own) for shard, state in part.items()})
+        return replace(
+            self,
+            shards={shard: state for part in mesh.gather(own) for shard, state in part.items()},
+        )
 
 
 @dataclass(frozen=True)
@@ -54,7 +60,8 @@ class StepBatches:
     epoch: int
     after: Cursor  # the position once this step is done
     wait_s: float  # how long the trainer waited for it
-    left_out: dict[str, int] = field(default_factory=dict)  # documents of a stream's epoch so far, over all ranks
+    # documents of a stream's epoch so far, over all ranks
+    left_out: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -79,7 +86,8 @@ class PackingDataset(Protocol):
 
 @dataclass(frozen=True)
 class PackSource(ABC):
-    """Where the packs of a run come from. A position means the same packs on every number of ranks and workers.
+    """Where the packs of a run come from. A position means the same packs on every number of ranks
+    and workers.
 
     The properties with a body here are those of packs that are not known before the start.
     """
@@ -101,7 +109,9 @@ class PackSource(ABC):
     @property
     @abstractmethod
     def held_out(self) -> Mapping[str, PackedDataset]:
-        """The validation sets, or all documents where there is none; raises ConfigError for a stream without one."""
+        """The validation sets, or all documents where there is none; raises ConfigError for a
+        stream without one.
+        """
 
     @abstractmethod
     def plan(self, config: TrainingConfig) -> TrainingPlan:
@@ -115,10 +125,15 @@ class PackSource(ABC):
     def fingerprint(self) -> dict[str, Any]:
         """What the order of the data follows from, for checkpoints: other values are other data."""
 
-    def with_columns(self, columns_of: Callable[[str, Rows], Mapping[str, np.ndarray]]) -> PackSource:
-        """Returns the same packs, whose rows have more columns; columns_of: (name of a set, its rows) -> columns."""
+    def with_columns(
+        self, columns_of: Callable[[str, Rows], Mapping[str, np.ndarray]]
+    ) -> PackSource:
+        """Returns the same packs, whose rows have more columns; columns_of: (name of a set, its
+        rows) -> columns.
+        """
         raise ConfigError(
-            "values per label are computed beforehand, and a stream is not known then: use dataset=files."
+            "values per label are computed beforehand, and a stream is not known then: use "
+            "dataset=files."
         )
 
     @property
@@ -136,5 +151,7 @@ class PackSource(ABC):
         return None
 
     def lengths(self) -> dict[str, list[float]]:
-        """For drawing: documents in equal bins of length, and the lengths in one pack of the first epoch."""
+        """For drawing: documents in equal bins of length, and the lengths in one pack of the first
+        epoch.
+        """
         return {}

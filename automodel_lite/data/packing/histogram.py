@@ -1,22 +1,27 @@
 """How slots are placed in packs: on the histogram of lengths, and in arrival order.
 
-Plans on the histogram cost time by the distinct lengths, not by the documents. Such a plan is a list of placements:
-`bins` neighboring bins from `first` on each receive `copies` documents of one length. Ten million documents make a few
-thousand placements; only `assign` touches the documents.
+Plans on the histogram cost time by the distinct lengths, not by the documents. Such a plan is a
+list of placements: `bins` neighboring bins from `first` on each receive `copies` documents of one
+length. Ten million documents make a few thousand placements; only `assign` touches the documents.
 
     histogram {4: 2, 3: 1, 1: 3}, size 8     best_fit     length  first  bins  copies  slot
-                                                          4       0      1     2       0      bin 0 = 4 4
-                                                          3       1      1     1       0      bin 1 = 3 1 1 1
+                                                          4       0      1     2       0      bin 0
+                                                                  = 4 4
+                                                          3       1      1     1       0      bin 1
+                                                                  = 3 1 1 1
                                                           1       1      1     3       1
 
-`ExactFiller` takes documents in arrival order and fills the tail of each pack exactly, by subset-sum:
+`ExactFiller` takes documents in arrival order and fills the tail of each pack exactly, by
+subset-sum:
 
     waiting   [312 95 40 700 88 ...]        size 1024
-    arrival    312 95 40                    takes documents in order until less than half of the pack is free
-    tail                 room 577 -> subset of the next <= 256 documents that sums to 577, the oldest ones preferred
+    arrival    312 95 40                    takes documents in order until less than half of the
+               pack is free
+    tail                 room 577 -> subset of the next <= 256 documents that sums to 577, the
+                         oldest ones preferred
 
-The room that can be left is bits of one Python integer, `free |= free >> length`: bit 0 means full, and what does not
-fit falls off. The oldest waiting document is always taken first, so none starves.
+The room that can be left is bits of one Python integer, `free |= free >> length`: bit 0 means full,
+and what does not fit falls off. The oldest waiting document is always taken first, so none starves.
 """
 
 from __future__ import annotations
@@ -36,21 +41,26 @@ LOOKAHEAD = 256
 class ExactFiller(Iterator[list[int]]):
     """Packs (lists of arrival numbers, from 0 on) over a stream of lengths.
 
-    lengths: any iterable of ints in [1, size]. `read_ahead` is how many lengths are pulled at once: 1 for streams, more
-    where lengths are at hand; the packs do not depend on it. At most `lookahead` documents wait for a pack, with
-    `read_ahead=1`. To go on where another iterator stopped, give the documents that waited there first.
+    lengths: any iterable of ints in [1, size]. `read_ahead` is how many lengths are pulled at once:
+    1 for streams, more where lengths are at hand; the packs do not depend on it. At most
+    `lookahead` documents wait for a pack, with `read_ahead=1`. To go on where another iterator
+    stopped, give the documents that waited there first.
 
-    `num_searched` counts the documents that the tails were searched in: up to 256 a pack where no fit exists.
+    `num_searched` counts the documents that the tails were searched in: up to 256 a pack where no
+    fit exists.
     """
 
-    def __init__(self, lengths: Iterable[int], size: int, *, lookahead: int = LOOKAHEAD, read_ahead: int = 1):
+    def __init__(
+        self, lengths: Iterable[int], size: int, *, lookahead: int = LOOKAHEAD, read_ahead: int = 1
+    ):
         self.size = size
         self.lookahead = lookahead
         self.num_searched = 0
         self._stream = iter(lengths)
         self._read_ahead = read_ahead
         self._num_read = 0
-        self._ids: list[int] = []  # of the documents that were read; those before `_head` are packed
+        # of the documents that were read; those before `_head` are packed
+        self._ids: list[int] = []
         self._lengths: list[int] = []
         self._head = 0
 
@@ -81,9 +91,12 @@ class ExactFiller(Iterator[list[int]]):
         return bool(new)
 
     def _fill(self, pack: list[int], room: int) -> None:
-        """Adds to the pack the documents of the look-ahead that fill `room` best, and leaves the others waiting."""
-        # Bit r of `free` is set when some subset of the documents seen so far leaves r tokens of the room. A document
-        # of n tokens turns r into r - n, which is a shift; subsets that do not fit fall off at bit 0.
+        """Adds to the pack the documents of the look-ahead that fill `room` best, and leaves the
+        others waiting.
+        """
+        # Bit r of `free` is set when some subset of the documents seen so far leaves r tokens of
+        # the room. A document of n tokens turns r into r - n, which is a shift; subsets that do not
+        # fit fall off at bit 0.
         ids, lengths, head = self._ids, self._lengths, self._head
         free = 1 << room
         before: list[int] = []  # `free` before each document that reached a new remainder
@@ -100,8 +113,8 @@ class ExactFiller(Iterator[list[int]]):
                         if free & 1:
                             break
                 at += 1
-        # Back from the smallest remainder: a document is in the subset exactly if the remainder could not be reached
-        # before it. So the oldest documents that reach it are taken.
+        # Back from the smallest remainder: a document is in the subset exactly if the remainder
+        # could not be reached before it. So the oldest documents that reach it are taken.
         self.num_searched += at - head
         rest = (free & -free).bit_length() - 1
         chosen: list[int] = []
@@ -120,7 +133,8 @@ SEARCHED_DOCUMENTS = 40_000  # by subset-sum: 0.05 s, 0.9 s where exact fits are
 
 
 class Placements(NamedTuple):
-    """Documents in `num_bins` bins: arrays of equal length [P], int64; `slot` is the place of the first copy inside.
+    """Documents in `num_bins` bins: arrays of equal length [P], int64; `slot` is the place of the
+    first copy inside.
 
     Order: placements of the same length take the documents of that length one after the other.
     """
@@ -133,7 +147,9 @@ class Placements(NamedTuple):
     slot: np.ndarray
 
     def per_bin(self, amount: np.ndarray) -> np.ndarray:
-        """Sums over the placements of each bin, int64 [num_bins]; `amount` is per placement and bin."""
+        """Sums over the placements of each bin, int64 [num_bins]; `amount` is per placement and
+        bin.
+        """
         steps = np.zeros(self.num_bins + 1, np.int64)
         np.add.at(steps, self.first, amount)
         np.subtract.at(steps, self.first + self.bins, amount)
@@ -141,7 +157,9 @@ class Placements(NamedTuple):
 
 
 def histogram_of(slots: np.ndarray, size: int) -> np.ndarray:
-    """Returns int64 [size + 1], slots of each length; in blocks, as bincount makes int64 of what it counts."""
+    """Returns int64 [size + 1], slots of each length; in blocks, as bincount makes int64 of what it
+    counts.
+    """
     counts = np.zeros(size + 1, np.int64)
     for start in range(0, len(slots), BLOCK):
         counts += np.bincount(slots[start : start + BLOCK], minlength=size + 1)
@@ -149,13 +167,15 @@ def histogram_of(slots: np.ndarray, size: int) -> np.ndarray:
 
 
 def best_fit(histogram: np.ndarray, size: int) -> Placements:
-    """Best-fit decreasing, exactly, in milliseconds: at most 11/9 of the optimum + 1 (Johnson 1973), usually + 2 bins.
+    """Best-fit decreasing, exactly, in milliseconds: at most 11/9 of the optimum + 1 (Johnson
+    1973), usually + 2 bins.
 
-    All bins with the same free space are one class. Each step empties a class or a length, and the free space of a
-    used class falls below half: O(distinct lengths x log size) steps.
+    All bins with the same free space are one class. Each step empties a class or a length, and the
+    free space of a used class falls below half: O(distinct lengths x log size) steps.
     """
     out: list[tuple[int, int, int, int, int]] = []
-    classes: dict[int, list[tuple[int, int, int]]] = {}  # free space -> (first bin, bins, documents in each)
+    # free space -> (first bin, bins, documents in each)
+    classes: dict[int, list[tuple[int, int, int]]] = {}
     spaces: list[int] = []  # the keys of `classes`, sorted
     num_bins = 0
 
@@ -168,8 +188,8 @@ def best_fit(histogram: np.ndarray, size: int) -> Placements:
     for length in np.flatnonzero(histogram)[::-1].tolist():
         left = int(histogram[length])
         while left:
-            # The tightest class that this length fits; without one, as many new bins as the documents need, which are
-            # all alike and so one class too.
+            # The tightest class that this length fits; without one, as many new bins as the
+            # documents need, which are all alike and so one class too.
             at = bisect_left(spaces, length)
             if at < len(spaces):
                 space = spaces[at]
@@ -180,8 +200,9 @@ def best_fit(histogram: np.ndarray, size: int) -> Placements:
                 space, slot, first = size, 0, num_bins
                 bins = -(-left // (size // length))
                 num_bins += bins
-            # One by one, best-fit would fill a bin of this class before it touches the next: after the first document
-            # the bin is tighter than its class. So whole bins take `fit` documents each, and one bin takes the rest.
+            # One by one, best-fit would fill a bin of this class before it touches the next: after
+            # the first document the bin is tighter than its class. So whole bins take `fit`
+            # documents each, and one bin takes the rest.
             fit = space // length
             whole = min(left // fit, bins)
             if whole:
@@ -200,20 +221,23 @@ def best_fit(histogram: np.ndarray, size: int) -> Placements:
 def fewest_bins(histogram: np.ndarray, size: int, seed: int) -> Placements:
     """Returns best-fit decreasing or exact fill in proportion, whichever needs fewer bins.
 
-    Best-fit is within a few bins of the optimum on ordinary mixes. It wastes 4 % where two or three documents of like
-    lengths share a bin (N(700, 120) in 2048), which is where subset-sum over many documents is better.
+    Best-fit is within a few bins of the optimum on ordinary mixes. It wastes 4 % where two or three
+    documents of like lengths share a bin (N(700, 120) in 2048), which is where subset-sum over many
+    documents is better.
     """
     plain, proportional = best_fit(histogram, size), exact_fill_in_proportion(histogram, size, seed)
     return proportional if proportional.num_bins < plain.num_bins else plain
 
 
 def exact_fill_in_proportion(histogram: np.ndarray, size: int, seed: int) -> Placements:
-    """Exact fill of a k-th part of the documents of each length, each of its bins k times; best-fit for the others.
+    """Exact fill of a k-th part of the documents of each length, each of its bins k times; best-fit
+    for the others.
 
-    The work does not grow with the documents: a part has about SEARCHED_DOCUMENTS of them, in a seeded order.
+    The work does not grow with the documents: a part has about SEARCHED_DOCUMENTS of them, in a
+    seeded order.
     """
-    # What k copies of a bin hold is k documents of each of its lengths, so packs of a k-th part are packs of all but a
-    # remainder of under k documents of each length.
+    # What k copies of a bin hold is k documents of each of its lengths, so packs of a k-th part are
+    # packs of all but a remainder of under k documents of each length.
     k = max(1, int(histogram.sum()) // SEARCHED_DOCUMENTS)
     part = histogram // k
     documents = np.repeat(np.arange(size + 1), part)
@@ -223,10 +247,14 @@ def exact_fill_in_proportion(histogram: np.ndarray, size: int, seed: int) -> Pla
         for first, pack in enumerate(ExactFiller(documents, size, read_ahead=512))
         for slot, i in enumerate(pack)
     ]
-    repeated = Placements(rows[-1][1] + k if rows else 0, *np.array(rows, np.int64).reshape(-1, 5).T)
+    repeated = Placements(
+        rows[-1][1] + k if rows else 0, *np.array(rows, np.int64).reshape(-1, 5).T
+    )
     rest = best_fit(histogram - part * k, size)
     behind = rest._replace(first=rest.first + repeated.num_bins)
-    length, first, bins, copies, slot = (np.concatenate(pair) for pair in zip(repeated[1:], behind[1:]))
+    length, first, bins, copies, slot = (
+        np.concatenate(pair) for pair in zip(repeated[1:], behind[1:])
+    )
     return Placements(repeated.num_bins + rest.num_bins, length, first, bins, copies, slot)
 
 
@@ -241,7 +269,12 @@ def assign(
     source = seeded_order(len(lengths), seed, epoch, lengths, size)
     length, first, bins, copies, slot = placements[1:]
     by_length = np.argsort(-length, kind="stable")
-    first, bins, copies, slot = first[by_length], bins[by_length], copies[by_length], slot[by_length]
+    first, bins, copies, slot = (
+        first[by_length],
+        bins[by_length],
+        copies[by_length],
+        slot[by_length],
+    )
     ends = np.cumsum(bins * copies)  # of each placement, in `source`
     # Packs are shuffled bins: where in doc_ids each bin begins.
     shuffled = seeded_order(placements.num_bins, seed, epoch)
@@ -249,7 +282,8 @@ def assign(
     begin = np.empty(placements.num_bins, np.int64)
     begin[shuffled] = offsets[:-1]
     doc_ids = np.empty(len(lengths), np.int32 if len(lengths) < 2**31 else np.int64)
-    # A block of documents at a time: which placement each belongs to, and which of its copies in which bin it is.
+    # A block of documents at a time: which placement each belongs to, and which of its copies in
+    # which bin it is.
     for start in range(0, len(lengths), BLOCK):
         nth = np.arange(start, min(start + BLOCK, len(lengths)))
         placement = np.searchsorted(ends, nth, side="right")

@@ -3,11 +3,12 @@
     size 16, slots of 4, documents [1 2 3] and [4 5 6 7 8]
     input_ids        1 2 3 0 | 4 5 6 7 8 0 0 0 | 0 0 0 0
     position_ids     0 1 2 3 | 0 1 2 3 4 5 6 7 | 0 1 2 3
-    seq_lens         3         5                 0           a segment without tokens: the tail of the pack
+    seq_lens         3         5                 0           a segment without tokens: the tail of
+                     the pack
     seq_lens_padded  4         8                 4
 
-Packing never shifts labels: labels[i] already is the target of position i. Neither packing nor the collater changes the
-rows it is given: datasets may cache them.
+Packing never shifts labels: labels[i] already is the target of position i. Neither packing nor the
+collater changes the rows it is given: datasets may cache them.
 
 Legend: B rows, S row length.
 """
@@ -49,10 +50,12 @@ MAX_DROPPED_FRAC = 0.2  # of the tokens, where the settings do not say overlong:
 
 
 class Packer:
-    """Plans packs from lengths and reads them; what every option means stands in conf/packed_sequence/.
+    """Plans packs from lengths and reads them; what every option means stands in
+    conf/packed_sequence/.
 
-    cp_size is the mesh's, handed over at build time: slots of documents are multiples of 2 * cp_size when it is over 1.
-    slot_multiple asks for wider slots, so that runs on other meshes use the same packs. Raises ConfigError.
+    cp_size is the mesh's, handed over at build time: slots of documents are multiples of 2 *
+    cp_size when it is over 1. slot_multiple asks for wider slots, so that runs on other meshes use
+    the same packs. Raises ConfigError.
     """
 
     def __init__(
@@ -60,13 +63,17 @@ class Packer:
         packed_sequence_size: Annotated[int, Range(1, MAX_PACK_TOKENS)],
         strategy: StrategyName = "exact_fill",  # exact_fill | best_fit | next_fit | wrapped | none
         max_packs: Positive | None = None,  # use a random sample of this many packs
-        overlong: Overlong | None = None,  # documents longer than a pack: drop (the default) | truncate | split | error
+        # documents longer than a pack: drop (the default) | truncate | split | error
+        overlong: Overlong | None = None,
         balance: Balance = "step",  # none | step | window: distribute packs over ranks by cost
-        slot_multiple: Positive | None = None,  # pad documents to a multiple of it; null = 2 * mesh.cp, or 1 without
+        # pad documents to a multiple of it; null = 2 * mesh.cp, or 1 without
+        slot_multiple: Positive | None = None,
         seed: Seed = 0,
         repack_each_epoch: bool = False,  # new packs in every epoch, from (seed, epoch)
-        tree: TreeMode = "auto",  # auto | off | all: rows of one document (all: any) share their beginning
-        own_strategy: CodePath | None = None,  # package.module:function(slots, size, seed, epoch) -> Packed
+        # auto | off | all: rows of one document (all: any) share their beginning
+        tree: TreeMode = "auto",
+        # package.module:function(slots, size, seed, epoch) -> Packed
+        own_strategy: CodePath | None = None,
         cp_size: int = 1,
     ):
         self.packed_sequence_size = packed_sequence_size
@@ -76,10 +83,12 @@ class Packer:
         self.is_overlong_given = overlong is not None
         _, self.cuts_documents, self.is_ragged = strategy_of(self.strategy)
         if tree == "all" and (self.cuts_documents or self.is_ragged):
+            why = "does not pack, and only packs hold"
+            if self.cuts_documents:
+                why = "cuts documents, and"
             raise ConfigError(
-                f"packed_sequence.tree=all: packed_sequence.strategy={strategy} "
-                f"{'cuts documents, and' if self.cuts_documents else 'does not pack, and only packs hold'} "
-                "trees: use strategy=exact_fill."
+                f"packed_sequence.tree=all: packed_sequence.strategy={strategy} {why} trees: use "
+                "strategy=exact_fill."
             )
         self.tree = "off" if self.cuts_documents or self.is_ragged else tree
         self.balance = balance
@@ -89,37 +98,54 @@ class Packer:
         self.padding_idx = 0
 
     def pack_of(self, rows: TokenRows) -> dict[str, torch.Tensor]:
-        """Returns one pack, as PackedDataset gives it, of rows that together fit it; of none, a pack of padding."""
+        """Returns one pack, as PackedDataset gives it, of rows that together fit it; of none, a
+        pack of padding.
+        """
         shape = self.packed_sequence_size, self.slot_multiple, self.padding_idx
-        return lay_out_packs(rows, rows.offsets[:-1], rows.lengths, np.array([len(rows)]), *shape)[0]
+        return lay_out_packs(rows, rows.offsets[:-1], rows.lengths, np.array([len(rows)]), *shape)[
+            0
+        ]
 
     def resize(self, packed_sequence_size: int, overlong: str) -> Packer:
-        """Returns the same packing in packs of another size; it must be a multiple of `slot_multiple`."""
+        """Returns the same packing in packs of another size; it must be a multiple of
+        `slot_multiple`.
+        """
         resized = copy(self)
         resized.packed_sequence_size, resized.overlong = packed_sequence_size, overlong
         return resized
 
     def fit_to(self, kind: str, padding_id: int = 0) -> Packer:
-        """Returns the packing for a kind of documents: text is split, unless the settings say otherwise."""
+        """Returns the packing for a kind of documents: text is split, unless the settings say
+        otherwise.
+        """
         fitted = copy(self)
         fitted.padding_idx = padding_id
-        fitted.overlong = "split" if kind == "text" and not self.is_overlong_given else self.overlong
+        fitted.overlong = (
+            "split" if kind == "text" and not self.is_overlong_given else self.overlong
+        )
         return fitted
 
-    def check_dropped(self, dropped_tokens: int, tokens: int, name: str, lengths: np.ndarray | None = None) -> None:
-        """Raises DataError when more is dropped than anybody means by saying nothing; `lengths` of documents."""
+    def check_dropped(
+        self, dropped_tokens: int, tokens: int, name: str, lengths: np.ndarray | None = None
+    ) -> None:
+        """Raises DataError when more is dropped than anybody means by saying nothing; `lengths` of
+        documents.
+        """
         if self.is_overlong_given or dropped_tokens <= MAX_DROPPED_FRAC * tokens:
             return
         setting = "packed_sequence.packed_sequence_size"
         larger = "" if lengths is None else f"{setting}={size_that_keeps(lengths)} (keeps 99 %), "
         raise DataError(
             f"{name}: documents over {setting}={self.packed_sequence_size} would be dropped, with "
-            f"{dropped_tokens / tokens:.0%} of all tokens: set {larger}packed_sequence.overlong=split, or "
-            "packed_sequence.overlong=drop if that is meant."
+            f"{dropped_tokens / tokens:.0%} of all tokens: set "
+            f"{larger}packed_sequence.overlong=split, or packed_sequence.overlong=drop if that is "
+            "meant."
         )
 
     def packs(self, rows: Rows, epoch: int = 0) -> PackedDataset:
-        """Plans an epoch of these rows, of which nothing is read; epochs share a plan unless `repack_each_epoch`."""
+        """Plans an epoch of these rows, of which nothing is read; epochs share a plan unless
+        `repack_each_epoch`.
+        """
         plan = plan_packs(
             rows.lengths,
             self.packed_sequence_size,
@@ -135,23 +161,27 @@ class Packer:
 
 
 def size_that_keeps(lengths: np.ndarray, frac: float = 0.99) -> int:
-    """Returns the pack size, a multiple of 128, that holds the documents with this fraction of the tokens."""
+    """Returns the pack size, a multiple of 128, that holds the documents with this fraction of the
+    tokens.
+    """
     rising = np.sort(lengths)
     total = np.cumsum(rising, dtype=np.int64)
     longest = int(rising[np.searchsorted(total, frac * total[-1])])
     return -(-longest // 128) * 128
 
 
-EMPTY_PACK = -1  # PackedDataset[EMPTY_PACK] is padding only, for ranks that run short in the last step
+# PackedDataset[EMPTY_PACK] is padding only, for ranks that run short in the last step
+EMPTY_PACK = -1
 
 
 class PackedDataset(torch.utils.data.Dataset):
     """Pack i of a plan, gathered from `rows` when it is asked for.
 
-    [i] -> int64 tensors "input_ids", "labels", "position_ids" [S] and "seq_lens", "seq_lens_padded" [segments].
-    `seq_lens_padded` are the slots (multiples of the plan's slot_multiple) and sum to S; `seq_lens` the real tokens in
-    them, 0 for padding at the tail. S is the size of the packs; of strategy none, the longest slot of those that are
-    asked for together. [EMPTY_PACK] is a pack of padding.
+    [i] -> int64 tensors "input_ids", "labels", "position_ids" [S] and "seq_lens", "seq_lens_padded"
+    [segments]. `seq_lens_padded` are the slots (multiples of the plan's slot_multiple) and sum to
+    S; `seq_lens` the real tokens in them, 0 for padding at the tail. S is the size of the packs; of
+    strategy none, the longest slot of those that are asked for together. [EMPTY_PACK] is a pack of
+    padding.
     """
 
     def __init__(self, rows: Rows, plan: PackPlan, padding_idx: int = 0):
@@ -171,12 +201,18 @@ class PackedDataset(torch.utils.data.Dataset):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> StackedPacks:
-        """Returns many packs at once, which is how a DataLoader asks for a batch: twice as fast as one by one."""
+        """Returns many packs at once, which is how a DataLoader asks for a batch: twice as fast as
+        one by one.
+        """
         plan, spans = self.plan, []
         for index in map(int, indices):
             if not EMPTY_PACK <= index < len(plan):
                 raise IndexError(f"pack {index} of {len(plan)}")
-            span = (0, 0) if index == EMPTY_PACK else (int(plan.offsets[index]), int(plan.offsets[index + 1]))
+            span = (
+                (0, 0)
+                if index == EMPTY_PACK
+                else (int(plan.offsets[index]), int(plan.offsets[index + 1]))
+            )
             spans.append(span)  # where the documents of the pack stand in the plan's doc_ids
         rows, starts, lengths = self.rows.locate(_joined_spans(plan.doc_ids, spans))
         if plan.starts is not None and plan.stops is not None:
@@ -192,8 +228,9 @@ class PackedDataset(torch.utils.data.Dataset):
 def _joined_spans(array: np.ndarray | Runs, spans: Sequence[tuple[int, int]]) -> np.ndarray:
     """Returns array[start:stop] of all spans, one after the other.
 
-    Joining memory copies runs with wide loads, in half the time of a gather by indices, which waits for memory at each
-    cache line: 15 us against 35 us for 8,192 tokens of 40 documents anywhere in 40 MB.
+    Joining memory copies runs with wide loads, in half the time of a gather by indices, which waits
+    for memory at each cache line: 15 us against 35 us for 8,192 tokens of 40 documents anywhere in
+    40 MB.
     """
     if isinstance(array, Runs):
         return np.concatenate([array.values[:0], *(array[start:stop] for start, stop in spans)])
@@ -206,8 +243,9 @@ def _joined_spans(array: np.ndarray | Runs, spans: Sequence[tuple[int, int]]) ->
 class StackedPacks:
     """A batch of packs that were laid out together. [i] is one of them, as PackedDataset gives it.
 
-    columns       input_ids, labels, position_ids int64 [B, S]; seq_lens, seq_lens_padded int64 [B, most segments],
-                  filled up with SEQ_LENS_PADDING: what the collater makes of the packs
+    columns       input_ids, labels, position_ids int64 [B, S]; seq_lens, seq_lens_padded int64 [B,
+                  most segments], filled up with SEQ_LENS_PADDING: what the collater makes of the
+                  packs
     num_segments  of each pack: documents and padding segments
     """
 
@@ -216,7 +254,10 @@ class StackedPacks:
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         num = self.num_segments[index]
-        return {name: x[index, :num] if name.startswith("seq_lens") else x[index] for name, x in self.columns.items()}
+        return {
+            name: x[index, :num] if name.startswith("seq_lens") else x[index]
+            for name, x in self.columns.items()
+        }
 
 
 def lay_out_packs(
@@ -228,17 +269,23 @@ def lay_out_packs(
     slot_multiple: int = 1,
     padding_idx: int = 0,
 ) -> StackedPacks:
-    """Packs of the documents rows[start : start + length]; the first num_documents[0] of them are pack 0, and so on.
+    """Packs of the documents rows[start : start + length]; the first num_documents[0] of them are
+    pack 0, and so on.
 
     Everything is done for all packs at once: they are one stream of B * S positions until the end.
     """
     spans = list(zip(starts.tolist(), (starts + lengths).tolist()))
-    tokens = {name: _joined_spans(rows.columns[name], spans).astype(COLUMNS[name].batched) for name in rows.columns}
-    # Where the tokens fill all positions, slots are the lengths, the very same array: nothing is spread over padding.
+    tokens = {
+        name: _joined_spans(rows.columns[name], spans).astype(COLUMNS[name].batched)
+        for name in rows.columns
+    }
+    # Where the tokens fill all positions, slots are the lengths, the very same array: nothing is
+    # spread over padding.
     num_packs = len(num_documents)
     slots, num_segments = lengths, num_documents
     if len(tokens["input_ids"]) != num_packs * size:
-        # Segments: each document in its slot, and where a pack is not full, padding of length 0 at its tail.
+        # Segments: each document in its slot, and where a pack is not full, padding of length 0 at
+        # its tail.
         slots, last = -(-lengths // slot_multiple) * slot_multiple, np.cumsum(num_documents)
         used = np.diff(np.append(0, np.cumsum(slots))[last], prepend=0)
         tails = [padding_segments(free, slot_multiple) for free in (size - used).tolist()]
@@ -252,54 +299,76 @@ def lay_out_packs(
     segments = np.arange(num_segments.max(initial=0)) < num_segments[:, None]
     columns["seq_lens"] = _spread(lengths, segments, SEQ_LENS_PADDING, np.int64)
     columns["seq_lens_padded"] = _spread(slots, segments, SEQ_LENS_PADDING, np.int64)
-    return StackedPacks({name: torch.from_numpy(x) for name, x in columns.items()}, num_segments.tolist())
+    return StackedPacks(
+        {name: torch.from_numpy(x) for name, x in columns.items()}, num_segments.tolist()
+    )
 
 
 def fill_slots(
     tokens: Mapping[str, np.ndarray], lengths: np.ndarray, slots: np.ndarray, padding_idx: int
 ) -> dict[str, np.ndarray]:
-    """Documents end to end, each padded to its slot: the columns of `tokens` and `position_ids`, [sum(slots)] each,
-    which go back where a branch of a tree begins.
+    """Documents end to end, each padded to its slot: the columns of `tokens` and `position_ids`,
+    [sum(slots)] each, which go back where a branch of a tree begins.
 
     tokens   columns of the real tokens, [sum(lengths)] each; they keep their dtypes
     lengths, slots  int64 [segments]; the very same array when every slot is full
     """
-    # Positions count from the start of their slot, so a position is real when it is under the segment's length.
+    # Positions count from the start of their slot, so a position is real when it is under the
+    # segment's length.
     position_ids = np.arange(slots.sum())
     position_ids -= (slots.cumsum() - slots).repeat(slots)
     if lengths is not slots:
         real = position_ids < lengths.repeat(slots)
-        padding = {name: column.padding for name, column in COLUMNS.items()} | {"input_ids": padding_idx}
-        tokens = {name: _spread(values, real, padding[name], values.dtype) for name, values in tokens.items()}
+        padding = {name: column.padding for name, column in COLUMNS.items()} | {
+            "input_ids": padding_idx
+        }
+        tokens = {
+            name: _spread(values, real, padding[name], values.dtype)
+            for name, values in tokens.items()
+        }
     if "branches" in tokens:
-        # From a branch to the next, or to the end of the slot, all positions are off by as much as its first.
+        # From a branch to the next, or to the end of the slot, all positions are off by as much as
+        # its first.
         starts = np.flatnonzero((tokens["branches"] > 0) | (position_ids == 0))
         firsts = np.maximum(tokens["branches"][starts] - 1, 0)
-        position_ids += (firsts - position_ids[starts]).repeat(np.diff(np.append(starts, len(position_ids))))
-    return {**{name: x for name, x in tokens.items() if name != "branches"}, "position_ids": position_ids}
+        position_ids += (firsts - position_ids[starts]).repeat(
+            np.diff(np.append(starts, len(position_ids)))
+        )
+    return {
+        **{name: x for name, x in tokens.items() if name != "branches"},
+        "position_ids": position_ids,
+    }
 
 
 def _spread(values: np.ndarray, places: np.ndarray, filler: float, dtype: Any) -> np.ndarray:
-    """Returns the values, in order, where `places` is True; an array of its shape, or [*shape, K] of values [n, K]."""
+    """Returns the values, in order, where `places` is True; an array of its shape, or [*shape, K]
+    of values [n, K].
+    """
     out = np.full((*places.shape, *values.shape[1:]), filler, dtype)
     out[places] = values
     return out
 
 
-def packed_sequence_thd_collater(batch: Sequence[Mapping[str, Any]] | StackedPacks) -> dict[str, Any]:
+def packed_sequence_thd_collater(
+    batch: Sequence[Mapping[str, Any]] | StackedPacks,
+) -> dict[str, Any]:
     """Packs -> the batch that `thd.to_thd` and `thd.process_input_for_thd` take.
 
     input_ids, labels, position_ids  int64 [B, S]
     seq_lens, seq_lens_padded        int64 [B, longest list], filled up with SEQ_LENS_PADDING
     qkv_format                       "thd"
-    Raises ValueError for packs of unequal length. StackedPacks, which a DataLoader fetches from PackedDataset, hold the
-    batch already.
+    Raises ValueError for packs of unequal length. StackedPacks, which a DataLoader fetches from
+    PackedDataset, hold the batch already.
     """
     if isinstance(batch, StackedPacks):
         return batch.columns | {"qkv_format": "thd"}
     if not batch:
         return {}
-    dtypes = {name: getattr(torch, c.batched) for name, c in COLUMNS.items() if any(name in row for row in batch)}
+    dtypes = {
+        name: getattr(torch, c.batched)
+        for name, c in COLUMNS.items()
+        if any(name in row for row in batch)
+    }
     dtypes["position_ids"] = torch.long
     lengths = sorted({len(row["input_ids"]) for row in batch})
     if len(lengths) > 1:
@@ -309,7 +378,10 @@ def packed_sequence_thd_collater(batch: Sequence[Mapping[str, Any]] | StackedPac
         values = [torch.as_tensor(row[name], dtype=dtype) if name in row else None for row in batch]
         like = next(value for value in values if value is not None)
         # rows without an optional column get its padding
-        filled = [torch.full_like(like, COLUMNS[name].padding) if value is None else value for value in values]
+        filled = [
+            torch.full_like(like, COLUMNS[name].padding) if value is None else value
+            for value in values
+        ]
         collated[name] = torch.stack(filled)
     for key in ("seq_lens", "seq_lens_padded"):
         collated[key] = torch.nn.utils.rnn.pad_sequence(

@@ -2,19 +2,21 @@
 
     plan = plan_packs([900, 300, 2000, 724], 1024, overlong="split")
     len(plan)                      4 packs
-    plan.doc_ids, plan.offsets     documents (or pieces of them) of pack i: doc_ids[offsets[i]:offsets[i + 1]]
+    plan.doc_ids, plan.offsets     documents (or pieces of them) of pack i:
+                                   doc_ids[offsets[i]:offsets[i + 1]]
 
 A plan is a pure function of its arguments: every rank makes the same one, and nothing is exchanged.
 
 strategy     packs are at most                      order of documents
 exact_fill   1.002 x best-fit                       seeded epoch order, shifted by about ten places
-best_fit     11/9 of the optimum + 1                by length, shuffled inside equal lengths; packs shuffled
+best_fit     11/9 of the optimum + 1                by length, shuffled inside equal lengths; packs
+             shuffled
 next_fit     2 x the optimum                        the order of the dataset, one open pack
 wrapped      ceil(tokens / size), documents cut     the seeded epoch order
 none         one document per row                   the order of the dataset
 
-Strategies see slots: the lengths of documents rounded up to slot_multiple. Each is a pure function of
-(slots int32 or int64 [P] in 1..size, size, seed, epoch).
+Strategies see slots: the lengths of documents rounded up to slot_multiple. Each is a pure function
+of (slots int32 or int64 [P] in 1..size, size, seed, epoch).
 """
 
 from __future__ import annotations
@@ -30,19 +32,28 @@ import numpy as np
 
 from automodel_lite.config.components import locate
 from automodel_lite.config.sizes import slot_multiple_of
-from automodel_lite.data.packing.histogram import ExactFiller, assign, best_fit, fewest_bins, histogram_of
+from automodel_lite.data.packing.histogram import (
+    ExactFiller,
+    assign,
+    best_fit,
+    fewest_bins,
+    histogram_of,
+)
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.seed import BLOCK, seeded_order
 
 WORSE_THAN_BEST_FIT = 1.002  # above it exact_fill gives way to best_fit
 TRIAL_PACKS = 1024  # exact_fill is judged early, once it has made so many packs
-LONG_SEARCH = 24  # documents searched per packed one: 1 to 8 where exact fits exist, 80 where they are rare
+# documents searched per packed one: 1 to 8 where exact fits exist, 80 where they are rare
+LONG_SEARCH = 24
 MANY_DOCUMENTS = 100_000  # of which a long search takes longer than packing the histogram
 
 
 @dataclass(frozen=True)
 class Packed:
-    """order: positions of the slots in pack order, integers [P]; offsets int64 [packs + 1]; a note for the report."""
+    """order: positions of the slots in pack order, integers [P]; offsets int64 [packs + 1]; a note
+    for the report.
+    """
 
     order: np.ndarray
     offsets: np.ndarray
@@ -50,12 +61,15 @@ class Packed:
 
 
 def pack_exact_fill(slots: np.ndarray, size: int, seed: int, epoch: int) -> Packed:
-    """Documents in the seeded order of the epoch, the tail of each pack filled by subset-sum over the next ones.
+    """Documents in the seeded order of the epoch, the tail of each pack filled by subset-sum over
+    the next ones.
 
-    Gives way to best-fit where that makes over 0.2 % fewer packs, and, from 100,000 documents on, where exact fits are
-    rare (two or three documents of like lengths per pack) and the search would take 15 us per document.
+    Gives way to best-fit where that makes over 0.2 % fewer packs, and, from 100,000 documents on,
+    where exact fits are rare (two or three documents of like lengths per pack) and the search would
+    take 15 us per document.
     """
-    # Best-fit on the histogram takes milliseconds, so what it would need is known before the long search begins.
+    # Best-fit on the histogram takes milliseconds, so what it would need is known before the long
+    # search begins.
     limit = int(best_fit(histogram_of(slots, size), size).num_bins * WORSE_THAN_BEST_FIT)
     order = seeded_order(len(slots), seed, epoch)
     filled, num_filled = _fill(slots, order, size, limit)
@@ -71,14 +85,15 @@ def pack_exact_fill(slots: np.ndarray, size: int, seed: int, epoch: int) -> Pack
 def _fill(slots: np.ndarray, order: np.ndarray, size: int, limit: int) -> tuple[Packed | None, int]:
     """Returns the packs of exact fill and their number; None and a projection where it stops early.
 
-    That is after 1024, 2048, 4096 ... packs, when the fill so far projects to more than `limit` packs, or, from 2048
-    on, when the search is long. The projection is too low at first, when no documents that fit nowhere have gathered
-    yet.
+    That is after 1024, 2048, 4096 ... packs, when the fill so far projects to more than `limit`
+    packs, or, from 2048 on, when the search is long. The projection is too low at first, when no
+    documents that fit nowhere have gathered yet.
     """
     blocks = (slots[order[i : i + BLOCK]].tolist() for i in range(0, len(order), BLOCK))
     filler = ExactFiller(chain.from_iterable(blocks), size, read_ahead=512)
     total, check = int(slots.sum()), TRIAL_PACKS
-    # Arrivals in pack order, 4 bytes each where that is enough, as the lists of packs would take 60.
+    # Arrivals in pack order, 4 bytes each where that is enough, as the lists of packs would take
+    # 60.
     arrivals, ends = array("i" if len(slots) < 2**31 else "q"), array("q", [0])
     for pack in filler:
         arrivals.extend(pack)
@@ -98,19 +113,26 @@ def _fill(slots: np.ndarray, order: np.ndarray, size: int, limit: int) -> tuple[
 
 
 def pack_best_fit(slots: np.ndarray, size: int, seed: int, epoch: int) -> Packed:
-    """Packs the histogram of lengths by best-fit decreasing or, where that makes fewer packs, by exact fill.
+    """Packs the histogram of lengths by best-fit decreasing or, where that makes fewer packs, by
+    exact fill.
 
-    The fastest for tens of millions of documents. Documents of like lengths share packs; packs are shuffled.
+    The fastest for tens of millions of documents. Documents of like lengths share packs; packs are
+    shuffled.
     """
-    return Packed(*assign(fewest_bins(histogram_of(slots, size), size, seed), slots, size, seed, epoch))
+    return Packed(
+        *assign(fewest_bins(histogram_of(slots, size), size, seed), slots, size, seed, epoch)
+    )
 
 
 def next_fit(lengths: np.ndarray, size: int) -> np.ndarray:
-    """Returns offsets of packs in the order given, int64 [packs + 1]: a document that does not fit closes its pack."""
+    """Returns offsets of packs in the order given, int64 [packs + 1]: a document that does not fit
+    closes its pack.
+    """
     ends = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=ends[1:])
     offsets = array("q", [0])
-    # One search finds where every possible pack of a block would end; the loop then only jumps from pack to pack.
+    # One search finds where every possible pack of a block would end; the loop then only jumps from
+    # pack to pack.
     for start in range(0, len(lengths), BLOCK):
         block = ends[start : min(start + BLOCK, len(lengths))]
         # the document after the last one that fits a pack that begins with document start + i
@@ -121,12 +143,15 @@ def next_fit(lengths: np.ndarray, size: int) -> np.ndarray:
 
 
 def pack_wrapped(slots: np.ndarray, size: int, seed: int, epoch: int) -> Packed:
-    """Documents end to end in the seeded order of the epoch, cut where a pack ends: every pack but the last is full.
+    """Documents end to end in the seeded order of the epoch, cut where a pack ends: every pack but
+    the last is full.
 
     Offsets are in slots: the packs are the stream of slots cut every `size`.
     """
     total = int(slots.sum())
-    return Packed(seeded_order(len(slots), seed, epoch), np.append(np.arange(0, total, size), total))
+    return Packed(
+        seeded_order(len(slots), seed, epoch), np.append(np.arange(0, total, size), total)
+    )
 
 
 class Strategy(NamedTuple):
@@ -145,15 +170,20 @@ class Strategy(NamedTuple):
 STRATEGIES = {
     "exact_fill": Strategy(pack_exact_fill),
     "best_fit": Strategy(pack_best_fit),
-    "next_fit": Strategy(lambda slots, size, *_: Packed(np.arange(len(slots)), next_fit(slots, size))),
+    "next_fit": Strategy(
+        lambda slots, size, *_: Packed(np.arange(len(slots)), next_fit(slots, size))
+    ),
     "wrapped": Strategy(pack_wrapped, cuts_documents=True),
-    "none": Strategy(lambda slots, *_: Packed(np.arange(len(slots)), np.arange(len(slots) + 1)), is_ragged=True),
+    "none": Strategy(
+        lambda slots, *_: Packed(np.arange(len(slots)), np.arange(len(slots) + 1)), is_ragged=True
+    ),
 }
 STRATEGY_NAMES = ("exact_fill", "best_fit", "next_fit", "wrapped", "none")
 
 
 def strategy_of(name: str) -> Strategy:
-    """Returns the strategy of that name; `package.module:function` is a user's, whose packs are checked.
+    """Returns the strategy of that name; `package.module:function` is a user's, whose packs are
+    checked.
 
     Raises ConfigError for an unknown name, and DataError for packs that lose, repeat or overfill.
     """
@@ -165,30 +195,43 @@ def strategy_of(name: str) -> Strategy:
     def checked(slots: np.ndarray, size: int, seed: int, epoch: int) -> Packed:
         packed = pack(slots, size, seed, epoch)
         if not np.array_equal(np.sort(packed.order), np.arange(len(slots))):
-            raise DataError(f"packed_sequence.own_strategy={name} must return each of {len(slots)} documents once.")
+            raise DataError(
+                f"packed_sequence.own_strategy={name} must return each of {len(slots)} documents "
+                "once."
+            )
         if (widest := int(np.add.reduceat(slots[packed.order], packed.offsets[:-1]).max())) > size:
-            raise DataError(f"packed_sequence.own_strategy={name} made a pack of {widest} slots; at most {size} fit.")
+            raise DataError(
+                f"packed_sequence.own_strategy={name} made a pack of {widest} slots; at most "
+                f"{size} fit."
+            )
         return packed
 
     return Strategy(checked)
 
 
 def check_choice(name: str, value: str, known: Sequence[str]) -> None:
-    """Raises ConfigError for an option of `packed_sequence` that is not one of those that are known."""
+    """Raises ConfigError for an option of `packed_sequence` that is not one of those that are
+    known.
+    """
     if value not in known:
-        raise ConfigError(f"packed_sequence.{name}={value!r} is unknown: use one of {', '.join(known)}.")
+        raise ConfigError(
+            f"packed_sequence.{name}={value!r} is unknown: use one of {', '.join(known)}."
+        )
 
 
 OVERLONG = ("drop", "truncate", "split", "error")
 Part = slice | np.ndarray
 HasLabels = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
 """(document, start, stop) of pieces [P] -> bool [P], whether a piece has a label."""
-PADDING_SEGMENT = 512  # tokens; the tail of a pack is cut into segments of it: no attention quadratic in the tail
+# tokens; the tail of a pack is cut into segments of it: no attention quadratic in the tail
+PADDING_SEGMENT = 512
 
 
 @dataclass(frozen=True)
 class PlanCounts:
-    """What became of every document: packed + dropped + masked + left out; of every token: the same + cut."""
+    """What became of every document: packed + dropped + masked + left out; of every token: the same
+    + cut.
+    """
 
     documents: int
     tokens: int
@@ -204,7 +247,8 @@ class PlanCounts:
     cut_tokens: int = 0
     masked_documents: int = 0  # over-long, without a label once they are cut
     masked_tokens: int = 0  # of pieces without a label
-    unlabeled_pieces: int = 0  # of documents that a strategy cuts: they stay in their packs, and train nothing
+    # of documents that a strategy cuts: they stay in their packs, and train nothing
+    unlabeled_pieces: int = 0
 
 
 @dataclass(frozen=True)
@@ -212,7 +256,8 @@ class Pieces:
     """Documents or parts of them.
 
     doc_ids         int32|int64 [P]
-    starts, stops   int64 [P], the tokens of each document that are meant; None where every document is whole
+    starts, stops   int64 [P], the tokens of each document that are meant; None where every document
+                    is whole
     """
 
     doc_ids: np.ndarray
@@ -220,22 +265,28 @@ class Pieces:
     stops: np.ndarray | None = None
 
     def piece_lengths(self, lengths: np.ndarray, part: Part = slice(None)) -> np.ndarray:
-        """Returns real tokens of the entries of doc_ids, all or a part of them, int64; `lengths` of documents."""
+        """Returns real tokens of the entries of doc_ids, all or a part of them, int64; `lengths` of
+        documents.
+        """
         if self.starts is None or self.stops is None:
             return np.asarray(lengths)[self.doc_ids[part]].astype(np.int64, copy=False)
         return self.stops[part] - self.starts[part]
 
     def take(self, order: np.ndarray) -> Pieces:
         whole = self.starts is None or self.stops is None
-        return Pieces(self.doc_ids[order]) if whole else Pieces(*(x[order] for x in vars(self).values()))
+        return (
+            Pieces(self.doc_ids[order])
+            if whole
+            else Pieces(*(x[order] for x in vars(self).values()))
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackPlan(Pieces):
     """offsets int64 [packs + 1] into doc_ids, tokens_per_pack int64 [packs] (real tokens).
 
-    `lower_bound` (the volume in slots) and `num_packs_made` are packs before `max_packs` took its sample. `note` says
-    what was decided on the way (one sentence or empty).
+    `lower_bound` (the volume in slots) and `num_packs_made` are packs before `max_packs` took its
+    sample. `note` says what was decided on the way (one sentence or empty).
     """
 
     offsets: np.ndarray
@@ -259,9 +310,14 @@ class PackPlan(Pieces):
         return -(-self.piece_lengths(lengths, part) // self.slot_multiple) * self.slot_multiple
 
     def fingerprint(self) -> str:
-        """Returns 16 hex digits that are equal for equal plans: ranks compare it, a resumed run compares it."""
-        digest = hashlib.sha256(f"{self.packed_sequence_size} {self.slot_multiple} {self.strategy}".encode())
-        # As int64, little-endian: ids of 4 and of 8 bytes, and machines of either order, give the same digits.
+        """Returns 16 hex digits that are equal for equal plans: ranks compare it, a resumed run
+        compares it.
+        """
+        digest = hashlib.sha256(
+            f"{self.packed_sequence_size} {self.slot_multiple} {self.strategy}".encode()
+        )
+        # As int64, little-endian: ids of 4 and of 8 bytes, and machines of either order, give the
+        # same digits.
         everything = (self.doc_ids, self.offsets, self.starts, self.stops)
         for values in [x for x in everything if x is not None]:
             for start in range(0, len(values), BLOCK):
@@ -283,11 +339,13 @@ def plan_packs(
 ) -> PackPlan:
     """Distributes documents over packs of at most `packed_sequence_size` tokens.
 
-    lengths: positive integers [N], tokens of each document; mapped ones of int32 are read where they are, and 12 bytes
-    per document are needed beside them. slot_multiple: every document takes a slot that is a multiple of it (2 * cp
-    under context parallelism). overlong: what becomes of documents over the size, where the strategy does not cut
-    documents anyway. max_packs: a random sample of the packs, each document with the same chance. has_labels: asked
-    which pieces of over-long documents still train something once they are cut; the others are left out (None: all do).
+    lengths: positive integers [N], tokens of each document; mapped ones of int32 are read where
+    they are, and 12 bytes per document are needed beside them. slot_multiple: every document takes
+    a slot that is a multiple of it (2 * cp under context parallelism). overlong: what becomes of
+    documents over the size, where the strategy does not cut documents anyway. max_packs: a random
+    sample of the packs, each document with the same chance. has_labels: asked which pieces of
+    over-long documents still train something once they are cut; the others are left out (None: all
+    do).
 
     Raises ConfigError for settings that cannot work, DataError for lengths that cannot.
     """
@@ -295,8 +353,11 @@ def plan_packs(
     if slot_multiple > 1:
         slot_multiple_of(packed_sequence_size, slot_multiple, cp_size=1)
     pack, cuts_documents, is_ragged = strategy_of(strategy)
-    # Documents that fit, in slots, the unit of the strategies; then what the packs hold, in tokens again.
-    pool, counts = _fit(lengths, packed_sequence_size, "" if cuts_documents else overlong, has_labels)
+    # Documents that fit, in slots, the unit of the strategies; then what the packs hold, in tokens
+    # again.
+    pool, counts = _fit(
+        lengths, packed_sequence_size, "" if cuts_documents else overlong, has_labels
+    )
     fitting = lengths if pool is None else pool.piece_lengths(lengths)
     slots = -(-fitting // slot_multiple) if slot_multiple > 1 else fitting
     size = packed_sequence_size // slot_multiple
@@ -308,7 +369,8 @@ def plan_packs(
         pieces, offsets = pool.take(packed.order) if pool else Pieces(packed.order), packed.offsets
     if max_packs is not None and max_packs < num_packs:
         pieces, offsets = _sample(pieces, offsets, max_packs, seed, epoch)
-    # A million entries at a time: the lengths of all pieces at once would be 8 bytes for each document.
+    # A million entries at a time: the lengths of all pieces at once would be 8 bytes for each
+    # document.
     tokens_per_pack = np.empty(len(offsets) - 1, np.int64)
     for packs, part, begins in pack_blocks(offsets):
         tokens_per_pack[packs] = np.add.reduceat(pieces.piece_lengths(lengths, part), begins)
@@ -332,25 +394,41 @@ def plan_packs(
 
 
 def padding_segments(tail_tokens: int, slot_multiple: int = 1) -> list[int]:
-    """Widths of the padding segments that fill a tail: at most PADDING_SEGMENT tokens, or one slot."""
+    """Widths of the padding segments that fill a tail: at most PADDING_SEGMENT tokens,
+    or one slot.
+    """
     widest = max(PADDING_SEGMENT // slot_multiple, 1) * slot_multiple
     whole, rest = divmod(tail_tokens, widest)
     return [widest] * whole + [rest] * (rest > 0)
 
 
 def pack_blocks(offsets: np.ndarray) -> Iterator[tuple[slice, slice, np.ndarray]]:
-    """Yields packs of about a million entries of doc_ids: these packs, their entries, where packs begin."""
+    """Yields packs of about a million entries of doc_ids: these packs, their entries, where packs
+    begin.
+    """
     first = 0
     while first < len(offsets) - 1:
-        last = max(first + 1, int(np.searchsorted(offsets, offsets[first] + BLOCK, side="right")) - 1)
-        yield slice(first, last), slice(int(offsets[first]), int(offsets[last])), offsets[first:last] - offsets[first]
+        last = max(
+            first + 1, int(np.searchsorted(offsets, offsets[first] + BLOCK, side="right")) - 1
+        )
+        yield (
+            slice(first, last),
+            slice(int(offsets[first]), int(offsets[last])),
+            offsets[first:last] - offsets[first],
+        )
         first = last
 
 
 def _cut_at(
-    packed: Packed, lengths: np.ndarray, slots: np.ndarray, slot_multiple: int, has_labels: HasLabels | None
+    packed: Packed,
+    lengths: np.ndarray,
+    slots: np.ndarray,
+    slot_multiple: int,
+    has_labels: HasLabels | None,
 ) -> tuple[Pieces, np.ndarray, dict[str, int]]:
-    """Returns the documents of `packed.order` cut at its offsets, which are in slots; offsets in pieces; and counts."""
+    """Returns the documents of `packed.order` cut at its offsets, which are in slots; offsets in
+    pieces; and counts.
+    """
     order, pack_starts = packed.order, packed.offsets[:-1]
     ends = np.cumsum(slots[order])
     # A piece begins where a document or a pack begins; `nth` is the document that it belongs to.
@@ -365,22 +443,29 @@ def _cut_at(
     offsets = np.append(np.searchsorted(starts, pack_starts), len(starts)).astype(np.int64)
     # What trains nothing stays in its pack, as packs are cut from one stream of all documents.
     cut = np.flatnonzero(piece_lengths < lengths[doc_ids]) if has_labels else ()
-    num_unlabeled = int((~has_labels(doc_ids[cut], piece_starts[cut], piece_stops[cut])).sum()) if has_labels else 0
+    num_unlabeled = (
+        int((~has_labels(doc_ids[cut], piece_starts[cut], piece_stops[cut])).sum())
+        if has_labels
+        else 0
+    )
     return Pieces(doc_ids, piece_starts, piece_stops), offsets, {"unlabeled_pieces": num_unlabeled}
 
 
 def _fit(
     lengths: np.ndarray, size: int, overlong: str, has_labels: HasLabels | None
 ) -> tuple[Pieces | None, dict[str, int]]:
-    """Returns what `overlong` leaves of the documents (None: all of them), and `PlanCounts` of the rest."""
+    """Returns what `overlong` leaves of the documents (None: all of them), and `PlanCounts` of the
+    rest.
+    """
     if not overlong or lengths.max() <= size:
         return None, {}
     long = lengths > size
     if overlong == "error" or (overlong == "drop" and long.all()):
         extreme = int(lengths.argmax() if overlong == "error" else lengths.argmin())
         raise DataError(
-            f"{int(long.sum())} of {len(lengths)} documents are over packed_sequence.packed_sequence_size={size}, such "
-            f"as document {extreme} with {int(lengths[extreme])} tokens: raise it, or set packed_sequence.overlong to "
+            f"{int(long.sum())} of {len(lengths)} documents are over "
+            f"packed_sequence.packed_sequence_size={size}, such as document {extreme} with "
+            f"{int(lengths[extreme])} tokens: raise it, or set packed_sequence.overlong to "
             f"{'drop, ' if overlong == 'error' else ''}truncate or split."
         )
     if overlong == "drop":
@@ -393,8 +478,15 @@ def _fit(
     pieces = Pieces(doc_ids, nth * size, np.minimum((nth + 1) * size, lengths[doc_ids]))
     counts = {}
     if overlong == "truncate":
-        counts = {"truncated_documents": int(long.sum()), "cut_tokens": int((lengths[long] - size).sum())}
-    return (pieces, counts) if has_labels is None else _without_masked(pieces, long, size, has_labels, counts)
+        counts = {
+            "truncated_documents": int(long.sum()),
+            "cut_tokens": int((lengths[long] - size).sum()),
+        }
+    return (
+        (pieces, counts)
+        if has_labels is None
+        else _without_masked(pieces, long, size, has_labels, counts)
+    )
 
 
 def _without_masked(
@@ -411,16 +503,20 @@ def _without_masked(
     kept = pieces.take(np.flatnonzero(~is_masked))
     if not len(kept.doc_ids):
         raise DataError(
-            f"no document has a label within packed_sequence.packed_sequence_size={size}: their prompts alone fill a "
-            "pack; raise it, or set packed_sequence.overlong=split."
+            f"no document has a label within packed_sequence.packed_sequence_size={size}: their "
+            "prompts alone fill a pack; raise it, or set packed_sequence.overlong=split."
         )
     num_documents = len(np.setdiff1d(doc_ids[is_masked], kept.doc_ids))
     num_tokens = int((stops - starts)[is_masked].sum())
     return kept, counts | {"masked_documents": num_documents, "masked_tokens": num_tokens}
 
 
-def _sample(pieces: Pieces, offsets: np.ndarray, max_packs: int, seed: int, epoch: int) -> tuple[Pieces, np.ndarray]:
-    """Returns `max_packs` random packs in the order of the plan: every document has the same chance."""
+def _sample(
+    pieces: Pieces, offsets: np.ndarray, max_packs: int, seed: int, epoch: int
+) -> tuple[Pieces, np.ndarray]:
+    """Returns `max_packs` random packs in the order of the plan: every document has the same
+    chance.
+    """
     chosen = np.sort(seeded_order(len(offsets) - 1, seed, epoch)[:max_packs])
     sizes = np.diff(offsets)[chosen]
     kept = np.zeros(max_packs + 1, np.int64)
@@ -428,13 +524,18 @@ def _sample(pieces: Pieces, offsets: np.ndarray, max_packs: int, seed: int, epoc
     return pieces.take(np.arange(kept[-1]) + np.repeat(offsets[chosen] - kept[:-1], sizes)), kept
 
 
-def _count(lengths: np.ndarray, pieces: Pieces, packed_tokens: int, lost: dict[str, int]) -> PlanCounts:
+def _count(
+    lengths: np.ndarray, pieces: Pieces, packed_tokens: int, lost: dict[str, int]
+) -> PlanCounts:
     """Counts what is packed; what `_fit` has lost is in no pack, and the rest was left out."""
     packed_documents, split_documents = len(pieces.doc_ids), 0
     if pieces.starts is not None:
         num_pieces = np.bincount(pieces.doc_ids, minlength=len(lengths))
         packed_documents, split_documents = int((num_pieces > 0).sum()), int((num_pieces > 1).sum())
-    tokens, lost_tokens = int(lengths.sum()), sum(n for key, n in lost.items() if key.endswith("_tokens"))
+    tokens, lost_tokens = (
+        int(lengths.sum()),
+        sum(n for key, n in lost.items() if key.endswith("_tokens")),
+    )
     lost_documents = lost.get("dropped_documents", 0) + lost.get("masked_documents", 0)
     return PlanCounts(
         documents=len(lengths),
@@ -459,16 +560,28 @@ def _checked(
 ) -> np.ndarray:
     """Returns the lengths as an array; raises for arguments of `plan_packs` that cannot work."""
     check_choice("overlong", overlong, OVERLONG)
-    for name, number in (("packed_sequence_size", size), ("slot_multiple", slot_multiple), ("max_packs", max_packs)):
-        if number is not None and (isinstance(number, bool) or not isinstance(number, int | np.integer) or number < 1):
+    for name, number in (
+        ("packed_sequence_size", size),
+        ("slot_multiple", slot_multiple),
+        ("max_packs", max_packs),
+    ):
+        if number is not None and (
+            isinstance(number, bool) or not isinstance(number, int | np.integer) or number < 1
+        ):
             cure = "use null for all packs" if name == "max_packs" else "use 1 or more"
-            raise ConfigError(f"packed_sequence.{name}={number!r} must be a whole number over 0: {cure}.")
+            raise ConfigError(
+                f"packed_sequence.{name}={number!r} must be a whole number over 0: {cure}."
+            )
     array = np.asarray(lengths)
     if not len(array):
-        raise DataError("there are no documents to pack: check the path, the split and the filters of the dataset.")
+        raise DataError(
+            "there are no documents to pack: check the path, the split and the filters of the "
+            "dataset."
+        )
     if array.ndim != 1 or array.dtype.kind not in "iu" or array.min() < 1:
         raise DataError(
-            f"lengths of shape {array.shape} and type {array.dtype}, such as {array.min()}: they must be a flat list "
-            "of whole numbers of tokens, at least 1 each; leave empty documents out."
+            f"lengths of shape {array.shape} and type {array.dtype}, such as {array.min()}: they "
+            "must be a flat list of whole numbers of tokens, at least 1 each; leave empty "
+            "documents out."
         )
     return array if array.dtype == np.int32 else array.astype(np.int64, copy=False)

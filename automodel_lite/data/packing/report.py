@@ -15,11 +15,12 @@ from automodel_lite.seed import BLOCK, seeded_order
 class PackingReport(PlanCounts):
     """All counts are of the plan; fractions are 0..1 of the positions that a model would compute.
 
-    padded_fill_frac: the same documents in a random order, batches of as many documents as a pack holds padded to
-    their longest. speedup_over_padding: positions of those batches over positions of the packs; attention is left
-    out, so with long documents it is more. slot_padding_tokens is what rounding to slot_multiple costs, apart from the
-    packing.
-    imbalance_before / after: see `order.plan_imbalance`; None without a cost model or with one rank.
+    padded_fill_frac: the same documents in a random order, batches of as many documents as a pack
+    holds padded to their longest. speedup_over_padding: positions of those batches over positions
+    of the packs; attention is left out, so with long documents it is more. slot_padding_tokens is
+    what rounding to slot_multiple costs, apart from the packing.
+    imbalance_before / after: see `order.plan_imbalance`; None without a cost model or with one
+    rank.
     """
 
     strategy: str
@@ -47,39 +48,69 @@ class PackingReport(PlanCounts):
     note: str
 
     def __str__(self) -> str:
-        lengths = f"median {self.median_tokens:,}, mean {self.mean_tokens:,.1f}, longest {self.longest_tokens:,} tokens"
+        lengths = (
+            f"median {self.median_tokens:,}, mean {self.mean_tokens:,.1f}, longest "
+            f"{self.longest_tokens:,} tokens"
+        )
         per_pack = f"from {self.documents_per_pack_min:,} to {self.documents_per_pack_max:,}"
         lines = [
             ("documents", f"{self.documents:,} with {self.tokens:,} tokens"),
             ("length", lengths),
-            ("strategy", f"{self.strategy}, {self.packed_sequence_size:,} tokens per pack, seed {self.seed}"),
-            ("packs", f"{self.packs_before_max_packs:,}; no plan has fewer than {self.lower_bound_packs:,}"),
+            (
+                "strategy",
+                f"{self.strategy}, {self.packed_sequence_size:,} tokens per pack, seed {self.seed}",
+            ),
+            (
+                "packs",
+                f"{self.packs_before_max_packs:,}; no plan has fewer than "
+                f"{self.lower_bound_packs:,}",
+            ),
             ("documents per pack", f"{self.documents_per_pack_mean:.1f} ({per_pack})"),
             ("fill", f"{self.fill_frac:.2%}; padded batches {self.padded_fill_frac:.2%}"),
-            ("speed-up", f"about {self.speedup_over_padding:.2f} x fewer positions than padded batches"),
+            (
+                "speed-up",
+                f"about {self.speedup_over_padding:.2f} x fewer positions than padded batches",
+            ),
         ]
         if self.slot_padding_tokens:
-            cost = f"{self.slot_padding_tokens:,} tokens ({self.slot_padding_tokens / self.packed_tokens:.2%})"
+            cost = (
+                f"{self.slot_padding_tokens:,} tokens "
+                f"({self.slot_padding_tokens / self.packed_tokens:.2%})"
+            )
             lines.append(("rounding", f"slots of {self.slot_multiple} cost {cost}"))
         return "\n".join(f"  {name:<20}{text}" for name, text in [*lines, *self.remarks()])
 
     def remarks(self) -> list[tuple[str, str]]:
-        """Returns what became of documents that are in no pack, and how packs are shared, as (topic, text)."""
-        sample = f"keeps a random sample of {self.packs:,} packs; left out {self.left_out_documents:,} documents"
+        """Returns what became of documents that are in no pack, and how packs are shared, as
+        (topic, text).
+        """
+        sample = (
+            f"keeps a random sample of {self.packs:,} packs; left out {self.left_out_documents:,} "
+            "documents"
+        )
         remarks = [
             (self.left_out_tokens, "max_packs", sample),
             (self.dropped_tokens, "dropped", f"{self.dropped_documents:,} over-long documents"),
             (self.cut_tokens, "truncated", f"{self.truncated_documents:,} documents"),
-            (self.masked_tokens, "masked", f"{self.masked_documents:,} documents without a label after cutting"),
+            (
+                self.masked_tokens,
+                "masked",
+                f"{self.masked_documents:,} documents without a label after cutting",
+            ),
         ]
         lines = [(topic, f"{text}, {tokens:,} tokens") for tokens, topic, text in remarks if tokens]
         if self.split_documents:
             pieces = self.pieces - self.packed_documents + self.split_documents
             lines.append(("split", f"{self.split_documents:,} documents into {pieces:,} pieces"))
         if self.unlabeled_pieces:
-            lines.append(("unlabeled", f"{self.unlabeled_pieces:,} pieces of cut documents train nothing"))
+            lines.append(
+                ("unlabeled", f"{self.unlabeled_pieces:,} pieces of cut documents train nothing")
+            )
         if self.imbalance_before is not None:
-            pace = f"slowest rank {self.imbalance_before:.3f} x the mean, {self.imbalance_after:.3f} x balanced"
+            pace = (
+                f"slowest rank {self.imbalance_before:.3f} x the mean, {self.imbalance_after:.3f} "
+                "x balanced"
+            )
             lines.append(("balance", f"{self.balance}: {pace}"))
         return [*lines, ("note", self.note)] if self.note else lines
 
@@ -91,10 +122,14 @@ def packing_report(
     imbalance: tuple[float, float] | None = None,
     micro_batch_size: int = 1,
 ) -> PackingReport:
-    """Describes a plan made from `lengths`; `imbalance` of its packs over the ranks, before and after balancing."""
+    """Describes a plan made from `lengths`; `imbalance` of its packs over the ranks, before and
+    after balancing.
+    """
     lengths = np.asarray(lengths)
     counts, (before, after) = plan.counts, imbalance or (None, None)
-    slot_tokens = sum(int(plan.slots(lengths, part).sum()) for _, part, _ in pack_blocks(plan.offsets))
+    slot_tokens = sum(
+        int(plan.slots(lengths, part).sum()) for _, part, _ in pack_blocks(plan.offsets)
+    )
     batch = micro_batch_size if plan.ragged else max(1, round(counts.pieces / len(plan)))
     padded = _padded_positions(plan, lengths, batch)
     positions = padded if plan.ragged else len(plan) * plan.packed_sequence_size
@@ -127,12 +162,16 @@ def packing_report(
 
 
 def _padded_positions(plan: PackPlan, lengths: np.ndarray, batch: int) -> int:
-    """Counts positions of the plan's documents in a seeded order, `batch` at a time padded to the longest."""
+    """Counts positions of the plan's documents in a seeded order, `batch` at a time padded to the
+    longest.
+    """
     # Blocks of whole batches: none is padded to the longest of a part of it.
     order = seeded_order(len(plan.doc_ids), plan.seed, plan.epoch)
     block, positions = -(-BLOCK // batch) * batch, 0
     for first in range(0, len(order), block):
         slots = plan.slots(lengths, order[first : first + block])
         starts = np.arange(0, len(slots), batch)
-        positions += int((np.maximum.reduceat(slots, starts) * np.diff(starts, append=len(slots))).sum())
+        positions += int(
+            (np.maximum.reduceat(slots, starts) * np.diff(starts, append=len(slots))).sum()
+        )
     return positions

@@ -1,7 +1,9 @@
-"""One judge of every raw row: the format of a set, found from its first rows, and what each row has beside it.
+"""One judge of every raw row: the format of a set, found from its first rows, and what each row has
+beside it.
 
-Columns may begin anywhere in a file. The set of columns of a row is judged once, and again for each other set that
-rows have: other names of a column are taken, and columns that change what the rest means are refused with their place.
+Columns may begin anywhere in a file. The set of columns of a row is judged once, and again for each
+other set that rows have: other names of a column are taken, and columns that change what the rest
+means are refused with their place.
 """
 
 from __future__ import annotations
@@ -25,16 +27,20 @@ from automodel_lite.errors import ConfigError, DataError, did_you_mean, one_line
 
 OwnFormat = Callable[[RawRow], Any]
 
-REJECTED = re.compile(r"reject|loser|worse|dispreferred", re.IGNORECASE)  # a column of the answer that is not wanted
+# a column of the answer that is not wanted
+REJECTED = re.compile(r"reject|loser|worse|dispreferred", re.IGNORECASE)
 CHOSEN = re.compile(r"chosen|prefer|winner|accepted|better", re.IGNORECASE)
 VERDICTS = ("label", "kto_tag")  # good or bad: what KTO trains on
 VERDICT = (
-    "says which answers are good and which are bad (KTO), and all rows would be trained on the same way: keep only "
-    "the good rows, or set dataset.format={format} to train on all."
+    "says which answers are good and which are bad (KTO), and all rows would be trained on the "
+    "same way: keep only the good rows, or set dataset.format={format} to train on all."
 )
 WEIGHTS = re.compile(r"(sample_|loss_|row_|example_)?weights?|importance", re.IGNORECASE)
-MASKS = re.compile(r"(do_|is_)?(train|trained|trainable|learn|masked)|(loss|train)_mask|train_on\w*", re.IGNORECASE)
-ANSWERS = frozenset(("completion", "output", "answer", "messages", "text"))  # names of what is trained on
+MASKS = re.compile(
+    r"(do_|is_)?(train|trained|trainable|learn|masked)|(loss|train)_mask|train_on\w*", re.IGNORECASE
+)
+# names of what is trained on
+ANSWERS = frozenset(("completion", "output", "answer", "messages", "text"))
 MOST_COLUMN_SETS = 10_000  # that are remembered
 
 
@@ -53,7 +59,8 @@ class Detected:
     typed: Mapping[str, str] = field(default_factory=dict)
     is_given: bool = False
     source: str = ""  # hash of the code of a format of the user's
-    described: frozenset[str] | None = None  # columns that `description` names; None: a function reads them all
+    # columns that `description` names; None: a function reads them all
+    described: frozenset[str] | None = None
     labels: Alignment = "aligned"  # of token rows
     is_checked: bool = False  # compare the labels of every row with it
     _judged: dict[tuple[str, ...], tuple[dict[str, str], dict[str, str]]] = field(
@@ -61,7 +68,9 @@ class Detected:
     )
 
     def document(self, row: RawRow, where: str) -> Document:
-        """Makes a document of a raw row; raises `DataError` with the row's place and the file's own column names."""
+        """Makes a document of a raw row; raises `DataError` with the row's place and the file's own
+        column names.
+        """
         renames: Mapping[str, str] = self.renames
         try:
             renames, problems = self._judge(tuple(row))
@@ -76,7 +85,13 @@ class Detected:
             if named.get(GROUP) is not None:
                 document = {**document, GROUP: named[GROUP]}
             if self.described is not None and not self.described.issuperset(row):
-                used = {*renames.values(), *self.format.columns, *self.format.optional, GROUP, *problems}
+                used = {
+                    *renames.values(),
+                    *self.format.columns,
+                    *self.format.optional,
+                    GROUP,
+                    *problems,
+                }
                 late = [name for name in row if name not in self.described and name not in used]
                 if late := [name for name in late if row[name] not in (None, [], {}, "")]:
                     document = {**document, UNUSED: late}
@@ -95,8 +110,11 @@ class Detected:
         except ConfigError:
             raise
         except KeyError as error:
-            raise DataError(f"{where}: {self.format.name}: there is no {error} in this row.") from error
-        except Exception as error:  # of a function of the user's, or of a row that nobody has thought of
+            raise DataError(
+                f"{where}: {self.format.name}: there is no {error} in this row."
+            ) from error
+        except Exception as error:
+            # of a function of the user's, or of a row that nobody has thought of
             reason = f"{type(error).__name__}: {one_line(error)}"
             raise DataError(f"{where}: {self.format.name} fails: {reason}") from error
 
@@ -107,7 +125,9 @@ class Detected:
             required = _other_names(self.format.columns, named)
             optional = _other_names(self.format.optional, named - {*required.values()})
             renames = {**optional, **required, **self.typed}
-            problems = {} if self.is_given else dict(_problems(columns, self.format, renames, self.typed))
+            problems = (
+                {} if self.is_given else dict(_problems(columns, self.format, renames, self.typed))
+            )
             if len(self._judged) >= MOST_COLUMN_SETS:
                 self._judged.clear()
             self._judged[columns] = renames, problems
@@ -116,19 +136,29 @@ class Detected:
 
 _IGNORED = "would be ignored: "
 _MEANT = "set dataset.format={format} to train without it."
-_TRAPS = (  # of documents that are not token ids: columns, what a row with a value in one of them is told
+# of documents that are not token ids: columns, what a row with a value in one of them is told
+_TRAPS = (
     (re.compile("|".join(MEDIA)), f"{_IGNORED}this program trains only on text; {_MEANT}"),
     (re.compile("|".join(VERDICTS)), VERDICT),
-    (REJECTED, f"is the answer that is not wanted, of a preference pair: keep one answer, or {_MEANT}"),
+    (
+        REJECTED,
+        f"is the answer that is not wanted, of a preference pair: keep one answer, or {_MEANT}",
+    ),
     (WEIGHTS, f"{_IGNORED}all rows weigh the same; leave rows of weight 0 out, or {_MEANT}"),
-    (MASKS, f"is another program's loss mask: set weight: 0 for turns that are not trained on, or {_MEANT}"),
+    (
+        MASKS,
+        "is another program's loss mask: set weight: 0 for turns that are not trained on, or "
+        f"{_MEANT}",
+    ),
 )
 
 
 def _problems(
     columns: Sequence[str], found: Format, renames: Mapping[str, str], typed: Mapping[str, str]
 ) -> Iterator[tuple[str, str]]:
-    """Yields the columns that would change what is trained, and what a row with a value in one of them is told."""
+    """Yields the columns that would change what is trained, and what a row with a value in one of
+    them is told.
+    """
     for name in columns:
         if name in renames.values() or name in found.columns or name in found.optional:
             continue
@@ -141,16 +171,20 @@ def _problems(
             is_meant = (pattern is REJECTED and not ANSWERS.isdisjoint(typed)) or (
                 told is VERDICT and found.kind not in ("messages", "prompt_completion")
             )
-            if (pattern.search if pattern is REJECTED else pattern.fullmatch)(name) and not is_meant:
+            if (pattern.search if pattern is REJECTED else pattern.fullmatch)(
+                name
+            ) and not is_meant:
                 yield name, told.format(format=found.name)
                 break
 
 
-def detect(columns: Sequence[str], format_name: str | OwnFormat | None, renames: Mapping[str, str] | None) -> Detected:
+def detect(
+    columns: Sequence[str], format_name: str | OwnFormat | None, renames: Mapping[str, str] | None
+) -> Detected:
     """Finds the format from the columns, or checks the given one.
 
-    Columns that change what the others mean (an answer that was rejected, a verdict, pictures) are refused unless the
-    format is given, which says that they are left out on purpose.
+    Columns that change what the others mean (an answer that was rejected, a verdict, pictures) are
+    refused unless the format is given, which says that they are left out on purpose.
 
     format_name: or a function from a raw row to messages, or to prompt and completion.
     renames: canonical name -> column of the file (`{"question": "Frage"}`).
@@ -163,13 +197,18 @@ def detect(columns: Sequence[str], format_name: str | OwnFormat | None, renames:
     for canonical, column in renames.items():
         if column not in columns:
             names = printable(", ".join(columns))
-            raise ConfigError(f"dataset.columns.{canonical}={column} is not a column of the data, which has {names}.")
+            raise ConfigError(
+                f"dataset.columns.{canonical}={column} is not a column of the data, which has "
+                f"{names}."
+            )
     if format_name is None and any(REJECTED.search(name) for name in columns):
         _check_preferences(columns, renames)
     candidates = [known for known in FORMATS if format_name in (None, known.name)]
     if not candidates:
         known = ", ".join(known.name for known in FORMATS)
-        raise ConfigError(f"dataset.format={format_name} is not one of {known}, nor a block with a _target_.")
+        raise ConfigError(
+            f"dataset.format={format_name} is not one of {known}, nor a block with a _target_."
+        )
     typed = dict(renames)
     found, renames = _find(candidates, columns, renames)
     has = [*found.columns, *found.optional]
@@ -182,16 +221,29 @@ def detect(columns: Sequence[str], format_name: str | OwnFormat | None, renames:
     if format_name is None and verdict and found.kind in ("messages", "prompt_completion"):
         raise ConfigError(f"column {verdict} {VERDICT.format(format=found.name)}")
     return Detected(
-        found, renames, _describe(found, columns, renames), typed, format_name is not None, described=frozenset(columns)
+        found,
+        renames,
+        _describe(found, columns, renames),
+        typed,
+        format_name is not None,
+        described=frozenset(columns),
     )
 
 
 def _by_function(function: OwnFormat, renames: Mapping[str, str]) -> Detected:
-    """Returns what reads rows by a function of the user's; its identity is the text of its module."""
+    """Returns what reads rows by a function of the user's; its identity is the text of
+    its module.
+    """
     if renames:
-        raise ConfigError("dataset.columns: a dataset.format of your own reads the columns by itself: remove them.")
+        raise ConfigError(
+            "dataset.columns: a dataset.format of your own reads the columns by itself: remove "
+            "them."
+        )
     if not callable(function):
-        raise ConfigError(f"dataset.format={function!r:.60} must be a name, or a _target_ that is a function of a row.")
+        raise ConfigError(
+            f"dataset.format={function!r:.60} must be a name, or a _target_ that is a function of "
+            "a row."
+        )
     plain = function.func if isinstance(function, partial) else function
     code = plain if inspect.isroutine(plain) else type(plain)
     name = f"{code.__module__}.{code.__qualname__}"
@@ -205,28 +257,35 @@ def _by_function(function: OwnFormat, renames: Mapping[str, str]) -> Detected:
 
 
 def _check_preferences(columns: Sequence[str], renames: Mapping[str, str]) -> None:
-    """Raises ConfigError for pairs of a wanted and a rejected answer, unless the wanted one is named."""
+    """Raises ConfigError for pairs of a wanted and a rejected answer, unless the wanted one is
+    named.
+    """
     rejected = [name for name in columns if REJECTED.search(name)]
     chosen = [name for name in columns if CHOSEN.search(name) and name not in rejected]
     named = set(renames.values())
     if not ANSWERS.isdisjoint(renames) and not named & set(rejected):
         return
-    wanted = [*chosen, *(name for name in columns if name not in rejected), "..."][0 if chosen else -2]
+    wanted = [*chosen, *(name for name in columns if name not in rejected), "..."][
+        0 if chosen else -2
+    ]
     wanted, pairs = printable(wanted), printable(", ".join([*chosen, *rejected]))
     taken = [name for name in rejected if name in named]
     what = f"{taken[0]} would be trained on" if taken else "this program trains on one answer"
     raise ConfigError(
-        f"the columns {pairs} are preference pairs, and {what}: select the chosen answers "
-        f"with dataset.columns.completion={wanted} (texts after a prompt), dataset.columns.messages={wanted} (chats) "
-        f"or dataset.columns.text={wanted} (whole texts), or set dataset.format=... to train on the columns you "
-        "named. To learn from both answers, train with --config-name dpo."
+        f"the columns {pairs} are preference pairs, and {what}: select the chosen answers with "
+        f"dataset.columns.completion={wanted} (texts after a prompt), "
+        f"dataset.columns.messages={wanted} (chats) or dataset.columns.text={wanted} (whole "
+        "texts), or set dataset.format=... to train on the columns you named. To learn from both "
+        "answers, train with --config-name dpo."
     )
 
 
 def _find(
     candidates: Sequence[Format], columns: Sequence[str], renames: Mapping[str, str]
 ) -> tuple[Format, dict[str, str]]:
-    """Returns the first format whose columns are there, under their own names before other ones; and all renames."""
+    """Returns the first format whose columns are there, under their own names before other ones;
+    and all renames.
+    """
     named = {*columns, *renames}
     for takes_others in (False, True):
         for candidate in candidates:
@@ -238,30 +297,37 @@ def _find(
     if len(candidates) == 1:
         wanted = " + ".join(candidates[0].columns)
         raise ConfigError(
-            f"dataset.format={candidates[0].name} needs the columns {wanted}, the data have {', '.join(columns)}: "
-            f"name them with dataset.columns."
+            f"dataset.format={candidates[0].name} needs the columns {wanted}, the data have "
+            f"{', '.join(columns)}: name them with dataset.columns."
         )
     known = ", ".join(" + ".join(known.columns) for known in FORMATS)
-    names = {1: ("text",), 3: ("instruction", "input", "output")}.get(len(columns), ("prompt", "completion"))
+    names = {1: ("text",), 3: ("instruction", "input", "output")}.get(
+        len(columns), ("prompt", "completion")
+    )
     named_by = zip(names, columns if len(columns) <= 3 else (columns[0], columns[-1]))
     hint = " ".join(f"dataset.columns.{name}={column}" for name, column in named_by)
     hint += f" (which leaves out {', '.join(columns[1:-1])})" if len(columns) > 3 else ""
     raise ConfigError(
-        f"the columns {', '.join(columns)} match no known format: name them, for instance {hint}. Known "
-        f"formats are {known}."
+        f"the columns {', '.join(columns)} match no known format: name them, for instance {hint}. "
+        f"Known formats are {known}."
     )
 
 
 def _other_names(wanted: Sequence[str], named: set[str]) -> dict[str, str]:
     """Other names under which columns are there: Dolly's `context` is Alpaca's `input`."""
-    others = {name: [other for other in NAMES["columns"].get(name, ()) if other in named] for name in wanted}
+    others = {
+        name: [other for other in NAMES["columns"].get(name, ()) if other in named]
+        for name in wanted
+    }
     return {name: there[0] for name, there in others.items() if there and name not in named}
 
 
 def _describe(found: Format, columns: Sequence[str], renames: Mapping[str, str]) -> str:
     """`columns Frage,Antwort → question_answer (question = Frage, answer = Antwort)`."""
     mapped = ", ".join(f"{canonical} = {column}" for canonical, column in renames.items())
-    description = f"columns {','.join(columns)}" + (f" → {found.name}" if list(columns) != [found.name] else "")
+    description = f"columns {','.join(columns)}" + (
+        f" → {found.name}" if list(columns) != [found.name] else ""
+    )
     description += f" ({mapped})" if mapped else ""
     used = {*renames.values(), *found.columns, *found.optional, GROUP}
     ignored = [name for name in columns if name not in used]

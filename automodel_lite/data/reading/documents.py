@@ -1,11 +1,13 @@
 """What every dataset offers to the tokenizer: normalized documents that know where they came from.
 
-The turn of a chat becomes `{"role", "content", ...}`, from the shapes that turns have in the wild. What is understood
-is mapped to what it means: OpenAI's messages and its older `function_call`, ShareGPT's turns with their function calls,
-lists of text parts. What is not understood is an error that names the place: a part, a weight or a picture that is
-passed over in silence trains another model than the data describe.
+The turn of a chat becomes `{"role", "content", ...}`, from the shapes that turns have in the wild.
+What is understood is mapped to what it means: OpenAI's messages and its older `function_call`,
+ShareGPT's turns with their function calls, lists of text parts. What is not understood is an error
+that names the place: a part, a weight or a picture that is passed over in silence trains another
+model than the data describe.
 
-The smallest dataset is here too: generated chats about capitals, a job that any laptop learns in a minute.
+The smallest dataset is here too: generated chats about capitals, a job that any laptop learns in a
+minute.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from automodel_lite.config.rules import Range, Seed
 from automodel_lite.data.reading.readers import RawRows, RowList
 from automodel_lite.errors import DataError
 
-UNUSED = "unused"  # key of a document: columns of its row that nothing uses and that begin after the first rows
+# key of a document: columns of its row that nothing uses and that begin after the first rows
+UNUSED = "unused"
 Message = dict[str, Any]
 Document = dict[str, Any]
 """A normalized document; its keys say what it is:
@@ -33,8 +36,8 @@ Document = dict[str, Any]
 - `messages` (list of `{"role", "content", ...}`), optional `tools`: a chat
 - `prompt`, `completion` (text), optional `system`: one question and its answer
 - `text`: plain text
-- `input_ids` and `labels` (int32 arrays of equal length, next-token aligned, -100 = no loss): already tokenized;
-  `labels` None: not said what is trained on
+- `input_ids` and `labels` (int32 arrays of equal length, next-token aligned, -100 = no loss):
+  already tokenized; `labels` None: not said what is trained on
 - `documents`: several of them in one row: answers to one prompt, or what was packed before
 """
 
@@ -61,18 +64,23 @@ def question_of(document: Document) -> Question | None:
         asked = list(document["messages"])
         last = asked.pop() if asked[-1]["role"] == "assistant" and len(asked) > 1 else None
         answer = last["content"] if last and not last.get("tool_calls") else None
-        turns = [{key: value for key, value in turn.items() if key != "weight"} for turn in asked]  # is for training
+        # is for training
+        turns = [{key: value for key, value in turn.items() if key != "weight"} for turn in asked]
         return Question(turns, answer, document.get("tools"))
     if "text" in document:
         return Question([{"role": "user", "content": document["text"]}], None, is_chat=False)
     if "prompt" not in document:
         return None
     system = [{"role": "system", "content": document["system"]}] if document.get("system") else []
-    return Question([*system, {"role": "user", "content": document["prompt"]}], document["completion"] or None)
+    return Question(
+        [*system, {"role": "user", "content": document["prompt"]}], document["completion"] or None
+    )
 
 
 DocumentSet = RawRows
-"""Map-style normalized documents; reading a bad one raises `DataError` that names its place, `train.jsonl:17`."""
+"""Map-style normalized documents; reading a bad one raises `DataError` that names its place,
+`train.jsonl:17`.
+"""
 
 
 class Documents(Protocol):
@@ -107,21 +115,40 @@ class DocumentList(RowList):
         return f"{self.name}[{index}]"
 
 
-NAMES = yaml.safe_load((Path(__file__).parent / "names.yaml").read_text())  # of columns, and of roles
+# of columns, and of roles
+NAMES = yaml.safe_load((Path(__file__).parent / "names.yaml").read_text())
 ROLES = NAMES["roles"]
 TEXT_PARTS = ("text", "input_text", "output_text")
 TEXT_KEYS = ("text", "value", "content")
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
-MASKS = re.compile(r"(.*_)?(train|training|trainable|trained|loss|mask|masked|learn|learnable|supervised?)(_.*)?")
+MASKS = re.compile(
+    r"(.*_)?(train|training|trainable|trained|loss|mask|masked|learn|learnable|supervised?)(_.*)?"
+)
 """Keys by which other programs say what is trained on; here it is `weight`."""
-KNOWN_ROLES = ("system", "developer", "user", "assistant", "model", "tool", "ipython", "environment", "context")
-"""Roles of which it is clear whether they are trained on; others are, if at all, by another program."""
+KNOWN_ROLES = (
+    "system",
+    "developer",
+    "user",
+    "assistant",
+    "model",
+    "tool",
+    "ipython",
+    "environment",
+    "context",
+)
+"""Roles of which it is clear whether they are trained on; others are, if at all, by another
+program.
+"""
 
 
 def read_turn(turn: Any, where: str) -> Message:
-    """Returns the message of one turn; raises DataError with its place, `messages[2]`, and what is wrong."""
+    """Returns the message of one turn; raises DataError with its place, `messages[2]`, and what is
+    wrong.
+    """
     if not isinstance(turn, dict):
-        raise DataError(f"{where} must be an object with role and content, not {type(turn).__name__}.")
+        raise DataError(
+            f"{where} must be an object with role and content, not {type(turn).__name__}."
+        )
     message = {key: value for key, value in turn.items() if value is not None}
     _check_keys(message, where)
     if "from" in message:
@@ -144,10 +171,12 @@ def read_turn(turn: Any, where: str) -> Message:
         message["weight"] = int(weight)
     if message["role"] not in KNOWN_ROLES and message.get("weight") != 0:
         raise DataError(
-            f"{where}.role={message['role']!r} is written by many templates, and never trained on: call it assistant, "
-            "or set weight: 0 for such turns if that is meant."
+            f"{where}.role={message['role']!r} is written by many templates, and never trained on: "
+            "call it assistant, or set weight: 0 for such turns if that is meant."
         )
-    message["content"] = _content(message.get("content"), where, may_lack=bool(message.get("tool_calls")))
+    message["content"] = _content(
+        message.get("content"), where, may_lack=bool(message.get("tool_calls"))
+    )
     return message
 
 
@@ -155,8 +184,8 @@ def _check_keys(message: Message, where: str) -> None:
     for key in message:
         if MASKS.fullmatch(key):
             raise DataError(
-                f"{where}.{key}={message[key]!r} is another program's loss mask: set weight: 1 for a turn to train "
-                "on and weight: 0 for the others."
+                f"{where}.{key}={message[key]!r} is another program's loss mask: set weight: 1 for "
+                "a turn to train on and weight: 0 for the others."
             )
     for key in MEDIA:
         if message.get(key) not in (None, [], {}, ""):
@@ -173,12 +202,19 @@ def _sharegpt(message: Message, where: str) -> Message:
         return {**rest, "role": sender, "content": value}
     calls = maybe_json(value, f"{where}.value")
     calls = calls if isinstance(calls, list) else [calls]
-    if not calls or not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
+    if not calls or not all(
+        isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls
+    ):
         raise DataError(
-            f'{where}.value of a function_call must be JSON such as {{"name": "f", "arguments": {{}}}}, not '
+            f"{where}.value of a function_call must be JSON such as "
+            f'{{"name": "f", "arguments": {{}}}}, not '
             f"{str(value)[:40]!r}."
         )
-    return {**rest, "role": sender, "tool_calls": [{"type": "function", "function": call} for call in calls]}
+    return {
+        **rest,
+        "role": sender,
+        "tool_calls": [{"type": "function", "function": call} for call in calls],
+    }
 
 
 def _tool_call(call: Any, where: str) -> dict[str, Any]:
@@ -187,7 +223,10 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
         raise DataError(f"{where}.tool_calls must hold objects, not {type(call).__name__}.")
     function = call.get("function", call if "name" in call else None)
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise DataError(f"{where}.tool_calls must hold objects with a function and its name, not {str(call)[:40]!r}.")
+        raise DataError(
+            f"{where}.tool_calls must hold objects with a function and its name, not "
+            f"{str(call)[:40]!r}."
+        )
     arguments = maybe_json(function.get("arguments", {}), f"{where}.tool_calls.arguments")
     rest = {key: value for key, value in call.items() if key not in ("name", "arguments")}
     return {"type": "function", **rest, "function": {**function, "arguments": arguments}}
@@ -197,7 +236,9 @@ def _content(content: Any, where: str, may_lack: bool) -> str:
     if content is None and may_lack:
         return ""
     if isinstance(content, list):
-        content = "".join(_part(part, f"{where}.content[{place}]") for place, part in enumerate(content))
+        content = "".join(
+            _part(part, f"{where}.content[{place}]") for place, part in enumerate(content)
+        )
     if not isinstance(content, str):
         shown = "missing" if content is None else f"{type(content).__name__}"
         raise DataError(f"{where}.content must be a text, not {shown}.")
@@ -205,16 +246,26 @@ def _content(content: Any, where: str, may_lack: bool) -> str:
 
 
 def _part(part: Any, where: str) -> str:
-    """Returns the text of one part of a content: `{"type": "text", "text": "Hi"}`, or its text under another name."""
+    """Returns the text of one part of a content: `{"type": "text", "text": "Hi"}`, or its text
+    under another name.
+    """
     if not isinstance(part, dict):
-        raise DataError(f'{where} must be an object such as {{"type": "text", "text": ...}}, not {part!r:.40}.')
+        raise DataError(
+            f'{where} must be an object such as {{"type": "text", "text": ...}}, not {part!r:.40}.'
+        )
     kind = part.get("type", "text")
     if kind not in TEXT_PARTS:
-        raise DataError(f"{where} is of type {kind!r}, but only text is supported: remove it, or convert it to text.")
+        raise DataError(
+            f"{where} is of type {kind!r}, but only text is supported: remove it, or convert it to "
+            "text."
+        )
     found = {key: part[key] for key in TEXT_KEYS if part.get(key) is not None}
     if len(found) != 1 or not all(isinstance(value, str) for value in found.values()):
         shown = str(part)
-        raise DataError(f"{where} must hold its text once, under text: it is {shown[:60]}{'...' * (len(shown) > 60)}.")
+        raise DataError(
+            f"{where} must hold its text once, under text: it is "
+            f"{shown[:60]}{'...' * (len(shown) > 60)}."
+        )
     _check_keys(part, where)
     return str(next(iter(found.values())))
 
@@ -230,21 +281,27 @@ def maybe_json(value: Any, where: str) -> Any:
 
 
 def sound_text(value: str, where: str) -> str:
-    """Returns the text, if it is one that can be written as UTF-8: JSON may hold half of a surrogate pair."""
+    """Returns the text, if it is one that can be written as UTF-8: JSON may hold half of a
+    surrogate pair.
+    """
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise DataError(f"{where} contains an unpaired surrogate at character {error.start + 1}.") from error
+        raise DataError(
+            f"{where} contains an unpaired surrogate at character {error.start + 1}."
+        ) from error
     return value
 
 
-TOY = json.loads((Path(__file__).parent / "toy_chat.json").read_text())  # capitals, phrasings, answer
+# capitals, phrasings, answer
+TOY = json.loads((Path(__file__).parent / "toy_chat.json").read_text())
 MAX_TURNS, MEAN_LOG_TURNS, SD_LOG_TURNS = 14, 0.4, 0.85  # of a chat, capped log-normal
 
 
 @dataclass
 class ToyChat:
-    """Multi-turn chats of question/answer turns, with 16 % of the (country, phrasing) pairs held out.
+    """Multi-turn chats of question/answer turns, with 16 % of the (country, phrasing) pairs held
+    out.
 
     The number of turns is long-tailed: half of the chats have one, one in a hundred more than ten.
     Every country is asked in training, but never in the phrasings that are held out for it.
@@ -257,7 +314,8 @@ class ToyChat:
 
     num_chats: Annotated[int, Range(1, 1_000_000)] = 2000  # training documents
     num_val_chats: Annotated[int, Range(0, 1_000_000)] = 40  # validation documents
-    num_questions: Annotated[int, Range(0, 120)] = 24  # held out, of 150 pairs: one phrasing of each country stays
+    # held out, of 150 pairs: one phrasing of each country stays
+    num_questions: Annotated[int, Range(0, 120)] = 24
     seed: Seed = 0  # of the chats
 
     train: DocumentList = field(init=False)
@@ -270,9 +328,13 @@ class ToyChat:
     def __post_init__(self) -> None:
         rng = random.Random(self.seed)
         phrasings = TOY["phrasings"]
-        # At most all but one phrasing of each country are held out, spread evenly over the countries.
+        # At most all but one phrasing of each country are held out, spread evenly over the
+        # countries.
         rounds = [
-            rng.sample([(text.format(country), TOY["answer"].format(country, city)) for text in phrasings], 5)
+            rng.sample(
+                [(text.format(country), TOY["answer"].format(country, city)) for text in phrasings],
+                5,
+            )
             for country, city in TOY["capitals"].items()
         ]
         rng.shuffle(rounds)
@@ -281,8 +343,12 @@ class ToyChat:
         self.train = DocumentList(_chats(rng, asked, self.num_chats), "toy_chat")
         val_chats = _chats(rng, held_out, self.num_val_chats) if held_out else []
         self.val = {"held_out": DocumentList(val_chats, "toy_chat.held_out")} if val_chats else {}
-        self.questions = [Question([{"role": "user", "content": asks}], answer) for asks, answer in held_out]
-        self.description = f"toy_chat: {self.num_chats} generated chats, {len(held_out)} questions held out"
+        self.questions = [
+            Question([{"role": "user", "content": asks}], answer) for asks, answer in held_out
+        ]
+        self.description = (
+            f"toy_chat: {self.num_chats} generated chats, {len(held_out)} questions held out"
+        )
         self.identity = f"toy_chat(num_chats={self.num_chats}, num_val_chats={self.num_val_chats}, "
         self.identity += f"num_questions={self.num_questions}, seed={self.seed})"
 
@@ -293,5 +359,7 @@ def _chats(rng: random.Random, turns: list[tuple[str, str]], num_chats: int) -> 
         num_turns = min(MAX_TURNS, max(1, round(rng.lognormvariate(MEAN_LOG_TURNS, SD_LOG_TURNS))))
         texts = chain.from_iterable(rng.choice(turns) for _ in range(num_turns))
         roles = cycle(("user", "assistant"))
-        chats.append({"messages": [{"role": role, "content": text} for role, text in zip(roles, texts)]})
+        chats.append(
+            {"messages": [{"role": role, "content": text} for role, text in zip(roles, texts)]}
+        )
     return chats

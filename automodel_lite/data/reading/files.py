@@ -1,6 +1,7 @@
 """Anybody's files, or a dataset of the hub, as normalized documents.
 
-From what a user calls their data (a file, a folder, a glob, a hub name) to raw rows, and from these to documents.
+From what a user calls their data (a file, a folder, a glob, a hub name) to raw rows, and from these
+to documents.
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ ValPath = PathStr | Sequence[PathStr] | Mapping[str, PathStr | Sequence[PathStr]
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """How files are read; raises ConfigError for an encoding that is unknown, or whose lines end unlike ASCII's."""
+    """How files are read; raises ConfigError for an encoding that is unknown, or whose lines end
+    unlike ASCII's.
+    """
 
     encoding: str = "utf-8"
     text_unit: str = "file"
@@ -66,11 +69,13 @@ class ReadOptions:
             name = codecs.lookup(self.encoding).name
             is_ascii = "\n{".encode(name) == b"\n{"
         except (LookupError, ValueError) as error:
-            raise ConfigError(f"dataset.encoding={self.encoding} is unknown: use utf-8, cp1252, latin-1 ...") from error
+            raise ConfigError(
+                f"dataset.encoding={self.encoding} is unknown: use utf-8, cp1252, latin-1 ..."
+            ) from error
         if not is_ascii:
             raise ConfigError(
-                f"dataset.encoding={self.encoding} cannot be read line by line: convert the files, iconv -f "
-                f"{self.encoding} -t utf-8."
+                f"dataset.encoding={self.encoding} cannot be read line by line: convert the files, "
+                f"iconv -f {self.encoding} -t utf-8."
             )
         object.__setattr__(self, "encoding", UTF_8 if name == "utf-8" else name)
 
@@ -79,20 +84,24 @@ class ReadOptions:
 class FilesDataset:
     """Documents from files: JSON lines, JSON, CSV, TSV, text, Parquet, Arrow; or from the hub.
 
-    Raises ConfigError: nothing at `path`, unknown format, columns of no known format, or a file that is trained on and
-    validated on.
+    Raises ConfigError: nothing at `path`, unknown format, columns of no known format, or a file
+    that is trained on and validated on.
     """
 
     path: PathStr | Sequence[PathStr]  # a file, a folder, a glob, a list of these, or a hub name
     name: str | None = None  # configuration of the hub dataset
     split: str = "train"  # split of a hub dataset or a saved DatasetDict
-    format: str | OwnFormat | None = None  # null = detected from the columns; or a _target_, a function of a raw row
-    columns: Mapping[str, str] | None = None  # canonical name -> column, {question: Frage, answer: Antwort}
-    val_path: ValPath | None = None  # validation files, or several sets by name, {easy: a.jsonl, hard: b.jsonl}
+    # null = detected from the columns; or a _target_, a function of a raw row
+    format: str | OwnFormat | None = None
+    # canonical name -> column, {question: Frage, answer: Antwort}
+    columns: Mapping[str, str] | None = None
+    # validation files, or several sets by name, {easy: a.jsonl, hard: b.jsonl}
+    val_path: ValPath | None = None
     val_split: str | None = None  # or another split of the dataset
     val_frac: Annotated[float, Range(0, below=1)] = 0.0  # or this fraction of the documents, 0..1
     max_documents: Positive | None = None  # use only the first documents
-    labels: Alignment | None = None  # of token rows: aligned (labels[i] = input_ids[i+1]) | unshifted; null = detected
+    # of token rows: aligned (labels[i] = input_ids[i+1]) | unshifted; null = detected
+    labels: Alignment | None = None
     encoding: str = "utf-8"  # of text, JSON and CSV files; cp1252 for what Excel and Windows write
     text_unit: TextUnit = "file"  # file | paragraph | line: what a document is in a .txt file
     seed: Seed = 0  # for val_frac
@@ -108,10 +117,14 @@ class FilesDataset:
 
     def __post_init__(self) -> None:
         if sum([self.val_path is not None, self.val_split is not None, self.val_frac > 0]) > 1:
-            raise ConfigError("dataset.val_path, dataset.val_split and dataset.val_frac: set only one of them.")
+            raise ConfigError(
+                "dataset.val_path, dataset.val_split and dataset.val_frac: set only one of them."
+            )
         options = ReadOptions(self.encoding, self.text_unit)
         if self.val_split is not None:
-            val_sources = {"val": open_rows(self.path, self.name, self.val_split, "dataset.val_split", options)}
+            val_sources = {
+                "val": open_rows(self.path, self.name, self.val_split, "dataset.val_split", options)
+            }
         else:
             val_sources = open_validation(self.val_path, self.split, options)
         # Files of validation are known first: training leaves them out of its folders.
@@ -123,51 +136,78 @@ class FilesDataset:
         detected = detect(columns, self.format, self.columns)
         labels, every = "", range(len(source.rows))
         if detected.format.kind == "tokens":
-            alignment = self.labels or find_alignment(placed(NormalizedRows(source.rows, detected, every)))
+            alignment = self.labels or find_alignment(
+                placed(NormalizedRows(source.rows, detected, every))
+            )
             detected = replace(detected, labels=alignment, is_checked=self.labels is None)
             how = {"aligned": "next-token aligned", "unshifted": "unshifted (shifted once here)"}
             labels = f", labels {how[detected.labels]}"
-        val = {name: NormalizedRows(of.rows, detected, range(len(of.rows))) for name, of in val_sources.items()}
+        val = {
+            name: NormalizedRows(of.rows, detected, range(len(of.rows)))
+            for name, of in val_sources.items()
+        }
         num = min(len(source.rows), self.max_documents or len(source.rows))
         indices: Sequence[int] | np.ndarray = every[:num]
         if self.val_frac:
             # At least one document is held out; both parts keep the file's order.
             num_val = max(1, round(self.val_frac * num))
             if num_val >= num:
-                raise ConfigError(f"dataset.val_frac={self.val_frac} of {num} documents leaves none to train on.")
+                raise ConfigError(
+                    f"dataset.val_frac={self.val_frac} of {num} documents leaves none to train on."
+                )
             drawn = np.random.default_rng(self.seed).permutation(num)
             indices = np.sort(drawn[num_val:])
             val["val"] = NormalizedRows(source.rows, detected, np.sort(drawn[:num_val]))
         self.train, self.val = NormalizedRows(source.rows, detected, indices), {**val}
         self.kind = kind_of_documents(detected, placed(self.train))
-        self.description = f"{source.description}: {len(self.train):,} documents, {detected.description}{labels}"
+        self.description = (
+            f"{source.description}: {len(self.train):,} documents, {detected.description}{labels}"
+        )
         self.description += "".join(f"; {note}" for note in source.notes)
-        sources = "; ".join([source.identity, *(f"{name}: {s.identity}" for name, s in val_sources.items())])
+        sources = "; ".join(
+            [source.identity, *(f"{name}: {s.identity}" for name, s in val_sources.items())]
+        )
         read_as = f"{detected.format.name}{detected.source}; {dict(detected.renames)}{labels}; "
         self.identity = f"{Path(source.description).stem}({sources}; {read_as}"
-        self.identity += f"val_frac={self.val_frac}, max_documents={self.max_documents}, seed={self.seed}, {options})"
+        self.identity += (
+            f"val_frac={self.val_frac}, max_documents={self.max_documents}, seed={self.seed}, "
+            f"{options})"
+        )
 
 
-def open_validation(val_path: ValPath | None, split: str, options: ReadOptions) -> dict[str, OpenedRows]:
+def open_validation(
+    val_path: ValPath | None, split: str, options: ReadOptions
+) -> dict[str, OpenedRows]:
     """Opens the validation sets by name."""
     if val_path is None:
         return {}
     paths = dict(val_path) if isinstance(val_path, Mapping) else {"val": val_path}
-    return {name: open_rows(path, None, split, "dataset.val_path", options) for name, path in paths.items()}
+    return {
+        name: open_rows(path, None, split, "dataset.val_path", options)
+        for name, path in paths.items()
+    }
 
 
 def kind_of_documents(detected: Detected, documents: Iterable[Placed]) -> str:
-    """Returns the kind of the documents; a format of the user's shows it in its first document that can be read."""
+    """Returns the kind of the documents; a format of the user's shows it in its first document that
+    can be read.
+    """
     if detected.format.kind != "own":
         return detected.format.kind
     first = next((document for _, document in documents if not isinstance(document, DataError)), {})
-    return "prompt_completion" if "completion" in first else "text" if "text" in first else "messages"
+    return (
+        "prompt_completion" if "completion" in first else "text" if "text" in first else "messages"
+    )
 
 
 def sniff_columns(rows: Iterable[Placed], name: str) -> list[str]:
-    """Returns the columns of the first rows, in order; broken rows are left to the tokenizer to report."""
+    """Returns the columns of the first rows, in order; broken rows are left to the tokenizer to
+    report.
+    """
     first = [row for _, row in islice(rows, NUM_SNIFFED_ROWS)]
-    columns = dict.fromkeys(column for row in first if not isinstance(row, DataError) for column in row)
+    columns = dict.fromkeys(
+        column for row in first if not isinstance(row, DataError) for column in row
+    )
     if not columns:
         empty = DataError(f"{name} is empty: it holds no row.")
         raise next((row for row in first if isinstance(row, DataError)), empty)
@@ -197,7 +237,9 @@ def open_rows(
     options: ReadOptions = ReadOptions(),
     held_out: Sequence[FileStamp] = (),
 ) -> OpenedRows:
-    """Opens files, or a hub dataset when nothing local has that name; `held_out` are files of validation."""
+    """Opens files, or a hub dataset when nothing local has that name; `held_out` are files of
+    validation.
+    """
     paths = [path] if isinstance(path, str) else list(path)
     paths = [_fetch(one, key) if "://" in one else one for one in paths]
     found, note = find_files(paths, key, held_out)
@@ -212,21 +254,31 @@ def open_rows(
             rows.append(_open_file(file, split, options))
         except OSError as error:
             raise DataError(f"{file} cannot be read ({error.strerror or error}).") from error
-    shown = printable(found[0].name) if len(rows) == 1 else f"{len(rows)} files from {printable(found[0].name)}"
+    shown = (
+        printable(found[0].name)
+        if len(rows) == 1
+        else f"{len(rows)} files from {printable(found[0].name)}"
+    )
     identity = f"{', '.join(map(str, files))}, split {split}"
     notes = [note] if note else []
     texts = [one for one in rows if isinstance(one, SpanRows) and not one.is_json and len(one)]
     sizes = [np.diff(one.starts, append=one.num_bytes) for one in texts]
     if sizes:
         median = int(np.median(np.concatenate(sizes)))
-        notes.insert(0, f"a document is a {options.text_unit} of text, median {median:,} bytes (dataset.text_unit)")
-    return OpenedRows(rows[0] if len(rows) == 1 else ConcatenatedRows(rows), shown, identity, files, notes)
+        notes.insert(
+            0,
+            f"a document is a {options.text_unit} of text, median {median:,} bytes "
+            "(dataset.text_unit)",
+        )
+    return OpenedRows(
+        rows[0] if len(rows) == 1 else ConcatenatedRows(rows), shown, identity, files, notes
+    )
 
 
 def _fetch(address: str, key: str) -> str:
-    """Returns the copy in the cache of a file at a URL (`s3://bucket/a.jsonl`), or the folder with those of a folder
-    or a pattern; copied again when the remote files have changed. Raises ConfigError when they cannot be read, or the
-    package of the protocol is missing.
+    """Returns the copy in the cache of a file at a URL (`s3://bucket/a.jsonl`), or the folder with
+    those of a folder or a pattern; copied again when the remote files have changed. Raises
+    ConfigError when they cannot be read, or the package of the protocol is missing.
     """
     import fsspec  # most data are here
 
@@ -238,14 +290,26 @@ def _fetch(address: str, key: str) -> str:
     try:
         with activity(f"copying {address}"):
             remote, root = fsspec.url_to_fs(address)
-            files = sorted(path for path in remote.expand_path(root, recursive=True) if remote.isfile(path))
-            names = {path: os.path.relpath(path, os.path.commonpath(map(os.path.dirname, files))) for path in files}
-            content = {"at": address} | {path: remote.ukey(path) for path in files}  # of its size, time or checksum
-            folder = build_once(cache_root(), "fetched", os.path.basename(root), content, copy).folder / "files"
+            files = sorted(
+                path for path in remote.expand_path(root, recursive=True) if remote.isfile(path)
+            )
+            names = {
+                path: os.path.relpath(path, os.path.commonpath(map(os.path.dirname, files)))
+                for path in files
+            }
+            # of its size, time or checksum
+            content = {"at": address} | {path: remote.ukey(path) for path in files}
+            folder = (
+                build_once(cache_root(), "fetched", os.path.basename(root), content, copy).folder
+                / "files"
+            )
     except ConfigError:
         raise
-    except Exception as error:  # of any protocol's package: no such file, no permission, no network, not installed
-        raise ConfigError(f"{key}={address} cannot be read ({one_line(error) or type(error).__name__}).") from error
+    except Exception as error:
+        # of any protocol's package: no such file, no permission, no network, not installed
+        raise ConfigError(
+            f"{key}={address} cannot be read ({one_line(error) or type(error).__name__})."
+        ) from error
     return str(folder / names[root]) if files == [root] else str(folder)
 
 
@@ -254,28 +318,40 @@ def _open_file(path: Path, split: str, options: ReadOptions) -> RawRows:
     if path.is_dir():
         return open_saved(path, name, split)
     if split != "train":
-        raise ConfigError(f"dataset.split={split}: {name} has no splits: name its files in path or val_path.")
+        raise ConfigError(
+            f"dataset.split={split}: {name} has no splits: name its files in path or val_path."
+        )
     kind = kind_of(path)
     if kind not in KINDS:
-        raise ConfigError(f"{name}: unknown kind of file: use {', '.join(KINDS)}, or one of them compressed.")
+        raise ConfigError(
+            f"{name}: unknown kind of file: use {', '.join(KINDS)}, or one of them compressed."
+        )
     plain = _in_cache(path, name, _decompress) if path.suffix.lower() in COMPRESSIONS else path
     if kind in (".jsonl", ".ndjson", ".txt"):
-        return open_spans(plain, name, options.encoding, options.text_unit if kind == ".txt" else None)
+        return open_spans(
+            plain, name, options.encoding, options.text_unit if kind == ".txt" else None
+        )
     if kind == ".json":
         return open_json(plain, name, options.encoding)
     if kind in (".csv", ".tsv"):
         return open_csv(plain, name, "\t" if kind == ".tsv" else ",", options.encoding)
-    return TableRows(_in_cache(plain, name, parquet_to_arrow) if kind == ".parquet" else plain, name)
+    return TableRows(
+        _in_cache(plain, name, parquet_to_arrow) if kind == ".parquet" else plain, name
+    )
 
 
 def _in_cache(path: Path, name: str, write: Callable[[Path, str, Path], None]) -> Path:
     """Writes a file anew in the cache, once, so that any row of it can be read at once."""
     key = {"file": str(stamp(path)), "as": write.__name__}
-    return build_once(cache_root(), "decompressed", name, key, partial(write, path, name)).folder / "data"
+    return (
+        build_once(cache_root(), "decompressed", name, key, partial(write, path, name)).folder
+        / "data"
+    )
 
 
 def _decompress(path: Path, name: str, folder: Path) -> None:
-    codec = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}.get(path.suffix.lower())  # the others are lzma's
+    # the others are lzma's
+    codec = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}.get(path.suffix.lower())
     try:
         with (
             pyarrow.CompressedInputStream(str(path), codec) if codec else lzma.open(path) as packed,
@@ -293,8 +369,8 @@ def _open_hub(path: str, name: str | None, split: str, key: str) -> OpenedRows:
         loaded = datasets.load_dataset(path, name, split=split)
     except Exception as error:
         raise ConfigError(
-            f"{key}={path} is not a local file (looked in {Path.cwd()}), and the hub dataset cannot be loaded: "
-            f"{one_line(error)}"
+            f"{key}={path} is not a local file (looked in {Path.cwd()}), and the hub dataset "
+            f"cannot be loaded: {one_line(error)}"
         ) from error
     shown = f"{path}/{name}" if name else path
     identity = f"{shown} {split} {loaded._fingerprint}"

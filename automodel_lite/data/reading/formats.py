@@ -8,7 +8,13 @@ from functools import partial
 from itertools import cycle, takewhile
 from typing import Any
 
-from automodel_lite.data.reading.documents import Document, Message, maybe_json, read_turn, sound_text
+from automodel_lite.data.reading.documents import (
+    Document,
+    Message,
+    maybe_json,
+    read_turn,
+    sound_text,
+)
 from automodel_lite.data.reading.labels import packed_tokens, tokens
 from automodel_lite.data.reading.readers import RawRow
 from automodel_lite.errors import DataError
@@ -18,7 +24,9 @@ Normalize = Callable[[RawRow], Document]
 
 @dataclass(frozen=True)
 class Format:
-    """One shape: the columns that tell it, how a row of it becomes a document, and what more it may have."""
+    """One shape: the columns that tell it, how a row of it becomes a document, and what more it may
+    have.
+    """
 
     name: str
     kind: str
@@ -28,20 +36,26 @@ class Format:
 
 
 def messages(row: RawRow, column: str = "messages") -> Document:
-    """`messages` of `{"role", "content", "tool_calls", "reasoning_content"}`, or ShareGPT's `conversations` of
-    `{"from": "human", "value": …}`; optional `tools`, `system`.
+    """`messages` of `{"role", "content", "tool_calls", "reasoning_content"}`, or ShareGPT's
+    `conversations` of `{"from": "human", "value": …}`; optional `tools`, `system`.
     """
     return _chat(_turns(row, column), row)
 
 
 def alpaca(row: RawRow) -> Document:
-    """`instruction`, optional `input`, `output`, optional `system` and `history` of [question, answer] pairs."""
+    """`instruction`, optional `input`, `output`, optional `system` and `history` of [question,
+    answer] pairs.
+    """
     prompt, history = _alpaca_prompt(row), row.get("history")
     if not history:
         return _prompt_completion(row, prompt, "output")
     texts: list[str] = []
     for place, pair in enumerate(history if isinstance(history, list) else [history]):
-        if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(part, str) for part in pair):
+        if (
+            not isinstance(pair, list)
+            or len(pair) != 2
+            or not all(isinstance(part, str) for part in pair)
+        ):
             raise DataError(f"column history[{place}] must be a pair of texts, not {_shown(pair)}.")
         texts += [sound_text(part, f"column history[{place}]") for part in pair]
     roles, texts = cycle(("user", "assistant")), [*texts, prompt, _text(row, "output")]
@@ -49,7 +63,9 @@ def alpaca(row: RawRow) -> Document:
 
 
 def _alpaca_prompt(row: RawRow) -> str:
-    return "\n\n".join([_text(row, "instruction"), *([_text(row, "input")] if row.get("input") else [])])
+    return "\n\n".join(
+        [_text(row, "instruction"), *([_text(row, "input")] if row.get("input") else [])]
+    )
 
 
 def question_answer(row: RawRow) -> Document:
@@ -59,7 +75,9 @@ def question_answer(row: RawRow) -> Document:
 
 
 def prompt_completion(row: RawRow) -> Document:
-    """`prompt` and `completion`: texts, or both lists of messages (trained on: the assistant's of the completion)."""
+    """`prompt` and `completion`: texts, or both lists of messages (trained on: the assistant's of
+    the completion).
+    """
     if isinstance(row.get("prompt"), list) or isinstance(row.get("completion"), list):
         before, after = _turns(row, "prompt"), _turns(row, "completion")
         return _chat([*({**turn, "weight": 0} for turn in before), *after], row)
@@ -67,12 +85,17 @@ def prompt_completion(row: RawRow) -> Document:
 
 
 def responses(row: RawRow) -> Document:
-    """`prompt`, a text or a list of messages, and `responses`, several answers to it, each of which is trained on."""
+    """`prompt`, a text or a list of messages, and `responses`, several answers to it, each of which
+    is trained on.
+    """
     answers = row.get("responses")
     if not isinstance(answers, list) or not answers:
         raise DataError(f"column responses must be a list of answers, not {_shown(answers)}.")
     if isinstance(row.get("prompt"), list):
-        turns = ({"role": "assistant", "content": answer} if isinstance(answer, str) else answer for answer in answers)
+        turns = (
+            {"role": "assistant", "content": answer} if isinstance(answer, str) else answer
+            for answer in answers
+        )
         answers = [[turn] for turn in turns]
     return {"documents": [prompt_completion({**row, "completion": answer}) for answer in answers]}
 
@@ -83,22 +106,32 @@ def text(row: RawRow) -> Document:
 
 
 def preference(row: RawRow) -> Document:
-    """`chosen` and `rejected`: answers (texts, messages, or one message) to a `prompt` (text or messages), an Alpaca
-    `instruction` or a ShareGPT `conversations`; or whole chats, or whole texts, that begin with the same prompt.
+    """`chosen` and `rejected`: answers (texts, messages, or one message) to a `prompt` (text or
+    messages), an Alpaca `instruction` or a ShareGPT `conversations`; or whole chats, or whole
+    texts, that begin with the same prompt.
     """
     for name in ("chosen", "rejected"):
         if row.get(name) in (None, "", []):
             raise DataError(f"column {name} is empty: a preference pair has two answers.")
     if row["chosen"] == row["rejected"]:
-        raise DataError("column chosen and column rejected are equal, so there is nothing to prefer.")
+        raise DataError(
+            "column chosen and column rejected are equal, so there is nothing to prefer."
+        )
     if isinstance(row["chosen"], str) != isinstance(row["rejected"], str):
-        raise DataError("column chosen and column rejected must be of one kind: both texts, or both lists of messages.")
+        raise DataError(
+            "column chosen and column rejected must be of one kind: both texts, or both lists of "
+            "messages."
+        )
     if not isinstance(row["chosen"], str):
-        return {name: _chat(turns, row) for name, turns in zip(("chosen", "rejected"), _answer_turns(row))}
+        return {
+            name: _chat(turns, row)
+            for name, turns in zip(("chosen", "rejected"), _answer_turns(row))
+        }
     if isinstance(row.get("prompt"), list) or row.get("conversations"):
         before = [{**turn, "weight": 0} for turn in _prompt_turns(row)]
         answers = {
-            name: [*before, {"role": "assistant", "content": _text(row, name)}] for name in ("chosen", "rejected")
+            name: [*before, {"role": "assistant", "content": _text(row, name)}]
+            for name in ("chosen", "rejected")
         }
         return {name: _chat(turns, row) for name, turns in answers.items()}
     if row.get("prompt") is not None or row.get("instruction") is not None:
@@ -107,13 +140,17 @@ def preference(row: RawRow) -> Document:
     # Whole texts: what they share, to its last white space, is the prompt.
     texts = {name: _text(row, name) for name in ("chosen", "rejected")}
     shared = takewhile(lambda both: both[0] == both[1], zip(*texts.values()))
-    cut = max((place + 1 for place, (character, _) in enumerate(shared) if character.isspace()), default=0)
+    cut = max(
+        (place + 1 for place, (character, _) in enumerate(shared) if character.isspace()), default=0
+    )
     if not cut or any(not text[cut:].strip() for text in texts.values()):
         raise DataError(_NO_COMMON_PROMPT)
     return {name: {"prompt": text[:cut], "completion": text[cut:]} for name, text in texts.items()}
 
 
-_NO_COMMON_PROMPT = "column chosen and column rejected must begin with the same prompt, and go on with an answer."
+_NO_COMMON_PROMPT = (
+    "column chosen and column rejected must begin with the same prompt, and go on with an answer."
+)
 
 
 def _prompt_turns(row: RawRow) -> list[Message]:
@@ -122,38 +159,92 @@ def _prompt_turns(row: RawRow) -> list[Message]:
         return _turns(row, "conversations")
     if isinstance(row.get("prompt"), list):
         return _turns(row, "prompt")
-    text = _text(row, "prompt") if row.get("prompt") else _alpaca_prompt(row) if row.get("instruction") else ""
+    text = (
+        _text(row, "prompt")
+        if row.get("prompt")
+        else _alpaca_prompt(row)
+        if row.get("instruction")
+        else ""
+    )
     return [{"role": "user", "content": text}] if text else []
 
 
 def _answer_turns(row: RawRow) -> list[list[Message]]:
     """Returns both chats, whose common beginning is not trained on."""
-    listed = {name: row[name] if isinstance(row[name], list) else [row[name]] for name in ("chosen", "rejected")}
+    listed = {
+        name: row[name] if isinstance(row[name], list) else [row[name]]
+        for name in ("chosen", "rejected")
+    }
     chats = [_turns(listed, name) for name in listed]
-    if any(turns[0]["role"] == "assistant" for turns in chats):  # answers alone, else the whole chat is in both
+    # answers alone, else the whole chat is in both
+    if any(turns[0]["role"] == "assistant" for turns in chats):
         chats = [[*_prompt_turns(row), *turns] for turns in chats]
     pairs = list(zip(*chats))
-    num_shared = next((place for place, (one, other) in enumerate(pairs) if one != other), len(pairs))
+    num_shared = next(
+        (place for place, (one, other) in enumerate(pairs) if one != other), len(pairs)
+    )
     # Answers may begin alike: what is shared ends with the last turn that is not the assistant's.
     while num_shared and chats[0][num_shared - 1]["role"] == "assistant":
         num_shared -= 1
-    if not num_shared or any(len(turns) == num_shared or turns[num_shared]["role"] != "assistant" for turns in chats):
+    if not num_shared or any(
+        len(turns) == num_shared or turns[num_shared]["role"] != "assistant" for turns in chats
+    ):
         raise DataError(_NO_COMMON_PROMPT)
-    return [[*({**turn, "weight": 0} for turn in turns[:num_shared]), *turns[num_shared:]] for turns in chats]
+    return [
+        [*({**turn, "weight": 0} for turn in turns[:num_shared]), *turns[num_shared:]]
+        for turns in chats
+    ]
 
 
 SYSTEM = ("system", "system_prompt")
 CHAT_EXTRAS = ("tools", "functions", *SYSTEM)
-GROUP = "group"  # column of any format: rows of one name may share their beginning (data/tokens/trees.py)
+# column of any format: rows of one name may share their beginning (data/tokens/trees.py)
+GROUP = "group"
 FORMATS = (
-    Format("packed", "tokens", ("input_ids", "labels", "seq_lens"), packed_tokens, ("seq_lens_padded", "loss_weights")),
-    Format("tokens", "tokens", ("input_ids",), tokens, ("labels", "loss_mask", "attention_mask", "loss_weights")),
+    Format(
+        "packed",
+        "tokens",
+        ("input_ids", "labels", "seq_lens"),
+        packed_tokens,
+        ("seq_lens_padded", "loss_weights"),
+    ),
+    Format(
+        "tokens",
+        "tokens",
+        ("input_ids",),
+        tokens,
+        ("labels", "loss_mask", "attention_mask", "loss_weights"),
+    ),
     Format("messages", "messages", ("messages",), messages, CHAT_EXTRAS),
-    Format("sharegpt", "messages", ("conversations",), partial(messages, column="conversations"), CHAT_EXTRAS),
-    Format("prompt_completion", "prompt_completion", ("prompt", "completion"), prompt_completion, CHAT_EXTRAS),
+    Format(
+        "sharegpt",
+        "messages",
+        ("conversations",),
+        partial(messages, column="conversations"),
+        CHAT_EXTRAS,
+    ),
+    Format(
+        "prompt_completion",
+        "prompt_completion",
+        ("prompt", "completion"),
+        prompt_completion,
+        CHAT_EXTRAS,
+    ),
     Format("responses", "prompt_completion", ("prompt", "responses"), responses, CHAT_EXTRAS),
-    Format("alpaca", "prompt_completion", ("instruction", "output"), alpaca, ("input", "history", *SYSTEM)),
-    Format("question_answer", "prompt_completion", ("question", "answer"), question_answer, ("context", *SYSTEM)),
+    Format(
+        "alpaca",
+        "prompt_completion",
+        ("instruction", "output"),
+        alpaca,
+        ("input", "history", *SYSTEM),
+    ),
+    Format(
+        "question_answer",
+        "prompt_completion",
+        ("question", "answer"),
+        question_answer,
+        ("context", *SYSTEM),
+    ),
     Format("text", "text", ("text",), text),
     Format(
         "preference",
@@ -166,8 +257,9 @@ FORMATS = (
 
 
 def own_format(name: str, function: Callable[[RawRow], Any]) -> Format:
-    """Returns the format of a function of the user's: it makes of a raw row a list of messages, or an object with
-    `messages`, with `prompt` and `completion`, or with `text`, as a row of that format has them.
+    """Returns the format of a function of the user's: it makes of a raw row a list of messages, or
+    an object with `messages`, with `prompt` and `completion`, or with `text`, as a row of that
+    format has them.
     """
 
     kinds = ("messages", "prompt_completion", "text")
@@ -176,11 +268,14 @@ def own_format(name: str, function: Callable[[RawRow], Any]) -> Format:
         made = function(row)
         made = {"messages": made} if isinstance(made, list) else made
         keys = made.keys() if isinstance(made, dict) else ()
-        found = next((known for known in FORMATS if known.kind in kinds and {*known.columns} <= {*keys}), None)
+        found = next(
+            (known for known in FORMATS if known.kind in kinds and {*known.columns} <= {*keys}),
+            None,
+        )
         if found is None:
             raise DataError(
-                f"dataset.format={name} must return a list of messages, or an object with messages, with prompt and "
-                f"completion, or with text, not {_shown(made)}."
+                f"dataset.format={name} must return a list of messages, or an object with "
+                f"messages, with prompt and completion, or with text, not {_shown(made)}."
             )
         return found.normalize(made)
 
@@ -199,7 +294,10 @@ def _chat(turns: list[Message], row: RawRow) -> Document:
     if system and turns and turns[0]["role"] != "system":
         turns = [{"role": "system", "content": system}, *turns]
     elif system and turns and turns[0]["content"] != system:
-        raise DataError("column system would be ignored: the first message is another system prompt; keep one of them.")
+        raise DataError(
+            "column system would be ignored: the first message is another system prompt; keep one "
+            "of them."
+        )
     if not turns:
         raise DataError("an empty list of messages.")
     document: Document = {"messages": turns}
@@ -209,13 +307,18 @@ def _chat(turns: list[Message], row: RawRow) -> Document:
         if not isinstance(tools, list):
             raise DataError(f"column {column} must be a list, not {type(tools).__name__}.")
         is_old = column == "functions"
-        document["tools"] = [{"type": "function", "function": tool} for tool in tools] if is_old else tools
+        document["tools"] = (
+            [{"type": "function", "function": tool} for tool in tools] if is_old else tools
+        )
     return document
 
 
 def _prompt_completion(row: RawRow, prompt: str, completion_column: str) -> Document:
     if column := next((name for name in ("tools", "functions") if row.get(name)), None):
-        raise DataError(f"column {column} would be ignored: only a chat template renders tools, so use messages.")
+        raise DataError(
+            f"column {column} would be ignored: only a chat template renders tools, so use "
+            "messages."
+        )
     document = {"prompt": prompt, "completion": _text(row, completion_column)}
     if system := _system(row):
         document["system"] = system

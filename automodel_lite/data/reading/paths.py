@@ -1,4 +1,5 @@
-"""Which files a path names, which of them are left out and why, and what tells one file from another.
+"""Which files a path names, which of them are left out and why, and what tells one file from
+another.
 
     find_files(["data"], "dataset.path")
     data/train.jsonl        taken
@@ -7,7 +8,8 @@
     data/old -> /archive    left out: a linked folder
     data/README.txt         left out: about the data
 
-A name is taken as it stands where something of that name is there: `part[1].jsonl` is a file before it is a pattern.
+A name is taken as it stands where something of that name is there: `part[1].jsonl` is a file before
+it is a pattern.
 """
 
 from __future__ import annotations
@@ -30,16 +32,23 @@ KINDS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt", ".parquet", ".arr
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".lzma", ".zst")
 MAX_ENTRIES = 200_000  # of a folder: more is a whole disk, named by mistake
 SHOWN_NAMES = 3  # of the files that are left out for one reason
-_HELD_OUT = re.compile(r"(?<![a-z])(val|valid|validation|dev|eval|evaluation|test|testing|held.?out)(?![a-z])", re.I)
+_HELD_OUT = re.compile(
+    r"(?<![a-z])(val|valid|validation|dev|eval|evaluation|test|testing|held.?out)(?![a-z])", re.I
+)
 _TRAIN = re.compile(r"(?<![a-z])train(ing)?(?![a-z])", re.I)
-_ABOUT = re.compile(r"(read.?me|licen[cs]e|copying|notice|changelog|authors|contributing|citation|requirement).*", re.I)
+_ABOUT = re.compile(
+    r"(read.?me|licen[cs]e|copying|notice|changelog|authors|contributing|citation|requirement).*",
+    re.I,
+)
 
 _EDGE_BYTES, _BLOCK_BYTES, _NUM_BLOCKS = 1 << 16, 1 << 12, 16
 
 
 @dataclass(frozen=True)
 class FileStamp:
-    """What tells a file from another one, and from what it was before: a copy that kept its times is another file."""
+    """What tells a file from another one, and from what it was before: a copy that kept its times
+    is another file.
+    """
 
     path: Path
     device: int
@@ -49,7 +58,10 @@ class FileStamp:
     content: str  # hash of its head, its tail and some blocks between
 
     def __str__(self) -> str:
-        return f"{printable(str(self.path))} {self.size} B at {self.mtime_ns}, inode {self.inode}, {self.content}"
+        return (
+            f"{printable(str(self.path))} {self.size} B at {self.mtime_ns}, inode {self.inode}, "
+            f"{self.content}"
+        )
 
     def is_same(self, other: FileStamp) -> bool:
         """Returns whether both hold the same rows: one file under two names, or a copy of it."""
@@ -65,18 +77,26 @@ def stamp(path: Path) -> FileStamp:
         digest = hashlib.sha256(os.pread(file.fileno(), _EDGE_BYTES, 0))
         digest.update(os.pread(file.fileno(), _EDGE_BYTES, max(0, stat.st_size - _EDGE_BYTES)))
         for number in range(1, _NUM_BLOCKS + 1):
-            digest.update(os.pread(file.fileno(), _BLOCK_BYTES, stat.st_size * number // (_NUM_BLOCKS + 1)))
-    return FileStamp(path, stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, digest.hexdigest()[:16])
+            digest.update(
+                os.pread(file.fileno(), _BLOCK_BYTES, stat.st_size * number // (_NUM_BLOCKS + 1))
+            )
+    return FileStamp(
+        path, stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, digest.hexdigest()[:16]
+    )
 
 
 def stamps(path: Path) -> list[FileStamp]:
     """Returns the stamp of a file, or those of all files of a saved dataset."""
-    return [stamp(path)] if path.is_file() else [stamp(p) for p in sorted(path.rglob("*")) if p.is_file()]
+    return (
+        [stamp(path)]
+        if path.is_file()
+        else [stamp(p) for p in sorted(path.rglob("*")) if p.is_file()]
+    )
 
 
 class WholeFile(FileIO):
-    """A mapped file, whose size is compared before pages of it are read: one that was cut short meanwhile would end the
-    process by SIGBUS. Its folder may be removed, as its pages stay.
+    """A mapped file, whose size is compared before pages of it are read: one that was cut short
+    meanwhile would end the process by SIGBUS. Its folder may be removed, as its pages stay.
     """
 
     def __init__(self, path: Path) -> None:
@@ -89,28 +109,35 @@ def check_not_cut(files: Sequence[WholeFile]) -> None:
     for file in files:
         if os.fstat(file.fileno()).st_size < file.num_bytes:
             raise DataError(
-                f"{file.name}: the file was truncated while it was being read: remove its folder, or restore it."
+                f"{file.name}: the file was truncated while it was being read: remove its folder, "
+                "or restore it."
             )
 
 
 def _note_of(left_out: Mapping[str, Sequence[str]]) -> str:
-    """Returns `left out: 2 held-out splits (test.jsonl, valid.jsonl), 1 linked folder (old)`, or nothing."""
+    """Returns `left out: 2 held-out splits (test.jsonl, valid.jsonl), 1 linked folder (old)`, or
+    nothing.
+    """
     parts = []
     for reason, names in left_out.items():
-        shown = ", ".join(map(printable, names[:SHOWN_NAMES])) + (", ..." if len(names) > SHOWN_NAMES else "")
+        shown = ", ".join(map(printable, names[:SHOWN_NAMES])) + (
+            ", ..." if len(names) > SHOWN_NAMES else ""
+        )
         parts += [f"{len(names):,} {reason} ({shown})"] if names else []
     return f"left out: {', '.join(parts)}" if parts else ""
 
 
-def find_files(paths: Sequence[str], key: str, held_out: Sequence[FileStamp] = ()) -> tuple[list[Path], str]:
-    """Finds the files that paths name, none when there is nothing of that name here; returns them in order (the folder
-    of a saved dataset counts as one), and a note on what was left out.
+def find_files(
+    paths: Sequence[str], key: str, held_out: Sequence[FileStamp] = ()
+) -> tuple[list[Path], str]:
+    """Finds the files that paths name, none when there is nothing of that name here; returns them
+    in order (the folder of a saved dataset counts as one), and a note on what was left out.
 
-    A file that is named twice, by links or in a folder and by itself, is taken once. For training, `held_out` files of
-    validation are left out of folders and patterns.
+    A file that is named twice, by links or in a folder and by itself, is taken once. For training,
+    `held_out` files of validation are left out of folders and patterns.
 
-    Raises ConfigError: a path that is missing beside others that are there, a folder without data, or a file of
-    validation that is named for training too.
+    Raises ConfigError: a path that is missing beside others that are there, a folder without data,
+    or a file of validation that is named for training too.
     """
     left_out: dict[str, list[str]] = defaultdict(list)
     taken: dict[tuple[int, int], Path] = {}
@@ -127,8 +154,9 @@ def find_files(paths: Sequence[str], key: str, held_out: Sequence[FileStamp] = (
             shared = next((h for h in held_out for own in stamps(file) if own.is_same(h)), None)
             if shared is not None and is_named:
                 raise ConfigError(
-                    f"{key}={file} is also validated on, as {shared.path}: what was trained on measures nothing; hold "
-                    "documents out by dataset.val_frac=0.05, or name other files for validation."
+                    f"{key}={file} is also validated on, as {shared.path}: what was trained on "
+                    "measures nothing; hold documents out by dataset.val_frac=0.05, or name other "
+                    "files for validation."
                 )
             if shared is not None:
                 left_out["held out for validation"].append(file.name)
@@ -137,7 +165,10 @@ def find_files(paths: Sequence[str], key: str, held_out: Sequence[FileStamp] = (
     if taken and missing:
         raise ConfigError(f"{key}: {', '.join(missing)} does not exist (looked in {Path.cwd()}).")
     if left_out["held out for validation"] and not taken:
-        raise ConfigError(f"{key}={', '.join(paths)} holds nothing but what is validated on: name files to train on.")
+        raise ConfigError(
+            f"{key}={', '.join(paths)} holds nothing but what is validated on: name files to train "
+            "on."
+        )
     return [*taken.values()], _note_of(left_out)
 
 
@@ -159,26 +190,39 @@ def _found(path: str, key: str, left_out: dict[str, list[str]]) -> tuple[Sequenc
             files = _selected(_walk(expanded, path, key, left_out), expanded, key, left_out)
             if not files:
                 why = f"; {note}" if (note := _note_of(left_out)) else ""
-                raise ConfigError(f"{key}={path} is a folder without data: it has no {', '.join(KINDS)} in it{why}.")
+                raise ConfigError(
+                    f"{key}={path} is a folder without data: it has no {', '.join(KINDS)} in "
+                    f"it{why}."
+                )
             return files, False
         if expanded.is_file():
             return [expanded], True
         if expanded.exists():
-            raise ConfigError(f"{key}={path} is neither a file nor a folder, and rows need random access to a file.")
+            raise ConfigError(
+                f"{key}={path} is neither a file nor a folder, and rows need random access to a "
+                "file."
+            )
         matches = list(islice(glob.iglob(str(expanded), recursive=True), MAX_ENTRIES))
         _check_number(len(matches), path, key)
-        return _selected([Path(match) for match in matches if os.path.isfile(match)], Path(), key, left_out), False
+        return _selected(
+            [Path(match) for match in matches if os.path.isfile(match)], Path(), key, left_out
+        ), False
     except OSError as error:
         raise ConfigError(f"{key}={path} cannot be read ({error.strerror}).") from error
 
 
 def _check_number(num_entries: int, path: str, key: str) -> None:
     if num_entries >= MAX_ENTRIES:
-        raise ConfigError(f"{key}={path} holds over {MAX_ENTRIES:,} files and folders: name the one with the data.")
+        raise ConfigError(
+            f"{key}={path} holds over {MAX_ENTRIES:,} files and folders: name the one with the "
+            "data."
+        )
 
 
 def _walk(folder: Path, path: str, key: str, left_out: dict[str, list[str]]) -> list[Path]:
-    """Lists the files of data below a folder. Links to folders are not followed: they may lead in a circle."""
+    """Lists the files of data below a folder. Links to folders are not followed: they may lead in a
+    circle.
+    """
 
     def refuse(error: OSError) -> None:
         raise error
@@ -193,7 +237,9 @@ def _walk(folder: Path, path: str, key: str, left_out: dict[str, list[str]]) -> 
         linked = [name for name in folders if os.path.islink(os.path.join(parent, name))]
         left_out["linked folders"] += linked
         left_out["hidden"] += [name for name in (*folders, *names) if name.startswith(".")]
-        folders[:] = sorted(name for name in folders if name not in linked and not name.startswith("."))
+        folders[:] = sorted(
+            name for name in folders if name not in linked and not name.startswith(".")
+        )
         for name in sorted(name for name in names if not name.startswith(".")):
             file = Path(parent, name)
             if not file.exists():
@@ -205,7 +251,9 @@ def _walk(folder: Path, path: str, key: str, left_out: dict[str, list[str]]) -> 
     return sorted(files)
 
 
-def _selected(files: Sequence[Path], root: Path, key: str, left_out: dict[str, list[str]]) -> list[Path]:
+def _selected(
+    files: Sequence[Path], root: Path, key: str, left_out: dict[str, list[str]]
+) -> list[Path]:
     """Leaves out what a folder or a pattern holds beside the data that is meant."""
     kept = []
     unpacked = {file for file in files if file.suffix.lower() not in COMPRESSIONS}
@@ -220,8 +268,12 @@ def _selected(files: Sequence[Path], root: Path, key: str, left_out: dict[str, l
             stems.add(stem)
             kept.append(file)
     # Only beside others: a folder of nothing but test files was named for them.
-    inside = {file: str(file.relative_to(root)) if root in file.parents else file.name for file in kept}
-    held = [file for file in kept if _HELD_OUT.search(inside[file]) and not _TRAIN.search(inside[file])]
+    inside = {
+        file: str(file.relative_to(root)) if root in file.parents else file.name for file in kept
+    }
+    held = [
+        file for file in kept if _HELD_OUT.search(inside[file]) and not _TRAIN.search(inside[file])
+    ]
     if key == "dataset.path" and 0 < len(held) < len(kept):
         left_out["of held-out splits"] += [file.name for file in sorted(held)]
         kept = [file for file in kept if file not in held]

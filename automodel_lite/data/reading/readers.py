@@ -1,9 +1,10 @@
 """Files as rows of raw columns, each of which knows its place: `train.jsonl:17`.
 
-Files are read here and not through `datasets`: it reports a bad line without its file, turns `"007"` into 7 and `"NA"`
-into nothing, pads tool schemas of different shapes with nulls, takes a file's name for a pattern, and gives the old
-rows of a file that was replaced by one of the same time. Lines are indexed by their byte offsets and parsed when they
-are asked for, so a file of any size costs 16 bytes per row.
+Files are read here and not through `datasets`: it reports a bad line without its file, turns
+`"007"` into 7 and `"NA"` into nothing, pads tool schemas of different shapes with nulls, takes a
+file's name for a pattern, and gives the old rows of a file that was replaced by one of the same
+time. Lines are indexed by their byte offsets and parsed when they are asked for, so a file of any
+size costs 16 bytes per row.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ def placed(rows: RawRows, indices: Iterable[int] | None = None) -> Iterator[Plac
 
 @dataclass(frozen=True)
 class SpanRows:
-    """Rows that are stretches of a text file: JSON objects or plain text. Picklable: a worker indexes nothing again.
+    """Rows that are stretches of a text file: JSON objects or plain text. Picklable: a worker
+    indexes nothing again.
 
     They are read, not mapped: a mapped file that somebody cuts short ends the process by a signal.
     """
@@ -87,7 +89,9 @@ class SpanRows:
             return {"text": span.decode(self.encoding).strip("\r\n")}
         except UnicodeDecodeError as error:
             line = self.line_numbers[index] + span.count(b"\n", 0, error.start)
-            raise DataError(f"{self.name}:{line}: {undecodable(span[error.start], self.encoding)}") from error
+            raise DataError(
+                f"{self.name}:{line}: {undecodable(span[error.start], self.encoding)}"
+            ) from error
 
     def span(self, index: int) -> bytes:
         """Returns the bytes of one row, up to where the next one starts."""
@@ -95,14 +99,14 @@ class SpanRows:
         stop = int(self.starts[index + 1]) if index + 1 < len(self) else self.num_bytes
         if stop - start > MAX_ROW_BYTES:
             raise DataError(
-                f"{self.where(index)}: has {stop - start:,} bytes, over the {MAX_ROW_BYTES:,} of a row: split it into "
-                "documents (a text file: dataset.text_unit=paragraph or line)."
+                f"{self.where(index)}: has {stop - start:,} bytes, over the {MAX_ROW_BYTES:,} of a "
+                "row: split it into documents (a text file: dataset.text_unit=paragraph or line)."
             )
         span = os.pread(self._file.fileno(), stop - start, start)
         if len(span) != stop - start:
             raise DataError(
-                f"{self.where(index)}: the file was truncated while it was being read: it had {self.num_bytes:,} "
-                "bytes. Restore it and start again."
+                f"{self.where(index)}: the file was truncated while it was being read: it had "
+                f"{self.num_bytes:,} bytes. Restore it and start again."
             )
         return span
 
@@ -114,7 +118,9 @@ TEXT_UNITS = ("file", "paragraph", "line")
 
 
 def open_spans(path: Path, name: str, encoding: str, unit: str | None = None) -> SpanRows:
-    """Indexes the rows of a file: JSON objects, one per line that is not blank, or a `unit` of text."""
+    """Indexes the rows of a file: JSON objects, one per line that is not blank, or a `unit` of
+    text.
+    """
     breaks, num_bytes = [], 0
     with path.open("rb") as file:
         while block := file.read(INDEX_BLOCK_BYTES):
@@ -131,31 +137,48 @@ def open_spans(path: Path, name: str, encoding: str, unit: str | None = None) ->
         is_row = is_row & ~np.append(False, is_row[:-1])
     if unit == "file":
         starts, is_row = starts[:1], np.array([is_row.any()])
-    return SpanRows(path, name, starts[is_row], np.flatnonzero(is_row) + 1, num_bytes, encoding, unit is None)
+    return SpanRows(
+        path, name, starts[is_row], np.flatnonzero(is_row) + 1, num_bytes, encoding, unit is None
+    )
 
 
 def undecodable(byte: int, encoding: str) -> str:
-    """Describes a byte that cannot be read, and what it would be in the encoding that is the usual cause."""
+    """Describes a byte that cannot be read, and what it would be in the encoding that is the usual
+    cause.
+    """
     if encoding != UTF_8:
-        return f"byte {byte:#04x} is not {encoding}: set dataset.encoding to what the file was written in."
+        return (
+            f"byte {byte:#04x} is not {encoding}: set dataset.encoding to what the file was "
+            "written in."
+        )
     if byte in (0xFE, 0xFF):  # how UTF-16 begins, and no letter that is common
         return f"byte {byte:#04x} is not UTF-8: the file is damaged, or UTF-16: save it as UTF-8."
     if byte == 0x8B:
         return "byte 0x8b is not UTF-8: the file is damaged, or gzip: let its name end in .gz."
     meant = bytes([byte]).decode("cp1252", errors="ignore")
-    cure = f"; in cp1252 (Excel, Windows) it is {meant!r}: if so, set dataset.encoding=cp1252" if meant else ""
+    cure = (
+        f"; in cp1252 (Excel, Windows) it is {meant!r}: if so, set dataset.encoding=cp1252"
+        if meant
+        else ""
+    )
     return f"byte {byte:#04x} is not UTF-8{cure}."
 
 
 def parse_json_object(line: bytes, where: str, encoding: str = UTF_8) -> RawRow:
-    """Parses one row; raises DataError, which names `where` and the column (character) of the fault."""
+    """Parses one row; raises DataError, which names `where` and the column (character) of the
+    fault.
+    """
     try:
         row = _read_json(line.decode(encoding).rstrip())
     except UnicodeDecodeError as error:
-        raise DataError(f"{where}:{error.start + 1}: {undecodable(line[error.start], encoding)}") from error
+        raise DataError(
+            f"{where}:{error.start + 1}: {undecodable(line[error.start], encoding)}"
+        ) from error
     except json.JSONDecodeError as error:
         shown = error.doc[max(0, error.pos - 20) : error.pos + 20]
-        raise DataError(f"{where}:{error.pos + 1}: not JSON: {error.msg}, near {shown!r}.") from error
+        raise DataError(
+            f"{where}:{error.pos + 1}: not JSON: {error.msg}, near {shown!r}."
+        ) from error
     except ValueError as error:  # a number of thousands of digits, a key that is there twice
         raise DataError(f"{where}: not JSON that can be read: {error}.") from error
     if not isinstance(row, dict):
@@ -176,7 +199,9 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_object)
 
 
 def _read_json(text: str) -> Any:
-    """As `json.loads`, which takes the last of the values under one key and drops the others in silence."""
+    """As `json.loads`, which takes the last of the values under one key and drops the others in
+    silence.
+    """
     try:
         return _DECODER.decode(text)
     except RecursionError:
@@ -185,7 +210,8 @@ def _read_json(text: str) -> Any:
 
 @dataclass(frozen=True)
 class RowList:
-    """Rows of a CSV file, a JSON array or a `datasets.Dataset`; a broken one is the error that reading it raises.
+    """Rows of a CSV file, a JSON array or a `datasets.Dataset`; a broken one is the error that
+    reading it raises.
 
     line_numbers  of each row; None: its place is its number, from 1
     """
@@ -202,20 +228,30 @@ class RowList:
         if isinstance(row, DataError):
             raise row
         if not isinstance(row, dict):
-            raise DataError(f"{self.where(index)}: a row must be a JSON object, not {type(row).__name__}.")
+            raise DataError(
+                f"{self.where(index)}: a row must be a JSON object, not {type(row).__name__}."
+            )
         return row
 
     def where(self, index: int) -> str:
-        return f"{self.name}[{index + 1}]" if self.line_numbers is None else f"{self.name}:{self.line_numbers[index]}"
+        return (
+            f"{self.name}[{index + 1}]"
+            if self.line_numbers is None
+            else f"{self.name}:{self.line_numbers[index]}"
+        )
 
 
 def open_json(path: Path, name: str, encoding: str) -> RawRows:
-    """Opens a `.json` file: an array of objects, an object with one array of them in it, or one object per line."""
+    """Opens a `.json` file: an array of objects, an object with one array of them in it, or one
+    object per line.
+    """
     lines = open_spans(path, name, encoding)
     # The first line is a row (a broken one too), or the opening of something that goes on.
     first = lines.span(0).strip().removeprefix(b"\xef\xbb\xbf") if len(lines) else b"{}"
     is_row = first.startswith(b"{") and first.endswith(b"}")
-    if is_row and (len(lines) != 1 or not _rows_in(parse_json_object(first, lines.where(0), encoding))):
+    if is_row and (
+        len(lines) != 1 or not _rows_in(parse_json_object(first, lines.where(0), encoding))
+    ):
         return lines
     content = path.read_bytes()
     try:
@@ -225,23 +261,36 @@ def open_json(path: Path, name: str, encoding: str) -> RawRows:
         raise DataError(f"{name}:{line}: {undecodable(content[error.start], encoding)}") from error
     except ValueError as error:
         raise DataError(f"{name}: not JSON: {error}.") from error
-    arrays = [whole] if isinstance(whole, list) else _rows_in(whole) if isinstance(whole, dict) else []
+    arrays = (
+        [whole] if isinstance(whole, list) else _rows_in(whole) if isinstance(whole, dict) else []
+    )
     if len(arrays) != 1:
-        raise DataError(f"{name}: must be an array of JSON objects, an object with one such array, or JSON lines.")
+        raise DataError(
+            f"{name}: must be an array of JSON objects, an object with one such array, or JSON "
+            "lines."
+        )
     return RowList(arrays[0], name)
 
 
 def _rows_in(whole: RawRow) -> list[list[Any]]:
-    """Returns the values of an object that are lists of rows (messages are objects too, but no rows)."""
+    """Returns the values of an object that are lists of rows (messages are objects too, but no
+    rows).
+    """
     lists = [value for value in whole.values() if isinstance(value, list) and value]
-    return [rows for rows in lists if all(isinstance(row, dict) and not {"role", "from"} & row.keys() for row in rows)]
+    return [
+        rows
+        for rows in lists
+        if all(isinstance(row, dict) and not {"role", "from"} & row.keys() for row in rows)
+    ]
 
 
 NUM_SNIFFED_LINES = 20
 
 
 def find_delimiter(path: Path, usual: str, encoding: str) -> str:
-    """Finds what separates values: `usual` unless only another one gives the same number (over 1) on every line."""
+    """Finds what separates values: `usual` unless only another one gives the same number (over 1)
+    on every line.
+    """
     try:
         with path.open(newline="", encoding=encoding) as file:
             text = "".join(islice(file, NUM_SNIFFED_LINES))
@@ -251,18 +300,28 @@ def find_delimiter(path: Path, usual: str, encoding: str) -> str:
     def columns(delimiter: str) -> int:
         """Values of each line; 1 when the lines differ."""
         try:
-            rows = [row for row in csv.reader(text.splitlines(keepends=True), delimiter=delimiter) if row]
+            rows = [
+                row
+                for row in csv.reader(text.splitlines(keepends=True), delimiter=delimiter)
+                if row
+            ]
         except csv.Error:
             return 1
         whole = rows[:-1] if len(rows) > NUM_SNIFFED_LINES // 2 else rows  # the last may be cut
         return len(rows[0]) if rows and {len(row) for row in whole} == {len(rows[0])} else 1
 
-    others = [delimiter for delimiter in (",", ";", "\t", "|") if delimiter != usual and columns(delimiter) > 1]
+    others = [
+        delimiter
+        for delimiter in (",", ";", "\t", "|")
+        if delimiter != usual and columns(delimiter) > 1
+    ]
     return others[0] if columns(usual) == 1 and len(others) == 1 else usual
 
 
 def open_csv(path: Path, name: str, usual: str, encoding: str) -> RowList:
-    """Reads a CSV or TSV file with a header line, separated by `usual` or by what is found; values stay text."""
+    """Reads a CSV or TSV file with a header line, separated by `usual` or by what is found; values
+    stay text.
+    """
     csv.field_size_limit(2**31 - 1)
     delimiter = find_delimiter(path, usual, encoding)
     rows: list[RawRow | DataError] = []
@@ -285,12 +344,16 @@ def open_csv(path: Path, name: str, usual: str, encoding: str) -> RowList:
                 check_names(values, f"{name}:{line}")
                 header = values
             elif values or fault:
-                rows.append(DataError(f"{name}:{line}: {fault}") if fault else dict(zip(header, values)))
+                rows.append(
+                    DataError(f"{name}:{line}: {fault}") if fault else dict(zip(header, values))
+                )
                 line_numbers.append(line)
 
 
 def _csv_fault(values: Sequence[str], header: Sequence[str] | None, encoding: str) -> str:
-    """Describes what is wrong with a line; bytes that are not text were read as halves of surrogate pairs."""
+    """Describes what is wrong with a line; bytes that are not text were read as halves of surrogate
+    pairs.
+    """
     if values and header is not None and len(values) != len(header):
         return f"{len(values)} values for {len(header)} columns."
     try:

@@ -1,4 +1,6 @@
-"""Parquet, Arrow and saved datasets as raw rows, read by pyarrow from exactly the file that was named."""
+"""Parquet, Arrow and saved datasets as raw rows, read by pyarrow from exactly the file that was
+named.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ BLOCK_ROWS = 512  # made into Python objects together
 class TableRows:
     """Rows of an Arrow file, mapped; a block of them is made into Python objects at a time.
 
-    Nulls that Arrow fills into objects of different shapes are taken out. Picklable: the file is mapped again.
+    Nulls that Arrow fills into objects of different shapes are taken out. Picklable: the file is
+    mapped again.
     """
 
     def __init__(self, path: Path, name: str) -> None:
@@ -51,8 +54,13 @@ class TableRows:
                 part.validate(full=True)
                 rows = part.to_pylist()
             except (pyarrow.ArrowException, ValueError, OverflowError) as error:
-                raise DataError(f"{self.where(index)}: cannot be read as arrow: {one_line(error)}") from error
-            self._block = number, [{name: without_nulls(value) for name, value in row.items()} for row in rows]
+                raise DataError(
+                    f"{self.where(index)}: cannot be read as arrow: {one_line(error)}"
+                ) from error
+            self._block = (
+                number,
+                [{name: without_nulls(value) for name, value in row.items()} for row in rows],
+            )
         return self._block[1][place]
 
     def where(self, index: int) -> str:
@@ -60,7 +68,9 @@ class TableRows:
 
 
 def parquet_to_arrow(path: Path, name: str, folder: Path) -> None:
-    """Writes the rows of a Parquet file as an Arrow file, `data`, which any row can be read from at once."""
+    """Writes the rows of a Parquet file as an Arrow file, `data`, which any row can be read from at
+    once.
+    """
     try:
         parquet = pyarrow.parquet.ParquetFile(path, memory_map=False)
         check_names(parquet.schema_arrow.names, name)
@@ -80,10 +90,14 @@ def open_saved(path: Path, name: str, split: str) -> RawRows:
     try:
         loaded = datasets.load_from_disk(str(path))
     except Exception as error:  # whatever a damaged file makes of its reader
-        raise DataError(f"{name}: cannot be read as a saved dataset: {one_line(error.__cause__ or error)}") from error
+        raise DataError(
+            f"{name}: cannot be read as a saved dataset: {one_line(error.__cause__ or error)}"
+        ) from error
     if isinstance(loaded, datasets.DatasetDict):
         if split not in loaded:
-            raise ConfigError(f"dataset.split={split} is not in {path}, which has {', '.join(loaded)}.")
+            raise ConfigError(
+                f"dataset.split={split} is not in {path}, which has {', '.join(loaded)}."
+            )
         loaded = loaded[split]
     return DatasetRows(loaded, name)
 
@@ -92,7 +106,9 @@ class DatasetRows(RowList):
     """Rows of a `datasets.Dataset`, without the nulls that Arrow fills in."""
 
     def __getitem__(self, index: int) -> RawRow:
-        return {column: without_nulls(value) for column, value in super().__getitem__(index).items()}
+        return {
+            column: without_nulls(value) for column, value in super().__getitem__(index).items()
+        }
 
 
 def without_nulls(value: Any) -> Any:

@@ -1,19 +1,21 @@
-"""Documents of any kind to renderings: text to tokenize and the stretches of it that are trained on.
+"""Documents of any kind to renderings: text to tokenize and the stretches of it that are trained
+on.
 
-Chats become text by whatever template the tokenizer brings. A template with `{% generation %}` markers says itself what
-an assistant wrote. For the others (most stock templates) growing prefixes of the chat are rendered, and an assistant
-turn is what its rendering adds to the prompt before it:
+Chats become text by whatever template the tokenizer brings. A template with `{% generation %}`
+markers says itself what an assistant wrote. For the others (most stock templates) growing prefixes
+of the chat are rendered, and an assistant turn is what its rendering adds to the prompt before it:
 
     render(messages[:i], generation prompt)   <|user|>Hi<|end|><|assistant|>
     render(messages[:i + 1])                  <|user|>Hi<|end|><|assistant|>Hello<|end|>
                                                                             ^^^^^^^^^^^^ turn i
 
-That only holds where each rendering is a prefix of the whole one, which is verified. Templates that rewrite earlier
-turns (reasoning left out of the history, a system prompt that moves to the last question) fail it; such a chat
-becomes one rendering for each trained turn, each as the model would meet it.
+That only holds where each rendering is a prefix of the whole one, which is verified. Templates that
+rewrite earlier turns (reasoning left out of the history, a system prompt that moves to the last
+question) fail it; such a chat becomes one rendering for each trained turn, each as the model would
+meet it.
 
-One call of the fast tokenizer makes token ids of many renderings, and the mask of what is trained on. A token is
-trained on when it holds a character of a trained span, by the tokenizer's offsets.
+One call of the fast tokenizer makes token ids of many renderings, and the mask of what is trained
+on. A token is trained on when it holds a character of a trained span, by the tokenizer's offsets.
 """
 
 from __future__ import annotations
@@ -38,20 +40,31 @@ from automodel_lite.thd import CHOSEN, IGNORE_INDEX, REJECTED
 
 Span = tuple[int, int]
 
-# End-of-turn tokens of other turns than a plain answer: Llama-3 tool calls, gpt-oss, Gemma-4, Cohere.
-OTHER_END_TOKENS = ("<|eom_id|>", "<|call|>", "<|end|>", "<|return|>", "<|im_end|>", "<|eot_id|>", "<end_of_turn>")
+# End-of-turn tokens of other turns than a plain answer: Llama-3 tool calls, gpt-oss, Gemma-4,
+# Cohere.
+OTHER_END_TOKENS = (
+    "<|eom_id|>",
+    "<|call|>",
+    "<|end|>",
+    "<|return|>",
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<end_of_turn>",
+)
 _MARKER = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
 _MARKS = re.compile("[\ufdd0\ufdd1]")  # code points that Unicode keeps free for such use
 _PROBE = "PROBE"
 _ASSISTANTS = ("assistant", "model")
 _REWRITTEN_ROLES = (*_ASSISTANTS, "tool", "ipython")  # templates take thoughts out, or write JSON
-REASONING = re.compile(r".*(reason|think|thought|rationale|scratchpad).*|cot|analysis")  # keys of a turn's thoughts
+# keys of a turn's thoughts
+REASONING = re.compile(r".*(reason|think|thought|rationale|scratchpad).*|cot|analysis")
 _TURN_KEYS = frozenset(("role", "content", "tool_calls", "tool_call_id", "weight"))
 
 
 @dataclass(frozen=True)
 class Rendering:
-    """Text to tokenize as it is (no special tokens are added) and the character spans that are trained on.
+    """Text to tokenize as it is (no special tokens are added) and the character spans that are
+    trained on.
 
     answer  of a preference pair: CHOSEN or REJECTED; 0 without
     """
@@ -62,44 +75,69 @@ class Rendering:
 
 
 class ChatRenderer:
-    """Renders chats with a tokenizer's template; `template_kwargs` are more variables, `{"enable_thinking": False}`.
+    """Renders chats with a tokenizer's template; `template_kwargs` are more variables,
+    `{"enable_thinking": False}`.
 
-    Raises ConfigError: a template whose assistant turns end without a special token, after which no model could learn
-    to stop.
+    Raises ConfigError: a template whose assistant turns end without a special token, after which no
+    model could learn to stop.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerFast, train_on: str, template_kwargs: dict[str, Any] | None = None
+        self,
+        tokenizer: PreTrainedTokenizerFast,
+        train_on: str,
+        template_kwargs: dict[str, Any] | None = None,
     ):
         self._train_on = train_on
         self._template_kwargs = {**tokenizer.special_tokens_map, **(template_kwargs or {})}
         plain = (tokenizer.get_chat_template(), tokenizer.get_chat_template(tools=[{}]))
-        # `{%- generation -%}` as a character that the rendering then holds, white space control kept: a quarter faster
-        # than the tracker of transformers, which measures all the text so far at each marker.
+        # `{%- generation -%}` as a character that the rendering then holds, white space control
+        # kept: a quarter faster than the tracker of transformers, which measures all the text so
+        # far at each marker.
         marked = [
-            _MARKER.sub(lambda m: f"{{%{m[1]} if true %}}{chr(0xFDD1 if m[2] else 0xFDD0)}{{% endif {m[3]}%}}", one)
+            _MARKER.sub(
+                lambda m: (
+                    f"{{%{m[1]} if true %}}{chr(0xFDD1 if m[2] else 0xFDD0)}{{% endif {m[3]}%}}"
+                ),
+                one,
+            )
             for one in plain
         ]
-        # (template, the same with marks; None where it has no markers), by whether the chat has tools
-        self._templates = [(one, other if other != one else None) for one, other in zip(plain, marked)]
-        self.stop_tokens = self._probe_stop_tokens({token.content for token in tokenizer.added_tokens_decoder.values()})
+        # (template, the same with marks; None where it has no markers), by whether the chat has
+        # tools
+        self._templates = [
+            (one, other if other != one else None) for one, other in zip(plain, marked)
+        ]
+        self.stop_tokens = self._probe_stop_tokens(
+            {token.content for token in tokenizer.added_tokens_decoder.values()}
+        )
 
-    def renderings(self, messages: Sequence[Message], tools: list[Any] | None = None) -> list[Rendering]:
-        """Returns the renderings of one chat: one, or one a trained turn when the template rewrites earlier turns.
+    def renderings(
+        self, messages: Sequence[Message], tools: list[Any] | None = None
+    ) -> list[Rendering]:
+        """Returns the renderings of one chat: one, or one a trained turn when the template rewrites
+        earlier turns.
 
-        Raises DataError: no assistant turn, or the template refuses the chat or leaves a part of it out.
+        Raises DataError: no assistant turn, or the template refuses the chat or leaves a part of it
+        out.
         """
         messages = list(messages)
         calls = [place for place, message in enumerate(messages) if message.get("tool_calls")]
         if calls and self._arguments_type is None:
             raise DataError(
-                f"message {calls[0]} calls a tool, but the chat template does not render tool calls, so the turn would "
-                "be trained on as if it were empty: use a template that renders them, "
-                "tokenizer.chat_template=template.jinja."
+                f"message {calls[0]} calls a tool, but the chat template does not render tool "
+                "calls, so the turn would be trained on as if it were empty: use a template that "
+                "renders them, tokenizer.chat_template=template.jinja."
             )
         for place in calls if calls and self._arguments_type is str else ():
             written = [
-                {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+                {
+                    **call,
+                    "function": {
+                        **call["function"],
+                        "arguments": json.dumps(call["function"]["arguments"]),
+                    },
+                }
                 for call in messages[place]["tool_calls"]
             ]
             messages[place] = {**messages[place], "tool_calls": written}
@@ -111,34 +149,51 @@ class ChatRenderer:
             whole = self._marked(self._render(tools, marked, messages), messages, turns)
         whole = whole or self._whole(render, messages, turns)
         # A turn whose thoughts are missing may have lost them as history: alone it is the last one.
-        if whole is None or (self._train_on != "all" and any(_lost(messages[turn], whole.text) for turn in turns)):
-            renderings = [self._rendering_of_last_turn(render, messages[: turn + 1]) for turn in turns]
+        if whole is None or (
+            self._train_on != "all" and any(_lost(messages[turn], whole.text) for turn in turns)
+        ):
+            renderings = [
+                self._rendering_of_last_turn(render, messages[: turn + 1]) for turn in turns
+            ]
         else:
             renderings = [whole]
         of_turn = renderings if whole is None or len(renderings) > 1 else renderings * len(turns)
         for turn, rendering in zip(turns, of_turn):
             if part := _lost(messages[turn], rendering.text):
                 raise DataError(
-                    f"message {turn} has {part} that the chat template does not write, so the turn would be trained on "
-                    "without: use a template that writes it, tokenizer.chat_template=template.jinja, or remove it."
+                    f"message {turn} has {part} that the chat template does not write, so the turn "
+                    "would be trained on without: use a template that writes it, "
+                    "tokenizer.chat_template=template.jinja, or remove it."
                 )
-        names = [tool.get("function", tool).get("name") for tool in tools or [] if isinstance(tool, dict)]
+        names = [
+            tool.get("function", tool).get("name") for tool in tools or [] if isinstance(tool, dict)
+        ]
         if renderings and any(name and str(name) not in renderings[0].text for name in names):
             raise DataError(
-                "has tools that the chat template does not write, so calls would be learned of tools that the model "
-                "cannot see: use a template that writes them, tokenizer.chat_template=template.jinja."
+                "has tools that the chat template does not write, so calls would be learned of "
+                "tools that the model cannot see: use a template that writes them, "
+                "tokenizer.chat_template=template.jinja."
             )
         return renderings
 
-    def _whole(self, render: Callable[..., str], messages: list[Message], turns: list[int]) -> Rendering | None:
-        """Renders the whole chat; None when the template rewrites earlier turns, so that none of it is a prefix."""
+    def _whole(
+        self, render: Callable[..., str], messages: list[Message], turns: list[int]
+    ) -> Rendering | None:
+        """Renders the whole chat; None when the template rewrites earlier turns, so that none of it
+        is a prefix.
+        """
         text = render(messages)
         _check_whole(messages, text)
-        if self._train_on == "all":  # what follows the last stop token (a line break, in half of the families) is none
+        # what follows the last stop token (a line break, in half of the families) is none
+        if self._train_on == "all":
             stops = [text.rfind(token) + len(token) for token in self.stop_tokens if token in text]
             end = max(stops, default=len(text))
             return Rendering(text, ((0, len(text) if text[end:].strip() else end),))
-        spans = [span for span in (self._span(render, messages, text, turn) for turn in turns) if span is not None]
+        spans = [
+            span
+            for span in (self._span(render, messages, text, turn) for turn in turns)
+            if span is not None
+        ]
         return Rendering(text, tuple(spans)) if len(spans) == len(turns) else None
 
     def _trained_turns(self, messages: list[Message]) -> list[int]:
@@ -149,25 +204,37 @@ class ChatRenderer:
         if self._train_on == "last_assistant":
             turns = turns[-1:]
         if self._train_on == "completion":
-            users = [index for index, message in enumerate(messages[: turns[-1]]) if message["role"] == "user"]
+            users = [
+                index
+                for index, message in enumerate(messages[: turns[-1]])
+                if message["role"] == "user"
+            ]
             turns = [turn for turn in turns if turn > max(users, default=-1)]
         return [turn for turn in turns if messages[turn].get("weight", 1) != 0]
 
     @cached_property
     def _arguments_type(self) -> type | None:
-        """How the template takes a tool call's arguments: dict, str (DeepSeek), or None where it writes no calls."""
+        """How the template takes a tool call's arguments: dict, str (DeepSeek), or None where it
+        writes no calls.
+        """
         arguments: Any
         for arguments in ({}, "{}"):
             call = {"type": "function", "function": {"name": _PROBE, "arguments": arguments}}
             asked: list[Message] = [{"role": "user", "content": "Hi"}]
             asked.append({"role": "assistant", "content": "", "tool_calls": [call]})
             try:
-                return type(arguments) if _PROBE in self._render(None, self._templates[0][0], asked) else None
+                return (
+                    type(arguments)
+                    if _PROBE in self._render(None, self._templates[0][0], asked)
+                    else None
+                )
             except DataError:
                 continue
         return dict  # of a template that asks for more than a name: it knows calls
 
-    def _render(self, tools: list[Any] | None, template: str, messages: list[Message], prompt: bool = False) -> str:
+    def _render(
+        self, tools: list[Any] | None, template: str, messages: list[Message], prompt: bool = False
+    ) -> str:
         try:
             texts, _ = render_jinja_template(  # type: ignore[str-unpack]
                 conversations=[messages],
@@ -181,9 +248,13 @@ class ChatRenderer:
         return texts[0]
 
     def _marked(self, marked: str, messages: list[Message], turns: list[int]) -> Rendering | None:
-        """Takes the spans from the template's own markers; None when they do not mark each assistant turn once."""
+        """Takes the spans from the template's own markers; None when they do not mark each
+        assistant turn once.
+        """
         parts = _MARKS.split(marked)
-        assistants = [place for place, message in enumerate(messages) if message["role"] in _ASSISTANTS]
+        assistants = [
+            place for place, message in enumerate(messages) if message["role"] in _ASSISTANTS
+        ]
         if len(parts) != 2 * len(assistants) + 1:
             return None
         text = "".join(parts)
@@ -195,13 +266,19 @@ class ChatRenderer:
             trimmed = len(text[:end].rstrip())
             if text[:trimmed].endswith(self.stop_tokens):
                 end = trimmed
-            elif stop := next((token for token in self.stop_tokens if rest.startswith(token)), None):
+            elif stop := next(
+                (token for token in self.stop_tokens if rest.startswith(token)), None
+            ):
                 end = len(text) - len(rest) + len(stop)
             spans.append((edges[part], end))
         return Rendering(text, tuple(spans))
 
-    def _span(self, render: Callable[..., str], messages: list[Message], text: str, turn: int) -> Span | None:
-        """Where turn `turn` lies in `text`; None where the template writes the history otherwise."""
+    def _span(
+        self, render: Callable[..., str], messages: list[Message], text: str, turn: int
+    ) -> Span | None:
+        """Where turn `turn` lies in `text`; None where the template writes the history
+        otherwise.
+        """
         is_last = turn == len(messages) - 1
         after = text if is_last else render(messages[: turn + 1])
         if not is_last and not text.startswith(after.rstrip()):
@@ -209,42 +286,57 @@ class ChatRenderer:
         start = 0
         if before := messages[:turn]:
             prompt = render(before, prompt=True)
-            # They part early where the prompt opens with `<think>` and the turn has none: the turn begins there.
+            # They part early where the prompt opens with `<think>` and the turn has none: the turn
+            # begins there.
             start = _common_prefix(prompt, text)
             if start < len(prompt) and not text.startswith(render(before)):
                 return None
-        stops = [after.rfind(token, start) + len(token) for token in self.stop_tokens if token in after[start:]]
+        stops = [
+            after.rfind(token, start) + len(token)
+            for token in self.stop_tokens
+            if token in after[start:]
+        ]
         return start, min(len(text), max(stops, default=len(after)))
 
-    def _rendering_of_last_turn(self, render: Callable[..., str], messages: list[Message]) -> Rendering:
+    def _rendering_of_last_turn(
+        self, render: Callable[..., str], messages: list[Message]
+    ) -> Rendering:
         text = render(messages)
         span = self._span(render, messages, text, len(messages) - 1)
         if span is None:
             prompt = render(messages[:-1], prompt=True)
             place = _common_prefix(prompt, text)
             raise DataError(
-                f"message {len(messages) - 1}: the chat template changes the prompt once the answer follows (from "
-                f"{prompt[place : place + 40]!r} to {text[place : place + 40]!r}): use a template with "
-                "{% generation %} markers"
+                f"message {len(messages) - 1}: the chat template changes the prompt once the "
+                f"answer follows (from {prompt[place : place + 40]!r} to "
+                f"{text[place : place + 40]!r}): use a template with {{% generation %}} markers"
             )
         return Rendering(text, (span,))
 
     def _probe_stop_tokens(self, specials: set[str]) -> tuple[str, ...]:
-        """The special token that follows the content of a last answer, then the other end tokens that there are."""
+        """The special token that follows the content of a last answer, then the other end tokens
+        that there are.
+        """
         question = [{"role": "user", "content": _PROBE}, {"role": "assistant", "content": _PROBE}]
         text = self._render(None, self._templates[0][0], question)
         tail = text[text.rfind(_PROBE) + len(_PROBE) :]
-        found = sorted((tail.find(token), -len(token), token) for token in specials if token in tail)
+        found = sorted(
+            (tail.find(token), -len(token), token) for token in specials if token in tail
+        )
         if not found:
             raise ConfigError(
-                f"the chat template ends an assistant turn with {tail!r}, without a special token, so the model would "
-                "never learn to stop: put {{ eos_token }} there, or set tokenizer.chat_template."
+                f"the chat template ends an assistant turn with {tail!r}, without a special token, "
+                f"so the model would never learn to stop: put {{{{ eos_token }}}} there, or set "
+                "tokenizer.chat_template."
             )
         place, _, stop = found[0]
-        # Cohere closes its response and then the turn: of tokens that touch, the last one ends the turn.
+        # Cohere closes its response and then the turn: of tokens that touch, the last one ends the
+        # turn.
         while follower := next((t for at, _, t in found if at == place + len(stop)), None):
             place, stop = place + len(stop), follower
-        return tuple(dict.fromkeys([stop, *(token for token in OTHER_END_TOKENS if token in specials)]))
+        return tuple(
+            dict.fromkeys([stop, *(token for token in OTHER_END_TOKENS if token in specials)])
+        )
 
 
 def _check_whole(messages: Sequence[Message], text: str) -> None:
@@ -252,13 +344,16 @@ def _check_whole(messages: Sequence[Message], text: str) -> None:
     for place, message in enumerate(messages):
         if message["role"] not in _REWRITTEN_ROLES and message["content"].strip() not in text:
             raise DataError(
-                f"message {place} (role {message['role']}) is omitted by the chat template: use a template that "
-                "supports the role, tokenizer.chat_template=template.jinja, or remove such messages."
+                f"message {place} (role {message['role']}) is omitted by the chat template: use a "
+                "template that supports the role, tokenizer.chat_template=template.jinja, or "
+                "remove such messages."
             )
 
 
 def _lost(message: Message, text: str) -> str:
-    """Returns the key of a part of a trained turn that is not in its text: its thoughts, or words beside a call."""
+    """Returns the key of a part of a trained turn that is not in its text: its thoughts, or words
+    beside a call.
+    """
     for key, thought in message.items():
         if REASONING.fullmatch(key) and isinstance(thought, str) and thought.strip() not in text:
             return key
@@ -268,33 +363,47 @@ def _lost(message: Message, text: str) -> str:
 
 def _common_prefix(left: str, right: str) -> int:
     """Returns the number of characters that the two texts have in common at the start."""
-    return next((place for place, (a, b) in enumerate(zip(left, right)) if a != b), min(len(left), len(right)))
+    return next(
+        (place for place, (a, b) in enumerate(zip(left, right)) if a != b),
+        min(len(left), len(right)),
+    )
 
 
 class Renderer:
     """Renders normalized documents.
 
-    Chats go through the chat template. A prompt and its completion do too, as a user's and an assistant's turn, when
-    the tokenizer has a template; without one they become `prompt completion <eos>`, with a line break between them
-    where neither brings white space. Plain text becomes `<bos> text <eos>`, the BOS only for tokenizers that add one.
+    Chats go through the chat template. A prompt and its completion do too, as a user's and an
+    assistant's turn, when the tokenizer has a template; without one they become
+    `prompt completion <eos>`, with a line break between them where neither brings white space.
+    Plain text becomes `<bos> text <eos>`, the BOS only for tokenizers that add one.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, train_on: str, template_kwargs: dict[str, Any]):
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerFast, train_on: str, template_kwargs: dict[str, Any]
+    ):
         self._train_on = train_on
         has_template = tokenizer.chat_template is not None
         self._chat = ChatRenderer(tokenizer, train_on, template_kwargs) if has_template else None
         self._tokenizer = tokenizer
-        adds_bos = tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
-        self._bos, self._eos = str(tokenizer.bos_token) if adds_bos else "", str(tokenizer.eos_token or "")
-        specials = sorted((t.content for t in tokenizer.added_tokens_decoder.values() if t.special), reverse=True)
+        adds_bos = tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][:1] == [
+            tokenizer.bos_token_id
+        ]
+        self._bos, self._eos = (
+            str(tokenizer.bos_token) if adds_bos else "",
+            str(tokenizer.eos_token or ""),
+        )
+        specials = sorted(
+            (t.content for t in tokenizer.added_tokens_decoder.values() if t.special), reverse=True
+        )
         self._special = re.compile("|".join(map(re.escape, specials))) if specials else None
         stop_tokens = [*self._chat.stop_tokens] if self._chat is not None else []
         stop_tokens += [self._eos] if self._eos else []
         self.stop_ids = frozenset(tokenizer.get_vocab()[token] for token in stop_tokens)
 
     def remarks(self, document: Document, renderings: Sequence[Rendering]) -> tuple[str, list[str]]:
-        """Returns a special token that stands in the text of a document, where it becomes a real one, or nothing; and
-        columns of its row, and texts of its turns by their keys, that no rendering holds.
+        """Returns a special token that stands in the text of a document, where it becomes a real
+        one, or nothing; and columns of its row, and texts of its turns by their keys, that no
+        rendering holds.
         """
         turns, unused = document.get("messages", ()), list(document.get(UNUSED, ()))
         said = [message["content"] for message in turns if message["role"] not in _ASSISTANTS]
@@ -303,32 +412,41 @@ class Renderer:
         for message in turns:
             for key in message.keys() - _TURN_KEYS:
                 value = message[key]
-                if isinstance(value, str) and not any(value.strip() in rendering.text for rendering in renderings):
+                if isinstance(value, str) and not any(
+                    value.strip() in rendering.text for rendering in renderings
+                ):
                     unused.append(f"{key} of a turn")
         return next((match[0] for match in found if match), ""), unused
 
     def renderings(self, document: Document) -> list[Rendering]:
-        """The renderings of one document; more than one for a chat whose template rewrites earlier turns, two for a
-        preference pair.
+        """The renderings of one document; more than one for a chat whose template rewrites earlier
+        turns, two for a preference pair.
 
         Raises DataError: the document cannot be rendered (says why, not where).
         """
         if "chosen" in document:
             if self._train_on == "all":
-                raise ConfigError("tokenize.train_on=all would prefer prompts too: set tokenize.train_on=assistant.")
+                raise ConfigError(
+                    "tokenize.train_on=all would prefer prompts too: set "
+                    "tokenize.train_on=assistant."
+                )
             chosen, rejected = (self.renderings(document[name]) for name in ("chosen", "rejected"))
             if len(chosen) > 1 or len(rejected) > 1:
                 raise DataError(
-                    "answers of several turns are rewritten by the chat template: end a pair with one answer."
+                    "answers of several turns are rewritten by the chat template: end a pair with "
+                    "one answer."
                 )
             return [replace(chosen[0], answer=CHOSEN), replace(rejected[0], answer=REJECTED)]
         if "documents" in document:  # several answers to one prompt
-            return [rendering for one in document["documents"] for rendering in self.renderings(one)]
+            return [
+                rendering for one in document["documents"] for rendering in self.renderings(one)
+            ]
         if "messages" in document:
             if self._chat is None:
                 raise ConfigError(
-                    f"the data are chats, and the tokenizer {self._tokenizer.name_or_path} has no chat template: set "
-                    "tokenizer.chat_template=template.jinja, or tokenizer.path to a chat model's tokenizer."
+                    f"the data are chats, and the tokenizer {self._tokenizer.name_or_path} has no "
+                    "chat template: set tokenizer.chat_template=template.jinja, or tokenizer.path "
+                    "to a chat model's tokenizer."
                 )
             renderings = self._chat.renderings(document["messages"], document.get("tools"))
         elif "completion" in document:
@@ -338,15 +456,23 @@ class Renderer:
         else:
             whole = text.join(self._framed(text, text))
             renderings = [Rendering(whole, ((0, len(whole)),))]
-        for rendering in renderings:  # roles, names and tools are in it too; the tokenizer's own error is a TypeError
+        # roles, names and tools are in it too; the tokenizer's own error is a TypeError
+        for rendering in renderings:
             sound_text(rendering.text, "the text to tokenize")
         return renderings
 
     def _prompt_completion(self, document: Document) -> Rendering:
         prompt, completion = document["prompt"], document["completion"]
         if self._chat is not None:
-            system = [{"role": "system", "content": document["system"]}] if document.get("system") else []
-            user, assistant = {"role": "user", "content": prompt}, {"role": "assistant", "content": completion}
+            system = (
+                [{"role": "system", "content": document["system"]}]
+                if document.get("system")
+                else []
+            )
+            user, assistant = (
+                {"role": "user", "content": prompt},
+                {"role": "assistant", "content": completion},
+            )
             return self._chat.renderings([*system, user, assistant])[0]
         if document.get("system"):
             prompt = f"{document['system']}\n{prompt}"
@@ -357,17 +483,23 @@ class Renderer:
         return Rendering(text, ((0 if self._train_on == "all" else len(before), len(text)),))
 
     def _framed(self, first: str, last: str) -> tuple[str, str]:
-        """Returns what stands before a text that begins with `first`, and behind one that ends with `last`."""
+        """Returns what stands before a text that begins with `first`, and behind one that ends with
+        `last`.
+        """
         if not self._eos:
-            raise ConfigError("the tokenizer has no eos_token, so a model would never learn to stop: set one.")
+            raise ConfigError(
+                "the tokenizer has no eos_token, so a model would never learn to stop: set one."
+            )
         has_bos, has_eos = bool(self._bos) and first.startswith(self._bos), last.endswith(self._eos)
         return "" if has_bos else self._bos, "" if has_eos else self._eos
 
 
 class Encoder:
-    """Tokenizes renderings as they are; no special tokens are added: a template has brought its own.
+    """Tokenizes renderings as they are; no special tokens are added: a template has brought its
+    own.
 
-    Works on a copy of the tokenizer's Rust part, without the truncation and padding that some hub tokenizers save.
+    Works on a copy of the tokenizer's Rust part, without the truncation and padding that some hub
+    tokenizers save.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast):
@@ -376,8 +508,12 @@ class Encoder:
         self.backend.no_padding()
 
     def encode(self, renderings: Sequence[Rendering]) -> tuple[dict[str, np.ndarray], np.ndarray]:
-        """Returns the columns of the renderings end to end, [total] each, and the length of each, int64 [N]."""
-        encodings = self.backend.encode_batch([rendering.text for rendering in renderings], add_special_tokens=False)
+        """Returns the columns of the renderings end to end, [total] each, and the length of each,
+        int64 [N].
+        """
+        encodings = self.backend.encode_batch(
+            [rendering.text for rendering in renderings], add_special_tokens=False
+        )
         lengths = np.fromiter(map(len, encodings), np.int64, len(encodings))
         input_ids = np.empty(lengths.sum(), np.int32)
         trained = np.zeros(len(input_ids), bool)
@@ -398,8 +534,9 @@ class Encoder:
 def token_span(encoding: Encoding, span: Span, num_chars: int) -> tuple[int, int]:
     """Returns the tokens [first, last) that hold at least one character of `span`.
 
-    `char_to_token` answers in Rust; it does not know characters that no token holds (a leading space that the
-    tokenizer trims off the offsets, text that a normalizer drops), for which all offsets are looked at.
+    `char_to_token` answers in Rust; it does not know characters that no token holds (a leading
+    space that the tokenizer trims off the offsets, text that a normalizer drops), for which all
+    offsets are looked at.
     """
     start, stop = span
     if start >= stop:
@@ -408,7 +545,9 @@ def token_span(encoding: Encoding, span: Span, num_chars: int) -> tuple[int, int
     last = len(encoding) if stop >= num_chars else encoding.char_to_token(stop)
     if first is None or last is None:
         offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
-        holding = np.flatnonzero((offsets[:, 1] > start) & (offsets[:, 0] < stop) & (offsets[:, 1] > offsets[:, 0]))
+        holding = np.flatnonzero(
+            (offsets[:, 1] > start) & (offsets[:, 0] < stop) & (offsets[:, 1] > offsets[:, 0])
+        )
         return (int(holding[0]), int(holding[-1]) + 1) if len(holding) else (0, 0)
     if stop < num_chars:
         chars = encoding.token_to_chars(last)

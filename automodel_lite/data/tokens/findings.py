@@ -1,4 +1,6 @@
-"""What is wrong with a set of documents is found before it is written: counted row by row, judged at its end."""
+"""What is wrong with a set of documents is found before it is written: counted row by row, judged
+at its end.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ Example = tuple[list[int], list[int]]
 
 @dataclass(frozen=True)
 class Findings:
-    """What was found in some documents: counts, and the first example of each fault. The sum is that of all of them."""
+    """What was found in some documents: counts, and the first example of each fault. The sum is
+    that of all of them.
+    """
 
     counts: RowCounts = field(default_factory=RowCounts)
     num_fully_trained: int = 0
@@ -33,7 +37,8 @@ class Findings:
     unstopped: Example | None = None
     first_error: str = ""
     first_special: str = ""  # place and token
-    unused: dict[str, str] = field(default_factory=dict)  # column, or key of a turn -> place of the first one
+    # column, or key of a turn -> place of the first one
+    unused: dict[str, str] = field(default_factory=dict)
 
     def __add__(self, other: Findings) -> Findings:
         """Adds what is counted; of examples, the first one stays."""
@@ -62,7 +67,8 @@ def check_rows(
     found: Findings,
     groups: np.ndarray | None = None,
 ) -> Chunk:
-    """Leaves out rows without a label; counts those where all is trained on, or that train no stop token last.
+    """Leaves out rows without a label; counts those where all is trained on, or that train no stop
+    token last.
 
     num_rows: of each document that was read; found: in the reading of these documents.
     """
@@ -110,14 +116,19 @@ def check_rows(
 
 
 def check_set(
-    name: str, kind: str, found: Findings, settings: TokenizeConfig, tokenizer: PreTrainedTokenizerBase
+    name: str,
+    kind: str,
+    found: Findings,
+    settings: TokenizeConfig,
+    tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     """Stops when too much of a set cannot be trained on.
 
-    kind: of the documents, see `Documents`; text is meant to be trained on whole, and what ends given token ids is
-    their maker's choice.
+    kind: of the documents, see `Documents`; text is meant to be trained on whole, and what ends
+    given token ids is their maker's choice.
 
-    Raises DataError: too many unusable documents, no row, everything trained on, or no trained stop token.
+    Raises DataError: too many unusable documents, no row, everything trained on, or no trained stop
+    token.
     """
 
     def shown(row: Example | None) -> str:
@@ -128,10 +139,14 @@ def check_set(
     counts, allowed = found.counts, settings.max_bad_frac * found.counts.num_documents
     if not counts.num_documents:
         raise DataError(f"{name}: there is no document in it.")
-    if counts.num_rows == 0 or counts.num_bad + counts.num_empty + counts.num_fully_masked > allowed:
+    if (
+        counts.num_rows == 0
+        or counts.num_bad + counts.num_empty + counts.num_fully_masked > allowed
+    ):
         raise DataError(
-            f"{name}: {counts.num_documents:,} documents: {counts.num_bad:,} bad, {counts.num_empty:,} empty, "
-            f"{counts.num_fully_masked:,} with nothing trained on (train_on={settings.train_on}); "
+            f"{name}: {counts.num_documents:,} documents: {counts.num_bad:,} bad, "
+            f"{counts.num_empty:,} empty, {counts.num_fully_masked:,} with nothing trained on "
+            f"(train_on={settings.train_on}); "
             + (
                 f"max_bad_frac={settings.max_bad_frac} allows {int(allowed):,}."
                 if counts.num_rows
@@ -142,24 +157,32 @@ def check_set(
         )
     if found.num_fully_trained == counts.num_rows and kind != "text" and settings.train_on != "all":
         raise DataError(
-            f"{name}: every token of all {counts.num_rows:,} rows is trained on, including the questions; only "
-            f"train_on=all should do that, train_on={settings.train_on} does not. {shown(found.first_row)}"
+            f"{name}: every token of all {counts.num_rows:,} rows is trained on, including the "
+            f"questions; only train_on=all should do that, train_on={settings.train_on} does not. "
+            f"{shown(found.first_row)}"
         )
     if kind != "tokens" and found.num_unstopped > MAX_UNSTOPPED_FRAC * counts.num_rows:
         raise DataError(
-            f"{name}: {found.num_unstopped:,} of {counts.num_rows:,} rows do not end on a trained stop token, so "
-            f"the model would not learn to stop: fix the chat template. {shown(found.unstopped)}"
+            f"{name}: {found.num_unstopped:,} of {counts.num_rows:,} rows do not end on a trained "
+            "stop token, so the model would not learn to stop: fix the chat template. "
+            f"{shown(found.unstopped)}"
         )
 
 
 def mark_trained(
-    tokenizer: PreTrainedTokenizerBase, input_ids: np.ndarray, labels: np.ndarray, color: bool = False
+    tokenizer: PreTrainedTokenizerBase,
+    input_ids: np.ndarray,
+    labels: np.ndarray,
+    color: bool = False,
 ) -> str:
-    """Returns the decoded document with what is trained on in `⟦ ⟧`, or in green: `<|user|>Hi<|end|>⟦Hello<|end|>⟧`.
+    """Returns the decoded document with what is trained on in `⟦ ⟧`, or in green:
+    `<|user|>Hi<|end|>⟦Hello<|end|>⟧`.
 
     A token is trained on when the position before it has a label.
     """
-    trained = np.concatenate([[False], labels[:-1] != IGNORE_INDEX]) if len(labels) else np.zeros(0, bool)
+    trained = (
+        np.concatenate([[False], labels[:-1] != IGNORE_INDEX]) if len(labels) else np.zeros(0, bool)
+    )
     edges = np.flatnonzero(np.diff(trained)) + 1
     start_mark, end_mark = ("\x1b[32m", "\x1b[0m") if color else ("⟦", "⟧")
     parts = []

@@ -2,10 +2,10 @@
 
 input_ids   a b c d │ e f g │ …        int32 [total]
 labels      b c d _ │ f g _ │ …        int32 [total], the target of each position; _ = -100, no loss
-…           optional columns of `thd.COLUMNS`, [total] or [total, K], where the data bring them; those in runs as
-            {name}_at, int64 [runs], and {name}, the value from there on
-groups      int64 [N], equal for rows that may share their beginning (trees.py), until trees are made of them; -1 of
-            rows that share with none, no array where all do
+…           optional columns of `thd.COLUMNS`, [total] or [total, K], where the data bring them;
+            those in runs as {name}_at, int64 [runs], and {name}, the value from there on
+groups      int64 [N], equal for rows that may share their beginning (trees.py), until trees are
+            made of them; -1 of rows that share with none, no array where all do
 offsets     0         4       7 …      int64 [N + 1]
 lengths     4         3         …      int32 [N]
 """
@@ -58,10 +58,12 @@ class Rows(ABC):
 
     @property
     def flat(self) -> TokenRows:
-        """Returns the flat rows that all tokens stand in; raises ConfigError for rows of several sets."""
+        """Returns the flat rows that all tokens stand in; raises ConfigError for rows of several
+        sets.
+        """
         raise ConfigError(
-            "values per label are computed for one set of documents (dataset=files, toy_chat ...): make one of the "
-            "mixture's sets, or score each alone."
+            "values per label are computed for one set of documents (dataset=files, toy_chat "
+            "...): make one of the mixture's sets, or score each alone."
         )
 
     def with_columns(self, columns: Mapping[str, np.ndarray]) -> Rows:
@@ -71,17 +73,23 @@ class Rows(ABC):
     def has_labels(self, doc_ids: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
         """Returns which pieces of documents have a label, bool [P]."""
         pieces = zip(doc_ids.tolist(), starts.tolist(), stops.tolist())
-        return np.array([(self[i]["labels"][start:stop] != IGNORE_INDEX).any() for i, start, stop in pieces], bool)
+        return np.array(
+            [(self[i]["labels"][start:stop] != IGNORE_INDEX).any() for i, start, stop in pieces],
+            bool,
+        )
 
     def locate(self, doc_ids: np.ndarray) -> tuple[TokenRows, np.ndarray, np.ndarray]:
-        """Flat rows that hold these documents, where each begins in them, and its length; int64 [D] each."""
+        """Flat rows that hold these documents, where each begins in them, and its length; int64 [D]
+        each.
+        """
         rows = flatten(map(self.__getitem__, doc_ids.tolist()))
         return rows, rows.offsets[:-1], rows.lengths
 
 
 @dataclass(frozen=True)
 class Runs:
-    """A column of few changes: values[i] from token at[i] on, up to the next; a slice of it is an array.
+    """A column of few changes: values[i] from token at[i] on, up to the next; a slice of it is an
+    array.
 
     at  int64 [runs], rising from 0
     """
@@ -135,10 +143,25 @@ class TokenRows(Rows):
         sizes = {name: len(values) for name, values in columns.items()}
         if len(set(sizes.values())) > 1 or int(offsets[-1]) > sizes["input_ids"]:
             held = " and ".join(f"{size} {name}" for name, size in sizes.items())
-            raise DataError(f"the rows hold {held} for {int(offsets[-1])} tokens: all must be equal.")
-        if not all(values.flags.c_contiguous for values in columns.values() if isinstance(values, np.ndarray)):
-            raise DataError(f"{' and '.join(columns)} of flat rows must be contiguous: use np.ascontiguousarray.")
-        self.columns, self.offsets, self.folder, self.files, self.groups = columns, offsets, folder, files, groups
+            raise DataError(
+                f"the rows hold {held} for {int(offsets[-1])} tokens: all must be equal."
+            )
+        if not all(
+            values.flags.c_contiguous
+            for values in columns.values()
+            if isinstance(values, np.ndarray)
+        ):
+            raise DataError(
+                f"{' and '.join(columns)} of flat rows must be contiguous: use "
+                "np.ascontiguousarray."
+            )
+        self.columns, self.offsets, self.folder, self.files, self.groups = (
+            columns,
+            offsets,
+            folder,
+            files,
+            groups,
+        )
         self.lengths = np.diff(offsets) if lengths is None else lengths
 
     @cached_property
@@ -147,13 +170,21 @@ class TokenRows(Rows):
         branches = self.columns.get("branches")
         if branches is None:
             return self.lengths
-        # Where rows and branches begin, and how many tokens of their row lie before: the last of them ends the row.
+        # Where rows and branches begin, and how many tokens of their row lie before: the last of
+        # them ends the row.
         begins, depths = (branches if isinstance(branches, Runs) else Runs.of(branches)).positive()
         depths = depths - 1
         order = np.concatenate([self.offsets[:-1], begins]).argsort(kind="stable")
         starts = np.concatenate([self.offsets[:-1], begins])[order]
-        lengths = np.diff(np.append(starts, self.num_tokens)) + np.append(np.zeros(len(self), np.int64), depths)[order]
-        return np.maximum.reduceat(lengths, np.flatnonzero(order < len(self))) if len(self) else lengths
+        lengths = (
+            np.diff(np.append(starts, self.num_tokens))
+            + np.append(np.zeros(len(self), np.int64), depths)[order]
+        )
+        return (
+            np.maximum.reduceat(lengths, np.flatnonzero(order < len(self)))
+            if len(self)
+            else lengths
+        )
 
     @property
     def flat(self) -> TokenRows:
@@ -181,11 +212,17 @@ def load_rows(folder: Path) -> TokenRows:
     """Maps the rows of a folder that `RowsWriter` wrote; nothing is read before it is asked for."""
     paths = {name: folder / f"{name}.bin" for name in STORED if (folder / f"{name}.bin").is_file()}
     arrays: dict[str, Any] = {name: map_array(path, STORED[name]) for name, path in paths.items()}
-    offsets, lengths, groups = arrays.pop("offsets"), arrays.pop("lengths"), arrays.pop("groups", None)
+    offsets, lengths, groups = (
+        arrays.pop("offsets"),
+        arrays.pop("lengths"),
+        arrays.pop("groups", None),
+    )
     for name in [name for name in arrays if name.endswith("_at")]:
         column = name.removesuffix("_at")
         arrays[column] = Runs(arrays.pop(name), arrays[column], int(offsets[-1]))
-    return TokenRows(arrays, offsets, folder, [WholeFile(path) for path in paths.values()], lengths, groups)
+    return TokenRows(
+        arrays, offsets, folder, [WholeFile(path) for path in paths.values()], lengths, groups
+    )
 
 
 def map_array(path: Path, dtype: str) -> np.ndarray:
@@ -205,10 +242,12 @@ def flatten(rows: Iterable[Mapping[str, Any]]) -> TokenRows:
             value = row[name] if name in row else _filled(name, width)
             if len(value) != width:
                 raise DataError(
-                    f"document {number} has {width} input_ids and {len(value)} {name}: they must be of equal length, "
-                    "labels next-token aligned."
+                    f"document {number} has {width} input_ids and {len(value)} {name}: they must "
+                    "be of equal length, labels next-token aligned."
                 )
-            parts[name].append(np.asarray(value, COLUMNS[name].stored if isinstance(value, list) else None))
+            parts[name].append(
+                np.asarray(value, COLUMNS[name].stored if isinstance(value, list) else None)
+            )
         lengths.append(width)
     columns = {name: np.concatenate(arrays) for name, arrays in parts.items()}
     return TokenRows(columns, np.cumsum(lengths))
@@ -219,12 +258,17 @@ def _filled(name: str, num_tokens: int) -> np.ndarray:
     return np.full(num_tokens, COLUMNS[name].padding, COLUMNS[name].stored)
 
 
-def next_token_labels(input_ids: np.ndarray, trained: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Returns labels of documents end to end: the next token where that one is trained on, else -100.
+def next_token_labels(
+    input_ids: np.ndarray, trained: np.ndarray, lengths: np.ndarray
+) -> np.ndarray:
+    """Returns labels of documents end to end: the next token where that one is trained on, else
+    -100.
 
-    input_ids: [total]; trained: bool [total], whether the token is something to learn; lengths: [N].
+    input_ids: [total]; trained: bool [total], whether the token is something to learn; lengths:
+    [N].
 
-    The first token of a document is nobody's target, and the last position has none, so that no target crosses a
+    The first token of a document is nobody's target, and the last position has none, so that no
+    target crosses a
     document: ids `a b c │ d e`, trained `0 1 1 │ 1 1` give `b c _ │ e _`.
     """
     labels = np.full(len(input_ids), IGNORE_INDEX, ID_DTYPE)
@@ -234,7 +278,9 @@ def next_token_labels(input_ids: np.ndarray, trained: np.ndarray, lengths: np.nd
 
 
 class RowsWriter:
-    """Appends chunks of documents to the arrays of a folder; `close` makes them whole. Nothing is kept in memory."""
+    """Appends chunks of documents to the arrays of a folder; `close` makes them whole. Nothing is
+    kept in memory.
+    """
 
     def __init__(self, folder: Path):
         folder.mkdir(parents=True, exist_ok=True)
@@ -242,7 +288,8 @@ class RowsWriter:
         self._files: dict[str, BufferedWriter] = {}
         self._hashes = {name: hashlib.sha256() for name in STORED}
         self._num_tokens = self._num_rows = 0
-        self._last: dict[str, float] = {}  # of columns in runs: the last value, and how many there were
+        # of columns in runs: the last value, and how many there were
+        self._last: dict[str, float] = {}
         self._num_values = dict.fromkeys(COLUMNS, 0)
         for name, column in COLUMNS.items():
             if not column.is_optional:
@@ -250,7 +297,12 @@ class RowsWriter:
         self._write("lengths", np.zeros(0, np.int32))
         self._write("offsets", np.zeros(1, np.int64))
 
-    def append(self, columns: Mapping[str, np.ndarray], lengths: np.ndarray, groups: np.ndarray | None = None) -> None:
+    def append(
+        self,
+        columns: Mapping[str, np.ndarray],
+        lengths: np.ndarray,
+        groups: np.ndarray | None = None,
+    ) -> None:
         """Adds documents that lie end to end in each of `columns` [sum(lengths)]."""
         num_tokens = int(lengths.sum(dtype=np.int64))
         for name in [name for name in COLUMNS if name in columns or name in self._files]:
@@ -288,14 +340,20 @@ class RowsWriter:
         for file in self._files.values():
             file.close()
         whole = self._hashes["offsets"]
-        for name in [name for name in STORED if name in self._files and name not in ("lengths", "offsets", "groups")]:
+        for name in [
+            name
+            for name in STORED
+            if name in self._files and name not in ("lengths", "offsets", "groups")
+        ]:
             whole.update(self._hashes[name].digest())
         (self._folder / CONTENT_HASH).write_text(whole.hexdigest())
 
 
 @dataclass(frozen=True)
 class RowCounts:
-    """What became of the documents of one set; one that gave no row is in one of the last three counts."""
+    """What became of the documents of one set; one that gave no row is in one of the last three
+    counts.
+    """
 
     num_documents: int = 0
     num_rows: int = 0
@@ -310,16 +368,23 @@ class RowCounts:
     num_with_special_tokens: int = 0  # in their own text
 
     def __add__(self, other: RowCounts) -> RowCounts:
-        return RowCounts(**{name: value + asdict(other)[name] for name, value in asdict(self).items()})
+        return RowCounts(
+            **{name: value + asdict(other)[name] for name, value in asdict(self).items()}
+        )
 
     def __str__(self) -> str:
         """`2,000 documents → 1,998 rows, 151,022 tokens, 45% trained on, 2 bad skipped`."""
-        parts = [f"{self.num_documents:,} documents → {self.num_rows:,} rows", f"{self.num_tokens:,} tokens"]
+        parts = [
+            f"{self.num_documents:,} documents → {self.num_rows:,} rows",
+            f"{self.num_tokens:,} tokens",
+        ]
         if self.num_tokens:
             parts.append(f"{self.num_label_tokens / self.num_tokens:.0%} trained on")
         if self.num_trees:
             frac = self.num_saved_tokens / self.num_tokens
-            parts.append(f"{self.num_trees:,} trees of rows that begin alike save {frac:.0%} of the tokens")
+            parts.append(
+                f"{self.num_trees:,} trees of rows that begin alike save {frac:.0%} of the tokens"
+            )
         notes = {
             "bad skipped": self.num_bad,
             "empty dropped": self.num_empty,
@@ -332,24 +397,32 @@ class RowCounts:
 
 @dataclass(frozen=True)
 class TokenizedData:
-    """Rows of a dataset: `train`, `val` by name, their `counts` (`"train"`, `"val/<name>"`), and notes to print."""
+    """Rows of a dataset: `train`, `val` by name, their `counts` (`"train"`, `"val/<name>"`), and
+    notes to print.
+    """
 
     train: Rows
     val: Mapping[str, Rows]
     counts: dict[str, RowCounts]
     notes: tuple[str, ...]
-    fingerprint: str  # of the training rows' content: other documents, tokenizer, template or mask rule change it
-    drawn: Callable[[int], Rows] | None = None  # epoch -> its training rows, where they differ by epoch
+    # of the training rows' content: other documents, tokenizer, template or mask rule change it
+    fingerprint: str
+    # epoch -> its training rows, where they differ by epoch
+    drawn: Callable[[int], Rows] | None = None
     longest: int = 0  # of all that may be drawn
 
 
 @runtime_checkable
 class RowDataset(Protocol):
-    """A dataset without documents of its own to tokenize: a tokenized corpus, or a mixture of datasets."""
+    """A dataset without documents of its own to tokenize: a tokenized corpus, or a mixture of
+    datasets.
+    """
 
     @property
     def datasets(self) -> Mapping[str, Documents]:
         """What it is made of, by name; each is tokenized alone."""
 
     def combine(self, datasets: Mapping[str, TokenizedData], vocab_size: int) -> TokenizedData:
-        """Its rows, from those of its datasets; raises DataError for token ids that a tokenizer does not have."""
+        """Its rows, from those of its datasets; raises DataError for token ids that a tokenizer
+        does not have.
+        """

@@ -1,4 +1,5 @@
-"""Documents to token rows, once: rendered, tokenized, masked, checked, counted and kept in the cache.
+"""Documents to token rows, once: rendered, tokenized, masked, checked, counted and kept in the
+cache.
 
 The work is done some hundred documents at a time, here or in as many processes as there are cores.
 """
@@ -52,8 +53,10 @@ from automodel_lite.progress import Progress
 from automodel_lite.thd import COLUMNS
 
 CHUNK_DOCUMENTS = 512
-MIN_DOCUMENTS_PER_PROCESS = 20_000  # a process takes about 2 s to start, in which it tokenizes about that many
-MOST_SOCKET_FOLDER_BYTES = 70  # a socket has a path of at most 107 bytes, of which multiprocessing takes about 32
+# a process takes about 2 s to start, in which it tokenizes about that many
+MIN_DOCUMENTS_PER_PROCESS = 20_000
+# a socket has a path of at most 107 bytes, of which multiprocessing takes about 32
+MOST_SOCKET_FOLDER_BYTES = 70
 
 
 @dataclass(frozen=True)
@@ -69,11 +72,16 @@ class Job:
 def tokenize_chunks(rows: DocumentSet, job: Job) -> Iterator[Chunk]:
     """Yields the chunks of `rows` in order, whatever the number of processes.
 
-    Small sets are tokenized here, where the tokenizer's own threads use all cores; large ones in processes of one
-    thread each, which render chat templates (Python) on all cores too.
+    Small sets are tokenized here, where the tokenizer's own threads use all cores; large ones in
+    processes of one thread each, which render chat templates (Python) on all cores too.
     """
-    ranges = [range(start, min(start + CHUNK_DOCUMENTS, len(rows))) for start in range(0, len(rows), CHUNK_DOCUMENTS)]
-    num_proc = job.settings.num_proc or min(len(os.sched_getaffinity(0)), len(rows) // MIN_DOCUMENTS_PER_PROCESS)
+    ranges = [
+        range(start, min(start + CHUNK_DOCUMENTS, len(rows)))
+        for start in range(0, len(rows), CHUNK_DOCUMENTS)
+    ]
+    num_proc = job.settings.num_proc or min(
+        len(os.sched_getaffinity(0)), len(rows) // MIN_DOCUMENTS_PER_PROCESS
+    )
     if num_proc <= 1:
         tokenizer = DocumentTokenizer(job)
         yield from (tokenizer.chunk(placed(rows, wanted), wanted.start) for wanted in ranges)
@@ -81,21 +89,25 @@ def tokenize_chunks(rows: DocumentSet, job: Job) -> Iterator[Chunk]:
     pool = ProcessPoolExecutor(num_proc, _process_context(), _start_process, (rows, job))
     try:
         waiting = iter(ranges)
-        pending = deque(pool.submit(_chunk_in_process, wanted) for wanted in islice(waiting, 4 * num_proc))
+        pending = deque(
+            pool.submit(_chunk_in_process, wanted) for wanted in islice(waiting, 4 * num_proc)
+        )
         while pending:
             yield pending.popleft().result()
             pending.extend(pool.submit(_chunk_in_process, wanted) for wanted in islice(waiting, 1))
     except BrokenProcessPool as error:
         raise ConfigError(
-            f"tokenize.num_proc={num_proc}: a worker was killed, probably out of memory: lower tokenize.num_proc."
+            f"tokenize.num_proc={num_proc}: a worker was killed, probably out of memory: lower "
+            "tokenize.num_proc."
         ) from error
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _process_context() -> BaseContext:
-    """Processes of a fork server, which has imported what each new interpreter takes 4 CPU-s for. Its socket is in the
-    folder for temporary files: where that path is too long for one, new interpreters.
+    """Processes of a fork server, which has imported what each new interpreter takes 4 CPU-s for.
+    Its socket is in the folder for temporary files: where that path is too long for one, new
+    interpreters.
     """
     fits_socket = len(os.fsencode(tempfile.gettempdir())) <= MOST_SOCKET_FOLDER_BYTES
     context = get_context("forkserver" if fits_socket else "spawn")
@@ -104,20 +116,26 @@ def _process_context() -> BaseContext:
 
 
 class DocumentTokenizer:
-    """Makes token rows of documents, a chunk of them at a time: of files, of streams and of lists alike."""
+    """Makes token rows of documents, a chunk of them at a time: of files, of streams and of lists
+    alike.
+    """
 
     def __init__(self, job: Job):
         self._settings = job.settings
-        self._renderer = Renderer(job.tokenizer, job.settings.train_on, job.settings.template_kwargs)
+        self._renderer = Renderer(
+            job.tokenizer, job.settings.train_on, job.settings.template_kwargs
+        )
         self._encoder = Encoder(job.tokenizer)
         self._vocab_size = len(job.tokenizer)
 
     def chunk(self, documents: Iterable[Placed], first: int = 0) -> Chunk:
-        """Returns the token rows of some documents, which are number `first` and following of their set.
+        """Returns the token rows of some documents, which are number `first` and following of their
+        set.
 
         Raises DataError: a bad row, unless they are skipped.
         """
-        num_rows: list[int] = []  # that each document becomes, before those without a label are left out
+        # that each document becomes, before those without a label are left out
+        num_rows: list[int] = []
         groups: list[int] = []  # of each row
         renderings: list[Rendering] = []
         given: list[Document] = []
@@ -132,7 +150,10 @@ class DocumentTokenizer:
                         raise document
                     parts = document.get("documents", [document])
                     if is_given := "input_ids" in parts[0]:
-                        given += [_given_tokens(part, self._settings.train_on, self._vocab_size) for part in parts]
+                        given += [
+                            _given_tokens(part, self._settings.train_on, self._vocab_size)
+                            for part in parts
+                        ]
                         num_rows[-1] = len(parts)
                     else:
                         of_document = self._renderer.renderings(document)
@@ -154,11 +175,21 @@ class DocumentTokenizer:
                         raise named from error
                     errors.append(str(named))
         counts = RowCounts(
-            len(num_rows), num_bad=len(errors), num_split_chats=num_split, num_with_special_tokens=len(specials)
+            len(num_rows),
+            num_bad=len(errors),
+            num_split_chats=num_split,
+            num_with_special_tokens=len(specials),
         )
-        found = Findings(counts, first_error="".join(errors[:1]), first_special="".join(specials[:1]), unused=unused)
+        found = Findings(
+            counts,
+            first_error="".join(errors[:1]),
+            first_special="".join(specials[:1]),
+            unused=unused,
+        )
         if given:
-            columns = flatten({name: d[name] for name in COLUMNS if name in d} for d in given).columns
+            columns = flatten(
+                {name: d[name] for name in COLUMNS if name in d} for d in given
+            ).columns
             lengths = np.array([len(document["input_ids"]) for document in given], np.int64)
         else:
             columns, lengths = self._encoder.encode(renderings)
@@ -171,7 +202,9 @@ STALL_S = 20.0  # a chat takes a template some 0.0002 s
 
 @contextmanager
 def stall_report() -> Iterator[list[str]]:
-    """Names the row, the last in the list, that a chat template stays with: templates may loop for ever."""
+    """Names the row, the last in the list, that a chat template stays with: templates may loop for
+    ever.
+    """
     places, is_over = [""], threading.Event()
 
     def watch() -> None:
@@ -179,8 +212,8 @@ def stall_report() -> Iterator[list[str]]:
         while not is_over.wait(STALL_S):
             if places[-1] == seen:
                 print(
-                    f"WARNING: {seen} has been with the chat template for {STALL_S:.0f} s: does the template "
-                    "(tokenizer.chat_template) contain nested loops?",
+                    f"WARNING: {seen} has been with the chat template for {STALL_S:.0f} s: does "
+                    "the template (tokenizer.chat_template) contain nested loops?",
                     file=sys.stderr,
                     flush=True,
                 )
@@ -198,12 +231,16 @@ def _given_tokens(document: Document, train_on: str, vocab_size: int) -> Documen
     input_ids = document["input_ids"]
     if len(input_ids) and not 0 <= input_ids.min() <= input_ids.max() < vocab_size:
         raise DataError(
-            f"column input_ids holds ids from {input_ids.min()} to {input_ids.max()}, and the tokenizer has ids from 0 "
-            f"to {vocab_size - 1}: they were made with another tokenizer: set tokenizer.path to it."
+            f"column input_ids holds ids from {input_ids.min()} to {input_ids.max()}, and the "
+            f"tokenizer has ids from 0 to {vocab_size - 1}: they were made with another tokenizer: "
+            "set tokenizer.path to it."
         )
     if train_on == "all":
         lengths = np.array([len(input_ids)])
-        return {**document, "labels": next_token_labels(input_ids, np.ones(len(input_ids), bool), lengths)}
+        return {
+            **document,
+            "labels": next_token_labels(input_ids, np.ones(len(input_ids), bool), lengths),
+        }
     if document["labels"] is None:
         raise DataError("has input_ids without labels: set train_on=all to train on every token.")
     return document
@@ -223,8 +260,12 @@ def _chunk_in_process(wanted: range) -> Chunk:
     return tokenizer.chunk(placed(rows, wanted), wanted.start)
 
 
-def job_of(config: Config, documents: Documents, tree: str = "off", most_tokens: int | None = None) -> Job:
-    """The job of a run, whose tokenizer may be trained on its documents; `tree` and `most_tokens` are the packer's."""
+def job_of(
+    config: Config, documents: Documents, tree: str = "off", most_tokens: int | None = None
+) -> Job:
+    """The job of a run, whose tokenizer may be trained on its documents; `tree` and `most_tokens`
+    are the packer's.
+    """
     tokenizer = build_with(config.tokenizer, documents=documents, cache_dir=config.cache_dir)
     pretrained = config.model.get("pretrained")
     if pretrained and config.tokenizer.get("path") != pretrained:
@@ -233,22 +274,31 @@ def job_of(config: Config, documents: Documents, tree: str = "off", most_tokens:
 
 
 FINDINGS = "findings.json"
-RULES_VERSION = "8"  # of rendering, masking and files; raised when the same input gives other rows, or other files
+# of rendering, masking and files; raised when the same input gives other rows, or other files
+RULES_VERSION = "8"
 
 
-def tokenize_documents(documents: Documents, job: Job, cache_dir: str | Path | None = None) -> TokenizedData:
+def tokenize_documents(
+    documents: Documents, job: Job, cache_dir: str | Path | None = None
+) -> TokenizedData:
     """Tokenizes a dataset, or takes it from the cache; any number of processes may call it at once.
 
-    The datasets of a mixture are tokenized one by one, then mixed; a memory-mapped corpus is taken as it is.
-    cache_dir: default `$AUTOMODEL_LITE_CACHE`, else `~/.cache/automodel_lite`.
+    The datasets of a mixture are tokenized one by one, then mixed; a memory-mapped corpus is taken
+    as it is. cache_dir: default `$AUTOMODEL_LITE_CACHE`, else `~/.cache/automodel_lite`.
 
-    Raises DataError: a bad row (names file, line and column), or a set in which nothing, or everything, is trained on,
-    or whose answers do not end on a trained stop token (shows an example).
+    Raises DataError: a bad row (names file, line and column), or a set in which nothing, or
+    everything, is trained on, or whose answers do not end on a trained stop token (shows an
+    example).
     """
     if isinstance(documents, RowDataset):
-        datasets = {name: tokenize_documents(dataset, job, cache_dir) for name, dataset in documents.datasets.items()}
+        datasets = {
+            name: tokenize_documents(dataset, job, cache_dir)
+            for name, dataset in documents.datasets.items()
+        }
         return documents.combine(datasets, len(job.tokenizer))
-    sets = {"train": documents.train} | {f"val/{name}": rows for name, rows in documents.val.items()}
+    sets = {"train": documents.train} | {
+        f"val/{name}": rows for name, rows in documents.val.items()
+    }
     rows, counts, notes = tokenize_sets(sets, documents.identity, documents.kind, job, cache_dir)
     train = rows.pop("train")
     return TokenizedData(
@@ -268,14 +318,20 @@ def tokenize_in_memory(rows: DocumentSet, job: Job) -> TokenRows:
 
 
 def tokenize_sets(
-    sets: Mapping[str, DocumentSet], identity: str, kind: str, job: Job, cache_dir: str | Path | None
+    sets: Mapping[str, DocumentSet],
+    identity: str,
+    kind: str,
+    job: Job,
+    cache_dir: str | Path | None,
 ) -> tuple[dict[str, Rows], dict[str, RowCounts], tuple[str, ...]]:
     """Returns the rows of each set, which the cache holds, their counts, and notes to print."""
     template, settings = job.tokenizer.chat_template, job.settings
     key = {
         "dataset": identity,
         "tokenizer": short_hash(job.tokenizer.backend_tokenizer.to_str()),
-        "tokenizer.special_tokens": json.dumps(job.tokenizer.special_tokens_map, sort_keys=True, default=str),
+        "tokenizer.special_tokens": json.dumps(
+            job.tokenizer.special_tokens_map, sort_keys=True, default=str
+        ),
         "tokenizer.chat_template": short_hash(json.dumps(template, sort_keys=True)),
         "template_kwargs": json.dumps(dict(settings.template_kwargs), sort_keys=True, default=str),
         "train_on": settings.train_on,
@@ -285,7 +341,14 @@ def tokenize_sets(
         "columns": " ".join(f"{name}:{column.stored}" for name, column in COLUMNS.items()),
     }
     rows: dict[str, Rows] = {}
-    counts, notes, special, of_trees, source, root = {}, [], [], [], identity.split("(")[0], cache_root(cache_dir)
+    counts, notes, special, of_trees, source, root = (
+        {},
+        [],
+        [],
+        [],
+        identity.split("(")[0],
+        cache_root(cache_dir),
+    )
     for name, documents in sets.items():
         write = partial(_write_rows, name=name, kind=kind, documents=documents, job=job)
         entry = build_once(root, "tokens", f"{source}-{name}", key | {"set": name}, write)
@@ -320,15 +383,20 @@ def _write_rows(folder: Path, name: str, kind: str, documents: DocumentSet, job:
 
 
 def notes_on(name: str, found: Findings) -> list[str]:
-    """Returns notes on special tokens in the text of documents, on empty answers, and on what is not used."""
+    """Returns notes on special tokens in the text of documents, on empty answers, and on what is
+    not used.
+    """
     notes = []
     if num := found.counts.num_with_special_tokens:
         notes.append(
-            f"NOTE: {name}: {num:,} documents have special tokens in their text, which become real ones (first: "
-            f"{found.first_special})"
+            f"NOTE: {name}: {num:,} documents have special tokens in their text, which become real "
+            f"ones (first: {found.first_special})"
         )
     if found.num_blank:
-        notes.append(f"NOTE: {name}: {found.num_blank:,} rows train only the end of an answer, which is empty")
+        notes.append(
+            f"NOTE: {name}: {found.num_blank:,} rows train only the end of an answer, which is "
+            "empty"
+        )
     if found.unused:
         places = [f"{printable(what)} ({place})" for what, place in found.unused.items()]
         more = f" and {len(places) - 5} more" if len(places) > 5 else ""

@@ -24,8 +24,8 @@ PAD, END = "<|pad|>", "<|end|>"
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
 
 CHAT_TEMPLATE = (Path(__file__).parent / "chat_template.jinja").read_text()
-"""A turn is `<|role|>content<|end|>`; what an assistant thinks, says and calls, its end token included, is marked as
-generated.
+"""A turn is `<|role|>content<|end|>`; what an assistant thinks, says and calls, its end token
+included, is marked as generated.
 """
 
 
@@ -33,17 +33,25 @@ def load_tokenizer(
     path: PathStr,
     *,
     chat_template: str | None = None,  # a Jinja file that replaces the tokenizer's own template
-    added_tokens: list[str] | None = None,  # texts that become tokens of their own; see model.resize_embeddings
+    # texts that become tokens of their own; see model.resize_embeddings
+    added_tokens: list[str] | None = None,
 ) -> PreTrainedTokenizerFast:
-    """Loads a fast tokenizer by folder or hub name; `chat_template` may also be the text of a template."""
+    """Loads a fast tokenizer by folder or hub name; `chat_template` may also be the text of a
+    template.
+    """
     is_local = looks_local(path)
     source = str(Path(path).expanduser()) if is_local else path
     if is_local and not Path(source).is_dir():
-        raise ConfigError(f"tokenizer.path={path} is not a folder: give a folder with tokenizer.json, or a hub name.")
+        raise ConfigError(
+            f"tokenizer.path={path} is not a folder: give a folder with tokenizer.json, or a hub "
+            "name."
+        )
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # whatever a damaged file makes of its reader
-        raise ConfigError(f"tokenizer.path={path} cannot be loaded as a tokenizer: {one_line(error)}") from error
+        raise ConfigError(
+            f"tokenizer.path={path} cannot be loaded as a tokenizer: {one_line(error)}"
+        ) from error
     if chat_template is not None:
         if "{" not in chat_template:
             try:
@@ -56,37 +64,53 @@ def load_tokenizer(
         tokenizer.chat_template = chat_template
         if name := secret_in(tokenizer.chat_template):
             raise ConfigError(
-                f"tokenizer.chat_template holds the value of {name}, which would be trained on and exported: remove it."
+                f"tokenizer.chat_template holds the value of {name}, which would be trained on and "
+                "exported: remove it."
             )
     if known := [token for token in added_tokens or () if token in tokenizer.get_vocab()]:
-        raise ConfigError(f"tokenizer.added_tokens={added_tokens}: {known[0]} is a token of {path} already: remove it.")
+        raise ConfigError(
+            f"tokenizer.added_tokens={added_tokens}: {known[0]} is a token of {path} already: "
+            "remove it."
+        )
     tokenizer.add_tokens(list(added_tokens or ()))
-    if not isinstance(tokenizer, PreTrainedTokenizerFast):  # only these know which characters a token covers
-        raise ConfigError(f"tokenizer.path={path} is a slow tokenizer ({type(tokenizer).__name__}): use a fast one.")
+    # only these know which characters a token covers
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise ConfigError(
+            f"tokenizer.path={path} is a slow tokenizer ({type(tokenizer).__name__}): use a fast "
+            "one."
+        )
     return tokenizer
 
 
 def check_vocabulary(pretrained: str, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Raises ConfigError when the ids of a pretrained model mean other tokens here; more tokens may be added.
+    """Raises ConfigError when the ids of a pretrained model mean other tokens here; more tokens may
+    be added.
 
     A model without tokenizer files is taken at its word.
     """
     try:
-        models_own = transformers.AutoTokenizer.from_pretrained(pretrained, trust_remote_code=False).get_vocab()
+        models_own = transformers.AutoTokenizer.from_pretrained(
+            pretrained, trust_remote_code=False
+        ).get_vocab()
     except Exception:  # no files, or none that can be read
         return
     ours = tokenizer.get_vocab()
     if moved := sorted(token for token, i in models_own.items() if ours.get(token) != i):
         raise ConfigError(
-            f"tokenizer is not that of model.pretrained={pretrained}: {len(moved):,} of its {len(models_own):,} tokens "
-            f"have another id or none, as {moved[0]!r}, so its embeddings would stand for other tokens. Remove the "
-            "tokenizer settings (the model's own is the default), or train from scratch, model.config.model_type=..."
+            f"tokenizer is not that of model.pretrained={pretrained}: {len(moved):,} of its "
+            f"{len(models_own):,} tokens have another id or none, as {moved[0]!r}, so its "
+            "embeddings would stand for other tokens. Remove the tokenizer settings (the model's "
+            "own is the default), or train from scratch, model.config.model_type=..."
         )
 
 
 def padding_id(tokenizer: PreTrainedTokenizerFast) -> int:
-    """Returns the id that fills packs up: pad, else end, else 0. Padding is masked by position, so any id is right."""
-    return next(int(i) for i in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if i is not None)
+    """Returns the id that fills packs up: pad, else end, else 0. Padding is masked by position, so
+    any id is right.
+    """
+    return next(
+        int(i) for i in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if i is not None
+    )
 
 
 def train_bpe_tokenizer(
@@ -95,10 +119,19 @@ def train_bpe_tokenizer(
     *,
     cache_dir: str | Path | None = None,
 ) -> PreTrainedTokenizerFast:
-    """Trains a byte-level BPE tokenizer with a chat template on the documents, once; later calls load it."""
+    """Trains a byte-level BPE tokenizer with a chat template on the documents, once; later calls
+    load it.
+    """
     if documents.kind in ("tokens", "rows"):
-        raise ConfigError("tokenizer=bpe needs text to train on, and dataset has token ids: use tokenizer=pretrained.")
-    key = {"data": documents.identity, "vocab_size": str(vocab_size), "template": short_hash(CHAT_TEMPLATE)}
+        raise ConfigError(
+            "tokenizer=bpe needs text to train on, and dataset has token ids: use "
+            "tokenizer=pretrained."
+        )
+    key = {
+        "data": documents.identity,
+        "vocab_size": str(vocab_size),
+        "template": short_hash(CHAT_TEMPLATE),
+    }
 
     def build(folder: Path) -> None:
         backend = Tokenizer(models.BPE())
@@ -112,7 +145,10 @@ def train_bpe_tokenizer(
         )
         backend.train_from_iterator(_document_texts(documents.train), trainer)
         tokenizer = PreTrainedTokenizerFast(
-            tokenizer_object=backend, pad_token=PAD, eos_token=END, additional_special_tokens=list(ROLES)
+            tokenizer_object=backend,
+            pad_token=PAD,
+            eos_token=END,
+            additional_special_tokens=list(ROLES),
         )
         tokenizer.chat_template = CHAT_TEMPLATE
         tokenizer.save_pretrained(folder)
@@ -134,10 +170,13 @@ def _document_texts(rows: DocumentSet) -> Iterator[str]:
         if isinstance(document, DataError):
             continue
         said = [message.get("content") for message in document.get("messages", ())]
-        for text in filter(None, (*said, *(document.get(key) for key in ("system", "prompt", "completion", "text")))):
+        for text in filter(
+            None,
+            (*said, *(document.get(key) for key in ("system", "prompt", "completion", "text"))),
+        ):
             num_chars += len(text)
-            # The trainer's time grows with the square of the longest word (base64, a line of dashes): 17 s for 100,000
-            # letters.
+            # The trainer's time grows with the square of the longest word (base64, a line of
+            # dashes): 17 s for 100,000 letters.
             step = 1000 if _LONG_WORD.search(text) else len(text)
             yield from (text[start : start + step] for start in range(0, len(text), step))
         if num_chars >= MAX_CHARS:

@@ -1,15 +1,20 @@
-"""Rows that share a beginning become one row, a tree, in which the beginning is stored, and computed, once.
+"""Rows that share a beginning become one row, a tree, in which the beginning is stored, and
+computed, once.
 
     rows of a chat     q a | q b c | q b d e        sorted: rows with like beginnings are neighbors
-    tree               q a q b c b d e              each row, from the last token that it shares with the one before
-    branches           0 0 1 0 0 2 0 0              1 + the position at which a branch begins (paths.py)
-    loss_weights       1 1 …                        rows that train a label: where q b is trained on twice, 2
-    row_labels         0 0 1 …                      what labels on the path do not tell of the number that a row trains
+    tree               q a q b c b d e              each row, from the last token that it shares
+                       with the one before
+    branches           0 0 1 0 0 2 0 0              1 + the position at which a branch begins
+                       (paths.py)
+    loss_weights       1 1 …                        rows that train a label: where q b is trained on
+                       twice, 2
+    row_labels         0 0 1 …                      what labels on the path do not tell of the
+                       number that a row trains
 
-Sorted rows are a tree in depth-first order, because what two neighbors share is on the path of all rows between them.
-A row may be the beginning of another: it ends in a branch of one token. A tree that is too large for a pack is cut
-between rows when it is written; what a later part repeats of the path has its labels in the first part alone, so that
-every label counts once.
+Sorted rows are a tree in depth-first order, because what two neighbors share is on the path of all
+rows between them. A row may be the beginning of another: it ends in a branch of one token. A tree
+that is too large for a pack is cut between rows when it is written; what a later part repeats of
+the path has its labels in the first part alone, so that every label counts once.
 
 Legend: N rows, M branches.
 """
@@ -28,31 +33,40 @@ from automodel_lite.data.tokens.token_rows import ALONE, RowsWriter, TokenRows, 
 from automodel_lite.thd import IGNORE_INDEX
 
 LEAST_SHARED = 64
-"""Tokens that neighbors must share: a branch costs a copied token, a segment of attention and a piece of each scan."""
+"""Tokens that neighbors must share: a branch costs a copied token, a segment of attention and a
+piece of each scan.
+"""
 MODES = ("auto", "off", "all")
 BLOCK_TREES = 1000
 TREES = "trees.json"
 PAIRED = "answers"
-"""The column of rows that an objective compares: all of one group are one unit of packing, and never cut apart."""
+"""The column of rows that an objective compares: all of one group are one unit of packing, and
+never cut apart.
+"""
 
 Row = Mapping[str, np.ndarray]
 Tree = dict[str, np.ndarray]
 
 
-def grow_trees(rows: Sequence[Row], least_shared: int = LEAST_SHARED, shares: bool = True) -> list[Tree]:
-    """Rows of one source -> trees of those whose beginnings are alike, and the other rows as they are.
+def grow_trees(
+    rows: Sequence[Row], least_shared: int = LEAST_SHARED, shares: bool = True
+) -> list[Tree]:
+    """Rows of one source -> trees of those whose beginnings are alike, and the other rows as they
+    are.
 
-    A tree has the columns of a row, `branches`, `row_labels`, and `loss_weights` where a label is trained on by more
-    rows than one.
-    Rows with labels that are not the next token, or with weights of their own, stay rows: a shared token has one label
-    and one value of each column.
+    A tree has the columns of a row, `branches`, `row_labels`, and `loss_weights` where a label is
+    trained on by more rows than one.
+    Rows with labels that are not the next token, or with weights of their own, stay rows: a shared
+    token has one label and one value of each column.
 
     shares  False: what is put together for other reasons (`PAIRED`) holds each row whole
     """
     for row in rows if len(rows) > 1 else ():
         ids, labels = row["input_ids"], row["labels"]
         has_label = labels[:-1] != IGNORE_INDEX
-        is_next = bool((labels[:-1] == ids[1:])[has_label].all()) and (not len(ids) or labels[-1] == IGNORE_INDEX)
+        is_next = bool((labels[:-1] == ids[1:])[has_label].all()) and (
+            not len(ids) or labels[-1] == IGNORE_INDEX
+        )
         if not is_next or "loss_weights" in row:
             return [dict(row) for row in rows]
     if len(rows) < 2:
@@ -61,7 +75,8 @@ def grow_trees(rows: Sequence[Row], least_shared: int = LEAST_SHARED, shares: bo
     # Big-endian bytes of ids sort as the ids do.
     keys = [row["input_ids"].astype(">u4").tobytes() for row in rows]
     order = sorted(range(len(rows)), key=keys.__getitem__)
-    groups: list[tuple[list[int], list[int]]] = []  # rows, and the tokens that each shares with the one before
+    # rows, and the tokens that each shares with the one before
+    groups: list[tuple[list[int], list[int]]] = []
     for before, number in zip([-1, *order], order):
         shared = _shared(rows[before], rows[number]) if before >= 0 and shares else 0
         if before >= 0 and shared >= least_shared:
@@ -71,11 +86,16 @@ def grow_trees(rows: Sequence[Row], least_shared: int = LEAST_SHARED, shares: bo
             groups.append(([number], [0]))
     # Trees stand where their first row stood, so that the order of the data stays what it was.
     groups.sort(key=lambda group: min(group[0]))
-    return [dict(rows[ids[0]]) if len(ids) == 1 else _tree([rows[i] for i in ids], shared) for ids, shared in groups]
+    return [
+        dict(rows[ids[0]]) if len(ids) == 1 else _tree([rows[i] for i in ids], shared)
+        for ids, shared in groups
+    ]
 
 
 def _shared(one: Row, other: Row) -> int:
-    """Tokens at the beginning that are equal, in all columns but labels; of the last, which is copied, in its id."""
+    """Tokens at the beginning that are equal, in all columns but labels; of the last, which is
+    copied, in its id.
+    """
     shared = min(len(one["input_ids"]), len(other["input_ids"]))
     for name in one.keys() - {"labels"}:
         unequal = one[name][:shared] != other[name][:shared]
@@ -87,8 +107,12 @@ def _shared(one: Row, other: Row) -> int:
 
 def _tree(rows: Sequence[Row], shared: Sequence[int]) -> Tree:
     """Makes a tree of sorted rows; `shared`: the tokens that each shares with the one before."""
-    firsts = [max(0, tokens - 1) for tokens in shared]  # the last shared token is copied: it has a label in each row
-    own = {name: np.concatenate([row[name][first:] for row, first in zip(rows, firsts)]) for name in rows[0]}
+    # the last shared token is copied: it has a label in each row
+    firsts = [max(0, tokens - 1) for tokens in shared]
+    own = {
+        name: np.concatenate([row[name][first:] for row, first in zip(rows, firsts)])
+        for name in rows[0]
+    }
     ids = own["input_ids"]
     labels = np.full(len(ids), IGNORE_INDEX, np.int32)
     weights, branches = np.zeros(len(ids), np.float32), np.zeros(len(ids), np.int32)
@@ -101,20 +125,31 @@ def _tree(rows: Sequence[Row], shared: Sequence[int]) -> Tree:
         trained = paths[-1][row["labels"] != IGNORE_INDEX]
         labels[trained] = row["labels"][row["labels"] != IGNORE_INDEX]
         weights[trained] += 1
-    # Each row's count stands where its own tokens begin, as the difference to what its path shows so far.
+    # Each row's count stands where its own tokens begin, as the difference to what its path shows
+    # so far.
     row_labels = np.zeros(len(ids), np.int32)
     for row, path, first in zip(rows, paths[1:], firsts):
         shown = (labels[path] != IGNORE_INDEX).sum() + row_labels[path].sum()
         row_labels[path[first]] = (row["labels"] != IGNORE_INDEX).sum() - shown
     tree = own | {"labels": labels, "branches": branches, "row_labels": row_labels}
-    return tree if weights.max(initial=0) <= 1 else tree | {"loss_weights": np.where(weights == 0, 1, weights)}
+    return (
+        tree
+        if weights.max(initial=0) <= 1
+        else tree | {"loss_weights": np.where(weights == 0, 1, weights)}
+    )
 
 
 def cut_tree(tree: Row, most_tokens: int) -> list[Tree]:
-    """Parts of a tree of at most `most_tokens`, each some of its rows; a row that is longer is a part of its own."""
+    """Parts of a tree of at most `most_tokens`, each some of its rows; a row that is longer is a
+    part of its own.
+    """
     starts = [0, *np.flatnonzero(tree["branches"]).tolist()]
-    ends, depths = [*starts[1:], len(tree["input_ids"])], [0, *(tree["branches"][starts[1:]] - 1).tolist()]
-    parts: list[list[tuple[np.ndarray, int]]] = []  # of each: where its tokens stand, and how many repeat a path
+    ends, depths = (
+        [*starts[1:], len(tree["input_ids"])],
+        [0, *(tree["branches"][starts[1:]] - 1).tolist()],
+    )
+    # of each: where its tokens stand, and how many repeat a path
+    parts: list[list[tuple[np.ndarray, int]]] = []
     path, num_tokens = np.zeros(0, np.int64), most_tokens
     for start, end, depth in zip(starts, ends, depths):
         own = np.arange(start, end)
@@ -136,16 +171,26 @@ def cut_tree(tree: Row, most_tokens: int) -> list[Tree]:
 
 
 def trees_of(rows: Sequence[Row], mode: str, most_tokens: int | None) -> list[Tree]:
-    """What becomes of the rows of one document of a stream, whose other documents are not searched for like ones."""
+    """What becomes of the rows of one document of a stream, whose other documents are not searched
+    for like ones.
+    """
     is_paired = bool(rows) and PAIRED in rows[0]
-    grown = grow_trees(rows, shares=mode != "off") if mode != "off" or is_paired else [dict(row) for row in rows]
+    grown = (
+        grow_trees(rows, shares=mode != "off")
+        if mode != "off" or is_paired
+        else [dict(row) for row in rows]
+    )
     is_cut = most_tokens is not None and not is_paired
-    parts = [cut_tree(row, most_tokens or 0) if is_cut and "branches" in row else [row] for row in grown]
+    parts = [
+        cut_tree(row, most_tokens or 0) if is_cut and "branches" in row else [row] for row in grown
+    ]
     return [part for of_tree in parts for part in of_tree]
 
 
 def may_share(rows: TokenRows, mode: str) -> bool:
-    """Whether some of the rows may be put together: those of one group, or any (`all`); pairs in every mode."""
+    """Whether some of the rows may be put together: those of one group, or any (`all`); pairs in
+    every mode.
+    """
     return mode == "all" or (rows.groups is not None and (mode == "auto" or PAIRED in rows.columns))
 
 
@@ -153,11 +198,14 @@ def write_trees(folder: Path, rows: TokenRows, mode: str, most_tokens: int | Non
     """Writes trees of `rows` to a folder, and to TREES what they save.
 
     mode         auto: of rows of one group; all: of any rows; off: of none
-    most_tokens  of a pack: larger trees are cut between rows; those that an objective compares never are
+    most_tokens  of a pack: larger trees are cut between rows; those that an objective compares
+                 never are
     """
     if mode == "all" and PAIRED not in rows.columns:
         spans = zip(rows.offsets[:-1].tolist(), rows.offsets[1:].tolist())
-        keys: list[Any] = [rows.columns["input_ids"][start:stop][:LEAST_SHARED].tobytes() for start, stop in spans]
+        keys: list[Any] = [
+            rows.columns["input_ids"][start:stop][:LEAST_SHARED].tobytes() for start, stop in spans
+        ]
     else:
         groups = [ALONE] * len(rows) if rows.groups is None else rows.groups.tolist()
         keys = [("alone", i) if group == ALONE else group for i, group in enumerate(groups)]
@@ -167,7 +215,11 @@ def write_trees(folder: Path, rows: TokenRows, mode: str, most_tokens: int | Non
         found.setdefault(key, []).append(number)
     is_cut = most_tokens is not None and PAIRED not in rows.columns
     writer, num_trees, num_cut, num_parts, num_repeated = RowsWriter(folder), 0, 0, 0, 0
-    grown = (tree for group in found.values() for tree in grow_trees([rows[i] for i in group], shares=mode != "off"))
+    grown = (
+        tree
+        for group in found.values()
+        for tree in grow_trees([rows[i] for i in group], shares=mode != "off")
+    )
     while block := list(islice(grown, BLOCK_TREES)):
         parts: list[Tree] = []
         for tree in block:
@@ -181,8 +233,8 @@ def write_trees(folder: Path, rows: TokenRows, mode: str, most_tokens: int | Non
         writer.append(flat.columns, flat.lengths)
     writer.close()
     note = (
-        f"{num_cut:,} trees over packed_sequence.packed_sequence_size={most_tokens} are cut into {num_parts:,}, which "
-        f"repeat {num_repeated:,} tokens of their beginnings"
+        f"{num_cut:,} trees over packed_sequence.packed_sequence_size={most_tokens} are cut into "
+        f"{num_parts:,}, which repeat {num_repeated:,} tokens of their beginnings"
     )
     saved = rows.num_tokens - load_rows(folder).num_tokens + num_repeated
     facts = {"num_trees": num_trees, "num_saved_tokens": saved, "note": note if num_cut else ""}

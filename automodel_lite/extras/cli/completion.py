@@ -1,7 +1,8 @@
-"""Completion in the shell: presets, options of flags, groups and keys of the line that is being typed.
+"""Completion in the shell: presets, options of flags, groups and keys of the line that is being
+typed.
 
-Hydra installs it (`eval "$(automodel-lite -sc install=bash)"`) and asks here: its own answer takes seconds, because it
-reads all groups again for each of them.
+Hydra installs it (`eval "$(automodel-lite -sc install=bash)"`) and asks here: its own answer takes
+seconds, because it reads all groups again for each of them.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ def answer_query() -> list[str]:
 def complete(words: list[str], word: str) -> Iterator[str]:
     """Completions of `word` behind the other words of a recipe's command line."""
     flags = {option: action for action in parser()._actions for option in action.option_strings}
-    awaits = flags[words[-1]] if words and words[-1] in flags and flags[words[-1]].nargs != 0 else None
+    awaits = (
+        flags[words[-1]] if words and words[-1] in flags and flags[words[-1]].nargs != 0 else None
+    )
     try:
         given, _ = parser().parse_known_intermixed_args(words[:-1] if awaits else words)
         sources = Sources.of(given.config_dir, given.config_path)
@@ -50,7 +53,9 @@ def complete(words: list[str], word: str) -> Iterator[str]:
     elif awaits and awaits.dest == "config_name":
         found = presets_of(sources)
     elif awaits and awaits.dest in ("config_dir", "config_path"):
-        found = [f"{entry.path}/" for entry in os.scandir(os.path.dirname(word) or ".") if entry.is_dir()]
+        found = [
+            f"{entry.path}/" for entry in os.scandir(os.path.dirname(word) or ".") if entry.is_dir()
+        ]
         found = [name.removeprefix("./") for name in found]
     elif word.startswith("-"):
         found = [option for option in flags if option[:2] == "--"]
@@ -60,7 +65,9 @@ def complete(words: list[str], word: str) -> Iterator[str]:
     yield from sorted(name for name in set(found) if name.startswith(word))
 
 
-def _settings(sources: Sources, preset: str | None, overrides: list[str], word: str) -> Iterator[str]:
+def _settings(
+    sources: Sources, preset: str | None, overrides: list[str], word: str
+) -> Iterator[str]:
     """`group=`, `group=option`, `group.`, `group.key=` and `group.key=value`."""
     known = groups_of(sources)
     key, is_set, _ = word.partition("=")
@@ -80,5 +87,9 @@ def _settings(sources: Sources, preset: str | None, overrides: list[str], word: 
     prefix = f"{folder}." if folder else ""
     plain: Any = OmegaConf.to_container(node, resolve=False)
     for name, value in plain.items():
-        after = "." if isinstance(value, dict) else f"={format_value(value).replace(' ', '') if is_set else ''}"
+        after = (
+            "."
+            if isinstance(value, dict)
+            else f"={format_value(value).replace(' ', '') if is_set else ''}"
+        )
         yield f"{prefix}{name}{after}"

@@ -1,7 +1,9 @@
-"""`automodel-lite convert axolotl.yml`: a preset from another framework's configuration, and what could not be said.
+"""`automodel-lite convert axolotl.yml`: a preset from another framework's configuration, and what
+could not be said.
 
-What each key of axolotl, LLaMA-Factory, NeMo AutoModel, torchtune and TRL is here stands in peers.yaml; its answers are
-tried key by key, so that the list at the end names everything that the preset does not hold.
+What each key of axolotl, LLaMA-Factory, NeMo AutoModel, torchtune and TRL is here stands in
+peers.yaml; its answers are tried key by key, so that the list at the end names everything that the
+preset does not hold.
 """
 
 from __future__ import annotations
@@ -17,12 +19,15 @@ from automodel_lite.cli.line import argument_parser
 from automodel_lite.cli.sources import Sources, groups_of
 from automodel_lite.errors import ConfigError, format_value, one_line
 
-_ANSWERS: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("peers.yaml").read_text(encoding="utf-8"))
+_ANSWERS: dict[str, dict[str, Any]] = yaml.safe_load(
+    Path(__file__).with_name("peers.yaml").read_text(encoding="utf-8")
+)
 """Framework -> its keys, with `*` for any text, and what each is here."""
 
 
 def convert(argv: list[str]) -> int:
-    """Write a preset from the configuration of axolotl, LLaMA-Factory, NeMo AutoModel, torchtune or TRL.
+    """Write a preset from the configuration of axolotl, LLaMA-Factory, NeMo AutoModel, torchtune or
+    TRL.
 
     automodel-lite convert axolotl.yml                       # my_conf/axolotl.yaml
     automodel-lite convert recipe.yaml --from torchtune --to my_conf/mine.yaml
@@ -30,7 +35,9 @@ def convert(argv: list[str]) -> int:
     """
     parser = argument_parser(convert.__doc__)
     parser.add_argument("file", type=Path, help="their YAML")
-    parser.add_argument("--from", dest="peer", choices=sorted(_ANSWERS), help="default: found by its keys")
+    parser.add_argument(
+        "--from", dest="peer", choices=sorted(_ANSWERS), help="default: found by its keys"
+    )
     parser.add_argument("--to", type=Path, help="default: my_conf/<name of the file>.yaml")
     args = parser.parse_args(argv)
     target: Path = args.to or Path("my_conf") / f"{args.file.stem}.yaml"
@@ -46,19 +53,26 @@ def convert(argv: list[str]) -> int:
     text, unsaid = preset_of(peer, theirs, target.stem)
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(text, encoding="utf-8")
-    print(f"{target}: from {peer}; check it with automodel-lite validate --config-dir {target.parent} "
-          f"--config-name {target.stem}")  # fmt: skip
+    check = f"automodel-lite validate --config-dir {target.parent} --config-name {target.stem}"
+    print(f"{target}: from {peer}; check it with {check}")
     for line in unsaid:
         print(f"  {line}")
     return 0
 
 
 def peer_of(theirs: Mapping[str, Any]) -> str:
-    """Returns the framework that knows most of the keys, the first of equals; raises ConfigError when none does."""
-    hits = {peer: sum(_own_answer(peer, key) is not None for key, _ in leaves(dict(theirs))) for peer in _ANSWERS}
+    """Returns the framework that knows most of the keys, the first of equals; raises ConfigError
+    when none does.
+    """
+    hits = {
+        peer: sum(_own_answer(peer, key) is not None for key, _ in leaves(dict(theirs)))
+        for peer in _ANSWERS
+    }
     peer = max(hits, key=lambda name: hits[name])
     if not hits[peer]:
-        raise ConfigError(f"its keys are of none of {', '.join(sorted(hits))}: say whose it is with --from.")
+        raise ConfigError(
+            f"its keys are of none of {', '.join(sorted(hits))}: say whose it is with --from."
+        )
     return peer
 
 
@@ -102,11 +116,16 @@ def preset_of(peer: str, theirs: Mapping[str, Any], name: str) -> tuple[str, lis
         if answer is None or answer.startswith(("by hand", "none")):
             # where nothing was asked for, nothing is missing
             is_asked = value not in (None, False, [], {}, "")
-            unsaid += [f"{key}={format_value(value)}: {answer or 'not known here'}"] if is_asked else []
+            unsaid += (
+                [f"{key}={format_value(value)}: {answer or 'not known here'}"] if is_asked else []
+            )
         elif not answer.startswith("- ") and value not in (None, "", [], {}):
             twice = _set(answer, value, groups, chosen, settings)
             unsaid += [f"{key}={format_value(value)}: {twice}"] if twice else []
-    defaults: list[Any] = ["finetune", *({f"override {group}": option} for group, option in sorted(chosen.items()))]
+    defaults: list[Any] = [
+        "finetune",
+        *({f"override {group}": option} for group, option in sorted(chosen.items())),
+    ]
     tree: dict[str, Any] = {"defaults": [*defaults, "_self_"]}
     for key, value in settings.items():
         *path, last = key.split(".")
@@ -118,7 +137,13 @@ def preset_of(peer: str, theirs: Mapping[str, Any], name: str) -> tuple[str, lis
     return f"# From a configuration of {peer}.\n{text}", unsaid
 
 
-def _set(answer: str, value: Any, groups: Mapping[str, Any], chosen: dict[str, str], settings: dict[str, Any]) -> str:
+def _set(
+    answer: str,
+    value: Any,
+    groups: Mapping[str, Any],
+    chosen: dict[str, str],
+    settings: dict[str, Any],
+) -> str:
     """Adds what an answer sets; returns a sentence when it contradicts what another key has set."""
     for word in answer.split():
         key, is_set, text = word.partition("=")
@@ -128,7 +153,11 @@ def _set(answer: str, value: Any, groups: Mapping[str, Any], chosen: dict[str, s
             chosen[key] = text
             continue
         ours = yaml.safe_load(text) if is_set else value
-        if not is_set and isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value):
+        if (
+            not is_set
+            and isinstance(value, str)
+            and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value)
+        ):
             ours = float(value)  # 1e-5, which YAML reads as text
         if not is_set and isinstance(ours, float) and ours.is_integer():
             ours = int(ours)  # 3.0 epochs

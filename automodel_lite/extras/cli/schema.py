@@ -33,22 +33,39 @@ def schema(argv: list[str]) -> int:
 
 
 _INTERPOLATION = {"type": "string", "pattern": r"\$\{.+\}"}
-_TYPES: Mapping[Any, str] = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}
+_TYPES: Mapping[Any, str] = {
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    str: "string",
+    type(None): "null",
+}
 
 
 def json_schema(sources: Sources) -> dict[str, Any]:
-    """Returns the schema of presets. A key that is not in it is a mistake, but for the arguments of parts."""
+    """Returns the schema of presets. A key that is not in it is a mistake, but for the arguments of
+    parts.
+    """
     known = groups_of(sources)
     found = _object(schema_module.Config, known, sources)
-    enums = {group: {"enum": [*options, None]} for group, options in known.items() if "/" not in group}
+    enums = {
+        group: {"enum": [*options, None]} for group, options in known.items() if "/" not in group
+    }
     choices = enums | {f"override {group}": value for group, value in enums.items()}
     found["properties"]["defaults"] = {
         "description": "the preset this one starts from, `override group: option`, and _self_ last",
         "type": "array",
         "items": {"anyOf": [{"type": "string"}, {"type": "object", "properties": choices}]},
     }
-    found["properties"]["hydra"] = {"description": "settings of Hydra: --cfg hydra prints them", "type": "object"}
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "automodel_lite", **found}
+    found["properties"]["hydra"] = {
+        "description": "settings of Hydra: --cfg hydra prints them",
+        "type": "object",
+    }
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "automodel_lite",
+        **found,
+    }
 
 
 def comments_of(kind: type) -> dict[str, str]:
@@ -76,12 +93,18 @@ def _object(kind: type, known: dict[str, list[str]], sources: Sources) -> dict[s
                 properties[item.name]["default"] = default
         if text := comments.get(item.name):
             properties[item.name]["description"] = text
-    found: dict[str, Any] = {"type": "object", "properties": properties, "additionalProperties": False}
+    found: dict[str, Any] = {
+        "type": "object",
+        "properties": properties,
+        "additionalProperties": False,
+    }
     return {**found, "description": kind.__doc__} if kind.__doc__ else found
 
 
 def _part(group: str, known: dict[str, list[str]], sources: Sources) -> dict[str, Any]:
-    """A part takes the arguments of its `_target_`; those of the options in the group are proposed."""
+    """A part takes the arguments of its `_target_`; those of the options in the group
+    are proposed.
+    """
     properties: dict[str, Any] = {"_target_": {"type": "string"}}
     for option in known.get(group, []):
         path = sources.file(f"{group}/{option}")
@@ -93,9 +116,19 @@ def _part(group: str, known: dict[str, list[str]], sources: Sources) -> dict[str
         for key, argument in arguments_of(target).items() if target in own_targets() else ():
             if key in properties or argument.comment:
                 own: dict[str, Any] = {"description": argument.comment} if argument.comment else {}
-                own |= {"default": argument.default} if argument.comment and argument.default is not REQUIRED else {}
-                types = [*properties.get(key, {}).get("anyOf", []), *_alternatives(_value(argument.hint))]
-                properties[key] = {**own, "anyOf": [kind for i, kind in enumerate(types) if kind not in types[:i]]}
+                own |= (
+                    {"default": argument.default}
+                    if argument.comment and argument.default is not REQUIRED
+                    else {}
+                )
+                types = [
+                    *properties.get(key, {}).get("anyOf", []),
+                    *_alternatives(_value(argument.hint)),
+                ]
+                properties[key] = {
+                    **own,
+                    "anyOf": [kind for i, kind in enumerate(types) if kind not in types[:i]],
+                }
     return {"type": ["object", "null"], "properties": properties}
 
 
@@ -105,7 +138,10 @@ def _value(hint: Any) -> dict[str, Any]:
         value = _value(plain)
         for rule in rules:
             if isinstance(rule, OneOf):
-                in_yaml = [choice == "true" for choice in rule.choices if choice in ("true", "false")]  # booleans there
+                # booleans there
+                in_yaml = [
+                    choice == "true" for choice in rule.choices if choice in ("true", "false")
+                ]
                 value = {"anyOf": [{"enum": [*rule.choices, *in_yaml]}, _INTERPOLATION]}
             elif isinstance(rule, Range):
                 bounds = {"minimum": rule.least, "maximum": rule.most}
@@ -114,7 +150,9 @@ def _value(hint: Any) -> dict[str, Any]:
                 own.update({name: bound for name, bound in bounds.items() if bound is not None})
         return value
     if get_origin(hint) in (Union, UnionType):
-        return {"anyOf": [option for part in get_args(hint) for option in _alternatives(_value(part))]}
+        return {
+            "anyOf": [option for part in get_args(hint) for option in _alternatives(_value(part))]
+        }
     if hint in _TYPES:
         own = {"type": _TYPES[hint]}
         return own if hint in (str, type(None)) else {"anyOf": [own, _INTERPOLATION]}

@@ -26,10 +26,16 @@ def slurm(argv: list[str]) -> int:
     parser.add_argument("--recipe", help="one of your own, my_package.kd:main (default: train)")
     parser.add_argument("--partition", help="default: the cluster's")
     parser.add_argument("--nodes", type=int, default=1)
-    parser.add_argument("--time", help="days-hours:minutes:seconds (default: the partition's limit, a day at most)")
+    parser.add_argument(
+        "--time", help="days-hours:minutes:seconds (default: the partition's limit, a day at most)"
+    )
     parser.add_argument("--account", help="who pays for the job")
-    parser.add_argument("--module", action="append", default=[], help="loaded before the job, `module load ...`")
-    parser.add_argument("--container", help="an image that has the package: .sif by Apptainer, any other by Pyxis")
+    parser.add_argument(
+        "--module", action="append", default=[], help="loaded before the job, `module load ...`"
+    )
+    parser.add_argument(
+        "--container", help="an image that has the package: .sif by Apptainer, any other by Pyxis"
+    )
     args = parser.parse_args(argv)
     if args.nodes < 1:
         raise ConfigError(f"--nodes {args.nodes} must be at least 1.")
@@ -46,25 +52,41 @@ def _script(
     container: str | None = None,
     recipe: str | None = None,
 ) -> str:
-    """The numbers of a partition, the Python and the package of this process; launch/slurm.sbatch does the rest."""
+    """The numbers of a partition, the Python and the package of this process; launch/slurm.sbatch
+    does the rest.
+    """
     part, limit, gpus, cpus, num_nodes = _partition(partition)
     if nodes > num_nodes:
-        raise ConfigError(f"--nodes {nodes} must be at most {num_nodes}: the nodes of partition {part}.")
+        raise ConfigError(
+            f"--nodes {nodes} must be at most {num_nodes}: the nodes of partition {part}."
+        )
     tasks = gpus or 1
     resources = {"partition": part, "account": account, "nodes": nodes, "ntasks-per-node": tasks}
-    resources |= {"gpus-per-node": gpus, "cpus-per-task": max(1, cpus // tasks), "time": time or limit}
+    resources |= {
+        "gpus-per-node": gpus,
+        "cpus-per-task": max(1, cpus // tasks),
+        "time": time or limit,
+    }
     script, root = LAUNCH_DIR / "slurm.sbatch", LAUNCH_DIR.parent
     always = re.findall(r"(?m)^#SBATCH --(?!nodes|ntasks-per-node|time).*\n", script.read_text())
-    exports = {"LAUNCH": str(LAUNCH_DIR), "RECIPE": f"-m automodel_lite {f'run {recipe}' if recipe else 'train'}"}
-    if container:  # with the Python in it; the package's folder is mounted: its scripts start the ranks
-        exports |= {"APPTAINER_IMAGE" if container.endswith(".sif") else "PYXIS_IMAGE": container, "MOUNT": str(root)}
+    exports = {
+        "LAUNCH": str(LAUNCH_DIR),
+        "RECIPE": f"-m automodel_lite {f'run {recipe}' if recipe else 'train'}",
+    }
+    # with the Python in it; the package's folder is mounted: its scripts start the ranks
+    if container:
+        exports |= {
+            "APPTAINER_IMAGE" if container.endswith(".sif") else "PYXIS_IMAGE": container,
+            "MOUNT": str(root),
+        }
     if home := os.environ.get("HF_HOME"):  # the models' folder of this shell
         exports["HF_HOME"] = home
     defaults = {"PYTHON": "python" if container else sys.executable}
     defaults |= {} if IS_INSTALLED else {"PYTHONPATH": str(root)}
     lines = [
         "#!/bin/bash",
-        f"# Trains on SLURM, one task per GPU (partition {part}): sbatch job.sbatch --config-name ...",
+        f"# Trains on SLURM, one task per GPU (partition {part}): sbatch job.sbatch --config-name "
+        "...",
         *(f"#SBATCH --{key}={value}" for key, value in resources.items() if value),
         "".join(always).rstrip(),
         *(f"module load {name}" for name in module),
@@ -81,12 +103,16 @@ def _partition(wanted: str | None) -> tuple[str, str, int, int, int]:
         command = ["sinfo", "--noheader", "--format=%P|%l|%G|%c|%D"]
         found = subprocess.run(command, capture_output=True, text=True, timeout=60)
     except FileNotFoundError:
-        raise ConfigError("there is no SLURM here (no sinfo): run this on the cluster's login node.") from None
+        raise ConfigError(
+            "there is no SLURM here (no sinfo): run this on the cluster's login node."
+        ) from None
     if found.returncode:
         raise ConfigError(f"sinfo: {' '.join(found.stderr.split())}")
     rows = [line.split("|") for line in found.stdout.splitlines() if line.count("|") == 4]
     names = list(dict.fromkeys(row[0].rstrip("*") for row in rows))
-    default = next((row[0].rstrip("*") for row in rows if row[0].endswith("*")), names[0] if names else "")
+    default = next(
+        (row[0].rstrip("*") for row in rows if row[0].endswith("*")), names[0] if names else ""
+    )
     name = wanted or default
     mine = [row for row in rows if row[0].rstrip("*") == name]
     if not mine:

@@ -1,11 +1,14 @@
-"""`--multirun`: Hydra's sweepers choose the jobs and its launchers start them. Ours is a process group and a folder for
-each job, the table of their results, and that the same command again goes on with what is not finished.
+"""`--multirun`: Hydra's sweepers choose the jobs and its launchers start them. Ours is a process
+group and a folder for each job, the table of their results, and that the same command again goes on
+with what is not finished.
 
     automodel-lite train --config-name llama_packed --multirun optimizer.lr=1e-3,3e-3 seed=0,1
 
-    runs/llama_packed/0_optimizer.lr-0.001-seed-0/ ...      sweep.json, sweep.md: the results of all jobs
+    runs/llama_packed/0_optimizer.lr-0.001-seed-0/ ...      sweep.json, sweep.md: the results of all
+                                                            jobs
 
-Every job starts ranks of its own, as `--nproc` does (one by default), and notes how it ended in the folder jobs/.
+Every job starts ranks of its own, as `--nproc` does (one by default), and notes how it ended in the
+folder jobs/.
 """
 
 from __future__ import annotations
@@ -48,11 +51,14 @@ OmegaConf.register_new_resolver(
 
 
 def run_sweep(loader: Loader, main: str, line: Namespace) -> int:
-    """Runs all jobs and prints their table. Raises ConfigError; RunStoppedError when jobs have failed."""
+    """Runs all jobs and prints their table. Raises ConfigError; RunStoppedError when jobs have
+    failed.
+    """
     check_alone()
     check_overrides(loader, line.overrides, is_multirun=True)
     os.environ[SWEEP_COMMAND] = command_line()
-    # what is the same for all jobs is not part of a job's name; no copies of the settings, with their secrets
+    # what is the same for all jobs is not part of a job's name; no copies of the settings, with
+    # their secrets
     fixed = ",".join(split(text)[0] for text in line.overrides if not is_sweep(text))
     own = [f"hydra.job.config.override_dirname.exclude_keys=[{fixed}]", "hydra.output_subdir=null"]
     config = loader.load_configuration(line.config_name, [*line.overrides, *own], RunMode.MULTIRUN)
@@ -60,14 +66,18 @@ def run_sweep(loader: Loader, main: str, line: Namespace) -> int:
     if (folder / "config.yaml").is_file():
         raise ConfigError(f"{folder} is the folder of a run: give the sweep another name=... .")
     if launcher.get("nodes", 1) * launcher.get("tasks_per_node", 1) > 1:
-        text = "hydra.launcher.nodes and tasks_per_node must be 1: --nproc ranks of one node run a job"
+        text = (
+            "hydra.launcher.nodes and tasks_per_node must be 1: --nproc ranks of one node run a job"
+        )
         raise ConfigError(f"{text}; launch/slurm_array.sbatch starts jobs of several nodes.")
-    shutil.rmtree(folder / "jobs", ignore_errors=True)  # the table is of this sweep; finished jobs report again
+    # the table is of this sweep; finished jobs report again
+    shutil.rmtree(folder / "jobs", ignore_errors=True)
     with read_write(config), open_dict(config):
         sampler = OmegaConf.select(config, "hydra.sweeper.sampler")
         if sampler is not None and "seed" in sampler and sampler.seed is None:
             sampler.seed = config.seed  # the same points again when the sweep goes on
-        if launcher.get("max_num_timeout") == 0:  # a SLURM job at its time limit goes back into the queue
+        # a SLURM job at its time limit goes back into the queue
+        if launcher.get("max_num_timeout") == 0:
             launcher.max_num_timeout = 100
     named = {name: vars(line)[f"config_{name}"] for name in ("name", "dir", "path")}
     flags = [f"--config-{name}={value}" for name, value in named.items() if value]
@@ -79,7 +89,8 @@ def run_sweep(loader: Loader, main: str, line: Namespace) -> int:
     try:
         sweeper.sweep(arguments=[str(text) for text in config.hydra.overrides.task])
     finally:
-        if "joblib" in sys.modules:  # its idle workers would be waited for, and this process exits without a clean-up:
+        # its idle workers would be waited for, and this process exits without a clean-up:
+        if "joblib" in sys.modules:
             sys.modules["joblib.externals.loky"].get_reusable_executor().shutdown()
             atexit._run_exitfuncs()  # joblib's tracker would name leaks
         _scrub_yaml(folder)
@@ -88,8 +99,8 @@ def run_sweep(loader: Loader, main: str, line: Namespace) -> int:
 
 
 def run_job(main: str, nproc: str, flags: Sequence[str], raw: DictConfig) -> float | None:
-    """Runs one job, in a process that Hydra's launcher chose; returns the validation loss at its end, for sweepers that
-    look for the best. `flags` are --config-name and the folders of presets.
+    """Runs one job, in a process that Hydra's launcher chose; returns the validation loss at its
+    end, for sweepers that look for the best. `flags` are --config-name and the folders of presets.
     """
     from automodel_lite.cli.launcher import launch  # imports torch
 
@@ -98,10 +109,12 @@ def run_job(main: str, nproc: str, flags: Sequence[str], raw: DictConfig) -> flo
     folder, base = Path(hydra.runtime.output_dir), Path(str(hydra.sweep.dir)).resolve()
     _scrub_yaml(base)
     name = os.path.relpath(folder, base).replace("/", "+")
-    settings = scrub(re.sub(r"(^|,)\++", r"\1", hydra.job.override_dirname)) or "as given"  # + marks a new key
+    # + marks a new key
+    settings = scrub(re.sub(r"(^|,)\++", r"\1", hydra.job.override_dirname)) or "as given"
     note: dict[str, Any] = {"job": int(hydra.job.num), "settings": settings, "state": "preempted"}
     print(f"\njob {note['job']}: {settings}", flush=True)
-    requeue = signal.getsignal(signal.SIGUSR2)  # where submitit saves its job and puts it back into the queue
+    # where submitit saves its job and puts it back into the queue
+    requeue = signal.getsignal(signal.SIGUSR2)
     try:
         run = [f"name={raw.name}+{name}", f"output_dir={folder}"]
         code = launch(main, nproc, [*flags, *hydra.overrides.task, *run])
@@ -122,14 +135,20 @@ def run_job(main: str, nproc: str, flags: Sequence[str], raw: DictConfig) -> flo
 
 
 def _scrub_yaml(folder: Path) -> None:
-    """Removes secrets from what Hydra itself writes, which holds the command line as it was typed."""
-    for path in filter(Path.is_file, (folder / "multirun.yaml", folder / "optimization_results.yaml")):
+    """Removes secrets from what Hydra itself writes, which holds the command line as
+    it was typed.
+    """
+    for path in filter(
+        Path.is_file, (folder / "multirun.yaml", folder / "optimization_results.yaml")
+    ):
         clean = scrub_tree(OmegaConf.to_container(OmegaConf.load(path), resolve=False))
         write_atomically(path, OmegaConf.to_yaml(OmegaConf.create(clean)))
 
 
 def _report(folder: Path) -> None:
-    """Prints the table and writes it to the sweep's folder. Raises RunStoppedError when jobs have failed."""
+    """Prints the table and writes it to the sweep's folder. Raises RunStoppedError when jobs have
+    failed.
+    """
     notes = [(json.loads(path.read_text()), path.stem) for path in (folder / "jobs").glob("*.json")]
     if not notes:
         return
@@ -139,11 +158,15 @@ def _report(folder: Path) -> None:
     (folder / "sweep.md").write_text(text)
     print(f"\n{text}\n{folder / 'sweep.md'}", flush=True)
     if failed := sorted(name for note, name in notes if note["state"] == "failed"):
-        raise RunStoppedError(f"{len(failed)} of {len(results)} jobs failed: {', '.join(failed)} in {folder}")
+        raise RunStoppedError(
+            f"{len(failed)} of {len(results)} jobs failed: {', '.join(failed)} in {folder}"
+        )
 
 
 def results_of(folder: Path) -> dict[str, float]:
-    """Returns the last values of a run for the table; `val_loss` is the mean over the validation sets."""
+    """Returns the last values of a run for the table; `val_loss` is the mean over the validation
+    sets.
+    """
     last = {key: value for row in RunFolder(folder).rows() for key, value in row.items()}
     losses = {key: value for key, value in last.items() if key.startswith("val_loss/")}
     mean = {"val_loss": sum(losses.values()) / len(losses)} if losses else {}
@@ -152,8 +175,12 @@ def results_of(folder: Path) -> dict[str, float]:
 
 def table(results: list[dict[str, Any]]) -> str:
     """Returns the results as Markdown; the job with the lowest validation loss is marked."""
-    columns = [key for key in dict.fromkeys(key for result in results for key in result) if key != "job"]
-    scored = [result for result in results if "val_loss" in result and result["state"] == "finished"]
+    columns = [
+        key for key in dict.fromkeys(key for result in results for key in result) if key != "job"
+    ]
+    scored = [
+        result for result in results if "val_loss" in result and result["state"] == "finished"
+    ]
     best = min(scored, key=lambda result: float(result["val_loss"]), default=None)
     lines = [f"| | {' | '.join(columns)} |", f"|---|{'---|' * len(columns)}"]
     for result in results:

@@ -1,9 +1,10 @@
 """From a model, data and GPUs to the mesh, micro-batch and recomputation that fit and are fast.
 
-Each layout has a bound that no step can beat (products at the peak rate, and the traffic that they cannot hide), and is
-tried in the order of the same at half of that rate. The least recomputation that fits is searched by simulating steps,
-and the seconds of a step are those of its counted operations and messages at the rates of the GPU. A layout whose bound
-is above the third best plan is not simulated once there are enough to show: it cannot become one of the first three.
+Each layout has a bound that no step can beat (products at the peak rate, and the traffic that they
+cannot hide), and is tried in the order of the same at half of that rate. The least recomputation
+that fits is searched by simulating steps, and the seconds of a step are those of its counted
+operations and messages at the rates of the GPU. A layout whose bound is above the third best plan
+is not simulated once there are enough to show: it cannot become one of the first three.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ from automodel_lite.training.plan import Parts
 AXES = ("dp_replicate", "dp_shard", "cp", "tp", "ep")
 SHOWN = 10
 MOST_SIMULATED = 12  # layouts that fit
-_FUSED = 1 / 3  # of the bytes outside products and attention: assumed of compiled layers, not measured
+# of the bytes outside products and attention: assumed of compiled layers, not measured
+_FUSED = 1 / 3
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,9 @@ class Gpu:
 
 
 _SHEETS = yaml.safe_load(Path(__file__).with_name("gpus.yaml").read_text())
-GPUS = {name: Gpu(flops=peak_of(sheet.pop("device")) or 0.0, **sheet) for name, sheet in _SHEETS.items()}
+GPUS = {
+    name: Gpu(flops=peak_of(sheet.pop("device")) or 0.0, **sheet) for name, sheet in _SHEETS.items()
+}
 
 
 @dataclass(frozen=True)
@@ -90,12 +94,17 @@ class Job:
 
     def visible(self, window: int | None) -> float:
         """Returns the mean number of keys that a query sees."""
-        seen = CostModel(0.0, 0.0, window, 1.0).pairs(self.paths) / self.paths  # by a query of each document
+        # by a query of each document
+        seen = CostModel(0.0, 0.0, window, 1.0).pairs(self.paths) / self.paths
         return float((seen * self.lengths).sum() / self.lengths.sum())
 
     def bandwidth(self, extent: int) -> float:
         """extent: ranks from the first to the last of a group; its slowest link decides."""
-        return self.gpu.node_bytes_per_s if extent <= self.gpus_per_node else self.gpu.network_bytes_per_s
+        return (
+            self.gpu.node_bytes_per_s
+            if extent <= self.gpus_per_node
+            else self.gpu.network_bytes_per_s
+        )
 
 
 @dataclass(frozen=True)
@@ -106,7 +115,8 @@ class Layout:
     micro_batch: int
     global_batch: int
     bound_s: float = 0.0  # of a step, for each of its packs
-    likely_s: float = 0.0  # the same where products reach half of the peak: layouts are tried in this order
+    # the same where products reach half of the peak: layouts are tried in this order
+    likely_s: float = 0.0
 
     @property
     def micro_steps(self) -> int:
@@ -124,7 +134,8 @@ class Plan:
     layout: Layout
     parts: Parts
     step: Simulation
-    seconds: dict[str, float]  # products, attention, memory, links, exchange, update -> of an optimizer step
+    # products, attention, memory, links, exchange, update -> of an optimizer step
+    seconds: dict[str, float]
     tokens: int  # of an optimizer step, over all GPUs
     mfu: float
 
@@ -146,7 +157,9 @@ class Outcome:
 
 
 def make_plans(job: Job, most: int = MOST_SIMULATED) -> Outcome:
-    """Searches the layouts of the job's world; the best plan was simulated whole, checkpoint and export included."""
+    """Searches the layouts of the job's world; the best plan was simulated whole, checkpoint and
+    export included.
+    """
     pattern, capacity = layer_pattern(job.config), usable(int(job.gpu.gigabytes * 1e9))
     plans: list[Plan] = []
     lost: Counter[str] = Counter()
@@ -169,7 +182,9 @@ def make_plans(job: Job, most: int = MOST_SIMULATED) -> Outcome:
     while plans:  # what only the whole step shows: its export
         whole = simulate(plans[0].parts, job.config, plans[0].layout.shape)
         if whole.peak <= capacity:
-            return Outcome([replace(plans[0], step=replace(whole, work=plans[0].step.work)), *plans[1:]], lost)
+            return Outcome(
+                [replace(plans[0], step=replace(whole, work=plans[0].step.work)), *plans[1:]], lost
+            )
         lost["memory"] += 1
         plans.pop(0)
     return Outcome([], lost)
@@ -178,71 +193,112 @@ def make_plans(job: Job, most: int = MOST_SIMULATED) -> Outcome:
 def placed(job: Job, layout: Layout) -> Parts:
     """Returns the job's parts on the layout's mesh, with its batch."""
     mesh = replace(job.parts.mesh, **{axis: getattr(layout.shape, axis) for axis in AXES})
-    training = replace(job.parts.training, micro_batch_size=layout.micro_batch, global_batch_size=layout.global_batch)
+    training = replace(
+        job.parts.training,
+        micro_batch_size=layout.micro_batch,
+        global_batch_size=layout.global_batch,
+    )
     # a kernel that exists on any machine; what is simulated has the memory of a GPU's
     return replace(job.parts, mesh=mesh, training=training, attention=ReferenceAttention())
 
 
 def possible(job: Job) -> Iterator[Layout]:
-    """Yields meshes that the model, the pack and the engine take, with micro-batches that divide the global batch."""
+    """Yields meshes that the model, the pack and the engine take, with micro-batches that divide
+    the global batch.
+    """
     base, training = job.parts, job.parts.training
     heads = [n for one in layer_shapes(job.config) for n in (one.num_heads, one.num_kv_heads) if n]
-    is_split = not (base.peft or base.mesh.cpu_offload)  # tp and ep, which transformers combines with neither
+    # tp and ep, which transformers combines with neither
+    is_split = not (base.peft or base.mesh.cpu_offload)
     powers = [2**n for n in range(11)]
-    # heads are divided over tp, which stays inside a node; a pack is divided over cp, twice for the zigzag
-    of_tp = [n for n in powers if n == 1 or (is_split and n <= job.gpus_per_node and not any(h % n for h in heads))]
+    # heads are divided over tp, which stays inside a node; a pack is divided over cp, twice for the
+    # zigzag
+    of_tp = [
+        n
+        for n in powers
+        if n == 1 or (is_split and n <= job.gpus_per_node and not any(h % n for h in heads))
+    ]
     of_cp = [n for n in powers if n <= 16 and base.packed_sequence_size % (2 * n) == 0]
     wanted = AUTO_BATCH_SIZE if training.global_batch_size == "auto" else training.global_batch_size
     for tp, cp in ((tp, cp) for tp in of_tp for cp in of_cp if job.world % (tp * cp) == 0):
         dp = job.world // (tp * cp)
-        # the preset's batch where it is a multiple of the ranks; more ranks than that bring a pack each
+        # the preset's batch where it is a multiple of the ranks; more ranks than that bring a pack
+        # each
         asked = int(wanted or dp * training.micro_batch_size)
         for replicate in {1, *(n for n in (job.nodes, job.nodes // 4) if n > 1 and dp % n == 0)}:
             shards = dp // replicate * cp * tp
             of_ep = [n for n in powers if n > 1 and is_split and n % tp == 0 and shards % n == 0]
-            for ep in [1, *(n for n in of_ep if job.size.num_experts and job.size.num_experts % n == 0)]:
+            for ep in [
+                1,
+                *(n for n in of_ep if job.size.num_experts and job.size.num_experts % n == 0),
+            ]:
                 shape = MeshShape(replicate, dp // replicate, cp, tp, ep)
                 for micro in (1, 2, 4, 8):
                     batch = dp if micro == 1 and asked % dp and asked <= job.world else asked
                     if batch % (micro * dp) == 0:
                         layout = Layout(shape, micro, batch)
-                        bound_s, likely_s = (_bound_s(job, layout, frac) / batch for frac in (1.0, 0.5))
+                        bound_s, likely_s = (
+                            _bound_s(job, layout, frac) / batch for frac in (1.0, 0.5)
+                        )
                         yield replace(layout, bound_s=bound_s, likely_s=likely_s)
 
 
 def _bound_s(job: Job, layout: Layout, reached: float) -> float:
-    """Returns seconds that no step of this layout can beat. reached: share of the peak rate that products have."""
+    """Returns seconds that no step of this layout can beat. reached: share of the peak rate that
+    products have.
+    """
     shape, size = layout.shape, job.size
-    tokens = layout.micro_batch * job.parts.packed_sequence_size  # that a data-parallel rank has at a time
-    pairs = tokens * job.visible(job.flops.attention.window if job.flops.attention.window_frac == 1 else None)
-    work_s = job.flops.of(tokens, tokens, pairs * 0.5) / (shape.cp * shape.tp) / (reached * job.gpu.flops)
-    # Beside the products, bf16 weights are gathered twice (those outside the layers once), gradients reduced once in
-    # fp32, over replicas too. Experts are sharded over what ep leaves, or over no more ranks than there are experts.
+    # that a data-parallel rank has at a time
+    tokens = layout.micro_batch * job.parts.packed_sequence_size
+    pairs = tokens * job.visible(
+        job.flops.attention.window if job.flops.attention.window_frac == 1 else None
+    )
+    work_s = (
+        job.flops.of(tokens, tokens, pairs * 0.5)
+        / (shape.cp * shape.tp)
+        / (reached * job.gpu.flops)
+    )
+    # Beside the products, bf16 weights are gathered twice (those outside the layers once),
+    # gradients reduced once in fp32, over replicas too. Experts are sharded over what ep leaves, or
+    # over no more ranks than there are experts.
     shards, replicas = shape.dp_shard * shape.cp, shape.dp_replicate
     experts = size.all_experts * (shape.ep > 1 or shards > size.num_experts)
     copies = max(1, shards * shape.tp // shape.ep) if shape.ep > 1 else 1
-    sharded = (size.parameters - experts) / shape.tp * (shards - 1) / shards + experts / shape.ep * (
-        copies - 1
-    ) / copies
+    sharded = (size.parameters - experts) / shape.tp * (
+        shards - 1
+    ) / shards + experts / shape.ep * (copies - 1) / copies
     outside = size.embedding / shape.tp * (shards - 1) / shards
     link = job.bandwidth(shards * shape.tp)
     gather_s = (4.0 * sharded - 2.0 * outside) / link if job.gpu.overlaps else 0.0
-    of_copies_s = 8.0 * size.parameters / (shards * shape.tp) * (replicas - 1) / replicas / job.bandwidth(job.world)
+    of_copies_s = (
+        8.0
+        * size.parameters
+        / (shards * shape.tp)
+        * (replicas - 1)
+        / replicas
+        / job.bandwidth(job.world)
+    )
     reduce_s = 0.0 if job.parts.peft or not job.gpu.overlaps else 4.0 * sharded / link + of_copies_s
     # what tp reduces, and tokens on their way to experts and back, are waited for
     text = job.config.get_text_config()
     hidden = 2.0 * tokens / shape.cp * text.hidden_size
-    waited_s = 7 * size.num_layers * 2 * hidden * (shape.tp - 1) / shape.tp / job.bandwidth(shape.tp)
+    waited_s = (
+        7 * size.num_layers * 2 * hidden * (shape.tp - 1) / shape.tp / job.bandwidth(shape.tp)
+    )
     if experts:
         routed = hidden / shape.tp * (experts_per_token(text) or 1)
-        waited_s += 4 * size.num_layers * routed * (shape.ep - 1) / shape.ep / job.bandwidth(shape.ep)
+        waited_s += (
+            4 * size.num_layers * routed * (shape.ep - 1) / shape.ep / job.bandwidth(shape.ep)
+        )
     before_last = (layout.micro_steps - 1) * max(work_s, gather_s)
     return before_last + max(work_s, gather_s + reduce_s) + layout.micro_steps * waited_s
 
 
 def priced(job: Job, layout: Layout, parts: Parts, step: Simulation) -> Plan:
     """Returns the plan with the seconds that its counted step takes."""
-    windows = {one.window for work in step.work.values() for one in work if not isinstance(one, Message)}
+    windows = {
+        one.window for work in step.work.values() for one in work if not isinstance(one, Message)
+    }
     visible = {window: job.visible(window) for window in windows}
     seconds = dict.fromkeys(("products", "attention", "memory", "links", "exchange", "update"), 0.0)
     for name, times in (("micro", layout.micro_steps - 1), ("last", 1), ("update", 1)):
@@ -254,9 +310,12 @@ def priced(job: Job, layout: Layout, parts: Parts, step: Simulation) -> Plan:
     return Plan(layout, parts, step, seconds, tokens, mfu)
 
 
-def _seconds(job: Job, work: Work, parts: Parts, visible: dict[int | None, float]) -> dict[str, float]:
-    """Each operation takes the longer of its FLOPs and its bytes; of what travels beside the computation, a layer's
-    share is waited for at the begin, and all that takes longer than the computation.
+def _seconds(
+    job: Job, work: Work, parts: Parts, visible: dict[int | None, float]
+) -> dict[str, float]:
+    """Each operation takes the longer of its FLOPs and its bytes; of what travels beside the
+    computation, a layer's share is waited for at the begin, and all that takes longer than the
+    computation.
     """
     gpu, parallel = job.gpu, 0.0
     fused = _FUSED if parts.training.compile is not False else 1.0

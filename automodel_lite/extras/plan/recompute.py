@@ -5,8 +5,8 @@
     full                              every layer
     offload                           as full, with the inputs in host memory
 
-Each is slower than the one before it, and holds less; what each holds is counted by the simulation. The planner chooses
-by the same search.
+Each is slower than the one before it, and holds less; what each holds is counted by the simulation.
+The planner chooses by the same search.
 """
 
 from __future__ import annotations
@@ -35,16 +35,22 @@ def recomputation_text(parts: Parts) -> str:
     """`none`, `none, weights stay gathered`, `full`, `full, one layer of 2`, `offload`."""
     how, every = parts.training.activation_checkpointing, parts.advanced.recompute_every_layers
     if how == "none":
-        return "none, weights stay gathered" if parts.advanced.reshard_after_forward is False else "none"
+        return (
+            "none, weights stay gathered"
+            if parts.advanced.reshard_after_forward is False
+            else "none"
+        )
     return f"{how}, one layer of {every}" if every > 1 else how
 
 
 def least_recomputation(
     plan: ModelPlan, capacity: float, pattern: LayerPattern, adapter: int | None = None
 ) -> tuple[Parts, Simulation] | None:
-    """Returns the first rung of the ladder whose step holds at most `capacity` bytes, and its step; None without one.
+    """Returns the first rung of the ladder whose step holds at most `capacity` bytes, and its step;
+    None without one.
 
-    Where no rung fits, gradients are reduced after every micro-batch, unless that is set, to spare their unsharded sum.
+    Where no rung fits, gradients are reduced after every micro-batch, unless that is set, to spare
+    their unsharded sum.
     """
     rungs = {rung: with_recomputation(plan.parts, *rung) for rung in LADDER}
 
@@ -52,7 +58,9 @@ def least_recomputation(
         return simulate_by_layers(rungs[rung], plan.config, plan.shape, pattern, like=like)
 
     def may_fit(rung: tuple[str, int]) -> bool:
-        return estimate_memory(replace(plan, parts=rungs[rung]), adapter).total <= HOPELESS * capacity
+        return (
+            estimate_memory(replace(plan, parts=rungs[rung]), adapter).total <= HOPELESS * capacity
+        )
 
     kept = counted(NONE) if may_fit(NONE) else None
     if kept and kept.peak <= capacity:
@@ -68,7 +76,10 @@ def least_recomputation(
     if may_fit(OFFLOAD) and (offloaded := counted(OFFLOAD, full)).peak <= capacity:
         return rungs[OFFLOAD], offloaded
     advanced, training = plan.parts.advanced, plan.parts.training
-    if advanced.reduce_every_micro_batch != "auto" or batch_shape(training, plan.shape.dp).micro_steps == 1:
+    if (
+        advanced.reduce_every_micro_batch != "auto"
+        or batch_shape(training, plan.shape.dp).micro_steps == 1
+    ):
         return None
     reduced = replace(plan.parts, advanced=replace(advanced, reduce_every_micro_batch=True))
     return least_recomputation(replace(plan, parts=reduced), capacity, pattern, adapter)
@@ -79,7 +90,8 @@ def choose_recomputation(plan: ModelPlan, gpu: int, adapter: int | None) -> tupl
 
     gpu  bytes of the GPU
     No process group may exist: steps are simulated, where the coarse formulas leave a doubt.
-    Where memory is left over, weights stay gathered from the forward to the backward pass, unless that is set.
+    Where memory is left over, weights stay gathered from the forward to the backward pass, unless
+    that is set.
     """
     capacity, plain = usable(gpu), with_recomputation(plan.parts, *NONE)
     gathered = replace(plain, advanced=replace(plain.advanced, reshard_after_forward=False))
@@ -88,7 +100,11 @@ def choose_recomputation(plan: ModelPlan, gpu: int, adapter: int | None) -> tupl
     if _CERTAIN * kept <= capacity:
         fits = asks and _CERTAIN * kept + plan.dtype.itemsize * plan.size.parameters <= capacity
         chosen = gathered if fits else plain
-        return chosen, f"{recomputation_text(chosen)}: all that is kept is about {gib(kept)} of {gib(capacity)}"
+        return (
+            chosen,
+            f"{recomputation_text(chosen)}: all that is kept is about {gib(kept)} of "
+            f"{gib(capacity)}",
+        )
     try:
         pattern = layer_pattern(plan.config)
         found = least_recomputation(plan, capacity, pattern, adapter)
@@ -96,9 +112,15 @@ def choose_recomputation(plan: ModelPlan, gpu: int, adapter: int | None) -> tupl
             step = simulate_by_layers(gathered, plan.config, plan.shape, pattern)
             found = (gathered, step) if step.peak <= capacity else found
     except (NotImplementedError, RuntimeError) as error:  # what cannot be simulated
-        return with_recomputation(plan.parts, *FULL), f"full: the step cannot be counted ({one_line(error, 100)})"
+        return with_recomputation(
+            plan.parts, *FULL
+        ), f"full: the step cannot be counted ({one_line(error, 100)})"
     if found is None:
         offloaded = with_recomputation(plan.parts, *OFFLOAD)
         return offloaded, f"offload, which may still need more than {gib(capacity)}"
     chosen, step = found
-    return chosen, f"{recomputation_text(chosen)}: the least that fits, {gib(step.peak)} of {gib(capacity)} are counted"
+    return (
+        chosen,
+        f"{recomputation_text(chosen)}: the least that fits, {gib(step.peak)} of {gib(capacity)} "
+        "are counted",
+    )

@@ -1,8 +1,10 @@
-"""The real set-up, step, checkpoint and export of one rank of any world: fake tensors in a fake process group.
+"""The real set-up, step, checkpoint and export of one rank of any world: fake tensors in a fake
+process group.
 
-Nothing is allocated and nothing is sent, but the real code runs: shapes, sharding, collectives, recomputation, the loss
-and the optimizer are those of that world, so what is counted is what a GPU will hold. The allocator's slack and the
-kernels' workspaces come on top. Weights are not read here: a whole tensor beside the shards stands for it.
+Nothing is allocated and nothing is sent, but the real code runs: shapes, sharding, collectives,
+recomputation, the loss and the optimizer are those of that world, so what is counted is what a GPU
+will hold. The allocator's slack and the kernels' workspaces come on top. Weights are not read here:
+a whole tensor beside the shards stands for it.
 """
 
 from __future__ import annotations
@@ -34,7 +36,14 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from automodel_lite.attention.interface import install
 from automodel_lite.attention.spec import AttentionSpec, layer_shapes
 from automodel_lite.config.sizes import global_batch_size_of
-from automodel_lite.extras.plan.tracker import GPU, MemoryTracker, Message, Operation, Work, gpu_tensors
+from automodel_lite.extras.plan.tracker import (
+    GPU,
+    MemoryTracker,
+    Message,
+    Operation,
+    Work,
+    gpu_tensors,
+)
 from automodel_lite.models.layers import decoder_layers, freeze_towers, recompute_layers
 from automodel_lite.models.loss import LossModel
 from automodel_lite.models.settings import experts_per_token
@@ -56,7 +65,9 @@ from automodel_lite.training.plan import ModelPlan, Parts, with_layers
 if TYPE_CHECKING:
     from automodel_lite.parts.adapters.lora import Lora, LoraAdapter
 
-PLACES = tuple(f"backward of the {layer}" for layer in ("first layer", "second", "last but one", "last"))
+PLACES = tuple(
+    f"backward of the {layer}" for layer in ("first layer", "second", "last but one", "last")
+)
 
 
 @dataclass(frozen=True)
@@ -66,9 +77,11 @@ class Simulation:
     weights: int  # this rank's part
     gradients: int
     optimizer: int
-    peaks: dict[str, int]  # phase (load, forward, backward, optimizer, save, export) -> most that is held at one time
+    # phase (load, forward, backward, optimizer, save, export) -> most that is held at one time
+    peaks: dict[str, int]
     at_peak: dict[str, int]  # kind of tensor -> held when most is held, the largest first
-    work: dict[str, Work] = field(default_factory=dict)  # of a micro-batch, of the last one, of the update
+    # of a micro-batch, of the last one, of the update
+    work: dict[str, Work] = field(default_factory=dict)
     after_layers: tuple[int, ...] = ()  # held when the forward pass of each layer is done
     few: Simulation | None = None  # of the few layers from which this was extrapolated
 
@@ -78,7 +91,9 @@ class Simulation:
 
     @property
     def sent(self) -> dict[str, int]:
-        """Mesh axes -> bytes that leave this rank in an optimizer step of at most two micro-batches."""
+        """Mesh axes -> bytes that leave this rank in an optimizer step of at most two
+        micro-batches.
+        """
         found: Counter[str] = Counter()
         for one, times in (item for work in self.work.values() for item in work.items()):
             if isinstance(one, Message):
@@ -93,8 +108,9 @@ class Simulation:
         smallest = next((size for size in GPUS_GB if self.peak <= usable(size * 10**9)), None)
         fits = f"GPUs of {smallest} GB and more" if smallest else "no GPU of today"
         return (
-            f"at most {gib(self.peak)} ({peaks}): weights {gib(self.weights)}, gradients {gib(self.gradients)}, "
-            f"optimizer {gib(self.optimizer)}\nmost is held by {held}\nsends {sent}\nfits {fits}"
+            f"at most {gib(self.peak)} ({peaks}): weights {gib(self.weights)}, gradients "
+            f"{gib(self.gradients)}, optimizer {gib(self.optimizer)}\nmost is held by "
+            f"{held}\nsends {sent}\nfits {fits}"
         )
 
 
@@ -105,27 +121,39 @@ def simulate(
     batch: ThdBatch | None = None,
     is_whole: bool = True,
 ) -> Simulation:
-    """Runs set-up, an optimizer step, a checkpoint and the export of rank 0 of a world of `shape`, on GPUs.
+    """Runs set-up, an optimizer step, a checkpoint and the export of rank 0 of a world of `shape`,
+    on GPUs.
 
-    batch     one that is not sharded, with ids of 0, whose trees need the keys of their paths; None = plain documents
-    is_whole  False: without checkpoint and export, and with a peak for the backward pass of each layer, as `backward 3`
-    Raises what the run would raise, NotImplementedError without FSDP. No process group may exist: one is made, and
-    destroyed.
+    batch     one that is not sharded, with ids of 0, whose trees need the keys of their paths; None
+              = plain documents
+    is_whole  False: without checkpoint and export, and with a peak for the backward pass of each
+              layer, as `backward 3`
+    Raises what the run would raise, NotImplementedError without FSDP. No process group may exist:
+    one is made, and destroyed.
     """
-    plan = plan_model(replace(parts, attention=_CountedAttention()), model_config, shape, torch.device("cuda"))
+    plan = plan_model(
+        replace(parts, attention=_CountedAttention()), model_config, shape, torch.device("cuda")
+    )
     if plan.strategy != "fsdp":
         raise NotImplementedError(f"only FSDP is counted, not mesh.strategy={plan.strategy}")
     parts = plan.parts
-    # The most that a step can hold; boundaries of documents do not change it, keys along the paths of trees do.
+    # The most that a step can hold; boundaries of documents do not change it, keys along the paths
+    # of trees do.
     batch = batch or full_batch(parts, num_ids=1)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     text = model_config.get_text_config()
-    # how many times a token goes from one rank to another's experts in a layer, if all experts are asked equally often
+    # how many times a token goes from one rank to another's experts in a layer, if all experts are
+    # asked equally often
     routed = len(batch.labels) * (experts_per_token(text) or 1) // (shape.cp * shape.tp * shape.ep)
-    held = MemoryTracker(shape, routed if shape.ep > 1 else 0, text.vocab_size, tells_layers=not is_whole)
+    held = MemoryTracker(
+        shape, routed if shape.ep > 1 else 0, text.vocab_size, tells_layers=not is_whole
+    )
     with _fake_world(shape) as mesh, _as_on_a_gpu(held):
         sharded = cp_shard(batch, mesh.cp, parts.mesh.cp_exchange)
-        model = _sharded(replace(parts, peft=_Adapters(parts.peft) if parts.peft else None), plan, mesh, fake, held)  # type: ignore[arg-type]
+        adapted = parts
+        if parts.peft:
+            adapted = replace(parts, peft=_Adapters(parts.peft))  # type: ignore[arg-type]
+        model = _sharded(adapted, plan, mesh, fake, held)
         model = replace(model, reduces_every=parts.advanced.reduce_every_micro_batch is True)
         if parts.teacher:
             teacher = _sharded(as_teacher(parts), plan, mesh, fake, held, trains=False)
@@ -157,24 +185,29 @@ def simulate_by_layers(
     batch: ThdBatch | None = None,
     like: Simulation | None = None,
 ) -> Simulation:
-    """`simulate` of a step alone, in about a second: models of few layers are run, and what one more pattern of them
-    adds is added as often as the whole model has it.
+    """`simulate` of a step alone, in about a second: models of few layers are run, and what one
+    more pattern of them adds is added as often as the whole model has it.
 
-    like  the same with another recomputation of all layers, which differs by as much in each of them
+    like  the same with another recomputation of all layers, which differs by as much in each of
+          them
 
-    All that is held and done grows linearly with the layers, and so does the peak of each place of the backward pass:
-    most may be held at its begin, where all activations are left, or at its end, where all gradients are there. The
-    peaks of four layers are therefore told apart: what lies between them is on the line from one to the next.
+    All that is held and done grows linearly with the layers, and so does the peak of each place of
+    the backward pass: most may be held at its begin, where all activations are left, or at its end,
+    where all gradients are there. The peaks of four layers are therefore told apart: what lies
+    between them is on the line from one to the next.
     """
     period = math.lcm(pattern.period, parts.advanced.recompute_every_layers)
-    # three layers at least: the first, the last, and one whose neighbors are gathered ahead and reduced behind it
+    # three layers at least: the first, the last, and one whose neighbors are gathered ahead and
+    # reduced behind it
     few = pattern.first + period * math.ceil(3 / period)
 
     def of_layers(number: int) -> Simulation:
         found = simulate(parts, with_layers(model_config, number), shape, batch, is_whole=False)
         layers = [found.peaks.pop(f"backward {layer}", 0) for layer in range(number)]
         inner = layers[1:-1] or layers
-        found.peaks.update(zip(PLACES, (layers[0], max(inner[:period]), max(inner[-period:]), layers[-1])))
+        found.peaks.update(
+            zip(PLACES, (layers[0], max(inner[:period]), max(inner[-period:]), layers[-1]))
+        )
         return found
 
     if pattern.num_layers <= few + period:
@@ -184,30 +217,41 @@ def simulate_by_layers(
         return replace(interpolate(one, of_layers(few + period), times), few=one)
     of_all = interpolate(like.few, one, pattern.num_layers / few)  # the difference of all layers
     found = interpolate(like.few, interpolate(like, of_all, 0.5), 2.0)  # like + of_all - few
-    held = [0, *np.subtract(one.after_layers, like.few.after_layers)]  # beyond `like`, as layers go by
+    # beyond `like`, as layers go by
+    held = [0, *np.subtract(one.after_layers, like.few.after_layers)]
     grown = times * (held[-1] - held[-1 - period])
-    peaks = {phase: like.peaks[phase] + one.peaks[phase] - like.few.peaks[phase] for phase in one.peaks}
-    for phase in ("forward", "backward", *PLACES[2:]):  # where the activations of most layers are held
+    peaks = {
+        phase: like.peaks[phase] + one.peaks[phase] - like.few.peaks[phase] for phase in one.peaks
+    }
+    # where the activations of most layers are held
+    for phase in ("forward", "backward", *PLACES[2:]):
         peaks[phase] = round(peaks[phase] + grown)
     return replace(found, peaks=peaks, few=one)
 
 
-def recompute_every(every: int, kept: Simulation, recomputed: Simulation, pattern: LayerPattern) -> Simulation:
-    """Returns the step that recomputes each `every`-th layer, from `simulate_by_layers` of no layer and of all of them.
+def recompute_every(
+    every: int, kept: Simulation, recomputed: Simulation, pattern: LayerPattern
+) -> Simulation:
+    """Returns the step that recomputes each `every`-th layer, from `simulate_by_layers` of no layer
+    and of all of them.
 
-    Memory is exact: what other layers hold adds up, and in the backward pass a layer needs beside that what it needs in
-    the model whose layers are all of its kind. Work is a share of both, as if layers were alike.
+    Memory is exact: what other layers hold adds up, and in the backward pass a layer needs beside
+    that what it needs in the model whose layers are all of its kind. Work is a share of both, as if
+    layers were alike.
     """
     total, few = pattern.num_layers, [step.few or step for step in (kept, recomputed)]
     spared = list(np.diff(np.subtract(few[0].after_layers, few[1].after_layers), prepend=0))
     while len(spared) < total:
         spared += spared[-pattern.period :]
     is_recomputed = np.arange(total) % every == 0
-    by_recomputed, by_kept = (np.cumsum(np.where(of, spared[:total], 0)) for of in (is_recomputed, ~is_recomputed))
+    by_recomputed, by_kept = (
+        np.cumsum(np.where(of, spared[:total], 0)) for of in (is_recomputed, ~is_recomputed)
+    )
     # a layer's backward pass begins with what the layers before it hold, and it itself
     places = (0, 1, max(total - 2, 1), max(total - 1, 2))
     of_kept, of_recomputed = (
-        np.interp(range(total), places, [step.peaks[place] for place in PLACES]) for step in (kept, recomputed)
+        np.interp(range(total), places, [step.peaks[place] for place in PLACES])
+        for step in (kept, recomputed)
     )
     held = np.where(is_recomputed, of_recomputed + by_kept, of_kept - by_recomputed)
     found = interpolate(kept, recomputed, is_recomputed.mean())
@@ -228,7 +272,9 @@ class LayerPattern:
 
 
 def layer_pattern(model_config: PretrainedConfig) -> LayerPattern:
-    """Compares the weights and the attention of all layers; a model without a pattern is its own period."""
+    """Compares the weights and the attention of all layers; a model without a pattern is its own
+    period.
+    """
     weights = [
         tuple((name, weight.shape) for name, weight in layer.named_parameters())
         for layer in decoder_layers(describe(model_config))
@@ -246,18 +292,28 @@ def interpolate(one: Simulation, two: Simulation, times: float) -> Simulation:
 
     def along(first: Any, second: Any) -> Any:
         if isinstance(first, dict):
-            return {key: along(first.get(key, 0), second.get(key, 0)) for key in {**first, **second}}
+            return {
+                key: along(first.get(key, 0), second.get(key, 0)) for key in {**first, **second}
+            }
         return first + times * (second - first)
 
     sizes = ("weights", "gradients", "optimizer")
-    values = {name: along(getattr(one, name), getattr(two, name)) for name in (*sizes, "peaks", "at_peak", "work")}
+    values = {
+        name: along(getattr(one, name), getattr(two, name))
+        for name in (*sizes, "peaks", "at_peak", "work")
+    }
     values |= {name: round(values[name]) for name in sizes}
     values["peaks"] = {phase: round(value) for phase, value in values["peaks"].items()}
     return Simulation(**values)
 
 
 def _sharded(
-    parts: Parts, plan: ModelPlan, mesh: Mesh, fake: FakeTensorMode, held: MemoryTracker, trains: bool = True
+    parts: Parts,
+    plan: ModelPlan,
+    mesh: Mesh,
+    fake: FakeTensorMode,
+    held: MemoryTracker,
+    trains: bool = True,
 ) -> ParallelModel:
     """Returns the model on its mesh, its weights fake."""
     config = plan.config if trains else parts.model.described({})
@@ -267,13 +323,22 @@ def _sharded(
 
 
 def _step(
-    parts: Parts, model: ParallelModel, optimizer: Optimizer, inputs: ThdBatch, held: MemoryTracker, shape: MeshShape
+    parts: Parts,
+    model: ParallelModel,
+    optimizer: Optimizer,
+    inputs: ThdBatch,
+    held: MemoryTracker,
+    shape: MeshShape,
 ) -> int:
-    """An optimizer step of at most two micro-batches, with states that exist; returns the bytes of its gradients."""
+    """An optimizer step of at most two micro-batches, with states that exist; returns the bytes of
+    its gradients.
+    """
     lm, training = model.loss_model.lm, parts.training
     install(lm, _CountedAttention())
     layers = decoder_layers(lm)
-    recompute_layers(layers, training.activation_checkpointing, parts.advanced.recompute_every_layers)
+    recompute_layers(
+        layers, training.activation_checkpointing, parts.advanced.recompute_every_layers
+    )
     # A first update makes the optimizer's states. It is no part of a step, and not counted.
     held.enter("optimizer")
     for parameter in model.parameters():
@@ -335,7 +400,9 @@ class _Adapters:
         adapter = self._peft.adapt(model, base)
         for parameter in model.parameters():
             if not parameter.is_meta:
-                empty = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+                empty = nn.Parameter(
+                    torch.empty_like(parameter, device="meta"), parameter.requires_grad
+                )
                 torch.utils.swap_tensors(parameter, empty)
         object.__setattr__(adapter, "hidden", contextlib.nullcontext)
         return adapter
@@ -345,7 +412,11 @@ class _UnloadedSource(CausalLM):
     """Weights that are never read: described, sharded, fake tensors."""
 
     def __init__(
-        self, source: CausalLM, model_config: PretrainedConfig, fake: FakeTensorMode, held: MemoryTracker
+        self,
+        source: CausalLM,
+        model_config: PretrainedConfig,
+        fake: FakeTensorMode,
+        held: MemoryTracker,
     ) -> None:
         vars(self).update(vars(source))
         self.dtype = torch.float32
@@ -353,7 +424,11 @@ class _UnloadedSource(CausalLM):
         self._model_config = model_config
 
     def build_sharded(
-        self, tokenizer: PreTrainedTokenizerBase, spread: Spread, device: torch.device, turn: Any = None
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        spread: Spread,
+        device: torch.device,
+        turn: Any = None,
     ) -> transformers.PreTrainedModel:
         model = describe(self._model_config)
         freeze_towers(model, self.dtype)
@@ -361,7 +436,8 @@ class _UnloadedSource(CausalLM):
         fake, held = self._modes
         with fake, held:
             model.to_empty(device=device)
-            torch.empty(max(p.numel() for p in model.parameters()), device=device)  # the one that is read
+            # the one that is read
+            torch.empty(max(p.numel() for p in model.parameters()), device=device)
         return model.train()
 
 
@@ -372,9 +448,16 @@ class _CountedAttention(VarlenAttention):
         """Nothing is refused."""
 
     def __call__(
-        self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, segments: Segments, options: AttentionOptions
+        self,
+        q_THD: Tensor,
+        k_THD: Tensor,
+        v_THD: Tensor,
+        segments: Segments,
+        options: AttentionOptions,
     ) -> Tensor:
-        return super().__call__(q_THD, k_THD, v_THD, segments, replace(options, softcap=None, sinks=None))
+        return super().__call__(
+            q_THD, k_THD, v_THD, segments, replace(options, softcap=None, sinks=None)
+        )
 
 
 @contextlib.contextmanager
@@ -391,13 +474,15 @@ def _fake_world(shape: MeshShape) -> Iterator[Mesh]:
 
 @contextlib.contextmanager
 def _as_on_a_gpu(held: MemoryTracker) -> Iterator[None]:
-    """FSDP's device is the GPU, what it frees by resizing is seen, and an update in place is one kernel, which
-    allocates nothing.
+    """FSDP's device is the GPU, what it frees by resizing is seen, and an update in place is one
+    kernel, which allocates nothing.
     """
     original = torch.UntypedStorage.resize_
 
     def beside(communicate: Callable[..., Any]) -> Callable[..., Any]:
-        """Marks what FSDP sends: its groups may be those of other axes, whose messages are waited for."""
+        """Marks what FSDP sends: its groups may be those of other axes, whose messages are waited
+        for.
+        """
 
         def marked(*args: Any, **kwargs: Any) -> Any:
             held.is_parallel = True

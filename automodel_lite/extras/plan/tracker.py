@@ -1,7 +1,8 @@
 """Counts what one rank of a simulated world holds, computes and sends, operation by operation.
 
-Each operation on the fake GPU is seen once: a storage counts from its first tensor until it is freed, a product by its
-FLOPs, everything else by the bytes that it reads and writes, and a collective by what leaves this rank.
+Each operation on the fake GPU is seen once: a storage counts from its first tensor until it is
+freed, a product by its FLOPs, everything else by the bytes that it reads and writes, and a
+collective by what leaves this rank.
 """
 
 from __future__ import annotations
@@ -63,17 +64,24 @@ class MemoryTracker(TorchDispatchMode):
     tells_layers  has the backward pass of each layer a peak of its own, as `backward 3`?
     """
 
-    def __init__(self, shape: MeshShape, routed_tokens: int, vocab_size: int, tells_layers: bool) -> None:
+    def __init__(
+        self, shape: MeshShape, routed_tokens: int, vocab_size: int, tells_layers: bool
+    ) -> None:
         super().__init__()
         self.part = "update"
         self.work: dict[str, Work] = {"micro": Counter(), "last": Counter(), "update": Counter()}
         self.is_parallel = False  # does what is sent now travel beside the computation?
-        self._routed_tokens, self._vocab_size, self._tells_layers = routed_tokens, vocab_size, tells_layers
+        self._routed_tokens, self._vocab_size, self._tells_layers = (
+            routed_tokens,
+            vocab_size,
+            tells_layers,
+        )
         self.phase = self._place = "load"
         self.now, self.after_layers = 0, dict[int, int]()
         self.peaks: Counter[str] = Counter()
         self._shape = shape
-        self._axes: dict[str, tuple[str, int, int]] = {}  # name of a process group -> mesh axes, ranks, extent
+        # name of a process group -> mesh axes, ranks, extent
+        self._axes: dict[str, tuple[str, int, int]] = {}
         self._sizes: dict[int, int] = {}  # storage -> bytes
         self._kinds: dict[int, str] = {}  # storage -> what made it
         self._held: Counter[str] = Counter()  # kind -> bytes
@@ -81,7 +89,8 @@ class MemoryTracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and self._routed_tokens:
-            return self._routed_tokens  # the one number that expert parallelism reads from the device
+            # the one number that expert parallelism reads from the device
+            return self._routed_tokens
         result = func(*args, **(kwargs or {}))
         for value in gpu_tensors(result):
             self.watch(value, func)
@@ -106,7 +115,13 @@ class MemoryTracker(TorchDispatchMode):
         # collectives gather into memory that is not written yet
         is_gathered = func.overloadpacket._qualified_op_name in ("aten::empty", "aten::new_empty")
         is_logits = value.ndim > 1 and value.shape[-1] == self._vocab_size
-        kind = "gathered weights and gradients" if is_gathered else "logits" if is_logits else _MADE_IN[self.phase]
+        kind = (
+            "gathered weights and gradients"
+            if is_gathered
+            else "logits"
+            if is_logits
+            else _MADE_IN[self.phase]
+        )
         self._kinds[key] = _MADE_IN[self.phase] if self.phase in ("load", "optimizer") else kind
         self.resized(key, storage.nbytes())
         weakref.finalize(storage, self._freed, key)
@@ -118,7 +133,10 @@ class MemoryTracker(TorchDispatchMode):
             self._sizes[key] = num_bytes
 
     def enter(self, phase: str, layer: int | None = None) -> None:
-        self.phase, self._place = phase, f"{phase} {layer}" if self._tells_layers and layer is not None else phase
+        self.phase, self._place = (
+            phase,
+            f"{phase} {layer}" if self._tells_layers and layer is not None else phase,
+        )
         self.peaks[self._place] = max(self.peaks[self._place], self.now)
 
     def forget(self, phase: str) -> None:
@@ -130,7 +148,9 @@ class MemoryTracker(TorchDispatchMode):
 
     def at_peak(self) -> dict[str, int]:
         """What was alive when most was held, the largest kinds first."""
-        return {kind: num_bytes for kind, num_bytes in self._held_at_peak.most_common() if num_bytes}
+        return {
+            kind: num_bytes for kind, num_bytes in self._held_at_peak.most_common() if num_bytes
+        }
 
     def _change(self, kind: str, num_bytes: int) -> None:
         self.now += num_bytes
@@ -150,16 +170,25 @@ class MemoryTracker(TorchDispatchMode):
             for x in given
             if isinstance(x, torch.ScriptObject) and "ProcessGroup" in str(x._type())
         ]
-        group_name = groups[0].group_name if groups else next(x for x in reversed(given) if isinstance(x, str))
+        group_name = (
+            groups[0].group_name
+            if groups
+            else next(x for x in reversed(given) if isinstance(x, str))
+        )
         axes, ranks, extent = self._axes_of(group_name)
-        largest = max((t.numel() * t.element_size() for t in gpu_tensors([*given, result])), default=0)
-        times = 2 if "allreduce" in name or "all_reduce" in name else 1  # a reduce-scatter and an all-gather
+        largest = max(
+            (t.numel() * t.element_size() for t in gpu_tensors([*given, result])), default=0
+        )
+        # a reduce-scatter and an all-gather
+        times = 2 if "allreduce" in name or "all_reduce" in name else 1
         sent = times * largest * (ranks - 1) // ranks
         if self.phase in _COUNTED and sent:
             self.work[self.part][Message(axes, extent, self.is_parallel, sent)] += 1
 
     def _axes_of(self, group_name: str) -> tuple[str, int, int]:
-        """Returns the axes of the mesh along which the ranks of a group lie, their number, and their extent."""
+        """Returns the axes of the mesh along which the ranks of a group lie, their number, and
+        their extent.
+        """
         if group_name not in self._axes:
             group = dist.distributed_c10d._resolve_process_group(group_name)  # type: ignore[arg-type]
             ranks = dist.get_process_group_ranks(group)
@@ -186,15 +215,39 @@ _MADE_IN = {  # phase -> what its tensors are
 
 
 _FREE = frozenset(
-    {"detach", "view", "_unsafe_view", "t", "transpose", "unsqueeze", "expand", "slice", "select", "alias"}
+    {
+        "detach",
+        "view",
+        "_unsafe_view",
+        "t",
+        "transpose",
+        "unsqueeze",
+        "expand",
+        "slice",
+        "select",
+        "alias",
+    }
 )
-_FREE |= {"permute", "split", "squeeze", "reshape", "as_strided", "empty", "empty_like", "empty_strided", "new_empty"}
+_FREE |= {
+    "permute",
+    "split",
+    "squeeze",
+    "reshape",
+    "as_strided",
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty",
+}
 _FREE |= {"resize_", "device", "lift_fresh", "split_with_sizes", "unbind", "chunk"}
 """What moves no bytes: views, and memory that is not written yet."""
 
 
-def operation(func: Any, args: Any, kwargs: Any, result: Any, tensors_of: Any = None) -> Operation | None:
-    """Returns what a kernel computes, and the bytes that it reads and writes; None for what is none.
+def operation(
+    func: Any, args: Any, kwargs: Any, result: Any, tensors_of: Any = None
+) -> Operation | None:
+    """Returns what a kernel computes, and the bytes that it reads and writes; None for what is
+    none.
 
     tensors_of  finds the tensors that count: by default those on the fake GPU
     """
@@ -211,14 +264,19 @@ def operation(func: Any, args: Any, kwargs: Any, result: Any, tensors_of: Any = 
     if "_attn" in name or "flash_attention" in name:
         # two products of each visible pair forward; five backward, as the scores are made again
         query = next(x for x in touched if x.ndim == 3)
-        window = next((x[0] + 1 for x in args if isinstance(x, list) and len(x) == 2 and x[0] >= 0), None)
-        return Operation("attention", (10.0 if "backward" in name else 4.0) * query.numel(), moved, window)
+        window = next(
+            (x[0] + 1 for x in args if isinstance(x, list) and len(x) == 2 and x[0] >= 0), None
+        )
+        return Operation(
+            "attention", (10.0 if "backward" in name else 4.0) * query.numel(), moved, window
+        )
     if name == "_grouped_mm":  # rows of the first, each with one matrix of the second
         return Operation("product", 2.0 * args[0].numel() * args[1].shape[-1], moved)
     if func.overloadpacket in flop_registry:
         flops = float(flop_registry[func.overloadpacket](*args, **kwargs, out_val=result))
         return Operation("product", flops, moved)
-    if "adam" in name:  # reads four tensors of the weights' size, and writes all but the gradient in place
+    # reads four tensors of the weights' size, and writes all but the gradient in place
+    if "adam" in name:
         return Operation("update", 0.0, moved * 7 // 4)
     return Operation("other", 0.0, moved)
 
@@ -234,7 +292,9 @@ def gpu_tensors(value: Any) -> list[Tensor]:
 
 
 def _own_parts(value: Any) -> Any:
-    """Returns this rank's parts of distributed tensors; torch's pytree takes longer for what is so flat."""
+    """Returns this rank's parts of distributed tensors; torch's pytree takes longer for what is so
+    flat.
+    """
     if isinstance(value, (list, tuple)):
         return [_own_parts(each) for each in value]
     return value._local_tensor if isinstance(value, DTensor) else value

@@ -1,6 +1,8 @@
-"""report.html: one self-contained page of a run, or of several, drawn by the browser; live while a run goes on.
+"""report.html: one self-contained page of a run, or of several, drawn by the browser; live while a
+run goes on.
 
-page.html.j2         the page, with page.css and page.js inside; the script draws the charts from the JSON in the page
+page.html.j2         the page, with page.css and page.js inside; the script draws the charts from
+                     the JSON in the page
 inspection.html.j2   the data before a run
 """
 
@@ -21,7 +23,8 @@ from automodel_lite.redact import scrub
 from automodel_lite.run.durable import write_atomically
 from automodel_lite.run.folder import RunFolder, json_object, saved_config
 
-# What a run's folder holds is read back without trust: its files may be cut by a kill, or be another program's.
+# What a run's folder holds is read back without trust: its files may be cut by a kill, or be
+# another program's.
 Curve = tuple[list[int], list[float]]  # steps, values
 
 
@@ -57,10 +60,13 @@ class RunRecord:
         return sorted({key for row in self.rows for key in row if key.startswith("val_loss/")})
 
     def axes(self) -> dict[str, Curve]:
-        """Returns document tokens and minutes until each logged step; validation and saving do not count as time."""
+        """Returns document tokens and minutes until each logged step; validation and saving do not
+        count as time.
+        """
         steps, tokens, minutes, before = [0], [0.0], [0.0], 0
         for row in self.rows:
-            if "step_s" in row and "tokens_per_s" in row:  # both cover the steps since the row before
+            # both cover the steps since the row before
+            if "step_s" in row and "tokens_per_s" in row:
                 seconds = row["step_s"] * (row["step"] - before)
                 steps.append(row["step"])
                 tokens.append(tokens[-1] + row["tokens_per_s"] * seconds)
@@ -72,7 +78,9 @@ class RunRecord:
         """Returns phase -> seconds of the whole run."""
         spent: Counter[str] = Counter()
         for row in self.rows:
-            spent.update({key.removeprefix("time_s/"): row[key] for key in row if key.startswith("time_s/")})
+            spent.update(
+                {key.removeprefix("time_s/"): row[key] for key in row if key.startswith("time_s/")}
+            )
         return dict(spent)
 
 
@@ -101,18 +109,29 @@ def read_run(path: Path) -> RunRecord:
 
 
 def _leaves(found: dict[str, Any]) -> dict[str, Any]:
-    """The numbers and texts of a row or a small file; one that is damaged, or another program's, may hold anything."""
+    """The numbers and texts of a row or a small file; one that is damaged, or another program's,
+    may hold anything.
+    """
     texts = {key for key in found if key in _TEXTS or key.startswith("text/")}
-    return {key: value for key, value in found.items() if isinstance(value, str if key in texts else (int, float))}
+    return {
+        key: value
+        for key, value in found.items()
+        if isinstance(value, str if key in texts else (int, float))
+    }
 
 
 _TEXTS = ("state", "reason", "checkpoint", "strategy")
 
 
 def differences(records: list[RunRecord]) -> list[tuple[str, list[str]]]:
-    """(key, value of each run) of every setting in which runs differ; names and folders are left out."""
+    """(key, value of each run) of every setting in which runs differ; names and folders are left
+    out.
+    """
     # a part that was not chosen and an option that was not set look the same
-    flat = [{key: str(v) for key, v in flatten(record.config) if v not in (None, {})} for record in records]
+    flat = [
+        {key: str(v) for key, v in flatten(record.config) if v not in (None, {})}
+        for record in records
+    ]
     keys = sorted({key for values in flat for key in values} - {"name", "output_dir"})
     table = [(key, [values.get(key, "-") for values in flat]) for key in keys]
     return [(key, values) for key, values in table if len(set(values)) > 1]
@@ -122,16 +141,25 @@ MOST_POINTS = 1500  # of one curve in the page: twice the pixels of a wide chart
 REFRESH_S = 10
 _OVERHEAD_FRAC = 0.01  # of the run's time that drawing may take
 _RATES = ("tokens_per_s", "mfu_frac", "tflops_per_s", "data_wait_s")
-_PACKED = ("packs", "packed_sequence_size", "strategy", "documents_per_pack_mean", "speedup_over_padding")
+_PACKED = (
+    "packs",
+    "packed_sequence_size",
+    "strategy",
+    "documents_per_pack_mean",
+    "speedup_over_padding",
+)
 _LENGTHS = ("documents", "tokens", "longest_tokens", "median_tokens")
-_PACKING = (*_LENGTHS, *_PACKED, "dropped_documents", "truncated_documents")  # of packing.json; the page's names
+# of packing.json; the page's names
+_PACKING = (*_LENGTHS, *_PACKED, "dropped_documents", "truncated_documents")
 _VALIDATED = ("val_loss", "val_token_accuracy", "val_perplexity")
 _CURVES = ("loss", "grad_norm", "lr", "fill_frac", "memory_gib", *_RATES)
 
 
 @dataclass
 class LiveReport:
-    """The page of a run that goes on: takes at most 1 % of its time, and costs a warning when it cannot be drawn."""
+    """The page of a run that goes on: takes at most 1 % of its time, and costs a warning when it
+    cannot be drawn.
+    """
 
     run: Path
     is_drawn: bool
@@ -139,7 +167,9 @@ class LiveReport:
     _not_before: float = field(default=0.0, init=False)
 
     def update(self, is_last: bool = False) -> None:
-        """Draws the page if it is due; `is_last` always does, without the page's refresh of itself."""
+        """Draws the page if it is due; `is_last` always does, without the page's
+        refresh of itself.
+        """
         began = time.perf_counter()
         if not self.is_drawn or not self.run.is_dir() or (began < self._not_before and not is_last):
             return
@@ -169,7 +199,10 @@ def page_of(records: list[RunRecord], refresh_s: int | None = None) -> str:
     done, left, step_s = first.rows[-1]["step"], first.last("eta_s") or 0.0, first.last("step_s")
     data = []  # of the charts
     for record in records:
-        keys = [*_CURVES, *(f"{kind}{key[8:]}" for kind in _VALIDATED for key in record.validation_keys())]
+        keys = [
+            *_CURVES,
+            *(f"{kind}{key[8:]}" for kind in _VALIDATED for key in record.validation_keys()),
+        ]
         about = {
             "name": record.name,
             "curves": {key: curve for key in keys if (curve := _thin(*record.curve(key)))[0]},
@@ -189,7 +222,9 @@ def page_of(records: list[RunRecord], refresh_s: int | None = None) -> str:
         samples=[] if len(records) > 1 else samples_of(first),
         warnings=[f"{record.name}: {text}" for record in records for text in warnings_of(record)],
         packing=packing_of(first),
-        settings=[(key, value) for key, value in flatten(first.config) if value not in (None, {}, [])],
+        settings=[
+            (key, value) for key, value in flatten(first.config) if value not in (None, {}, [])
+        ],
         next=RunFolder(first.path).next_commands(first.status.get("state", "")),
         data={"runs": data},
     )
@@ -198,10 +233,23 @@ def page_of(records: list[RunRecord], refresh_s: int | None = None) -> str:
 def write_inspection(
     to: Path, name: str, sections: Sequence[tuple[str, Sequence[str]]], lengths: dict[str, Any]
 ) -> Path:
-    """Writes what recipes/inspect_data.py shows as a page; samples come first, lengths and the mask as charts."""
+    """Writes what recipes/inspect_data.py shows as a page; samples come first, lengths and the mask
+    as charts.
+    """
     by_kind = sorted(sections, key=lambda section: not section[0].startswith("SAMPLES"))
-    shown = [(heading, scrub("\n".join(lines))) for heading, lines in by_kind if not heading.startswith("ATTENTION")]
-    data = {"name": name, "curves": {}, "axes": {}, "phases": {}, "lengths": lengths, "packSize": sum(lengths["pack"])}
+    shown = [
+        (heading, scrub("\n".join(lines)))
+        for heading, lines in by_kind
+        if not heading.startswith("ATTENTION")
+    ]
+    data = {
+        "name": name,
+        "curves": {},
+        "axes": {},
+        "phases": {},
+        "lengths": lengths,
+        "packSize": sum(lengths["pack"]),
+    }
     page = _template("inspection.html.j2").render(name=name, sections=shown, data={"runs": [data]})
     to.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(to, page)
@@ -211,7 +259,9 @@ def write_inspection(
 def _template(name: str) -> Any:
     from jinja2 import Environment, PackageLoader  # a run without a report does not wait for it
 
-    return Environment(loader=PackageLoader(__name__, "."), autoescape=True, trim_blocks=True).get_template(name)
+    return Environment(
+        loader=PackageLoader(__name__, "."), autoescape=True, trim_blocks=True
+    ).get_template(name)
 
 
 def facts_of(record: RunRecord) -> list[tuple[str, str]]:
@@ -228,7 +278,9 @@ def facts_of(record: RunRecord) -> list[tuple[str, str]]:
         facts += known(f"validation ({name})", last(key), "{:.4f}")
         facts += known(f"perplexity ({name})", last(f"val_perplexity/{val_set}"), "{:,.2f}")
         facts += known(f"tokens right ({name})", last(f"val_token_accuracy/{val_set}"), "{:.1%}")
-    facts += known("answers right", last("answers_right"), f"{{:.0f}} of {last('answers') or 0:.0f}")
+    facts += known(
+        "answers right", last("answers_right"), f"{{:.0f}} of {last('answers') or 0:.0f}"
+    )
     facts.append(("tokens", f"{record.axes()['tokens'][1][-1]:,.0f}"))
     facts.append(("time", duration(sum(record.time_s().values()))))
     facts += known("tokens/s", typical("tokens_per_s"), "{:,.0f}")
@@ -241,7 +293,9 @@ def facts_of(record: RunRecord) -> list[tuple[str, str]]:
 
 
 def samples_of(record: RunRecord) -> list[tuple[str, list[tuple[int, str]]]]:
-    """Returns (prompt, [(step, answer), ...]) of everything that the model was asked, the newest answer first."""
+    """Returns (prompt, [(step, answer), ...]) of everything that the model was asked, the newest
+    answer first.
+    """
     asked: dict[str, list[tuple[int, str]]] = {}
     for row in reversed(record.rows):
         for key in row:
@@ -254,23 +308,40 @@ def warnings_of(record: RunRecord) -> list[str]:
     """Returns what the start block noted, ranks that were slow, and steps that were not finite."""
     lines = (line for _, text in record.facts.get("lines", []) for line in text.splitlines())
     noted = [line for line in lines if line.startswith(("NOTE:", "WARNING:"))]
-    bad = [str(row["step"]) for row in record.rows if not math.isfinite(float(row.get("loss", 0.0)))]
-    slow = [str(row["warning"]) for row in record.rows if "warning" in row][-3:]  # of the ranks; the last of them
-    return [*noted, *slow, *([f"the loss was not finite at steps {', '.join(bad[:10])}"] if bad else [])]
+    bad = [
+        str(row["step"]) for row in record.rows if not math.isfinite(float(row.get("loss", 0.0)))
+    ]
+    # of the ranks; the last of them
+    slow = [str(row["warning"]) for row in record.rows if "warning" in row][-3:]
+    return [
+        *noted,
+        *slow,
+        *([f"the loss was not finite at steps {', '.join(bad[:10])}"] if bad else []),
+    ]
 
 
 def packing_of(record: RunRecord) -> list[tuple[str, str]]:
     """Returns of packing.json how much there is and what was left out, and what trees save."""
-    shown = [(key.replace("_", " "), record.packing[key]) for key in _PACKING if record.packing.get(key)]
-    lines = [(name, v if isinstance(v, str) else f"{v:,.1f}".removesuffix(".0")) for name, v in shown]
-    saved, of_rows = (record.last(f"data/train/{name}") for name in ("num_saved_tokens", "num_tokens"))
+    shown = [
+        (key.replace("_", " "), record.packing[key]) for key in _PACKING if record.packing.get(key)
+    ]
+    lines = [
+        (name, v if isinstance(v, str) else f"{v:,.1f}".removesuffix(".0")) for name, v in shown
+    ]
+    saved, of_rows = (
+        record.last(f"data/train/{name}") for name in ("num_saved_tokens", "num_tokens")
+    )
     if saved and of_rows:
-        lines.append(("saved by trees", f"{saved:,.0f} tokens of {of_rows:,.0f}, {saved / of_rows:.0%}"))
+        lines.append(
+            ("saved by trees", f"{saved:,.0f} tokens of {of_rows:,.0f}, {saved / of_rows:.0%}")
+        )
     return lines
 
 
 def _thin(steps: list[int], values: list[float]) -> Curve:
-    """Returns at most MOST_POINTS points: of every stretch the lowest and the highest, so that no spike is lost."""
+    """Returns at most MOST_POINTS points: of every stretch the lowest and the highest, so that no
+    spike is lost.
+    """
     if len(steps) <= MOST_POINTS:
         return steps, values
     width = math.ceil(len(steps) / (MOST_POINTS // 2))

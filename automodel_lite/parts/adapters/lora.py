@@ -1,12 +1,13 @@
 """LoRA (Hu et al., 2021), DoRA (Liu et al., 2024) and QLoRA through peft.
 
-peft puts its layers into the Hugging Face model in place, so that the model keeps its class: attention kernels, the
-loss and sharding see the model that they know, with more and mostly frozen parameters. Nothing else imports peft.
+peft puts its layers into the Hugging Face model in place, so that the model keeps its class:
+attention kernels, the loss and sharding see the model that they know, with more and mostly frozen
+parameters. Nothing else imports peft.
 
-Adapters go beside attention, dense MLPs and shared experts, beside routed experts on request, never beside a router.
-Only the language model's layers are adapted: towers of a composite and the output head have linear layers, too. A
-mixture's router is recognized by its shape: beside the experts, a linear layer with one output for each of them (or a
-single one, which gates the shared expert).
+Adapters go beside attention, dense MLPs and shared experts, beside routed experts on request, never
+beside a router. Only the language model's layers are adapted: towers of a composite and the output
+head have linear layers, too. A mixture's router is recognized by its shape: beside the experts, a
+linear layer with one output for each of them (or a single one, which gates the shared expert).
 """
 
 from __future__ import annotations
@@ -49,19 +50,24 @@ class Lora:
     r: Size = 16  # rank of the matrices
     alpha: Positive = 32  # the update is scaled by alpha / r
     dropout: Annotated[float, Range(0, below=1)] = 0.0  # on the input of the adapter
-    target_modules: str | list[str] = "all-linear"  # attention, dense MLPs, shared experts; or names, [q_proj, v_proj]
+    # attention, dense MLPs, shared experts; or names, [q_proj, v_proj]
+    target_modules: str | list[str] = "all-linear"
     experts: bool = False  # also adapt the routed experts of a mixture (never its router)
     modules_to_save: list[str] | None = None  # modules to train fully, [embed_tokens, lm_head]
     use_dora: bool = False  # train the magnitude of each weight column separately (peft=dora)
     use_rslora: bool = False  # scale by alpha / sqrt(r) instead of alpha / r
-    adapter: PathStr | None = None  # continue training this adapter's folder; r, alpha and targets are its own
+    # continue training this adapter's folder; r, alpha and targets are its own
+    adapter: PathStr | None = None
 
     def check(self, device: torch.device, strategy: str, pretrained: str | None) -> None:
-        """Raises ConfigError for a model from scratch: its random weights are not saved anywhere."""
+        """Raises ConfigError for a model from scratch: its random weights are not
+        saved anywhere.
+        """
         if not pretrained:
             raise ConfigError(
-                "peft adapts an existing model, but model.pretrained=null creates one from scratch: set "
-                "model=pretrained model.pretrained=<folder or hub name>, or peft=none."
+                "peft adapts an existing model, but model.pretrained=null creates one from "
+                "scratch: set model=pretrained model.pretrained=<folder or hub name>, or "
+                "peft=none."
             )
 
     def load_arguments(self, device: torch.device) -> dict[str, Any]:
@@ -69,18 +75,20 @@ class Lora:
         return {}
 
     def adapt(self, model: transformers.PreTrainedModel, base: str) -> LoraAdapter:
-        """Puts adapters into `model`, in place, and freezes the rest; `base` is where its weights came from. Raises
-        ConfigError when no layer has a name of target_modules.
+        """Puts adapters into `model`, in place, and freezes the rest; `base` is where its weights
+        came from. Raises ConfigError when no layer has a name of target_modules.
         """
         if self.adapter:
             return self._continue(model, base)
         is_tied = model.get_input_embeddings().weight is output_head(model).weight
         modules, weights = lora_targets(model, self.target_modules, self.experts)
-        # peft adapts a weight by replacing it (parametrization): there is no input to drop from, and no column norm.
+        # peft adapts a weight by replacing it (parametrization): there is no input to drop from,
+        # and no column norm.
         if weights and (self.dropout or self.use_dora):
             raise ConfigError(
-                f"peft adapts {weights[0]} of this mixture of experts as a weight, without peft.dropout and "
-                "peft.use_dora: set peft.dropout=0 and peft=lora, or name other layers in peft.target_modules."
+                f"peft adapts {weights[0]} of this mixture of experts as a weight, without "
+                "peft.dropout and peft.use_dora: set peft.dropout=0 and peft=lora, or name other "
+                "layers in peft.target_modules."
             )
         config = peft.LoraConfig(
             task_type="CAUSAL_LM",
@@ -94,11 +102,24 @@ class Lora:
             use_rslora=self.use_rslora,
         )
         wrapped = self._wrap(model, config, base)
-        copied = [name for name, module in model.named_modules() if isinstance(module, ModulesToSaveWrapper)]
-        if missing := sorted({*(self.modules_to_save or ())} - {name.split(".")[-1] for name in copied}):
-            raise ConfigError(f"peft.modules_to_save={self.modules_to_save}: the model has no module {missing[0]}.")
+        copied = [
+            name
+            for name, module in model.named_modules()
+            if isinstance(module, ModulesToSaveWrapper)
+        ]
+        if missing := sorted(
+            {*(self.modules_to_save or ())} - {name.split(".")[-1] for name in copied}
+        ):
+            raise ConfigError(
+                f"peft.modules_to_save={self.modules_to_save}: the model has no module "
+                f"{missing[0]}."
+            )
         unties = is_tied and model.get_input_embeddings().weight is not output_head(model).weight
-        how = "; the embedding and the head are no longer tied: each is trained and saved apart" if unties else ""
+        how = (
+            "; the embedding and the head are no longer tied: each is trained and saved apart"
+            if unties
+            else ""
+        )
         return LoraAdapter(wrapped, self._describe(model) + how)
 
     def _continue(self, model: transformers.PreTrainedModel, base: str) -> LoraAdapter:
@@ -107,55 +128,90 @@ class Lora:
         if (folder / "adapter").is_dir():  # a run's
             folder /= "adapter"
         if not (folder / "adapter_config.json").is_file():
-            raise ConfigError(f"peft.adapter={self.adapter}: the folder has no adapter_config.json.")
+            raise ConfigError(
+                f"peft.adapter={self.adapter}: the folder has no adapter_config.json."
+            )
         config = peft.LoraConfig.from_pretrained(str(folder))
         config.inference_mode = False
         if config.modules_to_save:
             raise ConfigError(
-                f"peft.adapter={self.adapter} trains {', '.join(config.modules_to_save)} as a whole, which is not "
-                "continued: merge it into its base with python recipes/export_hf.py, and begin a new adapter on that."
+                f"peft.adapter={self.adapter} trains {', '.join(config.modules_to_save)} as a "
+                "whole, which is not continued: merge it into its base with python "
+                "recipes/export_hf.py, and begin a new adapter on that."
             )
         wrapped = self._wrap(model, config, base)
         # Before the base is read or sharded: FSDP then cuts the adapter's weights with all others.
         weights = load_file(folder / "adapter_model.safetensors")
-        own = peft.get_peft_model_state_dict(wrapped, save_embedding_layers=False)  # the parameters, as files name them
-        if own.keys() != weights.keys() or any(own[name].shape != weights[name].shape for name in own):
+        # the parameters, as files name them
+        own = peft.get_peft_model_state_dict(wrapped, save_embedding_layers=False)
+        if own.keys() != weights.keys() or any(
+            own[name].shape != weights[name].shape for name in own
+        ):
             only = sorted(own.keys() ^ weights.keys()) or ["a shape"]
-            raise ConfigError(f"peft.adapter={self.adapter} does not fit model.pretrained={base}: {only[0]} differs.")
+            raise ConfigError(
+                f"peft.adapter={self.adapter} does not fit model.pretrained={base}: {only[0]} "
+                "differs."
+            )
         if damaged := [name for name, weight in weights.items() if not weight.isfinite().all()]:
-            raise ConfigError(f"peft.adapter={self.adapter}: {damaged[0]} holds values that are not finite.")
+            raise ConfigError(
+                f"peft.adapter={self.adapter}: {damaged[0]} holds values that are not finite."
+            )
         with torch.no_grad():
             for name, parameter in own.items():
                 parameter.copy_(weights[name])
-        described = replace(self, r=config.r, alpha=config.lora_alpha, use_dora=config.use_dora, modules_to_save=None)
-        return LoraAdapter(wrapped, f"{described._describe(model)}, continued from {self.adapter}", is_continued=True)
+        described = replace(
+            self,
+            r=config.r,
+            alpha=config.lora_alpha,
+            use_dora=config.use_dora,
+            modules_to_save=None,
+        )
+        return LoraAdapter(
+            wrapped,
+            f"{described._describe(model)}, continued from {self.adapter}",
+            is_continued=True,
+        )
 
-    def _wrap(self, model: transformers.PreTrainedModel, config: peft.LoraConfig, base: str) -> peft.PeftModel:
+    def _wrap(
+        self, model: transformers.PreTrainedModel, config: peft.LoraConfig, base: str
+    ) -> peft.PeftModel:
         """Puts the adapter's layers into `model`, in place."""
         try:
-            # peft makes its own layers where the base's are, and on the meta device their numbers would be lost: there,
-            # one number is expanded, of the right shape and dtype and without memory.
-            _replace(model, lambda p: p.is_meta, lambda p: p.new_zeros(1, device="cpu").expand(p.shape))
+            # peft makes its own layers where the base's are, and on the meta device their numbers
+            # would be lost: there, one number is expanded, of the right shape and dtype and without
+            # memory.
+            _replace(
+                model, lambda p: p.is_meta, lambda p: p.new_zeros(1, device="cpu").expand(p.shape)
+            )
             wrapped = peft.get_peft_model(model, config)
         except ValueError as error:
-            raise ConfigError(f"peft.target_modules={self.target_modules}: {one_line(error)}") from None
+            raise ConfigError(
+                f"peft.target_modules={self.target_modules}: {one_line(error)}"
+            ) from None
         _replace(
             model,
             lambda p: p.untyped_storage().nbytes() < p.numel() * p.element_size(),
             lambda p: torch.empty(p.shape, dtype=p.dtype, device="meta"),
         )
-        # Without peft's cast of a layer's input to its adapter's fp32, which autocast casts back: a 1B model at 8,192
-        # tokens moves 289 GB per step with both casts and 225 without (counted).
+        # Without peft's cast of a layer's input to its adapter's fp32, which autocast casts back: a
+        # 1B model at 8,192 tokens moves 289 GB per step with both casts and 225 without (counted).
         for module in model.modules():
             if isinstance(module, BaseTunerLayer):
                 vars(module)["cast_input_dtype_enabled"] = False
-        # A folder by its absolute path, so that the adapter finds it from anywhere; a hub name as it is.
+        # A folder by its absolute path, so that the adapter finds it from anywhere; a hub name as
+        # it is.
         folder = Path(base).expanduser()
-        wrapped.peft_config["default"].base_model_name_or_path = str(folder.resolve()) if folder.is_dir() else base
+        wrapped.peft_config["default"].base_model_name_or_path = (
+            str(folder.resolve()) if folder.is_dir() else base
+        )
         return wrapped  # type: ignore[return-value]
 
     def _describe(self, model: transformers.PreTrainedModel) -> str:
-        adapted = [name.split(".lora_A")[0].split(".") for name, _ in model.named_parameters() if ".lora_A" in name]
+        adapted = [
+            name.split(".lora_A")[0].split(".")
+            for name, _ in model.named_parameters()
+            if ".lora_A" in name
+        ]
         names = {"experts" if {"experts", "base_layer"} & {*name} else name[-1] for name in adapted}
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         whole = f", whole {', '.join(self.modules_to_save)}" if self.modules_to_save else ""
@@ -166,8 +222,8 @@ class Lora:
 
 @dataclass(frozen=True)
 class QLora(Lora):
-    """The config node `peft`: QLoRA (Dettmers et al., 2023), LoRA on frozen weights in 4-bit NF4 through bitsandbytes,
-    which is slow on a CPU.
+    """The config node `peft`: QLoRA (Dettmers et al., 2023), LoRA on frozen weights in 4-bit NF4
+    through bitsandbytes, which is slow on a CPU.
     """
 
     is_quantized: ClassVar[bool] = True
@@ -182,8 +238,8 @@ class QLora(Lora):
         super().check(device, strategy, pretrained)
         if strategy == "fsdp":
             raise ConfigError(
-                "peft=qlora keeps the whole 4-bit model on each GPU and cannot be sharded: set mesh.strategy=ddp, or "
-                "use peft=lora."
+                "peft=qlora keeps the whole 4-bit model on each GPU and cannot be sharded: set "
+                "mesh.strategy=ddp, or use peft=lora."
             )
 
     def load_arguments(self, device: torch.device) -> dict[str, Any]:
@@ -196,8 +252,9 @@ class QLora(Lora):
         return {"quantization_config": quantization, "device_map": {"": device}}
 
     def adapt(self, model: transformers.PreTrainedModel, base: str) -> LoraAdapter:
-        """Adapts as `Lora.adapt` does. Never packed for the CPU kernel that `eval()` selects (bitsandbytes 0.50,
-        AVX-512): it has no gradient, and the weights would stay packed in training.
+        """Adapts as `Lora.adapt` does. Never packed for the CPU kernel that `eval()` selects
+        (bitsandbytes 0.50, AVX-512): it has no gradient, and the weights would stay packed in
+        training.
         """
         for module in model.modules():
             if "support_avx512bf16_for_cpu" in vars(module):
@@ -215,9 +272,9 @@ class LoraAdapter:
 
     @contextlib.contextmanager
     def hidden(self) -> Iterator[None]:
-        """Removes the adapter's layers while a sharded model's weights are loaded. Without its layers they have their
-        names in checkpoints; back in their places, the layers take what they need from the loaded weights: copies of
-        whole modules, and DoRA's magnitudes.
+        """Removes the adapter's layers while a sharded model's weights are loaded. Without its
+        layers they have their names in checkpoints; back in their places, the layers take what they
+        need from the loaded weights: copies of whole modules, and DoRA's magnitudes.
         """
         model: Any = self.wrapped.base_model.model
         # Outermost layers only: an adapter inside another one's base moves with it.
@@ -238,14 +295,16 @@ class LoraAdapter:
                 _take_from_base(layer)
 
     def save(self, folder: Path, weights: dict[str, Tensor]) -> None:
-        """Writes adapter_config.json and adapter_model.safetensors, as `PeftModel.from_pretrained` reads them;
-        `weights` are the trained ones, by their names in the model.
+        """Writes adapter_config.json and adapter_model.safetensors, as `PeftModel.from_pretrained`
+        reads them; `weights` are the trained ones, by their names in the model.
         """
         named = {_PREFIX + name: value for name, value in weights.items()}
         self.wrapped.save_pretrained(str(folder), state_dict=named, save_embedding_layers=False)
 
     def merge(self) -> None:
-        """Merges layer by layer, each whole meanwhile. Raises ValueError when merged weights are not finite."""
+        """Merges layer by layer, each whole meanwhile. Raises ValueError when merged weights are
+        not finite.
+        """
         for layer in self.wrapped.base_model.modules():
             if isinstance(layer, BaseTunerLayer) and isinstance(layer, nn.Module):
                 with _whole(layer):
@@ -274,8 +333,15 @@ def _take_from_base(layer: Any) -> None:
 
 @contextlib.contextmanager
 def _whole(layer: nn.Module) -> Iterator[None]:
-    """Makes the layer's sharded parameters whole inside (a collective); then each rank keeps its part of them."""
-    shards: list[Any] = [(m, n, p) for m in layer.modules() for n, p in m._parameters.items() if isinstance(p, DTensor)]
+    """Makes the layer's sharded parameters whole inside (a collective); then each rank keeps its
+    part of them.
+    """
+    shards: list[Any] = [
+        (m, n, p)
+        for m in layer.modules()
+        for n, p in m._parameters.items()
+        if isinstance(p, DTensor)
+    ]
     for module, name, shard in shards:
         module._parameters[name] = nn.Parameter(shard.full_tensor().detach(), requires_grad=False)
     yield
@@ -285,7 +351,9 @@ def _whole(layer: nn.Module) -> Iterator[None]:
         module._parameters[name] = shard
 
 
-def _replace(model: nn.Module, which: Callable[[Tensor], bool], make: Callable[[Tensor], Tensor]) -> None:
+def _replace(
+    model: nn.Module, which: Callable[[Tensor], bool], make: Callable[[Tensor], Tensor]
+) -> None:
     """Parameters that modules share stay shared."""
     made = {p: nn.Parameter(make(p), p.requires_grad) for p in model.parameters() if which(p)}
     for module in model.modules():
@@ -294,10 +362,13 @@ def _replace(model: nn.Module, which: Callable[[Tensor], bool], make: Callable[[
                 module._parameters[name] = made[parameter]
 
 
-def load_adapted(folder: str, dtype: torch.dtype, trust_remote_code: bool = False) -> transformers.PreTrainedModel:
+def load_adapted(
+    folder: str, dtype: torch.dtype, trust_remote_code: bool = False
+) -> transformers.PreTrainedModel:
     """Loads the base that an adapter's folder names, with the adapter in it.
 
-    Through peft: AutoModelForCausalLM.from_pretrained of transformers 5.23 resets DoRA's magnitudes.
+    Through peft: AutoModelForCausalLM.from_pretrained of transformers 5.23 resets DoRA's
+    magnitudes.
     """
     base = peft.PeftConfig.from_pretrained(folder).base_model_name_or_path
     model = load_whole(base, dtype, trust_remote_code)
@@ -308,9 +379,11 @@ def load_adapted(folder: str, dtype: torch.dtype, trust_remote_code: bool = Fals
 def lora_targets(
     model: transformers.PreTrainedModel, wanted: str | list[str], experts: bool
 ) -> tuple[list[str], list[str]]:
-    """Chooses what is adapted: "all-linear", or names such as [q_proj, v_proj], also outside the layers (lm_head).
+    """Chooses what is adapted: "all-linear", or names such as [q_proj, v_proj], also outside the
+    layers (lm_head).
 
-    Returns names that end a module's, and a weight's: of fused experts [experts, out, in], and of some layers.
+    Returns names that end a module's, and a weight's: of fused experts [experts, out, in], and of
+    some layers.
     experts      the routed experts too
     Raises ConfigError for a name that no layer has which can be adapted.
     """
@@ -319,15 +392,25 @@ def lora_targets(
     if isinstance(wanted, list):
         linear += [names[end] for end in {model.get_input_embeddings(), output_head(model)}]
         if unknown := [end for end in wanted if not any(_ends(name, end) for name in linear)]:
-            raise ConfigError(f"peft.target_modules={wanted}: no layer that can be adapted is named {unknown[0]}.")
+            raise ConfigError(
+                f"peft.target_modules={wanted}: no layer that can be adapted is named {unknown[0]}."
+            )
         linear = [name for name in linear if any(_ends(name, end) for end in wanted)]
-    # Only beside fused experts does peft misread these names; elsewhere modules are adapted as usual.
-    by_weight = {name for name in linear if fused and name.rpartition(".")[2] in FAMILIES["taken_for_experts"]}
+    # Only beside fused experts does peft misread these names; elsewhere modules are adapted as
+    # usual.
+    by_weight = {
+        name
+        for name in linear
+        if fused and name.rpartition(".")[2] in FAMILIES["taken_for_experts"]
+    }
     weights = [*(fused if experts else ()), *(f"{name}.weight" for name in by_weight)]
     return (
         _shortest({name: 1 for name in linear if name not in by_weight}, names.values()),
         # The end of a weight has its module's name: experts.gate_up_proj, mlp.up_proj.weight.
-        _shortest({name: 3 if name.endswith(".weight") else 2 for name in weights}, dict(model.named_parameters())),
+        _shortest(
+            {name: 3 if name.endswith(".weight") else 2 for name in weights},
+            dict(model.named_parameters()),
+        ),
     )
 
 
@@ -338,27 +421,44 @@ def _ends(name: str, end: str) -> bool:
 def _candidates(
     model: transformers.PreTrainedModel, names: dict[nn.Module, str], experts: bool
 ) -> tuple[list[str], list[str]]:
-    """Returns whole names of linear layers, those of experts only with `experts`, and of fused weights of experts."""
+    """Returns whole names of linear layers, those of experts only with `experts`, and of fused
+    weights of experts.
+    """
     refused = FAMILIES["read_by_kernels"].get(model.config.model_type, ())
     linear, fused = [], []
     for layer in decoder_layers(model):
         mixtures = list(_mixtures(layer))
         of_experts = {module for _, routed in mixtures for module in routed.modules()}
-        # A router is named so, or has one output for each expert, or a single one, which gates the shared expert.
+        # A router is named so, or has one output for each expert, or a single one, which gates the
+        # shared expert.
         skipped = {module for name, module in layer.named_modules() if "router" in name}
         for block, routed in mixtures:
-            sizes = {1, len(routed) if isinstance(routed, nn.ModuleList) else len(_fused_weights(routed)[0][1])}
+            sizes = {
+                1,
+                len(routed)
+                if isinstance(routed, nn.ModuleList)
+                else len(_fused_weights(routed)[0][1]),
+            }
             for name, module in block.named_modules():
                 is_beside = isinstance(module, nn.Linear) and module not in of_experts
-                if is_beside and (module.out_features in sizes or name.rpartition(".")[2] == "gate"):
+                if is_beside and (
+                    module.out_features in sizes or name.rpartition(".")[2] == "gate"
+                ):
                     skipped.add(module)
         if not experts:
             skipped |= of_experts
         adapted = [
-            names[x] for x in layer.modules() if isinstance(x, (nn.Linear, nn.Embedding, Conv1D)) and x not in skipped
+            names[x]
+            for x in layer.modules()
+            if isinstance(x, (nn.Linear, nn.Embedding, Conv1D)) and x not in skipped
         ]
         linear += [name for name in adapted if name.rpartition(".")[2] not in refused]
-        fused += [f"{names[x]}.{name}" for x in layer.modules() if x in of_experts for name, _ in _fused_weights(x)]
+        fused += [
+            f"{names[x]}.{name}"
+            for x in layer.modules()
+            if x in of_experts
+            for name, _ in _fused_weights(x)
+        ]
     return linear, fused
 
 
@@ -373,12 +473,20 @@ def _mixtures(layer: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
 
 
 def _fused_weights(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    return [(name, weight) for name, weight in module.named_parameters(recurse=False) if weight.ndim == 3]
+    return [
+        (name, weight)
+        for name, weight in module.named_parameters(recurse=False)
+        if weight.ndim == 3
+    ]
 
 
 def _shortest(chosen: dict[str, int], among: Iterable[str]) -> list[str]:
-    """Returns the last parts of the chosen names, so many of each, if they mean these alone, as readers of adapters
-    like them.
+    """Returns the last parts of the chosen names, so many of each, if they mean these alone, as
+    readers of adapters like them.
     """
     ends = sorted({".".join(name.split(".")[-num_parts:]) for name, num_parts in chosen.items()})
-    return ends if {name for name in among if any(_ends(name, end) for end in ends)} == {*chosen} else sorted(chosen)
+    return (
+        ends
+        if {name for name in among if any(_ends(name, end) for end in ends)} == {*chosen}
+        else sorted(chosen)
+    )

@@ -1,4 +1,5 @@
-"""Corpora that were tokenized beforehand: flat token files, mapped into memory and read as they are.
+"""Corpora that were tokenized beforehand: flat token files, mapped into memory and read as they
+are.
 
     corpus.bin    a b c d e f g …      tokens, documents end to end
     corpus.idx    Megatron's index: their type, and where documents begin
@@ -21,7 +22,13 @@ from automodel_lite.data.cache import short_hash
 from automodel_lite.data.reading.documents import DocumentList, Documents, DocumentSet, Question
 from automodel_lite.data.reading.paths import WholeFile, check_not_cut, stamp
 from automodel_lite.data.reading.readers import ConcatenatedRows
-from automodel_lite.data.tokens.token_rows import ID_DTYPE, RowCounts, Rows, TokenizedData, map_array
+from automodel_lite.data.tokens.token_rows import (
+    ID_DTYPE,
+    RowCounts,
+    Rows,
+    TokenizedData,
+    map_array,
+)
 from automodel_lite.errors import ConfigError, DataError, printable
 from automodel_lite.seed import BLOCK
 from automodel_lite.thd import IGNORE_INDEX
@@ -43,7 +50,8 @@ class MemmapRows(Rows):
         self._arguments = (path, dtype, offsets)
         self._files = [WholeFile(path)]
         self.tokens = _map_tokens(path, dtype)
-        # Documents lie one behind the other inside the file. Blocks of them bound the memory of 10^8.
+        # Documents lie one behind the other inside the file. Blocks of them bound the memory of
+        # 10^8.
         is_flat = offsets.ndim == 1 and offsets.dtype.kind in "iu" and len(offsets) > 0
         self._offsets = offsets
         self.lengths = self.row_lengths = np.empty(max(0, len(offsets) - 1), np.int32)
@@ -54,10 +62,14 @@ class MemmapRows(Rows):
             self.lengths[start : start + BLOCK] = lengths
         if not is_rising:
             held = f"{len(self.tokens):,} tokens"
-            raise DataError(f"{path.name}: its index belongs to another file: documents are outside the {held}.")
+            raise DataError(
+                f"{path.name}: its index belongs to another file: documents are outside the {held}."
+            )
 
     def __getitem__(self, index: int) -> Mapping[str, np.ndarray]:
-        """Returns a view of the file's tokens, and their labels; raises DataError when the file was cut short."""
+        """Returns a view of the file's tokens, and their labels; raises DataError when the file was
+        cut short.
+        """
         check_not_cut(self._files)
         tokens = self.tokens[self._offsets[index] : self._offsets[index + 1]]
         labels = np.full(len(tokens), IGNORE_INDEX, ID_DTYPE)
@@ -91,9 +103,18 @@ class MemmapCorpus:
         paths = [self.path] if isinstance(self.path, str) else list(self.path)
         corpora = [self._open(path, "dataset.path") for path in paths]
         self.rows = corpora[0] if len(corpora) == 1 else JoinedRows(corpora)
-        named = dict(self.val_path) if isinstance(self.val_path, Mapping) else {"val": self.val_path}
-        self.val_rows = {name: self._open(path, "dataset.val_path") for name, path in named.items() if path is not None}
-        self.description = f"{', '.join(printable(Path(path).name) for path in paths)}: {len(self.rows):,} documents, "
+        named = (
+            dict(self.val_path) if isinstance(self.val_path, Mapping) else {"val": self.val_path}
+        )
+        self.val_rows = {
+            name: self._open(path, "dataset.val_path")
+            for name, path in named.items()
+            if path is not None
+        }
+        self.description = (
+            f"{', '.join(printable(Path(path).name) for path in paths)}: {len(self.rows):,} "
+            "documents, "
+        )
         self.description += f"{self.rows.num_tokens:,} tokens, mapped as they are"
         stamps = "; ".join(str(stamp(_bin_path(path))) for path in paths)
         self.identity = f"memmap({stamps}; separator_id={self.separator_id})"
@@ -101,16 +122,22 @@ class MemmapCorpus:
     def combine(self, datasets: Mapping[str, TokenizedData], vocab_size: int) -> TokenizedData:
         sets = {"train": self.rows} | {f"val/{name}": rows for name, rows in self.val_rows.items()}
         for name, rows in sets.items():
-            # A thousand documents spread over the set: ids beyond the tokenizer were made with another one.
-            for index in np.unique(np.linspace(0, len(rows) - 1, min(len(rows), 1000)).astype(np.int64)).tolist():
+            # A thousand documents spread over the set: ids beyond the tokenizer were made with
+            # another one.
+            for index in np.unique(
+                np.linspace(0, len(rows) - 1, min(len(rows), 1000)).astype(np.int64)
+            ).tolist():
                 tokens = rows[index]["input_ids"]
                 if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocab_size:
                     raise DataError(
-                        f"{name}: document {index} holds the token {tokens.max()}, and the tokenizer has ids up to "
-                        f"{vocab_size - 1}: the corpus was made with another tokenizer, or dataset.dtype is wrong."
+                        f"{name}: document {index} holds the token {tokens.max()}, and the "
+                        f"tokenizer has ids up to {vocab_size - 1}: the corpus was made with "
+                        "another tokenizer, or dataset.dtype is wrong."
                     )
         counts = {
-            name: RowCounts(len(rows), len(rows), rows.num_tokens, int(np.maximum(rows.lengths - 1, 0).sum()))
+            name: RowCounts(
+                len(rows), len(rows), rows.num_tokens, int(np.maximum(rows.lengths - 1, 0).sum())
+            )
             for name, rows in sets.items()
         }
         notes = tuple(f"{name}: {counts[name]}" for name in sets)
@@ -125,15 +152,19 @@ class MemmapCorpus:
             return MemmapRows(file, *read_megatron_index(index))
         if self.dtype is None or self.separator_id is None:
             raise ConfigError(
-                f"{file.name} has no {index.name}: set dataset.dtype={' or '.join(DTYPES)} and dataset.separator_id, "
-                "the token that ends its documents."
+                f"{file.name} has no {index.name}: set dataset.dtype={' or '.join(DTYPES)} and "
+                "dataset.separator_id, the token that ends its documents."
             )
         if self.separator_id > np.iinfo(self.dtype).max:
-            raise ConfigError(f"dataset.separator_id={self.separator_id} is not a token of {self.dtype}.")
+            raise ConfigError(
+                f"dataset.separator_id={self.separator_id} is not a token of {self.dtype}."
+            )
         # A document ends behind its separator; what follows the last one is a document too.
         tokens = _map_tokens(file, self.dtype)
         blocks = range(0, len(tokens), SCAN_TOKENS)
-        ends = [np.flatnonzero(tokens[i : i + SCAN_TOKENS] == self.separator_id) + i + 1 for i in blocks]
+        ends = [
+            np.flatnonzero(tokens[i : i + SCAN_TOKENS] == self.separator_id) + i + 1 for i in blocks
+        ]
         offsets = np.unique(np.concatenate([[0], *ends, [len(tokens)]])).astype(np.int64)
         return MemmapRows(file, self.dtype, offsets)
 
@@ -147,13 +178,17 @@ class JoinedRows(ConcatenatedRows, Rows):
 
 
 def write_memmap(path: Path, documents: Iterable[Sequence[int]], dtype: str = "int32") -> None:
-    """Writes Megatron's `<path>.bin` and `<path>.idx`; raises DataError for a token that `dtype` cannot hold."""
+    """Writes Megatron's `<path>.bin` and `<path>.idx`; raises DataError for a token that `dtype`
+    cannot hold.
+    """
     most, lengths = np.iinfo(dtype).max, []
     with path.with_suffix(".bin").open("wb") as file:
         for number, document in enumerate(documents):
             tokens = np.asarray(document, np.int64)
             if len(tokens) and not 0 <= tokens.min() <= tokens.max() <= most:
-                raise DataError(f"document {number} holds the token {tokens.max()}; {dtype} holds up to {most}.")
+                raise DataError(
+                    f"document {number} holds the token {tokens.max()}; {dtype} holds up to {most}."
+                )
             file.write(tokens.astype(dtype).tobytes())
             lengths.append(len(tokens))
     code = next(code for code, name in MEGATRON_DTYPES.items() if name == dtype)
@@ -164,10 +199,12 @@ def write_memmap(path: Path, documents: Iterable[Sequence[int]], dtype: str = "i
 
 
 def read_megatron_index(path: Path) -> tuple[str, np.ndarray]:
-    """Returns the token type of a Megatron `.idx` file, and the offsets of its documents in tokens, int64 [N + 1].
+    """Returns the token type of a Megatron `.idx` file, and the offsets of its documents in tokens,
+    int64 [N + 1].
 
-    Layout: magic, version (u64 = 1), type code (u8), number of sequences S (u64), number of document bounds D (u64),
-    int32 [S] lengths, int64 [S] byte pointers, int64 [D] first sequence of each document.
+    Layout: magic, version (u64 = 1), type code (u8), number of sequences S (u64), number of
+    document bounds D (u64), int32 [S] lengths, int64 [S] byte pointers, int64 [D] first sequence of
+    each document.
     """
     data = path.read_bytes()
     header = struct.calcsize("<9sQBQQ")
@@ -176,7 +213,8 @@ def read_megatron_index(path: Path) -> tuple[str, np.ndarray]:
     magic, version, code, num_sequences, num_bounds = struct.unpack_from("<9sQBQQ", data)
     if magic != MEGATRON_MAGIC or version != 1 or code not in MEGATRON_DTYPES:
         raise DataError(
-            f"{path.name}: is not a Megatron index (magic {magic!r}, version {version}, token type {code})."
+            f"{path.name}: is not a Megatron index (magic {magic!r}, version {version}, token type "
+            f"{code})."
         )
     if len(data) < header + 12 * num_sequences + 8 * num_bounds:
         raise DataError(f"{path.name}: is cut off: it should hold {num_sequences:,} sequences.")
@@ -194,9 +232,13 @@ def read_megatron_index(path: Path) -> tuple[str, np.ndarray]:
 
 def _map_tokens(path: Path, dtype: str) -> np.ndarray:
     if path.stat().st_size % np.dtype(dtype).itemsize:
-        raise DataError(f"{path.name}: {path.stat().st_size} bytes are not a whole number of {dtype} tokens.")
+        raise DataError(
+            f"{path.name}: {path.stat().st_size} bytes are not a whole number of {dtype} tokens."
+        )
     return map_array(path, dtype)
 
 
 def _bin_path(path: str) -> Path:
-    return Path(path).expanduser() if path.endswith(".bin") else Path(f"{Path(path).expanduser()}.bin")
+    return (
+        Path(path).expanduser() if path.endswith(".bin") else Path(f"{Path(path).expanduser()}.bin")
+    )

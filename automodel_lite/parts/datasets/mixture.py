@@ -1,4 +1,6 @@
-"""Several datasets as one: by weights, repeats or caps, drawn anew each epoch, reproducible to the document."""
+"""Several datasets as one: by weights, repeats or caps, drawn anew each epoch, reproducible to the
+document.
+"""
 
 from __future__ import annotations
 
@@ -36,13 +38,15 @@ class Source:
 class Mixture:
     """Datasets by name.
 
-    sources: name -> `{dataset, weight}` or `{dataset, repeat}`. Weights are shares of the tokens of an epoch, of any
+    sources: name -> `{dataset, weight}` or `{dataset, repeat}`. Weights are shares of the tokens of
+    an epoch, of any
         sum. A repeat of 2 takes every document twice, 0.5 takes half of them, drawn by `seed`.
-    stop: with weights, how long an epoch is: until the first dataset has been taken whole (`first_exhausted`,
+    stop: with weights, how long an epoch is: until the first dataset has been taken whole
+    (`first_exhausted`,
         nothing is repeated), or until every one has (`all_exhausted`, small ones are repeated).
 
-    Every dataset has its own validation sets and its own counts. Documents that are not all taken are drawn anew in
-    every epoch, from (seed, epoch) alone.
+    Every dataset has its own validation sets and its own counts. Documents that are not all taken
+    are drawn anew in every epoch, from (seed, epoch) alone.
 
     Raises ConfigError: weights for some datasets only, or a number that cannot be.
     """
@@ -50,7 +54,8 @@ class Mixture:
     def __init__(
         self,
         sources: Mapping[str, Mapping[str, Any]],
-        stop: Stop = "first_exhausted",  # first_exhausted | all_exhausted: which set, taken whole, ends an epoch
+        # first_exhausted | all_exhausted: which set, taken whole, ends an epoch
+        stop: Stop = "first_exhausted",
         seed: Seed = 0,  # samples partly used datasets, and shuffles the order
     ):
         if stop not in get_args(Stop):
@@ -61,51 +66,88 @@ class Mixture:
         weighted = [name for name, source in self.sources.items() if source.weight is not None]
         if weighted and len(weighted) < len(self.sources):
             other = next(name for name in self.sources if name not in weighted)
-            raise ConfigError(f"dataset.sources.{other}.weight=null: give all datasets weights, or none.")
+            raise ConfigError(
+                f"dataset.sources.{other}.weight=null: give all datasets weights, or none."
+            )
         self.stop, self.seed, self.kind = stop, seed, "mixture"
-        self.datasets: dict[str, Documents] = {name: source.dataset for name, source in self.sources.items()}
+        self.datasets: dict[str, Documents] = {
+            name: source.dataset for name, source in self.sources.items()
+        }
         self._check_held_out()
         # The documents of all datasets, one after the other, as a tokenizer is trained on them.
-        self.train: DocumentSet = ConcatenatedRows([dataset.train for dataset in self.datasets.values()])
-        self.val: dict[str, DocumentSet] = _prefixed({name: dataset.val for name, dataset in self.datasets.items()})
-        self.questions: Sequence[Question] = [q for dataset in self.datasets.values() for q in dataset.questions]
-        self.description = "; ".join(f"{name} = {dataset.description}" for name, dataset in self.datasets.items())
-        rules = [f"{name}: {s.dataset.identity} {s.weight} {s.repeat}" for name, s in self.sources.items()]
+        self.train: DocumentSet = ConcatenatedRows(
+            [dataset.train for dataset in self.datasets.values()]
+        )
+        self.val: dict[str, DocumentSet] = _prefixed(
+            {name: dataset.val for name, dataset in self.datasets.items()}
+        )
+        self.questions: Sequence[Question] = [
+            q for dataset in self.datasets.values() for q in dataset.questions
+        ]
+        self.description = "; ".join(
+            f"{name} = {dataset.description}" for name, dataset in self.datasets.items()
+        )
+        rules = [
+            f"{name}: {s.dataset.identity} {s.weight} {s.repeat}"
+            for name, s in self.sources.items()
+        ]
         self.identity = f"mixture({'; '.join(rules)}; {stop}, seed={seed})"
 
     def _check_held_out(self) -> None:
         """Raises ConfigError for a file that one source trains on and another one validates on."""
-        files = {name: dataset for name, dataset in self.datasets.items() if isinstance(dataset, FilesDataset)}
+        files = {
+            name: dataset
+            for name, dataset in self.datasets.items()
+            if isinstance(dataset, FilesDataset)
+        }
         for name, dataset in files.items():
             for other, trained in files.items():
-                # The part that one source holds out of a file is trained on where another one takes it whole.
-                held = dataset.val_files + (dataset.train_files if dataset.val_frac and other != name else [])
-                shared = next((one for one in trained.train_files for h in held if one.is_same(h)), None)
+                # The part that one source holds out of a file is trained on where another one takes
+                # it whole.
+                held = dataset.val_files + (
+                    dataset.train_files if dataset.val_frac and other != name else []
+                )
+                shared = next(
+                    (one for one in trained.train_files for h in held if one.is_same(h)), None
+                )
                 if shared is not None:
                     raise ConfigError(
-                        f"dataset.sources.{other} trains on {shared.path}, which dataset.sources.{name} validates on: "
-                        "hold documents out by val_frac in a source of their own, or name other files."
+                        f"dataset.sources.{other} trains on {shared.path}, which "
+                        f"dataset.sources.{name} validates on: hold documents out by val_frac in a "
+                        "source of their own, or name other files."
                     )
 
     def combine(self, datasets: Mapping[str, TokenizedData], vocab_size: int) -> TokenizedData:
         rows = {name: data.train for name, data in datasets.items()}
         train = self.mix(rows)
-        differs_by_epoch = any(source.weight is not None or source.repeat % 1 for source in self.sources.values())
+        differs_by_epoch = any(
+            source.weight is not None or source.repeat % 1 for source in self.sources.values()
+        )
         notes = [f"{name}: {note}" for name, data in datasets.items() for note in data.notes]
         return TokenizedData(
             train=train,
             val=_prefixed({name: data.val for name, data in datasets.items()}),
-            counts={f"{name}/{key}": counts for name, data in datasets.items() for key, counts in data.counts.items()},
+            counts={
+                f"{name}/{key}": counts
+                for name, data in datasets.items()
+                for key, counts in data.counts.items()
+            },
             notes=(*notes, *self.table(train)),
-            fingerprint=short_hash(" ".join([self.identity, *(data.fingerprint for data in datasets.values())])),
+            fingerprint=short_hash(
+                " ".join([self.identity, *(data.fingerprint for data in datasets.values())])
+            ),
             drawn=partial(self.mix, rows) if differs_by_epoch else None,
             longest=max(int(of_source.row_lengths.max(initial=0)) for of_source in rows.values()),
         )
 
     def mix(self, rows: Mapping[str, Rows], epoch: int = 0) -> MixedRows:
-        """Draws and shuffles the rows of an epoch; raises ConfigError for weights that take a dataset too often."""
+        """Draws and shuffles the rows of an epoch; raises ConfigError for weights that take a
+        dataset too often.
+        """
         tokens = {name: source_rows.num_tokens for name, source_rows in rows.items()}
-        wanted = {name: num_tokens * self.sources[name].repeat for name, num_tokens in tokens.items()}
+        wanted = {
+            name: num_tokens * self.sources[name].repeat for name, num_tokens in tokens.items()
+        }
         weights = {name: s.weight for name, s in self.sources.items() if s.weight is not None}
         if weights:
             sizes = [tokens[name] / weight for name, weight in weights.items()]
@@ -120,12 +162,16 @@ class Mixture:
                 )
         drawn_by = [self.seed, epoch] if epoch else [self.seed]
         chosen = [
-            choose_documents(source_rows.lengths, wanted[name], np.random.default_rng([*drawn_by, number]))
+            choose_documents(
+                source_rows.lengths, wanted[name], np.random.default_rng([*drawn_by, number])
+            )
             for number, (name, source_rows) in enumerate(rows.items())
         ]
         source_ids = np.repeat(np.arange(len(chosen)), [len(ids) for ids in chosen])
         order = np.random.default_rng([*drawn_by, len(chosen)]).permutation(len(source_ids))
-        return MixedRows(tuple(rows.values()), tuple(rows), source_ids[order], np.concatenate(chosen)[order])
+        return MixedRows(
+            tuple(rows.values()), tuple(rows), source_ids[order], np.concatenate(chosen)[order]
+        )
 
     def table(self, mixed: MixedRows) -> Iterator[str]:
         """Yields a line per dataset: what an epoch takes of it."""
@@ -140,8 +186,19 @@ class Mixture:
 class MixedRows(Rows):
     """Rows of several sets in one order: row i is row `row_ids[i]` of set `source_ids[i]`."""
 
-    def __init__(self, sources: Sequence[Rows], names: Sequence[str], source_ids: np.ndarray, row_ids: np.ndarray):
-        self.sources, self.names, self.source_ids, self.row_ids = sources, names, source_ids, row_ids
+    def __init__(
+        self,
+        sources: Sequence[Rows],
+        names: Sequence[str],
+        source_ids: np.ndarray,
+        row_ids: np.ndarray,
+    ):
+        self.sources, self.names, self.source_ids, self.row_ids = (
+            sources,
+            names,
+            source_ids,
+            row_ids,
+        )
         self.lengths, self.row_lengths = np.zeros((2, len(row_ids)), np.int64)
         for number, rows in enumerate(sources):
             mine = source_ids == number
@@ -157,8 +214,11 @@ class MixedRows(Rows):
         return {name: int(tokens) for name, tokens in zip(self.names, sums)}
 
 
-def choose_documents(lengths: np.ndarray, num_tokens: float, rng: np.random.Generator) -> np.ndarray:
-    """Returns documents of about `num_tokens` tokens: all of them as often as they fit, then some that `rng` draws.
+def choose_documents(
+    lengths: np.ndarray, num_tokens: float, rng: np.random.Generator
+) -> np.ndarray:
+    """Returns documents of about `num_tokens` tokens: all of them as often as they fit, then some
+    that `rng` draws.
 
     >>> choose_documents(np.array([2, 2]), 6, np.random.default_rng(0))
     array([0, 1, 1])
@@ -179,29 +239,46 @@ def _source(name: str, settings: Mapping[str, Any]) -> Source:
     unknown = [key for key in settings if key not in ("dataset", "weight", "repeat")]
     if unknown or "dataset" not in settings:
         what = f"unknown key {unknown[0]}" if unknown else "dataset is missing"
-        raise ConfigError(f"dataset.sources.{name}: {what}; a source has dataset, and weight or repeat.")
-    source = Source(**{key: value for key, value in settings.items() if value is not None or key == "dataset"})
+        raise ConfigError(
+            f"dataset.sources.{name}: {what}; a source has dataset, and weight or repeat."
+        )
+    source = Source(
+        **{key: value for key, value in settings.items() if value is not None or key == "dataset"}
+    )
     if isinstance(source.dataset, Mapping | str | None):
         raise ConfigError(
-            f"dataset.sources.{name}.dataset={format_value(source.dataset)} must be a block with a _target_, such as "
-            "{_target_: automodel_lite.data.reading.files.FilesDataset, path: chat.jsonl}."
+            f"dataset.sources.{name}.dataset={format_value(source.dataset)} must be a block with a "
+            f"_target_, such as {{_target_: automodel_lite.data.reading.files.FilesDataset, path: "
+            f"chat.jsonl}}."
         )
     if isinstance(source.dataset, StreamingDataset):
-        raise ConfigError(f"dataset.sources.{name} is a stream, whose tokens are not known: use dataset=files for it.")
+        raise ConfigError(
+            f"dataset.sources.{name} is a stream, whose tokens are not known: use dataset=files "
+            "for it."
+        )
     if source.weight is not None and "repeat" in settings:
         raise ConfigError(
-            f"dataset.sources.{name} has weight={source.weight} and repeat={source.repeat}: give one of them."
+            f"dataset.sources.{name} has weight={source.weight} and repeat={source.repeat}: give "
+            "one of them."
         )
     for key in [key for key in _RULES if settings.get(key) is not None]:
         value, rule = settings[key], _RULES[key]
-        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        is_number = (
+            isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        )
         if not is_number or rule.problem(value):
-            raise ConfigError(f"dataset.sources.{name}.{key}={format_value(value)} must be a number {rule}.")
+            raise ConfigError(
+                f"dataset.sources.{name}.{key}={format_value(value)} must be a number {rule}."
+            )
     return source
 
 
 def _prefixed(sets: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Sets of every source under the mixture's names: its `val` is called like the source, others `source/name`."""
+    """Sets of every source under the mixture's names: its `val` is called like the source, others
+    `source/name`.
+    """
     return {
-        name if key == "val" else f"{name}/{key}": value for name, own in sets.items() for key, value in own.items()
+        name if key == "val" else f"{name}/{key}": value
+        for name, own in sets.items()
+        for key, value in own.items()
     }

@@ -1,6 +1,8 @@
-"""The documents of a stream become packs in one pass: no lengths known ahead, a bounded number of documents in memory.
+"""The documents of a stream become packs in one pass: no lengths known ahead, a bounded number of
+documents in memory.
 
-packs = PackStream(lambda start: islice(documents(), start, None), Packer(packed_sequence_size=4096))
+packs = PackStream(lambda start: islice(documents(), start, None),
+Packer(packed_sequence_size=4096))
 for pack in packs:              as PackedDataset gives them
     state = packs.state_dict()  {"cursor": 5310, "waiting": [[5297, 0], [5301, 0], [5308, 0]], ...}
 """
@@ -23,46 +25,60 @@ Row = dict[str, np.ndarray]
 Place = tuple[int, int]  # number of a document in the stream, and of a row of it
 
 STREAM_COUNTS = ("num_documents", "num_empty", "num_dropped", "num_tokens", "dropped_tokens")
-"""Of the documents that were read: all, those without a row or without a label after cutting, over-long rows that were
-dropped; and tokens of all rows, and of those.
+"""Of the documents that were read: all, those without a row or without a label after cutting,
+over-long rows that were dropped; and tokens of all rows, and of those.
 """
 
 
 class PackStream(Iterator[dict[str, Any]]):
-    """Iterates over packs of exact_fill, documents in the order of the stream, shifted by about ten places.
+    """Iterates over packs of exact_fill, documents in the order of the stream, shifted by about ten
+    places.
 
-    read(start): the documents from number `start` on, the same ones at every call; each is a list of the rows
-    {"input_ids", "labels"} that were made of it (none, where nothing of it is trained on). At most `lookahead` rows,
-    and those of one document, wait for a fitting pack. `state_dict` after a pack holds how many documents were read and
-    the places of the rows that wait; `load_state_dict` reads these again and goes on with the next pack. `counts` are
-    STREAM_COUNTS.
+    read(start): the documents from number `start` on, the same ones at every call; each is a list
+    of the rows {"input_ids", "labels"} that were made of it (none, where nothing of it is trained
+    on). At most `lookahead` rows, and those of one document, wait for a fitting pack. `state_dict`
+    after a pack holds how many documents were read and the places of the rows that wait;
+    `load_state_dict` reads these again and goes on with the next pack. `counts` are STREAM_COUNTS.
 
     Raises:
         ConfigError: settings that cannot work.
         DataError: a document that cannot.
     """
 
-    def __init__(self, read: Callable[[int], Iterable[list[Row]]], packer: Packer, lookahead: int = LOOKAHEAD):
+    def __init__(
+        self, read: Callable[[int], Iterable[list[Row]]], packer: Packer, lookahead: int = LOOKAHEAD
+    ):
         self._read = read
         self.packer = packer
         self.lookahead = lookahead
         self.load_state_dict({"cursor": 0, "waiting": []})
 
     def __next__(self) -> dict[str, Any]:
-        return self.packer.pack_of(flatten(self._held.pop(number)[1] for number in next(self._packs)))
+        return self.packer.pack_of(
+            flatten(self._held.pop(number)[1] for number in next(self._packs))
+        )
 
     def state_dict(self) -> dict[str, Any]:
-        """{"cursor": documents read, "waiting": [document, row] of those in no pack yet, and STREAM_COUNTS}."""
+        """{"cursor": documents read, "waiting": [document, row] of those in no pack yet, and
+        STREAM_COUNTS}.
+        """
         waiting = [list(place) for place, _ in self._held.values()]
-        return {"cursor": self._cursor, "waiting": waiting, **self.counts, "num_documents": self._cursor}
+        return {
+            "cursor": self._cursor,
+            "waiting": waiting,
+            **self.counts,
+            "num_documents": self._cursor,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.counts = dict.fromkeys(STREAM_COUNTS, 0)
-        self._held: dict[int, tuple[Place, Row]] = {}  # by arrival: document and row in the stream, tokens
+        # by arrival: document and row in the stream, tokens
+        self._held: dict[int, tuple[Place, Row]] = {}
         self._arrived = 0
         self._cursor = min((number for number, _ in state["waiting"]), default=state["cursor"])
         wanted = {(number, row) for number, row in state["waiting"]}
-        # The documents whose rows wait are read again, and those between them: the first arrivals of a new filler.
+        # The documents whose rows wait are read again, and those between them: the first arrivals
+        # of a new filler.
         waiting = list(self._arriving(state["cursor"], wanted)) if wanted else []
         self._cursor = state["cursor"]
         self.counts |= {name: state.get(name, 0) for name in STREAM_COUNTS}
@@ -70,7 +86,9 @@ class PackStream(Iterator[dict[str, Any]]):
         self._packs = ExactFiller(chain(waiting, self._arriving()), size, lookahead=self.lookahead)
 
     def _arriving(self, stop: int | None = None, wanted: set[Place] | None = None) -> Iterator[int]:
-        """The slots of the rows of the documents from the cursor on, up to `stop`; all rows, or those `wanted`."""
+        """The slots of the rows of the documents from the cursor on, up to `stop`; all rows, or
+        those `wanted`.
+        """
         if self._cursor == stop:
             return
         for rows in self._read(self._cursor):
@@ -80,13 +98,18 @@ class PackStream(Iterator[dict[str, Any]]):
             arrived = [held for held in zip(places, fitting) if wanted is None or held[0] in wanted]
             self._held |= enumerate(arrived, start=self._arrived)
             self._arrived += len(arrived)
-            # All rows of a document are held before the first is packed: a position is never within a document.
-            yield from [-(-len(row["input_ids"]) // self.packer.slot_multiple) for _, row in arrived]
+            # All rows of a document are held before the first is packed: a position is never within
+            # a document.
+            yield from [
+                -(-len(row["input_ids"]) // self.packer.slot_multiple) for _, row in arrived
+            ]
             if self._cursor == stop:
                 return
 
     def _fitting(self, rows: list[Row]) -> list[Row]:
-        """The rows of a document as packs hold them: none over the size of a pack, each with a label; counted."""
+        """The rows of a document as packs hold them: none over the size of a pack, each with a
+        label; counted.
+        """
         size, overlong = self.packer.packed_sequence_size, self.packer.overlong
         fitting, num_dropped = [], 0
         for row in rows:
@@ -94,13 +117,14 @@ class PackStream(Iterator[dict[str, Any]]):
             length = len(columns["input_ids"])
             if length != len(columns["labels"]) or not length:
                 raise DataError(
-                    f"document {self._cursor} has {length} input_ids and {len(columns['labels'])} labels: both must be "
-                    "equal, of at least 1 token."
+                    f"document {self._cursor} has {length} input_ids and {len(columns['labels'])} "
+                    "labels: both must be equal, of at least 1 token."
                 )
             if length > size and overlong == "error":
                 raise DataError(
-                    f"document {self._cursor} has {length} tokens, over packed_sequence.packed_sequence_size={size}: "
-                    "raise it, or set packed_sequence.overlong to drop or truncate."
+                    f"document {self._cursor} has {length} tokens, over "
+                    f"packed_sequence.packed_sequence_size={size}: raise it, or set "
+                    "packed_sequence.overlong to drop or truncate."
                 )
             self.counts["num_tokens"] += length
             if length <= size:
@@ -110,7 +134,10 @@ class PackStream(Iterator[dict[str, Any]]):
                 self.counts["dropped_tokens"] += length
             else:
                 starts = range(0, length if overlong == "split" else 1, size)
-                pieces = [{name: x[start : start + size] for name, x in columns.items()} for start in starts]
+                pieces = [
+                    {name: x[start : start + size] for name, x in columns.items()}
+                    for start in starts
+                ]
                 # A piece of a prompt alone trains nothing.
                 fitting += [piece for piece in pieces if (piece["labels"] != IGNORE_INDEX).any()]
         self.counts["num_dropped"] += num_dropped

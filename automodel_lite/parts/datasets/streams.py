@@ -1,10 +1,11 @@
-"""A stream as a source of packs: its documents become token rows, and these packs, while they are trained on.
+"""A stream as a source of packs: its documents become token rows, and these packs, while they are
+trained on.
 
-Shards take turns: pack k of the stream is the next pack of shard k % num_shards, or empty once that shard has ended.
-Rank r of W reads the shards r, r + W, …, so its packs are every W-th pack of the stream, and the global batches depend
-neither on the number of ranks nor on workers. The position is the state of every shard, taken behind the last pack
-that was trained on; what workers have read ahead is not in it. Streams are the hub's, generators, and files too large
-to be prepared first.
+Shards take turns: pack k of the stream is the next pack of shard k % num_shards, or empty once that
+shard has ended. Rank r of W reads the shards r, r + W, …, so its packs are every W-th pack of the
+stream, and the global batches depend neither on the number of ranks nor on workers. The position is
+the state of every shard, taken behind the last pack that was trained on; what workers have read
+ahead is not in it. Streams are the hub's, generators, and files too large to be prepared first.
 
     documents   0 1 2 3 4 5 6 7 8 …        num_shards 4
     shard 1       1       5       9 …      on rank 0 of one, on rank 1 of two, in worker 1 of two …
@@ -51,7 +52,13 @@ from automodel_lite.data.reading.readers import Placed, RawRows, placed
 from automodel_lite.data.reading.tables import without_nulls
 from automodel_lite.data.tokens.findings import check_set
 from automodel_lite.data.tokens.token_rows import flatten
-from automodel_lite.data.tokens.tokenize import DocumentTokenizer, Job, job_of, notes_on, tokenize_sets
+from automodel_lite.data.tokens.tokenize import (
+    DocumentTokenizer,
+    Job,
+    job_of,
+    notes_on,
+    tokenize_sets,
+)
 from automodel_lite.data.tokens.tokenizer import padding_id
 from automodel_lite.data.tokens.trees import trees_of
 from automodel_lite.errors import ConfigError, DataError, one_line, printable
@@ -66,8 +73,9 @@ NUM_HEAD_DOCUMENTS = 2000  # that a tokenizer is trained on, or that are looked 
 
 
 ReadShard = Callable[[int, int, int], Iterator[Placed]]
-"""(shard, num_shards, start) -> (place, row) of every row of the shard but the first `start`, again and again with the
-same result; a broken row is the error that names it."""
+"""(shard, num_shards, start) -> (place, row) of every row of the shard but the first `start`, again
+and again with the same result; a broken row is the error that names it.
+"""
 
 
 @dataclass(frozen=True)
@@ -85,8 +93,12 @@ def read_files(rows: RawRows, shard: int, num_shards: int, start: int) -> Iterat
     return placed(rows, range(shard + start * num_shards, len(rows), num_shards))
 
 
-def read_hub(path: str, name: str | None, split: str, shard: int, num_shards: int, start: int) -> Iterator[Placed]:
-    """Streams a dataset of the hub; files are distributed to shards where there are enough of them, else rows are."""
+def read_hub(
+    path: str, name: str | None, split: str, shard: int, num_shards: int, start: int
+) -> Iterator[Placed]:
+    """Streams a dataset of the hub; files are distributed to shards where there are enough of them,
+    else rows are.
+    """
     import datasets
 
     try:
@@ -101,34 +113,51 @@ def read_hub(path: str, name: str | None, split: str, shard: int, num_shards: in
         first, step = shard + start * num_shards, num_shards
         rows = islice(stream, first, None, step)
     for number, row in enumerate(rows):
-        yield f"{shown}, row {first + number * step + 1}", {key: without_nulls(value) for key, value in row.items()}
+        yield (
+            f"{shown}, row {first + number * step + 1}",
+            {key: without_nulls(value) for key, value in row.items()},
+        )
 
 
 def read_generator(function: str, shard: int, num_shards: int, start: int) -> Iterator[Placed]:
-    """Reads what a function of the user yields: once for every shard, and the same rows each time."""
+    """Reads what a function of the user yields: once for every shard, and the same
+    rows each time.
+    """
     first = shard + start * num_shards
-    for number, row in enumerate(islice(locate(function.replace(":", "."))(), first, None, num_shards)):
+    for number, row in enumerate(
+        islice(locate(function.replace(":", "."))(), first, None, num_shards)
+    ):
         place = f"{function}[{first + number * num_shards}]"
-        yield place, row if isinstance(row, dict) else DataError(f"{place}: a row must be a dict, not {row!r:.40}.")
+        yield (
+            place,
+            row
+            if isinstance(row, dict)
+            else DataError(f"{place}: a row must be a dict, not {row!r:.40}."),
+        )
 
 
 @dataclass
 class StreamingDataset:
     """Documents of a stream.
 
-    A configuration may name a generator when the command line allows its package, `security.allow_targets`. A run may
-    continue on another number of ranks as long as num_shards stays. Streams that cannot be entered in the middle
-    (generators, hub datasets of few files) are read from the start by each shard.
+    A configuration may name a generator when the command line allows its package,
+    `security.allow_targets`. A run may continue on another number of ranks as long as num_shards
+    stays. Streams that cannot be entered in the middle (generators, hub datasets of few files) are
+    read from the start by each shard.
     """
 
     path: PathStr | Sequence[PathStr] | None = None  # files or a hub name; or use generator
-    generator: CodePath | None = None  # package.module:function that yields the same rows on every call
+    # package.module:function that yields the same rows on every call
+    generator: CodePath | None = None
     name: str | None = None  # configuration of the hub dataset
     split: str = "train"  # of a hub dataset
-    format: str | OwnFormat | None = None  # null = detected from the columns; or a _target_, a function of a raw row
-    columns: Mapping[str, str] | None = None  # canonical name -> column, {question: Frage, answer: Antwort}
+    # null = detected from the columns; or a _target_, a function of a raw row
+    format: str | OwnFormat | None = None
+    # canonical name -> column, {question: Frage, answer: Antwort}
+    columns: Mapping[str, str] | None = None
     val_path: ValPath | None = None  # validation files, or several sets by name
-    num_shards: NumShards = 8  # a multiple of data-parallel ranks x dataloader.num_workers; fixed for the run
+    # a multiple of data-parallel ranks x dataloader.num_workers; fixed for the run
+    num_shards: NumShards = 8
     encoding: str = "utf-8"  # of text, JSON and CSV files; cp1252 for what Excel and Windows write
     text_unit: TextUnit = "file"  # file | paragraph | line: what a document is in a .txt file
 
@@ -144,20 +173,31 @@ class StreamingDataset:
     def __post_init__(self) -> None:
         options = ReadOptions(self.encoding, self.text_unit)
         val_sources = open_validation(self.val_path, self.split, options)
-        self.stream = self._open(options, [one for opened in val_sources.values() for one in opened.files])
+        self.stream = self._open(
+            options, [one for opened in val_sources.values() for one in opened.files]
+        )
         first = list(islice(self.stream.read(0, 1, 0), NUM_SNIFFED_ROWS))
         columns = sniff_columns(first, f"{self.stream.name}: the stream")
         self._detected = detect(columns, self.format, self.columns)
         self.kind = kind_of_documents(self._detected, map(self._document, first))
         if self.kind == "tokens":
             raise ConfigError(
-                f"{self.stream.name} contains token ids, but streams are tokenized during training: use dataset=files."
+                f"{self.stream.name} contains token ids, but streams are tokenized during "
+                "training: use dataset=files."
             )
         opened = {name: (one.rows, range(len(one.rows))) for name, one in val_sources.items()}
-        self.val = {name: NormalizedRows(rows, self._detected, every) for name, (rows, every) in opened.items()}
-        self.description = f"{self.stream.name}: a stream in {self.num_shards} shards, {self._detected.description}"
+        self.val = {
+            name: NormalizedRows(rows, self._detected, every)
+            for name, (rows, every) in opened.items()
+        }
+        self.description = (
+            f"{self.stream.name}: a stream in {self.num_shards} shards, "
+            f"{self._detected.description}"
+        )
         self.description += "".join(f"; {note}" for note in self.notes)
-        read_as = f"{self._detected.format.name}{self._detected.source}; {dict(self._detected.renames)}; "
+        read_as = (
+            f"{self._detected.format.name}{self._detected.source}; {dict(self._detected.renames)}; "
+        )
         read_as += f"num_shards={self.num_shards}"
         val = "; ".join(f"{name}: {one.identity}" for name, one in val_sources.items())
         self.content = f"stream({self.stream.content}; {read_as})"
@@ -173,8 +213,14 @@ class StreamingDataset:
 
     @cached_property
     def train(self) -> DocumentList:
-        """Returns the first documents, for whoever wants to look at some (training a tokenizer on them)."""
-        documents = [document for _, document in self.head(NUM_HEAD_DOCUMENTS) if not isinstance(document, DataError)]
+        """Returns the first documents, for whoever wants to look at some (training a tokenizer on
+        them).
+        """
+        documents = [
+            document
+            for _, document in self.head(NUM_HEAD_DOCUMENTS)
+            if not isinstance(document, DataError)
+        ]
         return DocumentList(documents, self.name or "")
 
     def packs(self, config: Config, packer: Packer, batches: BatchShape) -> StreamedPacks:
@@ -194,27 +240,42 @@ class StreamingDataset:
         if (self.path is None) == (self.generator is None):
             raise ConfigError("dataset.path and dataset.generator: set exactly one of them.")
         if self.generator is not None:
-            return RawStream(self.generator, partial(read_generator, self.generator), self.generator, self.generator)
+            return RawStream(
+                self.generator,
+                partial(read_generator, self.generator),
+                self.generator,
+                self.generator,
+            )
         assert self.path is not None
-        if isinstance(self.path, str) and not (looks_local(self.path) or kind_of(Path(self.path)) in KINDS):
+        if isinstance(self.path, str) and not (
+            looks_local(self.path) or kind_of(Path(self.path)) in KINDS
+        ):
             shown = f"{self.path}/{self.name}" if self.name else self.path
             identity = f"{shown} {self.split}"
-            return RawStream(shown, partial(read_hub, self.path, self.name, self.split), identity, identity)
+            return RawStream(
+                shown, partial(read_hub, self.path, self.name, self.split), identity, identity
+            )
         source = open_rows(self.path, self.name, self.split, "dataset.path", options, held_out)
         self.notes = source.notes
-        contents = ", ".join(f"{printable(one.path.name)} {one.size} {one.content}" for one in source.files)
+        contents = ", ".join(
+            f"{printable(one.path.name)} {one.size} {one.content}" for one in source.files
+        )
         read = partial(read_files, source.rows)
-        return RawStream(source.description, read, source.identity, f"{contents}, split {self.split}")
+        return RawStream(
+            source.description, read, source.identity, f"{contents}, split {self.split}"
+        )
 
 
 Pack = dict[str, Any]
 ShardState = dict[str, Any]
-Turn = tuple[int, Pack | None, ShardState | None]  # shard, its next pack and its state behind it; None: it has ended
+# shard, its next pack and its state behind it; None: it has ended
+Turn = tuple[int, Pack | None, ShardState | None]
 
 
 @dataclass(frozen=True)
 class StreamedPacks(PackSource):
-    """Packs of a stream, which is tokenized and packed while it is trained on and begins again when it ends.
+    """Packs of a stream, which is tokenized and packed while it is trained on and begins again when
+    it ends.
 
     Raises ConfigError when the shards cannot be shared out evenly to the processes that read them.
     """
@@ -222,11 +283,15 @@ class StreamedPacks(PackSource):
     documents: StreamingDataset
 
     @classmethod
-    def prepare(cls, config: Config, documents: Any, packer: Packer, batches: BatchShape) -> StreamedPacks:
+    def prepare(
+        cls, config: Config, documents: Any, packer: Packer, batches: BatchShape
+    ) -> StreamedPacks:
         job = job_of(config, documents, packer.tree, packer.packed_sequence_size)
         packer = packer.fit_to(documents.kind, padding_id(job.tokenizer))
         identity = f"{documents.identity} val"
-        val, _, notes = tokenize_sets(documents.val, identity, documents.kind, job, config.cache_dir)
+        val, _, notes = tokenize_sets(
+            documents.val, identity, documents.kind, job, config.cache_dir
+        )
         # The first documents are judged as a file's are, before a step is taken.
         head = documents.head(MIN_JUDGED_DOCUMENTS)
         chunk, name = DocumentTokenizer(job).chunk(head), f"first {len(head):,} documents"
@@ -237,30 +302,36 @@ class StreamedPacks(PackSource):
         notes = (f"{name}: {chunk.found.counts}", *notes_on(name, chunk.found), *notes)
         val_packs = {name: packer.packs(rows) for name, rows in val.items()}
         has_trees, longest = packer.tree != "off", packer.packed_sequence_size  # at most
-        return cls(documents, job, packer, val_packs, notes, batches, config.dataloader, has_trees, longest)
+        return cls(
+            documents, job, packer, val_packs, notes, batches, config.dataloader, has_trees, longest
+        )
 
     def __post_init__(self) -> None:
         readers = self.shape.dp_size * max(1, self.dataloader.num_workers)
         num_shards = self.documents.num_shards
         if num_shards % readers:
             raise ConfigError(
-                f"dataset.num_shards={num_shards} must be a multiple of {readers} ({self.shape.dp_size} data-parallel "
-                f"ranks x dataloader.num_workers={self.dataloader.num_workers}): use "
+                f"dataset.num_shards={num_shards} must be a multiple of {readers} "
+                f"({self.shape.dp_size} data-parallel ranks x "
+                f"dataloader.num_workers={self.dataloader.num_workers}): use "
                 f"{-(-num_shards // readers) * readers}."
             )
 
     @property
     def held_out(self) -> Mapping[str, PackedDataset]:
         if not self.val_packs:
-            raise ConfigError("a stream has no end to evaluate: set dataset.val_path, or dataset=files.")
+            raise ConfigError(
+                "a stream has no end to evaluate: set dataset.val_path, or dataset=files."
+            )
         return self.val_packs
 
     def plan(self, config: TrainingConfig) -> TrainingPlan:
         """Raises ConfigError when max_steps is not set."""
         if config.max_steps is None:
             raise ConfigError(
-                "training.max_steps=null: the length of a stream is unknown, so set the number of steps, for "
-                f"instance training.max_steps=1000 ({1000 * self.shape.global_batch_size:,} packs)."
+                "training.max_steps=null: the length of a stream is unknown, so set the number of "
+                "steps, for instance training.max_steps=1000 "
+                f"({1000 * self.shape.global_batch_size:,} packs)."
             )
         return TrainingPlan(config.max_steps, None, self.shape)
 
@@ -270,18 +341,26 @@ class StreamedPacks(PackSource):
         return {"tokens": short_hash(self.documents.content), "packs": packs}
 
     def steps(self, cursor: Cursor, mesh: Mesh, costs: CostModel) -> Iterator[StepBatches]:
-        """Yields the steps, whatever their packs cost; raises DataError when the stream ends without a pack."""
+        """Yields the steps, whatever their packs cost; raises DataError when the stream ends
+        without a pack.
+        """
         while True:
             num_steps = 0
             for batches in self._epoch(cursor, mesh):
                 num_steps += 1
                 yield batches
             if not num_steps and not cursor.packs:
-                raise DataError(f"{self.documents.stream.name}: the stream ends without a document that fits a pack.")
+                raise DataError(
+                    f"{self.documents.stream.name}: the stream ends without a document that fits a "
+                    "pack."
+                )
             cursor = Cursor(cursor.epoch + 1)
 
     def _epoch(self, cursor: Cursor, mesh: Mesh) -> Iterator[StepBatches]:
-        per_step, size = self.shape.global_batch_size // self.shape.dp_size, self.shape.micro_batch_size
+        per_step, size = (
+            self.shape.global_batch_size // self.shape.dp_size,
+            self.shape.micro_batch_size,
+        )
         turns, empty = self._turns(cursor, mesh.dp_rank), self.packer.pack_of(flatten([]))
         states = dict(cursor.shards or {})
         is_judged = False
@@ -290,14 +369,23 @@ class StreamedPacks(PackSource):
             taken = [next(turns, None) for _ in range(per_step)]
             packs = [turn[1] for turn in taken if turn is not None and turn[1] is not None]
             filled = [empty if turn is None or turn[1] is None else turn[1] for turn in taken]
-            batches = [packed_sequence_thd_collater(filled[i : i + size]) for i in range(0, per_step, size)]
-            states |= {str(turn[0]): turn[2] for turn in taken if turn is not None and turn[2] is not None}
+            batches = [
+                packed_sequence_thd_collater(filled[i : i + size]) for i in range(0, per_step, size)
+            ]
+            states |= {
+                str(turn[0]): turn[2] for turn in taken if turn is not None and turn[2] is not None
+            }
             # One message for the packs of this step and for what the shards have read until then.
-            own = [state for shard, state in states.items() if int(shard) % self.shape.dp_size == mesh.dp_rank]
+            own = [
+                state
+                for shard, state in states.items()
+                if int(shard) % self.shape.dp_size == mesh.dp_rank
+            ]
             counted = [sum(state.get(name, 0) for state in own) for name in STREAM_COUNTS]
             summed = mesh.sum(torch.tensor([len(packs), *counted])) // mesh.shape.cp
             wait_s = time.perf_counter() - began
-            is_whole = not int(summed[0])  # the same on all ranks, so all end the epoch at this step
+            # the same on all ranks, so all end the epoch at this step
+            is_whole = not int(summed[0])
             counts = dict(zip(STREAM_COUNTS, summed[1:].tolist()))
             if is_whole or counts["num_documents"] >= MIN_JUDGED_DOCUMENTS:
                 found = self._judged(counts)
@@ -312,11 +400,13 @@ class StreamedPacks(PackSource):
             yield StepBatches(batches, [], cursor.epoch, after, wait_s, left_out)
 
     def _judged(self, counts: Mapping[str, int]) -> str:
-        """Returns `stream.jsonl: 1,200 documents read, ...`; raises DataError when too many cannot be trained on."""
+        """Returns `stream.jsonl: 1,200 documents read, ...`; raises DataError when too many cannot
+        be trained on.
+        """
         name, max_bad_frac = self.documents.stream.name, self.job.settings.max_bad_frac
         text = (
-            f"{name}: {counts['num_documents']:,} documents read, {counts['num_empty']:,} bad, empty or without a "
-            f"trained token, {counts['num_dropped']:,} over-long dropped"
+            f"{name}: {counts['num_documents']:,} documents read, {counts['num_empty']:,} bad, "
+            f"empty or without a trained token, {counts['num_dropped']:,} over-long dropped"
         )
         allowed = int(max_bad_frac * counts["num_documents"])
         if counts["num_empty"] > max_bad_frac * counts["num_documents"]:
@@ -329,10 +419,16 @@ class StreamedPacks(PackSource):
         own = range(dp_rank, self.documents.num_shards, self.shape.dp_size)
         first = cursor.packs // self.shape.dp_size % len(own)
         shards = [*own[first:], *own[:first]]
-        states = {shard: (cursor.shards or {})[str(shard)] for shard in own if str(shard) in (cursor.shards or {})}
+        states = {
+            shard: (cursor.shards or {})[str(shard)]
+            for shard in own
+            if str(shard) in (cursor.shards or {})
+        }
         turns = ShardTurns(self.documents, self.job, self.packer, shards, states)
         options = worker_options(self.dataloader)
-        read = iter(StatefulDataLoader(turns, batch_size=None, collate_fn=lambda turn: turn, **options))
+        read = iter(
+            StatefulDataLoader(turns, batch_size=None, collate_fn=lambda turn: turn, **options)
+        )
         ahead = next(read, None)
         for shard in itertools.cycle(shards):
             if ahead is None:
@@ -361,7 +457,10 @@ class ShardTurns(IterableDataset):
         worker = get_worker_info()
         shards = self.shards[worker.id :: worker.num_workers] if worker else self.shards
         tokenizer = DocumentTokenizer(self.job)
-        streams = {shard: PackStream(partial(self._rows, tokenizer, shard), self.packer) for shard in shards}
+        streams = {
+            shard: PackStream(partial(self._rows, tokenizer, shard), self.packer)
+            for shard in shards
+        }
         for shard in self.states.keys() & streams.keys():
             streams[shard].load_state_dict(self.states[shard])
         alive = set(shards)
@@ -371,18 +470,23 @@ class ShardTurns(IterableDataset):
                 pack = next(streams[shard], None) if was_alive else None
                 if pack is None:
                     alive.discard(shard)
-                # The state behind the last pack counts what was left out since: a shard may hold no pack at all.
+                # The state behind the last pack counts what was left out since: a shard may hold no
+                # pack at all.
                 yield shard, pack, streams[shard].state_dict() if was_alive else None
 
     def _rows(self, tokenizer: DocumentTokenizer, shard: int, start: int) -> Iterator[list[Row]]:
-        """Yields the rows of every document of a shard but the first `start`: one, several (chats whose template
-        rewrites earlier turns) or none (nothing is trained on, or a bad row that is skipped).
+        """Yields the rows of every document of a shard but the first `start`: one, several (chats
+        whose template rewrites earlier turns) or none (nothing is trained on, or a bad row that is
+        skipped).
         """
         documents = self.dataset.read(shard, start)
         while ahead := list(islice(documents, AHEAD_DOCUMENTS)):
             chunk = tokenizer.chunk(ahead)
             ends = np.cumsum(chunk.lengths)
             columns = {name: np.split(values, ends[:-1]) for name, values in chunk.columns.items()}
-            rows = ({name: values[i] for name, values in columns.items()} for i in range(len(chunk.lengths)))
+            rows = (
+                {name: values[i] for name, values in columns.items()}
+                for i in range(len(chunk.lengths))
+            )
             for num_rows in chunk.num_rows.tolist():
                 yield trees_of(list(islice(rows, num_rows)), self.job.tree, self.job.most_tokens)

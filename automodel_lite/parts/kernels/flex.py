@@ -2,8 +2,8 @@
 
 Legend: T tokens, H heads, D head dim.
 
-The kernel exists only compiled: uncompiled, `flex_attention` holds [H, T, T] scores. So the graph is traced whole
-(`fullgraph`), and one graph too many is an error, never the uncompiled kernel.
+The kernel exists only compiled: uncompiled, `flex_attention` holds [H, T, T] scores. So the graph
+is traced whole (`fullgraph`), and one graph too many is an error, never the uncompiled kernel.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ BLOCK = 128  # tokens of a block of the mask: flex_attention's own default
 
 
 class FlexAttention(RepeatedBlocks):
-    """`flex_attention`, compiled on CUDA; one block mask per batch and window, shared by all layers.
+    """`flex_attention`, compiled on CUDA; one block mask per batch and window, shared by all
+    layers.
 
-    compiled_attention  None compiles on CUDA only; a compiled `flex_attention` is called on every device
+    compiled_attention  None compiles on CUDA only; a compiled `flex_attention` is called on every
+                        device
     """
 
     name = "thd_flex"  # "flex_attention" inside a name makes transformers build a mask
@@ -35,24 +37,35 @@ class FlexAttention(RepeatedBlocks):
     def __init__(self, compiled_attention: Callable[..., Any] | None = None) -> None:
         self._compiled = compiled_attention or compiled(flex_attention)
         self._compiled_devices = ("cuda",) if compiled_attention is None else ("cuda", "cpu")
-        self._masks: MutableMapping[Tensor, dict[tuple[Any, ...], BlockMask]] = WeakTensorKeyDictionary()
+        self._masks: MutableMapping[Tensor, dict[tuple[Any, ...], BlockMask]] = (
+            WeakTensorKeyDictionary()
+        )
 
     def check(self, spec: AttentionSpec) -> None:
         """Raises ConfigError off CUDA: on CPU it has no backward."""
         require_cuda(self, spec, half=False)
 
     def __call__(
-        self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, segments: Segments, options: AttentionOptions
+        self,
+        q_THD: Tensor,
+        k_THD: Tensor,
+        v_THD: Tensor,
+        segments: Segments,
+        options: AttentionOptions,
     ) -> Tensor:
         """See `AttentionKernel`."""
         inputs = AttentionInputs(q_THD, k_THD, v_THD, segments, options)
-        return self._with_sinks(*self._attend(inputs, self._mask_of(inputs, options.window, True)), options)
+        return self._with_sinks(
+            *self._attend(inputs, self._mask_of(inputs, options.window, True)), options
+        )
 
     def attend_tree(self, inputs: AttentionInputs, tree: TreeKeys) -> Tensor:
         """See `TreeKernel`."""
         window, places = inputs.options.window, tree.position
         own = torch.arange(len(places), device=places.device)
-        mask = self._known(tree.until, (window,), lambda: block_mask(own, tree.until, places, places, window))
+        mask = self._known(
+            tree.until, (window,), lambda: block_mask(own, tree.until, places, places, window)
+        )
         return self._with_sinks(*self._attend(inputs, mask), inputs.options)
 
     def block(self, inputs: AttentionInputs, causal: bool) -> tuple[Tensor, Tensor]:
@@ -68,13 +81,16 @@ class FlexAttention(RepeatedBlocks):
     def _attend(self, inputs: AttentionInputs, mask: BlockMask) -> tuple[Tensor, Tensor]:
         """Returns the output [Tq, Hq, Dv] and the log-sum-exp [Tq, Hq]."""
         *qkv, _, options = inputs
-        # Below one block the start-up probes would compile kernels, 5 to 10 s each, that training never calls.
+        # Below one block the start-up probes would compile kernels, 5 to 10 s each, that training
+        # never calls.
         is_compiled = qkv[0].device.type in self._compiled_devices and len(qkv[0]) >= BLOCK
         attend: Any = self._compiled if is_compiled else flex_attention
         cap = options.softcap
         out, aux = attend(
             *(x.transpose(0, 1)[None] for x in qkv),
-            score_mod=None if cap is None else (lambda score, b, h, i, j: cap * torch.tanh(score / cap)),
+            score_mod=None
+            if cap is None
+            else (lambda score, b, h, i, j: cap * torch.tanh(score / cap)),
             block_mask=mask,
             scale=options.scale,
             enable_gqa=qkv[0].shape[1] != qkv[1].shape[1],
@@ -87,8 +103,12 @@ class FlexAttention(RepeatedBlocks):
         kind = (len(inputs.q), len(inputs.k), window, causal)
         return self._known(cu_q, kind, lambda: packed_block_mask(cu_q, cu_k, *kind))
 
-    def _known(self, boundaries: Tensor, kind: tuple[Any, ...], make: Callable[[], BlockMask]) -> BlockMask:
-        """Returns the mask that the first layer of a kind makes; others find it by the identity of its boundaries."""
+    def _known(
+        self, boundaries: Tensor, kind: tuple[Any, ...], make: Callable[[], BlockMask]
+    ) -> BlockMask:
+        """Returns the mask that the first layer of a kind makes; others find it by the identity of
+        its boundaries.
+        """
         masks = self._masks.setdefault(boundaries, {})
         if kind not in masks:
             masks[kind] = make()
@@ -98,9 +118,13 @@ class FlexAttention(RepeatedBlocks):
 def packed_block_mask(
     cu_q: Tensor, cu_k: Tensor, num_q: int, num_k: int, window: int | None, causal: bool = True
 ) -> BlockMask:
-    """Returns the mask of segments, from their boundaries alone. A key is seen until its segment's queries end."""
+    """Returns the mask of segments, from their boundaries alone. A key is seen until its segment's
+    queries end.
+    """
     own, keys = (torch.arange(num, device=cu_q.device) for num in (num_q, num_k))
-    segment_q, segment_k = (torch.bucketize(x, cu[1:], right=True) for x, cu in ((own, cu_q), (keys, cu_k)))
+    segment_q, segment_k = (
+        torch.bucketize(x, cu[1:], right=True) for x, cu in ((own, cu_q), (keys, cu_k))
+    )
     if causal:
         highest = own + (cu_k[1:] - cu_q[1:])[segment_q]  # the key a query sits on
     else:
@@ -108,14 +132,18 @@ def packed_block_mask(
     return block_mask(highest, cu_q[1:][segment_k], highest, keys, window)
 
 
-def block_mask(highest: Tensor, until: Tensor, at: Tensor, places: Tensor, window: int | None) -> BlockMask:
-    """Returns the blocks of 128 x 128 that hold visible pairs: (T / 128)^2 values at most, where `create_block_mask`
-    holds 11 bytes x T^2 (11 GiB at 32,768 tokens). Reads nothing off the device.
+def block_mask(
+    highest: Tensor, until: Tensor, at: Tensor, places: Tensor, window: int | None
+) -> BlockMask:
+    """Returns the blocks of 128 x 128 that hold visible pairs: (T / 128)^2 values at most, where
+    `create_block_mask` holds 11 bytes x T^2 (11 GiB at 32,768 tokens). Reads nothing off the
+    device.
 
-    Query i sees key j if j <= highest[i] and i < until[j], and with a window if at[i] - places[j] < window. In a tree
-    the places lie on the path: their distance is that of the two tokens in the row, however far apart the stream has
-    them. A block is skipped where its first key is behind its last query, where its last key has expired before its
-    first query, or where even the nearest pair of places is outside the window. A block too many is masked, not wrong.
+    Query i sees key j if j <= highest[i] and i < until[j], and with a window if at[i] - places[j] <
+    window. In a tree the places lie on the path: their distance is that of the two tokens in the
+    row, however far apart the stream has them. A block is skipped where its first key is behind its
+    last query, where its last key has expired before its first query, or where even the nearest
+    pair of places is outside the window. A block too many is masked, not wrong.
     """
     first_q, last_q = _block_ends(len(highest), highest.device)
     first_k, last_k = _block_ends(len(until), until.device)
@@ -134,7 +162,9 @@ def block_mask(highest: Tensor, until: Tensor, at: Tensor, places: Tensor, windo
 
     partial, full = _ordered(is_seen & ~is_full), _ordered(is_full)
     sizes = (len(highest), len(until))
-    return BlockMask.from_kv_blocks(*partial, *full, BLOCK_SIZE=BLOCK, mask_mod=mask_mod, seq_lengths=sizes)
+    return BlockMask.from_kv_blocks(
+        *partial, *full, BLOCK_SIZE=BLOCK, mask_mod=mask_mod, seq_lengths=sizes
+    )
 
 
 def _by_block(x_T: Tensor) -> Tensor:
@@ -149,6 +179,8 @@ def _block_ends(num_tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def _ordered(is_in: Tensor) -> tuple[Tensor, Tensor]:
-    """bool [query blocks, key blocks] -> how many are in, and their indices first, as [1, 1, ...] int32."""
+    """bool [query blocks, key blocks] -> how many are in, and their indices first, as [1, 1, ...]
+    int32.
+    """
     indices = torch.argsort(is_in.to(torch.int8), dim=1, descending=True, stable=True)
     return is_in.sum(1, dtype=torch.int32)[None, None], indices.to(torch.int32)[None, None]

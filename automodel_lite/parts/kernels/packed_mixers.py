@@ -1,19 +1,22 @@
-"""Convolution, gated delta rules and the scans of Mamba 1 and 2 on a packed stream, in plain PyTorch.
+"""Convolution, gated delta rules and the scans of Mamba 1 and 2 on a packed stream, in plain
+PyTorch.
 
-The chunked ones cut the stream every CHUNK tokens, wherever its documents begin. Inside a chunk only pairs of tokens of
-one document count; the state that a chunk gets from the one before counts for the document that goes on, and only the
-chunk's last document writes to the state that it passes on. So a document needs no padding, however short it is.
+The chunked ones cut the stream every CHUNK tokens, wherever its documents begin. Inside a chunk
+only pairs of tokens of one document count; the state that a chunk gets from the one before counts
+for the document that goes on, and only the chunk's last document writes to the state that it passes
+on. So a document needs no padding, however short it is.
 
-    documents   0 0 0 0 0 1 | 1 1 2 2 2 3 | 3 3 3 3 3 3       what a chunk starts with:  nothing | of 1 | of 3
-                                                              what it passes on:             1   |  3   | 3
+    documents   0 0 0 0 0 1 | 1 1 2 2 2 3 | 3 3 3 3 3 3   a chunk starts with: nothing | of 1 | of 3
+                                                           and passes on:       1  |  3   | 3
 
-Where documents branch (paths.py), chunks are cut from pieces of the stream that follow the end of another each: a chunk
-starts with the state of the chunk that its first token follows on its path.
+Where documents branch (paths.py), chunks are cut from pieces of the stream that follow the end of
+another each: a chunk starts with the state of the chunk that its first token follows on its path.
 
-All compute in fp32 at least, also under autocast. None takes or returns a state: that is for generation.
+All compute in fp32 at least, also under autocast. None takes or returns a state: that is for
+generation.
 
-Legend: T tokens, M chunks of L tokens, H heads, G groups of R heads, D dim of keys, P dim of values, C channels,
-K taps, N dim of a channel's state.
+Legend: T tokens, M chunks of L tokens, H heads, G groups of R heads, D dim of keys, P dim of
+values, C channels, K taps, N dim of a channel's state.
 """
 
 from __future__ import annotations
@@ -41,7 +44,11 @@ CHUNK_OF_CHANNELS = 16
 
 
 def causal_conv1d(
-    seq_idx: Tensor, hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None
+    seq_idx: Tensor,
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
 ) -> Tensor:
     """Depthwise; seq_idx int [T], hidden_states [T, C], weight [C, K] -> [T, C]."""
     from transformers.activations import ACT2FN  # with the models' code
@@ -51,12 +58,14 @@ def causal_conv1d(
 
 
 class _DocumentConv(torch.autograd.Function):
-    """A multiply-add per tap, in blocks of tokens that stay in a CPU's cache: a third of the time of oneDNN's kernels,
-    which also want another layout.
+    """A multiply-add per tap, in blocks of tokens that stay in a CPU's cache: a third of the time
+    of oneDNN's kernels, which also want another layout.
     """
 
     @staticmethod
-    def forward(ctx: Any, x_TC: Tensor, weight_CK: Tensor, bias: Tensor | None, seq_idx: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x_TC: Tensor, weight_CK: Tensor, bias: Tensor | None, seq_idx: Tensor
+    ) -> Tensor:
         ctx.save_for_backward(x_TC, weight_CK, seq_idx)
         ctx.has_bias = bias is not None
         taps = _wide(weight_CK).flip(1).unbind(1)
@@ -91,7 +100,9 @@ class _DocumentConv(torch.autograd.Function):
 
 
 def _where_same(x_TC: Tensor, seq_idx: Tensor, start: int, end: int, offset: int) -> Tensor:
-    """Rows start + offset to end + offset; 0 where the document is not that of the row without the offset."""
+    """Rows start + offset to end + offset; 0 where the document is not that of the row without the
+    offset.
+    """
     same = seq_idx[start:end] == seq_idx[start + offset : end + offset]
     return torch.where(same[:, None], _wide(x_TC[start + offset : end + offset]), 0.0)
 
@@ -116,7 +127,8 @@ class Chunks:
     """document  int [M, L]: the document of each token; -1 behind the end of the stream
     before    int [M, 1]: the document of the token before each chunk; -1 = none
     parents   the chunk whose state each one starts with; -1 = none
-    places    int64 [M L]: the token at each place of a tree's chunks, T where there is none; None: the stream's order
+    places    int64 [M L]: the token at each place of a tree's chunks, T where there is none; None:
+              the stream's order
     own       int64 [T]: the place of each token
     """
 
@@ -129,35 +141,47 @@ class Chunks:
 
     @classmethod
     def of(cls, stream: Tensor | TreeRows, length: int) -> Chunks:
-        """Made, with its masks, by the first layer that asks; others find it by the identity of the stream's tensor."""
+        """Made, with its masks, by the first layer that asks; others find it by the identity of the
+        stream's tensor.
+        """
         known = _CHUNKS.setdefault(stream.own if isinstance(stream, TreeRows) else stream, {})
         if length not in known:
             if isinstance(stream, TreeRows):
                 known[length] = cls._of_tree(stream, length)
             else:
-                document = F.pad(stream, (0, -len(stream) % length), value=-1).unflatten(0, (-1, length))
+                document = F.pad(stream, (0, -len(stream) % length), value=-1).unflatten(
+                    0, (-1, length)
+                )
                 before = F.pad(document[:-1, -1:], (0, 0, 1, 0), value=-1)
                 known[length] = cls(document, before, range(-1, len(document) - 1), len(stream))
         return known[length]
 
     @classmethod
     def _of_tree(cls, tree: TreeRows, length: int) -> Chunks:
-        """Cuts each piece by itself. Its last chunk is filled up with zeros, which leave a state as it is."""
+        """Cuts each piece by itself. Its last chunk is filled up with zeros, which leave a state as
+        it is.
+        """
         assert tree.pieces is not None
         starts, lens, parents = tree.pieces
         counts = -(-lens // length)
         first = counts.cumsum(0) - counts
         piece = torch.repeat_interleave(counts)
-        behind = length * (torch.arange(len(piece)) - first[piece])  # tokens of the piece before each chunk
+        # tokens of the piece before each chunk
+        behind = length * (torch.arange(len(piece)) - first[piece])
         following = torch.arange(len(piece)) - 1
         following[first] = torch.where(parents < 0, -1, (first + counts)[parents] - 1)
         within, num_tokens = torch.arange(length), int(lens.sum())
         is_token = within < (lens[piece] - behind)[:, None]
-        places = torch.where(is_token, (starts[piece] + behind)[:, None] + within, num_tokens).flatten()
+        places = torch.where(
+            is_token, (starts[piece] + behind)[:, None] + within, num_tokens
+        ).flatten()
         own = torch.empty(num_tokens, dtype=torch.int64)
         own[places[is_token.flatten()]] = is_token.flatten().nonzero().squeeze(1)
         # One document in each chunk: 0 goes on, -1 is nobody's state.
-        before, document = following.clamp(max=0)[:, None], torch.zeros(len(piece), length, dtype=torch.int64)
+        before, document = (
+            following.clamp(max=0)[:, None],
+            torch.zeros(len(piece), length, dtype=torch.int64),
+        )
         device = [x.to(tree.own.device, non_blocking=True) for x in (document, before, places, own)]
         return cls(device[0], device[1], following.tolist(), num_tokens, *device[2:])
 
@@ -190,19 +214,25 @@ class Chunks:
     def decays(self, log_decay: Tensor) -> Decays:
         """log_decay [M, H, L, D] of each token.
 
-        The sum runs in fp64 and then starts over with each document, so that a short one loses nothing to those before.
+        The sum runs in fp64 and then starts over with each document, so that a short one loses
+        nothing to those before.
         """
-        # A product with a triangle of ones: `cumsum` of floats has no deterministic form on CUDA, and is refused there
-        # under training.deterministic. Its gradient is a product, too.
+        # A product with a triangle of ones: `cumsum` of floats has no deterministic form on CUDA,
+        # and is refused there under training.deterministic. Its gradient is a product, too.
         ones = torch.ones(2 * (log_decay.shape[2],), dtype=torch.float64, device=log_decay.device)
         total = (log_decay.double().mT @ ones.triu()).mT
-        so_far = total - F.pad(total, (0, 0, 1, 0)).gather(2, self.first[:, None, :, None].expand_as(log_decay))
+        so_far = total - F.pad(total, (0, 0, 1, 0)).gather(
+            2, self.first[:, None, :, None].expand_as(log_decay)
+        )
         dtype, continues = log_decay.dtype, (self.document == self.before)[:, None, :, None]
         stays = (self.document == self.document[:, -1:])[:, None, :, None]
         return Decays(
-            # Differences, and their gradients' sums, which nearly cancel, in fp64: that of two long sums would lose its
-            # last digits in fp32.
-            between=_exp((so_far[:, :, :, None] - so_far[:, :, None]).to(dtype), self.same[:, None, :, :, None]),
+            # Differences, and their gradients' sums, which nearly cancel, in fp64: that of two long
+            # sums would lose its last digits in fp32.
+            between=_exp(
+                (so_far[:, :, :, None] - so_far[:, :, None]).to(dtype),
+                self.same[:, None, :, :, None],
+            ),
             from_before=_exp(so_far.to(dtype), continues),
             to_end=_exp((so_far[:, :, -1:] - so_far).to(dtype), stays),
         )
@@ -215,9 +245,11 @@ _CHUNKS: MutableMapping[Tensor, dict[int, Chunks]] = WeakTensorKeyDictionary()
 class Decays:
     """D = 1 where all channels decay alike.
 
-    between      [M, H, L, L, D], from the second token to the first, which is included; 0 for tokens of two documents
+    between      [M, H, L, L, D], from the second token to the first, which is included; 0 for
+                 tokens of two documents
     from_before  [M, H, L, D], of the state before the chunk; 0 for a document that begins inside
-    to_end       [M, H, L, D], from a token to the end of the chunk; 0 for a document that ends before it
+    to_end       [M, H, L, D], from a token to the end of the chunk; 0 for a document that ends
+                 before it
     """
 
     between: Tensor
@@ -226,8 +258,9 @@ class Decays:
 
 
 def _exp(log: Tensor, keep: Tensor) -> Tensor:
-    """0 where not `keep`, and below 1e-19 (in fp32), of which nothing is left beside a token's own contribution: with
-    the subnormal numbers that decays soon lead to, a CPU multiplies matrices many times slower.
+    """0 where not `keep`, and below 1e-19 (in fp32), of which nothing is left beside a token's own
+    contribution: with the subnormal numbers that decays soon lead to, a CPU multiplies matrices
+    many times slower.
     """
     floor = 0.5 * math.log(torch.finfo(log.dtype).tiny)
     return log.masked_fill((log < floor).logical_or_(~keep), -torch.inf).exp_()
@@ -242,31 +275,41 @@ def gated_delta_rule(
     beta: Tensor,
     use_qk_l2norm_in_kernel: bool = False,
 ) -> Tensor:
-    """query, key [T, G, D], value [T, H, P], g [T, H] or, with a decay for each channel, [T, H, D], beta [T, H]
-    -> [T, H, P].
+    """query, key [T, G, D], value [T, H, P], g [T, H] or, with a decay for each channel, [T, H, D],
+    beta [T, H] -> [T, H, P].
 
     state = exp(g) state;  state += beta key (value - key^T state)^T;  out = query^T state / sqrt(D)
 
-    In a chunk, what each token writes depends on what those before it wrote: a triangular system, solved once for the
-    values and once for what the state before the chunk contributes (the UT transform of arXiv:2406.06484).
+    In a chunk, what each token writes depends on what those before it wrote: a triangular system,
+    solved once for the values and once for what the state before the chunk contributes (the UT
+    transform of arXiv:2406.06484).
     """
     dtype, heads = query.dtype, value.shape[1]
     with torch.autocast(query.device.type, enabled=False):
         chunks = Chunks.of(stream, CHUNK if g.ndim == 2 else CHUNK_OF_CHANNELS)
         query, key, value, g, beta = map(_wide, (query, key, value, g, beta))
         if use_qk_l2norm_in_kernel:
-            query, key = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (query, key))
+            query, key = (
+                x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (query, key)
+            )
         query = query * query.shape[-1] ** -0.5
-        query, key = (x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1) for x in (query, key))
+        query, key = (
+            x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
+            for x in (query, key)
+        )
         q, k, v, beta = (chunks.cut(x) for x in (query, key, value, beta[..., None]))
         decays = chunks.decays(chunks.cut(g if g.ndim == 3 else g[..., None]))
         # Decayed products of queries, and of keys, with the keys, [M, H, L, L] each.
         if decays.between.shape[-1] == 1:
             by_query, by_key = (x @ k.mT * decays.between.squeeze(-1) for x in (q, k))
         else:
-            by_query, by_key = ((decays.between * k[:, :, None]) @ torch.stack([q, k], -1)).unbind(-1)
+            by_query, by_key = ((decays.between * k[:, :, None]) @ torch.stack([q, k], -1)).unbind(
+                -1
+            )
         inputs = torch.cat([v, k * decays.from_before], -1) * beta
-        solved = torch.linalg.solve_triangular(by_key * beta, inputs, upper=False, unitriangular=True)
+        solved = torch.linalg.solve_triangular(
+            by_key * beta, inputs, upper=False, unitriangular=True
+        )
         written, read = solved.split([v.shape[-1], k.shape[-1]], -1)
         decay = decays.from_before[:, :, -1, :, None]
         states, written = _delta_states(written, read, k * decays.to_end, decay, chunks.parents)
@@ -277,10 +320,15 @@ def gated_delta_rule(
 def _delta_states(
     written: Tensor, read: Tensor, keys: Tensor, decay: Tensor, parents: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """The state before each chunk [M, H, D, P], and what its tokens write, now that the state is known [M, H, L, P]."""
-    ends = [written.new_zeros(*keys.shape[1:2], keys.shape[-1], written.shape[-1])]  # first what follows nothing
+    """The state before each chunk [M, H, D, P], and what its tokens write, now that the state is
+    known [M, H, L, P].
+    """
+    # first what follows nothing
+    ends = [written.new_zeros(*keys.shape[1:2], keys.shape[-1], written.shape[-1])]
     states, outs = [], []
-    for w, r, k, d, parent in zip(written.unbind(), read.unbind(), keys.mT.unbind(), decay.unbind(), parents):
+    for w, r, k, d, parent in zip(
+        written.unbind(), read.unbind(), keys.mT.unbind(), decay.unbind(), parents
+    ):
         states.append(ends[parent + 1])
         outs.append(torch.baddbmm(w, r, states[-1], alpha=-1))
         ends.append(torch.baddbmm(states[-1] * d, k, outs[-1]))
@@ -303,8 +351,8 @@ def mamba2_chunk_scan(
 
     state = exp(dt A) state + dt B hidden^T;  out = C^T state + D hidden       (arXiv:2405.21060)
 
-    Inside a chunk this is causal attention of C to B, a matrix product per head; to and from the state, all heads of a
-    group share B and C and are one product.
+    Inside a chunk this is causal attention of C to B, a matrix product per head; to and from the
+    state, all heads of a group share B and C and are one product.
     """
     with torch.autocast(dt.device.type, enabled=False):
         chunks = Chunks.of(stream, CHUNK)
@@ -318,9 +366,14 @@ def mamba2_chunk_scan(
         between = decays.between.squeeze(-1).unflatten(1, by_group)
         inside = ((c @ b.mT)[:, :, None] * between).flatten(1, 2) @ x
         added = b.mT @ _heads_last(x * decays.to_end, by_group)
-        decay = _heads_last(decays.from_before[:, :, -1:].expand(*x.shape[:2], 1, x.shape[-1]), by_group)
+        decay = _heads_last(
+            decays.from_before[:, :, -1:].expand(*x.shape[:2], 1, x.shape[-1]), by_group
+        )
         from_before = (
-            (c @ _states(added, decay, chunks.parents)).unflatten(-1, (-1, x.shape[-1])).transpose(2, 3).flatten(1, 2)
+            (c @ _states(added, decay, chunks.parents))
+            .unflatten(-1, (-1, x.shape[-1]))
+            .transpose(2, 3)
+            .flatten(1, 2)
         )
         out = chunks.join(inside + from_before * decays.from_before)
         return out if D is None else out + D[:, None] * hidden_states
@@ -354,7 +407,8 @@ def selective_scan(
 ) -> Tensor:
     """hidden_states, dt, z [T, C], A [C, N], B, C [T, 1, N], D, delta_bias [C] -> [T, C].
 
-    state = exp(dt A) state + dt hidden B;  out = (C^T state + D hidden) silu(z)       (arXiv:2312.00752)
+    state = exp(dt A) state + dt hidden B;  out = (C^T state + D hidden) silu(z)
+    (arXiv:2312.00752)
     """
     dtype = hidden_states.dtype
     with torch.autocast(dt.device.type, enabled=False):
@@ -364,7 +418,9 @@ def selective_scan(
         hidden_states = _wide(hidden_states)
         # A CPU is fastest token by token, in its cache; elsewhere chunks go side by side.
         chunks = Chunks.of(seq_idx, len(seq_idx) if _has_cache(seq_idx) else CHUNK)
-        out = _scan(chunks, A.to(dt.dtype), dt, dt * hidden_states, _wide(B.squeeze(1)), _wide(C.squeeze(1)))
+        out = _scan(
+            chunks, A.to(dt.dtype), dt, dt * hidden_states, _wide(B.squeeze(1)), _wide(C.squeeze(1))
+        )
         if D is not None:
             out = out + D * hidden_states
         if z is not None:
@@ -373,19 +429,30 @@ def selective_scan(
 
 
 SCAN_STEPS = 32
-"""Tokens of a chunk whose states [C, N] are in memory at once; of those before, the backward pass makes them again."""
+"""Tokens of a chunk whose states [C, N] are in memory at once; of those before, the backward pass
+makes them again.
+"""
 
 
-def _scan(chunks: Chunks, A: Tensor, dt_TC: Tensor, written_TC: Tensor, B_TN: Tensor, C_TN: Tensor) -> Tensor:
-    """Each dim of a channel's state decays by itself, so no matrix product does the work of many tokens: their steps
-    are taken one after the other, in all chunks at once. With several chunks a first round finds what they pass on.
+def _scan(
+    chunks: Chunks, A: Tensor, dt_TC: Tensor, written_TC: Tensor, B_TN: Tensor, C_TN: Tensor
+) -> Tensor:
+    """Each dim of a channel's state decays by itself, so no matrix product does the work of many
+    tokens: their steps are taken one after the other, in all chunks at once. With several chunks a
+    first round finds what they pass on.
     """
     # [L, M, ...]: step by step, of all chunks; a document's first token sees no state.
     cut = [chunks.cut(x[:, None])[:, 0].transpose(0, 1) for x in (dt_TC, written_TC, B_TN, C_TN)]
     before = torch.cat([chunks.before, chunks.document[:, :-1]], 1)
-    new = torch.zeros_like(before, dtype=A.dtype).masked_fill_(chunks.document != before, -torch.inf).t()
+    new = (
+        torch.zeros_like(before, dtype=A.dtype)
+        .masked_fill_(chunks.document != before, -torch.inf)
+        .t()
+    )
 
-    def take_steps(state: Tensor, new: Tensor, dt: Tensor, written: Tensor, B: Tensor, C: Tensor) -> list[Tensor]:
+    def take_steps(
+        state: Tensor, new: Tensor, dt: Tensor, written: Tensor, B: Tensor, C: Tensor
+    ) -> list[Tensor]:
         decays = torch.addcmul(new[..., None, None], dt[..., None], A).exp()
         states = []
         for decay, added in zip(decays.unbind(), (written[..., None] * B[:, :, None]).unbind()):
@@ -396,7 +463,9 @@ def _scan(chunks: Chunks, A: Tensor, dt_TC: Tensor, written_TC: Tensor, B_TN: Te
     def run(state: Tensor) -> tuple[Tensor, Tensor]:
         outs = []
         for steps in zip(*(x.split(SCAN_STEPS) for x in (new, *cut))):
-            out, state = checkpoint(take_steps, state, *steps, use_reentrant=False, preserve_rng_state=False)
+            out, state = checkpoint(
+                take_steps, state, *steps, use_reentrant=False, preserve_rng_state=False
+            )
             outs.append(out)
         return torch.cat(outs), state
 

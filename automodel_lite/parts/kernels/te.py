@@ -1,4 +1,6 @@
-"""Transformer Engine's `DotProductAttention` in THD format (CUDA, fp16 / bf16), for latent attention's heads too."""
+"""Transformer Engine's `DotProductAttention` in THD format (CUDA, fp16 / bf16), for latent
+attention's heads too.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +19,23 @@ from automodel_lite.errors import ConfigError
 from automodel_lite.thd import AttentionOptions, Segments
 
 if find_spec("transformer_engine") is None:
-    raise ConfigError("attention=te needs Transformer Engine: pip install --no-build-isolation 'automodel-lite[te]'.")
+    raise ConfigError(
+        "attention=te needs Transformer Engine: pip install --no-build-isolation "
+        "'automodel-lite[te]'."
+    )
 
 from transformer_engine.pytorch.attention import DotProductAttention
 
 DOCUMENTS_STEP = 32
-"""cuDNN (9.24 and later) builds a graph for each number of documents: boundaries are filled up with empty ones."""
+"""cuDNN (9.24 and later) builds a graph for each number of documents: boundaries are filled up with
+empty ones.
+"""
 
 
 class TransformerEngineAttention:
-    """`DotProductAttention`, one module for each shape of heads: it has no parameters, so layers share it."""
+    """`DotProductAttention`, one module for each shape of heads: it has no parameters, so layers
+    share it.
+    """
 
     name = "thd_te"
 
@@ -36,14 +45,17 @@ class TransformerEngineAttention:
         self._filled: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
 
     def check(self, spec: AttentionSpec) -> None:
-        """Raises ConfigError off CUDA, outside fp16 / bf16, with sinks, and for what this version cannot do on this
-        GPU: without flash-attn only cuDNN is left, which has no softcap, and THD from compute capability 9.0 on.
+        """Raises ConfigError off CUDA, outside fp16 / bf16, with sinks, and for what this version
+        cannot do on this GPU: without flash-attn only cuDNN is left, which has no softcap, and THD
+        from compute capability 9.0 on.
         """
         require_cuda(self, spec)
         if spec.sinks:
             raise refuse(self, f"the attention sinks of {spec.model_type}", "use attention=flex")
         if spec.softcap is not None and not self.has_softcap:
-            raise refuse(self, f"the softcap of {spec.model_type} in this version", "use attention=flex")
+            raise refuse(
+                self, f"the softcap of {spec.model_type} in this version", "use attention=flex"
+            )
         if find_spec("flash_attn") is None:
             flash = "pip install flash-attn, or use attention=flex"
             if spec.softcap is not None:
@@ -52,7 +64,12 @@ class TransformerEngineAttention:
                 raise refuse(self, "packed documents on this GPU without flash-attn", flash)
 
     def __call__(
-        self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, segments: Segments, options: AttentionOptions
+        self,
+        q_THD: Tensor,
+        k_THD: Tensor,
+        v_THD: Tensor,
+        segments: Segments,
+        options: AttentionOptions,
     ) -> Tensor:
         """See `AttentionKernel`."""
         if options.sinks is not None:
@@ -83,7 +100,8 @@ class TransformerEngineAttention:
             attn_mask_type=mask_type,
             cu_seqlens_q=cu_q,
             cu_seqlens_kv=cu_k,
-            # the very same tensors: nothing lies between the segments, and every backend stays eligible
+            # the very same tensors: nothing lies between the segments, and every backend stays
+            # eligible
             cu_seqlens_q_padded=cu_q,
             cu_seqlens_kv_padded=cu_k,
             max_seqlen_q=max_q,
@@ -93,7 +111,9 @@ class TransformerEngineAttention:
         return out.view(len(q_THD), q_THD.shape[1], v_THD.shape[2])
 
     def _fill(self, cu: Tensor) -> Tensor:
-        """Boundaries with empty documents at the end, up to a multiple of 32; made once a batch, for all layers."""
+        """Boundaries with empty documents at the end, up to a multiple of 32; made once a batch,
+        for all layers.
+        """
         if cu not in self._filled:
             self._filled[cu] = torch.cat([cu, cu[-1:].expand(-(len(cu) - 1) % DOCUMENTS_STEP)])
         return self._filled[cu]

@@ -1,7 +1,7 @@
 """torch's own FlashAttention for packed sequences: `torch.nn.attention.varlen` (CUDA, fp16 / bf16).
 
-The CUDA default: it needs no further package. Its arguments grow from version to version (2.12: enable_gqa), so they
-are looked up once, when the kernel is built.
+The CUDA default: it needs no further package. Its arguments grow from version to version (2.12:
+enable_gqa), so they are looked up once, when the kernel is built.
 """
 
 from __future__ import annotations
@@ -21,14 +21,16 @@ from automodel_lite.errors import ConfigError
 from automodel_lite.thd import AttentionInputs, AttentionOptions, Segments
 
 LARGEST_HEAD_DIM = 256
-CAPABILITIES = {"FA3": (9,), "FA4": (9, 10)}  # major compute capability of the GPUs that they run on
+# major compute capability of the GPUs that they run on
+CAPABILITIES = {"FA3": (9,), "FA4": (9, 10)}
 
 
 class VarlenAttention:
     """`varlen_attn`.
 
-    implementation  None for the FlashAttention-2 that torch bundles, "FA3" or "FA4" for the package of that name,
-                    through torch's `activate_flash_attention_impl` (which switches it for the whole process)
+    implementation  None for the FlashAttention-2 that torch bundles, "FA3" or "FA4" for the package
+                    of that name, through torch's `activate_flash_attention_impl` (which switches it
+                    for the whole process)
     """
 
     name = "thd_varlen"
@@ -36,7 +38,8 @@ class VarlenAttention:
 
     def __init__(
         self,
-        implementation: str | None = None,  # null = the FlashAttention-2 inside torch; FA3 or FA4 = that package
+        # null = the FlashAttention-2 inside torch; FA3 or FA4 = that package
+        implementation: str | None = None,
         varlen_attn: Callable[..., Any] = varlen_attn,
     ) -> None:
         self.varlen_attn = varlen_attn
@@ -48,30 +51,50 @@ class VarlenAttention:
                 activate_flash_attention_impl(implementation)  # type: ignore[arg-type]
             except (ImportError, ValueError, RuntimeError) as error:
                 raise ConfigError(
-                    f"attention.implementation={implementation} cannot be activated ({error}): install the package "
-                    "that torch names, or leave attention.implementation at null for the FlashAttention-2 inside torch."
+                    f"attention.implementation={implementation} cannot be activated ({error}): "
+                    "install the package that torch names, or leave attention.implementation at "
+                    "null for the FlashAttention-2 inside torch."
                 ) from error
 
     def check(self, spec: AttentionSpec) -> None:
-        """Raises ConfigError off CUDA, outside fp16 / bf16, with softcap or sinks, for unusual head dims."""
+        """Raises ConfigError off CUDA, outside fp16 / bf16, with softcap or sinks, for unusual head
+        dims.
+        """
         require_cuda(self, spec)
         if spec.softcap is not None:
             raise refuse(self, f"the softcap of {spec.model_type}", "use attention=flex")
         if spec.sinks:
             # its backward ignores the gradient of the log-sum-exp, from which sinks could be built
             raise refuse(self, f"the attention sinks of {spec.model_type}", "use attention=flex")
-        if spec.head_dim != spec.value_head_dim or spec.head_dim % 8 or spec.head_dim > LARGEST_HEAD_DIM:
+        if (
+            spec.head_dim != spec.value_head_dim
+            or spec.head_dim % 8
+            or spec.head_dim > LARGEST_HEAD_DIM
+        ):
             dims = f"head dims {spec.head_dim} / {spec.value_head_dim}"
-            raise refuse(self, dims, f"they must be equal, a multiple of 8, at most {LARGEST_HEAD_DIM}: attention=te")
+            raise refuse(
+                self,
+                dims,
+                f"they must be equal, a multiple of 8, at most {LARGEST_HEAD_DIM}: attention=te",
+            )
         if torch.cuda.is_available():
             capability = torch.cuda.get_device_capability(spec.device)
             if capability < (8, 0):
-                raise refuse(self, "this GPU", "FlashAttention needs compute capability 8.0, use attention=flex")
+                raise refuse(
+                    self,
+                    "this GPU",
+                    "FlashAttention needs compute capability 8.0, use attention=flex",
+                )
             majors = CAPABILITIES.get(str(self.implementation), capability)
             if capability[0] not in majors:
                 needs = " or ".join(f"{major}.x" for major in majors)
-                asked = f"implementation={self.implementation} on this GPU ({capability[0]}.{capability[1]})"
-                cure = f"it needs compute capability {needs}: leave attention.implementation at null"
+                asked = (
+                    f"implementation={self.implementation} on this GPU "
+                    f"({capability[0]}.{capability[1]})"
+                )
+                cure = (
+                    f"it needs compute capability {needs}: leave attention.implementation at null"
+                )
                 raise refuse(self, asked, cure)
         if self.implementation == "FA4" and not self.compares_heads:
             # there its backward refuses every window, and "no window, but causal" is one to it
@@ -79,7 +102,12 @@ class VarlenAttention:
             raise refuse(self, f"implementation=FA4 on torch {torch.__version__}", cure)
 
     def __call__(
-        self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, segments: Segments, options: AttentionOptions
+        self,
+        q_THD: Tensor,
+        k_THD: Tensor,
+        v_THD: Tensor,
+        segments: Segments,
+        options: AttentionOptions,
     ) -> Tensor:
         """See `AttentionKernel`."""
         if options.softcap is not None or options.sinks is not None:
@@ -92,14 +120,23 @@ class VarlenAttention:
         return self.varlen_attn(q_THD, k_THD, v_THD, *_without_decoding(segments), **more)  # type: ignore[no-any-return]
 
     def block(self, inputs: AttentionInputs, causal: bool) -> tuple[Tensor, Tensor]:
-        """See `BlockKernel`; the operation under `varlen_attn`, whose backward does not take the log-sum-exp."""
+        """See `BlockKernel`; the operation under `varlen_attn`, whose backward does not take the
+        log-sum-exp.
+        """
         *qkv, segments, options = inputs
         tensors = (*(x.contiguous() for x in qkv), *_without_decoding(segments))
-        out, lse_HT, *_ = torch.ops.aten._flash_attention_forward(*tensors, 0.0, causal, False, scale=options.scale)
+        out, lse_HT, *_ = torch.ops.aten._flash_attention_forward(
+            *tensors, 0.0, causal, False, scale=options.scale
+        )
         return out, lse_HT.t()
 
     def block_backward(
-        self, inputs: AttentionInputs, causal: bool, grad_THD: Tensor, out_THD: Tensor, lse_TH: Tensor
+        self,
+        inputs: AttentionInputs,
+        causal: bool,
+        grad_THD: Tensor,
+        out_THD: Tensor,
+        lse_TH: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `BlockKernel`."""
         *qkv, segments, options = inputs
@@ -107,7 +144,13 @@ class VarlenAttention:
         no_dropout = torch.zeros(2, dtype=torch.uint64, device=grad_THD.device)
         unused = torch.empty(0, device=grad_THD.device)
         grads: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
-            *tensors, *_without_decoding(segments), 0.0, causal, no_dropout, unused, scale=options.scale
+            *tensors,
+            *_without_decoding(segments),
+            0.0,
+            causal,
+            no_dropout,
+            unused,
+            scale=options.scale,
         )
         return grads
 

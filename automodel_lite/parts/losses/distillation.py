@@ -1,11 +1,13 @@
-"""Losses that learn from a teacher: a frozen second model, or its likeliest tokens stored beside the data.
+"""Losses that learn from a teacher: a frozen second model, or its likeliest tokens stored beside
+the data.
 
     forward   KL(teacher || student)        reverse   KL(student || teacher)
-    jsd       beta * KL(teacher || m) + (1 - beta) * KL(student || m),  m = beta * teacher + (1 - beta) * student
+    jsd       beta * KL(teacher || m) + (1 - beta) * KL(student || m),
+              m = beta * teacher + (1 - beta) * student
               (generalized Jensen-Shannon divergence, arXiv:2306.13649)
 
-Each is a value per label; both heads are evaluated a chunk of rows at a time. Logits are divided by the temperature;
-the divergence is not multiplied by its square.
+Each is a value per label; both heads are evaluated a chunk of rows at a time. Logits are divided by
+the temperature; the divergence is not multiplied by its square.
 
 Legend: R rows that carry a label, V vocabulary, K stored tokens.
 """
@@ -30,7 +32,9 @@ MOST_KNOWN = 1 - 2**-23
 
 
 class DistillationLoss(Loss):
-    """A divergence and a share of plain cross-entropy, per label, times its weight where the data bring weights."""
+    """A divergence and a share of plain cross-entropy, per label, times its weight where the data
+    bring weights.
+    """
 
     columns = frozenset({"loss_weights"})
     cross_entropy: Frac
@@ -38,7 +42,9 @@ class DistillationLoss(Loss):
     def _of_rows(self, inputs: LossInputs, values_R2: Tensor) -> LossOutput:
         """values_R2: divergence and cross-entropy of each row."""
         weights_R = inputs.columns.get("loss_weights")
-        divergence, plain = (values_R2 if weights_R is None else values_R2 * weights_R[:, None]).sum(0).unbind()
+        divergence, plain = (
+            (values_R2 if weights_R is None else values_R2 * weights_R[:, None]).sum(0).unbind()
+        )
         total = (1 - self.cross_entropy) * divergence + self.cross_entropy * plain
         return LossOutput(total, {"divergence": divergence, "ce": plain})
 
@@ -49,16 +55,24 @@ class Distill(DistillationLoss):
 
     needs_teacher = True
 
-    kind: Literal["forward", "reverse", "jsd"] = "forward"  # KL from the teacher, to it, or between both
-    beta: Annotated[float, Range(above=0, below=1)] = 0.5  # of jsd: the teacher's share of the mixture
+    # KL from the teacher, to it, or between both
+    kind: Literal["forward", "reverse", "jsd"] = "forward"
+    # of jsd: the teacher's share of the mixture
+    beta: Annotated[float, Range(above=0, below=1)] = 0.5
     temperature: Annotated[float, Range(0.01, 100)] = 1.0  # divides both models' logits
     cross_entropy: Frac = 0.0  # share of plain cross-entropy on the labels
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
         def both(logits: Tensor, teacher_logits: Tensor, labels: Tensor) -> Tensor:
-            student, teacher = (F.log_softmax(x / self.temperature, -1) for x in (logits, teacher_logits))
+            student, teacher = (
+                F.log_softmax(x / self.temperature, -1) for x in (logits, teacher_logits)
+            )
             return torch.stack(
-                [self.divergence(student, teacher), F.cross_entropy(logits, labels, reduction="none")], 1
+                [
+                    self.divergence(student, teacher),
+                    F.cross_entropy(logits, labels, reduction="none"),
+                ],
+                1,
             )
 
         return self._of_rows(inputs, inputs.rows_with_teacher(both, inputs.labels_R))
@@ -70,7 +84,9 @@ class Distill(DistillationLoss):
         if self.kind == "reverse":
             return _kl(student_RV, teacher_RV)
         # log of the mixture, from logarithms: no probability underflows
-        mixed_RV = torch.logaddexp(teacher_RV + math.log(self.beta), student_RV + math.log(1 - self.beta))
+        mixed_RV = torch.logaddexp(
+            teacher_RV + math.log(self.beta), student_RV + math.log(1 - self.beta)
+        )
         return self.beta * _kl(teacher_RV, mixed_RV) + (1 - self.beta) * _kl(student_RV, mixed_RV)
 
 
@@ -80,8 +96,8 @@ def _kl(one_RV: Tensor, other_RV: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class DistillTopK(DistillationLoss):
-    """Forward KL from stored log-probabilities of the teacher's likeliest tokens, recipes/score.py's; all other tokens
-    together are one more class.
+    """Forward KL from stored log-probabilities of the teacher's likeliest tokens,
+    recipes/score.py's; all other tokens together are one more class.
     """
 
     columns = frozenset({"loss_weights", "teacher_ids", "teacher_log_probs"})
@@ -94,14 +110,23 @@ class DistillTopK(DistillationLoss):
     def __call__(self, inputs: LossInputs) -> LossOutput:
         def both(logits: Tensor, labels: Tensor, ids: Tensor, log_probs: Tensor) -> Tensor:
             log_probs = log_probs.float()
-            # All tokens that are not stored are one class, whose probability is what the others leave.
+            # All tokens that are not stored are one class, whose probability is what the others
+            # leave.
             student = F.log_softmax(logits, -1).gather(-1, ids)
-            rest, rest_of_teacher = (torch.log1p(-x.exp().sum(-1).clamp(max=MOST_KNOWN)) for x in (student, log_probs))
+            rest, rest_of_teacher = (
+                torch.log1p(-x.exp().sum(-1).clamp(max=MOST_KNOWN)) for x in (student, log_probs)
+            )
             of_rest = rest_of_teacher.exp() * (rest_of_teacher - rest)
             known = (log_probs.exp() * (log_probs - student)).sum(-1)
-            return torch.stack([known + of_rest, F.cross_entropy(logits, labels, reduction="none")], 1)
+            return torch.stack(
+                [known + of_rest, F.cross_entropy(logits, labels, reduction="none")], 1
+            )
 
-        columns = inputs.labels_R, inputs.columns["teacher_ids"], inputs.columns["teacher_log_probs"]
+        columns = (
+            inputs.labels_R,
+            inputs.columns["teacher_ids"],
+            inputs.columns["teacher_log_probs"],
+        )
         return self._of_rows(inputs, inputs.rows(both, *columns))
 
     def example_columns(self, batch: ThdBatch) -> dict[str, Tensor]:
@@ -110,6 +135,8 @@ class DistillTopK(DistillationLoss):
         return {name: column[:, None].repeat(1, self.top_k) for name, column in columns.items()}
 
     def likeliest(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Returns what is stored of rows [r, V], fp32 [r, 2 * top_k]: ids (whole up to 2^24) and log-probabilities."""
+        """Returns what is stored of rows [r, V], fp32 [r, 2 * top_k]: ids (whole up to 2^24) and
+        log-probabilities.
+        """
         found = F.log_softmax(logits, -1).topk(self.top_k, -1)
         return torch.cat([found.indices.float(), found.values], -1)

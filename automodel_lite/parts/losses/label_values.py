@@ -1,12 +1,14 @@
-"""Values per label that a model without gradients computes once, kept as per-token columns beside the token cache.
+"""Values per label that a model without gradients computes once, kept as per-token columns beside
+the token cache.
 
-`reference_log_probs` of the start model are what preference losses compare with; `teacher_ids` and `teacher_log_probs`
-are a teacher's likeliest tokens. The model runs over packs on the mesh of the run. Every value goes to the place of its
-token in the flat rows, so the columns fit any packs and any mesh. What is finished survives a stop: the same command
-goes on where it was.
+`reference_log_probs` of the start model are what preference losses compare with; `teacher_ids` and
+`teacher_log_probs` are a teacher's likeliest tokens. The model runs over packs on the mesh of the
+run. Every value goes to the place of its token in the flat rows, so the columns fit any packs and
+any mesh. What is finished survives a stop: the same command goes on where it was.
 
     <cache>/values/<name>-<set>-<key>/log_probs.npy, ...      the key: rows, packs, model, columns
-    <...>.part/progress.json                                  packs that are done, while it is being made
+    <...>.part/progress.json                                  packs that are done, while it is being
+                                                              made
 """
 
 from __future__ import annotations
@@ -27,7 +29,12 @@ from torch import Tensor
 from automodel_lite.data.cache import cache_root, entry_folder
 from automodel_lite.data.feeding.order import BatchShape, assign_to_ranks
 from automodel_lite.data.feeding.source import PackSource
-from automodel_lite.data.packing.packs import EMPTY_PACK, PackedDataset, Packer, packed_sequence_thd_collater
+from automodel_lite.data.packing.packs import (
+    EMPTY_PACK,
+    PackedDataset,
+    Packer,
+    packed_sequence_thd_collater,
+)
 from automodel_lite.data.tokens.token_rows import CONTENT_HASH, Rows
 from automodel_lite.errors import ConfigError
 from automodel_lite.launched import is_first_here
@@ -48,14 +55,18 @@ Columns = Mapping[str, np.ndarray]
 
 
 def check_loss(data: PackSource, loss: Loss) -> None:
-    """Raises ConfigError for a loss that does not fit the data, before a model is loaded; streams are not known yet."""
+    """Raises ConfigError for a loss that does not fit the data, before a model is loaded; streams
+    are not known yet.
+    """
     if data.columns is not None:
         check_columns(loss, {*data.columns, *(loss.required & MADE_HERE)})
 
 
-def with_values(data: PackSource, built: BuiltModel, mesh: Mesh, cache_dir: str | None, seed: int) -> PackSource:
-    """Adds the columns that the loss asks for: log-probabilities of the reference, which is the model as it is now, and
-    a teacher's likeliest tokens, which recipes/score.py has stored.
+def with_values(
+    data: PackSource, built: BuiltModel, mesh: Mesh, cache_dir: str | None, seed: int
+) -> PackSource:
+    """Adds the columns that the loss asks for: log-probabilities of the reference, which is the
+    model as it is now, and a teacher's likeliest tokens, which recipes/score.py has stored.
 
     Raises ConfigError for a teacher that has not been scored. Every rank calls it.
     """
@@ -98,12 +109,14 @@ class Values:
         return entry_folder(cache_root(self.cache_dir), "values", f"{self.name}-{name}", key)
 
     def stored(self, name: str, rows: Rows) -> Columns:
-        """Maps the columns, [tokens of the flat rows] or [tokens, K]; raises ConfigError where the cache has none."""
+        """Maps the columns, [tokens of the flat rows] or [tokens, K]; raises ConfigError where the
+        cache has none.
+        """
         folder = self.folder(name, rows)
         if not folder.is_dir():
             raise ConfigError(
-                f"the cache has no {self.name} values of the set {name} for these rows, packs and teacher: run "
-                "recipes/score.py with the same arguments first."
+                f"the cache has no {self.name} values of the set {name} for these rows, packs and "
+                "teacher: run recipes/score.py with the same arguments first."
             )
         return {column: np.load(folder / f"{column}.npy", mmap_mode="r") for column in self.columns}
 
@@ -121,29 +134,44 @@ class Values:
 
 
 def reference_values(built: BuiltModel, packer: Packer, cache_dir: str | None, seed: int) -> Values:
-    """Log-probabilities of the labels by the start model: its files or its seed, and how its weights are held."""
+    """Log-probabilities of the labels by the start model: its files or its seed, and how its
+    weights are held.
+    """
 
     def log_probs(logits: Tensor, labels: Tensor) -> Tensor:
         return -torch.nn.functional.cross_entropy(logits, labels, reduction="none")[:, None]
 
     parts = built.plan.parts
-    files = model_files(parts.model.pretrained, str(parts.model.source["revision"])) or parts.model.pretrained
-    model = f"{files} {built.plan.config.to_json_string()} {seed} {built.model.compute_dtype} {parts.training.fp8}"
+    files = (
+        model_files(parts.model.pretrained, str(parts.model.source["revision"]))
+        or parts.model.pretrained
+    )
+    model = (
+        f"{files} {built.plan.config.to_json_string()} {seed} {built.model.compute_dtype} "
+        f"{parts.training.fp8}"
+    )
     model += f" {parts.training.master_weights} {parts.is_quantized}"
-    if parts.peft and parts.peft.adapter:  # trained further: the reference is the base with it, as it is now
+    # trained further: the reference is the base with it, as it is now
+    if parts.peft and parts.peft.adapter:
         adapter = Path(parts.peft.adapter).expanduser()
         model += f" {model_files(str(adapter / 'adapter')) or model_files(str(adapter))}"
-    return Values("reference", log_probs, {"reference_log_probs": ("float32", 1)}, model, packer, cache_dir)
+    return Values(
+        "reference", log_probs, {"reference_log_probs": ("float32", 1)}, model, packer, cache_dir
+    )
 
 
 def teacher_values(loss: DistillTopK, packer: Packer, cache_dir: str | None) -> Values:
-    """A teacher's likeliest tokens. In fp16 their log-probabilities take as much room as in bf16, 8 times finer."""
+    """A teacher's likeliest tokens. In fp16 their log-probabilities take as much room as in bf16, 8
+    times finer.
+    """
     k, files = loss.top_k, model_files(loss.teacher) or loss.teacher
     columns = {"teacher_ids": ("int32", k), "teacher_log_probs": ("float16", k)}
     return Values(f"top_{k}", loss.likeliest, columns, str(files), packer, cache_dir)
 
 
-def _compute(values: Values, packs: PackedDataset, built: BuiltModel, mesh: Mesh, folder: Path) -> None:
+def _compute(
+    values: Values, packs: PackedDataset, built: BuiltModel, mesh: Mesh, folder: Path
+) -> None:
     part = folder.with_name(f"{folder.name}.part")
     progress_file, arrays = part / "progress.json", dict[str, np.memmap]()
     done = json.loads(progress_file.read_text())["packs"] if progress_file.is_file() else 0
@@ -161,7 +189,8 @@ def _compute(values: Values, packs: PackedDataset, built: BuiltModel, mesh: Mesh
         if arrays:
             durable.write_atomically(progress_file, json.dumps({"packs": done}))
 
-    done = min(mesh.gather(done))  # nodes with caches of their own may have come to different places
+    # nodes with caches of their own may have come to different places
+    done = min(mesh.gather(done))
     ends, saved = np.cumsum([width for _, width in values.columns.values()]), time.monotonic()
     with Progress(f"computing {values.name}", len(packs), "packs") as progress:
         for num_packs, places, found in _values(values.function, packs, built, mesh, done):
@@ -186,11 +215,15 @@ def _compute(values: Values, packs: PackedDataset, built: BuiltModel, mesh: Mesh
 def _values(
     function: RowFunction, packs: PackedDataset, built: BuiltModel, mesh: Mesh, done: int
 ) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """(packs, places of their labels in the flat rows, values [R, K]) of all ranks, forward by forward."""
+    """(packs, places of their labels in the flat rows, values [R, K]) of all ranks, forward by
+    forward.
+    """
     model, exchange = built.model, built.plan.parts.mesh.cp_exchange
     loss_model, size = model.loss_model, built.plan.parts.training.micro_batch_size
     model.module.eval()
-    for of_ranks in assign_to_ranks(np.arange(done, len(packs)), BatchShape(size * mesh.shape.dp, size, mesh.shape.dp)):
+    for of_ranks in assign_to_ranks(
+        np.arange(done, len(packs)), BatchShape(size * mesh.shape.dp, size, mesh.shape.dp)
+    ):
         batch = packed_sequence_thd_collater(packs.__getitems__(of_ranks[mesh.dp_rank].tolist()))
         part = cp_shard(to_thd(batch, loss_model.takes_mixers), mesh.cp, exchange)
         found = model.values(part.to(mesh.device), function)

@@ -1,14 +1,16 @@
 """Losses of preference pairs: a chosen and a rejected answer to one prompt, in one pack.
 
-The per-token column `answers` says which answer a label belongs to: 1 the chosen, 2 the rejected, 0 none. Both lie in
-one document (a tree whose branches they are) or in two, the chosen one first. Log-probabilities are summed over an
-answer across chunks of the head and over the ranks that share a document; what follows is arithmetic on one value per
-pair. Such a loss is divided by the pairs of the whole optimizer step.
+The per-token column `answers` says which answer a label belongs to: 1 the chosen, 2 the rejected, 0
+none. Both lie in one document (a tree whose branches they are) or in two, the chosen one first.
+Log-probabilities are summed over an answer across chunks of the head and over the ranks that share
+a document; what follows is arithmetic on one value per pair. Such a loss is divided by the pairs of
+the whole optimizer step.
 
-    documents   chosen 0 │ rejected 0 │ chosen 1 │ rejected 1 │ padding         pair of a document: 0 0 1 1 1
+    documents   chosen 0 │ rejected 0 │ chosen 1 │ rejected 1 │ padding
+    pair of it      0          0          1          1          1
 
-Legend: R rows that carry a label, N documents, P pairs (as long as N: the number is not known without waiting for the
-device; pairs that are not there have no labels and count 0).
+Legend: R rows that carry a label, N documents, P pairs (as long as N: the number is not known
+without waiting for the device; pairs that are not there have no labels and count 0).
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ Share = Annotated[float, Range(0, 1_000_000)]
 
 
 class Answers(NamedTuple):
-    """Sums over one answer of each pair, [P]: log-probabilities, those of the reference (0 without), label tokens."""
+    """Sums over one answer of each pair, [P]: log-probabilities, those of the reference (0
+    without), label tokens.
+    """
 
     log_prob: Tensor
     reference: Tensor
@@ -42,7 +46,9 @@ class Answers(NamedTuple):
 
 
 class PreferenceLoss(Loss):
-    """A value per pair, and plain cross-entropy on the chosen answer (its mean per token) where it has a share."""
+    """A value per pair, and plain cross-entropy on the chosen answer (its mean per token) where it
+    has a share.
+    """
 
     columns = frozenset({"answers", "reference_log_probs"})
     required = frozenset({"answers"})
@@ -57,7 +63,8 @@ class PreferenceLoss(Loss):
         """Counts the pairs of the stream."""
         if "answers" not in batch.columns:  # a pack of padding alone
             return 0
-        # A tree counts once, and so does a pair of two documents: its chosen answer is in one of them.
+        # A tree counts once, and so does a pair of two documents: its chosen answer is in one of
+        # them.
         document_T = torch.repeat_interleave(batch.cu_seqlens_padded.diff())
         return len(document_T[batch.columns["answers"] == CHOSEN].unique())
 
@@ -66,16 +73,20 @@ class PreferenceLoss(Loss):
         log_probs_R, answers_R = inputs.log_probs(), inputs.columns["answers"]
         reference_R = inputs.columns.get("reference_log_probs", torch.zeros_like(log_probs_R))
         values_R3 = torch.stack([log_probs_R, reference_R, torch.ones_like(reference_R)], 1)
-        is_answer = [(answers_R == which).to(values_R3.dtype)[:, None] for which in (CHOSEN, REJECTED)]
+        is_answer = [
+            (answers_R == which).to(values_R3.dtype)[:, None] for which in (CHOSEN, REJECTED)
+        ]
         sums_N6 = inputs.per_document(torch.cat([values_R3 * own for own in is_answer], 1))
-        # A document with a chosen answer begins a pair; the rejected one is in it, or in the next document.
+        # A document with a chosen answer begins a pair; the rejected one is in it, or in the next
+        # document.
         pair_N = ((sums_N6[:, 2] > 0).cumsum(0) - 1).clamp(min=0)
         sums_P6 = torch.zeros_like(sums_N6).index_add(0, pair_N, sums_N6).unbind(1)
         chosen, rejected = Answers(*sums_P6[:3]), Answers(*sums_P6[3:])
         losses_P, margins_P = self.pair_losses(chosen, rejected)
         if self.cross_entropy:
             losses_P = losses_P - self.cross_entropy * chosen.mean().log_prob
-        # As many places as documents, so that no number has to be read from the device; most have no pair.
+        # As many places as documents, so that no number has to be read from the device; most have
+        # no pair.
         exists_P = (chosen.num_tokens > 0) & (rejected.num_tokens > 0)
 
         def total(values_P: Tensor) -> Tensor:
@@ -88,30 +99,40 @@ class PreferenceLoss(Loss):
             "rejected_log_prob": rejected.log_prob,
         }
         if "reference_log_probs" in inputs.columns:
-            # log-ratio to the reference of both answers: an estimate on data that are not the model's own
-            parts["kl"] = (chosen.log_prob - chosen.reference + rejected.log_prob - rejected.reference) / 2
-        return LossOutput(total(losses_P), {name: total(part.detach()) for name, part in parts.items()})
+            # log-ratio to the reference of both answers: an estimate on data that are not the
+            # model's own
+            parts["kl"] = (
+                chosen.log_prob - chosen.reference + rejected.log_prob - rejected.reference
+            ) / 2
+        return LossOutput(
+            total(losses_P), {name: total(part.detach()) for name, part in parts.items()}
+        )
 
 
 @dataclass(frozen=True)
 class Dpo(PreferenceLoss):
     """Direct preference optimization (arXiv:2305.18290) against the start model.
 
-    kind  sigmoid; ipo (arXiv:2310.12036), of log-probabilities per token; hinge (SLiC, arXiv:2305.10425)
+    kind  sigmoid; ipo (arXiv:2310.12036), of log-probabilities per token; hinge (SLiC,
+          arXiv:2305.10425)
     """
 
     required = frozenset({"answers", "reference_log_probs"})
     needs_reference: ClassVar[bool] = True
 
-    beta: Annotated[float, Range(1e-6, 1_000_000)] = 0.1  # weight of the distance from the start model
-    label_smoothing: Annotated[float, Range(0, 0.5)] = 0.0  # probability that a pair is the wrong way round (sigmoid)
+    # weight of the distance from the start model
+    beta: Annotated[float, Range(1e-6, 1_000_000)] = 0.1
+    # probability that a pair is the wrong way round (sigmoid)
+    label_smoothing: Annotated[float, Range(0, 0.5)] = 0.0
     kind: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
     cross_entropy: Share = 0.0  # share of plain cross-entropy on the chosen answer
 
     def pair_losses(self, chosen: Answers, rejected: Answers) -> tuple[Tensor, Tensor]:
         if self.kind == "ipo":
             chosen, rejected = chosen.mean(), rejected.mean()
-        difference_P = (chosen.log_prob - chosen.reference) - (rejected.log_prob - rejected.reference)
+        difference_P = (chosen.log_prob - chosen.reference) - (
+            rejected.log_prob - rejected.reference
+        )
         margin_P = self.beta * difference_P
         if self.kind == "ipo":
             return (difference_P - 1 / (2 * self.beta)).square(), margin_P
@@ -136,7 +157,9 @@ class SimPo(PreferenceLoss):
 
 @dataclass(frozen=True)
 class OrPo(PreferenceLoss):
-    """ORPO (arXiv:2403.07691): cross-entropy on the chosen answer, and its odds against the rejected one's."""
+    """ORPO (arXiv:2403.07691): cross-entropy on the chosen answer, and its odds against the
+    rejected one's.
+    """
 
     beta: Annotated[float, Range(1e-6, 1_000_000)] = 0.1  # weight of the odds
     cross_entropy: Share = 1.0  # share of plain cross-entropy on the chosen answer

@@ -4,9 +4,9 @@
             bf16   4: rounded by chance
             8bit   2: (Dettmers et al., 2022, arXiv:2110.02861), the numbers of torchao's AdamW8bit
 
-States are plain tensors that are sharded as their parameters are: saved and loaded to the bit on any number of ranks.
-torchao's classes are not used: their states cannot be written by the checkpoint, and their random numbers would differ
-between replicas of a weight.
+States are plain tensors that are sharded as their parameters are: saved and loaded to the bit on
+any number of ranks. torchao's classes are not used: their states cannot be written by the
+checkpoint, and their random numbers would differ between replicas of a weight.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ Eps = Annotated[float, Range(0)]
 
 BLOCK = 256  # values of an 8-bit moment that share one scale
 LEAST_BLOCK = 32
-LEAST_VALUES = 4096  # of a parameter; smaller ones keep fp32 moments, as in torchao and bitsandbytes
+# of a parameter; smaller ones keep fp32 moments, as in torchao and bitsandbytes
+LEAST_VALUES = 4096
 
 
 def adamw(
@@ -42,18 +43,25 @@ def adamw(
     betas: Betas = (0.9, 0.95),  # decay rates of the first and second moment
     eps: Eps = 1e-8,  # added to the denominator
     weight_decay: Rate = 0.01,  # of matrices
-    moments: Annotated[str, OneOf(("fp32", "bf16", "8bit"))] = "fp32",  # as they are held: 8, 4 or 2 bytes per weight
+    # as they are held: 8, 4 or 2 bytes per weight
+    moments: Annotated[str, OneOf(("fp32", "bf16", "8bit"))] = "fp32",
 ) -> Optimizer:
-    """AdamW (Loshchilov & Hutter, 2019) over `param_groups`; small moments of matrices of at least 4096 values."""
-    groups, shared = param_groups(model, weight_decay), dict[str, Any](lr=lr, betas=tuple(map(float, betas)), eps=eps)
+    """AdamW (Loshchilov & Hutter, 2019) over `param_groups`; small moments of matrices of at least
+    4096 values.
+    """
+    groups, shared = (
+        param_groups(model, weight_decay),
+        dict[str, Any](lr=lr, betas=tuple(map(float, betas)), eps=eps),
+    )
     if moments == "fp32":
         return LocalAdamW(groups, fused=True, **shared)
     return SmallAdamW(groups, shared, {"bf16": torch.bfloat16, "8bit": torch.uint8}[moments])
 
 
 class LocalAdamW(torch.optim.AdamW):
-    """AdamW that works on each rank's own shards: 0.6 to 1.4 ms of host time for 291 parameters, where DTensors take 9
-    to 26 ms in which the device waits. Its state stays DTensors, as checkpoints need it.
+    """AdamW that works on each rank's own shards: 0.6 to 1.4 ms of host time for 291 parameters,
+    where DTensors take 9 to 26 ms in which the device waits. Its state stays DTensors, as
+    checkpoints need it.
     """
 
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:  # type: ignore[override]
@@ -63,8 +71,11 @@ class LocalAdamW(torch.optim.AdamW):
         return has_complex
 
 
-def param_groups(model: nn.Module, weight_decay: float, left_out: Iterable[nn.Parameter] = ()) -> list[dict[str, Any]]:
-    """Two groups: matrices decay, vectors (norms, biases, sinks) do not. Frozen parameters are left out.
+def param_groups(
+    model: nn.Module, weight_decay: float, left_out: Iterable[nn.Parameter] = ()
+) -> list[dict[str, Any]]:
+    """Two groups: matrices decay, vectors (norms, biases, sinks) do not. Frozen parameters are left
+    out.
 
     Raises ValueError when nothing is trainable.
     """
@@ -74,18 +85,23 @@ def param_groups(model: nn.Module, weight_decay: float, left_out: Iterable[nn.Pa
     others = set(map(id, left_out))
     decay = [p for p in trainable if p.ndim >= 2 and id(p) not in others]
     keep = [p for p in trainable if p.ndim < 2]
-    groups = [{"params": decay, "weight_decay": weight_decay}, {"params": keep, "weight_decay": 0.0}]
+    groups = [
+        {"params": decay, "weight_decay": weight_decay},
+        {"params": keep, "weight_decay": 0.0},
+    ]
     return [group for group in groups if group["params"]]
 
 
-# ------------------------------------------------------------------------------------------------- small states
+# -------------------------------------------------------------------------------------------------
+# small states
 class SmallAdamW(Optimizer):
-    """AdamW whose moments take 4, 2 or 1 bytes a value, on weights in fp32 or bf16; `found_inf` and `grad_scale` as
-    torch's fused AdamW has them.
+    """AdamW whose moments take 4, 2 or 1 bytes a value, on weights in fp32 or bf16; `found_inf` and
+    `grad_scale` as torch's fused AdamW has them.
 
-    Values in bf16 are rounded up or down by chance (Gupta et al., 2015, arXiv:1502.02551): rounding to the nearest one
-    drops every change of less than 1/256. The chance is a hash of step, parameter and place, so that replicas stay
-    equal, another layout of ranks rounds alike, and a resumed run needs no state for it.
+    Values in bf16 are rounded up or down by chance (Gupta et al., 2015, arXiv:1502.02551): rounding
+    to the nearest one drops every change of less than 1/256. The chance is a hash of step,
+    parameter and place, so that replicas stay equal, another layout of ranks rounds alike, and a
+    resumed run needs no state for it.
     """
 
     rounds_by_chance = True  # so weights in bf16 learn
@@ -93,14 +109,19 @@ class SmallAdamW(Optimizer):
     found_inf: Tensor | None = None
 
     def __init__(
-        self, groups: list[dict[str, Any]], defaults: dict[str, Any], moments: torch.dtype = torch.float32
+        self,
+        groups: list[dict[str, Any]],
+        defaults: dict[str, Any],
+        moments: torch.dtype = torch.float32,
     ) -> None:
         super().__init__(groups, defaults)
         self.moments = moments
         self._step_supports_amp_scaling = True
         parameters = (p for group in self.param_groups for p in group["params"])
         self._places = {p: place_of(p, number) for number, p in enumerate(parameters)}
-        self._books = {p.device: (codebook(True, p.device), codebook(False, p.device)) for p in self._places}
+        self._books = {
+            p.device: (codebook(True, p.device), codebook(False, p.device)) for p in self._places
+        }
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -122,7 +143,11 @@ class SmallAdamW(Optimizer):
                 state.update(self._new_state(parameter))
             scale, skipped = self.scale_and_skip(device)
             # beside the average of the weights, which is not the optimizer's
-            mine = {name: local(value) for name, value in state.items() if name.startswith(("step", "exp_avg"))}
+            mine = {
+                name: local(value)
+                for name, value in state.items()
+                if name.startswith(("step", "exp_avg"))
+            }
             if not local(parameter).numel():  # its count of steps may be the one that is saved
                 mine["step"] += ~skipped
                 continue
@@ -151,7 +176,9 @@ class SmallAdamW(Optimizer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """torch casts states to their parameter's dtype: codes and bf16 values come back exactly from fp32."""
+        """torch casts states to their parameter's dtype: codes and bf16 values come back exactly
+        from fp32.
+        """
         super().load_state_dict(state_dict)
         for parameter, state in self.state.items():
             for name, made in self._new_state(parameter).items():
@@ -173,8 +200,12 @@ def place_of(parameter: Tensor, number: int) -> LocalPlace:
     shape = tuple(parameter.shape)
     offsets = (0,) * len(shape)
     if isinstance(parameter, DTensor):
-        _, offsets = compute_local_shape_and_global_offset(shape, parameter.device_mesh, parameter.placements)
-    return LocalPlace(number, tuple(offsets), tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape))))
+        _, offsets = compute_local_shape_and_global_offset(
+            shape, parameter.device_mesh, parameter.placements
+        )
+    return LocalPlace(
+        number, tuple(offsets), tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    )
 
 
 def moments_of(shape: tuple[int, ...], wanted: torch.dtype) -> tuple[torch.dtype, int]:
@@ -198,8 +229,11 @@ def _scales_like(parameter: Tensor, block: int) -> Tensor:
     if not isinstance(parameter, DTensor):
         return here
     layout = (parameter.device_mesh, parameter.placements)
-    whole = DTensor.from_local(here, *layout, run_check=False, shape=torch.Size(shape), stride=(shape[1], 1))
-    return whole.to(parameter.device)  # from_local moves shards of mesh.cpu_offload to the mesh's device
+    whole = DTensor.from_local(
+        here, *layout, run_check=False, shape=torch.Size(shape), stride=(shape[1], 1)
+    )
+    # from_local moves shards of mesh.cpu_offload to the mesh's device
+    return whole.to(parameter.device)
 
 
 def update(
@@ -216,7 +250,9 @@ def update(
     eps: float,
     weight_decay: float,
 ) -> None:
-    """AdamW in fp32 on this rank's part of one parameter, in place; nothing changes where `skipped`."""
+    """AdamW in fp32 on this rank's part of one parameter, in place; nothing changes where
+    `skipped`.
+    """
     beta1, beta2 = betas
     draw = functools.partial(chances, place, tuple(parameter.shape), state["step"])
     gradient = gradient.float() / scale
@@ -227,7 +263,9 @@ def update(
     updated = parameter.float() * (1 - rate * weight_decay) - rate * size
     # each tensor that is rounded draws from a stream of its own
     after = {"step": now}
-    for stream, (name, value, book) in enumerate((("exp_avg", first, books[0]), ("exp_avg_sq", second, books[1])), 1):
+    for stream, (name, value, book) in enumerate(
+        (("exp_avg", first, books[0]), ("exp_avg_sq", second, books[1])), 1
+    ):
         if state[name].dtype == torch.uint8:
             after[name], after[f"{name}_scale"] = encoded(value, state[f"{name}_scale"].shape, book)
         else:
@@ -240,36 +278,51 @@ def update(
 def _moment(state: dict[str, Tensor], name: str, book: Tensor) -> Tensor:
     """fp32 values."""
     kept = state[name]
-    return decoded(kept, state[f"{name}_scale"], book) if kept.dtype == torch.uint8 else kept.float()
+    return (
+        decoded(kept, state[f"{name}_scale"], book) if kept.dtype == torch.uint8 else kept.float()
+    )
 
 
-def rounded(value: Tensor, dtype: torch.dtype, draw: Callable[[int], Tensor], stream: int) -> Tensor:
+def rounded(
+    value: Tensor, dtype: torch.dtype, draw: Callable[[int], Tensor], stream: int
+) -> Tensor:
     """Returns fp32 as it is, and bf16 rounded up with the chance that makes the value its mean."""
     if dtype != torch.bfloat16:
         return value.to(dtype)
     # random bits below the last one that bf16 keeps are added before they are cut off
-    return ((value.contiguous().view(torch.int32) + draw(stream)) & -65536).view(torch.float32).to(dtype)
+    return (
+        ((value.contiguous().view(torch.int32) + draw(stream)) & -65536)
+        .view(torch.float32)
+        .to(dtype)
+    )
 
 
 def chances(place: LocalPlace, shape: tuple[int, ...], step: Tensor, stream: int) -> Tensor:
-    """16 random bits for each element, int32: a hash of where it lies in the whole parameter, alike on all layouts."""
+    """16 random bits for each element, int32: a hash of where it lies in the whole parameter, alike
+    on all layouts.
+    """
     index = torch.zeros((), dtype=torch.int64, device=step.device)
     for dim, size in enumerate(shape):
         along = (torch.arange(size, device=step.device) + place.offsets[dim]) * place.strides[dim]
         index = index + along.view(-1, *(1 for _ in shape[dim + 1 :]))
-    seed = _mixed(step.to(torch.int32) * 4 + stream) ^ _mixed(torch.full_like(step, place.number, dtype=torch.int32))
+    seed = _mixed(step.to(torch.int32) * 4 + stream) ^ _mixed(
+        torch.full_like(step, place.number, dtype=torch.int32)
+    )
     return _mixed(index.to(torch.int32) ^ seed) & 0xFFFF
 
 
 def _mixed(value: Tensor) -> Tensor:
-    """A hash of 32 bits whose every output bit depends on every input bit alike (Wellons' lowbias32)."""
+    """A hash of 32 bits whose every output bit depends on every input bit alike (Wellons'
+    lowbias32).
+    """
     value = (value ^ ((value >> 16) & 0xFFFF)) * 0x7FEB352D
     value = (value ^ ((value >> 15) & 0x1FFFF)) * (0x846CA68B - 2**32)
     return value ^ ((value >> 16) & 0xFFFF)
 
 
 def codebook(is_signed: bool, device: torch.device) -> Tensor:
-    """The 256 values of dynamic tree quantization, rising, 0 and 1 among them: fine near 0, where most moments are.
+    """The 256 values of dynamic tree quantization, rising, 0 and 1 among them: fine near 0, where
+    most moments are.
 
     A decimal exponent in unary (leading zero bits) and a linear fraction in the bits that are left.
     """

@@ -1,8 +1,9 @@
-"""Muon (Jordan et al., 2024) on matrices that are sharded: torch.optim.Muon's numbers, on any number of ranks.
+"""Muon (Jordan et al., 2024) on matrices that are sharded: torch.optim.Muon's numbers, on any
+number of ranks.
 
-The momentum of a matrix is made orthogonal before it is applied, which takes the whole matrix: each rank of a shard
-group gathers one, works on it, and sends the rows back. 4 bytes of state per weight; what is not a matrix of a layer is
-AdamW's, with 8.
+The momentum of a matrix is made orthogonal before it is applied, which takes the whole matrix: each
+rank of a shard group gathers one, works on it, and sends the rows back. 4 bytes of state per
+weight; what is not a matrix of a layer is AdamW's, with 8.
 """
 
 from __future__ import annotations
@@ -15,7 +16,13 @@ import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
-from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, _adjust_lr, _zeropower_via_newtonschulz
+from torch.optim._muon import (
+    DEFAULT_A,
+    DEFAULT_B,
+    DEFAULT_C,
+    _adjust_lr,
+    _zeropower_via_newtonschulz,
+)
 
 from automodel_lite.config.rules import Range
 from automodel_lite.models.layers import local
@@ -31,24 +38,33 @@ def muon(
     weight_decay: Rate = 0.01,  # of matrices
     momentum: Annotated[float, Range(0, below=1)] = 0.95,  # Muon's
 ) -> Muon:
-    """The matrices inside the layers by Muon; embeddings, the head, vectors and stacked experts by AdamW.
+    """The matrices inside the layers by Muon; embeddings, the head, vectors and stacked experts by
+    AdamW.
 
-    One rate for both: Muon's is scaled by 0.2 * sqrt(the longer side), by which its updates are as large as AdamW's
-    (Liu et al., 2025, arXiv:2502.16982).
+    One rate for both: Muon's is scaled by 0.2 * sqrt(the longer side), by which its updates are as
+    large as AdamW's (Liu et al., 2025, arXiv:2502.16982).
     """
     matrices = hidden_matrices(model)
     groups = param_groups(model, weight_decay, left_out=matrices)
     by_muon = {"params": matrices, "weight_decay": weight_decay, "momentum": momentum}
-    return Muon([*([by_muon] if matrices else []), *groups], {"lr": lr, "betas": tuple(map(float, betas)), "eps": eps})
+    return Muon(
+        [*([by_muon] if matrices else []), *groups],
+        {"lr": lr, "betas": tuple(map(float, betas)), "eps": eps},
+    )
 
 
 def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
-    """Trained matrices but the embeddings and the output heads, of which each row stands for itself."""
+    """Trained matrices but the embeddings and the output heads, of which each row stands for
+    itself.
+    """
     ends = set()
     for module in model.modules():
         if isinstance(module, nn.Embedding):
             ends.add(id(module.weight))
-        if isinstance(module, transformers.PreTrainedModel) and (head := module.get_output_embeddings()) is not None:
+        if (
+            isinstance(module, transformers.PreTrainedModel)
+            and (head := module.get_output_embeddings()) is not None
+        ):
             ends.update(map(id, head.parameters()))
     return [p for p in model.parameters() if p.requires_grad and p.ndim == 2 and id(p) not in ends]
 
@@ -68,11 +84,15 @@ class Muon(SmallAdamW):
                 _, skipped = self.scale_and_skip(parameter.device)
                 size = _adjust_lr(group["lr"], "match_rms_adamw", parameter.shape)
                 weight = local(parameter)
-                updated = weight * (1 - group["lr"] * group["weight_decay"]) - size * direction.float()
+                updated = (
+                    weight * (1 - group["lr"] * group["weight_decay"]) - size * direction.float()
+                )
                 weight.copy_(torch.where(skipped, weight, updated))
 
     def _momentum(self, parameter: nn.Parameter, group: dict[str, Any]) -> Tensor:
-        """This rank's part of the update before it is made orthogonal, by Nesterov's momentum, bf16."""
+        """This rank's part of the update before it is made orthogonal, by Nesterov's momentum,
+        bf16.
+        """
         state = self.state[parameter]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
@@ -84,7 +104,9 @@ class Muon(SmallAdamW):
 
 
 def _alike(matrices: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """As many matrices of one layout as ranks share them, those of one size side by side: each rank takes one."""
+    """As many matrices of one layout as ranks share them, those of one size side by side: each rank
+    takes one.
+    """
     layouts: dict[Any, list[nn.Parameter]] = {}
     for matrix in sorted(matrices, key=Tensor.numel):
         layout = (matrix.device_mesh, matrix.placements) if isinstance(matrix, DTensor) else None
@@ -101,15 +123,17 @@ def _row_group(matrix: Tensor) -> dist.ProcessGroup | None:
         return None
     cut = [axis for axis, placement in enumerate(matrix.placements) if not placement.is_replicate()]
     placement = matrix.placements[cut[0]] if len(cut) == 1 else None
-    is_by_rows = type(placement) is Shard and placement.dim == 0  # a strided shard has rows here and there
+    # a strided shard has rows here and there
+    is_by_rows = type(placement) is Shard and placement.dim == 0
     return matrix.device_mesh.get_group(cut[0]) if is_by_rows else None
 
 
 def orthogonal(matrices: list[nn.Parameter], updates: list[Tensor]) -> list[Tensor]:
-    """This rank's part of each update's orthogonal factor; `updates` are its parts of the updates, bf16.
+    """This rank's part of each update's orthogonal factor; `updates` are its parts of the updates,
+    bf16.
 
-    Each rank of a shard group gathers one of the matrices, works on it, and sends every rank its rows back: all work is
-    done once, on the numbers that a single process has.
+    Each rank of a shard group gathers one of the matrices, works on it, and sends every rank its
+    rows back: all work is done once, on the numbers that a single process has.
     """
     group = _row_group(matrices[0])
     if group is None:
@@ -118,15 +142,23 @@ def orthogonal(matrices: list[nn.Parameter], updates: list[Tensor]) -> list[Tens
             return [newton_schulz(part)]
         # cut along two axes, as by tensor parallelism: every rank works on the whole matrix
         layout = (matrix.device_mesh, matrix.placements)
-        cut = DTensor.from_local(part, *layout, run_check=False, shape=matrix.shape, stride=matrix.stride())
+        cut = DTensor.from_local(
+            part, *layout, run_check=False, shape=matrix.shape, stride=matrix.stride()
+        )
         keep_part(cut, newton_schulz(cut.full_tensor()))
         return [cut.to_local()]
     size, me = dist.get_world_size(group), dist.get_rank(group)
-    # of each matrix on each rank, as FSDP cuts: the first ranks have ceil(rows / ranks), the last what is left
+    # of each matrix on each rank, as FSDP cuts: the first ranks have ceil(rows / ranks), the last
+    # what is left
     chunks = [-(-len(matrix) // size) for matrix in matrices]
-    rows = [[max(0, min(c, len(m) - rank * c)) for rank in range(size)] for m, c in zip(matrices, chunks)]
+    rows = [
+        [max(0, min(c, len(m) - rank * c)) for rank in range(size)]
+        for m, c in zip(matrices, chunks)
+    ]
     columns = [matrix.shape[1] for matrix in matrices]
-    mine = [rows[owner][me] * columns[owner] for owner in range(len(matrices))] + [0] * (size - len(matrices))
+    mine = [rows[owner][me] * columns[owner] for owner in range(len(matrices))] + [0] * (
+        size - len(matrices)
+    )
     whole = [count * columns[me] for count in rows[me]] if me < len(matrices) else [0] * size
     sent = torch.cat([part.reshape(-1) for part in updates])
     gathered = sent.new_empty(sum(whole))

@@ -1,4 +1,6 @@
-"""MLflow: one run over all restarts of ours, on a tracking server or in a database of this machine."""
+"""MLflow: one run over all restarts of ours, on a tracking server or in a database of
+this machine.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ class MlflowTracker(Callback):
         self,
         run: RunInfo,
         experiment: str = "automodel_lite",  # made where there is none
-        tracking_uri: str | None = None,  # a server or a folder; null = MLFLOW_TRACKING_URI, else mlruns beside the run
+        # a server or a folder; null = MLFLOW_TRACKING_URI, else mlruns beside the run
+        tracking_uri: str | None = None,
         artifact: bool = False,  # also log the exported model
     ) -> None:
         beside = f"file:{run.folder.parent / 'mlruns'}"
@@ -35,16 +38,22 @@ class MlflowTracker(Callback):
         self.run_id: str = run.state.get("run_id", "")
         if not self.run_id:
             known = self.client.get_experiment_by_name(scrub(experiment))
-            experiment_id = known.experiment_id if known else self.client.create_experiment(scrub(experiment))
+            experiment_id = (
+                known.experiment_id if known else self.client.create_experiment(scrub(experiment))
+            )
             self.run_id = self.client.create_run(experiment_id, run_name=run.name).info.run_id
-            params = [Param(key, str(value)[:_MAX_PARAM_CHARS]) for key, value in flatten(run.config)]
+            params = [
+                Param(key, str(value)[:_MAX_PARAM_CHARS]) for key, value in flatten(run.config)
+            ]
             for start in range(0, len(params), 100):  # MLflow's limit of a request
                 self.client.log_batch(self.run_id, params=params[start : start + 100])
         self.client.update_run(self.run_id, status="RUNNING")
 
     def log(self, row: Row) -> None:
         now_ms = int(time.time() * 1000)
-        metrics = [Metric(key, float(value), now_ms, row["step"]) for key, value in numbers(row).items()]
+        metrics = [
+            Metric(key, float(value), now_ms, row["step"]) for key, value in numbers(row).items()
+        ]
         self.client.log_batch(self.run_id, metrics=metrics)
 
     def text(self, step: int, name: str, value: str) -> None:

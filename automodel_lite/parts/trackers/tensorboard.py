@@ -10,7 +10,9 @@ from automodel_lite.telemetry.callbacks import Callback, Row, RunInfo, numbers
 
 
 class TensorboardTracker(Callback):
-    """The config node `logger.tensorboard`. Steps that a continued run repeats replace the old ones."""
+    """The config node `logger.tensorboard`. Steps that a continued run repeats replace the old
+    ones.
+    """
 
     def __init__(
         self,
@@ -18,7 +20,9 @@ class TensorboardTracker(Callback):
         flush_s: Positive = 30,  # seconds between writes
     ) -> None:
         purge_step = run.first_step + 1 if run.first_step else None
-        self.writer = SummaryWriter(str(run.folder / "tensorboard"), purge_step=purge_step, flush_secs=flush_s)
+        self.writer = SummaryWriter(
+            str(run.folder / "tensorboard"), purge_step=purge_step, flush_secs=flush_s
+        )
 
     def log(self, row: Row) -> None:
         for key, value in numbers(row).items():

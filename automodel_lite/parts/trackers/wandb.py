@@ -1,4 +1,6 @@
-"""Weights & Biases: one run over all restarts of ours, online when there is a key and a network, else offline."""
+"""Weights & Biases: one run over all restarts of ours, online when there is a key and a network,
+else offline.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,9 @@ from automodel_lite.telemetry.callbacks import Callback, Row, RunInfo, numbers
 class WandbTracker(Callback):
     """The config node `logger.wandb`.
 
-    The run id goes into the checkpoint and is resumed. Our step is an ordinary metric, and the axis of the others: a
-    continued run logs steps again, which wandb's own step would drop. Code, git and command lines are not uploaded:
-    the configuration is there, without its secrets.
+    The run id goes into the checkpoint and is resumed. Our step is an ordinary metric, and the axis
+    of the others: a continued run logs steps again, which wandb's own step would drop. Code, git
+    and command lines are not uploaded: the configuration is there, without its secrets.
     """
 
     def __init__(
@@ -64,7 +66,8 @@ class WandbTracker(Callback):
         )
         try:
             self.run = start(mode=mode)
-        except (wandb.Error, OSError, TimeoutError) as error:  # `wandb sync` uploads an offline run later
+        except (wandb.Error, OSError, TimeoutError) as error:
+            # `wandb sync` uploads an offline run later
             print(f"WARNING: wandb is offline: {one_line(error, 200)}", flush=True)
             wandb.teardown()
             self.run = start(mode="offline")

@@ -10,7 +10,8 @@ from automodel_lite.models.loss import Loss, LossInputs, LossOutput
 
 
 def dialog(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A format: a raw row -> a document. {"dialog": [{"who": "user", "said": "Hi"}, ...]} is a chat.
+    """A format: a raw row -> a document. {"dialog": [{"who": "user", "said": "Hi"}, ...]} is a
+    chat.
 
     A mistake in here is an error that names the file and the line.
     """
@@ -19,7 +20,9 @@ def dialog(row: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ZLoss(Loss):
-    """Cross-entropy, and the squared log-partition that keeps logits small, inside the fused head."""
+    """Cross-entropy, and the squared log-partition that keeps logits small, inside the
+    fused head.
+    """
 
     coefficient: float = 1e-4
     columns = frozenset({"loss_weights"})  # per-token columns that it uses: others are refused

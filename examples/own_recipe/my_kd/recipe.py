@@ -1,6 +1,7 @@
 """Distil a frozen teacher: a recipe of one's own, from any folder and on any number of ranks.
 
-    automodel-lite run my_kd.recipe:main --nproc 2 --config-name kd name=mine dataset.path=dialogs.jsonl \\
+    automodel-lite run my_kd.recipe:main --nproc 2 --config-name kd name=mine
+    dataset.path=dialogs.jsonl \\
         model.pretrained=student extra.teacher=teacher
 """
 
@@ -39,7 +40,9 @@ class Kd(Loss):
     def __call__(self, inputs: LossInputs) -> LossOutput:
         def both(student: Tensor, teacher: Tensor, labels: Tensor) -> Tensor:
             q, p = (F.log_softmax(logits / self.temperature, -1) for logits in (student, teacher))
-            return torch.stack([(p.exp() * (p - q)).sum(-1), F.cross_entropy(student, labels, reduction="none")], 1)
+            return torch.stack(
+                [(p.exp() * (p - q)).sum(-1), F.cross_entropy(student, labels, reduction="none")], 1
+            )
 
         kl, ce = inputs.rows_with_teacher(both, inputs.labels_R).sum(0).unbind()
         return LossOutput(kl, {"ce": ce})

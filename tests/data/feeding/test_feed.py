@@ -50,7 +50,11 @@ def test_every_step_once_in_order(device: str, staged: bool) -> None:
 
 
 def test_what_is_placed_is_what_the_device_gets() -> None:
-    feed = DeviceFeed(steps(1, []), lambda batch: batch.map_tensors(lambda tensor: tensor + 7), torch.device("cpu"))
+    feed = DeviceFeed(
+        steps(1, []),
+        lambda batch: batch.map_tensors(lambda tensor: tensor + 7),
+        torch.device("cpu"),
+    )
     ready = next(feed)
     assert ready.inputs[0].input_ids.tolist() == [7] * 4
     assert ready.micro_batches[0].input_ids.tolist() == [0] * 4
@@ -124,7 +128,8 @@ def test_a_gpu_gets_its_batches_from_page_locked_memory(monkeypatch: pytest.Monk
     assert set(events) == {"copies: locked memory, goes on"}
     ready = next(feed)
     assert events[-1] == "compute waits for copies"
-    assert len(Card.used_on) == len(events) - 1 > 0  # the memory of each copy is kept until the step has used it
+    # the memory of each copy is kept until the step has used it
+    assert len(Card.used_on) == len(events) - 1 > 0
     assert set(Card.used_on) == {"compute"}
     assert ready.batches.wait_s == 0.0  # the GPU was at work all the time
     compute.is_idle = True

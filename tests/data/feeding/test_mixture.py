@@ -24,11 +24,15 @@ from tests.data.templates import MARKED, byte_tokenizer
 
 def texts(path: Path, letter: str, count: int, length: int) -> FilesDataset:
     """`count` documents of `length` tokens, the end token included."""
-    path.write_text("".join(json.dumps({"text": letter * (length - 1)}) + "\n" for _ in range(count)))
+    path.write_text(
+        "".join(json.dumps({"text": letter * (length - 1)}) + "\n" for _ in range(count))
+    )
     return FilesDataset(str(path), val_frac=0.0)
 
 
-def mixed(tmp_path: Path, sources: dict[str, dict], **options: Any) -> tuple[TokenizedData, dict[str, int]]:
+def mixed(
+    tmp_path: Path, sources: dict[str, dict], **options: Any
+) -> tuple[TokenizedData, dict[str, int]]:
     data = tokenize_documents(Mixture(sources, **options), Job(byte_tokenizer(MARKED)), tmp_path)
     assert isinstance(data.train, MixedRows)
     return data, data.train.tokens_by_source()
@@ -44,9 +48,18 @@ def mixed(tmp_path: Path, sources: dict[str, dict], **options: Any) -> tuple[Tok
         ({"weight": 1}, {"weight": 1}, "all_exhausted", {"small": 1000, "large": 1000}),
         ({"weight": 0.2}, {"weight": 0.8}, "all_exhausted", {"small": 250, "large": 1000}),
     ],
-    ids=["as they are", "repeats", "half and half", "one to three", "until all", "until all by share"],
+    ids=[
+        "as they are",
+        "repeats",
+        "half and half",
+        "one to three",
+        "until all",
+        "until all by share",
+    ],
 )
-def test_tokens_of_an_epoch(tmp_path: Path, small: dict, large: dict, stop: str, tokens: dict) -> None:
+def test_tokens_of_an_epoch(
+    tmp_path: Path, small: dict, large: dict, stop: str, tokens: dict
+) -> None:
     sources = {
         "small": {"dataset": texts(tmp_path / "s.jsonl", "s", 10, 10), **small},
         "large": {"dataset": texts(tmp_path / "l.jsonl", "l", 50, 20), **large},
@@ -60,7 +73,10 @@ def test_the_same_seed_gives_the_same_rows(tmp_path: Path) -> None:
         "large": {"dataset": texts(tmp_path / "l.jsonl", "l", 50, 20), "weight": 1},
     }
     first, again, other = (mixed(tmp_path, sources, seed=seed)[0].train for seed in (1, 1, 2))
-    assert [first.row_ids.tolist(), first.source_ids.tolist()] == [again.row_ids.tolist(), again.source_ids.tolist()]
+    assert [first.row_ids.tolist(), first.source_ids.tolist()] == [
+        again.row_ids.tolist(),
+        again.source_ids.tolist(),
+    ]
     assert first.row_ids.tolist() != other.row_ids.tolist()
     assert set(first.source_ids[:8].tolist()) == {0, 1}  # the order is mixed
 
@@ -72,7 +88,10 @@ def test_each_epoch_draws_its_own_documents(tmp_path: Path) -> None:
         "large": {"dataset": texts(tmp_path / "l.jsonl", "l", 50, 20), "weight": 1},
     }
     data, again = (mixed(tmp_path, sources)[0] for _ in range(2))
-    drawn = [rows.row_ids[rows.source_ids == 1].tolist() for rows in (data.train, *map(data.drawn, range(1, 4)))]
+    drawn = [
+        rows.row_ids[rows.source_ids == 1].tolist()
+        for rows in (data.train, *map(data.drawn, range(1, 4)))
+    ]
     assert all(len(set(documents)) == 5 for documents in drawn)
     assert len({tuple(sorted(documents)) for documents in drawn}) == 4
     assert again.drawn(3).row_ids.tolist() == data.drawn(3).row_ids.tolist()
@@ -80,7 +99,9 @@ def test_each_epoch_draws_its_own_documents(tmp_path: Path) -> None:
 
 
 def test_what_is_taken_whole_is_not_drawn_again(tmp_path: Path) -> None:
-    data, _ = mixed(tmp_path, {"a": {"dataset": texts(tmp_path / "a.jsonl", "a", 4, 10), "repeat": 2}})
+    data, _ = mixed(
+        tmp_path, {"a": {"dataset": texts(tmp_path / "a.jsonl", "a", 4, 10), "repeat": 2}}
+    )
     assert data.drawn is None
 
 
@@ -96,7 +117,10 @@ def test_documents_are_taken_whole_times_and_a_drawn_rest(num_tokens: int, chose
 
 
 def test_every_dataset_keeps_its_counts_and_its_validation(tmp_path: Path) -> None:
-    sources = {"a": texts(tmp_path / "a.jsonl", "a", 10, 10), "b": texts(tmp_path / "b.jsonl", "b", 10, 10)}
+    sources = {
+        "a": texts(tmp_path / "a.jsonl", "a", 10, 10),
+        "b": texts(tmp_path / "b.jsonl", "b", 10, 10),
+    }
     sources["b"].val = {"val": sources["a"].train, "hard": sources["b"].train}
     data, _ = mixed(tmp_path, {name: {"dataset": dataset} for name, dataset in sources.items()})
     assert set(data.val) == {"b", "b/hard"}
@@ -121,13 +145,17 @@ def test_packs_of_a_mixture_hold_its_rows(tmp_path: Path) -> None:
     data, tokens = mixed(tmp_path, sources)
     assert tokens == {"text": 100, "corpus": 100}
     for strategy in ("exact_fill", "wrapped"):
-        packs = PackedDataset(data.train, plan_packs(data.train.lengths, 25, strategy=strategy, overlong="split"))
+        packs = PackedDataset(
+            data.train, plan_packs(data.train.lengths, 25, strategy=strategy, overlong="split")
+        )
         ids = np.concatenate([packs[i]["input_ids"].numpy() for i in range(len(packs))])
         assert (ids == 7).sum() == 100
 
 
 def test_a_tokenizer_is_trained_on_all_sources(tmp_path: Path) -> None:
-    sources = {letter: {"dataset": texts(tmp_path / f"{letter}.jsonl", letter, 20, 40)} for letter in "xy"}
+    sources = {
+        letter: {"dataset": texts(tmp_path / f"{letter}.jsonl", letter, 20, 40)} for letter in "xy"
+    }
     vocab = train_bpe_tokenizer(Mixture(sources), 280, cache_dir=tmp_path).get_vocab()
     assert "xx" in vocab
     assert "yy" in vocab
@@ -136,13 +164,19 @@ def test_a_tokenizer_is_trained_on_all_sources(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ({"weight": 1, "repeat": 2}, "dataset.sources.a has weight=1 and repeat=2: give one of them."),
+        (
+            {"weight": 1, "repeat": 2},
+            "dataset.sources.a has weight=1 and repeat=2: give one of them.",
+        ),
         (
             {"weigth": 1},
             "dataset.sources.a: unknown key weigth; a source has dataset, and weight or repeat.",
         ),
         *(
-            ({"repeat": repeat}, f"dataset.sources.a.repeat={repeat} must be a number over 0 and at most 1,000.")
+            (
+                {"repeat": repeat},
+                f"dataset.sources.a.repeat={repeat} must be a number over 0 and at most 1,000.",
+            )
             for repeat in (0, -1, float("nan"), float("inf"), 1e9, "two", [1, 2])
         ),
         *(
@@ -162,24 +196,33 @@ def test_weights_that_take_a_set_too_often(tmp_path: Path) -> None:
         "small": {"dataset": texts(tmp_path / "s.jsonl", "s", 10, 10), "weight": 1e9},
         "large": {"dataset": texts(tmp_path / "l.jsonl", "l", 50, 20), "weight": 1},
     }
-    with pytest.raises(ConfigError, match=r"dataset.sources.small: an epoch would take it 10,000,000,000 times: set"):
+    with pytest.raises(
+        ConfigError,
+        match=r"dataset.sources.small: an epoch would take it 10,000,000,000 times: set",
+    ):
         mixed(tmp_path, sources, stop="all_exhausted")
     assert mixed(tmp_path, sources)[1] == {"small": 100, "large": 0}
 
 
 @pytest.mark.parametrize("dataset", [{"path": "a.jsonl"}, "a.jsonl", None])
 def test_a_source_needs_a_class(dataset: object) -> None:
-    with pytest.raises(ConfigError, match=r"dataset.sources.a.dataset=.* must be a block with a _target_, such as"):
+    with pytest.raises(
+        ConfigError, match=r"dataset.sources.a.dataset=.* must be a block with a _target_, such as"
+    ):
         Mixture({"a": {"dataset": dataset}})
 
 
 def test_a_stream_is_no_source(tmp_path: Path) -> None:
     texts(tmp_path / "a.jsonl", "a", 2, 3)
-    with pytest.raises(ConfigError, match=r"dataset.sources.a is a stream, whose tokens are not known"):
+    with pytest.raises(
+        ConfigError, match=r"dataset.sources.a is a stream, whose tokens are not known"
+    ):
         Mixture({"a": {"dataset": StreamingDataset(str(tmp_path / "a.jsonl"))}})
 
 
 def test_weights_for_all_or_none(tmp_path: Path) -> None:
     dataset = texts(tmp_path / "a.jsonl", "a", 2, 3)
-    with pytest.raises(ConfigError, match=r"dataset.sources.b.weight=null: give all datasets weights, or none"):
+    with pytest.raises(
+        ConfigError, match=r"dataset.sources.b.weight=null: give all datasets weights, or none"
+    ):
         Mixture({"a": {"dataset": dataset, "weight": 1}, "b": {"dataset": dataset}})

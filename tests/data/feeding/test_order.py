@@ -43,7 +43,9 @@ def test_global_batches_do_not_depend_on_the_layout(micro: int, dp: int) -> None
 
 
 def test_each_epoch_has_its_own_order_and_each_seed_too() -> None:
-    first, again, second, other = (epoch_order(100, *key, True).tolist() for key in [(0, 0), (0, 0), (0, 1), (1, 0)])
+    first, again, second, other = (
+        epoch_order(100, *key, True).tolist() for key in [(0, 0), (0, 0), (0, 1), (1, 0)]
+    )
     assert first == again
     assert first != second != other != first
     assert sorted(second) == list(range(100))
@@ -73,7 +75,12 @@ def long_tailed() -> tuple[np.ndarray, PackPlan]:
 def test_pairs_of_documents() -> None:
     assert CostModel(1, 1).pairs(np.array([1, 2, 3, 10])).tolist() == [1, 3, 6, 55]
     # a window of 2: the first query sees 1 key, each other one 2
-    assert CostModel(1, 1, window=2, window_frac=1.0).pairs(np.array([1, 2, 3, 10])).tolist() == [1, 3, 5, 19]
+    assert CostModel(1, 1, window=2, window_frac=1.0).pairs(np.array([1, 2, 3, 10])).tolist() == [
+        1,
+        3,
+        5,
+        19,
+    ]
     assert CostModel(1, 1, window=2, window_frac=0.5).pairs(np.array([10])).tolist() == [37]
 
 
@@ -109,7 +116,9 @@ def test_micro_batches_are_dealt_there_and_back() -> None:
     micro_batch_size=st.integers(1, 3),
     balance=st.sampled_from(["none", "step", "window"]),
 )
-def test_steps_and_windows_keep_their_packs(costs, ranks, micro_steps, micro_batch_size, balance) -> None:
+def test_steps_and_windows_keep_their_packs(
+    costs, ranks, micro_steps, micro_batch_size, balance
+) -> None:
     step = ranks * micro_steps * micro_batch_size
     shape = BatchShape(step, micro_batch_size, ranks)
     costs = np.array(costs)
@@ -141,7 +150,8 @@ def test_a_thousand_ranks_wait_for_none(long_tailed: tuple[np.ndarray, PackPlan]
     """One pack a rank and step, the hardest case: nothing can be dealt inside of a step."""
     lengths, plan = long_tailed
     shape = BatchShape(1024, 1, dp_size=1024)
-    for model, limit in ((LLAMA_3_8B, 1.02), (HYBRID, 1.01), (QWEN3_600M, 1.05)):  # 13 of a window's 32 steps
+    # 13 of a window's 32 steps
+    for model, limit in ((LLAMA_3_8B, 1.02), (HYBRID, 1.01), (QWEN3_600M, 1.05)):
         costs = pack_costs(plan, lengths, model)
         assert imbalance(costs, shape) > 1.04
         assert imbalance(costs[assign_packs(costs, "window", shape)], shape) < limit

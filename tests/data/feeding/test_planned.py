@@ -31,9 +31,19 @@ from tests.runs import config_of
 
 def plan_of(folder: Path, *overrides: str) -> tuple[int, int]:
     """(steps, packs per step) of 60 chats of some 40 tokens."""
-    row = {"messages": [{"role": "user", "content": "Name a city."}, {"role": "assistant", "content": "Paris. " * 4}]}
+    row = {
+        "messages": [
+            {"role": "user", "content": "Name a city."},
+            {"role": "assistant", "content": "Paris. " * 4},
+        ]
+    }
     (folder / "chats.jsonl").write_text(f"{json.dumps(row)}\n" * 60)
-    chosen = ["model=llama_smoke", "tokenizer=bpe", f"dataset.path={folder}/chats.jsonl", f"cache_dir={folder}/cache"]
+    chosen = [
+        "model=llama_smoke",
+        "tokenizer=bpe",
+        f"dataset.path={folder}/chats.jsonl",
+        f"cache_dir={folder}/cache",
+    ]
     config = check_config(compose_config("finetune", [*chosen, "name=x", *overrides]))
     data = prepare_data(config, check_sizes(config, 1), build_packer(config))
     plan = data.plan(config.training)
@@ -49,10 +59,14 @@ def test_small_sets_get_three_epochs_and_small_steps(tmp_path: Path) -> None:
 def test_too_few_steps_are_an_error_with_the_cure(tmp_path: Path) -> None:
     whole = ["packed_sequence.packed_sequence_size=4096"]
     with pytest.raises(
-        ConfigError, match=r"1 packs are 3 steps of 1 in 3 epochs \(.*under 10,000 documents\), too few"
+        ConfigError,
+        match=r"1 packs are 3 steps of 1 in 3 epochs \(.*under 10,000 documents\), too few",
     ):
         plan_of(tmp_path, *whole)
-    with pytest.raises(ConfigError, match=r"training.global_batch_size=1 or training.num_epochs=10 or training.allow"):
+    with pytest.raises(
+        ConfigError,
+        match=r"training.global_batch_size=1 or training.num_epochs=10 or training.allow",
+    ):
         plan_of(tmp_path, *whole, "training.global_batch_size=8", "training.num_epochs=1")
     assert plan_of(tmp_path, *whole, "training.num_epochs=10") == (10, 1)
     assert plan_of(tmp_path, *whole, "training.allow_few_steps=true") == (3, 1)
@@ -65,7 +79,8 @@ _ = -100
 SHORT = {"input_ids": [1, 2, 3], "labels": [_, 3, _]}
 
 
-LATE = {"input_ids": [1, 2, 3, 4, 5, 6], "labels": [_, _, _, _, 6, _]}  # its answer is behind the fourth token
+# its answer is behind the fourth token
+LATE = {"input_ids": [1, 2, 3, 4, 5, 6], "labels": [_, _, _, _, 6, _]}
 
 
 EARLY = {"input_ids": [1, 2, 3, 4, 5, 6], "labels": [2, _, _, _, _, _]}
@@ -76,9 +91,16 @@ def test_documents_without_a_label_after_cutting_are_left_out() -> None:
     plan = plan_packs(rows.lengths, 4, overlong="truncate", has_labels=rows.has_labels)
     assert sorted(plan.doc_ids.tolist()) == [0, 2]
     counts = plan.counts
-    assert (counts.masked_documents, counts.masked_tokens, counts.cut_tokens, counts.packed_tokens) == (1, 4, 4, 7)
+    assert (
+        counts.masked_documents,
+        counts.masked_tokens,
+        counts.cut_tokens,
+        counts.packed_tokens,
+    ) == (1, 4, 4, 7)
     assert counts.left_out_documents == counts.left_out_tokens == 0
-    with pytest.raises(DataError, match=r"train: 1 of 3 documents have nothing trained on within .*=4: .* allows 0"):
+    with pytest.raises(
+        DataError, match=r"train: 1 of 3 documents have nothing trained on within .*=4: .* allows 0"
+    ):
         check_masked("train", plan, {"train": RowCounts(3, 3)}, 0.05)
     check_masked("train", plan, {"train": RowCounts(3, 3)}, 0.4)
 
@@ -93,7 +115,9 @@ def test_pieces_without_a_label_are_left_out() -> None:
 
 def test_nothing_is_left_to_train_on() -> None:
     rows = flatten([LATE])
-    with pytest.raises(DataError, match=r"no document has a label within packed_sequence.packed_sequence_size=4"):
+    with pytest.raises(
+        DataError, match=r"no document has a label within packed_sequence.packed_sequence_size=4"
+    ):
         plan_packs(rows.lengths, 4, overlong="truncate", has_labels=rows.has_labels)
 
 
@@ -131,7 +155,9 @@ def steps_of(data: PackSource, cursor: Cursor = START) -> Iterator[StepBatches]:
 def test_planned_trees_resume_anywhere(tmp_path: Path, overrides: list[str]) -> None:
     data = data_of(tmp_path, *overrides)
     whole = list(islice(steps_of(data), 12))
-    assert any(to_thd(batch).attention.tree is not None for step in whole for batch in step.micro_batches)
+    assert any(
+        to_thd(batch).attention.tree is not None for step in whole for batch in step.micro_batches
+    )
     assert whole[-1].epoch > 0
     for stop in (1, 4, 7):
         rest = islice(steps_of(data_of(tmp_path, *overrides), whole[stop - 1].after), 12 - stop)
@@ -154,7 +180,9 @@ def test_streamed_trees_resume_anywhere(tmp_path: Path) -> None:
     stream = ["dataset=streaming", f"dataset.path={tmp_path / 'a.jsonl'}", "dataset.num_shards=2"]
     data = data_of(tmp_path, *stream)
     whole = list(islice(steps_of(data), 8))
-    assert any(to_thd(batch).attention.tree is not None for step in whole for batch in step.micro_batches)
+    assert any(
+        to_thd(batch).attention.tree is not None for step in whole for batch in step.micro_batches
+    )
     for stop in (1, 3, 6):
         rest = islice(steps_of(data, whole[stop - 1].after), 8 - stop)
         assert [plain(step) for step in rest] == [plain(step) for step in whole[stop:]]
@@ -169,7 +197,9 @@ def test_every_label_of_a_tree_once_an_epoch(tmp_path: Path, repack: str) -> Non
         found = [0.0, 0.0]
         for step in steps:
             if step.epoch < 2:
-                found[step.epoch] += sum(to_thd(batch).num_label_tokens for batch in step.micro_batches)
+                found[step.epoch] += sum(
+                    to_thd(batch).num_label_tokens for batch in step.micro_batches
+                )
         return found
 
     trees = num_labels(f"packed_sequence.repack_each_epoch={repack}")
@@ -186,7 +216,9 @@ def test_a_mixture_draws_whole_trees(tmp_path: Path) -> None:
     def mixed() -> PlannedPacks:
         half = {"dataset": FilesDataset(str(one)), "repeat": 0.5}
         sources = {"half": half, "whole": {"dataset": FilesDataset(str(other))}}
-        return PlannedPacks.prepare(config, Mixture(sources), build_packer(config), BatchShape(2, 1, 1))
+        return PlannedPacks.prepare(
+            config, Mixture(sources), build_packer(config), BatchShape(2, 1, 1)
+        )
 
     data = mixed()
     rows = data.tokens.train

@@ -50,7 +50,9 @@ def source_of(tokens: TokenizedData, num_workers: int, shuffle: bool = True) -> 
     )
 
 
-def steps_of(tokens: TokenizedData, num_workers: int, cursor: Cursor, shuffle: bool = True) -> Iterator[StepBatches]:
+def steps_of(
+    tokens: TokenizedData, num_workers: int, cursor: Cursor, shuffle: bool = True
+) -> Iterator[StepBatches]:
     return source_of(tokens, num_workers, shuffle).steps(cursor, MESH, COSTS)
 
 
@@ -62,7 +64,8 @@ def num_packs(tokens: TokenizedData) -> int:
 def plain(step: StepBatches) -> tuple:
     """Everything that training sees of a step."""
     tensors = [
-        [batch[name].tolist() for name in ("input_ids", "labels", "position_ids")] for batch in step.micro_batches
+        [batch[name].tolist() for name in ("input_ids", "labels", "position_ids")]
+        for batch in step.micro_batches
     ]
     return step.epoch, step.pack_ids, tensors
 
@@ -87,7 +90,9 @@ def test_workers_change_nothing(tokens: TokenizedData) -> None:
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("stop", ["in the middle", "before the edge", "at the edge", "behind the edge"])
+@pytest.mark.parametrize(
+    "stop", ["in the middle", "before the edge", "at the edge", "behind the edge"]
+)
 def test_resumed_at(tokens: TokenizedData, num_packs: int, num_workers: int, stop: str) -> None:
     per_epoch = -(-num_packs // 4)
     done = {

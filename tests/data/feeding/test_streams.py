@@ -39,22 +39,34 @@ def write(path: Path) -> str:
     return str(path)
 
 
-def loader_of(path: str | None, global_batch_size: int = 4, num_workers: int = 0, **options: Any) -> StreamedPacks:
+def loader_of(
+    path: str | None, global_batch_size: int = 4, num_workers: int = 0, **options: Any
+) -> StreamedPacks:
     mesh = init_mesh(MeshConfig())
     dataset = StreamingDataset(**({"path": path, "num_shards": 4} | options))
-    shape, dataloader = BatchShape(global_batch_size, 1, mesh.shape.dp), DataloaderConfig(num_workers=num_workers)
-    return StreamedPacks(dataset, Job(byte_tokenizer(MARKED)), Packer(40), {}, (), shape, dataloader, False, 40)
+    shape, dataloader = (
+        BatchShape(global_batch_size, 1, mesh.shape.dp),
+        DataloaderConfig(num_workers=num_workers),
+    )
+    return StreamedPacks(
+        dataset, Job(byte_tokenizer(MARKED)), Packer(40), {}, (), shape, dataloader, False, 40
+    )
 
 
 def documents_of(batches: StepBatches) -> list[list[str]]:
     """The numbers of the documents in each pack of a step, in order of packs."""
     decode = byte_tokenizer(MARKED).decode
     packs = [batch["input_ids"][0].tolist() for batch in batches.micro_batches]
-    return [[part.split(",")[0] for part in decode(pack).split("<|assistant|>")[1:]] for pack in packs]
+    return [
+        [part.split(",")[0] for part in decode(pack).split("<|assistant|>")[1:]] for pack in packs
+    ]
 
 
 def epoch_of(loader: StreamedPacks, cursor: Cursor) -> list[tuple[list[list[str]], Cursor]]:
-    own = takewhile(lambda batches: batches.epoch == cursor.epoch, loader.steps(cursor, init_mesh(MeshConfig()), COSTS))
+    own = takewhile(
+        lambda batches: batches.epoch == cursor.epoch,
+        loader.steps(cursor, init_mesh(MeshConfig()), COSTS),
+    )
     return [(documents_of(batches), batches.after) for batches in own]
 
 
@@ -77,7 +89,9 @@ def test_an_edit_between_what_is_hashed_is_another_stream(tmp_path: Path) -> Non
         with path.open("r+") as file:
             file.seek(157 * len(line) + 100)  # behind the 64 KiB at the head, between two blocks
             file.write(text * 200)
-        rows = tokenize_documents(StreamingDataset(str(path)), Job(tokenizer), tmp_path / "cache").train
+        rows = tokenize_documents(
+            StreamingDataset(str(path)), Job(tokenizer), tmp_path / "cache"
+        ).train
         found.append(tokenizer.decode(rows[157]["input_ids"]).count("y"))
     assert found == [0, 200]
 
@@ -87,7 +101,8 @@ def test_resumed_after_any_step(tmp_path: Path, num_workers: int) -> None:
     path = write(tmp_path / "a.jsonl")
     whole = epoch_of(loader_of(path), Cursor())
     for stop in range(1, len(whole), 1 if num_workers == 0 else 3):
-        saved = json.loads(json.dumps({"shards": whole[stop - 1][1].shards}))  # as a checkpoint keeps it
+        # as a checkpoint keeps it
+        saved = json.loads(json.dumps({"shards": whole[stop - 1][1].shards}))
         cursor = Cursor(0, whole[stop - 1][1].packs, saved["shards"])
         rest = epoch_of(loader_of(path, num_workers=num_workers), cursor)
         assert [packs for packs, _ in rest] == [packs for packs, _ in whole[stop:]]
@@ -104,7 +119,9 @@ def test_resumed_at_the_edge_of_an_epoch(tmp_path: Path) -> None:
 def steps_on_ranks(rank: int, world_size: int, path: str) -> list:
     loader = loader_of(path)
     steps = epoch_of(loader, Cursor())
-    return [(packs, after.gather(init_mesh(MeshConfig())).shards, after.packs) for packs, after in steps]
+    return [
+        (packs, after.gather(init_mesh(MeshConfig())).shards, after.packs) for packs, after in steps
+    ]
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -139,7 +156,9 @@ def test_a_stream_without_a_fitting_document_ends(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"prompt": "q", "completion": "x" * 100}) + "\n")
     loader = loader_of(str(path))
-    with pytest.raises(DataError, match=r"a.jsonl: documents over .*=40 would be dropped, with 100% of all tokens"):
+    with pytest.raises(
+        DataError, match=r"a.jsonl: documents over .*=40 would be dropped, with 100% of all tokens"
+    ):
         next(loader.steps(Cursor(), init_mesh(MeshConfig()), COSTS))
     meant = replace(loader, packer=Packer(40, overlong="drop"))
     with pytest.raises(DataError, match="the stream ends without a document that fits a pack"):
@@ -151,10 +170,17 @@ def test_prompts_that_fill_a_pack_are_bad_documents(tmp_path: Path, num_shards: 
     """Cut to a pack, they hold no label: counted over all shards, however few rows each of them has."""
     path = tmp_path / "a.jsonl"
     path.write_text(
-        "".join(json.dumps({"prompt": "q" * (90 if i % 2 else 1), "completion": "x"}) + "\n" for i in range(40))
+        "".join(
+            json.dumps({"prompt": "q" * (90 if i % 2 else 1), "completion": "x"}) + "\n"
+            for i in range(40)
+        )
     )
-    loader = replace(loader_of(str(path), num_shards=num_shards), packer=Packer(40, overlong="truncate"))
-    with pytest.raises(DataError, match=r"40 documents read, 20 bad, empty .*max_bad_frac=0.05 allows 2 bad ones"):
+    loader = replace(
+        loader_of(str(path), num_shards=num_shards), packer=Packer(40, overlong="truncate")
+    )
+    with pytest.raises(
+        DataError, match=r"40 documents read, 20 bad, empty .*max_bad_frac=0.05 allows 2 bad ones"
+    ):
         epoch_of(loader, Cursor())
 
 
@@ -166,9 +192,17 @@ def test_long_documents_of_a_stream_are_split(tmp_path: Path) -> None:
     shape = BatchShape(1, 1, 1)
     job, dataloader = Job(byte_tokenizer(MARKED)), DataloaderConfig()
     loader = StreamedPacks(dataset, job, packer, {}, (), shape, dataloader, False, 40)
-    steps = list(takewhile(lambda batches: not batches.epoch, loader.steps(Cursor(), init_mesh(MeshConfig()), COSTS)))
-    text = byte_tokenizer(MARKED).decode([t for s in steps for t in s.micro_batches[0]["input_ids"][0].tolist()])
-    assert text.replace("<|end|>", "") == "abcdefghij" * 20  # the end token is the last label, of no piece a token
+    steps = list(
+        takewhile(
+            lambda batches: not batches.epoch,
+            loader.steps(Cursor(), init_mesh(MeshConfig()), COSTS),
+        )
+    )
+    text = byte_tokenizer(MARKED).decode(
+        [t for s in steps for t in s.micro_batches[0]["input_ids"][0].tolist()]
+    )
+    # the end token is the last label, of no piece a token
+    assert text.replace("<|end|>", "") == "abcdefghij" * 20
 
 
 def test_shards_must_be_whole_for_every_reader(tmp_path: Path) -> None:
@@ -176,7 +210,9 @@ def test_shards_must_be_whole_for_every_reader(tmp_path: Path) -> None:
         loader_of(write(tmp_path / "a.jsonl"), num_workers=3)
 
 
-def test_generators_and_hub_streams_give_what_files_give(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generators_and_hub_streams_give_what_files_give(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = [packs for packs, _ in epoch_of(loader_of(write(tmp_path / "a.jsonl")), Cursor())]
     generated = epoch_of(loader_of(None, generator=f"{__name__}:rows"), Cursor())
     assert [packs for packs, _ in generated] == whole
@@ -191,11 +227,15 @@ def test_files_of_a_hub_stream_are_dealt_to_shards(monkeypatch: pytest.MonkeyPat
         for number in numbers:
             yield {"prompt": "q", "completion": str(number)}
 
-    stream = datasets.IterableDataset.from_generator(in_files, gen_kwargs={"numbers": list(range(8))})
+    stream = datasets.IterableDataset.from_generator(
+        in_files, gen_kwargs={"numbers": list(range(8))}
+    )
     assert stream.num_shards == 8
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: stream)
     dataset = StreamingDataset("org/set", num_shards=4)
-    read = [[document["completion"] for _, document in dataset.read(shard, 0)] for shard in range(4)]
+    read = [
+        [document["completion"] for _, document in dataset.read(shard, 0)] for shard in range(4)
+    ]
     assert sorted(number for shard in read for number in shard) == [str(i) for i in range(8)]
     assert [document["completion"] for _, document in dataset.read(1, 1)] == read[1][1:]
 
@@ -224,7 +264,10 @@ def test_too_many_bad_rows_end_a_stream(tmp_path: Path) -> None:
     assert turns[-1][1] is None
     assert turns[-1][2]["num_empty"] == 610
     loader = replace(loader_of(str(path)), job=job)
-    with pytest.raises(DataError, match=r"\d+ documents read, \d+ bad, empty .*max_bad_frac=0.05 allows \d+ bad ones"):
+    with pytest.raises(
+        DataError,
+        match=r"\d+ documents read, \d+ bad, empty .*max_bad_frac=0.05 allows \d+ bad ones",
+    ):
         epoch_of(loader, Cursor())
 
 
@@ -239,21 +282,32 @@ def test_chats_that_become_several_rows_resume_between_them(family: Family) -> N
     def loader() -> StreamedPacks:
         dataset = StreamingDataset(generator=f"{__name__}:two_turns", num_shards=1)
         job = Job(byte_tokenizer(family))
-        return StreamedPacks(dataset, job, Packer(120), {}, (), BatchShape(1, 1, 1), DataloaderConfig(), True, 120)
+        return StreamedPacks(
+            dataset, job, Packer(120), {}, (), BatchShape(1, 1, 1), DataloaderConfig(), True, 120
+        )
 
     def packs_from(cursor: Cursor) -> list[tuple[list[int], Cursor]]:
-        steps = takewhile(lambda batches: not batches.epoch, loader().steps(cursor, init_mesh(MeshConfig()), COSTS))
-        return [(batches.micro_batches[0]["input_ids"][0].tolist(), batches.after) for batches in steps]
+        steps = takewhile(
+            lambda batches: not batches.epoch,
+            loader().steps(cursor, init_mesh(MeshConfig()), COSTS),
+        )
+        return [
+            (batches.micro_batches[0]["input_ids"][0].tolist(), batches.after) for batches in steps
+        ]
 
     whole = packs_from(Cursor())
     text = byte_tokenizer(family).decode([token for pack, _ in whole for token in pack])
     assert text.count("<think>") == 18
     for stop in range(1, len(whole)):
-        assert [pack for pack, _ in packs_from(whole[stop - 1][1])] == [pack for pack, _ in whole[stop:]]
+        assert [pack for pack, _ in packs_from(whole[stop - 1][1])] == [
+            pack for pack, _ in whole[stop:]
+        ]
 
 
 def test_settings_that_cannot_be(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"dataset.path and dataset.generator: set exactly one of them"):
+    with pytest.raises(
+        ConfigError, match=r"dataset.path and dataset.generator: set exactly one of them"
+    ):
         StreamingDataset()
     with pytest.raises(ConfigError, match=r"tests.data.feeding.test_streams has no none"):
         StreamingDataset(generator="tests.data.feeding.test_streams:none")

@@ -13,7 +13,9 @@ def fewest_packs(lengths: list[int], size: int) -> int:
         if not left:
             return 0
         lowest = left & -left
-        return 1 + min(packs(left & ~mask) for mask in fits if mask & lowest and mask & left == mask)
+        return 1 + min(
+            packs(left & ~mask) for mask in fits if mask & lowest and mask & left == mask
+        )
 
     return packs((1 << len(lengths)) - 1)
 

@@ -52,8 +52,14 @@ def check(placements: Placements, lengths: list[int], size: int) -> None:
 
 def test_the_placements_of_six_documents() -> None:
     placements = best_fit(np.bincount([4, 3, 4, 1, 1, 1], minlength=9), 8)
-    rows = zip(placements.length, placements.first, placements.bins, placements.copies, placements.slot)
-    assert [tuple(map(int, row)) for row in rows] == [(4, 0, 1, 2, 0), (3, 1, 1, 1, 0), (1, 1, 1, 3, 1)]
+    rows = zip(
+        placements.length, placements.first, placements.bins, placements.copies, placements.slot
+    )
+    assert [tuple(map(int, row)) for row in rows] == [
+        (4, 0, 1, 2, 0),
+        (3, 1, 1, 1, 0),
+        (1, 1, 1, 3, 1),
+    ]
     assert filled(placements) == [8, 6]
 
 
@@ -72,7 +78,11 @@ def test_exact_fill_in_proportion_places_every_document(case, searched: int) -> 
     lengths, size = case
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(histogram_module, "SEARCHED_DOCUMENTS", searched)
-        check(exact_fill_in_proportion(np.bincount(lengths, minlength=size + 1), size, seed=1), lengths, size)
+        check(
+            exact_fill_in_proportion(np.bincount(lengths, minlength=size + 1), size, seed=1),
+            lengths,
+            size,
+        )
 
 
 @settings(deadline=None)
@@ -106,7 +116,11 @@ def test_realistic_mixes_are_within_ten_packs_of_the_bound(num: int) -> None:
         lengths = np.clip(rng.lognormal(np.log(mean) - 0.4, 0.9, num).astype(int), 8, size)
         histogram = np.bincount(lengths, minlength=size + 1)
         plain = best_fit(histogram, size)
-        assert fewest_bins(histogram, size, 0).num_bins <= plain.num_bins <= lower_bound(histogram, size) + 10
+        assert (
+            fewest_bins(histogram, size, 0).num_bins
+            <= plain.num_bins
+            <= lower_bound(histogram, size) + 10
+        )
 
 
 def test_a_narrow_mix_needs_3_percent_fewer_packs_than_best_fit() -> None:
@@ -116,7 +130,9 @@ def test_a_narrow_mix_needs_3_percent_fewer_packs_than_best_fit() -> None:
     assert fewest_bins(histogram, 2048, 0).num_bins < 0.97 * plain.num_bins
 
 
-streams = st.integers(1, 40).flatmap(lambda c: st.tuples(st.lists(st.integers(1, c), max_size=120), st.just(c)))
+streams = st.integers(1, 40).flatmap(
+    lambda c: st.tuples(st.lists(st.integers(1, c), max_size=120), st.just(c))
+)
 
 
 def subset_sum_packs(lengths: list[int], size: int, lookahead: int) -> list[list[int]]:

@@ -25,7 +25,10 @@ from automodel_lite.nemo_api import collaters
 from automodel_lite.thd import IGNORE_INDEX
 from tests.runs import config_of
 
-TWO = [{"input_ids": [1, 2, 3], "labels": [2, 3, -100]}, {"input_ids": [4, 5, 6, 7, 8], "labels": [5, 6, 7, 8, -100]}]
+TWO = [
+    {"input_ids": [1, 2, 3], "labels": [2, 3, -100]},
+    {"input_ids": [4, 5, 6, 7, 8], "labels": [5, 6, 7, 8, -100]},
+]
 documents = st.lists(st.lists(st.integers(1, 99), min_size=1, max_size=12), min_size=1, max_size=20)
 
 
@@ -73,21 +76,40 @@ def test_strategy_none_gives_rows_of_their_own_length() -> None:
     assert [plain(packs[i]) for i in (0, EMPTY_PACK)] == [
         {"input_ids": [1, 2, 3, 0], "labels": [2, 3, -100, -100], "position_ids": [0, 1, 2, 3]}
         | {"seq_lens": [3], "seq_lens_padded": [4]},
-        {"input_ids": [0, 0], "labels": [-100, -100], "position_ids": [0, 1], "seq_lens": [0], "seq_lens_padded": [2]},
+        {
+            "input_ids": [0, 0],
+            "labels": [-100, -100],
+            "position_ids": [0, 1],
+            "seq_lens": [0],
+            "seq_lens_padded": [2],
+        },
     ]
 
 
 def test_pieces_of_documents() -> None:
-    packs = PackedDataset(flatten(TWO), plan_packs([3, 5], 4, strategy="next_fit", overlong="split"))
-    assert [pack["input_ids"].tolist() for pack in packs] == [[1, 2, 3, 0], [4, 5, 6, 7], [8, 0, 0, 0]]
-    assert packs[1]["labels"].tolist() == [5, 6, 7, 8]  # the target of position 3 is known, though in another piece
-    cut = PackedDataset(flatten(TWO), plan_packs([3, 5], 4, strategy="next_fit", overlong="truncate"))
+    packs = PackedDataset(
+        flatten(TWO), plan_packs([3, 5], 4, strategy="next_fit", overlong="split")
+    )
+    assert [pack["input_ids"].tolist() for pack in packs] == [
+        [1, 2, 3, 0],
+        [4, 5, 6, 7],
+        [8, 0, 0, 0],
+    ]
+    # the target of position 3 is known, though in another piece
+    assert packs[1]["labels"].tolist() == [5, 6, 7, 8]
+    cut = PackedDataset(
+        flatten(TWO), plan_packs([3, 5], 4, strategy="next_fit", overlong="truncate")
+    )
     assert [pack["input_ids"].tolist() for pack in cut] == [[1, 2, 3, 0], [4, 5, 6, 7]]
 
 
-@pytest.mark.parametrize("labels", [[2, 3, -100], [-100, 3, -100], [2, 3, 4]], ids=["all", "prompt", "no end"])
+@pytest.mark.parametrize(
+    "labels", [[2, 3, -100], [-100, 3, -100], [2, 3, 4]], ids=["all", "prompt", "no end"]
+)
 def test_lists_become_int32(labels: list[int]) -> None:
-    flat = flatten([{"input_ids": [1, 2, 2**31 - 1], "labels": labels}, {"input_ids": [], "labels": []}])
+    flat = flatten(
+        [{"input_ids": [1, 2, 2**31 - 1], "labels": labels}, {"input_ids": [], "labels": []}]
+    )
     assert flat.columns["input_ids"].tolist() == [1, 2, 2**31 - 1]
     assert flat.columns["labels"].tolist() == labels
     assert (flat.columns["input_ids"].dtype, flat.columns["labels"].dtype) == (np.int32, np.int32)
@@ -99,15 +121,28 @@ def test_ids_over_int32() -> None:
         flatten([{"input_ids": [2**31], "labels": [1]}])
 
 
-def one_pack(rows: TokenRows, pieces: list[tuple[int, int, int]], size: int, multiple: int, pad: int) -> dict:
+def one_pack(
+    rows: TokenRows, pieces: list[tuple[int, int, int]], size: int, multiple: int, pad: int
+) -> dict:
     """The slow twin of a pack: token by token; pieces are (document, start, stop)."""
-    pack: dict[str, list[int]] = {n: [] for n in ("input_ids", "labels", "position_ids", "seq_lens", "seq_lens_padded")}
-    segments = [(i, start, stop, -(-(stop - start) // multiple) * multiple) for i, start, stop in pieces]
-    segments += [(0, 0, 0, width) for width in padding_segments(size - sum(s[-1] for s in segments), multiple)]
+    pack: dict[str, list[int]] = {
+        n: [] for n in ("input_ids", "labels", "position_ids", "seq_lens", "seq_lens_padded")
+    }
+    segments = [
+        (i, start, stop, -(-(stop - start) // multiple) * multiple) for i, start, stop in pieces
+    ]
+    segments += [
+        (0, 0, 0, width)
+        for width in padding_segments(size - sum(s[-1] for s in segments), multiple)
+    ]
     for i, start, stop, slot in segments:
         begin, padding = int(rows.offsets[i]), slot - (stop - start)
-        pack["input_ids"] += rows.columns["input_ids"][begin + start : begin + stop].tolist() + [pad] * padding
-        pack["labels"] += rows.columns["labels"][begin + start : begin + stop].tolist() + [IGNORE_INDEX] * padding
+        pack["input_ids"] += (
+            rows.columns["input_ids"][begin + start : begin + stop].tolist() + [pad] * padding
+        )
+        pack["labels"] += (
+            rows.columns["labels"][begin + start : begin + stop].tolist() + [IGNORE_INDEX] * padding
+        )
         pack["position_ids"] += range(slot)
         pack["seq_lens"].append(stop - start)
         pack["seq_lens_padded"].append(slot)
@@ -139,10 +174,13 @@ class Columns(Rows):
     indexed=st.booleans(),
     data=st.data(),
 )
-def test_a_batch_equals_its_packs_token_by_token(rows, strategy, multiple, overlong, dtype, indexed, data) -> None:
+def test_a_batch_equals_its_packs_token_by_token(
+    rows, strategy, multiple, overlong, dtype, indexed, data
+) -> None:
     made = flatten(samples(rows))
     flat = TokenRows(
-        {"input_ids": made.columns["input_ids"].astype(dtype), "labels": made.columns["labels"]}, made.offsets
+        {"input_ids": made.columns["input_ids"].astype(dtype), "labels": made.columns["labels"]},
+        made.offsets,
     )
     lengths = np.diff(flat.offsets)
     plan = plan_packs(lengths, 8, strategy=strategy, slot_multiple=multiple, overlong=overlong)
@@ -152,7 +190,13 @@ def test_a_batch_equals_its_packs_token_by_token(rows, strategy, multiple, overl
     stops = lengths[plan.doc_ids] if plan.stops is None else plan.stops
     pieces = list(zip(plan.doc_ids.tolist(), starts.tolist(), stops.tolist()))
     expected = [
-        one_pack(flat, [] if i == EMPTY_PACK else pieces[plan.offsets[i] : plan.offsets[i + 1]], 8, multiple, pad=7)
+        one_pack(
+            flat,
+            [] if i == EMPTY_PACK else pieces[plan.offsets[i] : plan.offsets[i + 1]],
+            8,
+            multiple,
+            pad=7,
+        )
         for i in asked
     ]
     batch = packs.__getitems__(asked)
@@ -162,7 +206,11 @@ def test_a_batch_equals_its_packs_token_by_token(rows, strategy, multiple, overl
     one_by_one = packed_sequence_thd_collater([packs[i] for i in asked])
     assert list(collated) == list(one_by_one)
     for name, values in one_by_one.items():
-        same = torch.equal(collated[name], values) if isinstance(values, torch.Tensor) else collated[name] == values
+        same = (
+            torch.equal(collated[name], values)
+            if isinstance(values, torch.Tensor)
+            else collated[name] == values
+        )
         assert same, name
 
 
@@ -171,7 +219,10 @@ def test_a_data_loader_fetches_batches() -> None:
     asked = [[0, EMPTY_PACK], [1, 0]]
     for num_workers in (0, 1):
         loader = torch.utils.data.DataLoader(
-            packs, batch_sampler=asked, collate_fn=packed_sequence_thd_collater, num_workers=num_workers
+            packs,
+            batch_sampler=asked,
+            collate_fn=packed_sequence_thd_collater,
+            num_workers=num_workers,
         )
         batches = list(loader)
         assert batches[1]["input_ids"].tolist() == [[4, 5, 6, 7, 8, 0], [1, 2, 3, 0, 0, 0]]
@@ -188,14 +239,18 @@ def test_a_data_loader_fetches_batches() -> None:
 def test_every_token_is_in_one_pack_with_its_label(strategy: str, rows, seed: int) -> None:
     marked = [[1000 * i + k for k in range(len(row))] for i, row in enumerate(rows, start=1)]
     flat = flatten(samples(marked))
-    packs = PackedDataset(flat, plan_packs(np.diff(flat.offsets), 12, strategy=strategy, seed=seed, slot_multiple=2))
+    packs = PackedDataset(
+        flat, plan_packs(np.diff(flat.offsets), 12, strategy=strategy, seed=seed, slot_multiple=2)
+    )
     pairs = [
         pair
         for pack in packs
         for pair in zip(pack["input_ids"].tolist(), pack["labels"].tolist())
         if pair[0] or pair[1] != IGNORE_INDEX
     ]
-    assert sorted(pairs) == sorted(zip(flat.columns["input_ids"].tolist(), flat.columns["labels"].tolist()))
+    assert sorted(pairs) == sorted(
+        zip(flat.columns["input_ids"].tolist(), flat.columns["labels"].tolist())
+    )
 
 
 def test_reads_memory_maps_and_indexes_like_a_list(tmp_path) -> None:
@@ -226,9 +281,12 @@ def test_dropping_much_must_be_meant() -> None:
     assert (size_that_keeps(lengths), size_that_keeps(lengths, 0.85)) == (1408, 1024)
     packer = Packer(512)
     with pytest.raises(
-        DataError, match=r"train: .*=512 would be dropped, with 22% .*_size=1408 \(keeps 99 %\), .*=split"
+        DataError,
+        match=r"train: .*=512 would be dropped, with 22% .*_size=1408 \(keeps 99 %\), .*=split",
     ):
-        packer.check_dropped(2200, 12000, "train", lengths) or packer.check_dropped(2600, 12000, "train", lengths)
+        packer.check_dropped(2200, 12000, "train", lengths) or packer.check_dropped(
+            2600, 12000, "train", lengths
+        )
     packer.check_dropped(2000, 12000, "train", lengths)
     Packer(512, overlong="drop").check_dropped(12000, 12000, "train", lengths)
     assert (packer.fit_to("text").overlong, packer.fit_to("messages").overlong) == ("split", "drop")
@@ -256,11 +314,20 @@ def pack(seq_lens: list[int], seq_lens_padded: list[int]) -> dict[str, Any]:
 
 def test_thd_collater_stacks_packs_and_fills_lengths(collater: Collater) -> None:
     batch = collater([pack([3, 2], [4, 2]) | {"other": 1}, pack([6], [6])])
-    assert batch["input_ids"].shape == batch["labels"].shape == batch["position_ids"].shape == (2, 6)
+    assert (
+        batch["input_ids"].shape == batch["labels"].shape == batch["position_ids"].shape == (2, 6)
+    )
     assert batch["seq_lens"].tolist() == [[3, 2], [6, -1000]]
     assert batch["seq_lens_padded"].tolist() == [[4, 2], [6, -1000]]
     assert batch["qkv_format"] == "thd"
-    assert set(batch) == {"input_ids", "labels", "position_ids", "seq_lens", "seq_lens_padded", "qkv_format"}
+    assert set(batch) == {
+        "input_ids",
+        "labels",
+        "position_ids",
+        "seq_lens",
+        "seq_lens_padded",
+        "qkv_format",
+    }
 
 
 def test_thd_collater_of_nothing_is_empty(collater: Collater) -> None:
@@ -275,7 +342,11 @@ def test_thd_collater_refuses_packs_of_unequal_length(collater: Collater) -> Non
 def test_the_face_makes_each_loose_row_a_document() -> None:
     rows = [
         {"input_ids": [1, 2, 3], "labels": [2, 3, -100], "___PAD_TOKEN_IDS___": {"input_ids": 9}},
-        {"input_ids": [4, 5, 0, 0, 0], "labels": [5, -100, -100, -100, -100], "attention_mask": [1, 1, 0, 0, 0]},
+        {
+            "input_ids": [4, 5, 0, 0, 0],
+            "labels": [5, -100, -100, -100, -100],
+            "attention_mask": [1, 1, 0, 0, 0],
+        },
     ]
     before = copy.deepcopy(rows)
     batch = collaters.packed_sequence_thd_collater(rows)
@@ -296,7 +367,9 @@ def test_plans_and_reads() -> None:
     assert sorted(packs[0]["input_ids"].tolist()) == [1] * 7 + [5]
 
 
-@pytest.mark.parametrize(("cp_size", "slot_multiple", "expected"), [(1, None, 1), (2, None, 4), (4, 16, 16), (1, 4, 4)])
+@pytest.mark.parametrize(
+    ("cp_size", "slot_multiple", "expected"), [(1, None, 1), (2, None, 4), (4, 16, 16), (1, 4, 4)]
+)
 def test_slots(cp_size: int, slot_multiple: int | None, expected: int) -> None:
     packs = Packer(64, slot_multiple=slot_multiple, cp_size=cp_size).packs(rows_of([3, 4]))
     assert packs.plan.slot_multiple == expected
@@ -341,7 +414,10 @@ def test_bad_settings_are_refused_when_built(arguments, sentence: str) -> None:
         ("overlong=keep", "overlong=keep must be one of drop, truncate, split, error"),
         ("tree=on", "tree=on must be one of auto, off, all"),
         ("max_packs=0", "max_packs=0 must be at least 1"),
-        ("strategy=best", "strategy=best must be one of exact_fill, best_fit, next_fit, wrapped, none"),
+        (
+            "strategy=best",
+            "strategy=best must be one of exact_fill, best_fit, next_fit, wrapped, none",
+        ),
     ],
 )
 def test_settings_are_checked_with_the_configuration(setting: str, sentence: str, tmp_path) -> None:

@@ -53,11 +53,15 @@ def test_five_documents_in_the_fewest_packs(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", WHOLE)
 @settings(deadline=None, max_examples=60)
 @given(case=lengths_and_size, seed=st.integers(0, 9), epoch=st.integers(0, 3))
-def test_every_document_once_and_no_pack_over_its_size(strategy: str, case, seed: int, epoch: int) -> None:
+def test_every_document_once_and_no_pack_over_its_size(
+    strategy: str, case, seed: int, epoch: int
+) -> None:
     lengths, size = case
     plan = plan_packs(lengths, size, strategy=strategy, seed=seed, epoch=epoch)
     assert sorted(plan.doc_ids.tolist()) == list(range(len(lengths)))
-    assert plan.tokens_per_pack.tolist() == [sum(lengths[i] for i in pack) for pack in packs_of(plan)]
+    assert plan.tokens_per_pack.tolist() == [
+        sum(lengths[i] for i in pack) for pack in packs_of(plan)
+    ]
     assert plan.tokens_per_pack.max() <= size
     assert np.diff(plan.offsets).min() >= 1
     assert plan.counts.packed_tokens == sum(lengths)
@@ -73,8 +77,15 @@ def test_every_document_once_and_no_pack_over_its_size(strategy: str, case, seed
     overlong=st.sampled_from(["truncate", "split", "drop"]),
     max_packs=st.none() | st.integers(1, 8),
 )
-def test_nothing_is_lost_without_a_number(strategy, lengths, size, multiple, overlong, max_packs) -> None:
-    arguments = {"strategy": strategy, "overlong": overlong, "slot_multiple": multiple, "max_packs": max_packs}
+def test_nothing_is_lost_without_a_number(
+    strategy, lengths, size, multiple, overlong, max_packs
+) -> None:
+    arguments = {
+        "strategy": strategy,
+        "overlong": overlong,
+        "slot_multiple": multiple,
+        "max_packs": max_packs,
+    }
     if strategy != "wrapped" and overlong == "drop" and min(lengths) > size:
         with pytest.raises(DataError, match=f"{len(lengths)} of {len(lengths)} documents are over"):
             plan_packs(lengths, size, **arguments)
@@ -86,8 +97,14 @@ def test_nothing_is_lost_without_a_number(strategy, lengths, size, multiple, ove
     assert np.add.reduceat(pieces, plan.offsets[:-1]).tolist() == plan.tokens_per_pack.tolist()
     assert max_packs is None or len(plan) == min(max_packs, plan.num_packs_made)
     counts = plan.counts
-    assert counts.documents == counts.packed_documents + counts.dropped_documents + counts.left_out_documents
-    assert sum(lengths) == counts.packed_tokens + counts.dropped_tokens + counts.cut_tokens + counts.left_out_tokens
+    assert (
+        counts.documents
+        == counts.packed_documents + counts.dropped_documents + counts.left_out_documents
+    )
+    assert (
+        sum(lengths)
+        == counts.packed_tokens + counts.dropped_tokens + counts.cut_tokens + counts.left_out_tokens
+    )
     assert min(vars(counts).values()) >= 0
     covered = np.zeros((len(lengths), 100), int)
     starts = np.zeros(len(pieces), int) if plan.starts is None else plan.starts
@@ -96,7 +113,11 @@ def test_nothing_is_lost_without_a_number(strategy, lengths, size, multiple, ove
     assert covered.max() <= 1
     assert covered.sum() == counts.packed_tokens
     if max_packs is None:
-        kept = {"drop": lambda n: n if n <= size else 0, "truncate": lambda n: min(n, size), "split": lambda n: n}
+        kept = {
+            "drop": lambda n: n if n <= size else 0,
+            "truncate": lambda n: min(n, size),
+            "split": lambda n: n,
+        }
         expected = lengths if strategy == "wrapped" else [kept[overlong](n) for n in lengths]
         assert covered.sum(axis=1).tolist() == list(expected)
 
@@ -123,7 +144,10 @@ def test_500_random_small_cases_are_packed_optimally() -> None:
         low, high = sorted(rng.integers(1, size + 1, 2).tolist())
         lengths = rng.integers(low, high + 1, rng.integers(1, 9)).tolist()
         fewest = fewest_packs(lengths, size)
-        assert [len(plan_packs(lengths, size, strategy=s)) for s in ("exact_fill", "best_fit")] == [fewest, fewest]
+        assert [len(plan_packs(lengths, size, strategy=s)) for s in ("exact_fill", "best_fit")] == [
+            fewest,
+            fewest,
+        ]
 
 
 @settings(deadline=None, max_examples=100)
@@ -143,10 +167,18 @@ def test_pack_counts_stay_under_their_bounds(case) -> None:
 def test_plans_are_equal_everywhere_and_differ_by_epoch(strategy: str) -> None:
     lengths = np.random.default_rng(0).integers(1, 500, 5_000)
     plan = plan_packs(lengths, 1024, strategy=strategy, seed=1)
-    assert plan.fingerprint() == plan_packs(lengths.tolist(), 1024, strategy=strategy, seed=1).fingerprint()
-    assert plan.fingerprint() == plan_packs(lengths.astype(np.int16), 1024, strategy=strategy, seed=1).fingerprint()
+    assert (
+        plan.fingerprint()
+        == plan_packs(lengths.tolist(), 1024, strategy=strategy, seed=1).fingerprint()
+    )
+    assert (
+        plan.fingerprint()
+        == plan_packs(lengths.astype(np.int16), 1024, strategy=strategy, seed=1).fingerprint()
+    )
     other_epoch = plan_packs(lengths, 1024, strategy=strategy, seed=1, epoch=1).fingerprint()
-    assert (plan.fingerprint() != other_epoch) == (strategy in ("exact_fill", "best_fit", "wrapped"))
+    assert (plan.fingerprint() != other_epoch) == (
+        strategy in ("exact_fill", "best_fit", "wrapped")
+    )
 
 
 @pytest.mark.parametrize(
@@ -160,7 +192,9 @@ def test_plans_are_equal_everywhere_and_differ_by_epoch(strategy: str) -> None:
 )
 def test_a_known_plan_on_every_machine(strategy: str, fingerprint: str) -> None:
     lengths = np.arange(5_000) * 7_919 % 611 + 1
-    assert plan_packs(lengths, 1024, strategy=strategy, seed=5, epoch=2).fingerprint() == fingerprint
+    assert (
+        plan_packs(lengths, 1024, strategy=strategy, seed=5, epoch=2).fingerprint() == fingerprint
+    )
 
 
 def test_exact_fill_gives_way_to_best_fit_where_that_is_better() -> None:
@@ -184,11 +218,18 @@ def test_exact_fill_gives_way_to_best_fit_where_fits_are_rare() -> None:
 
 @pytest.mark.parametrize(
     ("mean", "sigma", "longest", "size"),
-    [(151, 0.35, 432, 2048), (200, 0.9, 2048, 2048), (200, 0.9, 2048, 4096), (800, 1.0, 4096, 4096)],
+    [
+        (151, 0.35, 432, 2048),
+        (200, 0.9, 2048, 2048),
+        (200, 0.9, 2048, 4096),
+        (800, 1.0, 4096, 4096),
+    ],
     ids=["gsm8k-like", "chats", "chats in 4k", "web-like"],
 )
 @pytest.mark.parametrize("strategy", ["exact_fill", "best_fit"])
-def test_realistic_mixes_are_within_two_packs_of_the_lower_bound(strategy: str, mean, sigma, longest, size) -> None:
+def test_realistic_mixes_are_within_two_packs_of_the_lower_bound(
+    strategy: str, mean, sigma, longest, size
+) -> None:
     drawn = np.random.default_rng(1).lognormal(np.log(mean) - sigma**2 / 2, sigma, 20_000)
     plan = plan_packs(np.clip(drawn.astype(int), 8, longest), size, strategy=strategy)
     assert len(plan) <= plan.lower_bound + 2
@@ -217,9 +258,14 @@ def test_max_packs_is_a_fair_sample() -> None:
     lengths = np.concatenate([np.full(3_000, 100), np.full(300, 1000)])
     for strategy in ("exact_fill", "best_fit", "next_fit"):
         picked = np.concatenate(
-            [plan_packs(lengths, 1000, strategy=strategy, max_packs=60, seed=s).doc_ids for s in range(20)]
+            [
+                plan_packs(lengths, 1000, strategy=strategy, max_packs=60, seed=s).doc_ids
+                for s in range(20)
+            ]
         )
-        share_of_tokens_in_long = lengths[picked][lengths[picked] == 1000].sum() / lengths[picked].sum()
+        share_of_tokens_in_long = (
+            lengths[picked][lengths[picked] == 1000].sum() / lengths[picked].sum()
+        )
         assert 0.4 < share_of_tokens_in_long < 0.6  # half of all tokens are in long documents
 
 
@@ -259,7 +305,11 @@ def test_padding_segments_are_bounded() -> None:
     ("lengths", "arguments", "sentence"),
     [
         ([], {}, "there are no documents to pack"),
-        ([3, 0, 2], {}, "such as 0: they must be a flat list of whole numbers of tokens, at least 1 each"),
+        (
+            [3, 0, 2],
+            {},
+            "such as 0: they must be a flat list of whole numbers of tokens, at least 1 each",
+        ),
         ([3, -4], {}, "such as -4: they must be"),
         ([3.5, 2], {}, "type float64, such as 2.0: they must be"),
         ([True], {}, "type bool"),
@@ -284,13 +334,31 @@ def test_bad_lengths(lengths, arguments, sentence: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ({"packed_sequence_size": 0}, "packed_sequence.packed_sequence_size=0 must be a whole number over 0"),
-        ({"packed_sequence_size": 8.0}, "packed_sequence.packed_sequence_size=8.0 must be a whole number"),
-        ({"max_packs": 0}, "packed_sequence.max_packs=0 must be a whole number over 0: use null for all packs"),
+        (
+            {"packed_sequence_size": 0},
+            "packed_sequence.packed_sequence_size=0 must be a whole number over 0",
+        ),
+        (
+            {"packed_sequence_size": 8.0},
+            "packed_sequence.packed_sequence_size=8.0 must be a whole number",
+        ),
+        (
+            {"max_packs": 0},
+            "packed_sequence.max_packs=0 must be a whole number over 0: use null for all packs",
+        ),
         ({"slot_multiple": 0}, "packed_sequence.slot_multiple=0 must be a whole number over 0"),
-        ({"slot_multiple": 3}, r"size=8 must be a multiple of 3 \(packed_sequence.slot_multiple\): use 9"),
-        ({"strategy": "bets_fit"}, "packed_sequence.strategy='bets_fit' is unknown: use one of exact_fill, best_fit"),
-        ({"overlong": "cut"}, "packed_sequence.overlong='cut' is unknown: use one of drop, truncate, split, error"),
+        (
+            {"slot_multiple": 3},
+            r"size=8 must be a multiple of 3 \(packed_sequence.slot_multiple\): use 9",
+        ),
+        (
+            {"strategy": "bets_fit"},
+            "packed_sequence.strategy='bets_fit' is unknown: use one of exact_fill, best_fit",
+        ),
+        (
+            {"overlong": "cut"},
+            "packed_sequence.overlong='cut' is unknown: use one of drop, truncate, split, error",
+        ),
     ],
 )
 def test_bad_settings(arguments, sentence: str) -> None:
@@ -299,7 +367,11 @@ def test_bad_settings(arguments, sentence: str) -> None:
 
 
 def test_the_lists_of_choices() -> None:
-    assert tuple(STRATEGIES) == STRATEGY_NAMES == ("exact_fill", "best_fit", "next_fit", "wrapped", "none")
+    assert (
+        tuple(STRATEGIES)
+        == STRATEGY_NAMES
+        == ("exact_fill", "best_fit", "next_fit", "wrapped", "none")
+    )
     assert OVERLONG == ("drop", "truncate", "split", "error")
 
 

@@ -18,7 +18,12 @@ def test_the_numbers_of_six_documents() -> None:
     plan = plan_packs(LENGTHS, 10, strategy="next_fit", slot_multiple=2)
     report = packing_report(plan, LENGTHS)
     # packs of slots: 6 + 2, 4 + 4, 10
-    assert (report.documents, report.tokens, report.packs, report.lower_bound_packs) == (6, 55, 3, 3)
+    assert (report.documents, report.tokens, report.packs, report.lower_bound_packs) == (
+        6,
+        55,
+        3,
+        3,
+    )
     assert (report.dropped_documents, report.dropped_tokens) == (1, 30)
     assert report.fill_frac == 25 / 30
     assert (report.slot_padding_tokens, report.tail_padding_tokens) == (1, 4)
@@ -42,19 +47,35 @@ def test_balance_before_and_after() -> None:
     report = packing_report(plan, lengths, "step", found)
     assert 1 < report.imbalance_after < report.imbalance_before
     assert packing_report(plan, lengths).imbalance_before is None
-    assert plan_imbalance(plan, lengths, CostModel(1, 0.1), "step", BatchShape(32, 1, dp_size=1)) is None
+    assert (
+        plan_imbalance(plan, lengths, CostModel(1, 0.1), "step", BatchShape(32, 1, dp_size=1))
+        is None
+    )
 
 
 def test_strategy_none_is_padding() -> None:
-    report = packing_report(plan_packs([2, 10, 10, 2], 12, strategy="none"), [2, 10, 10, 2], micro_batch_size=4)
-    assert (report.fill_frac, report.padded_fill_frac, report.speedup_over_padding) == (24 / 40, 24 / 40, 1)
+    report = packing_report(
+        plan_packs([2, 10, 10, 2], 12, strategy="none"), [2, 10, 10, 2], micro_batch_size=4
+    )
+    assert (report.fill_frac, report.padded_fill_frac, report.speedup_over_padding) == (
+        24 / 40,
+        24 / 40,
+        1,
+    )
 
 
 def test_one_screen() -> None:
     lengths = [*LENGTHS, 1200]
-    for arguments in ({"overlong": "truncate"}, {"overlong": "split"}, {"max_packs": 1}, {"strategy": "none"}):
+    for arguments in (
+        {"overlong": "truncate"},
+        {"overlong": "split"},
+        {"max_packs": 1},
+        {"strategy": "none"},
+    ):
         text = str(packing_report(plan_packs(lengths, 20, slot_multiple=2, **arguments), lengths))
         assert len(text.splitlines()) < 15
         assert max(map(len, text.splitlines())) < 110
         assert "7 with 1,255 tokens" in text
-    assert "2 over-long documents, 1,230 tokens" in str(packing_report(plan_packs(lengths, 20), lengths))
+    assert "2 over-long documents, 1,230 tokens" in str(
+        packing_report(plan_packs(lengths, 20), lengths)
+    )

@@ -31,11 +31,31 @@ def late(path: Path, first: dict[str, Any], row: dict[str, Any]) -> str:
 
 
 LATE = {
-    "a verdict": (PAIR, {**PAIR, "label": False}, "column label says which answers are good and which are bad"),
-    "a picture": ({"messages": CHAT}, {"messages": CHAT, "images": ["x.png"]}, "column images would be ignored"),
-    "a rejected answer": (PAIR, {**PAIR, "rejected": "b"}, "column rejected is the answer that is not wanted"),
-    "a weight": (PAIR, {**PAIR, "weight": 0.2}, "column weight would be ignored: all rows weigh the same"),
-    "a mask": ({"messages": CHAT}, {"messages": CHAT, "do_train": 0}, "column do_train is another program's loss mask"),
+    "a verdict": (
+        PAIR,
+        {**PAIR, "label": False},
+        "column label says which answers are good and which are bad",
+    ),
+    "a picture": (
+        {"messages": CHAT},
+        {"messages": CHAT, "images": ["x.png"]},
+        "column images would be ignored",
+    ),
+    "a rejected answer": (
+        PAIR,
+        {**PAIR, "rejected": "b"},
+        "column rejected is the answer that is not wanted",
+    ),
+    "a weight": (
+        PAIR,
+        {**PAIR, "weight": 0.2},
+        "column weight would be ignored: all rows weigh the same",
+    ),
+    "a mask": (
+        {"messages": CHAT},
+        {"messages": CHAT, "do_train": 0},
+        "column do_train is another program's loss mask",
+    ),
     "a mask of a turn": (
         {"messages": CHAT},
         {"messages": [CHAT[0], {**CHAT[1], "do_train": False}]},
@@ -81,13 +101,17 @@ def test_another_name_of_a_column_may_begin_anywhere(tmp_path: Path) -> None:
     first = {"instruction": "Add", "output": "2"}
     rows = FilesDataset(late(tmp_path / "a.jsonl", first, {**first, "context": "1+1"})).train
     assert rows[29] == {"prompt": "Add\n\n1+1", "completion": "2"}
-    rows = FilesDataset(late(tmp_path / "b.jsonl", first, {"instruction": "Add", "response": "3"})).train
+    rows = FilesDataset(
+        late(tmp_path / "b.jsonl", first, {"instruction": "Add", "response": "3"})
+    ).train
     assert rows[29] == {"prompt": "Add", "completion": "3"}
 
 
 def test_a_wanted_answer_that_is_named_is_taken(tmp_path: Path) -> None:
     """The cure that the refusal of preference pairs names works."""
-    (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "q", "answer": "a", "rejected_answer": "b"}) + "\n")
+    (tmp_path / "a.jsonl").write_text(
+        json.dumps({"prompt": "q", "answer": "a", "rejected_answer": "b"}) + "\n"
+    )
     with pytest.raises(ConfigError, match=r"dataset.columns.completion=answer"):
         FilesDataset(str(tmp_path / "a.jsonl"))
     assert FilesDataset(str(tmp_path / "a.jsonl"), columns={"completion": "answer"}).train[0] == {
@@ -100,7 +124,8 @@ def test_a_wanted_answer_that_is_named_is_taken(tmp_path: Path) -> None:
 def dialog(row: dict[str, Any], assistant: str = "bot") -> list[dict[str, str]]:
     """`{"dialog": [{"who", "said"}]}`, as the example of the page about extending has it."""
     return [
-        {"role": "assistant" if turn["who"] == assistant else "user", "content": turn["said"]} for turn in row["dialog"]
+        {"role": "assistant" if turn["who"] == assistant else "user", "content": turn["said"]}
+        for turn in row["dialog"]
     ]
 
 
@@ -111,11 +136,14 @@ def test_a_format_of_ones_own(tmp_path: Path) -> None:
     assert dataset.kind == "messages"
     assert dataset.train[0] == {"messages": CHAT}
     assert "read by tests.data.reading.test_columns.dialog" in dataset.description
-    with pytest.raises(DataError, match=r"^a.jsonl:30: tests.*dialog: there is no 'dialog' in this row\.$"):
+    with pytest.raises(
+        DataError, match=r"^a.jsonl:30: tests.*dialog: there is no 'dialog' in this row\.$"
+    ):
         dataset.train[29]
     texts = FilesDataset(path, format=len)
     with pytest.raises(
-        DataError, match=r"^a.jsonl:1: dataset.format=.*len.* must return a list of messages, .* not int '1'"
+        DataError,
+        match=r"^a.jsonl:1: dataset.format=.*len.* must return a list of messages, .* not int '1'",
     ):
         texts.train[0]
 
@@ -127,11 +155,19 @@ SOUND = b'{"prompt": "a", "completion": "b"}\n'
     ("name", "content", "shown"),
     [
         (b"a.jsonl", b'{"prompt": "a", "completion": "b", "x\\ud800": 1}', r"ignored: x\\ud800$"),
-        (b"a.jsonl", b'{"prompt": "a", "completion": "b", "\\u001b[31m\\n": 1}', r"ignored: \\x1b\[31m\\n$"),
+        (
+            b"a.jsonl",
+            b'{"prompt": "a", "completion": "b", "\\u001b[31m\\n": 1}',
+            r"ignored: \\x1b\[31m\\n$",
+        ),
         (b"a.csv", b'prompt,completion,"\x1b[2J\ny"\na,b,c\n', r"ignored: \\x1b\[2J\\ny$"),
         (b"a\xff.jsonl", SOUND, r"^a\\udcff.jsonl: 1 documents"),
         (b"a\x1b[31m\nb.jsonl", SOUND, r"^a\\x1b\[31m\\nb.jsonl: 1 documents"),
-        (b"a.jsonl", b'{"p\\ud800\\n": "a", "c": "b"}', r"the columns p\\ud800\\n, c match no known format"),
+        (
+            b"a.jsonl",
+            b'{"p\\ud800\\n": "a", "c": "b"}',
+            r"the columns p\\ud800\\n, c match no known format",
+        ),
         (
             b"a.jsonl",
             b'{"prompt": "a", "chosen": "b", "rejected\\u001b[1m": "c"}',
@@ -147,7 +183,11 @@ SOUND = b'{"prompt": "a", "completion": "b"}\n'
             b'{"messages": [{"role": "x\\ud800\\u001b", "content": "x"}]}',
             r"role='x\\ud800\\x1b' is written",
         ),
-        (b"a.jsonl", b'{"messages": [{"role": "user", "loss_\\ud800": 1}]}', r"\[0\].loss_\\ud800=1 is another"),
+        (
+            b"a.jsonl",
+            b'{"messages": [{"role": "user", "loss_\\ud800": 1}]}',
+            r"\[0\].loss_\\ud800=1 is another",
+        ),
         (b"a\xff\n.jsonl", SOUND + b"{", r"^a\\udcff\\n.jsonl:2:2: not JSON"),
         (b"a\xff.bad", SOUND, r"^a\\udcff.bad: unknown kind of file"),
     ],
@@ -160,7 +200,10 @@ def test_names_of_columns_and_files_are_printed_escaped(
     settings = TokenizeConfig(on_bad_row="skip", max_bad_frac=0.99)
     try:
         dataset = FilesDataset(path)
-        found += [dataset.description, *(str(row) for _, row in placed(dataset.train) if isinstance(row, DataError))]
+        found += [
+            dataset.description,
+            *(str(row) for _, row in placed(dataset.train) if isinstance(row, DataError)),
+        ]
         found += tokenize_documents(dataset, Job(byte_tokenizer(MARKED), settings), tmp_path).notes
     except (ConfigError, DataError) as error:
         found.append(str(error))
@@ -169,7 +212,9 @@ def test_names_of_columns_and_files_are_printed_escaped(
 
 
 def jsonl(path: Path, rows: list[Any]) -> str:
-    path.write_text("".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows))
+    path.write_text(
+        "".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows)
+    )
     return str(path)
 
 
@@ -186,7 +231,10 @@ WHAT_THEY_ARE = {
 
 def test_the_printed_line_says_what_was_found(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "a.jsonl", [{"instruction": "a", "input": "", "output": "b"}])
-    assert FilesDataset(path).description == "a.jsonl: 1 documents, columns instruction,input,output → alpaca"
+    assert (
+        FilesDataset(path).description
+        == "a.jsonl: 1 documents, columns instruction,input,output → alpaca"
+    )
     path = jsonl(tmp_path / "b.jsonl", [{"Frage": "a", "Antwort": "b"}])
     mapped = FilesDataset(path, columns={"question": "Frage", "answer": "Antwort"})
     assert mapped.description == (
@@ -209,8 +257,14 @@ def test_unknown_columns_list_what_was_found_and_what_is_known() -> None:
     ("arguments", "message"),
     [
         (("alpaka", None), "dataset.format=alpaka is not one of packed, tokens, messages"),
-        (("alpaca", None), "dataset.format=alpaca needs the columns instruction + output, the data have question,"),
-        ((None, {"answer": "x"}), "dataset.columns.answer=x is not a column of the data, which has question, answer"),
+        (
+            ("alpaca", None),
+            "dataset.format=alpaca needs the columns instruction + output, the data have question,",
+        ),
+        (
+            (None, {"answer": "x"}),
+            "dataset.columns.answer=x is not a column of the data, which has question, answer",
+        ),
     ],
     ids=["unknown format", "format without its columns", "unknown column"],
 )
@@ -228,12 +282,21 @@ def test_columns_that_change_the_meaning_are_named(case: str) -> None:
 
 
 def test_a_given_format_says_that_it_is_meant(tmp_path: Path) -> None:
-    assert detect(["prompt", "chosen", "rejected"], None, {"completion": "chosen"}).format.name == "prompt_completion"
-    meant = detect(["prompt", "chosen", "rejected"], "prompt_completion", {"completion": "rejected"})
+    assert (
+        detect(["prompt", "chosen", "rejected"], None, {"completion": "chosen"}).format.name
+        == "prompt_completion"
+    )
+    meant = detect(
+        ["prompt", "chosen", "rejected"], "prompt_completion", {"completion": "rejected"}
+    )
     assert meant.renames == {"completion": "rejected"}
-    assert detect(["prompt", "completion", "label"], "prompt_completion", None).description.endswith("ignored: label")
+    assert detect(
+        ["prompt", "completion", "label"], "prompt_completion", None
+    ).description.endswith("ignored: label")
     assert detect(["text", "label"], None, None).format.name == "text"
-    rows = FilesDataset(jsonl(tmp_path / "a.jsonl", [{"messages": CHAT, "images": ["a"]}]), format="messages").train
+    rows = FilesDataset(
+        jsonl(tmp_path / "a.jsonl", [{"messages": CHAT, "images": ["a"]}]), format="messages"
+    ).train
     assert rows[0] == {"messages": CHAT}
 
 
@@ -250,7 +313,11 @@ def test_hints_drop_no_column() -> None:
 
 
 def test_a_renamed_column_is_called_by_its_own_name(tmp_path: Path) -> None:
-    path = jsonl(tmp_path / "a.jsonl", [{"Frage": "a", "Antwort": "b"}, {"Frage": "a", "Antwort": 7}])
+    path = jsonl(
+        tmp_path / "a.jsonl", [{"Frage": "a", "Antwort": "b"}, {"Frage": "a", "Antwort": 7}]
+    )
     rows = FilesDataset(path, columns={"question": "Frage", "answer": "Antwort"}).train
-    with pytest.raises(DataError, match=r"^a.jsonl:2: column Antwort must be a text, not int '7'.$"):
+    with pytest.raises(
+        DataError, match=r"^a.jsonl:2: column Antwort must be a text, not int '7'.$"
+    ):
         rows[1]

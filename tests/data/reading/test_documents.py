@@ -10,7 +10,9 @@ from automodel_lite.data.reading.files import FilesDataset
 
 
 def jsonl(path: Path, rows: list[Any]) -> str:
-    path.write_text("".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows))
+    path.write_text(
+        "".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows)
+    )
     return str(path)
 
 
@@ -21,7 +23,10 @@ def test_tools_and_calls_become_objects(tmp_path: Path) -> None:
     call = {"type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
     tool = {"type": "function", "function": {"name": "f", "parameters": {"x": {"default": None}}}}
     row = {
-        "messages": [CHAT[0], {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "hm"}],
+        "messages": [
+            CHAT[0],
+            {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "hm"},
+        ],
         "tools": json.dumps([tool]),
     }
     document = FilesDataset(jsonl(tmp_path / "a.jsonl", [row])).train[0]

@@ -20,7 +20,9 @@ from automodel_lite.errors import ConfigError, DataError
 
 
 def jsonl(path: Path, rows: list[Any]) -> str:
-    path.write_text("".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows))
+    path.write_text(
+        "".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows)
+    )
     return str(path)
 
 
@@ -37,7 +39,10 @@ def documents(path: str, **options: Any) -> list[dict]:
 
 
 def write_csv(path: Path, delimiter: str) -> None:
-    lines = [delimiter.join(["question", "answer"]), *(delimiter.join(row.values()) for row in ROWS)]
+    lines = [
+        delimiter.join(["question", "answer"]),
+        *(delimiter.join(row.values()) for row in ROWS),
+    ]
     path.write_text("\n".join(lines) + "\n")
 
 
@@ -57,7 +62,9 @@ WRITERS = {
     "a.tsv": lambda path: write_csv(path, "\t"),
     "a.parquet": lambda path: datasets.Dataset.from_list(ROWS).to_parquet(path),
     "folder_of_arrow": lambda path: datasets.Dataset.from_list(ROWS).save_to_disk(path),
-    "dict_of_arrow": lambda path: datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}).save_to_disk(path),
+    "dict_of_arrow": lambda path: datasets.DatasetDict(
+        {"train": datasets.Dataset.from_list(ROWS)}
+    ).save_to_disk(path),
     "a.jsonl.gz": lambda path: path.write_bytes(gzip.compress(LINES)),
     "a.jsonl.bz2": lambda path: path.write_bytes(bz2.compress(LINES)),
     "a.jsonl.xz": lambda path: path.write_bytes(lzma.compress(LINES)),
@@ -81,7 +88,12 @@ def test_globs_folders_and_lists_keep_their_order(tmp_path: Path) -> None:
     assert documents(str(folder / "*.json*")) == DOCUMENTS
     assert documents([str(folder / "a.json"), str(folder / "b.jsonl")]) == DOCUMENTS
     rows = FilesDataset(str(folder)).train
-    assert [rows.where(i) for i in (0, 2, 3, 4)] == ["a.json[1]", "a.json[3]", "b.jsonl:1", "b.jsonl:2"]
+    assert [rows.where(i) for i in (0, 2, 3, 4)] == [
+        "a.json[1]",
+        "a.json[3]",
+        "b.jsonl:1",
+        "b.jsonl:2",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -92,7 +104,9 @@ def test_globs_folders_and_lists_keep_their_order(tmp_path: Path) -> None:
         ("line", ["one", "two", "three"], ["a.txt:1", "a.txt:2", "a.txt:5"]),
     ],
 )
-def test_text_files_are_plain_text(tmp_path: Path, unit: str, texts: list[str], places: list[str]) -> None:
+def test_text_files_are_plain_text(
+    tmp_path: Path, unit: str, texts: list[str], places: list[str]
+) -> None:
     (tmp_path / "a.txt").write_text("one\ntwo\n\n\nthree\n")
     found = FilesDataset(str(tmp_path / "a.txt"), text_unit=unit)
     assert [found.train[i] for i in range(len(found.train))] == [{"text": text} for text in texts]
@@ -103,12 +117,18 @@ def test_text_files_are_plain_text(tmp_path: Path, unit: str, texts: list[str], 
 def test_an_encoding_can_be_given(tmp_path: Path) -> None:
     """Excel writes cp1252; the error names the cure."""
     (tmp_path / "a.csv").write_bytes("question,answer\nGrüße?,Öl\n".encode("cp1252"))
-    with pytest.raises(DataError, match=r"a.csv:2: byte 0xfc is not UTF-8; in cp1252 .* it is 'ü'.*encoding=cp1252"):
+    with pytest.raises(
+        DataError, match=r"a.csv:2: byte 0xfc is not UTF-8; in cp1252 .* it is 'ü'.*encoding=cp1252"
+    ):
         documents(str(tmp_path / "a.csv"))
-    assert documents(str(tmp_path / "a.csv"), encoding="cp1252") == [{"prompt": "Grüße?", "completion": "Öl"}]
+    assert documents(str(tmp_path / "a.csv"), encoding="cp1252") == [
+        {"prompt": "Grüße?", "completion": "Öl"}
+    ]
     (tmp_path / "a.txt").write_bytes("Grüße".encode("latin-1"))
     assert documents(str(tmp_path / "a.txt"), encoding="latin-1") == [{"text": "Grüße"}]
-    with pytest.raises(ConfigError, match=r"dataset.encoding=utf-16 cannot be read line by line: convert"):
+    with pytest.raises(
+        ConfigError, match=r"dataset.encoding=utf-16 cannot be read line by line: convert"
+    ):
         documents(str(tmp_path / "a.txt"), encoding="utf-16")
     with pytest.raises(ConfigError, match=r"dataset.encoding=utf-9 is unknown"):
         documents(str(tmp_path / "a.txt"), encoding="utf-9")
@@ -126,7 +146,9 @@ def test_what_is_not_a_file_is_not_opened(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(paths, "MAX_ENTRIES", 3)
     for number in range(5):
         (tmp_path / f"{number}.txt").write_text("x")
-    with pytest.raises(ConfigError, match=r"holds over 3 files and folders: name the one with the data"):
+    with pytest.raises(
+        ConfigError, match=r"holds over 3 files and folders: name the one with the data"
+    ):
         documents(str(tmp_path))
 
 
@@ -139,14 +161,22 @@ def test_validation_documents(tmp_path: Path) -> None:
     split = FilesDataset(path, val_frac=0.4, seed=3)
     again = FilesDataset(path, val_frac=0.4, seed=3)
     val = [split.val["val"][i]["prompt"] for i in range(2)]
-    assert sorted(val + [split.train[i]["prompt"] for i in range(3)]) == ["q0", "q1", "q2", "q3", "q4"]
+    assert sorted(val + [split.train[i]["prompt"] for i in range(3)]) == [
+        "q0",
+        "q1",
+        "q2",
+        "q3",
+        "q4",
+    ]
     assert val == [again.val["val"][i]["prompt"] for i in range(2)]
     with pytest.raises(ConfigError, match="set only one of them"):
         FilesDataset(path, val_frac=0.4, val_path=other)
 
 
 def test_nothing_there(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"dataset.path=.*/none.jsonl does not exist \(looked in "):
+    with pytest.raises(
+        ConfigError, match=r"dataset.path=.*/none.jsonl does not exist \(looked in "
+    ):
         FilesDataset(str(tmp_path / "none.jsonl"))
     (tmp_path / "a.doc").write_text("x")
     with pytest.raises(ConfigError, match=r"unknown kind of file"):
@@ -157,12 +187,14 @@ def test_files_have_no_splits(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "a.jsonl", ROWS)
     with pytest.raises(ConfigError, match=r"dataset.split=test: .*a.jsonl has no splits"):
         FilesDataset(path, val_split="test")
-    datasets.DatasetDict({name: datasets.Dataset.from_list(ROWS) for name in ("train", "test")}).save_to_disk(
-        tmp_path / "saved"
-    )
+    datasets.DatasetDict(
+        {name: datasets.Dataset.from_list(ROWS) for name in ("train", "test")}
+    ).save_to_disk(tmp_path / "saved")
     saved = FilesDataset(str(tmp_path / "saved"), val_split="test")
     assert (len(saved.train), len(saved.val["val"])) == (5, 5)
-    with pytest.raises(ConfigError, match=r"dataset.split=dev is not in .*saved, which has train, test"):
+    with pytest.raises(
+        ConfigError, match=r"dataset.split=dev is not in .*saved, which has train, test"
+    ):
         FilesDataset(str(tmp_path / "saved"), split="dev")
 
 
@@ -171,13 +203,19 @@ def test_hub_names_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> Non
         raise ConnectionError("Couldn't reach the hub")
 
     monkeypatch.setattr(datasets, "load_dataset", no_network)
-    with pytest.raises(ConfigError, match=r"dataset.path=org/set is not a local file .* Couldn't reach the hub"):
+    with pytest.raises(
+        ConfigError, match=r"dataset.path=org/set is not a local file .* Couldn't reach the hub"
+    ):
         FilesDataset("org/set")
 
 
 def test_hub_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets, "load_dataset", lambda path, name, split: datasets.Dataset.from_list(ROWS))
+    monkeypatch.setattr(
+        datasets, "load_dataset", lambda path, name, split: datasets.Dataset.from_list(ROWS)
+    )
     loaded = FilesDataset("org/set", name="main")
-    assert loaded.description == "org/set/main: 5 documents, columns question,answer → question_answer"
+    assert (
+        loaded.description == "org/set/main: 5 documents, columns question,answer → question_answer"
+    )
     assert loaded.train.where(2) == "org/set/main[3]"
     assert loaded.train[2] == DOCUMENTS[2]

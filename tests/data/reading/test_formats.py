@@ -15,7 +15,9 @@ from automodel_lite.errors import DataError
 
 
 def jsonl(path: Path, rows: list[Any]) -> str:
-    path.write_text("".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows))
+    path.write_text(
+        "".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows)
+    )
     return str(path)
 
 
@@ -29,7 +31,10 @@ CASES = {
         {"messages": CHAT},
     ),
     "sharegpt": (
-        {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello!"}], "system": "S"},
+        {
+            "conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello!"}],
+            "system": "S",
+        },
         {"messages": [{"role": "system", "content": "S"}, *CHAT]},
     ),
     "sharegpt with roles": ({"conversations": CHAT}, {"messages": CHAT}),
@@ -41,26 +46,40 @@ CASES = {
         {"instruction": "Add", "input": "", "output": "2", "system": "S"},
         {"prompt": "Add", "completion": "2", "system": "S"},
     ),
-    "prompt_completion": ({"prompt": "1+1=", "completion": "2"}, {"prompt": "1+1=", "completion": "2"}),
+    "prompt_completion": (
+        {"prompt": "1+1=", "completion": "2"},
+        {"prompt": "1+1=", "completion": "2"},
+    ),
     "prompt_completion of messages": (
         {"prompt": CHAT, "completion": CHAT[1:]},
         {"messages": [{**CHAT[0], "weight": 0}, {**CHAT[1], "weight": 0}, CHAT[1]]},
     ),
     "prompt and response": ({"prompt": "a", "response": "b"}, {"prompt": "a", "completion": "b"}),
     "question_answer": ({"question": "q", "answer": "a"}, {"prompt": "q", "completion": "a"}),
-    "with context": ({"context": "c", "question": "q", "answer": "a"}, {"prompt": "c\n\nq", "completion": "a"}),
+    "with context": (
+        {"context": "c", "question": "q", "answer": "a"},
+        {"prompt": "c\n\nq", "completion": "a"},
+    ),
     "text": ({"text": "abc", "url": "x"}, {"text": "abc"}),
     "parts under value": (
         {
             "messages": [
-                {"role": "user", "content": [{"type": "text", "value": "H"}, {"type": "text", "content": "i"}]},
+                {
+                    "role": "user",
+                    "content": [{"type": "text", "value": "H"}, {"type": "text", "content": "i"}],
+                },
                 CHAT[1],
             ]
         },
         {"messages": CHAT},
     ),
     "sharegpt turns in messages": (
-        {"messages": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello!", "weight": 0.0}]},
+        {
+            "messages": [
+                {"from": "human", "value": "Hi"},
+                {"from": "gpt", "value": "Hello!", "weight": 0.0},
+            ]
+        },
         {"messages": [CHAT[0], {**CHAT[1], "weight": 0}]},
     ),
     "sharegpt calls": (
@@ -78,7 +97,9 @@ CASES = {
                 {
                     "role": "assistant",
                     "content": "",
-                    "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}],
+                    "tool_calls": [
+                        {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+                    ],
                 },
                 {"role": "tool", "content": "4"},
                 {"role": "assistant", "content": "It is 4."},
@@ -89,7 +110,11 @@ CASES = {
         {
             "messages": [
                 CHAT[0],
-                {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}},
+                {
+                    "role": "assistant",
+                    "content": None,
+                    "function_call": {"name": "f", "arguments": "{}"},
+                },
             ]
         },
         {
@@ -98,14 +123,22 @@ CASES = {
                 {
                     "role": "assistant",
                     "content": "",
-                    "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}],
+                    "tool_calls": [
+                        {"type": "function", "function": {"name": "f", "arguments": {}}}
+                    ],
                 },
             ]
         },
     ),
     "alpaca with a history": (
         {"instruction": "2+2?", "input": "", "output": "4", "history": [["Hi", "Hello!"]]},
-        {"messages": [*CHAT, {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]},
+        {
+            "messages": [
+                *CHAT,
+                {"role": "user", "content": "2+2?"},
+                {"role": "assistant", "content": "4"},
+            ]
+        },
     ),
     "dolly": (
         {"instruction": "Add", "context": "1+1", "response": "2", "category": "x"},
@@ -163,15 +196,26 @@ BAD_ROWS = {
         "a.jsonl:2: column images would be ignored: this program trains only on text; set dataset.format=messages to train without it.",
     ),
     "a call that is a sentence": (
-        {"messages": [{"from": "human", "value": "Hi"}, {"from": "function_call", "value": "call add"}]},
+        {
+            "messages": [
+                {"from": "human", "value": "Hi"},
+                {"from": "function_call", "value": "call add"},
+            ]
+        },
         """a.jsonl:2: messages[1].value of a function_call must be JSON such as {"name": "f", "arguments": {}}, not 'call add'.""",
     ),
     "a call without a name": (
         {"messages": [CHAT[0], {"role": "assistant", "tool_calls": [{"function": {}}]}]},
         "a.jsonl:2: messages[1].tool_calls must hold objects with a function and its name, not \"{'function': {}}\".",
     ),
-    "no content": ({"messages": [{"role": "user"}]}, "a.jsonl:2: messages[0].content must be a text, not missing."),
-    "no role": ({"messages": [{"content": "Hi"}]}, "a.jsonl:2: messages[0].role must be a text, not None."),
+    "no content": (
+        {"messages": [{"role": "user"}]},
+        "a.jsonl:2: messages[0].content must be a text, not missing.",
+    ),
+    "no role": (
+        {"messages": [{"content": "Hi"}]},
+        "a.jsonl:2: messages[0].role must be a text, not None.",
+    ),
     "content a number": (
         {"messages": [{"role": "user", "content": 7}]},
         "a.jsonl:2: messages[0].content must be a text, not int.",
@@ -180,8 +224,14 @@ BAD_ROWS = {
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
         "a.jsonl:2: messages[0].content[0] is of type 'image_url', but only text is supported: remove it, or convert it to text.",
     ),
-    "no list": ({"messages": "Hi"}, "a.jsonl:2: column messages must be a list of messages, not str 'Hi'."),
-    "missing": ({"other": 1}, "a.jsonl:2: column messages must be a list of messages, not missing."),
+    "no list": (
+        {"messages": "Hi"},
+        "a.jsonl:2: column messages must be a list of messages, not str 'Hi'.",
+    ),
+    "missing": (
+        {"other": 1},
+        "a.jsonl:2: column messages must be a list of messages, not missing.",
+    ),
     "empty": ({"messages": []}, "a.jsonl:2: an empty list of messages."),
     "half a surrogate": (
         '{"messages": [{"role": "user", "content": "ab\\ud800"}]}\n',
@@ -192,7 +242,11 @@ BAD_ROWS = {
 
 @pytest.mark.parametrize(("row", "message"), BAD_ROWS.values(), ids=BAD_ROWS)
 def test_a_bad_row_names_its_place(tmp_path: Path, row: Any, message: str) -> None:
-    first = {"messages": CHAT, "images": []} if isinstance(row, dict) and "images" in row else {"messages": CHAT}
+    first = (
+        {"messages": CHAT, "images": []}
+        if isinstance(row, dict) and "images" in row
+        else {"messages": CHAT}
+    )
     rows = FilesDataset(jsonl(tmp_path / "a.jsonl", [first, row])).train
     with pytest.raises(DataError) as caught:
         rows[1]
@@ -225,13 +279,19 @@ def test_every_renderer_refuses_what_it_does_not_know(name: str) -> None:
 
 
 def chat(*turns: str) -> list[dict[str, str]]:
-    return [{"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate(turns)]
+    return [
+        {"role": ("user", "assistant")[place % 2], "content": text}
+        for place, text in enumerate(turns)
+    ]
 
 
 ASKED = {"role": "user", "content": "2+2?", "weight": 0}
 GOOD, BAD = {"role": "assistant", "content": "4"}, {"role": "assistant", "content": "5"}
 PAIR_OF_CHATS = {"chosen": {"messages": [ASKED, GOOD]}, "rejected": {"messages": [ASKED, BAD]}}
-PAIR_OF_TEXTS = {"chosen": {"prompt": "2+2?", "completion": "4"}, "rejected": {"prompt": "2+2?", "completion": "5"}}
+PAIR_OF_TEXTS = {
+    "chosen": {"prompt": "2+2?", "completion": "4"},
+    "rejected": {"prompt": "2+2?", "completion": "5"},
+}
 PAIRS = {
     "TRL, explicit texts": ({"prompt": "2+2?", "chosen": "4", "rejected": "5"}, PAIR_OF_TEXTS),
     "TRL, explicit chats": ({"prompt": chat("2+2?"), "chosen": [GOOD], "rejected": [BAD]}, PAIR_OF_CHATS),
@@ -259,9 +319,18 @@ def test_preference_pairs_of_others(row: dict[str, Any], pair: dict[str, Any]) -
 
 
 WRONG_PAIRS = {
-    "equal": ({"prompt": "a", "chosen": "b", "rejected": "b"}, "column chosen and column rejected are equal"),
-    "empty": ({"prompt": "a", "chosen": "b", "rejected": ""}, "column rejected is empty: a preference pair has two"),
-    "a missing half": ({"prompt": "a", "chosen": "b", "rejected": None}, "column rejected is empty"),
+    "equal": (
+        {"prompt": "a", "chosen": "b", "rejected": "b"},
+        "column chosen and column rejected are equal",
+    ),
+    "empty": (
+        {"prompt": "a", "chosen": "b", "rejected": ""},
+        "column rejected is empty: a preference pair has two",
+    ),
+    "a missing half": (
+        {"prompt": "a", "chosen": "b", "rejected": None},
+        "column rejected is empty",
+    ),
     "other prompts": (
         {"chosen": chat("2+2?", "4"), "rejected": chat("3+3?", "6")},
         "column chosen and column rejected must begin with the same prompt",
@@ -278,6 +347,8 @@ def test_a_wrong_pair_names_its_row(row: dict[str, Any], message: str) -> None:
 
 def test_functions_of_the_older_form_are_tools(tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "x"}]
-    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": turns, "functions": [{"name": "weather"}]}) + "\n")
+    (tmp_path / "a.jsonl").write_text(
+        json.dumps({"messages": turns, "functions": [{"name": "weather"}]}) + "\n"
+    )
     document = FilesDataset(str(tmp_path / "a.jsonl")).train[0]
     assert document["tools"] == [{"type": "function", "function": {"name": "weather"}}]

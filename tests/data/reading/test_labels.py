@@ -32,12 +32,18 @@ def test_the_convention_is_that_of_rows_with_labels(tmp_path: Path, late: dict[s
     assert trained in ([_, 7, 8, _], [_, _, 8, _])
 
 
-@pytest.mark.parametrize(("first", "late"), [(UNSHIFTED, ALIGNED), (ALIGNED, UNSHIFTED), (ALIGNED, LOSS_MASK)])
-def test_a_mix_is_refused_with_its_place(tmp_path: Path, first: dict[str, Any], late: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("first", "late"), [(UNSHIFTED, ALIGNED), (ALIGNED, UNSHIFTED), (ALIGNED, LOSS_MASK)]
+)
+def test_a_mix_is_refused_with_its_place(
+    tmp_path: Path, first: dict[str, Any], late: dict[str, Any]
+) -> None:
     dataset = rows_of(tmp_path / "a.jsonl", *[first] * 30, MASKED, late)
     assert (dataset.train[29]["labels"] == [_, 7, 8, _]).all()
     assert (dataset.train[30]["labels"] == _).all()
-    with pytest.raises(DataError, match=r"^a.jsonl:32: of 2 labels .* and the labels of other rows are"):
+    with pytest.raises(
+        DataError, match=r"^a.jsonl:32: of 2 labels .* and the labels of other rows are"
+    ):
         dataset.train[31]
     meant = rows_of(tmp_path / "b.jsonl", first, late, labels="aligned").train
     assert len(meant[1]["labels"]) == 4
@@ -56,5 +62,7 @@ def test_a_row_may_end_on_the_target_of_a_token_that_was_cut(tmp_path: Path) -> 
 
 
 def test_labels_of_no_kind_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"^a.jsonl:1: of 2 labels 0 are the next token and 0 the token itself: all"):
+    with pytest.raises(
+        DataError, match=r"^a.jsonl:1: of 2 labels 0 are the next token and 0 the token itself: all"
+    ):
         rows_of(tmp_path / "a.jsonl", {"input_ids": [1, 2], "labels": [9, 9]})

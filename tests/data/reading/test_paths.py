@@ -79,7 +79,15 @@ def test_what_a_folder_holds_is_taken_or_named(tmp_path: Path) -> None:
         write(data / name, name)
     shutil.copy(data / "b.jsonl", tmp_path / "twin.jsonl")
     (data / "b.jsonl.gz").write_bytes(gzip.compress((data / "b.jsonl").read_bytes()))
-    for name in ("README.txt", "LICENSE.txt", "x.lz4", "y.jsonl.zip", "notes.md", ".hidden.jsonl", ".git/z.jsonl"):
+    for name in (
+        "README.txt",
+        "LICENSE.txt",
+        "x.lz4",
+        "y.jsonl.zip",
+        "notes.md",
+        ".hidden.jsonl",
+        ".git/z.jsonl",
+    ):
         (data / name).parent.mkdir(exist_ok=True)
         (data / name).write_text("?")
     write(tmp_path / "elsewhere" / "e.jsonl", "e")
@@ -109,18 +117,31 @@ def test_a_folder_and_its_file_are_one(tmp_path: Path) -> None:
 
 
 def test_held_out_splits_of_a_folder_are_not_trained(tmp_path: Path) -> None:
-    for name in ("train-0.jsonl", "test-0.jsonl", "valid/part-0.jsonl", "latest.jsonl", "contest.jsonl"):
+    for name in (
+        "train-0.jsonl",
+        "test-0.jsonl",
+        "valid/part-0.jsonl",
+        "latest.jsonl",
+        "contest.jsonl",
+    ):
         write(tmp_path / "data" / name, name)
     assert sorted(texts_of(tmp_path / "data")) == ["contest.jsonl", "latest.jsonl", "train-0.jsonl"]
-    assert "2 of held-out splits (test-0.jsonl, part-0.jsonl)" in FilesDataset(str(tmp_path / "data")).description
+    assert (
+        "2 of held-out splits (test-0.jsonl, part-0.jsonl)"
+        in FilesDataset(str(tmp_path / "data")).description
+    )
     assert texts_of(tmp_path / "data" / "test-0.jsonl") == ["test-0.jsonl"]
     assert texts_of(tmp_path / "data" / "valid") == ["valid/part-0.jsonl"]
 
 
 LEAKS = {
     "the same file": lambda data: data / "a.jsonl",
-    "a hard link": lambda data: os.link(data / "a.jsonl", data.parent / "h.jsonl") or data.parent / "h.jsonl",
-    "a link": lambda data: os.symlink(data / "a.jsonl", data.parent / "s.jsonl") or data.parent / "s.jsonl",
+    "a hard link": lambda data: (
+        os.link(data / "a.jsonl", data.parent / "h.jsonl") or data.parent / "h.jsonl"
+    ),
+    "a link": lambda data: (
+        os.symlink(data / "a.jsonl", data.parent / "s.jsonl") or data.parent / "s.jsonl"
+    ),
     "a copy": lambda data: shutil.copy(data / "a.jsonl", data.parent / "c.jsonl"),
 }
 
@@ -149,6 +170,7 @@ def test_sources_of_a_mixture_never_share_a_file(tmp_path: Path) -> None:
         }
         sources |= {} if held else {"three": {"dataset": FilesDataset(a)}}
         with pytest.raises(
-            ConfigError, match=r"dataset.sources.\w+ trains on .*a.jsonl, which dataset.sources.\w+ val"
+            ConfigError,
+            match=r"dataset.sources.\w+ trains on .*a.jsonl, which dataset.sources.\w+ val",
         ):
             Mixture(sources)

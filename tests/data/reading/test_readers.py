@@ -30,9 +30,9 @@ def _cache_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def prepare(path: Path, **options: Any) -> Any:
-    return tokenize_documents(FilesDataset(str(path)), Job(byte_tokenizer(MARKED), TokenizeConfig(**options))).counts[
-        "train"
-    ]
+    return tokenize_documents(
+        FilesDataset(str(path)), Job(byte_tokenizer(MARKED), TokenizeConfig(**options))
+    ).counts["train"]
 
 
 def changed(**changes: Any) -> bytes:
@@ -46,19 +46,34 @@ BROKEN = {
         r"a.jsonl:2:44: byte 0xff is not UTF-8: the file is damaged, or UTF-16",
     ),
     "NUL bytes": (b"\x00" * 50 + b"\n", r"a.jsonl:2:1: not JSON: Expecting value"),
-    "raw control character": (LINE.replace(b"Hi", b"H\x01"), r"a.jsonl:2:45: not JSON: Invalid control character"),
+    "raw control character": (
+        LINE.replace(b"Hi", b"H\x01"),
+        r"a.jsonl:2:45: not JSON: Invalid control character",
+    ),
     "an array": (b"[1, 2]\n", r"a.jsonl:2: a row must be a JSON object, not list."),
     "a number": (b"3\n", r"a.jsonl:2: a row must be a JSON object, not int."),
     "not a word of JSON": (b"hello\n", r"a.jsonl:2:1: not JSON: Expecting value, near 'hello"),
-    "missing column": (b'{"text": "x"}\n', r"a.jsonl:2: column messages must be a list of messages, not missing."),
-    "wrong type": (changed(messages=3), r"a.jsonl:2: column messages must be a list of messages, not int '3'."),
+    "missing column": (
+        b'{"text": "x"}\n',
+        r"a.jsonl:2: column messages must be a list of messages, not missing.",
+    ),
+    "wrong type": (
+        changed(messages=3),
+        r"a.jsonl:2: column messages must be a list of messages, not int '3'.",
+    ),
     "message no object": (
         changed(messages=["Hi"]),
         r"a.jsonl:2: messages\[0\] must be an object with role and content",
     ),
-    "role null": (changed(messages=[{"role": None, "content": ""}]), r"a.jsonl:2: messages\[0\].role must be a text"),
+    "role null": (
+        changed(messages=[{"role": None, "content": ""}]),
+        r"a.jsonl:2: messages\[0\].role must be a text",
+    ),
     "two rows in a line": (LINE[:-1] + LINE, r"a.jsonl:2:\d+: not JSON: Extra data"),
-    "deep nesting": (b"[" * 200_000 + b"\n", r"a.jsonl:2: not JSON that can be read: brackets are nested"),
+    "deep nesting": (
+        b"[" * 200_000 + b"\n",
+        r"a.jsonl:2: not JSON that can be read: brackets are nested",
+    ),
     "a key twice": (
         LINE[:-2] + b', "messages": []}\n',
         r"a.jsonl:2: not JSON that can be read: the key 'messages' is there twice in one object: keep one of them",
@@ -67,8 +82,14 @@ BROKEN = {
         changed(messages=[{"role": "\ud800", "content": "x"}, ROW["messages"][1]]),
         r"a.jsonl:2: messages\[0\].role='.ud800' is written by many templates",
     ),
-    "huge number": (b'{"messages": ' + b"9" * 5000 + b"}\n", r"a.jsonl:2: (not JSON that can be read|column messages)"),
-    "tools no list": (changed(tools={"a": 1}), r"a.jsonl:2: column tools must be a list, not dict."),
+    "huge number": (
+        b'{"messages": ' + b"9" * 5000 + b"}\n",
+        r"a.jsonl:2: (not JSON that can be read|column messages)",
+    ),
+    "tools no list": (
+        changed(tools={"a": 1}),
+        r"a.jsonl:2: column tools must be a list, not dict.",
+    ),
     "tools broken": (changed(tools="[1,"), r"a.jsonl:2: column tools is not valid JSON"),
     "unknown role of a template": (
         changed(messages=[{"role": "user", "content": "x"}]),
@@ -78,7 +99,9 @@ BROKEN = {
 
 
 @pytest.mark.parametrize(("line", "message"), BROKEN.values(), ids=BROKEN)
-def test_a_broken_line_is_named_or_skipped_and_counted(tmp_path: Path, line: bytes, message: str) -> None:
+def test_a_broken_line_is_named_or_skipped_and_counted(
+    tmp_path: Path, line: bytes, message: str
+) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(LINE + line + LINE * 3)
     with pytest.raises(DataError) as caught:
@@ -140,8 +163,14 @@ def test_one_of_several_paths_is_missing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("address", "message"),
     [
-        ("memory://nothing/a.jsonl", r"^dataset.path=memory://nothing/a.jsonl cannot be read \(.*nothing/a.jsonl"),
-        ("sx3://bucket/a.jsonl", r"^dataset.path=sx3://bucket/a.jsonl cannot be read \(Protocol not known: sx3"),
+        (
+            "memory://nothing/a.jsonl",
+            r"^dataset.path=memory://nothing/a.jsonl cannot be read \(.*nothing/a.jsonl",
+        ),
+        (
+            "sx3://bucket/a.jsonl",
+            r"^dataset.path=sx3://bucket/a.jsonl cannot be read \(Protocol not known: sx3",
+        ),
         ("dropbox://a.jsonl", r"^dataset.path=dropbox://a.jsonl cannot be read \(.*[Ii]nstall"),
     ],
 )
@@ -150,7 +179,9 @@ def test_an_address_that_cannot_be_read_is_a_sentence(address: str, message: str
         FilesDataset(address)
 
 
-def test_files_at_a_url_are_read_again_when_they_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_at_a_url_are_read_again_when_they_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("AUTOMODEL_LITE_CACHE", str(tmp_path))
     remote = fsspec.filesystem("memory")
     remote.pipe("/bucket/deep/a.jsonl", b'{"text": "one"}\n{"text": "two"}\n')
@@ -168,7 +199,10 @@ def test_files_at_a_url_are_read_again_when_they_change(tmp_path: Path, monkeypa
 
 def test_a_huge_row(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    path.write_bytes(LINE + changed(messages=[ROW["messages"][0], {"role": "assistant", "content": "x" * 1_000_000}]))
+    path.write_bytes(
+        LINE
+        + changed(messages=[ROW["messages"][0], {"role": "assistant", "content": "x" * 1_000_000}])
+    )
     assert prepare(path).num_tokens > 1_000_000
 
 
@@ -180,14 +214,22 @@ def test_random_damage(tmp_path: Path, seed: int) -> None:
     for _ in range(rng.randint(1, 6)):
         start = rng.randrange(len(data))
         stop = min(len(data), start + rng.randint(0, 30))
-        damage = [b"", bytes(rng.randrange(256) for _ in range(stop - start)), bytes(data[start:stop]) * 2, b"\n", b'"']
+        damage = [
+            b"",
+            bytes(rng.randrange(256) for _ in range(stop - start)),
+            bytes(data[start:stop]) * 2,
+            b"\n",
+            b'"',
+        ]
         data[start:stop] = rng.choice(damage)
     name = rng.choice(["a.jsonl", "a.json", "a.csv"])
     (tmp_path / name).write_bytes(data)
     for options in ({}, {"on_bad_row": "skip", "max_bad_frac": 0.5}):
         outcome = outcome_of(tmp_path / name, **options)
         assert (
-            outcome == "all counted" or name in outcome or re.match("train: |the columns .* no known format", outcome)
+            outcome == "all counted"
+            or name in outcome
+            or re.match("train: |the columns .* no known format", outcome)
         )
 
 
@@ -203,7 +245,8 @@ def outcome_of(path: Path, **options: Any) -> str:
 @pytest.mark.parametrize(
     ("data", "cause"),
     [("prompt,completion\na,b\n".encode("utf-16"), "UTF-16"), (gzip.compress(b"{}"), r"\.gz")],
-    ids=["UTF-16", "gzip"],  # of the data, they would hold the time of gzip's header: other names in each process
+    # of the data, they would hold the time of gzip's header: other names in each process
+    ids=["UTF-16", "gzip"],
 )
 def test_bytes_of_other_kinds_are_recognized(tmp_path: Path, data: bytes, cause: str) -> None:
     (tmp_path / "a.jsonl").write_bytes(data)
@@ -223,7 +266,11 @@ SEPARATED = {"comma": ",", "semicolon": ";", "tab": "\t", "pipe": "|"}
 @pytest.mark.parametrize("delimiter", SEPARATED)
 def test_the_delimiter_of_a_table_is_found(tmp_path: Path, kind: str, delimiter: str) -> None:
     mark = SEPARATED[delimiter]
-    lines = ["question", "answer"], ["a, b" if mark != "," else "b", "x"], [f'"c{mark} d\nline"', "1.5"]
+    lines = (
+        ["question", "answer"],
+        ["a, b" if mark != "," else "b", "x"],
+        [f'"c{mark} d\nline"', "1.5"],
+    )
     (tmp_path / kind).write_text("".join(mark.join(line) + "\r\n" for line in lines))
     found = documents(str(tmp_path / kind))
     assert [document["completion"] for document in found] == ["x", "1.5"]

@@ -40,7 +40,8 @@ def test_a_file_that_is_cut_short_while_it_is_read(tmp_path: Path) -> None:
     os.truncate(path, len(LINES))
     assert rows[4] == DOCUMENTS[4]
     with pytest.raises(
-        DataError, match=r"a.jsonl:6: the file was truncated while it was being read: it had 175,000 bytes"
+        DataError,
+        match=r"a.jsonl:6: the file was truncated while it was being read: it had 175,000 bytes",
     ):
         rows[5]
     with pytest.raises(DataError, match=r"a.jsonl:5000: the file was truncated"):
@@ -51,4 +52,6 @@ def test_nulls_that_arrow_fills_in_are_taken_out(tmp_path: Path) -> None:
     tools = [{"name": "f", "x": 1}, {"name": "g", "y": 2}]
     rows = [{"messages": CHAT, "tools": [tool]} for tool in tools]
     datasets.Dataset.from_list(rows).to_parquet(tmp_path / "a.parquet")
-    assert [document["tools"] for document in documents(str(tmp_path / "a.parquet"))] == [[tool] for tool in tools]
+    assert [document["tools"] for document in documents(str(tmp_path / "a.parquet"))] == [
+        [tool] for tool in tools
+    ]

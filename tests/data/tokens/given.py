@@ -37,8 +37,12 @@ def chats(*documents: Any) -> Given:
     return Given(DocumentList([{"messages": messages} for messages in documents], "given"))
 
 
-def tokenized(documents: Any, tmp_path: Path, family: Family = MARKED, **options: Any) -> TokenizedData:
-    return tokenize_documents(documents, Job(byte_tokenizer(family), TokenizeConfig(**options)), tmp_path)
+def tokenized(
+    documents: Any, tmp_path: Path, family: Family = MARKED, **options: Any
+) -> TokenizedData:
+    return tokenize_documents(
+        documents, Job(byte_tokenizer(family), TokenizeConfig(**options)), tmp_path
+    )
 
 
 def token_file(path: Path, *rows: dict) -> FilesDataset:

@@ -25,7 +25,9 @@ def marked(rendering: Rendering) -> str:
     return text
 
 
-def rendered(family: str, messages: list[dict], train_on: str = "assistant", **template_kwargs: object) -> list[str]:
+def rendered(
+    family: str, messages: list[dict], train_on: str = "assistant", **template_kwargs: object
+) -> list[str]:
     renderer = ChatRenderer(byte_tokenizer(FAMILIES[family]), train_on, template_kwargs)
     return [marked(rendering) for rendering in renderer.renderings(messages)]
 
@@ -54,7 +56,8 @@ TWO_TURNS = {
         "<|start_header_id|>user<|end_header_id|>\n\n2+2?<|eot_id|>"
         "<|start_header_id|>assistant<|end_header_id|>\n\n⟦4<|eot_id|>⟧"
     ],
-    "qwen3": [  # the history loses its empty thoughts: one row a turn, each as the model would meet it
+    # the history loses its empty thoughts: one row a turn, each as the model would meet it
+    "qwen3": [
         "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
         "<|im_start|>assistant\n⟦<think>\n\n</think>\n\nHello!<|im_end|>⟧\n",
         "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
@@ -104,13 +107,23 @@ def test_all_trains_up_to_the_last_stop_token(family: str) -> None:
     assert text.rstrip().endswith("⟧")
     assert text.count("⟦") == 1
     (chat,) = ([HI, HELLO],)
-    found = tokenize_in_memory(DocumentList([{"messages": chat}], "x"), Job(byte_tokenizer(FAMILIES[family]), ALL))
+    found = tokenize_in_memory(
+        DocumentList([{"messages": chat}], "x"), Job(byte_tokenizer(FAMILIES[family]), ALL)
+    )
     assert int(found[0]["labels"][found[0]["labels"] != -100][-1]) >= 256  # a special token
 
 
 DROPPED = {
-    "thoughts": ({**HELLO, "reasoning_content": "Hm."}, None, "message 1 has reasoning_content that the chat template"),
-    "other thoughts": ({**HELLO, "thinking": "Hm."}, None, "message 1 has thinking that the chat template does not"),
+    "thoughts": (
+        {**HELLO, "reasoning_content": "Hm."},
+        None,
+        "message 1 has reasoning_content that the chat template",
+    ),
+    "other thoughts": (
+        {**HELLO, "thinking": "Hm."},
+        None,
+        "message 1 has thinking that the chat template does not",
+    ),
     "words beside a call": (
         {**HELLO, "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}]},
         [{"type": "function", "function": {"name": "f"}}],
@@ -145,7 +158,12 @@ def test_thoughts_of_earlier_turns_make_a_row_each() -> None:
         "{%- if message.role != 'assistant' -%}{{- message.content + '<|im_end|>\\n' -}}{%- else -%}{%- set thought",
     ).replace("{{- '\\n' -}}\n{%- endfor -%}", "{{- '\\n' -}}{%- endif -%}\n{%- endfor -%}")
     tokenizer = byte_tokenizer(Family(marks, QWEN3.specials, QWEN3.eos))
-    chat = [HI, {**HELLO, "reasoning_content": "First."}, SUM, {**FOUR, "reasoning_content": "Second."}]
+    chat = [
+        HI,
+        {**HELLO, "reasoning_content": "First."},
+        SUM,
+        {**FOUR, "reasoning_content": "Second."},
+    ]
     texts = [rendering.text for rendering in ChatRenderer(tokenizer, "assistant").renderings(chat)]
     assert ["First." in text for text in texts] == [True, False]
     assert ["Second." in text for text in texts] == [False, True]
@@ -218,7 +236,9 @@ def test_a_tool_call_is_trained_with_its_own_end_token() -> None:
 
 def test_completion_trains_what_follows_the_last_question() -> None:
     thought = {**HELLO, "content": "Let me see."}
-    (text,) = rendered("marked", [HI, HELLO, SUM, thought, {"role": "tool", "content": "4"}, FOUR], "completion")
+    (text,) = rendered(
+        "marked", [HI, HELLO, SUM, thought, {"role": "tool", "content": "4"}, FOUR], "completion"
+    )
     assert text == (
         "<|user|>Hi<|end|><|assistant|>Hello!<|end|><|user|>2+2?<|end|><|assistant|>⟦Let me see.<|end|>⟧"
         "<|tool|>4<|end|><|assistant|>⟦4<|end|>⟧"
@@ -226,12 +246,19 @@ def test_completion_trains_what_follows_the_last_question() -> None:
 
 
 def test_a_template_that_leaves_something_out_is_a_bad_row() -> None:
-    with pytest.raises(DataError, match=r"^message 1 calls a tool, but the chat template does not render tool calls"):
+    with pytest.raises(
+        DataError,
+        match=r"^message 1 calls a tool, but the chat template does not render tool calls",
+    ):
         rendered("marked", [SUM, CALL, {"role": "tool", "content": "4"}, FOUR])
     only_two = "{% for m in messages %}{% if m.role in ('user', 'assistant') %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    renderer = ChatRenderer(byte_tokenizer(Family(only_two, QWEN3.specials, QWEN3.eos)), "assistant")
+    renderer = ChatRenderer(
+        byte_tokenizer(Family(only_two, QWEN3.specials, QWEN3.eos)), "assistant"
+    )
     assert len(renderer.renderings([HI, HELLO])) == 1
-    with pytest.raises(DataError, match=r"^message 0 \(role system\) is omitted by the chat template"):
+    with pytest.raises(
+        DataError, match=r"^message 0 \(role system\) is omitted by the chat template"
+    ):
         renderer.renderings([SYSTEM, HI, HELLO])
 
 
@@ -255,22 +282,32 @@ def test_the_prompt_of_a_reasoning_model_that_opens_a_thought() -> None:
     prompt = "{{- '<|im_start|>assistant\\n' -}}"
     template = QWEN3.template.replace(prompt, prompt.replace("\\n", "\\n<think>x"))
     tokenizer = byte_tokenizer(Family(template, QWEN3.specials, QWEN3.eos))
-    (rendering,) = ChatRenderer(tokenizer, "assistant").renderings([HI, {**HELLO, "reasoning_content": "A"}])
+    (rendering,) = ChatRenderer(tokenizer, "assistant").renderings(
+        [HI, {**HELLO, "reasoning_content": "A"}]
+    )
     assert marked(rendering) == (
         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n<think>⟦\nA\n</think>\n\nHello!<|im_end|>⟧\n"
     )
 
 
 def test_a_refusal_of_the_template_is_a_bad_row() -> None:
-    with pytest.raises(DataError, match="refused by the chat template: Conversation roles must alternate"):
+    with pytest.raises(
+        DataError, match="refused by the chat template: Conversation roles must alternate"
+    ):
         rendered("gemma3", [HI, SUM, FOUR])
     with pytest.raises(DataError, match="has no assistant message"):
         rendered("llama3", [HI])
 
 
 def test_a_template_without_an_end_token_is_refused() -> None:
-    plain = Family("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", MISTRAL.specials, "</s>")
-    with pytest.raises(ConfigError, match="without a special token, so the model would never learn to stop"):
+    plain = Family(
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}",
+        MISTRAL.specials,
+        "</s>",
+    )
+    with pytest.raises(
+        ConfigError, match="without a special token, so the model would never learn to stop"
+    ):
         ChatRenderer(byte_tokenizer(plain), "assistant")
 
 

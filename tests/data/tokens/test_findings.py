@@ -19,7 +19,12 @@ def test_everything_is_counted(tmp_path: Path) -> None:
     documents = chats(*[[HI, HELLO]] * 96, [HI, silent], [HI], [HI, HELLO, HI], [HI, silent])
     data = tokenized(documents, tmp_path, on_bad_row="skip")
     counts = data.counts["train"]
-    assert (counts.num_documents, counts.num_rows, counts.num_bad, counts.num_fully_masked) == (100, 97, 1, 2)
+    assert (counts.num_documents, counts.num_rows, counts.num_bad, counts.num_fully_masked) == (
+        100,
+        97,
+        1,
+        2,
+    )
     assert data.notes == (
         "train: 100 documents → 97 rows, 780 tokens, 37% trained on, 1 bad skipped, 2 fully masked dropped"
         " · cache: miss (first time)",
@@ -48,7 +53,10 @@ def test_nothing_trained_on_shows_a_sample(tmp_path: Path) -> None:
 
 def test_everything_trained_on_shows_a_sample(tmp_path: Path) -> None:
     documents = token_file(tmp_path / "a.jsonl", {"input_ids": [1, 2, 3], "labels": [2, 3, _]})
-    with pytest.raises(DataError, match=r"^train: every token of all 1 rows is trained on, including the questions;"):
+    with pytest.raises(
+        DataError,
+        match=r"^train: every token of all 1 rows is trained on, including the questions;",
+    ):
         tokenized(documents, tmp_path)
 
 

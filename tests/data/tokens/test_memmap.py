@@ -67,7 +67,8 @@ def megatron_pair(path: Path, sequences: list[list[int]], bounds: list[int], cod
 
 
 def test_megatron_pairs(tmp_path: Path) -> None:
-    megatron_pair(tmp_path / "a", [[5, 6], [7], [8], [9, 1]], [0, 2, 3, 4])  # the first document has two sequences
+    # the first document has two sequences
+    megatron_pair(tmp_path / "a", [[5, 6], [7], [8], [9, 1]], [0, 2, 3, 4])
     assert as_lists(MemmapCorpus(str(tmp_path / "a.bin")).rows) == EXPECTED
 
 
@@ -91,20 +92,26 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
     np.array([1, 2, 3], np.uint16).tofile(tmp_path / "a.bin")
     for described in ({}, {"dtype": "uint16"}, {"separator_id": 0}):
         with pytest.raises(
-            ConfigError, match=r"a.bin has no a.idx: set dataset.dtype=uint16 or uint32 and dataset.sep"
+            ConfigError,
+            match=r"a.bin has no a.idx: set dataset.dtype=uint16 or uint32 and dataset.sep",
         ):
             MemmapCorpus(str(tmp_path / "a.bin"), **described)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"dataset.separator_id=70000 is not a token of uint16"):
         MemmapCorpus(str(tmp_path / "a.bin"), dtype="uint16", separator_id=70000)
     with pytest.raises(DataError, match="6 bytes are not a whole number of uint32 tokens"):
         MemmapCorpus(str(tmp_path / "a.bin"), dtype="uint32", separator_id=0)
-    with pytest.raises(DataError, match="document 0 holds the token 70000; uint16 holds up to 65535"):
+    with pytest.raises(
+        DataError, match="document 0 holds the token 70000; uint16 holds up to 65535"
+    ):
         write_memmap(tmp_path / "b", [[70000]], "uint16")
 
 
 def test_a_corpus_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
     write_memmap(tmp_path / "a", [[5], [900]], "uint16")
-    with pytest.raises(DataError, match="train: document 1 holds the token 900, and the tokenizer has ids up to 260"):
+    with pytest.raises(
+        DataError,
+        match="train: document 1 holds the token 900, and the tokenizer has ids up to 260",
+    ):
         tokenize_documents(MemmapCorpus(str(tmp_path / "a")), Job(byte_tokenizer(MARKED)), tmp_path)
 
 
@@ -114,8 +121,14 @@ def test_packs_are_read_from_the_file(tmp_path: Path) -> None:
     data = tokenize_documents(corpus, Job(byte_tokenizer(MARKED)), tmp_path)
     assert data.counts["train"].num_label_tokens == 3
     packs = PackedDataset(data.train, plan_packs(data.train.lengths, 4, strategy="next_fit"))
-    assert [pack["input_ids"].tolist() for pack in map(packs.__getitem__, range(2))] == [[5, 6, 7, 8], [9, 1, 0, 0]]
-    assert [pack["labels"].tolist() for pack in map(packs.__getitem__, range(2))] == [[6, 7, _, _], [1, _, _, _]]
+    assert [pack["input_ids"].tolist() for pack in map(packs.__getitem__, range(2))] == [
+        [5, 6, 7, 8],
+        [9, 1, 0, 0],
+    ]
+    assert [pack["labels"].tolist() for pack in map(packs.__getitem__, range(2))] == [
+        [6, 7, _, _],
+        [1, _, _, _],
+    ]
 
 
 def test_a_file_that_is_cut_short_while_it_is_mapped(tmp_path: Path) -> None:
@@ -132,10 +145,16 @@ def test_a_file_that_is_cut_short_while_it_is_mapped(tmp_path: Path) -> None:
     ("name", "content", "message"),
     [
         ("a.idx", b"\x93NUMPY", r"a.idx: is too short"),
-        ("a.bin", b"1234", r"a.bin: its index belongs to another file: documents are outside the 2 tokens"),
+        (
+            "a.bin",
+            b"1234",
+            r"a.bin: its index belongs to another file: documents are outside the 2 tokens",
+        ),
     ],
 )
-def test_damaged_companions_are_named(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+def test_damaged_companions_are_named(
+    tmp_path: Path, name: str, content: bytes, message: str
+) -> None:
     write_memmap(tmp_path / "a", [[1, 2, 3]] * 10, "uint16")
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=message):

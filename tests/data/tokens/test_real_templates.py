@@ -11,29 +11,62 @@ from automodel_lite.data.tokens.encode import ChatRenderer, Rendering
 from automodel_lite.errors import ConfigError, DataError
 from tests.data.templates import Family, byte_tokenizer
 
-TEMPLATES = {path.stem: path for path in sorted((Path(__file__).parents[1] / "chat_templates").glob("*.jinja"))}
+TEMPLATES = {
+    path.stem: path
+    for path in sorted((Path(__file__).parents[1] / "chat_templates").glob("*.jinja"))
+}
 SPECIAL = re.compile(
     r"<\|[^|<>\s'\"]+\|?>|<[a-z_]+\|>|<｜[^｜]+｜>|</?(?:start|end)_of_turn>|\[\|?[a-zA-Z_/]+\|?\]|</s>"
 )
-STOPS = ("<|im_end|>", "<end_of_turn>", "<turn|>", "<|eot_id|>", "<|eot|>", "<|end|>", "<｜end▁of▁sentence｜>", "</s>")
+STOPS = (
+    "<|im_end|>",
+    "<end_of_turn>",
+    "<turn|>",
+    "<|eot_id|>",
+    "<|eot|>",
+    "<|end|>",
+    "<｜end▁of▁sentence｜>",
+    "</s>",
+)
 
 SYSTEM = {"role": "system", "content": "Be kind."}
-HI, HELLO = {"role": "user", "content": "Hi there"}, {"role": "assistant", "content": "Hello friend!"}
-SUM, FOUR = {"role": "user", "content": "Two plus two?"}, {"role": "assistant", "content": "It is four."}
-THOUGHT = [HI, {**HELLO, "reasoning_content": "Why not."}, SUM, {**FOUR, "reasoning_content": "Adding."}]
+HI, HELLO = (
+    {"role": "user", "content": "Hi there"},
+    {"role": "assistant", "content": "Hello friend!"},
+)
+SUM, FOUR = (
+    {"role": "user", "content": "Two plus two?"},
+    {"role": "assistant", "content": "It is four."},
+)
+THOUGHT = [
+    HI,
+    {**HELLO, "reasoning_content": "Why not."},
+    SUM,
+    {**FOUR, "reasoning_content": "Adding."},
+]
 PARAMETERS = {
     "type": "object",
     "properties": {"city": {"type": "string", "description": "where"}},
     "required": ["city"],
 }
-TOOLS = [{"type": "function", "function": {"name": "get_weather", "description": "now", "parameters": PARAMETERS}}]
-CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "get_weather", "arguments": {"city": "Rome"}}}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "get_weather", "description": "now", "parameters": PARAMETERS},
+    }
+]
+CALL = {
+    "id": "abcdefghi",
+    "type": "function",
+    "function": {"name": "get_weather", "arguments": {"city": "Rome"}},
+}
 SUNNY = {"role": "tool", "name": "get_weather", "tool_call_id": "abcdefghi", "content": "sunny"}
 CALLED = [HI, {"role": "assistant", "content": "", "tool_calls": [CALL]}, SUNNY, FOUR]
 
 # templates that write no stop token behind an answer: the next turn ends it
 ENDLESS = {"glm4moe"}
-NO_SYSTEM = {"gemma", "mistral_v2v3", "mistral_v3_tekken"}  # the latter two write one before a question alone
+# the latter two write one before a question alone
+NO_SYSTEM = {"gemma", "mistral_v2v3", "mistral_v3_tekken"}
 # where a chat with tool calls, or with thoughts, is trained; everywhere else it is refused by name
 CALLS = frozenset(
     [
@@ -94,7 +127,10 @@ def turns(found: list[Rendering]) -> list[str]:
 @pytest.mark.parametrize("name", sorted(TEMPLATES.keys() - ENDLESS))
 def test_answers_are_trained_up_to_their_stop_token(name: str) -> None:
     chat = renderer(name)
-    for messages in ([HI, HELLO, SUM, FOUR], *([[SYSTEM, HI, HELLO, SUM, FOUR]] if name not in NO_SYSTEM else [])):
+    for messages in (
+        [HI, HELLO, SUM, FOUR],
+        *([[SYSTEM, HI, HELLO, SUM, FOUR]] if name not in NO_SYSTEM else []),
+    ):
         found = chat.renderings(messages)
         first, second = turns(found)
         assert "Hello friend!" in first
@@ -102,7 +138,9 @@ def test_answers_are_trained_up_to_their_stop_token(name: str) -> None:
         for turn in (first, second):
             assert turn.endswith(chat.stop_tokens)
             assert not any(text in turn for text in ("Hi there", "Two plus two?", "Be kind."))
-        assert all(text in found[-1].text for text in ("Hi there", "Hello friend!", "Two plus two?"))
+        assert all(
+            text in found[-1].text for text in ("Hi there", "Hello friend!", "Two plus two?")
+        )
 
 
 @pytest.mark.parametrize("name", sorted(TEMPLATES.keys() - ENDLESS))
@@ -119,7 +157,9 @@ def test_all_is_trained_up_to_the_last_stop_token(name: str) -> None:
 def test_tool_calls_are_trained_and_results_are_not(name: str) -> None:
     chat = renderer(name)
     if name not in CALLS:
-        with pytest.raises(DataError, match=r"calls a tool, but|that the chat template does not write"):
+        with pytest.raises(
+            DataError, match=r"calls a tool, but|that the chat template does not write"
+        ):
             chat.renderings(CALLED, TOOLS)
         return
     found = chat.renderings(CALLED, TOOLS)
@@ -135,7 +175,9 @@ def test_tool_calls_are_trained_and_results_are_not(name: str) -> None:
 def test_thoughts_are_trained_or_refused(name: str) -> None:
     chat = renderer(name)
     if name not in THOUGHTS:
-        with pytest.raises(DataError, match="reasoning_content that the chat template does not write"):
+        with pytest.raises(
+            DataError, match="reasoning_content that the chat template does not write"
+        ):
             chat.renderings(THOUGHT)
         return
     first, second = turns(chat.renderings(THOUGHT))
@@ -145,7 +187,9 @@ def test_thoughts_are_trained_or_refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(NO_SYSTEM))
 def test_a_system_prompt_that_is_not_written_is_refused(name: str) -> None:
-    with pytest.raises(DataError, match=r"System role not supported|role system\) is omitted by the chat template"):
+    with pytest.raises(
+        DataError, match=r"System role not supported|role system\) is omitted by the chat template"
+    ):
         renderer(name).renderings([SYSTEM, HI, HELLO])
 
 
@@ -160,5 +204,7 @@ def test_a_line_break_behind_a_marked_turn_is_not_trained() -> None:
 
 @pytest.mark.parametrize("name", sorted(ENDLESS))
 def test_a_template_without_a_stop_token_is_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match="without a special token, so the model would never learn to stop"):
+    with pytest.raises(
+        ConfigError, match="without a special token, so the model would never learn to stop"
+    ):
         renderer(name)

@@ -39,7 +39,10 @@ def _weights(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_new_column_is_written_packed_and_collated(tmp_path: Path) -> None:
     writer = RowsWriter(tmp_path)
     for row in TWO:
-        writer.append({name: np.array(values) for name, values in row.items()}, np.array([len(row["input_ids"])]))
+        writer.append(
+            {name: np.array(values) for name, values in row.items()},
+            np.array([len(row["input_ids"])]),
+        )
     writer.close()
     rows = load_rows(tmp_path)
     assert rows[1]["weights"].tolist() == [2.0, 0.0]
@@ -47,12 +50,16 @@ def test_a_new_column_is_written_packed_and_collated(tmp_path: Path) -> None:
     batch = packed_sequence_thd_collater([packs[0], packs[0]])
     assert batch["weights"].dtype == torch.float32
     assert batch["weights"].tolist() == [[0.5, 1.0, 0.0, -1.0, 2.0, 0.0, -1.0, -1.0]] * 2
-    assert torch.equal(packed_sequence_thd_collater(packs.__getitems__([0, 0]))["weights"], batch["weights"])
+    assert torch.equal(
+        packed_sequence_thd_collater(packs.__getitems__([0, 0]))["weights"], batch["weights"]
+    )
 
 
 @pytest.mark.usefixtures("_weights")
 def test_a_new_column_of_a_stream_is_packed_and_cut() -> None:
-    pack = next(PackStream(lambda start: ([row] for row in TWO[start:]), Packer(2, overlong="truncate")))
+    pack = next(
+        PackStream(lambda start: ([row] for row in TWO[start:]), Packer(2, overlong="truncate"))
+    )
     assert pack["weights"].tolist() == [0.5, 1.0]
 
 
@@ -83,10 +90,18 @@ def as_lists(rows: TokenRows) -> list[tuple[list[int], list[int]]]:
         ([1, 2], [1, 1], [0, 1, 0, 1, 0], [_, _]),
         ([], [], [], []),
     ],
-    ids=["one document", "no target crosses", "first token is nobody's target", "short and empty", "nothing"],
+    ids=[
+        "one document",
+        "no target crosses",
+        "first token is nobody's target",
+        "short and empty",
+        "nothing",
+    ],
 )
 def test_next_token_labels(input_ids: list, trained: list, lengths: list, labels: list) -> None:
-    found = next_token_labels(np.array(input_ids, np.int32), np.array(trained, bool), np.array(lengths, np.int64))
+    found = next_token_labels(
+        np.array(input_ids, np.int32), np.array(trained, bool), np.array(lengths, np.int64)
+    )
     assert found.tolist() == labels
 
 

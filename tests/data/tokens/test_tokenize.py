@@ -47,7 +47,9 @@ def test_the_rows_show_the_mask_of_the_text(tmp_path: Path, family: str) -> None
     text = mark_trained(tokenizer, rows[0]["input_ids"], rows[0]["labels"])
     assert text.count("⟦") == text.count("⟧") == 1
     assert "Yo" in text[text.index("⟦") : text.index("⟧")]
-    assert text.replace("⟦", "").replace("⟧", "") == tokenizer.apply_chat_template([HI, HELLO], tokenize=False)
+    assert text.replace("⟦", "").replace("⟧", "") == tokenizer.apply_chat_template(
+        [HI, HELLO], tokenize=False
+    )
     bos = FAMILIES[family].bos
     assert bos is None or text.count(bos) == 1
 
@@ -66,50 +68,87 @@ def test_the_rows_show_the_mask_of_the_text(tmp_path: Path, family: str) -> None
         ({"text": "abc"}, None, "a⟦bc</s>⟧"),
         ({"text": "abc</s>"}, None, "a⟦bc</s>⟧"),
     ],
-    ids=["template", "template with system", "plain", "plain with its own space", "text", "text with its own end"],
+    ids=[
+        "template",
+        "template with system",
+        "plain",
+        "plain with its own space",
+        "text",
+        "text with its own end",
+    ],
 )
-def test_documents_of_other_kinds(tmp_path: Path, document: dict, family: Family | None, text: str) -> None:
+def test_documents_of_other_kinds(
+    tmp_path: Path, document: dict, family: Family | None, text: str
+) -> None:
     tokenizer = byte_tokenizer(family or Family("", ("</s>",), "</s>"))
     if family is None:
         tokenizer.chat_template = None
     kind = "text" if "text" in document else "prompt_completion"
-    rows = tokenize_documents(Given(DocumentList([document], "x"), kind), Job(tokenizer), tmp_path).train
+    rows = tokenize_documents(
+        Given(DocumentList([document], "x"), kind), Job(tokenizer), tmp_path
+    ).train
     assert mark_trained(tokenizer, rows[0]["input_ids"], rows[0]["labels"]) == text
 
 
 def test_a_trimmed_space_belongs_to_its_word(tmp_path: Path) -> None:
     """Byte-level tokenizers leave a leading space out of the offsets of ` 4`; the token is trained all the same."""
-    documents = Given(DocumentList([{"prompt": "2 + 2 =", "completion": " 4 or four"}] * 50, "x"), "prompt_completion")
+    documents = Given(
+        DocumentList([{"prompt": "2 + 2 =", "completion": " 4 or four"}] * 50, "x"),
+        "prompt_completion",
+    )
     tokenizer = train_bpe_tokenizer(ToyChat(num_chats=50), 300, cache_dir=tmp_path)
     tokenizer.chat_template = None
     rows = tokenize_documents(documents, Job(tokenizer), tmp_path).train
-    assert mark_trained(tokenizer, rows[0]["input_ids"], rows[0]["labels"]) == "2 + 2 =⟦ 4 or four<|end|>⟧"
+    assert (
+        mark_trained(tokenizer, rows[0]["input_ids"], rows[0]["labels"])
+        == "2 + 2 =⟦ 4 or four<|end|>⟧"
+    )
 
 
-@pytest.mark.parametrize("text", ["🙂", "é", "日本", "a🙂b"], ids=["emoji", "accent", "two of three bytes", "inside"])
+@pytest.mark.parametrize(
+    "text", ["🙂", "é", "日本", "a🙂b"], ids=["emoji", "accent", "two of three bytes", "inside"]
+)
 def test_all_bytes_of_a_character_are_trained(tmp_path: Path, text: str) -> None:
     tokenizer = byte_tokenizer(MARKED)
-    rows = tokenize_documents(chats([HI, {**HELLO, "content": text}]), Job(tokenizer), tmp_path).train
+    rows = tokenize_documents(
+        chats([HI, {**HELLO, "content": text}]), Job(tokenizer), tmp_path
+    ).train
     num_bytes = len(text.encode())
     assert (rows[0]["labels"] != _).sum() == num_bytes + 1
-    assert mark_trained(tokenizer, rows[0]["input_ids"], rows[0]["labels"]).endswith(f"⟦{text}<|end|>⟧")
+    assert mark_trained(tokenizer, rows[0]["input_ids"], rows[0]["labels"]).endswith(
+        f"⟦{text}<|end|>⟧"
+    )
 
 
 @pytest.mark.parametrize(
     ("row", "expected", "note"),
     [
         ({"input_ids": [1, 2, 3, 4], "labels": [_, 3, 4, _]}, [_, 3, 4, _], "next-token aligned"),
-        ({"input_ids": [1, 2, 3, 4], "labels": [_, _, 3, 4]}, [_, 3, 4, _], "unshifted (shifted once here)"),
-        ({"input_ids": [1, 2, 3, 4], "loss_mask": [0, 0, 1, 1]}, [_, 3, 4, _], "unshifted (shifted once here)"),
         (
-            {"input_ids": [1, 2, 3, 0, 0], "labels": [_, 3, _, _, _], "attention_mask": [1, 1, 1, 0, 0]},
+            {"input_ids": [1, 2, 3, 4], "labels": [_, _, 3, 4]},
+            [_, 3, 4, _],
+            "unshifted (shifted once here)",
+        ),
+        (
+            {"input_ids": [1, 2, 3, 4], "loss_mask": [0, 0, 1, 1]},
+            [_, 3, 4, _],
+            "unshifted (shifted once here)",
+        ),
+        (
+            {
+                "input_ids": [1, 2, 3, 0, 0],
+                "labels": [_, 3, _, _, _],
+                "attention_mask": [1, 1, 1, 0, 0],
+            },
             [_, 3, _],
             "next-token aligned",
         ),
     ],
     ids=["aligned", "unshifted", "loss mask", "padded"],
 )
-def test_given_labels_are_aligned_once(tmp_path: Path, row: dict, expected: list, note: str) -> None:
+def test_given_labels_are_aligned_once(
+    tmp_path: Path, row: dict, expected: list, note: str
+) -> None:
     documents = token_file(tmp_path / "a.jsonl", row)
     assert documents.description.endswith(f"→ tokens, labels {note}")
     assert as_lists(tokenized(documents, tmp_path).train)[0][1] == expected
@@ -131,10 +170,19 @@ def test_packed_rows_are_taken_apart(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"input_ids": [1, 2, 900]}, "a.jsonl:1: column input_ids holds ids from 1 to 900, and the tokenizer has"),
+        (
+            {"input_ids": [1, 2, 900]},
+            "a.jsonl:1: column input_ids holds ids from 1 to 900, and the tokenizer has",
+        ),
         ({"input_ids": [1, 2, 3]}, "a.jsonl:1: has input_ids without labels: set train_on=all"),
-        ({"input_ids": [1, 2], "labels": [1]}, "a.jsonl:1: column labels has 1 values and input_ids 2"),
-        ({"input_ids": [1, "2"]}, "a.jsonl:1: column input_ids must be a list of integers, not list"),
+        (
+            {"input_ids": [1, 2], "labels": [1]},
+            "a.jsonl:1: column labels has 1 values and input_ids 2",
+        ),
+        (
+            {"input_ids": [1, "2"]},
+            "a.jsonl:1: column input_ids must be a list of integers, not list",
+        ),
         ({"input_ids": [[1], [2]]}, "a.jsonl:1: column input_ids must be a list of integers"),
         ({"input_ids": [[1], 2]}, "a.jsonl:1: column input_ids must be a flat list of integers."),
     ],
@@ -147,7 +195,9 @@ def test_token_rows_that_cannot_be(tmp_path: Path, row: dict, message: str) -> N
 
 
 def test_token_ids_without_labels_are_trained_whole_when_asked(tmp_path: Path) -> None:
-    rows = tokenized(token_file(tmp_path / "a.jsonl", {"input_ids": [1, 2, 3]}), tmp_path, train_on="all").train
+    rows = tokenized(
+        token_file(tmp_path / "a.jsonl", {"input_ids": [1, 2, 3]}), tmp_path, train_on="all"
+    ).train
     assert as_lists(rows) == [([1, 2, 3], [2, 3, _])]
 
 
@@ -171,7 +221,9 @@ def test_cache_says_hit_or_miss_and_what_changed(tmp_path: Path) -> None:
     assert note() == "miss (first time)"
     assert note() == "hit"
     assert note(train_on="last_assistant") == "miss (changed: train_on)"
-    assert note(family=LLAMA3) == ("miss (changed: tokenizer, tokenizer.chat_template, tokenizer.special_tokens)")
+    assert note(family=LLAMA3) == (
+        "miss (changed: tokenizer, tokenizer.chat_template, tokenizer.special_tokens)"
+    )
     assert note() == "hit"
 
 
@@ -198,8 +250,12 @@ def test_processes_give_the_rows_of_one(tmp_path: Path) -> None:
     fork_server()
     documents = ToyChat(num_chats=1200)
     tokenizer = train_bpe_tokenizer(documents, 300, cache_dir=tmp_path)
-    alone = tokenize_documents(documents, Job(tokenizer, TokenizeConfig(num_proc=1)), tmp_path / "1").train
-    two = tokenize_documents(documents, Job(tokenizer, TokenizeConfig(num_proc=2)), tmp_path / "2").train
+    alone = tokenize_documents(
+        documents, Job(tokenizer, TokenizeConfig(num_proc=1)), tmp_path / "1"
+    ).train
+    two = tokenize_documents(
+        documents, Job(tokenizer, TokenizeConfig(num_proc=2)), tmp_path / "2"
+    ).train
     assert np.array_equal(alone.columns["input_ids"], two.columns["input_ids"])
     assert np.array_equal(alone.columns["labels"], two.columns["labels"])
     assert np.array_equal(alone.offsets, two.offsets)
@@ -220,10 +276,17 @@ def test_a_bad_row_is_named_from_another_process(tmp_path: Path) -> None:
 
 
 def test_special_tokens_in_the_text_of_users_are_noted(tmp_path: Path) -> None:
-    chats = [[{"role": "user", "content": text}, {"role": "assistant", "content": "x"}] for text in ("a", "b<|end|>")]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    chats = [
+        [{"role": "user", "content": text}, {"role": "assistant", "content": "x"}]
+        for text in ("a", "b<|end|>")
+    ]
+    (tmp_path / "a.jsonl").write_text(
+        "".join(json.dumps({"messages": chat}) + "\n" for chat in chats)
+    )
     data = tokenize_documents(
-        FilesDataset(str(tmp_path / "a.jsonl")), Job(byte_tokenizer(MARKED), TokenizeConfig()), tmp_path
+        FilesDataset(str(tmp_path / "a.jsonl")),
+        Job(byte_tokenizer(MARKED), TokenizeConfig()),
+        tmp_path,
     )
     assert data.counts["train"].num_with_special_tokens == 1
     assert data.notes[1] == (
@@ -232,13 +295,20 @@ def test_special_tokens_in_the_text_of_users_are_noted(tmp_path: Path) -> None:
 
 
 def test_what_nothing_uses_is_named_wherever_it_begins(tmp_path: Path) -> None:
-    turns = [{"role": "user", "content": "a", "name": "Eve"}, {"role": "assistant", "content": "x", "origin": "web"}]
-    rows = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "x"}]}] * 30
+    turns = [
+        {"role": "user", "content": "a", "name": "Eve"},
+        {"role": "assistant", "content": "x", "origin": "web"},
+    ]
+    rows = [
+        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "x"}]}
+    ] * 30
     rows += [{"messages": turns, "is_correct": False, "text": "other", "notes": None}]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     job = Job(byte_tokenizer(MARKED), TokenizeConfig())
     (note,) = tokenize_documents(FilesDataset(str(tmp_path / "a.jsonl")), job, tmp_path).notes[1:]
-    assert note.startswith("NOTE: train: ignored, as nothing uses them: is_correct (a.jsonl:31), text (a.jsonl:31)")
+    assert note.startswith(
+        "NOTE: train: ignored, as nothing uses them: is_correct (a.jsonl:31), text (a.jsonl:31)"
+    )
     assert "name of a turn (a.jsonl:31)" in note
     assert "origin of a turn (a.jsonl:31)" in note
     assert "notes" not in note
@@ -251,7 +321,9 @@ def test_empty_answers_are_counted(tmp_path: Path) -> None:
     assert notes[1:] == ("NOTE: train: 1 rows train only the end of an answer, which is empty",)
 
 
-def test_a_template_that_never_ends_is_named(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch) -> None:
+def test_a_template_that_never_ends_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch
+) -> None:
     from automodel_lite.data.tokens import tokenize
 
     monkeypatch.setattr(tokenize, "STALL_S", 0.2)
@@ -263,6 +335,10 @@ def test_a_template_that_never_ends_is_named(tmp_path: Path, capsys: pytest.Capt
     tokenizer = byte_tokenizer(MARKED)
     tokenizer.chat_template = slow
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "x"}]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"messages": c}) + "\n" for c in (chat, chat * 2)))
-    tokenize_documents(FilesDataset(str(tmp_path / "a.jsonl")), Job(tokenizer, TokenizeConfig()), tmp_path)
+    (tmp_path / "a.jsonl").write_text(
+        "".join(json.dumps({"messages": c}) + "\n" for c in (chat, chat * 2))
+    )
+    tokenize_documents(
+        FilesDataset(str(tmp_path / "a.jsonl")), Job(tokenizer, TokenizeConfig()), tmp_path
+    )
     assert "WARNING: a.jsonl:2 has been with the chat template for 0 s" in capsys.readouterr().err

@@ -36,12 +36,16 @@ def test_a_tokenizer_that_is_not_the_models_is_refused(tmp_path: Path) -> None:
     byte_tokenizer(MARKED).save_pretrained(tmp_path / "model")
     config = Config(
         dataset={"_target_": "automodel_lite.data.reading.documents.ToyChat", "num_chats": 20},
-        tokenizer={"_target_": "automodel_lite.data.tokens.tokenizer.train_bpe_tokenizer", "vocab_size": 300},
+        tokenizer={
+            "_target_": "automodel_lite.data.tokens.tokenizer.train_bpe_tokenizer",
+            "vocab_size": 300,
+        },
         model={"pretrained": str(tmp_path / "model")},
         cache_dir=str(tmp_path),
     )
     with pytest.raises(
-        ConfigError, match=r"tokenizer is not that of model.pretrained=.*tokens have another id or none"
+        ConfigError,
+        match=r"tokenizer is not that of model.pretrained=.*tokens have another id or none",
     ):
         job_of(config, ToyChat(num_chats=20))
     more = byte_tokenizer(MARKED)

@@ -15,7 +15,13 @@ import torch
 from automodel_lite.config.schema import TokenizeConfig
 from automodel_lite.data.packing.packs import Packer, packed_sequence_thd_collater
 from automodel_lite.data.reading.files import FilesDataset
-from automodel_lite.data.tokens.token_rows import RowsWriter, Runs, TokenizedData, flatten, load_rows
+from automodel_lite.data.tokens.token_rows import (
+    RowsWriter,
+    Runs,
+    TokenizedData,
+    flatten,
+    load_rows,
+)
 from automodel_lite.data.tokens.tokenize import Job, tokenize_documents
 from automodel_lite.data.tokens.trees import cut_tree, grow_trees
 from automodel_lite.paths import find_nodes
@@ -27,7 +33,10 @@ _ = -100
 
 
 def rows_of(rows: list[tuple[list[int], list[int]]]) -> list[dict[str, np.ndarray]]:
-    return [{"input_ids": np.array(ids, np.int32), "labels": np.array(labels, np.int32)} for ids, labels in rows]
+    return [
+        {"input_ids": np.array(ids, np.int32), "labels": np.array(labels, np.int32)}
+        for ids, labels in rows
+    ]
 
 
 def spelled(tree: dict[str, Any]) -> list[list[int]]:
@@ -50,7 +59,9 @@ def test_three_rows_are_the_tree_of_the_drawing() -> None:
 
 
 def test_a_label_that_two_rows_train_weighs_two() -> None:
-    (tree,) = grow_trees(rows_of([labelled([1, 2, 3, 4], 1), labelled([1, 2, 3, 5], 2)]), least_shared=2)
+    (tree,) = grow_trees(
+        rows_of([labelled([1, 2, 3, 4], 1), labelled([1, 2, 3, 5], 2)]), least_shared=2
+    )
     assert tree["input_ids"].tolist() == [1, 2, 3, 4, 3, 5]
     assert tree["labels"].tolist() == [2, 3, 4, _, 5, _]
     assert tree["loss_weights"].tolist() == [1, 2, 1, 1, 1, 1]
@@ -59,7 +70,10 @@ def test_a_label_that_two_rows_train_weighs_two() -> None:
 @pytest.mark.parametrize(
     ("rows", "why"),
     [
-        ([([1, 2, 3, 4], [9, 9, 9, _]), ([1, 2, 3, 5], [_] * 4)], "labels that are not the next token"),
+        (
+            [([1, 2, 3, 4], [9, 9, 9, _]), ([1, 2, 3, 5], [_] * 4)],
+            "labels that are not the next token",
+        ),
         ([([1, 2, 3], [2, 3, _]), ([1, 9, 3], [9, 3, _])], "too little is shared"),
     ],
     ids=["labels of one's own", "short beginnings"],
@@ -77,13 +91,19 @@ def test_random_trees_keep_rows_and_labels(seed: int) -> None:
         rows += [rows[0]]
     trees = grow_trees(rows_of(rows), least_shared=1)
     size = max(max(len(ids) for ids, _ in rows), r.randint(10, 80))
-    parts = [part for tree in trees for part in (cut_tree(tree, size) if "branches" in tree else [tree])]
+    parts = [
+        part for tree in trees for part in (cut_tree(tree, size) if "branches" in tree else [tree])
+    ]
     assert all(len(part["input_ids"]) <= size for part in parts)
     for held in (trees, parts):
-        assert sorted(row for tree in held for row in spelled(tree)) == sorted(ids for ids, _ in rows)
+        assert sorted(row for tree in held for row in spelled(tree)) == sorted(
+            ids for ids, _ in rows
+        )
         trained = sum(labels != IGNORE_INDEX for _, row in rows for labels in row)
         weights = [tree.get("loss_weights", np.ones(len(tree["labels"]))) for tree in held]
-        assert trained == sum(w[tree["labels"] != IGNORE_INDEX].sum() for w, tree in zip(weights, held))
+        assert trained == sum(
+            w[tree["labels"] != IGNORE_INDEX].sum() for w, tree in zip(weights, held)
+        )
 
 
 def test_runs_are_the_column(tmp_path: Path) -> None:
@@ -92,7 +112,10 @@ def test_runs_are_the_column(tmp_path: Path) -> None:
     columns = {name: [] for name in ("branches", "loss_weights")}
     for piece in range(6):
         n = int(r.integers(0, 9))
-        given = {"branches": r.integers(0, 2, n), "loss_weights": r.integers(0, 3, n).astype(np.float32)}
+        given = {
+            "branches": r.integers(0, 2, n),
+            "loss_weights": r.integers(0, 3, n).astype(np.float32),
+        }
         given = given if piece % 2 else {}
         writer.append({"input_ids": np.arange(n), "labels": np.arange(n), **given}, np.array([n]))
         columns["branches"] += list(given.get("branches", [0] * n))
@@ -117,13 +140,21 @@ def test_rows_beside_the_groups_are_alone(tmp_path: Path) -> None:
     assert groups.tolist() == [-1, -1, 7, 7, -1, -1]
 
 
-QUESTIONS = ["How many seas are there on the round earth, and how deep is each of them, pray?", "Why so?", "And then?"]
+QUESTIONS = [
+    "How many seas are there on the round earth, and how deep is each of them, pray?",
+    "Why so?",
+    "And then?",
+]
 
 
 def chat(answers: list[str]) -> dict[str, Any]:
     turns = zip(QUESTIONS, answers)
     return {
-        "messages": [x for q, a in turns for x in ({"role": "user", "content": q}, {"role": "assistant", **think(a)})]
+        "messages": [
+            x
+            for q, a in turns
+            for x in ({"role": "user", "content": q}, {"role": "assistant", **think(a)})
+        ]
     }
 
 
@@ -160,7 +191,11 @@ def test_the_turns_of_a_reasoning_chat_are_one_tree(tmp_path: Path) -> None:
     assert auto.counts["train"].num_trees == 2
     assert auto.counts["train"].num_saved_tokens == off.train.num_tokens - auto.train.num_tokens
     assert "2 trees of rows that begin alike save" in auto.notes[0]
-    assert auto.counts["train"].num_label_tokens == off.counts["train"].num_label_tokens == num_labels(auto.train)
+    assert (
+        auto.counts["train"].num_label_tokens
+        == off.counts["train"].num_label_tokens
+        == num_labels(auto.train)
+    )
     assert auto.fingerprint != off.fingerprint
     folder = auto.train.flat.folder
     assert folder
@@ -171,13 +206,18 @@ def test_the_turns_of_a_reasoning_chat_are_one_tree(tmp_path: Path) -> None:
 
 
 def test_responses_and_groups_share_their_prompts(tmp_path: Path) -> None:
-    prompt = "Tell me about the ships that came over the sea, from which harbor, and with what cargo."
-    lines: list[dict] = [{"prompt": prompt, "responses": ["Three ships came.", "None.", "Many ships came."]}] * 2
+    prompt = (
+        "Tell me about the ships that came over the sea, from which harbor, and with what cargo."
+    )
+    lines: list[dict] = [
+        {"prompt": prompt, "responses": ["Three ships came.", "None.", "Many ships came."]}
+    ] * 2
     answers = tokenized(tmp_path / "a", lines, "auto", MARKED).train
     assert len(answers) == 2
     assert len(spelled(dict(answers[0]))) == 3
     lines = [
-        {"prompt": prompt, "completion": text, "group": name} for text, name in (("a", "x"), ("b", "y"), ("c", "x"))
+        {"prompt": prompt, "completion": text, "group": name}
+        for text, name in (("a", "x"), ("b", "y"), ("c", "x"))
     ]
     groups = tokenized(tmp_path / "g", lines, "auto", MARKED).train
     assert [len(spelled(dict(groups[i]))) for i in range(len(groups))] == [2, 1]
@@ -192,14 +232,18 @@ def test_a_tree_over_a_pack_is_cut_said_and_counted(tmp_path: Path) -> None:
     assert len(cut.train) > 1
     assert cut.train.lengths.max() <= 280
     assert num_labels(cut.train) == num_labels(whole.train)
-    assert "train: 1 trees over packed_sequence.packed_sequence_size=280 are cut into" in cut.notes[-1]
+    assert (
+        "train: 1 trees over packed_sequence.packed_sequence_size=280 are cut into" in cut.notes[-1]
+    )
     packs = Packer(280).packs(cut.train)
     assert sum(
         to_thd(packed_sequence_thd_collater([packs[i]])).num_label_tokens for i in range(len(packs))
     ) == num_labels(whole.train)
 
 
-@pytest.mark.parametrize(("shares", "ids"), [(True, [1, 2, 3, 4, 3, 5]), (False, [1, 2, 3, 4, 1, 2, 3, 5])])
+@pytest.mark.parametrize(
+    ("shares", "ids"), [(True, [1, 2, 3, 4, 3, 5]), (False, [1, 2, 3, 4, 1, 2, 3, 5])]
+)
 def test_answers_that_are_compared_are_one_unit(shares: bool, ids: list[int]) -> None:
     """Whatever they share; where columns differ, only a copied token may be the last that is shared."""
     rows = rows_of([labelled([1, 2, 3, 4], 3), labelled([1, 2, 3, 5], 3)])
@@ -208,5 +252,7 @@ def test_answers_that_are_compared_are_one_unit(shares: bool, ids: list[int]) ->
     (pair,) = grow_trees(rows, shares=shares)
     assert pair["input_ids"].tolist() == ids
     assert sorted(pair["answers"][pair["labels"] != _].tolist()) == [1, 2]
-    (apart,) = grow_trees([rows[0], {**rows[1], "input_ids": rows[1]["input_ids"] + 4, "labels": np.full(4, _)}])
+    (apart,) = grow_trees(
+        [rows[0], {**rows[1], "input_ids": rows[1]["input_ids"] + 4, "labels": np.full(4, _)}]
+    )
     assert apart["branches"].tolist() == [0, 0, 0, 0, 1, 0, 0, 0]
