@@ -20,7 +20,7 @@ from automodel_lite.config.check import check_config
 from automodel_lite.config.schema import TokenizeConfig, TrainOn
 from automodel_lite.data.packing.packs import packed_sequence_thd_collater
 from automodel_lite.data.reading.documents import DocumentList
-from automodel_lite.data.tokens.token_rows import TokenRows
+from automodel_lite.data.tokens.token_rows import TokenizedDocuments
 from automodel_lite.data.tokens.tokenize import Job, tokenize_in_memory
 from automodel_lite.errors import RunStoppedError
 from automodel_lite.run.folder import RunFolder
@@ -53,7 +53,7 @@ def tokenize_chats(
     tokenizer: PreTrainedTokenizerFast,
     train_on: TrainOn = "assistant",
     template_kwargs: Mapping[str, Any] | None = None,
-) -> TokenRows:
+) -> TokenizedDocuments:
     """Chats (lists of {"role", "content", ...}) -> token rows: `lengths` int64 [N], `[i]` ->
     {"input_ids", "labels"}.
 

@@ -19,8 +19,8 @@ padding.
                                    [5 6 6 6 6]      to_stream[t]: where token t is in the flattened
                                    rows
 
-A document may be a tree of rows that share their beginning (paths.py): its positions go back where
-it branches.
+A document may be a tree of rows that share their beginning (prefix_trees.py): its positions go back
+where it branches.
 
 Legend: T tokens of the stream, N documents (slots), B rows, S row length, H heads, D head dim.
 """
@@ -35,7 +35,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from automodel_lite.paths import Nodes, concatenated_ranges, find_nodes, find_pieces
+from automodel_lite.prefix_trees import Nodes, concatenated_ranges, find_nodes, find_pieces
 
 NEAR_TOKENS = 8
 """Tokens that a convolution may look back; those of transformers' families look back 2 or 3."""
@@ -451,7 +451,7 @@ class MixerPlan(Tensors):
 class ThdBatch(Tensors):
     """One micro-batch of one rank.
 
-    A document may be a tree of rows that share their beginning (paths.py), depth first:
+    A document may be a tree of rows that share their beginning (prefix_trees.py), depth first:
     `position_ids` are those of the rows and go back where a branch begins. Whatever counts
     documents counts a tree as one.
 

@@ -43,7 +43,7 @@ from automodel_lite.data.feeding.order import (
 from automodel_lite.data.packing.histogram import ExactFiller, assign, best_fit
 from automodel_lite.data.packing.packs import PackedDataset, packed_sequence_thd_collater
 from automodel_lite.data.packing.plan import plan_packs
-from automodel_lite.data.tokens.token_rows import TokenRows
+from automodel_lite.data.tokens.token_rows import TokenizedDocuments
 from automodel_lite.models.flops import CostModel
 from automodel_lite.nemo_api.packed_sequence import pack_dataset
 from automodel_lite.seed import seeded_order
@@ -341,12 +341,12 @@ def readers() -> dict[str, tuple[Callable[[Any], Any], Callable[[int], Any]]]:
     return found
 
 
-def token_arrays(n: int) -> TokenRows:
+def token_arrays(n: int) -> TokenizedDocuments:
     offsets = np.concatenate([[0], np.cumsum(read_lengths(n))])
     tokens = np.random.default_rng(1).integers(1, 32_000, int(offsets[-1])).astype(np.int32)
     labels = np.roll(tokens, -1)
     labels[offsets[1:] - 1] = -100
-    return TokenRows({"input_ids": tokens, "labels": labels}, offsets)
+    return TokenizedDocuments({"input_ids": tokens, "labels": labels}, offsets)
 
 
 def samples(n: int, ids: str = "input_ids") -> list[dict[str, list[int]]]:
@@ -364,7 +364,7 @@ def arrow(n: int) -> datasets.Dataset:
     return datasets.Dataset.from_list(samples(n))
 
 
-def lazy(rows: TokenRows) -> PackedDataset:
+def lazy(rows: TokenizedDocuments) -> PackedDataset:
     return PackedDataset(rows, plan_packs(np.diff(rows.offsets), READ_SIZE))
 
 

@@ -91,7 +91,13 @@ def job_of(name: str) -> Job:
     parts = build_parts(replace(config, attention={}))
     lengths = np.array([1024])
     return Job(
-        parts, parts.model.described({"vocab_size": 8192}), GPUS[gpu], gpus, nodes, lengths, lengths
+        parts,
+        parts.model.resolve_model_config({"vocab_size": 8192}),
+        GPUS[gpu],
+        gpus,
+        nodes,
+        lengths,
+        lengths,
     )
 
 

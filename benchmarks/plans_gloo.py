@@ -43,7 +43,7 @@ from automodel_lite.models.loss import LossModel
 from automodel_lite.parallel.context_parallel import cp_shard
 from automodel_lite.parallel.mesh import AXES, Mesh, MeshShape
 from automodel_lite.parallel.sharding import parallelize
-from automodel_lite.training.build import full_batch, with_exchange
+from automodel_lite.training.build import with_exchange, worst_case_batch
 from automodel_lite.training.optimizers import apply_gradients
 from automodel_lite.training.plan import Parts, build_parts, with_recomputation
 
@@ -132,7 +132,7 @@ def step_of(name: str) -> Callable[[], None]:
     install(lm, ReferenceAttention())
     recompute_layers(decoder_layers(lm), parts.training.activation_checkpointing, 1)
     optimizer = parts.optimizer(model.loss_model)
-    batch = cp_shard(full_batch(parts, CONFIG.vocab_size), mesh.cp, parts.mesh.cp_exchange)
+    batch = cp_shard(worst_case_batch(parts, CONFIG.vocab_size), mesh.cp, parts.mesh.cp_exchange)
     micro_steps = LAYOUTS[name][1] // shape.dp
 
     def step() -> None:
@@ -159,7 +159,7 @@ def on_rank(rank: int, world: int, rounds: int, folder: str) -> None:
     alone = AutoModelForCausalLM.from_config(CONFIG).train()
     install(alone, ReferenceAttention())
     parts = parts_of(names[0])[0]
-    plain, batch = LossModel(alone, parts.loss), full_batch(parts, CONFIG.vocab_size)
+    plain, batch = LossModel(alone, parts.loss), worst_case_batch(parts, CONFIG.vocab_size)
     # a layer is gathered twice for each time that its gradient is reduced; and a message of no size
     layer = torch.zeros(sum(p.numel() for p in decoder_layers(alone)[0].parameters()) // world)
     whole, word = layer.new_zeros(layer.numel() * world), torch.zeros(world)

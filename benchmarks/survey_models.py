@@ -66,7 +66,7 @@ from automodel_lite.models.settings import experts_per_token
 from automodel_lite.models.source import CausalLM, model_class
 from automodel_lite.nemo_api.collaters import pack_features_for_thd, packed_sequence_thd_collater
 from automodel_lite.parts.adapters.lora import load_adapted
-from automodel_lite.paths import find_nodes
+from automodel_lite.prefix_trees import find_nodes
 from automodel_lite.run.weight_files import stored_dtypes
 from automodel_lite.thd import IGNORE_INDEX, ThdBatch, to_thd
 from benchmarks.tiny_models import COMPOSITES, VOCAB, decoder_families, tiny_model

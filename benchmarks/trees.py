@@ -181,7 +181,7 @@ def memory() -> None:
         parts = build_parts(
             replace(check_config(compose_config("llama3_1_8b", settings)), attention={})
         )
-        config = parts.model.described({"vocab_size": 8192})
+        config = parts.model.resolve_model_config({"vocab_size": 8192})
         plain = None
         for case in (None, *trees):
             batch = full_of(trees[case]) if case else None

@@ -49,7 +49,7 @@ def row(preset: str, gpus: int) -> str:
     parts = build_parts(replace(config, attention={}))
     length = np.array([min(1024, parts.packed_sequence_size)])
     world = min(gpus, 8), max(1, gpus // 8)
-    job = Job(parts, parts.model.described({}), GPUS["h100-80"], *world, length, length)
+    job = Job(parts, parts.model.resolve_model_config({}), GPUS["h100-80"], *world, length, length)
     plans = make_plans(job).plans
     if not plans:
         return f"| `{preset}` | {gpus} | fits no H100s |" + " |" * 7

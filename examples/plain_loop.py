@@ -21,7 +21,7 @@ from automodel_lite import (
     tokenize_chats,
 )
 from automodel_lite.data.reading.documents import ToyChat
-from automodel_lite.data.tokens.token_rows import TokenRows
+from automodel_lite.data.tokens.token_rows import TokenizedDocuments
 from automodel_lite.data.tokens.tokenizer import train_bpe_tokenizer
 
 
@@ -37,7 +37,7 @@ def make_model(vocab_size: int) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def make_rows() -> tuple[PreTrainedTokenizerFast, TokenRows]:
+def make_rows() -> tuple[PreTrainedTokenizerFast, TokenizedDocuments]:
     data = ToyChat(num_chats=200)
     tokenizer = train_bpe_tokenizer(data)
     return tokenizer, tokenize_chats(

@@ -35,7 +35,7 @@ from automodel_lite.data.tokens.findings import mark_trained
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.extras.report import write_inspection
 from automodel_lite.launched import check_alone
-from automodel_lite.paths import find_nodes
+from automodel_lite.prefix_trees import find_nodes
 from automodel_lite.thd import CHOSEN, REJECTED
 
 NUM_PACKS = 8

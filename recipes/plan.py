@@ -57,7 +57,7 @@ from automodel_lite.parallel.mesh import MeshShape
 from automodel_lite.telemetry.console import quiet_libraries
 from automodel_lite.training.memory import estimate_memory, usable
 from automodel_lite.training.plan import ModelPlan, Parts, build_parts, with_recomputation
-from automodel_lite.training.start import try_model
+from automodel_lite.training.start import build_on_meta
 
 POSITIVE = argument(float, Range(above=0))
 NOT_READ = "not read"
@@ -86,17 +86,23 @@ def main(argv: list[str] | None = None) -> int:
         return build_parts(replace(changed, attention={}))
 
     base = parts_of(())
-    try_model(base.model)
+    build_on_meta(base.model)
     data = data_of(config, base, args.document_tokens)
     world = (gpu, args.gpus, args.nodes)
-    job = Job(base, base.model.described({"vocab_size": 8192}), *world, data.lengths, data.paths)
+    job = Job(
+        base,
+        base.model.resolve_model_config({"vocab_size": 8192}),
+        *world,
+        data.lengths,
+        data.paths,
+    )
     print(
         f"{job.world} GPUs ({args.nodes} x {args.gpus} {args.gpu}), rates of {gpu.source}; "
         f"{data.text}"
     )
     outcome = make_plans(job)
     if not outcome.plans:
-        print(f"no plan fits: {lost_text(outcome)}", *cures(job, parts_of), sep="\n")
+        print(f"no plan fits: {lost_text(outcome)}", *suggestions(job, parts_of), sep="\n")
         return 1
     best = outcome.plans[0]
     print("", table(outcome.plans), "", f"others: {lost_text(outcome)}", "", sep="\n")
@@ -302,7 +308,7 @@ def command(best: Plan, job: Job, preset: str, overrides: Sequence[str]) -> str:
     )
 
 
-def cures(
+def suggestions(
     job: Job, parts_of: Callable[[Sequence[str]], Parts], most_nodes: int = 1024
 ) -> Iterator[str]:
     """Yields the smallest world and the largest pack that fit, and which other settings would."""

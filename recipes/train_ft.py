@@ -22,19 +22,19 @@ import torch
 
 from automodel_lite.config.components import build
 from automodel_lite.config.schema import Config
-from automodel_lite.data.feeding.feed import DeviceFeed, ReadyStep
+from automodel_lite.data.feeding.feed import DeviceFeed, DeviceStep
 from automodel_lite.data.feeding.source import PackSource, TrainingPlan
 from automodel_lite.data.prepare import check_positions, check_sizes, prepare_data
 from automodel_lite.extras.report import LiveReport
 from automodel_lite.interpreter import relaxed_gc
 from automodel_lite.models.flops import cost_model
-from automodel_lite.parallel.context_parallel import check_ranks_read_alike, cp_shard
+from automodel_lite.parallel.context_parallel import check_same_batch, cp_shard
 from automodel_lite.parallel.mesh import Mesh, init_mesh, world_size
 from automodel_lite.parallel.peers import Peers
 from automodel_lite.parallel.sharding import ParallelModel
 from automodel_lite.parts.losses import label_values
 from automodel_lite.progress import Progress, activity
-from automodel_lite.run.nonfinite import StepNumbers
+from automodel_lite.run.nonfinite import StepOutcome
 from automodel_lite.seed import seed_all
 from automodel_lite.telemetry.callbacks import MetricsLog, value_of
 from automodel_lite.telemetry.console import Console
@@ -192,7 +192,7 @@ class TrainFinetuneRecipe:
                 self.save()
         return self.end()
 
-    def step(self, ready: ReadyStep) -> StepResult:
+    def step(self, ready: DeviceStep) -> StepResult:
         """One optimizer step. A micro-batch's loss is a sum; it is divided by what the loss counts
         in the whole step.
 
@@ -209,11 +209,11 @@ class TrainFinetuneRecipe:
         self.scheduler.step()
         self.optimizer.zero_grad()
         self.meter.lap("optimizer")
-        numbers = StepNumbers(loss_sum, grad_norm)
+        numbers = StepOutcome(loss_sum, grad_norm)
         self.counts = self.guards.after_step(ready, numbers)
         return StepResult(numbers, lr, counts, sums)
 
-    def forward_backward(self, ready: ReadyStep, counts: Counts) -> dict[str, torch.Tensor]:
+    def forward_backward(self, ready: DeviceStep, counts: Counts) -> dict[str, torch.Tensor]:
         """Accumulates the gradients of this rank's micro-batches; returns the sums of its losses
         and of their parts.
         """
@@ -236,11 +236,11 @@ class TrainFinetuneRecipe:
         """
         steps = self.data.steps(self.state.cursor, self.mesh, self.built.flops.attention)
         self.feed = DeviceFeed(
-            steps, self.shard, self.mesh.device, self.model.loss_model.takes_mixers
+            steps, self.shard, self.mesh.device, self.model.loss_model.needs_mixer_metadata
         )
         has_next = self.num_steps < self.plan.max_steps
         for axis in filter(None, (self.mesh.cp, self.mesh.tp)) if has_next else ():
-            check_ranks_read_alike(self.feed.peek().micro_batches[0], axis)
+            check_same_batch(self.feed.peek().micro_batches[0], axis)
         self.send_counts(has_next)
         self.counts = self.guards.receive_counts()
         self.bar = Progress(
@@ -266,7 +266,7 @@ class TrainFinetuneRecipe:
             every_steps > 0 and self.num_steps % every_steps == 0
         )
 
-    def log(self, result: StepResult, ready: ReadyStep) -> None:
+    def log(self, result: StepResult, ready: DeviceStep) -> None:
         """Logs a row to the screen, metrics.jsonl and the callbacks."""
         row = self.meter.row(result, self.num_steps, ready.batches.epoch, self.plan.max_steps)
         self.console.step(row)

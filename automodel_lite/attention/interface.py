@@ -370,7 +370,7 @@ def check_packing_isolation(
     first, second = torch.randint(
         min(3, vocab - 1), vocab, (2, DOCUMENT_TOKENS), generator=generator
     )
-    logits = logits or logits_of(model)
+    logits = logits or model_logits(model)
     was_training = model.training
     model.eval()
     try:
@@ -392,20 +392,20 @@ def check_packing_isolation(
         model.train(was_training)
     alone, _, packed, _, last, of_ending, _, *branch = result_TV.float().split(DOCUMENT_TOKENS)
 
-    def moved(one: Tensor, other: Tensor) -> float:
+    def deviation_std(one: Tensor, other: Tensor) -> float:
         """In standard deviations; NaN, where the logits are all alike, is never small."""
         return float((one - other).abs().max() / packed.std())
 
     limit = tolerance_std(result_TV.dtype)
-    among = max(moved(packed, alone), moved(packed, last))
+    among = max(deviation_std(packed, alone), deviation_std(packed, last))
     if not among < limit:
         problem = (
             "lets documents of a pack see each other, or their logits depend on their place in "
             f"the pack (the logits of one differ by {among:.1e} standard deviations behind others)"
         )
-    elif not moved(last[:-1], of_ending[:-1]) < limit:
+    elif not deviation_std(last[:-1], of_ending[:-1]) < limit:
         problem = "is not causal: a token moves the logits of those before it"
-    elif not moved(torch.cat(branch), packed[half - 1 :]) < limit:
+    elif not deviation_std(torch.cat(branch), packed[half - 1 :]) < limit:
         problem = "lets branches of a tree of documents see each other, though documents do not"
     else:
         return
@@ -417,6 +417,6 @@ def tolerance_std(dtype: torch.dtype) -> float:
     return _TOLERANCE_STD if dtype == torch.float32 else _ROUNDED_TOLERANCE_STD
 
 
-def logits_of(model: nn.Module) -> Logits:
+def model_logits(model: nn.Module) -> Logits:
     """Of a Hugging Face model that is called directly."""
     return lambda batch: model(**batch.model_inputs()).logits[0]

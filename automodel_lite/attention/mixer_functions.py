@@ -150,7 +150,7 @@ def takes_boundaries(function: Callable[..., Any], boundary: str | None) -> bool
     """Is `function` a package's kernel that has the argument `boundary`? transformers' PyTorch
     fallback refuses it.
     """
-    known = _chosen(function)
+    known = resolved_implementation(function)
     return bool(known.get("is_new_implementation")) and boundary in known["applicable_params"]
 
 
@@ -160,7 +160,7 @@ def packed_function(function: Callable[..., Any], name: str) -> Callable[..., An
     argument that ours does not know.
     """
     ours = FUNCTIONS[name].packed
-    if _chosen(function).get("is_new_implementation"):
+    if resolved_implementation(function).get("is_new_implementation"):
         return None
     known = _parameters(ours).union(*FAMILIES["not_on_a_stream"])
     return ours if _parameters(function) <= known else None
@@ -171,7 +171,7 @@ def _parameters(function: Callable[..., Any]) -> frozenset[str]:
     return frozenset(inspect.signature(function).parameters)
 
 
-def _chosen(function: Callable[..., Any]) -> Mapping[str, Any]:
+def resolved_implementation(function: Callable[..., Any]) -> Mapping[str, Any]:
     """What transformers' decorator found when it looked for the package."""
 
     def variables(wrapper: Callable[..., Any]) -> Mapping[str, Any]:

@@ -18,7 +18,7 @@ from typing import NoReturn
 
 import yaml
 
-from automodel_lite.cli.line import for_installed_cli
+from automodel_lite.cli.line import rewrite_program_name
 from automodel_lite.errors import MISTAKE_EXIT, ConfigError, DataError, PeerError, RunStoppedError
 from automodel_lite.launched import check_launched, is_first_here
 from automodel_lite.redact import ScrubbedStream
@@ -57,9 +57,9 @@ def end(work: Callable[[], int]) -> NoReturn:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if os.environ.get("RANK", "0") != "0":
             time.sleep(_AFTER_RANK_0_S)
-        exit_with(for_installed_cli(str(error)).rstrip(), MISTAKE_EXIT, is_shown=is_first_here())
+        exit_with(rewrite_program_name(str(error)).rstrip(), MISTAKE_EXIT, is_shown=is_first_here())
     except RunStoppedError as error:
-        exit_with(for_installed_cli(str(error)).rstrip(), 1)
+        exit_with(rewrite_program_name(str(error)).rstrip(), 1)
     except StoppedEarly as stopped:
         for number in STOP_SIGNALS:  # schedulers send more than one
             signal.signal(number, signal.SIG_IGN)

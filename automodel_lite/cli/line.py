@@ -30,7 +30,7 @@ TOOLS: dict[str, str] = COMMANDS["tools"]
 EXAMPLES: list[str] = COMMANDS["examples"]
 
 
-def for_installed_cli(text: str) -> str:
+def rewrite_program_name(text: str) -> str:
     """`python recipes/generate.py x` as it is typed here: an installed package has
     `automodel-lite generate x`.
 
@@ -50,7 +50,7 @@ def argument_parser(recipe_doc: str | None) -> argparse.ArgumentParser:
     `--help`.
     """
     return _Parser(
-        description=for_installed_cli(recipe_doc or ""),
+        description=rewrite_program_name(recipe_doc or ""),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
 

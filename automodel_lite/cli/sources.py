@@ -14,7 +14,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from automodel_lite.cli.line import EXAMPLES, argument_parser, for_installed_cli, parser
+from automodel_lite.cli.line import EXAMPLES, argument_parser, parser, rewrite_program_name
 from automodel_lite.cli.recipes import Recipe
 from automodel_lite.config.components import CONF_DIR
 from automodel_lite.errors import ConfigError, did_you_mean
@@ -129,7 +129,7 @@ def help_of(recipe: Recipe, sources: Sources) -> str:
     ]
     lines += ["--nproc 8 (or gpu) starts 8 processes (or one per GPU) on this machine."]
     lines += ["", parser().format_usage().replace("usage", "all flags").rstrip()]
-    return for_installed_cli("\n".join(lines))
+    return rewrite_program_name("\n".join(lines))
 
 
 def first_comment(preset: str, sources: Sources) -> str:

@@ -357,8 +357,8 @@ class LossModel(nn.Module):
         """
         # Both are looked for among all modules, once and not in every forward; in a tuple they are
         # not registered as submodules a second time.
-        self._found = text_decoder(self.lm), output_head(self.lm)
-        head, softcap = self._found[1], self.softcap
+        self._decoder_and_head = text_decoder(self.lm), output_head(self.lm)
+        head, softcap = self._decoder_and_head[1], self.softcap
         product = head.forward
 
         def forward(hidden: Tensor, compute: Callable[[Head], Tensor] | None = None) -> Tensor:
@@ -373,12 +373,12 @@ class LossModel(nn.Module):
 
         head.forward = forward
 
-    def learn_from(self, teacher: LossModel) -> None:
+    def set_teacher(self, teacher: LossModel) -> None:
         """Gives the loss the rows of a frozen second model's head."""
         self._teacher = (teacher,)
 
     @property
-    def takes_mixers(self) -> bool:
+    def needs_mixer_metadata(self) -> bool:
         """Whether it reads `ThdBatch.mixers`."""
         for lm in (self.lm, *(teacher.lm for teacher in self._teacher)):
             if runs_by_rows(lm) or any(
@@ -396,7 +396,7 @@ class LossModel(nn.Module):
         hook: Any = nullcontext()
         if balance is not None:
             options["output_router_logits"] = True
-            hook = self._found[0].register_forward_hook(
+            hook = self._decoder_and_head[0].register_forward_hook(
                 lambda *call: router_logits.extend(call[2].router_logits)
             )
         # A loss runs inside the head's forward: only there has FSDP gathered its weight.
@@ -452,7 +452,7 @@ class LossModel(nn.Module):
         inputs = {**batch.model_inputs(), **options}
         if self.takes_logits:
             return self.lm(**inputs, logits_to_keep=batch.label_rows).logits.squeeze(0)
-        hidden_TC: Tensor = self._found[0](**inputs).last_hidden_state.squeeze(0)
+        hidden_TC: Tensor = self._decoder_and_head[0](**inputs).last_hidden_state.squeeze(0)
         return hidden_TC.index_select(0, batch.label_rows)
 
     def _at_head(self, rows: Tensor, compute: Callable[[Head], Tensor]) -> Tensor:
@@ -461,7 +461,7 @@ class LossModel(nn.Module):
         """
         if self.takes_logits:
             return compute(Head(rows))
-        return self._found[1](rows, compute=compute)
+        return self._decoder_and_head[1](rows, compute=compute)
 
     @torch.no_grad()
     def values(self, batch: ThdBatch, function: RowFunction) -> Tensor:
@@ -492,10 +492,10 @@ class LossModel(nn.Module):
         # not.
         inputs: list[Tensor] = []
         outputs: list[Tensor] = []
-        head = self._found[1]
+        head = self._decoder_and_head[1]
         hooks = [
             head.register_forward_pre_hook(lambda _, args: inputs.append(args[0])),
-            self._found[0].register_forward_hook(
+            self._decoder_and_head[0].register_forward_hook(
                 lambda *call: outputs.append(call[2].last_hidden_state)
             ),
         ]

@@ -75,7 +75,7 @@ def load_shards(load: Callable[..., Any], *, spread: Spread, device: torch.devic
         return model
 
     def open_rows(path: str, **options: Any) -> Any:
-        return RowFile(path) if "backend" in options else safe_open(path, **options)
+        return ShardReader(path) if "backend" in options else safe_open(path, **options)
 
     # Hooks for one call: the engine offers no way to shard a model by other means than its own
     # between the moment when it is described and the moment when its weights are read.
@@ -109,7 +109,7 @@ def hold_shard(device: torch.device, local: Tensor, ref: DTensor) -> DTensor:
     return DTensor(local.to(device).contiguous(), ref._spec, requires_grad=local.requires_grad)
 
 
-class RowFile:
+class ShardReader:
     """A safetensors file of which nothing is read but the rows that are asked for. The library
     itself reads the whole tensor (`pread`), so that every rank would read the whole checkpoint, or
     maps the file (`mmap`): its pages count as memory of the process until it is closed.
@@ -131,10 +131,10 @@ class RowFile:
     def get_slice(self, name: str) -> Any:
         """Returns what indexes the tensor `name`, as safetensors' own does."""
         known = self._checked.get_slice(name)
-        return Rows(self._path, self._starts[name], known) if known.get_shape() else known
+        return RowSlice(self._path, self._starts[name], known) if known.get_shape() else known
 
 
-class Rows:
+class RowSlice:
     """What safetensors' `get_slice` gives: indexed, it is a tensor."""
 
     def __init__(self, path: str, start: int, known: Any) -> None:

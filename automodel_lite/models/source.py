@@ -124,13 +124,13 @@ class CausalLM:
         asked = {"defaults": defaults, "overrides": self.overrides}
         if asked not in [known for known, _ in self._described]:
             # Described once per start; each caller gets a copy, as models write into theirs.
-            self._described = [(asked, self.described(defaults))]
+            self._described = [(asked, self.resolve_model_config(defaults))]
         return copy.deepcopy(self._described[0][1])
 
     def _grows(self, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> bool:
         return self.resize_embeddings and config.get_text_config().vocab_size < len(tokenizer)
 
-    def described(self, defaults: dict[str, Any]) -> PretrainedConfig:
+    def resolve_model_config(self, defaults: dict[str, Any]) -> PretrainedConfig:
         """Returns the loaded config with the overrides; of a model from scratch, the overrides over
         `defaults`.
 

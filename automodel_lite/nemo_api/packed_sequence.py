@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 
 from automodel_lite.data.packing.packs import fill_slots
 from automodel_lite.data.packing.plan import next_fit
-from automodel_lite.data.tokens.token_rows import TokenRows, flatten
+from automodel_lite.data.tokens.token_rows import TokenizedDocuments, flatten
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.thd import IGNORE_INDEX
 
@@ -166,7 +166,7 @@ def split_of(dataset: Any, split: str) -> Any:
     return dataset[split]
 
 
-def flat_samples(samples: Any) -> TokenRows:
+def flat_samples(samples: Any) -> TokenizedDocuments:
     """Samples as flat rows, -100 in copies of their labels where loss_mask is 0; the samples are
     not changed.
     """
@@ -188,7 +188,7 @@ def flat_samples(samples: Any) -> TokenRows:
 
 def _fitting_samples(
     samples: Any, size: int, multiple: int, drop_long: bool
-) -> tuple[TokenRows, int]:
+) -> tuple[TokenizedDocuments, int]:
     """Returns the samples that fit a pack, and how many were too long."""
     rows = flat_samples(samples)
     lengths = np.diff(rows.offsets)
@@ -208,11 +208,11 @@ def _fitting_samples(
     tokens = np.repeat(kept, lengths)
     offsets = np.concatenate([[0], np.cumsum(lengths[kept])])
     columns = {name: values[tokens] for name, values in rows.columns.items()}
-    return TokenRows(columns, offsets), int(long.sum())
+    return TokenizedDocuments(columns, offsets), int(long.sum())
 
 
 def _materialize(
-    rows: TokenRows, slots: np.ndarray, offsets: np.ndarray, size: int, padding_idx: int
+    rows: TokenizedDocuments, slots: np.ndarray, offsets: np.ndarray, size: int, padding_idx: int
 ) -> datasets.Dataset:
     """Returns all packs as an Arrow table; `offsets` are documents of each pack, in the order of
     the rows.

@@ -27,11 +27,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from automodel_lite.attention.interface import Logits, logits_of, tolerance_std
+from automodel_lite.attention.interface import Logits, model_logits, tolerance_std
 from automodel_lite.errors import ConfigError
 from automodel_lite.parallel.exchange import AllGatherKV, OwnedDocumentMixers, Ulysses
 from automodel_lite.parallel.ring import Ring
-from automodel_lite.paths import concatenated_ranges, find_nodes
+from automodel_lite.prefix_trees import concatenated_ranges, find_nodes
 from automodel_lite.thd import (
     PER_TOKEN,
     AttentionPlan,
@@ -246,7 +246,7 @@ def inverse_permutation(permutation: Tensor) -> Tensor:
     return inverse
 
 
-def check_ranks_read_alike(batch: ThdBatch, axis: DeviceMesh) -> None:
+def check_same_batch(batch: ThdBatch, axis: DeviceMesh) -> None:
     """Raises ConfigError on every rank of an axis that shares packs (cp, tp) unless all of them
     read the same batch, which is not sharded yet.
     """
@@ -279,7 +279,7 @@ def check_context_parallel(
     if cp_mesh is None or cp_mesh.size() == 1:
         return
     cp, was_training = cp_mesh.size(), model.training
-    logits = logits or logits_of(model)
+    logits = logits or model_logits(model)
     vocab, lens = model.get_input_embeddings().num_embeddings, [2 * cp, 6 * cp, 4 * cp]  # type: ignore[operator]
     ids = torch.randint(
         min(3, vocab - 1), vocab, (sum(lens),), generator=torch.Generator().manual_seed(0)

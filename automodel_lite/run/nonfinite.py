@@ -39,7 +39,7 @@ def are_finite(parameters: Iterable[Tensor], ranks: Control) -> bool:
     return not ranks.max([int(bad)])[0]
 
 
-class StepNumbers:
+class StepOutcome:
     """A step's loss (summed over its label tokens) and gradient norm over all ranks, on their way
     to the host.
     """
@@ -74,10 +74,10 @@ class NonfiniteSteps:
     rank: int
     say: Callable[[str], None]
     in_a_row: int = 0
-    _watched: tuple[int, Sequence[int], Sequence[ThdBatch], StepNumbers] | None = None
+    _watched: tuple[int, Sequence[int], Sequence[ThdBatch], StepOutcome] | None = None
 
     def watch(
-        self, step: int, pack_ids: Sequence[int], batches: Sequence[ThdBatch], numbers: StepNumbers
+        self, step: int, pack_ids: Sequence[int], batches: Sequence[ThdBatch], numbers: StepOutcome
     ) -> None:
         """Settles the step before; `batches` are kept until this one is settled."""
         self.settle()

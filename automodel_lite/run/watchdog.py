@@ -110,7 +110,7 @@ class Watchdog:
                 log.write(scrub("".join(lines)))
 
 
-def keep_time(run: Path, rank: int, token: str, after_s: float) -> None:
+def watch_rank(run: Path, rank: int, token: str, after_s: float) -> None:
     """The other process: reads lines from stdin, until the rank has sent an empty one,
     or is gone.
     """
@@ -153,4 +153,4 @@ if __name__ == "__main__":
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)
     folder, *rest = json.loads(sys.argv[1])
-    keep_time(Path(folder), *rest)
+    watch_rank(Path(folder), *rest)

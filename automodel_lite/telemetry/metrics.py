@@ -28,7 +28,7 @@ from automodel_lite.errors import DataError
 from automodel_lite.models.flops import CostModel, StepFlops
 from automodel_lite.parallel.mesh import Mesh
 from automodel_lite.parallel.stragglers import mark, seconds_between
-from automodel_lite.run.nonfinite import StepNumbers
+from automodel_lite.run.nonfinite import StepOutcome
 from automodel_lite.run.stopping import STARTED
 from automodel_lite.thd import ThdBatch
 
@@ -120,7 +120,7 @@ class Counts:
 class StepResult:
     """The result of a step."""
 
-    numbers: StepNumbers  # still on the device: reading them waits for it
+    numbers: StepOutcome  # still on the device: reading them waits for it
     lr: float
     counts: Counts
     # of the loss, sums; still on the device

@@ -22,7 +22,7 @@ from automodel_lite.data.feeding.order import epoch_order
 from automodel_lite.data.packing.packs import EMPTY_PACK, PackedDataset, Packer
 from automodel_lite.data.packing.plan import plan_packs
 from automodel_lite.data.prepare import build_packer, prepare_first_documents
-from automodel_lite.data.tokens.token_rows import TokenRows
+from automodel_lite.data.tokens.token_rows import TokenizedDocuments
 from automodel_lite.data.tokens.trees import cut_tree
 from automodel_lite.errors import DataError
 from automodel_lite.models.source import CausalLM, describe
@@ -161,7 +161,7 @@ class Sample:
     """Packs as the loader gives them, the documents in them, and how they were packed."""
 
     packs: list[Pack]
-    documents: TokenRows
+    documents: TokenizedDocuments
     tokenizer: PreTrainedTokenizerFast
     packer: Packer
     training_size: int  # packed_sequence.packed_sequence_size of the run
@@ -215,7 +215,7 @@ def draw_sample(config: Config, shape: MeshShape) -> Sample:
     )
 
 
-def _documents(packs: PackedDataset, order: list[int]) -> TokenRows:
+def _documents(packs: PackedDataset, order: list[int]) -> TokenizedDocuments:
     """Returns what the plan put into these packs; raises DataError when a document is not, token by
     token, its row.
     """
@@ -246,6 +246,6 @@ def _documents(packs: PackedDataset, order: list[int]) -> TokenRows:
                         "in the data."
                     )
     offsets = np.cumsum([0, *map(len, found["labels"])])
-    return TokenRows(
+    return TokenizedDocuments(
         {name: np.concatenate(documents) for name, documents in found.items()}, offsets
     )

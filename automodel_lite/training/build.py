@@ -129,13 +129,13 @@ def build_model(
         frozen = as_teacher(parts)
         check_same_vocabulary(frozen, tokenizer)
         teacher = build_model(frozen, tokenizer, mesh, trains=False)
-        model.loss_model.learn_from(teacher.model.loss_model)
+        model.loss_model.set_teacher(teacher.model.loss_model)
         of_teacher = (
             0
             if parts.mesh.cpu_offload
             else sum(local(p).nbytes for p in teacher.model.parameters())
         )
-    compiled = speed_up(plan.parts, model, mesh) if trains else "off"
+    compiled = compile_model(plan.parts, model, mesh) if trains else "off"
     STARTUP.lap("compile")
     trained = sum(p.numel() for p in lm.parameters() if p.requires_grad) if adapter else None
     available = gpu_bytes(mesh.device)
@@ -336,7 +336,7 @@ def compiles(training: TrainingConfig, is_gpu: bool) -> bool:
     return training.compile is True
 
 
-def speed_up(parts: Parts, model: ParallelModel, mesh: Mesh, backend: str = "inductor") -> str:
+def compile_model(parts: Parts, model: ParallelModel, mesh: Mesh, backend: str = "inductor") -> str:
     """checkpoint(compile(layer)) for every decoder layer, in place; returns what was compiled, and
     how long it took.
 
@@ -347,8 +347,8 @@ def speed_up(parts: Parts, model: ParallelModel, mesh: Mesh, backend: str = "ind
     training = parts.training
     layers = decoder_layers(model.loss_model.lm)
     how = (training.activation_checkpointing, parts.advanced.recompute_every_layers)
-    has_to_be_plain = model.loss_model.balance is not None or runs_by_rows(model.loss_model.lm)
-    if has_to_be_plain or not compiles(training, mesh.device.type == "cuda"):
+    cannot_compile = model.loss_model.balance is not None or runs_by_rows(model.loss_model.lm)
+    if cannot_compile or not compiles(training, mesh.device.type == "cuda"):
         recompute_layers(layers, *how)
         return "off"
     # which compiled graphs do themselves
@@ -361,7 +361,7 @@ def speed_up(parts: Parts, model: ParallelModel, mesh: Mesh, backend: str = "ind
         model.loss_model.loss = replace(plain_loss, backend=backend)
     began, graphs = time.monotonic(), compiled_graphs()
     try:
-        batch = full_batch(parts, embedding_rows(model.loss_model.lm))
+        batch = worst_case_batch(parts, embedding_rows(model.loss_model.lm))
         with model.accumulate(is_last=True):
             model(cp_shard(batch, mesh.cp, parts.mesh.cp_exchange).to(mesh.device)).backward()
     except (
@@ -380,7 +380,7 @@ def speed_up(parts: Parts, model: ParallelModel, mesh: Mesh, backend: str = "ind
     return f"{compiled_graphs() - graphs} graphs in {time.monotonic() - began:.0f} s"
 
 
-def full_batch(parts: Parts, num_ids: int) -> ThdBatch:
+def worst_case_batch(parts: Parts, num_ids: int) -> ThdBatch:
     """A micro-batch of packs, not sharded, on the host: documents of one length, whose every token
     carries a label.
     """

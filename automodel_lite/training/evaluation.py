@@ -58,7 +58,7 @@ def validation_losses(
     sums = {"loss": torch.zeros((), device=mesh.device)}
     counts = torch.zeros(2, dtype=torch.float64)  # of what the loss counts, and of label tokens
     steps = validation_steps(packs, source.shape, mesh.dp_rank, source.dataloader)
-    feed = DeviceFeed(steps, shard, mesh.device, model.loss_model.takes_mixers)
+    feed = DeviceFeed(steps, shard, mesh.device, model.loss_model.needs_mixer_metadata)
     packs_per_forward = source.shape.dp_size * source.shape.micro_batch_size
     with Progress("validating", -(-len(packs) // packs_per_forward), "batches") as progress:
         for ready in feed:

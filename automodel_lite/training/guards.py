@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from automodel_lite.config.schema import Config
-from automodel_lite.data.feeding.feed import ReadyStep
+from automodel_lite.data.feeding.feed import DeviceStep
 from automodel_lite.data.feeding.source import Cursor, PackSource
 from automodel_lite.errors import ConfigError, PeerError, RunStoppedError
 from automodel_lite.launched import is_first_here, rank, world_size
@@ -38,7 +38,7 @@ from automodel_lite.run.exits import exit_with
 from automodel_lite.run.failures import Place, record_failures
 from automodel_lite.run.folder import RunFolder
 from automodel_lite.run.lock import RunLock
-from automodel_lite.run.nonfinite import NonfiniteSteps, StepNumbers, are_finite
+from automodel_lite.run.nonfinite import NonfiniteSteps, StepOutcome, are_finite
 from automodel_lite.run.stopping import SIGNALS, StepBoundary, deadline_of, ending_of
 from automodel_lite.run.watchdog import Watchdog
 from automodel_lite.telemetry.metrics import NUM_COUNTS, Counts, counts_of
@@ -162,7 +162,7 @@ class Guards:
         SIGNALS.defer()
         SIGNALS.watch(self._record_end)
 
-    def after_step(self, ready: ReadyStep, numbers: StepNumbers) -> Counts:
+    def after_step(self, ready: DeviceStep, numbers: StepOutcome) -> Counts:
         """Looks at the numbers of the step before, which the device has finished; returns the
         counts of the next one, which the ranks have sent in the middle of this one.
         """

@@ -212,7 +212,7 @@ def try_settings(config: Config, parts: Parts) -> None:
             f"hub.push={config.hub.push} uploads what checkpoint.export_hf=false does not write."
         )
     for attempt in (
-        lambda: try_model(parts.model),
+        lambda: build_on_meta(parts.model),
         # a missing argument is named before the weights are read
         lambda: parts.optimizer(nn.Linear(2, 2)),
         lambda: check_parts(parts, strategy, default_device()),
@@ -225,7 +225,7 @@ def try_settings(config: Config, parts: Parts) -> None:
         raise ConfigError("\n".join(problems))
 
 
-def try_model(source: CausalLM) -> None:
+def build_on_meta(source: CausalLM) -> None:
     """Builds the model without weights and, where settings change it, runs it.
 
     Raises ConfigError when a model of this config cannot be built or run. What the meta device
@@ -236,7 +236,7 @@ def try_model(source: CausalLM) -> None:
     ids = torch.zeros(1, NUM_TOKENS, dtype=torch.long, device="meta")
     # one that is made from ids looks at values
     mask = torch.zeros(1, 1, NUM_TOKENS, NUM_TOKENS, device="meta")
-    lm, config = None, source.described({"vocab_size": 64})
+    lm, config = None, source.resolve_model_config({"vocab_size": 64})
     try:
         lm = describe(config).eval()
         with torch.no_grad():

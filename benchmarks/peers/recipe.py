@@ -11,7 +11,7 @@ from typing import ClassVar
 from automodel_lite.cli import compose_config
 from automodel_lite.config.check import check_config
 from automodel_lite.config.schema import Config
-from automodel_lite.data.feeding.feed import ReadyStep
+from automodel_lite.data.feeding.feed import DeviceStep
 from automodel_lite.telemetry.metrics import StepResult
 from benchmarks.peers.job import LR, PACK_TOKENS, Clock, Job
 from recipes import train_ft
@@ -57,7 +57,7 @@ class TimedRecipe(train_ft.TrainFinetuneRecipe):
     clock = Clock()
     tokens_of_step: ClassVar[list[int]] = []
 
-    def step(self, ready: ReadyStep) -> StepResult:
+    def step(self, ready: DeviceStep) -> StepResult:
         result = super().step(ready)
         self.clock.step_done()
         self.tokens_of_step.append(result.counts.num_tokens)

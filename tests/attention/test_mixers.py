@@ -153,20 +153,20 @@ def test_which_modules_are_mixers() -> None:
     }
 
 
-def takes_mixers(model: PreTrainedModel) -> bool:
-    return LossModel(model, FusedLinearCrossEntropy()).takes_mixers
+def needs_mixer_metadata(model: PreTrainedModel) -> bool:
+    return LossModel(model, FusedLinearCrossEntropy()).needs_mixer_metadata
 
 
 def test_which_models_take_rows() -> None:
     """Those whose mixers are not attention; the others need none and get the same without."""
     for family in ONE_OF_EACH_KIND:
         model = build_hybrid(family)
-        assert not takes_mixers(model)
+        assert not needs_mixer_metadata(model)
         install(model, ReferenceAttention())
-        assert takes_mixers(model)
+        assert needs_mixer_metadata(model)
     llama, batch = build("llama"), stream(documents(LENGTHS))
     install(llama, ReferenceAttention())
-    assert not takes_mixers(llama)
+    assert not needs_mixer_metadata(llama)
     logits, grads = packed(llama, replace(batch, mixers=None))
     want = packed(llama, batch)
     assert torch.equal(logits, want[0])

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from automodel_lite.attention.mixer_functions import FUNCTIONS, packed_function
 from automodel_lite.parts.kernels import packed_mixers
-from automodel_lite.paths import find_nodes, find_pieces
+from automodel_lite.prefix_trees import find_nodes, find_pieces
 from automodel_lite.thd import document_rows
 from tests.attention.hybrids import HYBRIDS, InFloat64
 from tests.attention.trees import batch_of, random_rows

@@ -16,7 +16,7 @@ from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.data.packing.packs import PackedDataset, Packer, packed_sequence_thd_collater
 from automodel_lite.data.packing.plan import plan_packs
 from automodel_lite.data.reading.files import FilesDataset
-from automodel_lite.data.tokens.token_rows import TokenRows, flatten
+from automodel_lite.data.tokens.token_rows import TokenizedDocuments, flatten
 from automodel_lite.data.tokens.tokenize import Job, tokenize_documents
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.models.fused_head import linear_cross_entropy
@@ -38,17 +38,17 @@ WEIGHTED = {"input_ids": [1, 2, 3, 4], "labels": [_, 3, 4, _], "loss_weights": [
 PLAIN = {"input_ids": [5, 6, 7], "labels": [_, 7, _]}
 
 
-def tokenized(folder: Path, *rows: dict[str, Any]) -> TokenRows:
+def tokenized(folder: Path, *rows: dict[str, Any]) -> TokenizedDocuments:
     file = folder / "rows.jsonl"
     file.write_text("\n".join(map(json.dumps, rows)))
     data = tokenize_documents(
         FilesDataset(str(file)), Job(byte_tokenizer(MARKED)), folder / "cache"
     )
-    assert isinstance(data.train, TokenRows)
+    assert isinstance(data.train, TokenizedDocuments)
     return data.train
 
 
-def batch_of(rows: TokenRows, size: int = 8) -> ThdBatch:
+def batch_of(rows: TokenizedDocuments, size: int = 8) -> ThdBatch:
     packs = PackedDataset(rows, plan_packs(rows.lengths, size, strategy="next_fit"))
     return to_thd(packed_sequence_thd_collater(packs.__getitems__(range(len(packs)))))
 

@@ -64,7 +64,7 @@ def test_a_tower_of_a_missing_package_is_refused_at_once(tmp_path: Path) -> None
         ConfigError,
         match="model_type=gemma3n needs the package timm for its vision tower: pip install",
     ):
-        CausalLM(pretrained=str(tmp_path)).described({})
+        CausalLM(pretrained=str(tmp_path)).resolve_model_config({})
 
 
 @pytest.mark.parametrize("family", ["got_ocr2", "granite_speech", "deepseek_vl_hybrid"])

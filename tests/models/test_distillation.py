@@ -69,7 +69,7 @@ def packed(
     model = LossModel(lm, loss).train()
     if teacher is not None:
         install(teacher, ReferenceAttention())
-        model.learn_from(LossModel(teacher, FusedLinearCrossEntropy()))
+        model.set_teacher(LossModel(teacher, FusedLinearCrossEntropy()))
     return model, stream(DOCUMENTS)
 
 
@@ -172,7 +172,7 @@ def spread(
         "none" if strategy == "ddp" else strategy,
         torch.float32,
     )
-    student.learn_from(frozen.loss_model)
+    student.set_teacher(frozen.loss_model)
     own = parts[mesh.dp_rank] if mesh.shape.dp == 2 else [*parts[0], *parts[1]]
     total = model(cp_shard(stream(own, 2 * mesh.shape.cp), mesh.cp, "all_gather")) / 40
     (total * model.mean_ranks).backward()

@@ -49,7 +49,7 @@ def train_fp8(
     from automodel_lite.training import build
 
     fp8.use_fp8 = partial(fp8.use_fp8, emulate=True)
-    build.speed_up = partial(build.speed_up, backend="aot_eager")
+    build.compile_model = partial(build.compile_model, backend="aot_eager")
     if not in_fp8:
         fp8.Fp8Gathers.__init__ = fp8.Fp8Gathers.refresh = lambda *_: None  # type: ignore[method-assign, assignment]
     sent = SentBytes()

@@ -61,7 +61,11 @@ def test_settings_by_the_names_of_config_json(key: str, tmp_path: Path) -> None:
     )
     config.save_pretrained(tmp_path)
     value, wanted = ROPE[key]
-    found = CausalLM(pretrained=str(tmp_path), config={key: value}).described({}).rope_parameters
+    found = (
+        CausalLM(pretrained=str(tmp_path), config={key: value})
+        .resolve_model_config({})
+        .rope_parameters
+    )
     assert {name: found[name] for name in wanted} == wanted
 
 
@@ -69,7 +73,9 @@ def test_settings_of_the_language_model_of_a_composite(tmp_path: Path) -> None:
     Gemma3Config().save_pretrained(tmp_path)
 
     def described(**settings: object) -> Gemma3TextConfig:
-        return CausalLM(pretrained=str(tmp_path), config=settings).described({}).text_config
+        return (
+            CausalLM(pretrained=str(tmp_path), config=settings).resolve_model_config({}).text_config
+        )
 
     found = described(text_config={"max_position_embeddings": 4096})
     assert (found.max_position_embeddings, found.sliding_window) == (
@@ -92,7 +98,10 @@ def test_scaling_is_removed_by_null(tmp_path: Path) -> None:
         rope_theta=5e5, rope_scaling={"rope_type": "linear", "factor": 2.0}
     ).save_pretrained(tmp_path)
     model = CausalLM(pretrained=str(tmp_path), config={"rope_scaling": None})
-    assert model.described({}).rope_parameters == {"rope_type": "default", "rope_theta": 5e5}
+    assert model.resolve_model_config({}).rope_parameters == {
+        "rope_type": "default",
+        "rope_theta": 5e5,
+    }
 
 
 def test_scaling_has_a_type() -> None:
@@ -105,7 +114,7 @@ def test_scaling_has_a_type() -> None:
 def test_a_setting_by_its_other_name() -> None:
     """Qwen3-MoE's config.json has num_experts, its class num_local_experts."""
     settings = {"model_type": "qwen3_moe", "num_experts": 16}
-    assert CausalLM(config=settings).described({}).num_local_experts == 16
+    assert CausalLM(config=settings).resolve_model_config({}).num_local_experts == 16
 
 
 def test_no_token_takes_more_experts_than_there_are() -> None:

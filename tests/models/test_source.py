@@ -80,7 +80,7 @@ import sys
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.source import CausalLM
 try:
-    print(CausalLM(pretrained=sys.argv[1], revision=sys.argv[2] or None).described({}).num_hidden_layers)
+    print(CausalLM(pretrained=sys.argv[1], revision=sys.argv[2] or None).resolve_model_config({}).num_hidden_layers)
 except ConfigError:
     print("refused")
 """

@@ -27,7 +27,7 @@ from automodel_lite.nemo_api.packed_sequence import (
 from tests.data.packing.test_packs import TWO, documents, samples
 
 
-class Rows:
+class DocumentReader:
     """Tokenizes when read; rows of it are at first without tokens, and it cannot be pickled."""
 
     def __init__(self, num: int):
@@ -45,7 +45,7 @@ class Rows:
 
 @pytest.mark.parametrize(("num", "num_proc"), [(7, 1), (7, 3), (2_501, 2)])
 def test_rows_in_order(num: int, num_proc: int) -> None:
-    rows = tokenize_dataset_parallel(Rows(num), num_proc)
+    rows = tokenize_dataset_parallel(DocumentReader(num), num_proc)
     assert rows["number"][:] == list(range(num))
     assert rows["input_ids"][:] == [list(range(i % 5)) for i in range(num)]
     assert (os.getpid() in rows["process"][:]) == (num_proc == 1)
@@ -53,7 +53,7 @@ def test_rows_in_order(num: int, num_proc: int) -> None:
 
 def test_processes_draw_no_random_numbers_of_the_caller() -> None:
     torch.manual_seed(0)
-    tokenize_dataset_parallel(Rows(7), 2)
+    tokenize_dataset_parallel(DocumentReader(7), 2)
     drawn = torch.rand(3)
     torch.manual_seed(0)
     assert torch.equal(drawn, torch.rand(3))
@@ -61,14 +61,14 @@ def test_processes_draw_no_random_numbers_of_the_caller() -> None:
 
 def test_the_error_of_a_row() -> None:
     with pytest.raises(ValueError, match="row 13000 is bad"):
-        tokenize_dataset_parallel(Rows(13_001), 2)
+        tokenize_dataset_parallel(DocumentReader(13_001), 2)
 
 
 def test_bad_input() -> None:
     with pytest.raises(ConfigError, match="num_proc=0 must be at least 1 process"):
-        tokenize_dataset_parallel(Rows(3), 0)
+        tokenize_dataset_parallel(DocumentReader(3), 0)
     with pytest.raises(DataError, match="there are no rows to tokenize"):
-        tokenize_dataset_parallel(Rows(0), 2)
+        tokenize_dataset_parallel(DocumentReader(0), 2)
 
 
 class TestPackDataset:

@@ -15,7 +15,7 @@ from automodel_lite.attention.spec import LayerShape, layer_shapes
 from automodel_lite.errors import ConfigError
 from automodel_lite.parallel.context_parallel import (
     check_context_parallel,
-    check_ranks_read_alike,
+    check_same_batch,
 )
 from automodel_lite.parallel.exchange import choose_exchange
 from automodel_lite.parts.kernels.varlen import VarlenAttention
@@ -101,7 +101,7 @@ def read_alike(rank: int, cp: int, differ: str) -> str:
     if rank == 1 and differ == "labels":
         batch = replace(batch, labels=batch.labels.roll(1))
     try:
-        check_ranks_read_alike(batch, mesh)
+        check_same_batch(batch, mesh)
     except ConfigError as error:
         return str(error)
     return "alike"

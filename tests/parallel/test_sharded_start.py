@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 from automodel_lite.config.schema import Config
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.layers import decoder_layers
-from automodel_lite.models.sharded import RowFile
+from automodel_lite.models.sharded import ShardReader
 from automodel_lite.parallel import mesh as parallel_mesh
 from automodel_lite.parallel.mesh import Mesh, MeshShape, init_mesh
 from automodel_lite.parallel.sharding import parallelize
@@ -267,7 +267,7 @@ def test_no_more_is_read_than_the_rows_asked_for(tmp_path: Path) -> None:
     }
     save_file(values | {"scalar": torch.tensor(3.0)}, tmp_path / "weights")
     file, library = (
-        RowFile(str(tmp_path / "weights")),
+        ShardReader(str(tmp_path / "weights")),
         safe_open(tmp_path / "weights", framework="pt"),
     )
     assert file.keys() == library.keys()

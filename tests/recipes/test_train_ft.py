@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from automodel_lite.data.feeding.feed import ReadyStep
+from automodel_lite.data.feeding.feed import DeviceStep
 from automodel_lite.errors import ConfigError
 from automodel_lite.telemetry.metrics import StepResult
 from recipes.train_ft import TrainFinetuneRecipe, main
@@ -111,7 +111,7 @@ class StopsAt(TrainFinetuneRecipe):
 
     stop_at = 4
 
-    def step(self, ready: ReadyStep) -> StepResult:
+    def step(self, ready: DeviceStep) -> StepResult:
         if self.num_steps == self.stop_at:
             raise KeyboardInterrupt
         return super().step(ready)

@@ -8,7 +8,7 @@ from automodel_lite.data.packing.packs import packed_sequence_thd_collater
 from automodel_lite.errors import DataError
 from automodel_lite.models.flops import CostModel, StepFlops
 from automodel_lite.parallel.mesh import Mesh, MeshShape
-from automodel_lite.run.nonfinite import StepNumbers
+from automodel_lite.run.nonfinite import StepOutcome
 from automodel_lite.telemetry.metrics import (
     Counts,
     Meter,
@@ -69,7 +69,7 @@ def test_three_rates_and_useful_flops(monkeypatch: pytest.MonkeyPatch):
     )
     counts = Counts(80, 40, 100, 200.0)
     row = meter.row(
-        StepResult(StepNumbers(torch.tensor(20.0), torch.tensor(1.0)), 1e-3, counts),
+        StepResult(StepOutcome(torch.tensor(20.0), torch.tensor(1.0)), 1e-3, counts),
         step=5,
         epoch=0,
         max_steps=7,

@@ -36,7 +36,7 @@ def parts_of(more: Sequence[str] = ()) -> Parts:
 
 
 def job_of(gigabytes: float = 24, gpus: int = 2, layers: int = 10) -> Job:
-    config = with_layers(parts_of().model.described({}), layers)
+    config = with_layers(parts_of().model.resolve_model_config({}), layers)
     gpu = replace(GPUS["rtx4090-24"], gigabytes=gigabytes)
     lengths = np.array([1000, 3000])
     return Job(parts_of(), config, gpu, gpus, 1, lengths, lengths)

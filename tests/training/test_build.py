@@ -35,7 +35,7 @@ def test_the_batch_that_is_tried_has_whole_documents(
 ) -> None:
     """Of at most 1,024 tokens, in multiples of 2 x cp where ranks share them; a pack may have an odd number of tokens."""
     overrides = [f"packed_sequence.packed_sequence_size={size}", f"mesh.cp={cp}"]
-    batch = build.full_batch(
+    batch = build.worst_case_batch(
         build_parts(check_config(compose_config("smoke", overrides))), num_ids=7
     )
     assert batch.cu_seqlens.diff().tolist() == lengths
@@ -47,9 +47,9 @@ def test_the_batch_that_is_tried_has_whole_documents(
 def traced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs are traced as on a GPU, and run uncompiled."""
     torch._dynamo.reset()
-    real = build.speed_up
+    real = build.compile_model
     monkeypatch.setattr(
-        build, "speed_up", lambda parts, model, mesh: real(parts, model, mesh, "aot_eager")
+        build, "compile_model", lambda parts, model, mesh: real(parts, model, mesh, "aot_eager")
     )
 
 
@@ -78,9 +78,9 @@ def test_auto_trains_uncompiled_what_cannot_be_compiled(
         raise RuntimeError("no such instruction")
 
     torch._dynamo.reset()
-    real = build.speed_up
+    real = build.compile_model
     monkeypatch.setattr(
-        build, "speed_up", lambda parts, model, mesh: real(parts, model, mesh, broken)
+        build, "compile_model", lambda parts, model, mesh: real(parts, model, mesh, broken)
     )
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed):
         train_quick(tmp_path / "asked", "training.compile=true")

@@ -15,8 +15,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from automodel_lite.attention.kernel import ReferenceAttention
-from automodel_lite.data.feeding.feed import DeviceFeed, ReadyStep
-from automodel_lite.run.nonfinite import StepNumbers
+from automodel_lite.data.feeding.feed import DeviceFeed, DeviceStep
+from automodel_lite.run.nonfinite import StepOutcome
 from automodel_lite.telemetry.metrics import StepResult
 from recipes import train_ft
 from tests.runs import losses_by_step, train_quick
@@ -90,10 +90,10 @@ def on_the_host() -> Iterator[None]:
 class StrictRecipe(train_ft.TrainFinetuneRecipe):
     """Its steps read nothing off the device, but the numbers of steps before."""
 
-    made: ClassVar[list[StepNumbers]] = []
+    made: ClassVar[list[StepOutcome]] = []
     read_in_steps: ClassVar[list[int]] = []  # of which step, counted from the one under way
 
-    def step(self, ready: ReadyStep) -> StepResult:
+    def step(self, ready: DeviceStep) -> StepResult:
         with NoReads():
             return super().step(ready)
 
@@ -114,19 +114,19 @@ def test_the_steps_of_the_recipe_read_nothing_off_the_device(
     made.clear()
     ages.clear()
 
-    def numbers(loss_sum: torch.Tensor, grad_norm: torch.Tensor) -> StepNumbers:
-        made.append(StepNumbers(loss_sum, grad_norm))
+    def numbers(loss_sum: torch.Tensor, grad_norm: torch.Tensor) -> StepOutcome:
+        made.append(StepOutcome(loss_sum, grad_norm))
         return made[-1]
 
-    def read(self: StepNumbers) -> tuple[float, float]:
+    def read(self: StepOutcome) -> tuple[float, float]:
         if NoReads.is_on:
             ages.append(len(made) - 1 - made.index(self))
         with on_the_host():
             return real_read(self)
 
-    real_read = StepNumbers.read
-    monkeypatch.setattr(StepNumbers, "read", read)
-    monkeypatch.setattr(train_ft, "StepNumbers", numbers)
+    real_read = StepOutcome.read
+    monkeypatch.setattr(StepOutcome, "read", read)
+    monkeypatch.setattr(train_ft, "StepOutcome", numbers)
     for owner, name in (
         (train_ft, "count_own"),
         (DeviceFeed, "stage"),

@@ -25,13 +25,13 @@ from automodel_lite.models.layers import local
 from automodel_lite.parallel.mesh import MeshShape
 from automodel_lite.parts.optimizers import adamw as optimizers
 from automodel_lite.parts.optimizers.adamw import (
-    LocalPlace,
+    ShardOffset,
     adamw,
-    chances,
     codebook,
     decoded,
     encoded,
     moments_of,
+    random_bits,
     rounded,
 )
 from automodel_lite.parts.optimizers.muon import muon
@@ -290,12 +290,12 @@ def test_the_graphs_of_a_gpu_do_not_grow_with_the_model(
 def test_rounding_is_up_or_down_with_the_right_chance() -> None:
     """1 + 1/512 lies a quarter of the way from 1 to 1 + 1/128, the next value of bf16."""
     value = torch.full((100, 1000), 1 + 1 / 512)
-    place = LocalPlace(0, (0, 0), (1000, 1))
+    place = ShardOffset(0, (0, 0), (1000, 1))
     results = [
         rounded(
             value,
             torch.bfloat16,
-            partial(chances, place, (100, 1000), torch.tensor(float(step))),
+            partial(random_bits, place, (100, 1000), torch.tensor(float(step))),
             0,
         )
         for step in (1, 2)
@@ -325,11 +325,13 @@ def test_rounding_is_up_or_down_with_the_right_chance() -> None:
 
 def test_a_part_is_rounded_as_it_is_in_the_whole() -> None:
     step = torch.tensor(7.0)
-    whole = chances(LocalPlace(3, (0, 0), (8, 1)), (12, 8), step, 1)
-    assert torch.equal(chances(LocalPlace(3, (4, 2), (8, 1)), (5, 3), step, 1), whole[4:9, 2:5])
+    whole = random_bits(ShardOffset(3, (0, 0), (8, 1)), (12, 8), step, 1)
+    assert torch.equal(
+        random_bits(ShardOffset(3, (4, 2), (8, 1)), (5, 3), step, 1), whole[4:9, 2:5]
+    )
     assert whole.unique().numel() > 90
-    assert not torch.equal(chances(LocalPlace(4, (0, 0), (8, 1)), (12, 8), step, 1), whole)
-    assert not torch.equal(chances(LocalPlace(3, (0, 0), (8, 1)), (12, 8), step, 2), whole)
+    assert not torch.equal(random_bits(ShardOffset(4, (0, 0), (8, 1)), (12, 8), step, 1), whole)
+    assert not torch.equal(random_bits(ShardOffset(3, (0, 0), (8, 1)), (12, 8), step, 2), whole)
 
 
 def test_rounding_by_chance_keeps_what_bf16_rounds_away() -> None:

@@ -27,7 +27,7 @@ def planned(preset: str, gpus: int, *overrides: str) -> ModelPlan:
     parts = build_parts(replace(config, attention={}))
     return plan_model(
         replace(parts, attention=None),
-        parts.model.described({}),
+        parts.model.resolve_model_config({}),
         MeshShape(1, gpus, 1),
         torch.device("cpu"),
     )

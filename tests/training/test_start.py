@@ -24,7 +24,7 @@ from automodel_lite.data.packing.report import packing_report
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.source import CausalLM
 from automodel_lite.training.plan import build_parts
-from automodel_lite.training.start import prepare_process, steps_text, try_model, try_settings
+from automodel_lite.training.start import build_on_meta, prepare_process, steps_text, try_settings
 from tests.attention.families import FAMILIES
 from tests.data.templates import MARKED, byte_tokenizer
 from tests.runs import rows_of, train_quick
@@ -73,9 +73,9 @@ def test_sizes_that_only_a_forward_meets(monkeypatch: pytest.MonkeyPatch) -> Non
     assert transformers.models.llama.modeling_llama.LlamaMLP is LlamaMLP
     monkeypatch.setattr(LlamaMLP, "forward", wrong)
     with pytest.raises(ConfigError, match=r"a model with these settings does not work: .*7"):
-        try_model(source)
+        build_on_meta(source)
     monkeypatch.setattr(LlamaMLP, "forward", unknown)
-    try_model(source)
+    build_on_meta(source)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -83,7 +83,7 @@ def test_no_family_is_refused(family: str) -> None:
     config = FAMILIES[family]()
     known = type(config)().to_dict()
     settings = {key: value for key, value in config.to_diff_dict().items() if key in known}
-    try_model(CausalLM(config={**settings, "model_type": config.model_type}))
+    build_on_meta(CausalLM(config={**settings, "model_type": config.model_type}))
 
 
 def test_a_mistake_costs_no_tokenizing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +108,7 @@ def test_weights_that_are_not_finite_are_named_as_such(tmp_path: Path, value: fl
             "vocab_size": 300,
         }
     )
-    config = source.described({})
+    config = source.resolve_model_config({})
     import transformers
 
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)

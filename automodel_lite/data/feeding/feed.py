@@ -17,7 +17,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from automodel_lite.config.schema import DataloaderConfig
 from automodel_lite.data.feeding.order import BatchShape, assign_to_ranks
-from automodel_lite.data.feeding.source import Cursor, StepBatches
+from automodel_lite.data.feeding.source import Cursor, HostStep
 from automodel_lite.data.packing.packs import PackedDataset, packed_sequence_thd_collater
 from automodel_lite.thd import ThdBatch, to_thd
 
@@ -73,27 +73,27 @@ def delay_worker_exit(worker: int) -> None:
 
 def validation_steps(
     packs: PackedDataset, shape: BatchShape, dp_rank: int, config: DataloaderConfig
-) -> Iterator[StepBatches]:
+) -> Iterator[HostStep]:
     """Yields every pack once over all ranks, by micro-batches; ranks that run short get empty
     packs.
     """
     for batch in read_batches(
         packs, [assign_to_ranks(np.arange(len(packs)), shape)], dp_rank, config
     ):
-        yield StepBatches([batch], [], 0, Cursor(), 0.0)
+        yield HostStep([batch], [], 0, Cursor(), 0.0)
 
 
 @dataclass(frozen=True)
-class ReadyStep:
+class DeviceStep:
     """One optimizer step of this rank."""
 
-    batches: StepBatches  # its wait_s is 0 when the device was still busy after the reading
+    batches: HostStep  # its wait_s is 0 when the device was still busy after the reading
     micro_batches: list[ThdBatch]  # whole streams, on the host
     # of the model: this context-parallel rank's tokens of each micro-batch, on the device
     inputs: list[ThdBatch]
 
 
-class DeviceFeed(Iterator[ReadyStep]):
+class DeviceFeed(Iterator[DeviceStep]):
     """Reads steps, and copies them to the device, one step ahead.
 
         compute stream   step 1 ─────────────▶ step 2 ─────────────▶
@@ -109,7 +109,7 @@ class DeviceFeed(Iterator[ReadyStep]):
 
     def __init__(
         self,
-        steps: Iterator[StepBatches],
+        steps: Iterator[HostStep],
         place: Callable[[ThdBatch], ThdBatch],
         device: torch.device,
         with_mixers: bool = True,
@@ -119,7 +119,7 @@ class DeviceFeed(Iterator[ReadyStep]):
         self._place = place
         self._device = device
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._staged: ReadyStep | None = None
+        self._staged: DeviceStep | None = None
 
     def stage(self) -> None:
         """Reads the next step and starts its copy; nothing when that was done already, or when no
@@ -139,16 +139,16 @@ class DeviceFeed(Iterator[ReadyStep]):
                 inputs = [
                     batch.pin_memory().to(self._device, non_blocking=True) for batch in inputs
                 ]
-        self._staged = ReadyStep(batches, micro_batches, inputs)
+        self._staged = DeviceStep(batches, micro_batches, inputs)
 
-    def peek(self) -> ReadyStep:
+    def peek(self) -> DeviceStep:
         """Returns the step that comes next; raises StopIteration when there is none."""
         self.stage()
         if self._staged is None:
             raise StopIteration
         return self._staged
 
-    def __next__(self) -> ReadyStep:
+    def __next__(self) -> DeviceStep:
         ready = self.peek()
         self._staged = None
         if self._copies is not None:

@@ -21,18 +21,23 @@ from automodel_lite.data.feeding.order import (
     pack_costs,
     plan_imbalance,
 )
-from automodel_lite.data.feeding.source import Cursor, PackSource, StepBatches, TrainingPlan
+from automodel_lite.data.feeding.source import Cursor, HostStep, PackSource, TrainingPlan
 from automodel_lite.data.packing.packs import PackedDataset, Packer
 from automodel_lite.data.packing.plan import PackPlan
 from automodel_lite.data.packing.report import PackingReport, packing_report
 from automodel_lite.data.reading.documents import Documents
-from automodel_lite.data.tokens.token_rows import RowCounts, RowDataset, Rows, TokenizedData
+from automodel_lite.data.tokens.token_rows import (
+    DocumentReader,
+    RowCounts,
+    RowDataset,
+    TokenizedData,
+)
 from automodel_lite.data.tokens.tokenize import job_of, tokenize_documents
 from automodel_lite.data.tokens.tokenizer import padding_id
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.models.flops import CostModel
 from automodel_lite.parallel.mesh import Mesh
-from automodel_lite.paths import find_nodes
+from automodel_lite.prefix_trees import find_nodes
 from automodel_lite.thd import COLUMNS, cumulative
 
 
@@ -94,7 +99,7 @@ class PlannedPacks(PackSource):
         # The kind of the documents; of a mixture, text if all of its datasets are.
         datasets = documents.datasets.values() if isinstance(documents, RowDataset) else [documents]
         is_text = all(dataset.kind == "text" for dataset in datasets)
-        packer = packer.fit_to("text" if is_text else "other", padding_id(job.tokenizer))
+        packer = packer.for_document_kind("text" if is_text else "other", padding_id(job.tokenizer))
         tokens = tokenize_documents(documents, job, config.cache_dir)
 
         @lru_cache(maxsize=2)
@@ -139,9 +144,9 @@ class PlannedPacks(PackSource):
         )
 
     def with_columns(
-        self, columns_of: Callable[[str, Rows], Mapping[str, np.ndarray]]
+        self, columns_of: Callable[[str, DocumentReader], Mapping[str, np.ndarray]]
     ) -> PlannedPacks:
-        def same_packs(packs: PackedDataset, rows: Rows) -> PackedDataset:
+        def same_packs(packs: PackedDataset, rows: DocumentReader) -> PackedDataset:
             return PackedDataset(rows, packs.plan, packs.padding_idx)
 
         sets = {"train": self.packs_of(0), **self.val_packs}
@@ -191,17 +196,17 @@ class PlannedPacks(PackSource):
         # warm-up, "finished"
         if config.max_steps is None and steps < FEWEST_STEPS and not config.allow_few_steps:
             needed = -(-FEWEST_STEPS * num_epochs // max(1, steps))
-            cures = [f"training.num_epochs={needed}", "training.allow_few_steps=true"]
+            suggestions = [f"training.num_epochs={needed}", "training.allow_few_steps=true"]
             smallest = self.shape.micro_batch_size * self.shape.dp_size
             if size > smallest:
-                cures.insert(0, f"training.global_batch_size={smallest}")
+                suggestions.insert(0, f"training.global_batch_size={smallest}")
             raise ConfigError(
                 f"{len(self.packs_of(0)):,} packs are {steps} steps of {size} in {num_epochs} "
-                f"epochs{why}, too few to learn from: set {' or '.join(cures)}."
+                f"epochs{why}, too few to learn from: set {' or '.join(suggestions)}."
             )
         return TrainingPlan(min(steps, config.max_steps or steps), first, self.shape)
 
-    def steps(self, cursor: Cursor, mesh: Mesh, costs: CostModel) -> Iterator[StepBatches]:
+    def steps(self, cursor: Cursor, mesh: Mesh, costs: CostModel) -> Iterator[HostStep]:
         while True:
             epoch, size = cursor.epoch, self.shape.global_batch_size
             packs = self.packs_of(epoch)
@@ -221,7 +226,7 @@ class PlannedPacks(PackSource):
                 # The end of an epoch has one name: (next epoch, 0).
                 is_last = start + size >= len(order)
                 cursor = Cursor(epoch + 1, 0) if is_last else Cursor(epoch, start + size)
-                yield StepBatches(
+                yield HostStep(
                     micro_batches, order[start : start + size].tolist(), epoch, cursor, waited_s
                 )
 

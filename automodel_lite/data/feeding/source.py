@@ -20,7 +20,7 @@ from automodel_lite.data.feeding.order import BatchShape
 from automodel_lite.data.packing.packs import Batch, PackedDataset, Packer
 from automodel_lite.data.packing.report import PackingReport
 from automodel_lite.data.reading.documents import Documents
-from automodel_lite.data.tokens.token_rows import Rows
+from automodel_lite.data.tokens.token_rows import DocumentReader
 from automodel_lite.data.tokens.tokenize import Job
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.flops import CostModel
@@ -52,7 +52,7 @@ class Cursor:
 
 
 @dataclass(frozen=True)
-class StepBatches:
+class HostStep:
     """What one rank reads for one optimizer step."""
 
     micro_batches: list[Batch]  # collated [B, S] tensors
@@ -118,7 +118,7 @@ class PackSource(ABC):
         """Returns how many steps; raises ConfigError when the settings do not say."""
 
     @abstractmethod
-    def steps(self, cursor: Cursor, mesh: Mesh, costs: CostModel) -> Iterator[StepBatches]:
+    def steps(self, cursor: Cursor, mesh: Mesh, costs: CostModel) -> Iterator[HostStep]:
         """Yields the steps of this rank that follow `cursor`, without end."""
 
     @abstractmethod
@@ -126,7 +126,7 @@ class PackSource(ABC):
         """What the order of the data follows from, for checkpoints: other values are other data."""
 
     def with_columns(
-        self, columns_of: Callable[[str, Rows], Mapping[str, np.ndarray]]
+        self, columns_of: Callable[[str, DocumentReader], Mapping[str, np.ndarray]]
     ) -> PackSource:
         """Returns the same packs, whose rows have more columns; columns_of: (name of a set, its
         rows) -> columns.

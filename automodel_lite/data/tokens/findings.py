@@ -56,7 +56,9 @@ class Chunk:
     lengths: np.ndarray  # int64 [N]
     num_rows: np.ndarray  # int64 [documents], of each document that was read
     found: Findings
-    groups: np.ndarray | None = None  # int64 [N], see `TokenRows`; None where no two rows share one
+    groups: np.ndarray | None = (
+        None  # int64 [N], see `TokenizedDocuments`; None where no two rows share one
+    )
 
 
 def check_rows(

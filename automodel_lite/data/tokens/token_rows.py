@@ -37,7 +37,7 @@ STORED |= {"lengths": "int32", "offsets": "int64", "groups": "int64"}
 """The arrays of a folder, a file `<name>.bin` each."""
 
 
-class Rows(ABC):
+class DocumentReader(ABC):
     """Tokenized documents. Pickling them copies no tokens."""
 
     lengths: np.ndarray
@@ -57,7 +57,7 @@ class Rows(ABC):
         """Returns the columns of one document; they are not to be written to."""
 
     @property
-    def flat(self) -> TokenRows:
+    def flat(self) -> TokenizedDocuments:
         """Returns the flat rows that all tokens stand in; raises ConfigError for rows of several
         sets.
         """
@@ -66,9 +66,11 @@ class Rows(ABC):
             "...): make one of the mixture's sets, or score each alone."
         )
 
-    def with_columns(self, columns: Mapping[str, np.ndarray]) -> Rows:
+    def with_columns(self, columns: Mapping[str, np.ndarray]) -> DocumentReader:
         """Returns the same rows with more columns, [tokens of the flat rows, ...] each."""
-        return TokenRows({**self.flat.columns, **columns}, self.flat.offsets, files=self.flat.files)
+        return TokenizedDocuments(
+            {**self.flat.columns, **columns}, self.flat.offsets, files=self.flat.files
+        )
 
     def has_labels(self, doc_ids: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
         """Returns which pieces of documents have a label, bool [P]."""
@@ -78,7 +80,7 @@ class Rows(ABC):
             bool,
         )
 
-    def locate(self, doc_ids: np.ndarray) -> tuple[TokenRows, np.ndarray, np.ndarray]:
+    def locate(self, doc_ids: np.ndarray) -> tuple[TokenizedDocuments, np.ndarray, np.ndarray]:
         """Flat rows that hold these documents, where each begins in them, and its length; int64 [D]
         each.
         """
@@ -87,7 +89,7 @@ class Rows(ABC):
 
 
 @dataclass(frozen=True)
-class Runs:
+class LabelSpans:
     """A column of few changes: values[i] from token at[i] on, up to the next; a slice of it is an
     array.
 
@@ -110,7 +112,7 @@ class Runs:
         return self.values[first:last].repeat(np.diff(edges))
 
     @classmethod
-    def of(cls, values: np.ndarray) -> Runs:
+    def of(cls, values: np.ndarray) -> LabelSpans:
         return cls(np.arange(len(values)), values, len(values))
 
     def positive(self) -> tuple[np.ndarray, np.ndarray]:
@@ -120,7 +122,7 @@ class Runs:
         return self.at.repeat(lengths) + within, self.values.repeat(lengths)
 
 
-class TokenRows(Rows):
+class TokenizedDocuments(DocumentReader):
     """Documents end to end: document i is tokens offsets[i] to offsets[i + 1] of every column.
 
     columns: arrays, or Runs.
@@ -172,7 +174,9 @@ class TokenRows(Rows):
             return self.lengths
         # Where rows and branches begin, and how many tokens of their row lie before: the last of
         # them ends the row.
-        begins, depths = (branches if isinstance(branches, Runs) else Runs.of(branches)).positive()
+        begins, depths = (
+            branches if isinstance(branches, LabelSpans) else LabelSpans.of(branches)
+        ).positive()
         depths = depths - 1
         order = np.concatenate([self.offsets[:-1], begins]).argsort(kind="stable")
         starts = np.concatenate([self.offsets[:-1], begins])[order]
@@ -187,7 +191,7 @@ class TokenRows(Rows):
         )
 
     @property
-    def flat(self) -> TokenRows:
+    def flat(self) -> TokenizedDocuments:
         return self
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
@@ -197,7 +201,7 @@ class TokenRows(Rows):
         start, stop = self.offsets[index % len(self)], self.offsets[index % len(self) + 1]
         return {name: values[start:stop] for name, values in self.columns.items()}
 
-    def locate(self, doc_ids: np.ndarray) -> tuple[TokenRows, np.ndarray, np.ndarray]:
+    def locate(self, doc_ids: np.ndarray) -> tuple[TokenizedDocuments, np.ndarray, np.ndarray]:
         check_not_cut(self.files)
         starts = self.offsets[doc_ids]
         return self, starts, self.offsets[doc_ids + 1] - starts
@@ -205,10 +209,10 @@ class TokenRows(Rows):
     def __reduce__(self) -> tuple:
         if self.folder is not None:
             return load_rows, (self.folder,)
-        return TokenRows, (self.columns, self.offsets)
+        return TokenizedDocuments, (self.columns, self.offsets)
 
 
-def load_rows(folder: Path) -> TokenRows:
+def load_rows(folder: Path) -> TokenizedDocuments:
     """Maps the rows of a folder that `RowsWriter` wrote; nothing is read before it is asked for."""
     paths = {name: folder / f"{name}.bin" for name in STORED if (folder / f"{name}.bin").is_file()}
     arrays: dict[str, Any] = {name: map_array(path, STORED[name]) for name, path in paths.items()}
@@ -219,8 +223,8 @@ def load_rows(folder: Path) -> TokenRows:
     )
     for name in [name for name in arrays if name.endswith("_at")]:
         column = name.removesuffix("_at")
-        arrays[column] = Runs(arrays.pop(name), arrays[column], int(offsets[-1]))
-    return TokenRows(
+        arrays[column] = LabelSpans(arrays.pop(name), arrays[column], int(offsets[-1]))
+    return TokenizedDocuments(
         arrays, offsets, folder, [WholeFile(path) for path in paths.values()], lengths, groups
     )
 
@@ -230,7 +234,7 @@ def map_array(path: Path, dtype: str) -> np.ndarray:
     return np.asarray(np.memmap(path, dtype, "r")) if path.stat().st_size else np.zeros(0, dtype)
 
 
-def flatten(rows: Iterable[Mapping[str, Any]]) -> TokenRows:
+def flatten(rows: Iterable[Mapping[str, Any]]) -> TokenizedDocuments:
     """Rows of lists, arrays or tensors end to end; lists take the stored dtype."""
     parts = {name: [_filled(name, 0)] for name, column in COLUMNS.items() if not column.is_optional}
     lengths = [0]
@@ -250,7 +254,7 @@ def flatten(rows: Iterable[Mapping[str, Any]]) -> TokenRows:
             )
         lengths.append(width)
     columns = {name: np.concatenate(arrays) for name, arrays in parts.items()}
-    return TokenRows(columns, np.cumsum(lengths))
+    return TokenizedDocuments(columns, np.cumsum(lengths))
 
 
 def _filled(name: str, num_tokens: int) -> np.ndarray:
@@ -401,14 +405,14 @@ class TokenizedData:
     notes to print.
     """
 
-    train: Rows
-    val: Mapping[str, Rows]
+    train: DocumentReader
+    val: Mapping[str, DocumentReader]
     counts: dict[str, RowCounts]
     notes: tuple[str, ...]
     # of the training rows' content: other documents, tokenizer, template or mask rule change it
     fingerprint: str
     # epoch -> its training rows, where they differ by epoch
-    drawn: Callable[[int], Rows] | None = None
+    drawn: Callable[[int], DocumentReader] | None = None
     longest: int = 0  # of all that may be drawn
 
 

@@ -36,12 +36,12 @@ from automodel_lite.data.tokens.findings import Chunk, Findings, check_rows, che
 from automodel_lite.data.tokens.token_rows import (
     ALONE,
     CONTENT_HASH,
+    DocumentReader,
     RowCounts,
     RowDataset,
-    Rows,
     RowsWriter,
     TokenizedData,
-    TokenRows,
+    TokenizedDocuments,
     flatten,
     load_rows,
     next_token_labels,
@@ -310,11 +310,11 @@ def tokenize_documents(
     )
 
 
-def tokenize_in_memory(rows: DocumentSet, job: Job) -> TokenRows:
+def tokenize_in_memory(rows: DocumentSet, job: Job) -> TokenizedDocuments:
     """Returns token rows of a set that need no cache; checked as those of a file are."""
     chunk = DocumentTokenizer(job).chunk(placed(rows))
     check_set("train", "messages", chunk.found, job.settings, job.tokenizer)
-    return TokenRows(chunk.columns, np.append(0, np.cumsum(chunk.lengths)))
+    return TokenizedDocuments(chunk.columns, np.append(0, np.cumsum(chunk.lengths)))
 
 
 def tokenize_sets(
@@ -323,7 +323,7 @@ def tokenize_sets(
     kind: str,
     job: Job,
     cache_dir: str | Path | None,
-) -> tuple[dict[str, Rows], dict[str, RowCounts], tuple[str, ...]]:
+) -> tuple[dict[str, DocumentReader], dict[str, RowCounts], tuple[str, ...]]:
     """Returns the rows of each set, which the cache holds, their counts, and notes to print."""
     template, settings = job.tokenizer.chat_template, job.settings
     key = {
@@ -340,7 +340,7 @@ def tokenize_sets(
         "rules": RULES_VERSION,
         "columns": " ".join(f"{name}:{column.stored}" for name, column in COLUMNS.items()),
     }
-    rows: dict[str, Rows] = {}
+    rows: dict[str, DocumentReader] = {}
     counts, notes, special, of_trees, source, root = (
         {},
         [],
@@ -365,7 +365,7 @@ def tokenize_sets(
             counts[name] += RowCounts(**facts)
         rows[name] = flat
         notes.append(f"{name}: {counts[name]} · cache: {entry.note}")
-        special += notes_on(name, found)
+        special += tokenization_notes(name, found)
     return rows, counts, (*notes, *special, *of_trees)
 
 
@@ -382,7 +382,7 @@ def _write_rows(folder: Path, name: str, kind: str, documents: DocumentSet, job:
     (folder / FINDINGS).write_text(json.dumps(asdict(found)))
 
 
-def notes_on(name: str, found: Findings) -> list[str]:
+def tokenization_notes(name: str, found: Findings) -> list[str]:
     """Returns notes on special tokens in the text of documents, on empty answers, and on what is
     not used.
     """

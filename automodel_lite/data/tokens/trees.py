@@ -5,7 +5,7 @@ computed, once.
     tree               q a q b c b d e              each row, from the last token that it shares
                        with the one before
     branches           0 0 1 0 0 2 0 0              1 + the position at which a branch begins
-                       (paths.py)
+                       (prefix_trees.py)
     loss_weights       1 1 …                        rows that train a label: where q b is trained on
                        twice, 2
     row_labels         0 0 1 …                      what labels on the path do not tell of the
@@ -29,7 +29,13 @@ from typing import Any
 
 import numpy as np
 
-from automodel_lite.data.tokens.token_rows import ALONE, RowsWriter, TokenRows, flatten, load_rows
+from automodel_lite.data.tokens.token_rows import (
+    ALONE,
+    RowsWriter,
+    TokenizedDocuments,
+    flatten,
+    load_rows,
+)
 from automodel_lite.thd import IGNORE_INDEX
 
 LEAST_SHARED = 64
@@ -187,14 +193,14 @@ def trees_of(rows: Sequence[Row], mode: str, most_tokens: int | None) -> list[Tr
     return [part for of_tree in parts for part in of_tree]
 
 
-def may_share(rows: TokenRows, mode: str) -> bool:
+def may_share(rows: TokenizedDocuments, mode: str) -> bool:
     """Whether some of the rows may be put together: those of one group, or any (`all`); pairs in
     every mode.
     """
     return mode == "all" or (rows.groups is not None and (mode == "auto" or PAIRED in rows.columns))
 
 
-def write_trees(folder: Path, rows: TokenRows, mode: str, most_tokens: int | None) -> None:
+def write_trees(folder: Path, rows: TokenizedDocuments, mode: str, most_tokens: int | None) -> None:
     """Writes trees of `rows` to a folder, and to TREES what they save.
 
     mode         auto: of rows of one group; all: of any rows; off: of none

@@ -57,7 +57,7 @@ from automodel_lite.parts.optimizers import adamw
 from automodel_lite.run.checkpoint import flat_state
 from automodel_lite.run.weight_files import gathered_files, groups_of, plan_files
 from automodel_lite.thd import AttentionOptions, Segments, ThdBatch
-from automodel_lite.training.build import as_teacher, assemble, full_batch, plan_model
+from automodel_lite.training.build import as_teacher, assemble, plan_model, worst_case_batch
 from automodel_lite.training.memory import GPUS_GB, gib, usable
 from automodel_lite.training.optimizers import apply_gradients
 from automodel_lite.training.plan import ModelPlan, Parts, with_layers
@@ -139,7 +139,7 @@ def simulate(
     parts = plan.parts
     # The most that a step can hold; boundaries of documents do not change it, keys along the paths
     # of trees do.
-    batch = batch or full_batch(parts, num_ids=1)
+    batch = batch or worst_case_batch(parts, num_ids=1)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     text = model_config.get_text_config()
     # how many times a token goes from one rank to another's experts in a layer, if all experts are
@@ -158,7 +158,7 @@ def simulate(
         if parts.teacher:
             teacher = _sharded(as_teacher(parts), plan, mesh, fake, held, trains=False)
             install(teacher.loss_model.lm, _CountedAttention())
-            model.loss_model.learn_from(teacher.loss_model)
+            model.loss_model.set_teacher(teacher.loss_model)
         optimizer = parts.optimizer(model.loss_model)  # looks up where its shards lie
         with fake, held:
             inputs = sharded.map_tensors(lambda tensor: fake.from_tensor(tensor).to(GPU))
@@ -316,7 +316,7 @@ def _sharded(
     trains: bool = True,
 ) -> ParallelModel:
     """Returns the model on its mesh, its weights fake."""
-    config = plan.config if trains else parts.model.described({})
+    config = plan.config if trains else parts.model.resolve_model_config({})
     drawn = replace(parts, model=_UnloadedSource(parts.model, config, fake, held))
     no_tokenizer: Any = None  # a drawn model's source needs no vocabulary
     return assemble(drawn, no_tokenizer, mesh, "fsdp", plan.dtype, trains)[0]

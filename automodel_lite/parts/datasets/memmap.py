@@ -24,8 +24,8 @@ from automodel_lite.data.reading.paths import WholeFile, check_not_cut, stamp
 from automodel_lite.data.reading.readers import ConcatenatedRows
 from automodel_lite.data.tokens.token_rows import (
     ID_DTYPE,
+    DocumentReader,
     RowCounts,
-    Rows,
     TokenizedData,
     map_array,
 )
@@ -39,7 +39,7 @@ DTYPES = ("uint16", "uint32")
 SCAN_TOKENS = 1 << 24
 
 
-class MemmapRows(Rows):
+class MemmapRows(DocumentReader):
     """The documents of a mapped token file; every token but the first of a document is trained on.
 
     path: the `.bin` file; opened again where the rows are unpickled.
@@ -89,8 +89,8 @@ class MemmapCorpus:
     dtype: Annotated[str, OneOf(DTYPES)] | None = None  # of the tokens, for files without .idx
     separator_id: Count | None = None  # the token that ends each document, for files without .idx
 
-    rows: Rows = field(init=False)
-    val_rows: dict[str, Rows] = field(init=False)
+    rows: DocumentReader = field(init=False)
+    val_rows: dict[str, DocumentReader] = field(init=False)
     train: DocumentSet = field(init=False, default=DocumentList((), "no text"))
     val: dict[str, DocumentSet] = field(init=False, default_factory=dict)
     datasets: dict[str, Documents] = field(init=False, default_factory=dict)
@@ -169,10 +169,10 @@ class MemmapCorpus:
         return MemmapRows(file, self.dtype, offsets)
 
 
-class JoinedRows(ConcatenatedRows, Rows):
+class JoinedRows(ConcatenatedRows, DocumentReader):
     """Rows of several corpora end to end."""
 
-    def __init__(self, corpora: Sequence[Rows]):
+    def __init__(self, corpora: Sequence[DocumentReader]):
         super().__init__(corpora)
         self.lengths = self.row_lengths = np.concatenate([corpus.lengths for corpus in corpora])
 

@@ -17,7 +17,7 @@ from automodel_lite.data.cache import short_hash
 from automodel_lite.data.reading.documents import Documents, DocumentSet, Question
 from automodel_lite.data.reading.files import FilesDataset
 from automodel_lite.data.reading.readers import ConcatenatedRows
-from automodel_lite.data.tokens.token_rows import Rows, TokenizedData
+from automodel_lite.data.tokens.token_rows import DocumentReader, TokenizedData
 from automodel_lite.errors import ConfigError, format_value
 from automodel_lite.parts.datasets.streams import StreamingDataset
 
@@ -140,7 +140,7 @@ class Mixture:
             longest=max(int(of_source.row_lengths.max(initial=0)) for of_source in rows.values()),
         )
 
-    def mix(self, rows: Mapping[str, Rows], epoch: int = 0) -> MixedRows:
+    def mix(self, rows: Mapping[str, DocumentReader], epoch: int = 0) -> MixedRows:
         """Draws and shuffles the rows of an epoch; raises ConfigError for weights that take a
         dataset too often.
         """
@@ -183,12 +183,12 @@ class Mixture:
             yield f"{name}: {share}, {times:.2f} x its {rows.num_tokens:,}"
 
 
-class MixedRows(Rows):
+class MixedRows(DocumentReader):
     """Rows of several sets in one order: row i is row `row_ids[i]` of set `source_ids[i]`."""
 
     def __init__(
         self,
-        sources: Sequence[Rows],
+        sources: Sequence[DocumentReader],
         names: Sequence[str],
         source_ids: np.ndarray,
         row_ids: np.ndarray,

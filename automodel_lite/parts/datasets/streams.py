@@ -33,7 +33,7 @@ from automodel_lite.config.schema import Config, TrainingConfig
 from automodel_lite.data.cache import short_hash
 from automodel_lite.data.feeding.feed import worker_options
 from automodel_lite.data.feeding.order import BatchShape
-from automodel_lite.data.feeding.source import Cursor, PackSource, StepBatches, TrainingPlan
+from automodel_lite.data.feeding.source import Cursor, HostStep, PackSource, TrainingPlan
 from automodel_lite.data.packing.packs import PackedDataset, Packer, packed_sequence_thd_collater
 from automodel_lite.data.reading.columns import NormalizedRows, OwnFormat, detect
 from automodel_lite.data.reading.documents import DocumentList, DocumentSet, Question
@@ -56,7 +56,7 @@ from automodel_lite.data.tokens.tokenize import (
     DocumentTokenizer,
     Job,
     job_of,
-    notes_on,
+    tokenization_notes,
     tokenize_sets,
 )
 from automodel_lite.data.tokens.tokenizer import padding_id
@@ -287,7 +287,7 @@ class StreamedPacks(PackSource):
         cls, config: Config, documents: Any, packer: Packer, batches: BatchShape
     ) -> StreamedPacks:
         job = job_of(config, documents, packer.tree, packer.packed_sequence_size)
-        packer = packer.fit_to(documents.kind, padding_id(job.tokenizer))
+        packer = packer.for_document_kind(documents.kind, padding_id(job.tokenizer))
         identity = f"{documents.identity} val"
         val, _, notes = tokenize_sets(
             documents.val, identity, documents.kind, job, config.cache_dir
@@ -299,7 +299,7 @@ class StreamedPacks(PackSource):
         if packer.overlong == "drop":
             too_long = chunk.lengths[chunk.lengths > packer.packed_sequence_size]
             packer.check_dropped(int(too_long.sum()), int(chunk.lengths.sum()), name, chunk.lengths)
-        notes = (f"{name}: {chunk.found.counts}", *notes_on(name, chunk.found), *notes)
+        notes = (f"{name}: {chunk.found.counts}", *tokenization_notes(name, chunk.found), *notes)
         val_packs = {name: packer.packs(rows) for name, rows in val.items()}
         has_trees, longest = packer.tree != "off", packer.packed_sequence_size  # at most
         return cls(
@@ -340,7 +340,7 @@ class StreamedPacks(PackSource):
         packs = f"{packer.packed_sequence_size} {packer.overlong} {packer.slot_multiple}"
         return {"tokens": short_hash(self.documents.content), "packs": packs}
 
-    def steps(self, cursor: Cursor, mesh: Mesh, costs: CostModel) -> Iterator[StepBatches]:
+    def steps(self, cursor: Cursor, mesh: Mesh, costs: CostModel) -> Iterator[HostStep]:
         """Yields the steps, whatever their packs cost; raises DataError when the stream ends
         without a pack.
         """
@@ -356,7 +356,7 @@ class StreamedPacks(PackSource):
                 )
             cursor = Cursor(cursor.epoch + 1)
 
-    def _epoch(self, cursor: Cursor, mesh: Mesh) -> Iterator[StepBatches]:
+    def _epoch(self, cursor: Cursor, mesh: Mesh) -> Iterator[HostStep]:
         per_step, size = (
             self.shape.global_batch_size // self.shape.dp_size,
             self.shape.micro_batch_size,
@@ -397,7 +397,7 @@ class StreamedPacks(PackSource):
             num_taken = cursor.packs + (step + 1) * self.shape.global_batch_size
             after = Cursor(cursor.epoch, num_taken, dict(states))
             left_out = {f"stream/{name}": counts[name] for name in ("num_dropped", "num_empty")}
-            yield StepBatches(batches, [], cursor.epoch, after, wait_s, left_out)
+            yield HostStep(batches, [], cursor.epoch, after, wait_s, left_out)
 
     def _judged(self, counts: Mapping[str, int]) -> str:
         """Returns `stream.jsonl: 1,200 documents read, ...`; raises DataError when too many cannot

@@ -9,8 +9,9 @@ on. So a document needs no padding, however short it is.
     documents   0 0 0 0 0 1 | 1 1 2 2 2 3 | 3 3 3 3 3 3   a chunk starts with: nothing | of 1 | of 3
                                                            and passes on:       1  |  3   | 3
 
-Where documents branch (paths.py), chunks are cut from pieces of the stream that follow the end of
-another each: a chunk starts with the state of the chunk that its first token follows on its path.
+Where documents branch (prefix_trees.py), chunks are cut from pieces of the stream that follow the
+end of another each: a chunk starts with the state of the chunk that its first token follows on its
+path.
 
 All compute in fp32 at least, also under autocast. None takes or returns a state: that is for
 generation.

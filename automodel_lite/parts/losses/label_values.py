@@ -35,7 +35,7 @@ from automodel_lite.data.packing.packs import (
     Packer,
     packed_sequence_thd_collater,
 )
-from automodel_lite.data.tokens.token_rows import CONTENT_HASH, Rows
+from automodel_lite.data.tokens.token_rows import CONTENT_HASH, DocumentReader
 from automodel_lite.errors import ConfigError
 from automodel_lite.launched import is_first_here
 from automodel_lite.models.fused_head import RowFunction
@@ -96,7 +96,7 @@ class Values:
     packer: Packer
     cache_dir: str | None
 
-    def folder(self, name: str, rows: Rows) -> Path:
+    def folder(self, name: str, rows: DocumentReader) -> Path:
         """Returns where the columns of a set are, or will be."""
         of_rows, packer = rows.flat.folder, self.packer
         assert of_rows is not None  # rows of the token cache
@@ -108,7 +108,7 @@ class Values:
         }
         return entry_folder(cache_root(self.cache_dir), "values", f"{self.name}-{name}", key)
 
-    def stored(self, name: str, rows: Rows) -> Columns:
+    def stored(self, name: str, rows: DocumentReader) -> Columns:
         """Maps the columns, [tokens of the flat rows] or [tokens, K]; raises ConfigError where the
         cache has none.
         """
@@ -120,7 +120,7 @@ class Values:
             )
         return {column: np.load(folder / f"{column}.npy", mmap_mode="r") for column in self.columns}
 
-    def computed(self, name: str, rows: Rows, built: BuiltModel, mesh: Mesh) -> Columns:
+    def computed(self, name: str, rows: DocumentReader, built: BuiltModel, mesh: Mesh) -> Columns:
         """Maps the columns, after computing what the cache does not have; every rank calls it.
 
         Tokens that no pack holds (over-long documents that are dropped) have values of 0.
@@ -225,7 +225,7 @@ def _values(
         np.arange(done, len(packs)), BatchShape(size * mesh.shape.dp, size, mesh.shape.dp)
     ):
         batch = packed_sequence_thd_collater(packs.__getitems__(of_ranks[mesh.dp_rank].tolist()))
-        part = cp_shard(to_thd(batch, loss_model.takes_mixers), mesh.cp, exchange)
+        part = cp_shard(to_thd(batch, loss_model.needs_mixer_metadata), mesh.cp, exchange)
         found = model.values(part.to(mesh.device), function)
         # Rows of several ranks are different tokens, or the same ones with the same values (tp).
         own = part.columns["row_place"][part.label_rows].numpy(), found.cpu().numpy()

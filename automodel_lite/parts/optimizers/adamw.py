@@ -157,7 +157,7 @@ class SmallAdamW(Optimizer):
                 local(parameter.grad),  # type: ignore[arg-type]
                 mine,
                 place=self._places[parameter],
-                books=self._books[device],
+                codebooks=self._books[device],
                 rate=torch.full((), group["lr"], device=device),
                 scale=scale,
                 skipped=skipped,
@@ -187,7 +187,7 @@ class SmallAdamW(Optimizer):
 
 
 @dataclass(frozen=True)
-class LocalPlace:
+class ShardOffset:
     """Where this rank's part of a parameter lies in the whole one."""
 
     number: int  # of the parameter in its optimizer
@@ -195,7 +195,7 @@ class LocalPlace:
     strides: tuple[int, ...]  # of the whole tensor, contiguous
 
 
-def place_of(parameter: Tensor, number: int) -> LocalPlace:
+def place_of(parameter: Tensor, number: int) -> ShardOffset:
     """Returns the place of this rank's shard."""
     shape = tuple(parameter.shape)
     offsets = (0,) * len(shape)
@@ -203,7 +203,7 @@ def place_of(parameter: Tensor, number: int) -> LocalPlace:
         _, offsets = compute_local_shape_and_global_offset(
             shape, parameter.device_mesh, parameter.placements
         )
-    return LocalPlace(
+    return ShardOffset(
         number, tuple(offsets), tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
     )
 
@@ -241,8 +241,8 @@ def update(
     gradient: Tensor,
     state: dict[str, Tensor],
     *,
-    place: LocalPlace,
-    books: tuple[Tensor, Tensor],  # signed, unsigned
+    place: ShardOffset,
+    codebooks: tuple[Tensor, Tensor],  # signed, unsigned
     rate: Tensor,
     scale: Tensor,
     skipped: Tensor,
@@ -254,17 +254,17 @@ def update(
     `skipped`.
     """
     beta1, beta2 = betas
-    draw = functools.partial(chances, place, tuple(parameter.shape), state["step"])
+    draw = functools.partial(random_bits, place, tuple(parameter.shape), state["step"])
     gradient = gradient.float() / scale
-    first = _moment(state, "exp_avg", books[0]).lerp(gradient, 1 - beta1)
-    second = _moment(state, "exp_avg_sq", books[1]).lerp(gradient.square(), 1 - beta2)
+    first = _moment(state, "exp_avg", codebooks[0]).lerp(gradient, 1 - beta1)
+    second = _moment(state, "exp_avg_sq", codebooks[1]).lerp(gradient.square(), 1 - beta2)
     now = state["step"] + 1
     size = (first / (1 - beta1**now)) / (second.sqrt() / (1 - beta2**now).sqrt() + eps)
     updated = parameter.float() * (1 - rate * weight_decay) - rate * size
     # each tensor that is rounded draws from a stream of its own
     after = {"step": now}
     for stream, (name, value, book) in enumerate(
-        (("exp_avg", first, books[0]), ("exp_avg_sq", second, books[1])), 1
+        (("exp_avg", first, codebooks[0]), ("exp_avg_sq", second, codebooks[1])), 1
     ):
         if state[name].dtype == torch.uint8:
             after[name], after[f"{name}_scale"] = encoded(value, state[f"{name}_scale"].shape, book)
@@ -297,7 +297,7 @@ def rounded(
     )
 
 
-def chances(place: LocalPlace, shape: tuple[int, ...], step: Tensor, stream: int) -> Tensor:
+def random_bits(place: ShardOffset, shape: tuple[int, ...], step: Tensor, stream: int) -> Tensor:
     """16 random bits for each element, int32: a hash of where it lies in the whole parameter, alike
     on all layouts.
     """
@@ -305,13 +305,13 @@ def chances(place: LocalPlace, shape: tuple[int, ...], step: Tensor, stream: int
     for dim, size in enumerate(shape):
         along = (torch.arange(size, device=step.device) + place.offsets[dim]) * place.strides[dim]
         index = index + along.view(-1, *(1 for _ in shape[dim + 1 :]))
-    seed = _mixed(step.to(torch.int32) * 4 + stream) ^ _mixed(
+    seed = hash32(step.to(torch.int32) * 4 + stream) ^ hash32(
         torch.full_like(step, place.number, dtype=torch.int32)
     )
-    return _mixed(index.to(torch.int32) ^ seed) & 0xFFFF
+    return hash32(index.to(torch.int32) ^ seed) & 0xFFFF
 
 
-def _mixed(value: Tensor) -> Tensor:
+def hash32(value: Tensor) -> Tensor:
     """A hash of 32 bits whose every output bit depends on every input bit alike (Wellons'
     lowbias32).
     """

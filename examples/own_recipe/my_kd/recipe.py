@@ -60,7 +60,7 @@ class KdRecipe(TrainFinetuneRecipe):
         parts = as_teacher(replace(self.built.plan.parts, teacher=CausalLM(self.extra.teacher)))
         check_same_vocabulary(parts, self.data.tokenizer)
         teacher = build_model(parts, self.data.tokenizer, self.mesh, trains=False)
-        self.model.loss_model.learn_from(teacher.model.loss_model)
+        self.model.loss_model.set_teacher(teacher.model.loss_model)
         self.model.loss_model.loss = Kd(self.extra.temperature)
         self.console.say("teacher", f"{self.extra.teacher}, attention {teacher.plan.attention}")
 

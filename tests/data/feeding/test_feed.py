@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from automodel_lite.data.feeding.feed import DeviceFeed
-from automodel_lite.data.feeding.source import Cursor, StepBatches
+from automodel_lite.data.feeding.source import Cursor, HostStep
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 
-def steps(num_steps: int, read: list[int]) -> Iterator[StepBatches]:
+def steps(num_steps: int, read: list[int]) -> Iterator[HostStep]:
     for step in range(num_steps):
         read.append(step)
         row = torch.full((1, 4), step)
@@ -27,7 +27,7 @@ def steps(num_steps: int, read: list[int]) -> Iterator[StepBatches]:
             "seq_lens_padded": torch.tensor([[4]]),
             "qkv_format": "thd",
         }
-        yield StepBatches([batch, batch], [step], 0, Cursor(0, step + 1), 0.5)
+        yield HostStep([batch, batch], [step], 0, Cursor(0, step + 1), 0.5)
 
 
 @pytest.mark.parametrize("device", DEVICES)

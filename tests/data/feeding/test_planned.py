@@ -15,7 +15,7 @@ from automodel_lite.config.check import check_config
 from automodel_lite.config.schema import MeshConfig
 from automodel_lite.data.feeding.order import BatchShape
 from automodel_lite.data.feeding.planned import PlannedPacks, check_masked
-from automodel_lite.data.feeding.source import Cursor, PackSource, StepBatches
+from automodel_lite.data.feeding.source import Cursor, HostStep, PackSource
 from automodel_lite.data.packing.plan import plan_packs
 from automodel_lite.data.prepare import build_packer, check_sizes, prepare_data
 from automodel_lite.data.reading.files import FilesDataset
@@ -131,14 +131,14 @@ def data_of(tmp_path: Path, *overrides: str) -> PackSource:
     return prepare_data(config, check_sizes(config, 1), build_packer(config))
 
 
-def plain(step: StepBatches) -> list:
+def plain(step: HostStep) -> list:
     return [
         {name: values.tolist() for name, values in batch.items() if name != "qkv_format"}
         for batch in step.micro_batches
     ]
 
 
-def steps_of(data: PackSource, cursor: Cursor = START) -> Iterator[StepBatches]:
+def steps_of(data: PackSource, cursor: Cursor = START) -> Iterator[HostStep]:
     return data.steps(cursor, MESH, COSTS)
 
 

@@ -11,7 +11,7 @@ import pytest
 from automodel_lite.config.schema import DataloaderConfig, MeshConfig
 from automodel_lite.data.feeding.order import BatchShape
 from automodel_lite.data.feeding.planned import PlannedPacks
-from automodel_lite.data.feeding.source import Cursor, StepBatches
+from automodel_lite.data.feeding.source import Cursor, HostStep
 from automodel_lite.data.packing.packs import Packer
 from automodel_lite.data.reading.documents import ToyChat
 from automodel_lite.data.tokens.token_rows import TokenizedData
@@ -52,7 +52,7 @@ def source_of(tokens: TokenizedData, num_workers: int, shuffle: bool = True) -> 
 
 def steps_of(
     tokens: TokenizedData, num_workers: int, cursor: Cursor, shuffle: bool = True
-) -> Iterator[StepBatches]:
+) -> Iterator[HostStep]:
     return source_of(tokens, num_workers, shuffle).steps(cursor, MESH, COSTS)
 
 
@@ -61,7 +61,7 @@ def num_packs(tokens: TokenizedData) -> int:
     return len(source_of(tokens, 0).packs_of(0))
 
 
-def plain(step: StepBatches) -> tuple:
+def plain(step: HostStep) -> tuple:
     """Everything that training sees of a step."""
     tensors = [
         [batch[name].tolist() for name in ("input_ids", "labels", "position_ids")]

@@ -14,7 +14,7 @@ import pytest
 
 from automodel_lite.config.schema import DataloaderConfig, MeshConfig, TokenizeConfig
 from automodel_lite.data.feeding.order import BatchShape
-from automodel_lite.data.feeding.source import Cursor, StepBatches
+from automodel_lite.data.feeding.source import Cursor, HostStep
 from automodel_lite.data.packing.packs import Packer
 from automodel_lite.data.tokens.tokenize import Job, tokenize_documents
 from automodel_lite.errors import ConfigError, DataError
@@ -53,7 +53,7 @@ def loader_of(
     )
 
 
-def documents_of(batches: StepBatches) -> list[list[str]]:
+def documents_of(batches: HostStep) -> list[list[str]]:
     """The numbers of the documents in each pack of a step, in order of packs."""
     decode = byte_tokenizer(MARKED).decode
     packs = [batch["input_ids"][0].tolist() for batch in batches.micro_batches]
@@ -188,7 +188,7 @@ def test_long_documents_of_a_stream_are_split(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text("abcdefghij" * 20)
     dataset = StreamingDataset(str(path), num_shards=1)
-    packer = Packer(40).fit_to(dataset.kind)
+    packer = Packer(40).for_document_kind(dataset.kind)
     shape = BatchShape(1, 1, 1)
     job, dataloader = Job(byte_tokenizer(MARKED)), DataloaderConfig()
     loader = StreamedPacks(dataset, job, packer, {}, (), shape, dataloader, False, 40)

@@ -15,11 +15,16 @@ from automodel_lite.data.packing.packs import (
     EMPTY_PACK,
     PackedDataset,
     Packer,
+    pack_size_for_coverage,
     packed_sequence_thd_collater,
-    size_that_keeps,
 )
 from automodel_lite.data.packing.plan import padding_segments, plan_packs
-from automodel_lite.data.tokens.token_rows import Rows, TokenRows, flatten, load_rows
+from automodel_lite.data.tokens.token_rows import (
+    DocumentReader,
+    TokenizedDocuments,
+    flatten,
+    load_rows,
+)
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.nemo_api import collaters
 from automodel_lite.thd import IGNORE_INDEX
@@ -122,7 +127,7 @@ def test_ids_over_int32() -> None:
 
 
 def one_pack(
-    rows: TokenRows, pieces: list[tuple[int, int, int]], size: int, multiple: int, pad: int
+    rows: TokenizedDocuments, pieces: list[tuple[int, int, int]], size: int, multiple: int, pad: int
 ) -> dict:
     """The slow twin of a pack: token by token; pieces are (document, start, stop)."""
     pack: dict[str, list[int]] = {
@@ -149,10 +154,10 @@ def one_pack(
     return pack
 
 
-class Columns(Rows):
+class Columns(DocumentReader):
     """Rows that can only be read one by one."""
 
-    def __init__(self, flat: TokenRows) -> None:
+    def __init__(self, flat: TokenizedDocuments) -> None:
         self.rows_of_all = flat
         self.lengths = self.row_lengths = np.diff(flat.offsets)
 
@@ -178,7 +183,7 @@ def test_a_batch_equals_its_packs_token_by_token(
     rows, strategy, multiple, overlong, dtype, indexed, data
 ) -> None:
     made = flatten(samples(rows))
-    flat = TokenRows(
+    flat = TokenizedDocuments(
         {"input_ids": made.columns["input_ids"].astype(dtype), "labels": made.columns["labels"]},
         made.offsets,
     )
@@ -270,15 +275,15 @@ def test_a_plan_of_other_rows() -> None:
     with pytest.raises(DataError, match="the plan was made for 3 documents and the rows hold 2"):
         PackedDataset(flatten(TWO), plan_packs([3, 5, 1], 8))
     with pytest.raises(DataError, match="the rows hold 8 input_ids and 7 labels for 8 tokens"):
-        TokenRows({"input_ids": np.arange(8), "labels": np.arange(7)}, np.array([0, 3, 8]))
+        TokenizedDocuments({"input_ids": np.arange(8), "labels": np.arange(7)}, np.array([0, 3, 8]))
     both = np.arange(16).reshape(8, 2)
     with pytest.raises(DataError, match="must be contiguous"):
-        TokenRows({"input_ids": both[:, 0], "labels": both[:, 1]}, np.array([0, 3, 8]))
+        TokenizedDocuments({"input_ids": both[:, 0], "labels": both[:, 1]}, np.array([0, 3, 8]))
 
 
 def test_dropping_much_must_be_meant() -> None:
     lengths = np.array([100] * 98 + [900, 1300])
-    assert (size_that_keeps(lengths), size_that_keeps(lengths, 0.85)) == (1408, 1024)
+    assert (pack_size_for_coverage(lengths), pack_size_for_coverage(lengths, 0.85)) == (1408, 1024)
     packer = Packer(512)
     with pytest.raises(
         DataError,
@@ -289,8 +294,11 @@ def test_dropping_much_must_be_meant() -> None:
         )
     packer.check_dropped(2000, 12000, "train", lengths)
     Packer(512, overlong="drop").check_dropped(12000, 12000, "train", lengths)
-    assert (packer.fit_to("text").overlong, packer.fit_to("messages").overlong) == ("split", "drop")
-    assert Packer(512, overlong="drop").fit_to("text").overlong == "drop"
+    assert (
+        packer.for_document_kind("text").overlong,
+        packer.for_document_kind("messages").overlong,
+    ) == ("split", "drop")
+    assert Packer(512, overlong="drop").for_document_kind("text").overlong == "drop"
 
 
 Collater = Callable[[list[dict[str, Any]]], dict[str, Any]]
@@ -358,12 +366,16 @@ def test_the_face_makes_each_loose_row_a_document() -> None:
     assert rows == before
 
 
-def rows_of(lengths: Iterable[int]) -> TokenRows:
+def rows_of(lengths: Iterable[int]) -> TokenizedDocuments:
     return flatten({"input_ids": [1] * n, "labels": [1] * n} for n in lengths)
 
 
 def test_plans_and_reads() -> None:
-    packs = Packer(packed_sequence_size=8).fit_to("other", padding_id=5).packs(rows_of([3, 4]))
+    packs = (
+        Packer(packed_sequence_size=8)
+        .for_document_kind("other", padding_id=5)
+        .packs(rows_of([3, 4]))
+    )
     assert sorted(packs[0]["input_ids"].tolist()) == [1] * 7 + [5]
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from automodel_lite.data.packing.packs import PackedDataset
 from automodel_lite.data.packing.plan import plan_packs
-from automodel_lite.data.tokens.token_rows import Rows
+from automodel_lite.data.tokens.token_rows import DocumentReader
 from automodel_lite.data.tokens.tokenize import Job, tokenize_documents
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.parts.datasets.memmap import MEGATRON_MAGIC, MemmapCorpus, write_memmap
@@ -23,7 +23,7 @@ DOCUMENTS = [[5, 6, 7], [8], [9, 1]]
 EXPECTED = [([5, 6, 7], [6, 7, _]), ([8], [_]), ([9, 1], [1, _])]
 
 
-def as_lists(rows: Rows) -> list[tuple[list[int], list[int]]]:
+def as_lists(rows: DocumentReader) -> list[tuple[list[int], list[int]]]:
     return [(rows[i]["input_ids"].tolist(), rows[i]["labels"].tolist()) for i in range(len(rows))]
 
 

@@ -14,7 +14,7 @@ from automodel_lite.data.packing.plan import plan_packs
 from automodel_lite.data.tokens.token_rows import (
     STORED,
     RowsWriter,
-    TokenRows,
+    TokenizedDocuments,
     flatten,
     load_rows,
     next_token_labels,
@@ -77,7 +77,7 @@ def test_rows_without_the_column_get_its_padding(packed: bool) -> None:
 _ = -100
 
 
-def as_lists(rows: TokenRows) -> list[tuple[list[int], list[int]]]:
+def as_lists(rows: TokenizedDocuments) -> list[tuple[list[int], list[int]]]:
     return [(rows[i]["input_ids"].tolist(), rows[i]["labels"].tolist()) for i in range(len(rows))]
 
 

@@ -14,7 +14,7 @@ from automodel_lite.config.schema import TokenizeConfig
 from automodel_lite.data.reading.documents import DocumentList, ToyChat
 from automodel_lite.data.reading.files import FilesDataset
 from automodel_lite.data.tokens.findings import mark_trained
-from automodel_lite.data.tokens.token_rows import TokenRows
+from automodel_lite.data.tokens.token_rows import TokenizedDocuments
 from automodel_lite.data.tokens.tokenize import Job, _process_context, tokenize_documents
 from automodel_lite.data.tokens.tokenizer import train_bpe_tokenizer
 from automodel_lite.errors import DataError
@@ -26,7 +26,7 @@ _ = -100
 USER, ASSISTANT, END = 256, 257, 260  # ids of the special tokens of MARKED
 
 
-def as_lists(rows: TokenRows) -> list[tuple[list[int], list[int]]]:
+def as_lists(rows: TokenizedDocuments) -> list[tuple[list[int], list[int]]]:
     return [(rows[i]["input_ids"].tolist(), rows[i]["labels"].tolist()) for i in range(len(rows))]
 
 

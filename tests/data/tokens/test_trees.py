@@ -16,15 +16,15 @@ from automodel_lite.config.schema import TokenizeConfig
 from automodel_lite.data.packing.packs import Packer, packed_sequence_thd_collater
 from automodel_lite.data.reading.files import FilesDataset
 from automodel_lite.data.tokens.token_rows import (
+    LabelSpans,
     RowsWriter,
-    Runs,
     TokenizedData,
     flatten,
     load_rows,
 )
 from automodel_lite.data.tokens.tokenize import Job, tokenize_documents
 from automodel_lite.data.tokens.trees import cut_tree, grow_trees
-from automodel_lite.paths import find_nodes
+from automodel_lite.prefix_trees import find_nodes
 from automodel_lite.thd import IGNORE_INDEX, to_thd
 from tests.attention.trees import labelled, random_rows
 from tests.data.templates import MARKED, QWEN3, byte_tokenizer
@@ -124,7 +124,7 @@ def test_runs_are_the_column(tmp_path: Path) -> None:
     rows = load_rows(tmp_path)
     for name, want in columns.items():
         column = rows.columns[name]
-        assert isinstance(column, Runs)
+        assert isinstance(column, LabelSpans)
         for start in range(len(want) + 1):
             for stop in range(len(want) + 1):
                 assert column[start:stop].tolist() == want[start:stop]

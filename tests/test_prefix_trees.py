@@ -1,4 +1,4 @@
-"""Index maths of trees, on the drawing of paths.py and on random trees against a walk token by token."""
+"""Index maths of trees, on the drawing of prefix_trees.py and on random trees against a walk token by token."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from automodel_lite.paths import concatenated_ranges, find_nodes, find_pieces
+from automodel_lite.prefix_trees import concatenated_ranges, find_nodes, find_pieces
 from tests.attention.trees import random_rows, tree_of
 
 
