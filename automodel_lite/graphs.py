@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from filelock import FileLock, Timeout
 
+from automodel_lite import compat
+
 MAX_GRAPHS = 64
 """Of one function. dynamo's default is 8, which GPT-OSS and Gemma-2 use up with flex attention
 alone: two windows, each for training, validation and a first change of length.
@@ -29,15 +31,15 @@ def strict_graphs() -> None:
     Each rank starts up to 32 processes that compile kernels: the ranks of a host share its cores
     instead, unless TORCHINDUCTOR_COMPILE_THREADS is set.
     """
-    config = torch._dynamo.config
+    config = compat.dynamo.config
     config.fail_on_recompile_limit_hit = True
     config.recompile_limit = max(config.recompile_limit, MAX_GRAPHS)
     config.specialize_float = True
     if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
-        import torch._inductor.config as inductor_config  # seconds, where nothing is compiled
+        inductor = compat.inductor_config  # seconds to import, where nothing is compiled
 
         share = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        inductor_config.compile_threads = max(1, min(inductor_config.compile_threads or 1, share))
+        inductor.compile_threads = max(1, min(inductor.compile_threads or 1, share))
 
 
 def backend_of(name: str) -> Any:
@@ -56,13 +58,11 @@ def inductor_in_turn(graph: torch.fx.GraphModule, inputs: Any) -> Any:
     find what it has made in inductor's caches. Nobody waits for a rank that has failed: its lock
     ends with its process.
     """
-    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
     # Triton's kernels, most of the work, have one key for all GPUs of a kind; inductor's default is
     # a folder for each.
-    os.environ.setdefault("TRITON_CACHE_DIR", str(Path(cache_dir(), "triton", "all")))
-    marks = Path(cache_dir(), "in_turn")
+    caches = Path(compat.cache_dir_utils.cache_dir())
+    os.environ.setdefault("TRITON_CACHE_DIR", str(caches / "triton" / "all"))
+    marks = caches / "in_turn"
     marks.mkdir(parents=True, exist_ok=True)
 
     def compile_in_turn(graph: torch.fx.GraphModule, inputs: Any, **how: Any) -> Any:
@@ -76,12 +76,12 @@ def inductor_in_turn(graph: torch.fx.GraphModule, inputs: Any) -> Any:
         )
         with suppress(Timeout, OSError), FileLock(f"{mark}.lock", timeout=TURN_S):
             if not mark.exists():
-                made = compile_fx_inner(graph, inputs, **how)
+                made = compat.compile_fx.compile_fx_inner(graph, inputs, **how)
                 mark.touch()
                 return made
-        return compile_fx_inner(graph, inputs, **how)
+        return compat.compile_fx.compile_fx_inner(graph, inputs, **how)
 
-    return compile_fx(graph, inputs, inner_compile=compile_in_turn)
+    return compat.compile_fx.compile_fx(graph, inputs, inner_compile=compile_in_turn)
 
 
 @functools.cache
@@ -97,4 +97,4 @@ def compiled(function: Callable[..., Any], backend: str = "inductor") -> Callabl
 
 def compiled_graphs() -> int:
     """Graphs compiled so far by this process: must stay the same once each shape has been seen."""
-    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    return int(compat.dynamo.utils.counters["stats"]["unique_graphs"])

@@ -35,6 +35,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from automodel_lite import compat
 from automodel_lite.prefix_trees import Nodes, concatenated_ranges, find_nodes, find_pieces
 
 NEAR_TOKENS = 8
@@ -358,7 +359,7 @@ class AttentionPlan(Tensors):
             return None
         longest = self.segments.cu_q.new_empty(()).expand(max(self.segments.max_q, 2))
         for tensor in (self.segments.cu_q, longest):
-            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+            compat.dynamo.maybe_mark_dynamic(tensor, 0)
         return self.segments.cu_q, longest
 
     def cut(self, chunk: int | None) -> Segments:

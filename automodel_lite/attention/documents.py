@@ -26,7 +26,6 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from automodel_lite.attention.mixer_functions import (
     Recorded,
@@ -34,6 +33,7 @@ from automodel_lite.attention.mixer_functions import (
     running,
     split_at_documents,
 )
+from automodel_lite.compat import pytree
 from automodel_lite.errors import ConfigError
 from automodel_lite.thd import ThdBatch
 

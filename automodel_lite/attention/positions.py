@@ -25,11 +25,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 from transformers import PretrainedConfig
 
 from automodel_lite.attention.documents import NOW
 from automodel_lite.attention.spec import config_value
+from automodel_lite.compat import pytree
 from automodel_lite.errors import ConfigError
 
 LENGTH_DEPENDENT = frozenset({"dynamic", "longrope"})

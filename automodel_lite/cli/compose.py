@@ -12,9 +12,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from hydra import version as hydra_version
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.config_repository import IConfigRepository
-from hydra._internal.utils import create_config_search_path
 from hydra.core.config_store import ConfigStore
 from hydra.core.default_element import ResultDefault
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -28,6 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from automodel_lite.cli.line import allow_new_key, group_of, option_problem, options_in, split
 from automodel_lite.cli.sources import Sources, check_preset, groups_of, read
+from automodel_lite.compat import ConfigLoaderImpl, create_config_search_path
 from automodel_lite.config.components import CONF_DIR, flatten
 from automodel_lite.config.schema import Config
 from automodel_lite.config.signatures import with_options
@@ -98,7 +96,7 @@ class Loader(ConfigLoaderImpl):
                 raw[key] = value
         return raw
 
-    def _load_single_config(self, default: ResultDefault, repo: IConfigRepository) -> ConfigResult:
+    def _load_single_config(self, default: ResultDefault, repo: Any) -> ConfigResult:
         """Reads a file; raises ConfigError for code that Hydra would run, or files it would write,
         for one of them.
         """

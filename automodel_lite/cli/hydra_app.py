@@ -15,7 +15,6 @@ from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from hydra._internal.hydra import Hydra
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
@@ -31,6 +30,7 @@ from automodel_lite.cli.exit_codes import end, hide_secrets
 from automodel_lite.cli.line import COMMANDS, read_line, versions
 from automodel_lite.cli.recipes import Recipe
 from automodel_lite.cli.sources import Sources, check_preset, help_of
+from automodel_lite.compat import Hydra
 from automodel_lite.config.check import check_config
 from automodel_lite.config.components import flatten, locate
 from automodel_lite.errors import ConfigError

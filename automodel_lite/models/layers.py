@@ -25,6 +25,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from automodel_lite import compat
 from automodel_lite.attention.documents import IN_GRAPH, NOW, WithContext, layer_lists
 from automodel_lite.errors import ConfigError
 from automodel_lite.graphs import backend_of, strict_graphs
@@ -98,7 +99,7 @@ def compile_layers(
     Returns what takes it back, and what was done to the layers since.
     """
     strict_graphs()
-    torch._functorch.config.activation_memory_budget = kept_frac
+    compat.functorch_config.activation_memory_budget = kept_frac
     plain: list[tuple[Any, Any]] = [(layer, layer.forward) for layer in layers]
     for layer, forward in plain:
         layer.forward = _with_sizes(torch.compile(forward, backend=backend_of(backend)))

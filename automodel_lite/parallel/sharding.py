@@ -18,9 +18,9 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.nn.parallel import DistributedDataParallel
 
+from automodel_lite.compat import FsdpTrainingState
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.layers import decoder_layers, output_head, towers
 from automodel_lite.models.loss import LossModel
@@ -138,7 +138,7 @@ class ParallelModel:
                 state = module._get_fsdp_state()
                 if state._modules_to_run_forward and state._fsdp_param_group is not None:
                     state._modules_to_run_forward.clear()
-                    state._fsdp_param_group._training_state = TrainingState.IDLE
+                    state._fsdp_param_group._training_state = FsdpTrainingState.IDLE
                 module.reshard()
 
     def parameters(self) -> Iterator[nn.Parameter]:

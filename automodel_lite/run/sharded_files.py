@@ -26,8 +26,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
 
+from automodel_lite.compat import StridedShard
 from automodel_lite.models.layers import local
 from automodel_lite.run import durable
 
@@ -120,7 +120,7 @@ def _axes(tensor: Tensor) -> Iterator[tuple[int, int, int | None, int]]:
     ranks, coordinate = tensor.device_mesh.mesh, tensor.device_mesh.get_coordinate()
     assert coordinate is not None
     for axis in sorted(
-        range(ranks.ndim), key=lambda axis: isinstance(tensor.placements[axis], _StridedShard)
+        range(ranks.ndim), key=lambda axis: isinstance(tensor.placements[axis], StridedShard)
     ):
         size, placement = ranks.shape[axis], tensor.placements[axis]
         along = ranks.movedim(axis, 0).reshape(size, -1)[:, 0]
@@ -128,7 +128,7 @@ def _axes(tensor: Tensor) -> Iterator[tuple[int, int, int | None, int]]:
         yield (
             size,
             stride,
-            placement.dim if isinstance(placement, (Shard, _StridedShard)) else None,
+            placement.dim if isinstance(placement, (Shard, StridedShard)) else None,
             coordinate[axis],
         )
 

@@ -16,6 +16,7 @@ import transformers
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+from automodel_lite import compat
 from automodel_lite.attention.documents import runs_by_rows
 from automodel_lite.attention.interface import check_packing_isolation, choose_attention, install
 from automodel_lite.attention.kernel import AttentionKernel, ReferenceAttention
@@ -365,8 +366,8 @@ def compile_model(parts: Parts, model: ParallelModel, mesh: Mesh, backend: str =
         with model.accumulate(is_last=True):
             model(cp_shard(batch, mesh.cp, parts.mesh.cp_exchange).to(mesh.device)).backward()
     except (
-        torch._dynamo.exc.TorchDynamoException,
-        torch._dynamo.exc.FailOnRecompileLimitHit,
+        compat.dynamo.exc.TorchDynamoException,
+        compat.dynamo.exc.FailOnRecompileLimitHit,
     ) as error:
         if training.compile is True:
             raise

@@ -26,7 +26,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hydra._internal.callbacks import Callbacks
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from hydra.types import HydraContext, RunMode
@@ -35,6 +34,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from automodel_lite.cli.compose import Loader, check_overrides
 from automodel_lite.cli.exit_codes import hide_secrets
 from automodel_lite.cli.line import is_sweep, split
+from automodel_lite.compat import HydraCallbacks
 from automodel_lite.errors import ConfigError, RunStoppedError
 from automodel_lite.launched import check_alone
 from automodel_lite.redact import scrub, scrub_tree
@@ -83,7 +83,7 @@ def run_sweep(loader: Loader, main: str, line: Namespace) -> int:
     flags = [f"--config-{name}={value}" for name, value in named.items() if value]
     sweeper = Plugins.instance().instantiate_sweeper(
         config=config,
-        hydra_context=HydraContext(config_loader=loader, callbacks=Callbacks(config)),
+        hydra_context=HydraContext(config_loader=loader, callbacks=HydraCallbacks(config)),
         task_function=partial(run_job, main, line.nproc or "auto", flags),
     )
     try:

@@ -23,18 +23,20 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp._fully_shard import _fsdp_param_group as fsdp_group
-from torch.distributed.fsdp._fully_shard import _fully_shard as fsdp
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.optim import Optimizer
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import _disable_current_modes
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from automodel_lite.attention.interface import install
 from automodel_lite.attention.spec import AttentionSpec, layer_shapes
+from automodel_lite.compat import (
+    FakeStore,
+    FakeTensorMode,
+    clear_sharding_prop_cache,
+    disable_current_modes,
+    fsdp_param_group,
+    fully_shard_module,
+)
 from automodel_lite.config.sizes import global_batch_size_of
 from automodel_lite.extras.plan.tracker import (
     GPU,
@@ -383,7 +385,7 @@ def _save_and_export(
     held.enter("export")
     if parts.peft is None:
         dtypes = {name: value.dtype for name, value in model.lm.state_dict().items()}
-        with _disable_current_modes():  # names and shapes, on no device
+        with disable_current_modes():  # names and shapes, on no device
             groups = groups_of(model.lm, dtypes)
         files = plan_files(groups, shape.world_size)
         for _ in gathered_files(model.lm, files, dtypes, rank=0, ranks=shape.world_size):
@@ -469,7 +471,7 @@ def _fake_world(shape: MeshShape) -> Iterator[Mesh]:
         yield Mesh(shape, GPU, init_device_mesh("cpu", sizes, mesh_dim_names=AXES))
     finally:
         dist.destroy_process_group()
-        _clear_sharding_prop_cache()  # plans name the groups of this world
+        clear_sharding_prop_cache()  # plans name the groups of this world
 
 
 @contextlib.contextmanager
@@ -502,11 +504,13 @@ def _as_on_a_gpu(held: MemoryTracker) -> Iterator[None]:
         moved = gradient.nbytes + 2 * sum(x.nbytes for x in (parameter, *state.values()))
         held.work[held.part][Operation("update", 0.0, moved)] += 1
 
+    gather = fsdp_param_group.foreach_all_gather
+    reduce = fsdp_param_group.foreach_reduce
     with (
         patch.object(torch.UntypedStorage, "resize_", resize),
-        patch.object(fsdp, "_get_device_from_mesh", lambda mesh: GPU),
-        patch.object(fsdp_group, "foreach_all_gather", beside(fsdp_group.foreach_all_gather)),
-        patch.object(fsdp_group, "foreach_reduce", beside(fsdp_group.foreach_reduce)),
+        patch.object(fully_shard_module, "_get_device_from_mesh", lambda mesh: GPU),
+        patch.object(fsdp_param_group, "foreach_all_gather", beside(gather)),
+        patch.object(fsdp_param_group, "foreach_reduce", beside(reduce)),
         patch.object(adamw, "update", update),
     ):
         yield

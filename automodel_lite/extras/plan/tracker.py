@@ -14,11 +14,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from automodel_lite.compat import FakeTensor, TorchDispatchMode
 from automodel_lite.parallel.mesh import AXES, MeshShape
 
 GPU = torch.device("cpu", 0)

@@ -31,10 +31,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses import FakeTensor
 from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from automodel_lite.compat import FakeTensor
 from automodel_lite.thd import TreeRows
 
 CHUNK = 64

@@ -20,9 +20,9 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 
+from automodel_lite.compat import local_shape_and_offset
 from automodel_lite.config.rules import PAIR, OneOf, Range
 from automodel_lite.graphs import compiled
 from automodel_lite.models.layers import local
@@ -200,9 +200,7 @@ def place_of(parameter: Tensor, number: int) -> ShardOffset:
     shape = tuple(parameter.shape)
     offsets = (0,) * len(shape)
     if isinstance(parameter, DTensor):
-        _, offsets = compute_local_shape_and_global_offset(
-            shape, parameter.device_mesh, parameter.placements
-        )
+        _, offsets = local_shape_and_offset(shape, parameter.device_mesh, parameter.placements)
     return ShardOffset(
         number, tuple(offsets), tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
     )

@@ -16,14 +16,8 @@ import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
-from torch.optim._muon import (
-    DEFAULT_A,
-    DEFAULT_B,
-    DEFAULT_C,
-    _adjust_lr,
-    _zeropower_via_newtonschulz,
-)
 
+from automodel_lite.compat import muon as torch_muon
 from automodel_lite.config.rules import Range
 from automodel_lite.models.layers import local
 from automodel_lite.models.sharded import keep_part
@@ -82,7 +76,7 @@ class Muon(SmallAdamW):
             updates = [self._momentum(parameter, group) for parameter in together]
             for parameter, direction in zip(together, orthogonal(together, updates)):
                 _, skipped = self.scale_and_skip(parameter.device)
-                size = _adjust_lr(group["lr"], "match_rms_adamw", parameter.shape)
+                size = torch_muon._adjust_lr(group["lr"], "match_rms_adamw", parameter.shape)
                 weight = local(parameter)
                 updated = (
                     weight * (1 - group["lr"] * group["weight_decay"]) - size * direction.float()
@@ -172,4 +166,5 @@ def orthogonal(matrices: list[nn.Parameter], updates: list[Tensor]) -> list[Tens
 
 def newton_schulz(update: Tensor) -> Tensor:
     """torch.optim.Muon's own five steps, in bf16."""
-    return _zeropower_via_newtonschulz(update, (DEFAULT_A, DEFAULT_B, DEFAULT_C), 5, 1e-7)
+    coefficients = (torch_muon.DEFAULT_A, torch_muon.DEFAULT_B, torch_muon.DEFAULT_C)
+    return torch_muon._zeropower_via_newtonschulz(update, coefficients, 5, 1e-7)
