@@ -366,7 +366,9 @@ class StreamedPacks(PackSource):
         is_judged = False
         for step in itertools.count():
             began = time.perf_counter()
-            taken = [next(turns, None) for _ in range(per_step)]
+            taken = list(islice(turns, per_step))
+            has_ended = len(taken) < per_step
+            taken += [None] * (per_step - len(taken))
             packs = [turn[1] for turn in taken if turn is not None and turn[1] is not None]
             filled = [empty if turn is None or turn[1] is None else turn[1] for turn in taken]
             batches = [
@@ -382,11 +384,13 @@ class StreamedPacks(PackSource):
                 if int(shard) % self.shape.dp_size == mesh.dp_rank
             ]
             counted = [sum(state.get(name, 0) for state in own) for name in STREAM_COUNTS]
-            summed = mesh.sum(torch.tensor([len(packs), *counted])) // mesh.shape.cp
+            sums = mesh.sum(torch.tensor([len(packs), has_ended, *counted])) // mesh.shape.cp
             wait_s = time.perf_counter() - began
-            # the same on all ranks, so all end the epoch at this step
-            is_whole = not int(summed[0])
-            counts = dict(zip(STREAM_COUNTS, summed[1:].tolist()))
+            num_packs, num_ended, *summed = sums.tolist()
+            # The same on all ranks, so all end the epoch at this step. A step without a pack is not
+            # the end: the shards whose turn it was may be those that have ended.
+            is_whole = not num_packs and num_ended == self.shape.dp_size
+            counts = dict(zip(STREAM_COUNTS, summed))
             if is_whole or counts["num_documents"] >= MIN_JUDGED_DOCUMENTS:
                 found = self._judged(counts)
                 if mesh.rank == 0 and (is_whole or not is_judged):
@@ -394,6 +398,8 @@ class StreamedPacks(PackSource):
                 is_judged = True
             if is_whole:
                 return
+            if not num_packs:
+                continue
             num_taken = cursor.packs + (step + 1) * self.shape.global_batch_size
             after = Cursor(cursor.epoch, num_taken, dict(states))
             left_out = {f"stream/{name}": counts[name] for name in ("num_dropped", "num_empty")}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice, takewhile
@@ -78,6 +79,52 @@ def test_every_document_once_and_the_next_epoch_is_equal(tmp_path: Path, num_wor
     assert sorted(map(int, seen)) == list(range(NUM_ROWS))
     second = epoch_of(loader, Cursor(1))
     assert [packs for packs, _ in second] == [packs for packs, _ in first]
+
+
+def uneven_rows(num_shards: int, seed: int) -> list[dict[str, Any]]:
+    """Texts that fill a pack in some shards and a tenth of one in others, so that shards end at different turns."""
+    rng = random.Random(f"{num_shards} {seed}")
+    widest = [rng.choice([1, 8, 28]) for _ in range(num_shards)]
+    return [
+        {"prompt": "q", "completion": f"{i}," + "x" * rng.randint(0, widest[i % num_shards])}
+        for i in range(rng.randint(1, 90))
+    ]
+
+
+def all_met(path: str, global_batch_size: int, num_shards: int, num_workers: int) -> list[str]:
+    """The documents of this rank in the first epoch."""
+    loader = loader_of(path, global_batch_size, num_workers, num_shards=num_shards)
+    epoch = epoch_of(loader, Cursor())
+    return [number for packs, _ in epoch for pack in packs for number in pack]
+
+
+def all_met_on_ranks(
+    rank: int, world_size: int, cases: list[tuple[str, int, int, int]]
+) -> list[list[str]]:
+    return [all_met(*case) for case in cases]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_an_epoch_ends_when_every_shard_has_ended(tmp_path: Path, world_size: int) -> None:
+    """Whatever the batch, the shards, the ranks and the workers, and however unequal the shards."""
+    cases, expected = [], []
+    for seed in range(4):
+        for num_shards in (1, 2, 4, 8):
+            for batch in (1, 2, 3, 4):
+                if num_shards % world_size or batch % world_size:
+                    continue
+                path = tmp_path / f"{num_shards}-{seed}.jsonl"
+                lines = [json.dumps(row) + "\n" for row in uneven_rows(num_shards, seed)]
+                path.write_text("".join(lines))
+                num_workers = 2 if (world_size, num_shards, batch, seed) == (1, 4, 4, 0) else 0
+                cases.append((str(path), batch, num_shards, num_workers))
+                expected.append(sorted(map(str, range(len(lines)))))
+    if world_size == 1:
+        ranks = [all_met_on_ranks(0, 1, cases)]
+    else:
+        ranks = run_ranks(all_met_on_ranks, world_size, cases)
+    for case, wanted, *parts in zip(cases, expected, *ranks):
+        assert sorted(number for part in parts for number in part) == wanted, case
 
 
 def test_an_edit_between_what_is_hashed_is_another_stream(tmp_path: Path) -> None:
