@@ -1,19 +1,24 @@
-"""Counts the files and functions of the package that a line of a JSON file enters until its loss.
+"""Counts the files and functions that a run enters, for the table in docs/architecture.md.
 
-    python docs/trace_trip.py           one line a stage
+    python docs/trace_trip.py           one line per trip
     python docs/trace_trip.py --all     and every function, by file
 
-Traced are four stages of the smoke preset on one process: `prepare_data` (reading, tokenizing, the
-plan of packs), the plan of an epoch, the feed of batches, and the forward and backward passes of a
-step. Functions and methods of `automodel_lite/` and of the recipe count once each; comprehensions,
-lambdas and what dataclasses generate do not. Nor does what `send_counts` and `receive_counts`
-enter: messages between the ranks about how many tokens a step has, and whether to stop. A line does
-not pass there. Of what it enters, SERVING names the files that never hold it.
+The smoke preset trains on one process, on chats of a JSON Lines file. Three trips are counted, each
+with everything that it enters, in every thread:
+
+set-up   from `train()` to the first step of the loop: the way of a setting
+data     from a line of the file to its loss: `prepare_data`, the plan of an epoch, the feed of
+         batches, the forward and backward passes
+a step   one turn of the loop, the second
+
+Functions, methods and lambdas of `automodel_lite/` and of the recipe count once each. A
+comprehension belongs to the function around it, the body of a class is not a function.
 """
 
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import sys
 import tempfile
@@ -28,112 +33,108 @@ from typing import Any
 from automodel_lite.cli import compose_config
 from automodel_lite.config.check import check_config
 from automodel_lite.data.feeding.planned import PlannedPacks
+from automodel_lite.telemetry.metrics import Meter
 from automodel_lite.training import resume
 from recipes import train_ft
 
 ROOT = Path(__file__).resolve().parent.parent
+ROOMS = (ROOT / "automodel_lite", ROOT / "recipes")
 
-SERVING = {
-    "config/components": "builds the objects that settings describe",
-    "errors": "sentences",
-    "redact": "keeps secrets out of what is written",
-    "progress": "the bar",
-    "seed": "orders, from seeds",
-    "models/flops": "costs of packs, from lengths",
-    "parallel/mesh": "numbers of ranks",
-    "parallel/stragglers": "times",
-    "telemetry/metrics": "times and counts",
-    "data/reading/paths": "finds files",
-    "data/feeding/order": "sees numbers of packs, and their costs",
-    "data/packing/plan": "sees lengths alone",
-    "data/packing/histogram": "sees lengths alone",
-}
-"""Files that a line enters and that never hold it (its text, its tokens, its pack, its hidden
-states), and what for.
-"""
-
-Entered = dict[str, set[tuple[str, str]]]  # (file, function) by stage
+Entered = dict[str, set[tuple[str, str]]]  # (file, function) by trip
 
 
 class Tracer:
-    """Notes which functions are entered inside `stage`."""
+    """Notes which functions are entered during each trip."""
 
     def __init__(self) -> None:
         self.entered: Entered = defaultdict(set)
-        self.now = ""
+        self.of_the_run = "set-up"
+        self.depth_of_data = 0
 
     def __call__(self, frame: FrameType, event: str, _: object) -> None:
         code = frame.f_code
+        if event != "call" or not code.co_flags & inspect.CO_OPTIMIZED:
+            return
+        if code.co_name.startswith("<") and code.co_name != "<lambda>":
+            return
         path = Path(code.co_filename)
-        is_ours = path.is_relative_to(ROOT / "automodel_lite") or path.is_relative_to(
-            ROOT / "recipes"
-        )
-        if self.now and event == "call" and is_ours and not code.co_name.startswith("<"):
-            self.entered[self.now].add(
-                (str(path.relative_to(ROOT)), f"{code.co_name}:{code.co_firstlineno}")
-            )
+        if not any(path.is_relative_to(room) for room in ROOMS):
+            return
+        function = (str(path.relative_to(ROOT)), f"{code.co_name}:{code.co_firstlineno}")
+        self.entered[self.of_the_run].add(function)
+        if self.depth_of_data:
+            self.entered["data"].add(function)
 
     @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        outer, self.now = self.now, name
-        for setprofile in (sys.setprofile, threading.setprofile):
-            setprofile(self)
+    def recording(self) -> Iterator[None]:
+        """Traces this thread and those that begin inside."""
+        sys.setprofile(self)
+        threading.setprofile(self)
         try:
             yield
         finally:
-            self.now = outer
-            for setprofile in (sys.setprofile, threading.setprofile):
-                setprofile(self if outer else None)
+            sys.setprofile(None)
+            threading.setprofile(None)
 
-    def traced(self, function: Callable[..., Any], stage: str) -> Callable[..., Any]:
-        """`function` as a part of `stage`."""
+    def data(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function` as a stretch of the way of the data."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            with self.stage(stage):
+            self.depth_of_data += 1
+            try:
                 return function(*args, **kwargs)
+            finally:
+                self.depth_of_data -= 1
+
+        return call
+
+    def turn(self, start: Callable[..., Any]) -> Callable[..., Any]:
+        """`Meter.start`, which begins a turn of the loop."""
+
+        def call(meter: Meter, step: int) -> Any:
+            self.of_the_run = "a step" if step == 2 else "other steps"
+            return start(meter, step)
 
         return call
 
 
+def write_chats(path: Path) -> None:
+    """Writes 120 chats of one turn."""
+    lines = []
+    for n in range(120):
+        question = {"role": "user", "content": f"What is {n}?"}
+        answer = {"role": "assistant", "content": f"It is {n}, and it stays {n}."}
+        lines.append(json.dumps({"messages": [question, answer]}))
+    path.write_text("\n".join(lines))
+
+
 def trace(folder: Path) -> Entered:
-    """Trains the smoke preset on chats of a file, in `folder`; returns what each stage entered."""
+    """Trains the smoke preset in `folder`; returns what each trip entered."""
     chats = folder / "chats.jsonl"
-    turns = (
-        {"role": "user", "content": "What is {n}?"},
-        {"role": "assistant", "content": "It is {n}, and it stays {n}."},
-    )
-    rows = [
-        {"messages": [{**t, "content": t["content"].format(n=n)} for t in turns]}
-        for n in range(120)
-    ]
-    chats.write_text("\n".join(map(json.dumps, rows)))
+    write_chats(chats)
     overrides = [
         "dataset=files",
         "~dataset.num_chats",
         f"dataset.path={chats}",
         f"cache_dir={folder / 'cache'}",
-    ]
-    overrides += [
         f"output_dir={folder / 'run'}",
         "tokenize.num_proc=1",
         "training.allow_few_steps=true",
     ]
     tracer = Tracer()
     recipe: Any = train_ft.TrainFinetuneRecipe
-    train_ft.prepare_data = tracer.traced(train_ft.prepare_data, "prepare_data")
-    PlannedPacks.plan = tracer.traced(PlannedPacks.plan, "plan")  # type: ignore[method-assign]
-    recipe.open_feed = tracer.traced(recipe.open_feed, "feed")
     feed: Any = train_ft.DeviceFeed
-    feed.peek, feed.__next__ = (
-        tracer.traced(feed.peek, "feed"),
-        tracer.traced(feed.__next__, "feed"),
-    )
-    recipe.send_counts = tracer.traced(recipe.send_counts, "")
-    guards: Any = train_ft.Guards
-    guards.receive_counts = tracer.traced(guards.receive_counts, "")
-    recipe.forward_backward = tracer.traced(recipe.forward_backward, "forward and backward")
+    train_ft.prepare_data = tracer.data(train_ft.prepare_data)
+    PlannedPacks.plan = tracer.data(PlannedPacks.plan)  # type: ignore[method-assign]
+    recipe.open_feed = tracer.data(recipe.open_feed)
+    feed.peek = tracer.data(feed.peek)
+    feed.__next__ = tracer.data(feed.__next__)
+    recipe.forward_backward = tracer.data(recipe.forward_backward)
+    Meter.start = tracer.turn(Meter.start)  # type: ignore[method-assign]
     with resume.join_ranks(check_config(compose_config("smoke", overrides))) as (config, peers, _):
-        recipe(config, peers).train()
+        run = recipe(config, peers)
+        with tracer.recording():
+            run.train()
     return tracer.entered
 
 
@@ -145,20 +146,12 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         entered = trace(Path(folder))
-    for stage, found in entered.items():
-        print(f"{stage}: {len({file for file, _ in found})} files, {len(found)} functions")
-    every = sorted(set().union(*entered.values()))
-    files = sorted({file for file, _ in every})
-    for file in files if args.all else ():
-        print(f"  {file}: {', '.join(name for owner, name in every if owner == file)}")
-    print(f"together: {len(files)} files, {len(every)} functions")
-    holding = [
-        file
-        for file in files
-        if file.removeprefix("automodel_lite/").removesuffix(".py") not in SERVING
-    ]
-    num_functions = sum(owner in holding for owner, _ in every)
-    print(f"of these hold the line: {len(holding)} files, {num_functions} functions")
+    for trip in ("set-up", "data", "a step"):
+        functions = sorted(entered[trip])
+        files = sorted({file for file, _ in functions})
+        print(f"{trip}: {len(files)} files, {len(functions)} functions")
+        for file in files if args.all else ():
+            print(f"  {file}: {', '.join(name for owner, name in functions if owner == file)}")
 
 
 if __name__ == "__main__":
