@@ -69,7 +69,7 @@ def check_rows(
     found: Findings,
     groups: np.ndarray | None = None,
 ) -> Chunk:
-    """Leaves out rows without a label; counts those where all is trained on, or that train no stop
+    """Leaves out rows without a label, and the other answer of such a pair; counts those where all is trained on, or that train no stop
     token last.
 
     num_rows: of each document that was read; found: in the reading of these documents.
@@ -79,6 +79,9 @@ def check_rows(
     has_label = labels != IGNORE_INDEX
     num_labels = np.diff(np.concatenate([[0], np.cumsum(has_label)])[offsets])
     kept = num_labels > 0
+    document = np.repeat(np.arange(len(num_rows)), num_rows)
+    if "answers" in columns:
+        kept &= ~np.isin(document, document[~kept])
     last_labels = labels[has_label][np.cumsum(num_labels)[kept] - 1]
     unstopped = kept.copy()
     unstopped[kept] = ~np.isin(last_labels, sorted(stop_ids))
@@ -86,7 +89,7 @@ def check_rows(
     counts = RowCounts(
         num_rows=int(kept.sum()),
         num_tokens=int(lengths[kept].sum()),
-        num_label_tokens=int(num_labels.sum()),
+        num_label_tokens=int(num_labels[kept].sum()),
         num_empty=int((lengths == 0).sum()),
         num_fully_masked=int((~kept & (lengths > 0)).sum()),
     )
@@ -107,7 +110,6 @@ def check_rows(
         fully_masked=first(~kept & (lengths > 0)),
         unstopped=first(unstopped),
     )
-    document = np.repeat(np.arange(len(num_rows)), num_rows)
     return Chunk(
         {name: values[kept_tokens] for name, values in columns.items()},
         lengths[kept],

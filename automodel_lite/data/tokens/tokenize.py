@@ -166,8 +166,11 @@ class DocumentTokenizer:
                             unused.setdefault(name, place)
                     # Rows of one document share a group; those of a given pack are of any sources.
                     group = ALONE if num_rows[-1] == 1 or is_given else number
-                    if document.get("group") is not None:  # far beyond the numbers of documents
-                        group = int(short_hash(str(document["group"])), 16) % 2**61 + 2**61
+                    if document.get("group") is not None:
+                        if "chosen" in document:  # compared with each other, and with no third
+                            unused.setdefault("group", place)
+                        else:  # far beyond the numbers of documents
+                            group = int(short_hash(str(document["group"])), 16) % 2**61 + 2**61
                     groups += [group] * num_rows[-1]
                 except DataError as error:
                     named = error if error is document else DataError(f"{place}: {error}")
@@ -275,7 +278,7 @@ def job_of(
 
 FINDINGS = "findings.json"
 # of rendering, masking and files; raised when the same input gives other rows, or other files
-RULES_VERSION = "8"
+RULES_VERSION = "9"
 
 
 def tokenize_documents(

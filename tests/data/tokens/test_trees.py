@@ -163,12 +163,19 @@ def think(answer: str) -> dict[str, str]:
 
 
 def tokenized(
-    folder: Path, lines: list[dict], tree: str, family: Any = QWEN3, size: int | None = None
+    folder: Path,
+    lines: list[dict],
+    tree: str,
+    family: Any = QWEN3,
+    size: int | None = None,
+    **tokenize: Any,
 ) -> TokenizedData:
     folder.mkdir(exist_ok=True)
     (folder / "data.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    job = Job(byte_tokenizer(family), TokenizeConfig(), tree, size)
-    return tokenize_documents(FilesDataset(str(folder / "data.jsonl")), job, folder / "cache")
+    job = Job(byte_tokenizer(family), TokenizeConfig(**tokenize), tree, size)
+    data_format = "preference" if "chosen" in lines[0] else None
+    files = FilesDataset(str(folder / "data.jsonl"), format=data_format)
+    return tokenize_documents(files, job, folder / "cache")
 
 
 def num_labels(rows: Any) -> float:
@@ -256,3 +263,36 @@ def test_answers_that_are_compared_are_one_unit(shares: bool, ids: list[int]) ->
         [rows[0], {**rows[1], "input_ids": rows[1]["input_ids"] + 4, "labels": np.full(4, _)}]
     )
     assert apart["branches"].tolist() == [0, 0, 0, 0, 1, 0, 0, 0]
+
+
+@pytest.mark.parametrize("tree", ["auto", "off", "all"])
+def test_pairs_that_name_a_group_stay_pairs(tmp_path: Path, tree: str) -> None:
+    """Answers are compared within their own pair; the column is said to be of no use."""
+    prompt = "Tell me about the ships that came over the sea, from which harbor, with what cargo: "
+    lines = [
+        {"prompt": f"{prompt}{i}", "chosen": f"Ship {i} came.", "rejected": "None did."}
+        for i in range(3)
+    ]
+    want = tokenized(tmp_path / "without", lines, tree, MARKED)
+    got = tokenized(tmp_path / "with", [{**line, "group": "x"} for line in lines], tree, MARKED)
+    assert len(got.train) == len(want.train) == 3
+    for i in range(3):
+        for name, values in want.train[i].items():
+            assert got.train[i][name].tolist() == values.tolist()
+    assert "NOTE: train: ignored, as nothing uses them: group" in "\n".join(got.notes)
+
+
+def test_half_a_pair_is_no_pair(tmp_path: Path) -> None:
+    """An answer whose other one trains nothing would be compared with that of another pair."""
+    asked = [{"role": "user", "content": "Which ship?"}]
+    lines = [
+        {
+            "chosen": [*asked, {"role": "assistant", "content": f"Ship {i}.", "weight": weight}],
+            "rejected": [*asked, {"role": "assistant", "content": "None."}],
+        }
+        for i, weight in enumerate([1, 0, 1])
+    ]
+    data = tokenized(tmp_path, lines, "auto", MARKED, max_bad_frac=0.9)
+    found = [set(data.train[i]["answers"].tolist()) for i in range(len(data.train))]
+    assert found == [{0, 1, 2}] * 2
+    assert data.counts["train"].num_fully_masked == 2
