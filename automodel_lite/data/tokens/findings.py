@@ -69,8 +69,8 @@ def check_rows(
     found: Findings,
     groups: np.ndarray | None = None,
 ) -> Chunk:
-    """Leaves out rows without a label, and the other answer of such a pair; counts those where all is trained on, or that train no stop
-    token last.
+    """Leaves out rows without a label, and with one answer of a pair the other; counts rows where
+    all is trained on, or that train no stop token last.
 
     num_rows: of each document that was read; found: in the reading of these documents.
     """
