@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from automodel_lite.errors import ConfigError
 from automodel_lite.extras.plan.simulation import _fake_world
@@ -332,6 +333,26 @@ def test_a_part_is_rounded_as_it_is_in_the_whole() -> None:
     assert whole.unique().numel() > 90
     assert not torch.equal(random_bits(ShardOffset(4, (0, 0), (8, 1)), (12, 8), step, 1), whole)
     assert not torch.equal(random_bits(ShardOffset(3, (0, 0), (8, 1)), (12, 8), step, 2), whole)
+
+
+def test_no_index_is_cast_to_32_bits() -> None:
+    """inductor chooses the width of an index itself, and drops a cast of one: what is cast must be
+    a value, which a bitwise operation makes of it.
+    """
+    place = ShardOffset(3, (4, 2), (8, 1))
+    graph = make_fx(lambda step: random_bits(place, (5, 3), step, 1))(torch.tensor(7.0)).graph
+    index_operations = ("arange", "add", "mul", "view", "zeros", "_to_copy")
+    casts = 0
+    for node in graph.nodes:
+        if "_to_copy" not in str(node.target) or node.kwargs.get("dtype") != torch.int32:
+            continue
+        (source,) = node.all_input_nodes
+        casts += 1
+        is_index = source.meta["val"].dtype == torch.int64 and any(
+            name in str(source.target) for name in index_operations
+        )
+        assert not is_index, f"{node.name} casts {source.name}, an index"
+    assert casts >= 2  # of the index and of the step
 
 
 def test_rounding_by_chance_keeps_what_bf16_rounds_away() -> None:

@@ -306,7 +306,10 @@ def random_bits(place: ShardOffset, shape: tuple[int, ...], step: Tensor, stream
     seed = hash32(step.to(torch.int32) * 4 + stream) ^ hash32(
         torch.full_like(step, place.number, dtype=torch.int32)
     )
-    return hash32(index.to(torch.int32) ^ seed) & 0xFFFF
+    # The mask ends what inductor takes for an index. The width of an index is its own choice, a
+    # cast of one is dropped, and with symbolic sizes the whole hash would run in 64 bits: other
+    # bits, which cannot be viewed as fp32.
+    return hash32((index & 0xFFFFFFFF).to(torch.int32) ^ seed) & 0xFFFF
 
 
 def hash32(value: Tensor) -> Tensor:
