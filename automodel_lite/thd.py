@@ -242,6 +242,7 @@ COLUMNS = {
     "reference_log_probs": Column("float32", "float32", 0.0),
     "teacher_ids": Column("int32", "int64", 0),
     "teacher_log_probs": Column("float32", "float32", 0.0),
+    "teacher_rest": Column("float32", "float32", 0.0),
     "row_place": Column("int64", "int64", -1),
 }
 """Every per-token column. Rows, packs, batches and shards carry what is listed here. `input_ids`
@@ -252,11 +253,12 @@ loss_weights  what the loss of a label counts, aligned with `labels`: 2.0 is lik
 answers       which answer of a preference pair a label belongs to: CHOSEN, REJECTED, 0 = none
 reference_log_probs  of the labels, by the frozen model that preference losses compare with
 teacher_ids, teacher_log_probs  [T, K] what a teacher finds likeliest at a label, and how likely
+teacher_rest  the probability that it leaves to all other tokens
 row_place     where in its flat token rows a token stands
 branches      1 + the position at which a branch of a tree begins, 0 elsewhere; in a batch the
               positions show it
-row_labels    summed along a row of a tree, how many labels it has beyond those in the stream:
-              negative where other rows train what they share
+row_labels    summed along a row of a tree, how many labels it has beyond those in the stream, times
+              their weights: negative where other rows train what they share
 """
 
 CHOSEN, REJECTED = 1, 2

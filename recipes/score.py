@@ -61,12 +61,12 @@ def main(config: Config) -> int:
         check_same_vocabulary(parts, data.tokenizer)
         check_positions(data, parts.model)
         built = build_model(parts, data.tokenizer, mesh, trains=False)
-        num_ids = built.plan.config.get_text_config().vocab_size
+        num_ids = min(len(data.tokenizer), built.plan.config.get_text_config().vocab_size)
         if loss.top_k > num_ids:
             raise ConfigError(
                 f"loss.top_k={loss.top_k}: the teacher has {num_ids} tokens: use at most as many."
             )
-        values = teacher_values(loss, data.packer, config.cache_dir)
+        values = teacher_values(loss, data.packer, config.cache_dir, len(data.tokenizer))
     else:
         built = build_model(parts, data.tokenizer, mesh)
         values = reference_values(built, data.packer, config.cache_dir, config.seed)

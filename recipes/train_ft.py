@@ -217,6 +217,7 @@ class TrainFinetuneRecipe:
         """Accumulates the gradients of this rank's micro-batches; returns the sums of its losses
         and of their parts.
         """
+        self.model.loss_model.items_per_label = counts.items_per_label
         sums = {"loss": torch.zeros((), device=self.mesh.device)}
         for number, batch in enumerate(ready.inputs, start=1):
             with self.model.accumulate(is_last=number == len(ready.inputs)):

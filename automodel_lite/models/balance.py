@@ -5,9 +5,12 @@ transformers takes its means over whatever shares a batch, so its loss depends o
 Over one document, with the tokens of all sparse layers counted together as transformers does, it
 depends on nothing else:
 
-    balance(document) = E * sum over experts of  choices / rows * probabilities / rows      rows =
-    tokens * layers added to the loss: coefficient * sum over documents of  label tokens *
-    balance(document)
+    balance(document) = E * sum over experts of  choices / rows * probabilities / rows
+                        rows = tokens * layers
+    added to the loss   coefficient * sum over documents of  label tokens * balance(document)
+
+It is divided by the label tokens of the step (with `loss_weights`, by their weights), whatever the
+loss itself is divided by.
 
 The choices have no gradient. So ranks that share a document need no more than their sum, and each
 rank adds what its own tokens contribute.
@@ -50,7 +53,8 @@ class Balance:
         )
         # Labels of a row weigh its balance, as they weigh its cross-entropy; its tokens are what
         # means are taken of.
-        labels_T = (batch.labels != IGNORE_INDEX) + batch.columns.get("row_labels", 0)
+        weights_T = batch.columns.get("loss_weights", 1)
+        labels_T = (batch.labels != IGNORE_INDEX) * weights_T + batch.columns.get("row_labels", 0)
         counts_N2 = sum_rows(torch.stack([labels_T * is_real_T, is_real_T], 1).float())
         choices_NE = probabilities_NE = torch.zeros_like(counts_N2[:, :1])
         for logits_TE in router_logits_TE:

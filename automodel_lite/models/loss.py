@@ -122,16 +122,15 @@ class LossInputs:
             return ChunkedRows.apply(of_product, chunk, rows_RC, weight_VC, *columns)
 
     def rows_with_teacher(self, function: RowFunction, *columns: Tensor) -> Tensor:
-        """Evaluates `function(logits, teacher's logits, *columns)` as `rows` does; vocabularies
-        that differ by padding are cut to the shorter.
+        """Evaluates `function(logits, teacher's logits, *columns)` as `rows` does. Vocabularies may
+        differ by padding: the teacher's is cut to the student's, which may be the longer one.
         """
         teacher = self.teacher
         assert teacher is not None
 
         def with_teacher(logits: Tensor, teacher_rows: Tensor, *parts: Tensor) -> Tensor:
-            theirs = teacher.logits(teacher_rows)
-            num_ids = min(logits.shape[-1], theirs.shape[-1])
-            return function(logits[:, :num_ids], theirs[:, :num_ids], *parts)
+            theirs = teacher.logits(teacher_rows)[:, : logits.shape[-1]]
+            return function(logits, theirs, *parts)
 
         return self.rows(with_teacher, teacher.rows, *columns)
 
@@ -330,6 +329,8 @@ class LossModel(nn.Module):
     parts        those of the last forward; outside training also `token_accuracy`, the number of
                  labels that are the likeliest token, and, of a loss that is not plain,
                  `cross_entropy`, its sum over the label tokens
+    items_per_label  of the whole step: what the loss is divided by over what a balance is, which
+                 counts labels
     takes_logits the head computes logits, of which the loss is taken: for losses that ask for it,
     and where the probe
                  has seen that it is more than `softcap(hidden @ weight.T)`
@@ -345,6 +346,7 @@ class LossModel(nn.Module):
         # in a tuple, it is no submodule: neither trained, sharded nor saved
         self._teacher: tuple[LossModel, ...] = ()
         self.parts: dict[str, Tensor] = {}
+        self.items_per_label = 1.0
         self.takes_logits = loss.needs_logits
         self.softcap: float | None = getattr(
             lm.config.get_text_config(), "final_logit_softcapping", None
@@ -418,7 +420,7 @@ class LossModel(nn.Module):
                 )
         if balance is None:
             return loss
-        of_experts = balance(router_logits, batch)
+        of_experts = self.items_per_label * balance(router_logits, batch)
         return loss + (of_experts - of_experts.detach())
 
     def _evaluate(self, batch: ThdBatch, head: Head, teacher: Head | None = None) -> Tensor:
@@ -441,9 +443,10 @@ class LossModel(nn.Module):
                 )
 
             losses_R, hits_R = inputs.rows(loss_and_hit, labels_R).unbind(-1)
-            parts = {**parts, "token_accuracy": hits_R.sum()}
-            if not isinstance(self.loss, PlainLoss) or "loss_weights" in columns:
-                parts["cross_entropy"] = losses_R.sum()
+            weights_R = columns.get("loss_weights", torch.ones_like(hits_R))
+            parts = {**parts, "token_accuracy": (hits_R * weights_R).sum()}
+            if not isinstance(self.loss, PlainLoss):
+                parts["cross_entropy"] = (losses_R * weights_R).sum()
         self.parts = {name: part.detach() for name, part in parts.items()}
         return total
 

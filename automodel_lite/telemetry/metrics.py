@@ -115,6 +115,11 @@ class Counts:
             )
         return divisor
 
+    @property
+    def items_per_label(self) -> float:
+        """Returns how many of the items that the loss counts there are for each label token."""
+        return self.divisor / (self.num_label_tokens or 1)
+
 
 @dataclass(frozen=True)
 class StepResult:

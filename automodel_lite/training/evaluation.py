@@ -33,7 +33,7 @@ from automodel_lite.models.generate import Generator, prompt_ids
 from automodel_lite.parallel.mesh import Mesh
 from automodel_lite.parallel.sharding import ParallelModel
 from automodel_lite.progress import Progress
-from automodel_lite.thd import IGNORE_INDEX, ThdBatch, stream_of
+from automodel_lite.thd import ThdBatch, stream_of
 
 
 @torch.no_grad()
@@ -47,8 +47,8 @@ def validation_losses(
 ) -> dict[str, float] | None:
     """Returns `loss` and its parts, means over what the loss counts in all packs; the
     `token_accuracy` 0..1 and, where it is not the loss, the plain `cross_entropy`, means over all
-    label tokens; and the `perplexity` of that. By these, runs of different losses compare. Every
-    rank calls it.
+    label tokens, by their weights; and the `perplexity` of that. By these, runs of different losses
+    compare. Every rank calls it.
 
     `shard` takes this rank's part of a stream. `must_stop` is called after every batch, on all
     ranks; None when it is true.
@@ -68,9 +68,7 @@ def validation_losses(
             for name, value in {"loss": loss, **loss_model.parts}.items():
                 sums[name] = sums[name] + value if name in sums else value.float()
             whole = ready.micro_batches[0]
-            counts += torch.tensor(
-                [loss_model.loss.num_items(whole), float((whole.labels != IGNORE_INDEX).sum())]
-            )
+            counts += torch.tensor([loss_model.loss.num_items(whole), whole.num_label_tokens])
             feed.stage()
             progress.add(1)
             if must_stop():

@@ -147,6 +147,63 @@ def test_a_longer_vocabulary_is_padding() -> None:
     torch.testing.assert_close(model(batch).detach(), want)
 
 
+def with_rows(model: Any, num_more: int) -> Any:
+    """The head of a padded vocabulary."""
+    padding = torch.randn(num_more, model.lm_head.weight.shape[1])
+    weight = torch.cat([model.lm_head.weight.detach(), padding])
+    model.lm_head.weight = torch.nn.Parameter(weight, model.lm_head.weight.requires_grad)
+    return model
+
+
+@pytest.mark.parametrize(("of_student", "of_teacher"), [(8, 0), (0, 8), (5, 8)])
+def test_cross_entropy_is_over_the_whole_vocabulary_of_the_student(
+    of_student: int, of_teacher: int
+) -> None:
+    """Whatever the teacher's is padded to; what both have is compared."""
+    teacher = with_rows(teacher_of("llama"), of_teacher)
+    model, batch = packed(Distill(cross_entropy=0.5), teacher=teacher)
+    with_rows(model.lm, of_student)
+    loss = model(batch).detach()
+    with torch.no_grad():
+        labels = batch.labels[batch.label_rows]
+        own, theirs = (
+            lm(**batch.model_inputs()).logits[0][batch.label_rows].double()
+            for lm in (model.lm, teacher)
+        )
+    ce = F.cross_entropy(own, labels, reduction="sum")
+    num_common = min(own.shape[1], theirs.shape[1])
+    p, q = (x[:, :num_common].softmax(-1) for x in (theirs, own))
+    divergence = (p * (p / q).log()).sum()
+    torch.testing.assert_close(model.parts["ce"].double(), ce, rtol=1e-6, atol=0)
+    torch.testing.assert_close(loss.double(), (ce + divergence) / 2, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("top_k", [1, 4, 100])
+def test_what_is_stored_in_fp16_is_the_teacher(top_k: int) -> None:
+    """Of a peaked teacher with a padded vocabulary, of which the tokenizer has 100 ids."""
+    teacher = with_rows(teacher_of("llama"), 8)
+    teacher.lm_head.weight.data *= 8
+    install(teacher, ReferenceAttention())
+    loss = DistillTopK("teacher", top_k=top_k)
+    model, batch = packed(loss)
+    with torch.no_grad():
+        theirs = teacher(**batch.model_inputs()).logits[0]
+        found = loss.likeliest(100, theirs, batch.labels)
+        ids, stored, rest = found.split([top_k, top_k, 1], 1)
+        columns = {"teacher_ids": ids.long(), "teacher_log_probs": stored.half().float()}
+        # a column of one value per token has one dim in the cache
+        columns = {n: x.squeeze(1) if top_k == 1 else x for n, x in columns.items()}
+        batch = replace(batch, columns={**columns, "teacher_rest": rest.squeeze(1)})
+        q = model.lm(**batch.model_inputs()).logits[0].double().softmax(-1)[batch.label_rows]
+        p = theirs[:, :100].double().softmax(-1)[batch.label_rows]
+        ids = ids.long()[batch.label_rows]
+        p, q = p.gather(1, ids), q.gather(1, ids)
+        rest_p, rest_q = 1 - p.sum(1), 1 - q.sum(1)
+        want = (p * (p / q).log()).sum() + torch.special.xlogy(rest_p, rest_p / rest_q).sum()
+        got = model(batch).double()
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=0)
+
+
 def spread(
     rank: int, world: int, shape: tuple[int, int, int, int], strategy: str, kind: Any
 ) -> list[float]:

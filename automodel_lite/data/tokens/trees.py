@@ -8,8 +8,8 @@ computed, once.
                        (prefix_trees.py)
     loss_weights       1 1 …                        rows that train a label: where q b is trained on
                        twice, 2
-    row_labels         0 0 1 …                      what labels on the path do not tell of the
-                       number that a row trains
+    row_labels         0 0 1 …                      what labels on the path, times their weights, do
+                       not tell of the number that a row trains
 
 Sorted rows are a tree in depth-first order, because what two neighbors share is on the path of all
 rows between them. A row may be the beginning of another: it ends in a branch of one token. A tree
@@ -55,7 +55,10 @@ Tree = dict[str, np.ndarray]
 
 
 def grow_trees(
-    rows: Sequence[Row], least_shared: int = LEAST_SHARED, shares: bool = True
+    rows: Sequence[Row],
+    least_shared: int = LEAST_SHARED,
+    shares: bool = True,
+    most_tokens: int | None = None,
 ) -> list[Tree]:
     """Rows of one source -> trees of those whose beginnings are alike, and the other rows as they
     are.
@@ -65,7 +68,9 @@ def grow_trees(
     Rows with labels that are not the next token, or with weights of their own, stay rows: a shared
     token has one label and one value of each column.
 
-    shares  False: what is put together for other reasons (`PAIRED`) holds each row whole
+    shares       False: what is put together for other reasons (`PAIRED`) holds each row whole
+    most_tokens  of a pack: longer rows stay rows, which the packer drops or cuts with their own
+                 labels; what is compared stays together, and is dropped whole
     """
     for row in rows if len(rows) > 1 else ():
         ids, labels = row["input_ids"], row["labels"]
@@ -77,19 +82,25 @@ def grow_trees(
             return [dict(row) for row in rows]
     if len(rows) < 2:
         return [dict(row) for row in rows]
-    least_shared = 0 if PAIRED in rows[0] else max(1, least_shared)
+    is_paired = PAIRED in rows[0]
+    least_shared = 0 if is_paired else max(1, least_shared)
     # Big-endian bytes of ids sort as the ids do.
     keys = [row["input_ids"].astype(">u4").tobytes() for row in rows]
     order = sorted(range(len(rows)), key=keys.__getitem__)
     # rows, and the tokens that each shares with the one before
     groups: list[tuple[list[int], list[int]]] = []
-    for before, number in zip([-1, *order], order):
+    before = -1
+    for number in order:
+        if most_tokens and len(rows[number]["input_ids"]) > most_tokens and not is_paired:
+            groups.insert(0, ([number], [0]))
+            continue
         shared = _shared(rows[before], rows[number]) if before >= 0 and shares else 0
         if before >= 0 and shared >= least_shared:
             groups[-1][0].append(number)
             groups[-1][1].append(shared)
         else:
             groups.append(([number], [0]))
+        before = number
     # Trees stand where their first row stood, so that the order of the data stays what it was.
     groups.sort(key=lambda group: min(group[0]))
     return [
@@ -135,7 +146,7 @@ def _tree(rows: Sequence[Row], shared: Sequence[int]) -> Tree:
     # so far.
     row_labels = np.zeros(len(ids), np.int32)
     for row, path, first in zip(rows, paths[1:], firsts):
-        shown = (labels[path] != IGNORE_INDEX).sum() + row_labels[path].sum()
+        shown = weights[path].sum() + row_labels[path].sum()
         row_labels[path[first]] = (row["labels"] != IGNORE_INDEX).sum() - shown
     tree = own | {"labels": labels, "branches": branches, "row_labels": row_labels}
     return (
@@ -146,8 +157,8 @@ def _tree(rows: Sequence[Row], shared: Sequence[int]) -> Tree:
 
 
 def cut_tree(tree: Row, most_tokens: int) -> list[Tree]:
-    """Parts of a tree of at most `most_tokens`, each some of its rows; a row that is longer is a
-    part of its own.
+    """Cuts a tree, no row of which is longer, into parts of at most `most_tokens`, each some of its
+    rows.
     """
     starts = [0, *np.flatnonzero(tree["branches"]).tolist()]
     ends, depths = (
@@ -169,7 +180,9 @@ def cut_tree(tree: Row, most_tokens: int) -> list[Tree]:
     for runs in parts:
         taken, repeated = np.concatenate([run for run, _ in runs]), runs[0][1]
         part = {name: values[taken] for name, values in tree.items()}
-        part["row_labels"][:repeated] += part["labels"][:repeated] != IGNORE_INDEX
+        is_label = part["labels"][:repeated] != IGNORE_INDEX
+        weights = part.get("loss_weights", np.ones(len(taken)))[:repeated]
+        part["row_labels"][:repeated] += (is_label * weights).astype(np.int32)
         part["labels"][:repeated] = IGNORE_INDEX
         part["branches"][: len(runs[0][0])] = 0  # the first row is there whole
         made.append(part)
@@ -182,7 +195,7 @@ def trees_of(rows: Sequence[Row], mode: str, most_tokens: int | None) -> list[Tr
     """
     is_paired = bool(rows) and PAIRED in rows[0]
     grown = (
-        grow_trees(rows, shares=mode != "off")
+        grow_trees(rows, shares=mode != "off", most_tokens=most_tokens)
         if mode != "off" or is_paired
         else [dict(row) for row in rows]
     )
@@ -224,7 +237,9 @@ def write_trees(folder: Path, rows: TokenizedDocuments, mode: str, most_tokens: 
     grown = (
         tree
         for group in found.values()
-        for tree in grow_trees([rows[i] for i in group], shares=mode != "off")
+        for tree in grow_trees(
+            [rows[i] for i in group], shares=mode != "off", most_tokens=most_tokens
+        )
     )
     while block := list(islice(grown, BLOCK_TREES)):
         parts: list[Tree] = []

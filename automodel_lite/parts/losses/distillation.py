@@ -64,8 +64,10 @@ class Distill(DistillationLoss):
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
         def both(logits: Tensor, teacher_logits: Tensor, labels: Tensor) -> Tensor:
+            # A student's padded vocabulary may be the longer one: the teacher knows nothing of it.
+            common = logits[:, : teacher_logits.shape[-1]]
             student, teacher = (
-                F.log_softmax(x / self.temperature, -1) for x in (logits, teacher_logits)
+                F.log_softmax(x / self.temperature, -1) for x in (common, teacher_logits)
             )
             return torch.stack(
                 [
@@ -100,43 +102,49 @@ class DistillTopK(DistillationLoss):
     recipes/score.py's; all other tokens together are one more class.
     """
 
-    columns = frozenset({"loss_weights", "teacher_ids", "teacher_log_probs"})
     required = frozenset({"teacher_ids", "teacher_log_probs"})
+    columns = frozenset({"loss_weights", "teacher_rest"}) | required
 
     teacher: PathStr  # a folder or hub name, as recipes/score.py was given it
     top_k: Size = 64  # tokens stored per label
     cross_entropy: Frac = 0.0  # share of plain cross-entropy on the labels
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
-        def both(logits: Tensor, labels: Tensor, ids: Tensor, log_probs: Tensor) -> Tensor:
-            log_probs = log_probs.float()
-            # All tokens that are not stored are one class, whose probability is what the others
-            # leave.
-            student = F.log_softmax(logits, -1).gather(-1, ids)
-            rest, rest_of_teacher = (
-                torch.log1p(-x.exp().sum(-1).clamp(max=MOST_KNOWN)) for x in (student, log_probs)
-            )
-            of_rest = rest_of_teacher.exp() * (rest_of_teacher - rest)
+        def both(
+            logits: Tensor, labels: Tensor, ids: Tensor, stored: Tensor, rest_of_teacher: Tensor
+        ) -> Tensor:
+            # Stored in fp16, they sum up to a little more or less than what the rest leaves.
+            stored = stored.reshape(len(ids), -1).float()  # one value per token has no dim
+            log_probs = F.log_softmax(stored, -1) + torch.log1p(-rest_of_teacher)[:, None]
+            student = F.log_softmax(logits, -1).gather(-1, ids.reshape(len(ids), -1))
+            # All tokens that are not stored are one class.
+            rest = torch.log1p(-student.exp().sum(-1).clamp(max=MOST_KNOWN))
+            of_rest = torch.xlogy(rest_of_teacher, rest_of_teacher) - rest_of_teacher * rest
             known = (log_probs.exp() * (log_probs - student)).sum(-1)
             return torch.stack(
                 [known + of_rest, F.cross_entropy(logits, labels, reduction="none")], 1
             )
 
-        columns = (
-            inputs.labels_R,
-            inputs.columns["teacher_ids"],
-            inputs.columns["teacher_log_probs"],
-        )
-        return self._of_rows(inputs, inputs.rows(both, *columns))
+        ids_RK, stored_RK = (inputs.columns[name] for name in ("teacher_ids", "teacher_log_probs"))
+        rest_R = inputs.columns.get("teacher_rest")
+        if rest_R is None:
+            known_R = stored_RK.reshape(len(stored_RK), -1).float().exp().sum(-1)
+            rest_R = (1 - known_R).clamp(min=0)
+        values_R2 = inputs.rows(both, inputs.labels_R, ids_RK, stored_RK, rest_R)
+        return self._of_rows(inputs, values_R2)
 
     def example_columns(self, batch: ThdBatch) -> dict[str, Tensor]:
         """Makes `top_k` values per token."""
         columns = super().example_columns(batch)
-        return {name: column[:, None].repeat(1, self.top_k) for name, column in columns.items()}
+        for name in ("teacher_ids", "teacher_log_probs"):
+            columns[name] = columns[name][:, None].repeat(1, self.top_k)
+        return columns
 
-    def likeliest(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Returns what is stored of rows [r, V], fp32 [r, 2 * top_k]: ids (whole up to 2^24) and
-        log-probabilities.
+    def likeliest(self, num_ids: int, logits: Tensor, labels: Tensor) -> Tensor:
+        """Returns what is stored of rows [r, V], fp32 [r, 2 * top_k + 1]: ids (whole up to 2^24),
+        log-probabilities, and what they leave to the rest of the `num_ids` that a tokenizer has.
         """
-        found = F.log_softmax(logits, -1).topk(self.top_k, -1)
-        return torch.cat([found.indices.float(), found.values], -1)
+        log_probs = F.log_softmax(logits[:, :num_ids], -1)
+        found = log_probs.topk(self.top_k, -1)
+        rest = log_probs.exp().scatter(-1, found.indices, 0).sum(-1, keepdim=True)
+        return torch.cat([found.indices.float(), found.values, rest], -1)

@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -50,7 +51,7 @@ from automodel_lite.thd import to_thd
 from automodel_lite.training.build import BuiltModel
 
 SAVE_EVERY_S = 60.0
-MADE_HERE = frozenset({"reference_log_probs", "teacher_ids", "teacher_log_probs"})
+MADE_HERE = frozenset({"reference_log_probs"}) | DistillTopK.required
 Columns = Mapping[str, np.ndarray]
 
 
@@ -75,7 +76,8 @@ def with_values(
         reference = reference_values(built, data.packer, cache_dir, seed)
         return data.with_columns(lambda name, rows: reference.computed(name, rows, built, mesh))
     if isinstance(loss, DistillTopK):
-        return data.with_columns(teacher_values(loss, data.packer, cache_dir).stored)
+        values = teacher_values(loss, data.packer, cache_dir, len(data.tokenizer))
+        return data.with_columns(values.stored)
     return data
 
 
@@ -160,13 +162,18 @@ def reference_values(built: BuiltModel, packer: Packer, cache_dir: str | None, s
     )
 
 
-def teacher_values(loss: DistillTopK, packer: Packer, cache_dir: str | None) -> Values:
-    """A teacher's likeliest tokens. In fp16 their log-probabilities take as much room as in bf16, 8
-    times finer.
+def teacher_values(
+    loss: DistillTopK, packer: Packer, cache_dir: str | None, num_ids: int
+) -> Values:
+    """A teacher's likeliest of the `num_ids` tokens that the tokenizer has: its vocabulary may be
+    padded to more than the student's. In fp16 their log-probabilities take as much room as in bf16,
+    8 times finer.
     """
     k, files = loss.top_k, model_files(loss.teacher) or loss.teacher
     columns = {"teacher_ids": ("int32", k), "teacher_log_probs": ("float16", k)}
-    return Values(f"top_{k}", loss.likeliest, columns, str(files), packer, cache_dir)
+    columns["teacher_rest"] = ("float32", 1)
+    function = partial(loss.likeliest, num_ids)
+    return Values(f"top_{k}", function, columns, f"{files} {num_ids}", packer, cache_dir)
 
 
 def _compute(

@@ -296,3 +296,28 @@ def test_half_a_pair_is_no_pair(tmp_path: Path) -> None:
     found = [set(data.train[i]["answers"].tolist()) for i in range(len(data.train))]
     assert found == [{0, 1, 2}] * 2
     assert data.counts["train"].num_fully_masked == 2
+
+
+@pytest.mark.parametrize("overlong", ["drop", "truncate", "split"])
+def test_a_row_over_a_pack_takes_no_label_from_the_rows_that_it_begins_as(
+    tmp_path: Path, overlong: str
+) -> None:
+    """What an over-long row shares with others is trained on as often as without trees."""
+    shared = (
+        "Many ships came over the sea that year, from every harbor, and this is what each said: "
+    )
+    lines: list[dict] = [
+        {"prompt": "Tell.", "completion": shared + text, "group": "x"}
+        for text in ("a.", "b" * 150, "bb.", "c" * 300, "cc.")
+    ]
+    sums = []
+    for tree in ("off", "auto"):
+        rows = tokenized(tmp_path, lines, tree, MARKED, size=200).train
+        packs = Packer(200, overlong=overlong).packs(rows)
+        sums.append(
+            sum(
+                to_thd(packed_sequence_thd_collater([packs[i]])).num_label_tokens
+                for i in range(len(packs))
+            )
+        )
+    assert sums[0] == sums[1] > 0
