@@ -45,6 +45,114 @@ def test_a_preset_cannot_grant_anything(tmp_path: Path, grant: str) -> None:
         compose_config("strange", [], config_dir=str(tmp_path))
 
 
+GRANTS = {
+    "model": ("model=pretrained", "model:\n  pretrained: x/y\n  trust_remote_code: true\n"),
+    "teacher": ("teacher=pretrained", "teacher:\n  pretrained: x/y\n  trust_remote_code: true\n"),
+    "deep": ("seed=1", "dataset:\n  a: {b: {trust_remote_code: true}}\n"),
+    "env": ("seed=1", "security:\n  allow_env: [HF_TOKEN]\n"),
+    "hub": ("seed=1", "hub:\n  push: evil/x\n"),
+    "mlflow": ("logger=mlflow", "logger:\n  mlflow:\n    tracking_uri: https://evil.example\n"),
+    "wandb": ("logger=wandb", "logger:\n  wandb:\n    entity: evil\n"),
+    "callback": ("seed=1", "callbacks:\n  x:\n    tracking_uri: https://evil.example\n"),
+}
+
+
+@pytest.mark.parametrize(("typed", "block"), GRANTS.values(), ids=GRANTS)
+def test_no_file_grants_a_permission_or_names_where_results_go(
+    tmp_path: Path, typed: str, block: str
+) -> None:
+    """Choosing an option of the group beside it is no word for what the file sets there."""
+    (tmp_path / "strange.yaml").write_text(f"defaults: [smoke, _self_]\n{block}")
+    with pytest.raises(ConfigError, match="is set in a file, but only the command line may"):
+        compose_config("strange", [typed], config_dir=str(tmp_path))
+
+
+def test_an_option_of_a_strangers_folder_grants_nothing(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "evil.yaml").write_text("pretrained: x/y\ntrust_remote_code: true\n")
+    with pytest.raises(ConfigError, match=r"model.trust_remote_code is set in a file"):
+        compose_config("smoke", ["model=evil"], config_dir=str(tmp_path))
+    typed = ["model=evil", "model.trust_remote_code=true"]
+    assert compose_config("smoke", typed, config_dir=str(tmp_path)).model.trust_remote_code
+
+
+@pytest.mark.parametrize(
+    "key", ["model.trust_remote_code", "+security.allow_targets", "++hub.push"]
+)
+def test_a_sweep_in_a_file_types_no_permission(tmp_path: Path, key: str) -> None:
+    """What a sweep goes over becomes the command line of its jobs."""
+    params = f"hydra: {{sweeper: {{params: {{{key}: x}}}}}}"
+    (tmp_path / "strange.yaml").write_text(f"defaults: [smoke, _self_]\n{params}\n")
+    with pytest.raises(ConfigError, match="is set in a file, but only the command line may"):
+        compose_config("strange", [], config_dir=str(tmp_path))
+
+
+SENT = {
+    "address": "dataset: {path: 'https://${oc.env:CANARY}@host/x.jsonl'}",
+    "hub": "model: {pretrained: '${oc.env:CANARY}/model'}",
+    "chain": "dataset: {path: '/x/${oc.env:CANARY}::https://host/x.zip'}",
+    "default": "tokenizer: {path: '${oc.env:${oc.env:CANARY_NAME,CANARY},x}'}",
+    "reference": "dataset: {path: 'https://host/${cache_dir}'}\ncache_dir: /${oc.env:CANARY}",
+    "group": "logger: {wandb: '${oc.create:{project: ${oc.env:CANARY}}}'}",
+    "other-group": "dataset: {val_path: {project: '/${oc.env:CANARY}'}}\nlogger: {wandb: '${dataset.val_path}'}",
+    "list": "dataset: {path: [a.jsonl, 's3://${oc.env:CANARY}/b.jsonl']}",
+    "tracker": "logger: {wandb: {project: '${oc.env:CANARY}'}}",
+    "text": "samples: {prompts: ['${oc.env:CANARY}']}",
+    "path-for-a-tracker": "logger: {wandb: {group: '/${oc.env:CANARY}'}}",
+    "dotted": "tokenize: {template_kwargs: {a.b: '${oc.env:CANARY}'}}",
+}
+
+
+@pytest.mark.parametrize("block", SENT.values(), ids=SENT)
+def test_a_file_sends_nothing_of_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: str
+) -> None:
+    monkeypatch.setenv("CANARY", "swordfish")
+    (tmp_path / "strange.yaml").write_text(f"defaults: [smoke, _self_]\n{block}\n")
+    with pytest.raises(ConfigError, match=r"environment's CANARY(, CANARY_NAME)?, which") as error:
+        compose_config("strange", ["dataset=files"], config_dir=str(tmp_path))
+    assert "swordfish" not in str(error.value)
+    word = "security.allow_env=[CANARY,CANARY_NAME]"
+    compose_config("strange", ["dataset=files", word], config_dir=str(tmp_path))
+
+
+def test_numbers_and_local_paths_of_the_environment_are_let_through(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DATA", "/data")
+    monkeypatch.setenv("STEPS", "3")
+    (tmp_path / "mine.yaml").write_text(
+        "defaults: [smoke, _self_]\ndataset: {path: '${oc.env:DATA}/a.jsonl'}\n"
+        "training: {max_steps: '${oc.decode:${oc.env:STEPS}}'}\noutput_dir: ${oc.env:DATA}/run\n"
+    )
+    raw = compose_config("mine", ["dataset=files"], config_dir=str(tmp_path))
+    assert (raw.dataset.path, raw.training.max_steps) == ("/data/a.jsonl", 3)
+    typed = ["dataset=files", "dataset.path=https://${oc.env:DATA}/x", "name=${oc.env:STEPS}"]
+    assert compose_config("smoke", typed).dataset.path == "https:///data/x"
+    model = ["model=pretrained", "model.pretrained=me/${oc.env:STEPS}", "tokenizer=pretrained"]
+    assert compose_config("smoke", model).tokenizer.path == "me/3"
+
+
+@pytest.mark.parametrize("key", ["model.pretrained", "teacher.trust_remote_code"])
+def test_a_strangers_run_folder_takes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    from automodel_lite.run.folder import RunFolder
+    from automodel_lite.tools.load_run import load_run_config
+
+    monkeypatch.setenv("CANARY", "swordfish")
+    raw = compose_config("smoke", ["name=x"])
+    OmegaConf.update(raw, "security.allow_env", ["CANARY"])
+    OmegaConf.update(
+        raw, key, force_add=True, value="${oc.env:CANARY}" if key == "model.pretrained" else True
+    )
+    (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(raw))
+    with pytest.raises(
+        ConfigError, match=r"environment's CANARY|allow it with --trust-remote-code"
+    ):
+        load_run_config(RunFolder(tmp_path))
+
+
 @pytest.mark.parametrize("revision", ["null", "main", "v1.0", "abc123"])
 def test_remote_code_needs_a_pinned_commit(revision: str) -> None:
     from automodel_lite.config.components import build

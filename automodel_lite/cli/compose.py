@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from hydra import version as hydra_version
@@ -23,10 +24,22 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from automodel_lite.cli.line import allow_new_key, group_of, option_problem, options_in, split
+from automodel_lite.cli.line import (
+    allow_new_key,
+    group_of,
+    is_choice,
+    option_problem,
+    options_in,
+    split,
+)
 from automodel_lite.cli.sources import Sources, check_preset, groups_of, read
 from automodel_lite.compat import ConfigLoaderImpl, create_config_search_path
 from automodel_lite.config.components import CONF_DIR, flatten
+from automodel_lite.config.permissions import (
+    environment_problems,
+    needs_the_command_line,
+    permission_problems,
+)
 from automodel_lite.config.schema import Config
 from automodel_lite.config.signatures import with_options
 from automodel_lite.errors import ConfigError, format_value
@@ -41,7 +54,6 @@ ConfigStore.instance().store(
 # A preset may come from a stranger: with a data set, a run's folder, a bug report. Hydra configures
 # Python's logging, builds callbacks, launchers and sweepers, and makes folders before the recipe
 # sees a single key.
-COMMAND_LINE_ONLY = ("security.allow_targets", "model.trust_remote_code")
 _OF_SWEEPS = re.compile(  # settings of plugins that are plain numbers and names
     r"hydra\.(sweeper\.(n_trials|n_jobs|direction|max_batch_size|study_name|max_failure_rate|params\..+|sampler\.[a-z]\w*)"
     r"|launcher\.(n_jobs|timeout_min|nodes|tasks_per_node|partition|qos|account|constraint|exclude|gres|comment"
@@ -84,11 +96,12 @@ class Loader(ConfigLoaderImpl):
             if found := _NOT_THERE.search(text):
                 text = f"~{found[1]}: no file sets it, so there is nothing to remove."
             raise ConfigError(text.partition(" Config search path:")[0]) from None
-        for key in COMMAND_LINE_ONLY:  # permissions, which no file grants
-            if OmegaConf.select(raw, key, throw_on_missing=False) and not is_typed(key, self.typed):
-                raise ConfigError(
-                    f"{key} is set in a file, but only the command line may set it: {key}=... ."
-                )
+        # to choose an option is to take another file, whatever it holds
+        values = [text for text in self.typed if not is_choice(text, self.known)]
+        own, typed = without_hydra(raw), partial(is_typed, overrides=values)
+        problems = [*permission_problems(own, typed), *environment_problems(own, typed)]
+        if problems:
+            raise ConfigError("\n".join(problems))
         with open_dict(raw):
             for key, value in with_options(
                 OmegaConf.to_container(without_hydra(raw), resolve=False)
@@ -116,7 +129,7 @@ class Loader(ConfigLoaderImpl):
             for key, value in theirs
             if (key, value) not in ours
             and not is_typed(key, self.typed)
-            and not (_OF_SWEEPS.fullmatch(key) and _PLAIN.fullmatch(str(value)))
+            and not (is_of_sweeps(key) and _PLAIN.fullmatch(str(value)))
         ]
         if changed:  # the sentence is about what names code or a file, if anything does
             key, value = min(changed, key=lambda leaf: leaf[0].rpartition(".")[2] not in _CODE)
@@ -133,6 +146,12 @@ class Loader(ConfigLoaderImpl):
         """
         if any(override.key_or_group == "hydra.searchpath" for override in parsed_overrides):
             raise ConfigError("hydra.searchpath: name the folder with --config-dir.")
+
+
+def is_of_sweeps(key: str) -> bool:
+    """Returns whether a file may set this key of Hydra's: what it sweeps over becomes typed."""
+    of_job = key.removeprefix("hydra.sweeper.params.").lstrip("+~")
+    return bool(_OF_SWEEPS.fullmatch(key)) and not needs_the_command_line(of_job)
 
 
 _NOT_THERE = re.compile(r"Could not delete (?:from config\. )?'(.+)'(?: does not exist)?\.")

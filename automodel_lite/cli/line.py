@@ -84,6 +84,12 @@ def group_of(override: str, known: Mapping[str, Sequence[str]]) -> str | None:
     return name if name in known or "/" in name else None
 
 
+def is_choice(override: str, known: Mapping[str, Sequence[str]]) -> bool:
+    """Returns whether the override names an option of a group, a file; not `model={config: {}}`."""
+    is_mapping = (split(override)[1] or "").lstrip().startswith("{")
+    return group_of(override, known) is not None and not is_mapping
+
+
 def allow_new_key(override: str, known: Mapping[str, Sequence[str]]) -> str:
     """`a.b=1` -> `++a.b=1`; group choices, deletions and Hydra's own keys stay as they are."""
     key, value = split(override)

@@ -181,6 +181,8 @@ class SecurityConfig:
     """Permissions, which only the command line can grant."""
 
     allow_targets: list[str] = field(default_factory=list)  # packages that a `_target_` may name
+    # variables of the environment that a file may send to addresses, hubs and trackers
+    allow_env: list[str] = field(default_factory=list)
 
 
 @dataclass

@@ -15,7 +15,8 @@ from transformers import PreTrainedTokenizerBase
 
 from automodel_lite.attention.interface import Logits
 from automodel_lite.config.check import check_config
-from automodel_lite.config.components import build, build_with
+from automodel_lite.config.components import build, build_with, flatten
+from automodel_lite.config.permissions import environment_problems
 from automodel_lite.config.schema import Config, MeshConfig
 from automodel_lite.data.tokens.tokenizer import load_tokenizer
 from automodel_lite.errors import ConfigError
@@ -138,11 +139,15 @@ def load_run_config(
             f"{folder.config} needs code of {', '.join(foreign)}: if you trust this run, allow it "
             f"with --allow-targets {' '.join(foreign)}."
         )
-    if OmegaConf.select(raw, "model.trust_remote_code") and not trust_remote_code:
+    permissions = [key for key, value in flatten(OmegaConf.to_container(raw)) if value]
+    if any(key.endswith(".trust_remote_code") for key in permissions) and not trust_remote_code:
         raise ConfigError(
             f"{folder.config} runs code of its model's repository: if you trust this run, allow it "
             "with --trust-remote-code."
         )
+    OmegaConf.update(raw, "security.allow_env", [])
+    if problems := [*environment_problems(raw, lambda key: False)]:
+        raise ConfigError("\n".join(problems))
     try:
         return check_config(raw, extra=dict)
     except ConfigError as error:

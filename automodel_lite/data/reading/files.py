@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import pyarrow
@@ -28,9 +28,11 @@ from automodel_lite.data.reading.labels import Alignment, find_alignment
 from automodel_lite.data.reading.paths import (
     COMPRESSIONS,
     KINDS,
+    MAX_ENTRIES,
     FileStamp,
     find_files,
     kind_of,
+    name_copies,
     stamp,
     stamps,
 )
@@ -51,6 +53,10 @@ from automodel_lite.errors import ConfigError, DataError, one_line, printable
 from automodel_lite.progress import activity
 
 NUM_SNIFFED_ROWS = 20
+PROTOCOLS = ("s3", "gs", "hf", "https", "http", "file")  # of addresses
+ARCHIVES = ("zip", "tar")
+PLAUSIBLE_BYTES = 2**30  # of any file, however small it was packed
+MAX_RATIO = 200  # else of a file's size to its compressed one
 TextUnit = Annotated[str, OneOf(TEXT_UNITS)]
 ValPath = PathStr | Sequence[PathStr] | Mapping[str, PathStr | Sequence[PathStr]]
 
@@ -241,7 +247,8 @@ def open_rows(
     validation.
     """
     paths = [path] if isinstance(path, str) else list(path)
-    paths = [_fetch(one, key) if "://" in one else one for one in paths]
+    copied = {one: _fetch(one, key) for one in paths if "://" in one}
+    paths = [copied[one][0] if one in copied else one for one in paths]
     found, note = find_files(paths, key, held_out)
     if not found:
         if len(paths) != 1 or looks_local(paths[0]) or kind_of(Path(paths[0])) in KINDS:
@@ -260,7 +267,7 @@ def open_rows(
         else f"{len(rows)} files from {printable(found[0].name)}"
     )
     identity = f"{', '.join(map(str, files))}, split {split}"
-    notes = [note] if note else []
+    notes = [text for text in (note, *(note for _, note in copied.values())) if text]
     texts = [one for one in rows if isinstance(one, SpanRows) and not one.is_json and len(one)]
     sizes = [np.diff(one.starts, append=one.num_bytes) for one in texts]
     if sizes:
@@ -275,42 +282,78 @@ def open_rows(
     )
 
 
-def _fetch(address: str, key: str) -> str:
+def _fetch(address: str, key: str) -> tuple[str, str]:
     """Returns the copy in the cache of a file at a URL (`s3://bucket/a.jsonl`), or the folder with
-    those of a folder or a pattern; copied again when the remote files have changed. Raises
-    ConfigError when they cannot be read, or the package of the protocol is missing.
+    those of a folder, a pattern or an archive, and a note on what was not copied; copied again when
+    the remote files have changed.
+
+    A copy has a name of ours: that of an entry of an archive may lead out of any folder.
+
+    Raises ConfigError when they cannot be read, or the package of the protocol is missing.
     """
     import fsspec  # most data are here
 
     def copy(folder: Path) -> None:
-        for path, name in names.items():
+        _check_size(key, address, [remote.info(path) for path in copies], folder)
+        for path, name in copies.items():
             (folder / "files" / name).parent.mkdir(parents=True, exist_ok=True)
             remote.get_file(path, str(folder / "files" / name))
 
+    protocols = [part.partition("://")[0] for part in address.split("::")]
+    unknown = [protocol for protocol in protocols if protocol not in (*PROTOCOLS, *ARCHIVES)]
+    if unknown:
+        raise ConfigError(
+            f"{key}={address}: {unknown[0]} is not a protocol that data are read by: use "
+            f"{', '.join(PROTOCOLS)}, an archive at one of them, "
+            "zip://a.jsonl::https://host/a.zip, or copy the files to this machine."
+        )
     try:
         with activity(f"copying {address}"):
             remote, root = fsspec.url_to_fs(address)
-            files = sorted(
-                path for path in remote.expand_path(root, recursive=True) if remote.isfile(path)
-            )
-            names = {
-                path: os.path.relpath(path, os.path.commonpath(map(os.path.dirname, files)))
-                for path in files
-            }
+            found = [root]
+            if protocols[0] not in ("http", "https"):  # whose pages are no folders
+                found = [p for p in remote.expand_path(root, recursive=True) if remote.isfile(p)]
+            if len(found) > MAX_ENTRIES:
+                raise ConfigError(f"{key}={address} holds over {MAX_ENTRIES:,} files.")
+            copies, note = name_copies(found, root, key)
             # of its size, time or checksum
-            content = {"at": address} | {path: remote.ukey(path) for path in files}
-            folder = (
-                build_once(cache_root(), "fetched", os.path.basename(root), content, copy).folder
-                / "files"
-            )
-    except ConfigError:
+            content = {"at": address, "as": "2"} | {path: remote.ukey(path) for path in copies}
+            entry = build_once(cache_root(), "fetched", os.path.basename(root), content, copy)
+    except (ConfigError, DataError):
         raise
     except Exception as error:
         # of any protocol's package: no such file, no permission, no network, not installed
         raise ConfigError(
             f"{key}={address} cannot be read ({one_line(error) or type(error).__name__})."
         ) from error
-    return str(folder / names[root]) if files == [root] else str(folder)
+    folder = entry.folder / "files"
+    return str(folder / copies[root]) if [*copies] == [root] else str(folder), note
+
+
+def _check_size(key: str, address: str, entries: Sequence[Mapping[str, Any]], folder: Path) -> None:
+    """Raises ConfigError for files that do not fit the cache, or entries that are far larger than
+    they are packed.
+    """
+    total = sum(entry.get("size") or 0 for entry in entries)
+    free = shutil.disk_usage(folder).free
+    if total > free:
+        raise ConfigError(
+            f"{key}={address} holds {total:,} bytes, and the cache in {folder.parent} has {free:,} "
+            "free: set AUTOMODEL_LITE_CACHE to a larger disk."
+        )
+    for entry in entries:
+        most = max_plain_bytes(entry.get("compress_size") or entry.get("size") or 0)
+        if (entry.get("size") or 0) > most:
+            raise ConfigError(
+                f"{key}={address}: {printable(str(entry.get('name')))} unpacks to "
+                f"{entry['size']:,} bytes, over {MAX_RATIO} times its packed size: unpack the "
+                "archive yourself, and name the file."
+            )
+
+
+def max_plain_bytes(packed_bytes: int) -> int:
+    """Returns how large a compressed file may become: text is seldom a hundredth of its size."""
+    return max(PLAUSIBLE_BYTES, MAX_RATIO * packed_bytes)
 
 
 def _open_file(path: Path, split: str, options: ReadOptions) -> RawRows:
@@ -352,12 +395,19 @@ def _in_cache(path: Path, name: str, write: Callable[[Path, str, Path], None]) -
 def _decompress(path: Path, name: str, folder: Path) -> None:
     # the others are lzma's
     codec = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}.get(path.suffix.lower())
+    most = max_plain_bytes(path.stat().st_size)
     try:
         with (
             pyarrow.CompressedInputStream(str(path), codec) if codec else lzma.open(path) as packed,
             (folder / "data").open("wb") as plain,
         ):
-            shutil.copyfileobj(packed, plain, 2**20)
+            while block := packed.read(2**20):
+                plain.write(block)
+                if plain.tell() > most:
+                    raise DataError(
+                        f"{name}: unpacks to over {most:,} bytes, {MAX_RATIO} times its size: "
+                        "unpack it yourself, and name the file."
+                    )
     except (OSError, EOFError, ValueError, lzma.LZMAError) as error:
         raise DataError(f"{name}: cannot be decompressed: {error}.") from error
 

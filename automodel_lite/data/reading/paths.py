@@ -172,6 +172,54 @@ def find_files(
     return [*taken.values()], _note_of(left_out)
 
 
+_PLAIN_NAME = re.compile(r"(\w[\w.=-]*/){0,3}\w[\w.=-]*")
+_SAVED = ("state.json", "dataset_dict.json")  # in the folder of a saved dataset
+
+
+def name_copies(found: Sequence[str], root: str, key: str) -> tuple[dict[str, str], str]:
+    """Returns path -> name of its copy for the files at an address that are data, and a note on the
+    others; by their names alone, which may be anything.
+
+    >>> name_copies(["b/train/x.jsonl", "b/test/x.jsonl", "b/../y"], "b", "dataset.path")[0]
+    {'b/train/x.jsonl': 'train/00000-x.jsonl'}
+
+    Raises ConfigError for a saved dataset with names that are not plain.
+    """
+    if list(found) == [root]:
+        return {root: _plain(root)}, ""
+    inner = {path: path.removeprefix(root).lstrip("/") for path in sorted(found)}
+    # the longest common folder is not part of the names
+    common = os.path.commonpath([os.path.dirname(name) for name in inner.values()] or [""])
+    inner = {path: name[len(common) :].lstrip("/") for path, name in inner.items()}
+    if any(name in _SAVED for name in inner.values()):
+        strange = [name for name in inner.values() if not _PLAIN_NAME.fullmatch(name)]
+        if strange:
+            raise ConfigError(
+                f"{key}: {printable(strange[0])} in a saved dataset is not a plain name."
+            )
+        return inner, ""
+    left_out: dict[str, list[str]] = defaultdict(list)
+    data = []
+    for name in inner.values():
+        if any(part.startswith(".") for part in name.split("/")):
+            left_out["hidden"].append(name)
+        elif kind_of(Path(name)) in KINDS:
+            data.append(Path(name))
+        else:
+            left_out["of other kinds"].append(name)
+    taken = {str(path) for path in _selected(data, Path(), key, left_out)}
+    kept = [path for path, name in inner.items() if str(Path(name)) in taken]
+    # In a folder "train", as nothing is to be left out of them a second time.
+    copies = {path: f"train/{i:05d}-{_plain(path)}" for i, path in enumerate(kept)}
+    return copies, _note_of(left_out)
+
+
+def _plain(path: str) -> str:
+    """Returns the name of a file, of letters, digits and `.-` alone, and at most 60 of them."""
+    name = re.sub(r"[^\w.-]", "_", path.rpartition("/")[2])[-60:]
+    return name.lstrip(".") or "file"
+
+
 def kind_of(path: Path) -> str:
     """Returns the ending that says what is in the file: `.jsonl` of `a.jsonl.gz`."""
     is_compressed = path.suffix.lower() in COMPRESSIONS and len(path.suffixes) > 1

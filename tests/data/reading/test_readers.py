@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
+import io
 import json
+import lzma
 import random
 import re
+import tarfile
+import zipfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import fsspec
+import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -163,15 +169,19 @@ def test_one_of_several_paths_is_missing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("address", "message"),
     [
-        (
-            "memory://nothing/a.jsonl",
-            r"^dataset.path=memory://nothing/a.jsonl cannot be read \(.*nothing/a.jsonl",
+        ("file:///nothing/a.jsonl", r"^dataset.path=file:///nothing/a.jsonl cannot be read \("),
+        ("s3://bucket/a.jsonl", r"^dataset.path=s3://bucket/a.jsonl cannot be read \(.*[Ii]nstall"),
+        *(
+            (address, rf"{protocol} is not a protocol that data are read by: use s3, gs, hf")
+            for address, protocol in (
+                ("sx3://bucket/a.jsonl", "sx3"),
+                ("ftp://user:word@127.0.0.1/a.jsonl", "ftp"),
+                ("github://me:repo@main/a.jsonl", "github"),
+                ("zip://a.jsonl::ftp://host/a.zip", "ftp"),
+                ("simplecache::file:///a.jsonl", "simplecache"),
+                ("memory://a.jsonl", "memory"),
+            )
         ),
-        (
-            "sx3://bucket/a.jsonl",
-            r"^dataset.path=sx3://bucket/a.jsonl cannot be read \(Protocol not known: sx3",
-        ),
-        ("dropbox://a.jsonl", r"^dataset.path=dropbox://a.jsonl cannot be read \(.*[Ii]nstall"),
     ],
 )
 def test_an_address_that_cannot_be_read_is_a_sentence(address: str, message: str) -> None:
@@ -179,22 +189,127 @@ def test_an_address_that_cannot_be_read_is_a_sentence(address: str, message: str
         FilesDataset(address)
 
 
+def texts(rows: Any) -> list[str]:
+    return [rows[index]["text"] for index in range(len(rows))]
+
+
 def test_files_at_a_url_are_read_again_when_they_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("AUTOMODEL_LITE_CACHE", str(tmp_path))
-    remote = fsspec.filesystem("memory")
-    remote.pipe("/bucket/deep/a.jsonl", b'{"text": "one"}\n{"text": "two"}\n')
-    remote.pipe("/bucket/b.jsonl", b'{"text": "three"}\n')
-    remote.pipe("/bucket/README.txt", b"about")
-    texts = lambda rows: [rows[index]["text"] for index in range(len(rows))]  # noqa: E731
-    assert texts(FilesDataset("memory://bucket/deep/a.jsonl").train) == ["one", "two"]
-    assert sorted(texts(FilesDataset("memory://bucket").train)) == ["one", "three", "two"]
-    assert texts(FilesDataset("memory://bucket/*.jsonl").train) == ["three"]
+    bucket = tmp_path / "bucket"
+    (bucket / "deep").mkdir(parents=True)
+    (bucket / "deep" / "a.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
+    (bucket / "b.jsonl").write_text('{"text": "three"}\n')
+    (bucket / "README.txt").write_text("about")
+    assert texts(FilesDataset(f"file://{bucket}/deep/a.jsonl").train) == ["one", "two"]
+    assert sorted(texts(FilesDataset(f"file://{bucket}").train)) == ["one", "three", "two"]
+    assert texts(FilesDataset(f"file://{bucket}/*.jsonl").train) == ["three"]
     with pytest.raises(ConfigError, match="is also validated on"):
-        FilesDataset("memory://bucket/b.jsonl", val_path="memory://bucket/b.jsonl")
-    remote.pipe("/bucket/b.jsonl", b'{"text": "other"}\n')
-    assert texts(FilesDataset("memory://bucket/b.jsonl").train) == ["other"]
+        FilesDataset(f"file://{bucket}/b.jsonl", val_path=f"file://{bucket}/b.jsonl")
+    (bucket / "b.jsonl").write_text('{"text": "other"}\n')
+    assert texts(FilesDataset(f"file://{bucket}/b.jsonl").train) == ["other"]
+
+
+def test_of_a_folder_elsewhere_the_data_alone_are_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By their names there, as those of a folder here; the copies have others."""
+    monkeypatch.setenv("AUTOMODEL_LITE_CACHE", str(tmp_path / "cache"))
+    names = ["train/test-0.jsonl", "test/a.jsonl", "b.jsonl", "c.bin", ".d.jsonl", "LICENSE.txt"]
+    for name in names:
+        path = tmp_path / "bucket" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"text": name}) + "\n")
+    dataset = FilesDataset(f"file://{tmp_path}/bucket")
+    assert sorted(texts(dataset.train)) == ["b.jsonl", "train/test-0.jsonl"]
+    for left_out in ("1 of held-out splits (", "1 hidden (", "1 of other kinds (", "1 about the"):
+        assert left_out in dataset.description
+    assert sorted(path.name for path in (tmp_path / "cache").rglob("*.jsonl")) == [
+        "00000-b.jsonl",
+        "00001-test-0.jsonl",
+    ]
+
+
+def test_a_saved_dataset_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AUTOMODEL_LITE_CACHE", str(tmp_path / "cache"))
+    rows = datasets.Dataset.from_list([{"text": "one"}, {"text": "two"}])
+    datasets.DatasetDict({"train": rows}).save_to_disk(str(tmp_path / "saved"))
+    assert texts(FilesDataset(f"file://{tmp_path}/saved").train) == ["one", "two"]
+    (tmp_path / "saved" / ".x").touch()
+    with pytest.raises(ConfigError, match=r"\.x in a saved dataset is not a plain name"):
+        FilesDataset(f"file://{tmp_path}/saved")
+
+
+def archive(path: Path, entries: dict[str, bytes]) -> Path:
+    if path.suffix == ".zip":
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as packed:
+            for name, content in entries.items():
+                packed.writestr(name, content)
+        return path
+    with tarfile.open(path, "w") as packed:
+        for name, content in entries.items():
+            entry = tarfile.TarInfo(name)
+            entry.size = len(content)
+            packed.addfile(entry, io.BytesIO(content))
+        link = tarfile.TarInfo("link.jsonl")
+        link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+        packed.addfile(link)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["zip", "tar"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../../../../../.bashrc",
+        "../../../../../x.jsonl",
+        "/{home}/x.jsonl",
+        "a/../../../../../../x.jsonl",
+        "..\\..\\x.jsonl",
+        "a/./../b/..",
+        "\x1b[2Jx.jsonl",
+        "x" * 300 + ".jsonl",
+    ],
+)
+def test_no_entry_of_an_archive_leaves_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, name: str
+) -> None:
+    """Neither alone nor beside others, whether it is named or comes with the rest."""
+    home = tmp_path / "home"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("AUTOMODEL_LITE_CACHE", str(home / "deep" / "cache"))
+    name = name.format(home=home)
+    line = b'{"text": "t"}\n'
+    for number, more in enumerate([{}, {"good.jsonl": line}, {"state.json": b"{}"}]):
+        packed = archive(tmp_path / f"{number}.{kind}", {name: line, **more})
+        for address in (f"{kind}://::file://{packed}", f"{kind}://{name}::file://{packed}"):
+            with suppress(ConfigError, DataError):
+                assert set(texts(FilesDataset(address).train)) <= {"t"}
+    written = [path for path in tmp_path.rglob("*") if path.is_file()]
+    cache = home / "deep" / "cache"
+    assert all(cache in path.parents or path.suffix == f".{kind}" for path in written), written
+    assert not any(path.is_symlink() for path in tmp_path.rglob("*"))
+
+
+def test_what_unpacks_to_far_more_is_not_unpacked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AUTOMODEL_LITE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("automodel_lite.data.reading.files.PLAUSIBLE_BYTES", 2**20)
+    content = b'{"text": "' + b"x" * 2**22 + b'"}\n'
+    packed = archive(tmp_path / "a.zip", {"a.jsonl": content})
+    with pytest.raises(ConfigError, match=r"a.jsonl unpacks to 4,194,317 bytes, over 200 times"):
+        FilesDataset(f"zip://::file://{packed}")
+    for ending, compress in (
+        (".gz", gzip.compress),
+        (".bz2", bz2.compress),
+        (".xz", lzma.compress),
+    ):
+        path = tmp_path / f"a.jsonl{ending}"
+        path.write_bytes(compress(content))
+        with pytest.raises(DataError, match=rf"a.jsonl{ending}: unpacks to over 1,048,576 bytes"):
+            FilesDataset(str(path))
+    assert not [path for path in (tmp_path / "cache").rglob("*") if path.stat().st_size > 2**21]
 
 
 def test_a_huge_row(tmp_path: Path) -> None:

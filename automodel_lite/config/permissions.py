@@ -1,0 +1,98 @@
+"""What a configuration file may not do without a word on the command line: it may be a stranger's.
+
+A file grants no permission, names no place that results are sent to, and takes from the environment
+nothing but numbers and paths of this machine. A value counts as typed when the command line sets
+it, or a group of keys around it; to choose an option of a group (`model=pretrained`) is to take
+another file.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from omegaconf.resolvers import oc
+
+from automodel_lite.config.components import flatten
+
+_GRANT = re.compile(r"security\.allow_\w+|(.+\.)?trust_remote_code")
+_PLACE = re.compile(r"hub\.push|(logger|callbacks)\..+\.(tracking_uri|entity)")
+_FOLDERS = ("output_dir", "cache_dir")
+_PATH_KEY = re.compile(
+    r"model\.pretrained|teacher\.pretrained|loss\.teacher|tokenizer\.path"
+    r"|peft\.adapter|dataset\.(datasets\.[^.]+\.dataset\.)?(path|val_path)(\.[^.]+)?"
+)
+_LOCAL_PATH = re.compile(r"(/|\./|\.\./|~)(?!.*(://|::))", re.DOTALL)
+_MOST_LEVELS = 64
+
+IsTyped = Callable[[str], bool]
+_names_read: list[str] = []
+
+
+def _env(*args: Any) -> Any:
+    _names_read.append(str(args[0]))
+    return oc.env(*args)
+
+
+# as OmegaConf's own, and says which variables a value was made of, however it refers to them
+OmegaConf.register_new_resolver("oc.env", _env, replace=True)
+
+
+def permission_problems(raw: DictConfig, is_typed: IsTyped) -> Iterator[str]:
+    """Yields a sentence for each permission that a file grants, and each place that it sends
+    results to.
+    """
+    for key, value in flatten(OmegaConf.to_container(raw, resolve=False)):
+        if value and needs_the_command_line(key) and not is_typed(key):
+            yield f"{key} is set in a file, but only the command line may set it: {key}=... ."
+
+
+def needs_the_command_line(key: str) -> bool:
+    """Returns whether no file may set this key."""
+    return bool(_GRANT.fullmatch(key) or _PLACE.fullmatch(key))
+
+
+def environment_problems(raw: DictConfig, is_typed: IsTyped) -> Iterator[str]:
+    """Yields a sentence for each value that a file takes from the environment and that may leave
+    this machine: an address, a hub name, a tracker's settings, any text.
+
+    Numbers are let through, and paths of this machine where a path is asked for. What does not
+    resolve is left to `check_config`.
+    """
+    allowed = set(OmegaConf.select(raw, "security.allow_env", default=None) or ())
+    found = [*_made_of_variables(raw)]
+    # a file may say that the tokenizer is the typed model's
+    typed = [value for key, value, _ in found if is_typed(key) and _PATH_KEY.fullmatch(key)]
+    for key, value, names in found:
+        is_number = value is None or isinstance(value, (bool, int, float))
+        is_folder = key in _FOLDERS and "://" not in str(value)
+        is_path = isinstance(value, str) and _LOCAL_PATH.match(value) and _PATH_KEY.fullmatch(key)
+        if is_number or is_folder or is_path or is_typed(key) or value in typed:
+            continue
+        if read := sorted(names - allowed):
+            yield (
+                f"{key} is set in a file to the environment's {', '.join(read)}, which may leave "
+                f"this machine: type {key}=... on the command line, or allow it there, "
+                f"security.allow_env=[{','.join(read)}]."
+            )
+
+
+def _made_of_variables(
+    node: Any, path: str = "", level: int = 0
+) -> Iterator[tuple[str, Any, set[str]]]:
+    """Yields (key, value, names of variables) of the values that variables were read for."""
+    names: Any = node if isinstance(node, DictConfig) else range(len(node))
+    for name in names:
+        key = f"{path}.{name}" if path else str(name)
+        _names_read.clear()
+        try:
+            value = node[name]
+        except OmegaConfBaseException:
+            continue
+        if _names_read:
+            yield key, value, set(_names_read)
+        elif isinstance(value, (DictConfig, ListConfig)) and level < _MOST_LEVELS:
+            yield from _made_of_variables(value, key, level + 1)
