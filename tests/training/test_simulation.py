@@ -21,6 +21,7 @@ from automodel_lite.config.check import check_config
 from automodel_lite.config.schema import Config
 from automodel_lite.errors import ConfigError
 from automodel_lite.extras.plan.simulation import (
+    CountError,
     LayerPattern,
     Simulation,
     layer_pattern,
@@ -31,7 +32,7 @@ from automodel_lite.extras.plan.simulation import (
 from automodel_lite.extras.plan.tracker import _MADE_IN, Message, Operation, Work
 from automodel_lite.models.flops import model_size
 from automodel_lite.models.layers import decoder_layers, recompute_layers
-from automodel_lite.models.loss import LossModel
+from automodel_lite.models.loss import LossInputs, LossModel, LossOutput, PlainLoss
 from automodel_lite.models.source import SHAPES, describe
 from automodel_lite.parallel.mesh import Mesh, MeshShape, mesh_shape
 from automodel_lite.parallel.sharding import choose_strategy, parallelize
@@ -46,6 +47,7 @@ from automodel_lite.training.plan import (
     with_recomputation,
 )
 from automodel_lite.training.start import dry_run
+from benchmarks.tiny_models import tiny_config
 from tests.ranks import in_a_process
 
 LAYERS = 2
@@ -591,3 +593,29 @@ def test_ranks_without_an_expert_are_counted(experts: int, ranks: int) -> None:
     of_experts = 4 * LAYERS * 3 * 64 * 32 * -(-experts // ranks)
     dense = model_size(model).parameters - LAYERS * experts * 3 * 64 * 32
     assert found.weights == pytest.approx(of_experts + 4 * dense / ranks, rel=0.02)
+
+
+@pytest.mark.parametrize("axes", [(1, 2, 1), (1, 1, 2)], ids=["fsdp 2", "cp 2"])
+def test_values_narrower_than_keys_are_counted(axes: tuple[int, int, int]) -> None:
+    """Latent attention, whatever goes around its kernel."""
+    latent = tiny_config("deepseek_v3")
+    asked = (f"mesh.dp_shard={axes[1]}", f"mesh.cp={axes[2]}", "mesh.cp_exchange=ring")
+    found = simulate(parts(*asked, "training.global_batch_size=2"), latent, MeshShape(*axes))
+    assert found.peak > found.weights > 0
+
+
+class WaitsForTheDevice(PlainLoss):
+    """A loss of one's own that reads a number, which nobody knows under fake tensors."""
+
+    def __call__(self, inputs: LossInputs) -> LossOutput:
+        total = inputs.log_probs().sum()
+        return LossOutput(-total / (1 + float(total.detach() > 0)), {})
+
+
+def test_a_step_that_cannot_be_counted_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = config("dry_run=true", "mesh.dp_shard=2", "training.global_batch_size=2")
+    own_loss = {"_target_": f"{__name__}.WaitsForTheDevice"}
+    asked.security.allow_targets = ["tests"]
+    with pytest.raises(CountError, match=r"on 2 ranks cannot be counted .*, so nothing is known"):
+        dry_run(replace(asked, loss=own_loss))
+    assert "fit together" not in capsys.readouterr().out

@@ -25,7 +25,7 @@ from automodel_lite.attention.spec import layer_shapes
 from automodel_lite.config.sizes import AUTO_BATCH_SIZE
 from automodel_lite.errors import ConfigError
 from automodel_lite.extras.plan.recompute import least_recomputation
-from automodel_lite.extras.plan.simulation import Simulation, layer_pattern, simulate
+from automodel_lite.extras.plan.simulation import CountError, Simulation, layer_pattern, simulate
 from automodel_lite.extras.plan.tracker import Message, Work
 from automodel_lite.models.flops import CostModel, ModelSize, StepFlops, model_size, step_flops
 from automodel_lite.models.settings import experts_per_token
@@ -163,6 +163,7 @@ def make_plans(job: Job, most: int = MOST_SIMULATED) -> Outcome:
     pattern, capacity = layer_pattern(job.config), usable(int(job.gpu.gigabytes * 1e9))
     plans: list[Plan] = []
     lost: Counter[str] = Counter()
+    not_counted: CountError | None = None
     for layout in sorted(possible(job), key=lambda one: one.likely_s):
         third = plans[2].step_s / plans[2].layout.global_batch if len(plans) >= SHOWN else np.inf
         if len(plans) >= most or layout.bound_s > third:
@@ -171,6 +172,10 @@ def make_plans(job: Job, most: int = MOST_SIMULATED) -> Outcome:
         try:
             plan = plan_model(placed(job, layout), job.config, layout.shape, torch.device("cuda"))
             found = least_recomputation(plan, capacity, pattern, 0 if job.parts.peft else None)
+        except CountError as error:
+            lost["not counted"] += 1
+            not_counted = error
+            continue
         except (ConfigError, NotImplementedError):
             lost["unsupported"] += 1
             continue
@@ -179,6 +184,8 @@ def make_plans(job: Job, most: int = MOST_SIMULATED) -> Outcome:
             continue
         plans.append(priced(job, layout, *found))
         plans.sort(key=lambda plan: plan.step_s / plan.layout.global_batch)
+    if not_counted and not plans:
+        raise not_counted
     while plans:  # what only the whole step shows: its export
         whole = simulate(plans[0].parts, job.config, plans[0].layout.shape)
         if whole.peak <= capacity:

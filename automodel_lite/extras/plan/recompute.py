@@ -16,6 +16,7 @@ from dataclasses import replace
 from automodel_lite.data.feeding.order import batch_shape
 from automodel_lite.errors import one_line
 from automodel_lite.extras.plan.simulation import (
+    CountError,
     LayerPattern,
     Simulation,
     layer_pattern,
@@ -111,10 +112,10 @@ def choose_recomputation(plan: ModelPlan, gpu: int, adapter: int | None) -> tupl
         if found is not None and asks and found[0] == plain:
             step = simulate_by_layers(gathered, plan.config, plan.shape, pattern)
             found = (gathered, step) if step.peak <= capacity else found
-    except (NotImplementedError, RuntimeError) as error:  # what cannot be simulated
+    except (NotImplementedError, CountError) as error:
         return with_recomputation(
             plan.parts, *FULL
-        ), f"full: the step cannot be counted ({one_line(error, 100)})"
+        ), f"full: the step cannot be counted ({one_line(error, 200)})"
     if found is None:
         offloaded = with_recomputation(plan.parts, *OFFLOAD)
         return offloaded, f"offload, which may still need more than {gib(capacity)}"

@@ -21,6 +21,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -38,6 +39,7 @@ from automodel_lite.compat import (
     fully_shard_module,
 )
 from automodel_lite.config.sizes import global_batch_size_of
+from automodel_lite.errors import ConfigError, one_line
 from automodel_lite.extras.plan.tracker import (
     GPU,
     MemoryTracker,
@@ -58,7 +60,7 @@ from automodel_lite.parts.kernels.varlen import VarlenAttention
 from automodel_lite.parts.optimizers import adamw
 from automodel_lite.run.checkpoint import flat_state
 from automodel_lite.run.weight_files import gathered_files, groups_of, plan_files
-from automodel_lite.thd import AttentionOptions, Segments, ThdBatch
+from automodel_lite.thd import AttentionInputs, AttentionOptions, Segments, ThdBatch
 from automodel_lite.training.build import as_teacher, assemble, plan_model, worst_case_batch
 from automodel_lite.training.memory import GPUS_GB, gib, usable
 from automodel_lite.training.optimizers import apply_gradients
@@ -116,6 +118,27 @@ class Simulation:
         )
 
 
+class CountError(ConfigError):
+    """A step that cannot be counted: nothing is known of what it holds."""
+
+
+@contextlib.contextmanager
+def _counting(model_config: PretrainedConfig, shape: MeshShape) -> Iterator[None]:
+    """Turns whatever goes wrong inside a count into a sentence: it must not pass for a step that
+    fits.
+    """
+    try:
+        yield
+    except (ConfigError, NotImplementedError):
+        raise
+    except Exception as error:
+        raise CountError(
+            f"a step of model_type={model_config.model_type} on {shape.world_size} ranks cannot be "
+            f"counted ({type(error).__name__}: {one_line(error, 200)}), so nothing is known of the "
+            "memory that it needs: train a few steps, training.max_steps=2, to see whether it fits."
+        ) from error
+
+
 def simulate(
     parts: Parts,
     model_config: PretrainedConfig,
@@ -130,9 +153,20 @@ def simulate(
               = plain documents
     is_whole  False: without checkpoint and export, and with a peak for the backward pass of each
               layer, as `backward 3`
-    Raises what the run would raise, NotImplementedError without FSDP. No process group may exist:
-    one is made, and destroyed.
+    Raises what the run would raise, NotImplementedError without FSDP, CountError for a step that
+    cannot be counted. No process group may exist: one is made, and destroyed.
     """
+    with _counting(model_config, shape):
+        return _simulate(parts, model_config, shape, batch, is_whole)
+
+
+def _simulate(
+    parts: Parts,
+    model_config: PretrainedConfig,
+    shape: MeshShape,
+    batch: ThdBatch | None,
+    is_whole: bool,
+) -> Simulation:
     plan = plan_model(
         replace(parts, attention=_CountedAttention()), model_config, shape, torch.device("cuda")
     )
@@ -204,7 +238,9 @@ def simulate_by_layers(
     few = pattern.first + period * math.ceil(3 / period)
 
     def of_layers(number: int) -> Simulation:
-        found = simulate(parts, with_layers(model_config, number), shape, batch, is_whole=False)
+        with _counting(model_config, shape):
+            few_layers = with_layers(model_config, number)
+        found = simulate(parts, few_layers, shape, batch, is_whole=False)
         layers = [found.peaks.pop(f"backward {layer}", 0) for layer in range(number)]
         inner = layers[1:-1] or layers
         found.peaks.update(
@@ -444,7 +480,9 @@ class _UnloadedSource(CausalLM):
 
 
 class _CountedAttention(VarlenAttention):
-    """FlashAttention's memory, whatever the layer needs."""
+    """FlashAttention's memory, whatever the layer needs: heads whose values are narrower than their
+    keys (latent attention) are counted as filled up to one width.
+    """
 
     def check(self, spec: AttentionSpec) -> None:
         """Nothing is refused."""
@@ -457,9 +495,33 @@ class _CountedAttention(VarlenAttention):
         segments: Segments,
         options: AttentionOptions,
     ) -> Tensor:
-        return super().__call__(
-            q_THD, k_THD, v_THD, segments, replace(options, softcap=None, sinks=None)
-        )
+        options = replace(options, softcap=None, sinks=None)
+        filled = _of_one_width(q_THD, k_THD, v_THD)
+        return super().__call__(*filled, segments, options)[..., : v_THD.shape[-1]]
+
+    def block(self, inputs: AttentionInputs, causal: bool) -> tuple[Tensor, Tensor]:
+        q, k, v = _of_one_width(*inputs[:3])
+        out, lse = super().block(inputs._replace(q=q, k=k, v=v), causal)
+        return out[..., : inputs.v.shape[-1]], lse
+
+    def block_backward(
+        self,
+        inputs: AttentionInputs,
+        causal: bool,
+        grad_THD: Tensor,
+        out_THD: Tensor,
+        lse_TH: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v, grad, out = _of_one_width(*inputs[:3], grad_THD, out_THD)
+        filled = inputs._replace(q=q, k=k, v=v)
+        of_q, of_k, of_v = super().block_backward(filled, causal, grad, out, lse_TH)
+        width = inputs.q.shape[-1]
+        return of_q[..., :width], of_k[..., :width], of_v[..., : inputs.v.shape[-1]]
+
+
+def _of_one_width(*heads_THD: Tensor) -> list[Tensor]:
+    width = max(x.shape[-1] for x in heads_THD)
+    return [x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in heads_THD]
 
 
 @contextlib.contextmanager
