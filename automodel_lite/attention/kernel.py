@@ -19,6 +19,7 @@ from torch import Tensor
 
 from automodel_lite.attention.spec import AttentionSpec
 from automodel_lite.errors import ConfigError
+from automodel_lite.precision import at_least_fp32
 from automodel_lite.thd import AttentionInputs, AttentionOptions, Segments, TreeKeys
 
 
@@ -134,7 +135,7 @@ class RepeatedBlocks:
         with torch.enable_grad():
             out, lse = self.block(inputs._replace(q=q, k=k, v=v), causal)
         share = (lse.detach() - lse_TH).exp()[..., None]
-        change = (grad_THD * (out.detach() - out_THD)).float().sum(-1, keepdim=True)
+        change = at_least_fp32(grad_THD * (out.detach() - out_THD)).sum(-1, keepdim=True)
         grads = ((grad_THD * share).to(out.dtype), (share * change).squeeze(-1))
         dq, dk, dv = torch.autograd.grad((out, lse), leaves, grads)
         return dq, dk, dv
@@ -211,7 +212,7 @@ class ReferenceAttention(RepeatedBlocks):
             for rows, keys, mask in _blocks(segments, causal, q_THD.device):
                 q, k, v = (
                     # [Hkv, Hq / Hkv or 1, L, D]
-                    x.float().transpose(0, 1).unflatten(0, (k_THD.shape[1], -1))
+                    at_least_fp32(x).transpose(0, 1).unflatten(0, (k_THD.shape[1], -1))
                     for x in (q_THD[rows], k_THD[keys], v_THD[keys])
                 )
                 logits = _logits(q, k, mask, options)
@@ -276,11 +277,12 @@ def _segment(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tens
             # Written out in fp32, for the two options that SDPA lacks (Gemma-2's softcap, GPT-OSS's
             # sinks); autocast would take the fp32 products to bf16.
             with torch.autocast(q.device.type, enabled=False):
-                logits = _logits(qb.float(), kb.float(), mask, options)
+                logits = _logits(at_least_fp32(qb), at_least_fp32(kb), mask, options)
                 if options.sinks is not None:
-                    column = options.sinks.float().view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
+                    sinks = options.sinks.to(logits.dtype).view(1, -1, 1, 1)
+                    column = sinks.expand(*logits.shape[:3], 1)
                     logits = torch.cat([logits, column], -1)
-                out = (logits.softmax(-1)[..., : kb.shape[2]] @ vb.float()).to(vb.dtype)
+                out = (logits.softmax(-1)[..., : kb.shape[2]] @ at_least_fp32(vb)).to(vb.dtype)
         outs.append(out)
     return outs[0] if len(outs) == 1 else torch.cat(outs, 2)
 

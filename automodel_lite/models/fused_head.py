@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from automodel_lite.graphs import compiled
+from automodel_lite.precision import at_least_fp32, wide_dtype
 
 LEAST_CHUNK_TOKENS = 512
 MAX_CHUNK_LOGITS = 2**30
@@ -99,7 +100,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden_RC) if needs_hidden else None
         grad_weight: Tensor | None = None
-        total = torch.zeros((), dtype=torch.float32, device=hidden_RC.device)
+        total = hidden_RC.new_zeros((), dtype=wide_dtype(hidden_RC.dtype))
         chunk_loss = compiled(_chunk_loss, backend) if backend else _chunk_loss
         for start in range(0, hidden_RC.shape[0], chunk_tokens):
             # Rows are independent: the loss of a chunk and d loss / d logits need the logits of
@@ -114,7 +115,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             logits = hidden_RC[rows] @ weight_VC.t()
             # here, as a callee frees no argument once dynamo stands behind every call
             if backend is None:
-                logits = logits.float()
+                logits = at_least_fp32(logits)
             needs_grad = needs_hidden or needs_weight
             loss, grad_logits = chunk_loss(
                 logits, weight_VC.dtype, labels, weights, softcap, needs_grad
@@ -159,7 +160,7 @@ def _chunk_loss(
     log_softmax in its own input: one pass of exp instead of two and no second [rows, V] tensor; 3
     times faster than logsumexp, subtract, exp (V = 128,000, CPU).
     """
-    logits = logits.float()
+    logits = at_least_fp32(logits)
     # capped = softcap * tanh(logits / softcap), whose slope is 1 - tanh^2: taken while the tanh is
     # at hand.
     slope: Tensor | None = None
@@ -193,8 +194,8 @@ def _accumulate(total_VC: Tensor | None, grad_RV: Tensor, hidden_RC: Tensor) -> 
     zeros.
     """
     if total_VC is None:
-        return (grad_RV.t() @ hidden_RC).float()
-    if grad_RV.dtype == torch.float32:
+        return at_least_fp32(grad_RV.t() @ hidden_RC)
+    if grad_RV.dtype == total_VC.dtype:
         return total_VC.addmm_(grad_RV.t(), hidden_RC)
     return total_VC.add_(grad_RV.t() @ hidden_RC)
 
@@ -205,7 +206,7 @@ RowFunction = Callable[..., Tensor]
 
 def apply_softcap(logits: Tensor, softcap: float | None) -> Tensor:
     """Returns the logits in fp32, bounded by the softcap where there is one."""
-    logits = logits.float()
+    logits = at_least_fp32(logits)
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
@@ -227,7 +228,7 @@ class ChunkedRows(torch.autograd.Function):
         ctx.save_for_backward(hidden_RC, weight_VC, *columns)
         chunks = zip(hidden_RC.split(chunk), *(column.split(chunk) for column in columns))
         return torch.cat(
-            [function((hidden @ weight_VC.t()).float(), *parts) for hidden, *parts in chunks]
+            [function(at_least_fp32(hidden @ weight_VC.t()), *parts) for hidden, *parts in chunks]
         )
 
     @staticmethod
@@ -241,7 +242,7 @@ class ChunkedRows(torch.autograd.Function):
         for number, (hidden, grad, *parts) in enumerate(chunks):
             # The logits are a leaf: autograd differentiates the function of this chunk, and nothing
             # behind it.
-            logits = (hidden @ weight_VC.t()).float().requires_grad_()
+            logits = at_least_fp32(hidden @ weight_VC.t()).requires_grad_()
             with torch.enable_grad(), torch.autocast(hidden.device.type, enabled=False):
                 values = ctx.function(logits, *parts)
             (grad_logits,) = torch.autograd.grad(values, logits, grad)

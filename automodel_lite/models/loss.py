@@ -40,6 +40,7 @@ from automodel_lite.models.fused_head import (
     linear_cross_entropy,
 )
 from automodel_lite.models.layers import output_head, text_decoder
+from automodel_lite.precision import at_least_fp32
 from automodel_lite.thd import COLUMNS, MixerExchange, ThdBatch
 
 
@@ -78,7 +79,7 @@ class Head:
     def logits(self, rows: Tensor) -> Tensor:
         """Returns the fp32 logits [r, V] of some `rows`, without gradients."""
         if self.weight_VC is None:
-            return rows.float()
+            return at_least_fp32(rows)
         return apply_softcap(rows.to(self.weight_VC.dtype) @ self.weight_VC.t(), self.softcap)
 
 
@@ -109,7 +110,7 @@ class LossInputs:
         """
         head = self.head
         if head.weight_VC is None:
-            return function(head.rows.float(), *columns)
+            return function(at_least_fp32(head.rows), *columns)
         rows_RC, weight_VC = in_compute_dtype(head.rows, head.weight_VC)
         # Autograd keeps some four tensors of a chunk's logits: a quarter of the rows takes the
         # memory of a fused chunk.
@@ -239,7 +240,8 @@ class CrossEntropy(PlainLoss):
     needs_logits = True
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
-        logits_RV, weights_R = inputs.head.rows.float(), inputs.columns.get("loss_weights")
+        logits_RV = at_least_fp32(inputs.head.rows)
+        weights_R = inputs.columns.get("loss_weights")
         if weights_R is None:
             return LossOutput(F.cross_entropy(logits_RV, inputs.labels_R, reduction="sum"), {})
         # The sum is divided by the sum of weights of the step, so a weight of 2 is like meeting the
@@ -439,7 +441,7 @@ class LossModel(nn.Module):
             def loss_and_hit(logits: Tensor, labels: Tensor) -> Tensor:
                 is_hit = logits.argmax(-1) == labels
                 return torch.stack(
-                    [F.cross_entropy(logits, labels, reduction="none"), is_hit.float()], 1
+                    [F.cross_entropy(logits, labels, reduction="none"), is_hit.to(logits.dtype)], 1
                 )
 
             losses_R, hits_R = inputs.rows(loss_and_hit, labels_R).unbind(-1)

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from automodel_lite.attention.kernel import BlockKernel
 from automodel_lite.parallel.exchange import AllGatherKV, joined, split
+from automodel_lite.precision import at_least_fp32, wide_dtype
 from automodel_lite.thd import AttentionInputs, AttentionOptions, Segments, Tensors
 
 
@@ -101,8 +102,9 @@ class _RingAttention(torch.autograd.Function):
         kernel: BlockKernel,
         options: AttentionOptions,
     ) -> Tensor:
-        out = q_THD.new_zeros(*q_THD.shape[:2], v_THD.shape[2], dtype=torch.float32)
-        lse_TH = q_THD.new_full(q_THD.shape[:2], float("-inf"), dtype=torch.float32)
+        wide = wide_dtype(q_THD.dtype)
+        out = q_THD.new_zeros(*q_THD.shape[:2], v_THD.shape[2], dtype=wide)
+        lse_TH = q_THD.new_full(q_THD.shape[:2], float("-inf"), dtype=wide)
         for source, kv in _passed_around(joined(k_THD, v_THD), ring.group):
             rows, k_rows, segments, causal = ring.visit(source)
             k, v = split(_rows(kv, k_rows), k_THD, v_THD)
@@ -120,7 +122,7 @@ class _RingAttention(torch.autograd.Function):
                 out.index_copy_(0, rows, old)
                 lse_TH.index_copy_(0, rows, new_lse)
         if sinks is not None:  # one more logit, without a value
-            with_sinks = torch.logaddexp(lse_TH, sinks.float())
+            with_sinks = torch.logaddexp(lse_TH, sinks.to(lse_TH.dtype))
             out *= (lse_TH - with_sinks).exp()[..., None]
             lse_TH = with_sinks
         out = out.to(v_THD.dtype)
@@ -132,7 +134,7 @@ class _RingAttention(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q_THD, k_THD, v_THD, sinks, out, lse_TH = ctx.saved_tensors
-        grad_q = torch.zeros_like(q_THD, dtype=torch.float32)
+        grad_q = torch.zeros_like(q_THD, dtype=wide_dtype(q_THD.dtype))
         own: Tensor | None = None
         pending: _Pass | None = None
         for source, kv in _passed_around(joined(k_THD, v_THD), ctx.ring.group):
@@ -144,7 +146,7 @@ class _RingAttention(torch.autograd.Function):
             if rows is None:
                 grad_q += dq
             else:
-                grad_q.index_add_(0, rows, dq.float())
+                grad_q.index_add_(0, rows, dq.to(grad_q.dtype))
             of_visitor = joined(dk, dv).to(kv.dtype)
             if k_rows is not None:
                 of_visitor = torch.zeros_like(kv).index_copy_(0, k_rows, of_visitor)
@@ -160,8 +162,10 @@ class _RingAttention(torch.autograd.Function):
         dk, dv = split(own, k_THD, v_THD)
         grad_sinks = None
         if sinks is not None:
-            delta_TH = (grad.float() * out.float()).sum(-1)
-            grad_sinks = -((sinks.float() - lse_TH).exp() * delta_TH).sum(0).to(sinks.dtype)
+            delta_TH = (at_least_fp32(grad) * at_least_fp32(out)).sum(-1)
+            grad_sinks = (
+                -((sinks.to(lse_TH.dtype) - lse_TH).exp() * delta_TH).sum(0).to(sinks.dtype)
+            )
         return (
             grad_q.to(q_THD.dtype),
             dk.to(k_THD.dtype),

@@ -147,7 +147,10 @@ def build_hybrid(family: str) -> PreTrainedModel:
 
 
 class InFloat64(TorchFunctionMode):
-    """Computes in fp64 where transformers asks for fp32: what remains of an error is not rounding."""
+    """Computes in fp64 where transformers asks for fp32: what remains of an error is not rounding.
+
+    A backward pass runs without it: what is written for one has to keep fp64 by itself.
+    """
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None

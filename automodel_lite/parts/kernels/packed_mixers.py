@@ -35,6 +35,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from automodel_lite.compat import FakeTensor
+from automodel_lite.precision import at_least_fp32
 from automodel_lite.thd import TreeRows
 
 CHUNK = 64
@@ -69,10 +70,10 @@ class _DocumentConv(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x_TC, weight_CK, seq_idx)
         ctx.has_bias = bias is not None
-        taps = _wide(weight_CK).flip(1).unbind(1)
+        taps = at_least_fp32(weight_CK).flip(1).unbind(1)
         out_TC = torch.empty_like(x_TC)
         for start, end in _blocks(x_TC):
-            out = _wide(x_TC[start:end]) * taps[0]
+            out = at_least_fp32(x_TC[start:end]) * taps[0]
             for back in range(1, len(taps)):
                 first = max(start, back)
                 before = _where_same(x_TC, seq_idx, first, end, -back)
@@ -83,10 +84,10 @@ class _DocumentConv(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_TC: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:  # type: ignore[override]
         x_TC, weight_CK, seq_idx = ctx.saved_tensors
-        taps = _wide(weight_CK).flip(1).unbind(1)
+        taps = at_least_fp32(weight_CK).flip(1).unbind(1)
         x_grad, tap_grads = torch.empty_like(x_TC), [torch.zeros_like(tap) for tap in taps]
         for start, end in _blocks(x_TC):
-            x, grad = _wide(x_TC[start:end]), _wide(grad_TC[start:end])
+            x, grad = at_least_fp32(x_TC[start:end]), at_least_fp32(grad_TC[start:end])
             out = grad * taps[0]
             tap_grads[0] += (grad * x).sum(0)
             for ahead in range(1, len(taps)):
@@ -96,7 +97,7 @@ class _DocumentConv(torch.autograd.Function):
                 tap_grads[ahead] += (after * x[: last - start]).sum(0)
             x_grad[start:end] = out
         weight_grad = torch.stack(tap_grads[::-1], 1).to(weight_CK.dtype)
-        bias_grad = _wide(grad_TC).sum(0).to(weight_CK.dtype) if ctx.has_bias else None
+        bias_grad = at_least_fp32(grad_TC).sum(0).to(weight_CK.dtype) if ctx.has_bias else None
         return x_grad, weight_grad, bias_grad, None
 
 
@@ -105,7 +106,7 @@ def _where_same(x_TC: Tensor, seq_idx: Tensor, start: int, end: int, offset: int
     offset.
     """
     same = seq_idx[start:end] == seq_idx[start + offset : end + offset]
-    return torch.where(same[:, None], _wide(x_TC[start + offset : end + offset]), 0.0)
+    return torch.where(same[:, None], at_least_fp32(x_TC[start + offset : end + offset]), 0.0)
 
 
 def _blocks(x_TC: Tensor) -> Iterator[tuple[int, int]]:
@@ -117,10 +118,6 @@ def _blocks(x_TC: Tensor) -> Iterator[tuple[int, int]]:
 
 def _has_cache(x: Tensor) -> bool:
     return x.is_cpu and not isinstance(x, FakeTensor)
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 @dataclass(frozen=True)
@@ -288,7 +285,7 @@ def gated_delta_rule(
     dtype, heads = query.dtype, value.shape[1]
     with torch.autocast(query.device.type, enabled=False):
         chunks = Chunks.of(stream, CHUNK if g.ndim == 2 else CHUNK_OF_CHANNELS)
-        query, key, value, g, beta = map(_wide, (query, key, value, g, beta))
+        query, key, value, g, beta = map(at_least_fp32, (query, key, value, g, beta))
         if use_qk_l2norm_in_kernel:
             query, key = (
                 x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (query, key)
@@ -359,10 +356,10 @@ def mamba2_chunk_scan(
         chunks = Chunks.of(stream, CHUNK)
         if dt_bias is not None:
             dt = dt + dt_bias.to(dt.dtype)
-        dt = _wide((F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit))
-        hidden_states = _wide(hidden_states)
+        dt = at_least_fp32((F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit))
+        hidden_states = at_least_fp32(hidden_states)
         decays = chunks.decays(chunks.cut((dt * A.to(dt.dtype))[..., None]))
-        x, b, c = (chunks.cut(_wide(y)) for y in (hidden_states * dt[..., None], B, C))
+        x, b, c = (chunks.cut(at_least_fp32(y)) for y in (hidden_states * dt[..., None], B, C))
         by_group = (-1, x.shape[1] // b.shape[1])
         between = decays.between.squeeze(-1).unflatten(1, by_group)
         inside = ((c @ b.mT)[:, :, None] * between).flatten(1, 2) @ x
@@ -415,17 +412,22 @@ def selective_scan(
     with torch.autocast(dt.device.type, enabled=False):
         if delta_bias is not None:
             dt = dt + delta_bias.to(dt.dtype)
-        dt = _wide(F.softplus(dt) if delta_softplus else dt)
-        hidden_states = _wide(hidden_states)
+        dt = at_least_fp32(F.softplus(dt) if delta_softplus else dt)
+        hidden_states = at_least_fp32(hidden_states)
         # A CPU is fastest token by token, in its cache; elsewhere chunks go side by side.
         chunks = Chunks.of(seq_idx, len(seq_idx) if _has_cache(seq_idx) else CHUNK)
         out = _scan(
-            chunks, A.to(dt.dtype), dt, dt * hidden_states, _wide(B.squeeze(1)), _wide(C.squeeze(1))
+            chunks,
+            A.to(dt.dtype),
+            dt,
+            dt * hidden_states,
+            at_least_fp32(B.squeeze(1)),
+            at_least_fp32(C.squeeze(1)),
         )
         if D is not None:
             out = out + D * hidden_states
         if z is not None:
-            out = out * F.silu(_wide(z))
+            out = out * F.silu(at_least_fp32(z))
     return out.to(dtype)
 
 

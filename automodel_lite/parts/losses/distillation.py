@@ -24,6 +24,7 @@ from torch import Tensor
 
 from automodel_lite.config.rules import PathStr, Range, Size
 from automodel_lite.models.loss import Loss, LossInputs, LossOutput
+from automodel_lite.precision import at_least_fp32
 from automodel_lite.thd import ThdBatch
 
 Frac = Annotated[float, Range(0, 1)]
@@ -114,7 +115,7 @@ class DistillTopK(DistillationLoss):
             logits: Tensor, labels: Tensor, ids: Tensor, stored: Tensor, rest_of_teacher: Tensor
         ) -> Tensor:
             # Stored in fp16, they sum up to a little more or less than what the rest leaves.
-            stored = stored.reshape(len(ids), -1).float()  # one value per token has no dim
+            stored = at_least_fp32(stored.reshape(len(ids), -1))  # one value per token has no dim
             log_probs = F.log_softmax(stored, -1) + torch.log1p(-rest_of_teacher)[:, None]
             student = F.log_softmax(logits, -1).gather(-1, ids.reshape(len(ids), -1))
             # All tokens that are not stored are one class.
@@ -147,4 +148,4 @@ class DistillTopK(DistillationLoss):
         log_probs = F.log_softmax(logits[:, :num_ids], -1)
         found = log_probs.topk(self.top_k, -1)
         rest = log_probs.exp().scatter(-1, found.indices, 0).sum(-1, keepdim=True)
-        return torch.cat([found.indices.float(), found.values, rest], -1)
+        return torch.cat([found.indices.to(logits.dtype), found.values, rest], -1)
