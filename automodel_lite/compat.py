@@ -79,6 +79,11 @@ IMPORTED = {
         "TrainingState",
         "torch 2.11 leaves the head of a tied model gathered after a forward alone",
     ),
+    "set_group_timeout": (
+        "torch.distributed.distributed_c10d",
+        "_set_pg_timeout",
+        "init_device_mesh takes no timeout, and gives its groups torch's 30 minutes",
+    ),
     "StridedShard": (
         "torch.distributed.tensor.placement_types",
         "_StridedShard",

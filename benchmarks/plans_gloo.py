@@ -26,7 +26,6 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -41,7 +40,7 @@ from automodel_lite.extras.plan.tracker import operation
 from automodel_lite.models.layers import decoder_layers, recompute_layers
 from automodel_lite.models.loss import LossModel
 from automodel_lite.parallel.context_parallel import cp_shard
-from automodel_lite.parallel.mesh import AXES, Mesh, MeshShape
+from automodel_lite.parallel.mesh import AXES, MeshShape, open_mesh
 from automodel_lite.parallel.sharding import parallelize
 from automodel_lite.training.build import with_exchange, worst_case_batch
 from automodel_lite.training.optimizers import apply_gradients
@@ -122,11 +121,7 @@ def _tensors(value: Any) -> list[Tensor]:
 def step_of(name: str) -> Callable[[], None]:
     """Returns what runs an optimizer step of this layout."""
     parts, shape = parts_of(name)
-    mesh = Mesh(
-        shape,
-        torch.device("cpu"),
-        init_device_mesh("cpu", (*LAYOUTS[name][0], 1), mesh_dim_names=AXES),
-    )
+    mesh = open_mesh(shape, torch.device("cpu"))
     lm = AutoModelForCausalLM.from_config(CONFIG).train()
     model = parallelize(LossModel(lm, parts.loss), mesh, "fsdp", torch.float32)
     install(lm, ReferenceAttention())

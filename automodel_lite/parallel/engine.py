@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers.distributed import DistributedConfig
 from transformers.distributed.expert_parallel import apply_expert_parallelism
@@ -18,15 +18,16 @@ from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
 from automodel_lite.errors import ConfigError, one_line
 from automodel_lite.models.loss import LossModel
-from automodel_lite.parallel.mesh import Mesh
+from automodel_lite.parallel.mesh import Mesh, open_axes
 
 
-def split_layers(model: LossModel, mesh: Mesh, policy: MixedPrecisionPolicy) -> DeviceMesh:
-    """Cuts layers over tp and deals experts over ep, in place; returns the mesh over which FSDP
-    shards all but experts.
+def split_layers(model: LossModel, mesh: Mesh, policy: MixedPrecisionPolicy) -> None:
+    """Cuts layers over tp and deals experts over ep, in place; experts are sharded here, all else
+    is left to FSDP.
 
     Raises ConfigError for a family without a plan, or sizes that do not divide.
     """
+    assert mesh.root is not None
     shape, lm = mesh.shape, model.lm
     text = lm.config.get_text_config()
     heads, kv_heads = text.num_attention_heads, text.num_key_value_heads
@@ -41,22 +42,6 @@ def split_layers(model: LossModel, mesh: Mesh, policy: MixedPrecisionPolicy) -> 
         fsdp_size=shape.dp_shard * shape.cp,
         dp_replicate_size=shape.dp_replicate,
     )
-    # The same ranks twice: for dense layers, and for experts, of which the ranks that ep leaves
-    # over have copies.
-    sizes: dict[str, Any] = {
-        "fsdp": axes.fsdp_size,
-        "tp": shape.tp,
-        "efsdp": axes.efsdp_size,
-        "ep": shape.ep,
-    }
-    dense, experts = (
-        init_device_mesh(
-            mesh.device.type,
-            (shape.dp_replicate, *(sizes[name] for name in names)),
-            mesh_dim_names=("dp_replicate", *names),
-        )
-        for names in (("fsdp", "tp"), ("efsdp", "ep"))
-    )
     try:
         tp_plan, ep_plan, _ = lm._resolve_parallel_plans(axes)
         # The plan may cut a tied weight twice; tied again afterwards, both names are one sharded
@@ -68,25 +53,25 @@ def split_layers(model: LossModel, mesh: Mesh, policy: MixedPrecisionPolicy) -> 
                 setattr(
                     lm.get_submodule(module), weight, nn.Parameter(lm.get_parameter(name).detach())
                 )
-            apply_tensor_parallelism(lm, dense["tp"], tp_plan)
+            apply_tensor_parallelism(lm, mesh.root["tp"], tp_plan)
             lm.tie_weights(recompute_mapping=False)
             model.wrap_head()
         if shape.ep > 1:
-            apply_expert_parallelism(lm, experts["ep"], dense["tp"], ep_plan)
+            # the same ranks again, for experts, of which the ranks that ep leaves over have copies
+            replicated = {"dp_replicate": shape.dp_replicate} if shape.dp_replicate > 1 else {}
+            sharded = replicated | {"efsdp": axes.efsdp_size}
+            experts = open_axes(mesh.device, sharded | {"ep": shape.ep}, mesh.timeout)
+            apply_expert_parallelism(lm, experts["ep"], mesh.root["tp"], ep_plan)
     except ValueError as error:
         reason = one_line(error)
         raise ConfigError(f"mesh.tp={shape.tp} mesh.ep={shape.ep}: {reason}") from None
-    replicated = ("dp_replicate",) if shape.dp_replicate > 1 else ()
     if shape.ep > 1:
         modules = [
             module
             for name, module in lm.named_modules()
             if ep_plan.get(name) == "ep_dispatch_experts"
         ]
-        efsdp = (*replicated, "efsdp")
-        _shard_experts(modules, experts[efsdp], axes, policy)
-    fsdp = (*replicated, "fsdp")
-    return dense[fsdp]
+        _shard_experts(modules, experts[tuple(sharded)], axes, policy)
 
 
 def _shard_experts(

@@ -12,7 +12,7 @@ import resource
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache, partial
@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from automodel_lite import compat
 from automodel_lite.config.schema import MeshConfig
 from automodel_lite.config.sizes import MeshShape, mesh_shape
 from automodel_lite.errors import ConfigError, one_line
@@ -31,6 +32,7 @@ from automodel_lite.launched import launch_variable, rank, world_size
 T = TypeVar("T")
 # ranks in this order, those of tp next to each other
 AXES = ("dp_replicate", "dp_shard", "cp", "tp")
+SHARDS = "dp_shard_cp"  # dp_shard x cp: the ranks over which FSDP shards
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,9 @@ class Mesh:
 
     shape: MeshShape
     device: torch.device
-    root: DeviceMesh | None  # those of AXES that are larger than 1
+    root: DeviceMesh | None  # dp_replicate x SHARDS x tp, those that are larger than 1
+    cp: DeviceMesh | None = None
+    timeout: timedelta | None = None  # of the groups that are opened later; None = torch's
 
     @property
     def rank(self) -> int:
@@ -58,10 +62,6 @@ class Mesh:
     def token_rank(self) -> int:
         """Which tokens this rank computes: the ranks of tp compute the same."""
         return self.rank // self.shape.tp
-
-    @property
-    def cp(self) -> DeviceMesh | None:
-        return self.root["cp"] if self.root and self.shape.cp > 1 else None
 
     @property
     def tp(self) -> DeviceMesh | None:
@@ -243,10 +243,49 @@ def init_mesh(config: MeshConfig) -> Mesh:
             if store.add("connected", 1) == world_size():
                 store.set("all_connected", "")
             store.wait(["all_connected"], timeout)
+    return open_mesh(shape, device, timedelta(seconds=config.timeout_s))
+
+
+def open_mesh(shape: MeshShape, device: torch.device, timeout: timedelta | None = None) -> Mesh:
+    """Returns the mesh of the ranks whose default group is up; each axis that is used has one group
+    of ranks, and waits for `timeout` (None: torch's).
+    """
     # an axis of size 1 would make a group of each rank: 3,072 of them at 1,024 ranks
-    sizes = {axis: size for axis in AXES if (size := getattr(shape, axis)) > 1} or {"dp_shard": 1}
-    return Mesh(
-        shape,
-        device,
-        init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes)),
+    sizes = {SHARDS: shape.dp_shard * shape.cp}
+    if shape.dp_replicate > 1:
+        sizes = {"dp_replicate": shape.dp_replicate, **sizes}
+    if shape.tp > 1 or shape.ep > 1:
+        sizes["tp"] = shape.tp
+    root, cp = open_axes(device, sizes, timeout), None
+    if shape.cp > 1:
+        parts = {"dp": shape.dp, "cp": shape.cp, "tp": shape.tp}
+        parts = {axis: size for axis, size in parts.items() if size > 1}
+        cp = open_axes(device, parts, timeout, used=["cp"])["cp"]
+    return Mesh(shape, device, root, cp, timeout)
+
+
+def open_axes(
+    device: torch.device,
+    sizes: dict[str, int],
+    timeout: timedelta | None,
+    used: Iterable[str] | None = None,
+) -> DeviceMesh:
+    """Lays all ranks over axes, the last of which are next to each other.
+
+    used  the axes that get groups (None: all); others get some that send nothing, as a communicator
+          of NCCL takes buffers on the GPU
+    """
+    closed = set() if used is None else sizes.keys() - set(used)
+    if closed:
+        _ = compat.FakeStore  # its module registers the backend "fake"
+    mesh = init_device_mesh(
+        device.type,
+        tuple(sizes.values()),
+        mesh_dim_names=tuple(sizes),
+        backend_override=dict.fromkeys(closed, "fake") if closed else None,
     )
+    # torch gives groups of a mesh its own default, 30 minutes
+    if timeout is not None:
+        for axis in sizes.keys() - closed:
+            compat.set_group_timeout(timeout, mesh.get_group(axis))
+    return mesh

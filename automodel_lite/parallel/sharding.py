@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -24,7 +24,7 @@ from automodel_lite.compat import FsdpTrainingState
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.layers import decoder_layers, output_head, towers
 from automodel_lite.models.loss import LossModel
-from automodel_lite.parallel.mesh import Mesh, MeshShape
+from automodel_lite.parallel.mesh import SHARDS, Mesh, MeshShape, open_axes
 from automodel_lite.thd import ThdBatch
 
 
@@ -196,16 +196,14 @@ def fully_shard_model(
     if is_split:
         from automodel_lite.parallel.engine import split_layers  # which transformers has since 5.21
 
-        fsdp_mesh = split_layers(model, mesh, policy)
-    else:
-        fsdp_mesh = _fsdp_mesh(mesh)
+        split_layers(model, mesh, policy)
     held = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if offloads else OffloadPolicy()
-    shard = partial(fully_shard, mesh=fsdp_mesh, mp_policy=policy, offload_policy=held)
+    shard = partial(fully_shard, mesh=_fsdp_mesh(mesh), mp_policy=policy, offload_policy=held)
     # Experts first: a unit inside another one keeps its own, wider mesh.
     experts, num_experts = _stacked_experts(model.lm)
     copies = copies_of_experts(num_experts, mesh.shape.dp_shard * mesh.shape.cp)
     if copies > 1 and not is_split:
-        of_experts = _fsdp_mesh(mesh, copies)
+        of_experts = _experts_mesh(mesh, copies)
         for module in experts:
             shard(module, mesh=of_experts)
     layers = decoder_layers(model.lm)
@@ -274,16 +272,16 @@ def _stacked_experts(lm: nn.Module) -> tuple[list[nn.Module], int]:
     return (modules, min(rows)) if rows else ([], 0)
 
 
-def _fsdp_mesh(mesh: Mesh, copies: int = 1) -> DeviceMesh:
-    """Parameters are sharded over dp_shard x cp, and replicated over dp_replicate (HSDP); ranks in
-    the mesh's order.
-    """
+def _fsdp_mesh(mesh: Mesh) -> DeviceMesh:
+    """Parameters are sharded over dp_shard x cp, and replicated over dp_replicate (HSDP)."""
+    assert mesh.root is not None
+    return mesh.root[("dp_replicate", SHARDS) if mesh.shape.dp_replicate > 1 else (SHARDS,)]
+
+
+def _experts_mesh(mesh: Mesh, copies: int) -> DeviceMesh:
+    """The same for experts that lie on those ranks `copies` times."""
     # Ranks of a shard group stand side by side, on one host where it has room: gathers are the
     # larger traffic.
-    num_replicas, num_shards = (
-        mesh.shape.dp_replicate * copies,
-        mesh.shape.dp_shard * mesh.shape.cp // copies,
-    )
-    first = 1 if num_replicas == 1 else 0
-    sizes, names = (num_replicas, num_shards), ("dp_replicate", "dp_shard_cp")
-    return init_device_mesh(mesh.device.type, sizes[first:], mesh_dim_names=names[first:])
+    num_shards = mesh.shape.dp_shard * mesh.shape.cp // copies
+    sizes = {"dp_replicate": mesh.shape.dp_replicate * copies, SHARDS: num_shards}
+    return open_axes(mesh.device, sizes, mesh.timeout)

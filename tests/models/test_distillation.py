@@ -9,14 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from automodel_lite.attention.interface import install
 from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.models.loss import FusedLinearCrossEntropy, LossModel
 from automodel_lite.parallel.context_parallel import cp_shard
-from automodel_lite.parallel.mesh import Mesh, MeshShape
+from automodel_lite.parallel.mesh import MeshShape, open_mesh
 from automodel_lite.parallel.sharding import parallelize
 from automodel_lite.parts.losses.distillation import Distill, DistillationLoss, DistillTopK
 from automodel_lite.thd import ThdBatch
@@ -209,10 +208,7 @@ def spread(
     rank: int, world: int, shape: tuple[int, int, int, int], strategy: str, kind: Any
 ) -> list[float]:
     """Differences of loss and gradients from one process, which has both documents."""
-    names = ("dp_replicate", "dp_shard", "cp", "tp")
-    mesh = Mesh(
-        MeshShape(*shape), torch.device("cpu"), init_device_mesh("cpu", shape, mesh_dim_names=names)
-    )
+    mesh = open_mesh(MeshShape(*shape), torch.device("cpu"))
     loss, parts = (
         Distill(kind=kind, cross_entropy=0.2),
         [documents([9, 14]), documents([17, 3], seed=1)],

@@ -17,7 +17,7 @@ from automodel_lite.data.packing.plan import plan_packs
 from automodel_lite.data.tokens.token_rows import flatten
 from automodel_lite.models.loss import LossModel
 from automodel_lite.parallel.context_parallel import cp_shard
-from automodel_lite.parallel.mesh import Mesh, MeshShape
+from automodel_lite.parallel.mesh import MeshShape, open_mesh
 from automodel_lite.parallel.sharding import parallelize
 from automodel_lite.parts.losses.preference import Dpo, OrPo, PreferenceLoss, SimPo
 from automodel_lite.thd import CHOSEN, REJECTED, ThdBatch, to_thd
@@ -178,12 +178,7 @@ def spread(
     rank: int, world: int, shape: tuple[int, int, int], strategy: str, family: str, kind: Any
 ) -> list[float]:
     """Differences of loss, margin and gradients from one process."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    axes = ("dp_replicate", "dp_shard", "cp")
-    mesh = Mesh(
-        MeshShape(*shape), torch.device("cpu"), init_device_mesh("cpu", shape, mesh_dim_names=axes)
-    )
+    mesh = open_mesh(MeshShape(*shape), torch.device("cpu"))
     loss, pairs = Dpo(beta=0.3, kind=kind), make_pairs()
     one = model_of(family)
     install(one, ReferenceAttention())

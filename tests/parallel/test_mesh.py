@@ -6,13 +6,13 @@ import inspect
 import math
 import os
 import resource
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend "fake"
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -24,12 +24,11 @@ from automodel_lite.models.layers import decoder_layers
 from automodel_lite.models.loss import FusedLinearCrossEntropy, LossModel
 from automodel_lite.parallel import mesh
 from automodel_lite.parallel.mesh import (
-    AXES,
-    Mesh,
     MeshShape,
     allow_sockets,
     cgroup_cores,
     init_mesh,
+    open_mesh,
     threads_of,
 )
 from automodel_lite.parallel.sharding import (
@@ -39,6 +38,7 @@ from automodel_lite.parallel.sharding import (
     parallelize,
 )
 from automodel_lite.thd import stream_of
+from tests.ranks import run_ranks
 from tests.runs import losses_by_step, train_on, train_quick
 
 
@@ -121,7 +121,7 @@ def test_experts_are_sharded_over_no_more_ranks_than_there_are(
 
 @pytest.mark.parametrize(
     ("axes", "num_groups"),
-    [({"dp_shard": 1024}, 0), ({"dp_shard": 128, "cp": 8}, 128 + 8), ({"dp_replicate": 4, "dp_shard": 32, "cp": 8}, 256 + 32 + 128)],
+    [({"dp_shard": 1024}, 0), ({"dp_shard": 128, "cp": 8}, 128 + 8), ({"dp_replicate": 4, "dp_shard": 32, "cp": 8}, 256 + 4 + 128 + 8)],
 )  # fmt: skip
 def test_axes_of_size_1_make_no_groups(
     axes: dict[str, int], num_groups: int, monkeypatch: pytest.MonkeyPatch
@@ -168,8 +168,7 @@ def test_embedding_and_head_are_gathered_apart() -> None:
             LlamaConfig(vocab_size=64, tie_word_embeddings=False, **sizes)
         ).train()
         install(lm, ReferenceAttention())
-        root = init_device_mesh("cpu", (1, 1, 1, 1), mesh_dim_names=AXES)
-        mesh = Mesh(MeshShape(1, 1, 1), torch.device("cpu"), root)
+        mesh = open_mesh(MeshShape(1, 1, 1), torch.device("cpu"))
         model = parallelize(LossModel(lm, FusedLinearCrossEntropy()), mesh, "fsdp", torch.bfloat16)
         embedding, head, first = (
             lm.get_input_embeddings(),
@@ -298,3 +297,33 @@ def test_the_limit_of_a_cgroup(files: dict[str, str], cores: float, tmp_path: Pa
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     assert cgroup_cores(tmp_path) == cores
+
+
+def groups_of_a_rank(
+    rank: int, world_size: int, shapes: list[MeshShape]
+) -> list[list[tuple[list[int], float]]]:
+    """Of each mesh: the ranks of every group that sends, beside the default one, and its timeout
+    in s.
+    """
+    found = []
+    for shape in shapes:
+        before = {*dist.distributed_c10d._world.pg_map}
+        open_mesh(shape, torch.device("cpu"), timedelta(seconds=77))
+        opened = [
+            (dist.get_process_group_ranks(group), group._get_backend(torch.device("cpu")))
+            for group, (backend, _) in dist.distributed_c10d._world.pg_map.items()
+            if group not in before and backend != "fake"
+        ]
+        found.append([(r, x.options._timeout.total_seconds()) for r, x in opened])
+    return found
+
+
+def test_an_axis_has_one_group_that_waits_as_long_as_is_set() -> None:
+    """torch gives groups of a mesh 30 minutes; a link that hangs in one would be waited for."""
+    shapes = [MeshShape(1, 4, 1), MeshShape(2, 2, 1), MeshShape(1, 2, 2), MeshShape(1, 1, 2, 2)]
+    assert run_ranks(groups_of_a_rank, 4, shapes)[3] == [
+        [],  # FSDP alone: the default group
+        [([1, 3], 77.0), ([2, 3], 77.0)],  # replicas, shards
+        [([2, 3], 77.0)],  # cp; shards lie on all ranks
+        [([1, 3], 77.0), ([2, 3], 77.0), ([1, 3], 77.0)],  # shards over cp, tp, cp
+    ]

@@ -11,7 +11,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
@@ -20,7 +19,7 @@ from automodel_lite.errors import ConfigError
 from automodel_lite.models.layers import decoder_layers
 from automodel_lite.models.sharded import ShardReader
 from automodel_lite.parallel import mesh as parallel_mesh
-from automodel_lite.parallel.mesh import Mesh, MeshShape, init_mesh
+from automodel_lite.parallel.mesh import Mesh, MeshShape, init_mesh, open_mesh
 from automodel_lite.parallel.sharding import parallelize
 from automodel_lite.run.export import export_hf
 from automodel_lite.seed import seed_all
@@ -135,11 +134,7 @@ def probes_of_a_rank(
     """Of each family: how far the probe's logits are from those of gathered weights, whether it gives one process's
     answer about the head, and the error of the start-up checks; at last of a model whose documents see each other.
     """
-    mesh = Mesh(
-        MeshShape(1, world, 1),
-        torch.device("cpu"),
-        init_device_mesh("cpu", (1, world, 1), mesh_dim_names=AXES),
-    )
+    mesh = open_mesh(MeshShape(1, world, 1), torch.device("cpu"))
     return {family: _probe(family, mesh) for family in families} | {
         "leaky": _probe("llama", mesh, leaks=True)
     }

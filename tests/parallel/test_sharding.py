@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -24,7 +23,7 @@ from automodel_lite.models.layers import decoder_layers, recompute_layers
 from automodel_lite.models.loss import CrossEntropy, FusedLinearCrossEntropy, LossModel
 from automodel_lite.parallel import context_parallel
 from automodel_lite.parallel.context_parallel import cp_shard
-from automodel_lite.parallel.mesh import Mesh, MeshShape
+from automodel_lite.parallel.mesh import MeshShape, open_mesh
 from automodel_lite.parallel.sharding import ParallelModel, parallelize
 from automodel_lite.thd import IGNORE_INDEX, ThdBatch, labeled_rows
 from tests.attention.families import FAMILIES, build, documents, stream
@@ -87,8 +86,7 @@ def spread(
 ) -> dict:
     """For each family the largest differences of loss and gradients from one process."""
     shape, ep = (*shape, 1)[:4], shape[4] if len(shape) == 5 else 1
-    mesh_of_ranks = init_device_mesh("cpu", shape, mesh_dim_names=AXIS_NAMES)
-    mesh = Mesh(MeshShape(*shape, ep), torch.device("cpu"), mesh_of_ranks)
+    mesh = open_mesh(MeshShape(*shape, ep), torch.device("cpu"))
     num_micro_batches = mesh.shape.dp * MICRO_BATCHES
     errors = {}
     for family in families:
@@ -185,11 +183,7 @@ def fsdp_parameters(model: ParallelModel) -> list[Any]:
 
 def held_between_micro_batches(rank: int, world: int, reduces_every: bool) -> float:
     """Elements of gradients that a rank holds after the first of two micro-batches, over those of its shards."""
-    mesh = Mesh(
-        MeshShape(1, 2, 1),
-        torch.device("cpu"),
-        init_device_mesh("cpu", (1, 2, 1, 1), mesh_dim_names=AXIS_NAMES),
-    )
+    mesh = open_mesh(MeshShape(1, 2, 1), torch.device("cpu"))
     model = replace(
         parallelize(loss_model("llama"), mesh, "fsdp", torch.float32), reduces_every=reduces_every
     )

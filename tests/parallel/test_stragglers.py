@@ -11,10 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from automodel_lite.parallel.control import Control
-from automodel_lite.parallel.mesh import Mesh, MeshShape
+from automodel_lite.parallel.mesh import MeshShape, open_mesh
 from automodel_lite.parallel.sharding import fully_shard_model
 from automodel_lite.parallel.stragglers import EVERY_STEPS, Stragglers
 from tests.parallel.test_sharding import loss_model, micro_batch
@@ -105,9 +104,7 @@ def test_nothing_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
 def slow_layer(rank: int, world_size: int) -> tuple[float, dict[str, Any]]:
     """Seconds of this rank's five steps, and what the ranks are compared by; a layer of rank 1 is held up."""
     model = loss_model("llama")
-    mesh = Mesh(
-        MeshShape(1, 2, 1), CPU, init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
-    )
+    mesh = open_mesh(MeshShape(1, 2, 1), CPU)
     fully_shard_model(model, mesh, torch.float32)
     layer: Any = model.lm.model.layers[0]
     forward = layer.forward

@@ -24,7 +24,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
@@ -54,7 +53,7 @@ from automodel_lite.models.settings import experts_per_token
 from automodel_lite.models.sharded import Spread
 from automodel_lite.models.source import CausalLM, describe
 from automodel_lite.parallel.context_parallel import cp_shard
-from automodel_lite.parallel.mesh import AXES, Mesh, MeshShape
+from automodel_lite.parallel.mesh import Mesh, MeshShape, open_mesh
 from automodel_lite.parallel.sharding import ParallelModel
 from automodel_lite.parts.kernels.varlen import VarlenAttention
 from automodel_lite.parts.optimizers import adamw
@@ -529,8 +528,7 @@ def _fake_world(shape: MeshShape) -> Iterator[Mesh]:
     """Rank 0 of a process group in which nothing is sent."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=shape.world_size)
     try:
-        sizes = (shape.dp_replicate, shape.dp_shard, shape.cp, shape.tp)
-        yield Mesh(shape, GPU, init_device_mesh("cpu", sizes, mesh_dim_names=AXES))
+        yield open_mesh(shape, GPU)
     finally:
         dist.destroy_process_group()
         clear_sharding_prop_cache()  # plans name the groups of this world
