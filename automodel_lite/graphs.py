@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 from filelock import FileLock, Timeout
 
 from automodel_lite import compat
+from automodel_lite.errors import one_line
 
 MAX_GRAPHS = 64
 """Of one function. dynamo's default is 8, which GPT-OSS and Gemma-2 use up with flex attention
@@ -42,15 +44,23 @@ def strict_graphs() -> None:
         inductor.compile_threads = max(1, min(inductor.compile_threads or 1, share))
 
 
-def backend_of(name: str) -> Any:
-    """Returns what torch.compile takes; of several ranks on a host, one compiles each graph before
-    the others do.
+@functools.cache  # dynamo knows a backend by its identity
+def backend_of(name: Any) -> Callable[..., Any]:
+    """Returns what torch.compile takes: a backend whose failure is an error, where dynamo would
+    leave some of them (a value that the compiler has to know) to uncompiled code, with a line in
+    its log. Of several ranks on a host, one compiles each graph before the others do.
     """
-    return (
-        inductor_in_turn
-        if name == "inductor" and os.environ.get("LOCAL_WORLD_SIZE", "1") != "1"
-        else name
-    )
+    lookup = compat.dynamo.lookup_backend
+
+    def compile_graph(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        in_turn = name == "inductor" and os.environ.get("LOCAL_WORLD_SIZE", "1") != "1"
+        try:
+            return (inductor_in_turn if in_turn else lookup(name))(graph, inputs)
+        except compat.dynamo.exc.exceptions_allowed_to_be_fallback as error:
+            text = f"{type(error).__name__}: {one_line(error, 200)}"
+            raise RuntimeError(f"{text}, where the compiler needs a value") from error
+
+    return compile_graph
 
 
 def inductor_in_turn(graph: torch.fx.GraphModule, inputs: Any) -> Any:
@@ -93,6 +103,19 @@ def compiled(function: Callable[..., Any], backend: str = "inductor") -> Callabl
     """
     strict_graphs()
     return torch.compile(function, fullgraph=True, backend=backend_of(backend))
+
+
+def graph_breaks() -> Counter[str]:
+    """Returns how often tracing gave up within a frame so far, by reason. What is disabled by
+    intent, as attention that no graph holds, does not count.
+    """
+    found = compat.dynamo.utils.counters["graph_break"]
+    reasons = Counter[str]()
+    for text, times in found.items():
+        reason = one_line(text.split("\n")[0], 100)
+        if not reason.startswith("Skip calling `torch.compiler.disable()`d"):
+            reasons[reason] += times
+    return reasons
 
 
 def compiled_graphs() -> int:

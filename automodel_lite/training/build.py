@@ -24,7 +24,7 @@ from automodel_lite.attention.positions import short_lengths
 from automodel_lite.attention.spec import attention_specs, layer_shapes
 from automodel_lite.config.schema import TrainingConfig
 from automodel_lite.errors import ConfigError, one_line
-from automodel_lite.graphs import compiled_graphs
+from automodel_lite.graphs import compiled_graphs, graph_breaks
 from automodel_lite.interpreter import trim_malloc
 from automodel_lite.models.balance import balance_of
 from automodel_lite.models.flops import StepFlops, size_of, step_flops
@@ -360,7 +360,7 @@ def compile_model(parts: Parts, model: ParallelModel, mesh: Mesh, backend: str =
         recompute_layers(layers, *how)
     if isinstance(plain_loss, FusedLinearCrossEntropy):
         model.loss_model.loss = replace(plain_loss, backend=backend)
-    began, graphs = time.monotonic(), compiled_graphs()
+    began, graphs, breaks = time.monotonic(), compiled_graphs(), graph_breaks()
     try:
         batch = worst_case_batch(parts, embedding_rows(model.loss_model.lm))
         with model.accumulate(is_last=True):
@@ -378,7 +378,11 @@ def compile_model(parts: Parts, model: ParallelModel, mesh: Mesh, backend: str =
     finally:
         for parameter in model.parameters():
             parameter.grad = None
-    return f"{compiled_graphs() - graphs} graphs in {time.monotonic() - began:.0f} s"
+    line = f"{compiled_graphs() - graphs} graphs in {time.monotonic() - began:.0f} s"
+    if broken := graph_breaks() - breaks:
+        places = ", ".join(f"{reason} ({times} times)" for reason, times in broken.items())
+        line += f"; parts of the layers run uncompiled: {places}"
+    return line
 
 
 def worst_case_batch(parts: Parts, num_ids: int) -> ThdBatch:
