@@ -415,6 +415,10 @@ class MixerExchange(Protocol):
     """
 
     @property
+    def owned(self) -> DocumentRows:
+        """Documents that this rank mixes."""
+
+    @property
     def size(self) -> int:
         """Number of ranks."""
 
@@ -444,6 +448,11 @@ class MixerPlan(Tensors):
 
     stream: DocumentRows
     exchange: MixerExchange | None = None
+
+    @property
+    def num_calls(self) -> int:
+        """Returns how often `map_rows` calls what it is given."""
+        return len((self.exchange.owned if self.exchange else self.stream).rows)
 
     def map_rows(self, mix: Callable[[list[Tensor]], Tensor], streams: Sequence[Tensor]) -> Tensor:
         """As `DocumentRows.map_rows`, of this rank's streams."""

@@ -56,6 +56,7 @@ class WithinDocuments:
     """A forward that holds the documents it is called with, and takes them out of the arguments."""
 
     def __init__(self, module: nn.Module) -> None:
+        self.module = module
         self.forward: Callable[..., Any] = module.forward
         # the modules that transformers gives a function for recomputation, by its own rule
         self.recomputing: list[Any] = [
@@ -131,11 +132,14 @@ def runs_by_rows(model: transformers.PreTrainedModel) -> bool:
 
 class DecoderByRows:
     """The forward of a decoder, which holds its documents, on them as right-padded rows, with its
-    own attention.
+    own attention: one call per tensor of rows.
+
+    A decoder whose `most_calls` is set is sharded: ranks gather its layers together, so all of them
+    make as many calls as the one with the most, with a token more in each that they would not need.
     """
 
     def __init__(self, held: WithinDocuments) -> None:
-        self.forward = held.forward
+        self.module, self.forward = held.module, held.forward
         functools.update_wrapper(self, held.forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -151,9 +155,15 @@ class DecoderByRows:
             kinds.append(type(out))
             return out.last_hidden_state
 
+        num_own = documents.mixers.num_calls
+        most_calls = vars(self.module).get("most_calls")
+        num_more = most_calls(num_own) - num_own if most_calls else 0
         before = NOW.set(None)
         try:
             hidden_TC = documents.mixers.map_rows(mix, [ids_T])
+            # Behind the stream, from where they are taken off, they have gradients of zero.
+            more = [mix([ids_T[None, :1]]).flatten(0, 1) for _ in range(num_more)]
+            hidden_TC = torch.cat([hidden_TC, *more])[: len(hidden_TC)]
         finally:
             NOW.reset(before)
         return kinds[0](last_hidden_state=hidden_TC[None])

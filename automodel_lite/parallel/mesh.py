@@ -76,6 +76,13 @@ class Mesh:
             dist.all_reduce(total)
         return total
 
+    def largest(self, own: int) -> int:
+        """Returns the largest of the ranks' numbers; waits for all of them."""
+        largest = torch.tensor(own, device=self.device)
+        if self.root:
+            dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return int(largest)
+
     def gather(self, own: T) -> list[T]:
         """Returns the objects of all ranks, in their order."""
         gathered = [own] * self.shape.world_size

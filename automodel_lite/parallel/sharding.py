@@ -224,6 +224,7 @@ def fully_shard_model(
         shard(embedding).set_unshard_in_backward(not isinstance(embedding, nn.Embedding))
         shard(head, reshard_after_forward=False)  # the backward pass begins with it
     shard(model)
+    vars(model.lm.base_model)["most_calls"] = mesh.largest  # of one that runs by rows
     for method in ("logits", "plain_logits", "probe", "before_head", "values"):
         register_fsdp_forward_method(model, method)
 

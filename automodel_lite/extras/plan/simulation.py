@@ -470,6 +470,7 @@ class _UnloadedSource(CausalLM):
         model = describe(self._model_config)
         freeze_towers(model, self.dtype)
         spread(model)
+        vars(model.base_model)["most_calls"] = int  # all ranks of a fake world have the same batch
         fake, held = self._modes
         with fake, held:
             model.to_empty(device=device)
@@ -495,8 +496,8 @@ class _CountedAttention(VarlenAttention):
         options: AttentionOptions,
     ) -> Tensor:
         options = replace(options, softcap=None, sinks=None)
-        filled = _of_one_width(q_THD, k_THD, v_THD)
-        return super().__call__(*filled, segments, options)[..., : v_THD.shape[-1]]
+        q, k, v = _of_one_width(q_THD, k_THD, v_THD)
+        return super().__call__(q, k, v, segments, options)[..., : v_THD.shape[-1]]
 
     def block(self, inputs: AttentionInputs, causal: bool) -> tuple[Tensor, Tensor]:
         q, k, v = _of_one_width(*inputs[:3])
