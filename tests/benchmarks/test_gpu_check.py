@@ -77,6 +77,7 @@ def test_the_clock_starts_when_all_batches_are_drawn(monkeypatch: pytest.MonkeyP
     assert (work.tokens, seconds > 0) == (3 * 256, True)
 
 
+@pytest.mark.slow
 def test_the_peer_with_flex_attention_computes_our_loss() -> None:
     """transformers' own packed mask, by positions; flex has no backward on a CPU."""
     losses = []
@@ -178,6 +179,7 @@ def results_of(parts: list[Part], folder: Path, seconds: float = 300) -> dict[st
     return found
 
 
+@pytest.mark.system
 def test_a_part_that_fails_costs_itself_alone(tmp_path: Path) -> None:
     """The second of three takes too long, so its process ends, and the third gets another one."""
     plan = {part.name: part for part in smoke_plan()}
@@ -266,7 +268,7 @@ def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert "SKIPPED: no CUDA device here" in capsys.readouterr().out
 
 
-@pytest.mark.system
+@pytest.mark.slow
 def test_the_smoke_plan_where_the_package_is_not_installed(tmp_path: Path) -> None:
     """As on a machine that was given the wheels: an interpreter that finds them, and nothing of this checkout."""
     venv.create(tmp_path / "bare", with_pip=False)

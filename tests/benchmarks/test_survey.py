@@ -35,7 +35,7 @@ def found(families: list[str], folder: Path) -> list[Finding]:
     return sorted(findings, key=lambda finding: families.index(finding.family))
 
 
-@pytest.mark.system
+@pytest.mark.slow
 def test_a_family_of_each_kind(tmp_path: Path) -> None:
     """MiniMax M1: lightning attention, experts, and buffers that its checkpoints hold in bf16. Bloom: no kernel."""
     refused, hybrid, by_rows = found(["deepseek_v32", "minimax", "bloom"], tmp_path)

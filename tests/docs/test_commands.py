@@ -90,11 +90,11 @@ def test_it_composes(command: Command):
     line = read_line(command.arguments)
     if line.config_dir:
         return
-    for which in (0, -1):  # of a sweep the first job and the last
-        overrides = [
-            one_value(text, which) for text in line.overrides if not text.startswith("hydra")
-        ]
-        found = problems(line.config_name, overrides)
+    given = [text for text in line.overrides if not text.startswith("hydra")]
+    # of a sweep the first job and the last
+    jobs = {tuple(one_value(text, which) for text in given) for which in (0, -1)}
+    for overrides in jobs:
+        found = problems(line.config_name, [*overrides])
         # a name or model is the reader's own
         assert not [line for line in found if "has no value" not in line]
 

@@ -127,7 +127,7 @@ def test_the_page_shows_code_of_the_examples() -> None:
             assert any(_without_layout(stretch) in text for text in code), stretch
 
 
-@pytest.mark.system
+@pytest.mark.slow
 def test_the_notebook_shows_what_its_cells_print(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "docs/write_notebook.py", "--to", str(tmp_path / "new.ipynb")], cwd=ROOT

@@ -65,6 +65,7 @@ def recipe(folder: Path, *arguments: str) -> str:
     return shown.stdout
 
 
+@pytest.mark.system
 def test_data_become_hours_and_a_preset_that_runs_dry(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

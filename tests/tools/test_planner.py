@@ -102,7 +102,10 @@ def test_nothing_fits_a_gpu_that_is_too_small() -> None:
     assert found.lost["memory"] > 0
 
 
-@pytest.mark.parametrize("gigabytes", [6, 8, 10])
+@pytest.mark.parametrize(
+    "gigabytes",
+    [pytest.param(6, marks=pytest.mark.slow), 8, pytest.param(10, marks=pytest.mark.slow)],
+)
 def test_a_world_fits_where_a_plan_of_it_does(gigabytes: int) -> None:
     job = job_of(gigabytes=gigabytes)
     assert fits(job) == bool(make_plans(job, most=1).plans) == (gigabytes > 6)

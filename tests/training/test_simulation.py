@@ -464,7 +464,13 @@ RUNGS: dict[str, tuple[transformers.PretrainedConfig, int, tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("name", RUNGS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gradients",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in RUNGS if name != "gradients"),
+    ],
+)
 def test_rungs_in_between_are_those_of_the_whole(name: str) -> None:
     """Read off the line from none to all they were up to 5 % too low here, and 4 % too high."""
     model, ranks, overrides = RUNGS[name]
