@@ -121,6 +121,8 @@ ATTRIBUTES = {
         "transformers.integrations.finegrained_fp8.Fp8Dequantize",
         "takes the block from the grid of scales, not from the config",
     ),
+    "_merge_kwargs": ("transformers.ProcessorMixin", "a processor's own settings for images"),
+    "_process_images": ("transformers.ProcessorMixin", "images and their texts, without a prompt"),
     "_local_tensor": ("torch.distributed.tensor.DTensor", "a shard, without a node in the graph"),
     "_spec": ("torch.distributed.tensor.DTensor", "a shard on another device than its mesh's"),
     "_get_fsdp_state": ("torch.distributed.fsdp.FSDPModule", "see FsdpTrainingState"),

@@ -26,6 +26,10 @@ class DataError(ValueError):
         return printable(super().__str__(), kept="\n")
 
 
+class DroppedError(DataError):
+    """A bad document that is left out and counted, whatever tokenize.on_bad_row says."""
+
+
 class PeerError(ConfigError):
     """The error of another rank, which has printed it; rank 0 repeats it."""
 

@@ -223,6 +223,7 @@ class Column:
     is_optional  stored and batched only where the data bring it; may hold several values per token,
                  [T, K]
     in_runs      stored as runs of equal values
+    is_for_loss  read by the loss, which otherwise would ignore it; others are the model's
     """
 
     stored: str
@@ -230,6 +231,7 @@ class Column:
     padding: float
     is_optional: bool = True
     in_runs: bool = False
+    is_for_loss: bool = True
 
 
 COLUMNS = {
@@ -237,13 +239,15 @@ COLUMNS = {
     "labels": Column("int32", "int64", IGNORE_INDEX, is_optional=False),
     "loss_weights": Column("float32", "float32", 1.0, in_runs=True),
     "branches": Column("int32", "int64", 0, in_runs=True),
-    "row_labels": Column("int32", "int64", 0, in_runs=True),
+    "row_labels": Column("int32", "int64", 0, in_runs=True, is_for_loss=False),
     "answers": Column("int8", "int64", 0),
     "reference_log_probs": Column("float32", "float32", 0.0),
     "teacher_ids": Column("int32", "int64", 0),
     "teacher_log_probs": Column("float32", "float32", 0.0),
     "teacher_rest": Column("float32", "float32", 0.0),
     "row_place": Column("int64", "int64", -1),
+    "image": Column("int64", "int64", 0, in_runs=True, is_for_loss=False),
+    "rope_shift": Column("int64", "int64", 0, in_runs=True, is_for_loss=False),
 }
 """Every per-token column. Rows, packs, batches and shards carry what is listed here. `input_ids`
 and `labels` are fields of `ThdBatch`, optional ones are in its `columns`, which the loss reads.
@@ -257,6 +261,8 @@ teacher_rest  the probability that it leaves to all other tokens
 row_place     where in its flat token rows a token stands
 branches      1 + the position at which a branch of a tree begins, 0 elsewhere; in a batch the
               positions show it
+image         the number of the image, in the data, whose place a token is; 0 of text
+rope_shift    positions of several axes less `position_ids` (parts/images/tokens.py)
 row_labels    summed along a row of a tree, how many labels it has beyond those in the stream, times
               their weights: negative where other rows train what they share
 """
@@ -460,6 +466,15 @@ class MixerPlan(Tensors):
 
 
 @dataclass(frozen=True)
+class TowerInputs(Tensors):
+    """What the towers of a composite get of a micro-batch (parts/images/)."""
+
+    def model_inputs(self, lm: Any, batch: ThdBatch) -> dict[str, Any]:
+        """Returns the arguments of the composite's forward; runs its towers."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
 class ThdBatch(Tensors):
     """One micro-batch of one rank.
 
@@ -486,6 +501,7 @@ class ThdBatch(Tensors):
     attention          what this rank's attention kernel gets
     mixers             what its other mixers get: state spaces, convolutions, linear attention; None
                        for a model of attention alone
+    images             what the towers of a composite get; None for text
     """
 
     input_ids: Tensor
@@ -501,6 +517,7 @@ class ThdBatch(Tensors):
     attention: AttentionPlan
     mixers: MixerPlan | None
     columns: dict[str, Tensor] = field(default_factory=dict)
+    images: TowerInputs | None = None
 
     def to(self, device: torch.device | str, non_blocking: bool = True) -> ThdBatch:
         """Returns the batch on `device`. The copies overlap with work on the GPU only if the batch
@@ -579,6 +596,7 @@ def to_thd(batch: dict[str, Any], with_mixers: bool = True) -> ThdBatch:
         attention=attention_of(nodes, cu_padded, max_seqlen, positions),
         mixers=MixerPlan(document_rows(cu_padded, nodes)) if with_mixers else None,
         columns=columns,
+        images=batch.get("images"),
     )
 
 

@@ -32,6 +32,7 @@ from automodel_lite.parallel.context_parallel import check_same_batch, cp_shard
 from automodel_lite.parallel.mesh import Mesh, init_mesh, world_size
 from automodel_lite.parallel.peers import Peers
 from automodel_lite.parallel.sharding import ParallelModel
+from automodel_lite.parts.images import check_images
 from automodel_lite.parts.losses import label_values
 from automodel_lite.progress import Progress, activity
 from automodel_lite.run.nonfinite import StepOutcome
@@ -130,6 +131,7 @@ class TrainFinetuneRecipe:
         seed_all(config.seed, "model")
         with activity("loading the model"):
             self.built = build_model(parts, self.data.tokenizer, self.mesh)
+        check_images(self.data, self.built, self.mesh)
         self.data = label_values.with_values(
             self.data, self.built, self.mesh, config.cache_dir, config.seed
         )

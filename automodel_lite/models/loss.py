@@ -299,8 +299,8 @@ def checked_loss(loss: Any) -> Loss:
 
 def check_columns(loss: Loss, brought: Iterable[str]) -> None:
     """Raises ConfigError for a per-token column of the data that the loss would ignore."""
-    # those count for the balance of experts
-    if ignored := sorted({*brought} - loss.columns - {"row_labels"}):
+    for_loss = {name for name in brought if name not in COLUMNS or COLUMNS[name].is_for_loss}
+    if ignored := sorted(for_loss - loss.columns):
         raise ConfigError(
             f"the data bring the per-token column {', '.join(ignored)}, which "
             f"loss={type(loss).__name__} does not use: take a loss that does "
@@ -454,11 +454,18 @@ class LossModel(nn.Module):
 
     def before_head(self, batch: ThdBatch, **options: Any) -> Tensor:
         """Returns the labeled rows before the head [R, C], or logits [R, V]."""
-        inputs = {**batch.model_inputs(), **options}
+        inputs = {**self._inputs(batch), **options}
         if self.takes_logits:
             return self.lm(**inputs, logits_to_keep=batch.label_rows).logits.squeeze(0)
-        hidden_TC: Tensor = self._decoder_and_head[0](**inputs).last_hidden_state.squeeze(0)
+        # features of images take their places inside the composite's own forward
+        decoder = self._decoder_and_head[0] if batch.images is None else self.lm.base_model
+        hidden_TC: Tensor = decoder(**inputs).last_hidden_state.squeeze(0)
         return hidden_TC.index_select(0, batch.label_rows)
+
+    def _inputs(self, batch: ThdBatch) -> dict[str, Any]:
+        if batch.images is None:
+            return batch.model_inputs()
+        return batch.images.model_inputs(self.lm, batch)
 
     def _at_head(self, rows: Tensor, compute: Callable[[Head], Tensor]) -> Tensor:
         """Evaluates `compute` at the head of such rows: inside its forward, unless
@@ -479,7 +486,7 @@ class LossModel(nn.Module):
 
     def logits(self, batch: ThdBatch, num_last: int = 0) -> Tensor:
         """Returns those of the stream's last tokens, [num_last, V]; 0 = of all."""
-        return self.lm(**batch.model_inputs(), logits_to_keep=num_last).logits.squeeze(0)
+        return self.lm(**self._inputs(batch), logits_to_keep=num_last).logits.squeeze(0)
 
     @torch.no_grad()
     def plain_logits(self, ids_T: Tensor) -> Tensor:

@@ -75,7 +75,10 @@ class CausalLM:
         resize_embeddings: bool = False,
         # weights that are not trained, by name: [embed_tokens, "layers.[0-7]"]
         freeze: list[str] | None = None,
+        # train encoders of images, and projections, too; model.freeze leaves some of them out
+        train_towers: bool = False,
     ) -> None:
+        self.train_towers = train_towers
         self.resize_embeddings = resize_embeddings
         self.freeze = list(freeze or ())
         self._described: list[tuple[dict[str, Any], PretrainedConfig]] = []
@@ -308,7 +311,8 @@ class CausalLM:
         return model
 
     def _freeze(self, lm: transformers.PreTrainedModel) -> None:
-        freeze_towers(lm, self.dtype)
+        if not self.train_towers:
+            freeze_towers(lm, self.dtype)
         self.notes += freeze_named(lm, self.freeze)
 
     def _checked_config(self, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
+from copy import copy
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -21,7 +22,13 @@ from automodel_lite.data.feeding.order import (
     pack_costs,
     plan_imbalance,
 )
-from automodel_lite.data.feeding.source import Cursor, HostStep, PackSource, TrainingPlan
+from automodel_lite.data.feeding.source import (
+    AdaptingDataset,
+    Cursor,
+    HostStep,
+    PackSource,
+    TrainingPlan,
+)
 from automodel_lite.data.packing.packs import PackedDataset, Packer
 from automodel_lite.data.packing.plan import PackPlan
 from automodel_lite.data.packing.report import PackingReport, packing_report
@@ -96,6 +103,8 @@ class PlannedPacks(PackSource):
         cls, config: Config, documents: Documents, packer: Packer, batches: BatchShape
     ) -> PlannedPacks:
         job = job_of(config, documents, packer.tree, packer.packed_sequence_size)
+        if isinstance(documents, AdaptingDataset):
+            documents, job, packer = documents.adapt(config, job, packer)
         # The kind of the documents; of a mixture, text if all of its datasets are.
         datasets = documents.datasets.values() if isinstance(documents, RowDataset) else [documents]
         is_text = all(dataset.kind == "text" for dataset in datasets)
@@ -147,7 +156,9 @@ class PlannedPacks(PackSource):
         self, columns_of: Callable[[str, DocumentReader], Mapping[str, np.ndarray]]
     ) -> PlannedPacks:
         def same_packs(packs: PackedDataset, rows: DocumentReader) -> PackedDataset:
-            return PackedDataset(rows, packs.plan, packs.padding_idx)
+            same = copy(packs)
+            same.rows = rows
+            return same
 
         sets = {"train": self.packs_of(0), **self.val_packs}
         rows = {

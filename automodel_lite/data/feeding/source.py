@@ -84,6 +84,13 @@ class PackingDataset(Protocol):
     def packs(self, config: Config, packer: Packer, batches: BatchShape) -> PackSource: ...
 
 
+@runtime_checkable
+class AdaptingDataset(Protocol):
+    """A dataset whose documents need more than a tokenizer: images need their processor."""
+
+    def adapt(self, config: Config, job: Job, packer: Packer) -> tuple[Documents, Job, Packer]: ...
+
+
 @dataclass(frozen=True)
 class PackSource(ABC):
     """Where the packs of a run come from. A position means the same packs on every number of ranks

@@ -254,6 +254,10 @@ class PackBatch:
     columns: dict[str, torch.Tensor]
     num_segments: list[int]
 
+    def collated(self) -> dict[str, Any]:
+        """Returns what `packed_sequence_thd_collater` makes of these packs."""
+        return {**self.columns, "qkv_format": "thd"}
+
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         num = self.num_segments[index]
         return {
@@ -363,7 +367,7 @@ def packed_sequence_thd_collater(
     PackedDataset, hold the batch already.
     """
     if isinstance(batch, PackBatch):
-        return batch.columns | {"qkv_format": "thd"}
+        return batch.collated()
     if not batch:
         return {}
     dtypes = {

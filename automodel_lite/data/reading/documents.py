@@ -29,6 +29,8 @@ from automodel_lite.errors import DataError
 
 # key of a document: columns of its row that nothing uses and that begin after the first rows
 UNUSED = "unused"
+# the place of an image in a text; Unicode keeps such code points free
+IMAGE = "\ufdd2"
 Message = dict[str, Any]
 Document = dict[str, Any]
 """A normalized document; its keys say what it is:

@@ -133,10 +133,14 @@ class FilesDataset:
             }
         else:
             val_sources = open_validation(self.val_path, self.split, options)
+        val_sources = {
+            name: replace(opened, rows=self.view(opened)) for name, opened in val_sources.items()
+        }
         # Files of validation are known first: training leaves them out of its folders.
         self.val_files = [one for opened in val_sources.values() for one in opened.files]
         held_out = self.val_files if self.val_path is not None else ()
         source = open_rows(self.path, self.name, self.split, "dataset.path", options, held_out)
+        source = replace(source, rows=self.view(source))
         self.train_files = list(source.files)
         columns = sniff_columns(placed(source.rows), f"{source.description}: the file")
         detected = detect(columns, self.format, self.columns)
@@ -179,6 +183,10 @@ class FilesDataset:
             f"val_frac={self.val_frac}, max_documents={self.max_documents}, seed={self.seed}, "
             f"{options})"
         )
+
+    def view(self, opened: OpenedRows) -> RawRows:
+        """Returns the rows of opened files; a subclass reads more than text in them."""
+        return opened.rows
 
 
 def open_validation(

@@ -33,7 +33,7 @@ from tokenizers import Encoding, Tokenizer
 from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from automodel_lite.data.reading.documents import UNUSED, Document, Message, sound_text
+from automodel_lite.data.reading.documents import IMAGE, UNUSED, Document, Message, sound_text
 from automodel_lite.data.tokens.token_rows import next_token_labels
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.thd import CHOSEN, IGNORE_INDEX, REJECTED
@@ -342,7 +342,9 @@ class ChatRenderer:
 def _check_whole(messages: Sequence[Message], text: str) -> None:
     """Raises DataError for a message of which the template wrote nothing: it knows no such role."""
     for place, message in enumerate(messages):
-        if message["role"] not in _REWRITTEN_ROLES and message["content"].strip() not in text:
+        texts = message["content"].split(IMAGE)
+        is_whole = all(part.strip() in text for part in texts)
+        if message["role"] not in _REWRITTEN_ROLES and not is_whole:
             raise DataError(
                 f"message {place} (role {message['role']}) is omitted by the chat template: use a "
                 "template that supports the role, tokenizer.chat_template=template.jinja, or "
@@ -372,18 +374,23 @@ def _common_prefix(left: str, right: str) -> int:
 class Renderer:
     """Renders normalized documents.
 
+    chat_renderer  what makes the renderer of chats
+
     Chats go through the chat template. A prompt and its completion do too, as a user's and an
     assistant's turn, when the tokenizer has a template; without one they become
     `prompt completion <eos>`, with a line break between them where neither brings white space.
     Plain text becomes `<bos> text <eos>`, the BOS only for tokenizers that add one.
     """
 
+    chat_renderer: Callable[..., ChatRenderer] = ChatRenderer
+
     def __init__(
         self, tokenizer: PreTrainedTokenizerFast, train_on: str, template_kwargs: dict[str, Any]
     ):
         self._train_on = train_on
         has_template = tokenizer.chat_template is not None
-        self._chat = ChatRenderer(tokenizer, train_on, template_kwargs) if has_template else None
+        chat = self.chat_renderer
+        self._chat = chat(tokenizer, train_on, template_kwargs) if has_template else None
         self._tokenizer = tokenizer
         adds_bos = tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][:1] == [
             tokenizer.bos_token_id

@@ -293,7 +293,7 @@ class RowsWriter:
         self._hashes = {name: hashlib.sha256() for name in STORED}
         self._num_tokens = self._num_rows = 0
         # of columns in runs: the last value, and how many there were
-        self._last: dict[str, float] = {}
+        self._last: dict[str, Any] = {}
         self._num_values = dict.fromkeys(COLUMNS, 0)
         for name, column in COLUMNS.items():
             if not column.is_optional:
@@ -330,9 +330,12 @@ class RowsWriter:
         values = np.ascontiguousarray(values, STORED[name])
         if f"{name}_at" in STORED:
             # A run goes on from one call to the next where the value does.
-            changes = np.flatnonzero(np.append(self._last.get(name, np.nan), values[:-1]) != values)
+            is_change = np.ones(len(values), bool)
+            is_change[1:] = values[1:] != values[:-1]
             if len(values):
-                self._last[name] = float(values[-1])
+                is_change[0] = self._last.get(name) != values[0]
+                self._last[name] = values[-1]
+            changes = np.flatnonzero(is_change)
             self._write(f"{name}_at", self._num_values[name] + changes)
             self._num_values[name] += len(values)
             values = values[changes]

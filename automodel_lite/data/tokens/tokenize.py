@@ -48,7 +48,7 @@ from automodel_lite.data.tokens.token_rows import (
 )
 from automodel_lite.data.tokens.tokenizer import check_vocabulary
 from automodel_lite.data.tokens.trees import TREES, may_share, write_trees
-from automodel_lite.errors import ConfigError, DataError, printable
+from automodel_lite.errors import ConfigError, DataError, DroppedError, printable
 from automodel_lite.progress import Progress
 from automodel_lite.thd import COLUMNS
 
@@ -67,6 +67,14 @@ class Job:
     settings: TokenizeConfig = field(default_factory=TokenizeConfig)
     tree: str = "auto"  # packed_sequence.tree: which rows may share their beginning
     most_tokens: int | None = None  # of a pack, which no tree exceeds; None = any
+
+    def renderer(self) -> Renderer:
+        """Makes what renders documents; a subclass's own reads more than text."""
+        return Renderer(self.tokenizer, self.settings.train_on, self.settings.template_kwargs)
+
+    def encoder(self) -> Encoder:
+        """Makes what tokenizes renderings."""
+        return Encoder(self.tokenizer)
 
 
 def tokenize_chunks(rows: DocumentSet, job: Job) -> Iterator[Chunk]:
@@ -122,10 +130,8 @@ class DocumentTokenizer:
 
     def __init__(self, job: Job):
         self._settings = job.settings
-        self._renderer = Renderer(
-            job.tokenizer, job.settings.train_on, job.settings.template_kwargs
-        )
-        self._encoder = Encoder(job.tokenizer)
+        self._renderer = job.renderer()
+        self._encoder = job.encoder()
         self._vocab_size = len(job.tokenizer)
 
     def chunk(self, documents: Iterable[Placed], first: int = 0) -> Chunk:
@@ -174,7 +180,8 @@ class DocumentTokenizer:
                     groups += [group] * num_rows[-1]
                 except DataError as error:
                     named = error if error is document else DataError(f"{place}: {error}")
-                    if self._settings.on_bad_row == "error":
+                    is_dropped = isinstance(error, DroppedError)
+                    if self._settings.on_bad_row == "error" and not is_dropped:
                         raise named from error
                     errors.append(str(named))
         counts = RowCounts(

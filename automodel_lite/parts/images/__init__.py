@@ -1,0 +1,24 @@
+"""Images in packs: documents whose tokens are, in part, places of images (`dataset=images`)."""
+
+from __future__ import annotations
+
+from automodel_lite.data.feeding.source import PackSource
+from automodel_lite.errors import ConfigError
+from automodel_lite.parallel.mesh import Mesh
+from automodel_lite.training.build import BuiltModel
+
+
+def check_images(data: PackSource, built: BuiltModel, mesh: Mesh) -> None:
+    """Checks a model that is trained on packs with images at start-up; every rank calls it.
+
+    Raises ConfigError for a model that cannot be, and for towers that no data reach.
+    """
+    if "image" in (data.columns or ()):
+        from automodel_lite.parts.images.probe import check_model  # with Pillow
+
+        check_model(data, built, mesh)
+    elif built.plan.parts.model.train_towers:
+        raise ConfigError(
+            "model.train_towers=true trains what only images reach, and the data have none: set "
+            "dataset=images, or model.train_towers=false."
+        )

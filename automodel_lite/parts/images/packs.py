@@ -1,0 +1,143 @@
+"""Packs with images: whoever reads a micro-batch decodes its images, each of them once.
+
+A token of the column `image` belongs to a feature row of its image: by its place among the image's
+tokens, document by document. Where rows of a tree branch at the end of an image, its last token is
+copied; the copy takes the last row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from automodel_lite.data.packing.packs import PackBatch, PackedDataset, Packer
+from automodel_lite.data.tokens.token_rows import DocumentReader
+from automodel_lite.errors import DataError
+from automodel_lite.parts.images.rows import ImageDocuments, find
+from automodel_lite.parts.images.sources import blank_image
+from automodel_lite.parts.images.tokens import ImageProcessor
+from automodel_lite.parts.images.tower import PackedImages
+
+BLANK = (64, 64)
+"""Pixels of what a tower gets where no image is: it runs as often on all ranks."""
+
+
+class ImagePacker(Packer):
+    """A packer whose packs hold images."""
+
+    processor: ImageProcessor
+    sets: list[ImageDocuments]
+
+    @classmethod
+    def of(
+        cls, packer: Packer, processor: ImageProcessor, sets: list[ImageDocuments]
+    ) -> ImagePacker:
+        made = cls.__new__(cls)
+        vars(made).update(vars(packer), processor=processor, sets=sets)
+        return made
+
+    def for_document_kind(self, kind: str, padding_id: int = 0) -> Packer:
+        """See `Packer`; text with images is never split."""
+        return super().for_document_kind("other", padding_id)
+
+    def packs(self, rows: DocumentReader, epoch: int = 0) -> PackedDataset:
+        packs = super().packs(rows, epoch)
+        return ImagePacks(packs, self.processor, self.sets)
+
+
+@dataclass(frozen=True)
+class ImagePackBatch(PackBatch):
+    """images: of all packs together."""
+
+    images: PackedImages
+
+    def collated(self) -> dict[str, Any]:
+        return super().collated() | {"images": self.images}
+
+
+class ImagePacks(PackedDataset):
+    """Packs that bring the images of their documents."""
+
+    def __init__(
+        self, packs: PackedDataset, processor: ImageProcessor, sets: list[ImageDocuments]
+    ) -> None:
+        super().__init__(packs.rows, packs.plan, packs.padding_idx)
+        self.processor, self.sets = processor, sets
+
+    def __getitems__(self, indices: Sequence[int]) -> PackBatch:
+        batch = super().__getitems__(indices)
+        images = read_images(batch.columns, self.processor, self.sets)
+        return ImagePackBatch(batch.columns, batch.num_segments, images)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        """A pack for looking at: its tokens alone."""
+        return copy_of_tokens(self)[index]
+
+
+def copy_of_tokens(packs: PackedDataset) -> PackedDataset:
+    """Returns the same packs without their images."""
+    return PackedDataset(packs.rows, packs.plan, packs.padding_idx)
+
+
+def read_images(
+    columns: Mapping[str, Tensor], processor: ImageProcessor, sets: list[ImageDocuments]
+) -> PackedImages:
+    """Decodes the images of a batch of packs, each once; of a batch without any, a blank one of
+    which no row is taken.
+
+    Raises DataError for an image that is not what it was when its tokens were counted.
+    """
+    if "image" not in columns:
+        columns = {**columns, "image": torch.zeros_like(columns["input_ids"])}
+    numbers, nth = rows_of_images(columns)
+    order = np.array(list(dict.fromkeys(numbers.tolist())), np.int64)
+    found = [find(number) for number in order.tolist()]
+    images = [sets[which].pixels(row, place) for which, row, place in found]
+    record, texts = processor.process(images or [blank_image(*BLANK)])
+    lens = np.array([text.count(processor.token) for text in texts], np.int64)
+    starts = np.cumsum(lens) - lens
+    which = np.argsort(order, kind="stable")
+    place = which[np.searchsorted(order, numbers, sorter=which)] if len(order) else numbers
+    rows = starts[place] + np.where(nth < 0, lens[place] - 1, nth) if len(order) else numbers
+    taken = np.zeros(len(order), np.int64)
+    np.maximum.at(taken, place, nth + 1)
+    for at, had, has in zip(found, taken.tolist(), lens.tolist()):
+        if had != has:
+            raise DataError(
+                f"{sets[at[0]].place(*at[1:])} had {had} tokens when the documents were "
+                f"tokenized and has {has} now: its file was replaced. Restore it, or clear the "
+                "cache, so that the documents are tokenized again."
+            )
+    return PackedImages(record, int(lens.sum()), torch.from_numpy(rows.astype(np.int64)))
+
+
+def rows_of_images(columns: Mapping[str, Tensor]) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the image of each placeholder of a batch, and which of the image's rows it takes; -1
+    is the last one. int64 [R] each.
+
+        image    0 7 7 7 0 | 7 0      (a branch begins with a copy of the last token)
+        returns  7 7 7 7 and 0 1 2 -1
+    """
+    image, positions = (columns[name].reshape(-1).numpy() for name in ("image", "position_ids"))
+    at = np.flatnonzero(image)
+    numbers = image[at]
+    if not len(at):
+        return numbers, numbers
+    # positions go back where a document, or a branch of one, begins
+    node = np.concatenate([[0], np.cumsum(np.diff(positions) < 1)])[at]
+    begins = np.concatenate([[True], (np.diff(node) != 0) | (np.diff(numbers) != 0)])
+    first = np.flatnonzero(begins)
+    run = np.cumsum(begins) - 1
+    nth = np.arange(len(at)) - first[run]
+    sizes = np.diff(np.append(first, len(at)))
+    # a run of one token, of an image that has more, is such a copy
+    largest: dict[int, int] = {}
+    for number, size in zip(numbers[first].tolist(), sizes.tolist()):
+        largest[number] = max(size, largest.get(number, 0))
+    whole = np.array([largest[number] for number in numbers[first].tolist()])
+    return numbers, np.where((sizes == 1) & (whole > 1), -1, 0)[run] + nth

@@ -1,0 +1,131 @@
+"""Rows whose images are marks in their text, and the images of each row.
+
+A token row holds the places of an image, and the image's *number*: the set, the row and the image
+of the row, from which whoever serves a pack finds its bytes again. Pixels are never stored.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from automodel_lite.data.reading.documents import Document
+from automodel_lite.data.reading.readers import RawRow, RawRows
+from automodel_lite.errors import ConfigError, DataError
+from automodel_lite.parts.images.sources import ImageLimits, ImageSource, take_images
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+IMAGES = "images"
+"""The key of a document: its `PlacedImage`s, in the order of the marks in its text."""
+_OF_ROW, _OF_SET = 8, 40  # bits of a number: images of a row, rows of a set
+MOST_IMAGES = 1 << _OF_ROW
+
+
+@dataclass(frozen=True)
+class PlacedImage:
+    """An image of a document: its number in the data, where it is, and what it may be."""
+
+    number: int
+    source: ImageSource
+    limits: ImageLimits
+
+
+class MarkedRows:
+    """Raw rows with marks in place of images; remembers the last one, whose images are asked for
+    next.
+    """
+
+    def __init__(self, raw: RawRows) -> None:
+        self.raw = raw
+        self._last: tuple[int, RawRow, list[ImageSource]] | None = None
+
+    def __reduce__(self) -> tuple:
+        return MarkedRows, (self.raw,)
+
+    def __len__(self) -> int:
+        return len(self.raw)
+
+    def __getitem__(self, index: int) -> RawRow:
+        return self._read(int(index))[1]
+
+    def images(self, index: int) -> list[ImageSource]:
+        return self._read(int(index))[2]
+
+    def where(self, index: int) -> str:
+        return self.raw.where(index)
+
+    def _read(self, index: int) -> tuple[int, RawRow, list[ImageSource]]:
+        if self._last is None or self._last[0] != index:
+            row = self.raw[index]
+            try:
+                self._last = (index, *take_images(row))
+            except DataError as error:
+                raise DataError(f"{self.where(index)}: {error}") from error
+        return self._last
+
+
+@dataclass(frozen=True)
+class ImageDocuments:
+    """Documents of a set with their images.
+
+    normalized  the same documents, whose images are marks in their text
+    number      of the set
+
+    Raises ConfigError where the text would be read without its images.
+    """
+
+    normalized: Any
+    number: int
+    limits: ImageLimits
+    is_adapted: bool = False  # to a processor, which reads the marks
+
+    def __len__(self) -> int:
+        return len(self.normalized)
+
+    def where(self, index: int) -> str:
+        return str(self.normalized.where(index))
+
+    def __getitem__(self, index: int) -> Document:
+        if not self.is_adapted:
+            raise ConfigError(
+                "dataset=images goes with the tokenizer of its processor, and not into a mixture: "
+                "set tokenizer=pretrained, and read one set of images."
+            )
+        document = self.normalized[index]
+        sources = self._sources(index)
+        if len(sources) > MOST_IMAGES:
+            raise DataError(
+                f"{self.where(index)}: has {len(sources)} images, over the {MOST_IMAGES} that a "
+                "row may hold."
+            )
+        numbers = (number_of(self.number, index, place) for place in range(len(sources)))
+        placed = [PlacedImage(n, source, self.limits) for n, source in zip(numbers, sources)]
+        return {**document, IMAGES: placed}
+
+    def _sources(self, index: int) -> list[ImageSource]:
+        raw: MarkedRows = self.normalized.raw
+        return raw.images(int(self.normalized.indices[index]))
+
+    def place(self, row: int, place: int) -> str:
+        """Names an image: `chats.jsonl:17: image a.png`."""
+        return f"{self.where(row)}: image {self._sources(row)[place].name}"
+
+    def pixels(self, row: int, place: int) -> Image:
+        """Decodes an image of a row; raises DataError with the place of the row."""
+        try:
+            return self._sources(row)[place].pixels(self.limits)
+        except DataError as error:
+            raise DataError(f"{self.where(row)}: {error}") from error
+
+
+def number_of(which: int, row: int, place: int) -> int:
+    """Returns the number of an image of a row of a set; 0 is none."""
+    return ((which << _OF_SET) + row) * MOST_IMAGES + place + 1
+
+
+def find(number: int) -> tuple[int, int, int]:
+    """Returns the set, the row and the place of the image with this number."""
+    row, place = divmod(number - 1, MOST_IMAGES)
+    return *divmod(row, 1 << _OF_SET), place

@@ -1,0 +1,284 @@
+"""Images of a raw row: where each one is, its size from its header, its pixels.
+
+Everything people have becomes text with a mark (`IMAGE`) at the place of each image, and a list of
+sources in the order of the marks:
+
+    {"type": "image", "image": "a.png"}      a part of a message: path, address, data URI, bytes
+    "<image>\\nWhat is it?" + image(s)        markers in a text, and a column
+    question, answer + image(s)              no markers: the images stand before the first text
+    texts: [{"user", "assistant"}] + images  The Cauldron, FineVision
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import os
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from automodel_lite.data.reading.documents import IMAGE
+from automodel_lite.data.reading.readers import RawRow
+from automodel_lite.errors import DataError, one_line
+
+COLUMNS = ("images", "image")
+MARKER = "<image>"
+"""What stands for an image in texts of LLaVA's, ShareGPT's and many other files."""
+PARTS = ("image", "image_url", "input_image")
+KEYS = ("image", "image_url", "url", "path", "bytes", "base64")
+FIRST_TEXTS = ("prompt", "question", "instruction", "text")
+"""Columns of single texts, before which images without markers stand."""
+_ROTATED = (5, 6, 7, 8)
+_ORIENTATION = 0x0112
+_TAIL_BYTES = 2**16
+_ENDS = {"JPEG": b"\xff\xd9", "MPO": b"\xff\xd9", "PNG": b"IEND"}
+
+
+@dataclass(frozen=True)
+class ImageLimits:
+    """What an image may be.
+
+    folder       of relative paths
+    most_pixels  after decoding; a larger one is refused from its header
+    allow_remote may addresses on the network be read?
+    """
+
+    folder: Path
+    most_pixels: int
+    allow_remote: bool = False
+
+
+@dataclass(frozen=True)
+class ImageSource:
+    """Where an image is: in a file (a path or an address), or in its row.
+
+    name  for messages: the path, or `images[1]`
+    """
+
+    name: str
+    path: str = ""
+    content: bytes = b""
+
+    def read(self, limits: ImageLimits) -> io.BytesIO | io.BufferedReader:
+        """Opens the bytes; raises DataError when there is no such file."""
+        if not self.path:
+            return io.BytesIO(self.content)
+        if "://" in self.path:
+            return io.BytesIO(_fetched(self.path, limits))
+        try:
+            return (limits.folder / Path(self.path).expanduser()).open("rb")
+        except OSError as error:
+            raise DataError(
+                f"image {self.name} cannot be read ({error.strerror or error}; relative paths "
+                f"begin in {limits.folder}): set dataset.image_dir, or dataset.bad_image=drop."
+            ) from error
+
+    def size(self, limits: ImageLimits) -> tuple[int, int]:
+        """Returns (width, height) as the image is shown, from its header; nothing is decoded.
+
+        Raises DataError for what is not an image, is cut off, is animated or too large.
+        """
+        with self.read(limits) as file, self._opened(file, limits) as image:
+            self._check_end(file, image)
+            width, height = image.size
+            # of a PNG without it in its header, Pillow would decode the whole
+            has_exif = image.format != "PNG" or "exif" in image.info
+            is_rotated = has_exif and image.getexif().get(_ORIENTATION) in _ROTATED
+            return (height, width) if is_rotated else (width, height)
+
+    def pixels(self, limits: ImageLimits) -> Image.Image:
+        """Decodes the image: RGB, turned as it is shown. Raises DataError as `size` does."""
+        with self.read(limits) as file, self._opened(file, limits) as image:
+            try:
+                upright = ImageOps.exif_transpose(image)
+                if upright.mode.startswith("I"):  # 16 bits, which PIL clips to white
+                    upright = upright.convert("I").point(lambda value: value / 256).convert("L")
+                return upright.convert("RGB")
+            except (OSError, SyntaxError, ValueError) as error:
+                raise DataError(
+                    f"image {self.name} cannot be decoded ({one_line(error)})."
+                ) from error
+
+    def _opened(self, file: Any, limits: ImageLimits) -> Image.Image:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+                image = Image.open(file)
+        except Image.DecompressionBombError as error:
+            raise DataError(f"image {self.name} is too large ({one_line(error)}).") from error
+        except (UnidentifiedImageError, OSError, SyntaxError, ValueError) as error:
+            raise DataError(f"image {self.name} is not an image that Pillow can read.") from error
+        width, height = image.size
+        if width * height > limits.most_pixels:
+            raise DataError(
+                f"image {self.name} has {width} x {height} pixels, more than "
+                f"dataset.max_image_pixels={limits.most_pixels}: make it smaller."
+            )
+        if image.format != "MPO" and getattr(image, "is_animated", False):
+            raise DataError(f"image {self.name} is animated: keep one of its frames.")
+        return image
+
+    def _check_end(self, file: Any, image: Image.Image) -> None:
+        """A file that was cut off has lost its end, which costs no decoding to see."""
+        end = _ENDS.get(image.format or "")
+        num_bytes = file.seek(0, os.SEEK_END)
+        # some cameras write more behind the end
+        file.seek(max(0, num_bytes - _TAIL_BYTES))
+        if end is not None and end not in file.read():
+            raise DataError(f"image {self.name} is cut off: it has {num_bytes:,} bytes and no end.")
+
+
+def _fetched(address: str, limits: ImageLimits) -> bytes:
+    if not limits.allow_remote:
+        raise DataError(
+            f"image {address[:80]} is on the network, which is not read: download it, or set "
+            "dataset.allow_remote=true."
+        )
+    import fsspec
+
+    try:
+        with fsspec.open(address, "rb") as file:
+            return bytes(file.read())
+    except Exception as error:  # of any protocol's package
+        raise DataError(f"image {address[:80]} cannot be read ({one_line(error)}).") from error
+
+
+def source_of(value: Any, name: str) -> ImageSource:
+    """Returns the source that a value of a row describes; raises DataError for none."""
+    if isinstance(value, Mapping):
+        value = next((value[key] for key in KEYS if value.get(key)), None)
+        if isinstance(value, Mapping):
+            return source_of(value, name)
+    if isinstance(value, (bytes, bytearray)):
+        return ImageSource(name, content=bytes(value))
+    if isinstance(value, Image.Image):
+        whole = io.BytesIO()
+        value.save(whole, "PNG")
+        return ImageSource(name, content=whole.getvalue())
+    if not isinstance(value, str) or not value:
+        raise DataError(
+            f"{name} must be an image: a path, an address, a data URI or bytes, not "
+            f"{type(value).__name__}."
+        )
+    if not value.startswith("data:"):
+        return ImageSource(value[:200], path=value.removeprefix("file://"))
+    head, _, content = value.partition(",")
+    try:
+        if not head.endswith(";base64"):
+            raise ValueError("it is not base64")
+        return ImageSource(
+            f"{name} ({head[5:40]})", content=base64.b64decode(content, validate=True)
+        )
+    except (ValueError, binascii.Error) as error:
+        raise DataError(f"{name} is a data URI that cannot be read ({error}).") from error
+
+
+def take_images(row: RawRow) -> tuple[RawRow, list[ImageSource]]:
+    """Returns the row with marks in place of its images, and their sources in the marks' order.
+
+    Raises DataError when the markers in the text are not as many as the images of the row.
+    """
+    if any(isinstance(value, str) and IMAGE in value for value in row.values()):
+        raise DataError("has the character U+FDD2, which stands for images here: remove it.")
+    column = next((name for name in COLUMNS if row.get(name) not in (None, [], "")), None)
+    given = row[column] if column else []
+    listed = given if isinstance(given, (list, tuple)) else [given]
+    waiting = [source_of(value, f"{column}[{i}]") for i, value in enumerate(_flat(listed))]
+    kept = {name: value for name, value in row.items() if name not in COLUMNS}
+    if isinstance(kept.get("texts"), list):
+        kept["messages"] = _turns_of_pairs(kept.pop("texts"))
+    found = _Found(bool(waiting))
+    marked = {name: found.marked(value, name) for name, value in kept.items()}
+    num_open = found.sources.count(None)
+    if waiting and not found.sources:
+        return _in_front(marked, len(waiting)), waiting
+    if num_open != len(waiting):
+        raise DataError(
+            f"has {num_open} image markers in its text and {len(waiting)} images in its columns: "
+            "they must be as many."
+        )
+    rest = iter(waiting)
+    return marked, [next(rest) if source is None else source for source in found.sources]
+
+
+class _Found:
+    """The images of a row in the order of their marks; None of a marker, whose image is in a
+    column.
+    """
+
+    def __init__(self, has_column: bool) -> None:
+        self.has_column = has_column
+        self.sources: list[ImageSource | None] = []
+
+    def marked(self, value: Any, name: str) -> Any:
+        """Returns a value with marks for its image parts, and for markers where there is a
+        column.
+        """
+        if isinstance(value, str) and self.has_column and MARKER in value:
+            self.sources += [None] * value.count(MARKER)
+            return value.replace(MARKER, IMAGE)
+        if isinstance(value, list):
+            return [self.marked(item, f"{name}[{place}]") for place, item in enumerate(value)]
+        if not isinstance(value, dict):
+            return value
+        if value.get("type") in PARTS:
+            has_own = any(value.get(key) for key in KEYS)
+            self.sources.append(source_of(value, name) if has_own else None)
+            return {"type": "text", "text": IMAGE}
+        # what a turn says, and lists of such; arguments of calls are no text of the chat
+        said = ("content", "value", "text")
+        return {k: self.marked(v, f"{name}.{k}") if k in said else v for k, v in value.items()}
+
+
+def _flat(values: Any) -> list[Any]:
+    flat: list[Any] = []
+    for value in values:
+        flat += _flat(value) if isinstance(value, (list, tuple)) else [value]
+    return [value for value in flat if value is not None]
+
+
+def _turns_of_pairs(pairs: list[Any]) -> list[dict[str, Any]]:
+    turns = []
+    for pair in pairs:
+        for role in ("user", "assistant"):
+            turns.append({"role": role, "content": pair[role]})
+    return turns
+
+
+def _in_front(row: RawRow, num: int) -> RawRow:
+    """Marks images before the first text of a row that has no markers."""
+    for name, value in row.items():
+        is_turns = isinstance(value, list) and value and isinstance(value[0], dict)
+        if is_turns and {"role", "from"} & value[0].keys():
+            turns = [dict(turn) for turn in value]
+            asks = [
+                turn for turn in turns if turn.get("role", turn.get("from")) in ("user", "human")
+            ]
+            if asks:
+                key = "content" if "content" in asks[0] else "value"
+                said = asks[0][key]
+                first = [{"type": "text", "text": IMAGE * num}]
+                asks[0][key] = IMAGE * num + said if isinstance(said, str) else [*first, *said]
+                return {**row, name: turns}
+    for name in FIRST_TEXTS:
+        if isinstance(row.get(name), str):
+            return {**row, name: IMAGE * num + row[name]}
+    raise DataError(f"has {num} images, and no text of a user before which they would stand.")
+
+
+def blank_image(width: int, height: int) -> Image.Image:
+    """Returns a black image."""
+    return Image.new("RGB", (width, height))
+
+
+def noise_image(width: int, height: int, seed: int) -> Image.Image:
+    """Returns an image of random pixels."""
+    values = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+    return Image.fromarray(values)

@@ -1,0 +1,212 @@
+"""Images of rows: every form that people have, and files that are not what they should be."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from automodel_lite.data.reading.documents import IMAGE
+from automodel_lite.errors import DataError
+from automodel_lite.parts.images.sources import ImageLimits, ImageSource, source_of, take_images
+
+RED = Image.new("RGB", (6, 4), (200, 30, 40))
+
+
+def encoded(image: Image.Image = RED, kind: str = "PNG", **how: Any) -> bytes:
+    whole = io.BytesIO()
+    image.save(whole, kind, **how)
+    return whole.getvalue()
+
+
+URI = "data:image/png;base64," + base64.b64encode(encoded()).decode()
+HI = {"type": "text", "text": "hi"}
+FORMS: dict[str, tuple[dict[str, Any], Any, list[str]]] = {
+    "a part with a path": (
+        {"messages": [{"role": "user", "content": [{"type": "image", "image": "a.png"}, HI]}]},
+        [{"role": "user", "content": [{"type": "text", "text": IMAGE}, HI]}],
+        ["a.png"],
+    ),
+    "a part of OpenAI's": (
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [HI, {"type": "image_url", "image_url": {"url": "file:///b.png"}}],
+                }
+            ]
+        },
+        [{"role": "user", "content": [HI, {"type": "text", "text": IMAGE}]}],
+        ["/b.png"],
+    ),
+    "parts whose images stand in a column": (
+        {
+            "messages": [{"role": "user", "content": [{"type": "image"}, HI, {"type": "image"}]}],
+            "images": ["a.png", "b.png"],
+        },
+        [
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": IMAGE}, HI, {"type": "text", "text": IMAGE}],
+            }
+        ],
+        ["a.png", "b.png"],
+    ),
+    "markers": (
+        {
+            "messages": [{"role": "user", "content": "<image>\nwhat? <image>"}],
+            "images": ["a.png", {"path": "b.png", "bytes": None}],
+        },
+        [{"role": "user", "content": f"{IMAGE}\nwhat? {IMAGE}"}],
+        ["a.png", "b.png"],
+    ),
+    "no markers": (
+        {
+            "messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "what?"}],
+            "image": "a.png",
+        },
+        [{"role": "system", "content": "s"}, {"role": "user", "content": f"{IMAGE}what?"}],
+        ["a.png"],
+    ),
+    "The Cauldron": (
+        {"texts": [{"user": "q", "assistant": "a", "source": "x"}], "images": ["a.png", "b.png"]},
+        [{"role": "user", "content": f"{IMAGE * 2}q"}, {"role": "assistant", "content": "a"}],
+        ["a.png", "b.png"],
+    ),
+    "text that speaks of markers": (
+        {"messages": [{"role": "user", "content": "what does <image> mean?"}]},
+        [{"role": "user", "content": "what does <image> mean?"}],
+        [],
+    ),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_images_become_marks(form: str) -> None:
+    row, messages, paths = FORMS[form]
+    before = json.dumps(row)
+    marked, sources = take_images(row)
+    assert marked == {"messages": messages}
+    assert [source.path for source in sources] == paths
+    assert json.dumps(row) == before
+
+
+def test_a_question_with_an_image() -> None:
+    marked, sources = take_images({"question": "q", "answer": "a", "image": {"bytes": encoded()}})
+    assert marked == {"question": f"{IMAGE}q", "answer": "a"}
+    assert sources[0].content == encoded()
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        (
+            {"messages": [{"role": "user", "content": "<image> <image>"}], "image": "a.png"},
+            "has 2 image markers in its text and 1 images in its columns: they must be as many.",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            "has 1 image markers in its text and 0 images",
+        ),
+        ({"answer": "a", "image": "a.png"}, "no text of a user before which they would stand"),
+        ({"question": f"q{IMAGE}", "answer": "a"}, "has the character U\\+FDD2"),
+        ({"question": "q", "image": 7}, r"image\[0\] must be an image: a path.*, not int"),
+        (
+            {"question": "q", "image": "data:image/png,xx"},
+            "data URI that cannot be read .it is not",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_named(row: dict[str, Any], problem: str) -> None:
+    with pytest.raises(DataError, match=problem):
+        take_images(row)
+
+
+@pytest.fixture
+def limits(tmp_path: Path) -> ImageLimits:
+    return ImageLimits(tmp_path, most_pixels=10_000)
+
+
+@pytest.mark.parametrize("value", [URI, encoded(), {"bytes": encoded()}, RED])
+def test_an_image_in_a_row(value: Any, limits: ImageLimits) -> None:
+    source = source_of(value, "image[0]")
+    assert source.size(limits) == (6, 4)
+    assert source.pixels(limits).getpixel((5, 3)) == (200, 30, 40)
+
+
+def turned() -> bytes:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    return encoded(exif=exif.tobytes())
+
+
+KINDS = {
+    "gray": (encoded(RED.convert("L")), (6, 4), 82),
+    "palette": (encoded(RED.convert("P")), (6, 4), 204),
+    "cmyk": (encoded(RED.convert("CMYK"), "JPEG"), (6, 4), 200),
+    "alpha": (encoded(RED.convert("RGBA")), (6, 4), 200),
+    "16 bits": (encoded(Image.fromarray(np.full((4, 6), 200 * 256, np.uint16))), (6, 4), 200),
+    "turned": (turned(), (4, 6), 200),
+    "1 x 1": (encoded(RED.resize((1, 1))), (1, 1), 200),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_unusual_images_are_read_as_they_are_shown(kind: str, limits: ImageLimits) -> None:
+    content, size, red = KINDS[kind]
+    source = ImageSource("x", content=content)
+    assert source.size(limits) == size
+    pixels = source.pixels(limits)
+    assert (pixels.mode, pixels.size) == ("RGB", size)
+    assert abs(pixels.getpixel((0, 0))[0] - red) <= 2  # type: ignore[index]
+
+
+def animated() -> bytes:
+    return encoded(RED, "GIF", save_all=True, append_images=[Image.new("RGB", (6, 4))])
+
+
+noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (60, 60, 3), np.uint8))
+BAD = {
+    "text": (b"not an image", "image x is not an image that Pillow can read"),
+    "empty": (b"", "image x is not an image that Pillow can read"),
+    "cut": (encoded(noise, "JPEG")[:-200], "image x is cut off: it has [0-9,]+ bytes and no end"),
+    "cut png": (encoded(noise)[:-200], "image x is cut off"),
+    "animated": (animated(), "image x is animated: keep one of its frames"),
+    "a bomb": (
+        encoded(Image.new("1", (20_000, 20_000))),
+        r"image x (has 20000 x 20000 pixels|is too large)",
+    ),
+    "large": (
+        encoded(Image.new("1", (200, 200))),
+        "has 200 x 200 pixels, more than dataset.max_image_pixels=10000: make it smaller",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_a_bad_image_is_named_from_its_header(kind: str, limits: ImageLimits) -> None:
+    content, problem = BAD[kind]
+    with pytest.raises(DataError, match=problem):
+        ImageSource("x", content=content).size(limits)
+
+
+def test_a_missing_file_and_an_address_are_named(limits: ImageLimits) -> None:
+    with pytest.raises(DataError, match=r"image a.png cannot be read \(No such file"):
+        source_of("a.png", "image").size(limits)
+    with pytest.raises(DataError, match=r"on the network, which is not read: .*allow_remote=true"):
+        source_of("https://example.com/a.png", "image").size(limits)
+
+
+def test_damage_in_the_middle_is_named_when_it_is_decoded(limits: ImageLimits) -> None:
+    content = bytearray(encoded(noise))
+    content[200:600] = bytes(400)
+    source = ImageSource("x", content=bytes(content))
+    assert source.size(limits) == (60, 60)
+    with pytest.raises(DataError, match="image x cannot be decoded"):
+        source.pixels(limits)

@@ -1,0 +1,120 @@
+"""Whole runs on packs with images."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from automodel_lite.errors import ConfigError, DataError
+from recipes import train_ft
+from tests.images.families import draw, write_chats, write_model
+from tests.images.test_exact import batches_of, config_of_images, data_of
+from tests.runs import losses, rows_of
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("qwen3_vl")
+    write_chats(made, num=12)
+    return write_model("qwen3_vl", made)
+
+
+def train(folder: Path, run: Path, *more: str) -> list[tuple[float, float]]:
+    config = config_of_images(
+        folder,
+        f"output_dir={run}",
+        "packed_sequence.packed_sequence_size=128",
+        "training.log_every_steps=1",
+        "training.num_threads=1",
+        "checkpoint.export_hf=false",
+        "optimizer.lr=0.01",
+        *more,
+    )
+    assert train_ft.main(config) == 0
+    return losses(rows_of(run))
+
+
+@pytest.mark.parametrize("towers", ["false", "true"])
+def test_a_run_trains_the_language_model_and_the_tower_if_asked(
+    towers: str, folder: Path, tmp_path: Path
+) -> None:
+    got = train(folder, tmp_path, f"model.train_towers={towers}")
+    assert len(got) == 3
+    assert got[-1][0] < got[0][0]
+
+
+def broken(folder: Path, tmp_path: Path, **rows: Any) -> Path:
+    """A data file beside those of the folder, with a row more."""
+    path = tmp_path / "more.jsonl"
+    lines = (folder / "chats.jsonl").read_text().splitlines()
+    path.write_text("\n".join([*lines, json.dumps(rows)]))
+    return path
+
+
+SAID = [{"role": "user", "content": "<image>a"}, {"role": "assistant", "content": "b"}]
+
+
+def test_a_bad_image_is_an_error_with_its_row_or_dropped_and_counted(
+    folder: Path, tmp_path: Path
+) -> None:
+    data_file = broken(folder, tmp_path, messages=SAID, images=["nowhere.png"])
+    given = [f"dataset.path={data_file}", f"dataset.image_dir={folder}"]
+    with pytest.raises(DataError, match=r"more.jsonl:13: image nowhere.png cannot be read"):
+        data_of(config_of_images(folder, *given))
+    data = data_of(
+        config_of_images(folder, *given, "dataset.bad_image=drop", "tokenize.max_bad_frac=0.5")
+    )
+    assert data.counts["data/train/num_bad"] == 1
+    assert data.counts["data/train/num_rows"] == 12
+
+
+def test_a_file_that_was_replaced_is_named(tmp_path: Path, folder: Path) -> None:
+    draw(tmp_path / "a.png", 56, 56, seed=0)
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": SAID, "image": "a.png"}))
+    data = data_of(config_of_images(folder, f"dataset.path={tmp_path}/a.jsonl"))
+    assert len(batches_of(data)) == 1
+    draw(tmp_path / "a.png", 112, 84, seed=0)
+    with pytest.raises(DataError, match=r"a.jsonl:1: image a.png .* file was replaced"):
+        batches_of(data)
+
+
+def test_an_image_is_decoded_once_in_a_batch(folder: Path) -> None:
+    batch = batches_of(data_of(config_of_images(folder)))[0]
+    assert batch.images is not None
+    images: Any = batch.images
+    assert len(images.rows) == images.num_rows == int((batch.columns["image"] > 0).sum())
+    assert isinstance(images.record["pixel_values"], torch.Tensor)
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        (["packed_sequence.overlong=split"], "overlong=split would cut images"),
+        (["packed_sequence.strategy=wrapped"], "strategy=wrapped .* would cut images"),
+        (["tokenizer=bpe"], "goes with the tokenizer of its processor"),
+    ],
+)
+def test_what_images_are_not_crossed_with_is_refused(
+    settings: list[str], problem: str, folder: Path
+) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        data_of(config_of_images(folder, *settings))
+
+
+def test_towers_that_no_data_reach_are_refused(folder: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.jsonl"
+    text.write_text("\n".join(json.dumps({"prompt": "ab", "completion": "c"}) for _ in range(9)))
+    more = ["dataset=files", f"dataset.path={text}", "model.train_towers=true"]
+    with pytest.raises(ConfigError, match=r"model.train_towers=true trains what only images reach"):
+        train(folder, tmp_path / "run", *more)
+
+
+def test_a_family_whose_images_see_ahead_is_refused(tmp_path: Path) -> None:
+    write_model("gemma3", tmp_path)
+    write_chats(tmp_path)
+    with pytest.raises(ConfigError, match=r"lets the tokens of an image.* see what follows them"):
+        train(tmp_path, tmp_path / "run")
