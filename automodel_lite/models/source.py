@@ -380,6 +380,10 @@ def describe(
         made = model_class(own).from_config(
             own, dtype=dtype, trust_remote_code=is_remote_code(type(own))
         )
+    for parameter in made.parameters():
+        if not parameter.is_meta:  # drawn by a function that asks for no device (DiffLlama)
+            on_meta = torch.nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+            torch.utils.swap_tensors(parameter, on_meta)
     return made
 
 

@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from automodel_lite.attention.interface import install
+from automodel_lite.attention.positions import length_dependent_rotations
 from automodel_lite.attention.spec import AttentionSpec, layer_shapes
 from automodel_lite.compat import (
     FakeStore,
@@ -468,6 +469,8 @@ class _UnloadedSource(CausalLM):
         turn: Any = None,
     ) -> transformers.PreTrainedModel:
         model = describe(self._model_config)
+        for rotation in length_dependent_rotations(model):
+            _make_plain(rotation)
         freeze_towers(model, self.dtype)
         spread(model)
         vars(model.base_model)["most_calls"] = int  # all ranks of a fake world have the same batch
@@ -477,6 +480,15 @@ class _UnloadedSource(CausalLM):
             # the one that is read
             torch.empty(max(p.numel() for p in model.parameters()), device=device)
         return model.train()
+
+
+def _make_plain(rotation: Any) -> None:
+    """Rotations that a document's length chooses read it; each choice has as many frequencies."""
+    kinds, rope = rotation.rope_type, rotation.config.rope_parameters
+    is_nested = isinstance(kinds, dict)  # by kind of layer
+    rotation.rope_type = dict.fromkeys(kinds, "default") if is_nested else "default"
+    for parameters in rope.values() if is_nested else [rope]:
+        parameters["rope_type"] = "default"
 
 
 class _CountedAttention(VarlenAttention):
@@ -565,10 +577,18 @@ def _as_on_a_gpu(held: MemoryTracker) -> Iterator[None]:
         moved = gradient.nbytes + 2 * sum(x.nbytes for x in (parameter, *state.values()))
         held.work[held.part][Operation("update", 0.0, moved)] += 1
 
+    make = torch.tensor
+
+    def made_there(*args: Any, device: Any = None, **kwargs: Any) -> Tensor:
+        """A constant: torch makes it on the host, of which "cpu:0" is another name to it."""
+        made = make(*args, **kwargs)
+        return made.to(device) if device is not None else made
+
     gather = fsdp_param_group.foreach_all_gather
     reduce = fsdp_param_group.foreach_reduce
     with (
         patch.object(torch.UntypedStorage, "resize_", resize),
+        patch.object(torch, "tensor", made_there),
         patch.object(fully_shard_module, "_get_device_from_mesh", lambda mesh: GPU),
         patch.object(fsdp_param_group, "foreach_all_gather", beside(gather)),
         patch.object(fsdp_param_group, "foreach_reduce", beside(reduce)),
