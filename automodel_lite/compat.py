@@ -84,6 +84,11 @@ IMPORTED = {
         "_set_pg_timeout",
         "init_device_mesh takes no timeout, and gives its groups torch's 30 minutes",
     ),
+    "flight_recorder": (
+        "torch._C._distributed_c10d",
+        None,
+        "who waits for whom: torch's flight recorder has no public way out before a timeout",
+    ),
     "StridedShard": (
         "torch.distributed.tensor.placement_types",
         "_StridedShard",

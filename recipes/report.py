@@ -36,6 +36,7 @@ def main(argv: list[str] | None = None) -> int:
     check_alone()
 
     from automodel_lite.extras.report import read_run, write_report
+    from automodel_lite.extras.report.hangs import hangs_of
 
     target = args.to or (args.runs[0] if len(args.runs) == 1 else Path("report"))
     holds_runs = len(args.runs) == 1 and not (args.runs[0] / "config.yaml").is_file()
@@ -44,6 +45,9 @@ def main(argv: list[str] | None = None) -> int:
             read_runs_in(args.runs[0]) if holds_runs else [read_run(path) for path in args.runs]
         )
         print(write_report(records, target))
+        for record in records:
+            for text in hangs_of(record.path / "logs"):
+                print(f"{record.name}: {text}")
     except OSError as error:
         raise ConfigError(
             f"{error.filename or target} cannot be read or written ({error.strerror})."

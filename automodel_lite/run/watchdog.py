@@ -94,7 +94,9 @@ class Watchdog:
         """In a thread: writes the stacks of all others whenever the timer says that the rank is
         late.
         """
-        from automodel_lite.redact import scrub  # not in the other process, which has no packages
+        # not in the other process, which has no packages
+        from automodel_lite.redact import scrub
+        from automodel_lite.run.collectives import write_collectives
 
         assert timer.stdout
         while timer.stdout.readline():
@@ -108,6 +110,7 @@ class Watchdog:
                     ]
             with suppress(OSError, ValueError):  # the disk is full, or the process ends
                 log.write(scrub("".join(lines)))
+                write_collectives(self.log.with_name(f"collectives_{self.rank:05d}.json"))
 
 
 def watch_rank(run: Path, rank: int, token: str, after_s: float) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 from automodel_lite.config.components import flatten
 from automodel_lite.errors import ConfigError
+from automodel_lite.extras.report.hangs import hangs_of
 from automodel_lite.progress import duration
 from automodel_lite.redact import scrub
 from automodel_lite.run.durable import write_atomically
@@ -91,7 +92,8 @@ def read_run(path: Path) -> RunRecord:
         raise ConfigError(f"{path} is not a run's folder: it has no config.yaml.")
     rows = [_leaves(row) for row in folder.rows()]
     if not rows:
-        raise ConfigError(f"{path} has logged no step yet.")
+        hangs = "".join(f" {text}" for text in hangs_of(folder.logs))
+        raise ConfigError(f"{path} has logged no step yet.{hangs}")
     config, facts = saved_config(folder.config), json_object(folder.facts)
     printed = facts.get("lines")
     found = printed if isinstance(printed, list) else []
@@ -313,11 +315,9 @@ def warnings_of(record: RunRecord) -> list[str]:
     ]
     # of the ranks; the last of them
     slow = [str(row["warning"]) for row in record.rows if "warning" in row][-3:]
-    return [
-        *noted,
-        *slow,
-        *([f"the loss was not finite at steps {', '.join(bad[:10])}"] if bad else []),
-    ]
+    if bad:
+        slow.append(f"the loss was not finite at steps {', '.join(bad[:10])}")
+    return noted + slow + hangs_of(RunFolder(record.path).logs)
 
 
 def packing_of(record: RunRecord) -> list[tuple[str, str]]:
