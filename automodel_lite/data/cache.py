@@ -135,26 +135,29 @@ def _build_alone(folder: Path, name: str, key: Key, build: Callable[[Path], None
     temporary.mkdir()
     try:
         build(temporary)
-        files = {
-            path.relative_to(temporary).as_posix(): {
-                "bytes": path.stat().st_size,
-                "sum": content_sum(path),
-            }
-            for path in temporary.rglob("*")
-            if path.is_file()
-        }
-        (temporary / KEY_FILE).write_text(
-            json.dumps({"name": name, "key": key, "files": files}, indent=1)
-        )
-        for path in [*temporary.iterdir(), temporary]:
-            descriptor = os.open(path, os.O_RDONLY)
-            os.fsync(descriptor)
-            os.close(descriptor)
+        seal(temporary, name, key)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     os.replace(temporary, folder)
     return CacheEntry(folder, note)
+
+
+def seal(folder: Path, name: str, key: Key) -> None:
+    """Writes size and checksum of every file into the folder, and all of it to the disk."""
+    files = {
+        path.relative_to(folder).as_posix(): {
+            "bytes": path.stat().st_size,
+            "sum": content_sum(path),
+        }
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+    (folder / KEY_FILE).write_text(json.dumps({"name": name, "key": key, "files": files}, indent=1))
+    for path in [*folder.iterdir(), folder]:
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
 
 
 def content_sum(path: Path) -> str:

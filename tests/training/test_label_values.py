@@ -12,11 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from automodel_lite.data.cache import seal
+from automodel_lite.errors import ConfigError
 from automodel_lite.parts.losses import label_values
 from recipes import score
 from tests.ranks import fork_server, run_ranks
 from tests.recipes.test_objectives import SMALL, curve, dpo, pairs
-from tests.runs import config_of, wait_until
+from tests.runs import config_of, train, wait_until
 
 __all__ = ["pairs"]  # the fixture
 LENGTH = "packed_sequence.packed_sequence_size=1024"
@@ -66,8 +68,7 @@ def _score(rank: int, world_size: int, folder: Path, arguments: list[str]) -> in
 
 
 def columns(cache: Path) -> dict[str, np.ndarray]:
-    (folder,) = (cache / "values").glob("top_7-train-*")
-    assert not folder.name.endswith(".part")
+    (folder,) = (cache / "values").glob("top_7-train-????????????")
     return {name: np.load(folder / f"{name}.npy") for name in ("teacher_ids", "teacher_log_probs")}
 
 
@@ -141,7 +142,8 @@ def test_an_interrupted_scoring_goes_on_where_it_was(
     process.kill()
     process.join()
     (part,) = (tmp_path / "values").glob("top_7-train-*.part")
-    assert json.loads((part / "progress.json").read_text()) == {"packs": 4}
+    assert json.loads((part / "progress.json").read_text())["packs"] == 4
+    shutil.copytree(tmp_path, tmp_path / "copy")
     ids = np.lib.format.open_memmap(part / "teacher_ids.npy", mode="r+")
     places = np.flatnonzero(ids.any(axis=1))
     assert 0 < len(places) < len(np.flatnonzero(whole["teacher_ids"].any(axis=1)))
@@ -153,6 +155,71 @@ def test_an_interrupted_scoring_goes_on_where_it_was(
     assert 0 < kept.sum() < len(places)
     np.testing.assert_array_equal(resumed["teacher_ids"][~kept], whole["teacher_ids"][~kept])
     np.testing.assert_array_equal(resumed["teacher_log_probs"], whole["teacher_log_probs"])
+    # of other packs nothing is kept, so nothing is left out
+    other = scored(models, tmp_path / "copy", *MANY, "seed=3", "packed_sequence.slot_multiple=8")
+    np.testing.assert_allclose(
+        other["teacher_log_probs"], whole["teacher_log_probs"], atol=2e-2, equal_nan=True
+    )
+    assert not (other["teacher_ids"] == 12345).any()
+
+
+def damage(path: Path, how: str) -> None:
+    content = path.read_bytes()
+    if how == "missing":
+        path.unlink()
+    else:
+        half = len(content) // 2
+        path.write_bytes(content[:half] + (bytes(len(content) - half) if how == "zeroed" else b""))
+
+
+def test_damaged_values_are_refused_and_computed_again(
+    models: Path, one: dict[str, np.ndarray], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scored(models, tmp_path)
+    (folder,) = (tmp_path / "values").glob("top_7-train-????????????")
+    step = ("training.max_steps=1", "training.allow_few_steps=true")
+    for how, name in (
+        ("zeroed", "teacher_ids"),
+        ("cut", "teacher_log_probs"),
+        ("missing", "teacher_rest"),
+    ):
+        damage(folder / f"{name}.npy", how)
+        with pytest.raises(ConfigError, match=rf"is damaged \({name}.npy .*run recipes/score.py"):
+            train("finetune", tmp_path / "run", *settings(models, tmp_path, *step))
+        again = scored(models, tmp_path)
+        for column, values in again.items():
+            np.testing.assert_array_equal(values, one[column])
+        assert "was damaged: it is computed again" in capsys.readouterr().out
+    # and a value that nobody computed, whatever its checksum
+    values = np.lib.format.open_memmap(folder / "teacher_log_probs.npy", mode="r+")
+    label = np.flatnonzero(values[:, 0])[5]
+    values[label] = np.nan
+    values.flush()
+    (folder / "key.json").unlink()
+    seal(folder, "x", {})
+    with pytest.raises(ConfigError, match="has no value for 1 labels: remove it"):
+        train("finetune", tmp_path / "run", *settings(models, tmp_path, *step))
+
+
+def test_two_jobs_with_one_cache_compute_once(
+    models: Path, one: dict[str, np.ndarray], tmp_path: Path
+) -> None:
+    """As of a sweep: one computes, the other waits for it."""
+    jobs = []
+    for number in range(2):
+        arguments = tmp_path / f"run{number}", settings(models, tmp_path)
+        jobs.append(fork_server().Process(target=_score_alone, args=arguments, daemon=True))
+        jobs[-1].start()
+    for job in jobs:
+        job.join(200)
+        assert job.exitcode == 0
+    for column, values in columns(tmp_path).items():
+        np.testing.assert_array_equal(values, one[column])
+
+
+def _score_alone(folder: Path, arguments: list[str]) -> None:
+    label_values.SAVE_EVERY_S = -1.0
+    assert score.main(config_of("finetune", folder, *arguments)) == 0
 
 
 def test_references_computed_ahead_are_taken(pairs: Path, tmp_path: Path) -> None:

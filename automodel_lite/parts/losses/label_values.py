@@ -7,27 +7,33 @@ run. Every value goes to the place of its token in the flat rows, so the columns
 any mesh. What is finished survives a stop: the same command goes on where it was.
 
     <cache>/values/<name>-<set>-<key>/log_probs.npy, ...      the key: rows, packs, model, columns
-    <...>.part/progress.json                                  packs that are done, while it is being
-                                                              made
+    <...>/key.json                                            size and checksum of every file
+    <...>.part/progress.json                                  packs that are done, and their plan,
+                                                              while it is being made
+    <...>.lock, <...>.owner                                   held by the job that makes it
 """
 
 from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from secrets import token_hex
 
 import numpy as np
 import torch
+from filelock import FileLock, Timeout
 from torch import Tensor
 
-from automodel_lite.data.cache import cache_root, entry_folder
+from automodel_lite.data.cache import Key, cache_root, entry_folder, find_damage, seal
 from automodel_lite.data.feeding.order import BatchShape, assign_to_ranks
 from automodel_lite.data.feeding.source import PackSource
 from automodel_lite.data.packing.packs import (
@@ -47,10 +53,11 @@ from automodel_lite.parts.losses.distillation import DistillTopK
 from automodel_lite.progress import Progress
 from automodel_lite.run import durable
 from automodel_lite.run.weight_files import model_files
-from automodel_lite.thd import to_thd
+from automodel_lite.thd import IGNORE_INDEX, to_thd
 from automodel_lite.training.build import BuiltModel
 
 SAVE_EVERY_S = 60.0
+_BLOCK_TOKENS = 2**24
 MADE_HERE = frozenset({"reference_log_probs"}) | DistillTopK.required
 Columns = Mapping[str, np.ndarray]
 
@@ -98,21 +105,28 @@ class Values:
     packer: Packer
     cache_dir: str | None
 
-    def folder(self, name: str, rows: DocumentReader) -> Path:
-        """Returns where the columns of a set are, or will be."""
+    def key(self, rows: DocumentReader) -> Key:
+        """Returns what the values of these rows follow from."""
         of_rows, packer = rows.flat.folder, self.packer
         assert of_rows is not None  # rows of the token cache
-        key = {
+        return {
             "rows": (of_rows / CONTENT_HASH).read_text(),
             "model": self.model,
             "packs": f"{packer.packed_sequence_size} {packer.strategy} {packer.overlong}",
             "columns": json.dumps({column: list(shape) for column, shape in self.columns.items()}),
+            "format": "2",  # a manifest of checksums, and NaN for what was not computed
         }
-        return entry_folder(cache_root(self.cache_dir), "values", f"{self.name}-{name}", key)
+
+    def folder(self, name: str, rows: DocumentReader) -> Path:
+        """Returns where the columns of a set are, or will be."""
+        root = cache_root(self.cache_dir)
+        return entry_folder(root, "values", f"{self.name}-{name}", self.key(rows))
 
     def stored(self, name: str, rows: DocumentReader) -> Columns:
-        """Maps the columns, [tokens of the flat rows] or [tokens, K]; raises ConfigError where the
-        cache has none.
+        """Maps the columns, [tokens of the flat rows] or [tokens, K].
+
+        Raises ConfigError where the cache has none, other bytes than were written, or no value of a
+        label that a pack holds.
         """
         folder = self.folder(name, rows)
         if not folder.is_dir():
@@ -120,19 +134,62 @@ class Values:
                 f"the cache has no {self.name} values of the set {name} for these rows, packs and "
                 "teacher: run recipes/score.py with the same arguments first."
             )
-        return {column: np.load(folder / f"{column}.npy", mmap_mode="r") for column in self.columns}
+        if damage := find_damage(folder):
+            raise ConfigError(
+                f"{folder} is damaged ({damage}): run recipes/score.py with the same arguments "
+                "again."
+            )
+        return self._mapped(folder, rows)
+
+    def _mapped(self, folder: Path, rows: DocumentReader) -> Columns:
+        columns = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in self.columns}
+        if num_missing := self._num_missing(rows, columns):
+            raise ConfigError(
+                f"{folder} has no value for {num_missing:,} labels: remove it, and its values are "
+                "computed again."
+            )
+        return columns
 
     def computed(self, name: str, rows: DocumentReader, built: BuiltModel, mesh: Mesh) -> Columns:
-        """Maps the columns, after computing what the cache does not have; every rank calls it.
+        """Maps the columns, after computing what the cache does not have; every rank calls it. Of
+        several jobs one computes, and the others wait.
 
-        Tokens that no pack holds (over-long documents that are dropped) have values of 0.
+        Tokens that no pack holds (over-long documents that are dropped) have none, NaN.
         """
         folder, packer = self.folder(name, rows), copy(self.packer)
-        if not all(mesh.gather(folder.is_dir())):
+        if not all(mesh.gather(find_damage(folder) is None)):
             placed = rows.with_columns({"row_place": np.arange(rows.flat.num_tokens)})
             packer.max_packs = None  # all packs, whatever sample of them an epoch takes
-            _compute(self, packer.packs(placed), built, mesh, folder)
-        return self.stored(name, rows)
+            with one_job_at(folder, mesh) as is_writer:
+                if not all(mesh.gather(find_damage(folder) is None)):
+                    part = Part(self, folder, packer.packs(placed), is_writer)
+                    _compute(part, built, mesh)
+                    if is_writer:
+                        part.finish(f"{self.name}-{name}", self.key(rows))
+                mesh.barrier()
+        return self._mapped(folder, rows)
+
+    def _num_missing(self, rows: DocumentReader, columns: Columns) -> int:
+        """Returns the number of labels in packs that have no value."""
+        flat, missing = rows.flat, []
+        values = next(columns[name] for name, (dtype, _) in self.columns.items() if "f" in dtype)
+        for start in range(0, flat.num_tokens, _BLOCK_TOKENS):
+            block = slice(start, start + _BLOCK_TOKENS)
+            of_label = np.asarray(values[block]).reshape(-1, values.size // len(values))[:, 0]
+            is_missing = np.isnan(of_label) & (flat.columns["labels"][block] != IGNORE_INDEX)
+            missing.append(start + np.flatnonzero(is_missing))
+        places = np.concatenate([np.zeros(0, np.int64), *missing])
+        if not len(places):
+            return 0
+        # Those of documents that no pack holds are meant to be missing.
+        plan = self.packer.packs(rows).plan
+        begins = flat.offsets[plan.doc_ids] + (0 if plan.starts is None else plan.starts)
+        ends = flat.offsets[plan.doc_ids + 1]
+        if plan.stops is not None:
+            ends = flat.offsets[plan.doc_ids] + plan.stops
+        order = np.argsort(begins)
+        piece = np.searchsorted(begins[order], places, side="right") - 1
+        return int(((piece >= 0) & (places < ends[order][piece])).sum())
 
 
 def reference_values(built: BuiltModel, packer: Packer, cache_dir: str | None, seed: int) -> Values:
@@ -176,46 +233,124 @@ def teacher_values(
     return Values(f"top_{k}", function, columns, f"{files} {num_ids}", packer, cache_dir)
 
 
-def _compute(
-    values: Values, packs: PackedDataset, built: BuiltModel, mesh: Mesh, folder: Path
-) -> None:
-    part = folder.with_name(f"{folder.name}.part")
-    progress_file, arrays = part / "progress.json", dict[str, np.memmap]()
-    done = json.loads(progress_file.read_text())["packs"] if progress_file.is_file() else 0
-    if is_first_here():
-        part.mkdir(parents=True, exist_ok=True)
-        for column, (dtype, width) in values.columns.items():
-            shape = (packs.rows.flat.num_tokens, width)[: 2 if width > 1 else 1]
-            how = {"mode": "r+"} if done else {"mode": "w+", "dtype": dtype, "shape": shape}
-            arrays[column] = np.lib.format.open_memmap(part / f"{column}.npy", **how)
+@contextmanager
+def one_job_at(folder: Path, mesh: Mesh) -> Iterator[bool]:
+    """Waits until no other job makes this folder; whether this rank is the one that writes on its
+    file system. Ranks go on talking while they wait, so no collective of theirs times out.
+    """
+    lock, owner = FileLock(f"{folder}.lock"), Path(f"{folder}.owner")
+    job = mesh.gather(token_hex(8))[0]
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    is_told = False
+    try:
+        while True:
+            if is_first_here():
+                with suppress(Timeout):
+                    lock.acquire(timeout=0)
+                    owner.write_text(job)
+            mesh.barrier()
+            # of nodes that share the file system one has the lock, and its note names the job
+            if all(mesh.gather(owner.is_file() and owner.read_text() == job)):
+                break
+            # two jobs of several nodes could each hold the lock of one
+            lock.release()
+            if not is_told and mesh.rank == 0:
+                print(f"waiting for another job, which computes {folder}", flush=True)
+            is_told = True
+            time.sleep(random.uniform(0.2, 2))
+        yield lock.is_locked
+    finally:
+        lock.release()
 
-    def save() -> None:
-        # Values first: a kill in between leaves a place that is computed again.
-        for array in arrays.values():
+
+class Part:
+    """Columns that are being computed: their files, and how many packs are in them.
+
+    Raises ConfigError where the disk has no room for them.
+    """
+
+    def __init__(self, values: Values, folder: Path, packs: PackedDataset, is_writer: bool) -> None:
+        self.values, self.folder, self.packs = values, folder, packs
+        self.path = folder.with_name(f"{folder.name}.part")
+        self.arrays = dict[str, np.memmap]()
+        # another seed or rounding of lengths makes other packs of the same documents
+        self.plan = packs.plan.fingerprint()
+        self.done = len(packs)  # packs; those who write nothing wait for nobody
+        if is_writer:
+            try:
+                self._open()
+            except OSError as error:
+                raise ConfigError(
+                    f"{folder.parent} cannot be written ({error.strerror or error}): make room "
+                    "there, or set cache_dir to another folder."
+                ) from error
+
+    def _open(self) -> None:
+        files = {name: self.path / f"{name}.npy" for name in self.values.columns}
+        self.done = 0
+        with suppress(OSError, ValueError, KeyError, TypeError):  # else from the beginning
+            saved = json.loads((self.path / "progress.json").read_text())
+            if saved["plan"] == self.plan:
+                for name, file in files.items():
+                    self.arrays[name] = np.lib.format.open_memmap(file, mode="r+")
+                self.done = int(saved["packs"])
+        if self.done:
+            return
+        shutil.rmtree(self.path, ignore_errors=True)
+        self.path.mkdir(parents=True)
+        flat = self.packs.rows.flat
+        for name, (dtype, width) in self.values.columns.items():
+            shape = (flat.num_tokens, width)[: 2 if width > 1 else 1]
+            array = np.lib.format.open_memmap(files[name], mode="w+", dtype=dtype, shape=shape)
+            # A page that the disk has no room for would end the process by SIGBUS.
+            with files[name].open("r+b") as opened:
+                os.posix_fallocate(opened.fileno(), 0, files[name].stat().st_size)
+            self.arrays[name] = array
+            for start in range(0, flat.num_tokens if "f" in dtype else 0, _BLOCK_TOKENS):
+                block = slice(start, start + _BLOCK_TOKENS)
+                array[block][flat.columns["labels"][block] != IGNORE_INDEX] = np.nan
+
+    def put(self, num_packs: int, places: np.ndarray, found: np.ndarray) -> None:
+        """Writes the values [R, K] of further packs to their places."""
+        ends = np.cumsum([width for _, width in self.values.columns.values()])
+        for array, own in zip(self.arrays.values(), np.split(found, ends[:-1], axis=1)):
+            array[places] = own.reshape(-1, *array.shape[1:])
+        self.done += num_packs
+
+    def save(self) -> None:
+        """Writes values first: a kill in between leaves a place that is computed again."""
+        for array in self.arrays.values():
             array.flush()
-        if arrays:
-            durable.write_atomically(progress_file, json.dumps({"packs": done}))
+        if self.arrays:
+            progress = {"packs": self.done, "plan": self.plan}
+            durable.write_atomically(self.path / "progress.json", json.dumps(progress))
 
+    def finish(self, name: str, key: Key) -> None:
+        """Gives the columns their checksums and their final place."""
+        (self.path / "progress.json").unlink()
+        seal(self.path, name, key)
+        if self.folder.is_dir():
+            # Renamed first: who has the old files open keeps them.
+            damaged = self.folder.with_name(f"{self.folder.name}.damaged")
+            shutil.rmtree(damaged, ignore_errors=True)
+            os.rename(self.folder, damaged)
+            shutil.rmtree(damaged, ignore_errors=True)
+            print(f"WARNING: {self.folder} was damaged: it is computed again", flush=True)
+        os.rename(self.path, self.folder)
+
+
+def _compute(part: Part, built: BuiltModel, mesh: Mesh) -> None:
     # nodes with caches of their own may have come to different places
-    done = min(mesh.gather(done))
-    ends, saved = np.cumsum([width for _, width in values.columns.values()]), time.monotonic()
+    part.done, saved = min(mesh.gather(part.done)), time.monotonic()
+    values, packs = part.values, part.packs
     with Progress(f"computing {values.name}", len(packs), "packs") as progress:
-        for num_packs, places, found in _values(values.function, packs, built, mesh, done):
+        for num_packs, places, found in _values(values.function, packs, built, mesh, part.done):
             progress.add(num_packs)
-            done += num_packs
-            for array, own in zip(arrays.values(), np.split(found, ends[:-1], axis=1)):
-                array[places] = own.reshape(-1, *array.shape[1:])
+            part.put(num_packs, places, found)
             if time.monotonic() - saved > SAVE_EVERY_S:
-                save()
+                part.save()
                 saved = time.monotonic()
-    save()
-    if arrays:
-        progress_file.unlink()
-        try:
-            os.rename(part, folder)
-        except OSError:  # another node of a shared file system was first
-            shutil.rmtree(part, ignore_errors=True)
-    mesh.barrier()
+    part.save()
 
 
 @torch.no_grad()
