@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -50,6 +52,8 @@ TE_MASKS = ("padding_causal", "padding_causal_bottom_right")
 
 @pytest.fixture
 def te_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, dict[str, Any]]]]:
+    monkeypatch.setenv("NVTE_UNFUSED_ATTN", "")
+    monkeypatch.delenv("NVTE_UNFUSED_ATTN")  # and so again at the end
     yield fake_te(monkeypatch, TE_INIT, TE_FORWARD)
     sys.modules.pop("automodel_lite.parts.kernels.te", None)
 
@@ -114,8 +118,6 @@ def test_what_transformer_engine_is_given(te_calls: list[tuple[str, dict[str, An
 def test_what_transformer_engine_refuses(
     te_calls: list[tuple[str, dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dataclasses import replace
-
     te = importlib.import_module("automodel_lite.parts.kernels.te").TransformerEngineAttention
     te().check(ON_GPU)
     if importlib.util.find_spec("flash_attn") is None:
@@ -128,6 +130,43 @@ def test_what_transformer_engine_refuses(
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     with pytest.raises(ConfigError, match="the attention sinks of llama"):
         te().check(replace(ON_GPU, sinks=True))
+
+
+def test_transformer_engine_never_holds_all_scores(
+    te_calls: list[tuple[str, dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own fallback, [documents, heads, longest, longest] of scores, is off, and refused in a
+    sentence: 128 GiB for 32 documents of 8,192 tokens.
+    """
+    module = importlib.import_module("automodel_lite.parts.kernels.te")
+    assert os.environ["NVTE_UNFUSED_ATTN"] == "0"
+    kernel = module.TransformerEngineAttention()
+    with pytest.raises(ConfigError, match=r"head dims 512 / 512.*use attention=flex"):
+        kernel.check(replace(ON_GPU, head_dim=512, value_head_dim=512))
+
+    def none_fits(*args: Any, **options: Any) -> None:
+        raise ValueError("No dot product attention backend is available for the provided inputs")
+
+    monkeypatch.setattr(module.DotProductAttention, "__call__", none_fits)
+    with pytest.raises(ConfigError, match=r"No dot product attention.*use attention=flex"):
+        kernel(Q_THD, Q_THD, Q_THD, Segments(CU_Q, CU_Q, 5, 5), PLAIN)
+
+
+def test_deterministic_kernels_of_hopper_need_flash_attn(
+    te_calls: list[tuple[str, dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """cuDNN's end at documents x heads x longest^2 = 2^30, which some batch of a run reaches."""
+    module = importlib.import_module("automodel_lite.parts.kernels.te")
+    kernel = module.TransformerEngineAttention()
+    kernel.has_flash = False
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    call = Q_THD, Q_THD, Q_THD, Segments(CU_Q, CU_Q, 5, 5), PLAIN
+    kernel(*call)  # as the start's probe, which is not deterministic
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    with pytest.raises(ConfigError, match=r"training.deterministic without flash-attn"):
+        kernel(*call)
+    kernel.has_flash = True
+    kernel(*call)
 
 
 def test_te_without_the_package_names_the_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:
