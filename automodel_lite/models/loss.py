@@ -197,6 +197,11 @@ class Loss(ABC):
     def __call__(self, inputs: LossInputs) -> LossOutput:
         """Returns the sum over this rank's rows."""
 
+    @property
+    def scored_by(self) -> str | None:
+        """Returns the folder or hub name of the model whose stored values it compares with."""
+        return None
+
     def num_items(self, batch: ThdBatch) -> float:
         """Counts on the host what the sum of a step is divided by, in a whole stream that is not
         sharded yet.

@@ -77,6 +77,12 @@ def model_files(pretrained: str | None, revision: str | None = None) -> dict[str
     }
 
 
+def adapter_files(adapter: str) -> dict[str, str]:
+    """Returns the same of an adapter's folder, or a run's with one."""
+    folder = Path(adapter).expanduser()
+    return model_files(str(folder / "adapter")) or model_files(str(folder))
+
+
 def _sampled_digest(path: Path) -> str:
     """Returns 16 hex digits of a file's size and some of its blocks; all of them, when
     it is small.

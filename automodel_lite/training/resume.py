@@ -21,10 +21,11 @@ from automodel_lite.data.packing.report import PackingReport
 from automodel_lite.data.prepare import check_same_data
 from automodel_lite.errors import ConfigError
 from automodel_lite.launched import is_first_here
+from automodel_lite.models.source import CausalLM
 from automodel_lite.parallel.peers import Peers, end_together, flat, open_peers, versions
 from automodel_lite.run.exits import exit_with
 from automodel_lite.run.folder import RunFolder, plain
-from automodel_lite.run.weight_files import model_files
+from automodel_lite.run.weight_files import adapter_files, model_files
 from automodel_lite.telemetry.callbacks import MetricsLog, open_metrics
 from automodel_lite.telemetry.console import Console, quiet_libraries
 from automodel_lite.telemetry.metrics import STARTUP
@@ -76,11 +77,23 @@ def join_ranks(config: Config) -> Iterator[tuple[Config, Peers, str | None]]:
 
 def compare_sources(guards: Guards, parts: Parts, data: PackSource) -> None:
     """Compares between the ranks, and keeps for the checkpoints, digests of what no setting tells:
-    the model's files, and rows of each validation set.
+    the files of all models, and rows of each validation set.
     """
     STARTUP.lap("data")
-    files = model_files(parts.model.pretrained, str(parts.model.source["revision"]))
-    found = {f"model {name}": digest for name, digest in files.items()}
+    models = {"model": _files(parts.model)}
+    if parts.teacher:
+        models["teacher"] = _files(parts.teacher)
+    if parts.loss.scored_by:
+        models["loss.teacher"] = model_files(parts.loss.scored_by)
+    if parts.loss.needs_reference:  # the model as it is before the first step
+        models["reference"] = models["model"]
+        if parts.peft and parts.peft.adapter:
+            models["reference"] = models["model"] | adapter_files(parts.peft.adapter)
+    found = {
+        f"{model} {name}": digest
+        for model, files in models.items()
+        for name, digest in files.items()
+    }
     for name, packs in data.val_packs.items():
         digest = hashlib.sha256(packs.plan.fingerprint().encode())
         for row in np.linspace(0, len(packs.rows) - 1, min(len(packs.rows), _NUM_ROWS), dtype=int):
@@ -88,6 +101,10 @@ def compare_sources(guards: Guards, parts: Parts, data: PackSource) -> None:
         found[f"validation set {name}"] = digest.hexdigest()[:16]
     guards.peers.compare("model files and validation data", found)
     guards.state.sources = found
+
+
+def _files(model: CausalLM) -> dict[str, str]:
+    return model_files(model.pretrained, str(model.source["revision"]))
 
 
 def state_of(
@@ -104,11 +121,11 @@ def state_of(
     check_same_data(saved["data"], data.fingerprint(), accepts)
     before: dict[str, str] = saved["sources"]
 
-    # weights on disk matter where they are not trained: under an adapter; trained ones come from
-    # the checkpoint
+    # weights on disk matter where they are not trained: under an adapter, of a teacher, of a
+    # reference; trained ones come from the checkpoint
     def matters(key: str) -> bool:
         is_weights = key.endswith((".safetensors", ".bin", "index.json"))
-        return bool(guards.config.peft) or not is_weights
+        return bool(guards.config.peft) or not (is_weights and key.startswith("model "))
 
     changed = [key for key in {**before, **now} if before.get(key) != now.get(key) and matters(key)]
     if changed and not accepts:

@@ -10,8 +10,9 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from automodel_lite.errors import ConfigError
+from recipes import score
 from tests.ranks import run_ranks
-from tests.runs import train, train_quick
+from tests.runs import quick_config, train, train_quick
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +52,58 @@ def test_another_base_on_disk_is_refused_on_resume(
         ConfigError,
         match=r"model (model.safetensors|config.json): not what the checkpoint was trained",
     ):
+        train_quick(tmp_path / "run", *options)
+    assert train_quick(tmp_path / "run", *options, "checkpoint.accept_changes=true")[0] == 0
+
+
+OTHERS = {
+    "reference-weights": ("loss=dpo", "reference model.safetensors"),
+    "teacher-weights": ("loss=distill", "teacher model.safetensors"),
+    "teacher-config": ("loss=distill", "teacher config.json"),
+    "stored-teacher": ("loss=distill_topk", "loss.teacher model.safetensors"),
+}
+
+
+@pytest.mark.parametrize(("loss", "changed"), OTHERS.values(), ids=OTHERS)
+def test_another_model_beside_the_trained_one_is_refused_on_resume(
+    loss: str, changed: str, base: Path, tmp_path: Path
+) -> None:
+    """What a run compares with is frozen, and part of its numbers."""
+    other = shutil.copytree(base, tmp_path / "other")
+    options = [loss, f"cache_dir={tmp_path / 'cache'}", "model=pretrained", "tokenizer=pretrained"]
+    if loss == "loss=dpo":
+        row = {"prompt": "Two and two?", "chosen": "Four.", "rejected": "Five."}
+        (tmp_path / "pairs.jsonl").write_text((json.dumps(row) + "\n") * 40)
+        options += [
+            "dataset=files",
+            f"dataset.path={tmp_path / 'pairs.jsonl'}",
+            "~dataset.num_chats",
+        ]
+        options += [
+            "dataset.val_frac=0.1",
+            "dataset.format=preference",
+            f"model.pretrained={other}",
+        ]
+    else:
+        options += [f"model.pretrained={base}"]
+    if loss == "loss=distill":
+        options += ["teacher=pretrained", f"teacher.pretrained={other}"]
+    is_scored = loss == "loss=distill_topk"
+    if is_scored:
+        options += [f"loss.teacher={other}", "loss.top_k=3"]
+        assert score.main(quick_config(tmp_path / "run", *options)) == 0
+    assert train_quick(tmp_path / "run", *options, stop_at=2)[0] == 75
+    if changed.endswith("config.json"):
+        config = json.loads((other / "config.json").read_text())
+        config["rms_norm_eps"] = 1e-3
+        (other / "config.json").write_text(json.dumps(config))
+    else:
+        weights = load_file(other / "model.safetensors")
+        scaled = {name: value * 1.5 for name, value in weights.items()}
+        save_file(scaled, other / "model.safetensors", {"format": "pt"})
+    if is_scored:
+        assert score.main(quick_config(tmp_path / "run", *options)) == 0
+    with pytest.raises(ConfigError, match=rf"{changed}: not what the checkpoint was trained with"):
         train_quick(tmp_path / "run", *options)
     assert train_quick(tmp_path / "run", *options, "checkpoint.accept_changes=true")[0] == 0
 

@@ -110,6 +110,10 @@ class DistillTopK(DistillationLoss):
     top_k: Size = 64  # tokens stored per label
     cross_entropy: Frac = 0.0  # share of plain cross-entropy on the labels
 
+    @property
+    def scored_by(self) -> str:
+        return self.teacher
+
     def __call__(self, inputs: LossInputs) -> LossOutput:
         def both(
             logits: Tensor, labels: Tensor, ids: Tensor, stored: Tensor, rest_of_teacher: Tensor

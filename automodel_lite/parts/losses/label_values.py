@@ -52,7 +52,7 @@ from automodel_lite.parallel.mesh import Mesh
 from automodel_lite.parts.losses.distillation import DistillTopK
 from automodel_lite.progress import Progress
 from automodel_lite.run import durable
-from automodel_lite.run.weight_files import model_files
+from automodel_lite.run.weight_files import adapter_files, model_files
 from automodel_lite.thd import IGNORE_INDEX, to_thd
 from automodel_lite.training.build import BuiltModel
 
@@ -212,8 +212,7 @@ def reference_values(built: BuiltModel, packer: Packer, cache_dir: str | None, s
     model += f" {parts.training.master_weights} {parts.is_quantized}"
     # trained further: the reference is the base with it, as it is now
     if parts.peft and parts.peft.adapter:
-        adapter = Path(parts.peft.adapter).expanduser()
-        model += f" {model_files(str(adapter / 'adapter')) or model_files(str(adapter))}"
+        model += f" {adapter_files(parts.peft.adapter)}"
     return Values(
         "reference", log_probs, {"reference_log_probs": ("float32", 1)}, model, packer, cache_dir
     )
