@@ -473,6 +473,10 @@ class TowerInputs(Tensors):
         """Returns the arguments of the composite's forward; runs its towers."""
         raise NotImplementedError
 
+    def shard(self, batch: ThdBatch, mine: Tensor) -> TowerInputs:
+        """Returns those of a context-parallel rank, whose tokens of the whole `batch` are `mine`."""
+        raise NotImplementedError
+
 
 @dataclass(frozen=True)
 class ThdBatch(Tensors):

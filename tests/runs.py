@@ -126,6 +126,11 @@ def train_quick(
     return _train_raw(_quick(folder, *overrides), stop_at, stop_by)
 
 
+def train_until(preset: str, folder: Path, *overrides: str, stop_at: int) -> tuple[int, str]:
+    """Runs a preset in this process, which gets a signal in step `stop_at` -> exit code, screen."""
+    return _train_raw(_composed(preset, folder, *overrides), stop_at)
+
+
 def train_on(
     world_size: int, folder: Path, *overrides: str, stop_at: int = 0, on_rank: int = 0
 ) -> tuple[int, str]:

@@ -62,6 +62,7 @@ def cp_shard(batch: ThdBatch, cp_mesh: DeviceMesh | None, exchange: str = "all_g
         batch,
         **own,
         columns={name: column[mine] for name, column in batch.columns.items()},
+        images=batch.images and batch.images.shard(batch, mine),
         label_rows=labeled_rows(own["labels"]),
         attention=attention_plan(batch, group, cp_size, cp_rank, exchange),
         mixers=batch.mixers

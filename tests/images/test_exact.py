@@ -30,14 +30,20 @@ from tests.runs import config_of
 LOSS, GRADIENT = 1e-9, 1e-8
 
 
-def config_of_images(folder: Path, *more: str) -> Any:
-    return config_of(
-        "finetune",
-        folder / "run",
+def images_settings(folder: Path) -> list[str]:
+    return [
         "name=images",
         "dataset=images",
         f"dataset.path={folder}/chats.jsonl",
         f"model.pretrained={folder}",
+    ]
+
+
+def config_of_images(folder: Path, *more: str) -> Any:
+    return config_of(
+        "finetune",
+        folder / "run",
+        *images_settings(folder),
         "packed_sequence.packed_sequence_size=256",
         "training.global_batch_size=1",
         "training.max_steps=3",

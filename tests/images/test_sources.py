@@ -97,6 +97,26 @@ def test_images_become_marks(form: str) -> None:
     assert json.dumps(row) == before
 
 
+def pair(*paths: str) -> dict[str, Any]:
+    """Whole chats, each with the image of the prompt."""
+    answers = zip(("chosen", "rejected"), paths)
+    return {
+        name: [
+            {"role": "user", "content": [{"type": "image", "image": path}]},
+            {"role": "assistant", "content": name},
+        ]
+        for name, path in answers
+    }
+
+
+def test_both_answers_of_a_pair_have_the_images_of_the_prompt_once() -> None:
+    marked, sources = take_images(pair("a.png", "a.png"))
+    assert marked["rejected"][0]["content"] == [{"type": "text", "text": IMAGE}]
+    assert [source.path for source in sources] == ["a.png"]
+    with pytest.raises(DataError, match="column rejected has other images than the answer"):
+        take_images(pair("a.png", "b.png"))
+
+
 def test_a_question_with_an_image() -> None:
     marked, sources = take_images({"question": "q", "answer": "a", "image": {"bytes": encoded()}})
     assert marked == {"question": f"{IMAGE}q", "answer": "a"}

@@ -104,8 +104,8 @@ def _check_settings(config: Config, packer: Packer) -> None:
             f"packed_sequence.strategy={packer.strategy} overlong={packer.overlong} would cut "
             "images: use exact_fill, best_fit or next_fit, and overlong=drop or error."
         )
-    if config.mesh.cp * config.mesh.tp * config.mesh.ep > 1:
+    if config.mesh.tp * config.mesh.ep > 1:
         raise ConfigError(
-            f"mesh.cp={config.mesh.cp} mesh.tp={config.mesh.tp} mesh.ep={config.mesh.ep} with "
-            "images is not supported: use mesh.dp_shard."
+            f"mesh.tp={config.mesh.tp} mesh.ep={config.mesh.ep} with images is not supported: use "
+            "mesh.dp_shard or mesh.cp."
         )

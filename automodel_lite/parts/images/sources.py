@@ -29,6 +29,7 @@ from automodel_lite.data.reading.readers import RawRow
 from automodel_lite.errors import DataError, one_line
 
 COLUMNS = ("images", "image")
+REJECTED = "rejected"
 MARKER = "<image>"
 """What stands for an image in texts of LLaVA's, ShareGPT's and many other files."""
 PARTS = ("image", "image_url", "input_image")
@@ -194,8 +195,13 @@ def take_images(row: RawRow) -> tuple[RawRow, list[ImageSource]]:
     kept = {name: value for name, value in row.items() if name not in COLUMNS}
     if isinstance(kept.get("texts"), list):
         kept["messages"] = _turns_of_pairs(kept.pop("texts"))
-    found = _Found(bool(waiting))
-    marked = {name: found.marked(value, name) for name, value in kept.items()}
+    found, of_rejected = _Found(bool(waiting)), _Found(bool(waiting))
+    marked = {}
+    for name, value in kept.items():
+        marked[name] = (of_rejected if name == REJECTED else found).marked(value, name)
+    # whole chats of a pair: both begin with the prompt, and its images
+    if of_rejected.places() not in ([], found.places()):
+        raise DataError(f"column {REJECTED} has other images than the answer that is preferred.")
     num_open = found.sources.count(None)
     if waiting and not found.sources:
         return _in_front(marked, len(waiting)), waiting
@@ -216,6 +222,10 @@ class _Found:
     def __init__(self, has_column: bool) -> None:
         self.has_column = has_column
         self.sources: list[ImageSource | None] = []
+
+    def places(self) -> list[tuple[str, bytes] | None]:
+        """Returns where the images are, whatever they are called."""
+        return [source and (source.path, source.content) for source in self.sources]
 
     def marked(self, value: Any, name: str) -> Any:
         """Returns a value with marks for its image parts, and for markers where there is a

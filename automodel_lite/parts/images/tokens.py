@@ -252,8 +252,10 @@ class ImageRenderer(Renderer):
         super().__init__(job.tokenizer, job.settings.train_on, job.settings.template_kwargs)
 
     def renderings(self, document: Document) -> list[Rendering]:
-        placed: list[PlacedImage] = document.get(IMAGES, [])
         found = super().renderings(document)
+        if IMAGES not in document:  # an answer of a document, all of which is expanded below
+            return found
+        placed: list[PlacedImage] = document[IMAGES]
         images = [(image.number, self._tokens(image)) for image in placed]
         expanded = [self._expanded(rendering, images) for rendering in found]
         if images and not any(len(one.images) == len(images) for one in expanded):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -49,6 +49,15 @@ class PackedImages(TowerInputs):
             inputs |= {name: (image_T > 0).long()[None] for name in TYPES if name in known}
         features = encode(lm, self.record, self.num_rows, self.rows)
         return {**inputs, "mm_encoder_outputs": {"image": features}}
+
+    def shard(self, batch: ThdBatch, mine: Tensor) -> PackedImages:
+        """See `TowerInputs`. Each rank runs the towers on all images, and takes its own rows: what
+        the gradients of all ranks sum up to is that of one.
+        """
+        row_T = torch.full_like(batch.input_ids, -1)
+        row_T[batch.columns["image"] > 0] = self.rows
+        own = row_T[mine]
+        return replace(self, rows=own[own >= 0])
 
 
 def encode(
