@@ -474,7 +474,7 @@ class TowerInputs(Tensors):
         raise NotImplementedError
 
     def shard(self, batch: ThdBatch, mine: Tensor) -> TowerInputs:
-        """Returns those of a context-parallel rank, whose tokens of the whole `batch` are `mine`."""
+        """Returns those of a context-parallel rank, which has the tokens `mine` of `batch`."""
         raise NotImplementedError
 
 

@@ -225,7 +225,9 @@ class _Found:
 
     def places(self) -> list[tuple[str, bytes] | None]:
         """Returns where the images are, whatever they are called."""
-        return [source and (source.path, source.content) for source in self.sources]
+        return [
+            source if source is None else (source.path, source.content) for source in self.sources
+        ]
 
     def marked(self, value: Any, name: str) -> Any:
         """Returns a value with marks for its image parts, and for markers where there is a
