@@ -25,7 +25,6 @@ from automodel_lite.config.schema import Config
 from automodel_lite.data.feeding.feed import DeviceFeed, DeviceStep
 from automodel_lite.data.feeding.source import PackSource, TrainingPlan
 from automodel_lite.data.prepare import check_positions, check_sizes, prepare_data
-from automodel_lite.extras.report import LiveReport
 from automodel_lite.interpreter import relaxed_gc
 from automodel_lite.models.flops import cost_model
 from automodel_lite.parallel.context_parallel import check_same_batch, cp_shard
@@ -39,6 +38,7 @@ from automodel_lite.run.nonfinite import StepOutcome
 from automodel_lite.seed import seed_all
 from automodel_lite.telemetry.callbacks import MetricsLog, value_of
 from automodel_lite.telemetry.console import Console
+from automodel_lite.telemetry.live_report import LiveReport
 from automodel_lite.telemetry.metrics import Counts, Meter, StepResult, count_own
 from automodel_lite.thd import ThdBatch
 from automodel_lite.tools.finish import check_exportable, finish

@@ -34,17 +34,14 @@ class Layout:
     """A function of families.yaml, which explains the fields."""
 
     tokens: dict[str, tuple[int, int | None]]
-    packed: Callable[..., Tensor]
+    packed: str
     weights: dict[str, int] = field(default_factory=dict)
     boundary: str | None = None
     has_states: bool = False
     in_trees: str = "paths"
 
 
-FUNCTIONS = {
-    name: Layout(**{**layout, "packed": locate(f"{FAMILIES['packed_mixers']}.{layout['packed']}")})
-    for name, layout in FAMILIES["mixer_functions"].items()
-}
+FUNCTIONS = {name: Layout(**layout) for name, layout in FAMILIES["mixer_functions"].items()}
 FUSED: dict[str, str | None] = FAMILIES["fused_functions"]
 _BOUNDARIES = frozenset({"seq_idx", "cu_seqlens", "cu_seqlens_cpu"})
 
@@ -159,7 +156,7 @@ def packed_function(function: Callable[..., Any], name: str) -> Callable[..., An
     """Ours in place of transformers' PyTorch; None with a package's kernel, or if `function` has an
     argument that ours does not know.
     """
-    ours = FUNCTIONS[name].packed
+    ours = locate(f"{FAMILIES['packed_mixers']}.{FUNCTIONS[name].packed}")
     if resolved_implementation(function).get("is_new_implementation"):
         return None
     known = _parameters(ours).union(*FAMILIES["not_on_a_stream"])

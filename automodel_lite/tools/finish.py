@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from automodel_lite.config.components import build, locate
 from automodel_lite.config.schema import Config
@@ -23,12 +22,10 @@ from automodel_lite.models.source import is_remote_code
 from automodel_lite.run.export import export_adapter, export_hf, generation_config
 from automodel_lite.telemetry.callbacks import MetricsLog
 from automodel_lite.telemetry.console import Console
+from automodel_lite.telemetry.live_report import LiveReport
 from automodel_lite.training.build import BuiltModel
 from automodel_lite.training.evaluation import questions_of
 from automodel_lite.training.guards import Guards
-
-if TYPE_CHECKING:
-    from automodel_lite.extras.report import LiveReport
 
 _HUB = "automodel_lite.extras.hub"  # by name, as what a run exports knows no hub
 

@@ -6,7 +6,6 @@ import pytest
 
 from automodel_lite.errors import ConfigError
 from automodel_lite.extras.report import (
-    LiveReport,
     _thin,
     differences,
     facts_of,
@@ -18,6 +17,7 @@ from automodel_lite.extras.report import (
     write_report,
 )
 from automodel_lite.run.folder import RunFolder
+from automodel_lite.telemetry.live_report import LiveReport
 from recipes import report as report_recipe
 from tests.runs import train
 

@@ -9,9 +9,8 @@ inspection.html.j2   the data before a run
 from __future__ import annotations
 
 import math
-import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -140,8 +139,6 @@ def differences(records: list[RunRecord]) -> list[tuple[str, list[str]]]:
 
 
 MOST_POINTS = 1500  # of one curve in the page: twice the pixels of a wide chart
-REFRESH_S = 10
-_OVERHEAD_FRAC = 0.01  # of the run's time that drawing may take
 _RATES = ("tokens_per_s", "mfu_frac", "tflops_per_s", "data_wait_s")
 _PACKED = (
     "packs",
@@ -157,31 +154,9 @@ _VALIDATED = ("val_loss", "val_token_accuracy", "val_perplexity")
 _CURVES = ("loss", "grad_norm", "lr", "fill_frac", "memory_gib", *_RATES)
 
 
-@dataclass
-class LiveReport:
-    """The page of a run that goes on: takes at most 1 % of its time, and costs a warning when it
-    cannot be drawn.
-    """
-
-    run: Path
-    is_drawn: bool
-    warn: Callable[[str, str], None]
-    _not_before: float = field(default=0.0, init=False)
-
-    def update(self, is_last: bool = False) -> None:
-        """Draws the page if it is due; `is_last` always does, without the page's
-        refresh of itself.
-        """
-        began = time.perf_counter()
-        if not self.is_drawn or not self.run.is_dir() or (began < self._not_before and not is_last):
-            return
-        try:
-            write_report([read_run(self.run)], self.run, refresh_s=None if is_last else REFRESH_S)
-        except Exception as error:
-            self.is_drawn = False
-            self.warn("report", f"WARNING: not drawn: {type(error).__name__}: {error}")
-        now = time.perf_counter()
-        self._not_before = now + max(REFRESH_S, (now - began) / _OVERHEAD_FRAC)
+def draw_run(run: Path, refresh_s: int | None) -> None:
+    """Writes the page of one run into its folder."""
+    write_report([read_run(run)], run, refresh_s)
 
 
 def write_report(records: list[RunRecord], to: Path, refresh_s: int | None = None) -> Path:
