@@ -188,7 +188,15 @@ class ChatRenderer:
         if self._train_on == "all":
             stops = [text.rfind(token) + len(token) for token in self.stop_tokens if token in text]
             end = max(stops, default=len(text))
-            return Rendering(text, ((0, len(text) if text[end:].strip() else end),))
+            begins, ends = [0], []
+            for place, message in enumerate(messages):
+                if message.get("weight", 1) == 0:
+                    start, stop = self._silent_span(render, messages, text, place)
+                    ends.append(start)
+                    begins.append(stop)
+            ends.append(len(text) if text[end:].strip() else end)
+            parts = zip(begins, ends)
+            return Rendering(text, tuple((start, stop) for start, stop in parts if start < stop))
         spans = [
             span
             for span in (self._span(render, messages, text, turn) for turn in turns)
@@ -297,6 +305,33 @@ class ChatRenderer:
             if token in after[start:]
         ]
         return start, min(len(text), max(stops, default=len(after)))
+
+    def _silent_span(
+        self, render: Callable[..., str], messages: list[Message], text: str, place: int
+    ) -> Span:
+        """Where any message lies in `text`, its end token included; raises DataError where the
+        template does not show it.
+        """
+        message, before = messages[place], messages[:place]
+        is_answer, content = message["role"] in _ASSISTANTS, message["content"].strip()
+        if is_answer and (span := self._span(render, messages, text, place)):
+            return span
+        start = _common_prefix(render(before, prompt=is_answer), text) if before else 0
+        at = text.find(content, start)
+        if not is_answer:
+            # The turn before it was written as the last one without it, and as history with it.
+            with_it = render(messages[: place + 1])
+            at = text.rfind(content, 0, _common_prefix(with_it, text))
+            start = start if before and start == len(render(before)) else at
+        if not content or at < 0:
+            raise DataError(
+                f"message {place} has weight 0, and the chat template does not show where it is: "
+                "use tokenize.train_on=assistant, or another template."
+            )
+        end = at + len(content)
+        rest = text[end:]
+        stop = next((t for t in self.stop_tokens if rest.lstrip().startswith(t)), "")
+        return start, len(text) - len(rest.lstrip()) + len(stop) if stop else end
 
     def _rendering_of_last_turn(
         self, render: Callable[..., str], messages: list[Message]

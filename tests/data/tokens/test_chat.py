@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from automodel_lite.config.schema import TokenizeConfig
@@ -267,6 +269,21 @@ def test_a_message_of_weight_zero_is_not_trained(family: str) -> None:
     texts = rendered(family, [HI, {**HELLO, "weight": 0}, SUM, FOUR])
     assert "".join(texts).count("⟦") == 1
     assert "".join(texts).index("⟦") > "".join(texts).index("2+2?")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("silent", [0, 1, 2, 3])
+def test_a_message_of_weight_zero_is_not_trained_among_all(family: str, silent: int) -> None:
+    """Of train_on=all everything else is: the same text, without what the message says and its end."""
+    chat = [HI, HELLO, SUM, FOUR]
+    (whole,) = rendered(family, chat, "all")
+    chat[silent] = {**chat[silent], "weight": 0}
+    (text,) = rendered(family, chat, "all")
+    assert text.replace("⟧", "").replace("⟦", "") == whole.replace("⟧", "").replace("⟦", "")
+    trained = "".join(re.findall("⟦(.*?)⟧", text, re.DOTALL))
+    said = [message["content"] for message in chat]
+    for place, content in enumerate(said):
+        assert (content in trained) == (place != silent), (text, content)
 
 
 def test_markers_give_what_prefixes_give() -> None:
