@@ -10,6 +10,7 @@ size costs 16 bytes per row.
 from __future__ import annotations
 
 import csv
+import io
 import json
 import os
 from bisect import bisect_right
@@ -284,31 +285,31 @@ def _rows_in(whole: RawRow) -> list[list[Any]]:
     ]
 
 
-NUM_SNIFFED_LINES = 20
+NUM_SNIFFED_RECORDS = 20
+_SNIFFED_CHARS = 2**20
 
 
 def find_delimiter(path: Path, usual: str, encoding: str) -> str:
     """Finds what separates values: `usual` unless only another one gives the same number (over 1)
-    on every line.
+    in each of the first records, which may go over several lines.
     """
-    try:
-        with path.open(newline="", encoding=encoding) as file:
-            text = "".join(islice(file, NUM_SNIFFED_LINES))
-    except UnicodeDecodeError:
-        return usual  # the bad byte is named when its line is read
+    # a bad byte is named when its line is read
+    with path.open(newline="", encoding=encoding, errors="surrogateescape") as file:
+        text = file.read(_SNIFFED_CHARS)
 
     def columns(delimiter: str) -> int:
-        """Values of each line; 1 when the lines differ."""
+        """Values of each record; 1 when the records differ."""
+        reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+        records: list[list[str]] = []
         try:
-            rows = [
-                row
-                for row in csv.reader(text.splitlines(keepends=True), delimiter=delimiter)
-                if row
-            ]
-        except csv.Error:
-            return 1
-        whole = rows[:-1] if len(rows) > NUM_SNIFFED_LINES // 2 else rows  # the last may be cut
-        return len(rows[0]) if rows and {len(row) for row in whole} == {len(rows[0])} else 1
+            records += islice(filter(None, reader), NUM_SNIFFED_RECORDS)
+        except csv.Error:  # of the last one, which may be cut
+            if len(text) < _SNIFFED_CHARS:
+                return 1
+        if len(text) == _SNIFFED_CHARS and 1 < len(records) < NUM_SNIFFED_RECORDS:
+            records.pop()
+        numbers = {len(record) for record in records}
+        return numbers.pop() if len(numbers) == 1 else 1
 
     others = [
         delimiter

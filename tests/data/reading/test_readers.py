@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bz2
+import csv
 import gzip
 import io
 import json
@@ -390,6 +391,31 @@ def test_the_delimiter_of_a_table_is_found(tmp_path: Path, kind: str, delimiter:
     found = documents(str(tmp_path / kind))
     assert [document["completion"] for document in found] == ["x", "1.5"]
     assert found[1]["prompt"] == f"c{mark} d\nline"
+
+
+@pytest.mark.parametrize("delimiter", [",", ";", "\t", "|"])
+def test_the_delimiter_of_cells_with_line_breaks_is_found(tmp_path: Path, delimiter: str) -> None:
+    """Records are looked at, not lines: cells hold breaks of all kinds, and the other separators."""
+    draw = random.Random(delimiter)
+    pieces = ["a", ",", ";", "\t", "|", "\n", "\r\n", "\u2028", "\x0b", '"', " ", "ü"]
+    for number in range(40):
+        rows = [
+            {
+                "question": f"q{n}" + "".join(draw.choices(pieces, k=draw.randint(0, 30))) + "q",
+                "answer": f"a{n}" + "".join(draw.choices(pieces, k=draw.randint(0, 30))) + "a",
+            }
+            for n in range(draw.randint(3, 60))
+        ]
+        path = tmp_path / f"{number}.csv"
+        with path.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, ["question", "answer"], delimiter=delimiter)
+            writer.writeheader()
+            writer.writerows(rows)
+        found = FilesDataset(
+            str(path), columns={"prompt": "question", "completion": "answer"}
+        ).train
+        wanted = [{"prompt": row["question"], "completion": row["answer"]} for row in rows]
+        assert [found[i] for i in range(len(found))] == wanted
 
 
 def test_a_delimiter_is_not_found_where_there_is_none(tmp_path: Path) -> None:
