@@ -82,6 +82,16 @@ class Generator:
             answers += self.tokenizer.batch_decode(new, skip_special_tokens=True)
         return answers
 
+    def refusal(
+        self, chat: list[dict[str, Any]], is_chat: bool = True, tools: list[Any] | None = None
+    ) -> str:
+        """Returns why `answers` would refuse this chat; empty where it would not."""
+        try:
+            self._room_tokens(torch.tensor(prompt_ids(self.tokenizer, chat, is_chat, tools)))
+        except ConfigError as error:
+            return str(error)
+        return ""
+
     @cached_property
     def takes_padding(self) -> bool:
         """Does left padding leave a prompt's continuation unchanged? Some recurrent layers run over

@@ -5,6 +5,8 @@ card, upload.
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from automodel_lite.config.components import build, locate
@@ -73,23 +75,16 @@ def finish(
             "exported",
             f"{run.folder.display_path}/{exported.name}: loads with {loader}.from_pretrained",
         )
+        if run.ranks.is_first and run.config.evaluation:
+            with _without_undoing("evaluated", console):
+                _ask(run, built, data, metrics, console, exported)
         if run.ranks.is_first:
-            # with the exported folder, as a user would load it; on the CPU: the GPU is full
-            if run.config.evaluation:
-                is_remote = is_remote_code(type(built.model.loss_model.lm))
-                generator = load_generator(str(exported), is_remote, on_cpu=True)
-                answers, scores = build(run.config.evaluation).ask(
-                    generator, questions_of(data.documents)
-                )
-                console.print(answers)
-                metrics.log({"step": run.state.num_steps, **scores})
-            locate(f"{_HUB}.write_card")(run.folder.path, exported, hub.push)
+            with _without_undoing("card", console):
+                locate(f"{_HUB}.write_card")(run.folder.path, exported, hub.push)
         if run.ranks.is_first and hub.push:
-            try:
+            with _without_undoing("uploaded", console):
                 address = locate(f"{_HUB}.push")(run.folder.path, exported, hub.push, hub.private)
                 console.say("uploaded", address)
-            except ConfigError as error:
-                console.say("uploaded", f"WARNING: {error}")
         metrics.exported(exported)
     run.check_saved()
     if run.ranks.is_first:
@@ -102,6 +97,37 @@ def finish(
     if page.is_drawn:
         console.say("report", f"{run.folder.display_path}/report.html")
     console.commands("next", run.folder.next_commands("finished"))
+
+
+@contextmanager
+def _without_undoing(stage: str, console: Console) -> Iterator[None]:
+    """Says what a stage behind the export meets, on the one rank that runs it: what was trained and
+    exported is finished.
+    """
+    try:
+        yield
+    except Exception as error:
+        text = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
+        console.say(stage, f"WARNING: {one_line(text, 600)}")
+
+
+def _ask(
+    run: Guards,
+    built: BuiltModel,
+    data: PackSource,
+    metrics: MetricsLog,
+    console: Console,
+    exported: Path,
+) -> None:
+    """Asks the held-out questions with the exported folder, as a user would load it; on the CPU:
+    the GPU is full.
+    """
+    is_remote = is_remote_code(type(built.model.loss_model.lm))
+    generator = load_generator(str(exported), is_remote, on_cpu=True)
+    questions = questions_of(data.documents)
+    answers, scores = build(run.config.evaluation).ask(generator, questions)
+    console.print(answers)
+    metrics.log({"step": run.state.num_steps, **scores})
 
 
 def _export(run: Guards, built: BuiltModel, data: PackSource) -> Path:

@@ -28,7 +28,7 @@ from automodel_lite.data.feeding.feed import DeviceFeed, validation_steps
 from automodel_lite.data.feeding.source import PackSource
 from automodel_lite.data.packing.packs import PackedDataset
 from automodel_lite.data.reading.documents import Documents, Question, question_of
-from automodel_lite.errors import DataError
+from automodel_lite.errors import DataError, one_line
 from automodel_lite.models.generate import Generator, prompt_ids
 from automodel_lite.parallel.mesh import Mesh
 from automodel_lite.parallel.sharding import ParallelModel
@@ -149,6 +149,18 @@ class ExactMatch:
         questions = list(islice(held_out, self.num_questions))
         if not questions:
             return "held-out questions: the data has none", {"answers_right": 0, "answers": 0}
+        # One that the model cannot be asked ends no run, and is not counted as wrong.
+        refusals = [generator.refusal(q.messages, q.is_chat, q.tools) for q in questions]
+        refused = [
+            f"  not asked: question {number}, {one_line(str(question.messages[-1]['content']), 60)}"
+            f" ({reason})"
+            for number, (question, reason) in enumerate(zip(questions, refusals), start=1)
+            if reason
+        ]
+        questions = [question for question, reason in zip(questions, refusals) if not reason]
+        if not questions:
+            head = f"held-out questions: none of {len(refused)} can be asked"
+            return "\n".join([head, *refused]), {"answers_right": 0, "answers": 0}
         texts = answers_to(questions, generator, self.batch_size, self.max_new_tokens)
         given, expected = (
             [text.strip() for text in texts],
@@ -158,12 +170,14 @@ class ExactMatch:
         scores = {name: mean(map(metric, given, expected)) for name, metric in self.metrics.items()}
         shown = "".join(f", {name} {score:.3f}" for name, score in scores.items())
         lines = [f"held-out questions: {sum(is_right)} of {len(questions)} exactly right{shown}"]
+        lines += refused
         for number, question in enumerate(questions[: self.num_shown]):
             mark = "right" if is_right[number] else f"wrong, expected {expected[number]!r}"
             lines.append(
                 f"  Q: {question.messages[-1]['content']}\n  A: {given[number]}   ({mark})"
             )
         row: dict[str, Any] = {"answers_right": sum(is_right), "answers": len(questions)}
+        row |= {"answers_refused": len(refused)} if refused else {}
         row |= {f"score/{name}": score for name, score in scores.items()}
         # for the report
         for question, answer, wanted, right in zip(questions, given, expected, is_right):

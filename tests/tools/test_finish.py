@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from huggingface_hub import ModelCardData
 from transformers import LlamaForCausalLM
 
 from automodel_lite.errors import RunStoppedError
@@ -32,6 +33,54 @@ def test_an_export_that_fails_can_be_made_later(tmp_path: Path, monkeypatch: pyt
     shutil.rmtree(run / "hf")
     train("smoke", run, *FEW)  # the same command exports it too
     assert (run / "hf/model.safetensors").is_file()
+
+
+def test_questions_that_do_not_fit_the_model_are_named_and_the_run_is_finished(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One held-out question over the model's positions once ended a trained, exported run as failed."""
+    rows = [{"prompt": "Hi there?", "completion": "Hello!"}] * 60
+    long = {"prompt": "word " * 900, "completion": "No."}
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "val.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in [rows[0], long, *rows[:40]])
+    )
+    where = (
+        f"dataset.path={tmp_path / 'train.jsonl'}",
+        f"dataset.val_path={tmp_path / 'val.jsonl'}",
+    )
+    options = ("dataset=files", "~dataset.num_chats", "evaluation=exact_match", *where)
+    more = ("packed_sequence.overlong=drop", "model.config.max_position_embeddings=256")
+    size = ("packed_sequence.packed_sequence_size=256", "evaluation.num_questions=3")
+    rows = train("smoke", tmp_path / "run", *FEW, *options, *more, *size)
+    assert status_of(tmp_path / "run")["state"] == "finished"
+    (scores,) = [row for row in rows if "answers" in row]
+    assert (scores["answers"], scores["answers_refused"]) == (2, 1)
+    screen = " ".join(capsys.readouterr().out.split())
+    assert "not asked: question 2, word word" in screen
+    assert "256 positions for prompt and answer together" in screen
+
+
+@pytest.mark.parametrize("stage", ["evaluated", "card"])
+def test_nothing_behind_the_export_undoes_a_run(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    stage: str,
+) -> None:
+    """Libraries that fail only then."""
+
+    def fail(*args: object, **more: object) -> None:
+        raise MemoryError("no room at all")
+
+    owner, name = {
+        "evaluated": (LlamaForCausalLM, "generate"),
+        "card": (ModelCardData, "to_dict"),
+    }[stage]
+    monkeypatch.setattr(owner, name, fail)
+    train("smoke", tmp_path / "run", *FEW, "evaluation=exact_match")
+    assert status_of(tmp_path / "run")["state"] == "finished"
+    assert "WARNING: MemoryError: no room at all" in capsys.readouterr().out
 
 
 def test_a_disk_that_is_full_at_the_end_is_a_failure(
