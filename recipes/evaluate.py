@@ -32,6 +32,7 @@ from automodel_lite.parallel.mesh import Mesh, init_mesh, rank, threads_of, worl
 from automodel_lite.progress import activity
 from automodel_lite.run.checkpoint_folder import exported_folder
 from automodel_lite.telemetry.console import Console, quiet_libraries
+from automodel_lite.training.auto import resolve_auto
 from automodel_lite.training.build import build_model
 from automodel_lite.training.evaluation import questions_of, validation_losses
 from automodel_lite.training.plan import Parts, build_parts
@@ -42,7 +43,7 @@ def main(config: Config) -> int:
     """Prints a line per set, and the scores of the answers."""
     quiet_libraries()
     console = Console(is_silent=rank() != 0)
-    config = of_folder(config)
+    config = resolve_auto(of_folder(config), console)
     batches = check_sizes(config, world_size())
     parts = build_parts(config)
     try_settings(config, parts)

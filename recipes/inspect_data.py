@@ -37,6 +37,7 @@ from automodel_lite.extras.report import write_inspection
 from automodel_lite.launched import check_alone
 from automodel_lite.prefix_trees import find_nodes
 from automodel_lite.thd import CHOSEN, REJECTED
+from automodel_lite.training.auto import resolve_auto
 
 NUM_PACKS = 8
 NUM_SAMPLES = 3
@@ -51,6 +52,7 @@ def main(config: Config, html: Path | None = None) -> int:
     """
     check_alone()
     try:
+        config = resolve_auto(config)
         data = prepare_first_documents(config, build_packer(config))
         packs = data.packs_of(0)
     except DataError as error:

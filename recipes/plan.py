@@ -55,8 +55,9 @@ from automodel_lite.extras.plan.simulation import layer_pattern, simulate_by_lay
 from automodel_lite.launched import check_alone
 from automodel_lite.parallel.mesh import MeshShape
 from automodel_lite.telemetry.console import quiet_libraries
+from automodel_lite.training.auto import MOST_PACK, SIZE, resolve_auto
 from automodel_lite.training.memory import estimate_memory, usable
-from automodel_lite.training.plan import ModelPlan, Parts, build_parts, with_recomputation
+from automodel_lite.training.plan import AUTO, ModelPlan, Parts, build_parts, with_recomputation
 from automodel_lite.training.start import build_on_meta
 
 POSITIVE = argument(float, Range(above=0))
@@ -72,6 +73,9 @@ def main(argv: list[str] | None = None) -> int:
     # advice on a simulated step
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     config = composed(args.config_name, overrides)
+    if config.packed_sequence.get("packed_sequence_size") == AUTO:
+        overrides = [*overrides, f"{SIZE}={pack_size(config)}"]
+        config = composed(args.config_name, overrides)
     if args.write and (removed := [text for text in overrides if text.startswith("~")]):
         raise ConfigError(
             f"--write {args.write}: a preset cannot remove an option, as {removed[0]} does."
@@ -123,6 +127,16 @@ def composed(preset: str, overrides: Sequence[str]) -> Config:
     if OmegaConf.is_missing(raw.dataset, "path"):
         raw.dataset.path = NOT_READ
     return check_config(raw)
+
+
+def pack_size(config: Config) -> int:
+    """Returns the tokens of a pack that `auto` means; without readable data, which `data_of`
+    explains, the longest that is chosen for short documents.
+    """
+    if config.dataset.get("path") != NOT_READ:
+        with suppress(ConfigError, DataError):
+            return int(resolve_auto(config).packed_sequence["packed_sequence_size"])
+    return MOST_PACK
 
 
 def missing(config: Config) -> list[str]:

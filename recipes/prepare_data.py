@@ -19,11 +19,13 @@ from automodel_lite.config.schema import Config
 from automodel_lite.data.feeding.order import batch_shape
 from automodel_lite.data.prepare import build_packer, prepare_data
 from automodel_lite.launched import check_alone
+from automodel_lite.training.auto import resolve_auto
 
 
 def main(config: Config) -> int:
     """Fills the cache and prints what is in it."""
     check_alone()
+    config = resolve_auto(config)
     data = prepare_data(config, batch_shape(config.training, dp_size=1), build_packer(config))
     print(data.documents.description)
     for note in data.notes:

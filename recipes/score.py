@@ -33,6 +33,7 @@ from automodel_lite.parts.losses.distillation import DistillTopK
 from automodel_lite.parts.losses.label_values import check_loss, reference_values, teacher_values
 from automodel_lite.seed import seed_all
 from automodel_lite.telemetry.console import Console, quiet_libraries
+from automodel_lite.training.auto import resolve_auto
 from automodel_lite.training.build import as_teacher, build_model, check_same_vocabulary
 from automodel_lite.training.plan import build_parts
 
@@ -41,6 +42,7 @@ def main(config: Config) -> int:
     """Computes the values of every set of the data."""
     quiet_libraries()
     console = Console(is_silent=rank() != 0)
+    config = resolve_auto(config, console)
     parts = build_parts(config)
     loss = parts.loss
     if not (loss.needs_reference or isinstance(loss, DistillTopK)):

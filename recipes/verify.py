@@ -56,6 +56,7 @@ from automodel_lite.tools.verify import (
     table,
     take_gradients,
 )
+from automodel_lite.training.auto import resolve_auto
 from automodel_lite.training.build import assemble, check_model, plan_model
 from automodel_lite.training.plan import build_parts
 from automodel_lite.training.start import try_settings
@@ -78,6 +79,7 @@ class Verification:
     """One model in one process, and again spread over the mesh."""
 
     def __init__(self, config: Config) -> None:
+        config = resolve_auto(config)
         self.config = config
         self.console = Console(is_silent=rank() != 0)
         shape = mesh_shape(config.mesh, world_size())

@@ -179,6 +179,7 @@ def seconds_of(duration: str | int) -> float:
     return ((days * 24 + hours) * 60 + minutes) * 60.0 + seconds
 
 
+Auto = Annotated[str, _condition("a number or auto", lambda value: value == "auto")]
 Count = Annotated[int, Range(0), PLAUSIBLE]
 Positive = Annotated[int, Range(1), PLAUSIBLE]
 # of what memory is taken for at once: packs of a micro-batch, an adapter's rank

@@ -21,6 +21,7 @@ from automodel_lite.config.rules import (
     PLAUSIBLE,
     REPO_NAME,
     UP_TO_THE_CORES,
+    Auto,
     Count,
     Fraction,
     OneOf,
@@ -101,7 +102,7 @@ class TrainingConfig:
     )
     allow_few_steps: bool = resumable(False)  # epochs may be fewer than 10 optimizer steps
     micro_batch_size: Size = resumable(1)  # packs per forward pass of a data-parallel rank
-    global_batch_size: Annotated[int, Range(1, 10**6)] | Annotated[str, OneOf(("auto",))] | None = (
+    global_batch_size: Annotated[int, Range(1, 10**6)] | Auto | None = (
         # packs per optimizer step; null = micro_batch_size x ranks; auto = 8, or fewer for at least
         # 50 steps
         None

@@ -255,9 +255,9 @@ class RunFolder:
         return json_object(self.status)
 
     def with_saved_layout(self, config: Config) -> Config:
-        """Keeps what the layout of ranks would decide, the global batch and the slots of documents,
-        as the run began; raises ConfigError when those slots cannot be shared by this many
-        context-parallel ranks.
+        """Keeps what the layout of ranks, or `auto`, would decide (the global batch, the slots of
+        documents, the size of packs, the learning rate) as the run began; raises ConfigError when
+        those slots cannot be shared by this many context-parallel ranks.
         """
         if not self.config.is_file() or not self.checkpoints.is_dir():
             return config
@@ -280,7 +280,13 @@ class RunFolder:
                     f"(packed_sequence.slot_multiple={2 * cp} from the start fits mesh.cp=1 and "
                     f"{cp})."
                 )
-        return replace(config, training=training, packed_sequence=packed)
+        optimizer = config.optimizer
+        if packed.get("packed_sequence_size") == "auto":
+            size = saved.get("packed_sequence", {}).get("packed_sequence_size")
+            packed = {**packed, "packed_sequence_size": size}
+        if optimizer.get("lr") == "auto":
+            optimizer = {**optimizer, "lr": saved.get("optimizer", {}).get("lr")}
+        return replace(config, training=training, packed_sequence=packed, optimizer=optimizer)
 
     def finished_message(self, config: Config) -> str | None:
         """Returns the message for a finished run that is started again; None when there is work to

@@ -30,6 +30,7 @@ from automodel_lite.telemetry.callbacks import MetricsLog, open_metrics
 from automodel_lite.telemetry.console import Console, quiet_libraries
 from automodel_lite.telemetry.metrics import STARTUP
 from automodel_lite.training import start
+from automodel_lite.training.auto import resolve_auto
 from automodel_lite.training.guards import Guards, TrainState
 from automodel_lite.training.plan import Parts
 
@@ -47,12 +48,12 @@ def launch(recipe: Callable[..., Any], config: Config, *more: object) -> int:
     quiet_libraries()
     config = start.from_run(config)
     if config.dry_run:
-        return start.dry_run(config)
+        return start.dry_run(resolve_auto(config))
     with join_ranks(config) as (config, peers, finished):
         if finished:
             Console().print(finished)
             return 0
-        return recipe(config, peers, *more).train()
+        return recipe(resolve_auto(config), peers, *more).train()
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from transformers import PretrainedConfig
 
 from automodel_lite.config.components import locate, text_of
 from automodel_lite.config.schema import Config, TrainingConfig
+from automodel_lite.config.sizes import LEAST_STEPS
 from automodel_lite.data.feeding.planned import PlannedPacks
 from automodel_lite.data.feeding.source import PackSource, TrainingPlan
 from automodel_lite.data.packing.packs import packed_sequence_thd_collater
@@ -312,6 +313,11 @@ def plan_lines(report: PackingReport | None, plan: TrainingPlan, config: Config)
         schedule.get("warmup_steps", 0), schedule.get("warmup_frac", 0.0), plan.max_steps
     )
     lines = steps_text(plan, report, num_warmup_steps)
+    if config.training.max_steps is None and plan.max_steps < LEAST_STEPS:
+        lines += (
+            f"\nNOTE: {plan.max_steps} steps are few to learn from: {LEAST_STEPS} or more need a "
+            "larger training.num_epochs, or more data"
+        )
     if config.training.global_batch_size == "auto":
         lines += (
             f"\ntraining.global_batch_size=auto: {plan.shape.global_batch_size}, and "

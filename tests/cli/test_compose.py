@@ -32,10 +32,12 @@ def lines(folder: Path, preset: str, *overrides: str) -> list[str]:
 
 
 def test_the_preset_wins_and_the_line_names_both_values(folder: Path) -> None:
-    chosen = compose_config("finetune", ["optimizer=sgd"], config_dir=str(folder))
-    assert (chosen.optimizer.lr, chosen.optimizer.momentum) == (1e-5, 0.9)
-    line = "optimizer.lr=1e-05 (the preset's, over 0.1 of optimizer/sgd.yaml)"
-    assert lines(folder, "finetune", "optimizer=sgd") == [line]
+    chosen = compose_config("pretrain", ["optimizer=sgd"], config_dir=str(folder))
+    assert (chosen.optimizer.lr, chosen.optimizer.momentum) == (2e-5, 0.9)
+    line = "optimizer.lr=2e-05 (the preset's, over 0.1 of optimizer/sgd.yaml)"
+    assert lines(folder, "pretrain", "optimizer=sgd") == [line]
+    # fine-tuning leaves the rate to the optimizer
+    assert compose_config("finetune", ["optimizer=sgd"], config_dir=str(folder)).optimizer.lr == 0.1
 
 
 def test_an_option_inherits_from_another(folder: Path) -> None:
@@ -52,7 +54,7 @@ def test_what_is_typed_beats_both_without_a_line(folder: Path) -> None:
 
 
 def test_options_of_the_project_are_told_too(folder: Path) -> None:
-    line = "optimizer.lr=0.003 (the preset's, over 1e-05 of optimizer/adamw_8bit.yaml)"
+    line = "optimizer.lr=0.003 (the preset's, over auto of optimizer/adamw_8bit.yaml)"
     assert lines(folder, "llama_packed", "optimizer=adamw_8bit") == [line]
     assert lines(folder, "llama_packed") == []
 

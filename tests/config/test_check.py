@@ -24,7 +24,7 @@ MISTAKES = [
     ("optimizer.lrr=1", "optimizer.lrr=1: unknown key; did you mean optimizer.lr?"),
     ("+training.max_stepz=3", "training.max_stepz=3: unknown key; did you mean training.max_steps?"),
     ("training.max_steps=abc", "training.max_steps=abc must be a whole number or null."),
-    ("optimizer.lr=fast", "optimizer.lr=fast must be a number."),
+    ("optimizer.lr=fast", "optimizer.lr=fast must be a number or auto."),
     ("training.log_every_steps=0", "training.log_every_steps=0 must be at least 1."),
     ("training.precision=fp61", "training.precision=fp61 must be one of auto, fp32, bf16."),
     ("name=${oc.env:NOT_SET_ANYWHERE}", "name=${oc.env:NOT_SET_ANYWHERE}: Environment variable 'NOT_SET_ANYWHERE' not found."),

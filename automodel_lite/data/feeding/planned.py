@@ -86,6 +86,12 @@ def epochs_of(config: TrainingConfig, num_documents: int) -> tuple[int, str]:
     return (3 if is_small else 1), why
 
 
+def document_kind(documents: Documents) -> str:
+    """Returns "text" for a dataset of text, and a mixture whose datasets all are; else "other"."""
+    datasets = documents.datasets.values() if isinstance(documents, RowDataset) else [documents]
+    return "text" if all(dataset.kind == "text" for dataset in datasets) else "other"
+
+
 @dataclass(frozen=True)
 class PlannedPacks(PackSource):
     """Planned packs.
@@ -105,10 +111,7 @@ class PlannedPacks(PackSource):
         job = job_of(config, documents, packer.tree, packer.packed_sequence_size)
         if isinstance(documents, AdaptingDataset):
             documents, job, packer = documents.adapt(config, job, packer)
-        # The kind of the documents; of a mixture, text if all of its datasets are.
-        datasets = documents.datasets.values() if isinstance(documents, RowDataset) else [documents]
-        is_text = all(dataset.kind == "text" for dataset in datasets)
-        packer = packer.for_document_kind("text" if is_text else "other", padding_id(job.tokenizer))
+        packer = packer.for_document_kind(document_kind(documents), padding_id(job.tokenizer))
         tokens = tokenize_documents(documents, job, config.cache_dir)
 
         @lru_cache(maxsize=2)

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from automodel_lite.config.components import CodePath
-from automodel_lite.config.rules import OneOf, Positive, Range, Seed
+from automodel_lite.config.rules import Auto, OneOf, Positive, Range, Seed
 from automodel_lite.config.sizes import slot_multiple_of
 from automodel_lite.data.packing.plan import (
     OVERLONG,
@@ -60,7 +60,8 @@ class Packer:
 
     def __init__(
         self,
-        packed_sequence_size: Annotated[int, Range(1, MAX_PACK_TOKENS)],
+        # tokens of a pack; auto (resolved before) = holds 99.5 % of the documents
+        packed_sequence_size: Annotated[int, Range(1, MAX_PACK_TOKENS)] | Auto,
         strategy: StrategyName = "exact_fill",  # exact_fill | best_fit | next_fit | wrapped | none
         max_packs: Positive | None = None,  # use a random sample of this many packs
         # documents longer than a pack: drop (the default) | truncate | split | error
@@ -76,6 +77,11 @@ class Packer:
         own_strategy: CodePath | None = None,
         cp_size: int = 1,
     ):
+        if isinstance(packed_sequence_size, str):
+            raise ConfigError(
+                f"packed_sequence.packed_sequence_size={packed_sequence_size} is not resolved: "
+                "call automodel_lite.training.auto.resolve_auto(config) first, or set a number."
+            )
         self.packed_sequence_size = packed_sequence_size
         self.strategy = strategy if own_strategy is None else own_strategy
         self.max_packs = max_packs

@@ -23,11 +23,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from automodel_lite.compat import local_shape_and_offset
-from automodel_lite.config.rules import PAIR, OneOf, Range
+from automodel_lite.config.rules import PAIR, Auto, OneOf, Range
 from automodel_lite.graphs import compiled
 from automodel_lite.models.layers import local
 
 Rate = Annotated[float, Range(0)]
+LearningRate = Rate | Auto  # auto (resolved before) = by the kind of training
 Betas = Annotated[Sequence[Annotated[float, Range(0, below=1)]], PAIR]
 Eps = Annotated[float, Range(0)]
 
@@ -39,7 +40,7 @@ LEAST_VALUES = 4096
 
 def adamw(
     model: nn.Module,
-    lr: Rate,
+    lr: LearningRate,
     betas: Betas = (0.9, 0.95),  # decay rates of the first and second moment
     eps: Eps = 1e-8,  # added to the denominator
     weight_decay: Rate = 0.01,  # of matrices

@@ -21,12 +21,19 @@ from automodel_lite.compat import muon as torch_muon
 from automodel_lite.config.rules import Range
 from automodel_lite.models.layers import local
 from automodel_lite.models.sharded import keep_part
-from automodel_lite.parts.optimizers.adamw import Betas, Eps, Rate, SmallAdamW, param_groups
+from automodel_lite.parts.optimizers.adamw import (
+    Betas,
+    Eps,
+    LearningRate,
+    Rate,
+    SmallAdamW,
+    param_groups,
+)
 
 
 def muon(
     model: nn.Module,
-    lr: Rate,
+    lr: LearningRate,
     betas: Betas = (0.9, 0.95),  # AdamW's decay rates of the first and second moment
     eps: Eps = 1e-8,  # AdamW's, added to the denominator
     weight_decay: Rate = 0.01,  # of matrices

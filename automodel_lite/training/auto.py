@@ -1,0 +1,121 @@
+"""Settings that a configuration leaves to the data and the model: `auto` becomes a number.
+
+Every program resolves them first, so that all of them see the same packs and rates; a run saves the
+numbers, and resumes with them.
+
+    packed_sequence.packed_sequence_size   from the lengths of the documents
+    optimizer.lr                           from the kind of training and the width of the model
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from automodel_lite.attention.spec import config_value
+from automodel_lite.config.components import build
+from automodel_lite.config.schema import Config, TrainingConfig
+from automodel_lite.config.sizes import AUTO_BATCH_SIZE
+from automodel_lite.data.feeding.planned import document_kind, epochs_of
+from automodel_lite.data.feeding.source import AdaptingDataset, PackingDataset
+from automodel_lite.data.tokens.tokenize import job_of, tokenize_documents
+from automodel_lite.errors import ConfigError
+from automodel_lite.telemetry.console import Console
+from automodel_lite.training.plan import AUTO, Parts, build_parts, learning_rate
+from automodel_lite.training.start import try_settings
+
+SIZE = "packed_sequence.packed_sequence_size"
+COVERED_FRAC = 0.995  # of the documents, which fit a pack whole
+LEAST_PACK = 128  # tokens
+LEAST_SPLIT_PACK = 512  # of text, which is split: a shorter context teaches little
+MOST_PACK = 4096  # tokens; longer packs are for documents that need them
+# of AUTO_BATCH_SIZE packs: where a run has more, longer packs waste less time per step
+MANY_STEPS = 500
+
+
+def resolve_auto(config: Config, console: Console | None = None) -> Config:
+    """Returns the configuration with numbers instead of `auto`; prints each with its reason.
+
+    Raises ConfigError or DataError as the run would: for settings that cannot work, before
+    anything is tokenized; for a stream, whose lengths are not known.
+    """
+    console = console or Console()
+    is_auto = config.packed_sequence.get("packed_sequence_size") == AUTO
+    if not is_auto and config.optimizer.get("lr") != AUTO:
+        return config
+    least = 2 * config.mesh.cp if config.mesh.cp > 1 else 1
+    multiple = config.packed_sequence.get("slot_multiple") or least
+    # a size that any slots divide, to try the other settings with
+    trial = with_pack_size(config, -(-MOST_PACK // multiple) * multiple) if is_auto else config
+    parts = build_parts(trial)
+    if config.optimizer.get("lr") == AUTO:
+        lr, reason = learning_rate(parts.model, parts.loss, config.peft)
+        config = replace(config, optimizer=config.optimizer | {"lr": lr})
+        console.say("auto", f"optimizer.lr: {lr:g} ({reason})")
+    if is_auto:
+        try_settings(trial, parts)
+        size, reason = pack_size_of(config, parts, multiple)
+        config = with_pack_size(config, size)
+        console.say("auto", f"{SIZE}: {size:,} ({reason})")
+    return config
+
+
+def with_pack_size(config: Config, size: int) -> Config:
+    """Returns the configuration with packs of this many tokens."""
+    return replace(config, packed_sequence=config.packed_sequence | {"packed_sequence_size": size})
+
+
+def pack_size_of(config: Config, parts: Parts, multiple: int) -> tuple[int, str]:
+    """Returns the tokens of a pack, and why: see `fitted_pack_size`; a multiple of `multiple`, and
+    at most the positions of the model and its teacher.
+    """
+    documents = build(config.dataset)
+    if isinstance(documents, PackingDataset):
+        raise ConfigError(
+            f"{SIZE}=auto needs the lengths of all documents, which a stream does not know: set "
+            f"{SIZE}={MOST_PACK}."
+        )
+    # trees that documents share would be as long as the pack: of `tree=all`, each document's own
+    tree = "auto" if parts.packer.tree == "all" else parts.packer.tree
+    job, packer = job_of(config, documents, tree), parts.packer
+    if isinstance(documents, AdaptingDataset):
+        documents, job, packer = documents.adapt(config, job, packer)
+    lengths = tokenize_documents(documents, job, config.cache_dir).train.lengths
+    packer = packer.for_document_kind(document_kind(documents))
+    is_split = packer.overlong == "split" or packer.cuts_documents
+    size, reason = fitted_pack_size(lengths, config.training, is_split)
+    for model in (parts.model, parts.teacher):
+        text = model.config(job.tokenizer).get_text_config() if model else None
+        limit = config_value(text, "max_position_embeddings") if text else None
+        if limit and size > limit:
+            size, reason = limit, f"{reason}; the model has {limit:,} positions"
+    return max(multiple, size // multiple * multiple), reason
+
+
+def fitted_pack_size(
+    lengths: np.ndarray, training: TrainingConfig, is_split: bool = False
+) -> tuple[int, str]:
+    """Returns the tokens of a pack, and why: the power of two that holds 99.5 % of the documents
+    whole, or more where the run has steps enough.
+
+    lengths    tokens of each document, int [documents]
+    is_split   documents may be cut, so that no pack has to hold one whole
+
+    >>> fitted_pack_size(np.array([40, 60, 213]), TrainingConfig())
+    (256, '99.5 % of 3 documents have at most 213 tokens')
+    """
+    covered = int(np.quantile(lengths, COVERED_FRAC, method="inverted_cdf"))
+    size = max(LEAST_PACK, 1 << (covered - 1).bit_length())
+    reason = f"{COVERED_FRAC:.1%} of {len(lengths):,} documents have at most {covered:,} tokens"
+    reason = reason.replace("%", " %")
+    if is_split:
+        size = min(size, LEAST_SPLIT_PACK)
+        reason = f"{len(lengths):,} documents, which may be cut"
+    tokens = int(lengths.sum(dtype=np.int64)) * epochs_of(training, len(lengths))[0]
+    least = size
+    while size < MOST_PACK and tokens >= 2 * size * AUTO_BATCH_SIZE * MANY_STEPS:
+        size *= 2
+    if size > least:
+        reason += f", and {tokens:,} tokens are over {MANY_STEPS} steps of longer packs too"
+    return size, reason

@@ -1,0 +1,165 @@
+"""`auto`: the size of a pack from the lengths of the documents, the learning rate from the kind of training."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import AutoConfig
+
+from automodel_lite.config.components import build
+from automodel_lite.config.schema import Config, TrainingConfig
+from automodel_lite.errors import ConfigError
+from automodel_lite.models.source import CausalLM
+from automodel_lite.run.folder import saved_config
+from automodel_lite.training.auto import fitted_pack_size, resolve_auto
+from automodel_lite.training.plan import build_parts, learning_rate
+from recipes import inspect_data, prepare_data, train_ft
+from tests.runs import quick_config, train_quick
+
+AUTO = ["packed_sequence.packed_sequence_size=auto", "optimizer.lr=auto"]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "size"),
+    [
+        ([40, 60, 213], 256),
+        ([256], 256),
+        ([257], 512),
+        ([5], 128),  # no pack is shorter
+        ([100] * 995 + [9000] * 5, 128),  # half a percent may be longer
+        ([100] * 994 + [9000] * 6, 16384),
+        # 180 million tokens are 500 steps of 8 packs of 4,096 many times over
+        ([90] * 2_000_000, 4096),
+        ([9000] * 2_000_000, 16384),
+    ],
+)
+def test_a_pack_holds_nearly_every_document(lengths: list[int], size: int):
+    assert fitted_pack_size(np.array(lengths), TrainingConfig())[0] == size
+
+
+def test_packs_grow_while_the_run_has_steps_enough():
+    # 9,000 documents of 100 tokens, 3 epochs: 2.7 million tokens are 659 steps of 8 packs of 512
+    lengths = np.full(9000, 100)
+    assert fitted_pack_size(lengths, TrainingConfig())[0] == 512
+    assert fitted_pack_size(lengths, TrainingConfig(num_epochs=12))[0] == 2048
+
+
+def test_text_that_is_cut_needs_no_long_packs():
+    size, reason = fitted_pack_size(np.array([90_000, 400]), TrainingConfig(), is_split=True)
+    assert (size, reason) == (512, "2 documents, which may be cut")
+
+
+def resolved(folder: Path, *overrides: str) -> Config:
+    return resolve_auto(quick_config(folder, *AUTO, *overrides))
+
+
+def test_the_size_is_bounded_by_the_positions_of_the_model(tmp_path: Path, capsys):
+    chats = tmp_path / "chats.jsonl"
+    turns = [
+        {"role": "user", "content": "count"},
+        {"role": "assistant", "content": "one two " * 90},
+    ]
+    chats.write_text((json.dumps({"messages": turns}) + "\n") * 20)
+    options = ["dataset=files", "~dataset.num_chats", f"dataset.path={chats}"]
+    free = resolved(tmp_path / "a", *options).packed_sequence["packed_sequence_size"]
+    assert free > 128
+    few = "model.config.max_position_embeddings=100"
+    bounded = resolved(tmp_path / "b", *options, few).packed_sequence["packed_sequence_size"]
+    assert bounded == 100
+    assert "the model has 100 positions" in capsys.readouterr().out
+    slots = resolved(tmp_path / "c", *options, few, "packed_sequence.slot_multiple=16")
+    assert slots.packed_sequence["packed_sequence_size"] == 96
+
+
+@pytest.mark.parametrize(
+    ("overrides", "lr", "reason"),
+    [
+        (["model.config.hidden_size=2048"], 6e-4, "trains a model from scratch, hidden size 2,048"),
+        (
+            ["peft=lora", "model.config.hidden_size=4096"],
+            2e-4,
+            "trains an adapter, hidden size 4,096",
+        ),
+        (["model.config.hidden_size=8"], 0.0048, "trains a model from scratch, hidden size 8"),
+        (
+            ["loss=orpo", "peft=lora", "model.config.hidden_size=1024"],
+            4e-5,
+            "trains an adapter on pairs of answers, hidden size 1,024",
+        ),
+    ],
+)
+def test_the_rate_follows_from_what_is_trained(
+    tmp_path: Path, overrides: list[str], lr: float, reason: str
+):
+    config = quick_config(tmp_path, *overrides)
+    model, loss = build(config.model), build(config.loss)
+    assert learning_rate(model, loss, config.peft) == (lr, reason)
+
+
+def test_a_pretrained_model_learns_slowest(tmp_path: Path):
+    AutoConfig.for_model("llama", hidden_size=4096).save_pretrained(tmp_path)
+    loss = build(quick_config(tmp_path).loss)
+    model = CausalLM(pretrained=str(tmp_path))
+    assert learning_rate(model, loss, {}) == (2e-5, "trains the whole model, hidden size 4,096")
+
+
+def test_a_stream_has_no_lengths(tmp_path: Path):
+    chats = tmp_path / "chats.jsonl"
+    turns = [{"role": "user", "content": "count"}, {"role": "assistant", "content": "one"}]
+    chats.write_text(json.dumps({"messages": turns}) + "\n")
+    stream = ["dataset=streaming", "~dataset.num_chats", f"dataset.path={chats}"]
+    with pytest.raises(ConfigError, match=r"packed_sequence_size=auto needs the lengths .* set "):
+        resolved(tmp_path, *stream)
+
+
+def test_a_mistake_of_the_settings_is_named_before_anything_is_tokenized(tmp_path: Path):
+    with pytest.raises(ConfigError, match="teacher=none: loss=Distill"):
+        resolved(tmp_path, "dataset.path=nothing.jsonl", "dataset=files", "~dataset.num_chats",
+                 "loss=distill")  # fmt: skip
+
+
+def test_an_unresolved_size_is_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match="packed_sequence_size=auto is not resolved"):
+        build_parts(quick_config(tmp_path, *AUTO))
+
+
+def test_every_program_takes_the_same_numbers_and_a_run_keeps_them(tmp_path: Path, capsys):
+    """Training, the dry run, inspection and preparation; the numbers are saved, and resumed with."""
+    overrides = [*AUTO, "training.max_steps=2"]
+    config = quick_config(tmp_path / "run", *overrides)
+    code, screen = train_quick(tmp_path / "run", *overrides)
+    assert code == 0, screen
+    auto = [line for line in screen.splitlines() if line.startswith("auto ")]
+    assert [re.sub(r" \(.*", "", line) for line in auto] == [
+        "auto       optimizer.lr: 0.0048",
+        "auto       packed_sequence.packed_sequence_size: 256",
+    ]
+    saved = saved_config(tmp_path / "run" / "config.yaml")
+    assert (saved["optimizer"]["lr"], saved["packed_sequence"]["packed_sequence_size"]) == (
+        0.0048,
+        256,
+    )
+    for main in (prepare_data.main, inspect_data.main, train_ft.main):
+        capsys.readouterr()
+        assert main(replace(config, dry_run=True)) == 0
+        assert [
+            *filter(lambda line: line.startswith("auto "), capsys.readouterr().out.splitlines())
+        ] == auto
+    # more chats would give other packs; a run goes on with its own
+    code, screen = train_quick(
+        tmp_path / "run", *AUTO, "training.max_steps=4", "checkpoint.accept_changes=true"
+    )
+    assert code == 0, screen
+    assert "auto " not in screen
+    assert "continues from step_00000002" in screen
+
+
+@pytest.mark.parametrize(("chats", "is_noted"), [(100, True), (400, False)])
+def test_few_steps_are_noted(tmp_path: Path, capsys, chats: int, is_noted: bool):
+    options = ["training.max_steps=null", "training.num_epochs=1", f"dataset.num_chats={chats}"]
+    config = quick_config(tmp_path, *options, "training.global_batch_size=1", "dry_run=true")
+    assert train_ft.main(config) == 0
+    assert ("steps are few to learn from" in capsys.readouterr().out) == is_noted
