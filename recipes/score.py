@@ -47,12 +47,13 @@ def main(config: Config) -> int:
     loss = parts.loss
     if not (loss.needs_reference or isinstance(loss, DistillTopK)):
         raise ConfigError(
-            "recipes/score.py computes what loss=distill_topk or loss=dpo needs: add one of them."
+            "automodel-lite score computes what loss=distill_topk or loss=dpo needs: add one of "
+            "them."
         )
     data = prepare_data(config, check_sizes(config, world_size()), parts.packer)
     if not isinstance(data, PlannedPacks):
         raise ConfigError(
-            "recipes/score.py computes values beforehand, when a stream is not known: use "
+            "automodel-lite score computes values beforehand, when a stream is not known: use "
             "dataset=files."
         )
     check_loss(data, loss)

@@ -45,7 +45,9 @@ def test_the_address_of_the_repository_stands_in_one_file():
         *ROOT.glob("docs/**/*.md"),
         ROOT / "CITATION.cff",
     ]:
-        assert address not in path.read_text(), path
+        # which is read without the tree around it; tests/docs/test_voice.py compares its addresses
+        if path.name != "llms.txt":
+            assert address not in path.read_text(), path
     project = (ROOT / "pyproject.toml").read_text()
     assert len(re.findall(r"https://(?:raw\.)?github(?:usercontent)?\.com/", project)) == 5
     assert project.count("automodel-lite/automodel_lite") == 5

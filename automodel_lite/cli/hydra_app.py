@@ -60,7 +60,7 @@ def run_command_line(main: str, argv: Sequence[str]) -> int:
     line, recipe = read_line(argv), Recipe(main)
     if line.html and recipe.name != "inspect_data":
         raise ConfigError(
-            "--html: recipes/inspect_data.py alone writes a page; a run's own is report.html."
+            "--html: automodel-lite inspect alone writes a page; a run's own is report.html."
         )
     if line.is_question and not is_shown():
         return 0  # the first rank answers

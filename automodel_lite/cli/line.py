@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -31,17 +32,19 @@ EXAMPLES: list[str] = COMMANDS["examples"]
 
 
 def rewrite_program_name(text: str) -> str:
-    """`python recipes/generate.py x` as it is typed here: an installed package has
-    `automodel-lite generate x`.
+    """Names the command that was typed: `python recipes/generate.py x` in a checkout is
+    `automodel-lite generate x` for an installed package, and for who typed automodel-lite.
 
     >>> torchrun --nproc-per-node 4 recipes/train_ft.py
     torchrun --nproc-per-node 4 -m automodel_lite train
     """
-    if not IS_INSTALLED:
+    if not IS_INSTALLED and not sys.argv[0].startswith("automodel-lite"):
         return text
     for verb, (module, _) in RECIPES.items():
-        text = re.sub(rf"(torchrun|python) recipes/{module}\.py", f"automodel-lite {verb}", text)
-        text = text.replace(f"recipes/{module}.py", f"-m automodel_lite {verb}")
+        script = rf"recipes/{module}\.py"
+        text = re.sub(rf"(torchrun|python) {script}", f"automodel-lite {verb}", text)
+        text = re.sub(rf"(torchrun -[^\n]*){script}", rf"\1-m automodel_lite {verb}", text)
+        text = re.sub(script, f"automodel-lite {verb}", text)
     return text
 
 

@@ -84,7 +84,7 @@ def push(run: Path, folder: Path, repo: str, is_private: bool) -> str:
     if not sys.stderr.isatty():
         disable_progress_bars()
         logging.getLogger("huggingface_hub._upload_pipeline").setLevel(logging.INFO)
-    cure = f"python recipes/export_hf.py {run} --push {repo}"
+    cure = f"automodel-lite export {run} --push {repo}"
     try:
         api = HfApi()
         address = api.create_repo(repo, private=is_private, exist_ok=True)

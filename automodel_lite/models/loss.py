@@ -323,7 +323,7 @@ _CURES = {
     "answers": (
         "train on preference pairs, dataset.format=preference, or take a loss for single answers"
     ),
-    "teacher_ids": "python recipes/score.py --config-name ... writes a teacher's",
+    "teacher_ids": "automodel-lite score --config-name ... writes a teacher's",
 }
 
 

@@ -212,7 +212,7 @@ def exported_folder(source: str) -> str:
         if path.is_file() and not is_stale(path.parent):
             return str(path.parent)
     raise ConfigError(
-        f"{source} has no hf/ or adapter/ of its newest checkpoint: python recipes/export_hf.py "
+        f"{source} has no hf/ or adapter/ of its newest checkpoint: automodel-lite export "
         f"{source} writes it."
     )
 

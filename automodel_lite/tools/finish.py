@@ -146,10 +146,7 @@ def _export(run: Guards, built: BuiltModel, data: PackSource) -> Path:
         folder = run.folder.path
         cure = f"make room in {folder}, and run the same command again to continue from there."
         if run.checkpointer.holds(step):
-            cure = (
-                f"python recipes/export_hf.py {folder} exports it, and so does the same command "
-                "again."
-            )
+            cure = f"automodel-lite export {folder} exports it, and so does the same command again."
         reason = one_line(error)
         raise RunStoppedError(
             f"the export failed ({reason}): {run.newest_text()[:-1]}; {cure}"

@@ -266,7 +266,7 @@ def from_run(config: Config) -> Config:
     if not config.peft:
         raise ConfigError(
             f"model.pretrained={pretrained} holds an adapter: peft=lora continues it; to train the "
-            "whole model, python recipes/export_hf.py merges it into its base first."
+            "whole model, automodel-lite export merges it into its base first."
         )
     base = json.loads(settings.read_text())["base_model_name_or_path"]
     peft = config.peft | {"adapter": config.peft.get("adapter") or folder}

@@ -27,7 +27,8 @@ from automodel_lite.config.schema import Config
 from automodel_lite.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+SKILL = ROOT / "skills/automodel-lite/SKILL.md"
+PAGES = [ROOT / "README.md", SKILL, *sorted((ROOT / "docs").glob("*.md"))]
 COOKBOOK = [
     page for page in sorted((ROOT / "docs/cookbook").glob("*.md")) if page.name != "README.md"
 ]

@@ -281,7 +281,7 @@ def test_a_hub_that_refuses_or_is_away_costs_a_warning(
     train("smoke", run, *FEW, "hub.push=me/capitals")
     said = " ".join(capsys.readouterr().out.split())
     assert "WARNING: hub.push=me/capitals:" in said
-    assert f"then python recipes/export_hf.py {run} --push me/capitals." in said
+    assert f"then automodel-lite export {run} --push me/capitals." in said
     assert json.loads((run / "STATUS.json").read_text())["state"] == "finished"
     assert hub.repos == {}
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")

@@ -137,7 +137,7 @@ class Lora:
             raise ConfigError(
                 f"peft.adapter={self.adapter} trains {', '.join(config.modules_to_save)} as a "
                 "whole, which is not continued: merge it into its base with python "
-                "recipes/export_hf.py, and begin a new adapter on that."
+                "automodel-lite export, and begin a new adapter on that."
             )
         wrapped = self._wrap(model, config, base)
         # Before the base is read or sharded: FSDP then cuts the adapter's weights with all others.

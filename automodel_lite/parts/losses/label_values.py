@@ -74,7 +74,7 @@ def with_values(
     data: PackSource, built: BuiltModel, mesh: Mesh, cache_dir: str | None, seed: int
 ) -> PackSource:
     """Adds the columns that the loss asks for: log-probabilities of the reference, which is the
-    model as it is now, and a teacher's likeliest tokens, which recipes/score.py has stored.
+    model as it is now, and a teacher's likeliest tokens, which automodel-lite score has stored.
 
     Raises ConfigError for a teacher that has not been scored. Every rank calls it.
     """
@@ -132,7 +132,7 @@ class Values:
         if not folder.is_dir():
             raise ConfigError(
                 f"the cache has no {self.name} values of the set {name} for these rows, packs and "
-                "teacher: run recipes/score.py with the same arguments first."
+                "teacher: run automodel-lite score with the same arguments first."
             )
         if damage := find_damage(folder):
             raise ConfigError(
