@@ -24,6 +24,7 @@ from automodel_lite.config.rules import OneOf, PathStr, Positive, Range, Seed, l
 from automodel_lite.data.cache import build_once, cache_root
 from automodel_lite.data.reading.columns import Detected, NormalizedRows, OwnFormat, detect
 from automodel_lite.data.reading.documents import DocumentSet, Question
+from automodel_lite.data.reading.formats import GROUP
 from automodel_lite.data.reading.labels import Alignment, find_alignment
 from automodel_lite.data.reading.paths import (
     COMPRESSIONS,
@@ -104,7 +105,8 @@ class FilesDataset:
     # validation files, or several sets by name, {easy: a.jsonl, hard: b.jsonl}
     val_path: ValPath | None = None
     val_split: str | None = None  # or another split of the dataset
-    val_frac: Annotated[float, Range(0, below=1)] = 0.0  # or this fraction of the documents, 0..1
+    # or this fraction of the documents, 0..1; of rows that name a group, whole groups
+    val_frac: Annotated[float, Range(0, below=1)] = 0.0
     max_documents: Positive | None = None  # use only the first documents
     # of token rows: aligned (labels[i] = input_ids[i+1]) | unshifted; null = detected
     labels: Alignment | None = None
@@ -158,16 +160,24 @@ class FilesDataset:
         }
         num = min(len(source.rows), self.max_documents or len(source.rows))
         indices: Sequence[int] | np.ndarray = every[:num]
+        unit = "documents"
         if self.val_frac:
-            # At least one document is held out; both parts keep the file's order.
-            num_val = max(1, round(self.val_frac * num))
-            if num_val >= num:
+            number = drawn = np.random.default_rng(self.seed).permutation(num)
+            column = detected.renames.get(GROUP, GROUP)
+            if column in columns:
+                # Documents of one group share their beginning: what is held out shares none.
+                drawn, unit = groups_of(placed(source.rows, range(num)), column)[drawn], "groups"
+            units = list(dict.fromkeys(drawn.tolist()))
+            # At least one is held out; both parts keep the file's order.
+            num_val = max(1, round(self.val_frac * len(units)))
+            if num_val >= len(units):
                 raise ConfigError(
-                    f"dataset.val_frac={self.val_frac} of {num} documents leaves none to train on."
+                    f"dataset.val_frac={self.val_frac} of {len(units)} {unit} leaves none to train "
+                    "on."
                 )
-            drawn = np.random.default_rng(self.seed).permutation(num)
-            indices = np.sort(drawn[num_val:])
-            val["val"] = NormalizedRows(source.rows, detected, np.sort(drawn[:num_val]))
+            is_val = np.isin(drawn, units[:num_val])
+            indices = np.sort(number[~is_val])
+            val["val"] = NormalizedRows(source.rows, detected, np.sort(number[is_val]))
         self.train, self.val = NormalizedRows(source.rows, detected, indices), {**val}
         self.kind = kind_of_documents(detected, placed(self.train))
         self.description = (
@@ -180,8 +190,8 @@ class FilesDataset:
         read_as = f"{detected.format.name}{detected.source}; {dict(detected.renames)}{labels}; "
         self.identity = f"{Path(source.description).stem}({sources}; {read_as}"
         self.identity += (
-            f"val_frac={self.val_frac}, max_documents={self.max_documents}, seed={self.seed}, "
-            f"{options})"
+            f"val_frac={self.val_frac} of {unit}, max_documents={self.max_documents}, "
+            f"seed={self.seed}, {options})"
         )
 
     def view(self, opened: OpenedRows) -> RawRows:
@@ -226,6 +236,17 @@ def sniff_columns(rows: Iterable[Placed], name: str) -> list[str]:
         empty = DataError(f"{name} is empty: it holds no row.")
         raise next((row for row in first if isinstance(row, DataError)), empty)
     return list(columns)
+
+
+def groups_of(rows: Iterable[Placed], column: str) -> np.ndarray:
+    """Returns int64 [N], equal for rows of one group; a row without one is a group of its own."""
+    known: dict[Any, int] = {}
+    found = []
+    for number, (_, row) in enumerate(rows):
+        value = None if isinstance(row, DataError) else row.get(column)
+        key = ("alone", number) if value is None else str(value)
+        found.append(known.setdefault(key, len(known)))
+    return np.array(found, np.int64)
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,12 @@ class MemoryTracker(TorchDispatchMode):
         if func is torch.ops.aten._local_scalar_dense.default and self._routed_tokens:
             # the one number that expert parallelism reads from the device
             return self._routed_tokens
-        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._grouped_mm.default and args[0].dtype == torch.float32:
+            # its fake form knows bf16 alone
+            result = func(args[0].bfloat16(), args[1].bfloat16(), *args[2:], **(kwargs or {}))
+            result = result.float()
+        else:
+            result = func(*args, **(kwargs or {}))
         for value in gpu_tensors(result):
             self.watch(value, func)
         if func.overloadpacket is torch.ops._c10d_functional.wait_tensor:

@@ -219,3 +219,23 @@ def test_hub_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert loaded.train.where(2) == "org/set/main[3]"
     assert loaded.train[2] == DOCUMENTS[2]
+
+
+def test_groups_are_held_out_whole(tmp_path: Path) -> None:
+    """A trajectory whose other steps are trained on would be no held-out document."""
+    rows = [
+        {"prompt": f"q{i}", "completion": "a", **({"group": f"g{i % 5}"} if i % 4 else {})}
+        for i in range(40)
+    ]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    data = FilesDataset(str(tmp_path / "a.jsonl"), val_frac=0.3)
+    train, val = ({x["prompt"] for x in documents} for documents in (data.train, data.val["val"]))
+    assert len(train) + len(val) == 40
+    assert train.isdisjoint(val)
+    groups = [
+        {row.get("group") for row in rows if row["prompt"] in of} - {None} for of in (train, val)
+    ]
+    assert groups[0] & groups[1] == set()
+    (tmp_path / "b.jsonl").write_text("\n".join(json.dumps({**row, "group": "x"}) for row in rows))
+    with pytest.raises(ConfigError, match=r"val_frac=0.3 of 1 groups leaves none to train on"):
+        FilesDataset(str(tmp_path / "b.jsonl"), val_frac=0.3)

@@ -1,0 +1,114 @@
+"""Every two features of the program at once: the numbers of plain transformers, or a sentence that refuses them."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+
+from automodel_lite.errors import ConfigError, DataError
+from tests.properties.crossings import (
+    NUM_PROMPTS,
+    ON_RANKS,
+    VAL_PROMPTS,
+    Job,
+    Seen,
+    crossings,
+    job_of,
+    run,
+    save_models,
+    truth,
+)
+from tests.properties.explore import check_sentence
+from tests.ranks import run_ranks
+
+NOT_KNOWN = "a stream, whose tokens are not known|when a stream is not known"
+NO_BALANCE = "router_aux_loss=0.5: transformers has no load-balancing loss"
+REFUSED: dict[tuple[str, str], str] = {
+    ("stored teacher", "stream"): NOT_KNOWN,
+    ("mixture", "stream"): NOT_KNOWN,
+    ("router balance", "by rows"): NO_BALANCE,
+    ("router balance", "latent attention"): NO_BALANCE,
+    ("pairs", "stored teacher"): "column answers, which loss=DistillTopK does not use",
+    ("pairs", "teacher in memory"): "column answers, which loss=Distill does not use",
+    ("stored teacher", "teacher in memory"): "loss=DistillTopK does not use it",
+    ("stored teacher", "mixture"): "computed for one set of documents",
+    ("stored teacher", "resize"): "another vocabulary than the student",
+    ("teacher in memory", "resize"): "another vocabulary than the student",
+    ("weights", "stream"): "contains token ids, but streams are tokenized during training",
+    ("resize", "lora"): "resize_embeddings=true with peft",
+    ("val_frac", "stream"): "dataset.val_frac=0.25: unknown key",
+    ("val_frac", "validation"): "set only one of them",
+}
+"""What cannot be, and a part of the sentence that says so; all others train."""
+
+
+def marks(one: str, other: str, number: int) -> list[pytest.MarkDecorator]:
+    if {one, other} & {*ON_RANKS}:
+        return [pytest.mark.system if number % 4 == 0 else pytest.mark.slow]
+    return [] if number % 3 == 0 else [pytest.mark.system]
+
+
+PAIRS = [
+    pytest.param(one, other, id=f"{one} x {other}", marks=marks(one, other, number))
+    for number, (one, other) in enumerate(crossings())
+]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    save_models(folder)
+    return folder
+
+
+def _on_rank(rank: int, world_size: int, job: Job, models: Path, folder: Path) -> Seen | str:
+    try:
+        return run(job, models, folder)
+    except (ConfigError, DataError) as error:
+        return str(error)
+
+
+def seen_of(job: Job, models: Path, folder: Path) -> Seen:
+    """The run on its ranks; raises ConfigError for what each of them refuses in a sentence."""
+    if job.num_ranks == 1 or job.simulates:  # one process answers for any mesh
+        return run(job, models, folder)
+    first, *others = run_ranks(_on_rank, job.num_ranks, job, models, folder)
+    if isinstance(first, str):
+        assert all(isinstance(other, str) for other in others)
+        raise ConfigError(first)
+    return first
+
+
+@pytest.mark.parametrize(("one", "other"), PAIRS)
+def test_two_features_at_once(one: str, other: str, models: Path, tmp_path: Path) -> None:
+    job = job_of(one, other)
+    refusal = REFUSED.get((one, other))
+    if refusal is not None:
+        with pytest.raises((ConfigError, DataError), match=refusal) as raised:
+            seen_of(job, models, tmp_path)
+        check_sentence(str(raised.value))
+        return
+    seen = seen_of(job, models, tmp_path)
+    if job.simulates:
+        assert ", simulated" in seen.screen
+        assert "fit together" in seen.screen
+        return
+    trained = range(NUM_PROMPTS)
+    loss, norm = truth(job, models, seen, trained)
+    stored = job.loss == "distill_topk"  # in fp16
+    assert seen.of_step(1) == pytest.approx((loss, norm), rel=1e-3 if stored else 2e-5)
+    if job.validates and not job.resumes:
+        want = truth(job, models, seen, range(NUM_PROMPTS, NUM_PROMPTS + VAL_PROMPTS))[0]
+        name = "a" if job.is_mixed else "val"
+        assert seen.value(f"val_loss/{name}") == pytest.approx(want, rel=1e-3 if stored else 2e-5)
+        if job.loss == "fused_linear_cross_entropy":
+            perplexity = seen.value(f"val_perplexity/{name}")
+            assert perplexity == pytest.approx(math.exp(seen.value(f"val_loss/{name}")), rel=1e-6)
+    if job.resumes:
+        shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_00000002")
+        (tmp_path / "run" / "STATUS.json").unlink()
+        again = seen_of(job, models, tmp_path)
+        assert again.of_step(2) == seen.of_step(2)
