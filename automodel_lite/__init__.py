@@ -13,6 +13,7 @@ from automodel_lite.version import __version__
 
 if TYPE_CHECKING:
     from automodel_lite.api import hf_collater, install_attention, tokenize_chats, train
+    from automodel_lite.client import TrainingClient
     from automodel_lite.data.packing.packs import (
         PackedDataset,
         Packer,
@@ -27,6 +28,7 @@ __all__ = [
     "PackedDataset",
     "Packer",
     "TrainFinetuneRecipe",
+    "TrainingClient",
     "__version__",
     "hf_collater",
     "install_attention",
@@ -40,6 +42,7 @@ __all__ = [
 
 _MODULES = {
     "PackedDataset": "data.packing.packs",
+    "TrainingClient": "client",
     "Packer": "data.packing.packs",
     "pack_dataset": "nemo_api.packed_sequence",
     "packed_sequence_thd_collater": "data.packing.packs",

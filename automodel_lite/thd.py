@@ -249,8 +249,9 @@ COLUMNS = {
     "image": Column("int64", "int64", 0, in_runs=True, is_for_loss=False),
     "rope_shift": Column("int64", "int64", 0, in_runs=True, is_for_loss=False),
 }
-"""Every per-token column. Rows, packs, batches and shards carry what is listed here. `input_ids`
-and `labels` are fields of `ThdBatch`, optional ones are in its `columns`, which the loss reads.
+"""Every per-token column. Rows, packs, batches and shards carry what is listed here: the columns
+below, and those that a loss declares (`declare_column`). `input_ids` and `labels` are fields of
+`ThdBatch`, optional ones are in its `columns`, which the loss reads.
 
 loss_weights  what the loss of a label counts, aligned with `labels`: 2.0 is like meeting the token
               twice
@@ -266,6 +267,19 @@ rope_shift    positions of several axes less `position_ids` (parts/images/tokens
 row_labels    summed along a row of a tree, how many labels it has beyond those in the stream, times
               their weights: negative where other rows train what they share
 """
+
+
+def declare_column(name: str, column: Column) -> None:
+    """Adds a per-token column, from then on carried wherever those of the package are.
+
+    Raises ValueError for a name that is known with other dtypes or another padding.
+    """
+    if (known := COLUMNS.setdefault(name, column)) != column:
+        raise ValueError(
+            f"the per-token column {name} is declared as {column}, and there is one of that name "
+            f"already, {known}: give yours another name, or declare it alike."
+        )
+
 
 CHOSEN, REJECTED = 1, 2
 

@@ -102,6 +102,21 @@ def document_of_tokens(batch: ThdBatch) -> tuple[Tensor, Tensor]:
     return document, own - starts[document]
 
 
+def row_of_tokens(batch: ThdBatch) -> tuple[Tensor, int]:
+    """Returns the documents of this rank's tokens, int64 [T], and their number; of a tree, each
+    node is one, as a row ends in it.
+    """
+    assert batch.mixers is not None
+    document, within = document_of_tokens(batch)
+    tree = batch.mixers.stream.tree
+    if tree is None:
+        return document, len(batch.cu_seqlens) - 1
+    stream = batch.mixers.stream
+    node_of_stream = stream.document.index_select(0, tree.own)
+    places = batch.cu_seqlens_padded.long()[document] + within
+    return node_of_stream.index_select(0, places), len(stream.cu_seqlens) - 1
+
+
 def balance_of(lm: transformers.PreTrainedModel, coefficient: float) -> Balance | None:
     """Returns None for a coefficient of 0; raises ConfigError for families that transformers gives
     no such loss.

@@ -15,7 +15,7 @@ V vocabulary.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from automodel_lite.attention.documents import PackedMixer, runs_by_rows
 from automodel_lite.config.rules import Positive
 from automodel_lite.errors import ConfigError
-from automodel_lite.models.balance import Balance, document_of_tokens
+from automodel_lite.models.balance import Balance, document_of_tokens, row_of_tokens
 from automodel_lite.models.fused_head import (
     ChunkedRows,
     RowFunction,
@@ -41,7 +41,12 @@ from automodel_lite.models.fused_head import (
 )
 from automodel_lite.models.layers import output_head, text_decoder
 from automodel_lite.precision import at_least_fp32
-from automodel_lite.thd import COLUMNS, MixerExchange, ThdBatch
+from automodel_lite.thd import COLUMNS, Column, MixerExchange, ThdBatch, declare_column
+
+
+def label_log_probs(logits: Tensor, labels: Tensor) -> Tensor:
+    """Returns those of the labels, [r], of logits [r, V]."""
+    return -F.cross_entropy(logits, labels, reduction="none")
 
 
 class LossShape(NamedTuple):
@@ -136,10 +141,10 @@ class LossInputs:
         return self.rows(with_teacher, teacher.rows, *columns)
 
     def log_probs(self) -> Tensor:
-        """Returns those of the labels, fp32 [R]."""
-        return self.rows(
-            lambda logits, labels: -F.cross_entropy(logits, labels, reduction="none"), self.labels_R
-        )
+        """Returns those of the labels, fp32 [R]; computed once."""
+        if "_log_probs_R" not in vars(self):
+            vars(self)["_log_probs_R"] = self.rows(label_log_probs, self.labels_R)
+        return vars(self)["_log_probs_R"]  # type: ignore[no-any-return]
 
     @property
     def _exchange(self) -> MixerExchange | None:
@@ -165,6 +170,26 @@ class LossInputs:
         # contribute.
         return own_N + (exchange.summed(own_N) - own_N.detach()) if exchange else own_N
 
+    def per_row(self, values_R: Tensor) -> Tensor:
+        """Sums over rows, [M] or [M, K]: as `per_document`, of the single rows of a tree.
+
+        Rows of a tree share no label (the loss declares `separates_rows`), so the labels of a row
+        are those of the node in which it ends.
+        """
+        row_R, num_rows = self._row_of_labels()
+        own_M = values_R.new_zeros(num_rows, *values_R.shape[1:]).index_add(0, row_R, values_R)
+        exchange = self._exchange
+        return own_M + (exchange.summed(own_M) - own_M.detach()) if exchange else own_M
+
+    def at_labels(self, values_M: Tensor) -> Tensor:
+        """Returns the values of rows at each of their labels, [M, ...] -> [R, ...]."""
+        return values_M.index_select(0, self._row_of_labels()[0])
+
+    def _row_of_labels(self) -> tuple[Tensor, int]:
+        assert self.batch is not None
+        row_T, num_rows = row_of_tokens(self.batch)
+        return row_T.index_select(0, self.batch.label_rows), num_rows
+
     def share(self, value: Tensor) -> Tensor:
         """Counts a value once that all ranks of a context-parallel group know; its gradient stays
         whole.
@@ -179,8 +204,10 @@ class Loss(ABC):
     columns          per-token columns of the data that it uses: others are refused, as they would
                      be ignored
     required         those of them that it cannot do without
+    own_columns      those that the package does not know: their dtypes, and what stands for padding
     needs_logits     `inputs.head.rows` are logits of the model's own head, [R, V] at once
-    needs_documents  calls `inputs.per_document`
+    needs_documents  calls `inputs.per_document` or `inputs.per_row`
+    separates_rows   calls `inputs.per_row`: rows of a tree share no label
     needs_teacher    asks for `inputs.teacher`
     needs_reference  asks for the column `reference_log_probs` of the start model, which the program
                      computes
@@ -188,10 +215,17 @@ class Loss(ABC):
 
     columns: ClassVar[frozenset[str]] = frozenset()
     required: ClassVar[frozenset[str]] = frozenset()
+    own_columns: ClassVar[Mapping[str, Column]] = {}
     needs_logits: ClassVar[bool] = False
     needs_documents: ClassVar[bool] = False
+    separates_rows: ClassVar[bool] = False
     needs_teacher: ClassVar[bool] = False
     needs_reference: ClassVar[bool] = False
+
+    def __init_subclass__(cls) -> None:
+        for name, column in cls.own_columns.items():
+            declare_column(name, column)
+        cls.columns |= cls.own_columns.keys()
 
     @abstractmethod
     def __call__(self, inputs: LossInputs) -> LossOutput:
@@ -323,6 +357,7 @@ _CURES = {
     "answers": (
         "train on preference pairs, dataset.format=preference, or take a loss for single answers"
     ),
+    "reference_log_probs": "a training client computes them inside `with client.reference():`",
     "teacher_ids": "automodel-lite score --config-name ... writes a teacher's",
 }
 
@@ -499,6 +534,22 @@ class LossModel(nn.Module):
         transformers' own.
         """
         return self.lm(input_ids=ids_T[None], use_cache=False).logits[0]
+
+    @torch.no_grad()
+    def generate(self, **options: Any) -> Tensor:
+        """Returns what transformers' `generate` does, on an attention of its own, with its
+        caches.
+        """
+        configs = {id(x): x for x in (self.lm.config, self.lm.config.get_text_config())}.values()
+        packed = [(config, config._attn_implementation) for config in configs]
+        try:
+            for config in configs:
+                config._attn_implementation = "eager"
+            generate: Any = self.lm.generate
+            return generate(**options)  # type: ignore[no-any-return]
+        finally:
+            for config, name in packed:
+                config._attn_implementation = name
 
     @torch.no_grad()
     def probe(self, batch: ThdBatch) -> tuple[Tensor, bool]:

@@ -318,6 +318,22 @@ def gathered_files(
         yield from ((file, weights) for file in now if file.writer == rank)
 
 
+def whole_weights(
+    lm: transformers.PreTrainedModel, dtypes: dict[str, torch.dtype]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields name and whole tensor of every weight, as files have them, one after the other; every
+    rank of the job iterates.
+    """
+    state = _unique(lm)
+    for group in groups_of(lm, dtypes):
+        whole = {}
+        for name in group.parameters:
+            value = state[name].to(dtypes.get(name, state[name].dtype))
+            whole[name] = value.full_tensor() if isinstance(value, DTensor) else value
+        saved = as_saved(lm, whole)
+        yield from ((name, saved[name].to(meta.dtype)) for name, meta in group.weights.items())
+
+
 def _unique(lm: transformers.PreTrainedModel) -> dict[str, Tensor]:
     """Parameters and persistent buffers; of tied ones the first."""
     ignored, seen, state = lm._keys_to_ignore_on_save or set(), set(), {}

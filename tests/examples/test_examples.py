@@ -35,6 +35,24 @@ def test_a_plain_loop_learns(example) -> None:
     assert losses[-1] < 0.75 * losses[0]
 
 
+def test_a_policy_learns(example, tmp_path: Path) -> None:
+    overrides = (f"output_dir={tmp_path}", "training.num_threads=1")
+    rewards = example("rl").main(*overrides, num_steps=20)
+    assert sum(rewards[15:]) / 5 > 1.5 * sum(rewards[:3]) / 3
+    again = example("rl").main(*overrides, num_steps=21)  # goes on from the last save
+    assert again[:20] == rewards
+
+
+def test_the_policy_page_shows_code_of_the_example() -> None:
+    example = ROOT / "examples/rl.py"
+    assert len(example.read_text().splitlines()) <= 80
+    page = (ROOT / "docs/cookbook/policies.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    assert len(blocks) == 3
+    for block in blocks:
+        assert block in example.read_text()
+
+
 def first_step_by_hand(plain: ModuleType, seen: list[dict]) -> float:
     """Mean loss over the label tokens of the first optimizer step, from logits and labels alone."""
     tokenizer, _ = plain.make_rows()

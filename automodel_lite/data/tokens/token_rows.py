@@ -31,10 +31,13 @@ from automodel_lite.thd import COLUMNS, IGNORE_INDEX
 ID_DTYPE = np.dtype(np.int32)
 CONTENT_HASH = "content.sha256"
 ALONE = -1  # group of a row that shares with none
-STORED = {name: column.stored for name, column in COLUMNS.items()}
-STORED |= {f"{name}_at": "int64" for name, column in COLUMNS.items() if column.in_runs}
-STORED |= {"lengths": "int32", "offsets": "int64", "groups": "int64"}
-"""The arrays of a folder, a file `<name>.bin` each."""
+
+
+def stored_dtypes() -> dict[str, str]:
+    """Returns the arrays that a folder may hold, a file `<name>.bin` each, with their dtypes."""
+    places = {f"{name}_at": "int64" for name, column in COLUMNS.items() if column.in_runs}
+    of_documents = {"lengths": "int32", "offsets": "int64", "groups": "int64"}
+    return {name: column.stored for name, column in COLUMNS.items()} | places | of_documents
 
 
 class DocumentReader(ABC):
@@ -214,8 +217,9 @@ class TokenizedDocuments(DocumentReader):
 
 def load_rows(folder: Path) -> TokenizedDocuments:
     """Maps the rows of a folder that `RowsWriter` wrote; nothing is read before it is asked for."""
-    paths = {name: folder / f"{name}.bin" for name in STORED if (folder / f"{name}.bin").is_file()}
-    arrays: dict[str, Any] = {name: map_array(path, STORED[name]) for name, path in paths.items()}
+    dtypes = stored_dtypes()
+    paths = {name: folder / f"{name}.bin" for name in dtypes if (folder / f"{name}.bin").is_file()}
+    arrays: dict[str, Any] = {name: map_array(path, dtypes[name]) for name, path in paths.items()}
     offsets, lengths, groups = (
         arrays.pop("offsets"),
         arrays.pop("lengths"),
@@ -290,7 +294,8 @@ class RowsWriter:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         self._files: dict[str, BufferedWriter] = {}
-        self._hashes = {name: hashlib.sha256() for name in STORED}
+        self._dtypes = stored_dtypes()
+        self._hashes = {name: hashlib.sha256() for name in self._dtypes}
         self._num_tokens = self._num_rows = 0
         # of columns in runs: the last value, and how many there were
         self._last: dict[str, Any] = {}
@@ -327,8 +332,8 @@ class RowsWriter:
     def _write(self, name: str, values: np.ndarray) -> None:
         if name not in self._files:
             self._files[name] = (self._folder / f"{name}.bin").open("wb")
-        values = np.ascontiguousarray(values, STORED[name])
-        if f"{name}_at" in STORED:
+        values = np.ascontiguousarray(values, self._dtypes[name])
+        if f"{name}_at" in self._dtypes:
             # A run goes on from one call to the next where the value does.
             is_change = np.ones(len(values), bool)
             is_change[1:] = values[1:] != values[:-1]
@@ -349,7 +354,7 @@ class RowsWriter:
         whole = self._hashes["offsets"]
         for name in [
             name
-            for name in STORED
+            for name in self._dtypes
             if name in self._files and name not in ("lengths", "offsets", "groups")
         ]:
             whole.update(self._hashes[name].digest())

@@ -12,7 +12,6 @@ import torch
 from automodel_lite.data.packing.packs import PackedDataset, Packer, packed_sequence_thd_collater
 from automodel_lite.data.packing.plan import plan_packs
 from automodel_lite.data.tokens.token_rows import (
-    STORED,
     RowsWriter,
     TokenizedDocuments,
     flatten,
@@ -32,7 +31,6 @@ TWO = [
 @pytest.fixture
 def _weights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(COLUMNS, "weights", Column("float32", "float32", -1.0, is_optional=False))
-    monkeypatch.setitem(STORED, "weights", "float32")
 
 
 @pytest.mark.usefixtures("_weights")

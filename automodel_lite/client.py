@@ -1,0 +1,575 @@
+"""A training client: the engine of a run, driven from Python with rows in memory.
+
+    client = TrainingClient("policy", "model.pretrained=...")
+    out = client.forward_backward(groups)       # gradients are kept
+    client.optim_step(lr=1e-6)                  # divided by what was counted since the last one
+
+A row is a mapping of sequences of one length: `input_ids`, `labels` (labels[i] is the target of
+position i, -100 where there is none) and the columns of the loss. A group is a list of rows that
+begin alike; their beginning is computed once. Under torchrun every rank makes the same calls with
+the same rows.
+
+There is no server here, no farm of samplers, and one adapter at a time.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import itertools
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import transformers
+from omegaconf import OmegaConf
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+from automodel_lite.cli import compose_config
+from automodel_lite.config.check import check_config
+from automodel_lite.config.components import build
+from automodel_lite.config.schema import Config
+from automodel_lite.data.packing.packs import Packer
+from automodel_lite.data.tokens.tokenize import job_of
+from automodel_lite.data.tokens.tokenizer import padding_id
+from automodel_lite.errors import ConfigError
+from automodel_lite.models.loss import (
+    CrossEntropy,
+    FusedLinearCrossEntropy,
+    Loss,
+    LossInputs,
+    LossModel,
+    LossOutput,
+    checked_loss,
+    label_log_probs,
+)
+from automodel_lite.models.source import embedding_rows
+from automodel_lite.parallel.control import all_ranks, open_control
+from automodel_lite.parallel.mesh import init_mesh
+from automodel_lite.parallel.peers import flat
+from automodel_lite.parallel.sharding import ParallelModel
+from automodel_lite.run.checkpoint import Checkpointer
+from automodel_lite.run.export import export_adapter, export_hf
+from automodel_lite.run.folder import RunFolder, plain
+from automodel_lite.run.lock import RunLock
+from automodel_lite.run.weight_files import stored_dtypes, whole_weights
+from automodel_lite.seed import seed_all
+from automodel_lite.telemetry.console import Console, quiet_libraries
+from automodel_lite.training import start
+from automodel_lite.training.build import build_model
+from automodel_lite.training.engine import Engine
+from automodel_lite.training.plan import build_parts
+from automodel_lite.training.row_packs import (
+    GRAIN_TOKENS,
+    PackedRows,
+    Row,
+    check_rows,
+    pack_rows,
+)
+
+TOY = "automodel_lite.data.reading.documents.ToyChat"
+
+
+@dataclass(frozen=True)
+class Output:
+    """log_probs  of the labels, fp32 [length of the row] each, 0 where a row has no label; in the
+               order in which the rows were given
+    loss       sum over all rows and ranks, not divided; 0 of `forward`
+    num_items  what `optim_step` will divide by for these rows
+    parts      sums that the loss reports
+    num_tokens computed: what rows of a group share counts once
+    """
+
+    log_probs: list[np.ndarray]
+    loss: float
+    num_items: float
+    parts: dict[str, float]
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one optimizer step was: `num_steps` of the client after it, the norm of the divided
+    gradients before clipping, and what they were divided by.
+
+    is_skipped  the loss or a gradient was not finite: the weights are as they were
+    """
+
+    num_steps: int
+    loss: float
+    grad_norm: float
+    num_items: float
+    is_skipped: bool
+
+
+class TrainingClient:
+    """A model on the mesh of its configuration, an optimizer, and calls with rows in memory.
+
+    TrainingClient("policy", "model.pretrained=...", "mesh.cp=2"): a preset and overrides, as on the
+    command line; a data set is not needed. Loads the model; raises ConfigError. Every rank makes
+    the same calls with the same rows; `close` (or `with`) gives the run's folder back.
+    """
+
+    def __init__(self, config_name: str, *overrides: str, config_dir: str | None = None) -> None:
+        quiet_libraries()
+        raw = compose_config(config_name, list(overrides), config_dir=config_dir)
+        if OmegaConf.is_missing(raw, "name"):
+            raw.name = "client"
+        if OmegaConf.is_missing(raw.dataset, "path"):
+            raw.dataset = {"_target_": TOY}  # read by nobody, unless a tokenizer is trained
+        self.config = start.from_run(check_config(raw))
+        parts = build_parts(self.config)
+        _check_settings(self.config, parts.packer)
+        start.try_settings(self.config, parts)
+        job = job_of(self.config, build(self.config.dataset))
+        self.tokenizer = job.tokenizer
+        parts, _ = start.decide_recomputation(parts, parts.model.config(self.tokenizer))
+        is_first = not dist.is_initialized()
+        self.mesh = init_mesh(self.config.mesh)
+        if is_first and self.mesh.root:
+            atexit.register(self.mesh.close)
+        start.prepare_process(self.config.training)
+        self._ranks = all_ranks()
+        self._same(flat(plain(self.config)), "settings")
+        self.engine = Engine.build(parts, self.tokenizer, self.mesh, self.config.seed)
+        self._packer = parts.packer.for_document_kind("other", padding_id(self.tokenizer))
+        self._rates = [float(group["lr"]) for group in self.engine.optimizer.param_groups]
+        self._model = self.engine.built.model  # or the reference
+        self._reference: ParallelModel | None = None
+        self._lock = RunLock(RunFolder(self.config.output_dir).lock)
+        self._checkpointer: Checkpointer | None = None
+        self._saved_extra: Any = None
+        self.num_steps = 0
+        self._num_calls = 0
+        self._num_items, self._loss = 0.0, 0.0  # since the last step
+        self._has_gradients = False
+        self._is_broken = False  # a forward_backward did not end
+
+    def __enter__(self) -> TrainingClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---------------------------------------------- rows in, numbers out
+    @torch.no_grad()
+    def forward(self, groups: Iterable[Any]) -> Output:
+        """Computes the log-probabilities of the labels, without gradients and dropout; columns of
+        the loss are not looked at.
+        """
+        bare = [[_bare(row) for row in group] for group in _as_groups(groups)]
+        packed = self._pack(bare, CrossEntropy())
+        model, found = self._model, []
+        model.module.eval()
+        for batch in self.engine.micro_batches(packed.packs):
+            own = self.engine.place(batch)
+            values = model.values(own.to(self.mesh.device), _column_of_log_probs)
+            found.append((own.columns["row_place"][own.label_rows], values[:, 0]))
+        model.free_gathered()
+        model.module.train()
+        return Output(self._of_rows(packed, found), 0.0, 0.0, {}, packed.num_tokens)
+
+    def forward_backward(self, groups: Iterable[Any], loss: Loss | None = None) -> Output:
+        """Computes the loss and adds its gradients to those of the calls before.
+
+        loss  None = that of the configuration
+        Raises ValueError or ConfigError for rows that cannot be trained on, on every rank and
+        before anything is computed.
+        """
+        if self._model is not self.engine.built.model:
+            raise RuntimeError("the reference is frozen: call forward_backward outside the block.")
+        self._check_whole("forward_backward")
+        loss_model = self.engine.built.model.loss_model
+        loss = loss_model.loss if loss is None else self._checked(loss)
+        packed = self._pack(_as_groups(groups), loss)
+        recording = _Recording(loss)
+        self._num_calls += 1
+        seed_all(self.config.seed, self._num_calls, self.mesh.token_rank)
+        self._is_broken = True
+        with _using(loss_model, recording):
+            whole = list(self.engine.micro_batches(packed.packs))
+            sums = self.engine.forward_backward(
+                [self.engine.place(batch).to(self.mesh.device) for batch in whole]
+            )
+            num_items = self.engine.count_items(whole)
+        totals = {name: float(value) for name, value in self.engine.total(sums).items()}
+        log_probs = self._of_rows(packed, recording.found)
+        self._is_broken, self._has_gradients = False, True
+        total = totals.pop("loss")
+        self._num_items += num_items
+        self._loss += total
+        return Output(log_probs, total, num_items, totals, packed.num_tokens)
+
+    def optim_step(self, lr: float | None = None, max_grad_norm: float | None = None) -> Step:
+        """Divides the gradients by what the losses have counted since the last step, and applies
+        them.
+
+        lr             None = that of the configuration
+        max_grad_norm  None = training.max_grad_norm; 0 = not clipped
+        Raises RuntimeError without gradients.
+        """
+        self._check_whole("optim_step")
+        if not self._has_gradients:
+            raise RuntimeError(
+                "optim_step without gradients: call forward_backward first; a step has used those "
+                "of the calls before it."
+            )
+        if self._num_items == 0:
+            raise RuntimeError(
+                "optim_step: the losses since the last step have counted nothing, so there is no "
+                "mean to take: are all weights of the rows 0?"
+            )
+        optimizer = self.engine.optimizer
+        if lr is not None:
+            for group, rate in zip(optimizer.param_groups, self._rates):
+                group["lr"] = lr * (rate / self._rates[0] if self._rates[0] else 1.0)
+        if max_grad_norm is None:
+            max_grad_norm = self.config.training.max_grad_norm
+        mean = self._loss / self._num_items
+        loss_sum = torch.tensor(mean, device=self.mesh.device)
+        norm = float(self.engine.step(loss_sum, max_grad_norm, self._num_items))
+        self.num_steps += 1
+        step = Step(
+            self.num_steps,
+            mean,
+            norm,
+            self._num_items,
+            is_skipped=not (math.isfinite(norm) and math.isfinite(mean)),
+        )
+        self._num_items, self._loss, self._has_gradients = 0.0, 0.0, False
+        return step
+
+    def zero_grad(self) -> None:
+        """Drops the gradients since the last step, also of a call that was interrupted."""
+        self.engine.optimizer.zero_grad()
+        self._num_items, self._loss = 0.0, 0.0
+        self._has_gradients = self._is_broken = False
+
+    def sample(
+        self,
+        prompts: Sequence[Sequence[int]],
+        num_samples: int = 1,
+        max_new_tokens: int = 64,
+        temperature: float = 1.0,
+        batch_size: int = 64,
+        seed: int = 0,
+    ) -> list[list[list[int]]]:
+        """Draws answers to each prompt (token ids) from the weights as they are: [prompt][sample]
+        -> ids, with the end token where the model has ended.
+
+        temperature  0 = the likeliest token
+        seed         of this call: another one gives other answers
+        One batch holds prompts of one length, so nothing is padded. Every rank gets all answers.
+        """
+        self._same([list(map(int, prompt)) for prompt in prompts], "prompts")
+        if any(not len(prompt) for prompt in prompts):
+            raise ValueError("a prompt is empty: there is nothing to continue.")
+        ends = _end_tokens(self.engine.built.model.loss_model.lm, self.tokenizer)
+        settings = GenerationConfig(
+            max_new_tokens=max_new_tokens,
+            do_sample=temperature > 0,
+            temperature=temperature or None,
+            top_k=0 if temperature > 0 else None,
+            top_p=1.0 if temperature > 0 else None,
+            eos_token_id=ends,
+            pad_token_id=ends[0] if ends else 0,
+        )
+        model, mesh = self._model, self.mesh
+        order = [number for number in range(len(prompts)) for _ in range(num_samples)]
+        order.sort(key=lambda number: len(prompts[number]))
+        batches = [
+            list(group)[start : start + batch_size]
+            for _, alike in itertools.groupby(order, key=lambda number: len(prompts[number]))
+            for group in [list(alike)]
+            for start in range(0, len(group), batch_size)
+        ]
+        drawn: list[tuple[int, list[int]]] = []
+        model.module.eval()
+        # where weights are gathered for each forward, all ranks make as many of them
+        rounds = -(-len(batches) // mesh.shape.dp)
+        for number in range(rounds * mesh.shape.dp):
+            if number % mesh.shape.dp != mesh.dp_rank:
+                continue
+            own = batches[number] if number < len(batches) else [0]
+            seed_all(self.config.seed, "sample", seed, number)
+            ids = torch.tensor([list(prompts[of]) for of in own], device=mesh.device)
+            out = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                generation_config=settings,
+                synced_gpus=model.sharded_over is not None and mesh.shape.world_size > 1,
+            )
+            if number < len(batches):
+                drawn += zip(own, (_until(row, ends) for row in out[:, ids.shape[1] :].tolist()))
+        model.module.train()
+        answers: list[list[list[int]]] = [[] for _ in prompts]
+        # ranks of one dp rank have drawn the same
+        every = mesh.gather(drawn)[:: mesh.shape.cp * mesh.shape.tp]
+        for of, answer in itertools.chain.from_iterable(every):
+            answers[of].append(answer)
+        return answers
+
+    @contextmanager
+    def reference(self) -> Iterator[None]:
+        """Inside, `forward` and `sample` are those of the start model: without the adapter, or a
+        second, frozen model, which is loaded when it is first asked for.
+        """
+        adapter = self.engine.built.adapter
+        if adapter and not adapter.is_continued:
+            model = self._model
+            self._model = replace(model)  # the same modules; who asks whether it trains: no
+            try:
+                with adapter.wrapped.disable_adapter():
+                    yield
+            finally:
+                self._model = model
+            return
+        if self._reference is None:
+            parts = self.engine.built.plan.parts
+            frozen = replace(parts, teacher=None, loss=CrossEntropy())
+            seed_all(self.config.seed, "model")
+            self._reference = build_model(frozen, self.tokenizer, self.mesh, trains=False).model
+        before, self._model = self._model, self._reference
+        try:
+            yield
+        finally:
+            self._model = before
+
+    # ---------------------------------------------- to the disk and back
+    def save_state(self, extra: Any = None) -> Path:
+        """Writes a checkpoint of the run's folder, complete or not at all, and waits for it;
+        returns its path.
+
+        extra  JSON that `load_state` returns: where a loop stands
+        Raises RuntimeError with gradients that no step has taken, as a checkpoint has none, and
+        when the checkpoint could not be written.
+        """
+        self._check_whole("save_state")
+        if self._has_gradients:
+            raise RuntimeError(
+                "save_state between forward_backward and optim_step: a checkpoint holds no "
+                "gradients: call optim_step, or zero_grad to drop them."
+            )
+        saver = self._open_folder()
+        if saver.holds(self.num_steps) and extra != self._saved_extra:
+            raise RuntimeError(
+                f"save_state: step {self.num_steps} is saved already, with another `extra`: save "
+                "once a step."
+            )
+        state = {"step": self.num_steps, "calls": self._num_calls, "extra": extra}
+        model, optimizer = self.engine.built.model.loss_model, self.engine.optimizer
+        if not saver.save(self.num_steps, model, optimizer, {"client": state}, wait=True):
+            raise RuntimeError(
+                f"step {self.num_steps} is not saved: the line above says why; the newest "
+                f"checkpoint is {saver.newest_name or 'none'}."
+            )
+        assert saver.newest is not None
+        self._saved_extra = extra
+        return saver.newest
+
+    def load_state(self) -> Any:
+        """Takes weights, optimizer and counts from the newest checkpoint of the run's folder that
+        loads; returns its `extra`, None without a checkpoint.
+
+        Raises ConfigError where the folder has checkpoints and none loads, or it is a recipe's.
+        """
+        saver = self._open_folder()
+        model = self.engine.built.model.loss_model
+        state = saver.load_newest(model, self.engine.optimizer)
+        self.zero_grad()
+        if state is None:
+            return None
+        if "client" not in state:
+            raise ConfigError(
+                f"{saver.run.path} is the folder of recipes/train_ft.py: start from its model, "
+                f"model.pretrained={saver.run.path}, with name=... of your own."
+            )
+        of_client = state["client"]
+        self.num_steps, self._num_calls = of_client["step"], of_client["calls"]
+        self._saved_extra = of_client["extra"]
+        return self._saved_extra
+
+    def save_weights(self, folder: str | Path) -> None:
+        """Writes a folder that `from_pretrained`, or an inference server, loads: the model, or the
+        adapter; complete or not at all.
+        """
+        built, path = self.engine.built, Path(folder)
+        model = built.model
+        if built.adapter:
+            export_adapter(path, model.loss_model, built.adapter, self.tokenizer, self.num_steps)
+            return
+        dtype, mesh = built.plan.parts.model.dtype, model.sharded_over
+        of_model = (path, model.loss_model, self.tokenizer, dtype, model.logits)
+        export_hf(*of_model, self.num_steps, mesh)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields name and whole tensor of each weight, one at a time, as `save_weights` writes
+        them; of an adapter its own. Every rank iterates to the end.
+        """
+        built = self.engine.built
+        if not built.adapter:
+            lm = built.model.loss_model.lm
+            yield from whole_weights(lm, stored_dtypes(lm, built.plan.parts.model.dtype))
+            return
+        for name, parameter in built.model.loss_model.lm.named_parameters():
+            if parameter.requires_grad:
+                value = parameter.detach()
+                name = "base_model.model." + name.replace(".default.", ".")
+                yield name, value.full_tensor() if isinstance(value, DTensor) else value
+
+    def close(self) -> None:
+        """Gives the run's folder back; the groups of ranks stay until the process ends."""
+        self._lock.release()
+
+    # ---------------------------------------------- the pieces
+    def _pack(self, groups: list[list[Any]], loss: Loss) -> PackedRows:
+        """Checks that the ranks were called with the same rows, and packs them."""
+        lm = self.engine.built.model.loss_model.lm
+        limits = (self._packer.packed_sequence_size, embedding_rows(lm))
+
+        rows: list[list[Row]] = []
+
+        def check() -> str:
+            rows.extend(check_rows(groups, loss, *limits))
+            digest = hashlib.sha256()
+            for row in (row for group in rows for row in group):
+                for name, values in row.items():
+                    digest.update(f"{name} {values.shape}".encode() + values.tobytes())
+            return digest.hexdigest()
+
+        _compare(self._ranks.on_all(check), "rows")
+        shape, size = self.mesh.shape, self.config.training.micro_batch_size
+        is_compiled = self.engine.built.compiled.partition(":")[0] != "off"
+        grain = 0 if is_compiled else GRAIN_TOKENS * shape.cp
+        return pack_rows(rows, loss, self._packer, shape.dp * size, grain)
+
+    def _of_rows(self, packed: PackedRows, found: list[tuple[Tensor, Tensor]]) -> list[np.ndarray]:
+        """Brings (places, values) of all ranks to the rows."""
+        values_T = np.full(packed.num_tokens, np.nan, np.float32)
+        own = [torch.cat([x.cpu() for x in parts]).numpy() for parts in zip(*found)]
+        for places, values in self.mesh.gather(own):
+            values_T[places] = values
+        return packed.of_rows(values_T)
+
+    def _checked(self, loss: Any) -> Loss:
+        loss = checked_loss(loss)
+        if loss.needs_teacher and self.engine.built.plan.parts.teacher is None:
+            raise ConfigError(
+                f"loss={type(loss).__name__} needs a teacher: make the client with "
+                "teacher=pretrained teacher.pretrained=... and this loss."
+            )
+        return loss
+
+    def _check_whole(self, doing: str) -> None:
+        if self._is_broken:
+            raise RuntimeError(
+                f"{doing}: the last forward_backward did not end, and its gradients are those of "
+                "some rows only: call zero_grad, then repeat the calls since the last step."
+            )
+
+    def _same(self, value: object, what: str) -> None:
+        _compare(self._ranks.on_all(lambda: json.dumps(value, default=str)), what)
+
+    def _open_folder(self) -> Checkpointer:
+        """Takes the run's folder at the first use."""
+        if self._checkpointer is None:
+            config, folder = self.config, RunFolder(self.config.output_dir)
+            self._lock.token = self._ranks.on_first(self._lock.acquire)
+            groups = open_control(config.mesh), open_control(config.mesh, is_slow=True)
+            say = Console(is_silent=self.mesh.rank != 0).print
+            self._checkpointer = Checkpointer(folder, config, *groups, say, self._lock.check_held)
+        return self._checkpointer
+
+
+class _Recording(Loss):
+    """A loss that also keeps the log-probabilities of its labels, and where they stand."""
+
+    def __init__(self, loss: Loss) -> None:
+        self.loss = loss
+        self.columns = loss.columns | {"row_place"}  # type: ignore[misc]
+        self.required, self.needs_logits = loss.required, loss.needs_logits  # type: ignore[misc]
+        self.needs_documents = loss.needs_documents  # type: ignore[misc]
+        self.needs_teacher = loss.needs_teacher  # type: ignore[misc]
+        self.num_items, self.example_columns = loss.num_items, loss.example_columns  # type: ignore[method-assign]
+        self.found: list[tuple[Tensor, Tensor]] = []
+
+    def __call__(self, inputs: LossInputs) -> LossOutput:
+        output = self.loss(inputs)
+        with torch.no_grad():  # most losses have computed them
+            log_probs_R = inputs.log_probs().detach()
+        if "row_place" in inputs.columns:
+            self.found.append((inputs.columns["row_place"], log_probs_R))
+        return output
+
+
+@contextmanager
+def _using(model: LossModel, recording: _Recording) -> Iterator[None]:
+    """Inside, the model computes another loss."""
+    before = model.loss, model.takes_logits
+    model.takes_logits |= recording.loss.needs_logits
+    if model.takes_logits and isinstance(recording.loss, FusedLinearCrossEntropy):
+        recording.loss = CrossEntropy()
+    model.loss = recording
+    try:
+        yield
+    finally:
+        model.loss, model.takes_logits = before
+
+
+def _column_of_log_probs(logits: Tensor, labels: Tensor) -> Tensor:
+    return label_log_probs(logits, labels)[:, None]
+
+
+def _as_groups(groups: Iterable[Any]) -> list[list[Any]]:
+    """Returns lists of rows; a row that stands alone is a group."""
+    found = [[group] if isinstance(group, Mapping) else list(group) for group in groups]
+    return [group for group in found if group]
+
+
+def _bare(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: row[name] for name in ("input_ids", "labels") if name in row}
+
+
+def _check_settings(config: Config, packer: Packer) -> None:
+    """Raises ConfigError for settings of which the client would make something else."""
+    if packer.cuts_documents:
+        raise ConfigError(
+            f"packed_sequence.strategy={packer.strategy} cuts rows, which the client keeps whole: "
+            "use exact_fill, best_fit or next_fit."
+        )
+    if config.training.ema_decay:
+        raise ConfigError(
+            f"training.ema_decay={config.training.ema_decay}: the client keeps no average of the "
+            "weights: set training.ema_decay=0."
+        )
+
+
+def _end_tokens(lm: transformers.PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Returns the ids that end an answer: the tokenizer's, and the model's own."""
+    own = lm.generation_config.eos_token_id if lm.generation_config else None
+    ends = [tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])]
+    return [*dict.fromkeys(int(end) for end in ends if end is not None)]
+
+
+def _until(ids: list[int], ends: list[int]) -> list[int]:
+    """Returns the ids up to the first end token, with it."""
+    stop = next((place for place, token in enumerate(ids, 1) if token in ends), len(ids))
+    return ids[:stop]
+
+
+def _compare(digests: list[str], what: str) -> None:
+    if len(set(digests)) > 1:
+        other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
+        raise ValueError(
+            f"rank {other} was called with other {what} than rank 0: under torchrun every rank "
+            "makes the same calls with the same rows (draw them from one seed, or send them)."
+        )

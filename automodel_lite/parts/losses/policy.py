@@ -1,0 +1,206 @@
+"""Losses of policies: rows that a model has sampled, how good each was, and how likely it was then.
+
+advantages           of each label: how much better its row was than expected
+old_log_probs        of the labels, by the weights that sampled them; without, those of now, so that
+                     every ratio is 1 and its gradient that of the log-probability
+sampler_log_probs    of the labels, by the sampler's own arithmetic, where that is another
+reference_log_probs  of the labels, by the start model
+
+    ratio = exp(new - old)         of a label; of GSPO the mean over its row, in the logarithm
+    sum over labels of  weight * (-objective(ratio, advantage) + kl * divergence from the reference)
+
+A loss is divided by the labels of the whole optimizer step, or by its rows, each of which is then
+the mean over its labels, or has the same constant length. What the rows are is known inside of
+trees, too: the rows of a tree share no label.
+
+Legend: R rows that carry a label (labels), M rows as they were given (rows).
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from automodel_lite.config.rules import Range
+from automodel_lite.models.balance import row_of_tokens
+from automodel_lite.models.loss import Loss, LossInputs, LossOutput
+from automodel_lite.thd import Column, ThdBatch
+
+Share = Annotated[float, Range(0, 1_000_000)]
+Length = Annotated[float, Range(1, 1_000_000)]
+Average = Literal["labels", "rows", "constant"]
+Kl = Literal["k1", "k2", "k3"]
+
+
+@dataclass(frozen=True)
+class PolicyLoss(Loss):
+    """An objective per label, and what all of them share: weights, divergence, averages.
+
+    kl               weight of the divergence from `reference_log_probs`
+    kl_kind          its estimate: k1 = new - reference, k2 = half its square, k3 = exp(-k1) - 1 +
+                     k1 (http://joschu.net/blog/kl-approx.html); gradients are those of the estimate
+    average          labels: the mean over all labels of the step (DAPO); rows: over its rows, of
+                     the mean over each (GRPO); constant: over its rows, of the sum over each
+                     divided by `constant_length` (Dr. GRPO)
+    truncation       largest weight of a label whose sampler had other numbers: min(exp(old -
+                     sampler), truncation); 0 = no weights
+    """
+
+    own_columns: ClassVar[Mapping[str, Column]] = {
+        "advantages": Column("float32", "float32", 0.0),
+        "old_log_probs": Column("float32", "float32", 0.0),
+        "sampler_log_probs": Column("float32", "float32", 0.0),
+    }
+    columns = frozenset({"loss_weights", "reference_log_probs"})
+    required = frozenset({"advantages"})
+    needs_documents = True
+    separates_rows = True
+
+    kl: Share = 0.0  # weight of the divergence from the reference
+    kl_kind: Kl = "k3"  # its estimate
+    average: Average = "labels"  # over labels, rows, or rows of a constant length
+    constant_length: Length = 1024.0  # of average=constant
+    truncation: Share = 2.0  # largest weight of a label whose sampler had other numbers; 0 = none
+
+    def __post_init__(self) -> None:
+        if self.kl:
+            object.__setattr__(self, "required", self.required | {"reference_log_probs"})
+            object.__setattr__(self, "needs_reference", True)
+
+    @abstractmethod
+    def objective(self, inputs: LossInputs, log_ratio_R: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns what each label adds to the objective, [R], and whether its ratio was clipped.
+
+        log_ratio_R  new - old, with gradients
+        """
+
+    def log_ratio(self, inputs: LossInputs, log_ratio_R: Tensor) -> Tensor:
+        """Returns the ratio that is clipped or truncated, in the logarithm: that of each label."""
+        return log_ratio_R
+
+    def num_items(self, batch: ThdBatch) -> float:
+        """Counts labels by their weights, or rows that have a label."""
+        if self.average == "labels":
+            return batch.num_label_tokens
+        row_T, _ = row_of_tokens(batch)
+        return len(row_T[batch.label_rows].unique())
+
+    def __call__(self, inputs: LossInputs) -> LossOutput:
+        new_R = inputs.log_probs()
+        old_R = inputs.columns.get("old_log_probs", new_R.detach())
+        values_R, is_clipped_R = self.objective(inputs, new_R - old_R)
+        losses_R = -values_R
+        parts = {
+            "ratio": (new_R - old_R).exp(),
+            "clipped": is_clipped_R.to(new_R.dtype),
+            "kl_old": (old_R - new_R).exp() - 1 - (old_R - new_R),
+        }
+        if (sampled_R := inputs.columns.get("sampler_log_probs")) is not None and self.truncation:
+            weights_R = self.log_ratio(inputs, old_R - sampled_R).exp().clamp(max=self.truncation)
+            losses_R = losses_R * weights_R
+            parts["sampler_weight"] = weights_R
+        if (reference_R := inputs.columns.get("reference_log_probs")) is not None:
+            divergence_R = divergence(new_R, reference_R, self.kl_kind)
+            losses_R = losses_R + self.kl * divergence_R
+            parts["kl"] = divergence_R
+        weights_R = self._weights(inputs, new_R)
+        return LossOutput(
+            (losses_R * weights_R).sum(),
+            {name: (part.detach() * weights_R).sum() for name, part in parts.items()},
+        )
+
+    def _weights(self, inputs: LossInputs, like_R: Tensor) -> Tensor:
+        """Returns what each label weighs, so that the sum over a row is its average."""
+        weights_R = inputs.columns.get("loss_weights", torch.ones_like(like_R))
+        if self.average == "labels":
+            return weights_R
+        if self.average == "constant":
+            return weights_R / self.constant_length
+        return weights_R / inputs.at_labels(inputs.per_row(weights_R)).clamp(min=1e-9)
+
+
+@dataclass(frozen=True)
+class ImportanceSampling(PolicyLoss):
+    """ratio * advantage: REINFORCE where `old_log_probs` are not given."""
+
+    def objective(self, inputs: LossInputs, log_ratio_R: Tensor) -> tuple[Tensor, Tensor]:
+        advantages_R = inputs.columns["advantages"]
+        return log_ratio_R.exp() * advantages_R, torch.zeros_like(log_ratio_R)
+
+
+@dataclass(frozen=True)
+class Ppo(PolicyLoss):
+    """The smaller of ratio * advantage and clipped ratio * advantage (arXiv:1707.06347), with two
+    widths (DAPO, arXiv:2503.14476); with advantages of groups it is GRPO (arXiv:2402.03300).
+    """
+
+    clip_low: Share = 0.2  # the ratio is clipped below 1 - clip_low
+    clip_high: Share = 0.2  # and above 1 + clip_high
+
+    def objective(self, inputs: LossInputs, log_ratio_R: Tensor) -> tuple[Tensor, Tensor]:
+        advantages_R = inputs.columns["advantages"]
+        ratio_R = self.log_ratio(inputs, log_ratio_R).exp()
+        plain_R = ratio_R * advantages_R
+        clipped_R = ratio_R.clamp(1 - self.clip_low, 1 + self.clip_high) * advantages_R
+        return torch.minimum(plain_R, clipped_R), clipped_R < plain_R
+
+
+@dataclass(frozen=True)
+class Gspo(Ppo):
+    """PPO with the ratio of the whole row, to the power of 1 / its labels (arXiv:2507.18071).
+
+    Its value is the row's and its gradient the label's own (GSPO-token): where the advantages of a
+    row are equal, that is the gradient of GSPO.
+    """
+
+    clip_low: Share = 3e-4
+    clip_high: Share = 4e-4
+
+    def log_ratio(self, inputs: LossInputs, log_ratio_R: Tensor) -> Tensor:
+        """Returns the mean over the row, at each of its labels."""
+        own_R = log_ratio_R.detach()
+        sums_M, counts_M = inputs.per_row(torch.stack([own_R, torch.ones_like(own_R)], 1)).unbind(1)
+        return inputs.at_labels(sums_M / counts_M.clamp(min=1)) + (log_ratio_R - own_R)
+
+
+@dataclass(frozen=True)
+class Cispo(PolicyLoss):
+    """log-probability * advantage, weighted by the clipped ratio, which has no gradient
+    (arXiv:2506.13585).
+    """
+
+    clip_low: Share = 1.0  # the ratio is clipped below 1 - clip_low
+    clip_high: Share = 4.0  # and above 1 + clip_high
+
+    def objective(self, inputs: LossInputs, log_ratio_R: Tensor) -> tuple[Tensor, Tensor]:
+        ratio_R = log_ratio_R.detach().exp()
+        weights_R = ratio_R.clamp(1 - self.clip_low, 1 + self.clip_high)
+        values_R = weights_R * inputs.columns["advantages"] * inputs.log_probs()
+        return values_R, weights_R != ratio_R
+
+
+@dataclass(frozen=True)
+class Dro(PolicyLoss):
+    """log-probability * advantage - beta / 2 * log(ratio)^2 (arXiv:2405.19107), per label."""
+
+    beta: Share = 0.05  # weight of the distance from the weights that sampled
+
+    def objective(self, inputs: LossInputs, log_ratio_R: Tensor) -> tuple[Tensor, Tensor]:
+        values_R = inputs.log_probs() * inputs.columns["advantages"]
+        values_R = values_R - self.beta / 2 * log_ratio_R.square()
+        return values_R, torch.zeros_like(log_ratio_R)
+
+
+def divergence(new_R: Tensor, reference_R: Tensor, kind: Kl) -> Tensor:
+    """Returns the estimate of each label's divergence from the reference, [R]."""
+    difference_R = new_R - reference_R
+    if kind == "k1":
+        return difference_R
+    if kind == "k2":
+        return difference_R.square() / 2
+    return (-difference_R).exp() - 1 + difference_R

@@ -1,0 +1,216 @@
+"""Rows in memory become packs: checked, rows of one group as a tree, and back from tokens to rows.
+
+    groups   [[q a, q b], [r c]]            rows that share their beginning
+    trees    q a b │ r c                    what they share is there once
+    packs    one micro-batch after the other, of all ranks
+
+Legend: R rows, T tokens of all trees.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from automodel_lite.data.packing.packs import PackedDataset, Packer
+from automodel_lite.data.packing.plan import plan_packs
+from automodel_lite.data.tokens.token_rows import TokenizedDocuments, flatten
+from automodel_lite.data.tokens.trees import PAIRED, cut_tree, grow_trees
+from automodel_lite.errors import ConfigError
+from automodel_lite.models.loss import Loss, check_columns
+from automodel_lite.thd import COLUMNS, IGNORE_INDEX
+
+Row = dict[str, np.ndarray]
+GRAIN_TOKENS = 128  # packs are made as short as their rows, in steps of so many tokens
+OF_ROW = "of_row"
+"""The number of the row at its labels: what rows do not share when a loss compares them whole."""
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """packs   with the column `row_place`
+    rows    as they were given
+    paths   by the ids of a row: where its tokens stand among all tokens, int64 [L] each
+    num_tokens  of all trees
+    """
+
+    packs: PackedDataset
+    rows: list[Row]
+    paths: dict[bytes, list[np.ndarray]]
+    num_tokens: int
+
+    def of_rows(self, values_T: np.ndarray) -> list[np.ndarray]:
+        """Returns a value for each token of each row, 0 where it has no label.
+
+        values_T  NaN where no label is
+        """
+        found = []
+        for row in self.rows:
+            values = np.full(len(row["input_ids"]), np.nan, np.float32)
+            # rows of equal ids may lie apart, with labels at other places
+            for path in self.paths[row["input_ids"].tobytes()]:
+                values = np.where(np.isnan(values), values_T[path], values)
+            found.append(np.where(row["labels"] == IGNORE_INDEX, np.float32(0), values))
+        return found
+
+
+def check_rows(
+    groups: Sequence[Sequence[Mapping[str, Any]]], loss: Loss, most_tokens: int, num_ids: int
+) -> list[list[Row]]:
+    """Returns the rows as arrays with one set of columns; raises ConfigError or ValueError, which
+    names the row.
+
+    most_tokens  of a row: a pack
+    num_ids      rows of the embedding
+    """
+    if not groups:
+        raise ValueError("there are no rows, so there is nothing to learn.")
+    brought = {name for group in groups for row in group for name in row}
+    columns = brought - {"input_ids", "labels"}
+    if unknown := sorted(columns - COLUMNS.keys()):
+        raise ConfigError(
+            f"the rows bring {', '.join(unknown)}, which no loss declares: name the column in the "
+            "loss class's `own_columns`, or leave it out."
+        )
+    check_columns(loss, columns)
+    checked, number = list[list[Row]](), 0
+    for group in groups:
+        checked.append([])
+        for row in group:
+            checked[-1].append(_checked_row(row, columns, loss, number))
+            number += 1
+            if (length := len(checked[-1][-1]["input_ids"])) > most_tokens:
+                raise ValueError(
+                    f"row {number - 1} has {length:,} tokens, and a pack holds "
+                    f"packed_sequence.packed_sequence_size={most_tokens}: shorten the row, or make "
+                    "packs larger."
+                )
+            if (highest := int(checked[-1][-1]["input_ids"].max())) >= num_ids:
+                raise ValueError(
+                    f"row {number - 1} has the id {highest}, and the model's embedding has "
+                    f"{num_ids} rows: tokenize with the client's own tokenizer."
+                )
+    if not any((row["labels"] != IGNORE_INDEX).any() for group in checked for row in group):
+        raise ValueError(
+            f"none of the {number} rows has a label, so there is nothing to learn: labels[i] is "
+            f"the target of position i, {IGNORE_INDEX} where there is none."
+        )
+    return checked
+
+
+def _checked_row(row: Mapping[str, Any], columns: set[str], loss: Loss, number: int) -> Row:
+    """Returns the row's arrays; columns that it does not bring get their padding."""
+    if missing := sorted({"input_ids", "labels", *loss.required} - row.keys()):
+        raise ValueError(f"row {number} lacks {', '.join(missing)}.")
+    ids = np.asarray(row["input_ids"])
+    if ids.ndim != 1 or not len(ids):
+        raise ValueError(f"row {number}: input_ids must be a flat list of at least one id.")
+    arrays: Row = {}
+    for name in ["input_ids", "labels", *sorted(columns)]:
+        column = COLUMNS[name]
+        value = np.asarray(row[name]) if name in row else np.full(len(ids), column.padding)
+        if len(value) != len(ids):
+            raise ValueError(
+                f"row {number} has {len(ids)} input_ids and {len(value)} {name}: a row's sequences "
+                "are of equal length."
+            )
+        if not np.isfinite(value).all():
+            raise ValueError(
+                f"row {number}: {name} is not finite at position "
+                f"{int(np.argmin(np.isfinite(value).reshape(len(ids), -1).all(1)))}: look at what "
+                "computed it, or leave the row out."
+            )
+        arrays[name] = np.ascontiguousarray(value, column.stored)
+    ids, labels = arrays["input_ids"], arrays["labels"]
+    if ids.min() < 0 or labels.min() < IGNORE_INDEX:
+        raise ValueError(f"row {number} has a negative id that is not {IGNORE_INDEX}.")
+    has_label = labels != IGNORE_INDEX
+    is_own = bool((labels == ids)[has_label].all())
+    if has_label.sum() > 1 and is_own and not (labels[:-1] == ids[1:])[has_label[:-1]].all():
+        raise ValueError(
+            f"row {number}: its labels are its own ids. labels[i] is the target of position i: "
+            "shift them by one, input_ids[1:] and -100 behind the last."
+        )
+    return arrays
+
+
+def pack_rows(
+    groups: Sequence[Sequence[Row]], loss: Loss, packer: Packer, num_ranks: int, grain: int
+) -> PackedRows:
+    """Packs rows that `check_rows` has returned; every rank makes the same packs.
+
+    num_ranks  data-parallel ranks: few rows are spread over all of them, in shorter packs
+    grain      of the length of packs; 0 = packs of the configured size (compiled graphs)
+    Raises ValueError for answers that belong together and do not fit a pack.
+    """
+    rows = [row for group in groups for row in group]
+    trees: list[Row] = []
+    paths: dict[bytes, list[np.ndarray]] = {}
+    num_tokens, most_tokens = 0, packer.packed_sequence_size
+    for tree in (tree for group in groups for tree in _grow(group, loss, packer)):
+        length = len(tree["input_ids"])
+        for path in _paths(tree):
+            ids = np.ascontiguousarray(tree["input_ids"][path])
+            paths.setdefault(ids.tobytes(), []).append(num_tokens + path)
+        placed = tree | {"row_place": np.arange(num_tokens, num_tokens + length)}
+        num_tokens += length
+        if length > most_tokens and PAIRED in tree:
+            raise ValueError(
+                f"answers that the loss compares have {length:,} tokens together, and a pack holds "
+                f"packed_sequence.packed_sequence_size={most_tokens}: make packs larger."
+            )
+        trees += cut_tree(placed, most_tokens) if length > most_tokens else [placed]
+    return PackedRows(_packs(flatten(trees), packer, num_ranks, grain), rows, paths, num_tokens)
+
+
+def _grow(group: Sequence[Row], loss: Loss, packer: Packer) -> list[Row]:
+    """Returns the trees of a group, whose rows share no label where the loss separates them."""
+    if packer.tree == "off" and PAIRED not in group[0]:
+        return [dict(row) for row in group]
+    if not loss.separates_rows:
+        return grow_trees(group, shares=packer.tree != "off")
+    numbered = [
+        row | {OF_ROW: np.where(row["labels"] == IGNORE_INDEX, 0, number)}
+        for number, row in enumerate(group, start=1)
+    ]
+    trees = grow_trees(numbered, shares=packer.tree != "off")
+    return [{name: tree[name] for name in tree if name != OF_ROW} for tree in trees]
+
+
+def _paths(tree: Row) -> list[np.ndarray]:
+    """Returns where the tokens of each row of a tree stand in it."""
+    length = len(tree["input_ids"])
+    if "branches" not in tree:
+        return [np.arange(length)]
+    starts = [0, *np.flatnonzero(tree["branches"]).tolist()]
+    paths = [np.zeros(0, np.int64)]
+    for start, end in zip(starts, [*starts[1:], length]):
+        depth = max(0, int(tree["branches"][start]) - 1)
+        paths.append(np.concatenate([paths[-1][:depth], np.arange(start, end)]))
+    return paths[1:]
+
+
+def _packs(
+    documents: TokenizedDocuments, packer: Packer, num_ranks: int, grain: int
+) -> PackedDataset:
+    """Returns the packs: as short as can be where there is one for each rank at most."""
+    plan_of = partial(
+        plan_packs,
+        documents.lengths,
+        strategy=packer.strategy,
+        seed=packer.seed,
+        slot_multiple=packer.slot_multiple,
+    )
+    most_tokens, multiple = packer.packed_sequence_size, packer.slot_multiple
+    if grain and not packer.is_ragged:
+        slots, step = -(-documents.lengths // multiple) * multiple, math.lcm(grain, multiple)
+        least = max(int(slots.max()), -(-int(slots.sum()) // num_ranks))
+        for size in range(-(-least // step) * step, most_tokens, step):
+            if len(plan := plan_of(size)) <= num_ranks:
+                return PackedDataset(documents, plan, packer.padding_idx)
+    return PackedDataset(documents, plan_of(most_tokens), packer.padding_idx)

@@ -1,0 +1,333 @@
+"""The training client: steps, samples, the reference, what is saved, and the sentences of wrong use."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from automodel_lite import TrainingClient
+from automodel_lite.errors import ConfigError
+from automodel_lite.models.loss import CrossEntropy, Loss, LossInputs, LossOutput
+from automodel_lite.parts.losses.policy import ImportanceSampling, Ppo
+from automodel_lite.thd import Column
+from tests.attention.families import VOCAB
+from tests.models.test_policy import Row, make_groups, plain, save_model
+from tests.ranks import fork_server, run_ranks
+
+COLUMNS = ("input_ids", "labels", "advantages", "old_log_probs")
+GROUPS = [[{name: row[name] for name in COLUMNS} for row in group] for group in make_groups()]
+ROW = GROUPS[2][0]
+LORA = ("peft=lora", "peft.r=4")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_model("llama", tmp_path_factory.mktemp("model"))
+
+
+def open_client(folder: str, runs: Path, *overrides: str) -> TrainingClient:
+    size = "packed_sequence.packed_sequence_size=256"
+    return TrainingClient(
+        "policy", f"model.pretrained={folder}", size, f"output_dir={runs}", *overrides
+    )
+
+
+@pytest.fixture(scope="module")
+def client(folder: str, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    with open_client(folder, tmp_path_factory.mktemp("run")) as opened:
+        yield opened
+
+
+def test_a_step_is_that_of_the_mean_over_all_calls(folder: str, tmp_path: Path) -> None:
+    lm = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    sum(-plain(lm, row).sum() for group in GROUPS for row in group).backward()  # type: ignore[union-attr]
+    num_labels = sum(label != -100 for group in GROUPS for row in group for label in row["labels"])
+    parameters = {name: p for name, p in lm.named_parameters()}
+    norm = torch.stack([p.grad.norm() for p in parameters.values()]).norm() / num_labels
+    plain_adamw = torch.optim.AdamW(parameters.values(), lr=1e-3, weight_decay=0)
+    gradients = {name: p.grad / num_labels for name, p in parameters.items()}
+    for name, p in parameters.items():
+        p.grad = gradients[name].clone()
+    plain_adamw.step()
+    overrides = ("loss=cross_entropy", "optimizer.weight_decay=0", "optimizer.betas=[0.9,0.999]")
+    with open_client(folder, tmp_path, *overrides) as client:
+        bare = [
+            [{"input_ids": row["input_ids"], "labels": row["labels"]} for row in group]
+            for group in GROUPS
+        ]
+        first, second = client.forward_backward(bare[:1]), client.forward_backward(bare[1:])
+        step = client.optim_step(lr=1e-3, max_grad_norm=0)
+        assert (step.num_items, client.num_steps) == (num_labels, 1)
+        assert step.loss == pytest.approx((first.loss + second.loss) / num_labels)
+        assert step.grad_norm == pytest.approx(float(norm), rel=1e-5)
+        for name, weight in client.weights():
+            has_gradient = (
+                gradients[name].abs() > 1e-5
+            )  # the first step is the sign of the gradient
+            off = (weight - parameters[name])[has_gradient].abs()
+            assert float(off.max()) < 1e-6, name
+
+
+def test_forward_gives_what_forward_backward_does_and_keeps_no_gradient(
+    client: TrainingClient,
+) -> None:
+    trained, found = client.forward_backward(GROUPS, ImportanceSampling()), client.forward(GROUPS)
+    client.zero_grad()
+    for one, other in zip(trained.log_probs, found.log_probs):
+        np.testing.assert_allclose(one, other, atol=1e-6)
+    alone = client.forward([row for group in GROUPS for row in group])
+    assert found.num_tokens < alone.num_tokens
+    for one, other in zip(alone.log_probs, found.log_probs):
+        np.testing.assert_allclose(one, other, atol=5e-6)
+    assert all(p.grad is None for p in client.engine.built.model.parameters())
+
+
+def test_trees_over_a_pack_are_cut_between_rows(
+    folder: str, client: TrainingClient, tmp_path: Path
+) -> None:
+    whole = client.forward_backward(GROUPS, Ppo(average="rows"))
+    client.zero_grad()
+    with open_client(folder, tmp_path, "packed_sequence.packed_sequence_size=96") as small:
+        cut = small.forward_backward(GROUPS, Ppo(average="rows"))
+    assert (cut.loss, cut.num_items) == (pytest.approx(whole.loss, abs=1e-5), whole.num_items)
+    for one, other in zip(cut.log_probs, whole.log_probs):
+        np.testing.assert_allclose(one, other, atol=5e-6)
+
+
+class Colored(Loss):
+    own_columns = {"colors": Column("int8", "int64", 0)}  # noqa: RUF012
+    required = frozenset({"colors"})
+
+    def __call__(self, inputs: LossInputs) -> LossOutput:
+        return LossOutput((inputs.log_probs() * inputs.columns["colors"]).sum(), {})
+
+
+def test_a_loss_brings_columns_of_its_own(client: TrainingClient) -> None:
+    bare = {"input_ids": ROW["input_ids"], "labels": ROW["labels"]}
+    colors = [7 if label != -100 else 0 for label in ROW["labels"]]
+    out = client.forward_backward([bare | {"colors": colors}], Colored())
+    client.zero_grad()
+    assert out.loss == pytest.approx(7 * float(out.log_probs[0].sum()), rel=1e-6)
+    with pytest.raises(ValueError, match="column colors is declared as"):
+
+        class Other(Colored):
+            own_columns = {"colors": Column("float32", "float32", 0.0)}  # noqa: RUF012
+
+
+# ---------------------------------------------- answers
+def sample_on(rank: int, world: int, folder: str, runs: Path, *overrides: str) -> list[Any]:
+    with open_client(folder, runs, *overrides) as client:
+        prompts = [row["input_ids"][:4] for row in GROUPS[0][:3]] + [[5, 6]]
+        greedy = client.sample(prompts, max_new_tokens=6, temperature=0)
+        return [greedy, client.sample(prompts, 3, 6), client.sample(prompts, 3, 6, seed=1)]
+
+
+def test_samples_are_those_of_the_model_and_alike_on_all_ranks(folder: str, tmp_path: Path) -> None:
+    greedy, drawn, other = sample_on(0, 1, folder, tmp_path / "one")
+    lm = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    ids = torch.tensor([[5, 6]])
+    for token in greedy[-1][0]:
+        assert int(lm(ids).logits[0, -1].argmax()) == token
+        ids = torch.cat([ids, torch.tensor([[token]])], 1)
+    assert [len(answers) for answers in drawn] == [3] * 4
+    assert len({tuple(answer) for answer in drawn[0]}) == 3
+    assert drawn != other
+    first, second = run_ranks(sample_on, 2, folder, tmp_path / "two")
+    assert first == second
+    assert first[0] == greedy
+
+
+def change(client: TrainingClient) -> None:
+    client.forward_backward(GROUPS, ImportanceSampling())
+    client.optim_step(lr=1e-2)
+
+
+@pytest.mark.parametrize("peft", [(), LORA], ids=["full", "lora"])
+def test_the_reference_is_the_start_model(
+    peft: tuple[str, ...], folder: str, tmp_path: Path
+) -> None:
+    with open_client(folder, tmp_path, *peft) as client:
+        start = client.forward(GROUPS).log_probs
+        change(client)
+        change(client)
+        with client.reference():
+            reference = client.forward(GROUPS).log_probs
+            with pytest.raises(RuntimeError, match="the reference is frozen"):
+                client.forward_backward(GROUPS)
+        now = client.forward(GROUPS).log_probs
+    for one, other, third in zip(start, reference, now):
+        np.testing.assert_allclose(one, other, atol=1e-6)
+        assert np.abs(one - third).max() > 1e-3
+
+
+# ---------------------------------------------- what is saved
+@pytest.mark.parametrize("peft", [(), LORA], ids=["full", "lora"])
+def test_saved_weights_are_those_that_are_handed_over(
+    peft: tuple[str, ...], folder: str, tmp_path: Path
+) -> None:
+    with open_client(folder, tmp_path / "run", *peft) as client:
+        change(client)
+        client.save_weights(tmp_path / "out")
+        handed = dict(client.weights())
+        now = client.forward([ROW]).log_probs[0]
+    saved = load_file(
+        tmp_path / "out" / ("adapter_model.safetensors" if peft else "model.safetensors")
+    )
+    assert {name: x.shape for name, x in handed.items()} == {
+        name: x.shape for name, x in saved.items()
+    }
+    assert all(torch.equal(x, handed[name]) for name, x in saved.items())
+    if not peft:
+        lm = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+        np.testing.assert_allclose(now[now != 0], plain(lm, ROW).detach().numpy(), atol=1e-5)
+
+
+def train_on(folder: str, runs: Path, kill_in: int = 0) -> list[float]:
+    """Continues to step 4, saving each; killed in the middle of a step after its gradients were there."""
+    with open_client(folder, runs) as client:
+        done = client.load_state() or {"losses": []}
+        losses = done["losses"]
+        assert client.num_steps == len(losses)
+        while client.num_steps < 4:
+            client.forward_backward(GROUPS, Ppo())
+            if client.num_steps + 1 == kill_in:
+                os.kill(os.getpid(), signal.SIGKILL)
+            losses.append(client.optim_step(lr=1e-3).loss)
+            client.save_state({"losses": losses})
+        return losses
+
+
+def test_a_killed_loop_loses_nothing_that_was_saved(folder: str, tmp_path: Path) -> None:
+    process = fork_server().Process(target=train_on, args=(folder, tmp_path / "killed", 3))
+    process.start()
+    process.join(240)
+    assert process.exitcode == -signal.SIGKILL
+    assert train_on(folder, tmp_path / "killed") == train_on(folder, tmp_path / "whole")
+
+
+def test_what_a_checkpoint_cannot_hold_is_refused(
+    client: TrainingClient, folder: str, tmp_path: Path
+) -> None:
+    client.forward_backward([ROW])
+    with pytest.raises(RuntimeError, match="a checkpoint holds no gradients"):
+        client.save_state()
+    client.zero_grad()
+    with open_client(folder, tmp_path) as other:
+        assert other.load_state() is None
+        other.save_state({"place": 1})
+        assert other.save_state({"place": 1}).name == "step_00000000"
+        with pytest.raises(RuntimeError, match="step 0 is saved already, with another `extra`"):
+            other.save_state({"place": 2})
+        with pytest.raises(ConfigError, match="is in use by"):
+            open_client(folder, tmp_path).load_state()
+
+
+# ---------------------------------------------- wrong use
+def but(**changes: Any) -> Row:
+    return {name: value for name, value in (ROW | changes).items() if value is not None}
+
+
+LENGTH = len(ROW["input_ids"])
+SENTENCES: dict[str, tuple[list[Row], str]] = {
+    "longer than a pack": (
+        [ROW, {name: [2] * 300 for name in ("input_ids", "labels", "advantages")}],
+        "row 1 has 300 tokens, and a pack holds packed_sequence.packed_sequence_size=256",
+    ),
+    "nothing to learn": (
+        [but(labels=[-100] * LENGTH)],
+        "none of the 1 rows has a label, so there is nothing to learn",
+    ),
+    "not finite": (
+        [ROW, but(advantages=[0.0] * (LENGTH - 2) + [float("nan"), 0.0])],
+        f"row 1: advantages is not finite at position {LENGTH - 2}",
+    ),
+    "a column is missing": (
+        [but(advantages=None)],
+        "loss=Ppo needs the per-token column advantages",
+    ),
+    "a column is missing in one row": ([ROW, but(advantages=None)], "row 1 lacks advantages"),
+    "a column is ignored": (
+        [but(answers=[0] * LENGTH)],
+        "the per-token column answers, which loss=Ppo does not use",
+    ),
+    "a column that nobody knows": (
+        [but(advantage=[0.0] * LENGTH)],
+        "the rows bring advantage, which no loss declares",
+    ),
+    "unequal lengths": ([but(advantages=[0.0])], f"row 0 has {LENGTH} input_ids and 1 advantages"),
+    "labels are not shifted": ([but(labels=ROW["input_ids"])], "row 0: its labels are its own ids"),
+    "another tokenizer": (
+        [but(input_ids=[VOCAB] * LENGTH)],
+        f"row 0 has the id {VOCAB}, and the model's embedding has {VOCAB} rows",
+    ),
+    "no rows": ([], "there are no rows"),
+}
+
+
+@pytest.mark.parametrize(("rows", "sentence"), SENTENCES.values(), ids=SENTENCES)
+def test_wrong_rows_get_a_sentence(rows: list[Row], sentence: str, client: TrainingClient) -> None:
+    with pytest.raises(ValueError) as caught:
+        client.forward_backward(rows)
+    assert sentence in str(caught.value)
+    with pytest.raises(RuntimeError, match="optim_step without gradients"):
+        client.optim_step()
+
+
+class Failing(CrossEntropy):
+    def __call__(self, inputs: LossInputs) -> LossOutput:
+        raise KeyboardInterrupt
+
+
+def test_a_call_that_was_interrupted_is_not_stepped_on(client: TrainingClient) -> None:
+    bare = {"input_ids": ROW["input_ids"], "labels": ROW["labels"]}
+    with pytest.raises(KeyboardInterrupt):
+        client.forward_backward([bare], Failing())
+    for retry in (client.optim_step, lambda: client.forward_backward([bare], CrossEntropy())):
+        with pytest.raises(
+            RuntimeError, match="did not end, and its gradients are those of some rows only"
+        ):
+            retry()
+    client.zero_grad()
+    client.forward_backward([bare], CrossEntropy())
+    client.zero_grad()
+
+
+def on_ranks(rank: int, world: int, folder: str, runs: Path) -> list[str]:
+    """What each rank raises when rank 1 brings other rows, and when its rows are wrong."""
+    found = []
+    with open_client(folder, runs) as client:
+        for rows in ([GROUPS[2][rank]], [but(labels=[-100] * LENGTH) if rank else ROW]):
+            with pytest.raises(ValueError) as caught:
+                client.forward_backward(rows)
+            found.append(str(caught.value))
+        assert client.forward_backward([ROW]).num_items > 0
+    return found
+
+
+def test_ranks_that_differ_all_say_so(folder: str, tmp_path: Path) -> None:
+    first, second = run_ranks(on_ranks, 2, folder, tmp_path)
+    assert first == second
+    assert "rank 1 was called with other rows than rank 0" in first[0]
+    assert "nothing to learn" in first[1]
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("packed_sequence=wrapped", "packed_sequence.strategy=wrapped cuts rows"),
+        ("training.ema_decay=0.9", "the client keeps no average"),
+    ],
+)
+def test_settings_that_mean_nothing_here(
+    override: str, sentence: str, folder: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        open_client(folder, tmp_path, override)
