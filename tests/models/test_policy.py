@@ -194,7 +194,11 @@ def gradients(client: TrainingClient) -> dict[str, Tensor]:
 def errors(rank: int, world: int, case: Case, *overrides: str) -> dict[str, list[float]]:
     """Of each loss, as rows and as trees: differences of loss, gradients and log-probabilities from the truth."""
     found, groups = {}, make_groups()
-    settings = (f"model.pretrained={case.folder}", "packed_sequence.packed_sequence_size=256")
+    settings = (
+        f"model.pretrained={case.folder}",
+        "packed_sequence.packed_sequence_size=256",
+        "training.num_threads=1",
+    )
     labels = [np.array(row["labels"]) != -100 for group in groups for row in group]
     with TrainingClient("policy", *settings, *overrides) as client:
         for name, (total, size, num_items, wanted, log_probs) in case.truths.items():
