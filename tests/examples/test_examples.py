@@ -35,6 +35,7 @@ def test_a_plain_loop_learns(example) -> None:
     assert losses[-1] < 0.75 * losses[0]
 
 
+@pytest.mark.system
 def test_a_policy_learns(example, tmp_path: Path) -> None:
     overrides = (f"output_dir={tmp_path}", "training.num_threads=1")
     rewards = example("rl").main(*overrides, num_steps=20)
