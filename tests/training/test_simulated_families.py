@@ -50,8 +50,9 @@ def counted(families: list[str]) -> dict[str, str]:
             of = simulate(
                 parts["fp32" if family in IN_FP32 else "bf16"], config, MeshShape(1, 2, 1)
             )
-        except CountError:
-            found[family] = "not counted"
+        except CountError as error:
+            if not isinstance(error.__cause__, ImportError):
+                found[family] = "not counted"
         except ConfigError:
             found[family] = "refused"
         else:

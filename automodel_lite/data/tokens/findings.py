@@ -119,6 +119,28 @@ def check_rows(
     )
 
 
+def hash_rows(input_ids: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Returns uint64 [N] of rows that lie end to end, none of them empty: equal for equal ids."""
+    starts = np.cumsum(lengths) - lengths
+    places = (np.arange(len(input_ids)) - starts.repeat(lengths)).astype(np.uint64)
+    # splitmix64 of place and id; the sum over a row wraps around
+    mixed = (places << np.uint64(32)) ^ input_ids.astype(np.uint64)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+        mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
+    return np.add.reduceat(mixed, starts) if len(starts) else mixed
+
+
+def also_trained(name: str, own: np.ndarray, trained: np.ndarray) -> list[str]:
+    """Says how many rows of a validation set are trained on; `hash_rows` of both."""
+    num_shared = int(np.isin(own, trained).sum())
+    if not num_shared:
+        return []
+    return [
+        f"NOTE: {name}: {num_shared:,} of {len(own):,} rows are also trained on, word for word: "
+        "what is measured on them is not held out"
+    ]
+
+
 def check_set(
     name: str,
     kind: str,

@@ -32,7 +32,14 @@ from automodel_lite.data.cache import build_once, cache_root, short_hash
 from automodel_lite.data.reading.documents import Document, Documents, DocumentSet
 from automodel_lite.data.reading.readers import Placed, placed
 from automodel_lite.data.tokens.encode import Encoder, Renderer, Rendering
-from automodel_lite.data.tokens.findings import Chunk, Findings, check_rows, check_set
+from automodel_lite.data.tokens.findings import (
+    Chunk,
+    Findings,
+    also_trained,
+    check_rows,
+    check_set,
+    hash_rows,
+)
 from automodel_lite.data.tokens.token_rows import (
     ALONE,
     CONTENT_HASH,
@@ -284,8 +291,9 @@ def job_of(
 
 
 FINDINGS = "findings.json"
+HASHES = "hashes.bin"
 # of rendering, masking and files; raised when the same input gives other rows, or other files
-RULES_VERSION = "9"
+RULES_VERSION = "10"
 
 
 def tokenize_documents(
@@ -359,6 +367,7 @@ def tokenize_sets(
         identity.split("(")[0],
         cache_root(cache_dir),
     )
+    trained = np.zeros(0, np.uint64)
     for name, documents in sets.items():
         write = partial(_write_rows, name=name, kind=kind, documents=documents, job=job)
         entry = build_once(root, "tokens", f"{source}-{name}", key | {"set": name}, write)
@@ -376,16 +385,22 @@ def tokenize_sets(
         rows[name] = flat
         notes.append(f"{name}: {counts[name]} · cache: {entry.note}")
         special += tokenization_notes(name, found)
+        hashes = np.fromfile(entry.folder / HASHES, np.uint64)
+        trained = hashes if name == "train" else trained
+        if name != "train":
+            special += also_trained(name.removeprefix("val/"), hashes, trained)
     return rows, counts, (*notes, *special, *of_trees)
 
 
 def _write_rows(folder: Path, name: str, kind: str, documents: DocumentSet, job: Job) -> None:
     """Tokenizes a set into a folder of the cache, and judges it."""
     writer, found = RowsWriter(folder), Findings()
-    with Progress(f"tokenizing {name}", len(documents), "documents") as progress:
+    progress = Progress(f"tokenizing {name}", len(documents), "documents")
+    with progress, (folder / HASHES).open("wb") as hashes:
         for chunk in tokenize_chunks(documents, job):
             progress.add(chunk.found.counts.num_documents)
             writer.append(chunk.columns, chunk.lengths, chunk.groups)
+            hashes.write(hash_rows(chunk.columns["input_ids"], chunk.lengths).data)
             found += chunk.found
     writer.close()
     check_set(name, kind, found, job.settings, job.tokenizer)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
+from automodel_lite.data.reading.files import FilesDataset
+from automodel_lite.data.tokens.tokenize import Job, tokenize_documents
 from automodel_lite.errors import DataError
-from tests.data.templates import MARKED, Family
+from tests.data.templates import MARKED, Family, byte_tokenizer
 from tests.data.tokens.given import HELLO, HI, chats, token_file, tokenized
 
 _ = -100
@@ -74,3 +78,26 @@ def test_an_answer_without_a_trained_stop_token_shows_a_sample(tmp_path: Path) -
 def test_no_documents(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="there is no document in it"):
         tokenized(chats(), tmp_path)
+
+
+def test_held_out_rows_that_are_trained_on_are_counted(tmp_path: Path) -> None:
+    """Whatever file they come from, and whatever is trained on in them."""
+
+    def file(name: str, numbers: Iterable[int]) -> str:
+        lines = [{"prompt": f"q {i}", "completion": f"a {i}"} for i in numbers]
+        (tmp_path / name).write_text("\n".join(map(json.dumps, lines)))
+        return str(tmp_path / name)
+
+    train = file("train.jsonl", range(40))
+    job = Job(byte_tokenizer(MARKED))
+    for val, said in (
+        (
+            file("a.jsonl", [*range(50, 60), 3, 7]),
+            "2 of 12 rows are also trained on, word for word",
+        ),
+        (file("b.jsonl", range(50, 60)), ""),
+    ):
+        documents = FilesDataset(train, val_path=val)
+        notes = "\n".join(tokenize_documents(documents, job, tmp_path / "cache").notes)
+        assert said in notes
+        assert ("also trained on" in notes) == bool(said)
