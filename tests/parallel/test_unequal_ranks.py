@@ -6,7 +6,6 @@ import random
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from automodel_lite.attention.documents import runs_by_rows
@@ -14,7 +13,7 @@ from automodel_lite.attention.interface import install
 from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.models.loss import FusedLinearCrossEntropy, LossModel
 from automodel_lite.parallel.context_parallel import cp_shard
-from automodel_lite.parallel.mesh import Mesh, MeshShape
+from automodel_lite.parallel.mesh import MeshShape, open_mesh
 from automodel_lite.parallel.sharding import parallelize
 from automodel_lite.thd import ThdBatch
 from benchmarks.tiny_models import VOCAB, random_model, tiny_config
@@ -64,11 +63,7 @@ def differences(
 ) -> dict[str, tuple[float, float]]:
     """Of loss and gradients, relative to the largest one, from one process with all batches."""
     sizes = (1, 2, 1, 1) if axis == "dp_shard" else (1, 1, 2, 1)
-    mesh = Mesh(
-        MeshShape(*sizes),
-        torch.device("cpu"),
-        init_device_mesh("cpu", (2,), mesh_dim_names=(axis,)),
-    )
+    mesh = open_mesh(MeshShape(*sizes), torch.device("cpu"))
     loss, found = FusedLinearCrossEntropy(), {}
     for family in families:
         alone = LossModel(model_of(family), loss)
