@@ -76,6 +76,16 @@ def printable(text: str, kept: str = "") -> str:
     )
 
 
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+
+def harmless(text: str) -> str:
+    """Returns text of data or of a model for a screen: what would move the cursor, set a title or
+    turn the line around is escaped.
+    """
+    return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
 def one_line(error: object, limit: int = 300) -> str:
     """Returns the message of an error that is quoted in a sentence; its type where it has no
     message.

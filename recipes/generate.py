@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from automodel_lite.cli import argument_parser, run_tool
 from automodel_lite.config.rules import PATH, Range, argument
-from automodel_lite.errors import ConfigError
+from automodel_lite.errors import ConfigError, harmless
 from automodel_lite.launched import check_alone
 from automodel_lite.progress import Progress, activity
 from automodel_lite.run.checkpoint_folder import exported_folder
@@ -190,7 +190,7 @@ def _ask() -> str:
 
 
 def _write(text: str) -> None:
-    sys.stdout.write(text)
+    sys.stdout.write(harmless(text))
     sys.stdout.flush()
 
 

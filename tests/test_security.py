@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from omegaconf import OmegaConf
 
 from automodel_lite.cli import compose_config, run_recipe
 from automodel_lite.config.check import check_config
 from automodel_lite.data.tokens.tokenizer import load_tokenizer
-from automodel_lite.errors import ConfigError
+from automodel_lite.errors import ConfigError, DataError
 from tests.data.templates import LLAMA3, byte_tokenizer
 from tests.ranks import in_a_process
 
@@ -131,6 +136,44 @@ def test_numbers_and_local_paths_of_the_environment_are_let_through(
     assert compose_config("smoke", typed).dataset.path == "https:///data/x"
     model = ["model=pretrained", "model.pretrained=me/${oc.env:STEPS}", "tokenizer=pretrained"]
     assert compose_config("smoke", model).tokenizer.path == "me/3"
+
+
+@pytest.mark.parametrize("place", ["preset", "option", "run"])
+def test_a_kilobyte_of_anchors_is_no_file_of_settings(tmp_path: Path, place: str) -> None:
+    from automodel_lite.run.folder import saved_config
+
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 10)]
+    bomb = "\n".join(lines)
+    for text in (bomb, "a: &a [*a]", "a: " + "[" * 100_000):
+        (tmp_path / "strange.yaml").write_text(f"{text}\n")
+        (tmp_path / "model").mkdir(exist_ok=True)
+        (tmp_path / "model" / "evil.yaml").write_text(f"{text}\n")
+        began = time.monotonic()
+        folder = str(tmp_path)
+        read = {
+            "preset": partial(compose_config, "strange", [], config_dir=folder),
+            "option": partial(compose_config, "smoke", ["model=evil"], config_dir=folder),
+            "run": partial(saved_config, tmp_path / "strange.yaml"),
+        }
+        with pytest.raises(ConfigError):
+            read[place]()
+        assert time.monotonic() - began < 20
+
+
+def test_text_of_data_and_models_moves_no_cursor(capsys: pytest.CaptureFixture[str]) -> None:
+    from automodel_lite.data.tokens.findings import mark_trained
+    from automodel_lite.telemetry.console import Console
+
+    evil = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202etxt.exe\r<-\n\tふう\u3000é"
+    tokenizer = byte_tokenizer(LLAMA3)
+    ids = np.array(tokenizer(evil, add_special_tokens=False)["input_ids"])
+    Console().validation(1, {}, [(evil, evil)])
+    shown = [mark_trained(tokenizer, ids, np.full(len(ids), -100)), capsys.readouterr().out]
+    for text in shown:
+        assert not set("\x1b\x07\x9b\u202e\r") & set(text)
+        assert "\\x1b]0;owned\\x07" in text
+    assert "ふう\u3000é" in shown[0]
 
 
 @pytest.mark.parametrize("key", ["model.pretrained", "teacher.trust_remote_code"])
@@ -311,3 +354,62 @@ def test_a_name_cannot_lead_out_of_the_runs_folder(name: str) -> None:
     raw = OmegaConf.merge(compose_config("smoke", []), {"name": name})
     with pytest.raises(ConfigError, match=r"name=.* must be a plain folder name"):
         check_config(raw)  # type: ignore[arg-type]
+
+
+class Bomb:
+    """What a pickle would run."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.marker),)
+
+
+def test_pickled_weights_of_a_strangers_model_run_nothing(tmp_path: Path) -> None:
+    from transformers import LlamaConfig
+
+    from automodel_lite.models.source import load_whole
+
+    size = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "vocab_size": 16}
+    LlamaConfig(num_hidden_layers=1, **size).save_pretrained(tmp_path)
+    torch.save({"model.norm.weight": Bomb(tmp_path / "ran")}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(Exception, match=r"(?i)weights.only|unpickl|unsupported"):
+        load_whole(str(tmp_path), torch.float32)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.__init__.__globals__ }}",
+        "{{ cycler.__init__.__globals__.os.mkdir('ran') }}",
+        "{{ messages.append(1) }}",
+        "{% include '/etc/passwd' %}",
+    ],
+)
+def test_a_strangers_chat_template_runs_in_a_sandbox(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attack: str
+) -> None:
+    from automodel_lite.data.tokens.encode import ChatRenderer
+
+    monkeypatch.chdir(tmp_path)
+    tokenizer = byte_tokenizer(LLAMA3)
+    tokenizer.chat_template = LLAMA3.template + attack
+    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]
+    with pytest.raises((DataError, ConfigError), match="refused by the chat template"):
+        ChatRenderer(tokenizer, "assistant").renderings(chat)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_every_line_of_the_security_page_has_its_test() -> None:
+    text = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
+    lines = [line for line in text.splitlines() if line.startswith("| ") and "---" not in line]
+    rows = [line for line in lines if not line.startswith("| what |")]
+    assert len(rows) > 25
+    for row in rows:
+        named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", row)
+        assert named, row
+        for file, name in named:
+            assert re.search(rf"^def {name}\(", (ROOT / file).read_text(), re.MULTILINE), row

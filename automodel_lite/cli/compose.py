@@ -36,6 +36,7 @@ from automodel_lite.cli.sources import Sources, check_preset, groups_of, read
 from automodel_lite.compat import ConfigLoaderImpl, create_config_search_path
 from automodel_lite.config.components import CONF_DIR, flatten
 from automodel_lite.config.permissions import (
+    check_yaml,
     environment_problems,
     needs_the_command_line,
     permission_problems,
@@ -73,6 +74,14 @@ class Loader(ConfigLoaderImpl):
         for folder in sources.folders[1:]:
             path.prepend("automodel-lite", f"file://{folder}", anchor="schema")
         super().__init__(path)
+        read_file = self.repository.load_config
+
+        def read_checked(config_path: str) -> ConfigResult | None:
+            if file := sources.file(config_path.removesuffix(".yaml")):
+                check_yaml(file)
+            return read_file(config_path)
+
+        self.repository.load_config = read_checked  # type: ignore[method-assign]
         self.sources, self.typed, self.known = sources, list(typed), groups_of(sources)
         for group in ("hydra/launcher", "hydra/sweeper"):
             self.known[group] = self.get_group_options(group)

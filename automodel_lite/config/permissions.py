@@ -10,13 +10,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
+import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
 from automodel_lite.config.components import flatten
+from automodel_lite.errors import ConfigError
 
 _GRANT = re.compile(r"security\.allow_\w+|(.+\.)?trust_remote_code")
 _PLACE = re.compile(r"hub\.push|(logger|callbacks)\..+\.(tracking_uri|entity)")
@@ -27,6 +31,7 @@ _PATH_KEY = re.compile(
 )
 _LOCAL_PATH = re.compile(r"(/|\./|\.\./|~)(?!.*(://|::))", re.DOTALL)
 _MOST_LEVELS = 64
+_MOST_VALUES = 100_000
 
 IsTyped = Callable[[str], bool]
 _names_read: list[str] = []
@@ -78,6 +83,37 @@ def environment_problems(raw: DictConfig, is_typed: IsTyped) -> Iterator[str]:
                 f"this machine: type {key}=... on the command line, or allow it there, "
                 f"security.allow_env=[{','.join(read)}]."
             )
+
+
+def check_yaml(path: Path) -> None:
+    """Raises ConfigError for a file whose anchors stand for more than it could hold itself: a
+    kilobyte of nine levels is a billion values. What cannot be read is left to its reader.
+    """
+    sizes: dict[str, int] = {}  # of what an anchor stands for
+    open_ones: list[tuple[str | None, int]] = [(None, 0)]  # (anchor, values so far)
+    is_large = False
+    with suppress(OSError, ValueError, yaml.YAMLError), path.open("rb") as file:
+        for event in yaml.parse(file, Loader=yaml.CSafeLoader):
+            anchor, size = getattr(event, "anchor", None), 0
+            if isinstance(event, yaml.CollectionStartEvent):
+                open_ones.append((anchor, 1))
+            elif isinstance(event, yaml.CollectionEndEvent):
+                anchor, size = open_ones.pop()
+            elif isinstance(event, yaml.AliasEvent):
+                size, anchor = sizes.get(anchor or "", _MOST_VALUES), None  # of one around it
+            elif isinstance(event, yaml.ScalarEvent):
+                size = 1
+            if anchor is not None and size:
+                sizes[anchor] = size
+            open_ones[-1] = (open_ones[-1][0], open_ones[-1][1] + size)
+            is_large = open_ones[-1][1] > _MOST_VALUES or len(open_ones) > _MOST_LEVELS
+            if is_large:
+                break
+    if is_large:
+        raise ConfigError(
+            f"{path} stands for over {_MOST_VALUES:,} values, or brackets too deep to read: it is "
+            "no file of settings."
+        )
 
 
 def _made_of_variables(

@@ -95,6 +95,10 @@ nobody has.
 """
 # of the Hugging Face hub
 REPO_NAME = _condition("owner/name", lambda value: bool(_REPO.fullmatch(value)))
+PACKAGES = _condition(
+    "names of packages, such as [my_package]",
+    lambda value: all(re.fullmatch(r"[A-Za-z]\w*(\.[A-Za-z]\w*)*", name) for name in value),
+)
 PAIR = _condition("a list of 2 values", lambda value: len(value) == 2)
 FIRST_AND_LAST = _condition(
     "the first and the last step, such as [10,12]",
@@ -169,7 +173,9 @@ def seconds_of(duration: str | int) -> float:
     """
     if isinstance(duration, int):
         return float(duration)
-    found = re.fullmatch(r"(?:(\d{1,4})-)?(\d{1,6}):(\d{1,2}):(\d{1,2})", duration, flags=re.ASCII)
+    found = re.fullmatch(
+        r"(?:(\d{1,4})-)?(\d{1,6}):([0-5]?\d):([0-5]?\d)", duration, flags=re.ASCII
+    )
     if found is None:
         raise ConfigError(
             f"training.max_time={duration} must be hours:minutes:seconds, such as 1:30:00, or a "

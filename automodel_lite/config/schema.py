@@ -18,6 +18,7 @@ from automodel_lite.config.rules import (
     DURATION,
     FIRST_AND_LAST,
     FOLDER_NAME,
+    PACKAGES,
     PLAUSIBLE,
     REPO_NAME,
     UP_TO_THE_CORES,
@@ -181,7 +182,8 @@ class HubConfig:
 class SecurityConfig:
     """Permissions, which only the command line can grant."""
 
-    allow_targets: list[str] = field(default_factory=list)  # packages that a `_target_` may name
+    # packages that a `_target_` may name
+    allow_targets: Annotated[list[str], PACKAGES] = field(default_factory=list)
     # variables of the environment that a file may send to addresses, hubs and trackers
     allow_env: list[str] = field(default_factory=list)
 

@@ -94,7 +94,7 @@ def build_once(
         with FileLock(f"{folder}.lock"):
             return _build_alone(folder, name, key, build)
     except OSError as error:
-        if error.errno not in _CANNOT_WRITE:
+        if error.errno not in _CANNOT_WRITE and folder.parent.is_dir():  # else below /proc
             raise
         raise ConfigError(
             f"cache_dir={cache_dir} cannot be written ({error.strerror}): make room there, or set "

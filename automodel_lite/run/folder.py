@@ -35,6 +35,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from automodel_lite.config.components import flatten
+from automodel_lite.config.permissions import check_yaml
 from automodel_lite.config.rules import OneOf
 from automodel_lite.config.schema import Config, resumable_settings
 from automodel_lite.config.signatures import with_options
@@ -382,6 +383,7 @@ def config_yaml(config: Config) -> str:
 
 def saved_config(path: Path) -> dict[str, Any]:
     """Returns a run's config.yaml as nested dicts; raises ConfigError when it is damaged."""
+    check_yaml(path)
     try:
         saved = OmegaConf.to_container(OmegaConf.load(path))
     except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:

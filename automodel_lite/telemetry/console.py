@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from transformers.utils.logging import disable_progress_bar as disable_transformers_bar
 
+from automodel_lite.errors import harmless
 from automodel_lite.launched import rank
 from automodel_lite.progress import duration, print_above_bars, wrap_lines
 from automodel_lite.redact import scrub
@@ -66,6 +67,7 @@ class Console:
             self.print(f"{topic if number == 0 else '':<10} {scrub(command)}", wraps=False)
 
     def print(self, text: str, wraps: bool = True) -> None:
+        text = harmless(text)
         if not self.is_silent:
             print_above_bars(
                 "\n".join(wrap_lines(line, indent=11) for line in text.splitlines())

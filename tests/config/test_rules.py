@@ -24,6 +24,8 @@ WRONG = {
     "loss.chunk_tokens=-5": "loss.chunk_tokens=-5 must be at least 1.",
     "tokenize.max_bad_frac=nan": "tokenize.max_bad_frac=nan must be a finite number.",
     "training.max_time=-1:00:00": "training.max_time=-1:00:00 must be hours:minutes:seconds, such as 1:30:00, or a number of seconds.",
+    "training.max_time=1:99:99": "training.max_time=1:99:99 must be hours:minutes:seconds, such as 1:30:00, or a number of seconds.",
+    "security.allow_targets=['']": "security.allow_targets=[''] must be names of packages, such as [my_package].",
     "training.max_time=0": "training.max_time=0 must be over 0.",
     "training.hang_timeout_s=-1": "training.hang_timeout_s=-1 must be at least 0 and at most 10,000,000.",
     "samples.max_new_tokens=100000000": "samples.max_new_tokens=100000000 must be at least 1 and at most 131,072.",
@@ -65,7 +67,7 @@ def test_processes_and_threads_are_bounded_by_the_machine() -> None:
         (OneOf(("a", "b")), ["a"], ["c", ""]),
         (UP_TO_THE_CORES, [0, 1, 4], [100_000]),
         (PATH, ["a", "ü/日本語", "~/x", "x" * 255], ["", " ", "x" * 256, "ü" * 128, "a/" * 3000]),
-        (DURATION, ["1:30:00", "2-12:00:00", 5], ["soon", "-1:00:00", "1:30", "0:00:00", 0, -5, "１:00:00"]),
+        (DURATION, ["1:30:00", "2-12:00:00", 5], ["soon", "-1:00:00", "1:30", "1:99:99", "0:00:00", 0, -5, "１:00:00"]),
     ],
     ids=["closed", "open", "choice", "cores", "path", "duration"],
 )  # fmt: skip

@@ -323,3 +323,8 @@ def test_rows_that_are_cut_short_while_they_are_mapped(column: str, tmp_path: Pa
                 DataError, match=rf"{column}.bin: the file was truncated while it was being read"
             ):
                 read(mapped)
+
+
+def test_a_cache_where_nothing_can_be_made_is_a_sentence() -> None:
+    with pytest.raises(ConfigError, match=r"cache_dir=/proc/x cannot be written \(.*set cache_dir"):
+        build_once(Path("/proc/x"), "tokens", "a", {}, lambda folder: None)

@@ -85,19 +85,27 @@ def prompt_completion(row: RawRow) -> Document:
 
 
 def responses(row: RawRow) -> Document:
-    """`prompt`, a text or a list of messages, and `responses`, several answers to it, each of which
-    is trained on.
+    """`prompt`, a text or a list of messages, and `responses`, several answers to it (texts,
+    messages, or lists of these), each of which is trained on.
     """
     answers = row.get("responses")
     if not isinstance(answers, list) or not answers:
         raise DataError(f"column responses must be a list of answers, not {_shown(answers)}.")
-    if isinstance(row.get("prompt"), list):
-        turns = (
-            {"role": "assistant", "content": answer} if isinstance(answer, str) else answer
-            for answer in answers
-        )
-        answers = [[turn] for turn in turns]
-    return {"documents": [prompt_completion({**row, "completion": answer}) for answer in answers]}
+    prompt = row.get("prompt")
+    if isinstance(prompt, str) and not all(isinstance(answer, str) for answer in answers):
+        prompt = [{"role": "user", "content": prompt}]
+    documents = []
+    for number, answer in enumerate(answers):
+        if isinstance(prompt, list) and isinstance(answer, str):
+            answer = {"role": "assistant", "content": answer}
+        if isinstance(prompt, list) and not isinstance(answer, list):
+            answer = [answer]
+        try:
+            documents.append(prompt_completion({**row, "prompt": prompt, "completion": answer}))
+        except DataError as error:
+            text = str(error).replace("column completion", f"responses[{number}]")
+            raise DataError(text.replace("completion[", f"responses[{number}][")) from None
+    return {"documents": documents}
 
 
 def text(row: RawRow) -> Document:

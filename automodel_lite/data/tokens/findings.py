@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from automodel_lite.config.schema import TokenizeConfig
 from automodel_lite.data.tokens.token_rows import RowCounts
-from automodel_lite.errors import DataError
+from automodel_lite.errors import DataError, harmless
 from automodel_lite.thd import IGNORE_INDEX
 
 MAX_UNSTOPPED_FRAC = 0.01
@@ -213,6 +213,6 @@ def mark_trained(
     start_mark, end_mark = ("\x1b[32m", "\x1b[0m") if color else ("⟦", "⟧")
     parts = []
     for piece in np.split(np.arange(len(input_ids)), edges):
-        text = str(tokenizer.decode([int(i) for i in input_ids[piece]]))
+        text = harmless(str(tokenizer.decode([int(i) for i in input_ids[piece]])))
         parts.append(f"{start_mark}{text}{end_mark}" if len(piece) and trained[piece[0]] else text)
     return "".join(parts)

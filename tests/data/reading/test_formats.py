@@ -352,3 +352,23 @@ def test_functions_of_the_older_form_are_tools(tmp_path: Path) -> None:
     )
     document = FilesDataset(str(tmp_path / "a.jsonl")).train[0]
     assert document["tools"] == [{"type": "function", "function": {"name": "weather"}}]
+
+
+@pytest.mark.parametrize("prompt", ["q", [{"role": "user", "content": "q"}]])
+@pytest.mark.parametrize(
+    "answer",
+    ["x", {"role": "assistant", "content": "x"}, [{"role": "assistant", "content": "x"}]],
+    ids=["text", "message", "messages"],
+)
+def test_responses_of_all_kinds_after_a_prompt_of_both(prompt: Any, answer: Any) -> None:
+    from automodel_lite.data.reading.formats import responses
+
+    documents = responses({"prompt": prompt, "responses": [answer, answer]})["documents"]
+    for document in documents:
+        if "messages" in document:
+            turns = [(turn["role"], turn["content"]) for turn in document["messages"]]
+            assert turns == [("user", "q"), ("assistant", "x")]
+        else:
+            assert (document["prompt"], document["completion"]) == ("q", "x")
+    with pytest.raises(DataError, match=r"responses\[1\]"):
+        responses({"prompt": prompt, "responses": [answer, [7]]})
