@@ -27,7 +27,7 @@ from automodel_lite.data.feeding.source import PackSource, TrainingPlan
 from automodel_lite.data.prepare import check_positions, check_sizes, prepare_data
 from automodel_lite.interpreter import relaxed_gc
 from automodel_lite.models.flops import cost_model
-from automodel_lite.parallel.context_parallel import check_same_batch, cp_shard
+from automodel_lite.parallel.context_parallel import check_same_batch
 from automodel_lite.parallel.mesh import Mesh, init_mesh, world_size
 from automodel_lite.parallel.peers import Peers
 from automodel_lite.parallel.sharding import ParallelModel
@@ -40,15 +40,14 @@ from automodel_lite.telemetry.callbacks import MetricsLog, value_of
 from automodel_lite.telemetry.console import Console
 from automodel_lite.telemetry.live_report import LiveReport
 from automodel_lite.telemetry.metrics import Counts, Meter, StepResult, count_own
-from automodel_lite.thd import ThdBatch
 from automodel_lite.tools.finish import check_exportable, finish
 from automodel_lite.training import resume, start
-from automodel_lite.training.build import BuiltModel, build_model
+from automodel_lite.training.build import BuiltModel
 from automodel_lite.training.ema import WeightAverage
+from automodel_lite.training.engine import Engine
 from automodel_lite.training.evaluation import sample_answers, validation_losses
 from automodel_lite.training.guards import Guards, TrainState
 from automodel_lite.training.memory import out_of_memory_text
-from automodel_lite.training.optimizers import apply_gradients
 from automodel_lite.training.plan import build_parts
 
 
@@ -71,6 +70,7 @@ class TrainFinetuneRecipe:
         self.data: PackSource
         self.plan: TrainingPlan
         self.mesh: Mesh
+        self.engine: Engine
         self.built: BuiltModel
         self.model: ParallelModel
         self.meter: Meter
@@ -128,9 +128,9 @@ class TrainFinetuneRecipe:
         self.mesh = init_mesh(config.mesh)
         start.prepare_process(config.training)
         show(start.plan_lines(report, self.plan, config))
-        seed_all(config.seed, "model")
         with activity("loading the model"):
-            self.built = build_model(parts, self.data.tokenizer, self.mesh)
+            self.engine = Engine.build(parts, self.data.tokenizer, self.mesh, config.seed)
+        self.built, self.optimizer = self.engine.built, self.engine.optimizer
         check_images(self.data, self.built, self.mesh)
         self.data = label_values.with_values(
             self.data, self.built, self.mesh, config.cache_dir, config.seed
@@ -141,7 +141,6 @@ class TrainFinetuneRecipe:
         self.guards.memory_text = out_of_memory_text(parts, self.built.memory)
         self.meter = Meter(self.mesh, self.built.flops, self.model.compute_dtype)
         self.meter.profile(config.training.profile_steps, self.guards.folder.path, self.console.say)
-        self.optimizer = parts.optimizer(self.model.loss_model)
         self.average = WeightAverage(self.optimizer, config.training.ema_decay)
         self.scheduler = build(config.lr_scheduler, self.optimizer, max_steps=self.plan.max_steps)
         self.guards.open()
@@ -204,12 +203,10 @@ class TrainFinetuneRecipe:
         counts, own_sums = self.counts, self.forward_backward(ready, self.counts)
         self.send_counts(has_next=self.num_steps + 1 < self.plan.max_steps)
         self.meter.lap("data")
-        sums = dict(zip(own_sums, self.mesh.sum(torch.stack([*own_sums.values()]))))
+        sums = self.engine.total(own_sums)
         loss_sum, lr = sums.pop("loss"), float(self.scheduler.get_last_lr()[0])
-        max_norm = self.config.training.max_grad_norm
-        grad_norm = apply_gradients(self.optimizer, self.model.parameters(), loss_sum, max_norm)
+        grad_norm = self.engine.step(loss_sum, self.config.training.max_grad_norm)
         self.scheduler.step()
-        self.optimizer.zero_grad()
         self.meter.lap("optimizer")
         numbers = StepOutcome(loss_sum, grad_norm)
         self.counts = self.guards.after_step(ready, numbers)
@@ -220,18 +217,7 @@ class TrainFinetuneRecipe:
         and of their parts.
         """
         self.model.loss_model.items_per_label = counts.items_per_label
-        sums = {"loss": torch.zeros((), device=self.mesh.device)}
-        for number, batch in enumerate(ready.inputs, start=1):
-            with self.model.accumulate(is_last=number == len(ready.inputs)):
-                loss = self.model(batch)
-                self.meter.lap("forward")
-                # the engine takes the mean over ranks: times their number, the gradient is that of
-                # the sum over ranks
-                (loss * (self.model.mean_ranks / counts.divisor)).backward()
-                self.meter.lap("backward")
-            for name, value in {"loss": loss.detach(), **self.model.loss_model.parts}.items():
-                sums[name] = sums[name] + value if name in sums else value.float()
-        return sums
+        return self.engine.forward_backward(ready.inputs, counts.divisor, self.meter.lap)
 
     def open_feed(self) -> None:
         """The steps from here on, each read and copied to the device while the one before it is
@@ -239,7 +225,7 @@ class TrainFinetuneRecipe:
         """
         steps = self.data.steps(self.state.cursor, self.mesh, self.built.flops.attention)
         self.feed = DeviceFeed(
-            steps, self.shard, self.mesh.device, self.model.loss_model.needs_mixer_metadata
+            steps, self.engine.place, self.mesh.device, self.model.loss_model.needs_mixer_metadata
         )
         has_next = self.num_steps < self.plan.max_steps
         for axis in filter(None, (self.mesh.cp, self.mesh.tp)) if has_next else ():
@@ -258,10 +244,6 @@ class TrainFinetuneRecipe:
         self.guards.send_counts(
             count_own(micro_batches, self.mesh, self.built.flops.attention, items)
         )
-
-    def shard(self, batch: ThdBatch) -> ThdBatch:
-        """The tokens of this context-parallel rank."""
-        return cp_shard(batch, self.mesh.cp, self.built.plan.parts.mesh.cp_exchange)
 
     def is_due(self, every_steps: int) -> bool:
         """Every `every_steps` steps (0 = never), and after the last step."""
@@ -289,7 +271,7 @@ class TrainFinetuneRecipe:
         with self.average.applied(self.model):
             for name, packs in self.data.val_packs.items():
                 found = validation_losses(
-                    self.model, packs, self.data, self.mesh, self.shard, must_stop
+                    self.model, packs, self.data, self.mesh, self.engine.place, must_stop
                 )
                 if found is None:
                     return
