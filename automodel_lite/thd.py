@@ -268,6 +268,13 @@ row_labels    summed along a row of a tree, how many labels it has beyond those 
               their weights: negative where other rows train what they share
 """
 
+_OF_THE_PACKAGE = frozenset(COLUMNS)
+
+
+def declared_columns() -> list[str]:
+    """Returns the columns that losses have declared."""
+    return [name for name in COLUMNS if name not in _OF_THE_PACKAGE]
+
 
 def declare_column(name: str, column: Column) -> None:
     """Adds a per-token column, from then on carried wherever those of the package are.

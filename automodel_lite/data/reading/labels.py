@@ -22,14 +22,15 @@ import numpy as np
 from automodel_lite.data.reading.documents import Document
 from automodel_lite.data.reading.readers import Placed
 from automodel_lite.errors import DataError
-from automodel_lite.thd import COLUMNS, IGNORE_INDEX
+from automodel_lite.thd import COLUMNS, IGNORE_INDEX, declared_columns
 
 Alignment = Literal["aligned", "unshifted"]
 
 
 def tokens(row: dict[str, Any]) -> Document:
     """`input_ids`, optional `labels`, `loss_mask` (0 = no loss), `attention_mask` (0 = padding,
-    which is cut off), and `loss_weights`, numbers that stand where the labels do.
+    which is cut off), and numbers that stand where the labels do: `loss_weights`, and the columns
+    that the loss declares.
     """
     input_ids = integers_of(row, "input_ids")
     labels = integers_of(row, "labels", len(input_ids)) if row.get("labels") is not None else None
@@ -38,16 +39,17 @@ def tokens(row: dict[str, Any]) -> Document:
         labels = np.where(masked, IGNORE_INDEX, input_ids if labels is None else labels).astype(
             np.int32
         )
-    weights = (
-        {"loss_weights": _weights(row, len(input_ids))}
-        if row.get("loss_weights") is not None
-        else {}
-    )
+    columns = {}
+    if row.get("loss_weights") is not None:
+        columns["loss_weights"] = _weights(row, len(input_ids))
+    for name in declared_columns():
+        if row.get(name) is not None:
+            columns[name] = _numbers(row, name, len(input_ids))
     if row.get("attention_mask") is not None:
         real = integers_of(row, "attention_mask", len(input_ids)) != 0
         input_ids, labels = input_ids[real], None if labels is None else labels[real]
-        weights = {name: values[real] for name, values in weights.items()}
-    return {"input_ids": input_ids, "labels": labels, **weights}
+        columns = {name: values[real] for name, values in columns.items()}
+    return {"input_ids": input_ids, "labels": labels, **columns}
 
 
 def packed_tokens(row: dict[str, Any]) -> Document:
@@ -164,6 +166,22 @@ def _weights(row: dict[str, Any], length: int) -> np.ndarray:
             f"column loss_weights must be a list of {length} numbers from 0 on, one per input id."
         )
     return weights
+
+
+def _numbers(row: dict[str, Any], name: str, length: int) -> np.ndarray:
+    """A column that a loss declares; raises DataError for what is not one finite number per
+    token.
+    """
+    try:
+        values = np.asarray(row[name], COLUMNS[name].stored)
+        is_sound = values.shape[:1] == (length,) and bool(np.isfinite(values).all())
+    except (TypeError, ValueError, OverflowError):
+        is_sound = False
+    if not is_sound:
+        raise DataError(
+            f"column {name} must be a list of {length} finite numbers, one per input id."
+        )
+    return values
 
 
 def integers_of(row: dict[str, Any], column: str, length: int | None = None) -> np.ndarray:

@@ -26,7 +26,7 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
-from automodel_lite.config.components import build_with
+from automodel_lite.config.components import build_with, locate
 from automodel_lite.config.schema import Config, TokenizeConfig
 from automodel_lite.data.cache import build_once, cache_root, short_hash
 from automodel_lite.data.reading.documents import Document, Documents, DocumentSet
@@ -57,7 +57,7 @@ from automodel_lite.data.tokens.tokenizer import check_vocabulary
 from automodel_lite.data.tokens.trees import TREES, may_share, write_trees
 from automodel_lite.errors import ConfigError, DataError, DroppedError, printable
 from automodel_lite.progress import Progress
-from automodel_lite.thd import COLUMNS
+from automodel_lite.thd import COLUMNS, Column
 
 CHUNK_DOCUMENTS = 512
 # a process takes about 2 s to start, in which it tokenizes about that many
@@ -101,7 +101,7 @@ def tokenize_chunks(rows: DocumentSet, job: Job) -> Iterator[Chunk]:
         tokenizer = DocumentTokenizer(job)
         yield from (tokenizer.chunk(placed(rows, wanted), wanted.start) for wanted in ranges)
         return
-    pool = ProcessPoolExecutor(num_proc, _process_context(), _start_process, (rows, job))
+    pool = ProcessPoolExecutor(num_proc, _process_context(), _start_process, (rows, job, COLUMNS))
     try:
         waiting = iter(ranges)
         pending = deque(
@@ -266,8 +266,9 @@ def _given_tokens(document: Document, train_on: str, vocab_size: int) -> Documen
 _worker: tuple[DocumentSet, DocumentTokenizer]
 
 
-def _start_process(rows: DocumentSet, job: Job) -> None:
+def _start_process(rows: DocumentSet, job: Job, columns: Mapping[str, Column]) -> None:
     global _worker
+    COLUMNS.update(columns)  # a process that has not imported the loss
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _worker = rows, DocumentTokenizer(job)
 
@@ -283,6 +284,8 @@ def job_of(
     """The job of a run, whose tokenizer may be trained on its documents; `tree` and `most_tokens`
     are the packer's.
     """
+    if config.loss:
+        locate(config.loss["_target_"])  # which declares columns of its own
     tokenizer = build_with(config.tokenizer, documents=documents, cache_dir=config.cache_dir)
     pretrained = config.model.get("pretrained")
     if pretrained and config.tokenizer.get("path") != pretrained:

@@ -1,0 +1,55 @@
+"""A policy's rows from a file train as they do from Python."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from automodel_lite import TrainingClient
+from automodel_lite.errors import ConfigError, DataError
+from recipes import train_ft
+from tests.models.test_policy import make_groups, save_model
+from tests.runs import config_of, losses, train
+
+COLUMNS = ("input_ids", "labels", "advantages", "old_log_probs")
+ROWS = [{name: row[name] for name in COLUMNS} for group in make_groups() for row in group]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_model("llama", tmp_path_factory.mktemp("model"))
+
+
+def settings(folder: str, path: Path, rows: list[dict]) -> list[str]:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [
+        f"model.pretrained={folder}",
+        "loss.average=rows",
+        "packed_sequence.packed_sequence_size=256",
+        "training.num_threads=1",
+        f"dataset.path={path}",
+    ]
+
+
+def test_rows_of_a_file_train_as_from_python(folder: str, tmp_path: Path) -> None:
+    chosen = settings(folder, tmp_path / "rows.jsonl", ROWS)
+    quick = ("training.max_steps=1", "training.global_batch_size=64", "checkpoint.export_hf=false")
+    (loss, grad_norm), *_ = losses(train("policy", tmp_path / "run", *chosen, *quick, "name=x"))
+    with TrainingClient("policy", *chosen, f"output_dir={tmp_path / 'client'}") as client:
+        out = client.forward_backward(ROWS)
+        step = client.optim_step()
+    assert (out.num_items, step.loss) == (len(ROWS), pytest.approx(loss, rel=1e-5))
+    assert step.grad_norm == pytest.approx(grad_norm, rel=1e-4)
+
+
+def test_wrong_columns_of_a_file_get_a_sentence(folder: str, tmp_path: Path) -> None:
+    bad = [*ROWS[:2], ROWS[2] | {"advantages": [1.0]}]
+    chosen = [*settings(folder, tmp_path / "bad.jsonl", bad), "name=x"]
+    with pytest.raises(DataError, match=r"bad\.jsonl:3: column advantages must be"):
+        train_ft.main(config_of("policy", tmp_path / "run", *chosen))
+    bare = [{"input_ids": row["input_ids"], "labels": row["labels"]} for row in ROWS]
+    chosen = [*settings(folder, tmp_path / "bare.jsonl", bare), "name=x"]
+    with pytest.raises(ConfigError, match="needs the per-token column advantages"):
+        train_ft.main(config_of("policy", tmp_path / "run", *chosen))
