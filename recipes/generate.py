@@ -41,6 +41,8 @@ def main(argv: list[str] | None = None) -> int:
         raise ConfigError(
             "--prompts in.jsonl and --out out.jsonl must be given together, without a prompt."
         )
+    if args.image and (args.prompt is None or args.raw):
+        raise ConfigError("--image stands before a prompt: give one, without --raw.")
     if args.out and args.out.exists():
         raise ConfigError(f"--out {args.out} exists already: choose another file.")
 
@@ -54,7 +56,13 @@ def main(argv: list[str] | None = None) -> int:
         quiet_libraries()
         generator = load_generator(folder, args.trust_remote_code)
     set_seed(args.seed)
-    if args.prompts:
+    if args.image:
+        from automodel_lite.parts.images.answer import answer  # with Pillow
+
+        messages = [*_system(args), {"role": "user", "content": args.prompt}]
+        limits = (args.max_new_tokens, args.temperature)
+        print(answer(generator, folder, messages, args.image, *limits))
+    elif args.prompts:
         answer_file(generator, args)
     else:
         chat(generator, args)
@@ -79,6 +87,9 @@ def parser() -> argparse.ArgumentParser:
     )
     found.add_argument(
         "--batch-size", type=argument(int, Range(1, 65_536)), default=16, help="of --prompts"
+    )
+    found.add_argument(
+        "--image", type=argument(str, PATH), action="append", help="a picture before the prompt"
     )
     found.add_argument("--system", type=argument(str), help="a system message")
     found.add_argument("--max-new-tokens", type=argument(int, Range(1)), default=256)

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from automodel_lite.data.cache import short_hash
-from automodel_lite.data.reading.documents import MEDIA, NAMES, UNUSED, Document
+from automodel_lite.data.reading.documents import MEDIA, NAMES, NOT_READ, UNUSED, Document
 from automodel_lite.data.reading.formats import FORMATS, GROUP, Format, own_format
 from automodel_lite.data.reading.labels import Alignment, align, check_alignment
 from automodel_lite.data.reading.readers import RawRow, RawRows
@@ -138,7 +138,10 @@ _IGNORED = "would be ignored: "
 _MEANT = "set dataset.format={format} to train without it."
 # of documents that are not token ids: columns, what a row with a value in one of them is told
 _TRAPS = (
-    (re.compile("|".join(MEDIA)), f"{_IGNORED}this program trains only on text; {_MEANT}"),
+    (
+        re.compile("|".join(MEDIA)),
+        f"{_IGNORED}{NOT_READ}; {_MEANT}",
+    ),
     (re.compile("|".join(VERDICTS)), VERDICT),
     (
         REJECTED,

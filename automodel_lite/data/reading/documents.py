@@ -123,6 +123,7 @@ ROLES = NAMES["roles"]
 TEXT_PARTS = ("text", "input_text", "output_text")
 TEXT_KEYS = ("text", "value", "content")
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+NOT_READ = "dataset=images reads images, and nothing reads other media"
 MASKS = re.compile(
     r"(.*_)?(train|training|trainable|trained|loss|mask|masked|learn|learnable|supervised?)(_.*)?"
 )
@@ -191,7 +192,7 @@ def _check_keys(message: Message, where: str) -> None:
             )
     for key in MEDIA:
         if message.get(key) not in (None, [], {}, ""):
-            raise DataError(f"{where}.{key} would be ignored: this program trains only on text.")
+            raise DataError(f"{where}.{key} would be ignored: {NOT_READ}.")
 
 
 def _sharegpt(message: Message, where: str) -> Message:
@@ -258,7 +259,8 @@ def _part(part: Any, where: str) -> str:
     kind = part.get("type", "text")
     if kind not in TEXT_PARTS:
         raise DataError(
-            f"{where} is of type {kind!r}, but only text is supported: remove it, or convert it to "
+            f"{where} is of type {kind!r}, but only text is supported, and images with "
+            "dataset=images: remove it, or convert it to "
             "text."
         )
     found = {key: part[key] for key in TEXT_KEYS if part.get(key) is not None}

@@ -189,11 +189,11 @@ BAD_ROWS = {
     ),
     "a picture in a turn": (
         {"messages": [{**CHAT[0], "images": ["a.png"]}, CHAT[1]]},
-        "a.jsonl:2: messages[0].images would be ignored: this program trains only on text.",
+        "a.jsonl:2: messages[0].images would be ignored: dataset=images reads images, and nothing reads other media.",
     ),
     "a picture beside the chat": (
         {"messages": CHAT, "images": ["a.png"]},
-        "a.jsonl:2: column images would be ignored: this program trains only on text; set dataset.format=messages to train without it.",
+        "a.jsonl:2: column images would be ignored: dataset=images reads images, and nothing reads other media; set dataset.format=messages to train without it.",
     ),
     "a call that is a sentence": (
         {
@@ -222,7 +222,7 @@ BAD_ROWS = {
     ),
     "an image": (
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-        "a.jsonl:2: messages[0].content[0] is of type 'image_url', but only text is supported: remove it, or convert it to text.",
+        "a.jsonl:2: messages[0].content[0] is of type 'image_url', but only text is supported, and images with dataset=images: remove it, or convert it to text.",
     ),
     "no list": (
         {"messages": "Hi"},
