@@ -192,7 +192,7 @@ class ChatRenderer:
             for place, message in enumerate(messages):
                 if message.get("weight", 1) == 0:
                     start, stop = self._silent_span(render, messages, text, place)
-                    ends.append(start)
+                    ends.append(self._behind_a_stop(messages, text, place, start))
                     begins.append(stop)
             ends.append(len(text) if text[end:].strip() else end)
             parts = zip(begins, ends)
@@ -305,6 +305,17 @@ class ChatRenderer:
             if token in after[start:]
         ]
         return start, min(len(text), max(stops, default=len(after)))
+
+    def _behind_a_stop(self, messages: list[Message], text: str, place: int, start: int) -> int:
+        """Returns where a turn's header begins: behind the stop token of the turn before it, if the
+        template writes one there.
+        """
+        stops = [text.rfind(token, 0, start) + len(token) for token in self.stop_tokens]
+        behind = max((stop for stop in stops if stop <= start), default=start)
+        said = messages[place - 1]["content"].strip() if place else ""
+        is_between = bool(said) and said in text[behind:start]
+        has_stop = any(text[:behind].endswith(token) for token in self.stop_tokens)
+        return behind if has_stop and not is_between else start
 
     def _silent_span(
         self, render: Callable[..., str], messages: list[Message], text: str, place: int
