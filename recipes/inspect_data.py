@@ -17,6 +17,7 @@ if __name__ == "__main__":
     run_recipe("recipes.inspect_data:main")
 
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -35,6 +36,7 @@ from automodel_lite.data.tokens.findings import mark_trained
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.extras.report import write_inspection
 from automodel_lite.launched import check_alone
+from automodel_lite.parts.images import images_line
 from automodel_lite.prefix_trees import find_nodes
 from automodel_lite.thd import CHOSEN, REJECTED
 from automodel_lite.training.auto import resolve_auto
@@ -44,6 +46,8 @@ NUM_SAMPLES = 3
 SHOWN_TOKENS = 400
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 BAR = "█"
+# tokens of an image
+REPEATED = re.compile(r"(<[^<>\s]+>|\[[^\[\]\s]+\])(?:\s?\1){3,}")
 
 
 def main(config: Config, html: Path | None = None) -> int:
@@ -82,6 +86,8 @@ def counts(data: PlannedPacks) -> Iterator[str]:
     """What was read, skipped, dropped and cut."""
     yield f"  {data.documents.description}"
     yield from (f"  {note}" for note in data.tokens.notes)
+    if line := images_line(data):
+        yield f"  {line}"
 
 
 def lengths(data: PlannedPacks, packs: PackedDataset) -> Iterator[str]:
@@ -244,6 +250,7 @@ def samples(data: PlannedPacks, packs: PackedDataset, in_color: bool) -> Iterato
         text = "\n".join(
             mark_trained(data.tokenizer, ids, labels, in_color) for ids, labels in parts
         )
+        text = REPEATED.sub(lambda found: f"{found[1]} × {found[0].count(found[1])}", text)
         more = f" … ({stop - start:,} tokens)" if stop - start > SHOWN_TOKENS else ""
         is_cut = stop - start < len(row["input_ids"])
         yield f"  document {index}{f', tokens {start:,} to {stop - 1:,}' if is_cut else ''}:"

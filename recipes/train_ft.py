@@ -31,7 +31,7 @@ from automodel_lite.parallel.context_parallel import check_same_batch
 from automodel_lite.parallel.mesh import Mesh, init_mesh, world_size
 from automodel_lite.parallel.peers import Peers
 from automodel_lite.parallel.sharding import ParallelModel
-from automodel_lite.parts.images import check_images
+from automodel_lite.parts.images import check_images, images_line
 from automodel_lite.parts.losses import label_values
 from automodel_lite.progress import Progress, activity
 from automodel_lite.run.nonfinite import StepOutcome
@@ -114,6 +114,8 @@ class TrainFinetuneRecipe:
         self.guards.memory_text = out_of_memory_text(parts)
         self.data = prepare_data(config, batches, parts.packer)
         show(start.data_lines(self.data))
+        if line := images_line(self.data):
+            show([("images", line)])
         label_values.check_loss(self.data, parts.loss)
         self.plan = self.data.plan(config.training)
         self.guards.peers.compare(

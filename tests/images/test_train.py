@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from automodel_lite.errors import ConfigError, DataError
-from recipes import train_ft
+from recipes import inspect_data, train_ft
 from tests.images.families import draw, write_chats, write_model
 from tests.images.test_exact import batches_of, config_of_images, data_of
 from tests.runs import losses, rows_of
@@ -45,6 +45,15 @@ def test_a_run_trains_the_language_model_and_the_tower_if_asked(
     got = train(folder, tmp_path, f"model.train_towers={towers}")
     assert len(got) == 3
     assert got[-1][0] < got[0][0]
+
+
+def test_what_is_trained_on_is_shown_with_its_images(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert inspect_data.main(config_of_images(folder)) == 0
+    screen = capsys.readouterr().out
+    assert "train: 15 images are" in screen
+    assert "<|vision_start|> <|image_pad|> × 4 <|vision_end|>" in screen
 
 
 def broken(folder: Path, tmp_path: Path, **rows: Any) -> Path:

@@ -2,10 +2,29 @@
 
 from __future__ import annotations
 
+import numpy as np
+
+from automodel_lite.data.feeding.planned import PlannedPacks
 from automodel_lite.data.feeding.source import PackSource
 from automodel_lite.errors import ConfigError
 from automodel_lite.parallel.mesh import Mesh
 from automodel_lite.training.build import BuiltModel
+
+
+def images_line(data: PackSource) -> str:
+    """Returns how many images the training data have and how many of its tokens are theirs; nothing
+    for text.
+    """
+    if not isinstance(data, PlannedPacks) or "image" not in data.columns:
+        return ""
+    rows = data.tokens.train
+    numbers = rows.flat.columns["image"]
+    places, of_token = numbers.positive()
+    num_images = len(np.unique(of_token))
+    return (
+        f"train: {num_images:,} images are {len(places):,} of {rows.num_tokens:,} tokens "
+        f"({len(places) / max(1, rows.num_tokens):.0%})"
+    )
 
 
 def check_images(data: PackSource, built: BuiltModel, mesh: Mesh) -> None:
