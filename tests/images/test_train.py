@@ -6,9 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from automodel_lite.config.schema import DataloaderConfig
+from automodel_lite.data.feeding.feed import read_batches
 from automodel_lite.errors import ConfigError, DataError
 from recipes import inspect_data, train_ft
 from tests.images.families import draw, write_chats, write_model
@@ -87,8 +90,12 @@ def test_a_file_that_was_replaced_is_named(tmp_path: Path, folder: Path) -> None
     data = data_of(config_of_images(folder, f"dataset.path={tmp_path}/a.jsonl"))
     assert len(batches_of(data)) == 1
     draw(tmp_path / "a.png", 112, 84, seed=0)
-    with pytest.raises(DataError, match=r"a.jsonl:1: image a.png .* file was replaced"):
+    problem = r"^a.jsonl:1: image a.png .* file was replaced"
+    with pytest.raises(DataError, match=problem):
         batches_of(data)
+    one_pack = [np.array([[[0]]])]
+    with pytest.raises(DataError, match=problem):  # of a worker, too
+        next(iter(read_batches(data.packs_of(0), one_pack, 0, DataloaderConfig(num_workers=1))))
 
 
 def test_an_image_is_decoded_once_in_a_batch(folder: Path) -> None:

@@ -27,6 +27,15 @@ BLANK = (64, 64)
 """Pixels of what a tower gets where no image is: it runs as often on all ranks."""
 
 
+class ImageError(DataError):
+    """An image that a worker cannot read: its sentence, without the worker's traceback, which a
+    DataLoader puts in front of it.
+    """
+
+    def __str__(self) -> str:
+        return super().__str__().rpartition("ImageError: ")[2].strip()
+
+
 class ImagePacker(Packer):
     """A packer whose packs hold images."""
 
@@ -71,7 +80,10 @@ class ImagePacks(PackedDataset):
 
     def __getitems__(self, indices: Sequence[int]) -> PackBatch:
         batch = super().__getitems__(indices)
-        images = read_images(batch.columns, self.processor, self.sets)
+        try:
+            images = read_images(batch.columns, self.processor, self.sets)
+        except DataError as error:
+            raise ImageError(str(error)) from error
         return ImagePackBatch(batch.columns, batch.num_segments, images)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
