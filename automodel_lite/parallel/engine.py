@@ -16,6 +16,7 @@ from transformers.distributed import DistributedConfig
 from transformers.distributed.expert_parallel import apply_expert_parallelism
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
+from automodel_lite.attention.spec import config_value
 from automodel_lite.errors import ConfigError, one_line
 from automodel_lite.models.loss import LossModel
 from automodel_lite.parallel.mesh import Mesh, open_axes
@@ -30,7 +31,8 @@ def split_layers(model: LossModel, mesh: Mesh, policy: MixedPrecisionPolicy) -> 
     assert mesh.root is not None
     shape, lm = mesh.shape, model.lm
     text = lm.config.get_text_config()
-    heads, kv_heads = text.num_attention_heads, text.num_key_value_heads
+    heads = config_value(text, "num_attention_heads", 0)
+    kv_heads = config_value(text, "num_key_value_heads", heads)
     if heads % shape.tp or kv_heads % shape.tp:
         raise ConfigError(
             f"mesh.tp={shape.tp} must divide the {heads} query heads and the {kv_heads} key/value "

@@ -252,3 +252,13 @@ def test_two_ranks_with_a_teacher_equal_one(
     for of_loss, of_grads in run_ranks(spread, 2, shape, strategy, kind):
         assert of_loss < 1e-6
         assert of_grads < 1e-6
+
+
+@pytest.mark.parametrize("top_k", [1, 4])
+def test_a_rank_without_a_label_has_a_loss_of_zero(top_k: int) -> None:
+    model, batch = packed(DistillTopK("teacher", top_k=top_k))
+    columns = model.loss.example_columns(batch)
+    columns = {n: x.squeeze(1) if x.ndim > 1 and top_k == 1 else x for n, x in columns.items()}
+    nothing = replace(batch, label_rows=torch.zeros(0, dtype=torch.long), columns=columns)
+    model(nothing).backward()
+    assert all(float(grad.abs().max()) == 0 for grad in gradients(model.lm))

@@ -138,10 +138,15 @@ def _axis(name: str) -> Callable[[Job], None]:
     def divide(job: Job) -> None:
         job.num_ranks *= 2
         job.settings.append(f"mesh.{name}=2")
-        if name == "ep" and job.family == "llama":
-            job.family = "qwen3_moe"
 
     return divide
+
+
+def _experts(job: Job) -> None:
+    job.num_ranks = max(job.num_ranks, 2)  # those of the other axes divide the experts
+    job.settings.append("mesh.ep=2")
+    if job.family == "llama":
+        job.family = "qwen3_moe"
 
 
 FEATURES: dict[str, Callable[[Job], None]] = {
@@ -165,7 +170,7 @@ FEATURES: dict[str, Callable[[Job], None]] = {
     "fsdp": _axis("dp_shard"),
     "tp": _axis("tp"),
     "cp": _axis("cp"),
-    "ep": _axis("ep"),
+    "ep": _experts,
 }
 """What is added here is crossed with all others."""
 ON_RANKS = ("fsdp", "tp", "cp", "ep")
@@ -377,7 +382,7 @@ def overrides_of(job: Job, models: Path, folder: Path) -> list[str]:
         settings += ["peft=lora", "peft.r=4", "peft.alpha=8"]
     if job.simulates:
         settings.append("dry_run=true")
-        if job.num_ranks == 1:
+        if not {"mesh.dp_shard=2", "mesh.tp=2", "mesh.cp=2"} & {*job.settings}:
             settings.append("mesh.dp_shard=2")
     return settings
 
@@ -388,11 +393,18 @@ def run(job: Job, models: Path, folder: Path) -> Seen:
     config, screen = config_of("finetune", folder / "run", *overrides), io.StringIO()
     Watched.start, Watched.trained = {}, ""
     with contextlib.redirect_stdout(screen):
-        if job.loss == "distill_topk" and not job.simulates:
+        if job.loss == "distill_topk" and not job.simulates and job.num_ranks == 1:
             assert score.main(config) == 0
         assert Watched.launch(config) == 0
     rows = [] if job.simulates else rows_of(folder / "run")
     return Seen(rows, Watched.start, Watched.trained or screen.getvalue())
+
+
+def store_teacher(job: Job, models: Path, folder: Path) -> None:
+    """Scores on every rank of a group, before the ranks of another one train."""
+    config = config_of("finetune", folder / "run", *overrides_of(job, models, folder))
+    with contextlib.redirect_stdout(io.StringIO()):
+        assert score.main(config) == 0
 
 
 # ------------------------------------------------------------------------------------------------------------- truth

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +21,7 @@ from tests.properties.crossings import (
     job_of,
     run,
     save_models,
+    store_teacher,
     truth,
 )
 from tests.properties.explore import check_sentence
@@ -39,6 +42,10 @@ REFUSED: dict[tuple[str, str], str] = {
     ("teacher in memory", "resize"): "another vocabulary than the student",
     ("weights", "stream"): "contains token ids, but streams are tokenized during training",
     ("resize", "lora"): "resize_embeddings=true with peft",
+    ("by rows", "tp"): "FalconForCausalLM` has no `tp_plan`",
+    ("by rows", "ep"): "FalconForCausalLM` has no `ep_plan`",
+    ("lora", "tp"): "with peft is not supported",
+    ("lora", "ep"): "with peft is not supported",
     ("val_frac", "stream"): "dataset.val_frac=0.25: unknown key",
     ("val_frac", "validation"): "set only one of them",
 }
@@ -64,9 +71,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _on_rank(rank: int, world_size: int, job: Job, models: Path, folder: Path) -> Seen | str:
+def _on_rank(
+    rank: int, world_size: int, work: Callable[..., Any], job: Job, models: Path, folder: Path
+) -> Any:
     try:
-        return run(job, models, folder)
+        return work(job, models, folder)
     except (ConfigError, DataError) as error:
         return str(error)
 
@@ -75,7 +84,9 @@ def seen_of(job: Job, models: Path, folder: Path) -> Seen:
     """The run on its ranks; raises ConfigError for what each of them refuses in a sentence."""
     if job.num_ranks == 1 or job.simulates:  # one process answers for any mesh
         return run(job, models, folder)
-    first, *others = run_ranks(_on_rank, job.num_ranks, job, models, folder)
+    if job.loss == "distill_topk":
+        run_ranks(_on_rank, job.num_ranks, store_teacher, job, models, folder)
+    first, *others = run_ranks(_on_rank, job.num_ranks, run, job, models, folder)
     if isinstance(first, str):
         assert all(isinstance(other, str) for other in others)
         raise ConfigError(first)

@@ -119,9 +119,9 @@ class DistillTopK(DistillationLoss):
             logits: Tensor, labels: Tensor, ids: Tensor, stored: Tensor, rest_of_teacher: Tensor
         ) -> Tensor:
             # Stored in fp16, they sum up to a little more or less than what the rest leaves.
-            stored = at_least_fp32(stored.reshape(len(ids), -1))  # one value per token has no dim
+            stored = at_least_fp32(stored)
             log_probs = F.log_softmax(stored, -1) + torch.log1p(-rest_of_teacher)[:, None]
-            student = F.log_softmax(logits, -1).gather(-1, ids.reshape(len(ids), -1))
+            student = F.log_softmax(logits, -1).gather(-1, ids)
             # All tokens that are not stored are one class.
             rest = torch.log1p(-student.exp().sum(-1).clamp(max=MOST_KNOWN))
             of_rest = torch.xlogy(rest_of_teacher, rest_of_teacher) - rest_of_teacher * rest
@@ -130,10 +130,14 @@ class DistillTopK(DistillationLoss):
                 [known + of_rest, F.cross_entropy(logits, labels, reduction="none")], 1
             )
 
-        ids_RK, stored_RK = (inputs.columns[name] for name in ("teacher_ids", "teacher_log_probs"))
+        # One value per token is stored without a dim.
+        ids_RK, stored_RK = (
+            column if column.ndim > 1 else column[:, None]
+            for column in map(inputs.columns.__getitem__, ("teacher_ids", "teacher_log_probs"))
+        )
         rest_R = inputs.columns.get("teacher_rest")
         if rest_R is None:
-            known_R = stored_RK.reshape(len(stored_RK), -1).float().exp().sum(-1)
+            known_R = stored_RK.float().exp().sum(-1)
             rest_R = (1 - known_R).clamp(min=0)
         values_R2 = inputs.rows(both, inputs.labels_R, ids_RK, stored_RK, rest_R)
         return self._of_rows(inputs, values_R2)

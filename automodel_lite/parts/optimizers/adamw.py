@@ -2,7 +2,8 @@
 
     moments fp32   8 bytes of state per weight: torch's fused kernel over each rank's own shards
             bf16   4: rounded by chance
-            8bit   2: (Dettmers et al., 2022, arXiv:2110.02861), the numbers of torchao's AdamW8bit
+            8bit   2: (Dettmers et al., 2022, arXiv:2110.02861), as near to fp32 as torchao's
+                AdamW8bit, whose numbers are others
 
 States are plain tensors that are sharded as their parameters are: saved and loaded to the bit on
 any number of ranks. torchao's classes are not used: their states cannot be written by the
