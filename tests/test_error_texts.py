@@ -26,10 +26,9 @@ ABSENT = (
     "torchao",
 )  # as in an environment without the extras
 PRESETS = (
-    "distill, dpo, finetune, llama3_1_405b, llama3_1_70b, llama3_1_70b_131k, llama3_1_70b_lora, llama3_1_8b, "
-    "llama3_1_8b_bf16, "
-    "llama3_1_8b_lora, llama3_2_1b, llama_packed, llama_unpacked, long_documents, lora, overfit, pretrain, qwen3_0_6b, "
-    "qwen3_30b_a3b, qwen3_32b, qwen3_32b_131k, qwen3_8b_1m, reasoning, smoke"
+    "distill, dpo, finetune, llama3_1_405b, llama3_1_70b, llama3_1_70b_131k, llama3_1_70b_lora, "
+    "llama3_1_8b, llama3_1_8b_bf16, llama3_1_8b_lora, llama3_2_1b, llama_packed, llama_unpacked, "
+    "long_documents, lora, overfit, policy, pretrain, qwen3_0_6b, qwen3_30b_a3b, qwen3_32b, qwen3_32b_131k, qwen3_8b_1m, reasoning, smoke"
 )
 KNOWN_COLUMNS = (
     "input_ids + labels + seq_lens, input_ids, messages, conversations, prompt + completion, prompt + responses, "

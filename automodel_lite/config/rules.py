@@ -59,6 +59,7 @@ class OneOf:
     """One of these texts; a value of another type is the type's affair."""
 
     choices: tuple[str, ...]
+    text: str = ""  # in place of the list, where other types are allowed beside these texts
 
     def problem(self, value: object) -> str | None:
         if not isinstance(value, str) or value in self.choices:
@@ -66,7 +67,7 @@ class OneOf:
         return f"{self}{did_you_mean(value, self.choices) or '.'}"
 
     def __str__(self) -> str:
-        return f"one of {', '.join(self.choices)}"
+        return self.text or f"one of {', '.join(self.choices)}"
 
 
 @dataclass(frozen=True)
@@ -185,7 +186,7 @@ def seconds_of(duration: str | int) -> float:
     return ((days * 24 + hours) * 60 + minutes) * 60.0 + seconds
 
 
-Auto = Annotated[str, _condition("a number or auto", lambda value: value == "auto")]
+Auto = Annotated[str, OneOf(("auto",), "a number or auto")]
 Count = Annotated[int, Range(0), PLAUSIBLE]
 Positive = Annotated[int, Range(1), PLAUSIBLE]
 # of what memory is taken for at once: packs of a micro-batch, an adapter's rank

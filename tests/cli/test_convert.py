@@ -100,7 +100,7 @@ LEFT = {
         "dataset.conversation_style",
     }
     | {"dataset_val._component_"},
-    "trl_sft": {"eos_token", "push_to_hub"},
+    "trl_sft": {"eos_token", "push_to_hub", "hub_model_id"},
 }
 SET = {
     "axolotl_full": {
@@ -136,7 +136,6 @@ SET = {
         "dataset.path": "chats.jsonl",
         "lr_scheduler.warmup_steps": 100,
     },
-    "trl_sft": {"peft.r": 32, "hub.push": "me/capybara", "checkpoint.keep_last": 2},
 }
 EXAMPLES = sorted((Path(__file__).parent / "peer_examples").iterdir())
 

@@ -89,7 +89,7 @@ def test_a_failed_job_does_not_stop_the_rest(tmp_path: Path):
     assert (
         done.stderr.splitlines()[-1] == f"1 of 2 jobs failed: 0_optimizer.lr-fast in {tmp_path}/s"
     )
-    assert "optimizer.lr=fast must be a number." in done.stderr
+    assert "optimizer.lr=fast must be a number or auto." in done.stderr
     states = [
         (job["settings"], job["state"])
         for job in json.loads((tmp_path / "s/sweep.json").read_text())

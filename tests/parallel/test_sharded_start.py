@@ -216,13 +216,13 @@ def test_a_rank_without_an_expert(tmp_path: Path) -> None:
         "name=six",
         f"model.pretrained={tmp_path}/model",
         f"dataset.path={tmp_path}/documents.jsonl",
+        "packed_sequence.packed_sequence_size=48",
     ]
     configs = [(config_of("finetune", tmp_path / "load", *settings), torch.float32)]
     assert run_ranks(largest_difference, 4, configs) == [[0.0]] * 4
     settings += [
         "dataset.labels=aligned",
         "tokenize.train_on=all",
-        "packed_sequence.packed_sequence_size=48",
         *QUICK,
     ]
     settings += [

@@ -205,6 +205,7 @@ def test_a_teacher_is_a_part_of_the_memory(tmp_path: Path) -> None:
         "dataset.path=none",
         "name=x",
         "training.precision=fp32",
+        "packed_sequence.packed_sequence_size=128",
     )
     weights = []
     for preset, more in (

@@ -17,6 +17,7 @@ import yaml
 
 from automodel_lite.cli.line import argument_parser
 from automodel_lite.cli.sources import Sources, groups_of
+from automodel_lite.config.permissions import needs_the_command_line
 from automodel_lite.errors import ConfigError, format_value, one_line
 
 _ANSWERS: dict[str, dict[str, Any]] = yaml.safe_load(
@@ -161,6 +162,8 @@ def _set(
             ours = float(value)  # 1e-5, which YAML reads as text
         if not is_set and isinstance(ours, float) and ours.is_integer():
             ours = int(ours)  # 3.0 epochs
+        if needs_the_command_line(key):
+            return f"by hand: only the command line may set it, {key}={format_value(ours)}"
         if key in settings and settings[key] != ours and key != "name":
             return f"{key} is {format_value(settings[key])} already, by another key"
         settings[key] = ours
