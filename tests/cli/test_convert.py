@@ -136,6 +136,7 @@ SET = {
         "dataset.path": "chats.jsonl",
         "lr_scheduler.warmup_steps": 100,
     },
+    "trl_sft": {"peft.r": 32, "checkpoint.keep_last": 2},
 }
 EXAMPLES = sorted((Path(__file__).parent / "peer_examples").iterdir())
 
