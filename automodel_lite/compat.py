@@ -118,6 +118,10 @@ ATTRIBUTES = {
         "transformers.PretrainedConfig",
         "set_attn_implementation only warns where a model cannot switch",
     ),
+    "_global_mapping": (
+        "transformers.utils.generic.GeneralInterface",
+        "a mask function that was registered cannot be removed",
+    ),
     "_get_dtype_plan": ("transformers.PreTrainedModel", "weights that a family keeps in fp32"),
     "_keys_to_ignore_on_load_unexpected": ("transformers.PreTrainedModel", "heads left on disk"),
     "_keys_to_ignore_on_save": ("transformers.PreTrainedModel", "what an export leaves out"),

@@ -108,7 +108,6 @@ def sees_ahead(built: BuiltModel, mesh: Mesh) -> bool:
         visible = mask_function(zero, zero, places[:, None], places[None])
         found.append(bool(visible.expand(q_length, q_length).triu(1).any()))
 
-    # A mask function that returns nothing is what a kernel without one has.
     ALL_MASK_ATTENTION_FUNCTIONS.register(built.plan.kernel.name, read)
     try:
         with torch.no_grad():
@@ -118,13 +117,11 @@ def sees_ahead(built: BuiltModel, mesh: Mesh) -> bool:
                 asked = replace(batch, images=_Question(types))
                 built.model.logits(asked.to(mesh.device))
     finally:
-        ALL_MASK_ATTENTION_FUNCTIONS.register(built.plan.kernel.name, _no_mask)
+        # with a mask function of any kind, transformers asks in every step whether positions are
+        # those of several documents, which waits for the device
+        del ALL_MASK_ATTENTION_FUNCTIONS._global_mapping[built.plan.kernel.name]
     built.model.free_gathered()
     return any(found)
-
-
-def _no_mask(**kwargs: Any) -> None:
-    """Documents are kept apart by the kernel."""
 
 
 class _Pictures:
