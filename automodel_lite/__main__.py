@@ -21,9 +21,11 @@ def main() -> None:
     # what the shell asks: `automodel-lite -sc query=bash`
     if name in ("-sc", "--shell-completion"):
         sys.argv[0] = os.path.basename(sys.argv[0])
-        name, rest = "run", ["recipes.train_ft:main", "-sc", *rest]
+        name = "run"
+        rest = ["recipes.train_ft:main", "-sc", *rest]
     if name == "--version":
-        name, rest = "train", ["--version"]
+        name = "train"
+        rest = ["--version"]
     if name in TOOLS:
         from automodel_lite.cli import run_recipe, run_tool
 

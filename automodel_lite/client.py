@@ -150,7 +150,8 @@ class TrainingClient:
         self._saved_extra: Any = None
         self.num_steps = 0
         self._num_calls = 0
-        self._num_items, self._loss = 0.0, 0.0  # since the last step
+        self._num_items = 0.0
+        self._loss = 0.0  # since the last step
         self._has_gradients = False
         self._is_broken = False  # a forward_backward did not end
 
@@ -168,7 +169,8 @@ class TrainingClient:
         """
         bare = [[_bare(row) for row in group] for group in _as_groups(groups)]
         packed = self._pack(bare, CrossEntropy())
-        model, found = self._model, []
+        model = self._model
+        found = []
         model.module.eval()
         for batch in self.engine.micro_batches(packed.packs):
             own = self.engine.place(batch)
@@ -203,7 +205,8 @@ class TrainingClient:
             num_items = self.engine.count_items(whole)
         totals = {name: float(value) for name, value in self.engine.total(sums).items()}
         log_probs = self._of_rows(packed, recording.found)
-        self._is_broken, self._has_gradients = False, True
+        self._is_broken = False
+        self._has_gradients = True
         total = totals.pop("loss")
         self._num_items += num_items
         self._loss += total
@@ -245,13 +248,16 @@ class TrainingClient:
             self._num_items,
             is_skipped=not (math.isfinite(norm) and math.isfinite(mean)),
         )
-        self._num_items, self._loss, self._has_gradients = 0.0, 0.0, False
+        self._num_items = 0.0
+        self._loss = 0.0
+        self._has_gradients = False
         return step
 
     def zero_grad(self) -> None:
         """Drops the gradients since the last step, also of a call that was interrupted."""
         self.engine.optimizer.zero_grad()
-        self._num_items, self._loss = 0.0, 0.0
+        self._num_items = 0.0
+        self._loss = 0.0
         self._has_gradients = self._is_broken = False
 
     def sample(
@@ -283,7 +289,8 @@ class TrainingClient:
             eos_token_id=ends,
             pad_token_id=ends[0] if ends else 0,
         )
-        model, mesh = self._model, self.mesh
+        model = self._model
+        mesh = self.mesh
         order = [number for number in range(len(prompts)) for _ in range(num_samples)]
         order.sort(key=lambda number: len(prompts[number]))
         batches = [
@@ -338,7 +345,8 @@ class TrainingClient:
             frozen = replace(parts, teacher=None, loss=CrossEntropy())
             seed_all(self.config.seed, "model")
             self._reference = build_model(frozen, self.tokenizer, self.mesh, trains=False).model
-        before, self._model = self._model, self._reference
+        before = self._model
+        self._model = self._reference
         try:
             yield
         finally:
@@ -366,7 +374,8 @@ class TrainingClient:
                 "once a step."
             )
         state = {"step": self.num_steps, "calls": self._num_calls, "extra": extra}
-        model, optimizer = self.engine.built.model.loss_model, self.engine.optimizer
+        model = self.engine.built.model.loss_model
+        optimizer = self.engine.optimizer
         if not saver.save(self.num_steps, model, optimizer, {"client": state}, wait=True):
             raise RuntimeError(
                 f"step {self.num_steps} is not saved: the line above says why; the newest "
@@ -394,7 +403,8 @@ class TrainingClient:
                 f"model.pretrained={saver.run.path}, with name=... of your own."
             )
         of_client = state["client"]
-        self.num_steps, self._num_calls = of_client["step"], of_client["calls"]
+        self.num_steps = of_client["step"]
+        self._num_calls = of_client["calls"]
         self._saved_extra = of_client["extra"]
         return self._saved_extra
 
@@ -402,12 +412,14 @@ class TrainingClient:
         """Writes a folder that `from_pretrained`, or an inference server, loads: the model, or the
         adapter; complete or not at all.
         """
-        built, path = self.engine.built, Path(folder)
+        built = self.engine.built
+        path = Path(folder)
         model = built.model
         if built.adapter:
             export_adapter(path, model.loss_model, built.adapter, self.tokenizer, self.num_steps)
             return
-        dtype, mesh = built.plan.parts.model.dtype, model.sharded_over
+        dtype = built.plan.parts.model.dtype
+        mesh = model.sharded_over
         of_model = (path, model.loss_model, self.tokenizer, dtype, model.logits)
         export_hf(*of_model, self.num_steps, mesh)
 
@@ -447,7 +459,8 @@ class TrainingClient:
             return digest.hexdigest()
 
         _compare(self._ranks.on_all(check), "rows")
-        shape, size = self.mesh.shape, self.config.training.micro_batch_size
+        shape = self.mesh.shape
+        size = self.config.training.micro_batch_size
         is_compiled = self.engine.built.compiled.partition(":")[0] != "off"
         grain = 0 if is_compiled else GRAIN_TOKENS * shape.cp
         return pack_rows(rows, loss, self._packer, shape.dp * size, grain)
@@ -482,7 +495,8 @@ class TrainingClient:
     def _open_folder(self) -> Checkpointer:
         """Takes the run's folder at the first use."""
         if self._checkpointer is None:
-            config, folder = self.config, RunFolder(self.config.output_dir)
+            config = self.config
+            folder = RunFolder(self.config.output_dir)
             self._lock.token = self._ranks.on_first(self._lock.acquire)
             groups = open_control(config.mesh), open_control(config.mesh, is_slow=True)
             say = Console(is_silent=self.mesh.rank != 0).print
@@ -496,10 +510,12 @@ class _Recording(Loss):
     def __init__(self, loss: Loss) -> None:
         self.loss = loss
         self.columns = loss.columns | {"row_place"}  # type: ignore[misc]
-        self.required, self.needs_logits = loss.required, loss.needs_logits  # type: ignore[misc]
+        self.required = loss.required  # type: ignore[misc]
+        self.needs_logits = loss.needs_logits  # type: ignore[misc]
         self.needs_documents = loss.needs_documents  # type: ignore[misc]
         self.needs_teacher = loss.needs_teacher  # type: ignore[misc]
-        self.num_items, self.example_columns = loss.num_items, loss.example_columns  # type: ignore[method-assign]
+        self.num_items = loss.num_items  # type: ignore[method-assign]
+        self.example_columns = loss.example_columns  # type: ignore[method-assign]
         self.found: list[tuple[Tensor, Tensor]] = []
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
@@ -556,7 +572,8 @@ def _check_settings(config: Config, packer: Packer) -> None:
 def _end_tokens(lm: transformers.PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Returns the ids that end an answer: the tokenizer's, and the model's own."""
     own = lm.generation_config.eos_token_id if lm.generation_config else None
-    ends = [tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])]
+    own = own if isinstance(own, list) else [own]
+    ends = [tokenizer.eos_token_id, *own]
     return [*dict.fromkeys(int(end) for end in ends if end is not None)]
 
 

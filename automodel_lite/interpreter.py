@@ -15,7 +15,8 @@ from contextlib import contextmanager
 
 _SELDOM = (100_000, 20, 100)  # Python's own: (700, 10, 10)
 # glibc's name and upper end of it, from malloc.h
-_M_MMAP_THRESHOLD, _LARGEST_THRESHOLD = -3, 32 << 20
+_M_MMAP_THRESHOLD = -3
+_LARGEST_THRESHOLD = 32 << 20
 
 
 @contextmanager

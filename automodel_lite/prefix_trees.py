@@ -58,7 +58,8 @@ def find_nodes(cu_padded: Tensor, position_ids: Tensor, lens: Tensor | None = No
     Raises ValueError for positions that leave tokens out.
     """
     cu = cu_padded.long()
-    slots, positions = cu.diff(), position_ids.long()
+    slots = cu.diff()
+    positions = position_ids.long()
     document = torch.repeat_interleave(slots)
     within = torch.arange(len(document)) - cu[document]
     steps = positions.diff(prepend=positions[:1] - 1)
@@ -79,7 +80,8 @@ def _with_paths(starts: Tensor, ends: Tensor, depths: list[int], num_tokens: int
     # the path to the token that was read last: what the next branch may cut off
     path: list[Range] = []
     ranges: list[Range] = []
-    path_lens, before = [], []
+    path_lens = []
+    before = []
     length = 0
     for start, end, depth in zip(starts.tolist(), ends.tolist(), depths):
         if not 0 <= depth <= length:

@@ -40,7 +40,10 @@ class Progress(AbstractContextManager["Progress"]):
     def __init__(
         self, what: str, total: int, unit: str = "", in_log: bool = True, num_done: int = 0
     ) -> None:
-        self._what, self._total, self._unit, self._in_log = what, total, unit, in_log
+        self._what = what
+        self._total = total
+        self._unit = unit
+        self._in_log = in_log
         self._num_done = num_done
         self._start = self._printed = time.monotonic()
         self._bar: Any = None

@@ -42,7 +42,8 @@ NEAR_TOKENS = 8
 """Tokens that a convolution may look back; those of transformers' families look back 2 or 3."""
 FILLING_TOKENS = 32
 """Half a chunk of the mixers that start a branch from its trunk's state."""
-FREE_PADDING_TOKENS, FREE_PADDING_FRAC = 256, 0.1
+FREE_PADDING_TOKENS = 256
+FREE_PADDING_FRAC = 0.1
 """Padding that a tensor of rows may hold: so many tokens, or so much of it. One more tensor is one
 more call of the mixer, which costs a small model on a CPU as much as some hundred tokens.
 """
@@ -130,7 +131,8 @@ class DocumentRows(Tensors):
         """
         outs = []
         for rows in self.rows:
-            at, shape = rows.flatten(), rows.shape
+            at = rows.flatten()
+            shape = rows.shape
             outs.append(
                 mix([x.index_select(0, at).unflatten(0, shape) for x in streams]).flatten(0, 1)
             )
@@ -146,10 +148,8 @@ def document_rows(cu_seqlens: Tensor, nodes: Nodes | None = None) -> DocumentRow
         # Each path is a document of its own; what a shared token becomes is taken from the path
         # that it belongs to.
         lens = nodes.end - nodes.start
-        ends, near_lens = (
-            nodes.path_lens.cumsum(0),
-            torch.minimum(nodes.path_lens, lens + NEAR_TOKENS),
-        )
+        ends = nodes.path_lens.cumsum(0)
+        near_lens = torch.minimum(nodes.path_lens, lens + NEAR_TOKENS)
         near = rows_of_paths(
             nodes.paths[concatenated_ranges(ends - near_lens, ends)], near_lens, lens
         )
@@ -160,12 +160,14 @@ def document_rows(cu_seqlens: Tensor, nodes: Nodes | None = None) -> DocumentRow
         # less work.
         saves = len(nodes.until) + FILLING_TOKENS * len(pieces[0]) < len(nodes.paths)
         return replace(whole, tree=replace(whole.tree, near=near, pieces=pieces if saves else None))
-    starts, lens = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
+    starts = cu_seqlens[:-1].long()
+    lens = cu_seqlens.diff().long()
     document = torch.repeat_interleave(lens)
     order = lens.argsort(descending=True, stable=True)
     order = order[: int((lens > 0).sum())]
     # first: where a document begins in the flattened rows
-    rows, first = [], torch.zeros_like(starts)
+    rows = []
+    first = torch.zeros_like(starts)
     num_before = 0
     for documents in order.split(_rows_per_tensor(lens[order].tolist())):
         longest = int(lens[documents[0]])
@@ -182,7 +184,8 @@ def document_rows(cu_seqlens: Tensor, nodes: Nodes | None = None) -> DocumentRow
 
 def rows_of_paths(paths: Tensor, path_lens: Tensor, lens: Tensor) -> DocumentRows:
     """Returns the rows of paths, the last `lens` tokens of which are their own; int64 [M] each."""
-    of_paths, ends = document_rows(cumulative(path_lens)), path_lens.cumsum(0)
+    of_paths = document_rows(cumulative(path_lens))
+    ends = path_lens.cumsum(0)
     own = concatenated_ranges(ends - lens, ends)
     return replace(
         of_paths,
@@ -204,7 +207,8 @@ def _rows_per_tensor(lens: list[int]) -> list[int]:
             sizes[-1] += 1
         else:
             sizes.append(1)
-            longest, padding = length, 0
+            longest = length
+            padding = 0
     return sizes
 
 
@@ -288,7 +292,8 @@ def declare_column(name: str, column: Column) -> None:
         )
 
 
-CHOSEN, REJECTED = 1, 2
+CHOSEN = 1
+REJECTED = 2
 
 PER_TOKEN = ("input_ids", "labels", "position_ids")
 """Fields of `ThdBatch` [T] that, beside its `columns`, a rank has its own tokens of."""
@@ -427,7 +432,8 @@ def cut_at_chunks(segments: Segments, chunk: int) -> Segments:
     """
     cu_q, cu_k, max_q, max_k = segments
     starts = torch.arange(0, max_k, chunk, device=cu_k.device, dtype=cu_k.dtype)
-    q_lens, k_lens = cu_q.diff()[:, None], cu_k.diff()[:, None]
+    q_lens = cu_q.diff()[:, None]
+    k_lens = cu_k.diff()[:, None]
     cut_q = cut_k = torch.cat([(cu_k[:-1, None] + starts.minimum(k_lens)).flatten(), cu_k[-1:]])
     if cu_k is not cu_q:
         within = (starts - (k_lens - q_lens)).clamp(min=0).minimum(q_lens)
@@ -650,8 +656,10 @@ def stream_of(
 
     trees  the positions of those that branch, by their number
     """
-    documents, trees = list(documents), trees or {}
-    ids, lens = torch.cat(documents), torch.tensor([[len(document) for document in documents]])
+    documents = list(documents)
+    trees = trees or {}
+    ids = torch.cat(documents)
+    lens = torch.tensor([[len(document) for document in documents]])
     positions = torch.cat(
         [trees.get(i, torch.arange(len(document))) for i, document in enumerate(documents)]
     )
@@ -682,10 +690,12 @@ def document_slots(
         is_last = valid & (valid.cumsum(1) == valid.sum(1, keepdim=True))
         rest = row_length - torch.where(valid, seq_lens, 0).sum(1, keepdim=True)
         padded = torch.where(is_last, seq_lens + rest, seq_lens)
-        lens, slots = seq_lens[valid], padded[valid]
+        lens = seq_lens[valid]
+        slots = padded[valid]
     else:
         padded = seq_lens_padded.reshape(rows, -1).long()
-        lens, slots = seq_lens[valid], padded[padded != sentinel]
+        lens = seq_lens[valid]
+        slots = padded[padded != sentinel]
     if (
         len(lens) != len(slots)
         or bool((lens > slots).any())

@@ -81,7 +81,8 @@ def print_losses(parts: Parts, data: PackSource, mesh: Mesh, console: Console) -
             f"{losses.get('cross_entropy', losses['loss']):.4f}, perplexity "
             f"{losses['perplexity']:,.2f}"
         )
-        documents, right = packs.plan.counts.packed_documents, losses["token_accuracy"]
+        documents = packs.plan.counts.packed_documents
+        right = losses["token_accuracy"]
         console.say(
             "loss", f"{name}: {shown}, {right:.2%} of the tokens right, of {documents:,} documents"
         )

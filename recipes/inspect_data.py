@@ -151,7 +151,8 @@ def draw_mask(
     ··██
     """
     ends = np.cumsum(slots)
-    size, starts = int(ends[-1]), ends - slots
+    size = int(ends[-1])
+    starts = ends - slots
     is_real = np.concatenate([np.arange(slot) < length for slot, length in zip(slots, seq_lens)])
     # A key is seen by the queries at or behind it, until its document, or its branch, ends.
     until = ends.repeat(slots)
@@ -231,16 +232,19 @@ def samples(data: PlannedPacks, packs: PackedDataset, in_color: bool) -> Iterato
     """Yields some documents as the packs hold them, cut where they are cut, with what is trained on
     marked.
     """
-    rows, plan = data.tokens.train, packs.plan
+    rows = data.tokens.train
+    plan = packs.plan
     # In the order of the documents, whatever the order of the packs.
     entries = np.argsort(plan.doc_ids, kind="stable")
     for number in range(min(NUM_SAMPLES, len(entries))):
         entry = int(entries[number * len(entries) // NUM_SAMPLES])
         index = int(plan.doc_ids[entry])
         row = rows[index]
-        start, stop = 0, len(row["input_ids"])
+        start = 0
+        stop = len(row["input_ids"])
         if plan.starts is not None and plan.stops is not None:
-            start, stop = int(plan.starts[entry]), int(plan.stops[entry])
+            start = int(plan.starts[entry])
+            stop = int(plan.stops[entry])
         shown = slice(start, min(stop, start + SHOWN_TOKENS))
         # Of a tree, each row's own tokens are a line of their own.
         begins = np.flatnonzero(row["branches"][shown]) if "branches" in row else []
@@ -257,5 +261,6 @@ def samples(data: PlannedPacks, packs: PackedDataset, in_color: bool) -> Iterato
         if "branches" in row:
             yield from draw_tree(row["branches"])
         if "answers" in row:
-            text, more = "\n".join(pair_of(data.tokenizer, row)), ""
+            text = "\n".join(pair_of(data.tokenizer, row))
+            more = ""
         yield "\n".join(f"    {line}" for line in f"{text}{more}".splitlines())

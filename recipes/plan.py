@@ -193,9 +193,11 @@ def data_of(config: Config, parts: Parts, assumed: int) -> Data:
         return replace(unknown, text=f"{unknown.text}, as {error}")
     if not isinstance(data, PlannedPacks):
         return replace(unknown, text=f"a stream: {unknown.text}")
-    rows, plan = data.tokens.train, data.packs_of(0).plan
+    rows = data.tokens.train
+    plan = data.packs_of(0).plan
     lengths, paths = (plan.piece_lengths(np.asarray(of)) for of in (rows.lengths, rows.row_lengths))
-    num, whole = plan.counts.packed_documents, int((lengths == rows.lengths[plan.doc_ids]).sum())
+    num = plan.counts.packed_documents
+    whole = int((lengths == rows.lengths[plan.doc_ids]).sum())
     of_all = f" of {len(rows):,}" if num < len(rows) else ""
     trees = ", a tree as one" if data.has_trees else ""
     cut = (
@@ -217,17 +219,17 @@ def table(plans: list[Plan]) -> str:
     head = ("mesh", "micro x steps", "recomputed", *sizes)
     rows = [head]
     for number, plan in enumerate(plans[:SHOWN]):
-        step, layout = plan.step, plan.layout
+        step = plan.step
+        layout = plan.layout
         states = step.weights + step.gradients + step.optimizer
         rows.append(
             (
                 str(layout),
                 f"{layout.micro_batch} x {layout.micro_steps}",
                 recomputation_text(plan.parts),
-                *(
-                    f"{size / 2**30:.1f}"
-                    for size in (step.peak, states, max(step.peak - states, 0))
-                ),
+                f"{step.peak / 2**30:.1f}",
+                f"{states / 2**30:.1f}",
+                f"{max(step.peak - states, 0) / 2**30:.1f}",
                 f"{plan.step_s:.3g}",
                 f"{plan.tokens_per_s_per_gpu:,.0f}",
                 f"{plan.mfu:.0%}",
@@ -255,24 +257,26 @@ def overrides_of(plan: Plan) -> list[str]:
     """Returns what makes the preset this plan; an axis or a rung that is the default
     is left out.
     """
-    layout, training, advanced = plan.layout, plan.parts.training, plan.parts.advanced
-    every, is_reduced = advanced.recompute_every_layers, advanced.reduce_every_micro_batch is True
-    return [
-        *(
-            f"mesh.{a}={getattr(layout.shape, a)}"
-            for a in AXES
-            if a == "dp_shard" or getattr(layout.shape, a) > 1
-        ),
-        *(
-            [f"advanced.reduce_every_micro_batch={str(is_reduced).lower()}"]
-            if layout.micro_steps > 1
-            else []
-        ),
+    layout = plan.layout
+    training = plan.parts.training
+    advanced = plan.parts.advanced
+    every = advanced.recompute_every_layers
+    is_reduced = advanced.reduce_every_micro_batch is True
+    found = []
+    for axis in AXES:
+        size = getattr(layout.shape, axis)
+        if size > 1 or axis == "dp_shard":
+            found.append(f"mesh.{axis}={size}")
+    if layout.micro_steps > 1:
+        found.append(f"advanced.reduce_every_micro_batch={str(is_reduced).lower()}")
+    found += [
         f"training.micro_batch_size={layout.micro_batch}",
         f"training.global_batch_size={layout.global_batch}",
         f"training.activation_checkpointing={training.activation_checkpointing}",
-        *([f"advanced.recompute_every_layers={every}"] if every > 1 else []),
     ]
+    if every > 1:
+        found.append(f"advanced.recompute_every_layers={every}")
+    return found
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
@@ -284,10 +288,9 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "tokens_per_s_per_gpu": plan.tokens_per_s_per_gpu,
         "mfu": plan.mfu,
         "seconds": plan.seconds,
-        **{
-            f"{kind}_bytes": getattr(plan.step, kind)
-            for kind in ("weights", "gradients", "optimizer")
-        },
+        "weights_bytes": plan.step.weights,
+        "gradients_bytes": plan.step.gradients,
+        "optimizer_bytes": plan.step.optimizer,
     }
 
 
@@ -297,7 +300,8 @@ def lost_text(outcome: Outcome) -> str:
 
 def duration_text(best: Plan, job: Job, config: Config, num_packs: int, price: float | None) -> str:
     """How long the run takes, if the length of the data or max_steps is known."""
-    training, batch = config.training, best.layout.global_batch
+    training = config.training
+    batch = best.layout.global_batch
     steps = training.max_steps or num_packs / batch
     if not steps:
         return "hours: not known without the data (dataset.path, with a tokenizer)"
@@ -358,10 +362,12 @@ def fits(job: Job, tried: int = 2) -> bool:
     simulated: some whose steps have one micro-batch and some with several, as a sum of gradients is
     what the formulas know least about.
     """
-    pattern, capacity = layer_pattern(job.config), usable(int(job.gpu.gigabytes * 1e9))
+    pattern = layer_pattern(job.config)
+    capacity = usable(int(job.gpu.gigabytes * 1e9))
     one_or_several: dict[bool, list[tuple[float, Parts, MeshShape]]] = {True: [], False: []}
     for layout in possible(job):
-        parts, is_one = with_recomputation(placed(job, layout), *OFFLOAD), layout.micro_steps == 1
+        parts = with_recomputation(placed(job, layout), *OFFLOAD)
+        is_one = layout.micro_steps == 1
         if parts.advanced.reduce_every_micro_batch == "auto" and not is_one:
             parts = replace(parts, advanced=replace(parts.advanced, reduce_every_micro_batch=True))
         plan = ModelPlan(parts, job.config, job.size, layout.shape, "fsdp", torch.bfloat16)

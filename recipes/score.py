@@ -74,9 +74,8 @@ def main(config: Config) -> int:
         built = build_model(parts, data.tokenizer, mesh)
         values = reference_values(built, data.packer, config.cache_dir, config.seed)
     console.say("model", f"{parts.model.pretrained}, attention {built.plan.attention}")
-    sets = {"train": data.packs_of(0).rows} | {
-        name: packs.rows for name, packs in data.val_packs.items()
-    }
+    sets = {"train": data.packs_of(0).rows}
+    sets |= {name: packs.rows for name, packs in data.val_packs.items()}
     for name, rows in sets.items():
         values.computed(name, rows, built, mesh)
         console.say(

@@ -105,7 +105,8 @@ class TrainFinetuneRecipe:
 
     def setup(self) -> None:
         """Builds every part; raises ConfigError or DataError before anything is trained."""
-        config, show = self.config, self.console.show
+        config = self.config
+        show = self.console.show
         show([start.version_line()])
         self.guards.lock.check()
         batches = check_sizes(config, world_size())
@@ -132,7 +133,8 @@ class TrainFinetuneRecipe:
         show(start.plan_lines(report, self.plan, config))
         with activity("loading the model"):
             self.engine = Engine.build(parts, self.data.tokenizer, self.mesh, config.seed)
-        self.built, self.optimizer = self.engine.built, self.engine.optimizer
+        self.built = self.engine.built
+        self.optimizer = self.engine.optimizer
         check_images(self.data, self.built, self.mesh)
         self.data = label_values.with_values(
             self.data, self.built, self.mesh, config.cache_dir, config.seed
@@ -158,7 +160,9 @@ class TrainFinetuneRecipe:
         """Trains; logs, validates and saves when due; exports and evaluates at the end. Returns the
         exit code.
         """
-        config, guards, state = self.config, self.guards, self.state
+        config = self.config
+        guards = self.guards
+        state = self.state
         self.console.say("run", start.position_line(guards, self.plan.max_steps))
         guards.watch_steps(self.plan.max_steps, self.model, self.mesh.device)
         if state.pending_validation:
@@ -202,11 +206,13 @@ class TrainFinetuneRecipe:
         Nothing here waits for the device: a nonfinite step is skipped on the device and detected
         one step later.
         """
-        counts, own_sums = self.counts, self.forward_backward(ready, self.counts)
+        counts = self.counts
+        own_sums = self.forward_backward(ready, self.counts)
         self.send_counts(has_next=self.num_steps + 1 < self.plan.max_steps)
         self.meter.lap("data")
         sums = self.engine.total(own_sums)
-        loss_sum, lr = sums.pop("loss"), float(self.scheduler.get_last_lr()[0])
+        loss_sum = sums.pop("loss")
+        lr = float(self.scheduler.get_last_lr()[0])
         grad_norm = self.engine.step(loss_sum, self.config.training.max_grad_norm)
         self.scheduler.step()
         self.meter.lap("optimizer")
@@ -269,7 +275,8 @@ class TrainFinetuneRecipe:
         """
         self.state.pending_validation = True
         self.guards.watchdog.enter(f"validating after step {self.num_steps}")
-        losses, must_stop = dict[str, float](), self.guards.boundary.must_stop
+        losses = dict[str, float]()
+        must_stop = self.guards.boundary.must_stop
         with self.average.applied(self.model):
             for name, packs in self.data.val_packs.items():
                 found = validation_losses(

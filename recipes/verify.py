@@ -94,7 +94,9 @@ class Verification:
         self.batches = [self.stream([pack]) for pack in self.sample.packs]
         model_config = source.config(self.sample.tokenizer)
         self.plan = plan_model(replace(parts, model=source), model_config, shape, self.mesh.device)
-        self.parts, self.kernel, self.dtype = self.plan.parts, self.plan.kernel, self.plan.dtype
+        self.parts = self.plan.parts
+        self.kernel = self.plan.kernel
+        self.dtype = self.plan.dtype
         self.kernel_name = (
             f"{self.kernel.name.removeprefix('thd_')} kernel, "
             f"{str(self.dtype).removeprefix('torch.')}"
@@ -129,7 +131,8 @@ class Verification:
         """Each document alone, through the model's own attention and head; no packing, no kernel,
         no loss of ours.
         """
-        lm, total = self.model(self.alone, "none").loss_model.lm, 0.0
+        lm = self.model(self.alone, "none").loss_model.lm
+        total = 0.0
         lm.set_attn_implementation("eager")
         documents = list(self.sample.each_document())
         num_label_tokens = sum(
@@ -227,7 +230,8 @@ class Verification:
         """The whole model on each rank, tokens shared by the context-parallel ranks; gradients
         summed over them.
         """
-        device, total = self.mesh.device, torch.zeros((), device=self.mesh.device)
+        device = self.mesh.device
+        total = torch.zeros((), device=self.mesh.device)
         for batch in self.batches:
             with torch.autocast(device.type, dtype) if dtype != torch.float32 else nullcontext():
                 loss = (
@@ -294,7 +298,8 @@ class Verification:
         num_label_tokens: float | None = None,
     ) -> Step:
         """Micro-batches one after the other in this process."""
-        device, total = self.mesh.device, 0.0
+        device = self.mesh.device
+        total = 0.0
         for batch in batches:
             with torch.autocast(device.type, dtype) if dtype != torch.float32 else nullcontext():
                 loss = model(batch.to(device)) / (num_label_tokens or self.num_label_tokens)
@@ -311,7 +316,8 @@ class Verification:
 
     def say_what_is_checked(self) -> None:
         self.console.say("model", f"{self.plan.config.model_type}, {self.layers_text}")
-        size, training_size = self.sample.packer.packed_sequence_size, self.sample.training_size
+        size = self.sample.packer.packed_sequence_size
+        training_size = self.sample.training_size
         text = f"{len(self.sample.documents)} documents in {len(self.sample.packs)} packs of {size}"
         cut = (
             f" (training packs {training_size}; longer documents are cut here)"
@@ -343,7 +349,8 @@ def one_segment(batch: ThdBatch) -> AttentionPlan:
 
 def without_branches(batch: ThdBatch) -> AttentionPlan:
     """The fault of a tree that is taken for one row."""
-    cu, longest = batch.cu_seqlens_padded, batch.max_seqlen
+    cu = batch.cu_seqlens_padded
+    longest = batch.max_seqlen
     return AttentionPlan(Segments(cu, cu, longest, longest))
 
 

@@ -139,7 +139,8 @@ class DecoderByRows:
     """
 
     def __init__(self, held: WithinDocuments) -> None:
-        self.module, self.forward = held.module, held.forward
+        self.module = held.module
+        self.forward = held.forward
         functools.update_wrapper(self, held.forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -247,7 +248,8 @@ class PackedMixer:
             self.called = _record(forward, [leaves[place][:, :FEW_TOKENS] for place in places])
         # Inner functions are split at documents where ranks share their heads, and where one of
         # them works on a packed stream; else the whole mixer is.
-        plan, called = documents.mixers, self.called
+        plan = documents.mixers
+        called = self.called
         if (
             any(called.takes_streams)
             if plan.exchange is None
@@ -269,7 +271,8 @@ class PackedMixer:
 
 def _record(forward: Callable[[list[Tensor]], Any], few: list[Tensor]) -> Recorded:
     """Returns what a mixer calls, seen in a forward of a few tokens, outside the graph."""
-    called, is_deterministic = Recorded(), torch.are_deterministic_algorithms_enabled()
+    called = Recorded()
+    is_deterministic = torch.are_deterministic_algorithms_enabled()
     # transformers' own functions run here, once, and their numbers are dropped: some call `cumsum`,
     # which has no deterministic form on CUDA.
     torch.use_deterministic_algorithms(False)

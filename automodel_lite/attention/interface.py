@@ -226,14 +226,17 @@ def compilable(
     def forward(
         module: Any, *qkv: Tensor, scaling: float | None = None, **kwargs: Any
     ) -> tuple[Tensor, None]:
-        sizes, layer = IN_GRAPH.sizes, getattr(module, "packed_as", None)
+        sizes = IN_GRAPH.sizes
+        layer = getattr(module, "packed_as", None)
         if sizes is None or layer is None or not layer.is_plain:
             return outside(module, *qkv, scaling=scaling, **kwargs)  # type: ignore[no-any-return]
         # as the operation's shapes promise for its results
         q, k, v = (x.contiguous() for x in _heads_last(*qkv[:3]))
-        scale, capped = q.shape[-1] ** -0.5 if scaling is None else scaling, kwargs.get("softcap")
+        scale = q.shape[-1] ** -0.5 if scaling is None else scaling
+        capped = kwargs.get("softcap")
         options = AttentionOptions(scale, layer.window, capped, kwargs.get("s_aux"))
-        cu, longest = sizes[0], sizes[1].shape[0]
+        cu = sizes[0]
+        longest = sizes[1].shape[0]
         return kernel(q, k, v, Segments(cu, cu, longest, longest), options)[None], None
 
     return forward
@@ -340,7 +343,8 @@ def _window(module: nn.Module, sliding_window: int | None) -> tuple[int | None, 
 
 
 DOCUMENT_TOKENS = 16
-_TOLERANCE_STD, _ROUNDED_TOLERANCE_STD = 1e-2, 0.2
+_TOLERANCE_STD = 1e-2
+_ROUNDED_TOLERANCE_STD = 0.2
 """In standard deviations of the logits, in fp32 and below it. Documents that see each other change
 them by 1 to 7; in bf16, an exact mixture of experts changes them by 0.1, where other documents give
 its experts groups of another size.
@@ -376,10 +380,8 @@ def check_packing_isolation(
     try:
         ending = torch.cat([second[:-1], first[:1]])
         half = DOCUMENT_TOKENS // 2
-        tree, whole = (
-            torch.cat([second[:half], first[:half], second[half - 1 :]]),
-            torch.arange(DOCUMENT_TOKENS),
-        )
+        tree = torch.cat([second[:half], first[:half], second[half - 1 :]])
+        whole = torch.arange(DOCUMENT_TOKENS)
         stream = [second, first, second, first.flip(0), second, ending, tree]
         branched = {len(stream) - 1: torch.cat([whole, whole[half - 1 :]])}
         result_TV = logits(stream_of(stream, device, branched))

@@ -207,7 +207,8 @@ class ReferenceAttention(RepeatedBlocks):
     def block(self, inputs: AttentionInputs, causal: bool) -> tuple[Tensor, Tensor]:
         """See `BlockKernel`."""
         q_THD, k_THD, v_THD, segments, options = inputs
-        outs, lses = [], []
+        outs = []
+        lses = []
         with torch.autocast(q_THD.device.type, enabled=False):
             for rows, keys, mask in _blocks(segments, causal, q_THD.device):
                 q, k, v = (
@@ -228,7 +229,8 @@ def _blocks(
     """Rows of at most QUERY_BLOCK queries, the rows of their keys, and which of those each may see
     (None = all).
     """
-    q_starts, k_starts = segments.cu_q.tolist(), segments.cu_k.tolist()
+    q_starts = segments.cu_q.tolist()
+    k_starts = segments.cu_k.tolist()
     for q_start, q_stop, k_start, k_stop in zip(q_starts, q_starts[1:], k_starts, k_starts[1:]):
         for rows, keys in _query_blocks(q_stop - q_start, k_stop - k_start, None):
             mask = _visible(rows, keys, 0, None, device) if causal else None
@@ -248,14 +250,19 @@ def _segment(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tens
     """One segment, or several of one length: q [B, Hq, Lq, D], k, v [B, Hkv, Lk, D] -> [B, Hq, Lq,
     Dv].
     """
-    lq, lk = q.shape[2], k.shape[2]
-    scale, window = options.scale, options.window
+    lq = q.shape[2]
+    lk = k.shape[2]
+    scale = options.scale
+    window = options.window
     sees_all = window is None or window >= lk
-    grouped, is_plain = q.shape[1] != k.shape[1], options.softcap is None and options.sinks is None
+    grouped = q.shape[1] != k.shape[1]
+    is_plain = options.softcap is None and options.sinks is None
     if is_plain and sees_all and (lq == lk or lq == 1):
         if lk <= SHORT_TOKENS and q.device.type == "cpu" and q.dtype == torch.bfloat16:
             with torch.autocast("cpu", enabled=False):
-                q, k, v = q.float(), k.float(), v.float()
+                q = q.float()
+                k = k.float()
+                v = v.float()
                 out = F.scaled_dot_product_attention(
                     q, k, v, is_causal=lq == lk, scale=scale, enable_gqa=grouped
                 )
@@ -268,7 +275,9 @@ def _segment(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tens
     outs = []
     for rows, keys in _query_blocks(lq, lk, window):
         mask = _visible(rows, keys, lk - lq, window, q.device)
-        qb, kb, vb = q[:, :, rows], k[:, :, keys], v[:, :, keys]
+        qb = q[:, :, rows]
+        kb = k[:, :, keys]
+        vb = v[:, :, keys]
         if is_plain:
             out = F.scaled_dot_product_attention(
                 qb, kb, vb, attn_mask=mask, scale=scale, enable_gqa=grouped

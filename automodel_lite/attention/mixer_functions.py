@@ -136,10 +136,10 @@ class Recorded:
         """Can `num_ranks` ranks share the heads of all functions? Groups are repeated where they
         are too few.
         """
-        return bool(self.heads) and all(
-            heads[0] % num_ranks == 0 and all(heads[0] % groups == 0 for groups in heads)
-            for heads in self.heads
-        )
+        for heads in self.heads:
+            if heads[0] % num_ranks or any(heads[0] % groups for groups in heads):
+                return False
+        return bool(self.heads)
 
 
 @functools.cache
@@ -196,7 +196,8 @@ def split_at_documents(plan: MixerPlan) -> Callable[[Call], Any]:
 
 
 def _split(call: Call, layout: Layout, plan: MixerPlan) -> Any:
-    exchange, arguments = plan.exchange, call.arguments
+    exchange = plan.exchange
+    arguments = call.arguments
     given = [name for name in layout.tokens if isinstance(arguments.get(name), Tensor)]
     places = [layout.tokens[name] for name in given]
     streams = [_as_stream(arguments[name], *place) for name, place in zip(given, places)]
@@ -229,7 +230,8 @@ def _split(call: Call, layout: Layout, plan: MixerPlan) -> Any:
         out = out[0] if has_states else out
         return out.movedim(places[0], (1, 2))
 
-    ours, stream = packed_function(call.function, call.name), plan.stream
+    ours = packed_function(call.function, call.name)
+    stream = plan.stream
     if (
         layout.in_trees == "near"
         and stream.tree is not None
@@ -246,9 +248,8 @@ def _split(call: Call, layout: Layout, plan: MixerPlan) -> Any:
             stream, streams, lambda xs: mix([x[None] for x in xs], **boundaries).squeeze(0)
         )
     elif ours is not None:
-        known = {
-            name: value for name, value in arguments.items() if name in _parameters(ours)
-        } | weights
+        known = {name: arguments[name] for name in arguments if name in _parameters(ours)}
+        known |= weights
         if (
             layout.in_trees == "states"
             and stream.tree is not None

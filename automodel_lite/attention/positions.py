@@ -66,7 +66,8 @@ class RotationByDocument:
     """
 
     def __init__(self, module: Any) -> None:
-        self.module, self.forward = module, module.forward
+        self.module = module
+        self.forward = module.forward
         functools.update_wrapper(self, module.forward)
 
     def __call__(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -85,7 +86,8 @@ class RotationByDocument:
                     "original_max_position_embeddings"
                 ]
             )
-        lens_T, prefix = batch.document_lens, "" if layer_type is None else f"{layer_type}_"
+        lens_T = batch.document_lens
+        prefix = "" if layer_type is None else f"{layer_type}_"
 
         def rotation_of(length: int) -> Any:
             """Of all tokens, as if each belonged to a document of `length` tokens."""

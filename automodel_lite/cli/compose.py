@@ -82,7 +82,9 @@ class Loader(ConfigLoaderImpl):
             return read_file(config_path)
 
         self.repository.load_config = read_checked  # type: ignore[method-assign]
-        self.sources, self.typed, self.known = sources, list(typed), groups_of(sources)
+        self.sources = sources
+        self.typed = list(typed)
+        self.known = groups_of(sources)
         for group in ("hydra/launcher", "hydra/sweeper"):
             self.known[group] = self.get_group_options(group)
 
@@ -107,7 +109,8 @@ class Loader(ConfigLoaderImpl):
             raise ConfigError(text.partition(" Config search path:")[0]) from None
         # to choose an option is to take another file, whatever it holds
         values = [text for text in self.typed if not is_choice(text, self.known)]
-        own, typed = without_hydra(raw), partial(is_typed, overrides=values)
+        own = without_hydra(raw)
+        typed = partial(is_typed, overrides=values)
         problems = [*permission_problems(own, typed), *environment_problems(own, typed)]
         if problems:
             raise ConfigError("\n".join(problems))
@@ -259,5 +262,6 @@ def overridden_options(
             own = OmegaConf.to_container(read(path), resolve=False) if path else {}
             for key, value in flatten(own, str(group).replace("/", ".")):
                 if key in values and values[key] != value and not is_typed(key, others):
-                    now, own_value = format_value(values[key]), format_value(value)
+                    now = format_value(values[key])
+                    own_value = format_value(value)
                     yield f"{key}={now} (the preset's, over {own_value} of {group}/{option}.yaml)"

@@ -94,4 +94,5 @@ def end(work: Callable[[], int]) -> NoReturn:
 def hide_secrets() -> None:
     """Replaces the standard streams: nothing that this process prints shows a secret."""
     if not isinstance(sys.stdout, ScrubbedStream):
-        sys.stdout, sys.stderr = ScrubbedStream(sys.stdout), ScrubbedStream(sys.stderr)
+        sys.stdout = ScrubbedStream(sys.stdout)
+        sys.stderr = ScrubbedStream(sys.stderr)

@@ -57,7 +57,8 @@ def run_recipe(main: str, argv: list[str] | None = None) -> NoReturn:
 
 def run_command_line(main: str, argv: Sequence[str]) -> int:
     """Runs what the command line asks for; returns the exit code."""
-    line, recipe = read_line(argv), Recipe(main)
+    line = read_line(argv)
+    recipe = Recipe(main)
     if line.html and recipe.name != "inspect_data":
         raise ConfigError(
             "--html: automodel-lite inspect alone writes a page; a run's own is report.html."

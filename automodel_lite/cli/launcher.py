@@ -112,7 +112,9 @@ def _forwarding() -> Iterator[list[int]]:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
 
-    numbers = {*STOP_SIGNALS, *([signal.SIGUSR2] if "SUBMITIT_EXECUTOR" in os.environ else [])}
+    numbers = {*STOP_SIGNALS}
+    if "SUBMITIT_EXECUTOR" in os.environ:
+        numbers.add(signal.SIGUSR2)
     heard = [
         number
         for number in numbers

@@ -108,7 +108,8 @@ def option_problem(
     """Returns the sentence for an option that does not exist, or for several values where there is
     one run.
     """
-    group, (key, value) = group_of(text, known), split(text)
+    group = group_of(text, known)
+    (key, value) = split(text)
     if value is not None and not key:
         return f"{text}: cannot be read as key=value (there is no key)."
     if not is_multirun and is_sweep(text) and not text.startswith(("~", "hydra.")):

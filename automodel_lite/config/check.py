@@ -245,19 +245,17 @@ def _unknown_argument(key: str, name: str, value: Any, options: Sequence[str]) -
     """Returns the sentence for an argument that the chosen option does not take; another one of the
     group may.
     """
-    path, value = f"{key}.{name}", format_value(value)
+    path = f"{key}.{name}"
+    value = format_value(value)
     if near := did_you_mean(path, options):
         return f"{path}={value}: unknown key{near}"
-    texts = {file.stem: file.read_text() for file in sorted((CONF_DIR / key).glob("*.yaml"))}
-    takers = [
-        f"{key}={option}"
-        for option, text in texts.items()
-        if re.search(rf"^{re.escape(name)}:", text, re.MULTILINE)
-        or any(
-            name in options_of(target)
-            for target in re.findall(r"^\s*_target_:\s*([\w.]+)", text, re.MULTILINE)
-        )
-    ]
+    takers = []
+    for file in sorted((CONF_DIR / key).glob("*.yaml")):
+        text = file.read_text()
+        is_set = re.search(rf"^{re.escape(name)}:", text, re.MULTILINE)
+        targets = re.findall(r"^\s*_target_:\s*([\w.]+)", text, re.MULTILINE)
+        if is_set or any(name in options_of(target) for target in targets):
+            takers.append(f"{key}={file.stem}")
     if takers:
         return (
             f"{path}={value} is an option of {' or '.join(takers)}: choose that, or remove it, "
@@ -286,7 +284,8 @@ def value_problems(path: str, value: Any, hint: Any) -> Iterator[str]:
     if not matches(value, hint):
         yield f"{path}={format_value(value)} must be {describe(hint)}."
         return
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    origin = typing.get_origin(hint)
+    args = typing.get_args(hint)
     if origin is Annotated:
         # other libraries annotate, too
         texts = [rule.problem(value) for rule in args[1:] if isinstance(rule, RULES)]
@@ -306,7 +305,8 @@ def matches(value: Any, hint: Any) -> bool:
     """Returns whether a YAML value fits a type annotation: an int serves as a float, a block as an
     object.
     """
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    origin = typing.get_origin(hint)
+    args = typing.get_args(hint)
     if origin in _UNIONS:
         return any(matches(value, arg) for arg in args)
     if origin is typing.Literal:
@@ -317,13 +317,11 @@ def matches(value: Any, hint: Any) -> bool:
         kind = (int, float) if hint is float else hint
         return isinstance(value, kind) and (hint is bool or not isinstance(value, bool))
     if (origin or hint) in _LISTS:
-        return isinstance(value, (list, tuple)) and all(
-            matches(item, args[0] if args else Any) for item in value
-        )
+        kind = args[0] if args else Any
+        return isinstance(value, (list, tuple)) and all(matches(item, kind) for item in value)
     if (origin or hint) in _GROUPS:
-        return isinstance(value, dict) and all(
-            matches(item, args[1] if args else Any) for item in value.values()
-        )
+        kind = args[1] if args else Any
+        return isinstance(value, dict) and all(matches(x, kind) for x in value.values())
     is_object = inspect.isclass(hint) and hint not in (object, Any)
     return not (is_object and isinstance(value, dict)) or "_target_" in value
 
@@ -332,7 +330,8 @@ def describe(hint: Any) -> str:
     """Returns a type annotation in words, without its rules: `int | None` ->
     `a whole number or null`.
     """
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    origin = typing.get_origin(hint)
+    args = typing.get_args(hint)
     if origin is Annotated:
         return describe(args[0])
     if origin in _UNIONS:

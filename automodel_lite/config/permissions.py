@@ -94,13 +94,15 @@ def check_yaml(path: Path) -> None:
     is_large = False
     with suppress(OSError, ValueError, yaml.YAMLError), path.open("rb") as file:
         for event in yaml.parse(file, Loader=yaml.CSafeLoader):
-            anchor, size = getattr(event, "anchor", None), 0
+            anchor = getattr(event, "anchor", None)
+            size = 0
             if isinstance(event, yaml.CollectionStartEvent):
                 open_ones.append((anchor, 1))
             elif isinstance(event, yaml.CollectionEndEvent):
                 anchor, size = open_ones.pop()
             elif isinstance(event, yaml.AliasEvent):
-                size, anchor = sizes.get(anchor or "", _MOST_VALUES), None  # of one around it
+                size = sizes.get(anchor or "", _MOST_VALUES)
+                anchor = None  # of one around it
             elif isinstance(event, yaml.ScalarEvent):
                 size = 1
             if anchor is not None and size:

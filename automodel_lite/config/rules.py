@@ -151,6 +151,9 @@ def argument(kind: type, *rules: Any) -> Callable[[str], Any]:
     `argument(int, Range(1))`.
     """
 
+    # what fits 64 bits
+    checked = (*rules, Range(most=2**63 - 1)) if kind is int else rules
+
     def parse(text: str) -> Any:
         try:
             value = kind(text)
@@ -160,7 +163,7 @@ def argument(kind: type, *rules: Any) -> Callable[[str], Any]:
             raise argparse.ArgumentTypeError(f"{text!a} must be {word}.") from None
         if isinstance(value, float) and not math.isfinite(value):
             raise argparse.ArgumentTypeError(f"{text} must be a finite number.")
-        for rule in (*rules, *([Range(most=2**63 - 1)] if kind is int else [])):
+        for rule in checked:
             if problem := rule.problem(value):
                 raise argparse.ArgumentTypeError(f"{text[:80]} must be {problem}")
         return value

@@ -124,13 +124,13 @@ class _Source(dict[str, Any]):
         super().__init__(
             {**vars(builtins), **vars(typing), **vars(abc), **vars(rules), **vars(schema), **names}
         )
-        self.module, self.lines, self.body = module, text.splitlines(), ast.parse(text).body
+        self.module = module
+        self.lines = text.splitlines()
+        self.body = ast.parse(text).body
 
     def __missing__(self, name: str) -> Any:
         for node in self.body:
-            if isinstance(node, ast.Assign) and any(
-                isinstance(to, ast.Name) and to.id == name for to in node.targets
-            ):
+            if isinstance(node, ast.Assign) and name in map(ast.unparse, node.targets):
                 return self.value(node.value)
             if isinstance(node, ast.ImportFrom) and any(alias.name == name for alias in node.names):
                 other = source_of(node.module or "")
@@ -154,27 +154,24 @@ class _Source(dict[str, Any]):
         inherited: dict[str, Argument] = {}
         # of this package: where the module imports it, or its own
         for base in map(ast.unparse, node.bases):
-            imports = [
-                n
-                for n in self.body
-                if isinstance(n, ast.ImportFrom) and base in {a.name for a in n.names}
-            ]
-            origin = str(imports[0].module) if imports else self.module
-            inherited |= (
-                arguments_of(f"{origin}.{base}") if origin.startswith("automodel_lite.") else {}
-            )
+            origin = self.module
+            for item in self.body:
+                if isinstance(item, ast.ImportFrom) and base in {x.name for x in item.names}:
+                    origin = str(item.module)
+            if origin.startswith("automodel_lite."):
+                inherited |= arguments_of(f"{origin}.{base}")
         for method in node.body:
             if isinstance(method, ast.FunctionDef) and method.name == "__init__":
                 return self._of_function(method.args, 1)
         if not any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list):
             return inherited
-        fields = [item for item in node.body if isinstance(item, ast.AnnAssign)]
-        fields = [
-            item for item in fields if not re.search(r"\bClassVar\b|init=False", ast.unparse(item))
-        ]
-        return inherited | dict(
-            self._read(item.target, item.annotation, item.value) for item in fields
-        )
+        for item in node.body:
+            if not isinstance(item, ast.AnnAssign):
+                continue
+            if not re.search(r"\bClassVar\b|init=False", ast.unparse(item)):
+                name, argument = self._read(item.target, item.annotation, item.value)
+                inherited[name] = argument
+        return inherited
 
     def _of_function(self, takes: ast.arguments, first: int) -> dict[str, Argument]:
         defaults = [

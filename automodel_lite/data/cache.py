@@ -86,7 +86,8 @@ def build_once(
     (names the folder to remove).
     """
     folder = entry_folder(cache_dir, kind, name, key)
-    name, key = scrub(name), {part: scrub(value) for part, value in key.items()}
+    name = scrub(name)
+    key = {part: scrub(value) for part, value in key.items()}
     if folder.is_dir() and find_damage(folder) is None:
         return CacheEntry(folder, "hit")
     try:

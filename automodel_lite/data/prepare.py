@@ -55,7 +55,8 @@ def check_positions(data: PackSource, model: CausalLM, teacher: CausalLM | None 
     """
     models = {"model": model} if teacher is None else {"model": model, "teacher": teacher}
     for name, config in {name: of.config(data.tokenizer) for name, of in models.items()}.items():
-        longest, text = data.longest, config.get_text_config()
+        longest = data.longest
+        text = config.get_text_config()
         limit = config_value(text, "max_position_embeddings")
         rope = config_value(text, "rope_parameters", {})
         for parameters in (

@@ -32,7 +32,8 @@ def write_card(run: Path, folder: Path, repo: str | None = None) -> None:
     if path.is_file() and _MARK not in path.read_text(encoding="utf-8", errors="replace"):
         return
     record = read_run(run)
-    config, is_adapter = record.config, (folder / "adapter_config.json").is_file()
+    config = record.config
+    is_adapter = (folder / "adapter_config.json").is_file()
     pretrained, dataset = (
         config.get(part, {}).get(key)
         for part, key in (("model", "pretrained"), ("dataset", "path"))

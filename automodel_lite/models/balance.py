@@ -46,7 +46,8 @@ class Balance:
     def __call__(self, router_logits_TE: Sequence[Tensor], batch: ThdBatch) -> Tensor:
         """Sums over this rank's tokens; router_logits_TE of each sparse layer."""
         assert batch.mixers is not None
-        exchange, (document_T, within_T) = batch.mixers.exchange, document_of_tokens(batch)
+        exchange = batch.mixers.exchange
+        (document_T, within_T) = document_of_tokens(batch)
         is_real_T = within_T < batch.cu_seqlens.diff()[document_T]
         sum_rows = functools.partial(
             _sum_rows, batch, document_T, batch.cu_seqlens_padded[document_T] + within_T
@@ -67,7 +68,9 @@ class Balance:
         # Choices have no gradient, so ranks that share a document need only their sum.
         known = torch.cat([choices_NE, counts_N2], 1)
         known = exchange.summed(known) if exchange else known
-        choices_NE, labels_N, lens_N = known[:, :-2], known[:, -2], known[:, -1].clamp(min=1)
+        choices_NE = known[:, :-2]
+        labels_N = known[:, -2]
+        lens_N = known[:, -1].clamp(min=1)
         products_N = (choices_NE * probabilities_NE).sum(1) / (lens_N * len(router_logits_TE)) ** 2
         return self.coefficient * choices_NE.shape[1] * (labels_N * products_N).sum()
 
@@ -94,7 +97,8 @@ def document_of_tokens(batch: ThdBatch) -> tuple[Tensor, Tensor]:
     """Returns the documents of this rank's tokens, int64 [T], and their places in them, in tokens
     of the slot.
     """
-    exchange, device = batch.mixers.exchange if batch.mixers else None, batch.labels.device
+    exchange = batch.mixers.exchange if batch.mixers else None
+    device = batch.labels.device
     places = torch.arange(len(batch.labels) * (exchange.size if exchange else 1), device=device)
     own = exchange.own(places) if exchange else places
     starts = batch.cu_seqlens_padded.long()

@@ -110,7 +110,8 @@ def replaced(owner: Any, name: str, function: Any) -> Iterator[None]:
     """Replaces `owner.name` inside. transformers has some of these as methods that a model may
     override; here all models do, for as long as one is made.
     """
-    is_own, original = name in vars(owner), vars(owner).get(name)
+    is_own = name in vars(owner)
+    original = vars(owner).get(name)
     setattr(owner, name, function)
     try:
         yield

@@ -59,7 +59,8 @@ def cost_model(model_config: PretrainedConfig, size: ModelSize | None = None) ->
     token: 3 products forward, 6 backward. Kernels that work in chunks do other products, of the
     same order.
     """
-    size, layers = size or model_size(model_config), layer_shapes(model_config)
+    size = size or model_size(model_config)
+    layers = layer_shapes(model_config)
     # Scores and values, a multiply and an add each: 2 (D + Dv) forward, twice that backward.
     per_layer = [
         6.0 * layer.num_heads * (layer.head_dim + layer.value_head_dim) for layer in layers
@@ -119,9 +120,8 @@ class StepFlops:
         # Below the first trained layer not even the inputs need gradients; that saving is not
         # counted.
         weights = [p for layer in decoder_layers(lm) for p in layer.parameters() if p.ndim > 1]
-        frozen_frac = sum(p.numel() for p in weights if not p.requires_grad) / sum(
-            p.numel() for p in weights
-        )
+        num_frozen = sum(p.numel() for p in weights if not p.requires_grad)
+        frozen_frac = num_frozen / sum(p.numel() for p in weights)
         head_frac = 1.0 if output_head(lm).weight.requires_grad else 2 / 3
         return replace(
             self,
@@ -137,7 +137,9 @@ def model_size(config: PretrainedConfig) -> ModelSize:
 
 def size_of(lm: transformers.PreTrainedModel) -> ModelSize:
     """Counts a whole model without adapters, on any device."""
-    decoder, layers, head = text_decoder(lm), decoder_layers(lm), output_head(lm)
+    decoder = text_decoder(lm)
+    layers = decoder_layers(lm)
+    head = output_head(lm)
     text = lm.config.get_text_config()
     visited = sum(_visited_weights(layer, text) for layer in layers)
     sizes = [sum(p.numel() for p in layer.parameters()) for layer in layers]

@@ -69,7 +69,8 @@ class Fp8Gathers:
     """
 
     def __init__(self, model: nn.Module, compute_dtype: torch.dtype) -> None:
-        self.compute_dtype, self.version = compute_dtype, -1
+        self.compute_dtype = compute_dtype
+        self.version = -1
         linears = [
             x
             for x in model.modules()

@@ -60,11 +60,10 @@ def linear_cross_entropy(
         weights_R = (
             torch.ones_like(labels_R, dtype=torch.float32) if weights_R is None else weights_R
         )
-        labels_R, weights_R = F.pad(labels_R, (0, added)), F.pad(weights_R, (0, added))
-        hidden_RC, chunk_tokens = (
-            F.pad(hidden_RC, (0, 0, 0, added)),
-            -(-chunk_tokens // ROW_MULTIPLE) * ROW_MULTIPLE,
-        )
+        labels_R = F.pad(labels_R, (0, added))
+        weights_R = F.pad(weights_R, (0, added))
+        hidden_RC = F.pad(hidden_RC, (0, 0, 0, added))
+        chunk_tokens = -(-chunk_tokens // ROW_MULTIPLE) * ROW_MULTIPLE
     with torch.autocast(hidden_RC.device.type, enabled=False):
         total: Tensor = _LinearCrossEntropy.apply(
             hidden_RC, weight_VC, labels_R, weights_R, chunk_tokens, softcap, backend
@@ -108,10 +107,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             rows = slice(start, start + chunk_tokens)
             # Copies: to dynamo, views that begin at 0 and elsewhere are two kinds, each with a
             # graph.
-            labels, weights = (
-                labels_R[rows].clone(),
-                None if weights_R is None else weights_R[rows].clone(),
-            )
+            labels = labels_R[rows].clone()
+            weights = None if weights_R is None else weights_R[rows].clone()
             logits = hidden_RC[rows] @ weight_VC.t()
             # here, as a callee frees no argument once dynamo stands behind every call
             if backend is None:
@@ -224,7 +221,8 @@ class ChunkedRows(torch.autograd.Function):
         weight_VC: Tensor,
         *columns: Tensor,
     ) -> Tensor:
-        ctx.function, ctx.chunk = function, chunk
+        ctx.function = function
+        ctx.chunk = chunk
         ctx.save_for_backward(hidden_RC, weight_VC, *columns)
         chunks = zip(hidden_RC.split(chunk), *(column.split(chunk) for column in columns))
         return torch.cat(

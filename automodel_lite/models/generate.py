@@ -73,9 +73,11 @@ class Generator:
             if temperature > 0
             else {"do_sample": False}
         )
-        generate, answers = cast(Any, self.model.generate), list[str]()
+        generate = cast(Any, self.model.generate)
+        answers = list[str]()
         for batch in [prompts] if is_batch else [[ids] for ids in prompts]:
-            inputs, room = self._padded(batch), min(max_new_tokens, *map(self._room_tokens, batch))
+            inputs = self._padded(batch)
+            room = min(max_new_tokens, *map(self._room_tokens, batch))
             output = generate(**inputs, max_new_tokens=room, streamer=streamer, **choice)
             # Prompts are padded on the left, so that all answers begin at the same column.
             new = output[:, inputs["input_ids"].shape[1] :]
@@ -109,7 +111,8 @@ class Generator:
             }
             return generate(**self._padded(prompts), **options).logits[0][0].float()
 
-        alone, beside = logits([ids]), logits([ids, torch.cat([ids, ids])])
+        alone = logits([ids])
+        beside = logits([ids, torch.cat([ids, ids])])
         return bool((alone - beside).abs().max() <= tolerance_std(self.model.dtype) * alone.std())
 
     def _padded(self, prompts: list[Tensor]) -> dict[str, Tensor]:
@@ -132,7 +135,8 @@ class Generator:
         )
         if not len(ids):
             raise ConfigError("the prompt is empty: there is nothing to continue.")
-        highest, rows = int(ids.max()), embedding_rows(self.model)
+        highest = int(ids.max())
+        rows = embedding_rows(self.model)
         if highest >= rows:
             raise ConfigError(
                 f"the tokenizer gives the id {highest}, and the model's embedding has {rows} rows."

@@ -239,7 +239,8 @@ def freeze_named(lm: transformers.PreTrainedModel, patterns: list[str]) -> list[
     Raises ConfigError for a pattern without a match, and where nothing is left to train.
     """
     # a tied weight has two names
-    lines, named = [], list(lm.named_parameters(remove_duplicate=False))
+    lines = []
+    named = list(lm.named_parameters(remove_duplicate=False))
     for pattern in patterns:
         found = {p for name, p in named if fnmatch.fnmatchcase(f".{name}.", f"*.{pattern}.*")}
         if not found:

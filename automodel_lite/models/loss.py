@@ -303,12 +303,11 @@ class FusedLinearCrossEntropy(PlainLoss):
     backend: str | None = None
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
-        head, weights_R = inputs.head, inputs.columns.get("loss_weights")
+        head = inputs.head
+        weights_R = inputs.columns.get("loss_weights")
         assert head.weight_VC is not None
-        rows, how = (
-            chunk_rows(self.chunk_tokens, *head.weight_VC.shape[::-1]),
-            (head.softcap, self.backend, weights_R),
-        )
+        rows = chunk_rows(self.chunk_tokens, *head.weight_VC.shape[::-1])
+        how = (head.softcap, self.backend, weights_R)
         return LossOutput(
             linear_cross_entropy(head.rows, head.weight_VC, inputs.labels_R, rows, *how), {}
         )
@@ -402,7 +401,8 @@ class LossModel(nn.Module):
         # Both are looked for among all modules, once and not in every forward; in a tuple they are
         # not registered as submodules a second time.
         self._decoder_and_head = text_decoder(self.lm), output_head(self.lm)
-        head, softcap = self._decoder_and_head[1], self.softcap
+        head = self._decoder_and_head[1]
+        softcap = self.softcap
         product = head.forward
 
         def forward(hidden: Tensor, compute: Callable[[Head], Tensor] | None = None) -> Tensor:
@@ -425,9 +425,8 @@ class LossModel(nn.Module):
     def needs_mixer_metadata(self) -> bool:
         """Whether it reads `ThdBatch.mixers`."""
         for lm in (self.lm, *(teacher.lm for teacher in self._teacher)):
-            if runs_by_rows(lm) or any(
-                isinstance(vars(x).get("forward"), PackedMixer) for x in lm.modules()
-            ):
+            forwards = (vars(module).get("forward") for module in lm.modules())
+            if runs_by_rows(lm) or any(isinstance(x, PackedMixer) for x in forwards):
                 return True
         return self.balance is not None or self.loss.needs_documents
 
@@ -435,7 +434,8 @@ class LossModel(nn.Module):
         """Returns the loss. That of a mixture's balance has gradients in training, but is not part
         of the value.
         """
-        balance, options = self.balance if self.training else None, dict[str, Any]()
+        balance = self.balance if self.training else None
+        options = dict[str, Any]()
         router_logits: list[Tensor] = []  # layer by layer
         hook: Any = nullcontext()
         if balance is not None:
@@ -451,7 +451,8 @@ class LossModel(nn.Module):
                     teacher_rows = teacher.before_head(batch)
                 # The student's head runs inside the teacher's: both weights are whole there, and in
                 # the backward pass.
-                rows, evaluate = self.before_head(batch, **options), partial(self._evaluate, batch)
+                rows = self.before_head(batch, **options)
+                evaluate = partial(self._evaluate, batch)
                 loss = teacher._at_head(
                     teacher_rows,
                     lambda theirs: self._at_head(rows, lambda own: evaluate(own, theirs)),

@@ -46,10 +46,8 @@ def check_described(config: PretrainedConfig, overrides: dict[str, Any]) -> None
             f"num_attention_heads={heads} must be a multiple of num_key_value_heads={kv_heads}.",
             overrides,
         )
-    chosen, experts = (
-        experts_per_token(text),
-        _number(text, ("num_experts", "num_local_experts", "n_routed_experts")),
-    )
+    chosen = experts_per_token(text)
+    experts = _number(text, ("num_experts", "num_local_experts", "n_routed_experts"))
     if chosen and experts and chosen > experts:
         raise cannot_work(f"a token cannot be sent to {chosen} of {experts} experts.", overrides)
 
@@ -71,7 +69,8 @@ def _number(config: PretrainedConfig, keys: Sequence[str]) -> int | None:
     """Returns the first of the keys' numbers. As it is written: attributes that may differ by layer
     raise errors.
     """
-    written, renamed = config.to_dict(), config.attribute_map
+    written = config.to_dict()
+    renamed = config.attribute_map
     return next(
         (value for key in keys if isinstance(value := written.get(renamed.get(key, key)), int)),
         None,

@@ -117,8 +117,10 @@ class ShardReader:
 
     def __init__(self, path: str) -> None:
         # checks the file, knows shapes and dtypes
-        self._path, self._checked = path, safe_open(path, framework="pt")
-        self.keys, self.__exit__ = self._checked.keys, self._checked.__exit__
+        self._path = path
+        self._checked = safe_open(path, framework="pt")
+        self.keys = self._checked.keys
+        self.__exit__ = self._checked.__exit__
         # The format: 8 bytes with the header's length, the header as JSON, then the tensors, row by
         # row.
         with open(path, "rb") as file:
@@ -138,12 +140,16 @@ class RowSlice:
     """What safetensors' `get_slice` gives: indexed, it is a tensor."""
 
     def __init__(self, path: str, start: int, known: Any) -> None:
-        self._path, self._start, self._known = path, start, known
-        self.get_shape, self.get_dtype = known.get_shape, known.get_dtype
+        self._path = path
+        self._start = start
+        self._known = known
+        self.get_shape = known.get_shape
+        self.get_dtype = known.get_dtype
 
     def __getitem__(self, index: Any) -> Tensor:
         rows, *rest = index if isinstance(index, tuple) else (index,)
-        shape, empty = self.get_shape(), self._known[0:0]  # a slice of no rows reads nothing
+        shape = self.get_shape()
+        empty = self._known[0:0]  # a slice of no rows reads nothing
         first, end, _ = rows.indices(shape[0]) if isinstance(rows, slice) else (0, shape[0], 1)
         row_bytes = math.prod(shape[1:]) * empty.itemsize
         num_bytes = max(end - first, 0) * row_bytes

@@ -201,7 +201,8 @@ class CausalLM:
                 # Each new row is the mean of those before: a token about which nothing is known,
                 # and the same on every rank; random rows would begin with logits above those of all
                 # other tokens.
-                before, rows = embedding_rows(lm), len(tokenizer)
+                before = embedding_rows(lm)
+                rows = len(tokenizer)
                 lm.resize_token_embeddings(rows, mean_resizing=False)
                 modules: list[Any] = [lm.get_input_embeddings(), output_head(lm)]
                 for grown in {
@@ -267,7 +268,8 @@ class CausalLM:
         more  arguments of `from_pretrained`
         """
         assert self.pretrained
-        quantization, arguments = quantization_of(config), {**self.source, **more}
+        quantization = quantization_of(config)
+        arguments = {**self.source, **more}
         if quantization and "quantization_config" not in arguments:
             kind: Any = (
                 Mxfp4Config if quantization["quant_method"] == "mxfp4" else FineGrainedFP8Config
@@ -299,7 +301,9 @@ class CausalLM:
         if quantization:
             for part in (model.config, model.config.get_text_config()):
                 vars(part).pop("quantization_config", None)
-            model.hf_quantizer, model.is_quantized, model._weight_conversions = None, False, None
+            model.hf_quantizer = None
+            model.is_quantized = False
+            model._weight_conversions = None
             model.float()
         check_finite(model, f"model.pretrained={self.pretrained}")
         if unknown := sorted(report["unexpected_keys"]):

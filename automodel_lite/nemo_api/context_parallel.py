@@ -69,7 +69,8 @@ def _shard_thd_chunk_for_te(
     """One THD dict -> this rank's part of it, and the positions in the stream of its tokens (int64
     [T / cp]).
     """
-    cp_size, cp_rank = cp_mesh.size(), dist.get_rank(group=cp_mesh.get_group())
+    cp_size = cp_mesh.size()
+    cp_rank = dist.get_rank(group=cp_mesh.get_group())
     cu = batch.get("cu_seqlens_padded", batch["cu_seqlens"])
     cu = cu[cu != seq_lens_padding_value].to(torch.int32)
     total = batch["input_ids"].shape[0]

@@ -220,10 +220,12 @@ def _materialize(
     # All padding of a pack belongs to its last document.
     slots = slots.copy()
     slots[offsets[1:] - 1] += size - np.diff(np.concatenate([[0], np.cumsum(slots)])[offsets])
-    per_block, tables = max(1, BLOCK_TOKENS // size), []
+    per_block = max(1, BLOCK_TOKENS // size)
+    tables = []
     for start in range(0, len(offsets) - 1, per_block):
         block = offsets[start : start + per_block + 1]
-        documents, tokens = slice(block[0], block[-1]), slice(*rows.offsets[block[[0, -1]]])
+        documents = slice(block[0], block[-1])
+        tokens = slice(*rows.offsets[block[[0, -1]]])
         lengths = rows.lengths[documents]
         columns = {name: rows.columns[name][tokens] for name in rows.columns}
         filled = fill_slots(columns, lengths, slots[documents], padding_idx)

@@ -53,9 +53,8 @@ def process_input_for_thd(
             rows,
             row_length,
         )
-    return {
-        key: value for key, value in batch.items() if key not in consumed and key not in thd
-    } | thd
+    rest = {key: value for key, value in batch.items() if key not in consumed}
+    return rest | thd
 
 
 def split_batch_into_thd_chunks(
@@ -77,17 +76,11 @@ def split_batch_into_thd_chunks(
     if rows % num_chunks:
         raise ValueError(f"num_chunks={num_chunks} must divide the {rows} rows of the batch.")
     size = rows // num_chunks
-    chunks = [
-        process_input_for_thd(
-            {
-                key: _rows_of(key, value, rows, slice(i * size, (i + 1) * size))
-                for key, value in batch.items()
-            },
-            seq_lens_padding_value,
-            padding_token_id,
-        )
-        for i in range(num_chunks)
-    ]
+    chunks = []
+    for first in range(0, rows, size):
+        own = slice(first, first + size)
+        part = {key: _rows_of(key, value, rows, own) for key, value in batch.items()}
+        chunks.append(process_input_for_thd(part, seq_lens_padding_value, padding_token_id))
     if any("cu_seqlens_padded" in chunk for chunk in chunks):
         chunks = [{"cu_seqlens_padded": chunk["cu_seqlens"]} | chunk for chunk in chunks]
     return stack_thd_chunks(chunks, seq_lens_padding_value)
@@ -144,7 +137,8 @@ def _boundaries(
     all_slots = torch.cat([slots, (total - slots.sum()).reshape(1)])
     start_of_slot = (all_slots.cumsum(0) - all_slots).repeat_interleave(all_slots)
     place_in_slot = torch.arange(total, device=lens.device) - start_of_slot
-    cu, cu_padded = cumulative(lens), cumulative(slots)
+    cu = cumulative(lens)
+    cu_padded = cumulative(slots)
     if torch.equal(cu[:-1], cu_padded[:-1]) and cu[-1] != cu_padded[-1] and int(cu[-1]) < total:
         cu = cu.clone()
         cu[-1] = total

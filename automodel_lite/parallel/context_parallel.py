@@ -54,7 +54,9 @@ def cp_shard(batch: ThdBatch, cp_mesh: DeviceMesh | None, exchange: str = "all_g
     """
     if cp_mesh is None or cp_mesh.size() == 1:
         return batch
-    group, cp_size, cp_rank = cp_mesh.get_group(), cp_mesh.size(), cp_mesh.get_local_rank()
+    group = cp_mesh.get_group()
+    cp_size = cp_mesh.size()
+    cp_rank = cp_mesh.get_local_rank()
     cu = batch.cu_seqlens_padded
     mine = shard_indices(cu, cp_size, cp_rank)
     own = {name: vars(batch)[name][mine] for name in (*PER_TOKEN, "document_lens")}
@@ -74,7 +76,8 @@ def attention_plan(
     batch: ThdBatch, group: dist.ProcessGroup, cp_size: int, cp_rank: int, exchange: str
 ) -> AttentionPlan:
     """What the kernel of rank `cp_rank` gets, for a batch that is not sharded yet."""
-    cu, tree = batch.cu_seqlens_padded, batch.attention.tree
+    cu = batch.cu_seqlens_padded
+    tree = batch.attention.tree
     to_ranks = rank_order(cu, cp_size)
     to_stream = inverse_permutation(to_ranks)
     if exchange == "all_to_all":
@@ -84,7 +87,8 @@ def attention_plan(
         # A ring passes whole chunks of documents around, of which a branch sees some tokens: it
         # gathers, too.
         return tree_plan(segments, batch.attention.segments, tree.paths, to_stream, group)
-    q_lens, k_lens = segments.end - segments.start, segments.end - segments.document_start
+    q_lens = segments.end - segments.start
+    k_lens = segments.end - segments.document_start
     key_rows = to_stream[concatenated_ranges(segments.document_start, segments.end)]
     is_late = (torch.arange(len(k_lens)) % 2).repeat_interleave(k_lens)
     places = key_rows.new_full((2, len(to_stream)), len(key_rows))
@@ -95,7 +99,8 @@ def attention_plan(
         return AttentionPlan(own, gather)
     assert exchange == "ring"
     # The documents have two runs of one length each on this rank, none is empty.
-    lengths, longest = q_lens.view(-1, 2)[:, 0], batch.max_seqlen
+    lengths = q_lens.view(-1, 2)[:, 0]
+    longest = batch.max_seqlen
     whole = cumulative(2 * lengths)
     starts = whole[:-1].long()
     around = Ring(
@@ -123,18 +128,22 @@ def tree_plan(
 
     nodes  those of the whole stream; `paths` are their keys (see `TreeKeys`)
     """
-    node_starts, path_ends = nodes.cu_q.long(), nodes.cu_k.long()[1:]
+    node_starts = nodes.cu_q.long()
+    path_ends = nodes.cu_k.long()[1:]
     # A rank's runs are ascending in the stream, so all cuts in order are its pieces in its local
     # order.
     cuts = torch.cat([owned.start, owned.end, node_starts]).unique()
-    start, end = cuts[:-1], cuts[1:]
+    start = cuts[:-1]
+    end = cuts[1:]
     run = torch.searchsorted(owned.start, start, right=True) - 1
     is_owned = (run >= 0) & (start < owned.end[run])
-    start, end = start[is_owned], end[is_owned]
+    start = start[is_owned]
+    end = end[is_owned]
     node = torch.searchsorted(node_starts, start, right=True) - 1
     path_starts = nodes.cu_k.long()[node]
     path_stops = path_ends[node] - (node_starts[node + 1] - end)
-    q_lens, k_lens = end - start, path_stops - path_starts
+    q_lens = end - start
+    k_lens = path_stops - path_starts
     keys = AllGatherKV(group, to_stream[paths[concatenated_ranges(path_starts, path_stops)]], None)
     return AttentionPlan(
         Segments(cumulative(q_lens), cumulative(k_lens), int(q_lens.max()), int(k_lens.max())), keys
@@ -146,7 +155,8 @@ def assign_mixers(
 ) -> OwnedDocumentMixers:
     """The exchange of rank `cp_rank`, for a batch that is not sharded yet."""
     cu_seqlens = batch.cu_seqlens_padded
-    to_ranks, lens = rank_order(cu_seqlens, cp_size), cu_seqlens.diff().long()
+    to_ranks = rank_order(cu_seqlens, cp_size)
+    lens = cu_seqlens.diff().long()
     owners = document_owners(lens.tolist(), cp_size)
     # of each rank's local tokens
     owner = torch.tensor(owners).repeat_interleave(lens)[to_ranks].view(cp_size, -1)
@@ -220,7 +230,8 @@ def owned_segments(cu_seqlens_padded: Tensor, cp_size: int, cp_rank: int) -> Own
         )
     owned = torch.tensor([cp_rank, 2 * cp_size - 1 - cp_rank], device=cu.device)
     start = cu[:-1, None] + chunk[:, None] * owned
-    document_start, end = cu[:-1, None].expand_as(start), start + chunk[:, None]
+    document_start = cu[:-1, None].expand_as(start)
+    end = start + chunk[:, None]
     some = end > start
     return OwnedSegments(document_start[some], start[some], end[some])
 
@@ -279,9 +290,11 @@ def check_context_parallel(
     """
     if cp_mesh is None or cp_mesh.size() == 1:
         return
-    cp, was_training = cp_mesh.size(), model.training
+    cp = cp_mesh.size()
+    was_training = model.training
     logits = logits or model_logits(model)
-    vocab, lens = model.get_input_embeddings().num_embeddings, [2 * cp, 6 * cp, 4 * cp]  # type: ignore[operator]
+    vocab = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
+    lens = [2 * cp, 6 * cp, 4 * cp]
     ids = torch.randint(
         min(3, vocab - 1), vocab, (sum(lens),), generator=torch.Generator().manual_seed(0)
     )

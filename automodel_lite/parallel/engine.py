@@ -29,7 +29,8 @@ def split_layers(model: LossModel, mesh: Mesh, policy: MixedPrecisionPolicy) -> 
     Raises ConfigError for a family without a plan, or sizes that do not divide.
     """
     assert mesh.root is not None
-    shape, lm = mesh.shape, model.lm
+    shape = mesh.shape
+    lm = model.lm
     text = lm.config.get_text_config()
     heads = config_value(text, "num_attention_heads", 0)
     kv_heads = config_value(text, "num_key_value_heads", heads)

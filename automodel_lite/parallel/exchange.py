@@ -50,9 +50,11 @@ from automodel_lite.thd import AttentionInputs, DocumentRows, Tensors
 
 # compared as versions; 2.13 renamed both and warns about the old names
 if torch.__version__ >= "2.13":
-    all_gather_rows, reduce_scatter_rows = dist.all_gather_single, dist.reduce_scatter_single
+    all_gather_rows = dist.all_gather_single
+    reduce_scatter_rows = dist.reduce_scatter_single
 else:
-    all_gather_rows, reduce_scatter_rows = dist.all_gather_into_tensor, dist.reduce_scatter_tensor
+    all_gather_rows = dist.all_gather_into_tensor
+    reduce_scatter_rows = dist.reduce_scatter_tensor
 
 
 class AllGatherRows(torch.autograd.Function):
@@ -87,7 +89,8 @@ class AllToAll(torch.autograd.Function):
         counts: tuple[list[int], list[int]] | None = None,
     ) -> Tensor:
         counts_out, counts_in = counts or (None, None)
-        ctx.group, ctx.counts = group, counts and counts[::-1]
+        ctx.group = group
+        ctx.counts = counts and counts[::-1]
         received = rows.new_empty(
             len(rows) if counts_in is None else sum(counts_in), *rows.shape[1:]
         )

@@ -111,14 +111,16 @@ def launchers_store() -> dist.Store:
     """Returns the launcher's store, where the ranks meet; raises ConfigError when its address is
     wrong, with a line every 30 s until then.
     """
-    host, port = os.environ["MASTER_ADDR"], launch_variable("MASTER_PORT", 0)
+    host = os.environ["MASTER_ADDR"]
+    port = launch_variable("MASTER_PORT", 0)
     try:
         socket.getaddrinfo(host, port)
     except OSError as error:
         raise ConfigError(
             f"MASTER_ADDR={host} is no host that this one knows ({error.strerror})."
         ) from None
-    began, timeout = time.monotonic(), timedelta(seconds=LINE_EVERY_S)
+    began = time.monotonic()
+    timeout = timedelta(seconds=LINE_EVERY_S)
     while True:
         try:
             if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun holds it
@@ -191,11 +193,13 @@ def threads_of(num_threads: int) -> tuple[int, str]:
     """
     if num_threads:
         return num_threads, "training.num_threads"
-    ranks, asked = launch_variable("LOCAL_WORLD_SIZE", 1), os.environ.get("OMP_NUM_THREADS", "")
+    ranks = launch_variable("LOCAL_WORLD_SIZE", 1)
+    asked = os.environ.get("OMP_NUM_THREADS", "")
     # launchers set it to 1 for several ranks where nobody has chosen: that 1 says nothing
     if re.fullmatch(r"[1-9]\d{0,3}", asked, flags=re.ASCII) and not (ranks > 1 and asked == "1"):
         return int(asked), "OMP_NUM_THREADS"
-    cores, quota = len(os.sched_getaffinity(0)), cgroup_cores()
+    cores = len(os.sched_getaffinity(0))
+    quota = cgroup_cores()
     if quota < cores:
         return max(1, int(quota) // ranks), f"the container's limit of {quota:g} cores"
     return max(
@@ -263,7 +267,8 @@ def open_mesh(shape: MeshShape, device: torch.device, timeout: timedelta | None 
         sizes = {"dp_replicate": shape.dp_replicate, **sizes}
     if shape.tp > 1 or shape.ep > 1:
         sizes["tp"] = shape.tp
-    root, cp = open_axes(device, sizes, timeout), None
+    root = open_axes(device, sizes, timeout)
+    cp = None
     if shape.cp > 1:
         parts = {"dp": shape.dp, "cp": shape.cp, "tp": shape.tp}
         parts = {axis: size for axis, size in parts.items() if size > 1}

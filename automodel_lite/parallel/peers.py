@@ -92,7 +92,8 @@ class Peers:
             key: v if isinstance(v, str) else json.dumps(v, default=str)
             for key, v in values.items()
         }
-        here, lines = f"rank {rank()} ({socket.gethostname()})", list[str]()
+        here = f"rank {rank()} ({socket.gethostname()})"
+        lines = list[str]()
         try:
             # rank 0 alone compares, one rank after the other: the store has little to do, whatever
             # their number
@@ -101,7 +102,8 @@ class Peers:
                     self._wait(store, topic, range(other, world_size()))
                     there, theirs = json.loads(store.get(f"{topic}/{other}"))
                     for key in {**mine, **theirs}:
-                        a, b = mine.get(key, "not set"), theirs.get(key, "not set")
+                        a = mine.get(key, "not set")
+                        b = theirs.get(key, "not set")
                         lines += [f"  {key}: {a} on {here}, {b} on {there}"] if a != b else []
                 store.set(f"{topic}/0", json.dumps(lines))
             else:
@@ -279,10 +281,9 @@ def versions() -> dict[str, str]:
     """Returns the versions of what computes the numbers; this package's by its files, too."""
     package = Path(automodel_lite.__file__).parent
     code = hashlib.sha256()
-    for path in sorted(
-        x for x in package.rglob("*") if x.suffix in (".py", ".yaml", ".json", ".jinja")
-    ):
-        code.update(path.relative_to(package).as_posix().encode() + path.read_bytes())
+    for path in sorted(package.rglob("*")):
+        if path.suffix in (".py", ".yaml", ".json", ".jinja"):
+            code.update(path.relative_to(package).as_posix().encode() + path.read_bytes())
     libraries = ("torch", "transformers", "tokenizers", "datasets", "numpy")
     found = {f"version of {name}": metadata.version(name) for name in libraries}
     return found | {

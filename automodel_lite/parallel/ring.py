@@ -68,7 +68,8 @@ class Ring(Tensors):
         rows of its queries and of the visiting keys (None = all), the segments over those rows, and
         whether they are causal.
         """
-        rank, max_whole = self.group.rank(), 2 * self.max_half
+        rank = self.group.rank()
+        max_whole = 2 * self.max_half
         if source == rank:
             return None, None, Segments(self.cu_whole, self.cu_whole, max_whole, max_whole), True
         if source < rank:
@@ -112,7 +113,8 @@ class _RingAttention(torch.autograd.Function):
             of_visit, lse_of_visit = kernel.block(inputs, causal)
             # The shares of what was there and of the visit are 1 - x and x: taken from the rounded
             # log-sum-exp of both, their sum is off by its rounding, which adds up over the visits.
-            old, old_lse = _rows(out, rows), _rows(lse_TH, rows)
+            old = _rows(out, rows)
+            old_lse = _rows(lse_TH, rows)
             share = (lse_of_visit - old_lse).sigmoid()[..., None]
             old.mul_(1 - share).addcmul_(of_visit, share)
             new_lse = torch.logaddexp(old_lse, lse_of_visit)
@@ -127,7 +129,9 @@ class _RingAttention(torch.autograd.Function):
             lse_TH = with_sinks
         out = out.to(v_THD.dtype)
         ctx.save_for_backward(q_THD, k_THD, v_THD, sinks, out, lse_TH)
-        ctx.ring, ctx.kernel, ctx.options = ring, kernel, options
+        ctx.ring = ring
+        ctx.kernel = kernel
+        ctx.options = options
         return out
 
     @staticmethod
@@ -181,9 +185,12 @@ class _Pass:
     """A tensor on its way to the next rank, and the one that comes from the rank before."""
 
     def __init__(self, rows: Tensor, group: dist.ProcessGroup) -> None:
-        self.sent, self.received = rows, torch.empty_like(rows)  # held until it has arrived
-        cp, rank = group.size(), group.rank()
-        to, of = [0] * cp, [0] * cp
+        self.sent = rows
+        self.received = torch.empty_like(rows)  # held until it has arrived
+        cp = group.size()
+        rank = group.rank()
+        to = [0] * cp
+        of = [0] * cp
         to[(rank + 1) % cp] = of[(rank - 1) % cp] = len(rows)
         self.work = dist.all_to_all_single(self.received, rows, of, to, group=group, async_op=True)
 
@@ -196,7 +203,8 @@ def _passed_around(rows: Tensor, group: dist.ProcessGroup) -> Iterator[tuple[int
     """(rank, its rows) of all ranks of the group, the own first; the next ones travel while the
     caller works.
     """
-    cp, rank = group.size(), group.rank()
+    cp = group.size()
+    rank = group.rank()
     for hop in range(cp):
         following = _Pass(rows, group) if hop + 1 < cp else None
         yield (rank - hop) % cp, rows

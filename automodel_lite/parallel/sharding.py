@@ -225,7 +225,8 @@ def fully_shard_model(
         # host
         for number, layer in enumerate(layers):
             layer.set_modules_to_forward_prefetch(layers[number + 1 : number + 3])  # type: ignore[operator]
-    embedding, head = model.lm.get_input_embeddings(), output_head(model.lm)
+    embedding = model.lm.get_input_embeddings()
+    head = output_head(model.lm)
     # A tied weight must be one unit: FSDP would shard and reduce it twice.
     if _share_a_parameter(embedding, head):
         shard([embedding, head], reshard_after_forward=False)

@@ -42,10 +42,13 @@ class Stragglers:
     """
 
     def __init__(self, layer: nn.Module, device: torch.device, hosts: list[str], rank: int) -> None:
-        self.device, self.hosts, self.rank = device, hosts, rank
+        self.device = device
+        self.hosts = hosts
+        self.rank = rank
         self._row: dict[str, Any] = {}  # of the last comparison
         self._marks: list[tuple[Any, Any]] = []  # before and after the layer
-        self._wait_s, self._began = 0.0, time.monotonic()
+        self._wait_s = 0.0
+        self._began = time.monotonic()
         if len(hosts) > 1:
             # inside FSDP's own hooks: after the layer's weights are there, before they are freed
             layer.register_forward_pre_hook(self._enter)
@@ -80,14 +83,19 @@ class Stragglers:
     def compare(self, times: Sequence[float], step: int, say: Callable[[str], None]) -> None:
         """Takes in the times of all ranks after step `step`; `say` is told of a slow one."""
         now = time.monotonic()
-        step_s, self._wait_s, self._began = (now - self._began) / EVERY_STEPS, 0.0, now
-        self._row, warnings = {}, list[str]()
-        layers, waits = times[: len(self.hosts)], times[len(self.hosts) :]
+        step_s = (now - self._began) / EVERY_STEPS
+        self._wait_s = 0.0
+        self._began = now
+        self._row = {}
+        warnings = list[str]()
+        layers = times[: len(self.hosts)]
+        waits = times[len(self.hosts) :]
         for kind, what, found in (
             ("layer_s", "a layer", layers),
             ("data_wait_s", "its data", waits),
         ):
-            usual, most = median_low(found), max(found)
+            usual = median_low(found)
+            most = max(found)
             slowest = f"rank {found.index(most)} on {self.hosts[found.index(most)]}"
             self._row |= {
                 f"ranks/{kind}_min": min(found),
@@ -107,5 +115,6 @@ class Stragglers:
 
     def take_row(self) -> dict[str, Any]:
         """Returns what the last comparison found, once."""
-        row, self._row = self._row, {}
+        row = self._row
+        self._row = {}
         return row

@@ -136,7 +136,8 @@ class Checkpointer:
         current = _Save(
             step, path, began, sum(t.numel() * t.element_size() for t in tensors.values())
         )
-        self._current, self._is_pending = current, False
+        self._current = current
+        self._is_pending = False
         if self.run_config.checkpoint.mode == "sync" or wait:
             self._write(current, parts, texts)
             self.finish()
@@ -181,7 +182,8 @@ class Checkpointer:
 
     def finish(self) -> None:
         """Waits for a pending save and reports its outcome. Ranks call it at the same step."""
-        current, self._current = self._current, None
+        current = self._current
+        self._current = None
         if current is None:
             return
         if current.thread:
@@ -191,7 +193,8 @@ class Checkpointer:
         if isinstance(current.error, RunStoppedError):
             raise current.error
         if current.error is None:
-            self.newest, self.failed_step = current.path, None
+            self.newest = current.path
+            self.failed_step = None
             if self.control.is_first and self.run.status.is_file():
                 with suppress(OSError):
                     self.run.write_status("running", current.step, checkpoint=current.path.name)

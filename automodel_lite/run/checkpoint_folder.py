@@ -53,7 +53,8 @@ def clean(folder: Path) -> None:
 
 def survey(folder: Path) -> tuple[list[Path], list[str]]:
     """Complete checkpoints, newest first, and a sentence on each folder that is not one."""
-    complete, skipped = [], []
+    complete = []
+    skipped = []
     by_step = {step: path for path in folder.glob("step_*") if (step := step_of(path)) is not None}
     for _, path in sorted(by_step.items(), reverse=True):
         reason = why_incomplete(path)

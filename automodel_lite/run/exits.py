@@ -41,7 +41,8 @@ def write_error_file(message: str, code: int) -> None:
     launcher.
     """
     if path := os.environ.get(ERROR_FILE):
-        text, now = scrub(message), str(int(time.time()))
+        text = scrub(message)
+        now = str(int(time.time()))
         error = {
             "message": text,
             "errorCode": code,

@@ -49,10 +49,8 @@ def _replace_folder(folder: Path, step: int) -> Iterator[Path]:
     user's own files.
     """
     folder = folder.resolve()  # hf/ may be a link to a larger disk
-    temporary, aside = (
-        folder.with_name(f".tmp-{folder.name}"),
-        folder.with_name(f".old-{folder.name}"),
-    )
+    temporary = folder.with_name(f".tmp-{folder.name}")
+    aside = folder.with_name(f".old-{folder.name}")
 
     def begin() -> None:
         if aside.exists() and not folder.exists():  # a killed process had set it aside
@@ -71,9 +69,9 @@ def _replace_folder(folder: Path, step: int) -> Iterator[Path]:
             except (OSError, ValueError, KeyError, TypeError, RecursionError):
                 # without a mark, weights are ours too
                 before = {path.name for path in folder.iterdir() if _WEIGHTS.fullmatch(path.name)}
-            for path in sorted(
-                path for path in folder.iterdir() if path.name not in {*before, *ours, MARK}
-            ):
+            for path in sorted(folder.iterdir()):
+                if path.name in {*before, *ours, MARK}:
+                    continue
                 if path.is_dir() and not path.is_symlink():
                     shutil.copytree(path, temporary / path.name, symlinks=True)
                 else:
@@ -140,13 +138,15 @@ def export_hf(
     """
     device = mesh.device if mesh else next(model.parameters()).device
     expected_TV = probe_logits(model, logits, device)
-    lm, dtypes = model.lm, stored_dtypes(model.lm, dtype)
+    lm = model.lm
+    dtypes = stored_dtypes(model.lm, dtype)
 
     def check() -> None:
         loaded = _load_again(temporary, lm, tokenizer, dtypes, mesh)
         weights = loaded.lm.state_dict()
         for name, value in lm.state_dict().items():  # this rank's parts, bit for bit
-            want, got = local(value), local(weights[name])
+            want = local(value)
+            got = local(weights[name])
             kept = dtypes.get(name, want.dtype)
             if not torch.equal(want.to(kept), got.to(want.device, kept)):
                 raise RuntimeError(f"the exported weight {name} differs from the trained one.")

@@ -56,7 +56,8 @@ def record_failures(
 
     memory   what a full memory held, and what to change: see memory.out_of_memory_text
     """
-    rank, host = watchdog.rank, socket.gethostname()
+    rank = watchdog.rank
+    host = socket.gethostname()
     try:
         yield
     except StoppedEarly as stopped:
@@ -64,7 +65,8 @@ def record_failures(
             run.end(stopped.state, str(stopped), *place())
         raise
     except Exception as error:
-        at, raised = f"rank {rank} on {host}, {watchdog.doing}", error
+        at = f"rank {rank} on {host}, {watchdog.doing}"
+        raised = error
         if is_out_of_memory(error):
             raised = RunStoppedError(_out_of_memory(error, at, memory()))
         elif is_lost_peer(error):
@@ -104,6 +106,7 @@ def _out_of_memory(error: BaseException, at: str, memory: str) -> str:
         text = f"tried to allocate {int(cpu[1]) / 2**30:.2f} GiB."
     lines = [f"out of memory on {at}: {text}"]
     if torch.cuda.is_available() and torch.cuda.is_initialized():
-        peak, now = torch.cuda.max_memory_allocated() / 2**30, torch.cuda.memory_allocated() / 2**30
+        peak = torch.cuda.max_memory_allocated() / 2**30
+        now = torch.cuda.memory_allocated() / 2**30
         lines.append(f"The GPU held at most {peak:.1f} GiB of tensors, {now:.1f} GiB at the end.")
     return "\n".join([*lines, memory])

@@ -79,9 +79,8 @@ class RunFolder:
         if self.logs.is_symlink():  # a run of a stranger's: nothing is written through it
             raise ConfigError(f"{self.logs} is a link: remove it, or choose another name=... .")
         if not self.config.is_file():
-            if self.path.is_dir() and any(
-                not _BEFORE_THE_RUN.fullmatch(path.name) for path in self.path.iterdir()
-            ):
+            names = [path.name for path in self.path.iterdir()] if self.path.is_dir() else []
+            if not all(map(_BEFORE_THE_RUN.fullmatch, names)):
                 raise ConfigError(
                     f"output_dir={self.path} is not empty and is not the folder of a run: choose "
                     "another name=... ."
@@ -90,17 +89,14 @@ class RunFolder:
         if not self.checkpoints.is_dir() or config.checkpoint.accept_changes:
             return
         if changes := self._changes(config):
-            raise ConfigError(
-                f"{self.path} was started with different settings:\n"
-                + "\n".join(
-                    f"  {key}: was {format_value(old)}, now {format_value(new)}"
-                    for key, old, new in changes
-                )
-                + (
-                    "\nStart a new run with name=..., or continue this one with "
-                    "checkpoint.accept_changes=true."
-                )
+            lines = [f"{self.path} was started with different settings:"]
+            for key, old, new in changes:
+                lines.append(f"  {key}: was {format_value(old)}, now {format_value(new)}")
+            lines.append(
+                "Start a new run with name=..., or continue this one with "
+                "checkpoint.accept_changes=true."
             )
+            raise ConfigError("\n".join(lines))
 
     def _changes(self, config: Config) -> list[tuple[str, Any, Any]]:
         """Settings that shape the numbers and differ; one that the run's version did not know yet
@@ -110,7 +106,8 @@ class RunFolder:
         saved: Any = OmegaConf.to_container(
             OmegaConf.merge(defaults, with_options(saved_config(self.config)))
         )
-        old, new = dict(flatten(saved)), dict(flatten(plain(config)))
+        old = dict(flatten(saved))
+        new = dict(flatten(plain(config)))
         changed = [key for key in {**old, **new} if old.get(key) != new.get(key)]
         resumable = tuple(f"{key}." for key in resumable_settings())  # keys, and whole groups
         return [
@@ -187,7 +184,8 @@ class RunFolder:
             for name in ("hf", "adapter")
             if (self.path / name).is_dir() and not is_stale(self.path / name)
         ]
-        generate, export = f'{ours} generate {run} "..."', f"{ours} export {run}"
+        generate = f'{ours} generate {run} "..."'
+        export = f"{ours} export {run}"
         if not fresh:
             return [f"{export}   # writes the newest checkpoint as a Hugging Face folder", generate]
         return [
@@ -262,7 +260,9 @@ class RunFolder:
         """
         if not self.config.is_file() or not self.checkpoints.is_dir():
             return config
-        saved, training, packed = saved_config(self.config), config.training, config.packed_sequence
+        saved = saved_config(self.config)
+        training = config.training
+        packed = config.packed_sequence
         if training.global_batch_size in (None, "auto"):
             training = replace(
                 training, global_batch_size=saved.get("training", {}).get("global_batch_size")
@@ -272,7 +272,8 @@ class RunFolder:
                 **packed,
                 "slot_multiple": saved.get("packed_sequence", {}).get("slot_multiple"),
             }
-            slots, cp = packed["slot_multiple"] or 1, config.mesh.cp
+            slots = packed["slot_multiple"] or 1
+            cp = config.mesh.cp
             if cp > 1 and slots % (2 * cp):
                 raise ConfigError(
                     f"mesh.cp={cp} needs documents padded to multiples of {2 * cp}, and "
@@ -387,7 +388,8 @@ def saved_config(path: Path) -> dict[str, Any]:
     try:
         saved = OmegaConf.to_container(OmegaConf.load(path))
     except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
-        saved, reason = None, one_line(error, 200)
+        saved = None
+        reason = one_line(error, 200)
     else:
         reason = "it contains no settings"
     if not isinstance(saved, dict) or "name" not in saved:

@@ -131,7 +131,8 @@ class RunLock:
         """
         if self.is_held():
             return
-        folder, holder = self.path.parent, self._holder()
+        folder = self.path.parent
+        holder = self._holder()
         if not folder.is_dir():
             raise RunStoppedError(
                 f"output_dir={folder} is gone: it was removed or renamed during the run, so "
@@ -163,7 +164,8 @@ class RunLock:
         """The holder in the lock, who claims to succeed it, and so on: a claimer may die before it
         is in the lock.
         """
-        chain, path = list[Holder](), self.path
+        chain = list[Holder]()
+        path = self.path
         with suppress(FileNotFoundError, NotADirectoryError):
             while True:
                 try:

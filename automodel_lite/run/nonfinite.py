@@ -89,13 +89,15 @@ class NonfiniteSteps:
         """
         if self._watched is None:
             return
-        (step, pack_ids, batches, numbers), self._watched = self._watched, None
+        (step, pack_ids, batches, numbers) = self._watched
+        self._watched = None
         loss_sum, grad_norm = numbers.read()
         if math.isfinite(loss_sum) and math.isfinite(grad_norm):
             self.in_a_row = 0
             return
         self.in_a_row += 1
-        where, name = self.folder / f"step_{step:08d}", f"rank_{self.rank:05d}"
+        where = self.folder / f"step_{step:08d}"
+        name = f"rank_{self.rank:05d}"
         facts = {
             "step": step,
             "pack_ids": list(pack_ids),

@@ -61,7 +61,8 @@ class Layout:
         for size, stride, dim in self.axes:
             cuts = []
             for rank, box in found:
-                (start, end), (low, high) = box[dim], wanted[dim]
+                (start, end) = box[dim]
+                (low, high) = wanted[dim]
                 length = max(1, -(-(end - start) // size))
                 # only what overlaps is visited: a thousand ranks times a thousand tensors would
                 # take seconds
@@ -91,8 +92,11 @@ def own_parts(
     mine: dict[str, Tensor] = {}
     layouts: dict[str, Layout] = {}
     for number, name in enumerate(sorted(tensors)):
-        tensor, replica, cuts = tensors[name], number, list[list[int]]()
-        first, is_mine = number % world_size, number % world_size == rank
+        tensor = tensors[name]
+        replica = number
+        cuts = list[list[int]]()
+        first = number % world_size
+        is_mine = number % world_size == rank
         if isinstance(tensor, DTensor):
             # of meshes side by side (tensor parallelism replicates norms) the one that rank 0 is in
             # writes
@@ -103,7 +107,8 @@ def own_parts(
                 cuts.append([size, stride, dim])
                 continue
             replica, place = divmod(replica, size)
-            first, is_mine = first + place * stride, is_mine and coordinate == place
+            first = first + place * stride
+            is_mine = is_mine and coordinate == place
         layouts[name] = Layout(_name(tensor.dtype), list(tensor.shape), first, cuts)
         if is_mine and local(tensor).numel():
             mine[_key(name, _own_box(tensor))] = local(tensor.detach())
@@ -117,12 +122,14 @@ def _axes(tensor: Tensor) -> Iterator[tuple[int, int, int | None, int]]:
     """
     if not isinstance(tensor, DTensor):
         return
-    ranks, coordinate = tensor.device_mesh.mesh, tensor.device_mesh.get_coordinate()
+    ranks = tensor.device_mesh.mesh
+    coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None
     for axis in sorted(
         range(ranks.ndim), key=lambda axis: isinstance(tensor.placements[axis], StridedShard)
     ):
-        size, placement = ranks.shape[axis], tensor.placements[axis]
+        size = ranks.shape[axis]
+        placement = tensor.placements[axis]
         along = ranks.movedim(axis, 0).reshape(size, -1)[:, 0]
         stride = int(along[-1] - along[0]) // max(size - 1, 1)
         yield (
@@ -190,7 +197,8 @@ def read_tensors(folder: Path, index: Mapping[str, Layout], tensors: Mapping[str
     for rank, items in by_file.items():
         with safe_open(folder / _file_of(rank), framework="pt") as file:
             for name, box, wanted in items:
-                key, target = _key(name, box), local(tensors[name])
+                key = _key(name, box)
+                target = local(tensors[name])
                 if not box:
                     target.copy_(file.get_tensor(key))
                     continue

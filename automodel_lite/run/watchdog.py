@@ -34,7 +34,9 @@ class Watchdog:
     """
 
     def __init__(self, run: Path, rank: int, after_s: float) -> None:
-        self.run, self.rank, self.after_s = run, rank, after_s
+        self.run = run
+        self.rank = rank
+        self.after_s = after_s
         self.log = run / "logs" / f"rank_{rank:05d}.log"
         self.doing = "setting up"  # for error reports, too
         self._since = time.monotonic()
@@ -47,11 +49,9 @@ class Watchdog:
         self._file = open(self.log, "a", buffering=1)  # noqa: SIM115 - open as long as the process
         faulthandler.register(_SIGNAL, self._file, all_threads=False)
         facts = json.dumps([str(self.run), self.rank, token, self.after_s])
-        command, pipe, null = (
-            [sys.executable, "-I", "-S", __file__, facts],
-            subprocess.PIPE,
-            subprocess.DEVNULL,
-        )
+        command = [sys.executable, "-I", "-S", __file__, facts]
+        pipe = subprocess.PIPE
+        null = subprocess.DEVNULL
         self._timer = subprocess.Popen(
             command, stdin=pipe, stdout=pipe, stderr=null, start_new_session=True
         )
@@ -70,7 +70,8 @@ class Watchdog:
             self._file.write(
                 f"the stacks above are of: {self.doing}; it took {now - self._since:.0f} s\n"
             )
-        self.doing, self._since = doing, now
+        self.doing = doing
+        self._since = now
         self._send(doing)
 
     def stop(self) -> None:
@@ -78,7 +79,8 @@ class Watchdog:
         if self._timer is None:
             return
         self._send("")
-        timer, self._timer = self._timer, None
+        timer = self._timer
+        self._timer = None
         try:
             timer.wait(timeout=2)
         except subprocess.TimeoutExpired:
@@ -117,15 +119,19 @@ def watch_rank(run: Path, rank: int, token: str, after_s: float) -> None:
     """The other process: reads lines from stdin, until the rank has sent an empty one,
     or is gone.
     """
-    parent, doing, text = os.getppid(), "setting up", b""
-    due, signaled = time.monotonic() + after_s, 0.0
+    parent = os.getppid()
+    doing = "setting up"
+    text = b""
+    due = time.monotonic() + after_s
+    signaled = 0.0
     while os.getppid() == parent:
         if select.select([0], [], [], min(_LOOK_EVERY_S, after_s / 2 or _LOOK_EVERY_S))[0]:
             *lines, text = (text + os.read(0, 1 << 16)).split(b"\n")
             if b"" in lines:
                 return
             if lines:
-                doing, due = lines[-1].decode(), time.monotonic() + after_s
+                doing = lines[-1].decode()
+                due = time.monotonic() + after_s
             elif os.getppid() == parent:
                 time.sleep(_LOOK_EVERY_S / 10)  # a closed pipe is always ready
         if after_s and (now := time.monotonic()) >= due:

@@ -166,7 +166,8 @@ def take_over(lm: transformers.PreTrainedModel, folder: Path) -> None:
             if not (folder / path.name).exists():
                 shutil.copy(path, folder / path.name)
     ignored = lm._keys_to_ignore_on_load_unexpected or ()
-    ours, theirs = weight_files(folder), weight_files(original)
+    ours = weight_files(folder)
+    theirs = weight_files(original)
     left = {
         key
         for key in theirs.keys() - ours.keys()
@@ -248,7 +249,8 @@ def write_weights(
         if dist.is_initialized() and not is_alone
         else (0, 1)
     )
-    files, failure = plan_files(groups_of(lm, dtypes), ranks), ""
+    files = plan_files(groups_of(lm, dtypes), ranks)
+    failure = ""
     for file, weights in gathered_files(lm, files, dtypes, rank, ranks):
         try:
             save_file(weights, folder / file.name, metadata={"format": "pt"})
@@ -297,7 +299,8 @@ def gathered_files(
     # the same time, so that a rank which writes keeps nobody waiting for its part of the next
     # gather.
     for start in range(0, len(files), ranks):
-        now, weights = files[start : start + ranks], dict[str, Tensor]()
+        now = files[start : start + ranks]
+        weights = dict[str, Tensor]()
         for groups in zip_longest(*(file.groups for file in now)):
             for file, group in zip(now, groups):
                 if group is None:
@@ -336,7 +339,9 @@ def whole_weights(
 
 def _unique(lm: transformers.PreTrainedModel) -> dict[str, Tensor]:
     """Parameters and persistent buffers; of tied ones the first."""
-    ignored, seen, state = lm._keys_to_ignore_on_save or set(), set(), {}
+    ignored = lm._keys_to_ignore_on_save or set()
+    seen = set()
+    state = {}
     for name, value in lm.state_dict(keep_vars=True).items():
         if name not in ignored and id(value) not in seen:
             seen.add(id(value))

@@ -34,7 +34,9 @@ class JsonlLogger:
     def __init__(
         self, path: Path, is_silent: bool = False, say: Callable[[str], None] = print
     ) -> None:
-        self._path, self._is_silent, self._say = path, is_silent, say
+        self._path = path
+        self._is_silent = is_silent
+        self._say = say
         self._pending = b""
         if not is_silent:
             path.open("ab").close()  # what cannot be written ends the run at its start
@@ -117,8 +119,13 @@ class EarlyStopping(Callback):
         # how much lower counts; below 0: so far above the best
         min_delta: Annotated[float, Range(-100, 100)] = 0.0,
     ) -> None:
-        self.run, self.metric, self.patience, self.min_delta = run, metric, patience, min_delta
-        self.best, self.best_step, self.num_worse = math.inf, 0, 0
+        self.run = run
+        self.metric = metric
+        self.patience = patience
+        self.min_delta = min_delta
+        self.best = math.inf
+        self.best_step = 0
+        self.num_worse = 0
         if run.state:
             self.best, self.best_step, self.num_worse = (
                 run.state[key] for key in ("best", "best_step", "num_worse")
@@ -132,7 +139,8 @@ class EarlyStopping(Callback):
         is_good = value < self.best - self.min_delta  # NaN is not
         self.num_worse = 0 if is_good else self.num_worse + 1
         if is_good and value < self.best:
-            self.best, self.best_step = value, row["step"]
+            self.best = value
+            self.best_step = row["step"]
         self._end_if_due()
 
     def state(self) -> dict[str, Any]:
@@ -178,7 +186,8 @@ class MetricsLog:
         ranks: Control | None = None,
         states: dict[str, Any] | None = None,
     ) -> None:
-        self.jsonl, self.say = jsonl, say
+        self.jsonl = jsonl
+        self.say = say
         self.callbacks: dict[str, Callback] = {}
         self.end_reason: str | None = None  # of the first callback that ended the run
         self._ranks = ranks  # that learn from the first one whether a callback has ended the run
@@ -198,7 +207,8 @@ class MetricsLog:
             self.end_reason = self._ranks.on_first(lambda: self.end_reason)
 
     def text(self, step: int, name: str, value: str) -> None:
-        name, value = scrub(name), scrub(value)
+        name = scrub(name)
+        value = scrub(value)
         self.jsonl.log({"step": step, f"text/{name}": value})
         self._each(lambda callback: callback.text(step, name, value))
 

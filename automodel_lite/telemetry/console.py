@@ -86,10 +86,8 @@ class Console:
             kind, _, name = key.removeprefix("val_").partition("/")
             sets.setdefault(name, {})[kind] = value
         for name, kinds in sets.items():
-            loss, others = (
-                kinds.pop("loss"),
-                "".join(f"  {kind} {value:.4g}" for kind, value in kinds.items()),
-            )
+            loss = kinds.pop("loss")
+            others = "".join(f"  {kind} {value:.4g}" for kind, value in kinds.items())
             self.print(f"{step:7d}  {loss:8.4f}  validation ({name}){others}")
         for prompt, answer in answers:
             self.print(f"{'':9}{prompt}\n{'':9}-> {answer}")

@@ -197,7 +197,8 @@ class Meter:
             torch.cuda.reset_peak_memory_stats(mesh.device)
         self.clock = PhaseClock(mesh.device)
         self.lap = self.clock.lap
-        self._total_s, self._total_steps = 0.0, 0
+        self._total_s = 0.0
+        self._total_steps = 0
         self._reset()
 
     def profile(
@@ -349,7 +350,8 @@ class StepProfiler:
         say: Callable[[str, str], None],
     ) -> None:
         self._first, self._last = steps
-        self._path, self._say = path, say
+        self._path = path
+        self._say = say
         self._is_gpu = device.type == "cuda"
         self._profile: profile | None = None
 

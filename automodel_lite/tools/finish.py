@@ -69,7 +69,8 @@ def finish(
     run.watchdog.enter("exporting")
     run.check_finite(built.model.parameters())
     if run.config.checkpoint.export_hf:
-        exported, hub = _export(run, built, data), run.config.hub
+        exported = _export(run, built, data)
+        hub = run.config.hub
         loader = "peft.PeftModel" if built.adapter else "AutoModelForCausalLM"
         console.say(
             "exported",
@@ -88,7 +89,8 @@ def finish(
         metrics.exported(exported)
     run.check_saved()
     if run.ranks.is_first:
-        step, newest = run.state.num_steps, run.checkpointer.newest_name
+        step = run.state.num_steps
+        newest = run.checkpointer.newest_name
         is_saved = run.checkpointer.holds(step)
         run.folder.write_status("finished", step, metrics.end_reason or "", newest, is_saved)
     console.print(
@@ -132,12 +134,15 @@ def _ask(
 
 def _export(run: Guards, built: BuiltModel, data: PackSource) -> Path:
     """hf/ or adapter/; raises RunStoppedError with the way to export the checkpoint later."""
-    model, step, adapter = built.model, run.state.num_steps, run.folder.path / "adapter"
+    model = built.model
+    step = run.state.num_steps
+    adapter = run.folder.path / "adapter"
     try:
         if built.adapter:
             export_adapter(adapter, model.loss_model, built.adapter, data.tokenizer, step)
             return adapter
-        dtype, mesh = built.plan.parts.model.dtype, model.sharded_over
+        dtype = built.plan.parts.model.dtype
+        mesh = model.sharded_over
         export_hf(run.folder.hf, model.loss_model, data.tokenizer, dtype, model.logits, step, mesh)
         return run.folder.hf
     except (OSError, ValueError, RuntimeError) as error:

@@ -107,7 +107,8 @@ def table(checks: Iterable[Check]) -> str:
     width = max(len(check.name) for check in checks) + 2
     lines = [f"{'':{width}} {'loss':>8} {'gradients':>10} {'grad norm':>10} {'limit':>8}"]
     for check in checks:
-        d, is_fault = check.difference, check.is_fault
+        d = check.difference
+        is_fault = check.is_fault
         verdict = (
             ("noticed" if is_fault else "PASS")
             if check.passed
@@ -132,7 +133,8 @@ def first_layers(
     and how many.
     """
     config = source.config(tokenizer)
-    num_layers, largest = config.num_hidden_layers, LARGEST_PARAMETERS[device.type]
+    num_layers = config.num_hidden_layers
+    largest = LARGEST_PARAMETERS[device.type]
     whole, of_one = (
         sum(p.numel() for p in describe(one).parameters())
         for one in (config, with_layers(config, 1))
@@ -198,7 +200,8 @@ def draw_sample(config: Config, shape: MeshShape) -> Sample:
     may be empty, as in training); smaller ones than training's when those are large.
     """
     packer = build_packer(config)
-    training_size, multiple = packer.packed_sequence_size, packer.slot_multiple
+    training_size = packer.packed_sequence_size
+    multiple = packer.slot_multiple
     device = "cuda" if torch.cuda.is_available() else "cpu"
     size = min(training_size, LARGEST_PACK_TOKENS[device] // multiple * multiple)
     if size < training_size:
@@ -228,7 +231,8 @@ def _documents(packs: PackedDataset, order: list[int]) -> TokenizedDocuments:
     for number in order:
         pack = packs[number]
         # (start, length) of each document of the pack
-        lengths, slots = pack["seq_lens"], pack["seq_lens_padded"]
+        lengths = pack["seq_lens"]
+        slots = pack["seq_lens_padded"]
         starts = (slots.cumsum(0) - slots)[lengths > 0].tolist()
         for place, (start, length) in enumerate(
             zip(starts, lengths[lengths > 0].tolist()), int(plan.offsets[number])

@@ -78,7 +78,8 @@ def pack_size_of(config: Config, parts: Parts, multiple: int) -> tuple[int, str]
         )
     # trees that documents share would be as long as the pack: of `tree=all`, each document's own
     tree = "auto" if parts.packer.tree == "all" else parts.packer.tree
-    job, packer = job_of(config, documents, tree), parts.packer
+    job = job_of(config, documents, tree)
+    packer = parts.packer
     if isinstance(documents, AdaptingDataset):
         documents, job, packer = documents.adapt(config, job, packer)
     lengths = tokenize_documents(documents, job, config.cache_dir).train.lengths
@@ -89,7 +90,8 @@ def pack_size_of(config: Config, parts: Parts, multiple: int) -> tuple[int, str]
         text = model.config(job.tokenizer).get_text_config() if model else None
         limit = config_value(text, "max_position_embeddings") if text else None
         if limit and size > limit:
-            size, reason = limit, f"{reason}; the model has {limit:,} positions"
+            size = limit
+            reason = f"{reason}; the model has {limit:,} positions"
     return max(multiple, size // multiple * multiple), reason
 
 

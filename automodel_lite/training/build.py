@@ -191,9 +191,8 @@ def check_same_vocabulary(teacher: Parts, tokenizer: PreTrainedTokenizerBase) ->
     except (OSError, ValueError):
         return
     ours = tokenizer.get_vocab()
-    if differing := sorted(
-        token for token in {*ours, *theirs} if ours.get(token) != theirs.get(token)
-    ):
+    tokens = {token for token, _ in ours.items() ^ theirs.items()}
+    if differing := sorted(tokens):
         raise ConfigError(
             f"teacher.pretrained={name} has another vocabulary than the student "
             f"({len(differing):,} tokens differ, as {differing[0]!r}), and probabilities are "
@@ -213,7 +212,8 @@ def assemble(
 
     What changes the modules happens before FSDP, which remembers each parameter's module.
     """
-    source, peft = parts.model, parts.peft
+    source = parts.model
+    peft = parts.peft
     source.notes = []
     if peft:
         peft.check(mesh.device, strategy, source.pretrained)
@@ -279,7 +279,8 @@ def check_model(cp_exchange: str, model: ParallelModel, mesh: Mesh) -> str:
     Returns which loss, and why: with a head that is not `hidden @ weight.T`, the model's own head
     and no fused one.
     """
-    loss_model, heads = model.loss_model, []
+    loss_model = model.loss_model
+    heads = []
 
     def logits(batch: ThdBatch) -> Tensor:
         logits_TV, is_plain = model.probe(batch)
@@ -312,7 +313,8 @@ def with_exchange(
     cp = parts.mesh.cp
     if cp == 1:
         return replace(parts, mesh=replace(parts.mesh, cp_exchange="all_gather")), ""
-    num_tokens, tp = parts.packed_sequence_size * parts.training.micro_batch_size, parts.mesh.tp
+    num_tokens = parts.packed_sequence_size * parts.training.micro_batch_size
+    tp = parts.mesh.tp
     # heads are divided over tp first
     layers = [
         replace(x, num_heads=x.num_heads // tp, num_kv_heads=x.num_kv_heads // tp)
@@ -360,7 +362,9 @@ def compile_model(parts: Parts, model: ParallelModel, mesh: Mesh, backend: str =
         recompute_layers(layers, *how)
     if isinstance(plain_loss, FusedLinearCrossEntropy):
         model.loss_model.loss = replace(plain_loss, backend=backend)
-    began, graphs, breaks = time.monotonic(), compiled_graphs(), graph_breaks()
+    began = time.monotonic()
+    graphs = compiled_graphs()
+    breaks = graph_breaks()
     try:
         batch = worst_case_batch(parts, embedding_rows(model.loss_model.lm))
         with model.accumulate(is_last=True):
@@ -389,7 +393,8 @@ def worst_case_batch(parts: Parts, num_ids: int) -> ThdBatch:
     """A micro-batch of packs, not sharded, on the host: documents of one length, whose every token
     carries a label.
     """
-    tokens, cp = parts.training.micro_batch_size * parts.packed_sequence_size, parts.mesh.cp
+    tokens = parts.training.micro_batch_size * parts.packed_sequence_size
+    cp = parts.mesh.cp
     multiple = 2 * cp if cp > 1 else 1
     least = -(-tokens // DOCUMENT_TOKENS)
     number = next(

@@ -30,7 +30,8 @@ class WeightAverage:
     """
 
     def __init__(self, optimizer: Optimizer, decay: float) -> None:
-        self.optimizer, self.decay = optimizer, decay
+        self.optimizer = optimizer
+        self.decay = decay
         self._copies: dict[Tensor, Tensor] = {}  # page-locked, of a GPU's weights
         # averages, and the copies that go into them
         self._pending: list[tuple[Tensor, Tensor]] = []

@@ -60,7 +60,8 @@ class Engine:
         """Yields this rank's micro-batches of all packs from `first` on, as whole streams; ranks
         that run short get padding.
         """
-        size, dp = self.built.plan.parts.training.micro_batch_size, self.mesh.shape.dp
+        size = self.built.plan.parts.training.micro_batch_size
+        dp = self.mesh.shape.dp
         of_ranks = assign_to_ranks(np.arange(first, len(packs)), BatchShape(size * dp, size, dp))
         for ids in of_ranks[:, self.mesh.dp_rank].tolist():
             batch = packed_sequence_thd_collater(packs.__getitems__(ids))
@@ -75,7 +76,8 @@ class Engine:
         """Adds the gradients of this rank's micro-batches, placed and on the device, divided by
         `divisor`; returns the sums of its losses ("loss", not divided) and of their parts.
         """
-        model, sums = self.built.model, {"loss": torch.zeros((), device=self.mesh.device)}
+        model = self.built.model
+        sums = {"loss": torch.zeros((), device=self.mesh.device)}
         for number, batch in enumerate(inputs, start=1):
             with model.accumulate(is_last=number == len(inputs)):
                 loss = model(batch)

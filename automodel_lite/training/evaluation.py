@@ -162,10 +162,8 @@ class ExactMatch:
             head = f"held-out questions: none of {len(refused)} can be asked"
             return "\n".join([head, *refused]), {"answers_right": 0, "answers": 0}
         texts = answers_to(questions, generator, self.batch_size, self.max_new_tokens)
-        given, expected = (
-            [text.strip() for text in texts],
-            [str(question.answer) for question in questions],
-        )
+        given = [text.strip() for text in texts]
+        expected = [str(question.answer) for question in questions]
         is_right = [one == other.strip() for one, other in zip(given, expected)]
         scores = {name: mean(map(metric, given, expected)) for name, metric in self.metrics.items()}
         shown = "".join(f", {name} {score:.3f}" for name, score in scores.items())

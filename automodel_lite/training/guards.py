@@ -59,7 +59,9 @@ class TrainState:
 
     def advance(self, after: Cursor) -> None:
         """A step is finished, and `after` is the position in the data."""
-        self.num_steps, self.cursor, self.val_loss = self.num_steps + 1, after, None
+        self.num_steps = self.num_steps + 1
+        self.cursor = after
+        self.val_loss = None
 
     def to_json(self, data: PackSource, mesh: Mesh, extra: dict[str, Any]) -> dict[str, Any]:
         """The content of state.json; every rank calls it. `extra` is what the callbacks keep."""
@@ -88,13 +90,16 @@ class Guards:
     """
 
     def __init__(self, config: Config, peers: Peers, say: Callable[[str], None]) -> None:
-        self.config, self.peers, self.say = config, peers, say
+        self.config = config
+        self.peers = peers
+        self.say = say
         self.folder = RunFolder(config.output_dir)
         self.lock = RunLock(self.folder.lock)
         self.watchdog = Watchdog(self.folder.path, rank(), config.training.hang_timeout_s)
         # what a full memory held, and what to change: see memory.out_of_memory_text
         self.memory_text = ""
-        self.state, self.max_steps = TrainState(), 0
+        self.state = TrainState()
+        self.max_steps = 0
         self.ranks = self.slow_ranks = Control(None)
         self.checkpointer: Checkpointer
         self.boundary: StepBoundary
@@ -123,10 +128,8 @@ class Guards:
         when another job has taken it meanwhile, or the ranks do not share it.
         """
         config = self.config
-        self.ranks, self.slow_ranks = (
-            open_control(config.mesh),
-            open_control(config.mesh, is_slow=True),
-        )
+        self.ranks = open_control(config.mesh)
+        self.slow_ranks = open_control(config.mesh, is_slow=True)
         self.checkpointer = Checkpointer(
             self.folder, config, self.ranks, self.slow_ranks, self.say, self.lock.check_held
         )
@@ -226,7 +229,8 @@ class Guards:
 
     def record_stop(self) -> int:
         """Records that the run stopped early, says how to go on, and returns the exit code."""
-        newest, reason = self.checkpointer.newest_name, self.boundary.stop_reason or ""
+        newest = self.checkpointer.newest_name
+        reason = self.boundary.stop_reason or ""
         state, code = ending_of(reason)
         if self.ranks.is_first:
             self.folder.write_status(state, self.state.num_steps, reason, newest)

@@ -69,8 +69,12 @@ class MemoryEstimate:
 
 def estimate_memory(plan: ModelPlan, adapter: int | None) -> MemoryEstimate:
     """Adds up the table. adapter: trained weights beside a frozen model, None without."""
-    parts, shape, size, is_fsdp = plan.parts, plan.shape, plan.size, plan.strategy == "fsdp"
-    compute, master = plan.dtype.itemsize, 2 if parts.training.master_weights == "bf16" else _FP32
+    parts = plan.parts
+    shape = plan.shape
+    size = plan.size
+    is_fsdp = plan.strategy == "fsdp"
+    compute = plan.dtype.itemsize
+    master = 2 if parts.training.master_weights == "bf16" else _FP32
     shards = shape.world_size // shape.dp_replicate if is_fsdp else 1
     # more ranks than experts hold copies of them, unless tp or ep split the model
     is_copied = is_fsdp and shape.tp == shape.ep == 1
@@ -127,7 +131,9 @@ def _activations(plan: ModelPlan, stream: int) -> float:
 
     stream   bytes of a value of the residual stream: under autocast it has the masters' dtype
     """
-    parts, size, hidden = plan.parts, plan.size, plan.config.get_text_config().hidden_size
+    parts = plan.parts
+    size = plan.size
+    hidden = plan.config.get_text_config().hidden_size
     local = plan.tokens / plan.shape.cp
     # products keep their inputs: as many values for a token as there are weights for each of its
     # channels, and some more; norms keep theirs in fp32
@@ -196,9 +202,11 @@ def check_weights_fit(plan: ModelPlan, device: torch.device) -> None:
     """
     shards = plan.shape.world_size / plan.shape.dp_replicate if plan.strategy == "fsdp" else 1
     need = (0.5 if plan.parts.is_quantized else 2) * plan.size.parameters / shards
-    have, where = gpu_bytes(device), "GPU"
+    have = gpu_bytes(device)
+    where = "GPU"
     if have is None or plan.parts.mesh.cpu_offload:
-        have, where = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "machine"
+        have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        where = "machine"
         limit = Path("/sys/fs/cgroup/memory.max")  # of the container that this process is in
         text = limit.read_text().strip() if limit.is_file() else ""
         have = min(have, int(text)) if text.isdecimal() else have
@@ -237,7 +245,8 @@ def remedies(parts: Parts) -> list[str]:
 
 
 def _remedies(parts: Parts) -> Iterator[str]:
-    training, mesh = parts.training, parts.mesh
+    training = parts.training
+    mesh = parts.mesh
     micro = training.micro_batch_size
     if micro > 1:
         yield f"training.micro_batch_size={micro // 2} (same numbers, more forward passes)"

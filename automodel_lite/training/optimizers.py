@@ -68,10 +68,12 @@ def apply_gradients(
     is_bad = ~(torch.isfinite(loss_sum) & torch.isfinite(norm))
     divisor = ((norm + 1e-6) / max_norm).clamp(min=1.0) if max_norm else torch.ones_like(norm)
     where = local(parameters[0]).device  # the host's with mesh.cpu_offload, which waits anyway
-    is_bad, divisor = is_bad.to(where), divisor.to(where)
+    is_bad = is_bad.to(where)
+    divisor = divisor.to(where)
     # where torch's GradScaler looks, too
     if vars(optimizer).get("_step_supports_amp_scaling", False):
-        optimizer.found_inf, optimizer.grad_scale = is_bad.float(), divisor  # type: ignore[attr-defined]
+        optimizer.found_inf = is_bad.float()  # type: ignore[attr-defined]
+        optimizer.grad_scale = divisor  # type: ignore[attr-defined]
         optimizer.step()
     elif not is_bad:
         gradients = [

@@ -67,10 +67,8 @@ class Parts:
 
 def build_parts(config: Config) -> Parts:
     """Raises ConfigError for what a part refuses, and for a package that is missing."""
-    loss, teacher = (
-        checked_loss(build(config.loss)),
-        build(config.teacher) if config.teacher else None,
-    )
+    loss = checked_loss(build(config.loss))
+    teacher = build(config.teacher) if config.teacher else None
     if loss.needs_teacher != (teacher is not None):
         name = type(loss).__name__
         cure = (
@@ -87,7 +85,8 @@ def build_parts(config: Config) -> Parts:
             "answers stay whole, in one pack: use exact_fill, best_fit or next_fit, and "
             "overlong=drop or error."
         )
-    model, optimizer = build(config.model), config.optimizer
+    model = build(config.model)
+    optimizer = config.optimizer
     if optimizer.get("lr") == AUTO:
         optimizer = optimizer | {"lr": learning_rate(model, loss, config.peft)[0]}
     return Parts(
@@ -169,7 +168,8 @@ def _axes_rules(parts: Parts, strategy: str) -> Iterator[str]:
 
 def _compile_rules(parts: Parts, strategy: str) -> Iterator[str]:
     """Yields what compiled layers do not support."""
-    training, aux_loss = parts.training, parts.model.router_aux_loss
+    training = parts.training
+    aux_loss = parts.model.router_aux_loss
     if training.compile is not True:
         return
     if aux_loss:
@@ -204,7 +204,8 @@ def _fp8_rules(parts: Parts, strategy: str) -> Iterator[str]:
     """Yields what fp8 lacks: its products take multiples of 16 in every dim, tokens too."""
     if parts.training.fp8 == "none":
         return
-    fp8, packer = f"training.fp8={parts.training.fp8}", parts.packer
+    fp8 = f"training.fp8={parts.training.fp8}"
+    packer = parts.packer
     if not find_spec("torchao"):
         yield missing_package("training.fp8", "torchao")
     if parts.is_quantized:

@@ -63,7 +63,8 @@ def join_ranks(config: Config) -> Iterator[tuple[Config, Peers, str | None]]:
 
     Raises ConfigError when the ranks were started differently, or the folder is another run's.
     """
-    folder, peers = RunFolder(config.output_dir), open_peers()
+    folder = RunFolder(config.output_dir)
+    peers = open_peers()
     peers.on_failure = lambda error: exit_with(
         str(error), error.exit_code, is_shown=is_first_here()
     )
@@ -135,7 +136,8 @@ def state_of(
             "old files, start a new run with name=..., or continue with "
             "checkpoint.accept_changes=true."
         )
-    cursor, is_pending = Cursor(**saved["cursor"]), saved["owes_validation"]
+    cursor = Cursor(**saved["cursor"])
+    is_pending = saved["owes_validation"]
     state = TrainState(saved["step"], cursor, is_pending, saved["val_loss"], now)
     # A schedule has no other state than its place: the rate of the next step follows from it.
     scheduler.last_epoch = state.num_steps
@@ -154,7 +156,8 @@ def open_folder(
     """Writes what a run's folder tells from its start, and drops the rows of steps that come again;
     every rank calls it. `lines` is the start block.
     """
-    folder, step = guards.folder, guards.state.num_steps
+    folder = guards.folder
+    step = guards.state.num_steps
     if guards.ranks.is_first:
         folder.open(guards.config, data.shape.global_batch_size, data.packer.slot_multiple)
         with folder.explain_os_errors():
@@ -174,7 +177,8 @@ def open_log(guards: Guards, saved: dict[str, Any] | None, counts: Mapping[str, 
     """metrics.jsonl and the callbacks, with what these kept. The first row has the seconds of the
     start by phase, which are printed too, and in a fresh run `counts` of the data.
     """
-    extra, step = saved["extra"] if saved else {}, guards.state.num_steps
+    extra = saved["extra"] if saved else {}
+    step = guards.state.num_steps
     metrics = open_metrics(guards.config, guards.folder, guards.ranks, step, extra, guards.say)
     STARTUP.lap("checkpoint")
     phases = STARTUP.seconds()

@@ -78,7 +78,8 @@ def check_rows(
             "loss class's `own_columns`, or leave it out."
         )
     check_columns(loss, columns)
-    checked, number = list[list[Row]](), 0
+    checked = list[list[Row]]()
+    number = 0
     for group in groups:
         checked.append([])
         for row in group:
@@ -126,7 +127,8 @@ def _checked_row(row: Mapping[str, Any], columns: set[str], loss: Loss, number: 
                 "computed it, or leave the row out."
             )
         arrays[name] = np.ascontiguousarray(value, column.stored)
-    ids, labels = arrays["input_ids"], arrays["labels"]
+    ids = arrays["input_ids"]
+    labels = arrays["labels"]
     if ids.min() < 0 or labels.min() < IGNORE_INDEX:
         raise ValueError(f"row {number} has a negative id that is not {IGNORE_INDEX}.")
     has_label = labels != IGNORE_INDEX
@@ -151,7 +153,8 @@ def pack_rows(
     rows = [row for group in groups for row in group]
     trees: list[Row] = []
     paths: dict[bytes, list[np.ndarray]] = {}
-    num_tokens, most_tokens = 0, packer.packed_sequence_size
+    num_tokens = 0
+    most_tokens = packer.packed_sequence_size
     for tree in (tree for group in groups for tree in _grow(group, loss, packer)):
         length = len(tree["input_ids"])
         for path in _paths(tree):
@@ -206,9 +209,11 @@ def _packs(
         seed=packer.seed,
         slot_multiple=packer.slot_multiple,
     )
-    most_tokens, multiple = packer.packed_sequence_size, packer.slot_multiple
+    most_tokens = packer.packed_sequence_size
+    multiple = packer.slot_multiple
     if grain and not packer.is_ragged:
-        slots, step = -(-documents.lengths // multiple) * multiple, math.lcm(grain, multiple)
+        slots = -(-documents.lengths // multiple) * multiple
+        step = math.lcm(grain, multiple)
         least = max(int(slots.max()), -(-int(slots.sum()) // num_ranks))
         for size in range(-(-least // step) * step, most_tokens, step):
             if len(plan := plan_of(size)) <= num_ranks:

@@ -73,7 +73,8 @@ def dry_run(config: Config) -> int:
     """Prints the findings on rank 0 and returns 0; raises ConfigError or DataError as the run
     would.
     """
-    console, device = Console(is_silent=rank() != 0), default_device()
+    console = Console(is_silent=rank() != 0)
+    device = default_device()
     mesh = config.mesh
     requested = mesh.dp_replicate * max(mesh.dp_shard, 1) * mesh.cp * mesh.tp
     # one process answers for any mesh
@@ -152,7 +153,8 @@ def most_branched(data: PackSource, parts: Parts) -> ThdBatch | None:
     """
     if not isinstance(data, PlannedPacks) or not data.has_trees:
         return None
-    packs, size = data.packs_of(0), parts.training.micro_batch_size
+    packs = data.packs_of(0)
+    size = parts.training.micro_batch_size
     batches = (
         to_thd(packed_sequence_thd_collater([packs[i]] * size))
         for i in range(min(len(packs), MOST_PACKS))
@@ -183,7 +185,8 @@ def _memory(plan: ModelPlan, by_arithmetic: str, batch: ThdBatch | None) -> str:
 
 def _adapter_weights(plan: ModelPlan, device: torch.device) -> int | None:
     """Counted on the meta device; None when the model itself is trained."""
-    peft, pretrained = plan.parts.peft, plan.parts.model.pretrained
+    peft = plan.parts.peft
+    pretrained = plan.parts.model.pretrained
     if peft is None:
         return None
     peft.check(device, plan.strategy, pretrained)
@@ -207,7 +210,8 @@ def try_settings(config: Config, parts: Parts) -> None:
     """Raises one ConfigError with a line per part of the configuration that cannot work; nothing is
     loaded.
     """
-    problems, strategy = [], "fsdp" if parts.mesh.strategy == "auto" else parts.mesh.strategy
+    problems = []
+    strategy = "fsdp" if parts.mesh.strategy == "auto" else parts.mesh.strategy
     if config.hub.push and not config.checkpoint.export_hf:
         problems.append(
             f"hub.push={config.hub.push} uploads what checkpoint.export_hf=false does not write."
@@ -237,7 +241,8 @@ def build_on_meta(source: CausalLM) -> None:
     ids = torch.zeros(1, NUM_TOKENS, dtype=torch.long, device="meta")
     # one that is made from ids looks at values
     mask = torch.zeros(1, 1, NUM_TOKENS, NUM_TOKENS, device="meta")
-    lm, config = None, source.resolve_model_config({"vocab_size": 64})
+    lm = None
+    config = source.resolve_model_config({"vocab_size": 64})
     try:
         lm = describe(config).eval()
         with torch.no_grad():
@@ -328,15 +333,14 @@ def plan_lines(report: PackingReport | None, plan: TrainingPlan, config: Config)
 
 def model_lines(config: Config, built: BuiltModel, mesh: Mesh) -> list[Line]:
     """What is trained, how, and what it takes."""
-    plan, lm, dtype = (
-        built.plan,
-        built.model.loss_model.lm,
-        str(built.plan.dtype).removeprefix("torch."),
-    )
+    plan = built.plan
+    lm = built.model.loss_model.lm
+    dtype = str(built.plan.dtype).removeprefix("torch.")
     device = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "cpu"
     device += f": {processes_text(plan)}"
     if mesh.device.type == "cpu":
-        num_threads, each = torch.get_num_threads(), " each" if mesh.shape.world_size > 1 else ""
+        num_threads = torch.get_num_threads()
+        each = " each" if mesh.shape.world_size > 1 else ""
         why = threads_of(config.training.num_threads)[1]
         device += f", {num_threads} thread{'s' if num_threads > 1 else ''}{each} ({why})"
     has_experts = any("Experts" in type(module).__name__ for module in lm.modules())
@@ -350,28 +354,25 @@ def model_lines(config: Config, built: BuiltModel, mesh: Mesh) -> list[Line]:
         f"{f'frozen in {dtype}, adapter in fp32' if built.adapter else masters}, loss "
         f"{built.loss}{experts}"
     )
-    max_norm, decay = config.training.max_grad_norm, config.training.ema_decay
+    max_norm = config.training.max_grad_norm
+    decay = config.training.ema_decay
     clipping = f"gradients clipped to {max_norm}" if max_norm else "no clipping"
-    average = (
-        f"of the weights of about {1 / (1 - decay):,.0f} steps (decay {decay}): validated, sampled "
-        "and exported"
-    )
-    return [
-        ("device", device),
-        ("model", model),
-        *(("", note) for note in plan.parts.model.notes),
-        *([("peft", built.adapter.description)] if built.adapter else []),
-        ("attention", plan.attention),
-        *(
-            [("kernels", "deterministic: the same bits in each run")]
-            if config.training.deterministic
-            else []
-        ),
-        *([("compile", built.compiled)] if built.compiled != "off" else []),
-        ("optimizer", f"{text_of(config.optimizer)}, {text_of(config.lr_scheduler)}, {clipping}"),
-        *([("average", average)] if decay else []),
-        ("memory", f"{built.memory}\n{built.reduction}".strip()),
-    ]
+    lines = [("device", device), ("model", model)]
+    lines += [("", note) for note in plan.parts.model.notes]
+    if built.adapter:
+        lines.append(("peft", built.adapter.description))
+    lines.append(("attention", plan.attention))
+    if config.training.deterministic:
+        lines.append(("kernels", "deterministic: the same bits in each run"))
+    if built.compiled != "off":
+        lines.append(("compile", built.compiled))
+    learning = f"{text_of(config.optimizer)}, {text_of(config.lr_scheduler)}, {clipping}"
+    lines.append(("optimizer", learning))
+    if decay:
+        steps = f"about {1 / (1 - decay):,.0f} steps (decay {decay})"
+        lines.append(("average", f"of the weights of {steps}: validated, sampled and exported"))
+    lines.append(("memory", f"{built.memory}\n{built.reduction}".strip()))
+    return lines
 
 
 def data_lines(data: PackSource) -> list[Line]:
@@ -381,11 +382,9 @@ def data_lines(data: PackSource) -> list[Line]:
 
 def position_line(guards: Guards, max_steps: int) -> str:
     """`runs/x: fresh, steps 1 to 200, next checkpoint after step 100`, or from where it goes on."""
-    folder, checkpoint, step = (
-        guards.folder.display_path,
-        guards.checkpointer.newest_name,
-        guards.state.num_steps,
-    )
+    folder = guards.folder.display_path
+    checkpoint = guards.checkpointer.newest_name
+    step = guards.state.num_steps
     save_every = guards.config.checkpoint.every_steps
     origin = f"continues from {checkpoint}" if checkpoint else "fresh"
     if step >= max_steps:
@@ -397,7 +396,8 @@ def position_line(guards: Guards, max_steps: int) -> str:
 
 
 def processes_text(plan: ModelPlan) -> str:
-    shape, plural = plan.shape, "es" if plan.shape.world_size > 1 else ""
+    shape = plan.shape
+    plural = "es" if plan.shape.world_size > 1 else ""
     more = f" x tp {shape.tp}, ep {shape.ep}" if shape.tp * shape.ep > 1 else ""
     axes = f"dp_replicate {shape.dp_replicate} x dp_shard {shape.dp_shard} x cp {shape.cp}{more}"
     return f"{shape.world_size} process{plural} ({axes}, {plan.strategy})"

@@ -90,7 +90,8 @@ def pack_costs(
                  tree sees more keys
     """
     multiple = plan.slot_multiple
-    attention, used = np.empty(len(plan), np.float64), np.empty(len(plan), np.int64)
+    attention = np.empty(len(plan), np.float64)
+    used = np.empty(len(plan), np.int64)
     for packs, part, begins in pack_blocks(plan.offsets):
         slots = plan.slots(lengths, part)
         pairs = model.pairs(slots)
@@ -124,7 +125,8 @@ def assign_packs(costs: np.ndarray, balance: str, shape: BatchShape, seed: int =
     Under "step" every optimizer step keeps its packs; under "window" every window of 32 steps does.
     """
     order = np.arange(len(costs))
-    step, ranks = shape.global_batch_size, shape.dp_size
+    step = shape.global_batch_size
+    ranks = shape.dp_size
     # Every step of a window gets one group of neighbors in cost from each stratum of the window's
     # packs.
     num_strata = step // (ranks * shape.micro_batch_size)

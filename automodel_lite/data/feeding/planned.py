@@ -130,7 +130,8 @@ class PlannedPacks(PackSource):
                 packer.check_dropped(counts.dropped_tokens, counts.tokens, name, packs.rows.lengths)
             if counts.masked_documents:
                 check_masked(name, packs.plan, tokens.counts, job.settings.max_bad_frac)
-        size, (epochs, _) = batches.global_batch_size, epochs_of(config.training, len(tokens.train))
+        size = batches.global_batch_size
+        (epochs, _) = epochs_of(config.training, len(tokens.train))
         if config.training.global_batch_size == "auto" and config.training.max_steps is None:
             # few documents are few packs: steps are worth more than their size
             smallest = batches.micro_batch_size * batches.dp_size
@@ -187,14 +188,9 @@ class PlannedPacks(PackSource):
 
     @property
     def counts(self) -> dict[str, int]:
-        counts = {
-            f"data/{name}/{key}": n
-            for name, c in self.tokens.counts.items()
-            for key, n in asdict(c).items()
-        }
-        return counts | {
-            f"packing/{key}": n for key, n in asdict(self.packs_of(0).plan.counts).items()
-        }
+        groups: dict[str, Any] = {f"data/{name}": x for name, x in self.tokens.counts.items()}
+        groups["packing"] = self.packs_of(0).plan.counts
+        return {f"{group}/{key}": n for group, x in groups.items() for key, n in asdict(x).items()}
 
     def plan(self, config: TrainingConfig) -> TrainingPlan:
         """The first of max_steps and num_epochs that is reached; raises ConfigError when the epochs
@@ -222,7 +218,8 @@ class PlannedPacks(PackSource):
 
     def steps(self, cursor: Cursor, mesh: Mesh, costs: CostModel) -> Iterator[HostStep]:
         while True:
-            epoch, size = cursor.epoch, self.shape.global_batch_size
+            epoch = cursor.epoch
+            size = self.shape.global_batch_size
             packs = self.packs_of(epoch)
             # Shuffled, then distributed over the ranks by their cost.
             order = epoch_order(len(packs), self.seed, epoch, self.dataloader.shuffle)
@@ -245,11 +242,9 @@ class PlannedPacks(PackSource):
                 )
 
     def report(self, costs: CostModel | None = None) -> PackingReport:
-        plan, lengths, balance = (
-            self.packs_of(0).plan,
-            self.tokens.train.lengths,
-            self.packer.balance,
-        )
+        plan = self.packs_of(0).plan
+        lengths = self.tokens.train.lengths
+        balance = self.packer.balance
         imbalance = plan_imbalance(
             plan, lengths, costs, balance, self.shape, self.tokens.train.row_lengths
         )

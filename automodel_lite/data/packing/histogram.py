@@ -65,17 +65,22 @@ class ExactFiller(Iterator[list[int]]):
         self._head = 0
 
     def __next__(self) -> list[int]:
-        lengths, head = self._lengths, self._head
+        lengths = self._lengths
+        head = self._head
         if head == len(lengths) and not self._pull():
             raise StopIteration
         # The oldest document, then the next ones while more than half of the pack stays free.
-        room, half, at = self.size - lengths[head], self.size // 2, head + 1
+        room = self.size - lengths[head]
+        half = self.size // 2
+        at = head + 1
         while room > half and (at < len(lengths) or self._pull()):
             left = room - lengths[at]
             if left < half:  # let the subset-sum decide on the rest
                 break
-            room, at = left, at + 1
-        self._head, pack = at, self._ids[head:at]
+            room = left
+            at = at + 1
+        self._head = at
+        pack = self._ids[head:at]
         if room:
             self._fill(pack, room)
         if self._head >= 4096:
@@ -97,11 +102,14 @@ class ExactFiller(Iterator[list[int]]):
         # Bit r of `free` is set when some subset of the documents seen so far leaves r tokens of
         # the room. A document of n tokens turns r into r - n, which is a shift; subsets that do not
         # fit fall off at bit 0.
-        ids, lengths, head = self._ids, self._lengths, self._head
+        ids = self._ids
+        lengths = self._lengths
+        head = self._head
         free = 1 << room
         before: list[int] = []  # `free` before each document that reached a new remainder
         useful: list[int] = []
-        at, end = head, head + self.lookahead
+        at = head
+        end = head + self.lookahead
         while at < end and not free & 1 and (at < len(lengths) or self._pull()):
             for length in lengths[at:end]:
                 if length <= room:
@@ -197,7 +205,9 @@ def best_fit(histogram: np.ndarray, size: int) -> Placements:
                 if not classes[space]:
                     del classes[space], spaces[at]
             else:
-                space, slot, first = size, 0, num_bins
+                space = size
+                slot = 0
+                first = num_bins
                 bins = -(-left // (size // length))
                 num_bins += bins
             # One by one, best-fit would fill a bin of this class before it touches the next: after
@@ -212,7 +222,8 @@ def best_fit(histogram: np.ndarray, size: int) -> Placements:
             if whole < bins and left:  # left < fit now
                 out.append((length, first + whole, 1, left, slot))
                 file(space - left * length, (first + whole, 1, slot + left))
-                left, whole = 0, whole + 1
+                left = 0
+                whole = whole + 1
             if whole < bins:  # bins that were not touched stay as they are
                 file(space, (first + whole, bins - whole, slot))
     return Placements(num_bins, *np.array(out, np.int64).reshape(-1, 5).T)
@@ -225,7 +236,8 @@ def fewest_bins(histogram: np.ndarray, size: int, seed: int) -> Placements:
     documents of like lengths share a bin (N(700, 120) in 2048), which is where subset-sum over many
     documents is better.
     """
-    plain, proportional = best_fit(histogram, size), exact_fill_in_proportion(histogram, size, seed)
+    plain = best_fit(histogram, size)
+    proportional = exact_fill_in_proportion(histogram, size, seed)
     return proportional if proportional.num_bins < plain.num_bins else plain
 
 
@@ -269,12 +281,10 @@ def assign(
     source = seeded_order(len(lengths), seed, epoch, lengths, size)
     length, first, bins, copies, slot = placements[1:]
     by_length = np.argsort(-length, kind="stable")
-    first, bins, copies, slot = (
-        first[by_length],
-        bins[by_length],
-        copies[by_length],
-        slot[by_length],
-    )
+    first = first[by_length]
+    bins = bins[by_length]
+    copies = copies[by_length]
+    slot = slot[by_length]
     ends = np.cumsum(bins * copies)  # of each placement, in `source`
     # Packs are shuffled bins: where in doc_ids each bin begins.
     shuffled = seeded_order(placements.num_bins, seed, epoch)

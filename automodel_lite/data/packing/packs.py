@@ -117,7 +117,8 @@ class Packer:
         `slot_multiple`.
         """
         resized = copy(self)
-        resized.packed_sequence_size, resized.overlong = packed_sequence_size, overlong
+        resized.packed_sequence_size = packed_sequence_size
+        resized.overlong = overlong
         return resized
 
     def for_document_kind(self, kind: str, padding_id: int = 0) -> Packer:
@@ -212,7 +213,8 @@ class PackedDataset(torch.utils.data.Dataset):
         """Returns many packs at once, which is how a DataLoader asks for a batch: twice as fast as
         one by one.
         """
-        plan, spans = self.plan, []
+        plan = self.plan
+        spans = []
         for index in map(int, indices):
             if not EMPTY_PACK <= index < len(plan):
                 raise IndexError(f"pack {index} of {len(plan)}")
@@ -225,8 +227,10 @@ class PackedDataset(torch.utils.data.Dataset):
         rows, starts, lengths = self.rows.locate(_joined_spans(plan.doc_ids, spans))
         if plan.starts is not None and plan.stops is not None:
             cut = _joined_spans(plan.starts, spans)
-            starts, lengths = starts + cut, _joined_spans(plan.stops, spans) - cut
-        size, multiple = plan.packed_sequence_size, plan.slot_multiple
+            starts = starts + cut
+            lengths = _joined_spans(plan.stops, spans) - cut
+        size = plan.packed_sequence_size
+        multiple = plan.slot_multiple
         if plan.ragged:
             size = -(-max(1, int(lengths.max(initial=0))) // multiple) * multiple
         num_documents = np.array([stop - start for start, stop in spans], np.int64)
@@ -294,16 +298,20 @@ def lay_out_packs(
     # Where the tokens fill all positions, slots are the lengths, the very same array: nothing is
     # spread over padding.
     num_packs = len(num_documents)
-    slots, num_segments = lengths, num_documents
+    slots = lengths
+    num_segments = num_documents
     if len(tokens["input_ids"]) != num_packs * size:
         # Segments: each document in its slot, and where a pack is not full, padding of length 0 at
         # its tail.
-        slots, last = -(-lengths // slot_multiple) * slot_multiple, np.cumsum(num_documents)
+        slots = -(-lengths // slot_multiple) * slot_multiple
+        last = np.cumsum(num_documents)
         used = np.diff(np.append(0, np.cumsum(slots))[last], prepend=0)
         tails = [padding_segments(free, slot_multiple) for free in (size - used).tolist()]
         num_tails = np.array(list(map(len, tails)))
-        behind, widths = last.repeat(num_tails), list(chain.from_iterable(tails))
-        lengths, slots = np.insert(lengths, behind, 0), np.insert(slots, behind, widths)
+        behind = last.repeat(num_tails)
+        widths = list(chain.from_iterable(tails))
+        lengths = np.insert(lengths, behind, 0)
+        slots = np.insert(slots, behind, widths)
         num_segments = num_documents + num_tails
     filled = fill_slots(tokens, lengths, slots, padding_idx)
     columns = {name: x.reshape(num_packs, size, *x.shape[1:]) for name, x in filled.items()}

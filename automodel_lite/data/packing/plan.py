@@ -91,10 +91,12 @@ def _fill(slots: np.ndarray, order: np.ndarray, size: int, limit: int) -> tuple[
     """
     blocks = (slots[order[i : i + BLOCK]].tolist() for i in range(0, len(order), BLOCK))
     filler = ExactFiller(chain.from_iterable(blocks), size, read_ahead=512)
-    total, check = int(slots.sum()), TRIAL_PACKS
+    total = int(slots.sum())
+    check = TRIAL_PACKS
     # Arrivals in pack order, 4 bytes each where that is enough, as the lists of packs would take
     # 60.
-    arrivals, ends = array("i" if len(slots) < 2**31 else "q"), array("q", [0])
+    arrivals = array("i" if len(slots) < 2**31 else "q")
+    ends = array("q", [0])
     for pack in filler:
         arrivals.extend(pack)
         ends.append(len(arrivals))
@@ -366,7 +368,8 @@ def plan_packs(
     if cuts_documents:
         pieces, offsets, counts = _cut_at(packed, lengths, slots, slot_multiple, has_labels)
     else:
-        pieces, offsets = pool.take(packed.order) if pool else Pieces(packed.order), packed.offsets
+        pieces = pool.take(packed.order) if pool else Pieces(packed.order)
+        offsets = packed.offsets
     if max_packs is not None and max_packs < num_packs:
         pieces, offsets = _sample(pieces, offsets, max_packs, seed, epoch)
     # A million entries at a time: the lengths of all pieces at once would be 8 bytes for each
@@ -429,7 +432,8 @@ def _cut_at(
     """Returns the documents of `packed.order` cut at its offsets, which are in slots; offsets in
     pieces; and counts.
     """
-    order, pack_starts = packed.order, packed.offsets[:-1]
+    order = packed.order
+    pack_starts = packed.offsets[:-1]
     ends = np.cumsum(slots[order])
     # A piece begins where a document or a pack begins; `nth` is the document that it belongs to.
     starts = np.union1d(ends[:-1], pack_starts)
@@ -493,7 +497,9 @@ def _without_masked(
     pieces: Pieces, long: np.ndarray, size: int, has_labels: HasLabels, counts: dict[str, int]
 ) -> tuple[Pieces, dict[str, int]]:
     """Leaves out the pieces of over-long documents that have no label, and counts them."""
-    doc_ids, starts, stops = pieces.doc_ids, pieces.starts, pieces.stops
+    doc_ids = pieces.doc_ids
+    starts = pieces.starts
+    stops = pieces.stops
     assert starts is not None
     assert stops is not None
     # Documents that fit are whole, and were judged when they were tokenized.
@@ -528,14 +534,14 @@ def _count(
     lengths: np.ndarray, pieces: Pieces, packed_tokens: int, lost: dict[str, int]
 ) -> PlanCounts:
     """Counts what is packed; what `_fit` has lost is in no pack, and the rest was left out."""
-    packed_documents, split_documents = len(pieces.doc_ids), 0
+    packed_documents = len(pieces.doc_ids)
+    split_documents = 0
     if pieces.starts is not None:
         num_pieces = np.bincount(pieces.doc_ids, minlength=len(lengths))
-        packed_documents, split_documents = int((num_pieces > 0).sum()), int((num_pieces > 1).sum())
-    tokens, lost_tokens = (
-        int(lengths.sum()),
-        sum(n for key, n in lost.items() if key.endswith("_tokens")),
-    )
+        packed_documents = int((num_pieces > 0).sum())
+        split_documents = int((num_pieces > 1).sum())
+    tokens = int(lengths.sum())
+    lost_tokens = sum(n for key, n in lost.items() if key.endswith("_tokens"))
     lost_documents = lost.get("dropped_documents", 0) + lost.get("masked_documents", 0)
     return PlanCounts(
         documents=len(lengths),

@@ -126,7 +126,8 @@ def packing_report(
     after balancing.
     """
     lengths = np.asarray(lengths)
-    counts, (before, after) = plan.counts, imbalance or (None, None)
+    counts = plan.counts
+    (before, after) = imbalance or (None, None)
     slot_tokens = sum(
         int(plan.slots(lengths, part).sum()) for _, part, _ in pack_blocks(plan.offsets)
     )
@@ -167,7 +168,8 @@ def _padded_positions(plan: PackPlan, lengths: np.ndarray, batch: int) -> int:
     """
     # Blocks of whole batches: none is padded to the longest of a part of it.
     order = seeded_order(len(plan.doc_ids), plan.seed, plan.epoch)
-    block, positions = -(-BLOCK // batch) * batch, 0
+    block = -(-BLOCK // batch) * batch
+    positions = 0
     for first in range(0, len(order), block):
         slots = plan.slots(lengths, order[first : first + block])
         starts = np.arange(0, len(slots), batch)

@@ -271,7 +271,8 @@ def _check_preferences(columns: Sequence[str], renames: Mapping[str, str]) -> No
     wanted = [*chosen, *(name for name in columns if name not in rejected), "..."][
         0 if chosen else -2
     ]
-    wanted, pairs = printable(wanted), printable(", ".join([*chosen, *rejected]))
+    wanted = printable(wanted)
+    pairs = printable(", ".join([*chosen, *rejected]))
     taken = [name for name in rejected if name in named]
     what = f"{taken[0]} would be trained on" if taken else "this program trains on one answer"
     raise ConfigError(

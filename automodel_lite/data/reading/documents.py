@@ -197,7 +197,8 @@ def _check_keys(message: Message, where: str) -> None:
 
 def _sharegpt(message: Message, where: str) -> Message:
     """`{"from", "value"}` as `{"role", "content"}`; the value of a function call is JSON."""
-    sender, value = message["from"], message.get("value", message.get("content"))
+    sender = message["from"]
+    value = message.get("value", message.get("content"))
     if not isinstance(sender, str) or sender not in ROLES:
         raise DataError(f"{where}: from={sender!r} is none of {', '.join(ROLES)}.")
     rest = {key: item for key, item in message.items() if key not in ("from", "value", "content")}
@@ -205,9 +206,8 @@ def _sharegpt(message: Message, where: str) -> Message:
         return {**rest, "role": sender, "content": value}
     calls = maybe_json(value, f"{where}.value")
     calls = calls if isinstance(calls, list) else [calls]
-    if not calls or not all(
-        isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls
-    ):
+    names = [call.get("name") if isinstance(call, dict) else None for call in calls]
+    if not names or not all(isinstance(name, str) for name in names):
         raise DataError(
             f"{where}.value of a function_call must be JSON such as "
             f'{{"name": "f", "arguments": {{}}}}, not '
@@ -299,7 +299,9 @@ def sound_text(value: str, where: str) -> str:
 
 # capitals, phrasings, answer
 TOY = json.loads((Path(__file__).parent / "toy_chat.json").read_text())
-MAX_TURNS, MEAN_LOG_TURNS, SD_LOG_TURNS = 14, 0.4, 0.85  # of a chat, capped log-normal
+MAX_TURNS = 14
+MEAN_LOG_TURNS = 0.4
+SD_LOG_TURNS = 0.85  # of a chat, capped log-normal
 
 
 @dataclass
@@ -343,7 +345,8 @@ class ToyChat:
         ]
         rng.shuffle(rounds)
         turns = [of_country[place] for place in range(len(phrasings)) for of_country in rounds]
-        held_out, asked = turns[: self.num_questions], turns[self.num_questions :]
+        held_out = turns[: self.num_questions]
+        asked = turns[self.num_questions :]
         self.train = DocumentList(_chats(rng, asked, self.num_chats), "toy_chat")
         val_chats = _chats(rng, held_out, self.num_val_chats) if held_out else []
         self.val = {"held_out": DocumentList(val_chats, "toy_chat.held_out")} if val_chats else {}

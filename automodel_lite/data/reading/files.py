@@ -146,7 +146,8 @@ class FilesDataset:
         self.train_files = list(source.files)
         columns = sniff_columns(placed(source.rows), f"{source.description}: the file")
         detected = detect(columns, self.format, self.columns)
-        labels, every = "", range(len(source.rows))
+        labels = ""
+        every = range(len(source.rows))
         if detected.format.kind == "tokens":
             alignment = self.labels or find_alignment(
                 placed(NormalizedRows(source.rows, detected, every))
@@ -166,7 +167,8 @@ class FilesDataset:
             column = detected.renames.get(GROUP, GROUP)
             if column in columns:
                 # Documents of one group share their beginning: what is held out shares none.
-                drawn, unit = groups_of(placed(source.rows, range(num)), column)[drawn], "groups"
+                drawn = groups_of(placed(source.rows, range(num)), column)[drawn]
+                unit = "groups"
             units = list(dict.fromkeys(drawn.tolist()))
             # At least one is held out; both parts keep the file's order.
             num_val = max(1, round(self.val_frac * len(units)))
@@ -178,7 +180,8 @@ class FilesDataset:
             is_val = np.isin(drawn, units[:num_val])
             indices = np.sort(number[~is_val])
             val["val"] = NormalizedRows(source.rows, detected, np.sort(number[is_val]))
-        self.train, self.val = NormalizedRows(source.rows, detected, indices), {**val}
+        self.train = NormalizedRows(source.rows, detected, indices)
+        self.val = {**val}
         self.kind = kind_of_documents(detected, placed(self.train))
         self.description = (
             f"{source.description}: {len(self.train):,} documents, {detected.description}{labels}"
@@ -283,7 +286,8 @@ def open_rows(
         if len(paths) != 1 or looks_local(paths[0]) or kind_of(Path(paths[0])) in KINDS:
             raise ConfigError(f"{key}={path} does not exist (looked in {Path.cwd()}).")
         return _open_hub(paths[0], name, split, key)
-    rows, files = [], []
+    rows = []
+    files = []
     for file in found:
         try:
             files += stamps(file)

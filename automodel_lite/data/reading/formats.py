@@ -46,7 +46,8 @@ def alpaca(row: RawRow) -> Document:
     """`instruction`, optional `input`, `output`, optional `system` and `history` of [question,
     answer] pairs.
     """
-    prompt, history = _alpaca_prompt(row), row.get("history")
+    prompt = _alpaca_prompt(row)
+    history = row.get("history")
     if not history:
         return _prompt_completion(row, prompt, "output")
     texts: list[str] = []
@@ -58,14 +59,14 @@ def alpaca(row: RawRow) -> Document:
         ):
             raise DataError(f"column history[{place}] must be a pair of texts, not {_shown(pair)}.")
         texts += [sound_text(part, f"column history[{place}]") for part in pair]
-    roles, texts = cycle(("user", "assistant")), [*texts, prompt, _text(row, "output")]
+    roles = cycle(("user", "assistant"))
+    texts = [*texts, prompt, _text(row, "output")]
     return _chat([{"role": role, "content": text} for role, text in zip(roles, texts)], row)
 
 
 def _alpaca_prompt(row: RawRow) -> str:
-    return "\n\n".join(
-        [_text(row, "instruction"), *([_text(row, "input")] if row.get("input") else [])]
-    )
+    columns = ["instruction", "input"] if row.get("input") else ["instruction"]
+    return "\n\n".join(_text(row, column) for column in columns)
 
 
 def question_answer(row: RawRow) -> Document:
@@ -79,7 +80,8 @@ def prompt_completion(row: RawRow) -> Document:
     the completion).
     """
     if isinstance(row.get("prompt"), list) or isinstance(row.get("completion"), list):
-        before, after = _turns(row, "prompt"), _turns(row, "completion")
+        before = _turns(row, "prompt")
+        after = _turns(row, "completion")
         return _chat([*({**turn, "weight": 0} for turn in before), *after], row)
     return _prompt_completion(row, _text(row, "prompt"), "completion")
 
@@ -194,10 +196,10 @@ def _answer_turns(row: RawRow) -> list[list[Message]]:
     # Answers may begin alike: what is shared ends with the last turn that is not the assistant's.
     while num_shared and chats[0][num_shared - 1]["role"] == "assistant":
         num_shared -= 1
-    if not num_shared or any(
-        len(turns) == num_shared or turns[num_shared]["role"] != "assistant" for turns in chats
-    ):
-        raise DataError(_NO_COMMON_PROMPT)
+    for turns in chats:
+        answers = turns[num_shared:]
+        if not num_shared or not answers or answers[0]["role"] != "assistant":
+            raise DataError(_NO_COMMON_PROMPT)
     return [
         [*({**turn, "weight": 0} for turn in turns[:num_shared]), *turns[num_shared:]]
         for turns in chats

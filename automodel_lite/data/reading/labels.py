@@ -47,7 +47,8 @@ def tokens(row: dict[str, Any]) -> Document:
             columns[name] = _numbers(row, name, len(input_ids))
     if row.get("attention_mask") is not None:
         real = integers_of(row, "attention_mask", len(input_ids)) != 0
-        input_ids, labels = input_ids[real], None if labels is None else labels[real]
+        input_ids = input_ids[real]
+        labels = None if labels is None else labels[real]
         columns = {name: values[real] for name, values in columns.items()}
     return {"input_ids": input_ids, "labels": labels, **columns}
 
@@ -76,11 +77,10 @@ def packed_tokens(row: dict[str, Any]) -> Document:
         )
     starts = np.cumsum(slots) - slots
     parts = [slice(int(start), int(start + length)) for start, length in zip(starts, lengths)]
-    return {
-        "documents": [
-            {name: values[part] for name, values in columns.items()} for part in parts or [slice(0)]
-        ]
-    }
+    documents = []
+    for part in parts or [slice(0)]:
+        documents.append({name: values[part] for name, values in columns.items()})
+    return {"documents": documents}
 
 
 def find_alignment(documents: Iterable[Placed]) -> Alignment:
@@ -121,16 +121,16 @@ def _compare(document: Document) -> tuple[bool, bool, str]:
     """Returns whether the labels may be next-token aligned, whether they may be unshifted, and what
     was counted.
     """
-    ids, labels = document["input_ids"], document["labels"]
+    ids = document["input_ids"]
+    labels = document["labels"]
     if labels is None:
         return True, True, "no labels"
     has_label = labels != IGNORE_INDEX
     # The last token has no next one here: rows cut as ids[:-1], ids[1:] do have a label there.
-    num, num_inner = int(has_label.sum()), int(has_label[:-1].sum())
-    num_own, num_next = (
-        int((has_label & (labels == ids)).sum()),
-        int((has_label[:-1] & (labels[:-1] == ids[1:])).sum()),
-    )
+    num = int(has_label.sum())
+    num_inner = int(has_label[:-1].sum())
+    num_own = int((has_label & (labels == ids)).sum())
+    num_next = int((has_label[:-1] & (labels[:-1] == ids[1:])).sum())
     is_unshifted = num_own == num
     # Labels that are all the token itself, none of them the next one, are no aligned ones that all
     # stand at the end.

@@ -41,7 +41,9 @@ _ABOUT = re.compile(
     re.I,
 )
 
-_EDGE_BYTES, _BLOCK_BYTES, _NUM_BLOCKS = 1 << 16, 1 << 12, 16
+_EDGE_BYTES = 1 << 16
+_BLOCK_BYTES = 1 << 12
+_NUM_BLOCKS = 16
 
 
 @dataclass(frozen=True)

@@ -122,7 +122,8 @@ def open_spans(path: Path, name: str, encoding: str, unit: str | None = None) ->
     """Indexes the rows of a file: JSON objects, one per line that is not blank, or a `unit` of
     text.
     """
-    breaks, num_bytes = [], 0
+    breaks = []
+    num_bytes = 0
     with path.open("rb") as file:
         while block := file.read(INDEX_BLOCK_BYTES):
             breaks.append(np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n")) + num_bytes)
@@ -137,7 +138,8 @@ def open_spans(path: Path, name: str, encoding: str, unit: str | None = None) ->
     if unit == "paragraph":  # a line with text behind a line without
         is_row = is_row & ~np.append(False, is_row[:-1])
     if unit == "file":
-        starts, is_row = starts[:1], np.array([is_row.any()])
+        starts = starts[:1]
+        is_row = np.array([is_row.any()])
     return SpanRows(
         path, name, starts[is_row], np.flatnonzero(is_row) + 1, num_bytes, encoding, unit is None
     )
@@ -336,7 +338,8 @@ def open_csv(path: Path, name: str, usual: str, encoding: str) -> RowList:
                 values = next(reader, None)
                 fault = "" if values is None else _csv_fault(values, header, encoding)
             except csv.Error as error:
-                values, fault = [], f"not CSV: {error}."
+                values = []
+                fault = f"not CSV: {error}."
             if values is None:
                 return RowList(rows, name, line_numbers)
             if header is None:

@@ -26,7 +26,8 @@ class TableRows:
     """
 
     def __init__(self, path: Path, name: str) -> None:
-        self.path, self.name = path, name
+        self.path = path
+        self.name = name
         self._block: tuple[int, list[RawRow]] = (-1, [])
         self._file = WholeFile(path)
         try:

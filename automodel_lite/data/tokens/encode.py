@@ -188,7 +188,8 @@ class ChatRenderer:
         if self._train_on == "all":
             stops = [text.rfind(token) + len(token) for token in self.stop_tokens if token in text]
             end = max(stops, default=len(text))
-            begins, ends = [0], []
+            begins = [0]
+            ends = []
             for place, message in enumerate(messages):
                 if message.get("weight", 1) == 0:
                     start, stop = self._silent_span(render, messages, text, place)
@@ -267,10 +268,12 @@ class ChatRenderer:
             return None
         text = "".join(parts)
         _check_whole(messages, text)
-        edges, spans = [0, *accumulate(map(len, parts))], []
+        edges = [0, *accumulate(map(len, parts))]
+        spans = []
         for part in [2 * assistants.index(turn) + 1 for turn in turns]:
             # A span ends behind the end-of-turn token that follows it, or at one within it.
-            end, rest = edges[part + 1], text[edges[part + 1] :].lstrip()
+            end = edges[part + 1]
+            rest = text[edges[part + 1] :].lstrip()
             trimmed = len(text[:end].rstrip())
             if text[:trimmed].endswith(self.stop_tokens):
                 end = trimmed
@@ -323,8 +326,10 @@ class ChatRenderer:
         """Where any message lies in `text`, its end token included; raises DataError where the
         template does not show it.
         """
-        message, before = messages[place], messages[:place]
-        is_answer, content = message["role"] in _ASSISTANTS, message["content"].strip()
+        message = messages[place]
+        before = messages[:place]
+        is_answer = message["role"] in _ASSISTANTS
+        content = message["content"].strip()
         if is_answer and (span := self._span(render, messages, text, place)):
             return span
         start = _common_prefix(render(before, prompt=is_answer), text) if before else 0
@@ -379,7 +384,8 @@ class ChatRenderer:
         # Cohere closes its response and then the turn: of tokens that touch, the last one ends the
         # turn.
         while follower := next((t for at, _, t in found if at == place + len(stop)), None):
-            place, stop = place + len(stop), follower
+            place = place + len(stop)
+            stop = follower
         return tuple(
             dict.fromkeys([stop, *(token for token in OTHER_END_TOKENS if token in specials)])
         )
@@ -441,10 +447,8 @@ class Renderer:
         adds_bos = tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][:1] == [
             tokenizer.bos_token_id
         ]
-        self._bos, self._eos = (
-            str(tokenizer.bos_token) if adds_bos else "",
-            str(tokenizer.eos_token or ""),
-        )
+        self._bos = str(tokenizer.bos_token) if adds_bos else ""
+        self._eos = str(tokenizer.eos_token or "")
         specials = sorted(
             (t.content for t in tokenizer.added_tokens_decoder.values() if t.special), reverse=True
         )
@@ -458,16 +462,17 @@ class Renderer:
         one, or nothing; and columns of its row, and texts of its turns by their keys, that no
         rendering holds.
         """
-        turns, unused = document.get("messages", ()), list(document.get(UNUSED, ()))
+        turns = document.get("messages", ())
+        unused = list(document.get(UNUSED, ()))
         said = [message["content"] for message in turns if message["role"] not in _ASSISTANTS]
         said += [document.get(key, "") for key in ("system", "prompt", "text")]
         found = map(self._special.search, said) if self._special else ()
         for message in turns:
             for key in message.keys() - _TURN_KEYS:
                 value = message[key]
-                if isinstance(value, str) and not any(
-                    value.strip() in rendering.text for rendering in renderings
-                ):
+                if not isinstance(value, str):
+                    continue
+                if not any(value.strip() in rendering.text for rendering in renderings):
                     unused.append(f"{key} of a turn")
         return next((match[0] for match in found if match), ""), unused
 
@@ -515,17 +520,16 @@ class Renderer:
         return renderings
 
     def _prompt_completion(self, document: Document) -> Rendering:
-        prompt, completion = document["prompt"], document["completion"]
+        prompt = document["prompt"]
+        completion = document["completion"]
         if self._chat is not None:
             system = (
                 [{"role": "system", "content": document["system"]}]
                 if document.get("system")
                 else []
             )
-            user, assistant = (
-                {"role": "user", "content": prompt},
-                {"role": "assistant", "content": completion},
-            )
+            user = {"role": "user", "content": prompt}
+            assistant = {"role": "assistant", "content": completion}
             return self._chat.renderings([*system, user, assistant])[0]
         if document.get("system"):
             prompt = f"{document['system']}\n{prompt}"
@@ -543,7 +547,8 @@ class Renderer:
             raise ConfigError(
                 "the tokenizer has no eos_token, so a model would never learn to stop: set one."
             )
-        has_bos, has_eos = bool(self._bos) and first.startswith(self._bos), last.endswith(self._eos)
+        has_bos = bool(self._bos) and first.startswith(self._bos)
+        has_eos = last.endswith(self._eos)
         return "" if has_bos else self._bos, "" if has_eos else self._eos
 
 

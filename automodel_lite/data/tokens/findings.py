@@ -74,7 +74,8 @@ def check_rows(
 
     num_rows: of each document that was read; found: in the reading of these documents.
     """
-    input_ids, labels = columns["input_ids"], columns["labels"]
+    input_ids = columns["input_ids"]
+    labels = columns["labels"]
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     has_label = labels != IGNORE_INDEX
     num_labels = np.diff(np.concatenate([[0], np.cumsum(has_label)])[offsets])
@@ -162,7 +163,8 @@ def check_set(
         input_ids, labels = map(np.array, row)
         return f"One of them, trained tokens in ⟦ ⟧: {mark_trained(tokenizer, input_ids, labels)!r}"
 
-    counts, allowed = found.counts, settings.max_bad_frac * found.counts.num_documents
+    counts = found.counts
+    allowed = settings.max_bad_frac * found.counts.num_documents
     if not counts.num_documents:
         raise DataError(f"{name}: there is no document in it.")
     if (

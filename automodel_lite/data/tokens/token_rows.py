@@ -151,22 +151,17 @@ class TokenizedDocuments(DocumentReader):
             raise DataError(
                 f"the rows hold {held} for {int(offsets[-1])} tokens: all must be equal."
             )
-        if not all(
-            values.flags.c_contiguous
-            for values in columns.values()
-            if isinstance(values, np.ndarray)
-        ):
+        arrays = [values for values in columns.values() if isinstance(values, np.ndarray)]
+        if not all(values.flags.c_contiguous for values in arrays):
             raise DataError(
                 f"{' and '.join(columns)} of flat rows must be contiguous: use "
                 "np.ascontiguousarray."
             )
-        self.columns, self.offsets, self.folder, self.files, self.groups = (
-            columns,
-            offsets,
-            folder,
-            files,
-            groups,
-        )
+        self.columns = columns
+        self.offsets = offsets
+        self.folder = folder
+        self.files = files
+        self.groups = groups
         self.lengths = np.diff(offsets) if lengths is None else lengths
 
     @cached_property
@@ -201,7 +196,8 @@ class TokenizedDocuments(DocumentReader):
         if not -len(self) <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
         check_not_cut(self.files)
-        start, stop = self.offsets[index % len(self)], self.offsets[index % len(self) + 1]
+        start = self.offsets[index % len(self)]
+        stop = self.offsets[index % len(self) + 1]
         return {name: values[start:stop] for name, values in self.columns.items()}
 
     def locate(self, doc_ids: np.ndarray) -> tuple[TokenizedDocuments, np.ndarray, np.ndarray]:
@@ -220,11 +216,9 @@ def load_rows(folder: Path) -> TokenizedDocuments:
     dtypes = stored_dtypes()
     paths = {name: folder / f"{name}.bin" for name in dtypes if (folder / f"{name}.bin").is_file()}
     arrays: dict[str, Any] = {name: map_array(path, dtypes[name]) for name, path in paths.items()}
-    offsets, lengths, groups = (
-        arrays.pop("offsets"),
-        arrays.pop("lengths"),
-        arrays.pop("groups", None),
-    )
+    offsets = arrays.pop("offsets")
+    lengths = arrays.pop("lengths")
+    groups = arrays.pop("groups", None)
     for name in [name for name in arrays if name.endswith("_at")]:
         column = name.removesuffix("_at")
         arrays[column] = LabelSpans(arrays.pop(name), arrays[column], int(offsets[-1]))

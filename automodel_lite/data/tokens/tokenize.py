@@ -152,7 +152,9 @@ class DocumentTokenizer:
         groups: list[int] = []  # of each row
         renderings: list[Rendering] = []
         given: list[Document] = []
-        errors, specials, num_split = [], [], 0
+        errors = []
+        specials = []
+        num_split = 0
         unused: dict[str, str] = {}
         with stall_report() as places:
             for number, (place, document) in enumerate(documents, start=first):
@@ -204,9 +206,8 @@ class DocumentTokenizer:
             unused=unused,
         )
         if given:
-            columns = flatten(
-                {name: d[name] for name in COLUMNS if name in d} for d in given
-            ).columns
+            rows = [{name: d[name] for name in COLUMNS if name in d} for d in given]
+            columns = flatten(rows).columns
             lengths = np.array([len(document["input_ids"]) for document in given], np.int64)
         else:
             columns, lengths = self._encoder.encode(renderings)
@@ -222,7 +223,8 @@ def stall_report() -> Iterator[list[str]]:
     """Names the row, the last in the list, that a chat template stays with: templates may loop for
     ever.
     """
-    places, is_over = [""], threading.Event()
+    places = [""]
+    is_over = threading.Event()
 
     def watch() -> None:
         seen = ""
@@ -317,9 +319,8 @@ def tokenize_documents(
             for name, dataset in documents.datasets.items()
         }
         return documents.combine(datasets, len(job.tokenizer))
-    sets = {"train": documents.train} | {
-        f"val/{name}": rows for name, rows in documents.val.items()
-    }
+    sets = {"train": documents.train}
+    sets |= {f"val/{name}": rows for name, rows in documents.val.items()}
     rows, counts, notes = tokenize_sets(sets, documents.identity, documents.kind, job, cache_dir)
     train = rows.pop("train")
     return TokenizedData(
@@ -346,7 +347,8 @@ def tokenize_sets(
     cache_dir: str | Path | None,
 ) -> tuple[dict[str, DocumentReader], dict[str, RowCounts], tuple[str, ...]]:
     """Returns the rows of each set, which the cache holds, their counts, and notes to print."""
-    template, settings = job.tokenizer.chat_template, job.settings
+    template = job.tokenizer.chat_template
+    settings = job.settings
     key = {
         "dataset": identity,
         "tokenizer": short_hash(job.tokenizer.backend_tokenizer.to_str()),
@@ -362,27 +364,27 @@ def tokenize_sets(
         "columns": " ".join(f"{name}:{column.stored}" for name, column in COLUMNS.items()),
     }
     rows: dict[str, DocumentReader] = {}
-    counts, notes, special, of_trees, source, root = (
-        {},
-        [],
-        [],
-        [],
-        identity.split("(")[0],
-        cache_root(cache_dir),
-    )
+    counts = {}
+    notes = []
+    special = []
+    of_trees = []
+    source = identity.split("(")[0]
+    root = cache_root(cache_dir)
     trained = np.zeros(0, np.uint64)
     for name, documents in sets.items():
         write = partial(_write_rows, name=name, kind=kind, documents=documents, job=job)
         entry = build_once(root, "tokens", f"{source}-{name}", key | {"set": name}, write)
         stored = json.loads((entry.folder / FINDINGS).read_text())
         found = Findings(**stored | {"counts": RowCounts(**stored["counts"])})
-        flat, counts[name] = load_rows(entry.folder), found.counts
+        flat = load_rows(entry.folder)
+        counts[name] = found.counts
         if may_share(flat, job.tree):
             of_rows = {"rows": (entry.folder / CONTENT_HASH).read_text(), "rules": RULES_VERSION}
             of_rows |= {"tree": job.tree, "most_tokens": str(job.most_tokens)}
             grow = partial(write_trees, rows=flat, mode=job.tree, most_tokens=job.most_tokens)
             trees = build_once(root, "trees", f"{source}-{name}", of_rows, grow)
-            flat, facts = load_rows(trees.folder), json.loads((trees.folder / TREES).read_text())
+            flat = load_rows(trees.folder)
+            facts = json.loads((trees.folder / TREES).read_text())
             of_trees += [f"{name}: {note}"] if (note := facts.pop("note")) else []
             counts[name] += RowCounts(**facts)
         rows[name] = flat
@@ -397,7 +399,8 @@ def tokenize_sets(
 
 def _write_rows(folder: Path, name: str, kind: str, documents: DocumentSet, job: Job) -> None:
     """Tokenizes a set into a folder of the cache, and judges it."""
-    writer, found = RowsWriter(folder), Findings()
+    writer = RowsWriter(folder)
+    found = Findings()
     progress = Progress(f"tokenizing {name}", len(documents), "documents")
     with progress, (folder / HASHES).open("wb") as hashes:
         for chunk in tokenize_chunks(documents, job):

@@ -20,7 +20,8 @@ from automodel_lite.redact import secret_in
 
 TokenCount = Annotated[int, Range(262, 1_000_000)]
 MAX_CHARS = 20_000_000  # that a tokenizer is trained on
-PAD, END = "<|pad|>", "<|end|>"
+PAD = "<|pad|>"
+END = "<|end|>"
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
 
 CHAT_TEMPLATE = (Path(__file__).parent / "chat_template.jinja").read_text()

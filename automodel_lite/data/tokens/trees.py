@@ -73,7 +73,8 @@ def grow_trees(
                  labels; what is compared stays together, and is dropped whole
     """
     for row in rows if len(rows) > 1 else ():
-        ids, labels = row["input_ids"], row["labels"]
+        ids = row["input_ids"]
+        labels = row["labels"]
         has_label = labels[:-1] != IGNORE_INDEX
         is_next = bool((labels[:-1] == ids[1:])[has_label].all()) and (
             not len(ids) or labels[-1] == IGNORE_INDEX
@@ -132,10 +133,13 @@ def _tree(rows: Sequence[Row], shared: Sequence[int]) -> Tree:
     }
     ids = own["input_ids"]
     labels = np.full(len(ids), IGNORE_INDEX, np.int32)
-    weights, branches = np.zeros(len(ids), np.float32), np.zeros(len(ids), np.int32)
-    paths, end = [np.zeros(0, np.int64)], 0
+    weights = np.zeros(len(ids), np.float32)
+    branches = np.zeros(len(ids), np.int32)
+    paths = [np.zeros(0, np.int64)]
+    end = 0
     for row, first in zip(rows, firsts):
-        start, end = end, end + len(row["input_ids"]) - first
+        start = end
+        end = end + len(row["input_ids"]) - first
         paths.append(np.concatenate([paths[-1][:first], np.arange(start, end)]))
         if start:
             branches[start] = first + 1
@@ -161,13 +165,12 @@ def cut_tree(tree: Row, most_tokens: int) -> list[Tree]:
     rows.
     """
     starts = [0, *np.flatnonzero(tree["branches"]).tolist()]
-    ends, depths = (
-        [*starts[1:], len(tree["input_ids"])],
-        [0, *(tree["branches"][starts[1:]] - 1).tolist()],
-    )
+    ends = [*starts[1:], len(tree["input_ids"])]
+    depths = [0, *(tree["branches"][starts[1:]] - 1).tolist()]
     # of each: where its tokens stand, and how many repeat a path
     parts: list[list[tuple[np.ndarray, int]]] = []
-    path, num_tokens = np.zeros(0, np.int64), most_tokens
+    path = np.zeros(0, np.int64)
+    num_tokens = most_tokens
     for start, end, depth in zip(starts, ends, depths):
         own = np.arange(start, end)
         if num_tokens + len(own) > most_tokens:
@@ -175,10 +178,12 @@ def cut_tree(tree: Row, most_tokens: int) -> list[Tree]:
             num_tokens = depth
         else:
             parts[-1].append((own, 0))
-        path, num_tokens = np.concatenate([path[:depth], own]), num_tokens + len(own)
+        path = np.concatenate([path[:depth], own])
+        num_tokens = num_tokens + len(own)
     made = []
     for runs in parts:
-        taken, repeated = np.concatenate([run for run, _ in runs]), runs[0][1]
+        taken = np.concatenate([run for run, _ in runs])
+        repeated = runs[0][1]
         part = {name: values[taken] for name, values in tree.items()}
         is_label = part["labels"][:repeated] != IGNORE_INDEX
         weights = part.get("loss_weights", np.ones(len(taken)))[:repeated]
@@ -233,7 +238,11 @@ def write_trees(folder: Path, rows: TokenizedDocuments, mode: str, most_tokens: 
     for number, key in enumerate(keys):
         found.setdefault(key, []).append(number)
     is_cut = most_tokens is not None and PAIRED not in rows.columns
-    writer, num_trees, num_cut, num_parts, num_repeated = RowsWriter(folder), 0, 0, 0, 0
+    writer = RowsWriter(folder)
+    num_trees = 0
+    num_cut = 0
+    num_parts = 0
+    num_repeated = 0
     grown = (
         tree
         for group in found.values()
@@ -248,7 +257,8 @@ def write_trees(folder: Path, rows: TokenizedDocuments, mode: str, most_tokens: 
             parts += cut
             num_trees += "branches" in tree
             if len(cut) > 1:
-                num_cut, num_parts = num_cut + 1, num_parts + len(cut)
+                num_cut = num_cut + 1
+                num_parts = num_parts + len(cut)
                 num_repeated += sum(len(part["input_ids"]) for part in cut) - len(tree["input_ids"])
         flat = flatten(parts)
         writer.append(flat.columns, flat.lengths)

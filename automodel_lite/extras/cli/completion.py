@@ -46,7 +46,8 @@ def complete(words: list[str], word: str) -> Iterator[str]:
         given, _ = parser().parse_known_intermixed_args(words[:-1] if awaits else words)
         sources = Sources.of(given.config_dir, given.config_path)
     except ConfigError:
-        given, sources = parser().parse_args([]), Sources()
+        given = parser().parse_args([])
+        sources = Sources()
     found: Iterator[str] | list[str]
     if awaits and awaits.choices:
         found = list(awaits.choices)

@@ -78,7 +78,8 @@ def comments_of(kind: type) -> dict[str, str]:
 
 
 def _object(kind: type, known: dict[str, list[str]], sources: Sources) -> dict[str, Any]:
-    hints, comments = get_type_hints(kind, include_extras=True), comments_of(kind)
+    hints = get_type_hints(kind, include_extras=True)
+    comments = comments_of(kind)
     properties: dict[str, Any] = {}
     for item in fields(kind):
         hint = hints[item.name]

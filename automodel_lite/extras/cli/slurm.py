@@ -67,7 +67,8 @@ def _script(
         "cpus-per-task": max(1, cpus // tasks),
         "time": time or limit,
     }
-    script, root = LAUNCH_DIR / "slurm.sbatch", LAUNCH_DIR.parent
+    script = LAUNCH_DIR / "slurm.sbatch"
+    root = LAUNCH_DIR.parent
     always = re.findall(r"(?m)^#SBATCH --(?!nodes|ntasks-per-node|time).*\n", script.read_text())
     exports = {
         "LAUNCH": str(LAUNCH_DIR),
@@ -123,6 +124,7 @@ def _partition(wanted: str | None) -> tuple[str, str, int, int, int]:
     # `gpu:h100:8(S:0-1)` are 8; a day, or the partition's limit where it is shorter
     gpus = min(sum(map(int, re.findall(r"gpu(?::[^:,(]+)?:(\d+)", row[2]))) for row in mine)
     cpus = min(int(re.sub(r"\D", "", row[3]) or 1) for row in mine)
-    limit, days = mine[0][1], re.match(r"(\d+)-", mine[0][1])
+    limit = mine[0][1]
+    days = re.match(r"(\d+)-", mine[0][1])
     is_long = limit in ("infinite", "n/a") or (days and int(days[1]) >= 1)
     return name, "24:00:00" if is_long else limit, gpus, cpus, sum(int(row[4]) for row in mine)

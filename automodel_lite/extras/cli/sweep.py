@@ -62,7 +62,8 @@ def run_sweep(loader: Loader, main: str, line: Namespace) -> int:
     fixed = ",".join(split(text)[0] for text in line.overrides if not is_sweep(text))
     own = [f"hydra.job.config.override_dirname.exclude_keys=[{fixed}]", "hydra.output_subdir=null"]
     config = loader.load_configuration(line.config_name, [*line.overrides, *own], RunMode.MULTIRUN)
-    folder, launcher = Path(str(config.hydra.sweep.dir)).resolve(), config.hydra.launcher
+    folder = Path(str(config.hydra.sweep.dir)).resolve()
+    launcher = config.hydra.launcher
     if (folder / "config.yaml").is_file():
         raise ConfigError(f"{folder} is the folder of a run: give the sweep another name=... .")
     if launcher.get("nodes", 1) * launcher.get("tasks_per_node", 1) > 1:
@@ -106,7 +107,8 @@ def run_job(main: str, nproc: str, flags: Sequence[str], raw: DictConfig) -> flo
 
     hide_secrets()
     hydra: Any = HydraConfig.get()
-    folder, base = Path(hydra.runtime.output_dir), Path(str(hydra.sweep.dir)).resolve()
+    folder = Path(hydra.runtime.output_dir)
+    base = Path(str(hydra.sweep.dir)).resolve()
     _scrub_yaml(base)
     name = os.path.relpath(folder, base).replace("/", "+")
     # + marks a new key
@@ -187,4 +189,6 @@ def table(results: list[dict[str, Any]]) -> str:
         cells = [result.get(key, "") for key in columns]
         cells = [f"{cell:,.4f}" if isinstance(cell, float) else str(cell) for cell in cells]
         lines.append(f"| {result['job']}{' *' if result is best else ''} | {' | '.join(cells)} |")
-    return "\n".join([*lines, *(["", "marked *: the lowest val_loss"] if best else [])]) + "\n"
+    if best:
+        lines += ["", "marked *: the lowest val_loss"]
+    return "\n".join(lines) + "\n"

@@ -160,7 +160,8 @@ def make_plans(job: Job, most: int = MOST_SIMULATED) -> Outcome:
     """Searches the layouts of the job's world; the best plan was simulated whole, checkpoint and
     export included.
     """
-    pattern, capacity = layer_pattern(job.config), usable(int(job.gpu.gigabytes * 1e9))
+    pattern = layer_pattern(job.config)
+    capacity = usable(int(job.gpu.gigabytes * 1e9))
     plans: list[Plan] = []
     lost: Counter[str] = Counter()
     not_counted: CountError | None = None
@@ -213,7 +214,8 @@ def possible(job: Job) -> Iterator[Layout]:
     """Yields meshes that the model, the pack and the engine take, with micro-batches that divide
     the global batch.
     """
-    base, training = job.parts, job.parts.training
+    base = job.parts
+    training = job.parts.training
     heads = [n for one in layer_shapes(job.config) for n in (one.num_heads, one.num_kv_heads) if n]
     # tp and ep, which transformers combines with neither
     is_split = not (base.peft or base.mesh.cpu_offload)
@@ -254,7 +256,8 @@ def _bound_s(job: Job, layout: Layout, reached: float) -> float:
     """Returns seconds that no step of this layout can beat. reached: share of the peak rate that
     products have.
     """
-    shape, size = layout.shape, job.size
+    shape = layout.shape
+    size = job.size
     # that a data-parallel rank has at a time
     tokens = layout.micro_batch * job.parts.packed_sequence_size
     pairs = tokens * job.visible(
@@ -268,7 +271,8 @@ def _bound_s(job: Job, layout: Layout, reached: float) -> float:
     # Beside the products, bf16 weights are gathered twice (those outside the layers once),
     # gradients reduced once in fp32, over replicas too. Experts are sharded over what ep leaves, or
     # over no more ranks than there are experts.
-    shards, replicas = shape.dp_shard * shape.cp, shape.dp_replicate
+    shards = shape.dp_shard * shape.cp
+    replicas = shape.dp_replicate
     experts = size.all_experts * (shape.ep > 1 or shards > size.num_experts)
     copies = max(1, shards * shape.tp // shape.ep) if shape.ep > 1 else 1
     sharded = (size.parameters - experts) / shape.tp * (
@@ -324,7 +328,8 @@ def _seconds(
     computation, a layer's share is waited for at the begin, and all that takes longer than the
     computation.
     """
-    gpu, parallel = job.gpu, 0.0
+    gpu = job.gpu
+    parallel = 0.0
     fused = _FUSED if parts.training.compile is not False else 1.0
     found: defaultdict[str, float] = defaultdict(float)
     for one, times in work.items():

@@ -26,7 +26,9 @@ from automodel_lite.extras.plan.simulation import (
 from automodel_lite.training.memory import estimate_memory, gib, usable
 from automodel_lite.training.plan import ModelPlan, Parts, with_recomputation
 
-NONE, FULL, OFFLOAD = ("none", 1), ("full", 1), ("offload", 1)
+NONE = ("none", 1)
+FULL = ("full", 1)
+OFFLOAD = ("offload", 1)
 LADDER = (NONE, ("full", 8), ("full", 4), ("full", 3), ("full", 2), FULL, OFFLOAD)
 _CERTAIN = 2.0  # the coarse formulas are never this far off
 HOPELESS = 1.6  # share of the memory by the formulas beyond which a rung is not simulated
@@ -34,7 +36,8 @@ HOPELESS = 1.6  # share of the memory by the formulas beyond which a rung is not
 
 def recomputation_text(parts: Parts) -> str:
     """`none`, `none, weights stay gathered`, `full`, `full, one layer of 2`, `offload`."""
-    how, every = parts.training.activation_checkpointing, parts.advanced.recompute_every_layers
+    how = parts.training.activation_checkpointing
+    every = parts.advanced.recompute_every_layers
     if how == "none":
         return (
             "none, weights stay gathered"
@@ -76,7 +79,8 @@ def least_recomputation(
         return rungs[FULL], full
     if may_fit(OFFLOAD) and (offloaded := counted(OFFLOAD, full)).peak <= capacity:
         return rungs[OFFLOAD], offloaded
-    advanced, training = plan.parts.advanced, plan.parts.training
+    advanced = plan.parts.advanced
+    training = plan.parts.training
     if (
         advanced.reduce_every_micro_batch != "auto"
         or batch_shape(training, plan.shape.dp).micro_steps == 1
@@ -94,7 +98,8 @@ def choose_recomputation(plan: ModelPlan, gpu: int, adapter: int | None) -> tupl
     Where memory is left over, weights stay gathered from the forward to the backward pass, unless
     that is set.
     """
-    capacity, plain = usable(gpu), with_recomputation(plan.parts, *NONE)
+    capacity = usable(gpu)
+    plain = with_recomputation(plan.parts, *NONE)
     gathered = replace(plain, advanced=replace(plain.advanced, reshard_after_forward=False))
     asks = plan.parts.advanced.reshard_after_forward == "auto" and plan.strategy == "fsdp"
     kept = estimate_memory(replace(plan, parts=plain), adapter).total

@@ -250,7 +250,8 @@ def simulate_by_layers(
 
     if pattern.num_layers <= few + period:
         return of_layers(pattern.num_layers)
-    one, times = of_layers(few), (pattern.num_layers - few) / period
+    one = of_layers(few)
+    times = (pattern.num_layers - few) / period
     if like is None or like.few is None or pattern.first:
         return replace(interpolate(one, of_layers(few + period), times), few=one)
     of_all = interpolate(like.few, one, pattern.num_layers / few)  # the difference of all layers
@@ -277,7 +278,8 @@ def recompute_every(
     that what it needs in the model whose layers are all of its kind. Work is a share of both, as if
     layers were alike.
     """
-    total, few = pattern.num_layers, [step.few or step for step in (kept, recomputed)]
+    total = pattern.num_layers
+    few = [step.few or step for step in (kept, recomputed)]
     spared = list(np.diff(np.subtract(few[0].after_layers, few[1].after_layers), prepend=0))
     while len(spared) < total:
         spared += spared[-pattern.period :]
@@ -371,7 +373,8 @@ def _step(
     """An optimizer step of at most two micro-batches, with states that exist; returns the bytes of
     its gradients.
     """
-    lm, training = model.loss_model.lm, parts.training
+    lm = model.loss_model.lm
+    training = parts.training
     install(lm, _CountedAttention())
     layers = decoder_layers(lm)
     recompute_layers(
@@ -432,7 +435,8 @@ class _Adapters:
     """Adapters without memory, in sight when the weights are given some."""
 
     def __init__(self, peft: Lora) -> None:
-        self._peft, self.check = peft, peft.check
+        self._peft = peft
+        self.check = peft.check
 
     def adapt(self, model: transformers.PreTrainedModel, base: str) -> LoraAdapter:
         adapter = self._peft.adapt(model, base)
@@ -484,7 +488,8 @@ class _UnloadedSource(CausalLM):
 
 def _make_plain(rotation: Any) -> None:
     """Rotations that a document's length chooses read it; each choice has as many frequencies."""
-    kinds, rope = rotation.rope_type, rotation.config.rope_parameters
+    kinds = rotation.rope_type
+    rope = rotation.config.rope_parameters
     is_nested = isinstance(kinds, dict)  # by kind of layer
     rotation.rope_type = dict.fromkeys(kinds, "default") if is_nested else "default"
     for parameters in rope.values() if is_nested else [rope]:

@@ -70,13 +70,12 @@ class MemoryTracker(TorchDispatchMode):
         self.part = "update"
         self.work: dict[str, Work] = {"micro": Counter(), "last": Counter(), "update": Counter()}
         self.is_parallel = False  # does what is sent now travel beside the computation?
-        self._routed_tokens, self._vocab_size, self._tells_layers = (
-            routed_tokens,
-            vocab_size,
-            tells_layers,
-        )
+        self._routed_tokens = routed_tokens
+        self._vocab_size = vocab_size
+        self._tells_layers = tells_layers
         self.phase = self._place = "load"
-        self.now, self.after_layers = 0, dict[int, int]()
+        self.now = 0
+        self.after_layers = dict[int, int]()
         self.peaks: Counter[str] = Counter()
         self._shape = shape
         # name of a process group -> mesh axes, ranks, extent
@@ -84,7 +83,8 @@ class MemoryTracker(TorchDispatchMode):
         self._sizes: dict[int, int] = {}  # storage -> bytes
         self._kinds: dict[int, str] = {}  # storage -> what made it
         self._held: Counter[str] = Counter()  # kind -> bytes
-        self._peak, self._held_at_peak = 0, self._held
+        self._peak = 0
+        self._held_at_peak = self._held
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and self._routed_tokens:
@@ -137,10 +137,8 @@ class MemoryTracker(TorchDispatchMode):
             self._sizes[key] = num_bytes
 
     def enter(self, phase: str, layer: int | None = None) -> None:
-        self.phase, self._place = (
-            phase,
-            f"{phase} {layer}" if self._tells_layers and layer is not None else phase,
-        )
+        self.phase = phase
+        self._place = f"{phase} {layer}" if self._tells_layers and layer is not None else phase
         self.peaks[self._place] = max(self.peaks[self._place], self.now)
 
     def forget(self, phase: str) -> None:
@@ -161,7 +159,8 @@ class MemoryTracker(TorchDispatchMode):
         self._held[kind] += num_bytes
         self.peaks[self._place] = max(self.peaks[self._place], self.now)
         if self.now > self._peak:
-            self._peak, self._held_at_peak = self.now, self._held.copy()
+            self._peak = self.now
+            self._held_at_peak = self._held.copy()
 
     def _freed(self, key: int) -> None:
         self._change(self._kinds.pop(key), -self._sizes.pop(key))
@@ -258,7 +257,8 @@ def operation(
     name = func.overloadpacket.__name__
     if name in _FREE or func.namespace in ("prim", "profiler"):
         return None
-    args, result = _own_parts(args), _own_parts(result)
+    args = _own_parts(args)
+    result = _own_parts(result)
     # a look-up reads the rows that it gives, not the table; a gather the places that it takes
     read = {"embedding": result, "index_select": result, "gather": args[1:]}.get(name, args)
     touched = (tensors_of or gpu_tensors)((read, kwargs, result))

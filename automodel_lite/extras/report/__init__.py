@@ -63,7 +63,10 @@ class RunRecord:
         """Returns document tokens and minutes until each logged step; validation and saving do not
         count as time.
         """
-        steps, tokens, minutes, before = [0], [0.0], [0.0], 0
+        steps = [0]
+        tokens = [0.0]
+        minutes = [0.0]
+        before = 0
         for row in self.rows:
             # both cover the steps since the row before
             if "step_s" in row and "tokens_per_s" in row:
@@ -93,7 +96,8 @@ def read_run(path: Path) -> RunRecord:
     if not rows:
         hangs = "".join(f" {text}" for text in hangs_of(folder.logs))
         raise ConfigError(f"{path} has logged no step yet.{hangs}")
-    config, facts = saved_config(folder.config), json_object(folder.facts)
+    config = saved_config(folder.config)
+    facts = json_object(folder.facts)
     printed = facts.get("lines")
     found = printed if isinstance(printed, list) else []
     lines = [line for line in found if isinstance(line, list) and [*map(type, line)] == [str, str]]
@@ -173,7 +177,9 @@ def page_of(records: list[RunRecord], refresh_s: int | None = None) -> str:
     names = dict.fromkeys(name for of_run in facts for name, _ in of_run)
     first = records[0]
     # steps done over steps planned, from the rows' own estimate of the time left
-    done, left, step_s = first.rows[-1]["step"], first.last("eta_s") or 0.0, first.last("step_s")
+    done = first.rows[-1]["step"]
+    left = first.last("eta_s") or 0.0
+    step_s = first.last("step_s")
     data = []  # of the charts
     for record in records:
         keys = [
@@ -199,9 +205,7 @@ def page_of(records: list[RunRecord], refresh_s: int | None = None) -> str:
         samples=[] if len(records) > 1 else samples_of(first),
         warnings=[f"{record.name}: {text}" for record in records for text in warnings_of(record)],
         packing=packing_of(first),
-        settings=[
-            (key, value) for key, value in flatten(first.config) if value not in (None, {}, [])
-        ],
+        settings=[pair for pair in flatten(first.config) if pair[1] not in (None, {}, [])],
         next=RunFolder(first.path).next_commands(first.status.get("state", "")),
         data={"runs": data},
     )
@@ -243,7 +247,8 @@ def _template(name: str) -> Any:
 
 def facts_of(record: RunRecord) -> list[tuple[str, str]]:
     """Returns the numbers that one looks for first."""
-    last, typical = record.last, record.typical
+    last = record.last
+    typical = record.typical
 
     def known(name: str, value: float | None, form: str) -> list[tuple[str, str]]:
         return [] if value is None else [(name, form.format(value))]

@@ -144,9 +144,8 @@ class Lora:
         weights = load_file(folder / "adapter_model.safetensors")
         # the parameters, as files name them
         own = peft.get_peft_model_state_dict(wrapped, save_embedding_layers=False)
-        if own.keys() != weights.keys() or any(
-            own[name].shape != weights[name].shape for name in own
-        ):
+        shapes = {name: weight.shape for name, weight in own.items()}
+        if shapes != {name: weight.shape for name, weight in weights.items()}:
             only = sorted(own.keys() ^ weights.keys()) or ["a shape"]
             raise ConfigError(
                 f"peft.adapter={self.adapter} does not fit model.pretrained={base}: {only[0]} "
@@ -403,7 +402,9 @@ def lora_targets(
         for name in linear
         if fused and name.rpartition(".")[2] in FAMILIES["taken_for_experts"]
     }
-    weights = [*(fused if experts else ()), *(f"{name}.weight" for name in by_weight)]
+    weights = [f"{name}.weight" for name in by_weight]
+    if experts:
+        weights = [*fused, *weights]
     return (
         _shortest({name: 1 for name in linear if name not in by_weight}, names.values()),
         # The end of a weight has its module's name: experts.gate_up_proj, mlp.up_proj.weight.
@@ -425,7 +426,8 @@ def _candidates(
     weights of experts.
     """
     refused = FAMILIES["read_by_kernels"].get(model.config.model_type, ())
-    linear, fused = [], []
+    linear = []
+    fused = []
     for layer in decoder_layers(model):
         mixtures = list(_mixtures(layer))
         of_experts = {module for _, routed in mixtures for module in routed.modules()}

@@ -181,7 +181,8 @@ def write_memmap(path: Path, documents: Iterable[Sequence[int]], dtype: str = "i
     """Writes Megatron's `<path>.bin` and `<path>.idx`; raises DataError for a token that `dtype`
     cannot hold.
     """
-    most, lengths = np.iinfo(dtype).max, []
+    most = np.iinfo(dtype).max
+    lengths = []
     with path.with_suffix(".bin").open("wb") as file:
         for number, document in enumerate(documents):
             tokens = np.asarray(document, np.int64)

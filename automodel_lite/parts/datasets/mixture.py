@@ -69,7 +69,9 @@ class Mixture:
             raise ConfigError(
                 f"dataset.sources.{other}.weight=null: give all datasets weights, or none."
             )
-        self.stop, self.seed, self.kind = stop, seed, "mixture"
+        self.stop = stop
+        self.seed = seed
+        self.kind = "mixture"
         self.datasets: dict[str, Documents] = {
             name: source.dataset for name, source in self.sources.items()
         }
@@ -124,14 +126,11 @@ class Mixture:
             source.weight is not None or source.repeat % 1 for source in self.sources.values()
         )
         notes = [f"{name}: {note}" for name, data in datasets.items() for note in data.notes]
+        pairs = [(name, *pair) for name, data in datasets.items() for pair in data.counts.items()]
         return TokenizedData(
             train=train,
             val=_prefixed({name: data.val for name, data in datasets.items()}),
-            counts={
-                f"{name}/{key}": counts
-                for name, data in datasets.items()
-                for key, counts in data.counts.items()
-            },
+            counts={f"{name}/{key}": counts for name, key, counts in pairs},
             notes=(*notes, *self.table(train)),
             fingerprint=short_hash(
                 " ".join([self.identity, *(data.fingerprint for data in datasets.values())])
@@ -178,7 +177,8 @@ class Mixture:
         taken = mixed.tokens_by_source()
         total = max(1, sum(taken.values()))
         for name, rows in zip(mixed.names, mixed.sources):
-            tokens, times = taken[name], taken[name] / max(1, rows.num_tokens)
+            tokens = taken[name]
+            times = taken[name] / max(1, rows.num_tokens)
             share = f"{tokens:,} tokens an epoch, {tokens / total:.1%} of all"
             yield f"{name}: {share}, {times:.2f} x its {rows.num_tokens:,}"
 
@@ -193,12 +193,10 @@ class MixedRows(DocumentReader):
         source_ids: np.ndarray,
         row_ids: np.ndarray,
     ):
-        self.sources, self.names, self.source_ids, self.row_ids = (
-            sources,
-            names,
-            source_ids,
-            row_ids,
-        )
+        self.sources = sources
+        self.names = names
+        self.source_ids = source_ids
+        self.row_ids = row_ids
         self.lengths, self.row_lengths = np.zeros((2, len(row_ids)), np.int64)
         for number, rows in enumerate(sources):
             mine = source_ids == number
@@ -262,7 +260,8 @@ def _source(name: str, settings: Mapping[str, Any]) -> Source:
             "one of them."
         )
     for key in [key for key in _RULES if settings.get(key) is not None]:
-        value, rule = settings[key], _RULES[key]
+        value = settings[key]
+        rule = _RULES[key]
         is_number = (
             isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
         )

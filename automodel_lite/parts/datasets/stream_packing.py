@@ -110,8 +110,10 @@ class PackStream(Iterator[dict[str, Any]]):
         """The rows of a document as packs hold them: none over the size of a pack, each with a
         label; counted.
         """
-        size, overlong = self.packer.packed_sequence_size, self.packer.overlong
-        fitting, num_dropped = [], 0
+        size = self.packer.packed_sequence_size
+        overlong = self.packer.overlong
+        fitting = []
+        num_dropped = 0
         for row in rows:
             columns = {name: np.asarray(row[name]) for name in COLUMNS if name in row}
             length = len(columns["input_ids"])

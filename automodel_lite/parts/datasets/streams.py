@@ -107,10 +107,13 @@ def read_hub(
         raise ConfigError(f"dataset.path={path} cannot be streamed: {one_line(error)}") from error
     shown = f"{path}/{name}" if name else path
     if stream.num_shards >= num_shards:
-        rows, first, step = stream.shard(num_shards, shard).skip(start), start, 1
+        rows = stream.shard(num_shards, shard).skip(start)
+        first = start
+        step = 1
         shown += f", shard {shard}"
     else:
-        first, step = shard + start * num_shards, num_shards
+        first = shard + start * num_shards
+        step = num_shards
         rows = islice(stream, first, None, step)
     for number, row in enumerate(rows):
         yield (
@@ -294,14 +297,16 @@ class StreamedPacks(PackSource):
         )
         # The first documents are judged as a file's are, before a step is taken.
         head = documents.head(MIN_JUDGED_DOCUMENTS)
-        chunk, name = DocumentTokenizer(job).chunk(head), f"first {len(head):,} documents"
+        chunk = DocumentTokenizer(job).chunk(head)
+        name = f"first {len(head):,} documents"
         check_set(name, documents.kind, chunk.found, job.settings, job.tokenizer)
         if packer.overlong == "drop":
             too_long = chunk.lengths[chunk.lengths > packer.packed_sequence_size]
             packer.check_dropped(int(too_long.sum()), int(chunk.lengths.sum()), name, chunk.lengths)
         notes = (f"{name}: {chunk.found.counts}", *tokenization_notes(name, chunk.found), *notes)
         val_packs = {name: packer.packs(rows) for name, rows in val.items()}
-        has_trees, longest = packer.tree != "off", packer.packed_sequence_size  # at most
+        has_trees = packer.tree != "off"
+        longest = packer.packed_sequence_size  # at most
         return cls(
             documents, job, packer, val_packs, notes, batches, config.dataloader, has_trees, longest
         )
@@ -357,11 +362,10 @@ class StreamedPacks(PackSource):
             cursor = Cursor(cursor.epoch + 1)
 
     def _epoch(self, cursor: Cursor, mesh: Mesh) -> Iterator[HostStep]:
-        per_step, size = (
-            self.shape.global_batch_size // self.shape.dp_size,
-            self.shape.micro_batch_size,
-        )
-        turns, empty = self._turns(cursor, mesh.dp_rank), self.packer.pack_of(flatten([]))
+        per_step = self.shape.global_batch_size // self.shape.dp_size
+        size = self.shape.micro_batch_size
+        turns = self._turns(cursor, mesh.dp_rank)
+        empty = self.packer.pack_of(flatten([]))
         states = dict(cursor.shards or {})
         is_judged = False
         for step in itertools.count():
@@ -409,7 +413,8 @@ class StreamedPacks(PackSource):
         """Returns `stream.jsonl: 1,200 documents read, ...`; raises DataError when too many cannot
         be trained on.
         """
-        name, max_bad_frac = self.documents.stream.name, self.job.settings.max_bad_frac
+        name = self.documents.stream.name
+        max_bad_frac = self.job.settings.max_bad_frac
         text = (
             f"{name}: {counts['num_documents']:,} documents read, {counts['num_empty']:,} bad, "
             f"empty or without a trained token, {counts['num_dropped']:,} over-long dropped"

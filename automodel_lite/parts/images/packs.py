@@ -76,7 +76,8 @@ class ImagePacks(PackedDataset):
         self, packs: PackedDataset, processor: ImageProcessor, sets: list[ImageDocuments]
     ) -> None:
         super().__init__(packs.rows, packs.plan, packs.padding_idx)
-        self.processor, self.sets = processor, sets
+        self.processor = processor
+        self.sets = sets
 
     def __getitems__(self, indices: Sequence[int]) -> PackBatch:
         batch = super().__getitems__(indices)

@@ -47,7 +47,8 @@ def check_model(data: PackSource, built: BuiltModel, mesh: Mesh) -> None:
     """Raises ConfigError for a model that cannot be trained on packs with images; every rank calls
     it.
     """
-    job, lm = data.job, built.model.loss_model.lm
+    job = data.job
+    lm = built.model.loss_model.lm
     assert isinstance(job, ImageJob)
     name = type(lm).__name__
     if runs_by_rows(lm):
@@ -103,7 +104,8 @@ def sees_ahead(built: BuiltModel, mesh: Mesh) -> bool:
     found: list[bool] = []
 
     def read(mask_function: Any, q_length: int, **kwargs: Any) -> None:
-        places, zero = torch.arange(q_length, device=mesh.device), torch.zeros((), dtype=torch.long)
+        places = torch.arange(q_length, device=mesh.device)
+        zero = torch.zeros((), dtype=torch.long)
         zero = zero.to(mesh.device)
         visible = mask_function(zero, zero, places[:, None], places[None])
         found.append(bool(visible.expand(q_length, q_length).triu(1).any()))

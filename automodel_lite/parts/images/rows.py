@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 IMAGES = "images"
 """The key of a document: its `PlacedImage`s, in the order of the marks in its text."""
-_OF_ROW, _OF_SET = 8, 40  # bits of a number: images of a row, rows of a set
+_OF_ROW = 8
+_OF_SET = 40  # bits of a number: images of a row, rows of a set
 MOST_IMAGES = 1 << _OF_ROW
 
 

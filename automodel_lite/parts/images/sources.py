@@ -195,7 +195,8 @@ def take_images(row: RawRow) -> tuple[RawRow, list[ImageSource]]:
     kept = {name: value for name, value in row.items() if name not in COLUMNS}
     if isinstance(kept.get("texts"), list):
         kept["messages"] = _turns_of_pairs(kept.pop("texts"))
-    found, of_rejected = _Found(bool(waiting)), _Found(bool(waiting))
+    found = _Found(bool(waiting))
+    of_rejected = _Found(bool(waiting))
     marked = {}
     for name, value in kept.items():
         marked[name] = (of_rejected if name == REJECTED else found).marked(value, name)

@@ -246,7 +246,8 @@ class ImageRenderer(Renderer):
     """
 
     def __init__(self, job: ImageJob) -> None:
-        self.job, self.marker = job, job.processor.marker
+        self.job = job
+        self.marker = job.processor.marker
         self.chat_renderer = partial(ImageChatRenderer, marker=self.marker)
         self.placeholder = re.compile(f"{re.escape(self.marker)}|{IMAGE}")
         super().__init__(job.tokenizer, job.settings.train_on, job.settings.template_kwargs)
@@ -283,7 +284,10 @@ class ImageRenderer(Renderer):
             )
         own = images[: len(found)]
         # from a placeholder's second character on, all moves by what the images so far have grown
-        edges, grown, parts, end = [0], [0], [], 0
+        edges = [0]
+        grown = [0]
+        parts = []
+        end = 0
         for match, (_, tokens) in zip(found, own):
             parts += [rendering.text[end : match.start()], tokens.text]
             end = match.end()
@@ -311,7 +315,8 @@ class ImageEncoder(Encoder):
         columns, lengths = super().encode(renderings)
         ids = columns["input_ids"]
         places = np.flatnonzero(ids == self.processor.token_id)
-        numbers, counts = [], []
+        numbers = []
+        counts = []
         for rendering in renderings:
             for number, tokens in getattr(rendering, IMAGES):
                 numbers.append(number)

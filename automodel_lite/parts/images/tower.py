@@ -42,7 +42,8 @@ class PackedImages(TowerInputs):
         """Returns the arguments of the composite's forward; runs its towers."""
         inputs = batch.model_inputs()
         known = inspect.signature(type(lm).forward).parameters
-        image_T, shift_T = batch.columns.get("image"), batch.columns.get("rope_shift")
+        image_T = batch.columns.get("image")
+        shift_T = batch.columns.get("rope_shift")
         if shift_T is not None:
             inputs["position_ids"] = rope_positions(shift_T, batch.position_ids)[:, None]
         if image_T is not None:

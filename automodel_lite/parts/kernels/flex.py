@@ -61,7 +61,8 @@ class FlexAttention(RepeatedBlocks):
 
     def attend_tree(self, inputs: AttentionInputs, tree: TreeKeys) -> Tensor:
         """See `TreeKernel`."""
-        window, places = inputs.options.window, tree.position
+        window = inputs.options.window
+        places = tree.position
         own = torch.arange(len(places), device=places.device)
         mask = self._known(
             tree.until, (window,), lambda: block_mask(own, tree.until, places, places, window)
@@ -148,7 +149,9 @@ def block_mask(
     first_q, last_q = _block_ends(len(highest), highest.device)
     first_k, last_k = _block_ends(len(until), until.device)
     # `highest` rises with the query: its ends in a block are its extremes there. The others do not.
-    expires, own, others = _by_block(until), _by_block(at), _by_block(places)
+    expires = _by_block(until)
+    own = _by_block(at)
+    others = _by_block(places)
     is_seen = (first_k <= highest[last_q][:, None]) & (expires.amax(1) > first_q[:, None])
     is_full = (last_k <= highest[first_q][:, None]) & (expires.amin(1) > last_q[:, None])
     if window is not None:
@@ -160,7 +163,8 @@ def block_mask(
         visible = (j <= highest[i]) & (i < until[j])
         return visible if window is None else visible & (at[i] - places[j] < window)
 
-    partial, full = _ordered(is_seen & ~is_full), _ordered(is_full)
+    partial = _ordered(is_seen & ~is_full)
+    full = _ordered(is_full)
     sizes = (len(highest), len(until))
     return BlockMask.from_kv_blocks(
         *partial, *full, BLOCK_SIZE=BLOCK, mask_mod=mask_mod, seq_lengths=sizes

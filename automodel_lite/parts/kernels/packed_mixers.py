@@ -85,9 +85,11 @@ class _DocumentConv(torch.autograd.Function):
     def backward(ctx: Any, grad_TC: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:  # type: ignore[override]
         x_TC, weight_CK, seq_idx = ctx.saved_tensors
         taps = at_least_fp32(weight_CK).flip(1).unbind(1)
-        x_grad, tap_grads = torch.empty_like(x_TC), [torch.zeros_like(tap) for tap in taps]
+        x_grad = torch.empty_like(x_TC)
+        tap_grads = [torch.zeros_like(tap) for tap in taps]
         for start, end in _blocks(x_TC):
-            x, grad = at_least_fp32(x_TC[start:end]), at_least_fp32(grad_TC[start:end])
+            x = at_least_fp32(x_TC[start:end])
+            grad = at_least_fp32(grad_TC[start:end])
             out = grad * taps[0]
             tap_grads[0] += (grad * x).sum(0)
             for ahead in range(1, len(taps)):
@@ -168,7 +170,8 @@ class Chunks:
         behind = length * (torch.arange(len(piece)) - first[piece])
         following = torch.arange(len(piece)) - 1
         following[first] = torch.where(parents < 0, -1, (first + counts)[parents] - 1)
-        within, num_tokens = torch.arange(length), int(lens.sum())
+        within = torch.arange(length)
+        num_tokens = int(lens.sum())
         is_token = within < (lens[piece] - behind)[:, None]
         places = torch.where(
             is_token, (starts[piece] + behind)[:, None] + within, num_tokens
@@ -176,10 +179,8 @@ class Chunks:
         own = torch.empty(num_tokens, dtype=torch.int64)
         own[places[is_token.flatten()]] = is_token.flatten().nonzero().squeeze(1)
         # One document in each chunk: 0 goes on, -1 is nobody's state.
-        before, document = (
-            following.clamp(max=0)[:, None],
-            torch.zeros(len(piece), length, dtype=torch.int64),
-        )
+        before = following.clamp(max=0)[:, None]
+        document = torch.zeros(len(piece), length, dtype=torch.int64)
         device = [x.to(tree.own.device, non_blocking=True) for x in (document, before, places, own)]
         return cls(device[0], device[1], following.tolist(), num_tokens, *device[2:])
 
@@ -222,7 +223,8 @@ class Chunks:
         so_far = total - F.pad(total, (0, 0, 1, 0)).gather(
             2, self.first[:, None, :, None].expand_as(log_decay)
         )
-        dtype, continues = log_decay.dtype, (self.document == self.before)[:, None, :, None]
+        dtype = log_decay.dtype
+        continues = (self.document == self.before)[:, None, :, None]
         stays = (self.document == self.document[:, -1:])[:, None, :, None]
         return Decays(
             # Differences, and their gradients' sums, which nearly cancel, in fp64: that of two long
@@ -282,7 +284,8 @@ def gated_delta_rule(
     solved once for the values and once for what the state before the chunk contributes (the UT
     transform of arXiv:2406.06484).
     """
-    dtype, heads = query.dtype, value.shape[1]
+    dtype = query.dtype
+    heads = value.shape[1]
     with torch.autocast(query.device.type, enabled=False):
         chunks = Chunks.of(stream, CHUNK if g.ndim == 2 else CHUNK_OF_CHANNELS)
         query, key, value, g, beta = map(at_least_fp32, (query, key, value, g, beta))
@@ -323,7 +326,8 @@ def _delta_states(
     """
     # first what follows nothing
     ends = [written.new_zeros(*keys.shape[1:2], keys.shape[-1], written.shape[-1])]
-    states, outs = [], []
+    states = []
+    outs = []
     for w, r, k, d, parent in zip(
         written.unbind(), read.unbind(), keys.mT.unbind(), decay.unbind(), parents
     ):
@@ -384,7 +388,8 @@ def _heads_last(x: Tensor, by_group: tuple[int, int]) -> Tensor:
 
 def _states(added: Tensor, decay: Tensor, parents: Sequence[int]) -> Tensor:
     """[M, ...]: the state before each chunk."""
-    ends, states = [torch.zeros_like(added[0])], []
+    ends = [torch.zeros_like(added[0])]
+    states = []
     for a, d, parent in zip(added.unbind(), decay.unbind(), parents):
         states.append(ends[parent + 1])
         ends.append(torch.addcmul(a, states[-1], d))

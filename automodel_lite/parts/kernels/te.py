@@ -88,7 +88,8 @@ class TransformerEngineAttention:
         cu_q, cu_k, max_q, max_k = segments
         is_self = cu_q is cu_k
         mask_type = "padding_causal" if is_self else "padding_causal_bottom_right"
-        cu_q, cu_k = self._fill(cu_q), self._fill(cu_k)
+        cu_q = self._fill(cu_q)
+        cu_k = self._fill(cu_k)
         heads = (q_THD.shape[1], k_THD.shape[1], q_THD.shape[2], v_THD.shape[2])
         is_deterministic = torch.are_deterministic_algorithms_enabled()
         key = (heads, options.scale, options.window, options.softcap, mask_type, is_deterministic)

@@ -107,7 +107,8 @@ class Values:
 
     def key(self, rows: DocumentReader) -> Key:
         """Returns what the values of these rows follow from."""
-        of_rows, packer = rows.flat.folder, self.packer
+        of_rows = rows.flat.folder
+        packer = self.packer
         assert of_rows is not None  # rows of the token cache
         return {
             "rows": (of_rows / CONTENT_HASH).read_text(),
@@ -156,7 +157,8 @@ class Values:
 
         Tokens that no pack holds (over-long documents that are dropped) have none, NaN.
         """
-        folder, packer = self.folder(name, rows), copy(self.packer)
+        folder = self.folder(name, rows)
+        packer = copy(self.packer)
         if not all(mesh.gather(find_damage(folder) is None)):
             placed = rows.with_columns({"row_place": np.arange(rows.flat.num_tokens)})
             packer.max_packs = None  # all packs, whatever sample of them an epoch takes
@@ -171,7 +173,8 @@ class Values:
 
     def _num_missing(self, rows: DocumentReader, columns: Columns) -> int:
         """Returns the number of labels in packs that have no value."""
-        flat, missing = rows.flat, []
+        flat = rows.flat
+        missing = []
         values = next(columns[name] for name, (dtype, _) in self.columns.items() if "f" in dtype)
         for start in range(0, flat.num_tokens, _BLOCK_TOKENS):
             block = slice(start, start + _BLOCK_TOKENS)
@@ -225,7 +228,8 @@ def teacher_values(
     padded to more than the student's. In fp16 their log-probabilities take as much room as in bf16,
     8 times finer.
     """
-    k, files = loss.top_k, model_files(loss.teacher) or loss.teacher
+    k = loss.top_k
+    files = model_files(loss.teacher) or loss.teacher
     columns = {"teacher_ids": ("int32", k), "teacher_log_probs": ("float16", k)}
     columns["teacher_rest"] = ("float32", 1)
     function = partial(loss.likeliest, num_ids)
@@ -237,7 +241,8 @@ def one_job_at(folder: Path, mesh: Mesh) -> Iterator[bool]:
     """Waits until no other job makes this folder; whether this rank is the one that writes on its
     file system. Ranks go on talking while they wait, so no collective of theirs times out.
     """
-    lock, owner = FileLock(f"{folder}.lock"), Path(f"{folder}.owner")
+    lock = FileLock(f"{folder}.lock")
+    owner = Path(f"{folder}.owner")
     job = mesh.gather(token_hex(8))[0]
     folder.parent.mkdir(parents=True, exist_ok=True)
     is_told = False
@@ -269,7 +274,9 @@ class Part:
     """
 
     def __init__(self, values: Values, folder: Path, packs: PackedDataset, is_writer: bool) -> None:
-        self.values, self.folder, self.packs = values, folder, packs
+        self.values = values
+        self.folder = folder
+        self.packs = packs
         self.path = folder.with_name(f"{folder.name}.part")
         self.arrays = dict[str, np.memmap]()
         # another seed or rounding of lengths makes other packs of the same documents
@@ -340,8 +347,10 @@ class Part:
 
 def _compute(part: Part, built: BuiltModel, mesh: Mesh) -> None:
     # nodes with caches of their own may have come to different places
-    part.done, saved = min(mesh.gather(part.done)), time.monotonic()
-    values, packs = part.values, part.packs
+    part.done = min(mesh.gather(part.done))
+    saved = time.monotonic()
+    values = part.values
+    packs = part.packs
     with Progress(f"computing {values.name}", len(packs), "packs") as progress:
         for num_packs, places, found in _values(values.function, packs, built, mesh, part.done):
             progress.add(num_packs)
@@ -359,8 +368,10 @@ def _values(
     """(packs, places of their labels in the flat rows, values [R, K]) of all ranks, forward by
     forward.
     """
-    model, exchange = built.model, built.plan.parts.mesh.cp_exchange
-    loss_model, size = model.loss_model, built.plan.parts.training.micro_batch_size
+    model = built.model
+    exchange = built.plan.parts.mesh.cp_exchange
+    loss_model = model.loss_model
+    size = built.plan.parts.training.micro_batch_size
     model.module.eval()
     for of_ranks in assign_to_ranks(
         np.arange(done, len(packs)), BatchShape(size * mesh.shape.dp, size, mesh.shape.dp)

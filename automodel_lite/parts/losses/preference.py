@@ -70,7 +70,8 @@ class PreferenceLoss(Loss):
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
         # Sums over the answers of this micro-batch; gradients are those of this rank's rows.
-        log_probs_R, answers_R = inputs.log_probs(), inputs.columns["answers"]
+        log_probs_R = inputs.log_probs()
+        answers_R = inputs.columns["answers"]
         reference_R = inputs.columns.get("reference_log_probs", torch.zeros_like(log_probs_R))
         values_R3 = torch.stack([log_probs_R, reference_R, torch.ones_like(reference_R)], 1)
         is_answer = [
@@ -81,7 +82,8 @@ class PreferenceLoss(Loss):
         # document.
         pair_N = ((sums_N6[:, 2] > 0).cumsum(0) - 1).clamp(min=0)
         sums_P6 = torch.zeros_like(sums_N6).index_add(0, pair_N, sums_N6).unbind(1)
-        chosen, rejected = Answers(*sums_P6[:3]), Answers(*sums_P6[3:])
+        chosen = Answers(*sums_P6[:3])
+        rejected = Answers(*sums_P6[3:])
         losses_P, margins_P = self.pair_losses(chosen, rejected)
         if self.cross_entropy:
             losses_P = losses_P - self.cross_entropy * chosen.mean().log_prob
@@ -129,7 +131,8 @@ class Dpo(PreferenceLoss):
 
     def pair_losses(self, chosen: Answers, rejected: Answers) -> tuple[Tensor, Tensor]:
         if self.kind == "ipo":
-            chosen, rejected = chosen.mean(), rejected.mean()
+            chosen = chosen.mean()
+            rejected = rejected.mean()
         difference_P = (chosen.log_prob - chosen.reference) - (
             rejected.log_prob - rejected.reference
         )

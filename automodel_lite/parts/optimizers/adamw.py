@@ -51,10 +51,8 @@ def adamw(
     """AdamW (Loshchilov & Hutter, 2019) over `param_groups`; small moments of matrices of at least
     4096 values.
     """
-    groups, shared = (
-        param_groups(model, weight_decay),
-        dict[str, Any](lr=lr, betas=tuple(map(float, betas)), eps=eps),
-    )
+    groups = param_groups(model, weight_decay)
+    shared = dict[str, Any](lr=lr, betas=tuple(map(float, betas)), eps=eps)
     if moments == "fp32":
         return LocalAdamW(groups, fused=True, **shared)
     return SmallAdamW(groups, shared, {"bf16": torch.bfloat16, "8bit": torch.uint8}[moments])
@@ -140,7 +138,8 @@ class SmallAdamW(Optimizer):
     def step_group(self, group: dict[str, Any], parameters: list[nn.Parameter]) -> None:
         """Steps parameters that share their settings."""
         for parameter in parameters:
-            state, device = self.state[parameter], parameter.device
+            state = self.state[parameter]
+            device = parameter.device
             if not state:
                 state.update(self._new_state(parameter))
             scale, skipped = self.scale_and_skip(device)

@@ -47,9 +47,10 @@ def muon(
     """
     matrices = hidden_matrices(model)
     groups = param_groups(model, weight_decay, left_out=matrices)
-    by_muon = {"params": matrices, "weight_decay": weight_decay, "momentum": momentum}
+    if matrices:
+        groups = [{"params": matrices, "weight_decay": weight_decay, "momentum": momentum}, *groups]
     return Muon(
-        [*([by_muon] if matrices else []), *groups],
+        groups,
         {"lr": lr, "betas": tuple(map(float, betas)), "eps": eps},
     )
 
@@ -98,7 +99,8 @@ class Muon(SmallAdamW):
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
         scale, skipped = self.scale_and_skip(parameter.device)
-        buffer, gradient = local(state["momentum_buffer"]), local(parameter.grad) / scale  # type: ignore[arg-type]
+        buffer = local(state["momentum_buffer"])
+        gradient = local(parameter.grad) / scale  # type: ignore[arg-type]
         updated = buffer.lerp(gradient, 1 - group["momentum"])
         buffer.copy_(torch.where(skipped, buffer, updated))
         return gradient.lerp(updated, group["momentum"]).bfloat16()
@@ -138,7 +140,8 @@ def orthogonal(matrices: list[nn.Parameter], updates: list[Tensor]) -> list[Tens
     """
     group = _row_group(matrices[0])
     if group is None:
-        (matrix,), (part,) = matrices, updates
+        (matrix,) = matrices
+        (part,) = updates
         if not isinstance(matrix, DTensor):
             return [newton_schulz(part)]
         # cut along two axes, as by tensor parallelism: every rank works on the whole matrix
@@ -148,7 +151,8 @@ def orthogonal(matrices: list[nn.Parameter], updates: list[Tensor]) -> list[Tens
         )
         keep_part(cut, newton_schulz(cut.full_tensor()))
         return [cut.to_local()]
-    size, me = dist.get_world_size(group), dist.get_rank(group)
+    size = dist.get_world_size(group)
+    me = dist.get_rank(group)
     # of each matrix on each rank, as FSDP cuts: the first ranks have ceil(rows / ranks), the last
     # what is left
     chunks = [-(-len(matrix) // size) for matrix in matrices]

@@ -34,7 +34,8 @@ class MlflowTracker(Callback):
         uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI", beside)
         if uri == beside:
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # a laptop needs no database
-        self.client, self.artifact = mlflow.MlflowClient(tracking_uri=uri), artifact
+        self.client = mlflow.MlflowClient(tracking_uri=uri)
+        self.artifact = artifact
         self.run_id: str = run.state.get("run_id", "")
         if not self.run_id:
             known = self.client.get_experiment_by_name(scrub(experiment))
