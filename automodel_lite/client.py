@@ -44,10 +44,8 @@ from automodel_lite.data.tokens.tokenizer import padding_id
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.loss import (
     CrossEntropy,
-    FusedLinearCrossEntropy,
     Loss,
     LossInputs,
-    LossModel,
     LossOutput,
     checked_loss,
     label_log_probs,
@@ -197,12 +195,10 @@ class TrainingClient:
         self._num_calls += 1
         seed_all(self.config.seed, self._num_calls, self.mesh.token_rank)
         self._is_broken = True
-        with _using(loss_model, recording):
-            whole = list(self.engine.micro_batches(packed.packs))
-            sums = self.engine.forward_backward(
-                [self.engine.place(batch).to(self.mesh.device) for batch in whole]
-            )
-            num_items = self.engine.count_items(whole)
+        whole = list(self.engine.micro_batches(packed.packs, loss))
+        placed = [self.engine.place(batch).to(self.mesh.device) for batch in whole]
+        sums = self.engine.forward_backward(placed, loss=recording)
+        num_items = self.engine.count_items(whole, loss)
         totals = {name: float(value) for name, value in self.engine.total(sums).items()}
         log_probs = self._of_rows(packed, recording.found)
         self._is_broken = False
@@ -525,20 +521,6 @@ class _Recording(Loss):
         if "row_place" in inputs.columns:
             self.found.append((inputs.columns["row_place"], log_probs_R))
         return output
-
-
-@contextmanager
-def _using(model: LossModel, recording: _Recording) -> Iterator[None]:
-    """Inside, the model computes another loss."""
-    before = model.loss, model.takes_logits
-    model.takes_logits |= recording.loss.needs_logits
-    if model.takes_logits and isinstance(recording.loss, FusedLinearCrossEntropy):
-        recording.loss = CrossEntropy()
-    model.loss = recording
-    try:
-        yield
-    finally:
-        model.loss, model.takes_logits = before
 
 
 def _column_of_log_probs(logits: Tensor, labels: Tensor) -> Tensor:

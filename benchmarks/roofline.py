@@ -209,7 +209,7 @@ def counted(job: Job, num_layers: int, recomputes: bool) -> list[tuple[str, floa
         on_fake_cpu(model)
         batch = batch.map_tensors(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype))
         with torch.autocast("cpu", torch.bfloat16, enabled=job.lora, cache_enabled=False), count:
-            model(batch).backward()
+            model(batch).sum.backward()
     return count.operations
 
 

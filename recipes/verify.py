@@ -234,10 +234,8 @@ class Verification:
         total = torch.zeros((), device=self.mesh.device)
         for batch in self.batches:
             with torch.autocast(device.type, dtype) if dtype != torch.float32 else nullcontext():
-                loss = (
-                    model(cp_shard(batch, self.mesh.cp, exchange).to(device))
-                    / self.num_label_tokens
-                )
+                own = cp_shard(batch, self.mesh.cp, exchange).to(device)
+                loss = model(own).sum / self.num_label_tokens
             loss.backward()
             total += loss.detach()
         assert self.mesh.cp is not None
@@ -258,7 +256,7 @@ class Verification:
                 part = cp_shard(batch, self.mesh.cp, self.parts.mesh.cp_exchange).to(
                     self.mesh.device
                 )
-                loss = model(part) / self.num_label_tokens
+                loss = model(part).sum / self.num_label_tokens
                 (loss * model.mean_ranks).backward()
             total += loss.detach()
         return Step(
@@ -302,7 +300,8 @@ class Verification:
         total = 0.0
         for batch in batches:
             with torch.autocast(device.type, dtype) if dtype != torch.float32 else nullcontext():
-                loss = model(batch.to(device)) / (num_label_tokens or self.num_label_tokens)
+                total = model(batch.to(device)).sum
+                loss = total / (num_label_tokens or self.num_label_tokens)
             loss.backward()
             total += float(loss.detach())
         return Step(total, take_gradients(model.lm.named_parameters()))

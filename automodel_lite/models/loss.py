@@ -16,9 +16,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -75,11 +73,13 @@ class Head:
 
     rows       [R, C]; logits [R, V] where there is no weight
     weight_VC  the head's whole weight
+    backend    of torch.compile, which makes one pass over a chunk's logits; None = eager
     """
 
     rows: Tensor
     weight_VC: Tensor | None = None
     softcap: float | None = None
+    backend: str | None = None
 
     def logits(self, rows: Tensor) -> Tensor:
         """Returns the fp32 logits [r, V] of some `rows`, without gradients."""
@@ -294,23 +294,27 @@ class FusedLinearCrossEntropy(PlainLoss):
     """A chunk of rows at a time: never an [R, V] tensor (see `linear_cross_entropy`).
 
     With `chunk_tokens` at the model dim, the logits of a chunk take as much memory as the gradient
-    of the head, which is there anyway. `backend` of torch.compile, which makes one pass over a
-    chunk's logits, is set by training.compile.
+    of the head, which is there anyway. Logits of a head that is not plain are there already.
     """
 
     # rows of logits at a time; null = hidden size, at least 512
     chunk_tokens: Positive | None = None
-    backend: str | None = None
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
         head = inputs.head
-        weights_R = inputs.columns.get("loss_weights")
-        assert head.weight_VC is not None
-        rows = chunk_rows(self.chunk_tokens, *head.weight_VC.shape[::-1])
-        how = (head.softcap, self.backend, weights_R)
-        return LossOutput(
-            linear_cross_entropy(head.rows, head.weight_VC, inputs.labels_R, rows, *how), {}
+        if head.weight_VC is None:
+            return CrossEntropy()(inputs)
+        vocab_size, hidden_size = head.weight_VC.shape
+        total = linear_cross_entropy(
+            head.rows,
+            head.weight_VC,
+            inputs.labels_R,
+            chunk_rows(self.chunk_tokens, hidden_size, vocab_size),
+            head.softcap,
+            head.backend,
+            inputs.columns.get("loss_weights"),
         )
+        return LossOutput(total, {})
 
     def logits_bytes(self, shape: LossShape) -> float:
         """Counts a chunk of rows, in fp32 and in the compute dtype, beside the head's gradient, to
@@ -361,20 +365,23 @@ _CURES = {
 }
 
 
+def _loss_and_hit(logits: Tensor, labels: Tensor) -> Tensor:
+    is_hit = logits.argmax(-1) == labels
+    losses = F.cross_entropy(logits, labels, reduction="none")
+    return torch.stack([losses, is_hit.to(logits.dtype)], 1)
+
+
 class LossModel(nn.Module):
-    """A Hugging Face causal LM and a loss. `forward(batch) -> fp32 scalar`, the SUM over this
-    rank's rows.
+    """A Hugging Face causal LM and a loss. `forward(batch)` returns the loss and its parts, SUMS
+    over this rank's rows.
 
     A loss runs inside the head's own forward: only there has FSDP gathered its weight.
 
-    parts        those of the last forward; outside training also `token_accuracy`, the number of
-                 labels that are the likeliest token, and, of a loss that is not plain,
-                 `cross_entropy`, its sum over the label tokens
+    has_plain_head   logits are `softcap(hidden @ weight.T)`; of any other head (`probe` sees it)
+                     every loss takes the logits that the head computes itself
+    loss_backend     of torch.compile, for what a loss compiles; None = nothing
     items_per_label  of the whole step: what the loss is divided by over what a balance is, which
-                 counts labels
-    takes_logits the head computes logits, of which the loss is taken: for losses that ask for it,
-    and where the probe
-                 has seen that it is more than `softcap(hidden @ weight.T)`
+                     counts labels
     """
 
     def __init__(
@@ -386,9 +393,9 @@ class LossModel(nn.Module):
         self.balance = balance
         # in a tuple, it is no submodule: neither trained, sharded nor saved
         self._teacher: tuple[LossModel, ...] = ()
-        self.parts: dict[str, Tensor] = {}
         self.items_per_label = 1.0
-        self.takes_logits = loss.needs_logits
+        self.has_plain_head = True
+        self.loss_backend: str | None = None
         self.softcap: float | None = getattr(
             lm.config.get_text_config(), "final_logit_softcapping", None
         )
@@ -402,18 +409,15 @@ class LossModel(nn.Module):
         # not registered as submodules a second time.
         self._decoder_and_head = text_decoder(self.lm), output_head(self.lm)
         head = self._decoder_and_head[1]
-        softcap = self.softcap
         product = head.forward
 
-        def forward(hidden: Tensor, compute: Callable[[Head], Tensor] | None = None) -> Tensor:
+        def forward(hidden: Tensor, compute: Callable[[Head], Any] | None = None) -> Any:
             if compute is None:
                 return product(hidden)
             weight: Any = head.weight
-            return compute(
-                Head(
-                    hidden, weight.full_tensor() if isinstance(weight, DTensor) else weight, softcap
-                )
-            )
+            if isinstance(weight, DTensor):
+                weight = weight.full_tensor()
+            return compute(Head(hidden, weight, self.softcap, self.loss_backend))
 
         head.forward = forward
 
@@ -430,73 +434,85 @@ class LossModel(nn.Module):
                 return True
         return self.balance is not None or self.loss.needs_documents
 
-    def forward(self, batch: ThdBatch) -> Tensor:
-        """Returns the loss. That of a mixture's balance has gradients in training, but is not part
-        of the value.
+    def forward(self, batch: ThdBatch, loss: Loss | None = None) -> LossOutput:
+        """Returns the loss, or another `loss` of the same rows. Outside training its parts also
+        hold `token_accuracy`, the number of labels that are the likeliest token, and, where the
+        loss is not plain, `cross_entropy`, its sum over the label tokens.
         """
-        balance = self.balance if self.training else None
-        options = dict[str, Any]()
-        router_logits: list[Tensor] = []  # layer by layer
-        hook: Any = nullcontext()
-        if balance is not None:
-            options["output_router_logits"] = True
-            hook = self._decoder_and_head[0].register_forward_hook(
-                lambda *call: router_logits.extend(call[2].router_logits)
-            )
-        # A loss runs inside the head's forward: only there has FSDP gathered its weight.
-        with hook:  # which is removed where the model or the loss raises, too
-            if self._teacher:
-                (teacher,) = self._teacher
-                with torch.no_grad():
-                    teacher_rows = teacher.before_head(batch)
-                # The student's head runs inside the teacher's: both weights are whole there, and in
-                # the backward pass.
-                rows = self.before_head(batch, **options)
-                evaluate = partial(self._evaluate, batch)
-                loss = teacher._at_head(
-                    teacher_rows,
-                    lambda theirs: self._at_head(rows, lambda own: evaluate(own, theirs)),
-                )
-            else:
-                loss = self._at_head(
-                    self.before_head(batch, **options), partial(self._evaluate, batch)
-                )
-        if balance is None:
-            return loss
-        of_experts = self.items_per_label * balance(router_logits, batch)
-        return loss + (of_experts - of_experts.detach())
+        loss = loss or self.loss
+        teacher_rows = None
+        if self._teacher:
+            with torch.no_grad():
+                teacher_rows = self._teacher[0].before_head(batch)
+        rows, router_logits = self._labeled_rows(batch, loss)
+        output = self._at_heads(batch, loss, rows, teacher_rows)
+        if self.balance is None or not self.training:
+            return output
+        # gradients in training, but no part of the value
+        of_experts = self.items_per_label * self.balance(router_logits, batch)
+        return output._replace(sum=output.sum + (of_experts - of_experts.detach()))
 
-    def _evaluate(self, batch: ThdBatch, head: Head, teacher: Head | None = None) -> Tensor:
-        """Evaluates the loss, at the head, and keeps its parts."""
+    def _labeled_rows(self, batch: ThdBatch, loss: Loss) -> tuple[Tensor, list[Tensor]]:
+        """Returns the rows as `before_head` does; in training with a balance also the logits of the
+        routers, layer by layer.
+        """
+        if self.balance is None or not self.training:
+            return self.before_head(batch, loss), []
+        router_logits: list[Tensor] = []
+
+        def record(module: nn.Module, args: Any, output: Any) -> None:
+            router_logits.extend(output.router_logits)
+
+        # removed where the model raises, too
+        with self._decoder_and_head[0].register_forward_hook(record):
+            return self.before_head(batch, loss, output_router_logits=True), router_logits
+
+    def _at_heads(
+        self, batch: ThdBatch, loss: Loss, rows: Tensor, teacher_rows: Tensor | None
+    ) -> LossOutput:
+        """Evaluates the loss at the heads of the model and its teacher, if it has one."""
+
+        def at_own_head(teacher_head: Head | None) -> LossOutput:
+            def evaluate(head: Head) -> LossOutput:
+                return self._evaluate(batch, loss, head, teacher_head)
+
+            output: LossOutput = self._at_head(rows, evaluate, loss)
+            return output
+
+        if teacher_rows is None:
+            return at_own_head(None)
+        # inside the teacher's: both weights are whole there, and in the backward pass
+        output: LossOutput = self._teacher[0]._at_head(teacher_rows, at_own_head)
+        return output
+
+    def _evaluate(
+        self, batch: ThdBatch, loss: Loss, head: Head, teacher: Head | None
+    ) -> LossOutput:
+        """Evaluates the loss at the head."""
         rows = batch.label_rows
         # A pack of padding alone, of a rank that runs short, was made of no rows, and brings no
         # columns.
-        brought = batch.columns if len(rows) else self.loss.example_columns(batch) | batch.columns
-        check_columns(self.loss, brought)
+        brought = batch.columns if len(rows) else loss.example_columns(batch) | batch.columns
+        check_columns(loss, brought)
         labels_R = batch.labels.index_select(0, rows)
         columns = {name: column.index_select(0, rows) for name, column in brought.items()}
         inputs = LossInputs(head, labels_R, columns, batch, teacher)
-        total, parts = self.loss(inputs)
+        total, parts = loss(inputs)
         if not self.training:
-
-            def loss_and_hit(logits: Tensor, labels: Tensor) -> Tensor:
-                is_hit = logits.argmax(-1) == labels
-                return torch.stack(
-                    [F.cross_entropy(logits, labels, reduction="none"), is_hit.to(logits.dtype)], 1
-                )
-
-            losses_R, hits_R = inputs.rows(loss_and_hit, labels_R).unbind(-1)
+            losses_R, hits_R = inputs.rows(_loss_and_hit, labels_R).unbind(-1)
             weights_R = columns.get("loss_weights", torch.ones_like(hits_R))
             parts = {**parts, "token_accuracy": (hits_R * weights_R).sum()}
-            if not isinstance(self.loss, PlainLoss):
+            if not isinstance(loss, PlainLoss):
                 parts["cross_entropy"] = (losses_R * weights_R).sum()
-        self.parts = {name: part.detach() for name, part in parts.items()}
-        return total
+        return LossOutput(total, {name: part.detach() for name, part in parts.items()})
 
-    def before_head(self, batch: ThdBatch, **options: Any) -> Tensor:
+    def _takes_logits(self, loss: Loss) -> bool:
+        return loss.needs_logits or not self.has_plain_head
+
+    def before_head(self, batch: ThdBatch, loss: Loss | None = None, **options: Any) -> Tensor:
         """Returns the labeled rows before the head [R, C], or logits [R, V]."""
         inputs = {**self._inputs(batch), **options}
-        if self.takes_logits:
+        if self._takes_logits(loss or self.loss):
             return self.lm(**inputs, logits_to_keep=batch.label_rows).logits.squeeze(0)
         # features of images take their places inside the composite's own forward
         decoder = self._decoder_and_head[0] if batch.images is None else self.lm.base_model
@@ -508,11 +524,13 @@ class LossModel(nn.Module):
             return batch.model_inputs()
         return batch.images.model_inputs(self.lm, batch)
 
-    def _at_head(self, rows: Tensor, compute: Callable[[Head], Tensor]) -> Tensor:
+    def _at_head(
+        self, rows: Tensor, compute: Callable[[Head], Any], loss: Loss | None = None
+    ) -> Any:
         """Evaluates `compute` at the head of such rows: inside its forward, unless
         they are logits.
         """
-        if self.takes_logits:
+        if self._takes_logits(loss or self.loss):
             return compute(Head(rows))
         return self._decoder_and_head[1](rows, compute=compute)
 
@@ -520,10 +538,12 @@ class LossModel(nn.Module):
     def values(self, batch: ThdBatch, function: RowFunction) -> Tensor:
         """Returns `function(logits, labels)` of the labeled rows, [R, K]."""
         labels_R = batch.labels.index_select(0, batch.label_rows)
-        return self._at_head(
-            self.before_head(batch),
-            lambda head: LossInputs(head, labels_R).rows(function, labels_R),
-        )
+
+        def evaluate(head: Head) -> Tensor:
+            return LossInputs(head, labels_R).rows(function, labels_R)
+
+        values: Tensor = self._at_head(self.before_head(batch), evaluate)
+        return values
 
     def logits(self, batch: ThdBatch, num_last: int = 0) -> Tensor:
         """Returns those of the stream's last tokens, [num_last, V]; 0 = of all."""

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from automodel_lite.compat import FsdpTrainingState
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.layers import decoder_layers, output_head, towers
-from automodel_lite.models.loss import LossModel
+from automodel_lite.models.loss import Loss, LossModel, LossOutput
 from automodel_lite.parallel.mesh import SHARDS, Mesh, MeshShape, open_axes
 from automodel_lite.thd import ThdBatch
 
@@ -77,9 +77,10 @@ class ParallelModel:
     # of what is made of the weights (models/fp8.py), before each call
     refresh: Callable[[], None] = lambda: None
 
-    def __call__(self, batch: ThdBatch) -> Tensor:
+    def __call__(self, batch: ThdBatch, loss: Loss | None = None) -> LossOutput:
+        """See LossModel.forward; every rank calls it."""
         with self._call(batch):
-            return self.module(batch)
+            return self.module(batch, loss)
 
     def logits(self, batch: ThdBatch, num_last: int = 0) -> Tensor:
         """See LossModel.logits; every rank calls it, and ranks that share a model each give their

@@ -37,7 +37,7 @@ from automodel_lite.models.layers import (
     local,
     recompute_layers,
 )
-from automodel_lite.models.loss import CrossEntropy, FusedLinearCrossEntropy, LossModel, PlainLoss
+from automodel_lite.models.loss import FusedLinearCrossEntropy, LossModel
 from automodel_lite.models.source import describe, embedding_rows
 from automodel_lite.parallel.context_parallel import check_context_parallel, cp_shard
 from automodel_lite.parallel.exchange import choose_exchange
@@ -290,16 +290,14 @@ def check_model(cp_exchange: str, model: ParallelModel, mesh: Mesh) -> str:
     check_packing_isolation(loss_model.lm, mesh.device, logits)
     check_context_parallel(loss_model.lm, mesh.cp, cp_exchange, mesh.device, model.logits)
     model.free_gathered()
-    if not loss_model.loss.needs_logits and not all(heads):
-        loss_model.takes_logits = True
-        if isinstance(loss_model.loss, PlainLoss):
-            loss_model.loss = CrossEntropy()
-        name = type(loss_model.loss).__name__
-        return (
-            f"{name}: the output head of {type(loss_model.lm).__name__} is more than hidden @ "
-            "weight.T"
-        )
-    return type(loss_model.loss).__name__
+    loss_model.has_plain_head = all(heads)
+    name = type(loss_model.loss).__name__
+    if loss_model.has_plain_head or loss_model.loss.needs_logits:
+        return name
+    return (
+        f"{name} of the model's own logits: the output head of {type(loss_model.lm).__name__} is "
+        "more than hidden @ weight.T"
+    )
 
 
 def with_exchange(
@@ -357,18 +355,17 @@ def compile_model(parts: Parts, model: ParallelModel, mesh: Mesh, backend: str =
     # which compiled graphs do themselves
     is_selective = training.activation_checkpointing == "selective"
     undo = compile_layers(layers, backend, KEPT_FRAC if is_selective else 1.0)
-    plain_loss = model.loss_model.loss
     if not is_selective:
         recompute_layers(layers, *how)
-    if isinstance(plain_loss, FusedLinearCrossEntropy):
-        model.loss_model.loss = replace(plain_loss, backend=backend)
+    model.loss_model.loss_backend = backend
     began = time.monotonic()
     graphs = compiled_graphs()
     breaks = graph_breaks()
     try:
         batch = worst_case_batch(parts, embedding_rows(model.loss_model.lm))
         with model.accumulate(is_last=True):
-            model(cp_shard(batch, mesh.cp, parts.mesh.cp_exchange).to(mesh.device)).backward()
+            own = cp_shard(batch, mesh.cp, parts.mesh.cp_exchange).to(mesh.device)
+            model(own).sum.backward()
     except (
         compat.dynamo.exc.TorchDynamoException,
         compat.dynamo.exc.FailOnRecompileLimitHit,
@@ -376,7 +373,7 @@ def compile_model(parts: Parts, model: ParallelModel, mesh: Mesh, backend: str =
         if training.compile is True:
             raise
         undo()
-        model.loss_model.loss = plain_loss
+        model.loss_model.loss_backend = None
         recompute_layers(layers, *how)
         return f"off: {one_line(error, 200)}"
     finally:

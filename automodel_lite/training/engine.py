@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from automodel_lite.data.feeding.order import BatchShape, assign_to_ranks
 from automodel_lite.data.packing.packs import PackedDataset, packed_sequence_thd_collater
 from automodel_lite.models.layers import local
+from automodel_lite.models.loss import Loss
 from automodel_lite.parallel.context_parallel import cp_shard
 from automodel_lite.parallel.mesh import Mesh
 from automodel_lite.seed import seed_all
@@ -56,43 +57,50 @@ class Engine:
         """Returns the tokens of this context-parallel rank, on the host."""
         return cp_shard(batch, self.mesh.cp, self.built.plan.parts.mesh.cp_exchange)
 
-    def micro_batches(self, packs: PackedDataset, first: int = 0) -> Iterator[ThdBatch]:
-        """Yields this rank's micro-batches of all packs from `first` on, as whole streams; ranks
-        that run short get padding.
+    def micro_batches(self, packs: PackedDataset, loss: Loss | None = None) -> Iterator[ThdBatch]:
+        """Yields this rank's micro-batches of all packs, as whole streams; ranks that run
+        short get padding.
+
+        loss  None = the model's
         """
+        loss_model = self.built.model.loss_model
+        needs_mixers = loss_model.needs_mixer_metadata or (loss or loss_model.loss).needs_documents
         size = self.built.plan.parts.training.micro_batch_size
         dp = self.mesh.shape.dp
-        of_ranks = assign_to_ranks(np.arange(first, len(packs)), BatchShape(size * dp, size, dp))
+        of_ranks = assign_to_ranks(np.arange(len(packs)), BatchShape(size * dp, size, dp))
         for ids in of_ranks[:, self.mesh.dp_rank].tolist():
             batch = packed_sequence_thd_collater(packs.__getitems__(ids))
-            yield to_thd(batch, self.built.model.loss_model.needs_mixer_metadata)
+            yield to_thd(batch, needs_mixers)
 
     def forward_backward(
         self,
         inputs: Sequence[ThdBatch],
         divisor: float = 1.0,
         lap: Callable[[str], None] = no_lap,
+        loss: Loss | None = None,
     ) -> dict[str, Tensor]:
         """Adds the gradients of this rank's micro-batches, placed and on the device, divided by
         `divisor`; returns the sums of its losses ("loss", not divided) and of their parts.
+
+        loss  None = the model's
         """
         model = self.built.model
         sums = {"loss": torch.zeros((), device=self.mesh.device)}
         for number, batch in enumerate(inputs, start=1):
             with model.accumulate(is_last=number == len(inputs)):
-                loss = model(batch)
+                output = model(batch, loss)
                 lap("forward")
                 # the wrapper takes the mean over ranks: times their number, the gradient is that
                 # of the sum over ranks
-                (loss * (model.mean_ranks / divisor)).backward()
+                (output.sum * (model.mean_ranks / divisor)).backward()
                 lap("backward")
-            for name, value in {"loss": loss.detach(), **model.loss_model.parts}.items():
+            for name, value in {"loss": output.sum.detach(), **output.parts}.items():
                 sums[name] = sums[name] + value if name in sums else value.float()
         return sums
 
-    def count_items(self, micro_batches: Iterable[ThdBatch]) -> float:
+    def count_items(self, micro_batches: Iterable[ThdBatch], loss: Loss) -> float:
         """Returns what the loss counts in whole streams of all ranks."""
-        items = self.built.model.loss_model.loss.num_items
+        items = loss.num_items
         # the ranks of cp and tp read the same streams
         own = torch.tensor(sum(map(items, micro_batches)), dtype=torch.float64)
         return float(self.mesh.sum(own.to(self.mesh.device))) / self.mesh.shape.cp

@@ -62,10 +62,10 @@ def validation_losses(
     packs_per_forward = source.shape.dp_size * source.shape.micro_batch_size
     with Progress("validating", -(-len(packs) // packs_per_forward), "batches") as progress:
         for ready in feed:
-            loss = model(ready.inputs[0])
+            output = model(ready.inputs[0])
             # Sums and counts stay apart to the end: means of batches would weigh short ones too
             # much.
-            for name, value in {"loss": loss, **loss_model.parts}.items():
+            for name, value in {"loss": output.sum, **output.parts}.items():
                 sums[name] = sums[name] + value if name in sums else value.float()
             whole = ready.micro_batches[0]
             counts += torch.tensor([loss_model.loss.num_items(whole), whole.num_label_tokens])

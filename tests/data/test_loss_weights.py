@@ -155,7 +155,7 @@ def test_a_weight_of_two_is_meeting_the_row_twice(loss: Loss) -> None:
 def gradients_of(loss: Loss, batch: ThdBatch) -> list[Tensor]:
     lm = build("llama")
     install(lm, ReferenceAttention())
-    (LossModel(lm, loss)(batch) / batch.num_label_tokens).backward()
+    (LossModel(lm, loss)(batch).sum / batch.num_label_tokens).backward()
     return [parameter.grad for parameter in lm.parameters() if parameter.grad is not None]
 
 

@@ -89,7 +89,7 @@ LLAMA4 = {
 
 def gradients(model: LossModel, packs: list[ThdBatch]) -> Tensor:
     for batch in packs:
-        model(batch).backward()
+        model(batch).sum.backward()
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 

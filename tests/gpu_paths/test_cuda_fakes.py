@@ -66,7 +66,8 @@ def test_losses_and_logits_are_made_on_the_gpu(exchange: str, parts: dict[str, T
         model = LossModel(lm, FusedLinearCrossEntropy(32))
         parallel = ParallelModel(model, model, 1, torch.float32)
         batch = parts[exchange].map_tensors(lambda tensor: fake.from_tensor(tensor).to(GPU))
-        assert (parallel(batch).device, parallel(batch).dtype) == (GPU, torch.float32)
+        total = parallel(batch).sum
+        assert (total.device, total.dtype) == (GPU, torch.float32)
         logits_TV = parallel.logits(batch, num_last=1)
         assert (logits_TV.device, logits_TV.shape) == (GPU, (1, 512))
         cu = batch.cu_seqlens_padded

@@ -96,10 +96,10 @@ def test_compiled_layers_need_no_graph_after_the_first_packs(family: str) -> Non
     model = model_of(family, FAMILIES[family], 12, ReferenceAttention(), torch.bfloat16)
     first = compiled_graphs()
     compile_layers(decoder_layers(model.lm), backend="aot_eager")
-    model(pack_of(20, 17, 11)).backward()
+    model(pack_of(20, 17, 11)).sum.backward()
     warm = compiled_graphs()
     for lengths in [(48,), (1, 47), (16, 16, 16), (1,) * 48, (5, 6, 7, 8, 9, 13)]:
-        model(pack_of(*lengths)).backward()
+        model(pack_of(*lengths)).sum.backward()
     assert compiled_graphs() == warm
     model.eval()
     with torch.no_grad():
@@ -110,7 +110,7 @@ def test_compiled_layers_need_no_graph_after_the_first_packs(family: str) -> Non
         for length in (10, 11, 12, 20, 31):
             model.logits(stream_of(torch.arange(length)[None], "cpu"), 1)
     model.train()
-    model(pack_of(24, 24)).backward()
+    model(pack_of(24, 24)).sum.backward()
     assert compiled_graphs() == sampled
     assert sampled - first <= 24
 
@@ -136,7 +136,7 @@ def test_flex_trains_the_families_that_need_it(
             recompute_layers(decoder_layers(model.lm), "full", 1)
         for lengths in packs:
             torch.manual_seed(len(lengths))
-            model(pack_of(*lengths)).backward()
+            model(pack_of(*lengths)).sum.backward()
         if isinstance(kernel, FlexAttention):
             model.eval()
             with torch.no_grad():

@@ -50,7 +50,7 @@ def sums(folder: Path, tree: str) -> tuple[Any, dict[str, Any], list[Any]]:
     )
     model = packed_model(folder, data)
     batches = batches_of(data)
-    loss = sum(model(batch) for batch in batches)
+    loss = sum(model(batch).sum for batch in batches)
     return loss, gradients(model.lm, loss), batches
 
 

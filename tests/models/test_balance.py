@@ -97,7 +97,7 @@ def got(family: str, batch: ThdBatch, coefficient: float = COEFFICIENT) -> dict[
     install(model, ReferenceAttention())
     LossModel(model, FusedLinearCrossEntropy(), balance_of(model, coefficient)).train()(
         batch
-    ).backward()
+    ).sum.backward()
     return gradients(model)
 
 
@@ -125,7 +125,7 @@ def test_a_refused_batch_leaves_nothing_in_the_model() -> None:
     loss_model = LossModel(model, FusedLinearCrossEntropy(), balance_of(model, COEFFICIENT)).train()
     with pytest.raises(ConfigError, match="answers"):
         loss_model(replace(batch, columns={"answers": torch.zeros_like(batch.labels)}))
-    assert torch.isfinite(loss_model.eval()(batch))  # whose routers give no logits
+    assert torch.isfinite(loss_model.eval()(batch).sum)  # whose routers give no logits
 
 
 def _on_rank(rank: int, cp: int, exchange: str) -> float:

@@ -83,7 +83,7 @@ def test_a_pack_equals_the_textbook(family: str, loss: Distill) -> None:
     want = textbook(plain, teacher_of(family), loss)
     want.backward()
     model, batch = packed(loss, family, teacher_of(family))
-    got = model(batch)
+    got = model(batch).sum
     got.backward()
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     for one, other in zip(gradients(model.lm), gradients(plain), strict=True):
@@ -99,10 +99,10 @@ def stored(teacher: Any, batch: ThdBatch, top_k: int) -> ThdBatch:
 def test_stored_logits_of_the_whole_vocabulary_are_the_teacher() -> None:
     teacher = teacher_of("llama")
     model, batch = packed(Distill(), teacher=teacher)
-    want = model(batch)
+    want = model(batch).sum
     want.backward()
     other, batch = packed(DistillTopK("teacher", top_k=96))
-    got = other(stored(teacher, batch, build("llama").config.vocab_size))
+    got = other(stored(teacher, batch, build("llama").config.vocab_size)).sum
     got.backward()
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     for one, another in zip(gradients(other.lm), gradients(model.lm), strict=True):
@@ -122,13 +122,13 @@ def test_the_rest_of_few_stored_tokens_is_one_class() -> None:
         p, q = p.exp(), q.gather(1, ids)
         rest_p, rest_q = 1 - p.sum(1), 1 - q.sum(1)
         want = (p * (p / q).log()).sum() + (rest_p * (rest_p / rest_q).log()).sum()
-        torch.testing.assert_close(model(batch), want, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(model(batch).sum, want, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["forward", "reverse", "jsd"])
 def test_a_student_taught_by_itself_stays_where_it_is(kind: Any) -> None:
     model, batch = packed(Distill(kind=kind), teacher=build("llama").requires_grad_(False))
-    loss = model(batch)
+    loss = model(batch).sum
     loss.backward()
     assert float(loss.detach()) == pytest.approx(0, abs=1e-5)
     assert max(float(grad.abs().max()) for grad in gradients(model.lm)) < 1e-5
@@ -138,12 +138,12 @@ def test_a_longer_vocabulary_is_padding() -> None:
     """Sizes that differ are those of one tokenizer, padded: only ids that both have are compared."""
     teacher = teacher_of("llama")
     model, batch = packed(Distill(), teacher=teacher)
-    want = model(batch).detach()
+    want = model(batch).sum.detach()
     head = teacher.lm_head
     head.weight = torch.nn.Parameter(
         torch.cat([head.weight, torch.randn(8, head.weight.shape[1])]), False
     )
-    torch.testing.assert_close(model(batch).detach(), want)
+    torch.testing.assert_close(model(batch).sum.detach(), want)
 
 
 def with_rows(model: Any, num_more: int) -> Any:
@@ -162,7 +162,8 @@ def test_cross_entropy_is_over_the_whole_vocabulary_of_the_student(
     teacher = with_rows(teacher_of("llama"), of_teacher)
     model, batch = packed(Distill(cross_entropy=0.5), teacher=teacher)
     with_rows(model.lm, of_student)
-    loss = model(batch).detach()
+    output = model(batch)
+    loss = output.sum.detach()
     with torch.no_grad():
         labels = batch.labels[batch.label_rows]
         own, theirs = (
@@ -173,7 +174,7 @@ def test_cross_entropy_is_over_the_whole_vocabulary_of_the_student(
     num_common = min(own.shape[1], theirs.shape[1])
     p, q = (x[:, :num_common].softmax(-1) for x in (theirs, own))
     divergence = (p * (p / q).log()).sum()
-    torch.testing.assert_close(model.parts["ce"].double(), ce, rtol=1e-6, atol=0)
+    torch.testing.assert_close(output.parts["ce"].double(), ce, rtol=1e-6, atol=0)
     torch.testing.assert_close(loss.double(), (ce + divergence) / 2, rtol=1e-5, atol=0)
 
 
@@ -200,7 +201,7 @@ def test_what_is_stored_in_fp16_is_the_teacher(top_k: int) -> None:
         rest_p, rest_q = (1 - p.sum(1)).clamp(min=0), 1 - q.sum(1)
         want = torch.special.xlogy(p, p / q).sum()
         want += torch.special.xlogy(rest_p, rest_p / rest_q).sum()
-        got = model(batch).double()
+        got = model(batch).sum.double()
     torch.testing.assert_close(got, want, rtol=1e-4, atol=0)
 
 
@@ -214,7 +215,7 @@ def spread(
         [documents([9, 14]), documents([17, 3], seed=1)],
     )
     alone, _ = packed(loss, teacher=teacher_of("llama"))
-    want = alone(stream([*parts[0], *parts[1]])) / 40
+    want = alone(stream([*parts[0], *parts[1]])).sum / 40
     want.backward()
     student, _ = packed(loss)
     teacher = teacher_of("llama")
@@ -228,7 +229,7 @@ def spread(
     )
     student.set_teacher(frozen.loss_model)
     own = parts[mesh.dp_rank] if mesh.shape.dp == 2 else [*parts[0], *parts[1]]
-    total = model(cp_shard(stream(own, 2 * mesh.shape.cp), mesh.cp, "all_gather")) / 40
+    total = model(cp_shard(stream(own, 2 * mesh.shape.cp), mesh.cp, "all_gather")).sum / 40
     (total * model.mean_ranks).backward()
     wanted = dict(alone.named_parameters())
     differences = []
@@ -260,5 +261,5 @@ def test_a_rank_without_a_label_has_a_loss_of_zero(top_k: int) -> None:
     columns = model.loss.example_columns(batch)
     columns = {n: x.squeeze(1) if x.ndim > 1 and top_k == 1 else x for n, x in columns.items()}
     nothing = replace(batch, label_rows=torch.zeros(0, dtype=torch.long), columns=columns)
-    model(nothing).backward()
+    model(nothing).sum.backward()
     assert all(float(grad.abs().max()) == 0 for grad in gradients(model.lm))

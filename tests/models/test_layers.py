@@ -59,7 +59,7 @@ def pack_of(*lengths: int) -> ThdBatch:
 
 def gradients(model: LossModel, batch: ThdBatch) -> list[torch.Tensor]:
     model.zero_grad()
-    model(batch).backward()
+    model(batch).sum.backward()
     return [p.grad.clone() for p in model.parameters()]
 
 
@@ -108,7 +108,7 @@ def test_inputs_of_layers_wait_elsewhere(how: str, num_alive: int) -> None:
         layer.register_forward_pre_hook(
             lambda module, args: inputs.append(weakref.ref(args[0].untyped_storage()))
         )
-    loss = model(pack_of(20, 17, 11))
+    loss = model(pack_of(20, 17, 11)).sum
     assert sum(storage() is not None for storage in inputs) == num_alive
     loss.backward()
 
@@ -139,7 +139,7 @@ def bytes_kept(how: str, every_layers: int = 1) -> int:
     recompute_layers(list(model.lm.model.layers), how, every_layers)
     alive = MemoryOfResults()
     with alive:
-        loss = model(pack_of(20, 17, 11))
+        loss = model(pack_of(20, 17, 11)).sum
     kept = alive.bytes()
     del loss
     return kept
@@ -179,7 +179,7 @@ def test_compiled_layers_keep_a_part_and_have_the_same_gradients() -> None:
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-            loss = model(batch)
+            loss = model(batch).sum
         kept.append(sum(saved.values()))
         loss.backward()
         found.append([p.grad for p in model.parameters()])

@@ -134,7 +134,7 @@ def test_a_pack_of_pairs_equals_the_textbook(family: str, loss: PreferenceLoss) 
         want, want_grads = train(
             plain, lambda: sum(textbook(plain, pair, loss) for pair in pairs) / NUM_PAIRS
         )
-        got, got_grads = train(lm, lambda: model(batch) / NUM_PAIRS)
+        got, got_grads = train(lm, lambda: model(batch).sum / NUM_PAIRS)
     assert got == pytest.approx(want, abs=LARGEST_ERROR)
     largest = max(float(grad.abs().max()) for grad in want_grads)
     errors = [float((a - b).abs().max()) for a, b in zip(got_grads, want_grads, strict=True)]
@@ -150,14 +150,13 @@ def test_the_first_loss_is_ln_2_and_the_parts_say_why() -> None:
         logits_RV = lm(**batch.model_inputs(), logits_to_keep=batch.label_rows).logits[0].float()
         own_R = -F.cross_entropy(logits_RV, batch.labels[batch.label_rows], reduction="none")
         own_T = torch.zeros(len(batch.labels)).index_add(0, batch.label_rows, own_R)
-        total = model(replace(batch, columns={**batch.columns, "reference_log_probs": own_T}))
+        columns = {**batch.columns, "reference_log_probs": own_T}
+        total, parts = model(replace(batch, columns=columns))
     assert float(total) / NUM_PAIRS == pytest.approx(0.69314718, abs=1e-6)
-    assert float(model.parts["reward_margin"]) == pytest.approx(0, abs=1e-5)
-    assert float(model.parts["kl"]) == pytest.approx(0, abs=1e-4)
+    assert float(parts["reward_margin"]) == pytest.approx(0, abs=1e-5)
+    assert float(parts["kl"]) == pytest.approx(0, abs=1e-4)
     chosen = batch.columns["answers"][batch.label_rows] == CHOSEN
-    assert float(model.parts["chosen_log_prob"]) == pytest.approx(
-        float(own_R[chosen].sum()), abs=1e-4
-    )
+    assert float(parts["chosen_log_prob"]) == pytest.approx(float(own_R[chosen].sum()), abs=1e-4)
 
 
 def test_packs_of_any_size_give_one_loss() -> None:
@@ -165,10 +164,10 @@ def test_packs_of_any_size_give_one_loss() -> None:
     install(lm, ReferenceAttention())
     model = LossModel(lm, Dpo(kind="ipo"))
     with torch.no_grad():
-        whole = float(model(batch_of(pairs)))
-        alone = sum(float(model(batch_of([pair]))) for pair in pairs)
+        whole = float(model(batch_of(pairs)).sum)
+        alone = sum(float(model(batch_of([pair])).sum) for pair in pairs)
         nothing = float(
-            model(replace(batch_of(pairs[:1]), label_rows=torch.zeros(0, dtype=torch.long)))
+            model(replace(batch_of(pairs[:1]), label_rows=torch.zeros(0, dtype=torch.long))).sum
         )
     assert alone == pytest.approx(whole, rel=1e-6)
     assert nothing == 0.0
@@ -183,7 +182,8 @@ def spread(
     one = model_of(family)
     install(one, ReferenceAttention())
     alone = LossModel(one, loss)
-    want = alone(batch_of(pairs)) / NUM_PAIRS
+    want, want_parts = alone(batch_of(pairs))
+    want = want / NUM_PAIRS
     want.backward()
     lm = model_of(family)
     install(lm, ReferenceAttention())
@@ -192,9 +192,10 @@ def spread(
     batch = batch_of(
         pairs[mesh.dp_rank * per_rank : (mesh.dp_rank + 1) * per_rank], 2 * mesh.shape.cp
     )
-    total = model(cp_shard(batch, mesh.cp, "all_gather")) / NUM_PAIRS
+    output = model(cp_shard(batch, mesh.cp, "all_gather"))
+    total = output.sum / NUM_PAIRS
     (total * model.mean_ranks).backward()
-    margins = mesh.sum(model.loss_model.parts["reward_margin"])
+    margins = mesh.sum(output.parts["reward_margin"])
     grads = {n: p.grad for n, p in model.loss_model.named_parameters() if p.grad is not None}
     largest = max(float(p.grad.abs().max()) for p in alone.parameters() if p.grad is not None)
     of_grads = [
@@ -205,7 +206,7 @@ def spread(
     size = max(1.0, abs(float(want)))  # ipo's loss is a square: of 10 to 30 here
     return [
         abs(float(mesh.sum(total) - want)) / size,
-        abs(float(margins - alone.parts["reward_margin"])),
+        abs(float(margins - want_parts["reward_margin"])),
         max(of_grads),
     ]
 

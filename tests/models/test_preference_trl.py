@@ -155,7 +155,7 @@ def test_pairs_gradients_and_steps_are_trls(family: str, kind: Any, tmp_path: Pa
     install(own, ReferenceAttention())
     model = LossModel(own, Dpo(beta=BETA, kind=kind)).train()
     with torch.no_grad():
-        each = [float(model(batch_of([pair]))) for pair in pairs]
+        each = [float(model(batch_of([pair])).sum) for pair in pairs]
     assert each == pytest.approx(theirs.loss_of_each_pair(), abs=1e-5)
     assert max(each) - min(each) > 1e-2
 
@@ -164,7 +164,7 @@ def test_pairs_gradients_and_steps_are_trls(family: str, kind: Any, tmp_path: Pa
     batch, losses = batch_of(pairs), []
     for step in range(STEPS):
         optimizer.zero_grad()
-        loss = model(batch) / len(pairs)
+        loss = model(batch).sum / len(pairs)
         loss.backward()
         losses.append(float(loss.detach()))
         if step == 0:
@@ -178,7 +178,7 @@ def test_pairs_gradients_and_steps_are_trls(family: str, kind: Any, tmp_path: Pa
     assert losses == pytest.approx(theirs.losses, abs=1e-5)
     assert losses[-1] < losses[0]
     with torch.no_grad():
-        after = [float(model(batch_of([pair]))) for pair in pairs]
+        after = [float(model(batch_of([pair])).sum) for pair in pairs]
     assert after == pytest.approx(theirs.loss_of_each_pair(), abs=1e-5)
 
 

@@ -196,7 +196,7 @@ def test_embedding_and_head_are_gathered_apart() -> None:
         first.register_forward_pre_hook(lambda *call: look("first layer"))
         watch(first, "its backward")
         watch(embedding, "the embedding's backward")
-        loss = model(stream_of(torch.arange(32)[None], "cpu"))
+        loss = model(stream_of(torch.arange(32)[None], "cpu")).sum
         look("loss")
         loss.backward()
     finally:

@@ -67,7 +67,7 @@ def one_process(family: str, num_micro_batches: int) -> tuple[Tensor, dict[str, 
     num_label_tokens = sum(batch.num_label_tokens for batch in batches)
     total = torch.zeros(())
     for batch in batches:
-        loss = model(batch) / num_label_tokens
+        loss = model(batch).sum / num_label_tokens
         loss.backward()
         total += loss.detach()
     return total, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -101,7 +101,7 @@ def spread(
         total = torch.zeros(())
         for number, batch in enumerate(batches, start=1):
             with model.accumulate(is_last=number == len(batches)):
-                loss = model(cp_shard(batch, mesh.cp, exchange)) / num_label_tokens
+                loss = model(cp_shard(batch, mesh.cp, exchange)).sum / num_label_tokens
                 (loss * model.mean_ranks).backward()
             total += loss.detach()
         total = mesh.sum(total)
@@ -188,7 +188,7 @@ def held_between_micro_batches(rank: int, world: int, reduces_every: bool) -> fl
         parallelize(loss_model("llama"), mesh, "fsdp", torch.float32), reduces_every=reduces_every
     )
     with model.accumulate(is_last=False):
-        model(micro_batch(rank, 1)).backward()
+        model(micro_batch(rank, 1)).sum.backward()
     states = fsdp_parameters(model)
     sharded = [p.grad.to_local().numel() for p in model.parameters() if p.grad is not None]
     whole = [s._unsharded_param.grad.numel() for s in states if s._unsharded_param.grad is not None]
@@ -261,5 +261,5 @@ def test_averaging_over_micro_batches_is_noticed() -> None:
     """The mean of the micro-batches' means is not the mean over the step's label tokens."""
     model = loss_model("llama")
     batches = [micro_batch(number, 1) for number in range(2)]
-    means = [float(model(batch).detach()) / batch.num_label_tokens for batch in batches]
+    means = [float(model(batch).sum.detach()) / batch.num_label_tokens for batch in batches]
     assert abs(sum(means) / 2 - float(one_process("llama", 2)[0])) > 1e-3

@@ -74,14 +74,14 @@ def differences(
             given = [batches()[name] for name in names]
             want = torch.zeros(())
             for batch in given:
-                part = alone(batch)
+                part = alone(batch).sum
                 part.backward()
                 want = want + part.detach()
             own = given[rank] if axis == "dp_shard" else None
             total = torch.zeros(())
             for number, batch in enumerate([own] if own else given):
                 with model.accumulate(is_last=own is not None or number == 1):
-                    part = model(cp_shard(batch, mesh.cp, "all_gather"))
+                    part = model(cp_shard(batch, mesh.cp, "all_gather")).sum
                     (part * model.mean_ranks).backward()
                 total = total + part.detach()
             grads = [p.grad for p in model.loss_model.parameters()]

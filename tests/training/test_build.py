@@ -12,7 +12,6 @@ from automodel_lite.config.check import check_config
 from automodel_lite.config.schema import TrainingConfig
 from automodel_lite.graphs import compiled_graphs
 from automodel_lite.models.fused_head import linear_cross_entropy
-from automodel_lite.models.loss import FusedLinearCrossEntropy
 from automodel_lite.training import build
 from automodel_lite.training.build import compiles
 from automodel_lite.training.plan import build_parts
@@ -117,4 +116,3 @@ def test_a_compiled_chunk_is_the_uncompiled_one(softcap: float | None) -> None:
             torch.testing.assert_close(compiled, plain, rtol=1e-2, atol=1e-2)
         graphs.append(compiled_graphs())
     assert graphs[-1] == graphs[3]
-    assert FusedLinearCrossEntropy().backend is None

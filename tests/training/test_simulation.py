@@ -360,7 +360,7 @@ def test_real_ddp_holds_what_is_estimated(micro_batches: int) -> None:
                 living.peak, living.sent = 0, set()
                 for number in range(micro_batches):
                     with model.accumulate(is_last=number == micro_batches - 1):
-                        model(batch).backward()
+                        model(batch).sum.backward()
                 optimizer.step()
                 optimizer.zero_grad()
     finally:

@@ -404,7 +404,7 @@ def _step(
         held.part = "last" if is_last else "micro"
         with model.accumulate(is_last):
             held.enter("forward")
-            loss = model(inputs)
+            loss = model(inputs).sum
             held.enter("backward")
             (loss * model.mean_ranks).backward()
         loss_sum += loss.detach()
