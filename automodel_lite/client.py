@@ -52,7 +52,7 @@ from automodel_lite.models.loss import (
 )
 from automodel_lite.models.source import embedding_rows
 from automodel_lite.parallel.control import all_ranks, open_control
-from automodel_lite.parallel.mesh import init_mesh
+from automodel_lite.parallel.mesh import init_mesh, mesh_shape, world_size
 from automodel_lite.parallel.peers import flat
 from automodel_lite.parallel.sharding import ParallelModel
 from automodel_lite.run.checkpoint import Checkpointer
@@ -64,8 +64,9 @@ from automodel_lite.seed import seed_all
 from automodel_lite.telemetry.console import Console, quiet_libraries
 from automodel_lite.training import start
 from automodel_lite.training.build import build_model
+from automodel_lite.training.decide import decide
 from automodel_lite.training.engine import Engine
-from automodel_lite.training.plan import build_parts
+from automodel_lite.training.plan import as_teacher, build_parts
 from automodel_lite.training.row_packs import (
     GRAIN_TOKENS,
     PackedRows,
@@ -130,7 +131,8 @@ class TrainingClient:
         start.try_settings(self.config, parts)
         job = job_of(self.config, build(self.config.dataset))
         self.tokenizer = job.tokenizer
-        parts, _ = start.decide_recomputation(parts, parts.model.config(self.tokenizer))
+        shape = mesh_shape(self.config.mesh, world_size())
+        decided = decide(parts, self.tokenizer, shape, start.default_device())
         is_first = not dist.is_initialized()
         self.mesh = init_mesh(self.config.mesh)
         if is_first and self.mesh.root:
@@ -138,7 +140,7 @@ class TrainingClient:
         start.prepare_process(self.config.training)
         self._ranks = all_ranks()
         self._same(flat(plain(self.config)), "settings")
-        self.engine = Engine.build(parts, self.tokenizer, self.mesh, self.config.seed)
+        self.engine = Engine.build(decided, self.tokenizer, self.mesh, self.config.seed)
         self._packer = parts.packer.for_document_kind("other", padding_id(self.tokenizer))
         self._rates = [float(group["lr"]) for group in self.engine.optimizer.param_groups]
         self._model = self.engine.built.model  # or the reference
@@ -337,10 +339,17 @@ class TrainingClient:
                 self._model = model
             return
         if self._reference is None:
-            parts = self.engine.built.plan.parts
-            frozen = replace(parts, teacher=None, loss=CrossEntropy())
+            parts = self.engine.built.decided
+            mesh = self.mesh
+            frozen = decide(
+                as_teacher(parts, parts.model),
+                self.tokenizer,
+                mesh.shape,
+                mesh.device,
+                trains=False,
+            )
             seed_all(self.config.seed, "model")
-            self._reference = build_model(frozen, self.tokenizer, self.mesh, trains=False).model
+            self._reference = build_model(frozen, self.tokenizer, mesh, trains=False).model
         before = self._model
         self._model = self._reference
         try:
@@ -414,7 +423,7 @@ class TrainingClient:
         if built.adapter:
             export_adapter(path, model.loss_model, built.adapter, self.tokenizer, self.num_steps)
             return
-        dtype = built.plan.parts.model.dtype
+        dtype = built.decided.model.dtype
         mesh = model.sharded_over
         of_model = (path, model.loss_model, self.tokenizer, dtype, model.logits)
         export_hf(*of_model, self.num_steps, mesh)
@@ -426,7 +435,7 @@ class TrainingClient:
         built = self.engine.built
         if not built.adapter:
             lm = built.model.loss_model.lm
-            yield from whole_weights(lm, stored_dtypes(lm, built.plan.parts.model.dtype))
+            yield from whole_weights(lm, stored_dtypes(lm, built.decided.model.dtype))
             return
         for name, parameter in built.model.loss_model.lm.named_parameters():
             if parameter.requires_grad:
@@ -471,7 +480,7 @@ class TrainingClient:
 
     def _checked(self, loss: Any) -> Loss:
         loss = checked_loss(loss)
-        if loss.needs_teacher and self.engine.built.plan.parts.teacher is None:
+        if loss.needs_teacher and self.engine.built.decided.teacher is None:
             raise ConfigError(
                 f"loss={type(loss).__name__} needs a teacher: make the client with "
                 "teacher=pretrained teacher.pretrained=... and this loss."

@@ -12,7 +12,7 @@ from automodel_lite.models.flops import ModelSize, model_size, step_flops
 from automodel_lite.parallel.mesh import mesh_shape
 from automodel_lite.parallel.sharding import choose_strategy, copies_of_experts
 from automodel_lite.training.memory import estimate_memory
-from automodel_lite.training.plan import ModelPlan, Parts
+from automodel_lite.training.plan import Decided, Parts
 
 _BF16, _FP32 = 2, 4  # bytes
 
@@ -113,7 +113,10 @@ def estimate(
     one_step = replace(parts, training=replace(parts.training, global_batch_size=None))
     strategy = choose_strategy(parts.mesh.strategy, shape, is_gpu=True)
     memory = estimate_memory(
-        ModelPlan(one_step, model, size, shape, strategy, torch.bfloat16), None
+        Decided.of(
+            one_step, config=model, size=size, shape=shape, strategy=strategy, dtype=torch.bfloat16
+        ),
+        None,
     )
     return Estimate(
         gpus,

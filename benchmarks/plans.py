@@ -46,9 +46,9 @@ from automodel_lite.extras.plan.simulation import (
     simulate,
     simulate_by_layers,
 )
-from automodel_lite.training.build import plan_model
+from automodel_lite.training.decide import decide_layout
 from automodel_lite.training.memory import usable
-from automodel_lite.training.plan import ModelPlan, build_parts, with_recomputation
+from automodel_lite.training.plan import Decided, build_parts, with_recomputation
 
 EIGHT_B = "model.pretrained=meta-llama/Llama-3.1-8B-Instruct"
 HYBRID = [
@@ -101,8 +101,8 @@ def job_of(name: str) -> Job:
     )
 
 
-def planned(job: Job, layout: Layout) -> ModelPlan:
-    return plan_model(placed(job, layout), job.config, layout.shape, torch.device("cuda"))
+def planned(job: Job, layout: Layout) -> Decided:
+    return decide_layout(placed(job, layout), job.config, layout.shape, torch.device("cuda"))
 
 
 def per_pack(plan: Plan) -> float:
@@ -116,7 +116,7 @@ def unpruned(job: Job, third_s: float) -> list[Plan]:
     for layout in possible(job):
         try:
             plan = planned(job, layout)
-            kept = with_recomputation(plan.parts, *NONE)
+            kept = with_recomputation(plan, *NONE)
             if (
                 per_pack(
                     priced(

@@ -42,7 +42,8 @@ from automodel_lite.models.loss import LossModel
 from automodel_lite.parallel.context_parallel import cp_shard
 from automodel_lite.parallel.mesh import AXES, MeshShape, open_mesh
 from automodel_lite.parallel.sharding import parallelize
-from automodel_lite.training.build import with_exchange, worst_case_batch
+from automodel_lite.training.build import worst_case_batch
+from automodel_lite.training.decide import with_exchange
 from automodel_lite.training.optimizers import apply_gradients
 from automodel_lite.training.plan import Parts, build_parts, with_recomputation
 

@@ -107,7 +107,7 @@ def measure(overrides: list[str], folder: str) -> Measured:
     shape = recipe.mesh.shape
     model = recipe.model.loss_model.lm.config
     paper = estimate(
-        recipe.built.plan.parts,
+        recipe.built.decided,
         model,
         Hardware(1e12, 1.0, 1e9, 1e9),
         shape.world_size,
@@ -244,6 +244,7 @@ def measure_start(folder: str, overrides: list[str]) -> Start:
     from automodel_lite.config.check import check_config
     from automodel_lite.parallel.mesh import init_mesh
     from automodel_lite.training.build import build_model
+    from automodel_lite.training.decide import decide
     from automodel_lite.training.plan import build_parts
 
     torch.set_num_threads(1)
@@ -256,7 +257,7 @@ def measure_start(folder: str, overrides: list[str]) -> Start:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="a", eos_token="b")
     mesh = init_mesh(config.mesh)
     peak, began = _peak_gib(), time.process_time()
-    build_model(build_parts(config), tokenizer, mesh)
+    build_model(decide(build_parts(config), tokenizer, mesh.shape, mesh.device), tokenizer, mesh)
     return Start(time.process_time() - began, _peak_gib() - peak)
 
 

@@ -34,6 +34,7 @@ from automodel_lite.run.checkpoint_folder import exported_folder
 from automodel_lite.telemetry.console import Console, quiet_libraries
 from automodel_lite.training.auto import resolve_auto
 from automodel_lite.training.build import build_model
+from automodel_lite.training.decide import decide
 from automodel_lite.training.evaluation import questions_of, validation_losses
 from automodel_lite.training.plan import Parts, build_parts
 from automodel_lite.training.start import data_lines, try_settings
@@ -70,9 +71,10 @@ def print_losses(parts: Parts, data: PackSource, mesh: Mesh, console: Console) -
     sets = data.held_out
     check_positions(data, parts.model, parts.teacher)
     with activity("loading the model"):
-        built = build_model(parts, data.tokenizer, mesh)
-    console.say("model", f"{parts.model.pretrained}, attention {built.plan.attention}")
-    exchange = built.plan.parts.mesh.cp_exchange
+        decided = decide(parts, data.tokenizer, mesh.shape, mesh.device, trains=False)
+        built = build_model(decided, data.tokenizer, mesh)
+    console.say("model", f"{parts.model.pretrained}, attention {built.attention}")
+    exchange = decided.mesh.cp_exchange
     for name, packs in sets.items():
         shard = lambda batch: cp_shard(batch, mesh.cp, exchange)  # noqa: E731
         losses = validation_losses(built.model, packs, data, mesh, shard, lambda: False)

@@ -57,7 +57,7 @@ from automodel_lite.parallel.mesh import MeshShape
 from automodel_lite.telemetry.console import quiet_libraries
 from automodel_lite.training.auto import MOST_PACK, SIZE, resolve_auto
 from automodel_lite.training.memory import estimate_memory, usable
-from automodel_lite.training.plan import AUTO, ModelPlan, Parts, build_parts, with_recomputation
+from automodel_lite.training.plan import AUTO, Decided, Parts, build_parts, with_recomputation
 from automodel_lite.training.start import build_on_meta
 
 POSITIVE = argument(float, Range(above=0))
@@ -370,7 +370,14 @@ def fits(job: Job, tried: int = 2) -> bool:
         is_one = layout.micro_steps == 1
         if parts.advanced.reduce_every_micro_batch == "auto" and not is_one:
             parts = replace(parts, advanced=replace(parts.advanced, reduce_every_micro_batch=True))
-        plan = ModelPlan(parts, job.config, job.size, layout.shape, "fsdp", torch.bfloat16)
+        plan = Decided.of(
+            parts,
+            config=job.config,
+            size=job.size,
+            shape=layout.shape,
+            strategy="fsdp",
+            dtype=torch.bfloat16,
+        )
         estimate = estimate_memory(plan, 0 if parts.peft else None).total
         if estimate <= HOPELESS * capacity:
             one_or_several[is_one].append((estimate, parts, layout.shape))

@@ -20,7 +20,6 @@ from automodel_lite.cli import run_recipe
 if __name__ == "__main__":
     run_recipe("recipes.score:main")
 
-from dataclasses import replace
 
 from automodel_lite.config.schema import Config
 from automodel_lite.data.feeding.planned import PlannedPacks
@@ -34,8 +33,9 @@ from automodel_lite.parts.losses.label_values import check_loss, reference_value
 from automodel_lite.seed import seed_all
 from automodel_lite.telemetry.console import Console, quiet_libraries
 from automodel_lite.training.auto import resolve_auto
-from automodel_lite.training.build import as_teacher, build_model, check_same_vocabulary
-from automodel_lite.training.plan import build_parts
+from automodel_lite.training.build import build_model, check_same_vocabulary
+from automodel_lite.training.decide import decide
+from automodel_lite.training.plan import as_teacher, build_parts
 
 
 def main(config: Config) -> int:
@@ -60,20 +60,22 @@ def main(config: Config) -> int:
     mesh = init_mesh(config.mesh)
     seed_all(config.seed, "model")
     if isinstance(loss, DistillTopK):
-        parts = as_teacher(replace(parts, teacher=CausalLM(loss.teacher)))
+        parts = as_teacher(parts, CausalLM(loss.teacher))
         check_same_vocabulary(parts, data.tokenizer)
         check_positions(data, parts.model)
-        built = build_model(parts, data.tokenizer, mesh, trains=False)
-        num_ids = min(len(data.tokenizer), built.plan.config.get_text_config().vocab_size)
+        decided = decide(parts, data.tokenizer, mesh.shape, mesh.device, trains=False)
+        built = build_model(decided, data.tokenizer, mesh, trains=False)
+        num_ids = min(len(data.tokenizer), decided.config.get_text_config().vocab_size)
         if loss.top_k > num_ids:
             raise ConfigError(
                 f"loss.top_k={loss.top_k}: the teacher has {num_ids} tokens: use at most as many."
             )
         values = teacher_values(loss, data.packer, config.cache_dir, len(data.tokenizer))
     else:
-        built = build_model(parts, data.tokenizer, mesh)
+        decided = decide(parts, data.tokenizer, mesh.shape, mesh.device, trains=False)
+        built = build_model(decided, data.tokenizer, mesh)
         values = reference_values(built, data.packer, config.cache_dir, config.seed)
-    console.say("model", f"{parts.model.pretrained}, attention {built.plan.attention}")
+    console.say("model", f"{parts.model.pretrained}, attention {built.attention}")
     sets = {"train": data.packs_of(0).rows}
     sets |= {name: packs.rows for name, packs in data.val_packs.items()}
     for name, rows in sets.items():

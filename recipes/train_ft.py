@@ -28,7 +28,7 @@ from automodel_lite.data.prepare import check_positions, check_sizes, prepare_da
 from automodel_lite.interpreter import relaxed_gc
 from automodel_lite.models.flops import cost_model
 from automodel_lite.parallel.context_parallel import check_same_batch
-from automodel_lite.parallel.mesh import Mesh, init_mesh, world_size
+from automodel_lite.parallel.mesh import Mesh, init_mesh, mesh_shape, world_size
 from automodel_lite.parallel.peers import Peers
 from automodel_lite.parallel.sharding import ParallelModel
 from automodel_lite.parts.images import check_images, images_line
@@ -43,6 +43,7 @@ from automodel_lite.telemetry.metrics import Counts, Meter, StepResult, count_ow
 from automodel_lite.tools.finish import check_exportable, finish
 from automodel_lite.training import resume, start
 from automodel_lite.training.build import BuiltModel
+from automodel_lite.training.decide import decide
 from automodel_lite.training.ema import WeightAverage
 from automodel_lite.training.engine import Engine
 from automodel_lite.training.evaluation import sample_answers, validation_losses
@@ -126,13 +127,14 @@ class TrainFinetuneRecipe:
         model_config = parts.model.config(self.data.tokenizer)
         check_positions(self.data, parts.model, parts.teacher)
         report = self.data.report(cost_model(model_config))
-        parts, recomputed = start.decide_recomputation(parts, model_config)
-        self.guards.peers.compare("recomputation", dict(recomputed))
+        shape = mesh_shape(config.mesh, world_size())
+        decided = decide(parts, self.data.tokenizer, shape, start.default_device())
+        self.guards.peers.compare("recomputation", {"why": decided.recomputation_text})
         self.mesh = init_mesh(config.mesh)
         start.prepare_process(config.training)
         show(start.plan_lines(report, self.plan, config))
         with activity("loading the model"):
-            self.engine = Engine.build(parts, self.data.tokenizer, self.mesh, config.seed)
+            self.engine = Engine.build(decided, self.data.tokenizer, self.mesh, config.seed)
         self.built = self.engine.built
         self.optimizer = self.engine.optimizer
         check_images(self.data, self.built, self.mesh)
@@ -140,9 +142,9 @@ class TrainFinetuneRecipe:
             self.data, self.built, self.mesh, config.cache_dir, config.seed
         )
         self.model = self.built.model
-        show([*start.model_lines(config, self.built, self.mesh), *recomputed])
+        show(start.model_lines(config, self.built, self.mesh))
         check_exportable(config, self.built, self.data)
-        self.guards.memory_text = out_of_memory_text(parts, self.built.memory)
+        self.guards.memory_text = out_of_memory_text(decided, self.built.memory)
         self.meter = Meter(self.mesh, self.built.flops, self.model.compute_dtype)
         self.meter.profile(config.training.profile_steps, self.guards.folder.path, self.console.say)
         self.average = WeightAverage(self.optimizer, config.training.ema_decay)

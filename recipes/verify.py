@@ -57,7 +57,8 @@ from automodel_lite.tools.verify import (
     take_gradients,
 )
 from automodel_lite.training.auto import resolve_auto
-from automodel_lite.training.build import assemble, check_model, plan_model
+from automodel_lite.training.build import assemble, check_model
+from automodel_lite.training.decide import decide_layout
 from automodel_lite.training.plan import build_parts
 from automodel_lite.training.start import try_settings
 
@@ -93,10 +94,10 @@ class Verification:
         )
         self.batches = [self.stream([pack]) for pack in self.sample.packs]
         model_config = source.config(self.sample.tokenizer)
-        self.plan = plan_model(replace(parts, model=source), model_config, shape, self.mesh.device)
-        self.parts = self.plan.parts
-        self.kernel = self.plan.kernel
-        self.dtype = self.plan.dtype
+        parts = replace(parts, model=source)
+        self.decided = decide_layout(parts, model_config, shape, self.mesh.device)
+        self.kernel = self.decided.kernel
+        self.dtype = self.decided.dtype
         self.kernel_name = (
             f"{self.kernel.name.removeprefix('thd_')} kernel, "
             f"{str(self.dtype).removeprefix('torch.')}"
@@ -210,19 +211,18 @@ class Verification:
         checks = []
         if shape.cp > 1:
             model = self.loss_model()
-            name = f"context parallel over {shape.cp} ranks, {self.parts.mesh.cp_exchange}"
+            name = f"context parallel over {shape.cp} ranks, {self.decided.mesh.cp_exchange}"
             checks.append(
-                (name, self.cp_step(model, self.parts.mesh.cp_exchange, torch.float32), EXACT)
+                (name, self.cp_step(model, self.decided.mesh.cp_exchange, torch.float32), EXACT)
             )
             if not self.trains_like_the_exact_checks():
                 install(model.lm, self.kernel)
-                exchange = self.parts.mesh.cp_exchange
+                exchange = self.decided.mesh.cp_exchange
                 name = f"{self.kernel_name}, cp {shape.cp}, {exchange}"
                 checks.append((name, self.cp_step(model, exchange, self.dtype), self.noise_limit))
         more = f", tp {shape.tp}, ep {shape.ep}" if shape.tp * shape.ep > 1 else ""
-        axes = (
-            f"dp {shape.dp_replicate} x {shape.dp_shard}, cp {shape.cp}{more}, {self.plan.strategy}"
-        )
+        sizes = f"dp {shape.dp_replicate} x {shape.dp_shard}, cp {shape.cp}{more}"
+        axes = f"{sizes}, {self.decided.strategy}"
         checks.append((f"the whole mesh: {axes}", self.mesh_step(), EXACT))
         return [self.check(*check) for check in checks] if self.mesh.rank == 0 else []
 
@@ -248,12 +248,12 @@ class Verification:
         """The step of training: weights read or drawn shard by shard, packs distributed to the
         data-parallel ranks, accumulation, reduction; in fp32.
         """
-        model = self.model(self.mesh, self.plan.strategy)
+        model = self.model(self.mesh, self.decided.strategy)
         mine = self.batches[self.mesh.dp_rank :: self.mesh.shape.dp]
         total = torch.zeros((), device=self.mesh.device)
         for number, batch in enumerate(mine, start=1):
             with model.accumulate(is_last=number == len(mine)):
-                part = cp_shard(batch, self.mesh.cp, self.parts.mesh.cp_exchange).to(
+                part = cp_shard(batch, self.mesh.cp, self.decided.mesh.cp_exchange).to(
                     self.mesh.device
                 )
                 loss = model(part).sum / self.num_label_tokens
@@ -272,9 +272,9 @@ class Verification:
     def model(self, mesh: Mesh, strategy: str) -> ParallelModel:
         """The same weights each time, fp32, on the reference kernel, without dropout."""
         seed_all(self.config.seed, "model")
-        model, _ = assemble(self.parts, self.sample.tokenizer, mesh, strategy, torch.float32)
+        model, _ = assemble(self.decided, self.sample.tokenizer, mesh, strategy, torch.float32)
         install(model.loss_model.lm, ReferenceAttention())
-        check_model(self.parts.mesh.cp_exchange, model, mesh)
+        check_model(self.decided.mesh.cp_exchange, model, mesh)
         model.loss_model.eval()
         return model
 
@@ -314,7 +314,7 @@ class Verification:
         return self.kernel.name == ReferenceAttention.name and self.dtype == torch.float32
 
     def say_what_is_checked(self) -> None:
-        self.console.say("model", f"{self.plan.config.model_type}, {self.layers_text}")
+        self.console.say("model", f"{self.decided.config.model_type}, {self.layers_text}")
         size = self.sample.packer.packed_sequence_size
         training_size = self.sample.training_size
         text = f"{len(self.sample.documents)} documents in {len(self.sample.packs)} packs of {size}"

@@ -141,7 +141,7 @@ def _export(run: Guards, built: BuiltModel, data: PackSource) -> Path:
         if built.adapter:
             export_adapter(adapter, model.loss_model, built.adapter, data.tokenizer, step)
             return adapter
-        dtype = built.plan.parts.model.dtype
+        dtype = built.decided.model.dtype
         mesh = model.sharded_over
         export_hf(run.folder.hf, model.loss_model, data.tokenizer, dtype, model.logits, step, mesh)
         return run.folder.hf

@@ -14,20 +14,19 @@ from typing import TYPE_CHECKING
 import torch
 import transformers
 from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from automodel_lite import compat
 from automodel_lite.attention.documents import runs_by_rows
-from automodel_lite.attention.interface import check_packing_isolation, choose_attention, install
-from automodel_lite.attention.kernel import AttentionKernel, ReferenceAttention
+from automodel_lite.attention.interface import check_packing_isolation, install
+from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.attention.positions import short_lengths
-from automodel_lite.attention.spec import attention_specs, layer_shapes
 from automodel_lite.config.schema import TrainingConfig
 from automodel_lite.errors import ConfigError, one_line
 from automodel_lite.graphs import compiled_graphs, graph_breaks
 from automodel_lite.interpreter import trim_malloc
 from automodel_lite.models.balance import balance_of
-from automodel_lite.models.flops import StepFlops, size_of, step_flops
+from automodel_lite.models.flops import StepFlops, step_flops
 from automodel_lite.models.layers import (
     KEPT_FRAC,
     cast_weights,
@@ -37,15 +36,12 @@ from automodel_lite.models.layers import (
     local,
     recompute_layers,
 )
-from automodel_lite.models.loss import FusedLinearCrossEntropy, LossModel
-from automodel_lite.models.source import describe, embedding_rows
+from automodel_lite.models.loss import LossModel
+from automodel_lite.models.source import embedding_rows
 from automodel_lite.parallel.context_parallel import check_context_parallel, cp_shard
-from automodel_lite.parallel.exchange import choose_exchange
-from automodel_lite.parallel.mesh import Mesh, MeshShape, reading_turn
+from automodel_lite.parallel.mesh import Mesh, reading_turn
 from automodel_lite.parallel.sharding import (
     ParallelModel,
-    choose_precision,
-    choose_strategy,
     parallelize,
 )
 from automodel_lite.telemetry.metrics import STARTUP
@@ -53,37 +49,12 @@ from automodel_lite.thd import ThdBatch, stream_of
 from automodel_lite.training.memory import (
     MemoryEstimate,
     check_weights_fit,
-    decide_reduction,
     estimate_memory,
-    gpu_bytes,
 )
-from automodel_lite.training.plan import ModelPlan, Parts, check_parts
+from automodel_lite.training.plan import Decided, Parts
 
 if TYPE_CHECKING:
     from automodel_lite.parts.adapters.lora import LoraAdapter  # which brings peft
-
-
-def plan_model(
-    parts: Parts, config: PretrainedConfig, shape: MeshShape, device: torch.device
-) -> ModelPlan:
-    """Raises ConfigError when the settings, the model, the kernel and the device do not fit
-    together.
-    """
-    # nobody has counted: a GPU may be too small for all of it
-    if parts.training.activation_checkpointing == "auto":
-        how = "full" if device.type == "cuda" else "none"
-        parts = replace(parts, training=replace(parts.training, activation_checkpointing=how))
-    strategy = choose_strategy(
-        parts.mesh.strategy, shape, device.type == "cuda", parts.is_quantized
-    )
-    dtype = choose_precision(parts.training.precision, device)
-    check_parts(parts, strategy, device)
-    kernel, reason = choose_attention(parts.attention, attention_specs(config, device, dtype))
-    parts, exchange = with_exchange(parts, config, kernel, dtype)
-    described = describe(config)
-    balance_of(described, parts.model.router_aux_loss)  # a model without routers is refused
-    attention = f"{reason}\n{exchange}".strip()
-    return ModelPlan(parts, config, size_of(described), shape, strategy, dtype, kernel, attention)
 
 
 @dataclass(frozen=True)
@@ -91,62 +62,56 @@ class BuiltModel:
     """A parallel model and what the start block reports of it."""
 
     model: ParallelModel
-    plan: ModelPlan
+    decided: Decided
     flops: StepFlops
     memory: MemoryEstimate  # of one rank
     loss: str
     compiled: str  # how many graphs, and in what time
-    reduction: str  # of gradients after every micro-batch, and why; empty = after the last
+    attention: str  # how tokens are mixed, and why
     adapter: LoraAdapter | None  # LoRA and the like: only this is trained and saved
 
 
 def build_model(
-    parts: Parts, tokenizer: PreTrainedTokenizerBase, mesh: Mesh, trains: bool = True
+    decided: Decided, tokenizer: PreTrainedTokenizerBase, mesh: Mesh, trains: bool = True
 ) -> BuiltModel:
     """The model on the mesh: described, sharded, then read or drawn by each rank for its own
     shards; then checked.
 
     trains  False for a frozen second model: in evaluation mode, its weights in the compute dtype
-    Raises ConfigError as `plan_model` does, and for weights that no memory holds.
+    Raises ConfigError for weights that no memory holds, and for a model that is not exact.
     """
-    plan = plan_model(parts, parts.model.config(tokenizer), mesh.shape, mesh.device)
-    check_weights_fit(plan, mesh.device)
+    check_weights_fit(decided, mesh.device)
     STARTUP.lap("model")
     with trim_malloc():
-        model, adapter = assemble(plan.parts, tokenizer, mesh, plan.strategy, plan.dtype, trains)
+        model, adapter = assemble(decided, tokenizer, mesh, decided.strategy, decided.dtype, trains)
         STARTUP.lap("load")
         lm = model.loss_model.lm
         with short_lengths(lm) as has_lengths:
             if has_lengths:
                 install(lm, ReferenceAttention())
                 check_packing_isolation(lm, mesh.device, lambda batch: model.probe(batch)[0])
-        install(lm, plan.kernel)
+        install(lm, decided.kernel)
+        attention = decided.attention_text
         if runs_by_rows(lm):
-            plan = replace(plan, attention=rows_reason(parts, lm))
-        loss = check_model(plan.parts.mesh.cp_exchange, model, mesh)
+            attention = rows_reason(decided, lm)
+        loss = check_model(decided.mesh.cp_exchange, model, mesh)
         STARTUP.lap("probe")
     of_teacher = 0  # bytes on each device
-    if trains and parts.teacher:
-        frozen = as_teacher(parts)
-        check_same_vocabulary(frozen, tokenizer)
-        teacher = build_model(frozen, tokenizer, mesh, trains=False)
+    if decided.of_teacher:
+        check_same_vocabulary(decided.of_teacher, tokenizer)
+        teacher = build_model(decided.of_teacher, tokenizer, mesh, trains=False)
         model.loss_model.set_teacher(teacher.model.loss_model)
-        of_teacher = (
-            0
-            if parts.mesh.cpu_offload
-            else sum(local(p).nbytes for p in teacher.model.parameters())
-        )
-    compiled = compile_model(plan.parts, model, mesh) if trains else "off"
+        if not decided.mesh.cpu_offload:
+            of_teacher = sum(local(p).nbytes for p in teacher.model.parameters())
+    compiled = compile_model(decided, model, mesh) if trains else "off"
     STARTUP.lap("compile")
     trained = sum(p.numel() for p in lm.parameters() if p.requires_grad) if adapter else None
-    available = gpu_bytes(mesh.device)
-    plan, reduction = decide_reduction(plan, trained, available and available - of_teacher)
-    model = replace(model, reduces_every=bool(reduction))
-    memory = estimate_memory(plan, trained)
+    model = replace(model, reduces_every=decided.advanced.reduce_every_micro_batch is True)
+    memory = estimate_memory(decided, trained)
     memory = replace(memory, weights=memory.weights + of_teacher)
-    flops = step_flops(plan.config, plan.size, trained)
-    flops = flops.without_frozen(lm) if parts.model.freeze else flops
-    return BuiltModel(model, plan, flops, memory, loss, compiled, reduction, adapter)
+    flops = step_flops(decided.config, decided.size, trained)
+    flops = flops.without_frozen(lm) if decided.model.freeze else flops
+    return BuiltModel(model, decided, flops, memory, loss, compiled, attention, adapter)
 
 
 def rows_reason(parts: Parts, lm: transformers.PreTrainedModel) -> str:
@@ -165,14 +130,6 @@ def rows_reason(parts: Parts, lm: transformers.PreTrainedModel) -> str:
     return (
         f"rows: {type(lm).__name__} mixes tokens in its own code: documents go through it as "
         "right-padded rows"
-    )
-
-
-def as_teacher(parts: Parts) -> Parts:
-    """The parts of the frozen second model: the same but for what is trained."""
-    assert parts.teacher is not None
-    return replace(
-        parts, model=parts.teacher, teacher=None, peft=None, loss=FusedLinearCrossEntropy()
     )
 
 
@@ -298,31 +255,6 @@ def check_model(cp_exchange: str, model: ParallelModel, mesh: Mesh) -> str:
         f"{name} of the model's own logits: the output head of {type(loss_model.lm).__name__} is "
         "more than hidden @ weight.T"
     )
-
-
-def with_exchange(
-    parts: Parts, config: PretrainedConfig, kernel: AttentionKernel, dtype: torch.dtype
-) -> tuple[Parts, str]:
-    """The parts with `mesh.cp_exchange=auto` decided, and a line that says how; none without
-    context parallelism.
-
-    Raises ConfigError where the model, the kernel or the pack size rule context parallelism out.
-    """
-    cp = parts.mesh.cp
-    if cp == 1:
-        return replace(parts, mesh=replace(parts.mesh, cp_exchange="all_gather")), ""
-    num_tokens = parts.packed_sequence_size * parts.training.micro_batch_size
-    tp = parts.mesh.tp
-    # heads are divided over tp first
-    layers = [
-        replace(x, num_heads=x.num_heads // tp, num_kv_heads=x.num_kv_heads // tp)
-        for x in layer_shapes(config)
-    ]
-    exchange, reason = choose_exchange(
-        parts.mesh.cp_exchange, kernel, layers, num_tokens, cp, dtype.itemsize
-    )
-    line = f"cp_exchange=auto takes {exchange}: {reason}" if reason else ""
-    return replace(parts, mesh=replace(parts.mesh, cp_exchange=exchange)), line
 
 
 DOCUMENT_TOKENS = 1024  # the most of each document that stands for the data

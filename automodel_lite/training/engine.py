@@ -29,7 +29,7 @@ from automodel_lite.seed import seed_all
 from automodel_lite.thd import ThdBatch, to_thd
 from automodel_lite.training.build import BuiltModel, build_model
 from automodel_lite.training.optimizers import apply_gradients
-from automodel_lite.training.plan import Parts
+from automodel_lite.training.plan import Decided
 
 
 def no_lap(phase: str) -> None:
@@ -46,16 +46,16 @@ class Engine:
 
     @classmethod
     def build(
-        cls, parts: Parts, tokenizer: PreTrainedTokenizerBase, mesh: Mesh, seed: int
+        cls, decided: Decided, tokenizer: PreTrainedTokenizerBase, mesh: Mesh, seed: int
     ) -> Engine:
         """Builds the model, from its files or its seed, and its optimizer; raises ConfigError."""
         seed_all(seed, "model")
-        built = build_model(parts, tokenizer, mesh)
-        return cls(mesh, built, parts.optimizer(built.model.loss_model))
+        built = build_model(decided, tokenizer, mesh)
+        return cls(mesh, built, decided.optimizer(built.model.loss_model))
 
     def place(self, batch: ThdBatch) -> ThdBatch:
         """Returns the tokens of this context-parallel rank, on the host."""
-        return cp_shard(batch, self.mesh.cp, self.built.plan.parts.mesh.cp_exchange)
+        return cp_shard(batch, self.mesh.cp, self.built.decided.mesh.cp_exchange)
 
     def micro_batches(self, packs: PackedDataset, loss: Loss | None = None) -> Iterator[ThdBatch]:
         """Yields this rank's micro-batches of all packs, as whole streams; ranks that run
@@ -65,7 +65,7 @@ class Engine:
         """
         loss_model = self.built.model.loss_model
         needs_mixers = loss_model.needs_mixer_metadata or (loss or loss_model.loss).needs_documents
-        size = self.built.plan.parts.training.micro_batch_size
+        size = self.built.decided.training.micro_batch_size
         dp = self.mesh.shape.dp
         of_ranks = assign_to_ranks(np.arange(len(packs)), BatchShape(size * dp, size, dp))
         for ids in of_ranks[:, self.mesh.dp_rank].tolist():

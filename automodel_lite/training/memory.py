@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 
@@ -33,7 +33,7 @@ from automodel_lite.errors import ConfigError
 from automodel_lite.launched import launch_variable
 from automodel_lite.models.loss import LossShape
 from automodel_lite.parallel.sharding import copies_of_experts
-from automodel_lite.training.plan import ModelPlan, Parts
+from automodel_lite.training.plan import Decided, Parts
 
 _FP32 = 4  # bytes
 GPUS_GB = (16, 24, 40, 48, 80, 96, 141, 192)  # that are sold
@@ -67,15 +67,14 @@ class MemoryEstimate:
         return f"about {gib(self.total)} per rank: {parts}"
 
 
-def estimate_memory(plan: ModelPlan, adapter: int | None) -> MemoryEstimate:
+def estimate_memory(decided: Decided, adapter: int | None) -> MemoryEstimate:
     """Adds up the table. adapter: trained weights beside a frozen model, None without."""
-    parts = plan.parts
-    shape = plan.shape
-    size = plan.size
-    is_fsdp = plan.strategy == "fsdp"
-    compute = plan.dtype.itemsize
-    master = 2 if parts.training.master_weights == "bf16" else _FP32
-    shards = shape.world_size // shape.dp_replicate if is_fsdp else 1
+    shape = decided.shape
+    size = decided.size
+    is_fsdp = decided.strategy == "fsdp"
+    compute = decided.dtype.itemsize
+    master = 2 if decided.training.master_weights == "bf16" else _FP32
+    shards = num_shards(decided)
     # more ranks than experts hold copies of them, unless tp or ep split the model
     is_copied = is_fsdp and shape.tp == shape.ep == 1
     copied = (
@@ -85,65 +84,69 @@ def estimate_memory(plan: ModelPlan, adapter: int | None) -> MemoryEstimate:
     )
     trained = size.parameters - size.towers + copied if adapter is None else adapter
     frozen = size.towers if adapter is None else size.parameters + copied
-    on_gpu = 0.0 if parts.mesh.cpu_offload else 1.0
+    on_gpu = 0.0 if decided.mesh.cpu_offload else 1.0
     gradients = master * trained / shards * on_gpu
     # FSDP leaves gradients whole until the last micro-batch, unless they are reduced after each
-    accumulates = batch_shape(parts.training, shape.dp).micro_steps > 1
+    accumulates = batch_shape(decided.training, shape.dp).micro_steps > 1
     if (
         is_fsdp
         and accumulates
-        and parts.advanced.reduce_every_micro_batch is not True
+        and decided.advanced.reduce_every_micro_batch is not True
         and shape.tp == 1
     ):
         gradients = _FP32 * (trained - copied)
     # DDP's buckets stay beside the gradients that are not reduced yet
-    elif plan.strategy == "ddp":
+    elif decided.strategy == "ddp":
         gradients *= 1 + accumulates
     layer = (size.largest_layer - size.expert_weights) / shape.tp + size.expert_weights / shape.ep
     if is_fsdp:  # one layer at work and one that is gathered ahead, the gradient of a third in fp32
         reduced = _FP32 if adapter is None else 0
         working_copy = (2 * compute + reduced) * layer + compute * size.head_weights / shape.tp
-        if parts.advanced.reshard_after_forward is False:
+        if decided.advanced.reshard_after_forward is False:
             working_copy += compute * size.parameters / shape.tp
         # each rank's shards as they are gathered (models/fp8.py)
-        if parts.training.fp8 == "tensorwise" and on_gpu:
+        if decided.training.fp8 == "tensorwise" and on_gpu:
             working_copy += size.layer_weights / shards
     else:  # autocast's casts live until the backward pass of their layer
-        plain = size.num_layers if parts.training.activation_checkpointing == "none" else 1
+        plain = size.num_layers if decided.training.activation_checkpointing == "none" else 1
         working_copy = (compute if compute < master else 0) * (plain * layer + size.head_weights)
-    text = plan.config.get_text_config()
+    text = decided.config.get_text_config()
     head_gradient = _FP32 * size.head_weights if adapter is None else 0
     loss = LossShape(
-        plan.tokens / shape.cp, text.vocab_size, text.hidden_size, compute, head_gradient
+        decided.tokens / shape.cp, text.vocab_size, text.hidden_size, compute, head_gradient
     )
     return MemoryEstimate(
         weights=(master * trained + compute * frozen) / shards * on_gpu,
         gradients=gradients,
-        optimizer=optimizer_bytes(parts.optimizer, master) * trained / shards * on_gpu,
+        optimizer=optimizer_bytes(decided.optimizer, master) * trained / shards * on_gpu,
         working_copy=working_copy,
-        activations=_activations(plan, compute if is_fsdp else max(compute, master)),
-        logits=parts.loss.logits_bytes(loss),
+        activations=_activations(decided, compute if is_fsdp else max(compute, master)),
+        logits=decided.loss.logits_bytes(loss),
     )
 
 
-def _activations(plan: ModelPlan, stream: int) -> float:
+def _activations(decided: Decided, stream: int) -> float:
     """Bytes that the layers keep for the backward pass, and those of one more, which is run again.
 
     stream   bytes of a value of the residual stream: under autocast it has the masters' dtype
     """
-    parts = plan.parts
-    size = plan.size
-    hidden = plan.config.get_text_config().hidden_size
-    local = plan.tokens / plan.shape.cp
+    size = decided.size
+    hidden = decided.config.get_text_config().hidden_size
+    local = decided.tokens / decided.shape.cp
     # products keep their inputs: as many values for a token as there are weights for each of its
     # channels, and some more; norms keep theirs in fp32
     products = (
-        1.2 * plan.dtype.itemsize * size.layer_weights / size.num_layers / hidden / plan.shape.tp
+        1.2
+        * decided.dtype.itemsize
+        * size.layer_weights
+        / size.num_layers
+        / hidden
+        / decided.shape.tp
     )
     layer = local * (products + (4 * stream + 12) * hidden)
-    how = parts.training.activation_checkpointing
+    how = decided.training.activation_checkpointing
     num_recomputed = (
-        0 if how == "none" else -(-size.num_layers // parts.advanced.recompute_every_layers)
+        0 if how == "none" else -(-size.num_layers // decided.advanced.recompute_every_layers)
     )
     kept = 0.0 if how == "offload" else local * stream * hidden
     return (
@@ -153,31 +156,16 @@ def _activations(plan: ModelPlan, stream: int) -> float:
     )
 
 
-def decide_reduction(
-    plan: ModelPlan, adapter: int | None, available: int | None
-) -> tuple[ModelPlan, str]:
-    """Returns the plan with `advanced.reduce_every_micro_batch=auto` decided, and why it is on
-    (empty: it is off).
+def num_shards(decided: Decided) -> int:
+    """Returns over how many ranks the weights are sharded."""
+    shape = decided.shape
+    return shape.world_size // shape.dp_replicate if decided.strategy == "fsdp" else 1
 
-    available   bytes of the GPU; None = not known, as on a CPU
-    """
-    wish = plan.parts.advanced.reduce_every_micro_batch
-    whole = _FP32 * (plan.size.parameters - plan.size.towers if adapter is None else adapter)
-    accumulates = (
-        plan.strategy == "fsdp" and batch_shape(plan.parts.training, plan.shape.dp).micro_steps > 1
-    )
-    # A sum of a quarter of the GPU leaves too little for a micro-batch; reducing a smaller one
-    # early gains little.
-    is_large = available is not None and whole > available / 4
-    is_on = accumulates and (wish is True or (wish == "auto" and is_large))
-    advanced = replace(plan.parts.advanced, reduce_every_micro_batch=is_on)
-    plan = replace(plan, parts=replace(plan.parts, advanced=advanced))
-    return (
-        plan,
-        f"gradients are reduced after every micro-batch: their sum would take {gib(whole)}"
-        if is_on
-        else "",
-    )
+
+def gradient_bytes(decided: Decided, adapter: int | None) -> float:
+    """Returns the bytes of all gradients in fp32, whole."""
+    trained = decided.size.parameters - decided.size.towers if adapter is None else adapter
+    return _FP32 * trained
 
 
 def usable(num_bytes: int) -> int:
@@ -195,16 +183,15 @@ def gpu_bytes(device: torch.device) -> int | None:
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
 
 
-def check_weights_fit(plan: ModelPlan, device: torch.device) -> None:
+def check_weights_fit(decided: Decided, device: torch.device) -> None:
     """Raises ConfigError for a model whose weights alone are more than the memory, by the smallest
     type that they may have: it would be noticed by the kernel, which kills processes without a
     message.
     """
-    shards = plan.shape.world_size / plan.shape.dp_replicate if plan.strategy == "fsdp" else 1
-    need = (0.5 if plan.parts.is_quantized else 2) * plan.size.parameters / shards
+    need = (0.5 if decided.is_quantized else 2) * decided.size.parameters / num_shards(decided)
     have = gpu_bytes(device)
     where = "GPU"
-    if have is None or plan.parts.mesh.cpu_offload:
+    if have is None or decided.mesh.cpu_offload:
         have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         where = "machine"
         limit = Path("/sys/fs/cgroup/memory.max")  # of the container that this process is in
@@ -213,9 +200,9 @@ def check_weights_fit(plan: ModelPlan, device: torch.device) -> None:
         need *= launch_variable("LOCAL_WORLD_SIZE", 1)
     if need > have:
         raise ConfigError(
-            f"the model has {plan.size.parameters:,} parameters: its weights alone are {gib(need)} "
-            f"on each {where}, which has {gib(have)}: use a smaller model, or more processes to "
-            "shard it (mesh.dp_shard)."
+            f"the model has {decided.size.parameters:,} parameters: its weights alone are "
+            f"{gib(need)} on each {where}, which has {gib(have)}: use a smaller model, or more "
+            "processes to shard it (mesh.dp_shard)."
         )
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import transformers
@@ -23,7 +23,7 @@ from automodel_lite.data.packing.packs import Packer
 from automodel_lite.data.prepare import build_packer
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.flops import ModelSize
-from automodel_lite.models.loss import Loss, checked_loss
+from automodel_lite.models.loss import FusedLinearCrossEntropy, Loss, checked_loss
 from automodel_lite.models.source import CausalLM
 from automodel_lite.parallel.mesh import MeshShape
 from automodel_lite.parallel.sharding import choose_precision
@@ -247,33 +247,53 @@ def _master_weights_rules(parts: Parts, device: torch.device) -> Iterator[str]:
         )
 
 
-@dataclass(frozen=True)
-class ModelPlan:
-    """A model on its ranks before anything of it is built: a run, its dry run and recipes/verify.py
-    decide alike.
+@dataclass(frozen=True, kw_only=True)
+class Decided(Parts):
+    """The settings of a run with nothing left open, before any of it is built: `auto` is gone from
+    its mesh, its recomputation and its reduction. A run, its dry run and recipes/verify.py decide
+    alike, and nobody changes it afterwards.
+
+    kernel         in place of `attention`, which may be None
+    of_teacher     the same of the frozen second model
     """
 
-    parts: Parts  # with mesh.cp_exchange decided
     config: PretrainedConfig
     size: ModelSize
     shape: MeshShape
     strategy: str  # fsdp, ddp or none
     dtype: torch.dtype  # of compute
     kernel: AttentionKernel = field(default_factory=ReferenceAttention)
-    attention: str = ""  # which kernel and exchange, and why
+    attention_text: str = ""  # which kernel and exchange, and why
+    recomputation_text: str = ""  # empty: as configured
+    reduction_text: str = ""  # empty: gradients are reduced after the last micro-batch
+    of_teacher: Decided | None = None
+
+    @classmethod
+    def of(cls, parts: Parts, **decisions: Any) -> Decided:
+        """Returns these parts with the decisions about them."""
+        return cls(**{x.name: getattr(parts, x.name) for x in fields(Parts)}, **decisions)
 
     @property
     def tokens(self) -> int:
         """Of a micro-batch, over the ranks that share it."""
-        return self.parts.training.micro_batch_size * self.parts.packed_sequence_size
+        return self.training.micro_batch_size * self.packed_sequence_size
 
 
-def with_recomputation(parts: Parts, how: str, every: int) -> Parts:
+AnyParts = TypeVar("AnyParts", bound=Parts)
+
+
+def with_recomputation(parts: AnyParts, how: str, every: int) -> AnyParts:
     """Returns the parts with this activation checkpointing on each `every`-th layer."""
     training = replace(parts.training, activation_checkpointing=how)
-    return replace(
-        parts, training=training, advanced=replace(parts.advanced, recompute_every_layers=every)
-    )
+    advanced = replace(parts.advanced, recompute_every_layers=every)
+    return replace(parts, training=training, advanced=advanced)
+
+
+def as_teacher(parts: Parts, teacher: CausalLM) -> Parts:
+    """Returns the parts of a frozen second model: the same but for what is trained."""
+    own = {x.name: getattr(parts, x.name) for x in fields(Parts)}
+    untrained = {"teacher": None, "peft": None, "loss": FusedLinearCrossEntropy()}
+    return Parts(**own | untrained | {"model": teacher})
 
 
 def layer_settings(config: PretrainedConfig, num_layers: int) -> dict[str, Any]:

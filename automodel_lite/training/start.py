@@ -21,7 +21,6 @@ from pathlib import Path
 import torch
 import transformers
 from torch import nn
-from transformers import PretrainedConfig
 
 from automodel_lite.config.components import locate, text_of
 from automodel_lite.config.schema import Config, TrainingConfig
@@ -35,38 +34,35 @@ from automodel_lite.errors import ConfigError, one_line
 from automodel_lite.models.flops import cost_model
 from automodel_lite.models.settings import cannot_work
 from automodel_lite.models.source import CausalLM, describe
-from automodel_lite.parallel.mesh import Mesh, MeshShape, mesh_shape, rank, threads_of, world_size
+from automodel_lite.parallel.mesh import Mesh, mesh_shape, rank, threads_of, world_size
 from automodel_lite.progress import activity
 from automodel_lite.run.checkpoint_folder import exported_folder
 from automodel_lite.seed import use_deterministic
 from automodel_lite.telemetry.console import Console
 from automodel_lite.telemetry.metrics import STARTUP
 from automodel_lite.thd import ThdBatch, to_thd
-from automodel_lite.training.build import BuiltModel, plan_model
+from automodel_lite.training.build import BuiltModel
+from automodel_lite.training.decide import adapter_weights, decide
 from automodel_lite.training.guards import Guards
 from automodel_lite.training.memory import (
     GPUS_GB,
     PLANNED_GPU,
-    decide_reduction,
     estimate_memory,
     gpu_bytes,
     out_of_memory_text,
     usable,
 )
 from automodel_lite.training.plan import (
-    ModelPlan,
+    Decided,
     Parts,
     build_parts,
     check_parts,
-    with_recomputation,
 )
 from automodel_lite.training.schedules import num_warmup
 from automodel_lite.version import __version__
 
-COUNTED = {  # what runs steps under fake tensors; a run that trains has no use for it
-    "step": "automodel_lite.extras.plan.simulation.simulate",
-    "recomputation": "automodel_lite.extras.plan.recompute.choose_recomputation",
-}
+# runs a step under fake tensors; a run that trains has no use for it
+SIMULATE = "automodel_lite.extras.plan.simulation.simulate"
 
 
 def dry_run(config: Config) -> int:
@@ -86,12 +82,8 @@ def dry_run(config: Config) -> int:
     model_config = parts.model.config(data.tokenizer)
     check_positions(data, parts.model, parts.teacher)
     report = data.report(cost_model(model_config))
-    parts, recomputed = decide_recomputation(
-        parts, model_config, shape, gpu_bytes(device) or PLANNED_GPU
-    )
-    made = plan_model(parts, model_config, shape, device)
-    adapter = _adapter_weights(made, device)
-    made, reduction = decide_reduction(made, adapter, gpu_bytes(device))
+    made = decide(parts, data.tokenizer, shape, device, gpu_bytes(device) or PLANNED_GPU)
+    adapter = adapter_weights(made, device)
     name = str(made.dtype).removeprefix("torch.")
     trained = (
         "all trained" if adapter is None else f"frozen, {count(adapter)} of the adapter trained"
@@ -102,45 +94,19 @@ def dry_run(config: Config) -> int:
             "model",
             f"{model_config.model_type}: {count(made.size.parameters)} parameters, {trained}",
         ),
-        ("attention", made.attention),
-        *recomputed,
+        ("attention", made.attention_text),
+        *recomputation_lines(made),
         *data_lines(data),
         *plan_lines(report, plan, config),
     ]
     for topic, text in lines:
         console.say(topic, text)
-    branched = most_branched(data, parts)
-    console.say(
-        "memory", _memory(made, f"{estimate_memory(made, adapter)}\n{reduction}".strip(), branched)
-    )
+    by_arithmetic = f"{estimate_memory(made, adapter)}\n{made.reduction_text}".strip()
+    console.say("memory", _memory(made, by_arithmetic, most_branched(data, parts)))
     console.print(
         "dry run: the settings, the data and the model fit together; nothing was trained or written"
     )
     return 0
-
-
-def decide_recomputation(
-    parts: Parts,
-    model_config: PretrainedConfig,
-    shape: MeshShape | None = None,
-    gpu: int | None = None,
-) -> tuple[Parts, list[Line]]:
-    """Decides training.activation_checkpointing=auto; returns the parts, and a line of the start
-    block that says why. Before any process group exists: a step may be simulated.
-
-    shape  None = of the processes that run
-    gpu    bytes; None = those of this one; on a CPU nothing is recomputed
-    """
-    device = default_device()
-    gpu = gpu or gpu_bytes(device)
-    if parts.training.activation_checkpointing != "auto":
-        return parts, []
-    if gpu is None:
-        return with_recomputation(parts, "none", 1), []
-    plan = plan_model(parts, model_config, shape or mesh_shape(parts.mesh, world_size()), device)
-    parts, reason = locate(COUNTED["recomputation"])(plan, gpu, _adapter_weights(plan, device))
-    STARTUP.lap("plan")
-    return parts, [("recompute", f"{reason} on GPUs of {gpu / 1e9:.0f} GB")]
 
 
 MOST_PACKS = 64
@@ -165,35 +131,22 @@ def most_branched(data: PackSource, parts: Parts) -> ThdBatch | None:
     return replace(batch, columns=parts.loss.example_columns(batch))
 
 
-def _memory(plan: ModelPlan, by_arithmetic: str, batch: ThdBatch | None) -> str:
+def _memory(decided: Decided, by_arithmetic: str, batch: ThdBatch | None) -> str:
     """What rank 0 of the requested world would hold and send on GPUs, counted by running it under
     fake tensors, which GPU it fits, and what to change when it fits none.
     """
     if rank() != 0:
         return ""
-    num_ranks = plan.shape.world_size
+    num_ranks = decided.shape.world_size
     try:
         with activity(f"simulating a step of {num_ranks} ranks"):
-            found = locate(COUNTED["step"])(plan.parts, plan.config, plan.shape, batch)
+            found = locate(SIMULATE)(decided, decided.config, decided.shape, batch)
     except NotImplementedError as error:
         return f"{by_arithmetic}\nnot simulated: {one_line(error, 100)}"
     available = gpu_bytes(default_device()) or GPUS_GB[-1] * 10**9
-    cure = "" if found.peak <= usable(available) else f"\n{out_of_memory_text(plan.parts)}"
+    cure = "" if found.peak <= usable(available) else f"\n{out_of_memory_text(decided)}"
     trees = ", with the keys of its trees" if batch is not None else ""
     return f"rank 0 of {num_ranks}, simulated{trees}: {found}{cure}"
-
-
-def _adapter_weights(plan: ModelPlan, device: torch.device) -> int | None:
-    """Counted on the meta device; None when the model itself is trained."""
-    peft = plan.parts.peft
-    pretrained = plan.parts.model.pretrained
-    if peft is None:
-        return None
-    peft.check(device, plan.strategy, pretrained)
-    lm = describe(plan.config)
-    with torch.device("meta"):
-        peft.adapt(lm, str(pretrained))
-    return sum(p.numel() for p in lm.parameters() if p.requires_grad)
 
 
 NUM_TOKENS = 4
@@ -333,11 +286,11 @@ def plan_lines(report: PackingReport | None, plan: TrainingPlan, config: Config)
 
 def model_lines(config: Config, built: BuiltModel, mesh: Mesh) -> list[Line]:
     """What is trained, how, and what it takes."""
-    plan = built.plan
+    decided = built.decided
     lm = built.model.loss_model.lm
-    dtype = str(built.plan.dtype).removeprefix("torch.")
+    dtype = str(decided.dtype).removeprefix("torch.")
     device = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "cpu"
-    device += f": {processes_text(plan)}"
+    device += f": {processes_text(decided)}"
     if mesh.device.type == "cpu":
         num_threads = torch.get_num_threads()
         each = " each" if mesh.shape.world_size > 1 else ""
@@ -349,8 +302,8 @@ def model_lines(config: Config, built: BuiltModel, mesh: Mesh) -> list[Line]:
     )
     masters = f"{config.training.master_weights} master weights"
     model = (
-        f"{lm.config.model_type} {plan.parts.model.pretrained or 'from scratch'}: "
-        f"{count(plan.size.parameters)} parameters, {dtype} compute, "
+        f"{lm.config.model_type} {decided.model.pretrained or 'from scratch'}: "
+        f"{count(decided.size.parameters)} parameters, {dtype} compute, "
         f"{f'frozen in {dtype}, adapter in fp32' if built.adapter else masters}, loss "
         f"{built.loss}{experts}"
     )
@@ -358,10 +311,10 @@ def model_lines(config: Config, built: BuiltModel, mesh: Mesh) -> list[Line]:
     decay = config.training.ema_decay
     clipping = f"gradients clipped to {max_norm}" if max_norm else "no clipping"
     lines = [("device", device), ("model", model)]
-    lines += [("", note) for note in plan.parts.model.notes]
+    lines += [("", note) for note in decided.model.notes]
     if built.adapter:
         lines.append(("peft", built.adapter.description))
-    lines.append(("attention", plan.attention))
+    lines.append(("attention", built.attention))
     if config.training.deterministic:
         lines.append(("kernels", "deterministic: the same bits in each run"))
     if built.compiled != "off":
@@ -371,8 +324,13 @@ def model_lines(config: Config, built: BuiltModel, mesh: Mesh) -> list[Line]:
     if decay:
         steps = f"about {1 / (1 - decay):,.0f} steps (decay {decay})"
         lines.append(("average", f"of the weights of {steps}: validated, sampled and exported"))
-    lines.append(("memory", f"{built.memory}\n{built.reduction}".strip()))
-    return lines
+    lines.append(("memory", f"{built.memory}\n{decided.reduction_text}".strip()))
+    return lines + recomputation_lines(decided)
+
+
+def recomputation_lines(decided: Decided) -> list[Line]:
+    """Why layers are recomputed, where that was left open."""
+    return [("recompute", decided.recomputation_text)] if decided.recomputation_text else []
 
 
 def data_lines(data: PackSource) -> list[Line]:
@@ -395,12 +353,12 @@ def position_line(guards: Guards, max_steps: int) -> str:
     )
 
 
-def processes_text(plan: ModelPlan) -> str:
-    shape = plan.shape
-    plural = "es" if plan.shape.world_size > 1 else ""
+def processes_text(decided: Decided) -> str:
+    shape = decided.shape
+    plural = "es" if decided.shape.world_size > 1 else ""
     more = f" x tp {shape.tp}, ep {shape.ep}" if shape.tp * shape.ep > 1 else ""
     axes = f"dp_replicate {shape.dp_replicate} x dp_shard {shape.dp_shard} x cp {shape.cp}{more}"
-    return f"{shape.world_size} process{plural} ({axes}, {plan.strategy})"
+    return f"{shape.world_size} process{plural} ({axes}, {decided.strategy})"
 
 
 def count(number: float) -> str:

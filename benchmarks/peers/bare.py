@@ -13,6 +13,7 @@ from automodel_lite.parallel.sharding import ParallelModel
 from automodel_lite.parts.optimizers.adamw import adamw
 from automodel_lite.thd import ThdBatch, to_thd
 from automodel_lite.training.build import build_model
+from automodel_lite.training.decide import decide
 from automodel_lite.training.optimizers import apply_gradients
 from automodel_lite.training.plan import build_parts
 from benchmarks.peers.job import LR, Clock, Job, use_one_thread
@@ -25,8 +26,9 @@ def parts(job: Job) -> tuple[ParallelModel, torch.optim.Optimizer, list[ThdBatch
     mesh = Mesh(MeshShape(1, 1, 1), torch.device("cpu"), None)
     made_of = build_parts(config)
     data = prepare_data(config, BatchShape(1, 1, 1), made_of.packer)
+    decided = decide(made_of, data.tokenizer, mesh.shape, mesh.device)
     torch.manual_seed(0)
-    model = build_model(made_of, data.tokenizer, mesh).model
+    model = build_model(decided, data.tokenizer, mesh).model
     optimizer = adamw(model.loss_model, LR, betas=[0.9, 0.95])
     steps = data.steps(Cursor(), mesh, cost_model(made_of.model.config(data.tokenizer)))
     return model, optimizer, [to_thd(next(steps).micro_batches[0]) for _ in range(job.all_steps)]
@@ -34,7 +36,7 @@ def parts(job: Job) -> tuple[ParallelModel, torch.optim.Optimizer, list[ThdBatch
 
 def train(model: ParallelModel, optimizer: torch.optim.Optimizer, batch: ThdBatch) -> None:
     """One step."""
-    loss = model(batch)
+    loss = model(batch).sum
     (loss / batch.num_label_tokens).backward()
     apply_gradients(optimizer, model.parameters(), loss.detach(), 1.0)
     optimizer.zero_grad()

@@ -24,6 +24,7 @@ from automodel_lite.parallel.sharding import parallelize
 from automodel_lite.run.export import export_hf
 from automodel_lite.seed import seed_all
 from automodel_lite.training.build import assemble, build_model, check_model
+from automodel_lite.training.decide import decide
 from automodel_lite.training.plan import build_parts
 from benchmarks.survey_models import save
 from benchmarks.tiny_models import random_model
@@ -318,12 +319,16 @@ def peaks_of_a_rank(rank: int, world: int, config: Config) -> tuple[float, float
 
     mesh = init_mesh(config.mesh)
     tiny = config_of("smoke", Path(config.output_dir))
-    build_model(build_parts(tiny), tokenizer(8), mesh)  # what its code takes is not the model's
+    build_model(
+        decide(build_parts(tiny), tokenizer(8), mesh.shape, mesh.device), tokenizer(8), mesh
+    )  # what its code takes is not the model's
     before, num_read = _peak_gib(), bytes_read()
-    built = build_model(build_parts(config), tokenizer(8), mesh)
+    built = build_model(
+        decide(build_parts(config), tokenizer(8), mesh.shape, mesh.device), tokenizer(8), mesh
+    )
     start, num_read = _peak_gib() - before, bytes_read() - num_read
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    model, dtype = built.model, built.plan.parts.model.dtype
+    model, dtype = built.model, built.decided.model.dtype
     export_hf(
         Path(config.output_dir) / "hf",
         model.loss_model,
@@ -333,7 +338,7 @@ def peaks_of_a_rank(rank: int, world: int, config: Config) -> tuple[float, float
         1,
         model.sharded_over,
     )
-    return start, _peak_gib() - before, built.plan.size.parameters * 4 / 2**30, num_read / 2**30
+    return start, _peak_gib() - before, built.decided.size.parameters * 4 / 2**30, num_read / 2**30
 
 
 def _peak_gib() -> float:

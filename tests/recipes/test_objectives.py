@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from automodel_lite.errors import ConfigError
 from automodel_lite.parallel.mesh import init_mesh
 from automodel_lite.training.build import build_model
+from automodel_lite.training.decide import decide
 from automodel_lite.training.plan import build_parts
 from recipes import score
 from tests.data.templates import MARKED, byte_tokenizer
@@ -213,9 +214,9 @@ def test_a_teacher_is_a_part_of_the_memory(tmp_path: Path) -> None:
         ("distill", [f"teacher.pretrained={tmp_path / 'model'}"]),
     ):
         config = config_of(preset, tmp_path / "run", *where, *more)
-        weights.append(
-            build_model(build_parts(config), tokenizer, init_mesh(config.mesh)).memory.weights
-        )
+        mesh = init_mesh(config.mesh)
+        decided = decide(build_parts(config), tokenizer, mesh.shape, mesh.device)
+        weights.append(build_model(decided, tokenizer, mesh).memory.weights)
     assert weights[1] == 2 * weights[0] > 0
 
 

@@ -14,15 +14,15 @@ from automodel_lite.run.failures import record_failures
 from automodel_lite.run.folder import RunFolder
 from automodel_lite.run.lock import RunLock
 from automodel_lite.run.watchdog import Watchdog
+from automodel_lite.training.decide import decide_reduction
 from automodel_lite.training.memory import (
     check_weights_fit,
-    decide_reduction,
     estimate_memory,
     optimizer_bytes,
     out_of_memory_text,
     remedies,
 )
-from automodel_lite.training.plan import ModelPlan, build_parts
+from automodel_lite.training.plan import Decided, build_parts
 from benchmarks.tiny_models import tiny_config
 from recipes.train_ft import main
 from tests.runs import config_of
@@ -59,10 +59,17 @@ def config_with(**training: object) -> Config:
 
 def plan_of(
     config: Config, *axes: int, model: PretrainedConfig = LLAMA, dtype: torch.dtype = torch.bfloat16
-) -> ModelPlan:
+) -> Decided:
     """On dp_replicate x dp_shard x cp ranks under FSDP; without axes on one rank without it."""
     shape, strategy = MeshShape(*axes or (1, 1, 1)), "fsdp" if axes else "none"
-    return ModelPlan(build_parts(config), model, model_size(model), shape, strategy, dtype)
+    return Decided.of(
+        build_parts(config),
+        config=model,
+        size=model_size(model),
+        shape=shape,
+        strategy=strategy,
+        dtype=dtype,
+    )
 
 
 def test_sharding_an_8b_model():
@@ -108,7 +115,7 @@ def test_a_text_config_without_a_word_on_its_tied_head(is_tied: bool):
 def test_gradients_are_reduced_where_their_sum_does_not_fit():
     """LLAMA has 0.14 M weights: the sum that is not sharded takes 4 bytes of each."""
 
-    def planned(wish: object, batch: int | None = 4) -> ModelPlan:
+    def planned(wish: object, batch: int | None = 4) -> Decided:
         config = config_with(global_batch_size=batch)
         config.mesh, config.advanced = (
             MeshConfig(strategy="fsdp"),
@@ -125,14 +132,14 @@ def test_gradients_are_reduced_where_their_sum_does_not_fit():
     assert is_reduced(planned("auto"), just_not) == on
     assert is_reduced(planned(False), just_not) == (False, "")
     remedy = "advanced.reduce_every_micro_batch=true (no unsharded sum of gradients)"
-    assert remedies(planned(False).parts)[2] == remedy
+    assert remedies(planned(False))[2] == remedy
     assert is_reduced(planned(True), None) == on
     assert is_reduced(planned(True, batch=None), None)[1] == ""  # one micro-batch: there is no sum
 
 
-def is_reduced(plan: ModelPlan, available: int | None) -> tuple[object, str]:
-    decided, why = decide_reduction(plan, None, available)
-    return decided.parts.advanced.reduce_every_micro_batch, why
+def is_reduced(plan: Decided, available: int | None) -> tuple[object, str]:
+    decided = decide_reduction(plan, None, available)
+    return decided.advanced.reduce_every_micro_batch, decided.reduction_text
 
 
 def test_what_waits_in_host_memory_is_not_counted():
@@ -169,7 +176,7 @@ def test_a_full_model_of_8b_in_bf16(optimizer: dict[str, object], num_bytes: flo
     plan = plan_of(config)
     e = estimate_memory(plan, None)
     assert e.weights + e.gradients + e.optimizer == num_bytes * plan.size.parameters
-    assert "adamw_8bit" not in " ".join(remedies(plan.parts))
+    assert "adamw_8bit" not in " ".join(remedies(plan))
 
 
 def test_an_optimizer_of_ones_own_is_measured():

@@ -15,17 +15,16 @@ from automodel_lite.extras.plan import recompute
 from automodel_lite.extras.plan.recompute import LADDER, choose_recomputation, least_recomputation
 from automodel_lite.extras.plan.simulation import layer_pattern, simulate_by_layers
 from automodel_lite.parallel.mesh import MeshShape
-from automodel_lite.training.build import plan_model
+from automodel_lite.training.decide import decide_layout
 from automodel_lite.training.memory import usable
-from automodel_lite.training.plan import ModelPlan, build_parts, with_recomputation
-from automodel_lite.training.start import decide_recomputation
+from automodel_lite.training.plan import Decided, build_parts, with_recomputation
 from tests.ranks import in_a_process
 
 
-def planned(preset: str, gpus: int, *overrides: str) -> ModelPlan:
+def planned(preset: str, gpus: int, *overrides: str) -> Decided:
     config = check_config(compose_config(preset, ["dataset.path=any", *overrides]))
     parts = build_parts(replace(config, attention={}))
-    return plan_model(
+    return decide_layout(
         replace(parts, attention=None),
         parts.model.resolve_model_config({}),
         MeshShape(1, gpus, 1),
@@ -33,8 +32,8 @@ def planned(preset: str, gpus: int, *overrides: str) -> ModelPlan:
     )
 
 
-def auto(plan: ModelPlan) -> ModelPlan:
-    return replace(plan, parts=with_recomputation(plan.parts, "auto", 1), dtype=torch.bfloat16)
+def auto(plan: Decided) -> Decided:
+    return replace(with_recomputation(plan, "auto", 1), dtype=torch.bfloat16)
 
 
 def test_the_8b_preset_recomputes_nothing_on_eight_gpus_of_80_gb() -> None:
@@ -61,7 +60,7 @@ def test_weights_stay_gathered_where_they_fit(
 def test_compiled_layers_are_all_recomputed_selectively_or_none() -> None:
     """The partitioner's budget is one for all graphs."""
     asked = ("training.compile=true", "training.activation_checkpointing=selective")
-    assert planned("llama3_1_8b", 8, *asked).parts.training.activation_checkpointing == "selective"
+    assert planned("llama3_1_8b", 8, *asked).training.activation_checkpointing == "selective"
     with pytest.raises(ConfigError, match="every_layers=1"):
         planned("llama3_1_8b", 8, *asked, "advanced.recompute_every_layers=2")
 
@@ -74,7 +73,7 @@ def _count_rungs(gigabytes: int) -> None:
     parts, step = found
     assert step.peak <= capacity
     rung = (parts.training.activation_checkpointing, parts.advanced.recompute_every_layers)
-    less = with_recomputation(plan.parts, *LADDER[LADDER.index(rung) - 1])
+    less = with_recomputation(plan, *LADDER[LADDER.index(rung) - 1])
     assert simulate_by_layers(less, plan.config, plan.shape, pattern).peak > capacity
 
 
@@ -100,9 +99,8 @@ def test_small_models_and_cpus_are_not_simulated(monkeypatch: pytest.MonkeyPatch
     parts, reason = choose_recomputation(plan, 80 * 10**9, None)
     assert parts.training.activation_checkpointing == "none"
     assert reason.startswith("none, weights stay gathered: all that is kept is about ")
-    assert (
-        decide_recomputation(plan.parts, plan.config)[0].training.activation_checkpointing == "none"
-    )
+    decided = decide_layout(plan, plan.config, plan.shape, torch.device("cpu"))
+    assert decided.training.activation_checkpointing == "none"
 
 
 def test_gpus_of_one_kind_agree() -> None:

@@ -40,7 +40,7 @@ from automodel_lite.thd import stream_of
 from automodel_lite.training import memory
 from automodel_lite.training.memory import MemoryEstimate, estimate_memory
 from automodel_lite.training.plan import (
-    ModelPlan,
+    Decided,
     Parts,
     build_parts,
     with_layers,
@@ -365,7 +365,14 @@ def test_real_ddp_holds_what_is_estimated(micro_batches: int) -> None:
                 optimizer.zero_grad()
     finally:
         dist.destroy_process_group()
-    plan = ModelPlan(asked, LLAMA, model_size(LLAMA), shape, "ddp", torch.bfloat16)
+    plan = Decided.of(
+        asked,
+        config=LLAMA,
+        size=model_size(LLAMA),
+        shape=shape,
+        strategy="ddp",
+        dtype=torch.bfloat16,
+    )
     assert estimate_memory(plan, None).total == pytest.approx(living.peak, rel=0.4)
     with pytest.raises(NotImplementedError, match="only FSDP is counted"):
         simulate(asked, LLAMA, shape)
@@ -568,7 +575,14 @@ def counted(
         asked.mesh.dp_replicate * max(asked.mesh.dp_shard, 1) * asked.mesh.cp * asked.mesh.tp,
     )
     strategy = choose_strategy(asked.mesh.strategy, shape, is_gpu=True)
-    plan = ModelPlan(asked, model, model_size(model), shape, strategy, torch.bfloat16)
+    plan = Decided.of(
+        asked,
+        config=model,
+        size=model_size(model),
+        shape=shape,
+        strategy=strategy,
+        dtype=torch.bfloat16,
+    )
     return simulate(asked, model, shape), estimate_memory(plan, None)
 
 

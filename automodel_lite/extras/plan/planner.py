@@ -31,7 +31,7 @@ from automodel_lite.models.flops import CostModel, ModelSize, StepFlops, model_s
 from automodel_lite.models.settings import experts_per_token
 from automodel_lite.parallel.mesh import MeshShape
 from automodel_lite.telemetry.metrics import peak_of
-from automodel_lite.training.build import plan_model
+from automodel_lite.training.decide import decide_layout
 from automodel_lite.training.memory import usable
 from automodel_lite.training.plan import Parts
 
@@ -171,7 +171,9 @@ def make_plans(job: Job, most: int = MOST_SIMULATED) -> Outcome:
             lost["slower"] += 1
             continue
         try:
-            plan = plan_model(placed(job, layout), job.config, layout.shape, torch.device("cuda"))
+            plan = decide_layout(
+                placed(job, layout), job.config, layout.shape, torch.device("cuda")
+            )
             found = least_recomputation(plan, capacity, pattern, 0 if job.parts.peft else None)
         except CountError as error:
             lost["not counted"] += 1

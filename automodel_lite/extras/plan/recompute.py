@@ -24,7 +24,7 @@ from automodel_lite.extras.plan.simulation import (
     simulate_by_layers,
 )
 from automodel_lite.training.memory import estimate_memory, gib, usable
-from automodel_lite.training.plan import ModelPlan, Parts, with_recomputation
+from automodel_lite.training.plan import Decided, Parts, with_recomputation
 
 NONE = ("none", 1)
 FULL = ("full", 1)
@@ -48,23 +48,21 @@ def recomputation_text(parts: Parts) -> str:
 
 
 def least_recomputation(
-    plan: ModelPlan, capacity: float, pattern: LayerPattern, adapter: int | None = None
-) -> tuple[Parts, Simulation] | None:
+    plan: Decided, capacity: float, pattern: LayerPattern, adapter: int | None = None
+) -> tuple[Decided, Simulation] | None:
     """Returns the first rung of the ladder whose step holds at most `capacity` bytes, and its step;
     None without one.
 
     Where no rung fits, gradients are reduced after every micro-batch, unless that is set, to spare
     their unsharded sum.
     """
-    rungs = {rung: with_recomputation(plan.parts, *rung) for rung in LADDER}
+    rungs = {rung: with_recomputation(plan, *rung) for rung in LADDER}
 
     def counted(rung: tuple[str, int], like: Simulation | None = None) -> Simulation:
         return simulate_by_layers(rungs[rung], plan.config, plan.shape, pattern, like=like)
 
     def may_fit(rung: tuple[str, int]) -> bool:
-        return (
-            estimate_memory(replace(plan, parts=rungs[rung]), adapter).total <= HOPELESS * capacity
-        )
+        return estimate_memory(rungs[rung], adapter).total <= HOPELESS * capacity
 
     kept = counted(NONE) if may_fit(NONE) else None
     if kept and kept.peak <= capacity:
@@ -79,18 +77,18 @@ def least_recomputation(
         return rungs[FULL], full
     if may_fit(OFFLOAD) and (offloaded := counted(OFFLOAD, full)).peak <= capacity:
         return rungs[OFFLOAD], offloaded
-    advanced = plan.parts.advanced
-    training = plan.parts.training
+    advanced = plan.advanced
+    training = plan.training
     if (
         advanced.reduce_every_micro_batch != "auto"
         or batch_shape(training, plan.shape.dp).micro_steps == 1
     ):
         return None
-    reduced = replace(plan.parts, advanced=replace(advanced, reduce_every_micro_batch=True))
-    return least_recomputation(replace(plan, parts=reduced), capacity, pattern, adapter)
+    reduced = replace(plan, advanced=replace(advanced, reduce_every_micro_batch=True))
+    return least_recomputation(reduced, capacity, pattern, adapter)
 
 
-def choose_recomputation(plan: ModelPlan, gpu: int, adapter: int | None) -> tuple[Parts, str]:
+def choose_recomputation(plan: Decided, gpu: int, adapter: int | None) -> tuple[Decided, str]:
     """Returns the parts with the least recomputation that fits, and why.
 
     gpu  bytes of the GPU
@@ -99,10 +97,10 @@ def choose_recomputation(plan: ModelPlan, gpu: int, adapter: int | None) -> tupl
     that is set.
     """
     capacity = usable(gpu)
-    plain = with_recomputation(plan.parts, *NONE)
+    plain = with_recomputation(plan, *NONE)
     gathered = replace(plain, advanced=replace(plain.advanced, reshard_after_forward=False))
-    asks = plan.parts.advanced.reshard_after_forward == "auto" and plan.strategy == "fsdp"
-    kept = estimate_memory(replace(plan, parts=plain), adapter).total
+    asks = plan.advanced.reshard_after_forward == "auto" and plan.strategy == "fsdp"
+    kept = estimate_memory(plain, adapter).total
     if _CERTAIN * kept <= capacity:
         fits = asks and _CERTAIN * kept + plan.dtype.itemsize * plan.size.parameters <= capacity
         chosen = gathered if fits else plain
@@ -119,10 +117,10 @@ def choose_recomputation(plan: ModelPlan, gpu: int, adapter: int | None) -> tupl
             found = (gathered, step) if step.peak <= capacity else found
     except (NotImplementedError, CountError) as error:
         return with_recomputation(
-            plan.parts, *FULL
+            plan, *FULL
         ), f"full: the step cannot be counted ({one_line(error, 200)})"
     if found is None:
-        offloaded = with_recomputation(plan.parts, *OFFLOAD)
+        offloaded = with_recomputation(plan, *OFFLOAD)
         return offloaded, f"offload, which may still need more than {gib(capacity)}"
     chosen, step = found
     return (

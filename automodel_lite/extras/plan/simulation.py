@@ -61,10 +61,11 @@ from automodel_lite.parts.optimizers import adamw
 from automodel_lite.run.checkpoint import flat_state
 from automodel_lite.run.weight_files import gathered_files, groups_of, plan_files
 from automodel_lite.thd import AttentionInputs, AttentionOptions, Segments, ThdBatch
-from automodel_lite.training.build import as_teacher, assemble, plan_model, worst_case_batch
+from automodel_lite.training.build import assemble, worst_case_batch
+from automodel_lite.training.decide import decide_layout
 from automodel_lite.training.memory import GPUS_GB, gib, usable
 from automodel_lite.training.optimizers import apply_gradients
-from automodel_lite.training.plan import ModelPlan, Parts, with_layers
+from automodel_lite.training.plan import Decided, Parts, as_teacher, with_layers
 
 if TYPE_CHECKING:
     from automodel_lite.parts.adapters.lora import Lora, LoraAdapter
@@ -167,12 +168,12 @@ def _simulate(
     batch: ThdBatch | None,
     is_whole: bool,
 ) -> Simulation:
-    plan = plan_model(
+    plan = decide_layout(
         replace(parts, attention=_CountedAttention()), model_config, shape, torch.device("cuda")
     )
     if plan.strategy != "fsdp":
         raise NotImplementedError(f"only FSDP is counted, not mesh.strategy={plan.strategy}")
-    parts = plan.parts
+    parts = plan
     # The most that a step can hold; boundaries of documents do not change it, keys along the paths
     # of trees do.
     batch = batch or worst_case_batch(parts, num_ids=1)
@@ -192,7 +193,9 @@ def _simulate(
         model = _sharded(adapted, plan, mesh, fake, held)
         model = replace(model, reduces_every=parts.advanced.reduce_every_micro_batch is True)
         if parts.teacher:
-            teacher = _sharded(as_teacher(parts), plan, mesh, fake, held, trains=False)
+            teacher = _sharded(
+                as_teacher(parts, parts.teacher), plan, mesh, fake, held, trains=False
+            )
             install(teacher.loss_model.lm, _CountedAttention())
             model.loss_model.set_teacher(teacher.loss_model)
         optimizer = parts.optimizer(model.loss_model)  # looks up where its shards lie
@@ -349,7 +352,7 @@ def interpolate(one: Simulation, two: Simulation, times: float) -> Simulation:
 
 def _sharded(
     parts: Parts,
-    plan: ModelPlan,
+    plan: Decided,
     mesh: Mesh,
     fake: FakeTensorMode,
     held: MemoryTracker,

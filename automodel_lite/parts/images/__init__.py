@@ -36,7 +36,7 @@ def check_images(data: PackSource, built: BuiltModel, mesh: Mesh) -> None:
         from automodel_lite.parts.images.probe import check_model  # with Pillow
 
         check_model(data, built, mesh)
-    elif built.plan.parts.model.train_towers:
+    elif built.decided.model.train_towers:
         raise ConfigError(
             "model.train_towers=true trains what only images reach, and the data have none: set "
             "dataset=images, or model.train_towers=false."

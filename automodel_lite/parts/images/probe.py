@@ -110,7 +110,7 @@ def sees_ahead(built: BuiltModel, mesh: Mesh) -> bool:
         visible = mask_function(zero, zero, places[:, None], places[None])
         found.append(bool(visible.expand(q_length, q_length).triu(1).any()))
 
-    ALL_MASK_ATTENTION_FUNCTIONS.register(built.plan.kernel.name, read)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(built.decided.kernel.name, read)
     try:
         with torch.no_grad():
             for question in _QUESTIONS:
@@ -121,7 +121,7 @@ def sees_ahead(built: BuiltModel, mesh: Mesh) -> bool:
     finally:
         # with a mask function of any kind, transformers asks in every step whether positions are
         # those of several documents, which waits for the device
-        del ALL_MASK_ATTENTION_FUNCTIONS._global_mapping[built.plan.kernel.name]
+        del ALL_MASK_ATTENTION_FUNCTIONS._global_mapping[built.decided.kernel.name]
     built.model.free_gathered()
     return any(found)
 

@@ -203,13 +203,13 @@ def reference_values(built: BuiltModel, packer: Packer, cache_dir: str | None, s
     def log_probs(logits: Tensor, labels: Tensor) -> Tensor:
         return -torch.nn.functional.cross_entropy(logits, labels, reduction="none")[:, None]
 
-    parts = built.plan.parts
+    parts = built.decided
     files = (
         model_files(parts.model.pretrained, str(parts.model.source["revision"]))
         or parts.model.pretrained
     )
     model = (
-        f"{files} {built.plan.config.to_json_string()} {seed} {built.model.compute_dtype} "
+        f"{files} {built.decided.config.to_json_string()} {seed} {built.model.compute_dtype} "
         f"{parts.training.fp8}"
     )
     model += f" {parts.training.master_weights} {parts.is_quantized}"
@@ -369,9 +369,9 @@ def _values(
     forward.
     """
     model = built.model
-    exchange = built.plan.parts.mesh.cp_exchange
+    exchange = built.decided.mesh.cp_exchange
     loss_model = model.loss_model
-    size = built.plan.parts.training.micro_batch_size
+    size = built.decided.training.micro_batch_size
     model.module.eval()
     for of_ranks in assign_to_ranks(
         np.arange(done, len(packs)), BatchShape(size * mesh.shape.dp, size, mesh.shape.dp)

@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated
 
 import torch
@@ -20,7 +20,9 @@ from automodel_lite.config.schema import Config
 from automodel_lite.models.loss import Loss, LossInputs, LossOutput
 from automodel_lite.models.source import CausalLM
 from automodel_lite.parallel.peers import Peers
-from automodel_lite.training.build import as_teacher, build_model, check_same_vocabulary
+from automodel_lite.training.build import build_model, check_same_vocabulary
+from automodel_lite.training.decide import decide
+from automodel_lite.training.plan import as_teacher
 
 
 @dataclass
@@ -57,12 +59,15 @@ class KdRecipe(TrainFinetuneRecipe):
 
     def setup(self) -> None:
         super().setup()
-        parts = as_teacher(replace(self.built.plan.parts, teacher=CausalLM(self.extra.teacher)))
-        check_same_vocabulary(parts, self.data.tokenizer)
-        teacher = build_model(parts, self.data.tokenizer, self.mesh, trains=False)
+        parts = as_teacher(self.built.decided, CausalLM(self.extra.teacher))
+        tokenizer = self.data.tokenizer
+        check_same_vocabulary(parts, tokenizer)
+        mesh = self.mesh
+        decided = decide(parts, tokenizer, mesh.shape, mesh.device, trains=False)
+        teacher = build_model(decided, tokenizer, mesh, trains=False)
         self.model.loss_model.set_teacher(teacher.model.loss_model)
         self.model.loss_model.loss = Kd(self.extra.temperature)
-        self.console.say("teacher", f"{self.extra.teacher}, attention {teacher.plan.attention}")
+        self.console.say("teacher", f"{self.extra.teacher}, attention {teacher.attention}")
 
 
 def main(config: Config, extra: KdConfig) -> int:

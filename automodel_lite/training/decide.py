@@ -1,0 +1,161 @@
+"""Every setting that depends on the model, the ranks and the device, decided once and before
+anything is built: `decide` is called by a run and its dry run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from automodel_lite.attention.interface import choose_attention
+from automodel_lite.attention.kernel import AttentionKernel
+from automodel_lite.attention.spec import attention_specs, layer_shapes
+from automodel_lite.config.components import locate
+from automodel_lite.data.feeding.order import batch_shape
+from automodel_lite.models.balance import balance_of
+from automodel_lite.models.flops import size_of
+from automodel_lite.models.source import describe
+from automodel_lite.parallel.exchange import choose_exchange
+from automodel_lite.parallel.mesh import MeshShape
+from automodel_lite.parallel.sharding import choose_precision, choose_strategy
+from automodel_lite.telemetry.metrics import STARTUP
+from automodel_lite.training.memory import gib, gpu_bytes, gradient_bytes, num_shards
+from automodel_lite.training.plan import (
+    Decided,
+    Parts,
+    as_teacher,
+    check_parts,
+    with_recomputation,
+)
+
+# runs steps under fake tensors; a run on a CPU has no use for it
+RECOMPUTATION = "automodel_lite.extras.plan.recompute.choose_recomputation"
+
+
+def decide(
+    parts: Parts,
+    tokenizer: PreTrainedTokenizerBase,
+    shape: MeshShape,
+    device: torch.device,
+    gpu: int | None = None,
+    trains: bool = True,
+) -> Decided:
+    """Returns all settings of a run. Before any process group exists: a step may be simulated.
+
+    gpu     bytes; None = those of `device`
+    trains  False: what only a step needs, recomputation and reduction, is left as it is
+    Raises ConfigError as `decide_layout` does.
+    """
+    decided = decide_layout(parts, parts.model.config(tokenizer), shape, device)
+    if parts.teacher:
+        second = as_teacher(parts, parts.teacher)
+        frozen = decide_layout(second, parts.teacher.config(tokenizer), shape, device)
+        decided = replace(decided, of_teacher=frozen)
+    if not trains:
+        return decided
+    gpu = gpu or gpu_bytes(device)
+    adapter = adapter_weights(decided, device)
+    # on a CPU nothing is recomputed
+    if parts.training.activation_checkpointing == "auto" and gpu:
+        decided, reason = locate(RECOMPUTATION)(decided, gpu, adapter)
+        text = f"{reason} on GPUs of {gpu / 1e9:.0f} GB"
+        decided = replace(decided, recomputation_text=text)
+        STARTUP.lap("plan")
+    available = gpu_bytes(device) and float(gpu or 0)
+    if available and decided.of_teacher and not parts.mesh.cpu_offload:
+        frozen = decided.of_teacher
+        available -= frozen.dtype.itemsize * frozen.size.parameters / num_shards(frozen)
+    return decide_reduction(decided, adapter, available)
+
+
+def decide_layout(
+    parts: Parts, config: PretrainedConfig, shape: MeshShape, device: torch.device
+) -> Decided:
+    """Returns what follows from the mesh and the device: the strategy, the precision, the kernel
+    and the exchange. What fits the memory is not looked at.
+
+    Raises ConfigError when the settings, the model, the kernel and the device do not fit together.
+    """
+    # nobody has counted: a GPU may be too small for all of it
+    if parts.training.activation_checkpointing == "auto":
+        parts = with_recomputation(parts, "full" if device.type == "cuda" else "none", 1)
+    strategy = choose_strategy(
+        parts.mesh.strategy, shape, device.type == "cuda", parts.is_quantized
+    )
+    dtype = choose_precision(parts.training.precision, device)
+    check_parts(parts, strategy, device)
+    kernel, reason = choose_attention(parts.attention, attention_specs(config, device, dtype))
+    parts, exchange = with_exchange(parts, config, kernel, dtype)
+    described = describe(config)
+    balance_of(described, parts.model.router_aux_loss)  # a model without routers is refused
+    return Decided.of(
+        parts,
+        config=config,
+        size=size_of(described),
+        shape=shape,
+        strategy=strategy,
+        dtype=dtype,
+        kernel=kernel,
+        attention_text=f"{reason}\n{exchange}".strip(),
+    )
+
+
+def with_exchange(
+    parts: Parts, config: PretrainedConfig, kernel: AttentionKernel, dtype: torch.dtype
+) -> tuple[Parts, str]:
+    """Returns the parts with `mesh.cp_exchange=auto` decided, and a line that says how; none
+    without context parallelism.
+
+    Raises ConfigError where the model, the kernel or the pack size rule context parallelism out.
+    """
+    cp = parts.mesh.cp
+    if cp == 1:
+        return replace(parts, mesh=replace(parts.mesh, cp_exchange="all_gather")), ""
+    num_tokens = parts.packed_sequence_size * parts.training.micro_batch_size
+    tp = parts.mesh.tp
+    # heads are divided over tp first
+    layers = [
+        replace(x, num_heads=x.num_heads // tp, num_kv_heads=x.num_kv_heads // tp)
+        for x in layer_shapes(config)
+    ]
+    exchange, reason = choose_exchange(
+        parts.mesh.cp_exchange, kernel, layers, num_tokens, cp, dtype.itemsize
+    )
+    line = f"cp_exchange=auto takes {exchange}: {reason}" if reason else ""
+    return replace(parts, mesh=replace(parts.mesh, cp_exchange=exchange)), line
+
+
+def decide_reduction(decided: Decided, adapter: int | None, available: float | None) -> Decided:
+    """Returns the settings with `advanced.reduce_every_micro_batch=auto` decided.
+
+    adapter    trained weights beside a frozen model, None without
+    available  bytes of the GPU; None = not known, as on a CPU
+    """
+    wish = decided.advanced.reduce_every_micro_batch
+    whole = gradient_bytes(decided, adapter)
+    micro_steps = batch_shape(decided.training, decided.shape.dp).micro_steps
+    # A sum of a quarter of the GPU leaves too little for a micro-batch; reducing a smaller one
+    # early gains little.
+    is_large = available is not None and whole > available / 4
+    is_asked = wish is True or (wish == "auto" and is_large)
+    is_on = decided.strategy == "fsdp" and micro_steps > 1 and is_asked
+    text = f"gradients are reduced after every micro-batch: their sum would take {gib(whole)}"
+    advanced = replace(decided.advanced, reduce_every_micro_batch=is_on)
+    return replace(decided, advanced=advanced, reduction_text=text if is_on else "")
+
+
+def adapter_weights(decided: Decided, device: torch.device) -> int | None:
+    """Counts the trained weights of an adapter on the meta device; None when the model itself is
+    trained.
+    """
+    peft = decided.peft
+    pretrained = decided.model.pretrained
+    if peft is None:
+        return None
+    peft.check(device, decided.strategy, pretrained)
+    lm = describe(decided.config)
+    with torch.device("meta"):
+        peft.adapt(lm, str(pretrained))
+    return sum(p.numel() for p in lm.parameters() if p.requires_grad)
