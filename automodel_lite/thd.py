@@ -374,11 +374,41 @@ class AttentionPlan(Tensors):
     exchange  what to do around it; None without context parallelism
     tree      whose keys the kernel gets; None where no document branches, or where the exchange
               gathers its paths
+    ahead     of layers without a window, and with one: int64 [Tq, 2], tokens behind itself that a
+              query sees, and tokens before itself that it sees though its window ends; a kind that
+              is plainly causal is not there
+    before    int64 [N]: keys before the first query of each segment; None where its last query is
+              at its last key
     """
 
     segments: Segments
     exchange: Exchange | None = None
     tree: TreeKeys | None = None
+    ahead: dict[bool, Tensor] = field(default_factory=dict)
+    before: Tensor | None = None
+
+    def reach(self, window: int | None) -> Tensor | None:
+        """Returns int64 [Tq, 2]: the last key of its segment that a query sees, and the key from
+        which its window counts; None in layers that are plainly causal, bottom right.
+        """
+        ahead = self.ahead.get(window is not None)
+        if ahead is None and self.before is None:
+            return None
+        if window not in self._reaches:
+            seen = next(iter(self.ahead.values()))
+            behind, kept = (torch.zeros_like(seen) if ahead is None else ahead).unbind(1)
+            cu_q, cu_k, *_ = self.segments
+            lens = cu_q.diff().long()
+            shifts = cu_k.diff() - lens if self.before is None else self.before
+            firsts = (shifts - cu_q[:-1]).repeat_interleave(lens, output_size=len(seen))
+            at = torch.arange(len(seen), device=seen.device) + firsts
+            start = at if window is None else at - (kept + 1 - window).clamp(min=0)
+            self._reaches[window] = torch.stack([at + behind, start], 1)
+        return self._reaches[window]
+
+    @cached_property
+    def _reaches(self) -> dict[int | None, Tensor]:
+        return {}
 
     @cached_property
     def _cuts(self) -> dict[int, Segments]:
@@ -389,7 +419,7 @@ class AttentionPlan(Tensors):
         """Boundaries, and a tensor as long as the longest segment: sizes in the graphs of layers,
         free to vary. None where attention takes more than that.
         """
-        if self.exchange is not None or self.tree is not None:
+        if self.exchange is not None or self.tree is not None or self.ahead:
             return None
         longest = self.segments.cu_q.new_empty(()).expand(max(self.segments.max_q, 2))
         for tensor in (self.segments.cu_q, longest):
@@ -496,12 +526,19 @@ class MixerPlan(Tensors):
 class TowerInputs(Tensors):
     """What the towers of a composite get of a micro-batch (parts/images/)."""
 
+    @property
+    def ahead(self) -> dict[bool, Tensor]:
+        """Returns what tokens of images see behind them (`AttentionPlan`), of the whole stream."""
+        return {}
+
     def model_inputs(self, lm: Any, batch: ThdBatch) -> dict[str, Any]:
         """Returns the arguments of the composite's forward; runs its towers."""
         raise NotImplementedError
 
-    def shard(self, batch: ThdBatch, mine: Tensor) -> TowerInputs:
-        """Returns those of a context-parallel rank, which has the tokens `mine` of `batch`."""
+    def shard(self, batch: ThdBatch, mine: Tensor, group: Any) -> TowerInputs:
+        """Returns those of a rank of a context-parallel group, which has the tokens `mine` of
+        `batch`.
+        """
         raise NotImplementedError
 
 
@@ -610,6 +647,10 @@ def to_thd(batch: dict[str, Any], with_mixers: bool = True) -> ThdBatch:
     }
     weights = columns.get("loss_weights")
     document_lens = lens if nodes is None else _longest_rows(lens, slots, positions)
+    attention = attention_of(nodes, cu_padded, max_seqlen, positions)
+    images: TowerInputs | None = batch.get("images")
+    if images is not None:
+        attention = replace(attention, ahead=images.ahead)
     return ThdBatch(
         input_ids=batch["input_ids"].reshape(-1),
         labels=batch["labels"].reshape(-1),
@@ -624,10 +665,10 @@ def to_thd(batch: dict[str, Any], with_mixers: bool = True) -> ThdBatch:
         num_label_tokens=len(label_rows)
         if weights is None
         else float(weights[label_rows].sum(dtype=torch.float64)),
-        attention=attention_of(nodes, cu_padded, max_seqlen, positions),
+        attention=attention,
         mixers=MixerPlan(document_rows(cu_padded, nodes)) if with_mixers else None,
         columns=columns,
-        images=batch.get("images"),
+        images=images,
     )
 
 

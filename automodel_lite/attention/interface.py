@@ -37,6 +37,7 @@ from automodel_lite.attention.kernel import (
     AttentionKernel,
     GraphKernel,
     ReferenceAttention,
+    over_ahead,
     over_tree,
 )
 from automodel_lite.attention.positions import (
@@ -162,6 +163,10 @@ class KernelByKind:
     def attend_tree(self, inputs: AttentionInputs, tree: TreeKeys) -> Tensor:
         """See `TreeKernel`."""
         return over_tree(self._of(inputs), tree, is_cut=False)(*inputs)
+
+    def attend_ahead(self, inputs: AttentionInputs, reach: Tensor) -> Tensor:
+        """See `AheadKernel`."""
+        return over_ahead(self._of(inputs), reach, None)(*inputs)
 
     def _of(self, inputs: AttentionInputs) -> Any:
         return self.by_dims[inputs.q.shape[2], inputs.v.shape[2]]
@@ -290,9 +295,13 @@ def packed_attention(kernel: AttentionKernel) -> Callable[..., tuple[Tensor, Non
         inputs = AttentionInputs(
             q, k, v, plan.cut(chunk), AttentionOptions(scale, window, softcap, s_aux)
         )
-        attend = (
-            kernel if plan.tree is None else over_tree(kernel, plan.tree, is_cut=chunk is not None)
-        )
+        reach = plan.reach(window) if plan.ahead else None
+        if reach is not None:
+            attend = over_ahead(kernel, reach, plan.tree)
+        elif plan.tree is not None:
+            attend = over_tree(kernel, plan.tree, is_cut=chunk is not None)
+        else:
+            attend = kernel
         out = attend(*inputs) if plan.exchange is None else plan.exchange.attend(attend, inputs)
         return out[None], None
 

@@ -98,6 +98,37 @@ class TreeKernel(Protocol):
         """
 
 
+@runtime_checkable
+class AheadKernel(Protocol):
+    """A kernel whose queries may see keys behind them: other tokens of the same image."""
+
+    def attend_ahead(self, inputs: AttentionInputs, reach: Tensor) -> Tensor:
+        """reach  int64 [Tq, 2]: of each query the last key of its segment that it sees, and the
+        key from which its window counts (`AttentionPlan.reach`)
+        """
+
+
+def over_ahead(kernel: Any, reach: Tensor, tree: TreeKeys | None) -> Callable[..., Tensor]:
+    """`kernel`, called with queries that see as far as `reach`; the keys of paths of a tree are
+    gathered. Raises ConfigError for a kernel that cannot.
+    """
+    if not isinstance(kernel, AheadKernel):
+        raise refuse(kernel, "images whose tokens see each other", AHEAD_CURE)
+
+    def attend(
+        q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, segments: Segments, options: AttentionOptions
+    ) -> Tensor:
+        k, v = k_THD, v_THD
+        if tree is not None:
+            k, v = (x.index_select(0, tree.paths) for x in (k, v))
+        return kernel.attend_ahead(AttentionInputs(q_THD, k, v, segments, options), reach)
+
+    return attend
+
+
+AHEAD_CURE = "use attention=flex on a GPU, or attention=reference"
+
+
 def over_tree(kernel: Any, tree: TreeKeys, is_cut: bool) -> Callable[..., Tensor]:
     """`kernel`, called with the q, k and v of a stream that holds `tree`. One that is no
     `TreeKernel` gets the keys of each path gathered: nodes of queries, paths of keys, bottom right,
@@ -204,6 +235,19 @@ class ReferenceAttention(RepeatedBlocks):
                 outs.append(_segment(q, k, v, options).squeeze(0).transpose(0, 1))
         return torch.cat(outs)
 
+    def attend_ahead(self, inputs: AttentionInputs, reach: Tensor) -> Tensor:
+        """See `AheadKernel`."""
+        q_THD, k_THD, v_THD, segments, options = inputs
+        q_lens, k_lens = segments.cu_q.diff().tolist(), segments.cu_k.diff().tolist()
+        outs = []
+        for *parts, seen in zip(
+            q_THD.split(q_lens), k_THD.split(k_lens), v_THD.split(k_lens), reach.split(q_lens)
+        ):
+            q, k, v = (x.transpose(0, 1)[None] for x in parts)
+            if q.shape[2]:
+                outs.append(_segment(q, k, v, options, seen).squeeze(0).transpose(0, 1))
+        return torch.cat(outs)
+
     def block(self, inputs: AttentionInputs, causal: bool) -> tuple[Tensor, Tensor]:
         """See `BlockKernel`."""
         q_THD, k_THD, v_THD, segments, options = inputs
@@ -246,15 +290,19 @@ def _logits(q: Tensor, k: Tensor, mask: Tensor | None, options: AttentionOptions
     return logits if mask is None else logits.masked_fill(~mask, float("-inf"))
 
 
-def _segment(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
+def _segment(
+    q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, reach: Tensor | None = None
+) -> Tensor:
     """One segment, or several of one length: q [B, Hq, Lq, D], k, v [B, Hkv, Lk, D] -> [B, Hq, Lq,
     Dv].
+
+    reach  int64 [Lq, 2] of queries that see keys behind them
     """
     lq = q.shape[2]
     lk = k.shape[2]
     scale = options.scale
     window = options.window
-    sees_all = window is None or window >= lk
+    sees_all = reach is None and (window is None or window >= lk)
     grouped = q.shape[1] != k.shape[1]
     is_plain = options.softcap is None and options.sinks is None
     if is_plain and sees_all and (lq == lk or lq == 1):
@@ -274,7 +322,11 @@ def _segment(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tens
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     outs = []
     for rows, keys in _query_blocks(lq, lk, window):
-        mask = _visible(rows, keys, lk - lq, window, q.device)
+        if reach is None:
+            mask = _visible(rows, keys, lk - lq, window, q.device)
+        else:
+            keys = slice(0, lk)
+            mask = _reached(reach[rows], lk, window)
         qb = q[:, :, rows]
         kb = k[:, :, keys]
         vb = v[:, :, keys]
@@ -312,3 +364,10 @@ def _visible(
     i = torch.arange(rows.start, rows.stop, device=device)[:, None] + shift
     j = torch.arange(keys.start, keys.stop, device=device)[None]
     return j <= i if window is None else (j <= i) & (i - j < window)
+
+
+def _reached(reach: Tensor, num_keys: int, window: int | None) -> Tensor:
+    """bool [queries, keys] of a block whose queries see as far as `reach`."""
+    keys = torch.arange(num_keys, device=reach.device)[None]
+    visible = keys <= reach[:, :1]
+    return visible if window is None else visible & (reach[:, 1:] - keys < window)

@@ -218,12 +218,16 @@ def towers(lm: nn.Module) -> list[nn.Module]:
 
 
 def freeze_towers(lm: nn.Module, dtype: torch.dtype) -> None:
-    """Freezes what text does not meet, in place; towers are held in `dtype`, that of their
-    checkpoint.
+    """Freezes what text does not meet, in place; the weights of towers are held in `dtype`, that
+    of their checkpoint. Frequencies of rotations stay what they are: those of Llama 4 are complex.
     """
     meets_text = [module for module in lm.modules() if text_decoder(lm) in module.modules()]
     for tower in towers(lm):
-        tower.to(dtype).requires_grad_(False)
+        tower.requires_grad_(False)
+        kept = tower.state_dict().keys()
+        for name, tensor in [*tower.named_parameters(), *tower.named_buffers()]:
+            if tensor.is_floating_point() and name in kept:
+                tensor.data = tensor.data.to(dtype)
         # what a composite holds by itself mixes its towers' outputs: text does not meet that either
         for module in meets_text if text_decoder(lm) is not lm else []:
             if module is not text_decoder(lm):

@@ -513,10 +513,22 @@ class LossModel(nn.Module):
         """Returns the labeled rows before the head [R, C], or logits [R, V]."""
         inputs = {**self._inputs(batch), **options}
         if self._takes_logits(loss or self.loss):
-            return self.lm(**inputs, logits_to_keep=batch.label_rows).logits.squeeze(0)
-        # features of images take their places inside the composite's own forward
-        decoder = self._decoder_and_head[0] if batch.images is None else self.lm.base_model
-        hidden_TC: Tensor = decoder(**inputs).last_hidden_state.squeeze(0)
+            logits = self.lm(**inputs, logits_to_keep=batch.label_rows).logits.squeeze(0)
+            is_whole = len(logits) != len(batch.label_rows)  # of families without that argument
+            return logits.index_select(0, batch.label_rows) if is_whole else logits
+        decoder = self._decoder_and_head[0]
+        if batch.images is None:
+            output = decoder(**inputs)
+        elif self.lm.base_model is not self.lm:
+            # features of images take their places inside the composite's own forward
+            output = self.lm.base_model(**inputs)
+        else:  # Llama 4 has its head in there, too
+            outputs: list[Any] = []
+            hook = decoder.register_forward_hook(lambda *call: outputs.append(call[2]))
+            with hook:
+                self.lm(**inputs, logits_to_keep=1)
+            output = outputs[0]
+        hidden_TC: Tensor = output.last_hidden_state.squeeze(0)
         return hidden_TC.index_select(0, batch.label_rows)
 
     def _inputs(self, batch: ThdBatch) -> dict[str, Any]:

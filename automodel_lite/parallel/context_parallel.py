@@ -64,7 +64,7 @@ def cp_shard(batch: ThdBatch, cp_mesh: DeviceMesh | None, exchange: str = "all_g
         batch,
         **own,
         columns={name: column[mine] for name, column in batch.columns.items()},
-        images=batch.images and batch.images.shard(batch, mine),
+        images=batch.images and batch.images.shard(batch, mine, group),
         label_rows=labeled_rows(own["labels"]),
         attention=attention_plan(batch, group, cp_size, cp_rank, exchange),
         mixers=batch.mixers
@@ -83,20 +83,25 @@ def attention_plan(
     if exchange == "all_to_all":
         return replace(batch.attention, exchange=Ulysses(group, to_stream, to_ranks))
     segments = owned_segments(cu, cp_size, cp_rank)
+    # A ring passes whole chunks of documents around, of which a branch, or a token of an image,
+    # sees some: it gathers, too.
+    mine = concatenated_ranges(segments.start, segments.end)
+    ahead = {kind: seen[mine] for kind, seen in batch.attention.ahead.items()}
     if tree is not None:
-        # A ring passes whole chunks of documents around, of which a branch sees some tokens: it
-        # gathers, too.
-        return tree_plan(segments, batch.attention.segments, tree.paths, to_stream, group)
+        plan = tree_plan(batch, segments, tree.paths, to_stream, group)
+        return replace(plan, ahead=ahead)
+    key_end = segments.end + keys_ahead(batch, segments.end)
     q_lens = segments.end - segments.start
-    k_lens = segments.end - segments.document_start
-    key_rows = to_stream[concatenated_ranges(segments.document_start, segments.end)]
+    k_lens = key_end - segments.document_start
+    key_rows = to_stream[concatenated_ranges(segments.document_start, key_end)]
     is_late = (torch.arange(len(k_lens)) % 2).repeat_interleave(k_lens)
     places = key_rows.new_full((2, len(to_stream)), len(key_rows))
     places[is_late, key_rows] = torch.arange(len(key_rows))
     gather = AllGatherKV(group, key_rows, places)
     own = Segments(cumulative(q_lens), cumulative(k_lens), int(q_lens.max()), int(k_lens.max()))
-    if exchange == "all_gather":
-        return AttentionPlan(own, gather)
+    if exchange == "all_gather" or ahead:
+        before = segments.start - segments.document_start if ahead else None
+        return AttentionPlan(own, gather, ahead=ahead, before=before)
     assert exchange == "ring"
     # The documents have two runs of one length each on this rank, none is empty.
     lengths = q_lens.view(-1, 2)[:, 0]
@@ -116,18 +121,25 @@ def attention_plan(
     return AttentionPlan(own._replace(max_k=longest), around)
 
 
+def keys_ahead(batch: ThdBatch, ends: Tensor) -> Tensor:
+    """Returns int64 [M]: keys behind the last query of each run of a stream that it sees."""
+    behind = [seen[ends - 1, 0] for seen in batch.attention.ahead.values()]
+    return torch.stack(behind).amax(0) if behind else torch.zeros_like(ends)
+
+
 def tree_plan(
+    batch: ThdBatch,
     owned: OwnedSegments,
-    nodes: Segments,
     paths: Tensor,
     to_stream: Tensor,
     group: dist.ProcessGroup,
 ) -> AttentionPlan:
     """The plan of a rank whose runs are cut at the nodes of trees; each piece sees its path up to
-    its own last token.
+    its own last token, or to the end of the image that this is of.
 
-    nodes  those of the whole stream; `paths` are their keys (see `TreeKeys`)
+    paths  the keys of the nodes of the whole stream (see `TreeKeys`)
     """
+    nodes = batch.attention.segments
     node_starts = nodes.cu_q.long()
     path_ends = nodes.cu_k.long()[1:]
     # A rank's runs are ascending in the stream, so all cuts in order are its pieces in its local
@@ -143,11 +155,12 @@ def tree_plan(
     path_starts = nodes.cu_k.long()[node]
     path_stops = path_ends[node] - (node_starts[node + 1] - end)
     q_lens = end - start
+    before = path_stops - q_lens - path_starts if batch.attention.ahead else None
+    path_stops = path_stops + keys_ahead(batch, end)
     k_lens = path_stops - path_starts
     keys = AllGatherKV(group, to_stream[paths[concatenated_ranges(path_starts, path_stops)]], None)
-    return AttentionPlan(
-        Segments(cumulative(q_lens), cumulative(k_lens), int(q_lens.max()), int(k_lens.max())), keys
-    )
+    own = Segments(cumulative(q_lens), cumulative(k_lens), int(q_lens.max()), int(k_lens.max()))
+    return AttentionPlan(own, keys, before=before)
 
 
 def assign_mixers(

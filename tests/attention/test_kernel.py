@@ -16,7 +16,7 @@ from torch import Tensor
 from automodel_lite.attention import kernel as reference
 from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.parts.kernels.flex import FlexAttention
-from automodel_lite.thd import AttentionInputs, AttentionOptions, Segments
+from automodel_lite.thd import AttentionInputs, AttentionOptions, AttentionPlan, Segments
 
 
 def token_by_token(
@@ -249,3 +249,48 @@ def test_two_visits_are_one_attention(
         in_two_visits(ReferenceAttention(), tensors, lens, softcap), at_once(tensors, lens, softcap)
     ):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+def seen_one_by_one(
+    q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, window: int | None
+) -> Tensor:
+    """Every query by itself, over the keys that `ahead` lets it see."""
+    outs, segments = [], plan.segments
+    for n in range(len(segments.cu_q) - 1):
+        (q_start, q_stop), (k_start, k_stop) = (
+            cu[n : n + 2].tolist() for cu in (segments.cu_q, segments.cu_k)
+        )
+        before = k_stop - k_start - (q_stop - q_start) if plan.before is None else plan.before[n]
+        for i in range(q_start, q_stop):
+            behind, kept = plan.ahead[window is not None][i].tolist()
+            at = int(before) + i - q_start
+            first = 0 if window is None else max(0, min(at - window + 1, at - kept))
+            keys = slice(k_start + first, k_start + at + behind + 1)
+            weights = (torch.einsum("hd,jhd->hj", q[i], k[keys]) * 0.5).softmax(1)
+            outs.append(torch.einsum("hj,jhd->hd", weights, v[keys]))
+    return torch.stack(outs)
+
+
+@pytest.mark.parametrize("kernel", [ReferenceAttention(), FlexAttention()], ids=lambda x: x.name)
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("before", [None, [2, 1]], ids=["whole", "cut"])
+def test_tokens_of_an_image_see_each_other(
+    kernel: Any, window: int | None, before: list[int] | None
+) -> None:
+    """Images of 5 and 2 tokens; a rank's queries may end before its keys do."""
+    behind = [0, 4, 3, 2, 1, 0, 0, 1, 0]
+    kept = [0, 0, 1, 2, 3, 4, 0, 0, 1]
+    ahead = {kind: torch.tensor([behind, kept]).T for kind in (False, True)}
+    segments = packed([6, 3]) if before is None else packed([6, 3], [10, 5])
+    tensors = torch.tensor(before) if before else None
+    plan = AttentionPlan(segments, ahead=ahead, before=tensors)
+    q, k, v = (
+        torch.randn(int(cu[-1]), 2, 16, dtype=torch.float64)
+        for cu in (segments.cu_q, segments.cu_k, segments.cu_k)
+    )
+    reach = plan.reach(window)
+    assert reach is not None
+    got = kernel.attend_ahead(
+        AttentionInputs(q, k, v, segments, AttentionOptions(0.5, window)), reach
+    )
+    torch.testing.assert_close(got, seen_one_by_one(q, k, v, plan, window))

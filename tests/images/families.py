@@ -40,8 +40,6 @@ FAMILIES: dict[str, tuple[str, str, dict[str, str]]] = {
             "video_token": "<video>",
         },
     ),
-}
-AHEAD: dict[str, tuple[str, str, dict[str, str]]] = {
     "gemma3": (
         "<image_soft_token>",
         "<start_of_image>",
@@ -52,7 +50,6 @@ AHEAD: dict[str, tuple[str, str, dict[str, str]]] = {
         },
     ),
 }
-"""Families whose images' tokens see each other."""
 _MODELS: dict[str, dict[str, Any]] = {
     "llava_next": {"image_grid_pinpoints": GRIDS},
     "gemma3": {"mm_tokens_per_image": 4, "vision_config": {"image_size": 56}},
@@ -81,7 +78,7 @@ _SETTINGS: dict[str, dict[str, Any]] = {
 
 def write_model(family: str, folder: Path, seed: int = 0) -> Path:
     """Writes a family's tiny model, whose placeholder is a token of its tokenizer."""
-    token, written, named = (FAMILIES | AHEAD)[family]
+    token, written, named = FAMILIES[family]
     specials = ["<pad>", "<s>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>", token]
     specials += ["<|vision_start|>", "<|vision_end|>", "<|video_pad|>", *named.values()]
     specials += ["<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]

@@ -11,7 +11,7 @@ from tests.images.families import draw, write_model
 from tests.images.test_exact import images_settings
 from tests.runs import losses, train, train_until
 
-FAMILIES = ["qwen3_vl", "idefics3"]
+FAMILIES = ["qwen3_vl", "idefics3", "gemma3"]
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

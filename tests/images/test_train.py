@@ -127,10 +127,3 @@ def test_towers_that_no_data_reach_are_refused(folder: Path, tmp_path: Path) -> 
     more = ["dataset=files", f"dataset.path={text}", "model.train_towers=true"]
     with pytest.raises(ConfigError, match=r"model.train_towers=true trains what only images reach"):
         train(folder, tmp_path / "run", *more)
-
-
-def test_a_family_whose_images_see_ahead_is_refused(tmp_path: Path) -> None:
-    write_model("gemma3", tmp_path)
-    write_chats(tmp_path)
-    with pytest.raises(ConfigError, match=r"lets the tokens of an image.* see what follows them"):
-        train(tmp_path, tmp_path / "run")

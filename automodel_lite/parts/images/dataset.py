@@ -16,6 +16,7 @@ from automodel_lite.data.reading.files import FilesDataset, OpenedRows
 from automodel_lite.data.reading.readers import RawRows
 from automodel_lite.data.tokens.tokenize import Job
 from automodel_lite.errors import ConfigError
+from automodel_lite.launched import rank, world_size
 from automodel_lite.models.source import CausalLM
 from automodel_lite.parts.images.rows import ImageDocuments, MarkedRows
 from automodel_lite.parts.images.sources import ImageLimits
@@ -71,7 +72,7 @@ class ImageFiles(FilesDataset):
         ConfigError for settings that do not go with images.
         """
         # with the models' code
-        from automodel_lite.parts.images.packs import ImagePacker
+        from automodel_lite.parts.images.packs import ImagePacker, Share
         from automodel_lite.parts.images.tokens import ImageProcessor, image_job
 
         _check_settings(config, packer)
@@ -89,7 +90,9 @@ class ImageFiles(FilesDataset):
         adapted.val = dict(zip(self.val, val))
         adapted.identity += f"(processor {processor.own.to_json_string()})"
         made = image_job(job, processor, self.bad_image == "drop")
-        return adapted, made, ImagePacker.of(packer, processor, adapted.sets)
+        cp, tp = config.mesh.cp, config.mesh.tp
+        share = Share(rank() // tp % cp, cp) if cp > 1 and world_size() > 1 else None
+        return adapted, made, ImagePacker.of(packer, processor, adapted.sets, share)
 
 
 def _check_settings(config: Config, packer: Packer) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,6 +18,8 @@ from torch import Tensor
 from automodel_lite.data.packing.packs import PackBatch, PackedDataset, Packer
 from automodel_lite.data.tokens.token_rows import DocumentReader
 from automodel_lite.errors import DataError
+from automodel_lite.parallel.context_parallel import document_owners
+from automodel_lite.parts.images.ahead import Rules, ahead_of, types_of
 from automodel_lite.parts.images.rows import ImageDocuments, find
 from automodel_lite.parts.images.sources import blank_image
 from automodel_lite.parts.images.tokens import ImageProcessor
@@ -36,18 +38,30 @@ class ImageError(DataError):
         return super().__str__().rpartition("ImageError: ")[2].strip()
 
 
+class Share(NamedTuple):
+    """Which images of a pack a rank reads, of those that read the same pack."""
+
+    rank: int
+    size: int
+
+
 class ImagePacker(Packer):
     """A packer whose packs hold images."""
 
     processor: ImageProcessor
     sets: list[ImageDocuments]
+    share: Share | None
 
     @classmethod
     def of(
-        cls, packer: Packer, processor: ImageProcessor, sets: list[ImageDocuments]
+        cls,
+        packer: Packer,
+        processor: ImageProcessor,
+        sets: list[ImageDocuments],
+        share: Share | None = None,
     ) -> ImagePacker:
         made = cls.__new__(cls)
-        vars(made).update(vars(packer), processor=processor, sets=sets)
+        vars(made).update(vars(packer), processor=processor, sets=sets, share=share)
         return made
 
     def for_document_kind(self, kind: str, padding_id: int = 0) -> Packer:
@@ -56,7 +70,7 @@ class ImagePacker(Packer):
 
     def packs(self, rows: DocumentReader, epoch: int = 0) -> PackedDataset:
         packs = super().packs(rows, epoch)
-        return ImagePacks(packs, self.processor, self.sets)
+        return ImagePacks(packs, self.processor, self.sets, self.share)
 
 
 @dataclass(frozen=True)
@@ -73,16 +87,21 @@ class ImagePacks(PackedDataset):
     """Packs that bring the images of their documents."""
 
     def __init__(
-        self, packs: PackedDataset, processor: ImageProcessor, sets: list[ImageDocuments]
+        self,
+        packs: PackedDataset,
+        processor: ImageProcessor,
+        sets: list[ImageDocuments],
+        share: Share | None = None,
     ) -> None:
         super().__init__(packs.rows, packs.plan, packs.padding_idx)
         self.processor = processor
         self.sets = sets
+        self.share = share
 
     def __getitems__(self, indices: Sequence[int]) -> PackBatch:
         batch = super().__getitems__(indices)
         try:
-            images = read_images(batch.columns, self.processor, self.sets)
+            images = read_images(batch.columns, self.processor, self.sets, self.share)
         except DataError as error:
             raise ImageError(str(error)) from error
         return ImagePackBatch(batch.columns, batch.num_segments, images)
@@ -98,10 +117,13 @@ def copy_of_tokens(packs: PackedDataset) -> PackedDataset:
 
 
 def read_images(
-    columns: Mapping[str, Tensor], processor: ImageProcessor, sets: list[ImageDocuments]
+    columns: Mapping[str, Tensor],
+    processor: ImageProcessor,
+    sets: list[ImageDocuments],
+    share: Share | None = None,
 ) -> PackedImages:
-    """Decodes the images of a batch of packs, each once; of a batch without any, a blank one of
-    which no row is taken.
+    """Decodes the images of a batch of packs, each once, or a rank's share of them; of none, a
+    blank one of which no row is taken.
 
     Raises DataError for an image that is not what it was when its tokens were counted.
     """
@@ -109,24 +131,50 @@ def read_images(
         columns = {**columns, "image": torch.zeros_like(columns["input_ids"])}
     numbers, nth = rows_of_images(columns)
     order = np.array(list(dict.fromkeys(numbers.tolist())), np.int64)
-    found = [find(number) for number in order.tolist()]
-    images = [sets[which].pixels(row, place) for which, row, place in found]
-    record, texts = processor.process(images or [blank_image(*BLANK)])
-    lens = np.array([text.count(processor.token) for text in texts], np.int64)
-    starts = np.cumsum(lens) - lens
     which = np.argsort(order, kind="stable")
     place = which[np.searchsorted(order, numbers, sorter=which)] if len(order) else numbers
+    lens = np.zeros(len(order), np.int64)
+    np.maximum.at(lens, place, nth + 1)
+    starts = np.cumsum(lens) - lens
     rows = starts[place] + np.where(nth < 0, lens[place] - 1, nth) if len(order) else numbers
-    taken = np.zeros(len(order), np.int64)
-    np.maximum.at(taken, place, nth + 1)
-    for at, had, has in zip(found, taken.tolist(), lens.tolist()):
+    owners = np.zeros(len(order), np.int64)
+    if share is not None:
+        owners = np.array(document_owners(lens.tolist(), share.size), np.int64)
+    own = np.flatnonzero(owners == (share.rank if share else 0))
+    found = [find(number) for number in order[own].tolist()]
+    images = [sets[which].pixels(row, place) for which, row, place in found]
+    record, texts = processor.process(images or [blank_image(*BLANK)])
+    counts = [text.count(processor.token) for text in texts]
+    for at, had, has in zip(found, lens[own].tolist(), counts):
         if had != has:
             raise DataError(
                 f"{sets[at[0]].place(*at[1:])} had {had} tokens when the documents were "
                 f"tokenized and has {has} now: its file was replaced. Restore it, or clear the "
                 "cache, so that the documents are tokenized again."
             )
-    return PackedImages(record, int(lens.sum()), torch.from_numpy(rows.astype(np.int64)))
+    types, seen = _types_and_ahead(columns, processor.rules)
+    return PackedImages(
+        record,
+        sum(counts),
+        torch.from_numpy(rows.astype(np.int64)),
+        types,
+        seen,
+        owner=torch.from_numpy(np.repeat(owners, lens)) if share else None,
+    )
+
+
+def _types_and_ahead(
+    columns: Mapping[str, Tensor], rules: Rules
+) -> tuple[Tensor, dict[bool, Tensor]]:
+    """Returns what each token is, and what those of images see behind them, of the stream."""
+    image, labels, positions = (
+        columns[name].reshape(-1) for name in ("image", "labels", "position_ids")
+    )
+    # positions go back where a document, or a branch of one, begins
+    starts = torch.ones_like(image, dtype=torch.bool)
+    starts[1:] = positions.diff() < 1
+    types = types_of(image, labels, starts, any(rule.of_prompt for rule in rules.values()))
+    return types, {kind: ahead_of(types, starts, rule) for kind, rule in rules.items()}
 
 
 def rows_of_images(columns: Mapping[str, Tensor]) -> tuple[np.ndarray, np.ndarray]:

@@ -31,11 +31,10 @@ from automodel_lite.data.tokens.encode import ChatRenderer, Encoder, Renderer, R
 from automodel_lite.data.tokens.tokenize import Job
 from automodel_lite.errors import ConfigError, DataError, DroppedError, one_line
 from automodel_lite.models.source import describe
+from automodel_lite.parts.images.ahead import Rules, find_rules
 from automodel_lite.parts.images.rows import IMAGES, PlacedImage
 from automodel_lite.parts.images.sources import blank_image
 
-AXIS_BITS = 21
-"""Of a shift along an axis: documents of up to a million tokens."""
 MOST_SIZES = 100_000  # that are remembered
 _PROBE = "PROBE"
 
@@ -137,12 +136,8 @@ class ImageProcessor:
     @cached_property
     def accepted(self) -> tuple[str, ...]:
         """Names of what the model's tower takes."""
-        model = self.described.base_model
-        if not hasattr(model, "get_image_features"):
-            raise ConfigError(
-                f"model_type={self.config.model_type} has no tower of images that can be called "
-                "alone (get_image_features): take another family, docs/models.md lists them."
-            )
+        check_tower(self.described)
+        model: Any = self.described.base_model
         known = inspect.signature(model.get_image_features).parameters
         return tuple(n for n, p in known.items() if p.kind is not p.VAR_KEYWORD)
 
@@ -150,6 +145,11 @@ class ImageProcessor:
     def described(self) -> Any:
         """The model without weights, whose rules are asked."""
         return describe(self.config)
+
+    @cached_property
+    def rules(self) -> Rules:
+        """Which tokens see those behind them."""
+        return find_rules(describe(self.config))
 
     def process(self, images: Sequence[Any]) -> tuple[dict[str, Tensor], list[str]]:
         """Returns what the tower takes for some images in one call, and the text of each."""
@@ -188,6 +188,15 @@ class ImageProcessor:
             return ImageTokens(text, num_rows, grid)
 
         return of_size
+
+
+def check_tower(lm: transformers.PreTrainedModel) -> None:
+    """Raises ConfigError for a model without a tower of images that can be called alone."""
+    if not hasattr(lm.base_model, "get_image_features"):
+        raise ConfigError(
+            f"model_type={lm.config.model_type} has no tower of images that can be called alone "
+            "(get_image_features): take another family, docs/models.md lists them."
+        )
 
 
 @dataclass(frozen=True)
@@ -355,7 +364,7 @@ def rope_shifts(
     rule: Any, ids: Tensor, is_image: Tensor, grids: Sequence[Mapping[str, Tensor]]
 ) -> np.ndarray:
     """Returns positions of several axes by a model's own rule, of one document, less its plain
-    ones: int64 [L], AXIS_BITS per axis.
+    ones: int64 [L], `axis_bits` per axis.
     """
     if not grids:
         return np.zeros(len(ids), np.int64)
@@ -364,23 +373,40 @@ def rope_shifts(
     given["attention_mask"] = torch.ones_like(ids[None])
     given |= {name: torch.cat([grid[name] for grid in grids]) for name in grids[0]}
     positions = rule(ids[None], **{name: x for name, x in given.items() if name in known})[0][:, 0]
-    if len(positions) != 3:
-        raise ConfigError(
-            f"positions of {len(positions)} axes are not supported: take a family with three."
-        )
     shifts = positions.long() - torch.arange(len(ids))
-    mask = (1 << AXIS_BITS) - 1
-    packed = sum((shifts[axis] & mask) << (AXIS_BITS * axis) for axis in range(3))
+    bits = axis_bits(len(positions))
+    if int(shifts.abs().max()) >> (bits - 1):
+        raise DataError(
+            f"its images move positions by {int(shifts.abs().max()):,}, over the "
+            f"{1 << (bits - 1):,} that {len(positions)} axes have room for: shorten it."
+        )
+    mask = (1 << bits) - 1
+    packed = torch.zeros_like(shifts[0])
+    for axis, shift in enumerate(shifts):
+        packed |= (shift & mask) << (bits * axis)
     return np.asarray(packed, np.int64)
 
 
-def rope_positions(shift_T: Tensor, position_ids: Tensor) -> Tensor:
-    """Returns int64 [3, T] of a stream."""
-    axes = []
-    for axis in range(3):
-        up = 64 - AXIS_BITS * (axis + 1)
+def axis_bits(num_axes: int) -> int:
+    """Returns the bits of a shift along an axis: of three, up to a million tokens."""
+    return 63 // num_axes
+
+
+def num_axes(config: PretrainedConfig) -> int:
+    """Returns how many axes a family's positions have: as many as its rotation has sections."""
+    found = config_value(config.get_text_config(), "rope_parameters") or {}
+    nested = [found, *(value for value in found.values() if isinstance(value, dict))]
+    sections = [part["mrope_section"] for part in nested if part.get("mrope_section")]
+    return len(sections[0]) if sections else 3
+
+
+def rope_positions(shift_T: Tensor, position_ids: Tensor, num_axes: int) -> Tensor:
+    """Returns int64 [axes, T] of a stream."""
+    axes, bits = [], axis_bits(num_axes)
+    for axis in range(num_axes):
+        up = 64 - bits * (axis + 1)
         # the sign of each part, by shifts of the whole
-        axes.append((shift_T << up) >> (64 - AXIS_BITS))
+        axes.append((shift_T << up) >> (64 - bits))
     return torch.stack(axes) + position_ids
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,63 +18,137 @@ from torch import Tensor
 
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.layers import towers
-from automodel_lite.parts.images.tokens import rope_positions
-from automodel_lite.thd import ThdBatch, TowerInputs
+from automodel_lite.parallel.context_parallel import inverse_permutation, rank_order
+from automodel_lite.parallel.exchange import AllToAll
+from automodel_lite.parts.images.ahead import TYPES
+from automodel_lite.parts.images.tokens import num_axes, rope_positions
+from automodel_lite.thd import Tensors, ThdBatch, TowerInputs
 
-TYPES = ("mm_token_type_ids", "token_type_ids")
-"""Arguments by which models tell what a token is: 0 text, 1 image."""
+
+@dataclass(frozen=True)
+class RowExchange(Tensors):
+    """Sends feature rows of own images to the ranks of their placeholders, with gradients.
+
+    send     int64: own rows, by the rank that gets them; one that several placeholders take, so
+             often
+    arrange  int64 [R]: the place among the received rows of each of this rank's placeholders
+    counts   of rows that go to each rank, and that come from it
+    """
+
+    group: Any
+    send: Tensor
+    arrange: Tensor
+    counts: tuple[list[int], list[int]]
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        received = AllToAll.apply(rows.index_select(0, self.send), self.group, self.counts)
+        return received.index_select(0, self.arrange)
 
 
 @dataclass(frozen=True)
 class PackedImages(TowerInputs):
     """The images of a micro-batch.
 
-    record    what the processor makes of them in one call
+    record    what the processor makes of them in one call; where ranks share them, of own images
     num_rows  that the tower makes of it
-    rows      int64 [R]: the feature row of each placeholder, in the order of the stream
+    rows      int64 [R]: the feature row of each placeholder, in the order of the stream; those of
+              all ranks' images are counted
+    types     int64 [T]: what a token is, in the family's words; None where it asks for none
+    seen      see `AttentionPlan.ahead`
+    owner     int64: the rank of each feature row; None where each rank has all images
+    exchange  of feature rows between the ranks
     """
 
     record: dict[str, Tensor]
     num_rows: int
     rows: Tensor
+    types: Tensor | None = None
+    seen: dict[bool, Tensor] = field(default_factory=dict)
+    owner: Tensor | None = None
+    exchange: RowExchange | None = None
+
+    @property
+    def ahead(self) -> dict[bool, Tensor]:
+        """See `TowerInputs`."""
+        return self.seen
 
     def model_inputs(self, lm: transformers.PreTrainedModel, batch: ThdBatch) -> dict[str, Any]:
         """Returns the arguments of the composite's forward; runs its towers."""
         inputs = batch.model_inputs()
         known = inspect.signature(type(lm).forward).parameters
-        image_T = batch.columns.get("image")
         shift_T = batch.columns.get("rope_shift")
         if shift_T is not None:
-            inputs["position_ids"] = rope_positions(shift_T, batch.position_ids)[:, None]
-        if image_T is not None:
-            inputs |= {name: (image_T > 0).long()[None] for name in TYPES if name in known}
-        features = encode(lm, self.record, self.num_rows, self.rows)
+            positions = rope_positions(shift_T, batch.position_ids, num_axes(lm.config))
+            inputs["position_ids"] = positions[:, None]
+        if self.types is not None:
+            inputs |= {name: self.types[None] for name in TYPES if name in known}
+        assert (self.owner is None) == (self.exchange is None), "not sharded"
+        features = encode(lm, self)
         return {**inputs, "mm_encoder_outputs": {"image": features}}
 
-    def shard(self, batch: ThdBatch, mine: Tensor) -> PackedImages:
-        """See `TowerInputs`. Each rank runs the towers on all images, and takes its own rows: what
-        the gradients of all ranks sum up to is that of one.
+    def shard(self, batch: ThdBatch, mine: Tensor, group: Any) -> PackedImages:
+        """See `TowerInputs`. Each rank runs the towers on its images, and gets the rows of its
+        tokens; or runs them on all images and takes its own rows. What the gradients of all ranks
+        sum up to is that of one.
         """
+        types = None if self.types is None else self.types[mine]
         row_T = torch.full_like(batch.input_ids, -1)
-        row_T[batch.columns["image"] > 0] = self.rows
+        if len(self.rows):
+            row_T[batch.columns["image"] > 0] = self.rows
         own = row_T[mine]
-        return replace(self, rows=own[own >= 0])
+        own = own[own >= 0]
+        if self.owner is None:
+            return replace(self, rows=own, types=types, seen={})
+        size, rank = group.size(), group.rank()
+        rank_T = torch.empty_like(row_T)
+        order = rank_order(batch.cu_seqlens_padded, size)
+        rank_T[order] = torch.arange(size).repeat_interleave(len(mine))
+        # of each placeholder of the stream: who has its row, and who gets it
+        owner = self.owner[self.rows]
+        gets = rank_T[row_T >= 0]
+        is_own = self.owner == rank
+        local = is_own.cumsum(0) - 1
+        sent = self.rows[owner == rank]
+        to = gets[owner == rank]
+        arrange = inverse_permutation(self.owner[own].argsort(stable=True))
+        exchange = RowExchange(
+            group,
+            send=local[sent[to.argsort(stable=True)]],
+            arrange=arrange,
+            counts=(
+                torch.bincount(to, minlength=size).tolist(),
+                torch.bincount(self.owner[own], minlength=size).tolist(),
+            ),
+        )
+        return replace(self, rows=own, types=types, seen={}, exchange=exchange)
 
 
-def encode(
-    lm: transformers.PreTrainedModel, record: dict[str, Tensor], num_rows: int, rows: Tensor
-) -> Any:
-    """Runs the towers on all images at once; returns their output with these `rows` of it."""
+def accepted_names(lm: Any) -> set[str]:
+    """Returns the names of what the towers take, without switches."""
+    known = inspect.signature(lm.base_model.get_image_features).parameters
+    return {n for n, p in known.items() if p.kind is not p.VAR_KEYWORD} - _SWITCHES
+
+
+_SWITCHES = {"return_dict", "output_hidden_states", "vision_feature_layer"}
+_SWITCHES |= {"vision_feature_select_strategy"}
+
+
+def encode(lm: transformers.PreTrainedModel, images: PackedImages) -> Any:
+    """Runs the towers on this rank's images at once; returns their output with the rows of its
+    placeholders.
+    """
     dtype = next(p.dtype for tower in towers(lm) for p in tower.parameters())
-    given = {n: x.to(dtype) if x.is_floating_point() else x for n, x in record.items()}
+    given = {n: x.to(dtype) if x.is_floating_point() else x for n, x in images.record.items()}
     base: Any = lm.base_model
     output = base.get_image_features(**given, return_dict=True)
     parts: list[Tensor] = []
-    put = _flattened(output, num_rows, parts)
-    return put([part.index_select(0, rows) for part in parts])
+    put = _flattened(output, images.num_rows, parts)
+    if images.exchange is not None:
+        return put([images.exchange(part) for part in parts])
+    return put([part.index_select(0, images.rows) for part in parts])
 
 
-def _fields(output: Any) -> list[str]:
+def placed_fields(output: Any) -> list[str]:
     """Names what models read of a tower's output: nearly all `pooler_output`, Llama 4 and Fuyu the
     other one.
     """
@@ -111,7 +185,7 @@ def _flattened(
             )
         return lambda given: value
 
-    fields = {name: visit(output[name]) for name in _fields(output)}
+    fields = {name: visit(output[name]) for name in placed_fields(output)}
 
     def put(given: Sequence[Tensor]) -> Any:
         for name, of_field in fields.items():

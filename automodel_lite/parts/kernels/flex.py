@@ -69,6 +69,21 @@ class FlexAttention(RepeatedBlocks):
         )
         return self._with_sinks(*self._attend(inputs, mask), inputs.options)
 
+    def attend_ahead(self, inputs: AttentionInputs, reach: Tensor) -> Tensor:
+        """See `AheadKernel`."""
+        cu_q, cu_k, *_ = inputs.segments
+        window = inputs.options.window
+
+        def make() -> BlockMask:
+            own, keys = (torch.arange(len(x), device=cu_q.device) for x in inputs[:2])
+            segment_q = torch.bucketize(own, cu_q[1:], right=True)
+            segment_k = torch.bucketize(keys, cu_k[1:], right=True)
+            highest, at = (reach + cu_k[:-1][segment_q][:, None]).unbind(1)
+            return block_mask(highest, cu_q[1:][segment_k], at, keys, window)
+
+        mask = self._known(cu_q, (len(inputs.k), window, "ahead"), make)
+        return self._with_sinks(*self._attend(inputs, mask), inputs.options)
+
     def block(self, inputs: AttentionInputs, causal: bool) -> tuple[Tensor, Tensor]:
         """See `BlockKernel`."""
         return self._attend(inputs, self._mask_of(inputs, None, causal))
@@ -141,10 +156,11 @@ def block_mask(
     device.
 
     Query i sees key j if j <= highest[i] and i < until[j], and with a window if at[i] - places[j] <
-    window. In a tree the places lie on the path: their distance is that of the two tokens in the
-    row, however far apart the stream has them. A block is skipped where its first key is behind its
-    last query, where its last key has expired before its first query, or where even the nearest
-    pair of places is outside the window. A block too many is masked, not wrong.
+    window. `highest` never falls: all tokens of an image see its last one. In a tree the places lie
+    on the path: their distance is that of the two tokens in the row, however far apart the stream
+    has them. A block is skipped where its first key is behind its last query, where its last key
+    has expired before its first query, or where even the nearest pair of places is outside the
+    window. A block too many is masked, not wrong.
     """
     first_q, last_q = _block_ends(len(highest), highest.device)
     first_k, last_k = _block_ends(len(until), until.device)
