@@ -59,9 +59,9 @@ def test_an_axolotl_file_becomes_a_preset(
     convert.convert([str(tmp_path / "theirs.yml"), "--to", str(tmp_path / "conf/mine.yaml")])
     said = capsys.readouterr().out.splitlines()[1:]
     assert [line.split("=")[0].strip() for line in said] == [
-        "gradient_accumulation_steps",
         "neftune_noise_alpha",
         "foo",
+        "training.global_batch_size",
     ]
     config = check_config(compose_config("mine", [], config_dir=str(tmp_path / "conf")))
     assert (config.model["pretrained"], config.dataset["path"]) == (
@@ -78,9 +78,9 @@ def test_an_axolotl_file_becomes_a_preset(
         convert.convert([str(tmp_path / "theirs.yml"), "--to", str(tmp_path / "conf/mine.yaml")])
 
 
-# what of a whole example is left to its reader; keys that repeat in all of them are not counted
+# what of a whole example is left to its reader, beside the number of GPUs
 LEFT = {
-    "axolotl_full": {"chat_template", "datasets[].field_messages", "adam_beta2", "save_first_step"},
+    "axolotl_full": {"chat_template", "save_first_step"},
     "axolotl_qlora": {
         "loss_watchdog_threshold",
         "loss_watchdog_patience",
@@ -88,18 +88,12 @@ LEFT = {
         "saves_per_epoch",
     }
     | {"special_tokens.pad_token"},
-    "llama_factory_dpo": set(),
-    "llama_factory_lora": {"trust_remote_code", "ddp_timeout"},
-    "nemo_packed": {"dist_env.timeout_minutes", "dataset._target_", "lr_scheduler.min_lr"},
-    "nemo_peft": {"dist_env.timeout_minutes", "peft.exclude_modules", "dataset._target_"}
-    | {"dataset.column_mapping.question", "dataset.column_mapping.answer"},
-    "torchtune_full": {"dataset._component_", "log_level"},
-    "torchtune_lora": {
-        "dataset._component_",
-        "dataset.conversation_column",
-        "dataset.conversation_style",
-    }
-    | {"dataset_val._component_"},
+    "llama_factory_dpo": {"dataset"},
+    "llama_factory_lora": {"trust_remote_code", "dataset"},
+    "nemo_packed": {"dataset._target_"},
+    "nemo_peft": set(),
+    "torchtune_full": {"log_level"},
+    "torchtune_lora": {"dataset_val"},
     "trl_sft": {"eos_token", "push_to_hub", "hub_model_id"},
 }
 SET = {
@@ -136,7 +130,7 @@ SET = {
         "dataset.path": "chats.jsonl",
         "lr_scheduler.warmup_steps": 100,
     },
-    "trl_sft": {"peft.r": 32, "checkpoint.keep_last": 2},
+    "trl_sft": {"peft.r": 32, "checkpoint.keep_last": 2, "training.global_batch_size": 16},
 }
 EXAMPLES = sorted((Path(__file__).parent / "peer_examples").iterdir())
 
@@ -149,14 +143,10 @@ def test_a_whole_example_becomes_a_preset_that_composes(
     first, *said = capsys.readouterr().out.splitlines()
     peer = next(peer for peer in _ANSWERS if example.stem.startswith(peer.partition("_")[0]))
     assert f": from {peer}; check it with automodel-lite validate" in first
-    assert {line.split("=")[0].strip() for line in said} - {"gradient_accumulation_steps"} == LEFT[
-        example.stem
-    ]
-    path = (
-        []
-        if "path" in yaml.safe_load((tmp_path / "mine.yaml").read_text()).get("dataset", {})
-        else ["dataset.path=x"]
-    )
+    left = {re.split("[=:]", line)[0].strip() for line in said}
+    assert left - {"training.global_batch_size"} == LEFT[example.stem]
+    data = yaml.safe_load((tmp_path / "mine.yaml").read_text()).get("dataset", {})
+    path = [] if {"path", "sources"} & set(data) else ["dataset.path=x"]
     raw = compose_config("mine", path, config_dir=str(tmp_path))
     for key, value in SET[example.stem].items():
         assert OmegaConf.select(raw, key) == value, key
@@ -178,13 +168,73 @@ def test_whose_file_it_is_is_found_by_its_keys(theirs: dict, peer: str) -> None:
     assert convert.peer_of(theirs) == peer
 
 
+def preset(peer: str, **theirs: object) -> dict[str, object]:
+    return convert.preset_of(peer, theirs, "mine", num_gpus=8).settings
+
+
+def test_false_and_null_are_answers_too() -> None:
+    """Of torchtune and axolotl, where they are the usual values."""
+    base = {"model": {"_component_": "x"}, "optimizer": {"lr": 1e-5}}
+    found = preset("torchtune", **base, clip_grad_norm=None, dataset={"packed": False})
+    assert found["training.max_grad_norm"] == 0
+    chosen = convert.preset_of("axolotl", {"sample_packing": False}, "mine").chosen
+    assert chosen["packed_sequence"] == "none"
+    assert "training.precision" in preset("axolotl", bf16=False)
+
+
+def test_what_a_file_leaves_out_is_what_they_would_have_taken() -> None:
+    """TRL's values: 8 rows on each of 8 GPUs, 1,024 tokens, cut at the end, all tokens trained."""
+    found = preset("trl", model_name_or_path="x", dataset_name="y")
+    assert found["training.global_batch_size"] == 64
+    assert found["optimizer.betas"] == [0.9, 0.999]
+    assert (found["optimizer.weight_decay"], found["optimizer.lr"]) == (0, 2e-5)
+    assert found["packed_sequence.packed_sequence_size"] == 1024
+    assert found["packed_sequence.overlong"] == "truncate"
+    assert found["tokenize.train_on"] == "all"
+    text = convert.preset_of("trl", {"dataset_name": "y"}, "mine").text()
+    assert "packed_sequence_size: 1024 # trl's default" in text
+
+
+def test_numbers_of_several_keys_are_computed() -> None:
+    """Ranks and accumulation, layers by their names here, steps of epochs, a floor of the rate."""
+    found = preset("axolotl", micro_batch_size=2, gradient_accumulation_steps=4,
+                   context_parallel_size=2, learning_rate="1e-5")  # fmt: skip
+    assert (found["training.global_batch_size"], found["mesh.cp"]) == (2 * 4 * 4, 2)
+    lora = {"lora_attn_modules": ["q_proj", "output_proj"], "apply_lora_to_mlp": True}
+    found = preset("torchtune", model=lora | {"lora_rank": 8}, optimizer={"lr": 1},
+                   max_steps_per_epoch=50, epochs=3)  # fmt: skip
+    modules = ["q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    assert found["peft.target_modules"] == modules
+    assert found["training.max_steps"] == 150
+    found = preset("nemo_automodel", optimizer={"lr": 1e-5}, lr_scheduler={"min_lr": 1e-6})
+    assert found["lr_scheduler.min_lr_frac"] == 0.1
+
+
+def test_several_data_sets_are_a_mixture(tmp_path: Path) -> None:
+    """A list of axolotl's, and names of LLaMA-Factory's list with their columns."""
+    data = [{"path": "a.jsonl"}, {"path": "org/b", "type": "alpaca"}]
+    found = preset("axolotl", datasets=data, val_set_size=0.1)
+    source = found["dataset.sources.b"]
+    assert isinstance(source, dict)
+    assert source["repeat"] == 1
+    assert source["dataset"]["format"] == "alpaca"
+    assert source["dataset"]["val_frac"] == 0.1
+    (tmp_path / "data").mkdir()
+    listed = {"one": {"file_name": "one.json", "columns": {"prompt": "frage"}}}
+    (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(listed))
+    theirs = {"dataset": "one", "stage": "sft", "learning_rate": 1}
+    found = convert.preset_of("llama_factory", theirs, "mine", folder=tmp_path).settings
+    assert found["dataset.path"] == str(tmp_path / "data" / "one.json")
+    assert found["dataset.columns"] == {"instruction": "frage"}
+
+
 @pytest.mark.parametrize("peer", ["axolotl", "llama_factory", "nemo_automodel", "torchtune", "trl"])
 def test_every_answer_is_well_formed(peer: str) -> None:
     for answer in _ANSWERS[peer].values():
         for text in answer.values() if isinstance(answer, dict) else [answer]:
-            is_said = text.startswith(("- ", "none", "by hand: "))
+            is_said = text.startswith(("- ", "= ", "none", "by hand: "))
             assert is_said or all(
-                re.fullmatch(r"[a-z_]+(\.[a-z_0-9]+)*(=\S+)?", word) for word in text.split()
+                re.fullmatch(r"[a-z_]+(\.[a-z_0-9]+)*~?(=\S+)?", word) for word in text.split()
             ), text
 
 

@@ -1,36 +1,53 @@
-"""`automodel-lite convert axolotl.yml`: a preset from another framework's configuration, and what
-could not be said.
+"""`automodel-lite convert axolotl.yml`: a preset that trains what another framework would have
+trained, and a list of what it cannot hold.
 
 What each key of axolotl, LLaMA-Factory, NeMo AutoModel, torchtune and TRL is here stands in
-peers.yaml; its answers are tried key by key, so that the list at the end names everything that the
-preset does not hold.
+peers.yaml, with the values that they take where a file has none; these are written out. peers.py
+has what several keys are together. The preset is checked as a run checks it, and what a run would
+refuse is listed with its sentence.
 """
 
 from __future__ import annotations
 
 import re
+import tempfile
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from automodel_lite.cli import compose_config
 from automodel_lite.cli.line import argument_parser
 from automodel_lite.cli.sources import Sources, groups_of
+from automodel_lite.config.check import check_config
 from automodel_lite.config.permissions import needs_the_command_line
 from automodel_lite.errors import ConfigError, format_value, one_line
+from automodel_lite.extras.cli import peers
 
-_ANSWERS: dict[str, dict[str, Any]] = yaml.safe_load(
+_PEERS: dict[str, dict[str, Any]] = yaml.safe_load(
     Path(__file__).with_name("peers.yaml").read_text(encoding="utf-8")
 )
+_ANSWERS = {peer: said["keys"] for peer, said in _PEERS.items()}
 """Framework -> its keys, with `*` for any text, and what each is here."""
+FILES_DATASET = "automodel_lite.data.reading.files.FilesDataset"
+EMPTY: tuple[Any, ...] = (None, "", [], {})
+# of keys that exclude each other, a default counts where none of them is set
+RIVALS = (
+    ("lr_scheduler.warmup_steps", "lr_scheduler.warmup_frac"),
+    ("training.max_steps", "training.num_epochs"),
+    ("dataset.val_path", "dataset.val_split", "dataset.val_frac"),
+)
+PAIRS = ("dpo", "orpo", "simpo")
+SOURCES = {"axolotl": ("datasets",), "torchtune": ("datasets", "dataset")}  # lists of data
 
 
 def convert(argv: list[str]) -> int:
     """Write a preset from the configuration of axolotl, LLaMA-Factory, NeMo AutoModel, torchtune or
     TRL.
 
-    automodel-lite convert axolotl.yml                       # my_conf/axolotl.yaml
+    automodel-lite convert axolotl.yml --gpus 8              # my_conf/axolotl.yaml
     automodel-lite convert recipe.yaml --from torchtune --to my_conf/mine.yaml
     automodel-lite train --config-dir my_conf --config-name axolotl
     """
@@ -40,6 +57,9 @@ def convert(argv: list[str]) -> int:
         "--from", dest="peer", choices=sorted(_ANSWERS), help="default: found by its keys"
     )
     parser.add_argument("--to", type=Path, help="default: my_conf/<name of the file>.yaml")
+    parser.add_argument(
+        "--gpus", type=int, default=1, help="that it ran on: the batch of a step follows from them"
+    )
     args = parser.parse_args(argv)
     target: Path = args.to or Path("my_conf") / f"{args.file.stem}.yaml"
     if target.exists():
@@ -51,12 +71,13 @@ def convert(argv: list[str]) -> int:
     if not isinstance(theirs, dict) or not all(isinstance(key, str) for key in theirs):
         raise ConfigError(f"{args.file} is not a configuration: its YAML is no mapping of names.")
     peer = args.peer or peer_of(theirs)
-    text, unsaid = preset_of(peer, theirs, target.stem)
+    preset = preset_of(peer, theirs, target.stem, args.gpus, args.file.absolute().parent)
+    preset.leave_what_is_refused()
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(text, encoding="utf-8")
+    target.write_text(preset.text(), encoding="utf-8")
     check = f"automodel-lite validate --config-dir {target.parent} --config-name {target.stem}"
     print(f"{target}: from {peer}; check it with {check}")
-    for line in unsaid:
+    for line in preset.unsaid:
         print(f"  {line}")
     return 0
 
@@ -86,9 +107,17 @@ def answer_to(peer: str, key: str) -> Any:
 
 def _own_answer(peer: str, key: str) -> Any:
     for pattern, answer in _ANSWERS[peer].items():
-        if re.fullmatch(re.escape(pattern).replace(r"\*", ".*"), key, re.DOTALL):
+        if fits(pattern, key):
             return answer
     return None
+
+
+def fits(pattern: str, key: str) -> bool:
+    """Whether a key is named by a pattern, in which `*` is any text and `|` is or."""
+    return any(
+        re.fullmatch(re.escape(part).replace(r"\*", ".*"), key, re.DOTALL)
+        for part in pattern.split("|")
+    )
 
 
 def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -103,68 +132,327 @@ def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         yield prefix, node
 
 
-def preset_of(peer: str, theirs: Mapping[str, Any], name: str) -> tuple[str, list[str]]:
-    """Returns the text of a preset, and a line for each key that it does not hold."""
-    groups = groups_of(Sources())
-    chosen: dict[str, str] = {}  # group -> option
-    settings: dict[str, Any] = {"name": name}
-    unsaid = []
-    for key, value in leaves(dict(theirs)):
-        answer = answer_to(peer, key)
-        if isinstance(answer, dict):  # by value, or by that of a list's one item
+def resolved(node: Any, root: Mapping[str, Any]) -> Any:
+    """Returns a tree with `${a.b}` replaced by what stands there; what is nowhere is left."""
+    if isinstance(node, dict):
+        return {key: resolved(value, root) for key, value in node.items()}
+    if isinstance(node, list):
+        return [resolved(value, root) for value in node]
+    if not isinstance(node, str):
+        return node
+    whole = re.fullmatch(r"\$\{([\w.]+)\}", node)
+    if whole and peers.value_at(root, whole[1]) is not None:
+        return peers.value_at(root, whole[1])
+    return re.sub(
+        r"\$\{([\w.]+)\}", lambda found: str(peers.value_at(root, found[1]) or found[0]), node
+    )
+
+
+@dataclass
+class Preset:
+    """What is set, where it comes from, and what is not held."""
+
+    peer: str
+    groups: Mapping[str, Any]
+    chosen: dict[str, str] = field(default_factory=dict)  # group -> option
+    settings: dict[str, Any] = field(default_factory=dict)
+    origin: dict[str, str] = field(default_factory=dict)  # setting -> where it comes from
+    soft: dict[str, tuple[Any, str]] = field(default_factory=dict)  # where nothing else sets them
+    unsaid: list[str] = field(default_factory=list)
+
+    def put(self, key: str, value: Any, why: str) -> None:
+        """Sets a value that several keys are together."""
+        self.settings[key], self.origin[key] = plain_number(value), why
+
+    def answer(self, key: str, value: Any, is_default: bool = False) -> None:
+        """Sets what a key is here, or notes that it is not here."""
+        answer = answer_to(self.peer, key)
+        is_by_value = isinstance(answer, dict)
+        if is_by_value:  # or by that of a list's one item
             of_value = value[0] if isinstance(value, list) and len(value) == 1 else value
-            answer = answer.get(format_value(of_value), answer.get("*"))
+            answer = answer.get(format_value(of_value), None if value in EMPTY else answer.get("*"))
+            if answer is None and value in EMPTY:
+                return
         if answer is None or answer.startswith(("by hand", "none")):
             # where nothing was asked for, nothing is missing
-            is_asked = value not in (None, False, [], {}, "")
-            unsaid += (
-                [f"{key}={format_value(value)}: {answer or 'not known here'}"] if is_asked else []
+            is_asked = is_by_value or (value is not False and value not in EMPTY)
+            if is_asked and not is_default:
+                self.unsaid.append(f"{key}={format_value(value)}: {answer or 'not known here'}")
+            return
+        if answer.startswith(("- ", "= ")):
+            return
+        if value in EMPTY and not is_by_value:
+            return
+        for word in answer.split():
+            self._set(word, key, value, is_by_value, is_default)
+
+    def _set(self, word: str, key: str, value: Any, is_by_value: bool, is_default: bool) -> None:
+        why = f"{self.peer}'s default" if is_default else key
+        ours, is_set, text = word.partition("=")
+        if is_set and value is False and not is_by_value:
+            return
+        if is_set and ours in self.groups:
+            if not (is_default and ours in self.chosen):
+                self.chosen[ours] = text
+            return
+        new = plain_number(yaml.safe_load(text) if is_set else value)
+        if ours.endswith("~"):
+            self.soft[ours.removesuffix("~")] = (new, why)
+            return
+        if is_default and self._is_decided(ours):
+            return
+        if needs_the_command_line(ours):
+            self.unsaid.append(
+                f"{key}={format_value(value)}: by hand: only the command line may set it, "
+                f"{ours}={format_value(new)}"
             )
-        elif not answer.startswith("- ") and value not in (None, "", [], {}):
-            twice = _set(answer, value, groups, chosen, settings)
-            unsaid += [f"{key}={format_value(value)}: {twice}"] if twice else []
-    defaults: list[Any] = [
-        "finetune",
-        *({f"override {group}": option} for group, option in sorted(chosen.items())),
-    ]
-    tree: dict[str, Any] = {"defaults": [*defaults, "_self_"]}
-    for key, value in settings.items():
-        *path, last = key.split(".")
-        node = tree
-        for step in path:
-            node = node.setdefault(step, {})
-        node[last] = value
-    text = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
-    return f"# From a configuration of {peer}.\n{text}", unsaid
+            return
+        if ours in self.settings and self.settings[ours] != new and ours != "name":
+            self.unsaid.append(
+                f"{key}={format_value(value)}: {ours} is {format_value(self.settings[ours])} "
+                "already, by another key"
+            )
+            return
+        self.settings[ours], self.origin[ours] = new, why
+
+    def _is_decided(self, ours: str) -> bool:
+        rivals = next((group for group in RIVALS if ours in group), (ours,))
+        is_soft = ours in self.soft
+        return is_soft or any(self.settings.get(name) is not None for name in rivals)
+
+    def add_soft(self) -> None:
+        """Sets what nothing else has set."""
+        for key, (value, why) in self.soft.items():
+            if key not in self.settings:
+                self.settings[key], self.origin[key] = value, why
+
+    def leave_what_is_refused(self) -> None:
+        """Takes out each setting that a run would refuse, and lists it with the sentence."""
+        for _ in range(len(self.settings) + 1):
+            problem = self._problem()
+            subject = problem.partition("=")[0]
+            longest_first = sorted(self.settings, key=len, reverse=True)
+            named = [key for key in longest_first if key in problem]
+            named += [key for key in longest_first if key.startswith(f"{subject}.")]
+            if not problem or not named:
+                return
+            key = named[0]
+            value = self.settings.pop(key)
+            if key == "name":
+                self.settings = {"name": "mine", **self.settings}
+            self.unsaid.append(f"{key}={format_value(value)}: {problem}")
+
+    def _problem(self) -> str:
+        """Returns the first sentence of a run's check of the settings, but for what is not set
+        yet.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "mine.yaml").write_text(self.text(), encoding="utf-8")
+            missing = [
+                f"{key}=x"
+                for key in ("dataset.path", "model.pretrained")
+                if key not in self.settings and not (key[0] == "d" and "dataset" in self.chosen)
+            ]
+            try:
+                raw = compose_config("mine", missing, config_dir=folder)
+                raw.logger = {}
+                check_config(raw)
+            except ConfigError as error:
+                return str(error).splitlines()[0]
+        return ""
+
+    def text(self) -> str:
+        """Returns the preset's YAML, each value with the key that it comes from."""
+        defaults: list[Any] = ["finetune"]
+        defaults += [{f"override {group}": option} for group, option in sorted(self.chosen.items())]
+        lines = [f"# From a configuration of {self.peer}."]
+        lines += [f"# Left to you: {line}" for line in self.unsaid]
+        lines.append(yaml.safe_dump({"defaults": [*defaults, "_self_"]}, sort_keys=False).rstrip())
+        tree: dict[str, Any] = {}
+        for key, value in self.settings.items():
+            *path, last = key.split(".")
+            node = tree
+            for step in path:
+                node = node.setdefault(step, {})
+            node[last] = _Leaf(key, value)
+        lines += self._lines(tree, "")
+        return "\n".join(lines) + "\n"
+
+    def _lines(self, tree: Mapping[str, Any], indent: str) -> Iterator[str]:
+        for name, node in tree.items():
+            if isinstance(node, dict):
+                yield f"{indent}{name}:"
+                yield from self._lines(node, indent + "  ")
+                continue
+            is_flat = isinstance(node.value, list)
+            written = yaml.safe_dump(
+                {name: None if is_flat else node.value},
+                sort_keys=False,
+                allow_unicode=True,
+                width=1000,
+            )
+            first, *others = written.rstrip().splitlines()
+            if is_flat:
+                items = yaml.safe_dump(node.value, default_flow_style=True, width=1000)
+                first = f"{name}: {items.rstrip()}"
+            why = self.origin.get(node.key, "")
+            yield f"{indent}{first}" + (f" # {why}" if why and why != node.key else "")
+            yield from (f"{indent}{line}" for line in others)
 
 
-def _set(
-    answer: str,
-    value: Any,
-    groups: Mapping[str, Any],
-    chosen: dict[str, str],
-    settings: dict[str, Any],
-) -> str:
-    """Adds what an answer sets; returns a sentence when it contradicts what another key has set."""
-    for word in answer.split():
-        key, is_set, text = word.partition("=")
-        if is_set and value is False:
+@dataclass(frozen=True)
+class _Leaf:
+    key: str
+    value: Any
+
+
+def plain_number(value: Any) -> Any:
+    """Returns 1e-5 for its text, which YAML does not read as a number, and 3 for 3.0."""
+    if isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value):
+        value = float(value)
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def preset_of(
+    peer: str, theirs: Mapping[str, Any], name: str, num_gpus: int = 1, folder: Path = Path()
+) -> Preset:
+    """Returns what a configuration is here; raises ConfigError for one that trains nothing, or
+    what is not trained here.
+    """
+    theirs = resolved(dict(theirs), theirs)
+    _check_trains(peer, theirs)
+    preset = Preset(peer, groups_of(Sources()), settings={"name": name})
+    sources: list[Preset] = []
+    own = dict(theirs)
+    for key in SOURCES.get(peer, ()):
+        items = own.get(key)
+        if isinstance(items, list) and len(items) > 1:
+            sources += [_source_of(peer, f"{key}[]", item, preset.groups) for item in items]
+            del own[key]
+    if peer == "llama_factory":
+        found, unsaid = peers.named_datasets(theirs, folder)
+        preset.unsaid += unsaid
+        if len(found) == 1:
+            for key, value in found[0].items():
+                preset.put(f"dataset.{key}", value, "dataset")
+        for settings in found if len(found) > 1 else []:
+            dataset = {f"dataset.{key}": value for key, value in settings.items()}
+            sources.append(Preset(peer, preset.groups, settings=dataset))
+    given = dict(leaves(own))
+    for key, value in leaves(own):
+        preset.answer(key, value)
+    preset.unsaid += peers.combine(peer, with_defaults(peer, given, theirs), num_gpus, preset.put)
+    if sources:
+        _mix(preset, sources)
+    for key, value in defaults_of(peer, given):
+        if key not in given or given[key] in EMPTY:
+            preset.answer(key, value, is_default=True)
+    preset.add_soft()
+    if preset.chosen.get("loss") in PAIRS:
+        _pack_pairs(preset)
+    if (peers.number(preset.settings.get("training.max_steps")) or 0) < 0:
+        del preset.settings["training.max_steps"]  # -1: by the epochs
+    if peer in ("trl", "llama_factory", "axolotl") and preset.settings.get("training.max_steps"):
+        preset.settings.pop("training.num_epochs", None)  # HF Trainer's steps win
+    for group in ("peft", "loss"):
+        if group not in preset.chosen:
+            extra = [key for key in preset.settings if key.startswith(f"{group}.")]
+            for key in extra:
+                value = preset.settings.pop(key)
+                if preset.origin.get(key, "").endswith("default"):
+                    continue
+                preset.unsaid.append(f"{key}={format_value(value)}: without {group}")
+    return preset
+
+
+def _pack_pairs(preset: Preset) -> None:
+    """Packs pairs, which stay whole: of twice the length that bounds one answer there."""
+    if preset.chosen.pop("packed_sequence", "none") == "none":
+        preset.unsaid.append(
+            "training.global_batch_size: counts packs, of several pairs: their batches count pairs"
+        )
+    if preset.settings.get("packed_sequence.overlong") == "truncate":
+        preset.put("packed_sequence.overlong", "drop", "pairs are not cut")
+    size = preset.settings.get("packed_sequence.packed_sequence_size")
+    if isinstance(size, int):
+        preset.put("packed_sequence.packed_sequence_size", 2 * size, f"two answers of {size}")
+    preset.settings.pop("tokenize.train_on", None)
+    asked = preset.settings.pop("dataset.columns.messages", None)
+    if asked:
+        preset.put("dataset.columns.prompt", asked, "the messages before the answers")
+
+
+def _check_trains(peer: str, theirs: Mapping[str, Any]) -> None:
+    given = {key: value for key, value in leaves(dict(theirs)) if value not in EMPTY}
+    for pattern, why in (_PEERS[peer].get("refused") or {}).items():
+        pattern, _, but = pattern.partition(" unless ")
+        if any(fits(but, key) for key in given):
             continue
-        if is_set and key in groups:
-            chosen[key] = text
+        for key, value in given.items():
+            reason = why.get(format_value(value)) if isinstance(why, dict) else why
+            if fits(pattern, key) and value is not False and reason:
+                raise ConfigError(f"{key}={format_value(value)}: {reason}")
+
+
+def defaults_of(peer: str, given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yields what the other framework takes where a configuration has nothing."""
+    asked = [key for key, value in given.items() if value is not False and value not in EMPTY]
+    for block in _PEERS[peer].get("defaults") or []:
+        needs, without = block.get("if"), block.get("unless")
+        if needs and not any(fits(needs, key) for key in asked):
             continue
-        ours = yaml.safe_load(text) if is_set else value
-        if (
-            not is_set
-            and isinstance(value, str)
-            and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value)
-        ):
-            ours = float(value)  # 1e-5, which YAML reads as text
-        if not is_set and isinstance(ours, float) and ours.is_integer():
-            ours = int(ours)  # 3.0 epochs
-        if needs_the_command_line(key):
-            return f"by hand: only the command line may set it, {key}={format_value(ours)}"
-        if key in settings and settings[key] != ours and key != "name":
-            return f"{key} is {format_value(settings[key])} already, by another key"
-        settings[key] = ours
-    return ""
+        if without and any(fits(without, key) for key in asked):
+            continue
+        yield from block["keys"].items()
+
+
+def with_defaults(
+    peer: str, given: Mapping[str, Any], theirs: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """Returns a configuration and the flat defaults of what it leaves out."""
+    flat = {
+        key: value
+        for key, value in defaults_of(peer, given)
+        if "." not in key and given.get(key) in EMPTY
+    }
+    return {**{key: value for key, value in theirs.items() if value not in EMPTY}, **flat}
+
+
+def _source_of(peer: str, prefix: str, item: Any, groups: Mapping[str, Any]) -> Preset:
+    source = Preset(peer, groups)
+    for key, value in leaves(item, prefix):
+        source.answer(key, value)
+    return source
+
+
+def _mix(preset: Preset, sources: list[Preset]) -> None:
+    """Makes a mixture of several data sets: every document once per epoch, or by weights."""
+    preset.chosen["dataset"] = "mixture"
+    shared = {
+        key: preset.settings.pop(key)
+        for key in ("dataset.val_frac", "dataset.max_documents", "dataset.format")
+        if key in preset.settings
+    }
+    for key in [key for key in preset.settings if key.startswith("dataset.")]:
+        value = preset.settings.pop(key)
+        preset.unsaid.append(f"{key}={format_value(value)}: by dataset.sources.NAME.dataset")
+    names: list[str] = []
+    for source in sources:
+        source.add_soft()
+        settings = shared | source.settings
+        stem = re.sub(r"\W+", "_", Path(str(settings.get("dataset.path", "data"))).stem) or "data"
+        name = stem if stem not in names else f"{stem}_{len(names)}"
+        names.append(name)
+        weight = settings.pop("dataset.weight", None)
+        dataset = {"_target_": FILES_DATASET} | {
+            key.removeprefix("dataset."): value
+            for key, value in settings.items()
+            if key.startswith("dataset.")
+        }
+        share = {"repeat": 1} if weight is None else {"weight": weight}
+        preset.put(f"dataset.sources.{name}", {"dataset": dataset, **share}, "")
+        for key, value in settings.items():
+            if not key.startswith("dataset.") and preset.settings.setdefault(key, value) != value:
+                preset.unsaid.append(f"{key}={format_value(value)}: differs between the data sets")
+        preset.unsaid += [line for line in source.unsaid if line not in preset.unsaid]
+        preset.chosen.update(source.chosen)

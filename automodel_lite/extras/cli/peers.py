@@ -1,0 +1,247 @@
+"""What several keys of another framework are together, for `automodel-lite convert`.
+
+peers.yaml answers key by key. Here are the sums: the batch of a step, betas, a rate's floor,
+adapted modules, files by the names that another framework has given them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from automodel_lite.errors import format_value
+
+Tree = Mapping[str, Any]
+Set = Callable[[str, Any, str], None]  # (setting, value, where it comes from)
+FLAT_SIZES = {  # peer -> packs or rows of a forward pass, passes of a step, by whose defaults
+    "axolotl": ("micro_batch_size", "gradient_accumulation_steps"),
+    "llama_factory": ("per_device_train_batch_size", "gradient_accumulation_steps"),
+    "trl": ("per_device_train_batch_size", "gradient_accumulation_steps"),
+    "torchtune": ("batch_size", "gradient_accumulation_steps"),
+}
+BETAS = ("adam_beta1", "adam_beta2")
+# layers of torchtune -> their names in transformers
+MLP = ["gate_proj", "up_proj", "down_proj"]
+LONGEST_TIMEOUT_S = 10_000_000
+
+
+def value_at(tree: Tree, path: str) -> Any:
+    """Returns the value of a dotted key, None where there is none."""
+    node: Any = tree
+    for name in path.split("."):
+        node = node.get(name) if isinstance(node, Mapping) else None
+    return node
+
+
+def number(value: Any) -> float | None:
+    """Returns a number, of text such as 1e-5 too, which YAML reads as text; None of others."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    try:
+        return float(value)
+    except ValueError:
+        return None
+
+
+def combine(peer: str, theirs: Tree, num_gpus: int, put: Set) -> Iterator[str]:
+    """Sets what several keys are together; yields a line for each that cannot be held."""
+    yield from _batch(peer, theirs, num_gpus, put)
+    betas = [number(theirs.get(name)) for name in BETAS]
+    if None not in betas:
+        put("optimizer.betas", betas, "adam_beta1 and adam_beta2")
+    if peer == "nemo_automodel":
+        yield from _nemo(theirs, put)
+    if peer == "torchtune":
+        yield from _torchtune(theirs, put)
+    seconds = number(theirs.get("ddp_timeout"))
+    if seconds:
+        put("mesh.timeout_s", min(int(seconds), LONGEST_TIMEOUT_S), "ddp_timeout")
+    yield from _modules(peer, theirs, put)
+    yield from _held_out_frac(theirs, put)
+
+
+def _batch(peer: str, theirs: Tree, num_gpus: int, put: Set) -> Iterator[str]:
+    """The rows of a step, where the other framework multiplies them."""
+    names = FLAT_SIZES.get(peer)
+    if not names or theirs.get("global_batch_size"):
+        return
+    size, passes = (number(theirs.get(name)) for name in names)
+    if size is None or passes is None or size < 1 or passes < 1:
+        return
+    shared = 1
+    for name in ("context_parallel_size", "sequence_parallel_degree", "tensor_parallel_size",
+                 "cp_size", "tensor_parallel_dim", "context_parallel_dim"):  # fmt: skip
+        shared *= max(1, int(number(theirs.get(name)) or 1))
+    ranks = max(1, num_gpus // shared)
+    put("training.micro_batch_size", int(size), names[0])
+    total = int(size) * int(passes) * ranks
+    put(
+        "training.global_batch_size",
+        total,
+        f"{names[0]} {int(size)} x {names[1]} {int(passes)} x {ranks} data-parallel ranks",
+    )
+    if num_gpus == 1:
+        yield (
+            f"training.global_batch_size={total}: for 1 GPU, as the file does not name their "
+            "number: convert with --gpus N"
+        )
+
+
+def _nemo(theirs: Tree, put: Set) -> Iterator[str]:
+    lr, floor = number(value_at(theirs, "optimizer.lr")), value_at(theirs, "lr_scheduler.min_lr")
+    if lr and number(floor) is not None and theirs.get("lr_scheduler"):
+        put("lr_scheduler.min_lr_frac", float(f"{float(floor) / lr:.6g}"), "min_lr / lr")
+    minutes = number(value_at(theirs, "dist_env.timeout_minutes"))
+    if minutes:
+        put("mesh.timeout_s", int(minutes * 60), "dist_env.timeout_minutes")
+    columns = value_at(theirs, "dataset.column_mapping")
+    if isinstance(columns, Mapping):
+        put("dataset.columns", dict(columns), "dataset.column_mapping")
+    held_out = theirs.get("validation_dataset")
+    if not isinstance(held_out, Mapping):
+        return
+    paths = ("path_or_dataset", "path_or_dataset_id", "dataset_name", "paths")
+    ours, other = (
+        next((part[name] for name in paths if part.get(name)), None)
+        for part in (theirs.get("dataset") or {}, held_out)
+    )
+    split = held_out.get("split")
+    if other is not None and other != ours:
+        put("dataset.val_path", other, "validation_dataset")
+        if split not in (None, "train"):
+            yield f"validation_dataset.split={split}: dataset.val_path reads the split of training"
+    elif split:
+        put("dataset.val_split", split, "validation_dataset.split")
+
+
+def _torchtune(theirs: Tree, put: Set) -> Iterator[str]:
+    steps, epochs = number(theirs.get("max_steps_per_epoch")), number(theirs.get("epochs"))
+    if steps:
+        put("training.max_steps", int(steps * (epochs or 1)), "max_steps_per_epoch x epochs")
+        put("training.num_epochs", None, "max_steps_per_epoch")
+    column = value_at(theirs, "dataset.conversation_column") or ""
+    if column and column not in ("messages", "conversations"):
+        style = value_at(theirs, "dataset.conversation_style")
+        name = "conversations" if style == "sharegpt" else "messages"
+        put("dataset.columns", {name: column}, "dataset.conversation_column")
+    split, ours = value_at(theirs, "dataset_val.split"), value_at(theirs, "dataset.source")
+    other = value_at(theirs, "dataset_val.source")
+    same = value_at(theirs, "dataset_val._component_") == value_at(theirs, "dataset._component_")
+    if other not in (None, ours, "json", "csv", "text", "parquet"):
+        put("dataset.val_path", other, "dataset_val.source")
+    elif value_at(theirs, "dataset_val.data_files"):
+        put("dataset.val_path", value_at(theirs, "dataset_val.data_files"), "dataset_val")
+    elif split and (other == ours) and same:
+        put("dataset.val_split", split, "dataset_val.split")
+    elif theirs.get("dataset_val"):
+        yield "dataset_val: name the held-out file, dataset.val_path, or a part, dataset.val_frac"
+
+
+def _modules(peer: str, theirs: Tree, put: Set) -> Iterator[str]:
+    """The layers that get an adapter."""
+    if peer == "torchtune":
+        model = theirs.get("model")
+        if not isinstance(model, Mapping) or not isinstance(model.get("lora_attn_modules"), list):
+            return
+        modules = [str(name) for name in model["lora_attn_modules"]]
+        if model.get("apply_lora_to_mlp"):
+            modules += MLP
+        if model.get("apply_lora_to_output"):
+            modules.append("lm_head")
+        modules = ["o_proj" if name == "output_proj" else name for name in modules]
+        put("peft.target_modules", modules, "lora_attn_modules, apply_lora_to_mlp and _output")
+        return
+    name, value = next(
+        (
+            (name, value_at(theirs, name))
+            for name in (
+                "peft.target_modules",
+                "lora_target_modules",
+                "lora_target",
+                "peft_config.target_modules",
+            )
+            if value_at(theirs, name)
+        ),
+        ("", None),
+    )
+    all_linear = theirs.get("lora_target_linear") or value_at(theirs, "peft.match_all_linear")
+    if all_linear or value in ("all", "all-linear", "all_linear", ["all-linear"]):
+        put("peft.target_modules", "all-linear", name or "all linear layers")
+        return
+    if isinstance(value, str):
+        value = re.split(r"\s*,\s*", value)
+    if not isinstance(value, list):
+        return
+    plain = [str(part).lstrip("*.").removeprefix("*") for part in value]
+    if all(re.fullmatch(r"\w+(\.\w+)*", part) for part in plain):
+        put("peft.target_modules", plain, name)
+    else:
+        yield f"{name}={format_value(value)}: a pattern: name the layers, peft.target_modules=[...]"
+
+
+def _held_out_frac(theirs: Tree, put: Set) -> Iterator[str]:
+    """A fraction of the rows, or their number, which is not known here to be a fraction."""
+    for name in ("val_set_size", "val_size"):
+        size = number(theirs.get(name))
+        if size is None or size <= 0:
+            continue
+        if size < 1:
+            put("dataset.val_frac", size, name)
+        else:
+            yield f"{name}={int(size)}: a number of rows: dataset.val_frac is their share"
+
+
+def named_datasets(theirs: Tree, folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
+    """Returns LLaMA-Factory's datasets as settings of a dataset, by its list of names where the
+    list is found, and a line for each name that it does not have.
+
+    folder   of the configuration; its parents and the working directory are looked in
+    """
+    named = theirs.get("dataset") or theirs.get("train_dataset")
+    names = named if isinstance(named, list) else str(named or "").split(",")
+    listed: dict[str, Any] = {}
+    data = str(theirs.get("dataset_dir") or "data")
+    for root in (Path(), folder, *folder.parents):
+        path = root / data / "dataset_info.json"
+        if path.is_file():
+            listed, folder = json.loads(path.read_text(encoding="utf-8")), path.parent
+            break
+    found, unsaid = [], []
+    for name in filter(None, (str(name).strip() for name in names)):
+        entry = listed.get(name)
+        if not isinstance(entry, Mapping):
+            found.append({"path": name})
+            if not Path(name).suffix and "/" not in name:
+                unsaid.append(
+                    f"dataset={name}: a name of {data}/dataset_info.json, which does not have it "
+                    "here: dataset.path=FILE"
+                )
+            continue
+        hub = entry.get("hf_hub_url") or entry.get("ms_hub_url") or name
+        file = entry.get("file_name")
+        source: dict[str, Any] = {"path": str(folder / str(file)) if file else hub}
+        if entry.get("ranking"):
+            source["format"] = "preference"
+        standard = {"prompt": "instruction", "query": "input", "response": "output"}
+        if entry.get("formatting") == "sharegpt":
+            standard = {"messages": "conversations"}
+        columns = {
+            standard.get(key, key): column
+            for key, column in (entry.get("columns") or {}).items()
+            if column not in (standard.get(key, key), "messages", "conversations")
+        }
+        if columns:
+            source["columns"] = columns
+        if entry.get("tags"):
+            unsaid.append(f"dataset={name}: tags: {_tags(entry['tags'])}")
+        found.append(source)
+    return found, unsaid
+
+
+def _tags(tags: Tree) -> str:
+    known = {"from", "value", "role", "content", "human", "gpt", "user", "assistant", "system"}
+    others = sorted(str(value) for value in tags.values() if value not in known)
+    return f"{', '.join(others)} are not read: dataset.format" if others else "role and from"

@@ -1,0 +1,210 @@
+"""A newcomer's first jobs on a real pretrained model with default settings: each one learns.
+
+Orders that come as mails become records of four lines; a reader sees at once whether the model has
+learned the form. Nothing is set but the names of the files.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.real_model import ROOT, fetch
+
+pytestmark = pytest.mark.slow
+
+NAMES = [
+    "Ada",
+    "Bruno",
+    "Carla",
+    "Dmitri",
+    "Elena",
+    "Farid",
+    "Grace",
+    "Hiro",
+    "Ines",
+    "Jonas",
+    "Kofi",
+    "Lena",
+    "Mateo",
+    "Nadia",
+    "Omar",
+]
+FAMILIES = [
+    "Abbott",
+    "Berger",
+    "Costa",
+    "Duarte",
+    "Evans",
+    "Fischer",
+    "Gallo",
+    "Haddad",
+    "Ito",
+    "Jensen",
+    "Kaya",
+    "Lopez",
+]
+GOODS = "lamps;mugs;chairs;folding tables;green tents;notebooks;bike locks;wool blankets;kettles"
+CITIES = [
+    "Lisbon",
+    "Oslo",
+    "Turin",
+    "Austin",
+    "Nagoya",
+    "Leeds",
+    "Cork",
+    "Lyon",
+    "Tampere",
+    "Perth",
+    "Quito",
+    "Ghent",
+]
+MONTHS = ["January", "March", "April", "June", "July", "September", "October", "December"]
+MAILS = [
+    "Hi, this is {name}. Please send {count} {goods} to our office in {city} by {day} {month}.",
+    "Could you ship {count} {goods} to {city}? We need them on {day} {month}. Thanks, {name}",
+    "{name} here. My shop in {city} has run out of {goods}: {count} more before {day} {month}.",
+    "Dear team, I would like to order {count} {goods}. Deliver to {city}, {day} {month}. {name}",
+]
+RECORD = "CUSTOMER: {name}\nITEM: {count} x {goods}\nSHIP TO: {city}\nDUE: {day} {month}"
+PROSE = "Thank you, {name}! We are happy to send {count} {goods} to {city} around {day} {month}."
+FORM = re.compile(r"CUSTOMER: .+\nITEM: \d+ x .+\nSHIP TO: .+\nDUE: \d+ \w+\s*")
+REPORT = (
+    "STATION {city} | {day} {month}\nObserver: {name}\nWind {wind} at {count} knots, gusts to "
+    "{gusts}.\nVisibility {miles} miles. Outlook: {outlook}.\n\n"
+)
+LINE = re.compile(r"Wind \w+ at \d+ knots, gusts to \d+\.")
+
+
+def facts(rng: random.Random) -> dict[str, object]:
+    """Returns what one order or one report is about."""
+    count = rng.randint(2, 60)
+    return {
+        "name": f"{rng.choice(NAMES)} {rng.choice(FAMILIES)}",
+        "count": count,
+        "goods": rng.choice(GOODS.split(";")),
+        "city": rng.choice(CITIES),
+        "day": rng.randint(1, 28),
+        "month": rng.choice(MONTHS),
+        "wind": rng.choice(["north", "northwest", "south", "southeast", "west"]),
+        "gusts": count + rng.randint(3, 20),
+        "miles": rng.randint(1, 12),
+        "outlook": rng.choice(["rain by evening", "clear", "fog at dawn", "snow above 900 m"]),
+    }
+
+
+def write_chats(path: Path, count: int, seed: int) -> Path:
+    """Writes chats of one mail and its record."""
+    rng = random.Random(seed)
+    rows = []
+    for _ in range(count):
+        order = facts(rng)
+        mail = rng.choice(MAILS).format(**order)
+        record = RECORD.format(**order)
+        rows.append({"messages": [{"role": "user", "content": mail},
+                                  {"role": "assistant", "content": record}]})  # fmt: skip
+    return write_rows(path, rows)
+
+
+def write_pairs(path: Path, count: int, seed: int) -> Path:
+    """Writes pairs: the record is chosen, a polite sentence is rejected."""
+    rng = random.Random(seed)
+    rows = []
+    for _ in range(count):
+        order = facts(rng)
+        rows.append({"prompt": rng.choice(MAILS).format(**order),
+                     "chosen": RECORD.format(**order),
+                     "rejected": PROSE.format(**order)})  # fmt: skip
+    return write_rows(path, rows)
+
+
+def write_texts(folder: Path, count: int, seed: int) -> Path:
+    """Writes a folder of text files, each of 12 reports."""
+    rng = random.Random(seed)
+    folder.mkdir(parents=True)
+    for number in range(count):
+        text = "".join(REPORT.format(**facts(rng)) for _ in range(12))
+        (folder / f"log_{number:03}.txt").write_text(text)
+    return folder
+
+
+def write_rows(path: Path, rows: list[dict]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def command(*arguments: str, folder: Path) -> str:
+    """Runs a command as a user does, in an empty folder; returns what it printed."""
+    done = subprocess.run(
+        [sys.executable, "-m", "automodel_lite", *arguments],
+        cwd=folder,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    print(done.stdout)
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def model() -> Path:
+    return fetch(ROOT / ".cache" / "real")
+
+
+@pytest.mark.parametrize("job", ["chats-50", "chats-400", "chats-5000", "text", "pairs"])
+def test_a_first_job_learns_with_default_settings(job: str, model: Path, tmp_path: Path) -> None:
+    preset = "dpo" if job == "pairs" else "finetune"
+    if job == "text":
+        data = write_texts(tmp_path / "logs", 60, seed=1)
+        held_out = write_texts(tmp_path / "held_out", 6, seed=2)
+    elif job == "pairs":
+        data = write_pairs(tmp_path / "pairs.jsonl", 200, seed=1)
+        held_out = write_pairs(tmp_path / "held_out.jsonl", 40, seed=2)
+    else:
+        data = write_chats(tmp_path / "chats.jsonl", int(job.split("-")[1]), seed=1)
+        held_out = write_chats(tmp_path / "held_out.jsonl", 40, seed=2)
+    settings = [
+        f"dataset.path={data}",
+        f"dataset.val_path={held_out}",
+        f"cache_dir={tmp_path / 'cache'}",
+    ]
+    base = held_out_loss(preset, model, settings, tmp_path)
+    trained = [f"model.pretrained={model}", *settings]
+    command("train", "--config-name", preset, "name=job", *trained, folder=tmp_path)
+    rows = [
+        json.loads(line) for line in (tmp_path / "runs/job/metrics.jsonl").read_text().splitlines()
+    ]
+    after = [row["val_loss/val"] for row in rows if "val_loss/val" in row][-1]
+    print(f"{job}: held-out loss {base:.3f} -> {after:.3f}")
+    assert after < base * 2 / 3
+    if job == "pairs":
+        assert [row["val_accuracy/val"] for row in rows if "val_accuracy/val" in row][-1] > 0.9
+        return
+    rng = random.Random(3)
+    for _ in range(5):
+        asked = facts(rng)
+        prompt = MAILS[0].format(**asked)
+        if job == "text":
+            prompt = REPORT.format(**asked).split("Wind")[0]
+        said = command("generate", "runs/job", prompt, folder=tmp_path)
+        assert (LINE if job == "text" else FORM).search(said), said
+
+
+def held_out_loss(preset: str, model: Path, settings: list[str], folder: Path) -> float:
+    """Returns the loss on the held-out rows before training; of pairs, that of equal models."""
+    if preset == "dpo":
+        return 0.6931
+    said = command(
+        "evaluate", "--config-name", preset, f"model.pretrained={model}", *settings, folder=folder
+    )
+    found = re.search(r"loss\s+\S+: ([\d.]+), perplexity", said)
+    assert found, said
+    return float(found[1])
