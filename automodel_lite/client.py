@@ -75,7 +75,7 @@ from automodel_lite.training.row_packs import (
     pack_rows,
 )
 
-TOY = "automodel_lite.data.reading.documents.ToyChat"
+TOY = "automodel_lite.parts.datasets.toy_chat.ToyChat"
 
 
 @dataclass(frozen=True)

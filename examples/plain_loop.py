@@ -20,9 +20,9 @@ from automodel_lite import (
     to_thd,
     tokenize_chats,
 )
-from automodel_lite.data.reading.documents import ToyChat
 from automodel_lite.data.tokens.token_rows import TokenizedDocuments
 from automodel_lite.data.tokens.tokenizer import train_bpe_tokenizer
+from automodel_lite.parts.datasets.toy_chat import ToyChat
 
 
 def make_model(vocab_size: int) -> LlamaForCausalLM:

@@ -45,11 +45,11 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
 
     from automodel_lite.extras.hub import write_card
+    from automodel_lite.extras.load_run import load_trained
     from automodel_lite.parallel.mesh import rank
     from automodel_lite.run.checkpoint_folder import survey
     from automodel_lite.run.folder import RunFolder
     from automodel_lite.telemetry.console import quiet_libraries  # --help needs no torch
-    from automodel_lite.tools.load_run import load_trained
 
     quiet_libraries()
     target = args.to or args.run / "averaged"

@@ -61,11 +61,11 @@ def main(argv: list[str] | None = None) -> int:
     converter = gguf_converter() if args.gguf else []
     with activity("loading the checkpoint"):
         from automodel_lite.extras.hub import push, write_card
+        from automodel_lite.extras.load_run import load_trained
         from automodel_lite.parallel.mesh import rank
 
         # --help needs no torch
         from automodel_lite.telemetry.console import Console, quiet_libraries
-        from automodel_lite.tools.load_run import load_trained
 
         quiet_libraries()
         trained = load_trained(

@@ -129,7 +129,9 @@ def answer_file(generator: Generator, args: argparse.Namespace) -> None:
     """Writes each row of --prompts with what the model says to it, in their order and
     as they come.
     """
-    from automodel_lite.training.evaluation import answers_to  # torch is not imported for --help
+    from automodel_lite.parts.evaluation.exact_match import (
+        answers_to,  # torch is not imported for --help
+    )
 
     # and a bad row is named before the first answer
     num_rows = sum(1 for _ in read_questions(args.prompts))

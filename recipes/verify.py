@@ -31,6 +31,16 @@ from automodel_lite.attention.interface import install
 from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.config.schema import Config
 from automodel_lite.data.packing.packs import packed_sequence_thd_collater
+from automodel_lite.extras.verify import (
+    Check,
+    Sample,
+    Step,
+    difference,
+    draw_sample,
+    first_layers,
+    table,
+    take_gradients,
+)
 from automodel_lite.models.loss import LossModel
 from automodel_lite.parallel.context_parallel import cp_shard
 from automodel_lite.parallel.mesh import (
@@ -46,16 +56,6 @@ from automodel_lite.parallel.sharding import ParallelModel
 from automodel_lite.seed import seed_all
 from automodel_lite.telemetry.console import Console, quiet_libraries
 from automodel_lite.thd import IGNORE_INDEX, AttentionPlan, Segments, ThdBatch, labeled_rows, to_thd
-from automodel_lite.tools.verify import (
-    Check,
-    Sample,
-    Step,
-    difference,
-    draw_sample,
-    first_layers,
-    table,
-    take_gradients,
-)
 from automodel_lite.training.auto import resolve_auto
 from automodel_lite.training.build import assemble, check_model
 from automodel_lite.training.decide import decide_layout

@@ -41,6 +41,7 @@ def train(folder):
     from recipes import train_ft
     places = [f"output_dir={folder}/run", f"cache_dir={folder.parent}/cache"]
     overrides = ["optimizer=sgd", "security.allow_targets=[mine]", "training.max_steps=1", "checkpoint.export_hf=false", "checkpoint.every_steps=0"]
+    overrides += ["~dataset.num_chats", "dataset=files", f"dataset.path={folder.parent}/chats.jsonl", "dataset.val_frac=0.1"]
     raw = compose_config("smoke", [*places, *overrides], config_dir=str(folder.parent / "conf"))
     assert train_ft.main(check_config(raw)) == 0
 
@@ -102,6 +103,8 @@ def test_each_part_and_extra_can_be_deleted(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "import torch\n\n\ndef sgd(model, lr: float):\n    return torch.optim.SGD(model.parameters(), lr=lr)\n"
     )
+    pair = '{"question": "What is %d plus %d?", "answer": "It is %d."}\n'
+    (tmp_path / "chats.jsonl").write_text("".join(pair % (i, i + 1, 2 * i + 1) for i in range(80)))
     every = pieces()
     cases = [[piece] for piece in every]
     cases.append([piece for piece in every if piece not in NEEDED])

@@ -28,8 +28,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def test_the_generator_of_a_strangers_run_is_not_run(tmp_path: Path) -> None:
+    from automodel_lite.extras.load_run import load_run_config
     from automodel_lite.run.folder import RunFolder
-    from automodel_lite.tools.load_run import load_run_config
 
     raw = OmegaConf.to_yaml(
         compose_config("smoke", ["dataset=streaming", "~dataset.num_chats", "name=x"])
@@ -180,8 +180,8 @@ def test_text_of_data_and_models_moves_no_cursor(capsys: pytest.CaptureFixture[s
 def test_a_strangers_run_folder_takes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str
 ) -> None:
+    from automodel_lite.extras.load_run import load_run_config
     from automodel_lite.run.folder import RunFolder
-    from automodel_lite.tools.load_run import load_run_config
 
     monkeypatch.setenv("CANARY", "swordfish")
     raw = compose_config("smoke", ["name=x"])

@@ -39,7 +39,7 @@ def arguments_of(target: str) -> dict[str, Argument]:
     """Returns the arguments of a target, inherited ones first; `**` is among them when it takes
     any.
 
-    >>> arguments_of("automodel_lite.data.reading.documents.ToyChat")["seed"]
+    >>> arguments_of("automodel_lite.parts.datasets.toy_chat.ToyChat")["seed"]
     Argument(hint=Annotated[int, Range(0)], default=0, comment='of the chats')
 
     Raises ConfigError: a target of somebody else's does not exist.

@@ -8,14 +8,12 @@ last step were done.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from automodel_lite.config.components import build
-from automodel_lite.config.rules import Positive, Range
 from automodel_lite.config.schema import Config
 from automodel_lite.errors import ConfigError, one_line
 from automodel_lite.parallel.control import Control
@@ -103,62 +101,6 @@ class Callback:
 
     def close(self) -> None:
         """The run ends, for now or for good."""
-
-
-class EarlyStopping(Callback):
-    """Ends the run when a number has stopped falling (`callbacks=early_stopping`) or has leapt up
-    (`loss_leap`).
-    """
-
-    def __init__(
-        self,
-        run: RunInfo,
-        # a key of metrics.jsonl; val_loss = the mean over the validation sets
-        metric: str = "val_loss",
-        patience: Positive = 3,  # consecutive values that are not below the best one
-        # how much lower counts; below 0: so far above the best
-        min_delta: Annotated[float, Range(-100, 100)] = 0.0,
-    ) -> None:
-        self.run = run
-        self.metric = metric
-        self.patience = patience
-        self.min_delta = min_delta
-        self.best = math.inf
-        self.best_step = 0
-        self.num_worse = 0
-        if run.state:
-            self.best, self.best_step, self.num_worse = (
-                run.state[key] for key in ("best", "best_step", "num_worse")
-            )
-            self._end_if_due()
-
-    def log(self, row: Row) -> None:
-        value = value_of(row, self.metric)
-        if value is None:
-            return
-        is_good = value < self.best - self.min_delta  # NaN is not
-        self.num_worse = 0 if is_good else self.num_worse + 1
-        if is_good and value < self.best:
-            self.best = value
-            self.best_step = row["step"]
-        self._end_if_due()
-
-    def state(self) -> dict[str, Any]:
-        return (
-            {"best": self.best, "best_step": self.best_step, "num_worse": self.num_worse}
-            if self.best_step
-            else {}
-        )
-
-    def _end_if_due(self) -> None:
-        if self.num_worse >= self.patience:
-            best = f"{self.best:.4f} at step {self.best_step}" if self.best_step else "none"
-            what = (
-                "has not improved"
-                if self.min_delta >= 0
-                else f"was {-self.min_delta:g} above its best"
-            )
-            self.run.end(f"{self.metric} {what} {self.num_worse} times in a row (best: {best})")
 
 
 def value_of(row: Row, metric: str) -> float | None:

@@ -3,33 +3,25 @@
 The loss is (sum, count): every document is counted once, on any layout of ranks. Prompts are
 answered by the model in training, without leaving the mesh: greedily, one forward per token.
 Sharded weights require every rank to run every forward, and all ranks take rank 0's token. Held-out
-questions are answered by the exported model and scored.
+questions are answered by the exported model (parts/evaluation).
 """
 
 from __future__ import annotations
 
 import math
-import string
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field
-from itertools import islice
-from statistics import fmean as mean
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
-from automodel_lite.config.rules import Count, Size
 from automodel_lite.config.schema import SamplesConfig
 from automodel_lite.data.feeding.feed import DeviceFeed, validation_steps
 from automodel_lite.data.feeding.source import PackSource
 from automodel_lite.data.packing.packs import PackedDataset
 from automodel_lite.data.reading.documents import Documents, Question, question_of
-from automodel_lite.errors import DataError, one_line
-from automodel_lite.models.generate import Generator, prompt_ids
+from automodel_lite.errors import DataError
+from automodel_lite.models.generate import prompt_ids
 from automodel_lite.parallel.mesh import Mesh
 from automodel_lite.parallel.sharding import ParallelModel
 from automodel_lite.progress import Progress
@@ -111,114 +103,6 @@ def sample_answers(
             (prompt, str(tokenizer.decode(ids[start:], skip_special_tokens=True)).strip())
         )
     model.module.train()
-    return answers
-
-
-def f1(given: str, expected: str) -> float:
-    """Scores the words that the answer shares with the expected one, as in SQuAD: case, punctuation
-    and articles do not count.
-    """
-    spaces = str.maketrans(string.punctuation, " " * len(string.punctuation))
-    words = [text.lower().translate(spaces).split() for text in (given, expected)]
-    found, wanted = (
-        Counter(word for word in each if word not in ("a", "an", "the")) for each in words
-    )
-    num_shared = (found & wanted).total()
-    return 2 * num_shared / max(found.total() + wanted.total(), 1) if wanted else float(not found)
-
-
-@dataclass(frozen=True)
-class ExactMatch:
-    """The config node `evaluation`: asks held-out questions at the end of the run, and scores the
-    answers.
-
-    metrics   name -> a further score of each answer, such as `f1`: (given, expected) -> float;
-              logged as score/<name>
-    """
-
-    num_questions: Count = 24  # asked, the first ones
-    max_new_tokens: Size = 64  # of an answer
-    num_shown: Count = 3  # answers printed
-    batch_size: Size = 8  # questions answered at a time
-    metrics: Mapping[str, Any] = field(default_factory=dict)
-
-    def ask(self, generator: Generator, held_out: Iterable[Question]) -> tuple[str, dict[str, Any]]:
-        """Answers the first of the questions greedily; returns lines to print, and scores and
-        answers for metrics.jsonl.
-        """
-        questions = list(islice(held_out, self.num_questions))
-        if not questions:
-            return "held-out questions: the data has none", {"answers_right": 0, "answers": 0}
-        # One that the model cannot be asked ends no run, and is not counted as wrong.
-        refusals = [generator.refusal(q.messages, q.is_chat, q.tools) for q in questions]
-        refused = [
-            f"  not asked: question {number}, {one_line(str(question.messages[-1]['content']), 60)}"
-            f" ({reason})"
-            for number, (question, reason) in enumerate(zip(questions, refusals), start=1)
-            if reason
-        ]
-        questions = [question for question, reason in zip(questions, refusals) if not reason]
-        if not questions:
-            head = f"held-out questions: none of {len(refused)} can be asked"
-            return "\n".join([head, *refused]), {"answers_right": 0, "answers": 0}
-        texts = answers_to(questions, generator, self.batch_size, self.max_new_tokens)
-        given = [text.strip() for text in texts]
-        expected = [str(question.answer) for question in questions]
-        is_right = [one == other.strip() for one, other in zip(given, expected)]
-        scores = {name: mean(map(metric, given, expected)) for name, metric in self.metrics.items()}
-        shown = "".join(f", {name} {score:.3f}" for name, score in scores.items())
-        lines = [f"held-out questions: {sum(is_right)} of {len(questions)} exactly right{shown}"]
-        lines += refused
-        for number, question in enumerate(questions[: self.num_shown]):
-            mark = "right" if is_right[number] else f"wrong, expected {expected[number]!r}"
-            lines.append(
-                f"  Q: {question.messages[-1]['content']}\n  A: {given[number]}   ({mark})"
-            )
-        row: dict[str, Any] = {"answers_right": sum(is_right), "answers": len(questions)}
-        row |= {"answers_refused": len(refused)} if refused else {}
-        row |= {f"score/{name}": score for name, score in scores.items()}
-        # for the report
-        for question, answer, wanted, right in zip(questions, given, expected, is_right):
-            row[f"text/{question.messages[-1]['content']}"] = (
-                answer if right else f"{answer}  (expected: {wanted})"
-            )
-        return "\n".join(lines), row
-
-
-def answers_to(
-    questions: Sequence[Question],
-    generator: Generator,
-    batch_size: int,
-    max_new_tokens: int,
-    temperature: float = 0.0,
-    progress: Progress | None = None,  # of all questions, when these are a part of them
-) -> list[str]:
-    """Returns the model's answers, in the order of the questions; those of like length share a
-    batch.
-    """
-    lengths = [
-        sum(len(str(turn["content"])) for turn in question.messages) for question in questions
-    ]
-    order = sorted(range(len(questions)), key=lengths.__getitem__)
-    answers = [""] * len(questions)
-    with (
-        nullcontext(progress)
-        if progress
-        else Progress("answering", len(questions), "questions") as shown
-    ):
-        for start in range(0, len(order), batch_size):
-            places = order[start : start + batch_size]
-            asked = [questions[place] for place in places]
-            texts = generator.answers(
-                [question.messages for question in asked],
-                max_new_tokens=max_new_tokens,
-                temperature=temperature,
-                is_chat=asked[0].is_chat,
-                tools=[question.tools for question in asked],
-            )
-            for place, text in zip(places, texts):
-                answers[place] = text
-            shown.add(len(places))
     return answers
 
 

@@ -89,7 +89,7 @@ def signature(target: str) -> Mapping[str, inspect.Parameter]:
 
 def test_a_checked_configuration_has_every_option() -> None:
     """So that a run's config.yaml keeps its defaults when those of the program change; nested parts too."""
-    parts = "dataset.sources={a: {dataset: {_target_: automodel_lite.data.reading.documents.ToyChat, seed: 3}, weight: 1.0}}"
+    parts = "dataset.sources={a: {dataset: {_target_: automodel_lite.parts.datasets.toy_chat.ToyChat, seed: 3}, weight: 1.0}}"
     config = check_config(compose_config("smoke", ["dataset=mixture", "~dataset.num_chats", parts]))
     assert config.dataset["sources"]["a"]["dataset"]["num_chats"] == 2000
     assert config.dataset["sources"]["a"]["dataset"]["seed"] == 3

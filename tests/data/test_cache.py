@@ -14,9 +14,10 @@ from filelock import FileLock
 
 from automodel_lite.data import cache
 from automodel_lite.data.cache import CacheEntry, build_once, content_sum, find_damage
-from automodel_lite.data.reading.documents import DocumentList, ToyChat
+from automodel_lite.data.reading.documents import DocumentList
 from automodel_lite.data.tokens.tokenize import Job, tokenize_documents
 from automodel_lite.errors import ConfigError, DataError
+from automodel_lite.parts.datasets.toy_chat import ToyChat
 from tests.data.templates import MARKED, byte_tokenizer
 from tests.ranks import fork_server
 from tests.runs import wait_until

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from automodel_lite.errors import ConfigError
+from automodel_lite.extras.load_run import load_run_config
 from automodel_lite.run.folder import RunFolder
-from automodel_lite.tools.load_run import load_run_config
 from tests.runs import DROPOUT, losses_by_step, quick_config, train_on, train_quick
 
 OVER_AN_EPOCH = [*DROPOUT, "dataset.num_chats=100", "training.max_steps=12"]
@@ -229,7 +229,7 @@ def test_tensor_parallel_ranks_continue_and_are_continued(tmp_path: Path) -> Non
 
 def test_a_mixture_continues_with_the_same_documents(tmp_path: Path) -> None:
     """Each epoch draws its own: stopped in the second epoch, the run goes on with those that it would have drawn."""
-    chats = "{_target_: automodel_lite.data.reading.documents.ToyChat, num_chats: %d, seed: %d}"
+    chats = "{_target_: automodel_lite.parts.datasets.toy_chat.ToyChat, num_chats: %d, seed: %d}"
     first, second = chats % (60, 1), chats % (60, 2)
     parts = f"{{one: {{dataset: {first}, weight: 0.8}}, two: {{dataset: {second}, weight: 0.2}}}}"
     overrides = [

@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
 
 from automodel_lite.errors import ConfigError
+from automodel_lite.extras.load_run import load_trained
 from automodel_lite.models.loss import LossModel
 from automodel_lite.run import export
 from automodel_lite.run.checkpoint_folder import exported_folder
-from automodel_lite.tools.load_run import load_trained
 from recipes import average, export_hf
 from tests.parallel.test_sharded_start import tokenizer
 from tests.ranks import run_ranks

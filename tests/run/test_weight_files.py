@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM
 from automodel_lite.attention.interface import install
 from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.config.schema import Config
+from automodel_lite.extras.load_run import load_trained
 from automodel_lite.parallel.mesh import init_mesh
 from automodel_lite.run import export, weight_files
 from automodel_lite.run.weight_files import model_files
-from automodel_lite.tools.load_run import load_trained
 from automodel_lite.training.build import assemble
 from automodel_lite.training.plan import build_parts
 from tests.attention.families import FAMILIES

@@ -13,10 +13,10 @@ from automodel_lite.config.components import build
 from automodel_lite.config.schema import Config
 from automodel_lite.errors import ConfigError
 from automodel_lite.parallel.control import Control
+from automodel_lite.parts.callbacks.early_stopping import EarlyStopping
 from automodel_lite.run.folder import RunFolder
 from automodel_lite.telemetry.callbacks import (
     Callback,
-    EarlyStopping,
     JsonlLogger,
     RunInfo,
     open_metrics,

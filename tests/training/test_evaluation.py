@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from automodel_lite.training.evaluation import f1
+from automodel_lite.parts.evaluation.exact_match import f1
 from tests.runs import Row, train
 
 

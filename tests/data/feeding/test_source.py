@@ -13,11 +13,11 @@ from automodel_lite.data.feeding.order import BatchShape
 from automodel_lite.data.feeding.planned import PlannedPacks
 from automodel_lite.data.feeding.source import Cursor, HostStep
 from automodel_lite.data.packing.packs import Packer
-from automodel_lite.data.reading.documents import ToyChat
 from automodel_lite.data.tokens.token_rows import TokenizedData
 from automodel_lite.data.tokens.tokenize import Job, tokenize_documents
 from automodel_lite.models.flops import CostModel
 from automodel_lite.parallel.mesh import init_mesh
+from automodel_lite.parts.datasets.toy_chat import ToyChat
 from tests.data.templates import MARKED, byte_tokenizer
 
 SIZE = 1024

@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 
 from automodel_lite.config.schema import TokenizeConfig
-from automodel_lite.data.reading.documents import DocumentList, ToyChat
+from automodel_lite.data.reading.documents import DocumentList
 from automodel_lite.data.reading.files import FilesDataset
 from automodel_lite.data.tokens.findings import mark_trained
 from automodel_lite.data.tokens.token_rows import TokenizedDocuments
 from automodel_lite.data.tokens.tokenize import Job, _process_context, tokenize_documents
 from automodel_lite.data.tokens.tokenizer import train_bpe_tokenizer
 from automodel_lite.errors import DataError
+from automodel_lite.parts.datasets.toy_chat import ToyChat
 from tests.data.templates import FAMILIES, LLAMA3, MARKED, Family, byte_tokenizer
 from tests.data.tokens.given import HELLO, HI, Given, chats, token_file, tokenized
 from tests.ranks import fork_server

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from automodel_lite.config.schema import Config
-from automodel_lite.data.reading.documents import ToyChat
 from automodel_lite.data.reading.files import FilesDataset
 from automodel_lite.data.tokens.tokenize import Job, job_of, tokenize_documents
 from automodel_lite.data.tokens.tokenizer import check_vocabulary, padding_id, train_bpe_tokenizer
 from automodel_lite.errors import ConfigError
+from automodel_lite.parts.datasets.toy_chat import ToyChat
 from tests.data.templates import MARKED, byte_tokenizer
 from tests.data.tokens.given import HELLO, HI, chats
 
@@ -35,7 +35,7 @@ def test_a_tokenizer_that_is_not_the_models_is_refused(tmp_path: Path) -> None:
     """The ids of a small tokenizer fit into any model, and were once trained in silence."""
     byte_tokenizer(MARKED).save_pretrained(tmp_path / "model")
     config = Config(
-        dataset={"_target_": "automodel_lite.data.reading.documents.ToyChat", "num_chats": 20},
+        dataset={"_target_": "automodel_lite.parts.datasets.toy_chat.ToyChat", "num_chats": 20},
         tokenizer={
             "_target_": "automodel_lite.data.tokens.tokenizer.train_bpe_tokenizer",
             "vocab_size": 300,
