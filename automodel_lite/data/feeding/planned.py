@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from automodel_lite.config.schema import Config, TrainingConfig
+from automodel_lite.config.schema import Config, TokenizeConfig, TrainingConfig
 from automodel_lite.config.sizes import fitted_batch_size
 from automodel_lite.data.feeding.feed import read_batches
 from automodel_lite.data.feeding.order import (
@@ -33,6 +33,7 @@ from automodel_lite.data.packing.packs import PackedDataset, Packer
 from automodel_lite.data.packing.plan import PackPlan
 from automodel_lite.data.packing.report import PackingReport, packing_report
 from automodel_lite.data.reading.documents import Documents
+from automodel_lite.data.tokens.findings import limit_exceeded
 from automodel_lite.data.tokens.token_rows import (
     DocumentReader,
     RowCounts,
@@ -49,7 +50,7 @@ from automodel_lite.thd import COLUMNS, cumulative
 
 
 def check_masked(
-    name: str, plan: PackPlan, counts: Mapping[str, RowCounts], max_bad_frac: float
+    name: str, plan: PackPlan, counts: Mapping[str, RowCounts], settings: TokenizeConfig
 ) -> None:
     """Raises DataError when too many documents train nothing once they are cut, those that never
     did included.
@@ -60,12 +61,11 @@ def check_masked(
     )
     num_bad = own.num_bad + own.num_empty + own.num_fully_masked + plan.counts.masked_documents
     num_documents = max(own.num_documents, plan.counts.documents)
-    if num_bad > max_bad_frac * num_documents:
+    if too_many := limit_exceeded(num_bad, num_documents, settings):
         raise DataError(
             f"{name}: {plan.counts.masked_documents:,} of {num_documents:,} documents have nothing "
             f"trained on within packed_sequence.packed_sequence_size={plan.packed_sequence_size}: "
-            f"their prompts alone fill a pack; max_bad_frac={max_bad_frac} allows "
-            f"{int(max_bad_frac * num_documents):,}. Raise the size, or set "
+            f"their prompts alone fill a pack; {too_many}. Raise the size, or set "
             "packed_sequence.overlong=split."
         )
 
@@ -129,7 +129,7 @@ class PlannedPacks(PackSource):
             if counts.dropped_tokens:
                 packer.check_dropped(counts.dropped_tokens, counts.tokens, name, packs.rows.lengths)
             if counts.masked_documents:
-                check_masked(name, packs.plan, tokens.counts, job.settings.max_bad_frac)
+                check_masked(name, packs.plan, tokens.counts, job.settings)
         size = batches.global_batch_size
         (epochs, _) = epochs_of(config.training, len(tokens.train))
         if config.training.global_batch_size == "auto" and config.training.max_steps is None:

@@ -39,6 +39,13 @@ from automodel_lite.data.packing.histogram import (
     fewest_bins,
     histogram_of,
 )
+from automodel_lite.data.packing.overlong import (
+    HasLabels,
+    Part,
+    Pieces,
+    check_overlong,
+    fit_documents,
+)
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.seed import BLOCK, seeded_order
 
@@ -222,8 +229,6 @@ def check_choice(name: str, value: str, known: Sequence[str]) -> None:
 
 
 OVERLONG = ("drop", "truncate", "split", "error")
-Part = slice | np.ndarray
-HasLabels = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
 """(document, start, stop) of pieces [P] -> bool [P], whether a piece has a label."""
 # tokens; the tail of a pack is cut into segments of it: no attention quadratic in the tail
 PADDING_SEGMENT = 512
@@ -251,36 +256,6 @@ class PlanCounts:
     masked_tokens: int = 0  # of pieces without a label
     # of documents that a strategy cuts: they stay in their packs, and train nothing
     unlabeled_pieces: int = 0
-
-
-@dataclass(frozen=True)
-class Pieces:
-    """Documents or parts of them.
-
-    doc_ids         int32|int64 [P]
-    starts, stops   int64 [P], the tokens of each document that are meant; None where every document
-                    is whole
-    """
-
-    doc_ids: np.ndarray
-    starts: np.ndarray | None = None
-    stops: np.ndarray | None = None
-
-    def piece_lengths(self, lengths: np.ndarray, part: Part = slice(None)) -> np.ndarray:
-        """Returns real tokens of the entries of doc_ids, all or a part of them, int64; `lengths` of
-        documents.
-        """
-        if self.starts is None or self.stops is None:
-            return np.asarray(lengths)[self.doc_ids[part]].astype(np.int64, copy=False)
-        return self.stops[part] - self.starts[part]
-
-    def take(self, order: np.ndarray) -> Pieces:
-        whole = self.starts is None or self.stops is None
-        return (
-            Pieces(self.doc_ids[order])
-            if whole
-            else Pieces(*(x[order] for x in vars(self).values()))
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -357,9 +332,17 @@ def plan_packs(
     pack, cuts_documents, is_ragged = strategy_of(strategy)
     # Documents that fit, in slots, the unit of the strategies; then what the packs hold, in tokens
     # again.
-    pool, counts = _fit(
-        lengths, packed_sequence_size, "" if cuts_documents else overlong, has_labels
-    )
+    pool = None
+    counts: dict[str, int] = {}
+    if not cuts_documents:
+        check_overlong(lengths, packed_sequence_size, overlong)
+        pool, counts = fit_documents(lengths, packed_sequence_size, overlong, has_labels)
+        if pool is not None and not len(pool.doc_ids):
+            raise DataError(
+                "no document has a label within packed_sequence.packed_sequence_size="
+                f"{packed_sequence_size}: their prompts alone fill a pack; raise it, or set "
+                "packed_sequence.overlong=split."
+            )
     fitting = lengths if pool is None else pool.piece_lengths(lengths)
     slots = -(-fitting // slot_multiple) if slot_multiple > 1 else fitting
     size = packed_sequence_size // slot_multiple
@@ -455,68 +438,6 @@ def _cut_at(
     return Pieces(doc_ids, piece_starts, piece_stops), offsets, {"unlabeled_pieces": num_unlabeled}
 
 
-def _fit(
-    lengths: np.ndarray, size: int, overlong: str, has_labels: HasLabels | None
-) -> tuple[Pieces | None, dict[str, int]]:
-    """Returns what `overlong` leaves of the documents (None: all of them), and `PlanCounts` of the
-    rest.
-    """
-    if not overlong or lengths.max() <= size:
-        return None, {}
-    long = lengths > size
-    if overlong == "error" or (overlong == "drop" and long.all()):
-        extreme = int(lengths.argmax() if overlong == "error" else lengths.argmin())
-        raise DataError(
-            f"{int(long.sum())} of {len(lengths)} documents are over "
-            f"packed_sequence.packed_sequence_size={size}, such as document {extreme} with "
-            f"{int(lengths[extreme])} tokens: raise it, or set packed_sequence.overlong to "
-            f"{'drop, ' if overlong == 'error' else ''}truncate or split."
-        )
-    if overlong == "drop":
-        counts = {"dropped_documents": int(long.sum()), "dropped_tokens": int(lengths[long].sum())}
-        return Pieces(np.flatnonzero(~long)), counts
-    # A document gives its first piece, or all of them.
-    num_pieces = -(-lengths // size) if overlong == "split" else np.ones(len(lengths), np.int64)
-    doc_ids = np.repeat(np.arange(len(lengths)), num_pieces)
-    nth = np.arange(len(doc_ids)) - np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces)
-    pieces = Pieces(doc_ids, nth * size, np.minimum((nth + 1) * size, lengths[doc_ids]))
-    counts = {}
-    if overlong == "truncate":
-        counts = {
-            "truncated_documents": int(long.sum()),
-            "cut_tokens": int((lengths[long] - size).sum()),
-        }
-    return (
-        (pieces, counts)
-        if has_labels is None
-        else _without_masked(pieces, long, size, has_labels, counts)
-    )
-
-
-def _without_masked(
-    pieces: Pieces, long: np.ndarray, size: int, has_labels: HasLabels, counts: dict[str, int]
-) -> tuple[Pieces, dict[str, int]]:
-    """Leaves out the pieces of over-long documents that have no label, and counts them."""
-    doc_ids = pieces.doc_ids
-    starts = pieces.starts
-    stops = pieces.stops
-    assert starts is not None
-    assert stops is not None
-    # Documents that fit are whole, and were judged when they were tokenized.
-    cut = np.flatnonzero(long[doc_ids])
-    is_masked = np.zeros(len(doc_ids), bool)
-    is_masked[cut] = ~has_labels(doc_ids[cut], starts[cut], stops[cut])
-    kept = pieces.take(np.flatnonzero(~is_masked))
-    if not len(kept.doc_ids):
-        raise DataError(
-            f"no document has a label within packed_sequence.packed_sequence_size={size}: their "
-            "prompts alone fill a pack; raise it, or set packed_sequence.overlong=split."
-        )
-    num_documents = len(np.setdiff1d(doc_ids[is_masked], kept.doc_ids))
-    num_tokens = int((stops - starts)[is_masked].sum())
-    return kept, counts | {"masked_documents": num_documents, "masked_tokens": num_tokens}
-
-
 def _sample(
     pieces: Pieces, offsets: np.ndarray, max_packs: int, seed: int, epoch: int
 ) -> tuple[Pieces, np.ndarray]:
@@ -533,7 +454,7 @@ def _sample(
 def _count(
     lengths: np.ndarray, pieces: Pieces, packed_tokens: int, lost: dict[str, int]
 ) -> PlanCounts:
-    """Counts what is packed; what `_fit` has lost is in no pack, and the rest was left out."""
+    """Counts what is packed; what is lost to their length is in no pack, the rest was left out."""
     packed_documents = len(pieces.doc_ids)
     split_documents = 0
     if pieces.starts is not None:

@@ -142,6 +142,16 @@ def also_trained(name: str, own: np.ndarray, trained: np.ndarray) -> list[str]:
     ]
 
 
+def limit_exceeded(num_unusable: int, num_documents: int, settings: TokenizeConfig) -> str:
+    """Judges whether too many documents of a set cannot be trained on, whatever the reason: returns
+    `max_bad_frac=0.01 allows 12`, or nothing where so many may be.
+    """
+    allowed = settings.max_bad_frac * num_documents
+    if num_unusable <= allowed:
+        return ""
+    return f"max_bad_frac={settings.max_bad_frac} allows {int(allowed):,}"
+
+
 def check_set(
     name: str,
     kind: str,
@@ -164,25 +174,23 @@ def check_set(
         return f"One of them, trained tokens in ⟦ ⟧: {mark_trained(tokenizer, input_ids, labels)!r}"
 
     counts = found.counts
-    allowed = settings.max_bad_frac * found.counts.num_documents
     if not counts.num_documents:
         raise DataError(f"{name}: there is no document in it.")
-    if (
-        counts.num_rows == 0
-        or counts.num_bad + counts.num_empty + counts.num_fully_masked > allowed
-    ):
-        raise DataError(
+    num_unusable = counts.num_bad + counts.num_empty + counts.num_fully_masked
+    too_many = limit_exceeded(num_unusable, counts.num_documents, settings)
+    if counts.num_rows == 0:
+        too_many = "nothing is left to train on"
+    if too_many:
+        text = (
             f"{name}: {counts.num_documents:,} documents: {counts.num_bad:,} bad, "
             f"{counts.num_empty:,} empty, {counts.num_fully_masked:,} with nothing trained on "
-            f"(train_on={settings.train_on}); "
-            + (
-                f"max_bad_frac={settings.max_bad_frac} allows {int(allowed):,}."
-                if counts.num_rows
-                else "nothing is left to train on."
-            )
-            + (f" First bad row: {found.first_error}" if found.first_error else "")
-            + (f" {shown(found.fully_masked)}" if found.fully_masked else "")
+            f"(train_on={settings.train_on}); {too_many}."
         )
+        if found.first_error:
+            text += f" First bad row: {found.first_error}"
+        if found.fully_masked:
+            text += f" {shown(found.fully_masked)}"
+        raise DataError(text)
     if found.num_fully_trained == counts.num_rows and kind != "text" and settings.train_on != "all":
         raise DataError(
             f"{name}: every token of all {counts.num_rows:,} rows is trained on, including the "

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from automodel_lite.data.packing.histogram import LOOKAHEAD, ExactFiller
+from automodel_lite.data.packing.overlong import check_overlong, fit_documents
 from automodel_lite.data.packing.packs import Packer
 from automodel_lite.data.tokens.token_rows import flatten
 from automodel_lite.errors import DataError
@@ -110,10 +111,7 @@ class PackStream(Iterator[dict[str, Any]]):
         """The rows of a document as packs hold them: none over the size of a pack, each with a
         label; counted.
         """
-        size = self.packer.packed_sequence_size
-        overlong = self.packer.overlong
-        fitting = []
-        num_dropped = 0
+        documents = []
         for row in rows:
             columns = {name: np.asarray(row[name]) for name in COLUMNS if name in row}
             length = len(columns["input_ids"])
@@ -122,26 +120,27 @@ class PackStream(Iterator[dict[str, Any]]):
                     f"document {self._cursor} has {length} input_ids and {len(columns['labels'])} "
                     "labels: both must be equal, of at least 1 token."
                 )
-            if length > size and overlong == "error":
-                raise DataError(
-                    f"document {self._cursor} has {length} tokens, over "
-                    f"packed_sequence.packed_sequence_size={size}: raise it, or set "
-                    "packed_sequence.overlong to drop or truncate."
-                )
-            self.counts["num_tokens"] += length
-            if length <= size:
-                fitting.append(columns)
-            elif overlong == "drop":
-                num_dropped += 1
-                self.counts["dropped_tokens"] += length
-            else:
-                starts = range(0, length if overlong == "split" else 1, size)
-                pieces = [
-                    {name: x[start : start + size] for name, x in columns.items()}
-                    for start in starts
-                ]
-                # A piece of a prompt alone trains nothing.
-                fitting += [piece for piece in pieces if (piece["labels"] != IGNORE_INDEX).any()]
-        self.counts["num_dropped"] += num_dropped
-        self.counts["num_empty"] += not fitting and not num_dropped
+            documents.append(columns)
+        lengths = np.array([len(columns["input_ids"]) for columns in documents], np.int64)
+        size = self.packer.packed_sequence_size
+        if self.packer.overlong == "error":
+            check_overlong(lengths, size, "error", first=self._cursor)
+
+        def has_labels(ids: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
+            parts = [documents[i]["labels"][a:b] for i, a, b in zip(ids, starts, stops)]
+            return np.array([(part != IGNORE_INDEX).any() for part in parts], bool)
+
+        pieces, lost = fit_documents(lengths, size, self.packer.overlong, has_labels)
+        self.counts["num_tokens"] += int(lengths.sum())
+        self.counts["num_dropped"] += lost.get("dropped_documents", 0)
+        self.counts["dropped_tokens"] += lost.get("dropped_tokens", 0)
+        if pieces is None:
+            fitting = documents
+        elif pieces.starts is None or pieces.stops is None:
+            fitting = [documents[i] for i in pieces.doc_ids]
+        else:
+            fitting = []
+            for i, start, stop in zip(pieces.doc_ids, pieces.starts, pieces.stops):
+                fitting.append({name: x[start:stop] for name, x in documents[i].items()})
+        self.counts["num_empty"] += not fitting and not lost.get("dropped_documents")
         return fitting

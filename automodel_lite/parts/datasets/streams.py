@@ -50,7 +50,7 @@ from automodel_lite.data.reading.files import (
 from automodel_lite.data.reading.paths import KINDS, FileStamp, kind_of
 from automodel_lite.data.reading.readers import Placed, RawRows, placed
 from automodel_lite.data.reading.tables import without_nulls
-from automodel_lite.data.tokens.findings import check_set
+from automodel_lite.data.tokens.findings import check_set, limit_exceeded
 from automodel_lite.data.tokens.token_rows import flatten
 from automodel_lite.data.tokens.tokenize import (
     DocumentTokenizer,
@@ -414,14 +414,13 @@ class StreamedPacks(PackSource):
         be trained on.
         """
         name = self.documents.stream.name
-        max_bad_frac = self.job.settings.max_bad_frac
         text = (
             f"{name}: {counts['num_documents']:,} documents read, {counts['num_empty']:,} bad, "
             f"empty or without a trained token, {counts['num_dropped']:,} over-long dropped"
         )
-        allowed = int(max_bad_frac * counts["num_documents"])
-        if counts["num_empty"] > max_bad_frac * counts["num_documents"]:
-            raise DataError(f"{text}; max_bad_frac={max_bad_frac} allows {allowed:,} bad ones.")
+        settings = self.job.settings
+        if too_many := limit_exceeded(counts["num_empty"], counts["num_documents"], settings):
+            raise DataError(f"{text}; {too_many} bad ones.")
         self.packer.check_dropped(counts["dropped_tokens"], counts["num_tokens"], name)
         return text
 

@@ -12,7 +12,7 @@ import torch
 
 from automodel_lite.cli import compose_config
 from automodel_lite.config.check import check_config
-from automodel_lite.config.schema import MeshConfig
+from automodel_lite.config.schema import MeshConfig, TokenizeConfig
 from automodel_lite.data.feeding.order import BatchShape
 from automodel_lite.data.feeding.planned import PlannedPacks, check_masked
 from automodel_lite.data.feeding.source import Cursor, HostStep, PackSource
@@ -101,8 +101,8 @@ def test_documents_without_a_label_after_cutting_are_left_out() -> None:
     with pytest.raises(
         DataError, match=r"train: 1 of 3 documents have nothing trained on within .*=4: .* allows 0"
     ):
-        check_masked("train", plan, {"train": RowCounts(3, 3)}, 0.05)
-    check_masked("train", plan, {"train": RowCounts(3, 3)}, 0.4)
+        check_masked("train", plan, {"train": RowCounts(3, 3)}, TokenizeConfig(max_bad_frac=0.05))
+    check_masked("train", plan, {"train": RowCounts(3, 3)}, TokenizeConfig(max_bad_frac=0.4))
 
 
 def test_pieces_without_a_label_are_left_out() -> None:

@@ -97,7 +97,8 @@ def test_bad_streams() -> None:
     with pytest.raises(ConfigError, match="size=10 must be a multiple of 4"):
         streamed([1], packed_sequence_size=10, slot_multiple=4)
     with pytest.raises(
-        DataError, match=r"document 1 has 9 tokens, over packed_sequence\.packed_sequence_size=8"
+        DataError,
+        match=r"documents are over packed_sequence\.packed_sequence_size=8, such as document 1 with 9 tokens",
     ):
         list(streamed([3, 9], packed_sequence_size=8, overlong="error"))
     with pytest.raises(DataError, match="document 1 has 0 input_ids"):
