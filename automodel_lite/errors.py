@@ -42,6 +42,9 @@ class RunStoppedError(RuntimeError):
     """A run that cannot go on, and why, in a sentence that needs no traceback."""
 
 
+SENTENCES = (ConfigError, DataError, RunStoppedError)
+"""Whose message is a sentence that is shown without a traceback."""
+
 LOST_PEER = re.compile(
     r"gloo|NCCL|ProcessGroup|Connection (closed|reset|refused)|Broken pipe|TCPStore|store->|"
     r"DistBackend",

@@ -35,7 +35,7 @@ from automodel_lite.config.check import check_config
 from automodel_lite.config.components import flatten, locate
 from automodel_lite.errors import ConfigError
 from automodel_lite.progress import activity, is_shown, print_above_bars
-from automodel_lite.run.exits import LAUNCHED_BY_US
+from automodel_lite.run.ending import LAUNCHED_BY_US
 from automodel_lite.run.stopping import SIGNALS
 
 

@@ -28,7 +28,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from automodel_lite.cli.exit_codes import SAVED
 from automodel_lite.errors import MISTAKE_EXIT, ConfigError, DataError, RunStoppedError
 from automodel_lite.launched import check_alone
-from automodel_lite.run.exits import LAUNCHED_BY_US
+from automodel_lite.run.ending import LAUNCHED_BY_US
 from automodel_lite.run.stopping import INTERRUPTED_EXIT, PREEMPTED_EXIT, STOP_SIGNALS, StoppedEarly
 
 _RANK = (  # Ctrl-C ends it without a traceback until our own handlers are there

@@ -34,7 +34,14 @@ import torch.distributed as dist
 
 import automodel_lite
 from automodel_lite.config.components import flatten
-from automodel_lite.errors import MISTAKE_EXIT, ConfigError, DataError, PeerError, one_line
+from automodel_lite.errors import (
+    MISTAKE_EXIT,
+    SENTENCES,
+    ConfigError,
+    DataError,
+    PeerError,
+    one_line,
+)
 from automodel_lite.launched import ProcessId, launch_variable, rank, this_process, world_size
 from automodel_lite.parallel.mesh import LINE_EVERY_S, launchers_store
 from automodel_lite.redact import scrub
@@ -155,7 +162,7 @@ class Peers:
         """Records that this rank ends with an error, unless another one was first."""
         self._is_over.set()
         is_mistake = isinstance(error, (ConfigError, DataError))
-        is_sentence = is_mistake or type(error).__name__ == "RunStoppedError"
+        is_sentence = isinstance(error, SENTENCES)
         text = str(error) if is_sentence else f"{type(error).__name__}: {one_line(error, 1000)}"
         text = f"{doing}: {text}" if doing and not is_sentence else text
         # the store is gone with the launcher: everybody ends anyway

@@ -19,8 +19,7 @@ import torch
 
 from automodel_lite.errors import (
     CPU_MEMORY,
-    ConfigError,
-    DataError,
+    SENTENCES,
     PeerError,
     RunStoppedError,
     is_lost_peer,
@@ -80,12 +79,9 @@ def record_failures(
                 "memory: lower dataloader.num_workers. Run the same command again to continue "
                 "from the newest checkpoint."
             )
-        is_sentence = isinstance(raised, (ConfigError, DataError, RunStoppedError))
-        reason = (
-            str(raised)
-            if is_sentence
-            else f"rank {rank}, {watchdog.doing}: {type(error).__name__}: {error}"
-        )
+        reason = f"rank {rank}, {watchdog.doing}: {type(error).__name__}: {error}"
+        if isinstance(raised, SENTENCES):
+            reason = str(raised)
         if not isinstance(raised, PeerError):
             peers.report(raised, watchdog.doing)
         if lock.is_held():

@@ -26,7 +26,7 @@ from automodel_lite.config.schema import Config
 from automodel_lite.data.feeding.feed import DeviceStep
 from automodel_lite.data.feeding.source import Cursor, PackSource
 from automodel_lite.errors import ConfigError, PeerError, RunStoppedError
-from automodel_lite.launched import is_first_here, rank, world_size
+from automodel_lite.launched import rank, world_size
 from automodel_lite.models.layers import decoder_layers
 from automodel_lite.parallel.control import Control, open_control
 from automodel_lite.parallel.mesh import Mesh
@@ -34,7 +34,7 @@ from automodel_lite.parallel.peers import Peers
 from automodel_lite.parallel.sharding import ParallelModel
 from automodel_lite.parallel.stragglers import Stragglers
 from automodel_lite.run.checkpoint import Checkpointer
-from automodel_lite.run.exits import exit_with
+from automodel_lite.run.ending import exit_as
 from automodel_lite.run.failures import Place, record_failures
 from automodel_lite.run.folder import RunFolder
 from automodel_lite.run.lock import RunLock
@@ -256,7 +256,7 @@ class Guards:
         """Ends this rank, wherever it is, with the error of another."""
         self._record_end("failed", str(error))
         self.lock.release()
-        exit_with(str(error), error.exit_code, is_shown=is_first_here())
+        exit_as(error)
 
     def _record_end(self, state: str, reason: str) -> None:
         """Called before a thread ends the process."""

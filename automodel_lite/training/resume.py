@@ -20,10 +20,9 @@ from automodel_lite.data.feeding.source import Cursor, PackSource
 from automodel_lite.data.packing.report import PackingReport
 from automodel_lite.data.prepare import check_same_data
 from automodel_lite.errors import ConfigError
-from automodel_lite.launched import is_first_here
 from automodel_lite.models.source import CausalLM
 from automodel_lite.parallel.peers import Peers, end_together, flat, open_peers, versions
-from automodel_lite.run.exits import exit_with
+from automodel_lite.run.ending import exit_as
 from automodel_lite.run.folder import RunFolder, plain
 from automodel_lite.run.weight_files import adapter_files, model_files
 from automodel_lite.telemetry.callbacks import MetricsLog, open_metrics
@@ -65,9 +64,7 @@ def join_ranks(config: Config) -> Iterator[tuple[Config, Peers, str | None]]:
     """
     folder = RunFolder(config.output_dir)
     peers = open_peers()
-    peers.on_failure = lambda error: exit_with(
-        str(error), error.exit_code, is_shown=is_first_here()
-    )
+    peers.on_failure = exit_as
     with end_together(peers):
         config = folder.with_saved_layout(config)
         message = folder.finished_message(config)

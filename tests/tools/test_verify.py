@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from automodel_lite.extras import verify
 from automodel_lite.extras.verify import Check, Difference, Step, difference, first_layers, table
 from automodel_lite.models.source import CausalLM
-from automodel_lite.tools import verify
 
 WANT = Step(2.0, {"a": torch.tensor([3.0, 0.0]), "b": torch.tensor([4.0])})
 
