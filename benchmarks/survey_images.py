@@ -275,7 +275,7 @@ def compared(finding: Finding, plain: Any, processor: Any, dtype: torch.dtype) -
     ]:  # as the recipe finds it
         loss_model = LossModel(model, CrossEntropy())
     loss_model.train(is_trained)
-    loss = loss_model(batch)
+    loss = loss_model(batch).sum
     gaps = differences(model, expected, gradients(model, loss))
     if "rope_shift" in batch.columns:
         finding.notes.append("mRoPE")

@@ -24,12 +24,14 @@ COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 def dense_forms(text: str) -> list[str]:
     """`line: form` of each of the four."""
     tree = ast.parse(text)
-    parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
-    return [f"{node.lineno}: {form}" for node, form in _found(tree, parents)]
+    return [f"{node.lineno}: {form}" for node, form in _found(tree, {})]
 
 
 def _found(tree: ast.AST, parents: dict[ast.AST, ast.AST]) -> Iterator[tuple[ast.AST, str]]:
     for node in ast.walk(tree):
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, (ast.Call, *COMPREHENSIONS)):
+                parents[child] = node
         if isinstance(node, ast.Assign) and _is_packed(node):
             yield node, "two values in one assignment"
         if isinstance(node, COMPREHENSIONS) and node.end_lineno - node.lineno >= 2:

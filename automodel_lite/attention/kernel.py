@@ -118,7 +118,8 @@ def over_ahead(kernel: Any, reach: Tensor, tree: TreeKeys | None) -> Callable[..
     def attend(
         q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, segments: Segments, options: AttentionOptions
     ) -> Tensor:
-        k, v = k_THD, v_THD
+        k = k_THD
+        v = v_THD
         if tree is not None:
             k, v = (x.index_select(0, tree.paths) for x in (k, v))
         return kernel.attend_ahead(AttentionInputs(q_THD, k, v, segments, options), reach)
@@ -238,7 +239,8 @@ class ReferenceAttention(RepeatedBlocks):
     def attend_ahead(self, inputs: AttentionInputs, reach: Tensor) -> Tensor:
         """See `AheadKernel`."""
         q_THD, k_THD, v_THD, segments, options = inputs
-        q_lens, k_lens = segments.cu_q.diff().tolist(), segments.cu_k.diff().tolist()
+        q_lens = segments.cu_q.diff().tolist()
+        k_lens = segments.cu_k.diff().tolist()
         outs = []
         for *parts, seen in zip(
             q_THD.split(q_lens), k_THD.split(k_lens), v_THD.split(k_lens), reach.split(q_lens)

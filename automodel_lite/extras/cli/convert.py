@@ -162,7 +162,8 @@ class Preset:
 
     def put(self, key: str, value: Any, why: str) -> None:
         """Sets a value that several keys are together."""
-        self.settings[key], self.origin[key] = plain_number(value), why
+        self.settings[key] = plain_number(value)
+        self.origin[key] = why
 
     def answer(self, key: str, value: Any, is_default: bool = False) -> None:
         """Sets what a key is here, or notes that it is not here."""
@@ -213,7 +214,8 @@ class Preset:
                 "already, by another key"
             )
             return
-        self.settings[ours], self.origin[ours] = new, why
+        self.settings[ours] = new
+        self.origin[ours] = why
 
     def _is_decided(self, ours: str) -> bool:
         rivals = next((group for group in RIVALS if ours in group), (ours,))
@@ -224,7 +226,8 @@ class Preset:
         """Sets what nothing else has set."""
         for key, (value, why) in self.soft.items():
             if key not in self.settings:
-                self.settings[key], self.origin[key] = value, why
+                self.settings[key] = value
+                self.origin[key] = why
 
     def leave_what_is_refused(self) -> None:
         """Takes out each setting that a run would refuse, and lists it with the sentence."""
@@ -398,7 +401,8 @@ def defaults_of(peer: str, given: Mapping[str, Any]) -> Iterator[tuple[str, Any]
     """Yields what the other framework takes where a configuration has nothing."""
     asked = [key for key, value in given.items() if value is not False and value not in EMPTY]
     for block in _PEERS[peer].get("defaults") or []:
-        needs, without = block.get("if"), block.get("unless")
+        needs = block.get("if")
+        without = block.get("unless")
         if needs and not any(fits(needs, key) for key in asked):
             continue
         if without and any(fits(without, key) for key in asked):
@@ -444,11 +448,10 @@ def _mix(preset: Preset, sources: list[Preset]) -> None:
         name = stem if stem not in names else f"{stem}_{len(names)}"
         names.append(name)
         weight = settings.pop("dataset.weight", None)
-        dataset = {"_target_": FILES_DATASET} | {
-            key.removeprefix("dataset."): value
-            for key, value in settings.items()
-            if key.startswith("dataset.")
-        }
+        dataset: dict[str, Any] = {"_target_": FILES_DATASET}
+        for key, value in settings.items():
+            if key.startswith("dataset."):
+                dataset[key.removeprefix("dataset.")] = value
         share = {"repeat": 1} if weight is None else {"weight": weight}
         preset.put(f"dataset.sources.{name}", {"dataset": dataset, **share}, "")
         for key, value in settings.items():

@@ -91,7 +91,8 @@ def _batch(peer: str, theirs: Tree, num_gpus: int, put: Set) -> Iterator[str]:
 
 
 def _nemo(theirs: Tree, put: Set) -> Iterator[str]:
-    lr, floor = number(value_at(theirs, "optimizer.lr")), value_at(theirs, "lr_scheduler.min_lr")
+    lr = number(value_at(theirs, "optimizer.lr"))
+    floor = value_at(theirs, "lr_scheduler.min_lr")
     if lr and number(floor) is not None and theirs.get("lr_scheduler"):
         put("lr_scheduler.min_lr_frac", float(f"{float(floor) / lr:.6g}"), "min_lr / lr")
     minutes = number(value_at(theirs, "dist_env.timeout_minutes"))
@@ -118,7 +119,8 @@ def _nemo(theirs: Tree, put: Set) -> Iterator[str]:
 
 
 def _torchtune(theirs: Tree, put: Set) -> Iterator[str]:
-    steps, epochs = number(theirs.get("max_steps_per_epoch")), number(theirs.get("epochs"))
+    steps = number(theirs.get("max_steps_per_epoch"))
+    epochs = number(theirs.get("epochs"))
     if steps:
         put("training.max_steps", int(steps * (epochs or 1)), "max_steps_per_epoch x epochs")
         put("training.num_epochs", None, "max_steps_per_epoch")
@@ -127,7 +129,8 @@ def _torchtune(theirs: Tree, put: Set) -> Iterator[str]:
         style = value_at(theirs, "dataset.conversation_style")
         name = "conversations" if style == "sharegpt" else "messages"
         put("dataset.columns", {name: column}, "dataset.conversation_column")
-    split, ours = value_at(theirs, "dataset_val.split"), value_at(theirs, "dataset.source")
+    split = value_at(theirs, "dataset_val.split")
+    ours = value_at(theirs, "dataset.source")
     other = value_at(theirs, "dataset_val.source")
     same = value_at(theirs, "dataset_val._component_") == value_at(theirs, "dataset._component_")
     if other not in (None, ours, "json", "csv", "text", "parquet"):
@@ -154,19 +157,14 @@ def _modules(peer: str, theirs: Tree, put: Set) -> Iterator[str]:
         modules = ["o_proj" if name == "output_proj" else name for name in modules]
         put("peft.target_modules", modules, "lora_attn_modules, apply_lora_to_mlp and _output")
         return
-    name, value = next(
-        (
-            (name, value_at(theirs, name))
-            for name in (
-                "peft.target_modules",
-                "lora_target_modules",
-                "lora_target",
-                "peft_config.target_modules",
-            )
-            if value_at(theirs, name)
-        ),
-        ("", None),
+    names = (
+        "peft.target_modules",
+        "lora_target_modules",
+        "lora_target",
+        "peft_config.target_modules",
     )
+    given = ((name, value_at(theirs, name)) for name in names)
+    name, value = next((pair for pair in given if pair[1]), ("", None))
     all_linear = theirs.get("lora_target_linear") or value_at(theirs, "peft.match_all_linear")
     if all_linear or value in ("all", "all-linear", "all_linear", ["all-linear"]):
         put("peft.target_modules", "all-linear", name or "all linear layers")
@@ -207,9 +205,11 @@ def named_datasets(theirs: Tree, folder: Path) -> tuple[list[dict[str, Any]], li
     for root in (Path(), folder, *folder.parents):
         path = root / data / "dataset_info.json"
         if path.is_file():
-            listed, folder = json.loads(path.read_text(encoding="utf-8")), path.parent
+            listed = json.loads(path.read_text(encoding="utf-8"))
+            folder = path.parent
             break
-    found, unsaid = [], []
+    found = []
+    unsaid = []
     for name in filter(None, (str(name).strip() for name in names)):
         entry = listed.get(name)
         if not isinstance(entry, Mapping):

@@ -122,7 +122,8 @@ def _answer(
     """Returns the rule of each kind of layer, or None where no rule explains a mask."""
     found: dict[bool, Rule | None] = {}
     unknown: list[bool] = []
-    places, starts = torch.arange(len(types)), torch.arange(len(types)) == 0
+    places = torch.arange(len(types))
+    starts = torch.arange(len(types)) == 0
 
     def read(mask_function: Any, q_length: int, **kwargs: Any) -> None:
         zero = torch.zeros((), dtype=torch.long)

@@ -90,7 +90,8 @@ class ImageFiles(FilesDataset):
         adapted.val = dict(zip(self.val, val))
         adapted.identity += f"(processor {processor.own.to_json_string()})"
         made = image_job(job, processor, self.bad_image == "drop")
-        cp, tp = config.mesh.cp, config.mesh.tp
+        cp = config.mesh.cp
+        tp = config.mesh.tp
         share = Share(rank() // tp % cp, cp) if cp > 1 and world_size() > 1 else None
         return adapted, made, ImagePacker.of(packer, processor, adapted.sets, share)
 

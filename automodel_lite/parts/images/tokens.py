@@ -402,7 +402,8 @@ def num_axes(config: PretrainedConfig) -> int:
 
 def rope_positions(shift_T: Tensor, position_ids: Tensor, num_axes: int) -> Tensor:
     """Returns int64 [axes, T] of a stream."""
-    axes, bits = [], axis_bits(num_axes)
+    axes = []
+    bits = axis_bits(num_axes)
     for axis in range(num_axes):
         up = 64 - bits * (axis + 1)
         # the sign of each part, by shifts of the whole

@@ -99,7 +99,8 @@ class PackedImages(TowerInputs):
         own = own[own >= 0]
         if self.owner is None:
             return replace(self, rows=own, types=types, seen={})
-        size, rank = group.size(), group.rank()
+        size = group.size()
+        rank = group.rank()
         rank_T = torch.empty_like(row_T)
         order = rank_order(batch.cu_seqlens_padded, size)
         rank_T[order] = torch.arange(size).repeat_interleave(len(mine))
