@@ -54,6 +54,7 @@ from automodel_lite.extras.plan.recompute import HOPELESS, OFFLOAD, recomputatio
 from automodel_lite.extras.plan.simulation import layer_pattern, simulate_by_layers
 from automodel_lite.launched import check_alone
 from automodel_lite.parallel.mesh import MeshShape
+from automodel_lite.run.durable import write_atomically
 from automodel_lite.telemetry.console import quiet_libraries
 from automodel_lite.training.auto import MOST_PACK, SIZE, resolve_auto
 from automodel_lite.training.memory import estimate_memory, usable
@@ -407,7 +408,8 @@ def write_preset(path: Path, preset: str, config: Config, overrides: Sequence[st
     )
     OmegaConf.update(values, "name", path.stem)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join([*lines, "  - _self_"]) + "\n\n" + OmegaConf.to_yaml(values))
+    text = "\n".join([*lines, "  - _self_"])
+    write_atomically(path, f"{text}\n\n{OmegaConf.to_yaml(values)}")
     print(f"\nwritten: --config-dir {path.parent} --config-name {path.stem}")
 
 

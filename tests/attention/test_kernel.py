@@ -69,18 +69,16 @@ def attend(
     k_lens: list[int],
     options: dict[str, Any],
 ) -> list[Tensor]:
-    """Output and gradients of q, k, v (and sinks)."""
-    leaves = [x.detach().clone().requires_grad_() for x in tensors]
+    """Output and gradients of q, k, v (and sinks), in fp64."""
+    leaves = [x.detach().clone().double().requires_grad_() for x in tensors]
     sinks = leaves[3] if len(leaves) == 4 else None
     options = options | {"sinks": sinks}
     if kernel is token_by_token:
-        leaves = [x.detach().double().requires_grad_() for x in tensors]
-        options["sinks"] = leaves[3] if len(leaves) == 4 else None
         out = token_by_token(*leaves[:3], q_lens, k_lens, 0.25, options)
     else:
         out = kernel(*leaves[:3], packed(q_lens, k_lens), AttentionOptions(0.25, **options))
     out.backward(torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out))
-    return [out.detach().float(), *(x.grad.float() for x in leaves)]
+    return [out.detach(), *(x.grad for x in leaves)]
 
 
 def random_tensors(
@@ -122,7 +120,7 @@ def test_reference_equals_token_by_token(
     got = attend(ReferenceAttention(), tensors, q_lens, k_lens, OPTIONS[option])
     want = attend(token_by_token, tensors, q_lens, k_lens, OPTIONS[option])
     for one, other in zip(got, want):
-        assert (one - other).abs().max() < 1e-5
+        assert (one - other).abs().max() < 1e-12
 
 
 @settings(max_examples=25, deadline=None)
@@ -141,7 +139,7 @@ def test_reference_on_random_documents(segments: list[tuple[int, int]], window: 
     finally:
         reference.QUERY_BLOCK = whole
     for one, other in zip(got, attend(token_by_token, tensors, q_lens, k_lens, options)):
-        assert (one - other).abs().max() < 1e-5
+        assert (one - other).abs().max() < 1e-12
 
 
 @pytest.mark.parametrize("softcap", [None, 5.0])

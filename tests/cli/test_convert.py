@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 from importlib.util import find_spec
 from pathlib import Path
@@ -133,6 +135,21 @@ SET = {
     "trl_sft": {"peft.r": 32, "checkpoint.keep_last": 2, "training.global_batch_size": 16},
 }
 EXAMPLES = sorted((Path(__file__).parent / "peer_examples").iterdir())
+
+
+def test_a_full_disk_leaves_no_half_of_a_preset(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would stand in the way of the next try."""
+
+    def no_space(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    (tmp_path / "axolotl.yml").write_text(AXOLOTL)
+    monkeypatch.setattr(os, "fsync", no_space)
+    with pytest.raises(OSError, match="No space left"):
+        convert.convert([str(tmp_path / "axolotl.yml"), "--to", str(tmp_path / "a/mine.yaml")])
+    assert list((tmp_path / "a").iterdir()) == []
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)

@@ -24,7 +24,10 @@ def results(
     rows: int, chunk: int, backend: str | None, weights: torch.Tensor | None = None
 ) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(rows)
-    hidden, weight = (torch.randn(n, C, generator=generator).requires_grad_() for n in (rows, V))
+    hidden, weight = (
+        torch.randn(n, C, generator=generator, dtype=torch.float64).requires_grad_()
+        for n in (rows, V)
+    )
     labels = torch.randint(0, V, (rows,), generator=generator)
     loss = linear_cross_entropy(hidden, weight, labels, chunk, 5.0, backend, weights)
     (loss * 0.37).backward()
@@ -63,7 +66,7 @@ def test_compiled_chunks_give_the_same_numbers(rows: int, weighted: bool) -> Non
     torch._dynamo.reset()
     weights = torch.rand(rows, generator=torch.Generator().manual_seed(1)) if weighted else None
     for got, want in zip(results(rows, 32, "eager", weights), results(rows, 32, None, weights)):
-        torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
 def test_a_last_chunk_of_one_row_needs_no_graph_of_its_own() -> None:

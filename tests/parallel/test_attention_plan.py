@@ -83,7 +83,7 @@ def test_ranks_together_attend_like_one(cp: int, lengths: list[int], window: int
     batch = stream(documents(lengths), 2 * cp)
     total = len(batch.input_ids)
     torch.manual_seed(total)
-    q, k, v, grad = (torch.randn(total, 2, 8) for _ in range(4))
+    q, k, v, grad = (torch.randn(total, 2, 8, dtype=torch.float64) for _ in range(4))
     kernel = ReferenceAttention()
 
     def attend(q: torch.Tensor, plan: Any, rows: Any, grad: torch.Tensor) -> list[torch.Tensor]:
@@ -107,7 +107,7 @@ def test_ranks_together_attend_like_one(cp: int, lengths: list[int], window: int
         together[2] += dk
         together[3] += dv
     for got, expected in zip(together, want):
-        assert (got - expected).abs().max() < 1e-5
+        assert (got - expected).abs().max() < 1e-12
 
 
 class NoScatter(TorchDispatchMode):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import nullcontext
 from functools import cache
 
 import numpy as np
@@ -18,10 +19,11 @@ from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.parallel.context_parallel import cp_shard, shard_indices
 from automodel_lite.thd import IGNORE_INDEX, ThdBatch
 from tests.attention.families import DOCUMENT_LENGTHS, FAMILIES, build, documents, gradients, stream
+from tests.attention.hybrids import InFloat64
 from tests.ranks import run_ranks
 
-LARGEST_ERROR = 1e-6
-
+LARGEST_ERROR = 1e-9
+"""fp64, relative to the largest logit or the loss; of gradients, absolute."""
 
 Wanted = tuple[np.ndarray, float, dict[str, np.ndarray]]
 """Logits, loss and gradients."""
@@ -33,17 +35,20 @@ def batch_of(cp: int) -> ThdBatch:
 
 def model_of(family: str) -> PreTrainedModel:
     model = build(family)
+    model.set_experts_implementation("eager")  # the grouped product has no fp64
     install(model, ReferenceAttention())
-    return model
+    return model.double()
 
 
 @cache
 def on_one_rank(family: str, cp: int) -> Wanted:
     """Of the whole stream, as `cp` ranks have it; computed once, for all exchanges."""
-    model, batch = model_of(family), batch_of(cp)
-    logits = model(**batch.model_inputs()).logits[0]
-    loss = F.cross_entropy(logits, batch.labels, reduction="sum", ignore_index=IGNORE_INDEX)
-    (loss / batch.num_label_tokens).backward()
+    batch = batch_of(cp)
+    model = model_of(family)
+    with InFloat64():
+        logits = model(**batch.model_inputs()).logits[0]
+        loss = F.cross_entropy(logits, batch.labels, reduction="sum", ignore_index=IGNORE_INDEX)
+        (loss / batch.num_label_tokens).backward()
     return (
         logits.detach().numpy(),
         loss.item(),
@@ -61,12 +66,16 @@ def largest_errors(
         model, batch, want = model_of(family), batch_of(cp), torch.from_numpy(logits_TV)
         if recompute:
             model.gradient_checkpointing_enable(
-                gradient_checkpointing_kwargs={"use_reentrant": False}
+                gradient_checkpointing_kwargs={
+                    "use_reentrant": False,
+                    "context_fn": lambda: (nullcontext(), InFloat64()),
+                }
             )
         mine = cp_shard(batch, mesh, exchange)
-        logits = model(**mine.model_inputs()).logits[0]
-        loss = F.cross_entropy(logits, mine.labels, reduction="sum", ignore_index=IGNORE_INDEX)
-        (loss / mine.num_label_tokens).backward()
+        with InFloat64():
+            logits = model(**mine.model_inputs()).logits[0]
+            loss = F.cross_entropy(logits, mine.labels, reduction="sum", ignore_index=IGNORE_INDEX)
+            (loss / mine.num_label_tokens).backward()
         grads = gradients(model)
         total = loss.detach()
         for tensor in (total, *grads.values()):

@@ -17,12 +17,12 @@ from automodel_lite.parallel.context_parallel import (
     shard_indices,
 )
 from tests.attention.families import documents, gradients, stream
-from tests.attention.hybrids import HYBRIDS, ONE_OF_EACH_KIND, build_hybrid
+from tests.attention.hybrids import HYBRIDS, ONE_OF_EACH_KIND, InFloat64, build_hybrid
 from tests.attention.test_mixers import packed, summed_loss
 from tests.ranks import run_ranks
 
-LARGEST_ERROR = 1e-5
-"""fp32, relative to the largest logit or gradient."""
+LARGEST_ERROR = 1e-9
+"""fp64, relative to the largest logit or gradient."""
 
 LENGTHS = [37, 5, 70, 1, 23]
 
@@ -36,13 +36,14 @@ def largest_errors(
     mine = shard_indices(batch.cu_seqlens_padded, cp, rank)
     errors = {}
     for family in families:
-        model = build_hybrid(family)
+        model = build_hybrid(family).double()
         install(model, ReferenceAttention())
         check_context_parallel(model, mesh, exchange)
-        want_logits, want = packed(model, batch)
         part = cp_shard(batch, mesh, exchange)
-        logits = model(**part.model_inputs()).logits[0]
-        summed_loss(logits, part.labels).backward()
+        with InFloat64():
+            want_logits, want = packed(model, batch)
+            logits = model(**part.model_inputs()).logits[0]
+            summed_loss(logits, part.labels).backward()
         grads = {
             name: p.grad if p.grad is not None else torch.zeros_like(p)
             for name, p in model.named_parameters()
@@ -84,11 +85,12 @@ def owners_and_ways(
     batch = stream(documents(lengths), 2 * cp)
     found = {}
     for family in families:
-        model = build_hybrid(family)
+        model = build_hybrid(family).double()
         install(model, ReferenceAttention())
-        want = packed(model, batch)[1]
         part = cp_shard(batch, mesh)
-        summed_loss(model(**part.model_inputs()).logits[0], part.labels).backward()
+        with InFloat64():
+            want = packed(model, batch)[1]
+            summed_loss(model(**part.model_inputs()).logits[0], part.labels).backward()
         assert all(p.grad is not None for p in model.parameters()), "FSDP waits for every gradient"
         grads = gradients(model)
         for grad in grads.values():

@@ -16,10 +16,10 @@ def test_a_ring_with_a_softcap_or_a_window_equals_one_process(
     cp: int, changes: dict[str, Any]
 ) -> None:
     for errors in run_ranks(layer_errors, cp, "ring", False, 2, changes):
-        assert max(errors.values()) < 1e-5, errors
+        assert max(errors.values()) < 1e-12, errors
 
 
 @pytest.mark.slow
 def test_a_ring_of_eight_equals_one_process() -> None:
     for errors in run_ranks(layer_errors, 8, "ring", False, 2, {}):
-        assert max(errors.values()) < 1e-5, errors
+        assert max(errors.values()) < 1e-12, errors

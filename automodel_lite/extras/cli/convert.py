@@ -25,6 +25,7 @@ from automodel_lite.config.check import check_config
 from automodel_lite.config.permissions import needs_the_command_line
 from automodel_lite.errors import ConfigError, format_value, one_line
 from automodel_lite.extras.cli import peers
+from automodel_lite.run.durable import write_atomically
 
 _PEERS: dict[str, dict[str, Any]] = yaml.safe_load(
     Path(__file__).with_name("peers.yaml").read_text(encoding="utf-8")
@@ -74,7 +75,7 @@ def convert(argv: list[str]) -> int:
     preset = preset_of(peer, theirs, target.stem, args.gpus, args.file.absolute().parent)
     preset.leave_what_is_refused()
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(preset.text(), encoding="utf-8")
+    write_atomically(target, preset.text())
     check = f"automodel-lite validate --config-dir {target.parent} --config-name {target.stem}"
     print(f"{target}: from {peer}; check it with {check}")
     for line in preset.unsaid:
