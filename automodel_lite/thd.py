@@ -543,6 +543,15 @@ class TowerInputs(Tensors):
 
 
 @dataclass(frozen=True)
+class TargetsAhead(Tensors):
+    """What heads that predict further tokens get of a micro-batch (parts/mtp.py)."""
+
+    def shard(self, mine: Tensor) -> TargetsAhead:
+        """Returns those of a context-parallel rank, which has the tokens `mine` of the stream."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
 class ThdBatch(Tensors):
     """One micro-batch of one rank.
 
@@ -570,6 +579,7 @@ class ThdBatch(Tensors):
     mixers             what its other mixers get: state spaces, convolutions, linear attention; None
                        for a model of attention alone
     images             what the towers of a composite get; None for text
+    ahead              what heads that predict further tokens get; None for a model without
     """
 
     input_ids: Tensor
@@ -586,6 +596,7 @@ class ThdBatch(Tensors):
     mixers: MixerPlan | None
     columns: dict[str, Tensor] = field(default_factory=dict)
     images: TowerInputs | None = None
+    ahead: TargetsAhead | None = None
 
     def to(self, device: torch.device | str, non_blocking: bool = True) -> ThdBatch:
         """Returns the batch on `device`. The copies overlap with work on the GPU only if the batch

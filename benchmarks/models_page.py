@@ -69,8 +69,12 @@ def markdown(findings: Iterable[Finding]) -> str:
         "they do not, `model.resize_embeddings=true` adds rows, each the mean of the others. Each rank then reads the whole "
         "model before it is sharded.",
         "- `model.pretrained=runs/first` continues from what a run has exported ([lora.md](lora.md) for adapters).",
-        "- Weights of a checkpoint that the model does not have are named in the startup block; those that transformers "
-        "ignores on purpose (MTP heads) are copied into the export.",
+        "- Weights of a checkpoint that the model does not have are named in the startup block; heads that predict further "
+        "tokens (MTP: `mtp.*` of Qwen3-Next and Qwen3.5, the layers behind the last one of DeepSeek V3 and GLM 4.5) are "
+        "copied into the export bit for bit. `model.mtp_loss=0.1` trains them instead, with DeepSeek's loss: 0.1 times the "
+        "mean over heads of their cross-entropy, added to the loss that is logged (`mtp_loss` is a column of its own). "
+        "Each head stays inside its document, and along the path of each row in a tree (`mesh.cp=1`); dp, fsdp, cp, tp and "
+        "ep give the numbers of one process. Adapters, preference and policy losses, images and fp8 are refused.",
         "",
         "## Decoder-only families, exact end to end",
         "",

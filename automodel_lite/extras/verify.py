@@ -130,8 +130,10 @@ def first_layers(
     source: CausalLM, tokenizer: PreTrainedTokenizerBase, device: torch.device
 ) -> tuple[CausalLM, str]:
     """A model of as many layers as are quickly checked on the device, each kind of layer included;
-    and how many.
+    and how many. Heads that predict further tokens are left out.
     """
+    source = copy(source)
+    source.mtp_loss = 0.0
     config = source.config(tokenizer)
     num_layers = config.num_hidden_layers
     largest = LARGEST_PARAMETERS[device.type]

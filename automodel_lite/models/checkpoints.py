@@ -9,13 +9,13 @@ errors in a converter           are named, where transformers refers to a report
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from transformers import modeling_utils
+from transformers import PreTrainedModel, modeling_utils
 from transformers.core_model_loading import WeightConverter
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
@@ -103,6 +103,21 @@ def _raise_conversion_error(
         loading_info=loading_info,
         **more,
     )
+
+
+@contextlib.contextmanager
+def extending(extend: Callable[[PreTrainedModel], None]) -> Iterator[None]:
+    """Extends a model that is loaded inside while it is on the meta device: its own weights and the
+    others are read alike. transformers looks up a model's conversions between the two.
+    """
+    look_up = modeling_utils.get_model_conversion_mapping
+
+    def extended(model: PreTrainedModel, *arguments: Any) -> Any:
+        extend(model)
+        return look_up(model, *arguments)
+
+    with replaced(modeling_utils, "get_model_conversion_mapping", extended):
+        yield
 
 
 @contextlib.contextmanager

@@ -190,7 +190,13 @@ def decoder_layers(lm: nn.Module) -> list[nn.Module]:
     expected = getattr(config.get_text_config(), "num_hidden_layers", None)
     chosen = next((layers for layers in lists if len(layers) == expected), lists[0])
     alike = [layers for layers in lists if type(layers[0]) is type(chosen[0])]
-    return [layer for layers in alike for layer in layers]
+    found = [layer for layers in alike for layer in layers]
+    return found + _heads_beside(lm)
+
+
+def _heads_beside(lm: nn.Module) -> list[nn.Module]:
+    """Returns what predicts further tokens outside the decoder (parts/mtp.py): one more layer."""
+    return [module for name, module in lm.named_children() if name == "mtp"]
 
 
 def towers(lm: nn.Module) -> list[nn.Module]:
@@ -203,7 +209,12 @@ def towers(lm: nn.Module) -> list[nn.Module]:
         return []
     # Walks down only where text and other senses meet: a child without any part of the text is a
     # tower as a whole.
-    of_text = {text_decoder(lm), output_head(lm), lm.get_input_embeddings()}
+    of_text = {
+        text_decoder(lm),
+        output_head(lm),
+        lm.get_input_embeddings(),
+        *_heads_beside(lm),
+    }
     found: list[nn.Module] = []
     stack: list[nn.Module] = [lm]
     while stack:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -39,7 +39,14 @@ from automodel_lite.models.fused_head import (
 )
 from automodel_lite.models.layers import output_head, text_decoder
 from automodel_lite.precision import at_least_fp32
-from automodel_lite.thd import COLUMNS, Column, MixerExchange, ThdBatch, declare_column
+from automodel_lite.thd import (
+    COLUMNS,
+    Column,
+    MixerExchange,
+    TargetsAhead,
+    ThdBatch,
+    declare_column,
+)
 
 
 def label_log_probs(logits: Tensor, labels: Tensor) -> Tensor:
@@ -264,6 +271,24 @@ class Loss(ABC):
         return heads * 4 * chunk * shape.vocab_size * 4 + shape.head_gradient_bytes
 
 
+class LookAhead(ABC):
+    """Heads that predict tokens further on than the next one, and their loss (parts/mtp.py)."""
+
+    coefficient: float
+
+    @abstractmethod
+    def targets(self, batch: ThdBatch) -> TargetsAhead:
+        """Returns what the heads get of a whole stream."""
+
+    @abstractmethod
+    def hidden(self, hidden_TC: Tensor, batch: ThdBatch) -> Tensor:
+        """Runs the heads on the decoder's output; returns the rows that carry their labels."""
+
+    @abstractmethod
+    def loss(self, head: Head, batch: ThdBatch) -> Tensor:
+        """Returns the sum of their loss over these rows."""
+
+
 class PlainLoss(Loss):
     """Next-token cross-entropy in one of its forms: what validation compares all losses by."""
 
@@ -385,12 +410,17 @@ class LossModel(nn.Module):
     """
 
     def __init__(
-        self, lm: transformers.PreTrainedModel, loss: Loss, balance: Balance | None = None
+        self,
+        lm: transformers.PreTrainedModel,
+        loss: Loss,
+        balance: Balance | None = None,
+        heads: LookAhead | None = None,
     ) -> None:
         super().__init__()
         self.lm = lm
         self.loss = loss
         self.balance = balance
+        self.heads = heads
         # in a tuple, it is no submodule: neither trained, sharded nor saved
         self._teacher: tuple[LossModel, ...] = ()
         self.items_per_label = 1.0
@@ -433,6 +463,10 @@ class LossModel(nn.Module):
             if runs_by_rows(lm) or any(isinstance(x, PackedMixer) for x in forwards):
                 return True
         return self.balance is not None or self.loss.needs_documents
+
+    def look_ahead(self, batch: ThdBatch) -> ThdBatch:
+        """Returns a whole stream with what the heads for further tokens get of it."""
+        return replace(batch, ahead=self.heads.targets(batch)) if self.heads else batch
 
     def forward(self, batch: ThdBatch, loss: Loss | None = None) -> LossOutput:
         """Returns the loss, or another `loss` of the same rows. Outside training its parts also
@@ -496,8 +530,17 @@ class LossModel(nn.Module):
         check_columns(loss, brought)
         labels_R = batch.labels.index_select(0, rows)
         columns = {name: column.index_select(0, rows) for name, column in brought.items()}
-        inputs = LossInputs(head, labels_R, columns, batch, teacher)
+        own = head
+        heads = self._heads_beside(loss)
+        if heads:
+            own = replace(head, rows=head.rows[: len(rows)])
+        inputs = LossInputs(own, labels_R, columns, batch, teacher)
         total, parts = loss(inputs)
+        if heads:
+            # gradients in training, but no part of the value
+            ahead = heads.loss(replace(head, rows=head.rows[len(rows) :]), batch)
+            total = total + heads.coefficient * (ahead - ahead.detach())
+            parts = {**parts, "mtp_loss": ahead}
         if not self.training:
             losses_R, hits_R = inputs.rows(_loss_and_hit, labels_R).unbind(-1)
             weights_R = columns.get("loss_weights", torch.ones_like(hits_R))
@@ -505,6 +548,10 @@ class LossModel(nn.Module):
             if not isinstance(loss, PlainLoss):
                 parts["cross_entropy"] = (losses_R * weights_R).sum()
         return LossOutput(total, {name: part.detach() for name, part in parts.items()})
+
+    def _heads_beside(self, loss: Loss | None) -> LookAhead | None:
+        """Returns the heads that are trained beside this loss: the model's own alone."""
+        return self.heads if self.training and loss is self.loss else None
 
     def _takes_logits(self, loss: Loss) -> bool:
         return loss.needs_logits or not self.has_plain_head
@@ -529,7 +576,10 @@ class LossModel(nn.Module):
                 self.lm(**inputs, logits_to_keep=1)
             output = outputs[0]
         hidden_TC: Tensor = output.last_hidden_state.squeeze(0)
-        return hidden_TC.index_select(0, batch.label_rows)
+        rows = hidden_TC.index_select(0, batch.label_rows)
+        if heads := self._heads_beside(loss):  # their rows go through the output head, too
+            rows = torch.cat([rows, heads.hidden(hidden_TC, batch)])
+        return rows
 
     def _inputs(self, batch: ThdBatch) -> dict[str, Any]:
         if batch.images is None:

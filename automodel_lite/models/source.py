@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import pickle
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,8 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Config
 
-from automodel_lite.attention.spec import config_value
+from automodel_lite.attention.spec import FAMILIES, config_value
+from automodel_lite.config.components import locate
 from automodel_lite.config.rules import OneOf, PathStr, Range, looks_local
 from automodel_lite.errors import (
     ConfigError,
@@ -71,6 +72,8 @@ class CausalLM:
         experts: Experts = "auto",  # how experts are computed; auto = what transformers takes
         # weight of the load-balancing loss of experts; 0 = none
         router_aux_loss: Annotated[float, Range(0)] = 0.0,
+        # weight of the loss of heads that predict further tokens; 0 = they are kept as they are
+        mtp_loss: Annotated[float, Range(0)] = 0.0,
         # add rows for tokens that the tokenizer has and the model lacks
         resize_embeddings: bool = False,
         # weights that are not trained, by name: [embed_tokens, "layers.[0-7]"]
@@ -84,6 +87,7 @@ class CausalLM:
         self._described: list[tuple[dict[str, Any], PretrainedConfig]] = []
         self.notes: list[str] = []  # what the start block says about the model that was built
         self.router_aux_loss = router_aux_loss
+        self.mtp_loss = mtp_loss
         self.experts = experts
         self.pretrained = pretrained
         self.source = {"revision": revision or "main", "trust_remote_code": trust_remote_code}
@@ -215,6 +219,7 @@ class CausalLM:
                 )
         else:
             lm = model_class(config).from_config(config, dtype=torch.float32)
+            self.add_heads(lm)
         self._freeze(lm)
         return lm.train()
 
@@ -284,7 +289,12 @@ class CausalLM:
             ignore_mismatched_sizes=True,  # they are in the report, and an error below
             **arguments,
         )
-        with _loading_errors(self.pretrained, config, quantization):
+        with ExitStack() as around:
+            around.enter_context(_loading_errors(self.pretrained, config, quantization))
+            if self.mtp_loss:
+                from automodel_lite.models.checkpoints import extending
+
+                around.enter_context(extending(self.add_heads))
             model, report = read(load)
         # Weights that are missing are random: a model that trains and was never loaded.
         missing = sorted(report["missing_keys"])
@@ -296,6 +306,7 @@ class CausalLM:
                 f"model.pretrained={self.pretrained}: {len(missing)} weights are missing and "
                 f"{len(mismatched)} have a different shape than in the config, "
                 f"{(missing + mismatched)[0]} first; they would be initialized at random."
+                + self._mtp_cure(missing)
             )
         # forgotten: otherwise the export would quantize again, as the checkpoint was
         if quantization:
@@ -306,13 +317,25 @@ class CausalLM:
             model._weight_conversions = None
             model.float()
         check_finite(model, f"model.pretrained={self.pretrained}")
-        if unknown := sorted(report["unexpected_keys"]):
+        taken_over = heads_apart(report["unexpected_keys"], config)
+        if unknown := sorted(set(report["unexpected_keys"]) - taken_over):
             names = ", ".join(unknown[:3]) + (" ..." if len(unknown) > 3 else "")
             self.notes.append(
                 f"{len(unknown)} weights of the checkpoint are not part of the model and not "
                 f"exported: {names}"
             )
         return model
+
+    def add_heads(self, lm: transformers.PreTrainedModel) -> None:
+        """Gives a model the heads that `mtp_loss` trains, in place; raises ConfigError for a family
+        without any.
+        """
+        if self.mtp_loss:
+            locate(FAMILIES["mtp_heads"])(lm)
+
+    def _mtp_cure(self, missing: list[str]) -> str:
+        of_heads = self.mtp_loss and any(re.search("mtp|eh_proj", name) for name in missing)
+        return " The checkpoint has no such heads: set model.mtp_loss=0." if of_heads else ""
 
     def _freeze(self, lm: transformers.PreTrainedModel) -> None:
         if not self.train_towers:
@@ -350,6 +373,22 @@ def model_class(config: PretrainedConfig) -> Any:
         if type(config) in auto._model_mapping:
             return auto
     return for_text
+
+
+def heads_apart(keys: Collection[str], config: PretrainedConfig) -> set[str]:
+    """Returns the keys of a checkpoint that belong to heads behind the layers of the config
+    (DeepSeek V3, GLM 4.5). transformers ignores them for the published numbers of layers alone.
+    """
+    num_layers = config_value(config.get_text_config(), "num_hidden_layers", 0)
+    found = set()
+    for key in keys:
+        match = re.match(r"(.*\blayers\.(\d+)\.)", key)
+        if match is None or int(match[2]) < num_layers:
+            continue
+        is_copy = key.endswith((".embed_tokens.weight", ".shared_head.head.weight"))
+        if is_copy or f"{match[1]}eh_proj.weight" in keys:
+            found.add(key)
+    return found
 
 
 def load_whole(

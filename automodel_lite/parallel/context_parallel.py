@@ -65,6 +65,7 @@ def cp_shard(batch: ThdBatch, cp_mesh: DeviceMesh | None, exchange: str = "all_g
         **own,
         columns={name: column[mine] for name, column in batch.columns.items()},
         images=batch.images and batch.images.shard(batch, mine, group),
+        ahead=batch.ahead and batch.ahead.shard(mine),
         label_rows=labeled_rows(own["labels"]),
         attention=attention_plan(batch, group, cp_size, cp_rank, exchange),
         mixers=batch.mixers

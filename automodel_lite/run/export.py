@@ -142,7 +142,7 @@ def export_hf(
     dtypes = stored_dtypes(model.lm, dtype)
 
     def check() -> None:
-        loaded = _load_again(temporary, lm, tokenizer, dtypes, mesh)
+        loaded = _load_again(temporary, model, tokenizer, dtypes, mesh)
         weights = loaded.lm.state_dict()
         for name, value in lm.state_dict().items():  # this rank's parts, bit for bit
             want = local(value)
@@ -224,15 +224,20 @@ def _write_settings(
 
 def _load_again(
     folder: Path,
-    lm: transformers.PreTrainedModel,
+    model: LossModel,
     tokenizer: PreTrainedTokenizerBase,
     dtypes: dict[str, torch.dtype],
     mesh: Mesh | None,
 ) -> LossModel:
     """Returns the model of the folder in the dtypes of its files, without any kernel of ours;
-    sharded like `lm`.
+    sharded like `model`.
     """
-    source = CausalLM(str(folder), trust_remote_code=is_remote_code(type(lm)))
+    lm = model.lm
+    source = CausalLM(
+        str(folder),
+        trust_remote_code=is_remote_code(type(lm)),
+        mtp_loss=model.heads.coefficient if model.heads else 0.0,
+    )
     bare = describe(lm.config, min(dtypes.values(), key=lambda d: d.itemsize))
     # those that no file holds, too
     dtypes = {name: buffer.dtype for name, buffer in bare.named_buffers()} | dtypes

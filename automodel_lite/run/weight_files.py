@@ -34,7 +34,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from automodel_lite.models.source import quantization_of
+from automodel_lite.models.source import heads_apart, quantization_of
 from automodel_lite.run import durable
 
 _NO_SETTINGS = frozenset(
@@ -173,6 +173,7 @@ def take_over(lm: transformers.PreTrainedModel, folder: Path) -> None:
         for key in theirs.keys() - ours.keys()
         if any(re.search(pattern, key) for pattern in ignored)
     }
+    left |= heads_apart(theirs.keys(), lm.config) - ours.keys()
     if not left or quantization_of(lm.config):
         return
     # one file more, and the index of all
@@ -180,6 +181,10 @@ def take_over(lm: transformers.PreTrainedModel, folder: Path) -> None:
     for path in sorted({theirs[key] for key in left}):
         with safe_open(path, "pt") as file:
             weights |= {key: file.get_tensor(key) for key in sorted(left) if theirs[key] == path}
+    if any(".eh_proj." in key for key in ours):  # trained: their copies of these are, too
+        for key in weights:
+            if key.endswith((".embed_tokens.weight", ".shared_head.head.weight")):
+                weights[key] = _trained_copy(ours, "embed" if "embed" in key else "head")
     files = sorted(set(ours.values()))
     names = [
         f"model-{number:05d}-of-{len(files) + 1:05d}.safetensors"
@@ -193,6 +198,16 @@ def take_over(lm: transformers.PreTrainedModel, folder: Path) -> None:
     total = sum((folder / name).stat().st_size for name in names)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
     (folder / INDEX).write_text(json.dumps(index, indent=2))
+
+
+def _trained_copy(ours: dict[str, Path], kind: str) -> Tensor:
+    """Returns the embedding or the head of an export; a tied head is the embedding."""
+    name = "lm_head.weight"
+    if kind == "embed" or name not in ours:
+        name = next(key for key in ours if key.endswith("model.embed_tokens.weight"))
+    with safe_open(ours[name], "pt") as file:
+        found: Tensor = file.get_tensor(name)
+    return found
 
 
 def _settings(config: dict[str, Any]) -> dict[str, Any]:

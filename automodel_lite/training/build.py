@@ -21,6 +21,8 @@ from automodel_lite.attention.documents import runs_by_rows
 from automodel_lite.attention.interface import check_packing_isolation, install
 from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.attention.positions import short_lengths
+from automodel_lite.attention.spec import FAMILIES
+from automodel_lite.config.components import locate
 from automodel_lite.config.schema import TrainingConfig
 from automodel_lite.errors import ConfigError, one_line
 from automodel_lite.graphs import compiled_graphs, graph_breaks
@@ -191,7 +193,9 @@ def assemble(
             from automodel_lite.models import fp8  # with torchao, an optional package
 
             fp8.use_fp8(decoder_layers(lm), parts.training.fp8)
-        loss_model = LossModel(lm, parts.loss, balance_of(lm, source.router_aux_loss))
+        heads = locate(FAMILIES["mtp"])(lm, source.mtp_loss) if source.mtp_loss else None
+        balance = balance_of(lm, source.router_aux_loss)
+        loss_model = LossModel(lm, parts.loss, balance, heads)
         # DDP has no gradients to reduce
         of_frozen = "none" if strategy == "ddp" and not trains else strategy
         how = (parts.mesh.cpu_offload, parts.advanced.reshard_after_forward is not False)
@@ -247,6 +251,11 @@ def check_model(cp_exchange: str, model: ParallelModel, mesh: Mesh) -> str:
     check_packing_isolation(loss_model.lm, mesh.device, logits)
     check_context_parallel(loss_model.lm, mesh.cp, cp_exchange, mesh.device, model.logits)
     model.free_gathered()
+    if loss_model.heads and not all(heads):
+        raise ConfigError(
+            f"model.mtp_loss: the output head of {type(loss_model.lm).__name__} is more than "
+            "hidden @ weight.T, and heads for further tokens share it: set model.mtp_loss=0."
+        )
     loss_model.has_plain_head = all(heads)
     name = type(loss_model.loss).__name__
     if loss_model.has_plain_head or loss_model.loss.needs_logits:
@@ -295,6 +304,7 @@ def compile_model(parts: Parts, model: ParallelModel, mesh: Mesh, backend: str =
     breaks = graph_breaks()
     try:
         batch = worst_case_batch(parts, embedding_rows(model.loss_model.lm))
+        batch = model.loss_model.look_ahead(batch)
         with model.accumulate(is_last=True):
             own = cp_shard(batch, mesh.cp, parts.mesh.cp_exchange).to(mesh.device)
             model(own).sum.backward()

@@ -89,6 +89,7 @@ def decide_layout(
     kernel, reason = choose_attention(parts.attention, attention_specs(config, device, dtype))
     parts, exchange = with_exchange(parts, config, kernel, dtype)
     described = describe(config)
+    parts.model.add_heads(described)
     balance_of(described, parts.model.router_aux_loss)  # a model without routers is refused
     return Decided.of(
         parts,

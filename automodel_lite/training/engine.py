@@ -55,6 +55,7 @@ class Engine:
 
     def place(self, batch: ThdBatch) -> ThdBatch:
         """Returns the tokens of this context-parallel rank, on the host."""
+        batch = self.built.model.loss_model.look_ahead(batch)
         return cp_shard(batch, self.mesh.cp, self.built.decided.mesh.cp_exchange)
 
     def micro_batches(self, packs: PackedDataset, loss: Loss | None = None) -> Iterator[ThdBatch]:

@@ -128,7 +128,7 @@ def learning_rate(model: CausalLM, loss: Loss, peft: Mapping[str, Any]) -> tuple
 
 def check_parts(parts: Parts, strategy: str, device: torch.device) -> None:
     """Raises ConfigError with a line for each of the combinations that do not work."""
-    rules = (_axes_rules, _compile_rules, _peft_rules, _fp8_rules)
+    rules = (_axes_rules, _compile_rules, _peft_rules, _fp8_rules, _mtp_rules)
     problems = [text for rule in rules for text in rule(parts, strategy)]
     problems += _master_weights_rules(parts, device)
     if problems:
@@ -219,6 +219,27 @@ def _fp8_rules(parts: Parts, strategy: str) -> Iterator[str]:
             f"{fp8} needs multiples of 16 tokens: packed_sequence.packed_sequence_size x "
             f"training.micro_batch_size = {tokens} must be a multiple of {multiple} (16 * mesh.cp)."
         )
+
+
+def _mtp_rules(parts: Parts, strategy: str) -> Iterator[str]:
+    """Yields what heads that predict further tokens cannot be trained with."""
+    if not parts.model.mtp_loss:
+        return
+    mtp, loss = f"model.mtp_loss={parts.model.mtp_loss}", parts.loss
+    if parts.peft:
+        yield f"{mtp} with peft: an adapter holds no such heads: set model.mtp_loss=0."
+    if loss.needs_documents or loss.needs_reference:
+        yield (
+            f"{mtp} predicts further tokens of what is imitated, and loss={type(loss).__name__} "
+            "compares answers or rewards them: set model.mtp_loss=0."
+        )
+    if loss.needs_logits:
+        yield (
+            f"{mtp} with loss={type(loss).__name__}, which takes the logits of the model's own "
+            "head: use loss=fused_linear_cross_entropy."
+        )
+    if parts.training.fp8 != "none":
+        yield f"{mtp} with training.fp8={parts.training.fp8} is not supported: set fp8=none."
 
 
 def _master_weights_rules(parts: Parts, device: torch.device) -> Iterator[str]:

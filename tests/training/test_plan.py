@@ -16,7 +16,9 @@ import torch
 from transformers import Gemma3Config, Gemma3TextConfig
 
 from automodel_lite.errors import ConfigError
+from automodel_lite.models.loss import CrossEntropy
 from automodel_lite.parts.adapters import lora
+from automodel_lite.parts.losses.preference import SimPo
 from automodel_lite.parts.optimizers.adamw import adamw
 from automodel_lite.training import plan
 from automodel_lite.training.plan import (
@@ -96,6 +98,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "experts offloaded": ({"mesh__ep": 2, "mesh__cpu_offload": True}, "fsdp", "mesh.cpu_offload=true with mesh.tp=1 mesh.ep=2 is not supported: use mesh.dp_shard, or set mesh.cpu_offload=false."),
     "offloaded replicas": ({"mesh__cpu_offload": True}, "ddp", "mesh.cpu_offload=true needs FSDP: set mesh.strategy=fsdp, not ddp."),
     "routers, compiled": ({"model__router_aux_loss": 0.01, "training__compile": True}, "fsdp", "model.router_aux_loss=0.01 with training.compile=true: the outputs of the routers are recorded, which compiled layers do not support: set training.compile=false."),
+    "heads and adapters": ({"model__mtp_loss": 0.1, "peft": PEFT}, "none", "model.mtp_loss=0.1 with peft: an adapter holds no such heads: set model.mtp_loss=0."),
+    "heads and pairs": ({"model__mtp_loss": 0.1, "loss": SimPo()}, "none", "model.mtp_loss=0.1 predicts further tokens of what is imitated, and loss=SimPo compares answers or rewards them: set model.mtp_loss=0."),
+    "heads and logits": ({"model__mtp_loss": 0.1, "loss": CrossEntropy()}, "none", "model.mtp_loss=0.1 with loss=CrossEntropy, which takes the logits of the model's own head: use loss=fused_linear_cross_entropy."),
     "frozen and adapted": ({"model__freeze": ["embed_tokens"], "peft": PEFT}, "fsdp", "model.freeze=['embed_tokens'] with peft: an adapter's base is frozen already, remove one."),
     "adapted rows": ({"model__resize_embeddings": True, "peft": PEFT}, "fsdp", "model.resize_embeddings=true with peft: an adapter's base keeps its rows. First train the whole model and export it, or remove tokenizer.added_tokens."),
     "bf16, rounded to the nearest": ({**BF16, "optimizer": partial(adamw, lr=1e-3)}, "fsdp", "training.master_weights=bf16 with LocalAdamW loses every update smaller than 1/256 of the weight: set optimizer=adamw_bf16 or optimizer=adamw_8bit, which use stochastic rounding."),

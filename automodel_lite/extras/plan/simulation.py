@@ -186,7 +186,6 @@ def _simulate(
         shape, routed if shape.ep > 1 else 0, text.vocab_size, tells_layers=not is_whole
     )
     with _fake_world(shape) as mesh, _as_on_a_gpu(held):
-        sharded = cp_shard(batch, mesh.cp, parts.mesh.cp_exchange)
         adapted = parts
         if parts.peft:
             adapted = replace(parts, peft=_Adapters(parts.peft))  # type: ignore[arg-type]
@@ -198,6 +197,8 @@ def _simulate(
             )
             install(teacher.loss_model.lm, _CountedAttention())
             model.loss_model.set_teacher(teacher.loss_model)
+        batch = model.loss_model.look_ahead(batch)
+        sharded = cp_shard(batch, mesh.cp, parts.mesh.cp_exchange)
         optimizer = parts.optimizer(model.loss_model)  # looks up where its shards lie
         with fake, held:
             inputs = sharded.map_tensors(lambda tensor: fake.from_tensor(tensor).to(GPU))
@@ -478,6 +479,7 @@ class _UnloadedSource(CausalLM):
         model = describe(self._model_config)
         for rotation in length_dependent_rotations(model):
             _make_plain(rotation)
+        self.add_heads(model)
         freeze_towers(model, self.dtype)
         spread(model)
         vars(model.base_model)["most_calls"] = int  # all ranks of a fake world have the same batch

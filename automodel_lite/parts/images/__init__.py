@@ -33,6 +33,11 @@ def check_images(data: PackSource, built: BuiltModel, mesh: Mesh) -> None:
     Raises ConfigError for a model that cannot be, and for towers that no data reach.
     """
     if "image" in (data.columns or ()):
+        if built.decided.model.mtp_loss:
+            raise ConfigError(
+                "model.mtp_loss with dataset=images: heads for further tokens read embeddings of "
+                "text, and places of images have none: set model.mtp_loss=0."
+            )
         from automodel_lite.parts.images.probe import check_model  # with Pillow
 
         check_model(data, built, mesh)
