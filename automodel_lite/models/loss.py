@@ -551,7 +551,8 @@ class LossModel(nn.Module):
 
     def _heads_beside(self, loss: Loss | None) -> LookAhead | None:
         """Returns the heads that are trained beside this loss: the model's own alone."""
-        return self.heads if self.training and loss is self.loss else None
+        # equal, not the same: FSDP hands copies of dataclasses to what it wraps
+        return self.heads if self.training and loss == self.loss else None
 
     def _takes_logits(self, loss: Loss) -> bool:
         return loss.needs_logits or not self.has_plain_head
