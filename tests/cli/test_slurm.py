@@ -75,9 +75,13 @@ def test_a_script_with_an_account_a_module_and_a_container(
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("HF_HOME", "/shared/my models")
-    slurm.slurm(["--account", "lab", "--module", "cuda/12.8", "--container", image])
+    more = ["--qos", "long", "--constraint", "h100", "--mount", "/data", "--mount", "/a b:/in"]
+    slurm.slurm(["--account", "lab", "--module", "cuda/12.8", "--container", image, *more])
     script = capsys.readouterr().out
-    assert "#SBATCH --account=lab\n#SBATCH --nodes=1" in script
+    head = "#SBATCH --account=lab\n#SBATCH --qos=long\n#SBATCH --constraint=h100\n#SBATCH --nodes=1"
+    assert head in script
+    assert "#SBATCH --mem=0\n" in script
+    assert "PYTHONPATH" not in script  # the package is the image's
     monkeypatch.delenv("HF_HOME")
     command = ["bash", "-s", "--", "--config-name", "smoke"]
     done = subprocess.run(
@@ -87,19 +91,14 @@ def test_a_script_with_an_account_a_module_and_a_container(
     loaded, _, step = done.stdout.strip().splitlines()
     assert loaded == "module load cuda/12.8"
     words = shlex.split(step)
-    root, here = str(slurm.LAUNCH_DIR.parent), os.getcwd()
+    here, data = os.getcwd(), "/data:/data,/a b:/in,/shared/my models:/shared/my models"
+    mounts = f"{here}:{here},{data}"
     if image.endswith(".sqsh"):
         assert f"--container-image={image}" in words
-        mounts = f"{here}:{here},{root}:{root},/shared/my models:/shared/my models"
         assert f"--container-mounts={mounts}" in words
     else:
-        assert words[words.index("apptainer") :][:5] == [
-            "apptainer",
-            "exec",
-            "--nv",
-            "--bind",
-            f"{here},{root},/shared/my models",
-        ]
+        before = ["apptainer", "exec", "--nv", "--bind", mounts, "--pwd", here, image]
+        assert words[words.index("apptainer") :][:8] == before
     assert words[words.index("-m") - 1 :] == [
         "python",
         "-m",

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.launch import pyxis
 from tests.launch.slurm_cluster import Cluster, missing
 from tests.ranks import free_port
 from tests.runs import QUICK, losses_by_step, train_on, wait_for_rows
@@ -302,3 +303,59 @@ def test_the_script_that_is_written_for_a_cluster_runs_on_it(
     assert done.returncode == 0, done.stderr
     wait_for_state(cluster, done.stdout.strip(), tmp_path, "COMPLETED")
     assert "2 processes" in (tmp_path / "job.log").read_text()
+
+
+@pytest.fixture(scope="module")
+def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if reason := pyxis.missing():
+        pytest.skip(reason)
+    root = tmp_path_factory.mktemp("image")
+    pyxis.make_image(root)
+    return root
+
+
+@pytest.mark.system
+def test_a_job_in_a_container_has_the_images_package_and_the_mounted_data(
+    image: Path, tmp_path: Path
+) -> None:
+    """The folder of the job is a checkout, the host has no Python, and the data lie under another name: the run
+    folder is asked of the container, whose package trains."""
+    stand_in = pyxis.make_srun(tmp_path / "srun")
+    for name in ("python", "python3"):
+        (stand_in / name).write_text("#!/bin/bash\necho the host has no python >&2\nexit 127\n")
+        (stand_in / name).chmod(0o755)
+    work, data = tmp_path / "work", tmp_path / "chats"
+    (work / "automodel_lite").mkdir(parents=True)
+    (work / "automodel_lite" / "__init__.py").write_text("raise ImportError('the checkout')\n")
+    data.mkdir()
+    chat = [{"role": "user", "content": "one two"}, {"role": "assistant", "content": "three"}]
+    rows = [
+        json.dumps({"messages": [{**m, "content": f"{m['content']} {n}"} for m in chat]})
+        for n in range(40)
+    ]
+    (data / "chats.jsonl").write_text("\n".join(rows))
+    command = ["bash", str(ROOT / "launch" / "slurm.sbatch"), "--config-name", "smoke"]
+    command += [
+        *QUICK,
+        "training.max_steps=2",
+        "dataset=files",
+        "~dataset.num_chats",
+        "dataset.path=/data/chats.jsonl",
+    ]
+    settings = {
+        "PATH": f"{stand_in}:{os.environ['PATH']}",
+        "PYXIS_IMAGE": str(image),
+        "MOUNT": f"{data}:/data",
+        "LAUNCH": str(ROOT / "launch"),
+        "PYTHONPATH": str(work),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+    done = subprocess.run(
+        command, cwd=work, env=os.environ | settings, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert "the host has no python" not in done.stderr
+    (status,) = work.glob("runs/*/STATUS.json")
+    assert json.loads(status.read_text())["state"] == "finished"
+    assert not (image / "data" / "chats.jsonl").exists()  # it was there for the job alone

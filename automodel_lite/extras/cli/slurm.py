@@ -30,13 +30,29 @@ def slurm(argv: list[str]) -> int:
         "--time", help="days-hours:minutes:seconds (default: the partition's limit, a day at most)"
     )
     parser.add_argument("--account", help="who pays for the job")
+    parser.add_argument("--qos", help="quality of service")
+    parser.add_argument("--constraint", help="features that the nodes must have, such as h100")
+    parser.add_argument(
+        "--mem", default="0", help="of each node (default: 0, all of it, as all GPUs are taken)"
+    )
     parser.add_argument(
         "--module", action="append", default=[], help="loaded before the job, `module load ...`"
     )
     parser.add_argument(
         "--container", help="an image that has the package: .sif by Apptainer, any other by Pyxis"
     )
+    parser.add_argument(
+        "--mount",
+        action="append",
+        default=[],
+        help="a folder that is visible inside: /data, or /scratch/me:/data under another name "
+        "(this folder and HF_HOME are)",
+    )
     args = parser.parse_args(argv)
+    if args.mount and not args.container:
+        raise ConfigError(
+            f"--mount {args.mount[0]} is of a container: set --container, or leave it out."
+        )
     if args.nodes < 1:
         raise ConfigError(f"--nodes {args.nodes} must be at least 1.")
     print(_script(**vars(args)), end="")
@@ -51,6 +67,10 @@ def _script(
     module: Sequence[str] = (),
     container: str | None = None,
     recipe: str | None = None,
+    qos: str | None = None,
+    constraint: str | None = None,
+    mem: str = "0",
+    mount: Sequence[str] = (),
 ) -> str:
     """The numbers of a partition, the Python and the package of this process; launch/slurm.sbatch
     does the rest.
@@ -61,7 +81,8 @@ def _script(
             f"--nodes {nodes} must be at most {num_nodes}: the nodes of partition {part}."
         )
     tasks = gpus or 1
-    resources = {"partition": part, "account": account, "nodes": nodes, "ntasks-per-node": tasks}
+    resources = {"partition": part, "account": account, "qos": qos, "constraint": constraint}
+    resources |= {"nodes": nodes, "ntasks-per-node": tasks, "mem": mem}
     resources |= {
         "gpus-per-node": gpus,
         "cpus-per-task": max(1, cpus // tasks),
@@ -74,16 +95,14 @@ def _script(
         "LAUNCH": str(LAUNCH_DIR),
         "RECIPE": f"-m automodel_lite {f'run {recipe}' if recipe else 'train'}",
     }
-    # with the Python in it; the package's folder is mounted: its scripts start the ranks
-    if container:
-        exports |= {
-            "APPTAINER_IMAGE" if container.endswith(".sif") else "PYXIS_IMAGE": container,
-            "MOUNT": str(root),
-        }
+    if container:  # with the Python and the package in it
+        kind = "APPTAINER_IMAGE" if container.endswith(".sif") else "PYXIS_IMAGE"
+        exports |= {kind: container, "MOUNT": ",".join(mount)}
     if home := os.environ.get("HF_HOME"):  # the models' folder of this shell
         exports["HF_HOME"] = home
     defaults = {"PYTHON": "python" if container else sys.executable}
-    defaults |= {} if IS_INSTALLED else {"PYTHONPATH": str(root)}
+    if not IS_INSTALLED and not container:
+        defaults["PYTHONPATH"] = str(root)
     lines = [
         "#!/bin/bash",
         f"# Trains on SLURM, one task per GPU (partition {part}): sbatch job.sbatch --config-name "
