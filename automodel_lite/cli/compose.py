@@ -21,7 +21,7 @@ from hydra.core.utils import setup_globals
 from hydra.errors import HydraException, OverrideParseException
 from hydra.plugins.config_source import ConfigResult
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from automodel_lite.cli.line import (
@@ -85,6 +85,7 @@ class Loader(ConfigLoaderImpl):
         self.sources = sources
         self.typed = list(typed)
         self.known = groups_of(sources)
+        self.removed: list[str] = []  # keys that files take out of what they are based on
         for group in ("hydra/launcher", "hydra/sweeper"):
             self.known[group] = self.get_group_options(group)
 
@@ -98,6 +99,7 @@ class Loader(ConfigLoaderImpl):
     ) -> DictConfig:
         """Composes; raises ConfigError for what Hydra refuses, and for what a file may not set."""
         texts = [allow_new_key(text, self.known) for text in overrides]
+        self.removed.clear()
         try:
             raw = super().load_configuration(
                 config_name, texts, run_mode, from_shell, validate_sweep_overrides
@@ -107,6 +109,7 @@ class Loader(ConfigLoaderImpl):
             if found := _NOT_THERE.search(text):
                 text = f"~{found[1]}: no file sets it, so there is nothing to remove."
             raise ConfigError(text.partition(" Config search path:")[0]) from None
+        self._remove_keys(raw)
         # to choose an option is to take another file, whatever it holds
         values = [text for text in self.typed if not is_choice(text, self.known)]
         own = without_hydra(raw)
@@ -121,11 +124,28 @@ class Loader(ConfigLoaderImpl):
                 raw[key] = value
         return raw
 
+    def _remove_keys(self, raw: DictConfig) -> None:
+        """Takes out what files list under `remove`, but for what is typed."""
+        for key in self.removed:
+            group, _, name = key.rpartition(".")
+            block = OmegaConf.select(raw, group) if group else raw
+            if not isinstance(block, DictConfig) or name not in block:
+                raise ConfigError(f"remove: {key}: no file sets it, so there is nothing to remove.")
+            if not is_typed(key, self.typed):
+                with open_dict(block):
+                    del block[name]
+
     def _load_single_config(self, default: ResultDefault, repo: Any) -> ConfigResult:
         """Reads a file; raises ConfigError for code that Hydra would run, or files it would write,
         for one of them.
         """
         found = super()._load_single_config(default, repo)
+        if isinstance(found.config, DictConfig) and "remove" in found.config:
+            with open_dict(found.config):
+                keys = found.config.pop("remove")
+            if not isinstance(keys, (list, ListConfig)):
+                raise ConfigError(f"remove={keys} must be a list of keys, as [dataset.num_chats].")
+            self.removed += map(str, keys)
         # an option of the project may be put among Hydra's settings too:
         # `/callbacks@hydra.callbacks: early_stopping`
         if not found.path.startswith("file://") or "hydra" not in list(found.config):

@@ -80,6 +80,9 @@ def check_config(raw: DictConfig, extra: type | None = None) -> Config:
         (key, node) for key, node in walk(plain) if isinstance(node, dict) and "_target_" in node
     ]
     problems += _target_problems(parts, allowed)
+    exchange = OmegaConf.select(raw, "mesh.cp_exchange", throw_on_missing=False)
+    if ":" in str(exchange) and (text := code_problem("mesh.cp_exchange", exchange, allowed)):
+        problems.append(text)
     problems += [*_unsound_values(plain), *_missing_parts(plain)]
     # then nothing but our own code is imported
     is_refused = any("_target_" in problem for problem in problems)

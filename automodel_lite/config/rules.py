@@ -60,14 +60,19 @@ class OneOf:
 
     choices: tuple[str, ...]
     text: str = ""  # in place of the list, where other types are allowed beside these texts
+    # package.module:function is allowed, too; whether its package is, `check_config` tells
+    takes_code: bool = False
 
     def problem(self, value: object) -> str | None:
         if not isinstance(value, str) or value in self.choices:
             return None
+        if self.takes_code and ":" in value:
+            return None
         return f"{self}{did_you_mean(value, self.choices) or '.'}"
 
     def __str__(self) -> str:
-        return self.text or f"one of {', '.join(self.choices)}"
+        own = ", package.module:function" if self.takes_code else ""
+        return self.text or f"one of {', '.join(self.choices)}{own}"
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,9 @@ def resumable(default: Any) -> Any:
     return field(default=default, metadata={"is_resumable": True})
 
 
+EXCHANGES = ("auto", "all_gather", "all_to_all", "ring")
+
+
 @dataclass
 class MeshConfig:
     """Axes of the device mesh; their product is the number of processes."""
@@ -60,7 +63,7 @@ class MeshConfig:
     ep: Positive = 1
     # auto = fsdp, or none with one process
     strategy: Annotated[str, OneOf(("auto", "fsdp", "ddp", "none"))] = "auto"
-    cp_exchange: Annotated[str, OneOf(("auto", "all_gather", "all_to_all", "ring"))] = "auto"
+    cp_exchange: Annotated[str, OneOf(EXCHANGES, takes_code=True)] = "auto"
     cpu_offload: bool = False  # keep FSDP's shards, gradients and optimizer states in host memory
     timeout_s: Annotated[int, Range(1, 10**7)] = 600  # a longer collective ends the run
 

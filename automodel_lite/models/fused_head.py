@@ -96,40 +96,45 @@ class _LinearCrossEntropy(torch.autograd.Function):
         softcap: float | None,
         backend: str | None,
     ) -> Tensor:
+        """Returns the loss, and keeps both gradients. For each chunk of rows:
+
+        1. logits [rows, V] = hidden @ weight.T
+        2. the loss of the rows, and d loss / d logits in place of the logits
+        3. the gradient of the rows [rows, C] = d loss / d logits @ weight
+        4. that of the weight [V, C] += d loss / d logits.T @ hidden, in fp32
+
+        Rows are independent, so that steps 1 to 3 need this chunk alone. The loss is linear in the
+        incoming gradient, by which the backward pass scales what is kept.
+        """
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden_RC) if needs_hidden else None
         grad_weight: Tensor | None = None
         total = hidden_RC.new_zeros((), dtype=wide_dtype(hidden_RC.dtype))
         chunk_loss = compiled(_chunk_loss, backend) if backend else _chunk_loss
         for start in range(0, hidden_RC.shape[0], chunk_tokens):
-            # Rows are independent: the loss of a chunk and d loss / d logits need the logits of
-            # this chunk alone.
             rows = slice(start, start + chunk_tokens)
             # Copies: to dynamo, views that begin at 0 and elsewhere are two kinds, each with a
             # graph.
             labels = labels_R[rows].clone()
             weights = None if weights_R is None else weights_R[rows].clone()
-            logits = hidden_RC[rows] @ weight_VC.t()
+            logits = hidden_RC[rows] @ weight_VC.t()  # 1
             # here, as a callee frees no argument once dynamo stands behind every call
             if backend is None:
                 logits = at_least_fp32(logits)
             needs_grad = needs_hidden or needs_weight
+            # 2
             loss, grad_logits = chunk_loss(
                 logits, weight_VC.dtype, labels, weights, softcap, needs_grad
             )
             del logits
             total += loss
-            # logits = hidden @ weight.T, so the gradient of hidden is grad_logits @ weight, a row
-            # from a row; that of the weight is grad_logits.T @ hidden, a sum over all rows, added
-            # up over the chunks in fp32.
-            if grad_hidden is not None:
+            if grad_hidden is not None:  # 3
                 torch.mm(grad_logits, weight_VC, out=grad_hidden[rows])
-            if needs_weight:
+            if needs_weight:  # 4
                 grad_weight = _accumulate(grad_weight, grad_logits, hidden_RC[rows])
             del grad_logits  # freed before the logits of the next chunk are made
         if needs_weight and grad_weight is None:
             grad_weight = torch.zeros_like(weight_VC)
-        # The loss is linear in the incoming gradient, so backward only scales what is saved here.
         ctx.save_for_backward(
             grad_hidden, None if grad_weight is None else grad_weight.to(weight_VC.dtype)
         )

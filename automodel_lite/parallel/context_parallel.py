@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import heapq
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -28,6 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from automodel_lite.attention.interface import Logits, model_logits, tolerance_std
+from automodel_lite.config.components import locate
 from automodel_lite.errors import ConfigError
 from automodel_lite.parallel.exchange import AllGatherKV, OwnedDocumentMixers, Ulysses
 from automodel_lite.parallel.ring import Ring
@@ -76,7 +78,14 @@ def cp_shard(batch: ThdBatch, cp_mesh: DeviceMesh | None, exchange: str = "all_g
 def attention_plan(
     batch: ThdBatch, group: dist.ProcessGroup, cp_size: int, cp_rank: int, exchange: str
 ) -> AttentionPlan:
-    """What the kernel of rank `cp_rank` gets, for a batch that is not sharded yet."""
+    """Returns what the kernel of rank `cp_rank` gets, for a batch that is not sharded yet.
+
+    exchange  a name of `mesh.cp_exchange`; package.module:function is a user's, called with the
+              other arguments in place of this function
+    """
+    if ":" in exchange:
+        make_plan: Callable[..., AttentionPlan] = locate(exchange.replace(":", "."))
+        return make_plan(batch, group, cp_size, cp_rank)
     cu = batch.cu_seqlens_padded
     tree = batch.attention.tree
     to_ranks = rank_order(cu, cp_size)

@@ -304,7 +304,7 @@ def choose_exchange(
             f"{uneven[0].num_kv_heads} key/value heads: use mesh.cp_exchange=all_gather, which has "
             "no such limit."
         )
-    if wanted != "auto":
+    if wanted != "auto":  # one of one's own among them
         return wanted, ""
     # where ranks outnumber the key heads, an all-to-all sends each of them to several ranks
     traded = sum(

@@ -177,12 +177,16 @@ class HeadsAhead(LookAhead):
 
     def targets(self, batch: ThdBatch) -> Ahead:
         """Returns what the heads get of a whole stream, on its device."""
-        stream, paths = batch, None
+        stream = batch
+        paths = None
         if batch.attention.tree is not None:
-            paths, stream = batch.attention.tree.paths, _unfolded(batch)
+            paths = batch.attention.tree.paths
+            stream = _unfolded(batch)
         weights = stream.columns.get("loss_weights")
         depth = len(heads_of(self.lm[0]))
-        ids, labels, of_labels = [], [], []
+        ids = []
+        labels = []
+        of_labels = []
         for k in range(1, depth + 1):
             place, is_inside = _further_on(stream, k)
             ids.append(torch.where(is_inside, stream.input_ids[place], 0))
@@ -201,11 +205,14 @@ class HeadsAhead(LookAhead):
 
     def hidden(self, hidden_TC: Tensor, batch: ThdBatch) -> Tensor:
         """Runs the heads; returns the rows that carry their labels, [R, C]."""
-        lm, ahead = self.lm[0], batch.ahead
+        lm = self.lm[0]
+        ahead = batch.ahead
         assert isinstance(ahead, Ahead)
         stream = ahead.unfolded or batch
         hidden = hidden_TC if ahead.paths is None else hidden_TC.index_select(0, ahead.paths)
-        hidden, out, before = hidden[None], [], NOW.set(stream)
+        hidden = hidden[None]
+        out = []
+        before = NOW.set(stream)
         rotate: Any = text_decoder(lm).rotary_emb
         try:
             for number, head in enumerate(heads_of(lm)):
@@ -251,9 +258,11 @@ def _unfolded(batch: ThdBatch) -> ThdBatch:
     """Returns the paths of a stream with trees as documents of their own. A label is that of its
     node: on the paths of other nodes its token carries none.
     """
-    tree, segments = batch.attention.tree, batch.attention.segments
+    tree = batch.attention.tree
+    segments = batch.attention.segments
     assert tree is not None
-    ends, path_lens = segments.cu_q[1:].long(), segments.cu_k.diff().long()
+    ends = segments.cu_q[1:].long()
+    path_lens = segments.cu_k.diff().long()
     own_lens = segments.cu_q.diff().long()
     # padding behind a document is the end of its last node
     cu = batch.cu_seqlens_padded.long()

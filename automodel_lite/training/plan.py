@@ -225,7 +225,8 @@ def _mtp_rules(parts: Parts, strategy: str) -> Iterator[str]:
     """Yields what heads that predict further tokens cannot be trained with."""
     if not parts.model.mtp_loss:
         return
-    mtp, loss = f"model.mtp_loss={parts.model.mtp_loss}", parts.loss
+    mtp = f"model.mtp_loss={parts.model.mtp_loss}"
+    loss = parts.loss
     if parts.peft:
         yield f"{mtp} with peft: an adapter holds no such heads: set model.mtp_loss=0."
     if loss.needs_documents or loss.needs_reference:

@@ -11,6 +11,19 @@ length. Ten million documents make a few thousand placements; only `assign` touc
                                                                   = 3 1 1 1
                                                           1       1      1     3       1
 
+The same one by one, which the tests compare it with:
+
+    def best_fit_one_by_one(lengths, size):
+        fills = []  # the tokens of each bin
+        for length in sorted(lengths, reverse=True):
+            # the fullest bin that has room, or a new one
+            fitting = [b for b, fill in enumerate(fills) if fill + length <= size]
+            if fitting:
+                fills[max(fitting, key=lambda b: fills[b])] += length
+            else:
+                fills.append(length)
+        return fills
+
 `ExactFiller` takes documents in arrival order and fills the tail of each pack exactly, by
 subset-sum:
 

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import textwrap
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -21,16 +24,15 @@ cases = st.integers(1, 50).flatmap(
 )
 
 
-def best_fit_one_by_one(lengths: list[int], size: int) -> list[int]:
-    """The slow twin: the tokens of each bin."""
-    fills: list[int] = []
-    for length in sorted(lengths, reverse=True):
-        fitting = [b for b, fill in enumerate(fills) if fill + length <= size]
-        if fitting:
-            fills[max(fitting, key=lambda b: fills[b])] += length
-        else:
-            fills.append(length)
-    return fills
+def the_slow_twin() -> Any:
+    """The function that stands at the head of the file."""
+    text = (histogram_module.__doc__ or "").partition("    def best_fit_one_by_one")
+    made: dict[str, Any] = {}
+    exec(textwrap.dedent((text[1] + text[2]).partition("\n\n`")[0]), made)
+    return made["best_fit_one_by_one"]
+
+
+best_fit_one_by_one = the_slow_twin()
 
 
 def filled(placements: Placements) -> list[int]:
