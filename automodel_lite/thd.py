@@ -251,6 +251,7 @@ COLUMNS = {
     "teacher_rest": Column("float32", "float32", 0.0),
     "row_place": Column("int64", "int64", -1),
     "image": Column("int64", "int64", 0, in_runs=True, is_for_loss=False),
+    "image_stamp": Column("int64", "int64", 0, in_runs=True, is_for_loss=False),
     "rope_shift": Column("int64", "int64", 0, in_runs=True, is_for_loss=False),
 }
 """Every per-token column. Rows, packs, batches and shards carry what is listed here: the columns
@@ -267,6 +268,7 @@ row_place     where in its flat token rows a token stands
 branches      1 + the position at which a branch of a tree begins, 0 elsewhere; in a batch the
               positions show it
 image         the number of the image, in the data, whose place a token is; 0 of text
+image_stamp   what tells this image from others, by its bytes; 0 of text
 rope_shift    positions of several axes less `position_ids` (parts/images/tokens.py)
 row_labels    summed along a row of a tree, how many labels it has beyond those in the stream, times
               their weights: negative where other rows train what they share

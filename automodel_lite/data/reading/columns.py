@@ -220,7 +220,8 @@ def detect(
             f"dataset.columns.{name}: the data are taken for {found.name}, which has no {name}"
             f"{did_you_mean(name, has) or '.'} It has {', '.join(has)}."
         )
-    verdict = next((name for name in VERDICTS if name in columns), None)
+    untyped = [name for name in columns if name not in typed.values()]
+    verdict = next((name for name in VERDICTS if name in untyped), None)
     if format_name is None and verdict and found.kind in ("messages", "prompt_completion"):
         raise ConfigError(f"column {verdict} {VERDICT.format(format=found.name)}")
     return Detected(

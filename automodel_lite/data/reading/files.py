@@ -258,6 +258,7 @@ class OpenedRows:
 
     notes     what was left out, what a document is
     identity  what the cache key says of them
+    paths     of the files, or folders, that the rows are of, in their order
     """
 
     rows: RawRows
@@ -265,6 +266,7 @@ class OpenedRows:
     identity: str
     files: Sequence[FileStamp] = ()
     notes: Sequence[str] = ()
+    paths: Sequence[Path] = ()
 
 
 def open_rows(
@@ -310,9 +312,8 @@ def open_rows(
             f"a document is a {options.text_unit} of text, median {median:,} bytes "
             "(dataset.text_unit)",
         )
-    return OpenedRows(
-        rows[0] if len(rows) == 1 else ConcatenatedRows(rows), shown, identity, files, notes
-    )
+    whole = rows[0] if len(rows) == 1 else ConcatenatedRows(rows)
+    return OpenedRows(whole, shown, identity, files, notes, found)
 
 
 def _fetch(address: str, key: str) -> tuple[str, str]:

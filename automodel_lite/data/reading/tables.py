@@ -15,7 +15,8 @@ from automodel_lite.data.reading.paths import WholeFile, check_not_cut
 from automodel_lite.data.reading.readers import RawRow, RawRows, RowList, check_names
 from automodel_lite.errors import ConfigError, DataError, one_line
 
-BLOCK_ROWS = 512  # made into Python objects together
+BLOCK_ROWS = 512  # made into Python objects together, of up to as many bytes
+BLOCK_BYTES = 2**22
 
 
 class TableRows:
@@ -39,6 +40,8 @@ class TableRows:
         except Exception as error:  # whatever a damaged file makes of its reader
             raise DataError(f"{name}: cannot be read as arrow: {one_line(error)}") from error
         check_names(self._table.column_names, name)
+        row_bytes = self._table.nbytes // max(1, self._table.num_rows)
+        self._block_rows = min(BLOCK_ROWS, max(1, BLOCK_BYTES // max(1, row_bytes)))
 
     def __reduce__(self) -> tuple:
         return TableRows, (self.path, self.name)
@@ -47,10 +50,10 @@ class TableRows:
         return int(self._table.num_rows)
 
     def __getitem__(self, index: int) -> RawRow:
-        number, place = divmod(int(index), BLOCK_ROWS)
+        number, place = divmod(int(index), self._block_rows)
         if number != self._block[0]:
             check_not_cut([self._file])
-            part = self._table.slice(number * BLOCK_ROWS, BLOCK_ROWS)
+            part = self._table.slice(number * self._block_rows, self._block_rows)
             try:
                 part.validate(full=True)
                 rows = part.to_pylist()

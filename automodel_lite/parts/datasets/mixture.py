@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, get_args
@@ -13,11 +14,15 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from automodel_lite.config.rules import Range, Seed
+from automodel_lite.config.schema import Config
 from automodel_lite.data.cache import short_hash
+from automodel_lite.data.feeding.source import AdaptingDataset
+from automodel_lite.data.packing.packs import Packer
 from automodel_lite.data.reading.documents import Documents, DocumentSet, Question
 from automodel_lite.data.reading.files import FilesDataset
 from automodel_lite.data.reading.readers import ConcatenatedRows
 from automodel_lite.data.tokens.token_rows import DocumentReader, TokenizedData
+from automodel_lite.data.tokens.tokenize import Job
 from automodel_lite.errors import ConfigError, format_value
 from automodel_lite.parts.datasets.streams import StreamingDataset
 
@@ -118,6 +123,16 @@ class Mixture:
                         f"dataset.sources.{name} validates on: hold documents out by val_frac in a "
                         "source of their own, or name other files."
                     )
+
+    def adapt(self, config: Config, job: Job, packer: Packer) -> tuple[Documents, Job, Packer]:
+        """See `AdaptingDataset`: what one dataset asks for, such as images, reads them all."""
+        adapted = copy(self)
+        adapted.datasets = {}
+        for name, dataset in self.datasets.items():
+            if isinstance(dataset, AdaptingDataset):
+                dataset, job, packer = dataset.adapt(config, job, packer)
+            adapted.datasets[name] = dataset
+        return adapted, job, packer
 
     def combine(self, datasets: Mapping[str, TokenizedData], vocab_size: int) -> TokenizedData:
         rows = {name: data.train for name, data in datasets.items()}

@@ -10,6 +10,8 @@ from automodel_lite.errors import ConfigError
 from automodel_lite.parallel.mesh import Mesh
 from automodel_lite.training.build import BuiltModel
 
+NONE = "train: no image"
+
 
 def images_line(data: PackSource) -> str:
     """Returns how many images the training data have and how many of its tokens are theirs; nothing
@@ -17,13 +19,23 @@ def images_line(data: PackSource) -> str:
     """
     if not isinstance(data, PlannedPacks) or "image" not in data.columns:
         return ""
+    from automodel_lite.parts.images.sources import PIXEL_BITS  # with Pillow
+
+    num_images = num_pixels = num_places = 0
     rows = data.tokens.train
-    numbers = rows.flat.columns["image"]
-    places, of_token = numbers.positive()
-    num_images = len(np.unique(of_token))
+    for source in getattr(rows, "sources", [rows]):
+        image, stamp = (source.flat.columns[name] for name in ("image", "image_stamp"))
+        lengths = np.diff(np.append(image.at, image.num_tokens))
+        num_places += int(lengths[image.values > 0].sum())
+        num_images += len(np.unique(image.values[image.values > 0]))
+        stamps = np.unique(stamp.values[stamp.values > 0])
+        num_pixels += int((stamps & ((1 << PIXEL_BITS) - 1)).sum())
+    num_text = rows.num_tokens - num_places
+    if not num_images:
+        return NONE
     return (
-        f"train: {num_images:,} images are {len(places):,} of {rows.num_tokens:,} tokens "
-        f"({len(places) / max(1, rows.num_tokens):.0%})"
+        f"train: {num_images:,} images of {num_pixels:,} pixels are {num_places:,} tokens "
+        f"({num_places / max(1, rows.num_tokens):.0%}), text is {num_text:,}"
     )
 
 
@@ -40,6 +52,11 @@ def check_images(data: PackSource, built: BuiltModel, mesh: Mesh) -> None:
             )
         from automodel_lite.parts.images.probe import check_model  # with Pillow
 
+        if images_line(data).startswith(NONE):
+            raise ConfigError(
+                "dataset=images: no row has an image: name their column, "
+                "dataset.columns.images=COLUMN, or use dataset=files."
+            )
         check_model(data, built, mesh)
     elif built.decided.model.train_towers:
         raise ConfigError(

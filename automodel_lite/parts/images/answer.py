@@ -14,8 +14,6 @@ from automodel_lite.models.generate import Generator
 from automodel_lite.parts.images.sources import ImageLimits, source_of
 from automodel_lite.parts.images.tokens import ImageProcessor
 
-MOST_PIXELS = 64_000_000
-
 
 @torch.no_grad()
 def answer(
@@ -39,7 +37,7 @@ def answer(
         else folder
     )
     processor = ImageProcessor(base, generator.model.config)
-    limits = ImageLimits(Path.cwd(), MOST_PIXELS)
+    limits = ImageLimits(Path.cwd())
     try:
         pixels = [source_of(image, "image").pixels(limits) for image in images]
     except DataError as error:

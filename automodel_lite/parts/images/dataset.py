@@ -2,70 +2,119 @@
 
 from __future__ import annotations
 
+import glob
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from automodel_lite.config.components import build
 from automodel_lite.config.rules import OneOf, PathStr, Positive
 from automodel_lite.config.schema import Config
+from automodel_lite.data.cache import build_once, cache_root
 from automodel_lite.data.packing.packs import Packer
-from automodel_lite.data.reading.documents import Documents, DocumentSet
+from automodel_lite.data.reading.documents import NAMES, Documents
 from automodel_lite.data.reading.files import FilesDataset, OpenedRows
+from automodel_lite.data.reading.paths import KINDS, kind_of, stamp
 from automodel_lite.data.reading.readers import RawRows
+from automodel_lite.data.reading.tables import DatasetRows
 from automodel_lite.data.tokens.tokenize import Job
 from automodel_lite.errors import ConfigError
 from automodel_lite.launched import rank, world_size
 from automodel_lite.models.source import CausalLM
+from automodel_lite.parts.images.archives import index_archive, index_name
 from automodel_lite.parts.images.rows import ImageDocuments, MarkedRows
-from automodel_lite.parts.images.sources import ImageLimits
+from automodel_lite.parts.images.sources import COLUMNS, FIRST_TEXTS, ImageLimits
 
+ARCHIVE = ".tar"
 BadImage = Annotated[str, OneOf(("error", "drop"))]
 
 
 @dataclass
 class ImageFiles(FilesDataset):
-    """Documents with images from files: JSON lines, JSON, CSV, Parquet, Arrow; or from the hub.
+    """Documents with images from files: JSON lines, JSON, CSV, Parquet, Arrow, WebDataset's
+    archives; or from the hub.
 
     Raises ConfigError as `FilesDataset` does.
     """
 
-    # of relative paths of images; null = the folder of the data file
+    # of relative paths of images; null = the folder of their data file
     image_dir: PathStr | None = None
     # folder or hub name of the processor; null = model.pretrained
     processor: PathStr | None = None
-    # pixels of an image after decoding; a larger one is refused from its header
-    max_image_pixels: Positive = 64_000_000
+    # larger images are scaled down to so many pixels before the processor; null = its own limits
+    max_image_pixels: Positive | None = None
     bad_image: BadImage = "error"  # drop = leave such documents out, and count them as bad
     allow_remote: bool = False  # read images at addresses on the network
 
     sets: list[ImageDocuments] = field(init=False)
 
     def __post_init__(self) -> None:
+        columns = dict(self.columns or {})
+        named = [columns.pop(name) for name in COLUMNS if name in columns]
+        self._image_columns = (*named, *COLUMNS)
+        first_texts = []
+        for name in FIRST_TEXTS:
+            first_texts += [columns[name]] if name in columns else []
+            first_texts += [name, *NAMES["columns"].get(name, ())]
+        self._first_texts = tuple(first_texts)
+        self.columns = columns or None
+        # folders of what was indexed
+        self._folders: dict[Path, Path] = {}
+        given = (self.path, self.val_path)
+        self.path = self._indexed(self.path)
+        if isinstance(self.val_path, Mapping):
+            self.val_path = {name: self._indexed(path) for name, path in self.val_path.items()}
+        elif self.val_path is not None:
+            self.val_path = self._indexed(self.val_path)
         super().__post_init__()
-        train_dir = self._folder([stamp.path for stamp in self.train_files])
-        val_dir = self._folder([stamp.path for stamp in self.val_files]) or train_dir
-        limits = ImageLimits(train_dir or Path.cwd(), self.max_image_pixels, self.allow_remote)
-        of_val = replace(limits, folder=val_dir or limits.folder)
-        self.sets = [ImageDocuments(self.train, 0, limits)]
-        self.train = self.sets[0]
-        val: dict[str, DocumentSet] = {}
-        for number, (name, documents) in enumerate(self.val.items(), start=1):
-            is_own_file = self.val_path is not None
-            of_set = ImageDocuments(documents, number, of_val if is_own_file else limits)
-            self.sets.append(of_set)
-            val[name] = of_set
-        self.val = val
-        self.identity += f"(images, {limits}, bad_image={self.bad_image})"
-
-    def _folder(self, files: list[Path]) -> Path | None:
+        self.path, self.val_path = given
+        folder = Path.cwd()
         if self.image_dir is not None:
-            return Path(self.image_dir).expanduser().absolute()
-        return files[0].absolute().parent if files else None
+            folder = Path(self.image_dir).expanduser().absolute()
+        limits = ImageLimits(
+            folder, self.max_image_pixels, self.allow_remote, self.bad_image == "drop"
+        )
+        self.sets = [ImageDocuments(self.train, 0, limits)]
+        for number, documents in enumerate(self.val.values(), start=1):
+            self.sets.append(ImageDocuments(documents, number, limits))
+        self.train, *val = self.sets
+        self.val = dict(zip(self.val, val))
+        self.identity += f"(images, {limits}, {named})"
+
+    def _indexed(self, path: str | Sequence[str]) -> str | list[str]:
+        """Returns the files to read in place of a path: of archives, the lines of their samples."""
+        if not isinstance(path, str):
+            files: list[str] = []
+            for one in path:
+                indexed = self._indexed(one)
+                files += [indexed] if isinstance(indexed, str) else indexed
+            return files
+        archives = [Path(one) for one in sorted(glob.glob(path)) if one.endswith(ARCHIVE)]
+        if Path(path).is_dir():
+            inside = sorted(one for one in Path(path).rglob("*") if one.is_file())
+            if not any(kind_of(one) in KINDS for one in inside):
+                archives = [one for one in inside if one.suffix == ARCHIVE]
+        if not archives:
+            return path
+        lines = []
+        for archive in archives:
+            key = {"archive": str(stamp(archive)), "as": "1"}
+            write = partial(index_archive, archive)
+            entry = build_once(cache_root(), "archives", archive.name, key, write)
+            lines.append(entry.folder / index_name(archive))
+            self._folders[lines[-1]] = archive.absolute().parent
+        return [str(one) for one in lines]
 
     def view(self, opened: OpenedRows) -> RawRows:
-        return MarkedRows(opened.rows)
+        folders: list[Path] = []
+        if self.image_dir is None:
+            for path in opened.paths:
+                folders.append(self._folders.get(path, path.absolute().parent))
+        rows = undecoded(opened.rows)
+        return MarkedRows(rows, self._image_columns, self._first_texts, tuple(folders))
 
     def adapt(self, config: Config, job: Job, packer: Packer) -> tuple[Documents, Job, Packer]:
         """Returns the documents, the job and the packer of a run that read images; raises
@@ -73,7 +122,7 @@ class ImageFiles(FilesDataset):
         """
         # with the models' code
         from automodel_lite.parts.images.packs import ImagePacker, Share
-        from automodel_lite.parts.images.tokens import ImageProcessor, image_job
+        from automodel_lite.parts.images.tokens import ImageProcessor, check_sample, image_job
 
         _check_settings(config, packer)
         source: CausalLM = build(config.model)
@@ -85,15 +134,46 @@ class ImageFiles(FilesDataset):
         options = source.source if path == source.pretrained else {}
         processor = ImageProcessor(path, source.config(job.tokenizer), options)
         adapted = copy(self)
-        adapted.sets = [replace(of_set, is_adapted=True) for of_set in self.sets]
+        # of a mixture, other datasets of images may have come before
+        others = packer.sets if isinstance(packer, ImagePacker) else []
+        adapted.sets = [
+            replace(of_set, is_adapted=True, number=len(others) + of_set.number)
+            for of_set in self.sets
+        ]
         adapted.train, *val = adapted.sets
         adapted.val = dict(zip(self.val, val))
-        adapted.identity += f"(processor {processor.own.to_json_string()})"
-        made = image_job(job, processor, self.bad_image == "drop")
+        adapted.identity += f"(processor {processor.own.to_json_string()}, set {len(others)})"
+        made = image_job(job, processor)
+        check_sample(made, adapted.sets[0])
         cp = config.mesh.cp
         tp = config.mesh.tp
         share = Share(rank() // tp % cp, cp) if cp > 1 and world_size() > 1 else None
-        return adapted, made, ImagePacker.of(packer, processor, adapted.sets, share)
+        sets = [*others, *adapted.sets]
+        return adapted, made, ImagePacker.of(packer, processor, sets, share)
+
+
+def undecoded(rows: RawRows) -> RawRows:
+    """Returns the rows of `datasets` with the bytes of their images, which it would decode."""
+    if not isinstance(rows, DatasetRows):
+        return rows
+    import datasets
+
+    def encoded(feature: Any) -> Any:
+        if isinstance(feature, datasets.Image):
+            return datasets.Image(decode=False)
+        if isinstance(feature, datasets.List):
+            return datasets.List(encoded(feature.feature), length=feature.length)
+        if isinstance(feature, dict):
+            return type(feature)({name: encoded(one) for name, one in feature.items()})
+        if isinstance(feature, list):
+            return [encoded(one) for one in feature]
+        return feature
+
+    table = rows.rows
+    for name, feature in table.features.items():
+        if (plain := encoded(feature)) != feature:
+            table = table.cast_column(name, plain)
+    return replace(rows, rows=table)
 
 
 def _check_settings(config: Config, packer: Packer) -> None:

@@ -141,17 +141,14 @@ def read_images(
     if share is not None:
         owners = np.array(document_owners(lens.tolist(), share.size), np.int64)
     own = np.flatnonzero(owners == (share.rank if share else 0))
-    found = [find(number) for number in order[own].tolist()]
-    images = [sets[which].pixels(row, place) for which, row, place in found]
+    stamps = stamps_of(columns)
+    images = []
+    for number in order[own].tolist():
+        which_set, row, image = find(number)
+        images.append(sets[which_set].pixels(row, image, stamps.get(number)))
     record, texts = processor.process(images or [blank_image(*BLANK)])
     counts = [text.count(processor.token) for text in texts]
-    for at, had, has in zip(found, lens[own].tolist(), counts):
-        if had != has:
-            raise DataError(
-                f"{sets[at[0]].place(*at[1:])} had {had} tokens when the documents were "
-                f"tokenized and has {has} now: its file was replaced. Restore it, or clear the "
-                "cache, so that the documents are tokenized again."
-            )
+    assert not images or counts == lens[own].tolist()
     types, seen = _types_and_ahead(columns, processor.rules)
     return PackedImages(
         record,
@@ -175,6 +172,15 @@ def _types_and_ahead(
     starts[1:] = positions.diff() < 1
     types = types_of(image, labels, starts, any(rule.of_prompt for rule in rules.values()))
     return types, {kind: ahead_of(types, starts, rule) for kind, rule in rules.items()}
+
+
+def stamps_of(columns: Mapping[str, Tensor]) -> dict[int, int]:
+    """Returns number -> stamp of the images of a batch."""
+    if "image_stamp" not in columns:
+        return {}
+    numbers, stamps = (columns[name].reshape(-1).numpy() for name in ("image", "image_stamp"))
+    firsts = np.unique(numbers, return_index=True)[1]
+    return dict(zip(numbers[firsts].tolist(), stamps[firsts].tolist()))
 
 
 def rows_of_images(columns: Mapping[str, Tensor]) -> tuple[np.ndarray, np.ndarray]:

@@ -114,7 +114,7 @@ class _Pictures:
         sizes = (SIZES[1], SIZES[0], SIZES[1])
         self.images = [noise_image(*size, seed) for size, seed in zip(sizes, seeds)]
 
-    def pixels(self, row: int, place: int) -> Any:
+    def pixels(self, row: int, place: int, stamp: int | None) -> Any:
         return self.images[row]
 
 

@@ -6,13 +6,22 @@ of the row, from which whoever serves a pack finds its bytes again. Pixels are n
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from bisect import bisect_right
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from automodel_lite.data.reading.documents import Document
-from automodel_lite.data.reading.readers import RawRow, RawRows
+from automodel_lite.data.reading.readers import ConcatenatedRows, RawRow, RawRows
 from automodel_lite.errors import ConfigError, DataError
-from automodel_lite.parts.images.sources import ImageLimits, ImageSource, take_images
+from automodel_lite.parts.images.archives import KEY, rows_of_hub_sample
+from automodel_lite.parts.images.sources import (
+    COLUMNS,
+    FIRST_TEXTS,
+    ImageLimits,
+    ImageSource,
+    take_images,
+)
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -33,17 +42,24 @@ class PlacedImage:
     limits: ImageLimits
 
 
+@dataclass
 class MarkedRows:
     """Raw rows with marks in place of images; remembers the last one, whose images are asked for
     next.
+
+    columns      of images
+    first_texts  columns before whose text images without markers stand
+    folders      where relative paths begin: of each file, or one; none: where the limits say
     """
 
-    def __init__(self, raw: RawRows) -> None:
-        self.raw = raw
-        self._last: tuple[int, RawRow, list[ImageSource]] | None = None
+    raw: RawRows
+    columns: tuple[str, ...] = COLUMNS
+    first_texts: tuple[str, ...] = FIRST_TEXTS
+    folders: tuple[Path, ...] = ()
+    _last: tuple[int, RawRow, list[ImageSource]] | None = None
 
     def __reduce__(self) -> tuple:
-        return MarkedRows, (self.raw,)
+        return MarkedRows, (self.raw, self.columns, self.first_texts, self.folders)
 
     def __len__(self) -> int:
         return len(self.raw)
@@ -61,9 +77,17 @@ class MarkedRows:
         if self._last is None or self._last[0] != index:
             row = self.raw[index]
             try:
-                self._last = (index, *take_images(row))
+                if KEY in row:
+                    row = rows_of_hub_sample(row)
+                marked, sources = take_images(row, self.columns, self.first_texts)
             except DataError as error:
                 raise DataError(f"{self.where(index)}: {error}") from error
+            if self.folders:
+                file = 0
+                if isinstance(self.raw, ConcatenatedRows):
+                    file = bisect_right(self.raw.cumulative_sizes, index)
+                sources = [replace(source, folder=self.folders[file]) for source in sources]
+            self._last = (index, marked, sources)
         return self._last
 
 
@@ -91,8 +115,7 @@ class ImageDocuments:
     def __getitem__(self, index: int) -> Document:
         if not self.is_adapted:
             raise ConfigError(
-                "dataset=images goes with the tokenizer of its processor, and not into a mixture: "
-                "set tokenizer=pretrained, and read one set of images."
+                "dataset=images goes with the tokenizer of its processor: set tokenizer=pretrained."
             )
         document = self.normalized[index]
         sources = self._sources(index)
@@ -109,14 +132,12 @@ class ImageDocuments:
         raw: MarkedRows = self.normalized.raw
         return raw.images(int(self.normalized.indices[index]))
 
-    def place(self, row: int, place: int) -> str:
-        """Names an image: `chats.jsonl:17: image a.png`."""
-        return f"{self.where(row)}: image {self._sources(row)[place].name}"
-
-    def pixels(self, row: int, place: int) -> Image:
-        """Decodes an image of a row; raises DataError with the place of the row."""
+    def pixels(self, row: int, place: int, stamp: int | None = None) -> Image:
+        """Decodes an image of a row; raises DataError with the place of the row, also for an image
+        that is another than the one of this stamp.
+        """
         try:
-            return self._sources(row)[place].pixels(self.limits)
+            return self._sources(row)[place].pixels(self.limits, stamp)
         except DataError as error:
             raise DataError(f"{self.where(row)}: {error}") from error
 

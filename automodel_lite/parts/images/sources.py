@@ -14,9 +14,11 @@ from __future__ import annotations
 import base64
 import binascii
 import io
+import math
 import os
 import warnings
-from collections.abc import Mapping
+import zlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,12 +35,17 @@ REJECTED = "rejected"
 MARKER = "<image>"
 """What stands for an image in texts of LLaVA's, ShareGPT's and many other files."""
 PARTS = ("image", "image_url", "input_image")
-KEYS = ("image", "image_url", "url", "path", "bytes", "base64")
+SPAN = "__span__"
+KEYS = ("image", "image_url", "bytes", "url", "path", "base64")
 FIRST_TEXTS = ("prompt", "question", "instruction", "text")
 """Columns of single texts, before which images without markers stand."""
+MOST_PIXELS = 64_000_000
+"""Of an image that is decoded: a bomb of some kilobytes is refused from its header."""
 _ROTATED = (5, 6, 7, 8)
 _ORIENTATION = 0x0112
-_TAIL_BYTES = 2**16
+_HEAD_BYTES, _TAIL_BYTES = 2**12, 2**16
+PIXEL_BITS = 26
+"""Of an image's stamp: the lowest are the number of its pixels."""
 _ENDS = {"JPEG": b"\xff\xd9", "MPO": b"\xff\xd9", "PNG": b"IEND"}
 
 
@@ -46,26 +53,43 @@ _ENDS = {"JPEG": b"\xff\xd9", "MPO": b"\xff\xd9", "PNG": b"IEND"}
 class ImageLimits:
     """What an image may be.
 
-    folder       of relative paths
-    most_pixels  after decoding; a larger one is refused from its header
-    allow_remote may addresses on the network be read?
+    folder        of relative paths, where their source has none
+    most_pixels   that the processor gets: larger images are scaled down to them; None = any number
+    allow_remote  may addresses on the network be read?
+    drops_bad     are documents with a bad image left out?
     """
 
     folder: Path
-    most_pixels: int
+    most_pixels: int | None = None
     allow_remote: bool = False
+    drops_bad: bool = False
+
+    def scaled(self, width: int, height: int) -> tuple[int, int]:
+        """Returns the size of an image of at most `most_pixels`, of the same shape.
+
+        >>> ImageLimits(Path(), most_pixels=1000).scaled(200, 50)
+        (63, 15)
+        """
+        if self.most_pixels is None or width * height <= self.most_pixels:
+            return width, height
+        scale = math.sqrt(self.most_pixels / (width * height))
+        return max(1, int(width * scale)), max(1, int(height * scale))
 
 
 @dataclass(frozen=True)
 class ImageSource:
-    """Where an image is: in a file (a path or an address), or in its row.
+    """Where an image is: in a file (a path or an address), in a part of a file, or in its row.
 
-    name  for messages: the path, or `images[1]`
+    name    for messages: the path, or `images[1]`
+    folder  of a relative path; None: that of the limits
+    span    offset and bytes in the file, of a member of an archive; None: all of it
     """
 
     name: str
     path: str = ""
     content: bytes = b""
+    folder: Path | None = None
+    span: tuple[int, int] | None = None
 
     def read(self, limits: ImageLimits) -> io.BytesIO | io.BufferedReader:
         """Opens the bytes; raises DataError when there is no such file."""
@@ -73,41 +97,64 @@ class ImageSource:
             return io.BytesIO(self.content)
         if "://" in self.path:
             return io.BytesIO(_fetched(self.path, limits))
+        folder = self.folder or limits.folder
         try:
-            return (limits.folder / Path(self.path).expanduser()).open("rb")
-        except OSError as error:
+            file = (folder / Path(self.path).expanduser()).open("rb")
+            if self.span is None:
+                return file
+            with file:
+                file.seek(self.span[0])
+                return io.BytesIO(file.read(self.span[1]))
+        except (OSError, ValueError) as error:  # ValueError: of a path with a null
+            reason = getattr(error, "strerror", None) or error
             raise DataError(
-                f"image {self.name} cannot be read ({error.strerror or error}; relative paths "
-                f"begin in {limits.folder}): set dataset.image_dir, or dataset.bad_image=drop."
+                f"image {self.name} cannot be read ({reason}; relative paths begin in {folder}): "
+                "set dataset.image_dir, or dataset.bad_image=drop."
             ) from error
 
     def size(self, limits: ImageLimits) -> tuple[int, int]:
-        """Returns (width, height) as the image is shown, from its header; nothing is decoded.
+        """Returns the width and height of `header`."""
+        return self.header(limits)[:2]
+
+    def header(self, limits: ImageLimits) -> tuple[int, int, int]:
+        """Returns width and height as the processor gets the image, from its header, and its stamp;
+        nothing is decoded.
 
         Raises DataError for what is not an image, is cut off, is animated or too large.
         """
-        with self.read(limits) as file, self._opened(file, limits) as image:
-            self._check_end(file, image)
+        with self.read(limits) as file, self._opened(file) as image:
+            stamp = self._checked_stamp(file, image)
             width, height = image.size
             # of a PNG without it in its header, Pillow would decode the whole
             has_exif = image.format != "PNG" or "exif" in image.info
             is_rotated = has_exif and image.getexif().get(_ORIENTATION) in _ROTATED
-            return (height, width) if is_rotated else (width, height)
+            size = limits.scaled(*((height, width) if is_rotated else (width, height)))
+            return *size, stamp
 
-    def pixels(self, limits: ImageLimits) -> Image.Image:
-        """Decodes the image: RGB, turned as it is shown. Raises DataError as `size` does."""
-        with self.read(limits) as file, self._opened(file, limits) as image:
+    def pixels(self, limits: ImageLimits, stamp: int | None = None) -> Image.Image:
+        """Decodes the image: RGB, turned as it is shown. Raises DataError as `header` does, and for
+        another image than the one of this stamp.
+        """
+        with self.read(limits) as file, self._opened(file) as image:
+            if stamp is not None and self._checked_stamp(file, image) != stamp:
+                raise DataError(
+                    f"image {self.name} is another one than when the documents were tokenized: its "
+                    "file was replaced. Restore it, or clear the cache, so that the documents are "
+                    "tokenized again."
+                )
             try:
                 upright = ImageOps.exif_transpose(image)
                 if upright.mode.startswith("I"):  # 16 bits, which PIL clips to white
                     upright = upright.convert("I").point(lambda value: value / 256).convert("L")
-                return upright.convert("RGB")
+                shown = upright.convert("RGB")
+                size = limits.scaled(*shown.size)
+                return shown if size == shown.size else shown.resize(size)
             except (OSError, SyntaxError, ValueError) as error:
                 raise DataError(
                     f"image {self.name} cannot be decoded ({one_line(error)})."
                 ) from error
 
-    def _opened(self, file: Any, limits: ImageLimits) -> Image.Image:
+    def _opened(self, file: Any) -> Image.Image:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", Image.DecompressionBombWarning)
@@ -115,25 +162,42 @@ class ImageSource:
         except Image.DecompressionBombError as error:
             raise DataError(f"image {self.name} is too large ({one_line(error)}).") from error
         except (UnidentifiedImageError, OSError, SyntaxError, ValueError) as error:
-            raise DataError(f"image {self.name} is not an image that Pillow can read.") from error
-        width, height = image.size
-        if width * height > limits.most_pixels:
             raise DataError(
-                f"image {self.name} has {width} x {height} pixels, more than "
-                f"dataset.max_image_pixels={limits.most_pixels}: make it smaller."
+                f"image {self.name} is not an image that Pillow can read: repair it, or set "
+                "dataset.bad_image=drop."
+            ) from error
+        width, height = image.size
+        if width * height > MOST_PIXELS:
+            raise DataError(
+                f"image {self.name} has {width} x {height} pixels, over the {MOST_PIXELS:,} that "
+                "are decoded: make it smaller, or set dataset.bad_image=drop."
             )
         if image.format != "MPO" and getattr(image, "is_animated", False):
-            raise DataError(f"image {self.name} is animated: keep one of its frames.")
+            raise DataError(
+                f"image {self.name} is animated: keep one of its frames, or set "
+                "dataset.bad_image=drop."
+            )
         return image
 
-    def _check_end(self, file: Any, image: Image.Image) -> None:
-        """A file that was cut off has lost its end, which costs no decoding to see."""
+    def _checked_stamp(self, file: Any, image: Image.Image) -> int:
+        """Returns what tells the image from others, from the number of its bytes and the first and
+        last of them; raises DataError for a file that was cut off and has lost its end, which costs
+        no decoding to see.
+        """
         end = _ENDS.get(image.format or "")
         num_bytes = file.seek(0, os.SEEK_END)
         # some cameras write more behind the end
         file.seek(max(0, num_bytes - _TAIL_BYTES))
-        if end is not None and end not in file.read():
-            raise DataError(f"image {self.name} is cut off: it has {num_bytes:,} bytes and no end.")
+        tail = file.read()
+        if end is not None and end not in tail:
+            raise DataError(
+                f"image {self.name} is cut off: it has {num_bytes:,} bytes and no end; copy it "
+                "again, or set dataset.bad_image=drop."
+            )
+        file.seek(0)
+        content = zlib.crc32(file.read(_HEAD_BYTES), zlib.crc32(tail))
+        width, height = image.size
+        return (content << PIXEL_BITS | width * height) ^ (num_bytes << PIXEL_BITS)
 
 
 def _fetched(address: str, limits: ImageLimits) -> bytes:
@@ -154,6 +218,9 @@ def _fetched(address: str, limits: ImageLimits) -> bytes:
 def source_of(value: Any, name: str) -> ImageSource:
     """Returns the source that a value of a row describes; raises DataError for none."""
     if isinstance(value, Mapping):
+        if SPAN in value:
+            offset, num_bytes = value[SPAN]
+            return ImageSource(value["name"], value["path"], span=(offset, num_bytes))
         value = next((value[key] for key in KEYS if value.get(key)), None)
         if isinstance(value, Mapping):
             return source_of(value, name)
@@ -181,18 +248,25 @@ def source_of(value: Any, name: str) -> ImageSource:
         raise DataError(f"{name} is a data URI that cannot be read ({error}).") from error
 
 
-def take_images(row: RawRow) -> tuple[RawRow, list[ImageSource]]:
+def take_images(
+    row: RawRow,
+    columns: Sequence[str] = COLUMNS,
+    first_texts: Sequence[str] = FIRST_TEXTS,
+) -> tuple[RawRow, list[ImageSource]]:
     """Returns the row with marks in place of its images, and their sources in the marks' order.
+
+    columns      of images
+    first_texts  before which images without markers stand
 
     Raises DataError when the markers in the text are not as many as the images of the row.
     """
     if any(isinstance(value, str) and IMAGE in value for value in row.values()):
         raise DataError("has the character U+FDD2, which stands for images here: remove it.")
-    column = next((name for name in COLUMNS if row.get(name) not in (None, [], "")), None)
+    column = next((name for name in columns if row.get(name) not in (None, [], "")), None)
     given = row[column] if column else []
     listed = given if isinstance(given, (list, tuple)) else [given]
     waiting = [source_of(value, f"{column}[{i}]") for i, value in enumerate(_flat(listed))]
-    kept = {name: value for name, value in row.items() if name not in COLUMNS}
+    kept = {name: value for name, value in row.items() if name not in columns}
     if isinstance(kept.get("texts"), list):
         kept["messages"] = _turns_of_pairs(kept.pop("texts"))
     found = _Found(bool(waiting))
@@ -205,7 +279,7 @@ def take_images(row: RawRow) -> tuple[RawRow, list[ImageSource]]:
         raise DataError(f"column {REJECTED} has other images than the answer that is preferred.")
     num_open = found.sources.count(None)
     if waiting and not found.sources:
-        return _in_front(marked, len(waiting)), waiting
+        return _in_front(marked, len(waiting), first_texts), waiting
     if num_open != len(waiting):
         raise DataError(
             f"has {num_open} image markers in its text and {len(waiting)} images in its columns: "
@@ -265,7 +339,7 @@ def _turns_of_pairs(pairs: list[Any]) -> list[dict[str, Any]]:
     return turns
 
 
-def _in_front(row: RawRow, num: int) -> RawRow:
+def _in_front(row: RawRow, num: int, first_texts: Sequence[str]) -> RawRow:
     """Marks images before the first text of a row that has no markers."""
     for name, value in row.items():
         is_turns = isinstance(value, list) and value and isinstance(value[0], dict)
@@ -280,10 +354,13 @@ def _in_front(row: RawRow, num: int) -> RawRow:
                 first = [{"type": "text", "text": IMAGE * num}]
                 asks[0][key] = IMAGE * num + said if isinstance(said, str) else [*first, *said]
                 return {**row, name: turns}
-    for name in FIRST_TEXTS:
+    for name in first_texts:
         if isinstance(row.get(name), str):
             return {**row, name: IMAGE * num + row[name]}
-    raise DataError(f"has {num} images, and no text of a user before which they would stand.")
+    raise DataError(
+        f"has {num} images, and no text of a user before which they would stand: name the columns, "
+        "dataset.columns.question=... dataset.columns.answer=..."
+    )
 
 
 def blank_image(width: int, height: int) -> Image.Image:

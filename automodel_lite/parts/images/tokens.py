@@ -14,9 +14,10 @@ from __future__ import annotations
 import inspect
 import re
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -28,26 +29,17 @@ from transformers import PretrainedConfig
 from automodel_lite.attention.spec import config_value
 from automodel_lite.data.reading.documents import IMAGE, Document, Message
 from automodel_lite.data.tokens.encode import ChatRenderer, Encoder, Renderer, Rendering
-from automodel_lite.data.tokens.tokenize import Job
+from automodel_lite.data.tokens.tokenize import DocumentTokenizer, Job
 from automodel_lite.errors import ConfigError, DataError, DroppedError, one_line
 from automodel_lite.models.source import describe
 from automodel_lite.parts.images.ahead import Rules, find_rules
-from automodel_lite.parts.images.rows import IMAGES, PlacedImage
-from automodel_lite.parts.images.sources import blank_image
+from automodel_lite.parts.images.rows import IMAGES, ImageDocuments, PlacedImage
+from automodel_lite.parts.images.sizes import NUM_COMPARED, ImageTokens, SizeTable
+from automodel_lite.thd import IGNORE_INDEX
 
-MOST_SIZES = 100_000  # that are remembered
+Images = Sequence[tuple[int, int, ImageTokens]]
+"""Number, stamp and tokens of each image of a document."""
 _PROBE = "PROBE"
-
-
-@dataclass(frozen=True)
-class ImageTokens:
-    """An image of some size: its text, how many placeholders that holds, what positions follow
-    from.
-    """
-
-    text: str
-    num_rows: int
-    grid: dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -151,43 +143,19 @@ class ImageProcessor:
         """Which tokens see those behind them."""
         return find_rules(describe(self.config))
 
-    def process(self, images: Sequence[Any]) -> tuple[dict[str, Tensor], list[str]]:
+    def process(self, images: Sequence[Any], **options: Any) -> tuple[dict[str, Tensor], list[str]]:
         """Returns what the tower takes for some images in one call, and the text of each."""
         how = self.own._merge_kwargs(tokenizer_init_kwargs={}, return_tensors="pt")
-        made, texts = self.own._process_images(list(images), **how["images_kwargs"])
+        made, texts = self.own._process_images(list(images), **how["images_kwargs"] | options)
         record = {}
         for name in self.accepted:
             if name in made:
                 record[name] = torch.as_tensor(made[name])
         return record, texts
 
-    def of_size(self, width: int, height: int) -> ImageTokens:
-        """Returns what an image of this size is; raises DataError for one that the processor
-        refuses.
-        """
-        return self._of_size(width, height)
-
     @cached_property
-    def _of_size(self) -> Any:
-        @lru_cache(maxsize=MOST_SIZES)
-        def of_size(width: int, height: int) -> ImageTokens:
-            try:
-                record, (text,) = self.process([blank_image(width, height)])
-            except Exception as error:  # of sizes that a family's code has not thought of
-                raise DataError(
-                    f"an image of {width} x {height} pixels is refused by the processor "
-                    f"({one_line(error)})."
-                ) from error
-            grid = {n: x for n, x in record.items() if n.endswith("grid_thw")}
-            if (num_rows := text.count(self.token)) == 0:
-                raise ConfigError(
-                    f"dataset.processor={self.path} writes {text[:40]!r} for an image, without the "
-                    f"token {self.token} (id {self.token_id}) that the model expects: use the "
-                    "model's own processor."
-                )
-            return ImageTokens(text, num_rows, grid)
-
-        return of_size
+    def sizes(self) -> SizeTable:
+        return SizeTable(self.own, self.process, self.token)
 
 
 def check_tower(lm: transformers.PreTrainedModel) -> None:
@@ -203,7 +171,7 @@ def check_tower(lm: transformers.PreTrainedModel) -> None:
 class ImageRendering(Rendering):
     """A rendering whose placeholders stand for these images."""
 
-    images: tuple[tuple[int, ImageTokens], ...] = ()
+    images: Images = ()
 
 
 class ImageChatRenderer(ChatRenderer):
@@ -257,16 +225,42 @@ class ImageRenderer(Renderer):
     def __init__(self, job: ImageJob) -> None:
         self.job = job
         self.marker = job.processor.marker
+        self._is_inner = False
         self.chat_renderer = partial(ImageChatRenderer, marker=self.marker)
         self.placeholder = re.compile(f"{re.escape(self.marker)}|{IMAGE}")
         super().__init__(job.tokenizer, job.settings.train_on, job.settings.template_kwargs)
 
+    @cached_property
+    def _in_text(self) -> str:
+        """What the chat template writes for an image, which plain text has too."""
+        if self._chat is None:
+            return self.marker
+        parts = [{"type": "text", "text": _PROBE}, {"type": "image"}] * 2
+        asked: list[Message] = [{"role": "user", "content": [*parts[:3]]}]
+        template = self.job.tokenizer.chat_template
+        try:
+            text = ChatRenderer._render(self._chat, None, template, asked)
+        except DataError:
+            return self.marker
+        written = text.split(_PROBE)
+        return written[1] if len(written) == 3 and self.marker in written[1] else self.marker
+
+    def unexpanded(self, document: Document) -> list[Rendering]:
+        """Renders a document whose images are one placeholder each, or a mark."""
+        if IMAGE in document.get("text", ""):
+            document = {**document, "text": document["text"].replace(IMAGE, self._in_text)}
+        self._is_inner = True
+        try:
+            return super().renderings(document)
+        finally:
+            self._is_inner = False
+
     def renderings(self, document: Document) -> list[Rendering]:
-        found = super().renderings(document)
-        if IMAGES not in document:  # an answer of a document, all of which is expanded below
-            return found
-        placed: list[PlacedImage] = document[IMAGES]
-        images = [(image.number, self._tokens(image)) for image in placed]
+        if self._is_inner:  # an answer of a document, all of which is expanded below
+            return super().renderings(document)
+        found = self.unexpanded(document)
+        placed: list[PlacedImage] = document.get(IMAGES, [])
+        images = [self._asked(image) for image in placed]
         expanded = [self._expanded(rendering, images) for rendering in found]
         if images and not any(len(one.images) == len(images) for one in expanded):
             raise DataError(
@@ -275,16 +269,17 @@ class ImageRenderer(Renderer):
             )
         return [*expanded]
 
-    def _tokens(self, image: PlacedImage) -> ImageTokens:
+    def _asked(self, image: PlacedImage) -> tuple[int, int, ImageTokens]:
         try:
-            return self.job.processor.of_size(*image.source.size(image.limits))
+            width, height, stamp = image.source.header(image.limits)
+            return image.number, stamp, self.job.processor.sizes.of_size(width, height)
         except DataError as error:
-            raise (DroppedError if self.job.drops_bad else DataError)(str(error)) from error
+            raise (DroppedError if image.limits.drops_bad else DataError)(str(error)) from error
 
-    def _expanded(
-        self, rendering: Rendering, images: Sequence[tuple[int, ImageTokens]]
-    ) -> ImageRendering:
-        """Replaces each placeholder by the text of its image, and moves the spans along."""
+    def _expanded(self, rendering: Rendering, images: Images) -> ImageRendering:
+        """Replaces each placeholder by the text of its image, in which one placeholder stands for a
+        run of them, and moves the spans along.
+        """
         found = list(self.placeholder.finditer(rendering.text))
         if len(found) > len(images):
             raise DataError(
@@ -297,11 +292,11 @@ class ImageRenderer(Renderer):
         grown = [0]
         parts = []
         end = 0
-        for match, (_, tokens) in zip(found, own):
-            parts += [rendering.text[end : match.start()], tokens.text]
+        for match, (*_, tokens) in zip(found, own):
+            parts += [rendering.text[end : match.start()], tokens.short]
             end = match.end()
             edges.append(match.start() + 1)
-            grown.append(grown[-1] + len(tokens.text) - len(match[0]))
+            grown.append(grown[-1] + len(tokens.short) - len(match[0]))
         parts.append(rendering.text[end:])
 
         def moved(at: int) -> int:
@@ -309,6 +304,45 @@ class ImageRenderer(Renderer):
 
         spans = tuple((moved(start), moved(stop)) for start, stop in rendering.spans)
         return ImageRendering("".join(parts), spans, rendering.answer, tuple(own))
+
+
+NUM_SAMPLES, MOST_LOOKED_AT = 4, 200
+
+
+def check_sample(job: ImageJob, documents: ImageDocuments) -> None:
+    """Compares the tokens of some documents with what the whole processor makes of their text and
+    their decoded images.
+
+    Raises ConfigError where they differ. Documents that cannot be read are named later.
+    """
+    tokenizer, renderer = DocumentTokenizer(job), ImageRenderer(job)
+    own, num_left = job.processor.own, NUM_SAMPLES
+    step = max(1, len(documents) // MOST_LOOKED_AT)
+    for index in range(0, len(documents), step):
+        try:
+            document = documents[index]
+            pixels = [image.source.pixels(image.limits) for image in document[IMAGES]]
+            chunk = tokenizer.chunk([(documents.where(index), document)])
+            plain = renderer.unexpanded(document)
+        except DataError:
+            continue
+        if not pixels or len(plain) != len(chunk.lengths):
+            continue
+        for rendering, ids in zip(
+            plain, np.split(chunk.columns["input_ids"], np.cumsum(chunk.lengths)[:-1])
+        ):
+            text, num = renderer.placeholder.subn(lambda _: renderer.marker, rendering.text)
+            whole = own(text=[text], images=pixels[:num] or None, add_special_tokens=False)
+            expected = whole["input_ids"][0]
+            if list(expected) != ids.tolist():
+                raise ConfigError(
+                    f"{documents.where(index)}: the processor {job.processor.path} makes "
+                    f"{len(expected)} tokens of this document, and {len(ids)} were counted from "
+                    "the sizes of its images: this family is not supported."
+                )
+        num_left -= 1
+        if not num_left:
+            return
 
 
 class ImageEncoder(Encoder):
@@ -319,72 +353,146 @@ class ImageEncoder(Encoder):
     def __init__(self, job: ImageJob) -> None:
         super().__init__(job.tokenizer)
         self.processor = job.processor
+        self.text_id = int(job.processor.token_id == 0)  # of any other token
+        self._joins, self._num_checked = True, 0
+        self._pieces: dict[int, tuple[ImageTokens, np.ndarray, int]] = {}
 
     def encode(self, renderings: Sequence[Rendering]) -> tuple[dict[str, np.ndarray], np.ndarray]:
         columns, lengths = super().encode(renderings)
-        ids = columns["input_ids"]
-        places = np.flatnonzero(ids == self.processor.token_id)
-        numbers = []
-        counts = []
-        for rendering in renderings:
-            for number, tokens in getattr(rendering, IMAGES):
-                numbers.append(number)
-                counts.append(tokens.num_rows)
-        if len(places) != sum(counts):
-            raise DataError(
-                f"{sum(counts)} placeholders of images became {len(places)} tokens "
-                f"{self.processor.token}: tokenizer.path must be that of dataset.processor."
-            )
-        columns["image"] = np.zeros(len(ids), np.int64)
-        columns["image"][places] = np.repeat(np.array(numbers, np.int64), counts)
-        shifts = list(self._shifts(renderings, columns, lengths))
+        images = [getattr(rendering, IMAGES, ()) for rendering in renderings]
+        columns, lengths = self._with_runs(images, columns, lengths)
+        shifts = list(self._shifts(images, columns, lengths))
         if shifts:
             columns["rope_shift"] = np.concatenate(shifts)
         return columns, lengths
 
+    def _with_runs(
+        self, images: Sequence[Images], columns: dict[str, np.ndarray], lengths: np.ndarray
+    ) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        """Writes the runs of placeholders, for each of which a document has one so far."""
+        places = np.flatnonzero(columns["input_ids"] == self.processor.token_id)
+        numbers: list[int] = []
+        stamps: list[int] = []
+        runs: list[int] = []
+        # an image that several of these documents have is read once; one document's are apart
+        of_stamp: dict[tuple[int, str, int], int] = {}
+        for of_document in images:
+            times: Counter[int] = Counter()
+            for number, stamp, tokens in of_document:
+                same = of_stamp.setdefault((stamp, tokens.text, times[stamp]), number)
+                times[stamp] += 1
+                numbers += [same] * len(tokens.runs)
+                stamps += [stamp] * len(tokens.runs)
+                runs += tokens.runs
+        if len(places) != len(runs):
+            raise DataError(
+                f"{len(runs)} placeholders of images became {len(places)} tokens "
+                f"{self.processor.token}: tokenizer.path must be that of dataset.processor."
+            )
+        copies = np.ones(len(columns["input_ids"]), np.int64)
+        copies[places] = runs
+        ends = np.cumsum(copies)
+        for name, values in {"image": numbers, "image_stamp": stamps}.items():
+            columns[name] = np.zeros(len(copies), np.int64)
+            columns[name][places] = values
+        columns = {name: np.repeat(values, copies) for name, values in columns.items()}
+        # placeholders are no text that a model learns to write
+        labels = columns["labels"]
+        is_last = np.zeros(len(labels), bool)
+        is_last[ends - 1] = True
+        labels[~is_last | (labels == self.processor.token_id)] = IGNORE_INDEX
+        if "answers" in columns:
+            columns["answers"][labels == IGNORE_INDEX] = 0
+        of_documents = np.append(0, ends)[np.append(0, np.cumsum(lengths))]
+        return columns, np.diff(of_documents)
+
     def _shifts(
-        self,
-        renderings: Sequence[Rendering],
-        columns: Mapping[str, np.ndarray],
-        lengths: np.ndarray,
+        self, images: Sequence[Images], columns: Mapping[str, np.ndarray], lengths: np.ndarray
     ) -> Iterator[np.ndarray]:
-        """Yields int64 [L] of each rendering; nothing of a family without a rule of its own."""
+        """Yields int64 [L] of each document; nothing of a family without a rule of its own."""
         rule = getattr(self.processor.described.base_model, "get_rope_index", None)
         if rule is None:
             return
         ends = np.cumsum(lengths)
-        for rendering, start, stop in zip(renderings, (ends - lengths).tolist(), ends.tolist()):
-            grids = [tokens.grid for _, tokens in getattr(rendering, IMAGES)]
-            ids = torch.from_numpy(columns["input_ids"][start:stop].astype(np.int64))
-            is_image = torch.from_numpy((columns["image"][start:stop] > 0).astype(np.int64))
-            yield rope_shifts(rule, ids, is_image, grids)
+        for own, start, stop in zip(images, (ends - lengths).tolist(), ends.tolist()):
+            if not own:
+                yield np.zeros(stop - start, np.int64)
+                continue
+            ids, numbers = (columns[name][start:stop] for name in ("input_ids", "image"))
+            is_checked = self._num_checked >= NUM_COMPARED
+            joined = self._joined(rule, own, numbers > 0) if self._joins else None
+            if joined is not None and is_checked:
+                yield joined
+                continue
+            whole = rope_shifts(rule, ids, numbers > 0, [tokens.grid for *_, tokens in own])
+            self._num_checked += 1
+            if joined is not None:
+                self._joins = np.array_equal(joined, whole)
+            yield whole
+
+    def _joined(self, rule: Any, images: Images, is_image: np.ndarray) -> np.ndarray | None:
+        """Returns what `rope_shifts` does, joined from what the rule gives each image between two
+        tokens of text; None where images have several runs.
+        """
+        axes = num_axes(self.processor.config)
+        shifts = np.zeros((axes, len(is_image)), np.int64)
+        at = behind = 0
+        places = np.flatnonzero(is_image)
+        for *_, tokens in images:
+            if len(tokens.runs) > 1:
+                return None
+            if id(tokens) not in self._pieces:
+                ids = np.full(tokens.num_rows + 2, self.processor.token_id)
+                ids[[0, -1]] = self.text_id
+                piece = shift_of(rope_shifts(rule, ids, ids != self.text_id, [tokens.grid]), axes)
+                # tokens stay while they are a key
+                self._pieces[id(tokens)] = tokens, piece[:, 1:-1], int(piece[0, -1])
+            _, piece, grown = self._pieces[id(tokens)]
+            first = int(places[at])
+            end = first + tokens.num_rows
+            shifts[:, first:end] = piece + behind
+            at += tokens.num_rows
+            # of text, an axis is like the others
+            behind += grown
+            shifts[:, end:] = behind
+        return packed_shift(shifts)
 
 
 def rope_shifts(
-    rule: Any, ids: Tensor, is_image: Tensor, grids: Sequence[Mapping[str, Tensor]]
+    rule: Any, ids: np.ndarray, is_image: np.ndarray, grids: Sequence[Mapping[str, Tensor]]
 ) -> np.ndarray:
-    """Returns positions of several axes by a model's own rule, of one document, less its plain
-    ones: int64 [L], `axis_bits` per axis.
+    """Returns positions of several axes by a model's own rule, of one document with images, less
+    its plain ones: int64 [L], `axis_bits` per axis.
     """
-    if not grids:
-        return np.zeros(len(ids), np.int64)
     known = inspect.signature(rule).parameters
-    given: dict[str, Any] = {"mm_token_type_ids": is_image[None]}
-    given["attention_mask"] = torch.ones_like(ids[None])
+    ids_T = torch.from_numpy(ids.astype(np.int64))
+    given: dict[str, Any] = {"mm_token_type_ids": torch.from_numpy(is_image.astype(np.int64))[None]}
+    given["attention_mask"] = torch.ones_like(ids_T[None])
     given |= {name: torch.cat([grid[name] for grid in grids]) for name in grids[0]}
-    positions = rule(ids[None], **{name: x for name, x in given.items() if name in known})[0][:, 0]
-    shifts = positions.long() - torch.arange(len(ids))
-    bits = axis_bits(len(positions))
-    if int(shifts.abs().max()) >> (bits - 1):
+    positions = rule(ids_T[None], **{name: x for name, x in given.items() if name in known})[0]
+    return packed_shift(np.asarray(positions[:, 0].long()) - np.arange(len(ids)))
+
+
+def packed_shift(shifts: np.ndarray) -> np.ndarray:
+    """int64 [axes, L] -> [L]; raises DataError for a shift that has no room."""
+    bits = axis_bits(len(shifts))
+    largest = int(np.abs(shifts).max(initial=0))
+    if largest >> (bits - 1):
         raise DataError(
-            f"its images move positions by {int(shifts.abs().max()):,}, over the "
-            f"{1 << (bits - 1):,} that {len(positions)} axes have room for: shorten it."
+            f"its images move positions by {largest:,}, over the {1 << (bits - 1):,} that "
+            f"{len(shifts)} axes have room for: shorten it."
         )
-    mask = (1 << bits) - 1
-    packed = torch.zeros_like(shifts[0])
+    packed = np.zeros(shifts.shape[1], np.int64)
     for axis, shift in enumerate(shifts):
-        packed |= (shift & mask) << (bits * axis)
-    return np.asarray(packed, np.int64)
+        packed |= (shift & ((1 << bits) - 1)) << (bits * axis)
+    return packed
+
+
+def shift_of(packed: np.ndarray, num_axes: int) -> np.ndarray:
+    """int64 [L] -> [axes, L]."""
+    bits = axis_bits(num_axes)
+    ups = [64 - bits * (axis + 1) for axis in range(num_axes)]
+    return np.stack([(packed << up) >> (64 - bits) for up in ups])
 
 
 def axis_bits(num_axes: int) -> int:
@@ -416,7 +524,6 @@ class ImageJob(Job):
     """How documents with images are tokenized."""
 
     processor: ImageProcessor = None  # type: ignore[assignment]
-    drops_bad: bool = False
 
     def renderer(self) -> Renderer:
         return ImageRenderer(self)
@@ -425,10 +532,10 @@ class ImageJob(Job):
         return ImageEncoder(self)
 
 
-def image_job(job: Job, processor: ImageProcessor, drops_bad: bool) -> ImageJob:
+def image_job(job: Job, processor: ImageProcessor) -> ImageJob:
     """Returns the job with images; its chat template is the processor's, unless one was set."""
     settings = {name: getattr(job, name) for name in Job.__dataclass_fields__}
-    made = ImageJob(**settings, processor=processor, drops_bad=drops_bad)
+    made = ImageJob(**settings, processor=processor)
     own = processor.own.chat_template
     if made.tokenizer.chat_template is None and own is not None:
         made.tokenizer.chat_template = own

@@ -1,0 +1,106 @@
+"""Samples of WebDataset's archives as rows of JSON lines, whose images are stretches of the file.
+
+    0001.jpg 0001.json 0002.jpg 0002.json    files of one name, without what follows its first dot
+    {"messages": [...], "images": [{"__span__": [1024, 5123], "path": "a.tar", "name": "0001.jpg"}]}
+
+An archive is read once, header by header; its images stay where they are.
+"""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from automodel_lite.data.reading.readers import RawRow
+from automodel_lite.errors import DataError, one_line
+from automodel_lite.parts.images.sources import SPAN
+
+KEY = "__key__"
+"""The column of a sample that `datasets` has read."""
+PICTURES = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm", "image")
+TEXTS = ("txt", "text", "caption")
+_OTHERS = {"mp4": "video", "webm": "video", "avi": "video", "mkv": "video"}
+_OTHERS |= {"wav": "audio", "mp3": "audio", "flac": "audio", "ogg": "audio"}
+MOST_TEXT_BYTES = 2**24
+
+
+def row_of_sample(parts: Iterable[tuple[str, Any]]) -> RawRow:
+    """Makes a row of the files of a sample: (ending, content) of each.
+
+    >>> row_of_sample([("jpg", "a.jpg"), ("json", {"question": "q", "answer": "a"})])
+    {'question': 'q', 'answer': 'a', 'images': ['a.jpg']}
+    """
+    row: RawRow = {}
+    images = []
+    for ending, content in parts:
+        kind = ending.lower().rpartition(".")[2]
+        if kind in PICTURES:
+            images.append(content)
+        elif kind == "json":
+            own = json.loads(content) if isinstance(content, (str, bytes)) else content
+            row |= own if isinstance(own, dict) else {"messages": own}
+        elif kind in TEXTS:
+            row["text"] = content.decode() if isinstance(content, bytes) else content
+        else:
+            row[_OTHERS.get(kind, kind)] = ending
+    return {**row, "images": images} if images else row
+
+
+def rows_of_hub_sample(row: Mapping[str, Any]) -> RawRow:
+    """Makes a row of a sample that `datasets` has read, whose columns are endings."""
+    return row_of_sample((name, x) for name, x in row.items() if not name.startswith("__"))
+
+
+def index_archive(path: Path, folder: Path) -> None:
+    """Writes a line for each sample of an archive to a folder; raises DataError for one that cannot
+    be read.
+    """
+    try:
+        with (
+            tarfile.open(path, "r:") as archive,
+            (folder / index_name(path)).open("w", encoding="utf-8") as lines,
+        ):
+            for _, members in groupby(_files(archive), lambda member: _split(member.name)[0]):
+                row = row_of_sample(_content(archive, path, member) for member in members)
+                lines.write(json.dumps(row) + "\n")
+    except (OSError, ValueError, tarfile.TarError) as error:
+        raise DataError(
+            f"{path.name} cannot be read as an archive of samples ({one_line(error)}): it must be "
+            "a .tar, not compressed, of images, .json and .txt files."
+        ) from error
+
+
+def index_name(archive: Path) -> str:
+    return f"{archive.name}.jsonl"
+
+
+def _files(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
+    for member in archive:
+        archive.members = []  # type: ignore[attr-defined]  # which would be as many as there are files
+        if member.isfile():
+            yield member
+
+
+def _split(name: str) -> tuple[str, str]:
+    """`a/0001.seg.png` -> (`a/0001`, `seg.png`)."""
+    folder, slash, own = name.rpartition("/")
+    key, _, ending = own.partition(".")
+    return f"{folder}{slash}{key}", ending
+
+
+def _content(archive: tarfile.TarFile, path: Path, member: tarfile.TarInfo) -> tuple[str, Any]:
+    ending = _split(member.name)[1]
+    kind = ending.lower().rpartition(".")[2]
+    if kind in PICTURES:
+        span = [member.offset_data, member.size]
+        return ending, {SPAN: span, "path": str(path.absolute()), "name": member.name}
+    if kind != "json" and kind not in TEXTS:
+        return ending, member.name
+    if member.size > MOST_TEXT_BYTES:
+        raise ValueError(f"{member.name} has {member.size:,} bytes of text")
+    file = archive.extractfile(member)
+    return ending, file.read() if file else b""
