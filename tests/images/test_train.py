@@ -13,10 +13,11 @@ import torch
 from automodel_lite.config.schema import DataloaderConfig
 from automodel_lite.data.feeding.feed import read_batches
 from automodel_lite.errors import ConfigError, DataError
+from automodel_lite.parts.images.rows import find
 from recipes import inspect_data, train_ft
 from tests.images.families import draw, write_chats, write_model
 from tests.images.test_exact import batches_of, config_of_images, data_of
-from tests.runs import losses, rows_of
+from tests.runs import config_of, losses, rows_of
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +97,47 @@ def test_a_file_that_was_replaced_is_named(tmp_path: Path, folder: Path) -> None
     one_pack = [np.array([[[0]]])]
     with pytest.raises(DataError, match=problem):  # of a worker, too
         next(iter(read_batches(data.packs_of(0), one_pack, 0, DataloaderConfig(num_workers=1))))
+
+
+def test_a_mixture_of_images_and_text(folder: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.jsonl"
+    text.write_text("\n".join(json.dumps({"prompt": "ab", "completion": "c"}) for _ in range(9)))
+    images = "_target_: automodel_lite.parts.images.dataset.ImageFiles"
+    plain = "_target_: automodel_lite.data.reading.files.FilesDataset"
+    sources = [
+        f"text: {{dataset: {{{plain}, path: {text}}}}}",
+        f"one: {{dataset: {{{images}, path: {folder}/chats.jsonl}}}}",
+        f"two: {{dataset: {{{images}, path: {folder}/chats.jsonl, max_documents: 1}}}}",
+    ]
+    config = config_of(
+        "finetune",
+        tmp_path,
+        "name=images",
+        "dataset=mixture",
+        f"dataset.sources={{{', '.join(sources)}}}",
+        f"model.pretrained={folder}",
+        "packed_sequence.packed_sequence_size=1024",
+        "training.global_batch_size=1",
+        "training.max_steps=3",
+    )
+    (batch,) = batches_of(data_of(config))
+    numbers = batch.columns["image"].unique().tolist()
+    assert {find(number)[0] for number in numbers[1:]} == {0, 1}
+    images_of_batch: Any = batch.images
+    # of the second set, the image is another file's row, and read again
+    assert len(images_of_batch.rows) == images_of_batch.num_rows
+    assert len(numbers) == 1 + 15 + 1
+
+
+def test_an_image_of_two_documents_is_read_once(folder: Path, tmp_path: Path) -> None:
+    rows = [{"messages": SAID, "image": f"{number}.png"} for number in (0, 1, 0, 0)]
+    path = tmp_path / "twice.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    given = [f"dataset.path={path}", f"dataset.image_dir={folder}"]
+    (batch,) = batches_of(data_of(config_of_images(folder, *given)))
+    images: Any = batch.images
+    assert len(batch.columns["image"].unique()) == 1 + 2
+    assert len(images.rows) > images.num_rows
 
 
 def test_an_image_is_decoded_once_in_a_batch(folder: Path) -> None:
