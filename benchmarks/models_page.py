@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import transformers
@@ -100,6 +101,68 @@ def markdown(findings: Iterable[Finding]) -> str:
         "Not tried", [f for f in findings if f.verdict == "not tried"], lambda f: f.native
     )
     return "\n".join(lines) + "\n"
+
+
+IMAGES = "\n## Images\n"
+
+
+def images_section(text: str) -> str:
+    """Returns the section on images of a page that is written anew; it has a survey of its own."""
+    _, heading, section = text.partition(IMAGES)
+    return heading + section
+
+
+def with_images(text: str, findings: Iterable[Any]) -> str:
+    """Returns the page with the section on images that benchmarks/survey_images.py found."""
+    findings = list(findings)
+    exact = [x for x in findings if x.verdict == "exact"]
+    refused = [x for x in findings if x.verdict == "refused"]
+    others = [x for x in findings if x not in exact and x not in refused]
+    lines = [
+        text.partition(IMAGES)[0].rstrip("\n"),
+        IMAGES,
+        "Written by `python benchmarks/survey_images.py --write docs/models.md`: all families of "
+        "AutoModelForImageTextToText, as tiny random models with their own image processors, their towers trained. "
+        "Six documents with seven images in one pack, with one call of processor and towers, against plain transformers "
+        "on each document alone with its own processor call: the loss (relative), and the gradients of language model, "
+        "projector and tower (relative to the largest of the kind), in fp32. The last column is what transformers' own "
+        "two attentions, eager and sdpa, differ by on the same documents. Limits: 1e-6 for the loss, 1e-5 for gradients; "
+        "beyond them only what vanishes in fp64, or what transformers' own attentions differ by too.",
+        "",
+        f"**{len(exact)} of {len(findings)} exact, {len(refused)} refused before training, {len(others)} not built** in "
+        f"transformers {transformers.__version__}.",
+        "",
+        "| family | loss | language | projector | tower | eager / sdpa | |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for finding in exact:
+        cells = [f"{finding.gaps.get(name, 0.0):.0e}" for name in _GAPS]
+        own = f"{max(finding.own.values()):.0e}" if finding.own else "no sdpa"
+        notes = list(finding.notes)
+        if finding.fp64:
+            notes.append(f"{finding.fp64:.0e} in fp64")
+        lines.append(f"| {finding.family} | {' | '.join(cells)} | {own} | {', '.join(notes)} |")
+    lines += ["", "### Refused with images", "", "| family | error message |", "|---|---|"]
+    lines += [f"| {x.family} | {_cell(x.refused)} |" for x in refused]
+    lines += [
+        "",
+        "### Not built",
+        "",
+        "No tiny model or no truth: sizes with names of their own, or a processor that wants more than images. What such "
+        "a family does is judged at start-up.",
+        "",
+        "| family | reason |",
+        "|---|---|",
+    ]
+    lines += [f"| {x.family} | {_cell(x.not_built or x.broken or x.verdict)} |" for x in others]
+    return "\n".join(lines) + "\n"
+
+
+_GAPS = ("loss", "language", "projector", "tower")
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "/")
 
 
 def exact_of(families: list[str], findings: list[Finding]) -> list[str]:

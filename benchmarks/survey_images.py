@@ -69,6 +69,7 @@ DOCUMENTS = ["t8 i t5", "t9", "t4 i t3 i t6", "t3 i", "i t7", "t5 i i t4"]
 """i is an image, t8 a text of 8 tokens. One document ends with an image and the next begins with one."""
 EXACT, EXACT_LOSS = 1e-5, 1e-6
 EXACT_FP64, NEARLY_FP64 = 1e-9, 1e-6
+LARGEST_OWN = 1e-4
 KINDS = ("language", "projector", "tower")
 BYTES, SECONDS = 12 << 30, 240
 PROJECTING = re.compile(
@@ -106,12 +107,11 @@ class Finding:
                 return name.replace("_", " ")
         if is_exact(self.gaps):
             return "exact"
-        # in fp64 the difference is gone, or nearly, where transformers' own two attentions are as far apart
+        # in fp64 the difference is gone; or transformers' own two attentions are as far apart
+        own = max(self.own.values(), default=0.0)
         is_rounding = 0 < self.fp64 <= EXACT_FP64
-        is_alike = max(self.gaps.values()) <= 2 * max(self.own.values(), default=0.0)
-        if is_rounding or (is_alike and 0 < self.fp64 <= NEARLY_FP64):
-            return "exact"
-        return "WRONG"
+        is_alike = max(self.gaps.values()) <= min(2 * own, LARGEST_OWN) and self.fp64 <= NEARLY_FP64
+        return "exact" if is_rounding or is_alike else "WRONG"
 
 
 def is_exact(gaps: dict[str, float]) -> bool:

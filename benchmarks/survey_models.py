@@ -158,9 +158,10 @@ def main() -> int:
         )
     findings = [known[family] for family in arguments.families]
     if arguments.write:
-        from benchmarks.models_page import markdown
+        from benchmarks.models_page import images_section, markdown
 
-        arguments.write.write_text(markdown(findings))
+        written = arguments.write.read_text() if arguments.write.is_file() else ""
+        arguments.write.write_text(markdown(findings) + images_section(written))
     counts = {
         verdict: sum(f.verdict == verdict for f in findings)
         for verdict in sorted({f.verdict for f in findings})

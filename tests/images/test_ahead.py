@@ -9,6 +9,7 @@ from automodel_lite.errors import ConfigError
 from automodel_lite.models.source import describe
 from automodel_lite.parts.images.ahead import Rule, ahead_of, find_rules, types_of
 from automodel_lite.parts.images.probe import check_family
+from benchmarks.image_families import image_config
 from benchmarks.tiny_models import tiny_config
 
 IMAGES, WHOLE = Rule(of_prompt=False, is_whole=False), Rule(of_prompt=False, is_whole=True)
@@ -42,6 +43,11 @@ def test_a_prompt_ends_where_the_first_answer_begins() -> None:
 )
 def test_the_models_own_masks_tell_what_sees_ahead(family: str, rules: dict[bool, Rule]) -> None:
     assert find_rules(describe(tiny_config(family))) == rules
+
+
+def test_images_that_see_each_other_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"Molmo2.*: the keys that a token of an image sees are"):
+        find_rules(describe(image_config("molmo2")))
 
 
 def test_a_kernel_that_cannot_is_refused() -> None:

@@ -107,9 +107,15 @@ def find_rules(described: transformers.PreTrainedModel) -> Rules:
         ]
     finally:
         hook.remove()
-    for found in answers:
-        if found is not None:
-            return {kind: rule for kind, rule in found.items() if rule is not None}
+    of_images, of_prompt = (
+        None if found is None else {kind: rule for kind, rule in found.items() if rule is not None}
+        for found in answers
+    )
+    if of_images is not None:
+        return of_images
+    # where two images see each other (Molmo 2), the second question has an answer, but is none
+    if of_prompt is not None and all(rule.of_prompt for rule in of_prompt.values()):
+        return of_prompt
     raise ConfigError(
         f"{type(described).__name__}: the keys that a token of an image sees are not one run: "
         f"{UNPACKED}."

@@ -174,8 +174,15 @@ def _flattened(
         if rows and sum(map(len, rows)) == num_rows:
             at = len(parts)
             parts.append(torch.cat(rows))
-            # what counts rows by the images of a list finds one of all images
-            return lambda given: (given[at],) if is_list else given[at]
+            is_by_image = not is_list and value.ndim > 2
+
+            # what counts rows by images finds one of all of them
+            def one_image(given: Sequence[Tensor]) -> Any:
+                if is_list:
+                    return (given[at],)
+                return given[at][None] if is_by_image else given[at]
+
+            return one_image
         if isinstance(value, (list, tuple)):
             made = [visit(x) for x in value]
             return lambda given: type(value)(x(given) for x in made)

@@ -1,0 +1,239 @@
+"""Packs with images against padded batches of plain transformers, on the same rows: CPU time per token, in turns.
+
+    OMP_NUM_THREADS=1 python benchmarks/images.py [--rows 64] [--turns 5] [--tokens 2048] [--batch 8]
+
+A model in the shape of Qwen3-VL (language model, tower and projector all trained) meets chats of long-tailed lengths
+with no, one or two images of mixed sizes. Padded: rows in batches of `--batch`, in their order, right-padded to the
+longest, transformers' own sdpa, cross-entropy of the logits. Packed: the same rows in packs of at most `--tokens`. A
+turn is forward and backward of all rows; both must give the same loss. Decoding of images is not part of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor
+from transformers.models.auto.image_processing_auto import (
+    IMAGE_PROCESSOR_MAPPING_NAMES,
+    get_image_processor_class_from_name,
+)
+
+from automodel_lite.attention.interface import install
+from automodel_lite.attention.kernel import ReferenceAttention
+from automodel_lite.models.loss import FusedLinearCrossEntropy, LossModel
+from automodel_lite.parts.images.tokens import rope_shifts
+from automodel_lite.parts.images.tower import PackedImages
+from automodel_lite.thd import IGNORE_INDEX, ThdBatch, to_thd
+from benchmarks.image_families import random_image
+
+VOCAB, IMAGE, START, END = 4096, 4, 5, 6
+PATCH, MERGE = 16, 2
+SIDES = [64, 96, 128, 192, 256, 384, 512]
+
+
+@dataclass
+class Row:
+    ids: Tensor
+    labels: Tensor
+    record: dict[str, Tensor]
+    num_rows: int
+
+
+def config() -> Any:
+    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [8, 4, 4]}
+    return transformers.Qwen3VLConfig(
+        text_config={
+            "vocab_size": VOCAB,
+            "hidden_size": 256,
+            "intermediate_size": 768,
+            "num_hidden_layers": 6,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+            "rope_parameters": rope,
+        },
+        vision_config={
+            "depth": 4,
+            "hidden_size": 128,
+            "intermediate_size": 256,
+            "num_heads": 4,
+            "out_hidden_size": 256,
+            "patch_size": PATCH,
+            "deepstack_visual_indexes": [1, 3],
+        },
+        image_token_id=IMAGE,
+        vision_start_token_id=START,
+        vision_end_token_id=END,
+        video_token_id=7,
+        tie_word_embeddings=True,
+    )
+
+
+def rows(count: int) -> list[Row]:
+    """Chats with a question, of which every second has images, and an answer that is trained."""
+    name = IMAGE_PROCESSOR_MAPPING_NAMES["qwen3_vl"]["pil"]
+    limits = {"shortest_edge": 64 * 64, "longest_edge": 512 * 512}
+    processor = get_image_processor_class_from_name(name)(patch_size=PATCH, size=limits)
+    rng, made = random.Random(0), []
+    for _ in range(count):
+        images = [
+            random_image(rng, (rng.choice(SIDES), rng.choice(SIDES)))
+            for _ in range(rng.choice([0, 1, 1, 2]))
+        ]
+        record: dict[str, Tensor] = {}
+        ids: list[int] = []
+        num_rows = 0
+        if images:
+            record = dict(processor(images=images, return_tensors="pt"))
+            for grid in record["image_grid_thw"]:
+                tokens = int(grid.prod()) // MERGE**2
+                ids += [START, *[IMAGE] * tokens, END]
+                num_rows += tokens
+        ids += [rng.randrange(8, VOCAB) for _ in range(10 + min(int(rng.expovariate(1 / 40)), 300))]
+        num_asked = len(ids)
+        ids += [rng.randrange(8, VOCAB) for _ in range(10 + min(int(rng.expovariate(1 / 80)), 500))]
+        tokens_of_row = torch.tensor(ids)
+        labels = torch.full_like(tokens_of_row, IGNORE_INDEX)
+        labels[num_asked - 1 : -1] = tokens_of_row[num_asked:]
+        made.append(Row(tokens_of_row, labels, record, num_rows))
+    return made
+
+
+def joined(chosen: list[Row]) -> dict[str, Tensor]:
+    records = [row.record for row in chosen if row.record]
+    return {name: torch.cat([record[name] for record in records]) for name in records[0]}
+
+
+def padded(chosen: list[Row]) -> dict[str, Any]:
+    """A batch as a processor and a collator make it."""
+    longest = max(len(row.ids) for row in chosen)
+
+    def fill(tensors: list[Tensor], value: int) -> Tensor:
+        return torch.stack([F.pad(x, (0, longest - len(x)), value=value) for x in tensors])
+
+    ids = fill([row.ids for row in chosen], 0)
+    batch = {
+        "input_ids": ids,
+        "attention_mask": fill([torch.ones_like(row.ids) for row in chosen], 0),
+        "mm_token_type_ids": (ids == IMAGE).long(),
+        "labels": fill([row.labels for row in chosen], IGNORE_INDEX),
+    }
+    return batch | (joined(chosen) if any(row.record for row in chosen) else {})
+
+
+def packed(chosen: list[Row], rule: Any) -> ThdBatch:
+    lens = torch.tensor([[len(row.ids) for row in chosen]])
+    ids = torch.cat([row.ids for row in chosen])
+    shifts = []
+    for row in chosen:
+        grids = [{"image_grid_thw": row.record["image_grid_thw"]}] if row.record else []
+        shifts.append(
+            torch.from_numpy(rope_shifts(rule, row.ids, (row.ids == IMAGE).long(), grids))
+        )
+    num_rows = sum(row.num_rows for row in chosen)
+    types = (ids == IMAGE).long()
+    images = PackedImages(joined(chosen), num_rows, torch.arange(num_rows), types)
+    batch = {
+        "input_ids": ids[None],
+        "labels": torch.cat([row.labels for row in chosen])[None],
+        "position_ids": torch.cat([torch.arange(len(row.ids)) for row in chosen])[None],
+        "image": types[None],
+        "rope_shift": torch.cat(shifts)[None],
+    }
+    return to_thd({**batch, "seq_lens": lens, "seq_lens_padded": lens, "images": images})
+
+
+def packs(chosen: list[Row], most_tokens: int) -> list[list[Row]]:
+    """First fit of the rows, the longest first."""
+    found: list[list[Row]] = []
+    for row in sorted(chosen, key=lambda row: -len(row.ids)):
+        for pack in found:
+            if sum(len(x.ids) for x in pack) + len(row.ids) <= most_tokens:
+                pack.append(row)
+                break
+        else:
+            found.append([row])
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--batch", type=int, default=8)
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    kind = transformers.Qwen3VLForConditionalGeneration
+    plain = kind._from_config(config(), attn_implementation="sdpa")
+    own = kind._from_config(config(), attn_implementation="sdpa")
+    own.load_state_dict(plain.state_dict())
+    install(own, ReferenceAttention())
+    model = LossModel(own, FusedLinearCrossEntropy())
+    made = rows(arguments.rows)
+    of_batch = arguments.batch
+    batches = [padded(made[i : i + of_batch]) for i in range(0, len(made), of_batch)]
+    streams = [packed(chosen, own.model.get_rope_index) for chosen in packs(made, arguments.tokens)]
+
+    def of_padded() -> float:
+        total = 0.0
+        for batch in batches:
+            labels = batch["labels"]
+            given = {name: x for name, x in batch.items() if name != "labels"}
+            logits = plain(**given, use_cache=False).logits
+            loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+            loss.backward()
+            total += loss.item()
+        return total
+
+    def of_packed() -> float:
+        total = 0.0
+        for stream in streams:
+            loss = model(stream).sum
+            loss.backward()
+            total += loss.item()
+        return total
+
+    tokens = sum(len(row.ids) for row in made)
+    slots = sum(batch["input_ids"].numel() for batch in batches)
+    of_images = sum(row.num_rows for row in made)
+    print(
+        f"torch {torch.__version__}, transformers {transformers.__version__}: {len(made)} rows, {tokens:,} tokens, "
+        f"{of_images / tokens:.0%} of images; padded to {slots:,} ({tokens / slots:.0%} filled)"
+    )
+    times: dict[str, list[float]] = {"padded": [], "packed": []}
+    losses: dict[str, float] = {}
+    ways: dict[str, Callable[[], float]] = {"padded": of_padded, "packed": of_packed}
+    for turn in range(arguments.turns + 1):
+        for name, way in ways.items():
+            start = time.process_time()
+            losses[name] = way()
+            if turn:  # the first warms up
+                times[name].append(time.process_time() - start)
+    gap = abs(losses["packed"] - losses["padded"]) / losses["padded"]
+    assert gap < 1e-5, gap
+    for name in ways:
+        speed = tokens / statistics.median(times[name])
+        print(f"{name}: {speed:,.0f} tokens per CPU-s")
+    ratios = [a / b for a, b in zip(times["padded"], times["packed"])]
+    print(
+        f"packed / padded: {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}), losses differ by "
+        f"{gap:.0e}"
+    )
+
+
+if __name__ == "__main__":
+    main()

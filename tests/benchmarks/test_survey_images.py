@@ -1,0 +1,37 @@
+"""The survey of families on packs with images: what the page says of each."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.models_page import IMAGES, images_section
+from benchmarks.survey_images import Finding
+
+ROOT = Path(__file__).resolve().parents[2]
+NEED_MORE = {"cohere2_vision", "gemma4_unified", "kimi_k25", "lfm2_vl", "llama4", "minicpm_ocr"}
+NEED_MORE |= {"muse_glimmer", "muse_spark", "nemotron_h_omni", "step3p7", "video_llava"}
+"""Families whose image processors need torchvision."""
+
+
+def exact_of_page() -> list[str]:
+    table = images_section((ROOT / "docs" / "models.md").read_text()).partition("### Refused")[0]
+    lines = [line for line in table.splitlines() if line.startswith("| ")]
+    return [line.split("|")[1].strip() for line in lines[1:]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [x for x in exact_of_page() if x not in NEED_MORE])
+def test_a_family_of_the_page_is_exact(family: str, tmp_path: Path) -> None:
+    found = tmp_path / "found.jsonl"
+    command = [sys.executable, "benchmarks/survey_images.py", "--json", str(found)]
+    subprocess.run([*command, "--families", family], cwd=ROOT, check=True)
+    assert Finding(**json.loads(found.read_text())).verdict == "exact"
+
+
+def test_the_page_of_models_keeps_its_section_on_images() -> None:
+    assert images_section("# Models\n") == ""
+    assert images_section(f"# Models\n{IMAGES}\nA table.\n") == f"{IMAGES}\nA table.\n"
+    assert len(exact_of_page()) >= 55
