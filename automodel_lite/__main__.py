@@ -40,7 +40,8 @@ def main() -> None:
                 "[key=value ...]"
             )
             raise SystemExit(0 if rest else 2)
-        room = f"extras.cli.{name}" if name in ("convert", "slurm", "schema") else "cli.sources"
+        is_extra = name in ("convert", "doctor", "slurm", "schema")
+        room = f"extras.cli.{name}" if is_extra else "cli.sources"
         tool = import_module(f"automodel_lite.{room}")
         run_tool(vars(tool)[name], rest)
     if name not in RECIPES and not name.startswith("-"):

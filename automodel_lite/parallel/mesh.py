@@ -299,5 +299,7 @@ def open_axes(
     # torch gives groups of a mesh its own default, 30 minutes
     if timeout is not None:
         for axis in sizes.keys() - closed:
-            compat.set_group_timeout(timeout, mesh.get_group(axis))
+            # public from torch 2.14 on, where the private one warns
+            set_timeout = vars(dist).get("set_timeout") or compat.set_group_timeout
+            set_timeout(timeout, mesh.get_group(axis))
     return mesh

@@ -31,12 +31,12 @@ def are_finite(parameters: Iterable[Tensor], ranks: Control) -> bool:
     """Are all trained weights finite, on all ranks? Reads them once, which costs less than writing
     them.
     """
-    bad = torch.zeros((), dtype=torch.bool)
+    good = torch.ones((), dtype=torch.bool)
     for parameter in parameters:
         if parameter.requires_grad:
             here = local(parameter)
-            bad = bad.to(here.device) | ~torch.isfinite(here).all()
-    return not ranks.max([int(bad)])[0]
+            good = good.to(here.device) & torch.isfinite(here).all()
+    return not ranks.max([int(not good)])[0]
 
 
 class StepOutcome:

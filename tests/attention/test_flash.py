@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from automodel_lite.errors import ConfigError
 from automodel_lite.seed import use_deterministic
@@ -84,14 +86,93 @@ def test_what_flash_attn_is_given(flash_calls: list[dict[str, Any]]) -> None:
     assert flash_calls[-1]["deterministic"] is True
 
 
-def test_flash_attn_4_alone_is_not_flash_attn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It leaves a namespace package `flash_attn` without the function."""
+# flash-attn-4 4.0.0b36, flash_attn/cute/interface.py: those that a packed step may want
+FLASH_4_VARLEN = words("""
+    q k v qv cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k min_seqlen_k seqused_q seqused_k softmax_scale causal
+    window_size learnable_sink softcap num_splits pack_gqa deterministic return_lse
+""")
+
+
+def fake_flash_4(monkeypatch: pytest.MonkeyPatch, parameters: list[str]) -> list[dict[str, Any]]:
+    """flash-attn-4 alone, with this signature; what it is given."""
+    calls: list[dict[str, Any]] = []
+    attend = recorder(parameters, calls, lambda given: (given["q"], None))
+    fake_module(monkeypatch, "flash_attn.cute", flash_attn_varlen_func=attend)
+    monkeypatch.delitem(sys.modules, "automodel_lite.parts.kernels.flash", raising=False)
+    return calls
+
+
+def test_what_flash_attn_4_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = fake_flash_4(monkeypatch, FLASH_4_VARLEN)
+    flash = importlib.import_module("automodel_lite.parts.kernels.flash")
+    kernel, sinks = flash.FlashAttention(), torch.zeros(4)
+    segments = Segments(CU_Q, CU_K, 1, 8)
+    assert kernel(Q_THD, K_THD, V_THD, segments, PLAIN) is Q_THD
+    options = AttentionOptions(0.25, window=7, softcap=5.0, sinks=sinks)
+    kernel(Q_THD, K_THD, V_THD, segments, options)
+    plain, full = calls
+    assert (plain["window_size"], plain["causal"], plain["max_seqlen_q"]) == ((None, None), True, 2)
+    assert "learnable_sink" not in plain
+    assert (full["window_size"], full["softcap"]) == ((6, 0), 5.0)
+    assert full["learnable_sink"] is sinks
+
+
+@pytest.mark.parametrize(
+    ("capability", "changes", "sentence"),
+    [
+        ((9, 0), {"head_dim": 192, "softcap": 30.0, "sinks": True}, None),
+        ((9, 0), {"head_dim": 512, "value_head_dim": 512}, "head dims 512 / 512 on this GPU"),
+        ((10, 0), {"head_dim": 192}, None),
+        ((10, 0), {"head_dim": 256, "value_head_dim": 256, "softcap": 30.0}, "softcap or sinks"),
+        ((8, 0), {}, r"compute capability 8.x\): flash-attn-4 trains on 9.x"),
+    ],
+    ids=["Hopper", "Gemma 4", "latent on B200", "Gemma 2 on B200", "A100"],
+)
+def test_what_flash_attn_4_has_a_kernel_for(
+    capability: tuple[int, int],
+    changes: dict[str, Any],
+    sentence: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fake_flash_4(monkeypatch, FLASH_4_VARLEN)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    kernel = importlib.import_module("automodel_lite.parts.kernels.flash").FlashAttention()
+    if sentence is None:
+        kernel.check(replace(ON_GPU, **changes))
+        return
+    with pytest.raises(ConfigError, match=sentence):
+        kernel.check(replace(ON_GPU, **changes))
+
+
+def test_another_signature_is_refused_before_anything_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = [name for name in FLASH_4_VARLEN if name not in ("softcap", "learnable_sink")]
+    fake_flash_4(monkeypatch, names)
+    flash = importlib.import_module("automodel_lite.parts.kernels.flash")
+    with pytest.raises(
+        ConfigError, match=r"flash-attn-4 .* has no argument learnable_sink, softcap"
+    ):
+        flash.FlashAttention()
+
+
+def test_flash_attn_4_sources(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The newest release's own signature has what the kernel gives."""
+    wheel = downloaded("flash-attn-4", "flash_attn_4-*.whl", "--pre")
+    names = parameters_of(read_member(wheel, "cute/interface.py"), "flash_attn_varlen_func")
+    fake_flash_4(monkeypatch, names)
+    assert importlib.import_module("automodel_lite.parts.kernels.flash").FlashAttention().is_4
+
+
+def test_an_empty_flash_attn_is_not_flash_attn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an uninstalled flash-attn-4 leaves behind: a folder."""
     fake_module(monkeypatch, "flash_attn")
     monkeypatch.delitem(sys.modules, "automodel_lite.parts.kernels.flash", raising=False)
     with pytest.raises(
         ConfigError, match=r"pip install --no-build-isolation 'automodel-lite\[flash\]'"
     ):
-        importlib.import_module("automodel_lite.parts.kernels.flash")
+        importlib.import_module("automodel_lite.parts.kernels.flash").FlashAttention()
 
 
 def test_flash_without_the_package_names_the_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +182,7 @@ def test_flash_without_the_package_names_the_pip_line(monkeypatch: pytest.Monkey
     with pytest.raises(
         ConfigError, match=r"pip install --no-build-isolation 'automodel-lite\[flash\]'"
     ):
-        importlib.import_module("automodel_lite.parts.kernels.flash")
+        importlib.import_module("automodel_lite.parts.kernels.flash").FlashAttention()
 
 
 @pytest.mark.parametrize("version", ["2.6.1", "2.8.3.post2"], ids=["oldest", "newest"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -88,6 +89,29 @@ def test_an_implementation_is_refused_where_it_fails(
         kernel.check(ON_GPU)
         return
     with pytest.raises(ConfigError, match=sentence):
+        kernel.check(ON_GPU)
+
+
+@pytest.mark.parametrize(
+    ("installed", "torch_version"),
+    [("4.0.0b36", "2.13.0+cu130"), ("4.0.0b18", "2.13.0"), ("4.0.0b36", "2.14.1")],
+)
+def test_an_fa4_that_this_torch_cannot_unpack_is_refused(
+    installed: str, torch_version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = "automodel_lite.parts.kernels.varlen"
+    monkeypatch.setattr(f"{module}.activate_flash_attention_impl", lambda name: None)
+    monkeypatch.setattr(
+        f"{module}.distributions", lambda name: [SimpleNamespace(version=installed)]
+    )
+    monkeypatch.setattr(torch, "__version__", torch_version)
+    kernel = VarlenAttention(
+        "FA4", varlen_attn=recorder([*VARLEN.split(), "enable_gqa"], [], lambda a: a)
+    )
+    if (installed, torch_version) == ("4.0.0b36", "2.13.0+cu130"):
+        with pytest.raises(ConfigError, match=r"flash-attn-4 4.0.0b36: .* use attention=flash"):
+            kernel.check(ON_GPU)
+    else:
         kernel.check(ON_GPU)
 
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from importlib.metadata import distributions
 from typing import Any
 
 import torch
+from packaging.version import Version
 from torch import Tensor
 from torch.nn.attention import activate_flash_attention_impl
 from torch.nn.attention.varlen import varlen_attn
@@ -21,6 +23,8 @@ from automodel_lite.errors import ConfigError
 from automodel_lite.thd import AttentionInputs, AttentionOptions, Segments
 
 LARGEST_HEAD_DIM = 256
+# of flash-attn-4, whose function inside gave two values until then: torch before 2.14 unpacks two
+NEWEST_OF_TWO_VALUES = Version("4.0.0b18")
 # major compute capability of the GPUs that they run on
 CAPABILITIES = {"FA3": (9,), "FA4": (9, 10)}
 
@@ -100,6 +104,12 @@ class VarlenAttention:
             # there its backward refuses every window, and "no window, but causal" is one to it
             cure = "torch>=2.12 can; or leave attention.implementation at null"
             raise refuse(self, f"implementation=FA4 on torch {torch.__version__}", cure)
+        if self.implementation == "FA4" and Version(torch.__version__) < Version("2.14"):
+            found = next(iter(distributions(name="flash-attn-4")), None)
+            if found and Version(found.version) > NEWEST_OF_TWO_VALUES:
+                asked = f"implementation=FA4 with flash-attn-4 {found.version}"
+                cure = f"torch {torch.__version__} expects another one inside: use attention=flash"
+                raise refuse(self, asked, cure)
 
     def __call__(
         self,

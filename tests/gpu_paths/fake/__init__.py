@@ -1,0 +1,12 @@
+"""A GPU that computes nothing: a CUDA runtime, driver, cuBLAS, cuDNN and NCCL in which every call succeeds.
+
+Preloaded under torch's CUDA wheel, everything on the host is real: allocator, streams, events, ProcessGroupNCCL, FSDP,
+inductor, Triton, ptxas. It shows that each line of a GPU's path runs, waits of the host (torch's own guard), peaks of
+memory, cubins with their registers and spills, and what the ranks of a communicator send. It shows no numbers (all
+that is read back is zero), no time of a kernel, and no autotuning.
+
+    python -m tests.gpu_paths.fake.run recipes/train_ft.py --config-name smoke training.compile=true
+    FAKE_GPUS=2 python -m tests.gpu_paths.fake.run recipes/train_ft.py --nproc 2 ... mesh.cp=2
+
+FAKE_GPU_GB=84.9  FAKE_GPU_NAME="NVIDIA H200"  FAKE_GPU_TRACE=1 (calls that wait)  FAKE_NCCL_LOG=FOLDER
+"""
