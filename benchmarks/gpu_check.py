@@ -10,7 +10,7 @@ Needs torch, transformers and those wheels; the last of them, without versions, 
 not be installed. Each result is a line of gpu_check.jsonl, in the folder that $OUT names (else here), written as soon as
 it is there; a call goes on with what is missing there and in a gpu_check.jsonl of the checkout, where the file of the
 last call belongs when $OUT is a new folder every time. What is missing, fails or runs out of time is tried again.
-gpu_calibration.json, beside it, has the measured rates of the card.
+gpu_calibration.json, beside it, has the measured rates of the card, gpu_check_caches what the compilers made.
 
 One GPU shows nothing of NCCL, of FSDP's traffic and of context parallelism.
 """
@@ -79,6 +79,7 @@ def main(argv: list[str] | None = None) -> int:
             [chosen[name] for name in arguments.parts],
             arguments.device,
             read_results(arguments.out, {}),
+            arguments.out.with_name("gpu_check_caches"),
         )
     if missing := [
         wheel for wheel, module in {**WHEELS, **COMMON}.items() if find_spec(module) is None
@@ -172,6 +173,8 @@ def skipped(part: Part, arguments: argparse.Namespace, gib: float) -> dict[str, 
             "verdict": "missing",
             "why": f"needs {part.least_gib:.0f} GiB, this GPU has {gib:.0f}",
         }
+    if arguments.device == "cuda" and gib > part.most_gib:
+        return {"verdict": "missing", "why": "a larger card has a row of its own"}
     return None
 
 

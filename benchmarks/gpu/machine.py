@@ -35,6 +35,7 @@ def header(device: str) -> dict[str, Any]:
         "verdict": "pass",
         "versions": {name: _version(name) for name in PACKAGES},
         "seed": SEED,
+        "fp32_products": torch.get_float32_matmul_precision(),
     }
     found |= {
         "commit": _output("git", "describe", "--always", "--dirty") or "unknown",

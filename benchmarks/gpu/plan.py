@@ -19,6 +19,7 @@ class Part:
 
     limit_s    after so many seconds its process is ended; it begins only when half of that is left
     least_gib  of the GPU
+    most_gib   of the GPU: a larger one has a row of its own for the same question
     """
 
     name: str
@@ -28,6 +29,7 @@ class Part:
     needs: tuple[str, ...] = ()  # packages
     least_gib: float = 0.0
     group: str = ""
+    most_gib: float = float("inf")
 
 
 def groups(parts: list[Part]) -> Iterator[list[Part]]:
@@ -42,17 +44,24 @@ def step(
     limit_s: int,
     needs: tuple[str, ...] = (),
     gib: float = 0.0,
+    most_gib: float = float("inf"),
     **settings: Any,
 ) -> Part:
-    return Part(f"step-{name}", "steps.measure", limit_s, {"settings": settings}, needs, gib, group)
+    arguments = {"settings": settings}
+    return Part(f"step-{name}", "steps.measure", limit_s, arguments, needs, gib, group, most_gib)
 
 
 def recipe(
-    name: str, group: str, limit_s: int, *overrides: str, gib: float = 0.0, **arguments: Any
+    name: str,
+    group: str,
+    limit_s: int,
+    *overrides: str,
+    gib: float = 0.0,
+    most_gib: float = float("inf"),
+    **arguments: Any,
 ) -> Part:
-    return Part(
-        name, "recipe.rate", limit_s, {"overrides": [*overrides], **arguments}, (), gib, group
-    )
+    options = {"overrides": [*overrides], **arguments}
+    return Part(name, "recipe.rate", limit_s, options, (), gib, group, most_gib)
 
 
 def kernel(
@@ -102,6 +111,10 @@ CASES += ("latent 192/128",)
 FLEX_FIRST = ("softcap 30", "sinks, window", "head dim 256")
 BF16 = ("training.master_weights=bf16", "training.precision=bf16", "optimizer=adamw_bf16")
 COMPILED = "training.compile=true"
+RECOMPUTED = "training.activation_checkpointing=full"
+SMALL_CARD = 100.0  # GiB; an H100 of 80 GB has 79, an H200 of 141 GB 140
+# 48 GB where bf16 moments make 64, so that 80 GB hold the activations of 8,192 tokens, too
+BF16_8BIT = ("training.master_weights=bf16", "training.precision=bf16", "optimizer=adamw_8bit")
 
 
 def full_plan() -> list[Part]:
@@ -123,13 +136,38 @@ def full_plan() -> list[Part]:
             "recipe-8b",
             "8b",
             240,
-            "training.activation_checkpointing=full",
+            RECOMPUTED,
             COMPILED,
             gib=130,
             shape="8b",
             steps=9,
         ),
         recipe("recipe-8b-bf16", "8b", 240, *BF16, COMPILED, gib=120, shape="8b", steps=9),
+        step(
+            "8b-bf16-8bit",
+            "8b",
+            200,
+            gib=70,
+            most_gib=SMALL_CARD,
+            weights="bf16",
+            moments="8bit",
+            recompute="full",
+            compiled=True,
+            pack=8192,
+            **eight_b,
+        ),
+        recipe(
+            "recipe-8b-bf16-8bit",
+            "8b",
+            240,
+            *BF16_8BIT,
+            RECOMPUTED,
+            COMPILED,
+            gib=70,
+            most_gib=SMALL_CARD,
+            shape="8b",
+            steps=9,
+        ),
         step(
             "8b-lora-compiled",
             "8b",
@@ -140,6 +178,19 @@ def full_plan() -> list[Part]:
             lora=True,
             compiled=True,
             **eight_b,
+        ),
+        step(
+            "qwen3-8b-lora-2k",
+            "8b",
+            200,
+            ("peft",),
+            60,
+            shape="qwen3-8b",
+            pack=2048,
+            lora=True,
+            compiled=True,
+            published="8,429, Megatron-Bridge, model_verification_cards/qwen3-8b, LoRA on one H100",
+            **{key: value for key, value in eight_b.items() if key != "shape"},
         ),
         step("transformers-flex", "peers", 200, attention="flex", compiled=True, **one_b),
         Part(
@@ -163,9 +214,7 @@ def full_plan() -> list[Part]:
         step("hybrid", "families", 200, shape="hybrid", weights="bf16", pack=8192),
         Part("curves", "curves.curves", 240, group="curves"),
         Part("gradients", "curves.gradients", 120, least_gib=30, group="curves"),
-        Part(
-            "save-8b", "recipe.save_and_resume", 400, {"shape": "8b"}, least_gib=130, group="save"
-        ),
+        Part("save-1b", "recipe.save_and_resume", 300, {"shape": "1b"}, least_gib=40, group="save"),
         Part("idle-1b", "recipe.idle", 150, group="inside"),
         Part("strict-step", "recipe.strict_step", 120, group="inside"),
         step("trees", "trees", 120, documents="trees", **one_b),
@@ -217,7 +266,7 @@ def smoke_plan() -> list[Part]:
         Part("strict-step", "recipe.strict_step", 180, group="recipe"),
         Part("idle-1b", "recipe.idle", 180, {"shape": "tiny"}, group="recipe"),
         feature("adamw_8bit", "optimizer=adamw_8bit"),
-        Part("save-8b", "recipe.save_and_resume", 180, {"shape": "tiny"}, group="features"),
+        Part("save-1b", "recipe.save_and_resume", 180, {"shape": "tiny"}, group="features"),
         Part("curves", "curves.curves", 180, {"is_tiny": True}, group="features"),
         Part("gradients", "curves.gradients", 120, {"shape": "tiny"}, group="features"),
         Part("built-in-job", "recipe.built_in_job", 180, {"steps": 2}, group="built-in"),

@@ -33,6 +33,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     # Llama-3.1-8B
     "8b": dict(zip(LLAMA, (4096, 32, 32, 8, 14336)), vocab_size=128256, tie_word_embeddings=False),
 }
+# Qwen3-8B
+SHAPES["qwen3-8b"] = {"model_type": "qwen3", "head_dim": 128} | dict(
+    zip(LLAMA, (4096, 36, 32, 8, 12288)), vocab_size=151936, tie_word_embeddings=False
+)
 EXPERTS = {
     "model_type": "qwen3_moe",
     "head_dim": 128,
@@ -79,6 +83,8 @@ class Variant:
     recompute: str = "none"
     lora: bool = False
     weights: str = "fp32"  # bf16: no masters, moments in bf16, too
+    moments: str = ""  # of the optimizer, fp32, bf16 or 8bit; empty = as the weights
+    published: str = ""  # who reported how many tokens per second and GPU for this job
     computes: str = "bf16"  # on CUDA; fp32 computes in fp32
     micro_steps: int = 1  # forwards an optimizer step
     steps: int = 8  # a repeat
@@ -128,8 +134,11 @@ def build(variant: Variant, device: str) -> Any:
     elif variant.compiled:  # as transformers' users do
         lm.model.compile(dynamic=False)
     recompute_layers(decoder_layers(lm), variant.recompute, 1)
-    losses = {"fused": FusedLinearCrossEntropy, "plain": CrossEntropy}
-    return LossModel(lm, losses[variant.loss]())
+    if variant.loss == "plain":
+        return LossModel(lm, CrossEntropy())
+    # compiled with the layers, as the recipe does
+    backend = "inductor" if variant.compiled and device == "cuda" else None
+    return LossModel(lm, FusedLinearCrossEntropy(backend=backend))
 
 
 def compute_dtype(variant: Variant, device: str) -> Any:
@@ -215,7 +224,7 @@ class Trainer:
 
         self.variant, self.device = variant, device
         self.model = build(variant, device)
-        self.optimizer: Any = adamw(self.model, lr=1e-5, moments=variant.weights)
+        self.optimizer: Any = adamw(self.model, lr=1e-5, moments=variant.moments or variant.weights)
         self.costs = cost_model(self.model.lm.config)
         self.batches = batches or batches_of(variant, self.model.lm.config.vocab_size)
         self.mean_loss: Any = None

@@ -16,6 +16,7 @@ NOTES = {
     "apart_frac": " largest distance of a loss from fp32: {}",
     "gradient_error_frac": " relative error of all gradients {:.1e}",
     "gb": " {:.1f} GB",
+    "saving_s": " saved in {} s",
     "first_s": ", {:.0f} s until two steps are saved",
     "resumed_s": ", {:.0f} s until two more are",
 }

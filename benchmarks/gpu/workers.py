@@ -22,6 +22,7 @@ from benchmarks.gpu.plan import Part
 
 ROOT = Path(__file__).resolve().parents[2]
 Found = dict[str, Any]
+CACHE_BYTES = 16 * 2**20
 
 
 def environment() -> dict[str, str]:
@@ -123,11 +124,14 @@ class _Worker:
         self.process.wait()
 
 
-def run_here(parts: list[Part], device: str, results: dict[str, Found]) -> int:
+def run_here(parts: list[Part], device: str, results: dict[str, Found], caches: Path) -> int:
     """In the worker: calls each part's function and prints its result; stops at the first that fails, whose error may
     have left the GPU unusable.
+
+    caches  folder of what the compilers made, kept for the next call, which may run on a new machine
     """
     ceilings = results.get("ceilings", {})
+    load_caches(caches)
     for part in parts:
         module, name = part.call.split(".")
         options = {**part.arguments, "device": device}
@@ -143,8 +147,28 @@ def run_here(parts: list[Part], device: str, results: dict[str, Found]) -> int:
         print("\nRESULT " + json.dumps(found), flush=True)
         if found["verdict"] == "FAIL":
             return 1
+        save_caches(caches / f"{part.group or part.name}.bin")
         _free(device)
     return 0
+
+
+def load_caches(folder: Path) -> None:
+    """Gives the compilers what earlier calls made: a graph costs seconds instead of a minute."""
+    import torch
+
+    for path in sorted(folder.glob("*.bin")):
+        with suppress(Exception):  # of another torch, or cut short
+            torch.compiler.load_cache_artifacts(path.read_bytes())
+
+
+def save_caches(path: Path) -> None:
+    """Writes what this process has compiled or found, if it is small enough to be carried along."""
+    import torch
+
+    made = torch.compiler.save_cache_artifacts()
+    if made is not None and len(made[0]) < CACHE_BYTES:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(made[0])
 
 
 def _free(device: str) -> None:

@@ -261,6 +261,30 @@ def test_the_plan_is_in_the_order_of_what_convinces() -> None:
     assert len([*groups(full_plan())]) < 24  # processes
 
 
+@pytest.mark.parametrize("gib", [79.1, 139.8], ids=["H100", "H200"])
+def test_a_full_8b_is_measured_on_cards_of_both_sizes(gib: float) -> None:
+    """By a bare step and by the recipe; nothing writes more than a lent machine's disk holds."""
+    here = argparse.Namespace(device="cuda")
+    found = [
+        part.name
+        for part in full_plan()
+        if gpu_check.skipped(replace(part, needs=()), here, gib) is None
+    ]
+    wanted = (
+        {"step-8b-bf16", "recipe-8b-bf16", "step-8b"}
+        if gib > 100
+        else {"step-8b-bf16-8bit", "recipe-8b-bf16-8bit"}
+    )
+    assert wanted <= {*found}
+    assert {"save-1b", "step-8b-lora-compiled", "step-qwen3-8b-lora-2k"} <= {*found}
+    assert ("step-8b-bf16-8bit" in found) == (gib < 100)
+
+
+def test_a_damaged_cache_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "damaged.bin").write_bytes(b"no artifacts")
+    workers.load_caches(tmp_path)
+
+
 def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")

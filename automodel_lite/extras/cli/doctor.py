@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from packaging.version import Version
-from torch import Tensor
 
 from automodel_lite.attention.kernel import AttentionKernel, ReferenceAttention
 from automodel_lite.attention.spec import FAMILIES, AttentionSpec
@@ -168,10 +167,9 @@ def _timed(run: Callable[[], Any], device: torch.device, times: int) -> float:
 def _smi(query: str, device: torch.device) -> str:
     """Returns what nvidia-smi answers for a device; empty where there is none."""
     command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader", "-i"]
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
     try:
-        bus = torch.cuda.get_device_properties(device).pci_bus_id
-        index = str(device.index or 0) if bus is None else f"{bus:02x}:00.0"
-        done = subprocess.run([*command, index], capture_output=True, text=True, timeout=10)
+        done = subprocess.run([*command, f"GPU-{uuid}"], capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""
@@ -203,10 +201,10 @@ def _tried(kernel: AttentionKernel, device: torch.device) -> str:
         kernel.check(AttentionSpec("llama", device, dtype, 64, 64))
         results = []
         for each in (kernel, ReferenceAttention()):
-            leaves = [x.clone().requires_grad_() for x in inputs]
-            out: Tensor = each(*leaves, segments, AttentionOptions(0.125))
+            q, k, v = (x.clone().requires_grad_() for x in inputs)
+            out = each(q, k, v, segments, AttentionOptions(0.125))
             out.float().square().sum().backward()
-            results.append([out, *(x.grad for x in leaves)])
+            results.append([out, q.grad, k.grad, v.grad])
     except ConfigError as error:
         return one_line(error, 200)
     except Exception as error:  # whatever a binary of another version raises
