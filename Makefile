@@ -22,13 +22,15 @@ test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow
 
 # what only a GPU runs, on a CPU: the pinned versions, then the oldest torch (its CUDA wheel, 4.6 GB) and transformers, with
-# which whole runs, sharded loading and export are tested too, and whole jobs that are stopped and continued
+# which whole runs, sharded loading and export are tested too, and whole jobs that are stopped and continued; at last jobs
+# on a GPU that computes nothing (tests/gpu_paths/fake)
 GPU_PATHS := tests/gpu_paths $(patsubst %,tests/attention/test_%.py,flash flex te varlen mixer_functions) tests/models/test_fp8.py tests/training/test_optimizers.py
 test-gpu-paths: .venv-gpu-paths/.ready .venv-gpu-oldest/.ready
 	.venv-gpu-paths/bin/python -m pytest $(GPU_PATHS)
 	.venv-gpu-oldest/bin/python -m pytest $(GPU_PATHS)
 	.venv-gpu-oldest/bin/python -m pytest -m "not slow and not system" tests/parallel/test_sharded_start.py tests/recipes
 	.venv-gpu-oldest/bin/python -m pytest -m "not slow" tests/run
+	.venv-gpu-oldest/bin/python -m tests.gpu_paths.fake.run -m pytest tests/gpu_paths/fake
 
 .venv-gpu-paths/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-gpu-paths
