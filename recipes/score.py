@@ -36,11 +36,18 @@ from automodel_lite.training.auto import resolve_auto
 from automodel_lite.training.build import build_model, check_same_vocabulary
 from automodel_lite.training.decide import decide
 from automodel_lite.training.plan import as_teacher, build_parts
+from automodel_lite.training.resume import watch_ranks
 
 
 def main(config: Config) -> int:
     """Computes the values of every set of the data."""
     quiet_libraries()
+    with watch_ranks():
+        return compute_values(config)
+
+
+def compute_values(config: Config) -> int:
+    """Scores on the ranks of this job, of which none is left alone."""
     console = Console(is_silent=rank() != 0)
     config = resolve_auto(config, console)
     parts = build_parts(config)

@@ -60,6 +60,7 @@ from automodel_lite.training.auto import resolve_auto
 from automodel_lite.training.build import assemble, check_model
 from automodel_lite.training.decide import decide_layout
 from automodel_lite.training.plan import build_parts
+from automodel_lite.training.resume import watch_ranks
 from automodel_lite.training.start import try_settings
 
 EXACT = 1e-5
@@ -73,7 +74,8 @@ kernel in it.
 def main(config: Config) -> int:
     """Prints the table; returns the exit code."""
     quiet_libraries()
-    return Verification(config).run()
+    with watch_ranks():
+        return Verification(config).run()
 
 
 class Verification:

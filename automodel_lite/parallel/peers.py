@@ -40,6 +40,7 @@ from automodel_lite.errors import (
     ConfigError,
     DataError,
     PeerError,
+    is_lost_peer,
     one_line,
 )
 from automodel_lite.launched import ProcessId, launch_variable, rank, this_process, world_size
@@ -271,13 +272,17 @@ def open_peers() -> Peers:
 
 @contextmanager
 def end_together(peers: Peers) -> Iterator[None]:
-    """An error that passes ends all ranks."""
+    """An error that passes ends all ranks, each with the first one: a rank that only noticed that
+    another one is gone looks up why.
+    """
     try:
         peers.join()
         yield
     except PeerError:
         raise
     except Exception as error:
+        if is_lost_peer(error) and (cause := peers.first_failure()):
+            raise cause from error
         peers.report(error)
         raise
     finally:

@@ -56,6 +56,17 @@ def launch(recipe: Callable[..., Any], config: Config, *more: object) -> int:
 
 
 @contextmanager
+def watch_ranks() -> Iterator[Peers]:
+    """Watches the other ranks of a recipe: an error of one ends all, with one sentence on the
+    screen. A rank that waits in a collective would end in a traceback, or after mesh.timeout_s.
+    """
+    peers = open_peers()
+    peers.on_failure = exit_as
+    with end_together(peers):
+        yield peers
+
+
+@contextmanager
 def join_ranks(config: Config) -> Iterator[tuple[Config, Peers, str | None]]:
     """The other ranks, the configuration with what the run in its folder began with, and a message
     for a run that is finished. A mistake that any rank meets inside ends all of them.
@@ -63,9 +74,7 @@ def join_ranks(config: Config) -> Iterator[tuple[Config, Peers, str | None]]:
     Raises ConfigError when the ranks were started differently, or the folder is another run's.
     """
     folder = RunFolder(config.output_dir)
-    peers = open_peers()
-    peers.on_failure = exit_as
-    with end_together(peers):
+    with watch_ranks() as peers:
         config = folder.with_saved_layout(config)
         message = folder.finished_message(config)
         state = {"output_dir (what it holds)": folder.read_status().get("state", "no run")}

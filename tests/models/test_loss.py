@@ -27,7 +27,7 @@ from automodel_lite.models.loss import (
     checked_loss,
 )
 from tests.attention.families import build, documents, stream
-from tests.attention.hybrids import build_hybrid
+from tests.attention.hybrids import InFloat64, build_hybrid
 
 
 def leaf(*shape: int) -> torch.Tensor:
@@ -245,20 +245,21 @@ class ZLoss(Loss):
 def test_z_loss_in_the_fused_head_has_parts() -> None:
     batch, results = stream(documents([9, 4, 17])), []
     for loss in (ZLoss(), CrossEntropy()):
-        lm = build("llama")
+        lm = build("llama").double()
         install(lm, ReferenceAttention())
         model = LossModel(lm, loss)
-        total, parts = model(batch)
-        if isinstance(loss, CrossEntropy):
-            logits = model.lm(**batch.model_inputs(), logits_to_keep=batch.label_rows).logits[0]
-            total = total + 1e-2 * logits.logsumexp(-1).square().sum()
-        else:
-            assert list(parts) == ["ce", "z"]
-            assert parts["ce"] + parts["z"] == total.detach()
-        total.backward()
+        with InFloat64():
+            total, parts = model(batch)
+            if isinstance(loss, CrossEntropy):
+                out = model.lm(**batch.model_inputs(), logits_to_keep=batch.label_rows)
+                total = total + 1e-2 * out.logits[0].logsumexp(-1).square().sum()
+            else:
+                assert list(parts) == ["ce", "z"]
+                assert parts["ce"] + parts["z"] == total.detach()
+            total.backward()
         results.append([total.detach(), *(p.grad for p in lm.parameters())])
     for got, want in zip(*results):
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
 
 
 def test_outside_training_plain_cross_entropy_is_beside_any_loss() -> None:

@@ -70,6 +70,7 @@ def _run(overrides: list[str]) -> None:
     run_recipe("recipes.train_ft:main", ["--config-name", "smoke", *quick, *overrides])
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("num_runs", [3, pytest.param(120, marks=pytest.mark.slow)])
 def test_runs_end_well_or_in_a_sentence(
     num_runs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -101,7 +101,13 @@ def test_losses_without_a_reference_learn_to_prefer(loss: str, pairs: Path, tmp_
 LAYOUTS = {"dp 2": "mesh.strategy=ddp", "fsdp 2": "mesh.strategy=fsdp", "cp 2": "mesh.cp=2"}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(layout, id=name, marks=() if name == "fsdp 2" else pytest.mark.system)
+        for name, layout in LAYOUTS.items()
+    ],
+)
 def test_two_ranks_prefer_as_one(layout: str, pairs: Path, tmp_path: Path) -> None:
     """Slots of a multiple of 4 give the packs that context parallelism needs to all."""
     one = dpo(tmp_path / "one", pairs, "packed_sequence.slot_multiple=4")
@@ -220,7 +226,7 @@ def test_a_teacher_is_a_part_of_the_memory(tmp_path: Path) -> None:
     assert weights[1] == 2 * weights[0] > 0
 
 
-@pytest.mark.parametrize("kind", ["forward", "jsd"])
+@pytest.mark.parametrize("kind", ["forward", pytest.param("jsd", marks=pytest.mark.system)])
 def test_a_student_taught_by_itself_stays_where_it_is(
     kind: str, pairs: Path, tmp_path: Path
 ) -> None:

@@ -46,10 +46,15 @@ def test_the_built_in_job_learns_to_answer_held_out_questions(tmp_path: Path) ->
     [
         pytest.param(1, ["training.micro_batch_size=4"], id="micro-batch-4"),
         pytest.param(2, [], id="fsdp-2"),
-        pytest.param(2, ["mesh.strategy=ddp", "training.micro_batch_size=2"], id="ddp-2"),
-        pytest.param(2, ["mesh.cp=2"], id="cp-2"),
+        pytest.param(
+            2,
+            ["mesh.strategy=ddp", "training.micro_batch_size=2"],
+            id="ddp-2",
+            marks=pytest.mark.system,
+        ),
+        pytest.param(2, ["mesh.cp=2"], id="cp-2", marks=pytest.mark.system),
         pytest.param(4, ["mesh.cp=2"], id="dp-2-cp-2"),
-        pytest.param(4, ["mesh.dp_replicate=2"], id="hsdp-2x2"),
+        pytest.param(4, ["mesh.dp_replicate=2"], id="hsdp-2x2", marks=pytest.mark.system),
         pytest.param(
             4,
             ["mesh.cp=4", "mesh.cp_exchange=all_to_all"],
@@ -59,7 +64,10 @@ def test_the_built_in_job_learns_to_answer_held_out_questions(tmp_path: Path) ->
         pytest.param(1, ["loss=cross_entropy"], id="plain-loss"),
         pytest.param(1, ["training.activation_checkpointing=full"], id="recompute"),
         pytest.param(
-            2, ["training.activation_checkpointing=full", *EVERY_2_LAYERS], id="recompute-2"
+            2,
+            ["training.activation_checkpointing=full", *EVERY_2_LAYERS],
+            id="recompute-2",
+            marks=pytest.mark.system,
         ),
         pytest.param(
             2,

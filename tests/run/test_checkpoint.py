@@ -227,7 +227,10 @@ def _sharded(rank: int, world_size: int, folder: str, save: bool, mode: str) -> 
     return [(t.full_tensor() if isinstance(t, DTensor) else t).flatten().tolist() for t in whole]
 
 
-@pytest.mark.parametrize(("writers", "mode"), [(1, "sync"), (2, "async"), (4, "sync")])
+@pytest.mark.parametrize(
+    ("writers", "mode"),
+    [pytest.param(1, "sync", marks=pytest.mark.system), (2, "async"), (4, "sync")],
+)
 def test_any_number_of_ranks_reads_what_any_wrote(tmp_path: Path, writers: int, mode: str) -> None:
     want = run_ranks(_sharded, writers, str(tmp_path), True, mode)[0]
     for readers in (1, 2, 4):

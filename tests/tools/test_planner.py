@@ -56,6 +56,7 @@ def test_plans_fit_and_the_best_is_first() -> None:
     assert plans[0].step.peaks["export"] > 0  # simulated as a whole
 
 
+@pytest.mark.system
 def test_whole_simulations_agree_in_memory_and_order() -> None:
     job, seconds = job_of(), []
     for plan in outcome().plans[:3]:
@@ -84,6 +85,7 @@ def test_the_command_of_a_plan_is_a_configuration() -> None:
     assert json.loads(json.dumps(as_json(plan)))["peak_bytes"] == plan.step.peak
 
 
+@pytest.mark.system
 def test_frozen_weights_have_no_states() -> None:
     """A LoRA whose model would not fit with gradients and moments was left out before it was counted."""
     job = replace(

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,7 @@ from tests.recipes.test_objectives import SMALL, curve, dpo, pairs
 from tests.runs import config_of, train, wait_until
 
 __all__ = ["pairs"]  # the fixture
+ROOT = Path(__file__).resolve().parents[2]
 LENGTH = "packed_sequence.packed_sequence_size=1024"
 
 
@@ -85,7 +89,13 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(layout, id=name, marks=() if name == "cp 2" else pytest.mark.system)
+        for name, layout in LAYOUTS.items()
+    ],
+)
 def test_ranks_score_together_what_one_scores(
     layout: str, models: Path, one: dict[str, np.ndarray], tmp_path: Path
 ) -> None:
@@ -128,7 +138,13 @@ def whole(models: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, n
     return scored(models, tmp_path_factory.mktemp("whole"), *MANY)
 
 
-@pytest.mark.parametrize("is_disk_full", [False, True], ids=["killed", "disk-full"])
+@pytest.mark.parametrize(
+    "is_disk_full",
+    [
+        pytest.param(False, id="killed"),
+        pytest.param(True, id="disk-full", marks=pytest.mark.system),
+    ],
+)
 def test_an_interrupted_scoring_goes_on_where_it_was(
     is_disk_full: bool, models: Path, whole: dict[str, np.ndarray], tmp_path: Path
 ) -> None:
@@ -161,6 +177,42 @@ def test_an_interrupted_scoring_goes_on_where_it_was(
         other["teacher_log_probs"], whole["teacher_log_probs"], atol=2e-2, equal_nan=True
     )
     assert not (other["teacher_ids"] == 12345).any()
+
+
+FULL_DISK = """\
+import resource
+from automodel_lite.cli import run_recipe
+from automodel_lite.parts.losses.label_values import Part
+
+opened = Part._open
+
+def _open(part):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    opened(part)
+
+Part._open = _open
+run_recipe("recipes.score:main")
+"""
+
+
+@pytest.mark.system
+def test_a_full_disk_under_one_rank_is_one_sentence(models: Path, tmp_path: Path) -> None:
+    """The other rank waits in a collective: it ended in a traceback of the transport, the last thing on the screen."""
+    (tmp_path / "full.py").write_text(FULL_DISK)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [sys.executable, *torchrun, str(tmp_path / "full.py"), "--config-name", "finetune"]
+    done = subprocess.run(
+        [*command, f"output_dir={tmp_path}/run", *settings(models, tmp_path, *MANY)],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode != 0
+    assert "values cannot be written (File too large): make room there" in done.stderr
+    assert "[rank 1] Traceback" not in done.stderr
+    assert "by peer" not in done.stderr
 
 
 def damage(path: Path, how: str) -> None:

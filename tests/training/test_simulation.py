@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from _pytest.mark.structures import ParameterSet
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from automodel_lite.attention.interface import install
@@ -64,6 +66,13 @@ LLAMA = transformers.LlamaConfig(
 EMBEDDING = 2048 * 256
 LAYER = 256 * (256 + 128 + 128 + 256) + 3 * 256 * 512 + 2 * 256
 PARAMETERS = 2 * EMBEDDING + LAYERS * LAYER + 256
+
+
+def in_ci(names: Iterable[str], *always: str) -> list[ParameterSet]:
+    """Cases of which `make test` runs these, and CI all: a simulation takes seconds."""
+    return [
+        pytest.param(name, marks=() if name in always else pytest.mark.system) for name in names
+    ]
 
 
 def config(*overrides: str) -> Config:
@@ -159,6 +168,7 @@ def _count_after_a_failed_compilation() -> None:
     assert world(1, 2, 1, overrides=bf16).peaks["forward"] == before
 
 
+@pytest.mark.system
 def test_a_failed_compilation_leaves_no_logits_behind(tmp_path: Path) -> None:
     """Dynamo stays in front of every later call, and a frame that is called through it holds its arguments."""
     code, screen = in_a_process(_count_after_a_failed_compilation, tmp_path)
@@ -379,7 +389,7 @@ def test_real_ddp_holds_what_is_estimated(micro_batches: int) -> None:
     assert living.sent == {"allreduce_"}
 
 
-@pytest.mark.parametrize("name", WORLDS)
+@pytest.mark.parametrize("name", in_ci(WORLDS, "dense", "cp", "ep"))
 def test_coarse_memory_of_sharded_models(name: str) -> None:
     """Of models as wide as those that are trained, of four layers; mixtures of two, where no layer is behind another."""
     shape, overrides = WORLDS[name]
@@ -398,7 +408,7 @@ BY_LAYERS = {
 }
 
 
-@pytest.mark.parametrize("name", BY_LAYERS)
+@pytest.mark.parametrize("name", in_ci(BY_LAYERS, "every-second"))
 def test_few_layers_tell_what_all_of_them_hold_and_do(name: str) -> None:
     shape, axes, overrides = BY_LAYERS[name]
     model, mesh = shipped(shape, num_hidden_layers=10), MeshShape(*axes)
@@ -474,7 +484,7 @@ RUNGS: dict[str, tuple[transformers.PretrainedConfig, int, tuple[str, ...]]] = {
 @pytest.mark.parametrize(
     "name",
     [
-        "gradients",
+        pytest.param("gradients", marks=pytest.mark.system),
         *(pytest.param(name, marks=pytest.mark.slow) for name in RUNGS if name != "gradients"),
     ],
 )
@@ -511,7 +521,7 @@ def experts_by_layers(how: str, like: str | None = None) -> Simulation:
     )
 
 
-@pytest.mark.parametrize("how", ["none", "full", "offload"])
+@pytest.mark.parametrize("how", in_ci(["none", "full", "offload"], "full"))
 def test_what_is_known_of_another_recomputation(how: str) -> None:
     """One model of few layers, beside what is known of another rung, tells what two of them do."""
     alone = experts_by_layers(how)

@@ -247,6 +247,7 @@ def test_a_changed_file_is_tokenized_again(tmp_path: Path) -> None:
     assert second.notes[0].endswith("miss (changed: dataset)")
 
 
+@pytest.mark.system
 def test_processes_give_the_rows_of_one(tmp_path: Path) -> None:
     fork_server()
     documents = ToyChat(num_chats=1200)
