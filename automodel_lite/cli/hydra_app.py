@@ -13,7 +13,7 @@ import sys
 from argparse import Namespace
 from collections.abc import MutableMapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
@@ -63,6 +63,8 @@ def run_command_line(main: str, argv: Sequence[str]) -> int:
         raise ConfigError(
             "--html: automodel-lite inspect alone writes a page; a run's own is report.html."
         )
+    if (line.task or line.tasks) and recipe.name != "prepare_data":
+        raise ConfigError("--task and --tasks: automodel-lite prepare alone is done in tasks.")
     if line.is_question and not is_shown():
         return 0  # the first rank answers
     if line.version:
@@ -134,8 +136,9 @@ def run(recipe: Recipe, raw: DictConfig, line: Namespace, sources: Sources) -> i
         if kind
         else []
     )
-    page = {"html": Path(line.html)} if line.html else {}  # of inspect_data alone
-    return main(config, *own, **page) or 0
+    flags: dict[str, Any] = {"html": Path(line.html)} if line.html else {}  # of inspect_data alone
+    flags |= {name: vars(line)[name] for name in ("task", "tasks") if vars(line)[name]}
+    return main(config, *own, **flags) or 0
 
 
 def show(hydra: Hydra, line: Namespace) -> int:

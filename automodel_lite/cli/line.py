@@ -185,6 +185,8 @@ _TEXTS = (
     ("--config-dir", "-cd"),
     ("--nproc",),
     ("--html",),
+    ("--task",),
+    ("--tasks",),
 )
 
 

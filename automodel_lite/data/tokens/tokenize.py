@@ -28,7 +28,7 @@ from transformers import PreTrainedTokenizerFast
 
 from automodel_lite.config.components import build_with, locate
 from automodel_lite.config.schema import Config, TokenizeConfig
-from automodel_lite.data.cache import build_once, cache_root, short_hash
+from automodel_lite.data.cache import Key, build_once, cache_root, short_hash
 from automodel_lite.data.reading.documents import Document, Documents, DocumentSet
 from automodel_lite.data.reading.readers import Placed, placed
 from automodel_lite.data.tokens.encode import Encoder, Renderer, Rendering
@@ -84,18 +84,20 @@ class Job:
         return Encoder(self.tokenizer)
 
 
-def tokenize_chunks(rows: DocumentSet, job: Job) -> Iterator[Chunk]:
-    """Yields the chunks of `rows` in order, whatever the number of processes.
+def tokenize_chunks(rows: DocumentSet, job: Job, documents: range | None = None) -> Iterator[Chunk]:
+    """Yields the chunks of `rows`, or of some of its documents from a chunk's first on, in order,
+    whatever the number of processes.
 
     Small sets are tokenized here, where the tokenizer's own threads use all cores; large ones in
     processes of one thread each, which render chat templates (Python) on all cores too.
     """
+    documents = range(len(rows)) if documents is None else documents
     ranges = [
-        range(start, min(start + CHUNK_DOCUMENTS, len(rows)))
-        for start in range(0, len(rows), CHUNK_DOCUMENTS)
+        range(start, min(start + CHUNK_DOCUMENTS, documents.stop))
+        for start in range(documents.start, documents.stop, CHUNK_DOCUMENTS)
     ]
     num_proc = job.settings.num_proc or min(
-        len(os.sched_getaffinity(0)), len(rows) // MIN_DOCUMENTS_PER_PROCESS
+        len(os.sched_getaffinity(0)), len(documents) // MIN_DOCUMENTS_PER_PROCESS
     )
     if num_proc <= 1:
         tokenizer = DocumentTokenizer(job)
@@ -339,17 +341,11 @@ def tokenize_in_memory(rows: DocumentSet, job: Job) -> TokenizedDocuments:
     return TokenizedDocuments(chunk.columns, np.append(0, np.cumsum(chunk.lengths)))
 
 
-def tokenize_sets(
-    sets: Mapping[str, DocumentSet],
-    identity: str,
-    kind: str,
-    job: Job,
-    cache_dir: str | Path | None,
-) -> tuple[dict[str, DocumentReader], dict[str, RowCounts], tuple[str, ...]]:
-    """Returns the rows of each set, which the cache holds, their counts, and notes to print."""
+def rows_key(identity: str, job: Job) -> Key:
+    """Returns what the token rows of a dataset depend on, beside the name of their set."""
     template = job.tokenizer.chat_template
     settings = job.settings
-    key = {
+    return {
         "dataset": identity,
         "tokenizer": short_hash(job.tokenizer.backend_tokenizer.to_str()),
         "tokenizer.special_tokens": json.dumps(
@@ -363,6 +359,17 @@ def tokenize_sets(
         "rules": RULES_VERSION,
         "columns": " ".join(f"{name}:{column.stored}" for name, column in COLUMNS.items()),
     }
+
+
+def tokenize_sets(
+    sets: Mapping[str, DocumentSet],
+    identity: str,
+    kind: str,
+    job: Job,
+    cache_dir: str | Path | None,
+) -> tuple[dict[str, DocumentReader], dict[str, RowCounts], tuple[str, ...]]:
+    """Returns the rows of each set, which the cache holds, their counts, and notes to print."""
+    key = rows_key(identity, job)
     rows: dict[str, DocumentReader] = {}
     counts = {}
     notes = []
@@ -374,8 +381,7 @@ def tokenize_sets(
     for name, documents in sets.items():
         write = partial(_write_rows, name=name, kind=kind, documents=documents, job=job)
         entry = build_once(root, "tokens", f"{source}-{name}", key | {"set": name}, write)
-        stored = json.loads((entry.folder / FINDINGS).read_text())
-        found = Findings(**stored | {"counts": RowCounts(**stored["counts"])})
+        found = read_findings(entry.folder)
         flat = load_rows(entry.folder)
         counts[name] = found.counts
         if may_share(flat, job.tree):
@@ -399,18 +405,33 @@ def tokenize_sets(
 
 def _write_rows(folder: Path, name: str, kind: str, documents: DocumentSet, job: Job) -> None:
     """Tokenizes a set into a folder of the cache, and judges it."""
+    found = write_part(folder, name, documents, job)
+    check_set(name, kind, found, job.settings, job.tokenizer)
+
+
+def write_part(
+    folder: Path, name: str, documents: DocumentSet, job: Job, part: range | None = None
+) -> Findings:
+    """Tokenizes a set, or a part of it, into a folder of the cache; returns what was found."""
     writer = RowsWriter(folder)
     found = Findings()
-    progress = Progress(f"tokenizing {name}", len(documents), "documents")
+    part = range(len(documents)) if part is None else part
+    progress = Progress(f"tokenizing {name}", len(part), "documents")
     with progress, (folder / HASHES).open("wb") as hashes:
-        for chunk in tokenize_chunks(documents, job):
+        for chunk in tokenize_chunks(documents, job, part):
             progress.add(chunk.found.counts.num_documents)
             writer.append(chunk.columns, chunk.lengths, chunk.groups)
             hashes.write(hash_rows(chunk.columns["input_ids"], chunk.lengths).data)
             found += chunk.found
     writer.close()
-    check_set(name, kind, found, job.settings, job.tokenizer)
     (folder / FINDINGS).write_text(json.dumps(asdict(found)))
+    return found
+
+
+def read_findings(folder: Path) -> Findings:
+    """Returns what was found when the rows of a folder were made."""
+    stored = json.loads((folder / FINDINGS).read_text())
+    return Findings(**stored | {"counts": RowCounts(**stored["counts"])})
 
 
 def tokenization_notes(name: str, found: Findings) -> list[str]:

@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from automodel_lite.cli.line import argument_parser
 from automodel_lite.config.components import CONF_DIR, IS_INSTALLED
@@ -48,7 +49,18 @@ def slurm(argv: list[str]) -> int:
         help="a folder that is visible inside: /data, or /scratch/me:/data under another name "
         "(this folder and HF_HOME are)",
     )
+    parser.add_argument(
+        "--prepare",
+        type=int,
+        metavar="TASKS",
+        help="tokenize instead, in so many tasks of an array, one node each",
+    )
     args = parser.parse_args(argv)
+    if args.prepare is not None and (args.prepare < 1 or args.nodes > 1 or args.recipe):
+        raise ConfigError(
+            f"--prepare {args.prepare} is a number of tasks, at least 1, each of one node: leave "
+            "--nodes and --recipe out."
+        )
     if args.mount and not args.container:
         raise ConfigError(
             f"--mount {args.mount[0]} is of a container: set --container, or leave it out."
@@ -71,6 +83,7 @@ def _script(
     constraint: str | None = None,
     mem: str = "0",
     mount: Sequence[str] = (),
+    prepare: int | None = None,
 ) -> str:
     """The numbers of a partition, the Python and the package of this process; launch/slurm.sbatch
     does the rest.
@@ -80,8 +93,10 @@ def _script(
         raise ConfigError(
             f"--nodes {nodes} must be at most {num_nodes}: the nodes of partition {part}."
         )
+    gpus = 0 if prepare else gpus
     tasks = gpus or 1
-    resources = {"partition": part, "account": account, "qos": qos, "constraint": constraint}
+    resources: dict[str, Any] = {"partition": part, "account": account}
+    resources |= {"qos": qos, "constraint": constraint}
     resources |= {"nodes": nodes, "ntasks-per-node": tasks, "mem": mem}
     resources |= {
         "gpus-per-node": gpus,
@@ -91,9 +106,20 @@ def _script(
     script = LAUNCH_DIR / "slurm.sbatch"
     root = LAUNCH_DIR.parent
     always = re.findall(r"(?m)^#SBATCH --(?!nodes|ntasks-per-node|time).*\n", script.read_text())
+    purpose = "Trains on SLURM, one task per GPU"
+    call = f'exec bash {shlex.quote(str(script))} "$@"'
+    command = f"run {recipe}" if recipe else "train"
+    if prepare:
+        command = "prepare"
+        resources["array"] = f"1-{prepare}"
+        purpose = f"Tokenizes in {prepare} tasks; once they have ended, --array=0 merges them"
+        call = (
+            '[[ $SLURM_ARRAY_TASK_ID == 0 ]] || set -- "$@" --task "$SLURM_ARRAY_TASK_ID"\n'
+            f"{call} --tasks {prepare}"
+        )
     exports = {
         "LAUNCH": str(LAUNCH_DIR),
-        "RECIPE": f"-m automodel_lite {f'run {recipe}' if recipe else 'train'}",
+        "RECIPE": f"-m automodel_lite {command}",
     }
     if container:  # with the Python and the package in it
         kind = "APPTAINER_IMAGE" if container.endswith(".sif") else "PYXIS_IMAGE"
@@ -105,14 +131,13 @@ def _script(
         defaults["PYTHONPATH"] = str(root)
     lines = [
         "#!/bin/bash",
-        f"# Trains on SLURM, one task per GPU (partition {part}): sbatch job.sbatch --config-name "
-        "...",
+        f"# {purpose} (partition {part}): sbatch job.sbatch --config-name ...",
         *(f"#SBATCH --{key}={value}" for key, value in resources.items() if value),
         "".join(always).rstrip(),
         *(f"module load {name}" for name in module),
         *(f"export {key}={shlex.quote(value)}" for key, value in exports.items()),
         *(f"export {key}=${{{key}:-{shlex.quote(value)}}}" for key, value in defaults.items()),
-        f'exec bash {shlex.quote(str(script))} "$@"',
+        call,
     ]
     return "\n".join(lines) + "\n"
 

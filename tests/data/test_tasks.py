@@ -1,0 +1,94 @@
+"""Tokenizing in tasks makes the bytes of one process."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from automodel_lite.config.schema import Config
+from automodel_lite.data.feeding.planned import PlannedPacks
+from automodel_lite.data.prepare import check_sizes, prepare_data
+from automodel_lite.data.tokens import tokenize
+from automodel_lite.errors import ConfigError
+from automodel_lite.extras import tasks
+from automodel_lite.training.plan import build_parts
+from recipes.prepare_data import parse_task
+from tests.runs import config_of
+
+
+def write_chats(path: Path, number: int) -> None:
+    """Chats, of which later ones have a group, or a turn without a loss: columns begin late."""
+    draw = random.Random(0)
+    lines = []
+    for i in range(number):
+        words = [str(draw.randrange(10**6)) for _ in range(draw.randint(1, 9))]
+        chat = [
+            {"role": "user", "content": words[0]},
+            {"role": "assistant", "content": " ".join(words)},
+        ]
+        row = {"messages": chat}
+        if i > number // 2:
+            row["group"] = i // 3
+        lines.append(json.dumps(row))
+    path.write_text("\n".join(lines))
+
+
+def config_in(folder: Path, data: Path) -> Config:
+    return config_of(
+        "smoke",
+        folder / "run",
+        f"cache_dir={folder}/cache",
+        "dataset=files",
+        "~dataset.num_chats",
+        f"dataset.path={data}",
+        "dataset.val_frac=0.2",
+    )
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    root = folder / "cache" / "tokens"
+    paths = (p for p in root.rglob("*") if p.is_file() and p.suffix != ".lock")
+    return {str(path.relative_to(root)): path.read_bytes() for path in paths}
+
+
+def plan_of(config: Config) -> str:
+    data = prepare_data(config, check_sizes(config, 1), build_parts(config).packer)
+    assert isinstance(data, PlannedPacks)
+    return json.dumps(data.fingerprint())
+
+
+def test_tasks_in_any_order_make_the_bytes_and_the_plan_of_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (tokenize, tasks):
+        monkeypatch.setattr(module, "CHUNK_DOCUMENTS", 8)
+    write_chats(tmp_path / "chats.jsonl", 100)
+    one, many = (config_in(tmp_path / name, tmp_path / "chats.jsonl") for name in ("one", "many"))
+    plan = plan_of(one)
+    for task in (3, 1):
+        tasks.tokenize_task(many, task, 3)
+    with pytest.raises(ConfigError, match=r"1 of 3 tasks have not ended, or lie damaged: 2\. Run"):
+        tasks.merge_tasks(many, 3)
+    tasks.tokenize_task(many, 2, 3)
+    assert "cache: hit" in tasks.tokenize_task(many, 2, 3)  # one that has ended is found
+    tasks.merge_tasks(many, 3)
+    assert plan_of(many) == plan
+    want = files_of(tmp_path / "one")
+    assert files_of(tmp_path / "many") == want
+    assert len(want) > 10
+
+
+def test_the_parts_of_all_tasks_are_whole_chunks_and_all_documents() -> None:
+    for number, count in ((0, 3), (1, 4), (5000, 3), (512 * 7, 7), (512 * 3 + 1, 5)):
+        parts = [tasks.part_of(number, task, count) for task in range(1, count + 1)]
+        assert [i for part in parts for i in part] == list(range(number))
+        assert all(part.start % 512 == 0 for part in parts if part)
+
+
+@pytest.mark.parametrize("given", [("0", "3"), ("4", "3"), ("1", ""), ("x", "3")])
+def test_a_task_that_is_none(given: tuple[str, str]) -> None:
+    with pytest.raises(ConfigError, match="a task is one of 1 to the number of tasks"):
+        parse_task(*given)
