@@ -6,6 +6,7 @@ On a CPU torch refuses flex's backward; the refusal is taken away, and the backe
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,9 +15,11 @@ import torch.nn.attention.flex_attention as torch_flex
 from torch.nn.attention.flex_attention import create_block_mask
 
 from automodel_lite.attention.kernel import ReferenceAttention, over_tree
+from automodel_lite.errors import ConfigError
 from automodel_lite.graphs import compiled, compiled_graphs
 from automodel_lite.parts.kernels.flex import FlexAttention, block_mask, packed_block_mask
 from automodel_lite.thd import AttentionOptions, Segments
+from tests.attention.signatures import ON_GPU
 from tests.attention.test_kernel import (
     at_once,
     attend,
@@ -246,3 +249,11 @@ def test_the_blocks_of_a_tree_hold_all_visible_pairs(window: int | None) -> None
     for block, count in enumerate(mask.full_kv_num_blocks[0, 0].tolist()):
         of_full[block, mask.full_kv_indices[0, 0, block, :count].long()] = True
     assert torch.equal(of_full, full) if window is None else not (of_full & ~full).any()
+
+
+def test_heads_that_its_kernel_cannot_hold_are_refused() -> None:
+    """Compiling the kernel fails below 16, as it did for the smoke preset in fp32 on a GPU."""
+    kernel = FlexAttention()
+    kernel.check(replace(ON_GPU, head_dim=16, value_head_dim=16))
+    with pytest.raises(ConfigError, match="head dims 8 / 8: its kernel needs at least 16"):
+        kernel.check(replace(ON_GPU, head_dim=8, value_head_dim=8))

@@ -16,11 +16,12 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from automodel_lite.attention.kernel import RepeatedBlocks, require_cuda
+from automodel_lite.attention.kernel import RepeatedBlocks, refuse, require_cuda
 from automodel_lite.attention.spec import AttentionSpec
 from automodel_lite.graphs import compiled
 from automodel_lite.thd import AttentionInputs, AttentionOptions, Segments, TreeKeys
 
+LEAST_HEAD_DIM = 16  # of the compiled kernel: with fewer, compiling it fails
 BLOCK = 128  # tokens of a block of the mask: flex_attention's own default
 
 
@@ -42,8 +43,14 @@ class FlexAttention(RepeatedBlocks):
         )
 
     def check(self, spec: AttentionSpec) -> None:
-        """Raises ConfigError off CUDA: on CPU it has no backward."""
+        """Raises ConfigError off CUDA, where it has no backward, and for heads that are too narrow
+        for its kernel.
+        """
         require_cuda(self, spec, half=False)
+        if min(spec.head_dim, spec.value_head_dim) < LEAST_HEAD_DIM:
+            dims = f"head dims {spec.head_dim} / {spec.value_head_dim}"
+            cure = f"its kernel needs at least {LEAST_HEAD_DIM}, use attention=reference"
+            raise refuse(self, dims, cure)
 
     def __call__(
         self,

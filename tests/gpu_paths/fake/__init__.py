@@ -3,7 +3,8 @@
 Preloaded under torch's CUDA wheel, everything on the host is real: allocator, streams, events, ProcessGroupNCCL, FSDP,
 inductor, Triton, ptxas. It shows that each line of a GPU's path runs, waits of the host (torch's own guard), peaks of
 memory, cubins with their registers and spills, and what the ranks of a communicator send. It shows no numbers (all
-that is read back is zero), no time of a kernel, and no autotuning.
+that is read back is made up), no time of a kernel, and no autotuning. What reads sizes back from the device cannot run:
+the reference kernel, which splits by boundaries, and DDP, which compares the models of its ranks.
 
     python -m tests.gpu_paths.fake.run recipes/train_ft.py --config-name smoke training.compile=true
     FAKE_GPUS=2 python -m tests.gpu_paths.fake.run recipes/train_ft.py --nproc 2 ... mesh.cp=2
