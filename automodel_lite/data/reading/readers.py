@@ -13,7 +13,9 @@ import csv
 import io
 import json
 import os
+import weakref
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -56,6 +58,10 @@ def placed(rows: RawRows, indices: Iterable[int] | None = None) -> Iterator[Plac
             yield rows.where(index), error
 
 
+MAX_OPEN_FILES = 256  # a process may have 1,024 of all kinds
+_OPEN: deque[weakref.ref[SpanRows]] = deque()
+
+
 @dataclass(frozen=True)
 class SpanRows:
     """Rows that are stretches of a text file: JSON objects or plain text. Picklable: a worker
@@ -74,6 +80,13 @@ class SpanRows:
 
     @cached_property
     def _file(self) -> FileIO:
+        """Opens the file, and closes the one that has been open for longest when there are many: a
+        folder may hold a hundred thousand.
+        """
+        _OPEN.append(weakref.ref(self))
+        while len(_OPEN) > MAX_OPEN_FILES:
+            if oldest := _OPEN.popleft()():
+                oldest.__dict__.pop("_file", None)
         return FileIO(self.path)
 
     def __reduce__(self) -> tuple:
@@ -103,7 +116,8 @@ class SpanRows:
                 f"{self.where(index)}: has {stop - start:,} bytes, over the {MAX_ROW_BYTES:,} of a "
                 "row: split it into documents (a text file: dataset.text_unit=paragraph or line)."
             )
-        span = os.pread(self._file.fileno(), stop - start, start)
+        file = self._file  # kept here: another thread may close what it no longer finds in the row
+        span = os.pread(file.fileno(), stop - start, start)
         if len(span) != stop - start:
             raise DataError(
                 f"{self.where(index)}: the file was truncated while it was being read: it had "

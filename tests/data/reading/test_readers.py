@@ -8,6 +8,7 @@ import gzip
 import io
 import json
 import lzma
+import os
 import random
 import re
 import tarfile
@@ -22,6 +23,7 @@ import pyarrow.parquet
 import pytest
 
 from automodel_lite.config.schema import TokenizeConfig
+from automodel_lite.data.reading import readers
 from automodel_lite.data.reading.files import FilesDataset
 from automodel_lite.data.tokens.tokenize import Job, tokenize_documents
 from automodel_lite.errors import ConfigError, DataError
@@ -441,3 +443,17 @@ def test_csv_values_stay_text(tmp_path: Path) -> None:
         {"prompt": "007", "completion": "NA"},
         {"prompt": "two\nlines", "completion": 'a, "b"'},
     ]
+
+
+def test_many_files_are_not_open_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder of 100,000 ended at the limit of open files."""
+    monkeypatch.setattr(readers, "MAX_OPEN_FILES", 3)
+    files = []
+    for number in range(20):
+        path = tmp_path / f"{number}.jsonl"
+        path.write_text(json.dumps({"text": str(number)}) + "\n")
+        files.append(readers.open_spans(path, path.name, "utf-8"))
+    for _ in range(2):
+        assert [rows[0]["text"] for rows in files] == [str(number) for number in range(20)]
+    opened = [os.path.realpath(link) for link in Path("/proc/self/fd").iterdir()]
+    assert sum(place.startswith(os.path.realpath(tmp_path)) for place in opened) <= 3
