@@ -139,10 +139,12 @@ def packed(chosen: list[Row], rule: Any) -> ThdBatch:
     ids = torch.cat([row.ids for row in chosen])
     shifts = []
     for row in chosen:
-        grids = [{"image_grid_thw": row.record["image_grid_thw"]}] if row.record else []
-        shifts.append(
-            torch.from_numpy(rope_shifts(rule, row.ids, (row.ids == IMAGE).long(), grids))
-        )
+        shift = torch.zeros_like(row.ids)
+        if row.record:
+            grids = [{"image_grid_thw": row.record["image_grid_thw"]}]
+            ids_of_row = row.ids.numpy()
+            shift = torch.from_numpy(rope_shifts(rule, ids_of_row, ids_of_row == IMAGE, grids))
+        shifts.append(shift)
     num_rows = sum(row.num_rows for row in chosen)
     types = (ids == IMAGE).long()
     images = PackedImages(joined(chosen), num_rows, torch.arange(num_rows), types)

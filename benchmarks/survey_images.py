@@ -401,7 +401,10 @@ def packed(
 def shifts_of(rule: Any, document: Document) -> Tensor:
     known = inspect.signature(rule).parameters
     grids = [{n: x for n, x in record.items() if n in known} for record in document.records]
-    return torch.from_numpy(rope_shifts(rule, document.ids, (document.numbers > 0).long(), grids))
+    if not grids:
+        return torch.zeros_like(document.ids)
+    is_image = (document.numbers > 0).numpy()
+    return torch.from_numpy(rope_shifts(rule, document.ids.numpy(), is_image, grids))
 
 
 @torch.no_grad()

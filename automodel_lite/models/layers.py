@@ -250,7 +250,7 @@ def freeze_named(lm: transformers.PreTrainedModel, patterns: list[str]) -> list[
     """Freezes the weights that the patterns name, in place; returns a line for each pattern.
 
     patterns  parts of names between dots, with shell wildcards: embed_tokens, layers.[0-7],
-              layers.*.mlp
+              layers.*.mlp; vision, the encoders of images under any family's name
     Raises ConfigError for a pattern without a match, and where nothing is left to train.
     """
     # a tied weight has two names
@@ -258,6 +258,9 @@ def freeze_named(lm: transformers.PreTrainedModel, patterns: list[str]) -> list[
     named = list(lm.named_parameters(remove_duplicate=False))
     for pattern in patterns:
         found = {p for name, p in named if fnmatch.fnmatchcase(f".{name}.", f"*.{pattern}.*")}
+        if pattern == "vision":
+            encoders = [x for x in towers(lm) if isinstance(x, transformers.PreTrainedModel)]
+            found |= {p for encoder in encoders for p in encoder.parameters()}
         if not found:
             names = ", ".join(dict.fromkeys(name for name, _ in named[:3]))
             raise ConfigError(

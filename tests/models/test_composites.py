@@ -16,6 +16,7 @@ from automodel_lite.errors import ConfigError
 from automodel_lite.models.flops import model_size
 from automodel_lite.models.layers import (
     decoder_layers,
+    freeze_named,
     freeze_towers,
     output_head,
     text_decoder,
@@ -180,3 +181,21 @@ def test_two_ranks_train_and_write_the_composite_of_one(tmp_path: Path) -> None:
     assert of_towers
     assert all(torch.equal(after[name], before[name]) for name in of_towers)
     assert not all(torch.equal(after[name], before[name]) for name in before)
+
+
+@pytest.mark.parametrize(("family", "left"), [("llava_next", True), ("qwen3_vl", False)])
+def test_vision_names_the_encoder_of_any_family(family: str, left: bool) -> None:
+    """Qwen's has its projector inside; LLaVA's stands beside it and is trained."""
+    model = tiny_model(family)
+    freeze_named(model, ["vision"])
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert any("projector" in name for name in trained) == left
+    assert not any("vision_tower" in name or "visual" in name for name in trained)
+    assert any("language_model" in name for name in trained)
+    # nothing of its forward is kept for a backward pass
+    if left:
+        output = model.model.vision_tower(torch.rand(1, 3, 28, 28)).last_hidden_state
+    else:
+        grid = torch.tensor([[1, 2, 2]])
+        output = model.model.visual(torch.rand(4, 3 * 2 * 14 * 14), grid_thw=grid).pooler_output
+    assert output.grad_fn is None
