@@ -36,7 +36,7 @@ from automodel_lite.data.tokens.findings import mark_trained
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.extras.report import write_inspection
 from automodel_lite.launched import check_alone
-from automodel_lite.parts.images import images_line
+from automodel_lite.parts.images import images_line, shown_pictures
 from automodel_lite.prefix_trees import find_nodes
 from automodel_lite.thd import CHOSEN, REJECTED
 from automodel_lite.training.auto import resolve_auto
@@ -74,7 +74,12 @@ def main(config: Config, html: Path | None = None) -> int:
         print(f"{heading}\n" + "\n".join(lines) + "\n")
     if html:
         try:
-            print(write_inspection(html, config.name, shown, data.lengths()))
+            pictures = [
+                (f"document {index}, {picture.caption}", picture.thumbnail)
+                for _, index in shown_documents(packs)
+                for picture in shown_pictures(data, data.tokens.train[index])
+            ]
+            print(write_inspection(html, config.name, shown, data.lengths(), pictures))
         except OSError as error:
             raise ConfigError(f"--html {html} cannot be written ({error.strerror}).") from error
     if not any(count.num_label_tokens for count in data.tokens.counts.values()) or not len(packs):
@@ -228,6 +233,14 @@ def draw_histogram(
     return lines
 
 
+def shown_documents(packs: PackedDataset) -> Iterator[tuple[int, int]]:
+    """Yields some entries of the plan and their documents, in the order of the documents."""
+    entries = np.argsort(packs.plan.doc_ids, kind="stable")
+    for number in range(min(NUM_SAMPLES, len(entries))):
+        entry = int(entries[number * len(entries) // NUM_SAMPLES])
+        yield entry, int(packs.plan.doc_ids[entry])
+
+
 def samples(data: PlannedPacks, packs: PackedDataset, in_color: bool) -> Iterator[str]:
     """Yields some documents as the packs hold them, cut where they are cut, with what is trained on
     marked.
@@ -264,3 +277,5 @@ def samples(data: PlannedPacks, packs: PackedDataset, in_color: bool) -> Iterato
             text = "\n".join(pair_of(data.tokenizer, row))
             more = ""
         yield "\n".join(f"    {line}" for line in f"{text}{more}".splitlines())
+        for picture in shown_pictures(data, row):
+            yield f"    image {picture.caption}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -52,12 +53,17 @@ def test_a_run_trains_the_language_model_and_the_tower_if_asked(
 
 
 def test_what_is_trained_on_is_shown_with_its_images(
-    folder: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert inspect_data.main(config_of_images(folder)) == 0
+    assert inspect_data.main(config_of_images(folder), tmp_path / "page.html") == 0
     screen = capsys.readouterr().out
     assert "train: 15 images of 125,020 pixels are 84 tokens (22%), text is 297" in screen
     assert "<|vision_start|> <|image_pad|> × 4 <|vision_end|>" in screen
+    shown = re.findall(r"image (chats.jsonl:\d+ \d+.png: \d+ × \d+, \d tokens)", screen)
+    assert len(shown) == 3
+    page = (tmp_path / "page.html").read_text()
+    assert page.count('<img src="data:image/jpeg;base64,') == 3
+    assert all(f", {caption}</span>" in page for caption in shown)
 
 
 def broken(folder: Path, tmp_path: Path, **rows: Any) -> Path:

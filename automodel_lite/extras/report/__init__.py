@@ -212,10 +212,14 @@ def page_of(records: list[RunRecord], refresh_s: int | None = None) -> str:
 
 
 def write_inspection(
-    to: Path, name: str, sections: Sequence[tuple[str, Sequence[str]]], lengths: dict[str, Any]
+    to: Path,
+    name: str,
+    sections: Sequence[tuple[str, Sequence[str]]],
+    lengths: dict[str, Any],
+    pictures: Sequence[tuple[str, str]] = (),
 ) -> Path:
-    """Writes what recipes/inspect_data.py shows as a page; samples come first, lengths and the mask
-    as charts.
+    """Writes what recipes/inspect_data.py shows as a page; samples come first, with their pictures
+    (captions and data URIs), lengths and the mask as charts.
     """
     by_kind = sorted(sections, key=lambda section: not section[0].startswith("SAMPLES"))
     shown = [
@@ -231,7 +235,9 @@ def write_inspection(
         "lengths": lengths,
         "packSize": sum(lengths["pack"]),
     }
-    page = _template("inspection.html.j2").render(name=name, sections=shown, data={"runs": [data]})
+    page = _template("inspection.html.j2").render(
+        name=name, sections=shown, pictures=pictures, data={"runs": [data]}
+    )
     to.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(to, page)
     return to

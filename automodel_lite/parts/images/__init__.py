@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from automodel_lite.data.feeding.planned import PlannedPacks
@@ -9,6 +12,9 @@ from automodel_lite.data.feeding.source import PackSource
 from automodel_lite.errors import ConfigError
 from automodel_lite.parallel.mesh import Mesh
 from automodel_lite.training.build import BuiltModel
+
+if TYPE_CHECKING:
+    from automodel_lite.parts.images.show import Picture
 
 NONE = "train: no image"
 
@@ -37,6 +43,15 @@ def images_line(data: PackSource) -> str:
         f"train: {num_images:,} images of {num_pixels:,} pixels are {num_places:,} tokens "
         f"({num_places / max(1, rows.num_tokens):.0%}), text is {num_text:,}"
     )
+
+
+def shown_pictures(data: PlannedPacks, row: Mapping[str, np.ndarray]) -> list[Picture]:
+    """Returns the images of a token row for looking at; none of text."""
+    if "image" not in row:
+        return []
+    from automodel_lite.parts.images.show import pictures_of  # with Pillow
+
+    return pictures_of(data, row)
 
 
 def check_images(data: PackSource, built: BuiltModel, mesh: Mesh) -> None:

@@ -132,6 +132,10 @@ class ImageDocuments:
         raw: MarkedRows = self.normalized.raw
         return raw.images(int(self.normalized.indices[index]))
 
+    def name(self, row: int, place: int) -> str:
+        """Names an image: `chats.jsonl:17 a.png`."""
+        return f"{self.where(row)} {self._sources(row)[place].name}"
+
     def pixels(self, row: int, place: int, stamp: int | None = None) -> Image:
         """Decodes an image of a row; raises DataError with the place of the row, also for an image
         that is another than the one of this stamp.

@@ -1,0 +1,46 @@
+"""Images of the data for looking at."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from automodel_lite.data.feeding.planned import PlannedPacks
+from automodel_lite.parts.images.packs import ImagePacker
+from automodel_lite.parts.images.rows import find
+
+SIDE = 200
+"""Pixels of a thumbnail."""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An image of a document: what it is, and a small copy of it as a data URI."""
+
+    caption: str
+    thumbnail: str
+
+
+def pictures_of(data: PlannedPacks, row: Mapping[str, np.ndarray]) -> list[Picture]:
+    """Returns the images of a token row, in the order of their places."""
+    if "image" not in row or not isinstance(data.packer, ImagePacker):
+        return []
+    numbers, counts = np.unique(row["image"], return_counts=True)
+    of_number = dict(zip(numbers.tolist(), counts.tolist()))
+    pictures = []
+    for number in dict.fromkeys(row["image"][row["image"] > 0].tolist()):
+        which, place, image = find(number)
+        documents = data.packer.sets[which]
+        pixels = documents.pixels(place, image)
+        width, height = pixels.size
+        pixels.thumbnail((SIDE, SIDE))
+        whole = io.BytesIO()
+        pixels.save(whole, "JPEG")
+        caption = f"{documents.name(place, image)}: {width} × {height}, {of_number[number]} tokens"
+        thumbnail = f"data:image/jpeg;base64,{base64.b64encode(whole.getvalue()).decode()}"
+        pictures.append(Picture(caption, thumbnail))
+    return pictures
