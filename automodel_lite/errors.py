@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 MISTAKE_EXIT = 2  # exit code of a mistake that the user can mend
@@ -101,6 +103,20 @@ def format_value(value: Any) -> str:
     return (
         "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
     )
+
+
+def did_you_mean_path(path: str) -> str:
+    """Returns `; did you mean X?` or "": the entry of the same folder with the closest name, of a
+    plain name a run's too.
+    """
+    wanted = Path(path).expanduser()
+    folders = [wanted.parent, *([Path("runs")] if wanted.name == path else [])]
+    for folder in folders:
+        with suppress(OSError):
+            names = sorted(entry.name for entry in folder.iterdir())
+            if close := difflib.get_close_matches(wanted.name, names, n=1, cutoff=0.6):
+                return f"; did you mean {folder / close[0]}?"
+    return ""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -46,6 +46,7 @@ from automodel_lite.extras.plan.planner import (
     Job,
     Outcome,
     Plan,
+    coarse_bytes,
     make_plans,
     placed,
     possible,
@@ -64,6 +65,11 @@ from automodel_lite.training.start import build_on_meta
 POSITIVE = argument(float, Range(above=0))
 NOT_READ = "not read"
 UNNAMED = "unnamed-plan"
+LEGEND = """\
+peak, states, rest   GiB of a GPU at its fullest: weights, gradients and moments, and all else
+step s               the least seconds of an optimizer step; tok/s per GPU and MFU are at most these
+bound by, loses by   what takes longest; where the layout is slower than the first
+"""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -105,20 +111,33 @@ def main(argv: list[str] | None = None) -> int:
         f"{job.world} GPUs ({args.nodes} x {args.gpus} {args.gpu}), rates of {gpu.source}; "
         f"{data.text}"
     )
-    outcome = make_plans(job)
-    if not outcome.plans:
-        print(f"no plan fits: {lost_text(outcome)}", *suggestions(job, parts_of), sep="\n")
-        return 1
-    best = outcome.plans[0]
-    print("", table(outcome.plans), "", f"others: {lost_text(outcome)}", "", sep="\n")
-    print(duration_text(best, job, config, data.num_packs, args.price_per_gpu_hour))
-    print("", command(best, job, args.config_name, [*overrides, *missing(config)]), sep="\n")
+    print(coarse_text(job), flush=True)
+    outcome = make_plans(job, say=lambda line: print(f"  {line}", flush=True))
     if args.json:
         found = {"plans": [as_json(plan) for plan in outcome.plans], "lost": dict(outcome.lost)}
         args.json.write_text(json.dumps(found, indent=1))
+    if not outcome.plans:
+        print("fits: no")
+        print(f"no plan fits: {lost_text(outcome)}", *suggestions(job, parts_of), sep="\n")
+        return 1
+    best = outcome.plans[0]
+    print("fits: yes", "", sep="\n")
+    print(command(best, job, args.config_name, [*overrides, *missing(config)]))
+    print(duration_text(best, job, config, data.num_packs, args.price_per_gpu_hour))
+    print("", table(outcome.plans), "", LEGEND, f"others: {lost_text(outcome)}", sep="\n")
     if args.write:
         write_preset(args.write, args.config_name, config, [*overrides, *overrides_of(best)])
     return 0
+
+
+def coarse_text(job: Job) -> str:
+    """A first answer, at once."""
+    least, most = coarse_bytes(job), usable(int(job.gpu.gigabytes * 1e9))
+    verdict = "no: does not fit" if least > most else "may fit"
+    return (
+        f"by arithmetic: {verdict}; weights, gradients and moments take at least "
+        f"{least / 2**30:.1f} of {most / 2**30:.1f} GiB; simulating layouts:"
+    )
 
 
 def composed(preset: str, overrides: Sequence[str]) -> Config:
@@ -216,7 +235,7 @@ def data_of(config: Config, parts: Parts, assumed: int) -> Data:
 
 def table(plans: list[Plan]) -> str:
     """Sizes in GiB of a GPU at its fullest, rates per GPU."""
-    sizes = ("peak", "states", "rest", "step s", "tok/s", "MFU", "bound by", "loses by")
+    sizes = ("peak", "states", "rest", "step s", "<= tok/s", "<= MFU", "bound by", "loses by")
     head = ("mesh", "micro x steps", "recomputed", *sizes)
     rows = [head]
     for number, plan in enumerate(plans[:SHOWN]):

@@ -46,7 +46,11 @@ from automodel_lite.training.build import BuiltModel
 from automodel_lite.training.decide import decide
 from automodel_lite.training.ema import WeightAverage
 from automodel_lite.training.engine import Engine
-from automodel_lite.training.evaluation import sample_answers, validation_losses
+from automodel_lite.training.evaluation import (
+    check_held_out,
+    sample_answers,
+    validation_losses,
+)
 from automodel_lite.training.guards import Guards, TrainState
 from automodel_lite.training.memory import out_of_memory_text
 from automodel_lite.training.plan import build_parts
@@ -118,6 +122,7 @@ class TrainFinetuneRecipe:
         show(start.data_lines(self.data))
         if line := images_line(self.data):
             show([("images", line)])
+        check_held_out(config, self.data)
         label_values.check_loss(self.data, parts.loss)
         self.plan = self.data.plan(config.training)
         self.guards.peers.compare(

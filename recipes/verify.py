@@ -7,7 +7,8 @@
 A small sample of the packs that training would read goes through the program's own path in several
 ways; loss and every gradient must agree with the truth: each document alone, through the model's
 own eager attention, in fp32, in one process. Then the step is broken on purpose, to show what a
-fault would look like. Exit code 1 on a FAIL.
+fault would look like. Exit code 1 on a FAIL. With `--card runs/mine` the numbers, and the export
+against its checkpoint, are written to runs/mine/hf/certificate.json and the model card.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ if __name__ == "__main__":
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -31,6 +33,7 @@ from automodel_lite.attention.interface import install
 from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.config.schema import Config
 from automodel_lite.data.packing.packs import packed_sequence_thd_collater
+from automodel_lite.extras.certificate import check_export, write_certificate
 from automodel_lite.extras.verify import (
     Check,
     Sample,
@@ -71,17 +74,22 @@ kernel in it.
 """
 
 
-def main(config: Config) -> int:
-    """Prints the table; returns the exit code."""
+def main(config: Config, card: Path | None = None) -> int:
+    """Prints the table, and writes a certificate beside the export of the run `card`; returns the
+    exit code.
+    """
     quiet_libraries()
+    if card:
+        check_export(card)
     with watch_ranks():
-        return Verification(config).run()
+        return Verification(config, card).run()
 
 
 class Verification:
     """One model in one process, and again spread over the mesh."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, card: Path | None = None) -> None:
+        self.card = card
         config = resolve_auto(config)
         self.config = config
         self.console = Console(is_silent=rank() != 0)
@@ -118,6 +126,9 @@ class Verification:
         if is_first:
             checks += self.faults()
             self.console.print("\nrelative differences from the truth\n" + table(checks))
+            if self.card:
+                path = write_certificate(self.card, checks, self.sample)
+                self.console.print(f"\ncertificate   {path}")
         num_failed = sum(not check.passed for check in checks)
         self.console.print(
             f"\nFAIL: {num_failed} of {len(checks)}"
@@ -302,8 +313,8 @@ class Verification:
         total = 0.0
         for batch in batches:
             with torch.autocast(device.type, dtype) if dtype != torch.float32 else nullcontext():
-                total = model(batch.to(device)).sum
-                loss = total / (num_label_tokens or self.num_label_tokens)
+                summed = model(batch.to(device)).sum
+                loss = summed / (num_label_tokens or self.num_label_tokens)
             loss.backward()
             total += float(loss.detach())
         return Step(total, take_gradients(model.lm.named_parameters()))

@@ -57,7 +57,7 @@ MISTAKES = {
     ),
     "missing dataset file": Mistake(
         "--config-name llama_packed dataset=files dataset.path=chat.jsonl",
-        "dataset.path=chat.jsonl does not exist (looked in {folder}).",
+        "dataset.path=chat.jsonl does not exist (looked in {folder}); did you mean chats.jsonl?",
     ),
     "unknown columns": Mistake(
         "--config-name llama_packed dataset=files dataset.path=faq.csv",

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import yaml
 from hydra import version as hydra_version
 from hydra.core.config_store import ConfigStore
 from hydra.core.default_element import ResultDefault
@@ -109,6 +110,12 @@ class Loader(ConfigLoaderImpl):
             if found := _NOT_THERE.search(text):
                 text = f"~{found[1]}: no file sets it, so there is nothing to remove."
             raise ConfigError(text.partition(" Config search path:")[0]) from None
+        except yaml.MarkedYAMLError as error:
+            mark = error.problem_mark
+            place = f"{mark.name}:{mark.line + 1}" if mark else "a file"
+            problem = str(error.problem)
+            cure = "indent with spaces" if "'\\t'" in problem else "mend the line, or the one above"
+            raise ConfigError(f"{place}: not YAML: {problem}: {cure}.") from None
         self._remove_keys(raw)
         # to choose an option is to take another file, whatever it holds
         values = [text for text in self.typed if not is_choice(text, self.known)]

@@ -65,6 +65,8 @@ def run_command_line(main: str, argv: Sequence[str]) -> int:
         )
     if (line.task or line.tasks) and recipe.name != "prepare_data":
         raise ConfigError("--task and --tasks: automodel-lite prepare alone is done in tasks.")
+    if line.card and recipe.name != "verify":
+        raise ConfigError("--card RUN: automodel-lite verify alone writes a certificate.")
     if line.is_question and not is_shown():
         return 0  # the first rank answers
     if line.version:
@@ -136,7 +138,9 @@ def run(recipe: Recipe, raw: DictConfig, line: Namespace, sources: Sources) -> i
         if kind
         else []
     )
-    flags: dict[str, Any] = {"html": Path(line.html)} if line.html else {}  # of inspect_data alone
+    # of inspect_data alone, and of verify
+    paths = {name: vars(line)[name] for name in ("html", "card") if vars(line)[name]}
+    flags: dict[str, Any] = {name: Path(path) for name, path in paths.items()}
     flags |= {name: vars(line)[name] for name in ("task", "tasks") if vars(line)[name]}
     return main(config, *own, **flags) or 0
 

@@ -72,6 +72,7 @@ def check_preset(sources: Sources, preset: str | None, overrides: Sequence[str] 
     if preset is None:
         stray = [
             f"{text}: cannot be read as key=value: there is no `=`."
+            + (f" For this run: model.pretrained={text}/hf." if Path(text).is_dir() else "")
             for text in overrides
             if "=" not in text
         ]

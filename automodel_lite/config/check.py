@@ -64,6 +64,10 @@ def check_config(raw: DictConfig, extra: type | None = None) -> Config:
         )
     problems = list(_unresolved(raw))
     if problems:
+        # what is missing may be there under a misspelled name
+        literal: Any = OmegaConf.to_container(raw, resolve=False)
+        typos = [line for line in _schema_problems(literal, Config, "") if ": unknown key" in line]
+        problems = typos + problems
         raise ConfigError("\n".join(problems))
     plain: Any = OmegaConf.to_container(raw, resolve=True)
     problems = list(_schema_problems(plain, Config, ""))

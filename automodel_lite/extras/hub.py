@@ -15,7 +15,7 @@ from automodel_lite.config.rules import REPO_NAME, looks_local
 from automodel_lite.errors import ConfigError, one_line
 from automodel_lite.extras.report import facts_of, packing_of, read_run
 from automodel_lite.redact import scrub
-from automodel_lite.run.folder import RunFolder
+from automodel_lite.run.folder import RunFolder, json_object
 from automodel_lite.version import __version__
 
 _TEMPLATE = Path(__file__).with_name("card.md.j2")
@@ -61,6 +61,7 @@ def write_card(run: Path, folder: Path, repo: str | None = None) -> None:
         packing=packing_of(record),
         results=[("method", _method(config)), *facts_of(record)],
         settings=OmegaConf.to_yaml(OmegaConf.create(settings)),
+        certificate=json_object(folder / "certificate.json"),
     )
     path.write_text(scrub(str(card)), encoding="utf-8")
 

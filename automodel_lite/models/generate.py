@@ -16,7 +16,12 @@ from transformers import PreTrainedTokenizerBase, TextStreamer
 from automodel_lite.attention.interface import tolerance_std
 from automodel_lite.attention.spec import config_value
 from automodel_lite.config.components import locate
-from automodel_lite.errors import ConfigError, is_out_of_memory, one_line
+from automodel_lite.errors import (
+    ConfigError,
+    did_you_mean_path,
+    is_out_of_memory,
+    one_line,
+)
 from automodel_lite.models.source import check_finite, check_source, embedding_rows, load_whole
 
 _PROBE_TOKENS = 12
@@ -183,6 +188,11 @@ def load_generator(source: str, trust_remote_code: bool = False, on_cpu: bool = 
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # whatever a damaged file makes of its reader
+        if isinstance(error, OSError) and not Path(source).is_dir():
+            raise ConfigError(
+                f"model={source}: no folder has that name{did_you_mean_path(source) or '.'} As a "
+                f"name of the hub: {one_line(error)}"
+            ) from error
         raise ConfigError(f"{source} cannot be loaded as a tokenizer: {one_line(error)}") from error
     has_gpu = torch.cuda.is_available() and not on_cpu
     # by its path: without peft, ConfigError has the pip line

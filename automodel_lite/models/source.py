@@ -9,12 +9,16 @@ from __future__ import annotations
 import copy
 import pickle
 import re
+import socket
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
+import huggingface_hub
 import torch
 import transformers
 from safetensors import SafetensorError
@@ -28,6 +32,7 @@ from automodel_lite.config.rules import OneOf, PathStr, Range, looks_local
 from automodel_lite.errors import (
     ConfigError,
     did_you_mean,
+    did_you_mean_path,
     is_lost_peer,
     is_out_of_memory,
     one_line,
@@ -474,9 +479,26 @@ def check_source(key: str, source: str) -> None:
     """
     folder = Path(source).expanduser()
     if looks_local(source) and not folder.is_dir():
-        raise ConfigError(f"{key}={source}: there is no such folder.")
+        raise ConfigError(
+            f"{key}={source}: there is no such folder{did_you_mean_path(source) or '.'}"
+        )
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise ConfigError(f"{key}={source}: the folder has no config.json.")
+    if not folder.is_dir():
+        _ask_no_hub_without_network()
+
+
+def _ask_no_hub_without_network() -> None:
+    """Lets the hub's library answer from its cache alone where the hub's name does not resolve: it
+    would ask for half a minute.
+    """
+    host = urlsplit(huggingface_hub.constants.ENDPOINT).hostname
+    if host is None or getproxies():
+        return
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError:
+        huggingface_hub.constants.HF_HUB_OFFLINE = True
 
 
 def _load_config(source: str, options: dict[str, Any]) -> PretrainedConfig:

@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
-from automodel_lite.config.schema import SamplesConfig
+from automodel_lite.config.schema import Config, SamplesConfig
 from automodel_lite.data.feeding.feed import DeviceFeed, validation_steps
 from automodel_lite.data.feeding.source import PackSource
 from automodel_lite.data.packing.packs import PackedDataset
 from automodel_lite.data.reading.documents import Documents, Question, question_of
-from automodel_lite.errors import DataError
+from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.models.generate import prompt_ids
 from automodel_lite.parallel.mesh import Mesh
 from automodel_lite.parallel.sharding import ParallelModel
@@ -104,6 +104,30 @@ def sample_answers(
         )
     model.module.train()
     return answers
+
+
+def check_held_out(config: Config, data: PackSource) -> None:
+    """Raises ConfigError where something asks for held-out data that there are not: it would never
+    act, without a word.
+    """
+    for name, part in config.callbacks.items():
+        metric = str(part.get("metric", "val_loss"))
+        is_stopping = str(part.get("_target_", "")).endswith(".EarlyStopping")
+        if is_stopping and metric.startswith("val_") and not data.val_packs:
+            raise ConfigError(
+                f"callbacks.{name} waits for {metric}, and nothing is held out: set "
+                "dataset.val_frac=0.05 or dataset.val_path, and training.val_every_steps."
+            )
+        every = config.training.val_every_steps
+        if is_stopping and metric.startswith("val_") and not every:
+            raise ConfigError(
+                f"callbacks.{name} waits for {metric}, which training.val_every_steps=0 computes "
+                "only at the end: set training.val_every_steps."
+            )
+    if config.evaluation and not data.documents.questions and data.documents.kind == "text":
+        raise ConfigError(
+            "evaluation asks held-out questions, and plain text has none: set evaluation=none."
+        )
 
 
 def questions_of(documents: Documents) -> Iterator[Question]:

@@ -43,6 +43,7 @@ from automodel_lite.telemetry.metrics import STARTUP
 from automodel_lite.thd import ThdBatch, to_thd
 from automodel_lite.training.build import BuiltModel
 from automodel_lite.training.decide import adapter_weights, decide
+from automodel_lite.training.evaluation import check_held_out
 from automodel_lite.training.guards import Guards
 from automodel_lite.training.memory import (
     GPUS_GB,
@@ -78,6 +79,7 @@ def dry_run(config: Config) -> int:
     parts = build_parts(config)
     try_settings(config, parts)
     data = prepare_data(config, check_sizes(config, shape.world_size), parts.packer)
+    check_held_out(config, data)
     plan = data.plan(config.training)
     model_config = parts.model.config(data.tokenizer)
     check_positions(data, parts.model, parts.teacher)

@@ -210,9 +210,13 @@ class PlannedPacks(PackSource):
             smallest = self.shape.micro_batch_size * self.shape.dp_size
             if size > smallest:
                 suggestions.insert(0, f"training.global_batch_size={smallest}")
+            packs = len(self.packs_of(0))
+            made = f"{packs:,} packs make" if packs > 1 else "1 pack makes"
+            passes = f"{num_epochs} epochs" if num_epochs > 1 else "1 epoch"
+            few = f"{steps} steps" if steps > 1 else "1 step"
             raise ConfigError(
-                f"{len(self.packs_of(0)):,} packs are {steps} steps of {size} in {num_epochs} "
-                f"epochs{why}, too few to learn from: set {' or '.join(suggestions)}."
+                f"{made} {few} of {size} in {passes}{why}, too few to learn from: set "
+                f"{' or '.join(suggestions)}."
             )
         return TrainingPlan(min(steps, config.max_steps or steps), first, self.shape)
 

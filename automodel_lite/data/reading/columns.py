@@ -36,6 +36,7 @@ VERDICT = (
     "same way: keep only the good rows, or set dataset.format={format} to train on all."
 )
 WEIGHTS = re.compile(r"(sample_|loss_|row_|example_)?weights?|importance", re.IGNORECASE)
+NUMBERED = re.compile(r"id|nr|no|index|number|uuid|.*_id", re.IGNORECASE)  # of a row
 MASKS = re.compile(
     r"(do_|is_)?(train|trained|trainable|learn|masked)|(loss|train)_mask|train_on\w*", re.IGNORECASE
 )
@@ -306,12 +307,14 @@ def _find(
             f"{', '.join(columns)}: name them with dataset.columns."
         )
     known = ", ".join(" + ".join(known.columns) for known in FORMATS)
+    texts = [column for column in columns if not NUMBERED.fullmatch(column)] or columns
     names = {1: ("text",), 3: ("instruction", "input", "output")}.get(
-        len(columns), ("prompt", "completion")
+        len(texts), ("prompt", "completion")
     )
-    named_by = zip(names, columns if len(columns) <= 3 else (columns[0], columns[-1]))
-    hint = " ".join(f"dataset.columns.{name}={column}" for name, column in named_by)
-    hint += f" (which leaves out {', '.join(columns[1:-1])})" if len(columns) > 3 else ""
+    chosen = texts if len(texts) <= 3 else [texts[0], texts[-1]]
+    hint = " ".join(f"dataset.columns.{name}={column}" for name, column in zip(names, chosen))
+    left_out = [column for column in columns if column not in chosen]
+    hint += f" (which leaves out {', '.join(left_out)})" if left_out else ""
     raise ConfigError(
         f"the columns {', '.join(columns)} match no known format: name them, for instance {hint}. "
         f"Known formats are {known}."

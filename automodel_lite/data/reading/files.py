@@ -50,7 +50,13 @@ from automodel_lite.data.reading.readers import (
     placed,
 )
 from automodel_lite.data.reading.tables import DatasetRows, TableRows, open_saved, parquet_to_arrow
-from automodel_lite.errors import ConfigError, DataError, one_line, printable
+from automodel_lite.errors import (
+    ConfigError,
+    DataError,
+    did_you_mean_path,
+    one_line,
+    printable,
+)
 from automodel_lite.progress import activity
 
 NUM_SNIFFED_ROWS = 20
@@ -286,7 +292,10 @@ def open_rows(
     found, note = find_files(paths, key, held_out)
     if not found:
         if len(paths) != 1 or looks_local(paths[0]) or kind_of(Path(paths[0])) in KINDS:
-            raise ConfigError(f"{key}={path} does not exist (looked in {Path.cwd()}).")
+            raise ConfigError(
+                f"{key}={path} does not exist (looked in {Path.cwd()})"
+                f"{did_you_mean_path(paths[0]) or '.'}"
+            )
         return _open_hub(paths[0], name, split, key)
     rows = []
     files = []

@@ -10,7 +10,7 @@ is not simulated once there are enough to show: it cannot become one of the firs
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -23,7 +23,7 @@ from transformers import PretrainedConfig
 from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.attention.spec import layer_shapes
 from automodel_lite.config.sizes import AUTO_BATCH_SIZE
-from automodel_lite.errors import ConfigError
+from automodel_lite.errors import ConfigError, one_line
 from automodel_lite.extras.plan.recompute import least_recomputation
 from automodel_lite.extras.plan.simulation import CountError, Simulation, layer_pattern, simulate
 from automodel_lite.extras.plan.tracker import Message, Work
@@ -156,9 +156,27 @@ class Outcome:
     lost: Counter[str]
 
 
-def make_plans(job: Job, most: int = MOST_SIMULATED) -> Outcome:
+def coarse_bytes(job: Job) -> int:
+    """Returns what no layout takes less of a GPU than: weights, gradients and the smallest moments,
+    sharded over all GPUs.
+    """
+    bytes_of_weight = 10.0  # fp32 weights and gradients, moments in 8 bits
+    if job.parts.training.master_weights == "bf16":
+        bytes_of_weight = 6.0
+    if job.parts.peft:
+        bytes_of_weight = 0.5  # frozen, in 4 bits
+    if job.parts.mesh.cpu_offload:
+        bytes_of_weight = 0.0
+    return int(job.size.parameters * bytes_of_weight / job.world)
+
+
+def make_plans(
+    job: Job, most: int = MOST_SIMULATED, say: Callable[[str], None] = lambda line: None
+) -> Outcome:
     """Searches the layouts of the job's world; the best plan was simulated whole, checkpoint and
     export included.
+
+    say   gets a line per layout that is simulated
     """
     pattern = layer_pattern(job.config)
     capacity = usable(int(job.gpu.gigabytes * 1e9))
@@ -178,14 +196,22 @@ def make_plans(job: Job, most: int = MOST_SIMULATED) -> Outcome:
         except CountError as error:
             lost["not counted"] += 1
             not_counted = error
+            say(f"{layout}, micro-batch {layout.micro_batch}: cannot be counted")
             continue
-        except (ConfigError, NotImplementedError):
+        except (ConfigError, NotImplementedError) as error:
             lost["unsupported"] += 1
+            say(f"{layout}, micro-batch {layout.micro_batch}: {one_line(error, 100)}")
             continue
         if found is None:
             lost["memory"] += 1
+            say(f"{layout}, micro-batch {layout.micro_batch}: too large")
             continue
         plans.append(priced(job, layout, *found))
+        say(
+            f"{layout}, micro-batch {layout.micro_batch}: fits, "
+            f"{plans[-1].step.peak / 2**30:.1f} GiB, at most "
+            f"{plans[-1].tokens_per_s_per_gpu:,.0f} tokens/s per GPU"
+        )
         plans.sort(key=lambda plan: plan.step_s / plan.layout.global_batch)
     if not_counted and not plans:
         raise not_counted

@@ -60,7 +60,7 @@ def test_too_few_steps_are_an_error_with_the_cure(tmp_path: Path) -> None:
     whole = ["packed_sequence.packed_sequence_size=4096"]
     with pytest.raises(
         ConfigError,
-        match=r"1 packs are 3 steps of 1 in 3 epochs \(.*under 10,000 documents\), too few",
+        match=r"1 pack makes 3 steps of 1 in 3 epochs \(.*under 10,000 documents\), too few",
     ):
         plan_of(tmp_path, *whole)
     with pytest.raises(

@@ -1,0 +1,132 @@
+"""`automodel-lite verify ... --card RUN`: what an export was trained on, and what was compared.
+
+    RUN/hf/certificate.json    model, data and code by their hashes, the run's command, versions;
+                               packed against alone, layouts, the export against its checkpoint
+
+The model card shows it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+
+from automodel_lite.config.components import build
+from automodel_lite.errors import ConfigError
+from automodel_lite.extras.hub import write_card
+from automodel_lite.extras.load_run import load_run_config, load_trained
+from automodel_lite.extras.report import read_run
+from automodel_lite.extras.verify import Check, Sample
+from automodel_lite.run.checkpoint_folder import step_of
+from automodel_lite.run.folder import RunFolder
+from automodel_lite.thd import IGNORE_INDEX
+from automodel_lite.version import __version__
+
+NAME = "certificate.json"
+LIMITS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # of an export's loss, relative
+
+
+def check_export(run: Path) -> None:
+    """Raises ConfigError where a run has no exported folder."""
+    if not (run / "hf" / "config.json").is_file():
+        raise ConfigError(f"--card {run}: it has no hf/: automodel-lite export {run}.")
+
+
+def write_certificate(run: Path, checks: Sequence[Check], sample: Sample) -> Path:
+    """Writes certificate.json beside the export and the model card again; returns its path."""
+    check_export(run)
+    folder = run / "hf"
+    record = read_run(run)
+    config = load_run_config(RunFolder(run))
+    documents = build(config.dataset)
+    files = [stamp.path for stamp in getattr(documents, "train_files", [])]
+    base = Path(str(config.model.get("pretrained") or ""))
+    found = {
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        "trained": {
+            "command": str(record.facts.get("command", "")),
+            "steps": record.rows[-1].get("step"),
+            "base_sha256": hashes(sorted(base.glob("*.safetensors"))) if base.is_dir() else {},
+            "data_sha256": hashes(Path(path) for path in files),
+            "export_sha256": hashes(sorted(folder.glob("*.safetensors"))),
+        },
+        "versions": {
+            "automodel_lite": __version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+        "compared": [as_json(check) for check in checks] + [export_against_training(run, sample)],
+    }
+    path = folder / NAME
+    path.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    write_card(run, folder)
+    return path
+
+
+def hashes(paths: Iterable[Path]) -> dict[str, str]:
+    """Returns the SHA-256 of each file by its name."""
+    found = {}
+    for path in paths:
+        digest = hashlib.sha256()
+        with path.open("rb") as file:
+            while block := file.read(2**20):
+                digest.update(block)
+        found[path.name] = digest.hexdigest()
+    return found
+
+
+def as_json(check: Check) -> dict[str, Any]:
+    """Returns a comparison's row: relative differences to three digits, and the verdict."""
+    found = check.difference._asdict()
+    differences = {name: float(f"{float(value):.2e}") for name, value in found.items()}
+    return {
+        "what": check.name,
+        **differences,
+        "limit": check.limit,
+        "passed": bool(check.passed),
+        "is_fault": check.is_fault,
+    }
+
+
+def export_against_training(run: Path, sample: Sample) -> dict[str, Any]:
+    """Compares the loss of the export, in plain transformers, with that of the checkpoint that it
+    was made of, each document alone.
+    """
+    trained = load_trained(run)
+    export = transformers.AutoModelForCausalLM.from_pretrained(run / "hf", dtype=torch.float32)
+    dtype = transformers.AutoConfig.from_pretrained(run / "hf").dtype or torch.float32
+    losses = [mean_loss(model, sample) for model in (trained.model.lm, export)]
+    difference = abs(losses[1] - losses[0]) / losses[0]
+    limit = LIMITS.get(dtype, LIMITS[torch.bfloat16])
+    return {
+        "what": f"the export in transformers = checkpoint of step {step_of(trained.checkpoint)}",
+        "loss": float(f"{difference:.2e}"),
+        "limit": limit,
+        "passed": difference <= limit,
+        "is_fault": False,
+    }
+
+
+@torch.no_grad()
+def mean_loss(model: nn.Module, sample: Sample) -> float:
+    """Returns the mean over the labels of the sample's documents, each one alone."""
+    model.eval()
+    if isinstance(model, transformers.PreTrainedModel):
+        model.set_attn_implementation("eager")
+    total = torch.zeros(())
+    count = torch.zeros(())
+    for ids, labels, weights in sample.each_document():
+        logits: Tensor = model(input_ids=ids[None], use_cache=False).logits[0].float()
+        each = F.cross_entropy(logits, labels, reduction="none", ignore_index=IGNORE_INDEX)
+        total += (each * weights).sum()
+        count += weights[labels != IGNORE_INDEX].sum()
+    return float(total / count)

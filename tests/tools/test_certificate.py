@@ -1,0 +1,47 @@
+"""What `verify --card` writes beside an export, and what the model card shows of it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+
+from automodel_lite.errors import ConfigError
+from recipes import verify
+from tests.runs import quick_config, train_quick
+
+
+def test_a_certificate_holds_hashes_and_comparisons(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with pytest.raises(ConfigError, match=r"--card .*run: it has no hf/: automodel-lite export"):
+        verify.main(quick_config(run), run)
+    assert train_quick(run, "checkpoint.export_hf=true", "training.max_steps=2")[0] == 0
+    assert verify.main(quick_config(run), run) == 0
+    found = json.loads((run / "hf" / "certificate.json").read_text())
+    export = (run / "hf" / "model.safetensors").read_bytes()
+    assert found["trained"]["export_sha256"] == {
+        "model.safetensors": hashlib.sha256(export).hexdigest()
+    }
+    assert found["trained"]["steps"] == 2
+    names = [row["what"] for row in found["compared"]]
+    assert names[0].startswith("packed = each document alone")
+    assert names[-1] == "the export in transformers = checkpoint of step 2"
+    assert all(row["passed"] for row in found["compared"])
+    card = (run / "hf" / "README.md").read_text()
+    assert "| packed = each document alone" in card
+    assert "certificate.json" in card
+
+
+def test_an_export_of_other_weights_fails(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    run = tmp_path / "run"
+    assert train_quick(run, "checkpoint.export_hf=true", "training.max_steps=2")[0] == 0
+    path = run / "hf" / "model.safetensors"
+    weights = {name: tensor * 1.05 for name, tensor in load_file(path).items()}
+    save_file(weights, path, metadata={"format": "pt"})
+    verify.main(quick_config(run), run)
+    last = json.loads((run / "hf" / "certificate.json").read_text())["compared"][-1]
+    assert last["passed"] is False
