@@ -126,3 +126,14 @@ def test_a_model_larger_than_the_card_says_what_was_held(tmp_path: Path) -> None
     )
     with pytest.raises((torch.OutOfMemoryError, ConfigError, RunStoppedError), match="memory"):
         train(tmp_path / "run", EAGER, *settings)
+
+
+def test_doctor_tries_the_kernels_of_the_card(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from automodel_lite.extras.cli.doctor import doctor
+
+    assert doctor(["--output-dir", str(tmp_path)]) == 0
+    screen = capsys.readouterr().out
+    assert "VarlenAttention: ok" in screen
+    assert "FlexAttention: ok" in screen
