@@ -530,10 +530,9 @@ class LossModel(nn.Module):
         check_columns(loss, brought)
         labels_R = batch.labels.index_select(0, rows)
         columns = {name: column.index_select(0, rows) for name, column in brought.items()}
-        own = head
+        # rows of the heads that predict further ahead stand behind those of the labels
         heads = self._heads_beside(loss)
-        if heads:
-            own = replace(head, rows=head.rows[: len(rows)])
+        own = replace(head, rows=head.rows[: len(rows)]) if heads else head
         inputs = LossInputs(own, labels_R, columns, batch, teacher)
         total, parts = loss(inputs)
         if heads:
@@ -541,6 +540,7 @@ class LossModel(nn.Module):
             ahead = heads.loss(replace(head, rows=head.rows[len(rows) :]), batch)
             total = total + heads.coefficient * (ahead - ahead.detach())
             parts = {**parts, "mtp_loss": ahead}
+        # by which runs of different losses compare
         if not self.training:
             losses_R, hits_R = inputs.rows(_loss_and_hit, labels_R).unbind(-1)
             weights_R = columns.get("loss_weights", torch.ones_like(hits_R))

@@ -100,6 +100,8 @@ def attention_plan(
     if tree is not None:
         plan = tree_plan(batch, segments, tree.paths, to_stream, group)
         return replace(plan, ahead=ahead)
+    # each run of queries sees its document up to its own end; a row of keys is sent to at most two
+    # runs, the early and the late one of its document
     key_end = segments.end + keys_ahead(batch, segments.end)
     q_lens = segments.end - segments.start
     k_lens = key_end - segments.document_start
@@ -113,13 +115,22 @@ def attention_plan(
         before = segments.start - segments.document_start if ahead else None
         return AttentionPlan(own, gather, ahead=ahead, before=before)
     assert exchange == "ring"
-    # The documents have two runs of one length each on this rank, none is empty.
+    return ring_plan(gather, own, q_lens, batch.max_seqlen)
+
+
+def ring_plan(gather: AllGatherKV, own: Segments, q_lens: Tensor, longest: int) -> AttentionPlan:
+    """Returns the plan of a rank whose keys travel.
+
+    gather   what layers do whose window ends within a chunk
+    q_lens   int64 [2 N]: each document's early and late run on this rank, which are equally long
+             and not empty
+    longest  tokens of the longest document
+    """
     lengths = q_lens.view(-1, 2)[:, 0]
-    longest = batch.max_seqlen
     whole = cumulative(2 * lengths)
     starts = whole[:-1].long()
     around = Ring(
-        group=group,
+        group=gather.group,
         early=concatenated_ranges(starts, starts + lengths),
         late=concatenated_ranges(starts + lengths, starts + 2 * lengths),
         cu_whole=whole,

@@ -249,9 +249,12 @@ def _silent_rank(store: dist.Store, beats: dict[int, tuple[int, float]]) -> int 
     for other in range(1, world_size()):
         count = store.add(f"beats/{other}", 0)
         last, silent_s = beats.get(other, (0, 0.0))
-        beats[other] = count, silent_s + _LOOK_EVERY_S * _BEAT_EVERY_LOOKS if count == last else 0.0
-        # who has not started has none
-        if count and beats[other][1] >= _DEAD_S and not store.check([f"left/{other}"]):
+        silent_s += _LOOK_EVERY_S * _BEAT_EVERY_LOOKS
+        if count != last:
+            silent_s = 0.0
+        beats[other] = (count, silent_s)
+        has_started = count > 0
+        if has_started and silent_s >= _DEAD_S and not store.check([f"left/{other}"]):
             return other
     return None
 

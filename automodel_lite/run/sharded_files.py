@@ -125,19 +125,17 @@ def _axes(tensor: Tensor) -> Iterator[tuple[int, int, int | None, int]]:
     ranks = tensor.device_mesh.mesh
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None
-    for axis in sorted(
-        range(ranks.ndim), key=lambda axis: isinstance(tensor.placements[axis], StridedShard)
-    ):
+    placements = tensor.placements
+    strided = [axis for axis, x in enumerate(placements) if isinstance(x, StridedShard)]
+    others = [axis for axis in range(ranks.ndim) if axis not in strided]
+    for axis in [*others, *strided]:
         size = ranks.shape[axis]
-        placement = tensor.placements[axis]
+        # ranks that differ in this coordinate alone
         along = ranks.movedim(axis, 0).reshape(size, -1)[:, 0]
         stride = int(along[-1] - along[0]) // max(size - 1, 1)
-        yield (
-            size,
-            stride,
-            placement.dim if isinstance(placement, (Shard, StridedShard)) else None,
-            coordinate[axis],
-        )
+        placement = placements[axis]
+        dim = placement.dim if isinstance(placement, (Shard, StridedShard)) else None
+        yield size, stride, dim, coordinate[axis]
 
 
 def write_parts(folder: Path, rank: int, parts: Mapping[str, Tensor]) -> tuple[str, str] | None:
@@ -191,9 +189,12 @@ def read_tensors(folder: Path, index: Mapping[str, Layout], tensors: Mapping[str
     """Copies this rank's boxes into the tensors, whichever ranks wrote them. No collective."""
     by_file: dict[int, list[tuple[str, Box, Box]]] = {}
     for name, tensor in tensors.items():
+        if not local(tensor).numel():
+            continue
         wanted = _own_box(tensor)
-        for rank, box in index[name].parts(wanted) if local(tensor).numel() else ():
+        for rank, box in index[name].parts(wanted):
             by_file.setdefault(rank, []).append((name, box, wanted))
+    # each file is opened once
     for rank, items in by_file.items():
         with safe_open(folder / _file_of(rank), framework="pt") as file:
             for name, box, wanted in items:
@@ -203,12 +204,13 @@ def read_tensors(folder: Path, index: Mapping[str, Layout], tensors: Mapping[str
                     target.copy_(file.get_tensor(key))
                     continue
                 overlap = [(max(a, low), min(b, high)) for (a, b), (low, high) in zip(box, wanted)]
-                part = file.get_slice(key)[
-                    tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(overlap, box))
-                ]
-                target[
-                    tuple(slice(a - low, b - low) for (a, b), (low, _) in zip(overlap, wanted))
-                ].copy_(part)
+                part = file.get_slice(key)[_within(overlap, box)]
+                target[_within(overlap, wanted)].copy_(part)
+
+
+def _within(part: Box, whole: Box) -> tuple[slice, ...]:
+    """Returns where a box lies in one that holds it, as an index."""
+    return tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(part, whole))
 
 
 def check_fits(index: Mapping[str, Layout], state: Mapping[str, Tensor]) -> None:

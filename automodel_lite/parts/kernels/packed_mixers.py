@@ -165,11 +165,14 @@ class Chunks:
         starts, lens, parents = tree.pieces
         counts = -(-lens // length)
         first = counts.cumsum(0) - counts
-        piece = torch.repeat_interleave(counts)
+        piece = torch.repeat_interleave(counts)  # of each chunk
         # tokens of the piece before each chunk
         behind = length * (torch.arange(len(piece)) - first[piece])
+        # A chunk goes on from the one before it, the first of a piece from the last of its parent,
+        # that of a root from nothing.
         following = torch.arange(len(piece)) - 1
         following[first] = torch.where(parents < 0, -1, (first + counts)[parents] - 1)
+        # the token in each place of each chunk, or the zero behind all tokens; and back
         within = torch.arange(length)
         num_tokens = int(lens.sum())
         is_token = within < (lens[piece] - behind)[:, None]
