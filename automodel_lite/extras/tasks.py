@@ -108,7 +108,8 @@ def _part_key(key: Key, task: int, tasks: int) -> Key:
 
 def _join(folder: Path, folders: list[Path], name: str, kind: str, job: Job) -> None:
     """Writes the rows of all parts end to end, a million documents at a time, and judges them."""
-    writer, found = RowsWriter(folder), Findings()
+    writer = RowsWriter(folder)
+    found = Findings()
     with (folder / HASHES).open("wb") as hashes:
         for part in folders:
             rows = load_rows(part)

@@ -255,7 +255,8 @@ def measure_links(found: list[Findings], device: torch.device) -> None:
     rates: list[Any] = [None] * len(found)
     dist.all_gather_object(rates, (inside, world))
     for each, (own, common) in zip(found, rates):
-        each.host_gb_per_s, each.world_gb_per_s = own, common
+        each.host_gb_per_s = own
+        each.world_gb_per_s = common
 
 
 def _all_reduce_gb_per_s(group: Any, num_ranks: int, device: torch.device) -> float:

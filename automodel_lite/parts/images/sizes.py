@@ -60,12 +60,15 @@ class SizeTable:
     """
 
     def __init__(self, own: Any, process: Process, token: str) -> None:
-        self.own, self.process, self.token = own, process, token
+        self.own = own
+        self.process = process
+        self.token = token
         self.resized = resize_question(own)
         self._run = re.compile(f"(?:{re.escape(token)})+")
         self._of_size: dict[tuple[int, int], ImageTokens] = {}
         self._of_key: dict[Any, ImageTokens] = {}
-        self._num_compared, self.has_keys = 0, hasattr(own, "_get_num_multimodal_tokens")
+        self._num_compared = 0
+        self.has_keys = hasattr(own, "_get_num_multimodal_tokens")
         self.num_asked = 0
 
     def of_size(self, width: int, height: int) -> ImageTokens:

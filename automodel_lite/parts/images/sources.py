@@ -43,7 +43,8 @@ MOST_PIXELS = 64_000_000
 """Of an image that is decoded: a bomb of some kilobytes is refused from its header."""
 _ROTATED = (5, 6, 7, 8)
 _ORIENTATION = 0x0112
-_HEAD_BYTES, _TAIL_BYTES = 2**12, 2**16
+_HEAD_BYTES = 2**12
+_TAIL_BYTES = 2**16
 PIXEL_BITS = 26
 """Of an image's stamp: the lowest are the number of its pixels."""
 _ENDS = {"JPEG": b"\xff\xd9", "MPO": b"\xff\xd9", "PNG": b"IEND"}
@@ -128,8 +129,9 @@ class ImageSource:
             # of a PNG without it in its header, Pillow would decode the whole
             has_exif = image.format != "PNG" or "exif" in image.info
             is_rotated = has_exif and image.getexif().get(_ORIENTATION) in _ROTATED
-            size = limits.scaled(*((height, width) if is_rotated else (width, height)))
-            return *size, stamp
+            if is_rotated:
+                width, height = image.size[::-1]
+            return *limits.scaled(width, height), stamp
 
     def pixels(self, limits: ImageLimits, stamp: int | None = None) -> Image.Image:
         """Decodes the image: RGB, turned as it is shown. Raises DataError as `header` does, and for

@@ -306,7 +306,8 @@ class ImageRenderer(Renderer):
         return ImageRendering("".join(parts), spans, rendering.answer, tuple(own))
 
 
-NUM_SAMPLES, MOST_LOOKED_AT = 4, 200
+NUM_SAMPLES = 4
+MOST_LOOKED_AT = 200
 
 
 def check_sample(job: ImageJob, documents: ImageDocuments) -> None:
@@ -315,8 +316,10 @@ def check_sample(job: ImageJob, documents: ImageDocuments) -> None:
 
     Raises ConfigError where they differ. Documents that cannot be read are named later.
     """
-    tokenizer, renderer = DocumentTokenizer(job), ImageRenderer(job)
-    own, num_left = job.processor.own, NUM_SAMPLES
+    tokenizer = DocumentTokenizer(job)
+    renderer = ImageRenderer(job)
+    own = job.processor.own
+    num_left = NUM_SAMPLES
     step = max(1, len(documents) // MOST_LOOKED_AT)
     for index in range(0, len(documents), step):
         try:
@@ -354,7 +357,8 @@ class ImageEncoder(Encoder):
         super().__init__(job.tokenizer)
         self.processor = job.processor
         self.text_id = int(job.processor.token_id == 0)  # of any other token
-        self._joins, self._num_checked = True, 0
+        self._joins = True
+        self._num_checked = 0
         self._pieces: dict[int, tuple[ImageTokens, np.ndarray, int]] = {}
 
     def encode(self, renderings: Sequence[Rendering]) -> tuple[dict[str, np.ndarray], np.ndarray]:

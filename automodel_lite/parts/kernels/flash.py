@@ -117,7 +117,8 @@ class FlashAttention:
         if major not in WIDE_HEADS:
             cure = "flash-attn-4 trains on 9.x, 10.x and 11.x, use attention=varlen"
             raise refuse(self, f"this GPU (compute capability {major}.x)", cure)
-        keys, values = spec.head_dim, spec.value_head_dim
+        keys = spec.head_dim
+        values = spec.value_head_dim
         largest = LARGEST_HEAD_DIM if major == 9 else 128
         has_kernel = max(keys, values) <= largest or (keys, values) in WIDE_HEADS[major]
         if keys % 8 or values % 8 or not has_kernel:
