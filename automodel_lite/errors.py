@@ -110,7 +110,9 @@ def did_you_mean_path(path: str) -> str:
     plain name a run's too.
     """
     wanted = Path(path).expanduser()
-    folders = [wanted.parent, *([Path("runs")] if wanted.name == path else [])]
+    folders = [wanted.parent]
+    if wanted.name == path:
+        folders.append(Path("runs"))
     for folder in folders:
         with suppress(OSError):
             names = sorted(entry.name for entry in folder.iterdir())

@@ -132,7 +132,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def coarse_text(job: Job) -> str:
     """A first answer, at once."""
-    least, most = coarse_bytes(job), usable(int(job.gpu.gigabytes * 1e9))
+    least = coarse_bytes(job)
+    most = usable(int(job.gpu.gigabytes * 1e9))
     verdict = "no: does not fit" if least > most else "may fit"
     return (
         f"by arithmetic: {verdict}; weights, gradients and moments take at least "
