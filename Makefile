@@ -64,9 +64,9 @@ real: $(READY)
 test-serving: .venv-serving/.ready
 	.venv-serving/bin/python -m pytest -m slow tests/run/test_serving.py
 
-# preference losses and whole runs of pairs against TRL's trainer, in an environment that has it
+# losses of preferences and policies, and whole runs of pairs, against TRL's trainer, in an environment that has it
 test-trl: .venv-trl/.ready
-	.venv-trl/bin/python -m pytest -m slow tests/models/test_preference_trl.py
+	.venv-trl/bin/python -m pytest -m slow tests/models/test_preference_trl.py tests/models/test_policy_trl.py
 
 .venv-trl/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-trl

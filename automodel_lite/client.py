@@ -21,7 +21,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ from automodel_lite.data.packing.packs import Packer
 from automodel_lite.data.tokens.tokenize import job_of
 from automodel_lite.data.tokens.tokenizer import padding_id
 from automodel_lite.errors import ConfigError
+from automodel_lite.launched import rank, world_size
 from automodel_lite.models.loss import (
     CrossEntropy,
     Loss,
@@ -52,9 +53,8 @@ from automodel_lite.models.loss import (
 )
 from automodel_lite.models.source import embedding_rows
 from automodel_lite.parallel.control import all_ranks, open_control
-from automodel_lite.parallel.mesh import init_mesh, mesh_shape, world_size
+from automodel_lite.parallel.mesh import mesh_shape
 from automodel_lite.parallel.peers import flat
-from automodel_lite.parallel.sharding import ParallelModel
 from automodel_lite.run.checkpoint import Checkpointer
 from automodel_lite.run.export import export_adapter, export_hf
 from automodel_lite.run.folder import RunFolder, plain
@@ -63,10 +63,11 @@ from automodel_lite.run.weight_files import stored_dtypes, whole_weights
 from automodel_lite.seed import seed_all
 from automodel_lite.telemetry.console import Console, quiet_libraries
 from automodel_lite.training import start
+from automodel_lite.training.auto import resolve_auto
 from automodel_lite.training.build import build_model
 from automodel_lite.training.decide import decide
-from automodel_lite.training.engine import Engine
-from automodel_lite.training.plan import as_teacher, build_parts
+from automodel_lite.training.engine import Engine, TrainingEngine
+from automodel_lite.training.plan import as_teacher
 from automodel_lite.training.row_packs import (
     GRAIN_TOKENS,
     PackedRows,
@@ -125,26 +126,26 @@ class TrainingClient:
             raw.name = "client"
         if OmegaConf.is_missing(raw.dataset, "path"):
             raw.dataset = {"_target_": TOY}  # read by nobody, unless a tokenizer is trained
-        self.config = start.from_run(check_config(raw))
-        parts = build_parts(self.config)
+        console = Console(is_silent=rank() != 0)
+        self.config = resolve_auto(start.from_run(check_config(raw)), console, has_data=False)
+        parts = start.checked_parts(self.config)
         _check_settings(self.config, parts.packer)
-        start.try_settings(self.config, parts)
         job = job_of(self.config, build(self.config.dataset))
         self.tokenizer = job.tokenizer
         shape = mesh_shape(self.config.mesh, world_size())
         decided = decide(parts, self.tokenizer, shape, start.default_device())
         is_first = not dist.is_initialized()
-        self.mesh = init_mesh(self.config.mesh)
+        self.mesh = start.open_world(self.config)
         if is_first and self.mesh.root:
             atexit.register(self.mesh.close)
-        start.prepare_process(self.config.training)
         self._ranks = all_ranks()
         self._same(flat(plain(self.config)), "settings")
-        self.engine = Engine.build(decided, self.tokenizer, self.mesh, self.config.seed)
+        self.built = build_model(decided, self.tokenizer, self.mesh, seed=self.config.seed)
+        self.engine = TrainingEngine.of(self.built, self.mesh)
         self._packer = parts.packer.for_document_kind("other", padding_id(self.tokenizer))
         self._rates = [float(group["lr"]) for group in self.engine.optimizer.param_groups]
-        self._model = self.engine.built.model  # or the reference
-        self._reference: ParallelModel | None = None
+        self._scorer: Engine = self.engine  # or the reference
+        self._reference: Engine | None = None
         self._lock = RunLock(RunFolder(self.config.output_dir).lock)
         self._checkpointer: Checkpointer | None = None
         self._saved_extra: Any = None
@@ -162,23 +163,16 @@ class TrainingClient:
         self.close()
 
     # ---------------------------------------------- rows in, numbers out
-    @torch.no_grad()
     def forward(self, groups: Iterable[Any]) -> Output:
         """Computes the log-probabilities of the labels, without gradients and dropout; columns of
         the loss are not looked at.
         """
         bare = [[_bare(row) for row in group] for group in _as_groups(groups)]
         packed = self._pack(bare, CrossEntropy())
-        model = self._model
-        found = []
-        model.module.eval()
-        for batch in self.engine.micro_batches(packed.packs):
-            own = self.engine.place(batch)
-            values = model.values(own.to(self.mesh.device), _column_of_log_probs)
-            found.append((own.columns["row_place"][own.label_rows], values[:, 0]))
-        model.free_gathered()
-        model.module.train()
-        return Output(self._of_rows(packed, found), 0.0, 0.0, {}, packed.num_tokens)
+        values_T = np.full(packed.num_tokens, np.nan, np.float32)
+        for _, places, values in self._scorer.values(packed.packs, _column_of_log_probs):
+            values_T[places] = values[:, 0]
+        return Output(packed.of_rows(values_T), 0.0, 0.0, {}, packed.num_tokens)
 
     def forward_backward(self, groups: Iterable[Any], loss: Loss | None = None) -> Output:
         """Computes the loss and adds its gradients to those of the calls before.
@@ -187,10 +181,10 @@ class TrainingClient:
         Raises ValueError or ConfigError for rows that cannot be trained on, on every rank and
         before anything is computed.
         """
-        if self._model is not self.engine.built.model:
+        if self._scorer is not self.engine:
             raise RuntimeError("the reference is frozen: call forward_backward outside the block.")
         self._check_whole("forward_backward")
-        loss_model = self.engine.built.model.loss_model
+        loss_model = self.engine.model.loss_model
         loss = loss_model.loss if loss is None else self._checked(loss)
         packed = self._pack(_as_groups(groups), loss)
         recording = _Recording(loss)
@@ -277,7 +271,7 @@ class TrainingClient:
         self._same([list(map(int, prompt)) for prompt in prompts], "prompts")
         if any(not len(prompt) for prompt in prompts):
             raise ValueError("a prompt is empty: there is nothing to continue.")
-        ends = _end_tokens(self.engine.built.model.loss_model.lm, self.tokenizer)
+        ends = _end_tokens(self.engine.model.loss_model.lm, self.tokenizer)
         settings = GenerationConfig(
             max_new_tokens=max_new_tokens,
             do_sample=temperature > 0,
@@ -287,7 +281,7 @@ class TrainingClient:
             eos_token_id=ends,
             pad_token_id=ends[0] if ends else 0,
         )
-        model = self._model
+        model = self._scorer.model
         mesh = self.mesh
         order = [number for number in range(len(prompts)) for _ in range(num_samples)]
         order.sort(key=lambda number: len(prompts[number]))
@@ -328,34 +322,18 @@ class TrainingClient:
         """Inside, `forward` and `sample` are those of the start model: without the adapter, or a
         second, frozen model, which is loaded when it is first asked for.
         """
-        adapter = self.engine.built.adapter
-        if adapter and not adapter.is_continued:
-            model = self._model
-            self._model = replace(model)  # the same modules; who asks whether it trains: no
-            try:
+        adapter = self.built.adapter
+        before = self._scorer
+        try:
+            if adapter and not adapter.is_continued:
+                self._scorer = Engine(self.mesh, self.engine.model, self.engine.decided)
                 with adapter.wrapped.disable_adapter():
                     yield
-            finally:
-                self._model = model
-            return
-        if self._reference is None:
-            parts = self.engine.built.decided
-            mesh = self.mesh
-            frozen = decide(
-                as_teacher(parts, parts.model),
-                self.tokenizer,
-                mesh.shape,
-                mesh.device,
-                trains=False,
-            )
-            seed_all(self.config.seed, "model")
-            self._reference = build_model(frozen, self.tokenizer, mesh, trains=False).model
-        before = self._model
-        self._model = self._reference
-        try:
-            yield
+            else:
+                self._scorer = self._frozen()
+                yield
         finally:
-            self._model = before
+            self._scorer = before
 
     # ---------------------------------------------- to the disk and back
     def save_state(self, extra: Any = None) -> Path:
@@ -379,7 +357,7 @@ class TrainingClient:
                 "once a step."
             )
         state = {"step": self.num_steps, "calls": self._num_calls, "extra": extra}
-        model = self.engine.built.model.loss_model
+        model = self.engine.model.loss_model
         optimizer = self.engine.optimizer
         if not saver.save(self.num_steps, model, optimizer, {"client": state}, wait=True):
             raise RuntimeError(
@@ -397,7 +375,7 @@ class TrainingClient:
         Raises ConfigError where the folder has checkpoints and none loads, or it is a recipe's.
         """
         saver = self._open_folder()
-        model = self.engine.built.model.loss_model
+        model = self.engine.model.loss_model
         state = saver.load_newest(model, self.engine.optimizer)
         self.zero_grad()
         if state is None:
@@ -417,7 +395,7 @@ class TrainingClient:
         """Writes a folder that `from_pretrained`, or an inference server, loads: the model, or the
         adapter; complete or not at all.
         """
-        built = self.engine.built
+        built = self.built
         path = Path(folder)
         model = built.model
         if built.adapter:
@@ -432,7 +410,7 @@ class TrainingClient:
         """Yields name and whole tensor of each weight, one at a time, as `save_weights` writes
         them; of an adapter its own. Every rank iterates to the end.
         """
-        built = self.engine.built
+        built = self.built
         if not built.adapter:
             lm = built.model.loss_model.lm
             yield from whole_weights(lm, stored_dtypes(lm, built.decided.model.dtype))
@@ -448,15 +426,26 @@ class TrainingClient:
         self._lock.release()
 
     # ---------------------------------------------- the pieces
+    def _frozen(self) -> Engine:
+        """Returns the start model, loaded once more and frozen."""
+        if self._reference is None:
+            mesh = self.mesh
+            parts = as_teacher(self.built.decided, self.built.decided.model)
+            frozen = decide(parts, self.tokenizer, mesh.shape, mesh.device, trains=False)
+            seed = self.config.seed
+            built = build_model(frozen, self.tokenizer, mesh, trains=False, seed=seed)
+            self._reference = Engine(mesh, built.model, frozen)
+        return self._reference
+
     def _pack(self, groups: list[list[Any]], loss: Loss) -> PackedRows:
         """Checks that the ranks were called with the same rows, and packs them."""
-        lm = self.engine.built.model.loss_model.lm
+        lm = self.engine.model.loss_model.lm
         limits = (self._packer.packed_sequence_size, embedding_rows(lm))
 
         rows: list[list[Row]] = []
 
         def check() -> str:
-            rows.extend(check_rows(groups, loss, *limits))
+            rows.extend(check_rows(loss.complete(groups), loss, *limits))
             digest = hashlib.sha256()
             for row in (row for group in rows for row in group):
                 for name, values in row.items():
@@ -464,9 +453,8 @@ class TrainingClient:
             return digest.hexdigest()
 
         _compare(self._ranks.on_all(check), "rows")
-        shape = self.mesh.shape
-        size = self.config.training.micro_batch_size
-        is_compiled = self.engine.built.compiled.partition(":")[0] != "off"
+        shape, size = self.mesh.shape, self.config.training.micro_batch_size
+        is_compiled = self.built.compiled.partition(":")[0] != "off"
         grain = 0 if is_compiled else GRAIN_TOKENS * shape.cp
         return pack_rows(rows, loss, self._packer, shape.dp * size, grain)
 
@@ -480,7 +468,7 @@ class TrainingClient:
 
     def _checked(self, loss: Any) -> Loss:
         loss = checked_loss(loss)
-        if loss.needs_teacher and self.engine.built.decided.teacher is None:
+        if loss.needs_teacher and self.engine.decided.teacher is None:
             raise ConfigError(
                 f"loss={type(loss).__name__} needs a teacher: make the client with "
                 "teacher=pretrained teacher.pretrained=... and this loss."

@@ -228,6 +228,8 @@ class Column:
                  [T, K]
     in_runs      stored as runs of equal values
     is_for_loss  read by the loss, which otherwise would ignore it; others are the model's
+    of_row       of each label the same, of a row of a file: one `value` that it brings, its
+                 `number` in the data, or that of its `group`
     """
 
     stored: str
@@ -236,6 +238,7 @@ class Column:
     is_optional: bool = True
     in_runs: bool = False
     is_for_loss: bool = True
+    of_row: str = ""
 
 
 COLUMNS = {

@@ -89,7 +89,7 @@ def measure(overrides: list[str], folder: str) -> Measured:
     recipe.setup()
     recipe.open_feed()
     states: list[int] = []
-    recipe.optimizer.register_step_pre_hook(
+    recipe.engine.optimizer.register_step_pre_hook(
         lambda optimizer, *_: states.append(_state_bytes(optimizer))
     )
     recipe.step(next(recipe.feed))

@@ -32,6 +32,7 @@ from typing import Any
 
 from automodel_lite.cli import compose_config
 from automodel_lite.config.check import check_config
+from automodel_lite.data.feeding.feed import DeviceFeed
 from automodel_lite.data.feeding.planned import PlannedPacks
 from automodel_lite.telemetry.metrics import Meter
 from automodel_lite.training import resume
@@ -123,7 +124,7 @@ def trace(folder: Path) -> Entered:
     ]
     tracer = Tracer()
     recipe: Any = train_ft.TrainFinetuneRecipe
-    feed: Any = train_ft.DeviceFeed
+    feed: Any = DeviceFeed
     train_ft.prepare_data = tracer.data(train_ft.prepare_data)
     PlannedPacks.plan = tracer.data(PlannedPacks.plan)  # type: ignore[method-assign]
     recipe.open_feed = tracer.data(recipe.open_feed)

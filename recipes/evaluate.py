@@ -19,26 +19,24 @@ if __name__ == "__main__":
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from automodel_lite.config.components import build
 from automodel_lite.config.schema import Config
 from automodel_lite.data.feeding.source import PackSource
 from automodel_lite.data.prepare import check_positions, check_sizes, prepare_data
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.generate import load_generator
-from automodel_lite.parallel.context_parallel import cp_shard
-from automodel_lite.parallel.mesh import Mesh, init_mesh, rank, threads_of, world_size
+from automodel_lite.parallel.mesh import Mesh, rank, world_size
 from automodel_lite.progress import activity
 from automodel_lite.run.checkpoint_folder import exported_folder
 from automodel_lite.telemetry.console import Console, quiet_libraries
 from automodel_lite.training.auto import resolve_auto
 from automodel_lite.training.build import build_model
 from automodel_lite.training.decide import decide
+from automodel_lite.training.engine import Engine
 from automodel_lite.training.evaluation import questions_of, validation_losses
-from automodel_lite.training.plan import Parts, build_parts
+from automodel_lite.training.plan import Parts
 from automodel_lite.training.resume import watch_ranks
-from automodel_lite.training.start import data_lines, try_settings
+from automodel_lite.training.start import checked_parts, data_lines, open_world
 
 
 def main(config: Config) -> int:
@@ -53,13 +51,11 @@ def evaluate_sets(config: Config) -> int:
     console = Console(is_silent=rank() != 0)
     config = resolve_auto(of_folder(config), console)
     batches = check_sizes(config, world_size())
-    parts = build_parts(config)
-    try_settings(config, parts)
+    parts = checked_parts(config)
     data = prepare_data(config, batches, parts.packer)
     for topic, text in data_lines(data):
         console.say(topic, text)
-    mesh = init_mesh(config.mesh)
-    torch.set_num_threads(threads_of(config.training.num_threads)[0])
+    mesh = open_world(config)
     print_losses(parts, data, mesh, console)
     if config.evaluation and rank() == 0:
         generator = load_generator(
@@ -81,10 +77,9 @@ def print_losses(parts: Parts, data: PackSource, mesh: Mesh, console: Console) -
         decided = decide(parts, data.tokenizer, mesh.shape, mesh.device, trains=False)
         built = build_model(decided, data.tokenizer, mesh)
     console.say("model", f"{parts.model.pretrained}, attention {built.attention}")
-    exchange = decided.mesh.cp_exchange
+    engine = Engine(mesh, built.model, decided)
     for name, packs in sets.items():
-        shard = lambda batch: cp_shard(batch, mesh.cp, exchange)  # noqa: E731
-        losses = validation_losses(built.model, packs, data, mesh, shard, lambda: False)
+        losses = validation_losses(engine, packs, data, lambda: False)
         assert losses is not None  # nobody stops it
         shown = (
             f"{losses.get('cross_entropy', losses['loss']):.4f}, perplexity "

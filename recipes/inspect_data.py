@@ -36,7 +36,7 @@ from automodel_lite.data.tokens.findings import mark_trained
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.extras.report import write_inspection
 from automodel_lite.launched import check_alone
-from automodel_lite.parts.images import images_line, shown_pictures
+from automodel_lite.parts.images import images_lines, shown_pictures
 from automodel_lite.prefix_trees import find_nodes
 from automodel_lite.thd import CHOSEN, REJECTED
 from automodel_lite.training.auto import resolve_auto
@@ -91,8 +91,7 @@ def counts(data: PlannedPacks) -> Iterator[str]:
     """What was read, skipped, dropped and cut."""
     yield f"  {data.documents.description}"
     yield from (f"  {note}" for note in data.tokens.notes)
-    if line := images_line(data):
-        yield f"  {line}"
+    yield from (f"  {line}" for _, line in images_lines(data))
 
 
 def lengths(data: PlannedPacks, packs: PackedDataset) -> Iterator[str]:

@@ -27,16 +27,16 @@ from automodel_lite.data.prepare import check_positions, check_sizes, prepare_da
 from automodel_lite.errors import ConfigError
 from automodel_lite.launched import rank, world_size
 from automodel_lite.models.source import CausalLM
-from automodel_lite.parallel.mesh import init_mesh
 from automodel_lite.parts.losses.distillation import DistillTopK
 from automodel_lite.parts.losses.label_values import check_loss, reference_values, teacher_values
-from automodel_lite.seed import seed_all
 from automodel_lite.telemetry.console import Console, quiet_libraries
 from automodel_lite.training.auto import resolve_auto
 from automodel_lite.training.build import build_model, check_same_vocabulary
 from automodel_lite.training.decide import decide
-from automodel_lite.training.plan import as_teacher, build_parts
+from automodel_lite.training.engine import Engine
+from automodel_lite.training.plan import as_teacher
 from automodel_lite.training.resume import watch_ranks
+from automodel_lite.training.start import checked_parts, open_world
 
 
 def main(config: Config) -> int:
@@ -50,7 +50,7 @@ def compute_values(config: Config) -> int:
     """Scores on the ranks of this job, of which none is left alone."""
     console = Console(is_silent=rank() != 0)
     config = resolve_auto(config, console)
-    parts = build_parts(config)
+    parts = checked_parts(config)
     loss = parts.loss
     if not (loss.needs_reference or isinstance(loss, DistillTopK)):
         raise ConfigError(
@@ -64,14 +64,13 @@ def compute_values(config: Config) -> int:
             "dataset=files."
         )
     check_loss(data, loss)
-    mesh = init_mesh(config.mesh)
-    seed_all(config.seed, "model")
+    mesh = open_world(config)
     if isinstance(loss, DistillTopK):
         parts = as_teacher(parts, CausalLM(loss.teacher))
         check_same_vocabulary(parts, data.tokenizer)
         check_positions(data, parts.model)
         decided = decide(parts, data.tokenizer, mesh.shape, mesh.device, trains=False)
-        built = build_model(decided, data.tokenizer, mesh, trains=False)
+        built = build_model(decided, data.tokenizer, mesh, trains=False, seed=config.seed)
         num_ids = min(len(data.tokenizer), decided.config.get_text_config().vocab_size)
         if loss.top_k > num_ids:
             raise ConfigError(
@@ -80,13 +79,14 @@ def compute_values(config: Config) -> int:
         values = teacher_values(loss, data.packer, config.cache_dir, len(data.tokenizer))
     else:
         decided = decide(parts, data.tokenizer, mesh.shape, mesh.device, trains=False)
-        built = build_model(decided, data.tokenizer, mesh)
+        built = build_model(decided, data.tokenizer, mesh, seed=config.seed)
         values = reference_values(built, data.packer, config.cache_dir, config.seed)
     console.say("model", f"{parts.model.pretrained}, attention {built.attention}")
+    engine = Engine(mesh, built.model, decided)
     sets = {"train": data.packs_of(0).rows}
     sets |= {name: packs.rows for name, packs in data.val_packs.items()}
     for name, rows in sets.items():
-        values.computed(name, rows, built, mesh)
+        values.computed(name, rows, engine)
         console.say(
             "scored",
             f"{name}: {values.name} for {len(rows):,} documents: {values.folder(name, rows)}",

@@ -20,7 +20,6 @@ if __name__ == "__main__":
     run_recipe("recipes.verify:main")
 
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -44,27 +43,22 @@ from automodel_lite.extras.verify import (
     table,
     take_gradients,
 )
-from automodel_lite.models.loss import LossModel
-from automodel_lite.parallel.context_parallel import cp_shard
 from automodel_lite.parallel.mesh import (
     Mesh,
     MeshShape,
-    init_mesh,
     mesh_shape,
     rank,
-    threads_of,
     world_size,
 )
-from automodel_lite.parallel.sharding import ParallelModel
 from automodel_lite.seed import seed_all
 from automodel_lite.telemetry.console import Console, quiet_libraries
 from automodel_lite.thd import IGNORE_INDEX, AttentionPlan, Segments, ThdBatch, labeled_rows, to_thd
 from automodel_lite.training.auto import resolve_auto
 from automodel_lite.training.build import assemble, check_model
 from automodel_lite.training.decide import decide_layout
-from automodel_lite.training.plan import build_parts
+from automodel_lite.training.engine import Engine
 from automodel_lite.training.resume import watch_ranks
-from automodel_lite.training.start import try_settings
+from automodel_lite.training.start import checked_parts, open_world
 
 EXACT = 1e-5
 """Relative limit in fp32; measured differences are 1e-7 to 1e-6."""
@@ -94,11 +88,10 @@ class Verification:
         self.config = config
         self.console = Console(is_silent=rank() != 0)
         shape = mesh_shape(config.mesh, world_size())
-        parts = build_parts(config)
-        try_settings(config, parts)
+        parts = checked_parts(config)
         self.sample: Sample = draw_sample(config, shape)
-        self.mesh: Mesh = init_mesh(config.mesh)
-        torch.set_num_threads(threads_of(config.training.num_threads)[0])
+        exact = replace(config.training, tf32=False)  # which would hide what is compared
+        self.mesh: Mesh = open_world(replace(config, training=exact))
         source, self.layers_text = first_layers(
             parts.model, self.sample.tokenizer, self.mesh.device
         )
@@ -145,7 +138,7 @@ class Verification:
         """Each document alone, through the model's own attention and head; no packing, no kernel,
         no loss of ours.
         """
-        lm = self.model(self.alone, "none").loss_model.lm
+        lm = self.engine(self.alone, "none").model.loss_model.lm
         total = 0.0
         lm.set_attn_implementation("eager")
         documents = list(self.sample.each_document())
@@ -164,56 +157,56 @@ class Verification:
 
     def in_one_process(self) -> Iterator[Check]:
         """Packing, accumulation, layout, and the configured kernel in its precision."""
-        model = self.loss_model()
+        engine = self.engine(self.alone, "none")
         counts = f"{len(self.sample.documents)} documents, {len(self.batches)} packs"
-        yield self.check(f"packed = each document alone ({counts})", self.step(model, self.batches))
+        yield self.check(
+            f"packed = each document alone ({counts})", self.step(engine, self.batches)
+        )
         whole = self.stream(self.sample.packs)
-        yield self.check("one micro-batch of all packs = one per pack", self.step(model, [whole]))
+        yield self.check("one micro-batch of all packs = one per pack", self.step(engine, [whole]))
         other = [self.stream([pack]) for pack in self.sample.packed_otherwise()]
-        yield self.check(f"packed otherwise ({len(other)} packs)", self.step(model, other))
-        yield from self.configured_kernel(model)
+        yield self.check(f"packed otherwise ({len(other)} packs)", self.step(engine, other))
+        yield from self.configured_kernel(engine)
 
-    def configured_kernel(self, model: LossModel) -> Iterator[Check]:
+    def configured_kernel(self, engine: Engine) -> Iterator[Check]:
         """What training runs, against fp32: no further off than the reference kernel is in the same
         precision.
         """
         if self.trains_like_the_exact_checks():
             return
-        noise = max(self.check("", self.step(model, self.batches, self.dtype)).difference)
+        engine = in_precision(engine, self.dtype)
+        noise = max(self.check("", self.step(engine, self.batches)).difference)
         self.noise_limit = max(EXACT, NOISE_FACTOR * noise)
-        install(model.lm, self.kernel)
-        yield self.check(
-            self.kernel_name, self.step(model, self.batches, self.dtype), self.noise_limit
-        )
+        install(engine.model.loss_model.lm, self.kernel)
+        yield self.check(self.kernel_name, self.step(engine, self.batches), self.noise_limit)
 
     def faults(self) -> Iterator[Check]:
         """Three classical bugs, made on purpose where the sample allows it: checks that miss them
         prove nothing.
         """
-        model = self.loss_model()
+        engine = self.engine(self.alone, "none")
         if len(self.sample.documents) > len(self.batches):
             leaking = [replace(batch, attention=one_segment(batch)) for batch in self.batches]
             yield self.check(
                 "fault: documents of a pack see each other",
-                self.step(model, leaking),
+                self.step(engine, leaking),
                 is_fault=True,
             )
         if any(batch.attention.tree is not None for batch in self.batches):
             straight = [replace(batch, attention=without_branches(batch)) for batch in self.batches]
             yield self.check(
                 "fault: branches of a tree see each other",
-                self.step(model, straight),
+                self.step(engine, straight),
                 is_fault=True,
             )
         shifted = [shifted_once_more(batch) for batch in self.batches]
         yield self.check(
-            "fault: labels shifted once more", self.step(model, shifted), is_fault=True
+            "fault: labels shifted once more", self.step(engine, shifted), is_fault=True
         )
         if len({batch.num_label_tokens for batch in self.batches}) == 1:
             return
         means = [
-            self.step(model, [batch], num_label_tokens=batch.num_label_tokens)
-            for batch in self.batches
+            self.step(engine, [batch], divisor=batch.num_label_tokens) for batch in self.batches
         ]
         yield self.check("fault: mean of the micro-batches' means", mean_of(means), is_fault=True)
 
@@ -223,58 +216,36 @@ class Verification:
         shape = self.mesh.shape
         checks = []
         if shape.cp > 1:
-            model = self.loss_model()
-            name = f"context parallel over {shape.cp} ranks, {self.decided.mesh.cp_exchange}"
-            checks.append(
-                (name, self.cp_step(model, self.decided.mesh.cp_exchange, torch.float32), EXACT)
-            )
+            # the whole model on each rank, tokens shared by the context-parallel ranks
+            engine = self.engine(replace(self.alone, cp=self.mesh.cp), "none")
+            exchange = self.decided.mesh.cp_exchange
+            name = f"context parallel over {shape.cp} ranks, {exchange}"
+            checks.append((name, self.cp_step(engine), EXACT))
             if not self.trains_like_the_exact_checks():
-                install(model.lm, self.kernel)
-                exchange = self.decided.mesh.cp_exchange
+                install(engine.model.loss_model.lm, self.kernel)
                 name = f"{self.kernel_name}, cp {shape.cp}, {exchange}"
-                checks.append((name, self.cp_step(model, exchange, self.dtype), self.noise_limit))
+                step = self.cp_step(in_precision(engine, self.dtype))
+                checks.append((name, step, self.noise_limit))
         more = f", tp {shape.tp}, ep {shape.ep}" if shape.tp * shape.ep > 1 else ""
         sizes = f"dp {shape.dp_replicate} x {shape.dp_shard}, cp {shape.cp}{more}"
         axes = f"{sizes}, {self.decided.strategy}"
-        checks.append((f"the whole mesh: {axes}", self.mesh_step(), EXACT))
+        # the step of training: weights read or drawn shard by shard, packs distributed to the
+        # data-parallel ranks, accumulation, reduction
+        engine = self.engine(self.mesh, self.decided.strategy)
+        mine = self.batches[self.mesh.dp_rank :: shape.dp]
+        checks.append((f"the whole mesh: {axes}", self.step(engine, mine), EXACT))
         return [self.check(*check) for check in checks] if self.mesh.rank == 0 else []
 
-    def cp_step(self, model: LossModel, exchange: str, dtype: torch.dtype) -> Step:
-        """The whole model on each rank, tokens shared by the context-parallel ranks; gradients
-        summed over them.
-        """
-        device = self.mesh.device
-        total = torch.zeros((), device=self.mesh.device)
-        for batch in self.batches:
-            with torch.autocast(device.type, dtype) if dtype != torch.float32 else nullcontext():
-                own = cp_shard(batch, self.mesh.cp, exchange).to(device)
-                loss = model(own).sum / self.num_label_tokens
-            loss.backward()
-            total += loss.detach()
+    def cp_step(self, engine: Engine) -> Step:
+        """A step of tokens that the context-parallel ranks share, gradients summed over them."""
+        own = self.step(engine, self.batches, takes=False)
         assert self.mesh.cp is not None
         group = self.mesh.cp.get_group()
-        for tensor in (total, *(p.grad for p in model.parameters() if p.grad is not None)):
+        total = torch.tensor(own.loss, dtype=torch.float64, device=self.mesh.device)
+        parameters = list(engine.model.parameters())
+        for tensor in (total, *(p.grad for p in parameters if p.grad is not None)):
             dist.all_reduce(tensor, group=group)
-        return Step(float(total), take_gradients(model.lm.named_parameters()))
-
-    def mesh_step(self) -> Step:
-        """The step of training: weights read or drawn shard by shard, packs distributed to the
-        data-parallel ranks, accumulation, reduction; in fp32.
-        """
-        model = self.model(self.mesh, self.decided.strategy)
-        mine = self.batches[self.mesh.dp_rank :: self.mesh.shape.dp]
-        total = torch.zeros((), device=self.mesh.device)
-        for number, batch in enumerate(mine, start=1):
-            with model.accumulate(is_last=number == len(mine)):
-                part = cp_shard(batch, self.mesh.cp, self.decided.mesh.cp_exchange).to(
-                    self.mesh.device
-                )
-                loss = model(part).sum / self.num_label_tokens
-                (loss * model.mean_ranks).backward()
-            total += loss.detach()
-        return Step(
-            float(self.mesh.sum(total)), take_gradients(model.loss_model.lm.named_parameters())
-        )
+        return Step(float(total), take_gradients(engine.model.loss_model.lm.named_parameters()))
 
     # ---------------------------------------------- the pieces
     @property
@@ -282,17 +253,14 @@ class Verification:
         """The mesh of one process."""
         return Mesh(MeshShape(1, 1, 1), self.mesh.device, None)
 
-    def model(self, mesh: Mesh, strategy: str) -> ParallelModel:
+    def engine(self, mesh: Mesh, strategy: str) -> Engine:
         """The same weights each time, fp32, on the reference kernel, without dropout."""
         seed_all(self.config.seed, "model")
         model, _ = assemble(self.decided, self.sample.tokenizer, mesh, strategy, torch.float32)
         install(model.loss_model.lm, ReferenceAttention())
         check_model(self.decided.mesh.cp_exchange, model, mesh)
         model.loss_model.eval()
-        return model
-
-    def loss_model(self) -> LossModel:
-        return self.model(self.alone, "none").loss_model
+        return Engine(mesh, model, self.decided)
 
     def stream(self, packs: list[dict[str, Tensor]]) -> ThdBatch:
         return to_thd(packed_sequence_thd_collater(packs))
@@ -302,22 +270,19 @@ class Verification:
         return sum(batch.num_label_tokens for batch in self.batches)
 
     def step(
-        self,
-        model: LossModel,
-        batches: list[ThdBatch],
-        dtype: torch.dtype = torch.float32,
-        num_label_tokens: float | None = None,
+        self, engine: Engine, batches: list[ThdBatch], divisor: float = 0.0, takes: bool = True
     ) -> Step:
-        """Micro-batches one after the other in this process."""
-        device = self.mesh.device
-        total = 0.0
-        for batch in batches:
-            with torch.autocast(device.type, dtype) if dtype != torch.float32 else nullcontext():
-                summed = model(batch.to(device)).sum
-                loss = summed / (num_label_tokens or self.num_label_tokens)
-            loss.backward()
-            total += float(loss.detach())
-        return Step(total, take_gradients(model.lm.named_parameters()))
+        """Micro-batches one after the other, as training has them.
+
+        divisor  0 = the label tokens of the whole sample
+        takes    False: the gradients stay where they are
+        """
+        divisor = divisor or self.num_label_tokens
+        placed = [engine.place(batch).to(self.mesh.device) for batch in batches]
+        sums = engine.forward_backward(placed, divisor)
+        loss = float(engine.total(sums)["loss"]) / divisor
+        named = engine.model.loss_model.lm.named_parameters()
+        return Step(loss, take_gradients(named) if takes else {})
 
     def check(self, name: str, step: Step, limit: float = EXACT, is_fault: bool = False) -> Check:
         return Check(name, difference(step, self.truth), limit, is_fault)
@@ -345,6 +310,11 @@ class Verification:
         shape = self.mesh.shape
         axes = f"dp_replicate {shape.dp_replicate} x dp_shard {shape.dp_shard} x cp {shape.cp}"
         self.console.say("mesh", axes if self.mesh.root and shape.world_size > 1 else alone)
+
+
+def in_precision(engine: Engine, dtype: torch.dtype) -> Engine:
+    """The same weights in another compute dtype."""
+    return replace(engine, model=replace(engine.model, compute_dtype=dtype))
 
 
 def shifted_once_more(batch: ThdBatch) -> ThdBatch:

@@ -15,10 +15,11 @@ V vocabulary.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 import transformers
@@ -242,6 +243,23 @@ class Loss(ABC):
     def scored_by(self) -> str | None:
         """Returns the folder or hub name of the model whose stored values it compares with."""
         return None
+
+    def complete(self, groups: Sequence[Sequence[Mapping[str, Any]]]) -> list[list[Any]]:
+        """Returns rows in memory with the columns that follow from others of their group."""
+        return [list(group) for group in groups]
+
+    def derived(self, brought: Iterable[str]) -> frozenset[str]:
+        """Names the columns that `derive` makes of those which the data bring."""
+        return frozenset()
+
+    def derive(
+        self, columns: Mapping[str, np.ndarray], offsets: np.ndarray
+    ) -> dict[str, np.ndarray]:
+        """Returns columns [tokens of all rows] that follow from those of a whole set of rows.
+
+        offsets  where rows begin, and the end of the last one
+        """
+        return {}
 
     def num_items(self, batch: ThdBatch) -> float:
         """Counts on the host what the sum of a step is divided by, in a whole stream that is not

@@ -8,7 +8,7 @@ last step were done.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -153,6 +153,15 @@ class MetricsLog:
         value = scrub(value)
         self.jsonl.log({"step": step, f"text/{name}": value})
         self._each(lambda callback: callback.text(step, name, value))
+
+    def log_validation(
+        self, step: int, losses: Mapping[str, float], answers: Iterable[tuple[str, str]]
+    ) -> None:
+        """Logs losses of validation sets, and answers to prompts; every rank calls it."""
+        if losses:
+            self.log_step({"step": step, **losses})
+        for prompt, answer in answers:
+            self.text(step, prompt, answer)
 
     def exported(self, folder: Path) -> None:
         self._each(lambda callback: callback.exported(folder))

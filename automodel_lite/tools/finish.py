@@ -66,6 +66,8 @@ def finish(
     """Exports the trained model and answers the held-out questions with it; every rank calls it.
     Raises RunStoppedError when what was trained is not finite, or is not on the disk at the end.
     """
+    if metrics.end_reason:
+        console.print(f"{run.state.num_steps:7d}  ended early: {metrics.end_reason}")
     run.watchdog.enter("exporting")
     run.check_finite(built.model.parameters())
     if run.config.checkpoint.export_hf:

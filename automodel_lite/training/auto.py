@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+from transformers import PretrainedConfig
 
 from automodel_lite.attention.spec import config_value
 from automodel_lite.config.components import build
@@ -34,9 +35,11 @@ MOST_PACK = 4096  # tokens; longer packs are for documents that need them
 MANY_STEPS = 500
 
 
-def resolve_auto(config: Config, console: Console | None = None) -> Config:
+def resolve_auto(config: Config, console: Console | None = None, has_data: bool = True) -> Config:
     """Returns the configuration with numbers instead of `auto`; prints each with its reason.
 
+    has_data  False: rows come later, from memory; packs are as long as the model's positions, and
+              no longer than `MOST_PACK`
     Raises ConfigError or DataError as the run would: for settings that cannot work, before
     anything is tokenized; for a stream, whose lengths are not known.
     """
@@ -55,7 +58,12 @@ def resolve_auto(config: Config, console: Console | None = None) -> Config:
         console.say("auto", f"optimizer.lr: {lr:g} ({reason})")
     if is_auto:
         try_settings(trial, parts)
-        size, reason = pack_size_of(config, parts, multiple)
+        if has_data:
+            size, reason = pack_size_of(config, parts, multiple)
+        else:
+            model_config = parts.model.resolve_model_config({"vocab_size": LEAST_PACK})
+            size, reason = _within_positions(model_config, MOST_PACK, "of rows in memory")
+            size = size // multiple * multiple
         config = with_pack_size(config, size)
         console.say("auto", f"{SIZE}: {size:,} ({reason})")
     return config
@@ -87,12 +95,16 @@ def pack_size_of(config: Config, parts: Parts, multiple: int) -> tuple[int, str]
     is_split = packer.overlong == "split" or packer.cuts_documents
     size, reason = fitted_pack_size(lengths, config.training, is_split)
     for model in (parts.model, parts.teacher):
-        text = model.config(job.tokenizer).get_text_config() if model else None
-        limit = config_value(text, "max_position_embeddings") if text else None
-        if limit and size > limit:
-            size = limit
-            reason = f"{reason}; the model has {limit:,} positions"
+        if model:
+            size, reason = _within_positions(model.config(job.tokenizer), size, reason)
     return max(multiple, size // multiple * multiple), reason
+
+
+def _within_positions(model_config: PretrainedConfig, size: int, reason: str) -> tuple[int, str]:
+    limit = config_value(model_config.get_text_config(), "max_position_embeddings")
+    if limit and size > limit:
+        return limit, f"{reason}; the model has {limit:,} positions"
+    return size, reason
 
 
 def fitted_pack_size(

@@ -46,6 +46,7 @@ from automodel_lite.parallel.sharding import (
     ParallelModel,
     parallelize,
 )
+from automodel_lite.seed import seed_all
 from automodel_lite.telemetry.metrics import STARTUP
 from automodel_lite.thd import ThdBatch, stream_of
 from automodel_lite.training.memory import (
@@ -74,14 +75,21 @@ class BuiltModel:
 
 
 def build_model(
-    decided: Decided, tokenizer: PreTrainedTokenizerBase, mesh: Mesh, trains: bool = True
+    decided: Decided,
+    tokenizer: PreTrainedTokenizerBase,
+    mesh: Mesh,
+    trains: bool = True,
+    seed: int | None = None,
 ) -> BuiltModel:
     """The model on the mesh: described, sharded, then read or drawn by each rank for its own
     shards; then checked.
 
     trains  False for a frozen second model: in evaluation mode, its weights in the compute dtype
-    Raises ConfigError for weights that no memory holds, and for a model that is not exact.
+    seed    of weights that no file has; None = drawn from torch's generator as it stands
+    Raises ConfigError for weights that no memory holds.
     """
+    if seed is not None:
+        seed_all(seed, "model")
     check_weights_fit(decided, mesh.device)
     STARTUP.lap("model")
     with trim_malloc():

@@ -1,11 +1,15 @@
-"""The engine: a model on its mesh and an optimizer; micro-batches in, sums and gradients out.
+"""The engine: what turns micro-batches of every rank into gradients and steps. The recipe drives it
+with files, a training client with rows in memory, `verify` with a sample, and the dry run with fake
+tensors.
 
-    packs ─▶ micro_batches ─▶ place ─▶ forward_backward ─▶ sums ─▶ step
+    micro_batches ─▶ place ─▶ forward_backward ─▶ sums ─▶ step
     [i]      of this rank     [T/cp]   gradients are kept          divided once, clipped, applied
 
 A loss is a sum; what it is divided by counts the items of a whole optimizer step. Who knows the
 count beforehand divides each micro-batch's loss by it (`divisor`); who does not, the gradients when
 the step is taken.
+
+Legend: R rows that carry a label, K values of each, T tokens.
 """
 
 from __future__ import annotations
@@ -17,17 +21,23 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from transformers import PreTrainedTokenizerBase
 
+from automodel_lite.data.feeding.feed import DeviceFeed
 from automodel_lite.data.feeding.order import BatchShape, assign_to_ranks
-from automodel_lite.data.packing.packs import PackedDataset, packed_sequence_thd_collater
+from automodel_lite.data.feeding.source import HostStep
+from automodel_lite.data.packing.packs import (
+    EMPTY_PACK,
+    PackedDataset,
+    packed_sequence_thd_collater,
+)
+from automodel_lite.models.fused_head import RowFunction
 from automodel_lite.models.layers import local
 from automodel_lite.models.loss import Loss
 from automodel_lite.parallel.context_parallel import cp_shard
 from automodel_lite.parallel.mesh import Mesh
-from automodel_lite.seed import seed_all
+from automodel_lite.parallel.sharding import ParallelModel
 from automodel_lite.thd import ThdBatch, to_thd
-from automodel_lite.training.build import BuiltModel, build_model
+from automodel_lite.training.build import BuiltModel
 from automodel_lite.training.optimizers import apply_gradients
 from automodel_lite.training.plan import Decided
 
@@ -38,40 +48,43 @@ def no_lap(phase: str) -> None:
 
 @dataclass(frozen=True)
 class Engine:
-    """What computes and applies gradients; every rank calls every method."""
+    """A model on its mesh: losses, gradients and values of packs. Every rank calls every method.
+
+    decided  with the model
+    """
 
     mesh: Mesh
-    built: BuiltModel
-    optimizer: Optimizer
-
-    @classmethod
-    def build(
-        cls, decided: Decided, tokenizer: PreTrainedTokenizerBase, mesh: Mesh, seed: int
-    ) -> Engine:
-        """Builds the model, from its files or its seed, and its optimizer; raises ConfigError."""
-        seed_all(seed, "model")
-        built = build_model(decided, tokenizer, mesh)
-        return cls(mesh, built, decided.optimizer(built.model.loss_model))
+    model: ParallelModel
+    decided: Decided
 
     def place(self, batch: ThdBatch) -> ThdBatch:
         """Returns the tokens of this context-parallel rank, on the host."""
-        batch = self.built.model.loss_model.look_ahead(batch)
-        return cp_shard(batch, self.mesh.cp, self.built.decided.mesh.cp_exchange)
+        batch = self.model.loss_model.look_ahead(batch)
+        return cp_shard(batch, self.mesh.cp, self.decided.mesh.cp_exchange)
 
-    def micro_batches(self, packs: PackedDataset, loss: Loss | None = None) -> Iterator[ThdBatch]:
-        """Yields this rank's micro-batches of all packs, as whole streams; ranks that run
-        short get padding.
+    def feed(self, steps: Iterator[HostStep]) -> DeviceFeed:
+        """Returns the steps of a loader, placed and copied to the device one step ahead."""
+        has_mixers = self.model.loss_model.needs_mixer_metadata
+        return DeviceFeed(steps, self.place, self.mesh.device, has_mixers)
+
+    def micro_batches(
+        self, packs: PackedDataset, loss: Loss | None = None, first: int = 0
+    ) -> Iterator[ThdBatch]:
+        """Yields this rank's micro-batches of all packs from `first` on, as whole streams; ranks
+        that run short get padding.
 
         loss  None = the model's
         """
-        loss_model = self.built.model.loss_model
+        loss_model = self.model.loss_model
         needs_mixers = loss_model.needs_mixer_metadata or (loss or loss_model.loss).needs_documents
-        size = self.built.decided.training.micro_batch_size
+        for ids in self._assigned(packs, first)[:, self.mesh.dp_rank].tolist():
+            yield to_thd(packed_sequence_thd_collater(packs.__getitems__(ids)), needs_mixers)
+
+    def _assigned(self, packs: PackedDataset, first: int) -> np.ndarray:
+        """Returns the packs of each micro-batch, [micro-batches, dp ranks, packs of one]."""
+        size = self.decided.training.micro_batch_size
         dp = self.mesh.shape.dp
-        of_ranks = assign_to_ranks(np.arange(len(packs)), BatchShape(size * dp, size, dp))
-        for ids in of_ranks[:, self.mesh.dp_rank].tolist():
-            batch = packed_sequence_thd_collater(packs.__getitems__(ids))
-            yield to_thd(batch, needs_mixers)
+        return assign_to_ranks(np.arange(first, len(packs)), BatchShape(size * dp, size, dp))
 
     def forward_backward(
         self,
@@ -85,7 +98,7 @@ class Engine:
 
         loss  None = the model's
         """
-        model = self.built.model
+        model = self.model
         sums = {"loss": torch.zeros((), device=self.mesh.device)}
         for number, batch in enumerate(inputs, start=1):
             with model.accumulate(is_last=number == len(inputs)):
@@ -99,6 +112,26 @@ class Engine:
                 sums[name] = sums[name] + value if name in sums else value.float()
         return sums
 
+    @torch.no_grad()
+    def values(
+        self, packs: PackedDataset, function: RowFunction, first: int = 0
+    ) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+        """Yields, forward by forward and without dropout, what all ranks have computed: (packs,
+        the column `row_place` of their labels [R], `function(logits, labels)` [R, K]).
+        """
+        is_training = self.model.module.training
+        self.model.module.eval()
+        numbers = (self._assigned(packs, first) != EMPTY_PACK).sum((1, 2)).tolist()
+        for num_packs, batch in zip(numbers, self.micro_batches(packs, first=first)):
+            own = self.place(batch)
+            found = self.model.values(own.to(self.mesh.device), function)
+            # rows of several ranks are other tokens, or the same with the same values (tp)
+            of_rank = own.columns["row_place"][own.label_rows].numpy(), found.cpu().numpy()
+            places, values = (np.concatenate(parts) for parts in zip(*self.mesh.gather(of_rank)))
+            yield num_packs, places, values
+        self.model.free_gathered()
+        self.model.module.train(is_training)
+
     def count_items(self, micro_batches: Iterable[ThdBatch], loss: Loss) -> float:
         """Returns what the loss counts in whole streams of all ranks."""
         items = loss.num_items
@@ -110,13 +143,26 @@ class Engine:
         """Sums over the ranks, in one message."""
         return dict(zip(sums, self.mesh.sum(torch.stack([*sums.values()]))))
 
+
+@dataclass(frozen=True)
+class TrainingEngine(Engine):
+    """An engine that steps."""
+
+    optimizer: Optimizer
+
+    @classmethod
+    def of(cls, built: BuiltModel, mesh: Mesh) -> TrainingEngine:
+        """Builds the optimizer of a model; raises ConfigError."""
+        optimizer = built.decided.optimizer(built.model.loss_model)
+        return cls(mesh, built.model, built.decided, optimizer)
+
     def step(self, loss_sum: Tensor, max_norm: float, divisor: float = 1.0) -> Tensor:
         """Divides the gradients, applies them and clears them; returns their norm before clipping.
         A step whose loss or gradient is not finite leaves the weights as they are.
 
         loss_sum  over all ranks
         """
-        parameters = list(self.built.model.parameters())
+        parameters = list(self.model.parameters())
         if divisor != 1:
             torch._foreach_div_([local(p.grad) for p in parameters if p.grad is not None], divisor)
         norm = apply_gradients(self.optimizer, parameters, loss_sum, max_norm)

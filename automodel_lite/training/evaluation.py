@@ -16,7 +16,7 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from automodel_lite.config.schema import Config, SamplesConfig
-from automodel_lite.data.feeding.feed import DeviceFeed, validation_steps
+from automodel_lite.data.feeding.feed import validation_steps
 from automodel_lite.data.feeding.source import PackSource
 from automodel_lite.data.packing.packs import PackedDataset
 from automodel_lite.data.reading.documents import Documents, Question, question_of
@@ -25,16 +25,30 @@ from automodel_lite.models.generate import prompt_ids
 from automodel_lite.parallel.mesh import Mesh
 from automodel_lite.parallel.sharding import ParallelModel
 from automodel_lite.progress import Progress
-from automodel_lite.thd import ThdBatch, stream_of
+from automodel_lite.thd import stream_of
+from automodel_lite.training.engine import Engine
+
+
+def validate(
+    engine: Engine, source: PackSource, samples: SamplesConfig, must_stop: Callable[[], bool]
+) -> tuple[dict[str, float], list[tuple[str, str]]] | None:
+    """Returns `val_loss/<set>` and the other numbers of `validation_losses`, of all validation
+    sets, and the answers to the prompts; None when it was stopped. Every rank calls it.
+    """
+    losses: dict[str, float] = {}
+    for name, packs in source.val_packs.items():
+        found = validation_losses(engine, packs, source, must_stop)
+        if found is None:
+            return None
+        losses |= {f"val_{kind}/{name}": loss for kind, loss in found.items()}
+    return losses, sample_answers(samples, engine.model, engine.mesh, source.tokenizer)
 
 
 @torch.no_grad()
 def validation_losses(
-    model: ParallelModel,
+    engine: Engine,
     packs: PackedDataset,
     source: PackSource,
-    mesh: Mesh,
-    shard: Callable[[ThdBatch], ThdBatch],
     must_stop: Callable[[], bool],
 ) -> dict[str, float] | None:
     """Returns `loss` and its parts, means over what the loss counts in all packs; the
@@ -42,15 +56,16 @@ def validation_losses(
     label tokens, by their weights; and the `perplexity` of that. By these, runs of different losses
     compare. Every rank calls it.
 
-    `shard` takes this rank's part of a stream. `must_stop` is called after every batch, on all
-    ranks; None when it is true.
+    `must_stop` is called after every batch, on all ranks; None when it is true.
     """
+    model = engine.model
+    mesh = engine.mesh
     model.module.eval()
     loss_model = model.loss_model
     sums = {"loss": torch.zeros((), device=mesh.device)}
     counts = torch.zeros(2, dtype=torch.float64)  # of what the loss counts, and of label tokens
     steps = validation_steps(packs, source.shape, mesh.dp_rank, source.dataloader)
-    feed = DeviceFeed(steps, shard, mesh.device, model.loss_model.needs_mixer_metadata)
+    feed = engine.feed(steps)
     packs_per_forward = source.shape.dp_size * source.shape.micro_batch_size
     with Progress("validating", -(-len(packs) // packs_per_forward), "batches") as progress:
         for ready in feed:

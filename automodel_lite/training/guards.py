@@ -33,6 +33,7 @@ from automodel_lite.parallel.mesh import Mesh
 from automodel_lite.parallel.peers import Peers
 from automodel_lite.parallel.sharding import ParallelModel
 from automodel_lite.parallel.stragglers import Stragglers
+from automodel_lite.progress import activity
 from automodel_lite.run.checkpoint import Checkpointer
 from automodel_lite.run.ending import exit_as
 from automodel_lite.run.failures import Place, record_failures
@@ -42,6 +43,7 @@ from automodel_lite.run.nonfinite import NonfiniteSteps, StepOutcome, are_finite
 from automodel_lite.run.stopping import SIGNALS, StepBoundary, deadline_of, ending_of
 from automodel_lite.run.watchdog import Watchdog
 from automodel_lite.telemetry.metrics import NUM_COUNTS, Counts, counts_of
+from automodel_lite.training.engine import TrainingEngine
 
 _VISIBLE_WITHIN_S = 10.0
 
@@ -222,6 +224,20 @@ class Guards:
             "WARNING: the last step is exported, but not saved as a checkpoint: "
             f"{self.newest_text()}"
         )
+
+    def save(self, engine: TrainingEngine, state: dict[str, Any], wait: bool) -> None:
+        """Saves everything that the next step depends on; never after a nonfinite step. Every rank
+        calls it.
+        """
+        step = self.state.num_steps
+        if reason := self.nonfinite_text(engine.model.parameters()):
+            self.say(f"{step:7d}  WARNING: the step is not saved: {reason}")
+            return
+        self.watchdog.enter(f"saving step {step}")
+        with activity(f"saving step {step}"):
+            model = engine.model.loss_model
+            wait |= step == self.max_steps
+            self.checkpointer.save(step, model, engine.optimizer, state, wait=wait)
 
     def newest_text(self) -> str:
         newest = self.checkpointer.newest_name

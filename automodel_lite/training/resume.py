@@ -14,13 +14,15 @@ from typing import Any
 
 import numpy as np
 from torch.optim.lr_scheduler import LambdaLR
+from transformers import PreTrainedTokenizerBase
 
 from automodel_lite.config.schema import Config
-from automodel_lite.data.feeding.source import Cursor, PackSource
+from automodel_lite.data.feeding.source import Cursor, PackSource, TrainingPlan
 from automodel_lite.data.packing.report import PackingReport
 from automodel_lite.data.prepare import check_same_data
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.source import CausalLM
+from automodel_lite.parallel.mesh import mesh_shape, world_size
 from automodel_lite.parallel.peers import Peers, end_together, flat, open_peers, versions
 from automodel_lite.run.ending import exit_as
 from automodel_lite.run.folder import RunFolder, plain
@@ -30,8 +32,10 @@ from automodel_lite.telemetry.console import Console, quiet_libraries
 from automodel_lite.telemetry.metrics import STARTUP
 from automodel_lite.training import start
 from automodel_lite.training.auto import resolve_auto
+from automodel_lite.training.decide import decide
+from automodel_lite.training.engine import TrainingEngine
 from automodel_lite.training.guards import Guards, TrainState
-from automodel_lite.training.plan import Parts
+from automodel_lite.training.plan import Decided, Parts
 
 _NUM_ROWS = 256  # of a validation set that are hashed
 _LAUNCHES = itertools.count()  # of this process: more than one in a notebook
@@ -83,10 +87,12 @@ def join_ranks(config: Config) -> Iterator[tuple[Config, Peers, str | None]]:
         yield config, peers, message
 
 
-def compare_sources(guards: Guards, parts: Parts, data: PackSource) -> None:
-    """Compares between the ranks, and keeps for the checkpoints, digests of what no setting tells:
-    the files of all models, and rows of each validation set.
+def compare_data(guards: Guards, data: PackSource, plan: TrainingPlan, parts: Parts) -> None:
+    """Compares between the ranks what they have read; keeps for the checkpoints digests of what no
+    setting tells: the files of all models, and rows of each validation set.
     """
+    of_plan = {"training.max_steps": plan.max_steps}
+    guards.peers.compare("data", data.fingerprint() | of_plan)
     STARTUP.lap("data")
     models = {"model": _files(parts.model)}
     if parts.teacher:
@@ -115,7 +121,35 @@ def _files(model: CausalLM) -> dict[str, str]:
     return model_files(model.pretrained, str(model.source["revision"]))
 
 
-def state_of(
+def agree_on_settings(guards: Guards, parts: Parts, tokenizer: PreTrainedTokenizerBase) -> Decided:
+    """Decides what depends on the model and the device, and compares it between the ranks."""
+    shape = mesh_shape(guards.config.mesh, world_size())
+    decided = decide(parts, tokenizer, shape, start.default_device())
+    guards.peers.compare("recomputation", {"why": decided.recomputation_text})
+    return decided
+
+
+def open_run(
+    guards: Guards,
+    data: PackSource,
+    engine: TrainingEngine,
+    scheduler: LambdaLR,
+    report: PackingReport | None,
+    lines: Sequence[tuple[str, str]],
+) -> tuple[TrainState, MetricsLog]:
+    """Takes the run's folder; goes on from the newest checkpoint that loads, or begins. Every rank
+    calls it.
+
+    lines  the start block
+    """
+    guards.open()
+    saved = guards.checkpointer.load_newest(engine.model.loss_model, engine.optimizer)
+    guards.state = _state_of(saved, data, scheduler, guards)
+    _open_folder(guards, data, report, lines)
+    return guards.state, _open_log(guards, saved, data.counts)
+
+
+def _state_of(
     saved: dict[str, Any] | None, data: PackSource, scheduler: LambdaLR, guards: Guards
 ) -> TrainState:
     """Where the checkpoint stood, or the beginning; the schedule is moved there.
@@ -156,7 +190,7 @@ def state_of(
     return state
 
 
-def open_folder(
+def _open_folder(
     guards: Guards, data: PackSource, report: PackingReport | None, lines: Sequence[tuple[str, str]]
 ) -> None:
     """Writes what a run's folder tells from its start, and drops the rows of steps that come again;
@@ -179,7 +213,9 @@ def open_folder(
     guards.watchdog.start(guards.lock.token)
 
 
-def open_log(guards: Guards, saved: dict[str, Any] | None, counts: Mapping[str, int]) -> MetricsLog:
+def _open_log(
+    guards: Guards, saved: dict[str, Any] | None, counts: Mapping[str, int]
+) -> MetricsLog:
     """metrics.jsonl and the callbacks, with what these kept. The first row has the seconds of the
     start by phase, which are printed too, and in a fresh run `counts` of the data.
     """

@@ -34,7 +34,14 @@ from automodel_lite.errors import ConfigError, one_line
 from automodel_lite.models.flops import cost_model
 from automodel_lite.models.settings import cannot_work
 from automodel_lite.models.source import CausalLM, describe
-from automodel_lite.parallel.mesh import Mesh, mesh_shape, rank, threads_of, world_size
+from automodel_lite.parallel.mesh import (
+    Mesh,
+    init_mesh,
+    mesh_shape,
+    rank,
+    threads_of,
+    world_size,
+)
 from automodel_lite.progress import activity
 from automodel_lite.run.checkpoint_folder import exported_folder
 from automodel_lite.seed import use_deterministic
@@ -76,8 +83,7 @@ def dry_run(config: Config) -> int:
     requested = mesh.dp_replicate * max(mesh.dp_shard, 1) * mesh.cp * mesh.tp
     # one process answers for any mesh
     shape = mesh_shape(mesh, world_size() if world_size() > 1 else requested)
-    parts = build_parts(config)
-    try_settings(config, parts)
+    parts = checked_parts(config)
     data = prepare_data(config, check_sizes(config, shape.world_size), parts.packer)
     check_held_out(config, data)
     plan = data.plan(config.training)
@@ -161,6 +167,13 @@ look at.
 """
 
 
+def checked_parts(config: Config) -> Parts:
+    """Builds the parts of the configuration, and tries them; raises ConfigError."""
+    parts = build_parts(config)
+    try_settings(config, parts)
+    return parts
+
+
 def try_settings(config: Config, parts: Parts) -> None:
     """Raises one ConfigError with a line per part of the configuration that cannot work; nothing is
     loaded.
@@ -235,11 +248,20 @@ def from_run(config: Config) -> Config:
     )
 
 
+def open_world(config: Config) -> Mesh:
+    """Opens the groups of ranks, and prepares this process; every rank calls it, once its data is
+    there: ranks of a group wait only so long for each other.
+    """
+    mesh = init_mesh(config.mesh)
+    STARTUP.lap("groups")
+    prepare_process(config.training)
+    return mesh
+
+
 def prepare_process(config: TrainingConfig) -> None:
     """Threads and kernels of this process, before the first kernel runs, after its
     groups are open.
     """
-    STARTUP.lap("groups")
     torch.set_num_threads(threads_of(config.num_threads)[0])
     use_deterministic(config.deterministic)
     if config.tf32:

@@ -23,6 +23,7 @@ from automodel_lite.parts.losses.policy import (
     ImportanceSampling,
     PolicyLoss,
     Ppo,
+    advantages_of,
 )
 from tests.attention.families import VOCAB, build
 from tests.attention.hybrids import HYBRIDS, build_hybrid
@@ -59,12 +60,17 @@ def save_model(family: str, folder: Path) -> str:
     torch.manual_seed(0)
     lm = build_hybrid(family) if family in HYBRIDS else build(family)
     lm.save_pretrained(folder)
-    words = {f"w{number}": number for number in range(VOCAB)}
+    save_tokenizer(folder, VOCAB)
+    return str(folder)
+
+
+def save_tokenizer(folder: Path, num_words: int) -> None:
+    """One of a word for each id."""
+    words = {f"w{number}": number for number in range(num_words)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token="w1", pad_token="w0"
     ).save_pretrained(folder)
-    return str(folder)
 
 
 @dataclass(frozen=True)
@@ -184,7 +190,7 @@ def truth(
 
 
 def gradients(client: TrainingClient) -> dict[str, Tensor]:
-    named = client.engine.built.model.loss_model.lm.named_parameters()
+    named = client.engine.model.loss_model.lm.named_parameters()
     grads = {name: p.grad for name, p in named if p.grad is not None}
     return {
         n: (g.full_tensor() if hasattr(g, "full_tensor") else g).clone() for n, g in grads.items()
@@ -229,6 +235,31 @@ def check(found: dict[str, list[float]], names: tuple[str, ...]) -> None:
     assert len(found) == 2 * len(names)
     for name, differences in found.items():
         assert max(differences) < 2e-4, (name, differences)  # fp32 beside fp64: 1.5e-5
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("dr_grpo", [1.0, -1.0, 0.0, 2.0, -2.0, 0.0]),
+        ("leave_one_out", [1.5, -1.5, 0.0, 4.0, -4.0, 0.0]),
+        ("grpo", [1 / 1.0001, -1 / 1.0001, 0.0, 2 / (8**0.5 + 1e-4), -2 / (8**0.5 + 1e-4), 0.0]),
+    ],
+)
+def test_rewards_are_compared_inside_their_group(kind: Any, expected: list[float]) -> None:
+    rewards, groups = [3.0, 1.0, 2.0, 5.0, 1.0, 7.0], ["q", "q", "q", "r", "r", "alone"]
+    assert advantages_of(rewards, groups, kind).tolist() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "sentence"),
+    [
+        ([1.0, 1.0], "all advantages are 0 and there is nothing to learn"),
+        ([1.0, float("nan")], "row 1: its reward is nan"),
+    ],
+)
+def test_rewards_that_teach_nothing(rewards: list[float], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        advantages_of(rewards, ["q", "q"])
 
 
 @pytest.mark.parametrize("family", FAMILIES)

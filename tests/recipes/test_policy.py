@@ -44,6 +44,47 @@ def test_rows_of_a_file_train_as_from_python(folder: str, tmp_path: Path) -> Non
     assert step.grad_norm == pytest.approx(grad_norm, rel=1e-4)
 
 
+def rewarded() -> list[dict]:
+    """Rows with a reward and a group; some of a group are equal, or begin alike."""
+    rows = []
+    for number, group in enumerate(make_groups()):
+        for place, row in enumerate(group):
+            bare = {"input_ids": row["input_ids"], "labels": row["labels"]}
+            rows.append(bare | {"reward": float(place % 3), "group": f"q{number}"})
+    return rows
+
+
+@pytest.mark.parametrize("tree", ["auto", "off"])
+def test_advantages_are_made_of_rewards(tree: str, folder: str, tmp_path: Path) -> None:
+    rows = rewarded()
+    chosen = [*settings(folder, tmp_path / "rows.jsonl", rows), f"packed_sequence.tree={tree}"]
+    quick = ("training.max_steps=1", "training.global_batch_size=64", "checkpoint.export_hf=false")
+    (_, grad_norm), *_ = losses(train("policy", tmp_path / "run", *chosen, *quick, "name=x"))
+    with TrainingClient("policy", *chosen, f"output_dir={tmp_path / 'client'}") as client:
+        out = client.forward_backward(rows)
+        assert client.optim_step().grad_norm == pytest.approx(grad_norm, rel=1e-4)
+    assert out.num_items == len(rows)
+
+
+def test_wrong_rewards_of_a_file_get_a_sentence(folder: str, tmp_path: Path) -> None:
+    rows = rewarded()
+    cases = {
+        "equal": ([row | {"reward": 1.0} for row in rows], "there is nothing to learn"),
+        "none": ([*rows[:3], {**rows[3], "reward": None}, *rows[4:]], "row 3: its reward is -inf"),
+        "alone": ([{**rows[0], "group": None}, *rows[1:]], "row 0 brings no `group`"),
+        "list": (
+            [rows[0], rows[1] | {"reward": [1.0]}],
+            r"list.jsonl:2: column reward must be one",
+        ),
+    }
+    for name, (given, sentence) in cases.items():
+        chosen = settings(folder, tmp_path / f"{name}.jsonl", given)
+        with pytest.raises(DataError, match=sentence):
+            train_ft.main(
+                config_of("policy", tmp_path / name, *chosen, "name=x", "training.max_steps=1")
+            )
+
+
 def test_wrong_columns_of_a_file_get_a_sentence(folder: str, tmp_path: Path) -> None:
     bad = [*ROWS[:2], ROWS[2] | {"advantages": [1.0]}]
     chosen = [*settings(folder, tmp_path / "bad.jsonl", bad), "name=x"]

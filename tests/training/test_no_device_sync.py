@@ -18,6 +18,7 @@ from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.data.feeding.feed import DeviceFeed, DeviceStep
 from automodel_lite.run.nonfinite import StepOutcome
 from automodel_lite.telemetry.metrics import StepResult
+from automodel_lite.training import counted_feed
 from recipes import train_ft
 from tests.runs import losses_by_step, train_quick
 
@@ -128,7 +129,7 @@ def test_the_steps_of_the_recipe_read_nothing_off_the_device(
     monkeypatch.setattr(StepOutcome, "read", read)
     monkeypatch.setattr(train_ft, "StepOutcome", numbers)
     for owner, name in (
-        (train_ft, "count_own"),
+        (counted_feed, "count_own"),
         (DeviceFeed, "stage"),
         (ReferenceAttention, "__call__"),
     ):

@@ -24,6 +24,7 @@ from automodel_lite.data.reading.formats import FORMATS, GROUP, Format, own_form
 from automodel_lite.data.reading.labels import Alignment, align, check_alignment
 from automodel_lite.data.reading.readers import RawRow, RawRows
 from automodel_lite.errors import ConfigError, DataError, did_you_mean, one_line, printable
+from automodel_lite.thd import declared_columns
 
 OwnFormat = Callable[[RawRow], Any]
 
@@ -338,6 +339,8 @@ def _describe(found: Format, columns: Sequence[str], renames: Mapping[str, str])
     )
     description += f" ({mapped})" if mapped else ""
     used = {*renames.values(), *found.columns, *found.optional, GROUP}
+    if "input_ids" in found.columns:  # rows of tokens bring what their loss declares
+        used |= {*declared_columns()}
     ignored = [name for name in columns if name not in used]
     return printable(description + (f", ignored: {', '.join(ignored)}" if ignored else ""))
 

@@ -43,7 +43,7 @@ def tokens(row: dict[str, Any]) -> Document:
     if row.get("loss_weights") is not None:
         columns["loss_weights"] = _weights(row, len(input_ids))
     for name in declared_columns():
-        if row.get(name) is not None:
+        if row.get(name) is not None and COLUMNS[name].of_row in ("", "value"):
             columns[name] = _numbers(row, name, len(input_ids))
     if row.get("attention_mask") is not None:
         real = integers_of(row, "attention_mask", len(input_ids)) != 0
@@ -169,9 +169,14 @@ def _weights(row: dict[str, Any], length: int) -> np.ndarray:
 
 
 def _numbers(row: dict[str, Any], name: str, length: int) -> np.ndarray:
-    """A column that a loss declares; raises DataError for what is not one finite number per
-    token.
+    """A column that a loss declares; raises DataError for what is not one finite number per token,
+    or one of the row.
     """
+    if COLUMNS[name].of_row:
+        value = row[name]
+        if not isinstance(value, int | float) or not np.isfinite(value):
+            raise DataError(f"column {name} must be one finite number of the row, not {value!r}.")
+        return np.full(length, value, COLUMNS[name].stored)
     try:
         values = np.asarray(row[name], COLUMNS[name].stored)
         is_sound = values.shape[:1] == (length,) and bool(np.isfinite(values).all())

@@ -57,7 +57,7 @@ from automodel_lite.data.tokens.tokenizer import check_vocabulary
 from automodel_lite.data.tokens.trees import TREES, may_share, write_trees
 from automodel_lite.errors import ConfigError, DataError, DroppedError, printable
 from automodel_lite.progress import Progress
-from automodel_lite.thd import COLUMNS, Column
+from automodel_lite.thd import COLUMNS, IGNORE_INDEX, Column, declared_columns
 
 CHUNK_DOCUMENTS = 512
 # a process takes about 2 s to start, in which it tokenizes about that many
@@ -167,10 +167,9 @@ class DocumentTokenizer:
                         raise document
                     parts = document.get("documents", [document])
                     if is_given := "input_ids" in parts[0]:
-                        given += [
-                            _given_tokens(part, self._settings.train_on, self._vocab_size)
-                            for part in parts
-                        ]
+                        for part in parts:
+                            row = _given_tokens(part, self._settings.train_on, self._vocab_size)
+                            given.append(_with_row(row, number, document.get("group")))
                         num_rows[-1] = len(parts)
                     else:
                         of_document = self._renderer.renderings(document)
@@ -245,6 +244,24 @@ def stall_report() -> Iterator[list[str]]:
         yield places
     finally:
         is_over.set()
+
+
+def _with_row(document: Document, number: int, group: object) -> Document:
+    """Adds which row it is and of which group, where the loss asks for it and the row brings its
+    columns: at labels alone, so that rows may still share their beginning.
+    """
+    own = declared_columns()
+    if not any(name in document for name in own):
+        return document
+    is_label = document["labels"] != IGNORE_INDEX
+    of_group = 0 if group is None else 1 + int(short_hash(str(group)), 16) % 2**61
+    added = {}
+    for name in own:
+        column = COLUMNS[name]
+        known = {"number": number + 1, "group": of_group, "value": document.get(name)}
+        if (value := known.get(column.of_row)) is not None:
+            added[name] = np.where(is_label, value, column.padding).astype(column.stored)
+    return document | added
 
 
 def _given_tokens(document: Document, train_on: str, vocab_size: int) -> Document:

@@ -53,7 +53,6 @@ from automodel_lite.models.loss import LossModel
 from automodel_lite.models.settings import experts_per_token
 from automodel_lite.models.sharded import Spread
 from automodel_lite.models.source import CausalLM, describe
-from automodel_lite.parallel.context_parallel import cp_shard
 from automodel_lite.parallel.mesh import Mesh, MeshShape, open_mesh
 from automodel_lite.parallel.sharding import ParallelModel
 from automodel_lite.parts.kernels.varlen import VarlenAttention
@@ -63,8 +62,8 @@ from automodel_lite.run.weight_files import gathered_files, groups_of, plan_file
 from automodel_lite.thd import AttentionInputs, AttentionOptions, Segments, ThdBatch
 from automodel_lite.training.build import assemble, worst_case_batch
 from automodel_lite.training.decide import decide_layout
+from automodel_lite.training.engine import TrainingEngine
 from automodel_lite.training.memory import GPUS_GB, gib, usable
-from automodel_lite.training.optimizers import apply_gradients
 from automodel_lite.training.plan import Decided, Parts, as_teacher, with_layers
 
 if TYPE_CHECKING:
@@ -200,9 +199,11 @@ def _simulate(
         batch = model.loss_model.look_ahead(batch)
         sharded = cp_shard(batch, mesh.cp, parts.mesh.cp_exchange)
         optimizer = parts.optimizer(model.loss_model)  # looks up where its shards lie
+        engine = TrainingEngine(mesh, model, plan, optimizer)
+        sharded = engine.place(batch)
         with fake, held:
             inputs = sharded.map_tensors(lambda tensor: fake.from_tensor(tensor).to(GPU))
-            gradients = _step(parts, model, optimizer, inputs, held, shape)
+            gradients = _step(engine, inputs, held)
             if is_whole:
                 _save_and_export(parts, model.loss_model, optimizer, held, shape)
             states = (value for state in optimizer.state.values() for value in state.values())
@@ -366,17 +367,13 @@ def _sharded(
     return assemble(drawn, no_tokenizer, mesh, "fsdp", plan.dtype, trains)[0]
 
 
-def _step(
-    parts: Parts,
-    model: ParallelModel,
-    optimizer: Optimizer,
-    inputs: ThdBatch,
-    held: MemoryTracker,
-    shape: MeshShape,
-) -> int:
+def _step(engine: TrainingEngine, inputs: ThdBatch, held: MemoryTracker) -> int:
     """An optimizer step of at most two micro-batches, with states that exist; returns the bytes of
     its gradients.
     """
+    parts = engine.decided
+    model = engine.model
+    optimizer = engine.optimizer
     lm = model.loss_model.lm
     training = parts.training
     install(lm, _CountedAttention())
@@ -402,21 +399,24 @@ def _step(
     for number, layer in enumerate(layers):
         layer.register_forward_hook(partial(mark, number))
     # micro-batches before the last are alike: two stand for any number
-    asked = global_batch_size_of(training, shape.dp) // (training.micro_batch_size * shape.dp)
-    loss_sum = torch.zeros((), device=GPU)
-    for is_last in (False, True)[-min(2, asked) :]:
-        held.part = "last" if is_last else "micro"
-        with model.accumulate(is_last):
-            held.enter("forward")
-            loss = model(inputs).sum
+    dp = engine.mesh.shape.dp
+    asked = global_batch_size_of(training, dp) // (training.micro_batch_size * dp)
+    num_micro = min(2, asked)
+
+    def lap(phase: str) -> None:
+        if phase == "forward":
             held.enter("backward")
-            (loss * model.mean_ranks).backward()
-        loss_sum += loss.detach()
+        elif held.part == "micro":
+            held.part = "last"
+            held.enter("forward")
+
+    held.part = "micro" if num_micro > 1 else "last"
+    held.enter("forward")
+    sums = engine.forward_backward([inputs] * num_micro, lap=lap)
     gradients = _local_bytes(p.grad for p in model.parameters() if p.grad is not None)
     held.enter("optimizer")
     held.part = "update"
-    apply_gradients(optimizer, model.parameters(), loss_sum, training.max_grad_norm)
-    optimizer.zero_grad()
+    engine.step(sums["loss"], training.max_grad_norm)
     return gradients
 
 

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 NONE = "train: no image"
 
 
-def images_line(data: PackSource) -> str:
-    """Returns how many images the training data have and how many of its tokens are theirs; nothing
-    for text.
+def images_lines(data: PackSource) -> list[tuple[str, str]]:
+    """Returns how many images the training data have and how many of its tokens are theirs, as a
+    line of the start block; none for text.
     """
     if not isinstance(data, PlannedPacks) or "image" not in data.columns:
-        return ""
+        return []
     from automodel_lite.parts.images.sources import PIXEL_BITS  # with Pillow
 
     num_images = num_pixels = num_places = 0
@@ -38,11 +38,12 @@ def images_line(data: PackSource) -> str:
         num_pixels += int((stamps & ((1 << PIXEL_BITS) - 1)).sum())
     num_text = rows.num_tokens - num_places
     if not num_images:
-        return NONE
-    return (
+        return [("images", NONE)]
+    text = (
         f"train: {num_images:,} images of {num_pixels:,} pixels are {num_places:,} tokens "
         f"({num_places / max(1, rows.num_tokens):.0%}), text is {num_text:,}"
     )
+    return [("images", text)]
 
 
 def shown_pictures(data: PlannedPacks, row: Mapping[str, np.ndarray]) -> list[Picture]:

@@ -33,28 +33,23 @@ import torch
 from filelock import FileLock, Timeout
 from torch import Tensor
 
+from automodel_lite.config.schema import Config
 from automodel_lite.data.cache import Key, cache_root, entry_folder, find_damage, seal
-from automodel_lite.data.feeding.order import BatchShape, assign_to_ranks
 from automodel_lite.data.feeding.source import PackSource
-from automodel_lite.data.packing.packs import (
-    EMPTY_PACK,
-    PackedDataset,
-    Packer,
-    packed_sequence_thd_collater,
-)
+from automodel_lite.data.packing.packs import PackedDataset, Packer
 from automodel_lite.data.tokens.token_rows import CONTENT_HASH, DocumentReader
-from automodel_lite.errors import ConfigError
+from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.launched import is_first_here
 from automodel_lite.models.fused_head import RowFunction
 from automodel_lite.models.loss import Loss, check_columns
-from automodel_lite.parallel.context_parallel import cp_shard
 from automodel_lite.parallel.mesh import Mesh
 from automodel_lite.parts.losses.distillation import DistillTopK
 from automodel_lite.progress import Progress
 from automodel_lite.run import durable
 from automodel_lite.run.weight_files import adapter_files, model_files
-from automodel_lite.thd import IGNORE_INDEX, to_thd
+from automodel_lite.thd import IGNORE_INDEX
 from automodel_lite.training.build import BuiltModel
+from automodel_lite.training.engine import Engine
 
 SAVE_EVERY_S = 60.0
 _BLOCK_TOKENS = 2**24
@@ -66,24 +61,32 @@ def check_loss(data: PackSource, loss: Loss) -> None:
     """Raises ConfigError for a loss that does not fit the data, before a model is loaded; streams
     are not known yet.
     """
-    if data.columns is not None:
-        check_columns(loss, {*data.columns, *(loss.required & MADE_HERE)})
+    if data.columns is None:
+        return
+    made = set(loss.required & MADE_HERE)
+    made |= loss.derived(data.columns)
+    check_columns(loss, {*data.columns, *made})
 
 
-def with_values(
-    data: PackSource, built: BuiltModel, mesh: Mesh, cache_dir: str | None, seed: int
-) -> PackSource:
+def with_values(data: PackSource, engine: Engine, built: BuiltModel, config: Config) -> PackSource:
     """Adds the columns that the loss asks for: log-probabilities of the reference, which is the
     model as it is now, and a teacher's likeliest tokens, which automodel-lite score has stored.
 
     Raises ConfigError for a teacher that has not been scored. Every rank calls it.
     """
-    loss = built.model.loss_model.loss
+    loss = engine.model.loss_model.loss
+    if loss.derived(data.columns or ()):
+        try:
+            data = data.with_columns(
+                lambda _, rows: loss.derive(rows.flat.columns, rows.flat.offsets)
+            )
+        except ValueError as error:
+            raise DataError(f"{config.dataset.get('path')}: {error}") from None
     if loss.needs_reference:
-        reference = reference_values(built, data.packer, cache_dir, seed)
-        return data.with_columns(lambda name, rows: reference.computed(name, rows, built, mesh))
+        reference = reference_values(built, data.packer, config.cache_dir, config.seed)
+        return data.with_columns(lambda name, rows: reference.computed(name, rows, engine))
     if isinstance(loss, DistillTopK):
-        values = teacher_values(loss, data.packer, cache_dir, len(data.tokenizer))
+        values = teacher_values(loss, data.packer, config.cache_dir, len(data.tokenizer))
         return data.with_columns(values.stored)
     return data
 
@@ -151,7 +154,7 @@ class Values:
             )
         return columns
 
-    def computed(self, name: str, rows: DocumentReader, built: BuiltModel, mesh: Mesh) -> Columns:
+    def computed(self, name: str, rows: DocumentReader, engine: Engine) -> Columns:
         """Maps the columns, after computing what the cache does not have; every rank calls it. Of
         several jobs one computes, and the others wait.
 
@@ -159,13 +162,14 @@ class Values:
         """
         folder = self.folder(name, rows)
         packer = copy(self.packer)
+        mesh = engine.mesh
         if not all(mesh.gather(find_damage(folder) is None)):
             placed = rows.with_columns({"row_place": np.arange(rows.flat.num_tokens)})
             packer.max_packs = None  # all packs, whatever sample of them an epoch takes
             with one_job_at(folder, mesh) as is_writer:
                 if not all(mesh.gather(find_damage(folder) is None)):
                     part = Part(self, folder, packer.packs(placed), is_writer)
-                    _compute(part, built, mesh)
+                    _compute(part, engine)
                     if is_writer:
                         part.finish(f"{self.name}-{name}", self.key(rows))
                 mesh.barrier()
@@ -345,43 +349,16 @@ class Part:
         os.rename(self.path, self.folder)
 
 
-def _compute(part: Part, built: BuiltModel, mesh: Mesh) -> None:
+def _compute(part: Part, engine: Engine) -> None:
     # nodes with caches of their own may have come to different places
-    part.done = min(mesh.gather(part.done))
+    part.done = min(engine.mesh.gather(part.done))
+    values, packs = part.values, part.packs
     saved = time.monotonic()
-    values = part.values
-    packs = part.packs
     with Progress(f"computing {values.name}", len(packs), "packs") as progress:
-        for num_packs, places, found in _values(values.function, packs, built, mesh, part.done):
+        for num_packs, places, found in engine.values(packs, values.function, part.done):
             progress.add(num_packs)
             part.put(num_packs, places, found)
             if time.monotonic() - saved > SAVE_EVERY_S:
                 part.save()
                 saved = time.monotonic()
     part.save()
-
-
-@torch.no_grad()
-def _values(
-    function: RowFunction, packs: PackedDataset, built: BuiltModel, mesh: Mesh, done: int
-) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """(packs, places of their labels in the flat rows, values [R, K]) of all ranks, forward by
-    forward.
-    """
-    model = built.model
-    exchange = built.decided.mesh.cp_exchange
-    loss_model = model.loss_model
-    size = built.decided.training.micro_batch_size
-    model.module.eval()
-    for of_ranks in assign_to_ranks(
-        np.arange(done, len(packs)), BatchShape(size * mesh.shape.dp, size, mesh.shape.dp)
-    ):
-        batch = packed_sequence_thd_collater(packs.__getitems__(of_ranks[mesh.dp_rank].tolist()))
-        part = cp_shard(to_thd(batch, loss_model.needs_mixer_metadata), mesh.cp, exchange)
-        found = model.values(part.to(mesh.device), function)
-        # Rows of several ranks are different tokens, or the same ones with the same values (tp).
-        own = part.columns["row_place"][part.label_rows].numpy(), found.cpu().numpy()
-        places, values = (np.concatenate(parts) for parts in zip(*mesh.gather(own)))
-        yield int((of_ranks != EMPTY_PACK).sum()), places, values
-    model.free_gathered()
-    model.module.train()

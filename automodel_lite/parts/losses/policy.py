@@ -1,6 +1,8 @@
 """Losses of policies: rows that a model has sampled, how good each was, and how likely it was then.
 
-advantages           of each label: how much better its row was than expected
+advantages           of each label: how much better its row was than expected; made of the next two
+                     where they are not given
+reward, group        of a row: how good it was, and which rows answer the same prompt
 old_log_probs        of the labels, by the weights that sampled them; without, those of now, so that
                      every ratio is 1 and its gradient that of the log-probability
 sampler_log_probs    of the labels, by the sampler's own arithmetic, where that is another
@@ -18,23 +20,29 @@ Legend: R rows that carry a label (labels), M rows as they were given (rows).
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
+import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from automodel_lite.config.rules import Range
 from automodel_lite.models.balance import row_of_tokens
 from automodel_lite.models.loss import Loss, LossInputs, LossOutput
-from automodel_lite.thd import Column, ThdBatch
+from automodel_lite.thd import IGNORE_INDEX, Column, ThdBatch
 
 Share = Annotated[float, Range(0, 1_000_000)]
 Length = Annotated[float, Range(1, 1_000_000)]
 Average = Literal["labels", "rows", "constant"]
 Kl = Literal["k1", "k2", "k3"]
+Advantage = Literal["grpo", "dr_grpo", "leave_one_out"]
+OF_ROWS = frozenset({"reward", "row_group", "row_number"})
+LEAST_DEVIATION = 1e-4  # as TRL's GRPO adds to the standard deviation
 
 
 @dataclass(frozen=True)
@@ -47,6 +55,9 @@ class PolicyLoss(Loss):
     average          labels: the mean over all labels of the step (DAPO); rows: over its rows, of
                      the mean over each (GRPO); constant: over its rows, of the sum over each
                      divided by `constant_length` (Dr. GRPO)
+    advantage        made of rewards, which are compared inside each group: grpo divides their
+                     distance from the mean by the standard deviation, dr_grpo does not, and
+                     leave_one_out takes the mean of the others
     truncation       largest weight of a label whose sampler had other numbers: min(exp(old -
                      sampler), truncation); 0 = no weights
     """
@@ -55,6 +66,10 @@ class PolicyLoss(Loss):
         "advantages": Column("float32", "float32", 0.0),
         "old_log_probs": Column("float32", "float32", 0.0),
         "sampler_log_probs": Column("float32", "float32", 0.0),
+        # -inf tells rows that bring none; NaN would be no equal beginning of two rows
+        "reward": Column("float32", "float32", -math.inf, of_row="value"),
+        "row_group": Column("int64", "int64", 0, of_row="group"),
+        "row_number": Column("int64", "int64", 0, of_row="number"),
     }
     columns = frozenset({"loss_weights", "reference_log_probs"})
     required = frozenset({"advantages"})
@@ -65,12 +80,56 @@ class PolicyLoss(Loss):
     kl_kind: Kl = "k3"  # its estimate
     average: Average = "labels"  # over labels, rows, or rows of a constant length
     constant_length: Length = 1024.0  # of average=constant
+    advantage: Advantage = "grpo"  # made of the columns reward and group
     truncation: Share = 2.0  # largest weight of a label whose sampler had other numbers; 0 = none
 
     def __post_init__(self) -> None:
         if self.kl:
             object.__setattr__(self, "required", self.required | {"reference_log_probs"})
             object.__setattr__(self, "needs_reference", True)
+
+    def complete(self, groups: Sequence[Sequence[Mapping[str, Any]]]) -> list[list[Any]]:
+        """Returns the rows with advantages where they bring a reward; rows of one list are a group
+        unless they name theirs.
+        """
+        rows = [(row, number) for number, group in enumerate(groups) for row in group]
+        if not any("reward" in row for row, _ in rows):
+            return super().complete(groups)
+        for number, (row, _) in enumerate(rows):
+            if "reward" not in row or "advantages" in row:
+                raise ValueError(
+                    f"row {number} must bring a reward and no advantages, as others do."
+                )
+        rewards = np.array([float(row["reward"]) for row, _ in rows])
+        names = [str(row.get("group", number)) for row, number in rows]
+        found = iter(advantages_of(rewards, names, self.advantage).tolist())
+        return [[_with_advantage(row, next(found)) for row in group] for group in groups]
+
+    def derived(self, brought: Iterable[str]) -> frozenset[str]:
+        """Names the advantages, where rows bring rewards and groups in their place."""
+        names = {*brought}
+        is_made = names >= OF_ROWS and "advantages" not in names
+        return frozenset({"advantages"} if is_made else ())
+
+    def derive(
+        self, columns: Mapping[str, np.ndarray], offsets: np.ndarray
+    ) -> dict[str, np.ndarray]:
+        """Returns the advantages at the labels of rows that bring rewards and groups."""
+        at_R = np.flatnonzero(np.asarray(columns["labels"]) != IGNORE_INDEX)
+        # rows of a tree share no label, as their numbers differ there
+        _, first_M, row_R = np.unique(
+            columns["row_number"][at_R], return_index=True, return_inverse=True
+        )
+        rewards_M = columns["reward"][at_R][first_M]
+        groups_M = columns["row_group"][at_R][first_M]
+        if (groups_M == 0).any():
+            raise ValueError(
+                f"row {int(np.argmax(groups_M == 0))} brings no `group`: rewards are compared "
+                "among the rows that answer the same prompt, so each row names its group."
+            )
+        advantages_T = np.zeros(int(offsets[-1]), np.float32)
+        advantages_T[at_R] = advantages_of(rewards_M, groups_M, self.advantage)[row_R]
+        return {"advantages": advantages_T}
 
     @abstractmethod
     def objective(self, inputs: LossInputs, log_ratio_R: Tensor) -> tuple[Tensor, Tensor]:
@@ -194,6 +253,47 @@ class Dro(PolicyLoss):
         values_R = inputs.log_probs() * inputs.columns["advantages"]
         values_R = values_R - self.beta / 2 * log_ratio_R.square()
         return values_R, torch.zeros_like(log_ratio_R)
+
+
+def advantages_of(rewards: ArrayLike, groups: ArrayLike, kind: Advantage = "grpo") -> np.ndarray:
+    """Returns how much better each row was than its group, fp64 [M]; 0 for one that is alone.
+
+    rewards  [M], finite
+    groups   [M], equal for rows that answer the same prompt
+    Raises ValueError where all are 0, as there is nothing to learn.
+
+    >>> advantages_of([1.0, 0.0, 0.0, 0.0], "aabb", "dr_grpo")
+    array([ 0.5, -0.5,  0. ,  0. ])
+    """
+    rewards_M = np.asarray(rewards, np.float64)
+    if not np.isfinite(rewards_M).all():
+        row = int(np.argmin(np.isfinite(rewards_M)))
+        raise ValueError(f"row {row}: its reward is {rewards_M[row]}, and must be a finite number.")
+    names = np.asarray(list(groups) if isinstance(groups, str) else groups)
+    _, group_M = np.unique(names, return_inverse=True)
+    sizes = np.bincount(group_M)[group_M]
+    means = np.bincount(group_M, rewards_M)[group_M] / sizes
+    distances = rewards_M - means
+    distances[np.abs(distances) < 1e-12] = 0.0
+    if not distances.any():
+        raise ValueError(
+            f"the rewards of each of {group_M.max() + 1} groups are equal, so all advantages are 0 "
+            "and there is nothing to learn: draw several answers to a prompt, and prompts of which "
+            "some answers are right and some wrong."
+        )
+    others = np.maximum(sizes - 1, 1)
+    if kind == "leave_one_out":
+        return distances * sizes / others
+    if kind == "dr_grpo":
+        return distances
+    variances = np.bincount(group_M, distances**2)[group_M] / others
+    return distances / (np.sqrt(variances) + LEAST_DEVIATION)
+
+
+def _with_advantage(row: Mapping[str, Any], advantage: float) -> dict[str, Any]:
+    labels = np.asarray(row["labels"])
+    kept = {name: value for name, value in row.items() if name not in ("reward", "group")}
+    return kept | {"advantages": np.where(labels == IGNORE_INDEX, 0.0, advantage)}
 
 
 def divergence(new_R: Tensor, reference_R: Tensor, kind: Kl) -> Tensor:
