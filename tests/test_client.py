@@ -26,6 +26,7 @@ COLUMNS = ("input_ids", "labels", "advantages", "old_log_probs")
 GROUPS = [[{name: row[name] for name in COLUMNS} for row in group] for group in make_groups()]
 ROW = GROUPS[2][0]
 LORA = ("peft=lora", "peft.r=4")
+LAYOUTS_OF_TWO = ("mesh.cp=2", "mesh.dp_shard=2", "mesh.strategy=ddp")
 
 
 @pytest.fixture(scope="module")
@@ -208,9 +209,57 @@ def train_on(folder: str, runs: Path, kill_in: int = 0) -> list[float]:
 def test_a_killed_loop_loses_nothing_that_was_saved(folder: str, tmp_path: Path) -> None:
     process = fork_server().Process(target=train_on, args=(folder, tmp_path / "killed", 3))
     process.start()
-    process.join(240)
+    process.join(600)
     assert process.exitcode == -signal.SIGKILL
     assert train_on(folder, tmp_path / "killed") == train_on(folder, tmp_path / "whole")
+
+
+def kill_before(kill_at: int, client: TrainingClient) -> None:
+    """Kills this process before the client's call of that number, whichever it is."""
+    num_calls = 0
+
+    def counted(call: Any) -> Any:
+        def counting(*args: Any, **more: Any) -> Any:
+            nonlocal num_calls
+            num_calls += 1
+            if num_calls == kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return call(*args, **more)
+
+        return counting
+
+    for name in ("load_state", "sample", "forward", "forward_backward", "optim_step", "save_state"):
+        setattr(client, name, counted(getattr(client, name)))
+
+
+def loop_on(folder: str, runs: Path, kill_at: int = 0) -> list[float]:
+    """Every call of a loop, to step 3, each of which is saved."""
+    with open_client(folder, runs) as client:
+        kill_before(kill_at, client)
+        losses = client.load_state() or []
+        while client.num_steps < 3:
+            client.sample([ROW["input_ids"][:4]], 1, 2)
+            old = client.forward(GROUPS).log_probs
+            rows = iter(old)
+            groups = [[row | {"old_log_probs": next(rows)} for row in group] for group in GROUPS]
+            client.forward_backward(groups, Ppo())
+            losses.append(client.optim_step(lr=1e-3).loss)
+            client.save_state(losses)
+        return losses
+
+
+@pytest.mark.system
+def test_a_kill_between_any_two_calls_loses_nothing_that_was_saved(
+    folder: str, tmp_path: Path
+) -> None:
+    whole = loop_on(folder, tmp_path / "whole")
+    # a step is five calls, behind load_state: the first starts end inside of step 1
+    for kill_at in (1, 2, 3, 4, 5, 6, 7, 8, 9):
+        process = fork_server().Process(target=loop_on, args=(folder, tmp_path / "killed", kill_at))
+        process.start()
+        process.join(600)
+        assert process.exitcode == -signal.SIGKILL, kill_at
+    assert loop_on(folder, tmp_path / "killed") == whole
 
 
 def test_what_a_checkpoint_cannot_hold_is_refused(
@@ -228,6 +277,63 @@ def test_what_a_checkpoint_cannot_hold_is_refused(
             other.save_state({"place": 2})
         with pytest.raises(ConfigError, match="is in use by"):
             open_client(folder, tmp_path).load_state()
+
+
+def every_call(rank: int, world: int, folder: str, runs: Path, *overrides: str) -> dict[str, Any]:
+    """What each call of the client gives, on any mesh."""
+    with open_client(folder, runs, "optimizer.weight_decay=0", *overrides) as client:
+        start = client.forward(GROUPS).log_probs
+        out = client.forward_backward(GROUPS, Ppo(average="rows"))
+        norm = client.optim_step(lr=1e-3).grad_norm
+        client.save_state({"at": 1})
+        with client.reference():
+            reference = client.forward(GROUPS).log_probs
+        now = client.forward(GROUPS).log_probs
+        client.forward_backward(GROUPS, Ppo())
+        client.optim_step(lr=1e-2)
+        assert client.load_state() == {"at": 1}
+        again = client.forward(GROUPS).log_probs
+        drawn = client.sample([ROW["input_ids"][:4]], 2, 3, temperature=0)
+        client.save_weights(runs / "out")
+        handed = {name: float(x.double().abs().sum()) for name, x in client.weights()}
+        name = "adapter_model.safetensors" if client.built.adapter else "model.safetensors"
+        saved = {
+            n: float(x.double().abs().sum()) for n, x in load_file(runs / "out" / name).items()
+        }
+    assert saved.keys() == handed.keys()
+    return {
+        "loss": [out.loss, norm],
+        "weights": [handed[name] for name in sorted(handed)],
+        "saved": [saved[name] for name in sorted(saved)],
+        "sampled": drawn,
+        **{
+            name: np.concatenate(values).tolist()
+            for name, values in (("start", start), ("reference", reference))
+        },
+        "now": np.concatenate(now).tolist(),
+        "again": np.concatenate(again).tolist(),
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "peft"),
+    [
+        *((layout, ()) for layout in (*LAYOUTS_OF_TWO, "mesh.tp=2")),
+        *((layout, LORA) for layout in LAYOUTS_OF_TWO),
+    ],
+)
+def test_every_call_on_two_ranks_is_that_of_one(
+    layout: str, peft: tuple[str, ...], folder: str, tmp_path: Path
+) -> None:
+    one = every_call(0, 1, folder, tmp_path / "one", *peft)
+    first, second = run_ranks(every_call, 2, folder, tmp_path / "two", layout, *peft)
+    assert first == second
+    for name in one.keys() - {"sampled"}:
+        np.testing.assert_allclose(first[name], one[name], atol=2e-5, rtol=1e-5, err_msg=name)
+    assert first["sampled"] == one["sampled"]
+    np.testing.assert_allclose(one["start"], one["reference"], atol=1e-6)
+    np.testing.assert_array_equal(first["now"], first["again"])
 
 
 # ---------------------------------------------- wrong use
