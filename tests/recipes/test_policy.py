@@ -70,8 +70,14 @@ def test_wrong_rewards_of_a_file_get_a_sentence(folder: str, tmp_path: Path) -> 
     rows = rewarded()
     cases = {
         "equal": ([row | {"reward": 1.0} for row in rows], "there is nothing to learn"),
-        "none": ([*rows[:3], {**rows[3], "reward": None}, *rows[4:]], "row 3: its reward is -inf"),
-        "alone": ([{**rows[0], "group": None}, *rows[1:]], "row 0 brings no `group`"),
+        "none": (
+            [*rows[:3], {**rows[3], "reward": None}, *rows[4:]],
+            "1 rows bring no `reward` or no `group`",
+        ),
+        "alone": (
+            [{**rows[0], "group": None}, *rows[1:]],
+            "1 rows bring no `reward` or no `group`",
+        ),
         "list": (
             [rows[0], rows[1] | {"reward": [1.0]}],
             r"list.jsonl:2: column reward must be one",

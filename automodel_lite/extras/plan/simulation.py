@@ -196,8 +196,6 @@ def _simulate(
             )
             install(teacher.loss_model.lm, _CountedAttention())
             model.loss_model.set_teacher(teacher.loss_model)
-        batch = model.loss_model.look_ahead(batch)
-        sharded = cp_shard(batch, mesh.cp, parts.mesh.cp_exchange)
         optimizer = parts.optimizer(model.loss_model)  # looks up where its shards lie
         engine = TrainingEngine(mesh, model, plan, optimizer)
         sharded = engine.place(batch)

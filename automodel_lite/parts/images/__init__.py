@@ -68,7 +68,7 @@ def check_images(data: PackSource, built: BuiltModel, mesh: Mesh) -> None:
             )
         from automodel_lite.parts.images.probe import check_model  # with Pillow
 
-        if images_line(data).startswith(NONE):
+        if images_lines(data) == [("images", NONE)]:
             raise ConfigError(
                 "dataset=images: no row has an image: name their column, "
                 "dataset.columns.images=COLUMN, or use dataset=files."

@@ -122,10 +122,11 @@ class PolicyLoss(Loss):
         )
         rewards_M = columns["reward"][at_R][first_M]
         groups_M = columns["row_group"][at_R][first_M]
-        if (groups_M == 0).any():
+        is_lacking_M = (groups_M == 0) | ~np.isfinite(rewards_M)
+        if is_lacking_M.any():
             raise ValueError(
-                f"row {int(np.argmax(groups_M == 0))} brings no `group`: rewards are compared "
-                "among the rows that answer the same prompt, so each row names its group."
+                f"{int(is_lacking_M.sum())} rows bring no `reward` or no `group`, and others do: "
+                "rewards are compared among the rows that answer the same prompt."
             )
         advantages_T = np.zeros(int(offsets[-1]), np.float32)
         advantages_T[at_R] = advantages_of(rewards_M, groups_M, self.advantage)[row_R]
