@@ -115,7 +115,6 @@ class TrainFinetuneRecipe:
         optimizer = self.engine.optimizer
         self.average = WeightAverage(optimizer, config.training.ema_decay)
         self.scheduler = build(config.lr_scheduler, optimizer, max_steps=self.plan.max_steps)
-        # from the newest checkpoint that loads, or fresh
         self.state, self.metrics = resume.open_run(
             guards, self.data, self.engine, self.scheduler, report, self.console.lines
         )
