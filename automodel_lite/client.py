@@ -38,7 +38,6 @@ from automodel_lite.cli import compose_config
 from automodel_lite.config.check import check_config
 from automodel_lite.config.components import build
 from automodel_lite.config.schema import Config
-from automodel_lite.data.packing.packs import Packer
 from automodel_lite.data.tokens.tokenize import job_of
 from automodel_lite.data.tokens.tokenizer import padding_id
 from automodel_lite.errors import ConfigError
@@ -67,7 +66,7 @@ from automodel_lite.training.auto import resolve_auto
 from automodel_lite.training.build import build_model
 from automodel_lite.training.decide import decide
 from automodel_lite.training.engine import Engine, TrainingEngine
-from automodel_lite.training.plan import as_teacher
+from automodel_lite.training.plan import Parts, as_teacher
 from automodel_lite.training.row_packs import (
     GRAIN_TOKENS,
     PackedRows,
@@ -129,7 +128,7 @@ class TrainingClient:
         console = Console(is_silent=rank() != 0)
         self.config = resolve_auto(start.from_run(check_config(raw)), console, has_data=False)
         parts = start.checked_parts(self.config)
-        _check_settings(self.config, parts.packer)
+        _check_settings(self.config, parts)
         job = job_of(self.config, build(self.config.dataset))
         self.tokenizer = job.tokenizer
         shape = mesh_shape(self.config.mesh, world_size())
@@ -534,17 +533,22 @@ def _bare(row: Mapping[str, Any]) -> dict[str, Any]:
     return {name: row[name] for name in ("input_ids", "labels") if name in row}
 
 
-def _check_settings(config: Config, packer: Packer) -> None:
+def _check_settings(config: Config, parts: Parts) -> None:
     """Raises ConfigError for settings of which the client would make something else."""
-    if packer.cuts_documents:
+    if parts.packer.cuts_documents:
         raise ConfigError(
-            f"packed_sequence.strategy={packer.strategy} cuts rows, which the client keeps whole: "
+            f"packed_sequence.strategy={parts.packer.strategy} cuts rows, which the client keeps whole: "
             "use exact_fill, best_fit or next_fit."
         )
     if config.training.ema_decay:
         raise ConfigError(
             f"training.ema_decay={config.training.ema_decay}: the client keeps no average of the "
             "weights: set training.ema_decay=0."
+        )
+    if parts.model.mtp_loss:
+        raise ConfigError(
+            f"model.mtp_loss={parts.model.mtp_loss}: the client's losses train no heads that "
+            "predict further tokens: set model.mtp_loss=0."
         )
 
 

@@ -430,6 +430,7 @@ def test_ranks_that_differ_all_say_so(folder: str, tmp_path: Path) -> None:
     [
         ("packed_sequence=wrapped", "packed_sequence.strategy=wrapped cuts rows"),
         ("training.ema_decay=0.9", "the client keeps no average"),
+        ("model.mtp_loss=0.1", "train no heads that predict further tokens"),
     ],
 )
 def test_settings_that_mean_nothing_here(
