@@ -537,8 +537,8 @@ def _check_settings(config: Config, parts: Parts) -> None:
     """Raises ConfigError for settings of which the client would make something else."""
     if parts.packer.cuts_documents:
         raise ConfigError(
-            f"packed_sequence.strategy={parts.packer.strategy} cuts rows, which the client keeps whole: "
-            "use exact_fill, best_fit or next_fit."
+            f"packed_sequence.strategy={parts.packer.strategy} cuts rows, which the client keeps "
+            "whole: use exact_fill, best_fit or next_fit."
         )
     if config.training.ema_decay:
         raise ConfigError(

@@ -430,11 +430,11 @@ def test_ranks_that_differ_all_say_so(folder: str, tmp_path: Path) -> None:
     [
         ("packed_sequence=wrapped", "packed_sequence.strategy=wrapped cuts rows"),
         ("training.ema_decay=0.9", "the client keeps no average"),
-        ("model.mtp_loss=0.1", "train no heads that predict further tokens"),
+        ("loss=fused_linear_cross_entropy model.mtp_loss=0.1", "train no heads"),
     ],
 )
 def test_settings_that_mean_nothing_here(
     override: str, sentence: str, folder: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=sentence):
-        open_client(folder, tmp_path, override)
+        open_client(folder, tmp_path, *override.split())
