@@ -16,7 +16,7 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,6 +51,7 @@ from automodel_lite.run.sharded_files import (
 )
 
 JsonState = dict[str, Any]
+_OPTIMIZER = "optimizer.state."  # and the parameter's name, and that of its state
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True, ignore_frozen_params=True)
 _TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
 """Frozen weights (the base of an adapter) come from where the model came from; `check_fits` misses
@@ -295,8 +296,9 @@ class Checkpointer:
 
         def read() -> None:
             index = read_index(path / on_disk.TENSORS)
-            check_fits(index, tensors)
-            read_tensors(path / on_disk.TENSORS, index, tensors)
+            saved = _with_gradients(tensors, index)
+            check_fits(index, saved)
+            read_tensors(path / on_disk.TENSORS, index, saved)
 
         self.control.on_all(read)
         # all tensors are the model's and the optimizer's own, and loaded in place
@@ -304,6 +306,20 @@ class Checkpointer:
             values: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer, options=_FLAT))
             set_optimizer_state_dict(model, optimizer, values | scalars, options=_FLAT)
         return state
+
+
+def _with_gradients(tensors: dict[str, Tensor], index: Iterable[str]) -> dict[str, Tensor]:
+    """Returns the tensors without the optimizer's of parameters that it has never stepped: no loss
+    reaches them, as a vision tower's pooling head, and a new optimizer has zeros for them, too.
+    """
+    stepped = {name.rpartition(".")[0] for name in index if name.startswith(_OPTIMIZER)}
+    if not stepped:
+        return tensors
+    return {
+        name: tensor
+        for name, tensor in tensors.items()
+        if not name.startswith(_OPTIMIZER) or name.rpartition(".")[0] in stepped
+    }
 
 
 def load_weights(path: Path, model: nn.Module) -> None:
