@@ -452,7 +452,8 @@ class TrainingClient:
             return digest.hexdigest()
 
         _compare(self._ranks.on_all(check), "rows")
-        shape, size = self.mesh.shape, self.config.training.micro_batch_size
+        shape = self.mesh.shape
+        size = self.config.training.micro_batch_size
         is_compiled = self.built.compiled.partition(":")[0] != "off"
         grain = 0 if is_compiled else GRAIN_TOKENS * shape.cp
         return pack_rows(rows, loss, self._packer, shape.dp * size, grain)

@@ -28,7 +28,8 @@ ABSENT = (
 PRESETS = (
     "distill, dpo, finetune, llama3_1_405b, llama3_1_70b, llama3_1_70b_131k, llama3_1_70b_lora, "
     "llama3_1_8b, llama3_1_8b_bf16, llama3_1_8b_lora, llama3_2_1b, llama_packed, llama_unpacked, "
-    "long_documents, lora, overfit, policy, pretrain, qwen3_0_6b, qwen3_30b_a3b, qwen3_32b, qwen3_32b_131k, qwen3_8b_1m, reasoning, smoke"
+    "long_documents, lora, overfit, policy, pretrain, qwen3_0_6b, qwen3_30b_a3b, qwen3_32b, "
+    "qwen3_32b_131k, qwen3_5_9b, qwen3_8b_1m, qwen3_vl_8b, reasoning, smoke"
 )
 KNOWN_COLUMNS = (
     "input_ids + labels + seq_lens, input_ids, messages, conversations, prompt + completion, prompt + responses, "
@@ -102,7 +103,8 @@ MISTAKES = {
     ),
     "no flash-attn": Mistake(
         "--config-name smoke attention=flash",
-        "attention=flash needs flash-attn: pip install --no-build-isolation 'automodel-lite[flash]'.",
+        "attention=flash needs flash-attn: pip install --no-build-isolation 'automodel-lite[flash]', or, "
+        "on Hopper and Blackwell, pip install --pre flash-attn-4.",
     ),
     "no wandb": Mistake(
         "--config-name smoke logger=wandb",

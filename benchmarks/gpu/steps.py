@@ -137,8 +137,10 @@ def build(variant: Variant, device: str) -> Any:
     if variant.loss == "plain":
         return LossModel(lm, CrossEntropy())
     # compiled with the layers, as the recipe does
-    backend = "inductor" if variant.compiled and device == "cuda" else None
-    return LossModel(lm, FusedLinearCrossEntropy(backend=backend))
+    model = LossModel(lm, FusedLinearCrossEntropy())
+    if variant.compiled and device == "cuda":
+        model.loss_backend = "inductor"
+    return model
 
 
 def compute_dtype(variant: Variant, device: str) -> Any:
@@ -174,7 +176,7 @@ def loss_of(variant: Variant, model: Any, inputs: Any, device: str) -> Any:
     from automodel_lite.models.fused_head import linear_cross_entropy
 
     if variant.attention == "packed":
-        return model(inputs.to(device))
+        return model(inputs.to(device)).sum
     inputs = {key: value.to(device, non_blocking=True) for key, value in inputs.items()}
     rows, labels = inputs.pop("rows"), inputs.pop("labels")
     hidden = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -80,12 +81,14 @@ def test_a_tree_over_ranks_equals_one_rank(cp: int, exchange: str) -> None:
 
 def test_the_pieces_of_a_rank() -> None:
     """Rank 0 of 2 owns tokens 0 1 6 7: the root, and the last two tokens of a branch at token 5 that follows token 1."""
-    nodes = batch_of([[([1, 2, 3, 4, 5], [1] * 5), ([1, 2, 3, 6, 7, 8], [1] * 6)]])[0].attention
+    batch = batch_of([[([1, 2, 3, 4, 5], [1] * 5), ([1, 2, 3, 6, 7, 8], [1] * 6)]])[0]
+    nodes = batch.attention
     assert nodes.segments.cu_q.tolist() == [0, 5, 9]
     cu = torch.tensor([0, 8])
     one_tree = nodes.segments._replace(cu_q=torch.tensor([0, 5, 8]), cu_k=torch.tensor([0, 5, 10]))
+    batch = replace(batch, attention=replace(nodes, segments=one_tree))
     paths = torch.tensor([0, 1, 2, 3, 4, 0, 1, 5, 6, 7])
-    plan = tree_plan(owned_segments(cu, 2, 0), one_tree, paths, torch.arange(8), None)  # type: ignore[arg-type]
+    plan = tree_plan(batch, owned_segments(cu, 2, 0), paths, torch.arange(8), None)  # type: ignore[arg-type]
     assert plan.segments.cu_q.tolist() == [0, 2, 4]
     assert plan.segments.cu_k.tolist() == [0, 2, 7]
     assert plan.exchange.key_rows.tolist() == [0, 1, 0, 1, 5, 6, 7]  # type: ignore[union-attr]

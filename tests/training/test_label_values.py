@@ -18,6 +18,7 @@ import pytest
 from automodel_lite.data.cache import seal
 from automodel_lite.errors import ConfigError
 from automodel_lite.parts.losses import label_values
+from automodel_lite.training.engine import Engine
 from recipes import score
 from tests.ranks import fork_server, run_ranks
 from tests.recipes.test_objectives import SMALL, curve, dpo, pairs
@@ -116,7 +117,7 @@ MANY = (
 
 def _score_five(folder: Path, arguments: list[str], is_disk_full: bool) -> None:
     """The place of four packs is noted, that of the fifth is not: nothing more can be written, or the process hangs."""
-    values = label_values._values
+    values = Engine.values
 
     def interrupted(*given: Any) -> Any:
         for number, found in enumerate(values(*given)):
@@ -129,7 +130,8 @@ def _score_five(folder: Path, arguments: list[str], is_disk_full: bool) -> None:
                 time.sleep(600)
             yield found
 
-    label_values.SAVE_EVERY_S, label_values._values = -1.0, interrupted
+    label_values.SAVE_EVERY_S = -1.0
+    Engine.values = interrupted  # type: ignore[method-assign]
     score.main(config_of("finetune", folder, *arguments))
 
 

@@ -352,7 +352,8 @@ class Part:
 def _compute(part: Part, engine: Engine) -> None:
     # nodes with caches of their own may have come to different places
     part.done = min(engine.mesh.gather(part.done))
-    values, packs = part.values, part.packs
+    values = part.values
+    packs = part.packs
     saved = time.monotonic()
     with Progress(f"computing {values.name}", len(packs), "packs") as progress:
         for num_packs, places, found in engine.values(packs, values.function, part.done):
