@@ -17,7 +17,13 @@ from automodel_lite.errors import SENTENCES, ConfigError, DataError, PeerError
 from automodel_lite.launched import check_launched
 from automodel_lite.redact import ScrubbedStream
 from automodel_lite.run.ending import ending_of, exit_now, exit_with, write_error_file
-from automodel_lite.run.stopping import INTERRUPTED_EXIT, PREEMPTED_EXIT, STOP_SIGNALS, StoppedEarly
+from automodel_lite.run.stopping import (
+    INTERRUPTED_EXIT,
+    PREEMPTED_EXIT,
+    SIGNALS,
+    STOP_SIGNALS,
+    StoppedEarly,
+)
 
 SAVED = "stopped and saved: run the same command again to continue"
 _AFTER_RANK_0_S = 2.0
@@ -37,7 +43,8 @@ def end(work: Callable[[], int]) -> NoReturn:
     try:
         check_launched()
         code = work()
-    except BaseException as error:
+    except BaseException as raised:
+        error = SIGNALS.cause_of(raised)
         text, code, is_shown = ending_of(error)
         if not text:
             exit_now(code)

@@ -77,6 +77,14 @@ class StopSignals:
         if self.received:
             raise StoppedEarly(self.received)
 
+    def cause_of(self, error: BaseException) -> BaseException:
+        """Returns the signal, where one has come: libraries that were importing or composing then
+        turn any exception into one of their own, which reads as a mistake in the settings.
+        """
+        if self.received and not self._is_deferred:
+            return StoppedEarly(self.received)
+        return error
+
     def watch(self, record: Callable[[str, str], None]) -> None:
         """From now on a second Ctrl-C ends this process wherever it is, after
         `record(state, reason)`. In a thread: where the main thread waits in a collective, no Python

@@ -19,7 +19,14 @@ import torch
 import torch.distributed as dist
 
 from automodel_lite.errors import ConfigError
-from automodel_lite.run.stopping import STARTED, STOP_SIGNALS, StopSignals, deadline_of, seconds_of
+from automodel_lite.run.stopping import (
+    STARTED,
+    STOP_SIGNALS,
+    StoppedEarly,
+    StopSignals,
+    deadline_of,
+    seconds_of,
+)
 from recipes.train_ft import TrainFinetuneRecipe
 from tests.ranks import run_ranks
 from tests.run.jobs import finish, launch, status_of
@@ -187,3 +194,13 @@ def test_signals_reach_a_run_that_sets_up(tmp_path: Path) -> None:
     # -TERM: before Python had read its first line
     assert process.returncode in (75, -signal.SIGTERM), errors
     assert "stopped by SIGTERM" in errors or process.returncode == -signal.SIGTERM
+
+
+def test_an_error_after_a_signal_is_the_signal() -> None:
+    """Libraries wrap what is raised inside an import of theirs, whatever it is."""
+    signals, wrapped = StopSignals(), ImportError("Could not import module")
+    assert signals.cause_of(wrapped) is wrapped
+    signals.received = signal.SIGTERM
+    assert isinstance(signals.cause_of(wrapped), StoppedEarly)
+    signals._is_deferred = True  # a run that saves itself has errors of its own
+    assert signals.cause_of(wrapped) is wrapped
