@@ -9,6 +9,7 @@ import pytest
 
 from automodel_lite import TrainingClient
 from automodel_lite.errors import ConfigError, DataError
+from automodel_lite.parts.losses.policy import Cispo, Dro, Gspo, ImportanceSampling, Ppo
 from recipes import train_ft
 from tests.models.test_policy import make_groups, save_model
 from tests.runs import config_of, losses, train
@@ -33,12 +34,23 @@ def settings(folder: str, path: Path, rows: list[dict]) -> list[str]:
     ]
 
 
-def test_rows_of_a_file_train_as_from_python(folder: str, tmp_path: Path) -> None:
+OPTIONS = {
+    "ppo": Ppo,
+    "cispo": Cispo,
+    "dro": Dro,
+    "gspo": Gspo,
+    "importance_sampling": ImportanceSampling,
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_rows_of_a_file_train_as_from_python(option: str, folder: str, tmp_path: Path) -> None:
     chosen = settings(folder, tmp_path / "rows.jsonl", ROWS)
     quick = ("training.max_steps=1", "training.global_batch_size=64", "checkpoint.export_hf=false")
-    (loss, grad_norm), *_ = losses(train("policy", tmp_path / "run", *chosen, *quick, "name=x"))
+    typed = [f"loss={option}", "name=x"]
+    (loss, grad_norm), *_ = losses(train("policy", tmp_path / "run", *typed, *chosen, *quick))
     with TrainingClient("policy", *chosen, f"output_dir={tmp_path / 'client'}") as client:
-        out = client.forward_backward(ROWS)
+        out = client.forward_backward(ROWS, OPTIONS[option](average="rows"))
         step = client.optim_step()
     assert (out.num_items, step.loss) == (len(ROWS), pytest.approx(loss, rel=1e-5))
     assert step.grad_norm == pytest.approx(grad_norm, rel=1e-4)
