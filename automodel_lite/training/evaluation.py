@@ -126,15 +126,15 @@ def check_held_out(config: Config, data: PackSource) -> None:
     act, without a word.
     """
     for name, part in config.callbacks.items():
-        metric = str(part.get("metric", "val_loss"))
-        is_stopping = str(part.get("_target_", "")).endswith(".EarlyStopping")
-        if is_stopping and metric.startswith("val_") and not data.val_packs:
+        metric = str(part.get("metric", ""))
+        if not metric.startswith("val_"):
+            continue
+        if not data.val_packs:
             raise ConfigError(
                 f"callbacks.{name} waits for {metric}, and nothing is held out: set "
                 "dataset.val_frac=0.05 or dataset.val_path, and training.val_every_steps."
             )
-        every = config.training.val_every_steps
-        if is_stopping and metric.startswith("val_") and not every:
+        if not config.training.val_every_steps:
             raise ConfigError(
                 f"callbacks.{name} waits for {metric}, which training.val_every_steps=0 computes "
                 "only at the end: set training.val_every_steps."
