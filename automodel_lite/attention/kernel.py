@@ -328,7 +328,7 @@ def _segment(
             mask = _visible(rows, keys, lk - lq, window, q.device)
         else:
             keys = slice(0, lk)
-            mask = _reached(reach[rows], lk, window)
+            mask = within_reach(reach[rows], lk, window)
         qb = q[:, :, rows]
         kb = k[:, :, keys]
         vb = v[:, :, keys]
@@ -368,8 +368,10 @@ def _visible(
     return j <= i if window is None else (j <= i) & (i - j < window)
 
 
-def _reached(reach: Tensor, num_keys: int, window: int | None) -> Tensor:
-    """bool [queries, keys] of a block whose queries see as far as `reach`."""
+def within_reach(reach: Tensor, num_keys: int, window: int | None) -> Tensor:
+    """Returns bool [queries, keys]: does each query, which sees as far as `AttentionPlan.reach`
+    says, see each key?
+    """
     keys = torch.arange(num_keys, device=reach.device)[None]
     visible = keys <= reach[:, :1]
     return visible if window is None else visible & (reach[:, 1:] - keys < window)

@@ -57,9 +57,11 @@ ConfigStore.instance().store(
 # Python's logging, builds callbacks, launchers and sweepers, and makes folders before the recipe
 # sees a single key.
 _OF_SWEEPS = re.compile(  # settings of plugins that are plain numbers and names
-    r"hydra\.(sweeper\.(n_trials|n_jobs|direction|max_batch_size|study_name|max_failure_rate|params\..+|sampler\.[a-z]\w*)"
-    r"|launcher\.(n_jobs|timeout_min|nodes|tasks_per_node|partition|qos|account|constraint|exclude|gres|comment"
-    r"|array_parallelism|signal_delay_s|max_num_timeout|(cpus|gpus|mem)_(per_)?\w+))"
+    r"hydra\.(sweeper\.(n_trials|n_jobs|direction|max_batch_size|study_name|max_failure_rate"
+    r"|params\..+|sampler\.[a-z]\w*)"
+    r"|launcher\.(n_jobs|timeout_min|nodes|tasks_per_node|partition|qos|account|constraint|exclude"
+    r"|gres|comment|array_parallelism|signal_delay_s|max_num_timeout"
+    r"|(cpus|gpus|mem)_(per_)?\w+))"
 )
 _PLAIN = re.compile(r"[\w.,:+*%/() -]*")  # the text of a launcher becomes a line of a shell script
 _CODE = ("_target_", "()", "class", "filename")

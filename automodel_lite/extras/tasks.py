@@ -78,7 +78,7 @@ def merge_tasks(config: Config, tasks: int) -> None:
         if missing:
             shown = ", ".join(missing[:8]) + (" ..." if len(missing) > 8 else "")
             raise ConfigError(
-                f"{name}: {len(missing)} of {tasks} tasks have not ended, or lie damaged: {shown}. "
+                f"{name}: {len(missing)} of {tasks} tasks have not ended, or are damaged: {shown}. "
                 f"Run them again, automodel-lite prepare ... --task {missing[0]} --tasks {tasks}, "
                 "with the same cache_dir, data and settings."
             )

@@ -489,27 +489,31 @@ class LossModel(nn.Module):
     def forward(self, batch: ThdBatch, loss: Loss | None = None) -> LossOutput:
         """Returns the loss, or another `loss` of the same rows. Outside training its parts also
         hold `token_accuracy`, the number of labels that are the likeliest token, and, where the
-        loss is not plain, `cross_entropy`, its sum over the label tokens.
+        loss is not plain, `cross_entropy`, its sum over the label tokens. Heads for further tokens
+        are trained beside the model's own loss.
         """
+        heads = self.heads if self.training and loss is None else None
         loss = loss or self.loss
         teacher_rows = None
         if self._teacher:
             with torch.no_grad():
                 teacher_rows = self._teacher[0].before_head(batch)
-        rows, router_logits = self._labeled_rows(batch, loss)
-        output = self._at_heads(batch, loss, rows, teacher_rows)
+        rows, router_logits = self._labeled_rows(batch, loss, heads)
+        output = self._at_heads(batch, loss, rows, teacher_rows, heads)
         if self.balance is None or not self.training:
             return output
         # gradients in training, but no part of the value
         of_experts = self.items_per_label * self.balance(router_logits, batch)
         return output._replace(sum=output.sum + (of_experts - of_experts.detach()))
 
-    def _labeled_rows(self, batch: ThdBatch, loss: Loss) -> tuple[Tensor, list[Tensor]]:
+    def _labeled_rows(
+        self, batch: ThdBatch, loss: Loss, heads: LookAhead | None
+    ) -> tuple[Tensor, list[Tensor]]:
         """Returns the rows as `before_head` does; in training with a balance also the logits of the
         routers, layer by layer.
         """
         if self.balance is None or not self.training:
-            return self.before_head(batch, loss), []
+            return self.before_head(batch, loss, heads), []
         router_logits: list[Tensor] = []
 
         def record(module: nn.Module, args: Any, output: Any) -> None:
@@ -517,16 +521,22 @@ class LossModel(nn.Module):
 
         # removed where the model raises, too
         with self._decoder_and_head[0].register_forward_hook(record):
-            return self.before_head(batch, loss, output_router_logits=True), router_logits
+            rows = self.before_head(batch, loss, heads, output_router_logits=True)
+        return rows, router_logits
 
     def _at_heads(
-        self, batch: ThdBatch, loss: Loss, rows: Tensor, teacher_rows: Tensor | None
+        self,
+        batch: ThdBatch,
+        loss: Loss,
+        rows: Tensor,
+        teacher_rows: Tensor | None,
+        heads: LookAhead | None,
     ) -> LossOutput:
         """Evaluates the loss at the heads of the model and its teacher, if it has one."""
 
         def at_own_head(teacher_head: Head | None) -> LossOutput:
             def evaluate(head: Head) -> LossOutput:
-                return self._evaluate(batch, loss, head, teacher_head)
+                return self._evaluate(batch, loss, head, teacher_head, heads)
 
             output: LossOutput = self._at_head(rows, evaluate, loss)
             return output
@@ -538,7 +548,12 @@ class LossModel(nn.Module):
         return output
 
     def _evaluate(
-        self, batch: ThdBatch, loss: Loss, head: Head, teacher: Head | None
+        self,
+        batch: ThdBatch,
+        loss: Loss,
+        head: Head,
+        teacher: Head | None,
+        heads: LookAhead | None,
     ) -> LossOutput:
         """Evaluates the loss at the head."""
         rows = batch.label_rows
@@ -549,7 +564,6 @@ class LossModel(nn.Module):
         labels_R = batch.labels.index_select(0, rows)
         columns = {name: column.index_select(0, rows) for name, column in brought.items()}
         # rows of the heads that predict further ahead stand behind those of the labels
-        heads = self._heads_beside(loss)
         own = replace(head, rows=head.rows[: len(rows)]) if heads else head
         inputs = LossInputs(own, labels_R, columns, batch, teacher)
         total, parts = loss(inputs)
@@ -567,16 +581,19 @@ class LossModel(nn.Module):
                 parts["cross_entropy"] = (losses_R * weights_R).sum()
         return LossOutput(total, {name: part.detach() for name, part in parts.items()})
 
-    def _heads_beside(self, loss: Loss | None) -> LookAhead | None:
-        """Returns the heads that are trained beside this loss: the model's own alone."""
-        # equal, not the same: FSDP hands copies of dataclasses to what it wraps
-        return self.heads if self.training and loss == self.loss else None
-
     def _takes_logits(self, loss: Loss) -> bool:
         return loss.needs_logits or not self.has_plain_head
 
-    def before_head(self, batch: ThdBatch, loss: Loss | None = None, **options: Any) -> Tensor:
-        """Returns the labeled rows before the head [R, C], or logits [R, V]."""
+    def before_head(
+        self,
+        batch: ThdBatch,
+        loss: Loss | None = None,
+        heads: LookAhead | None = None,
+        **options: Any,
+    ) -> Tensor:
+        """Returns the labeled rows before the head [R, C], behind them those of `heads`; or logits
+        [R, V].
+        """
         inputs = {**self._inputs(batch), **options}
         if self._takes_logits(loss or self.loss):
             logits = self.lm(**inputs, logits_to_keep=batch.label_rows).logits.squeeze(0)
@@ -596,7 +613,7 @@ class LossModel(nn.Module):
             output = outputs[0]
         hidden_TC: Tensor = output.last_hidden_state.squeeze(0)
         rows = hidden_TC.index_select(0, batch.label_rows)
-        if heads := self._heads_beside(loss):  # their rows go through the output head, too
+        if heads:  # their rows go through the output head, too
             rows = torch.cat([rows, heads.hidden(hidden_TC, batch)])
         return rows
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from automodel_lite.attention.interface import install
-from automodel_lite.attention.kernel import ReferenceAttention
+from automodel_lite.attention.kernel import ReferenceAttention, within_reach
 from automodel_lite.attention.spec import UNPACKED
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.layers import text_decoder
@@ -75,12 +75,6 @@ def types_of(image: Tensor, labels: Tensor, starts: Tensor, of_prompt: bool) -> 
     before = is_trained.cumsum(0) - is_trained  # labels before a token
     at_start = before[starts.nonzero().squeeze(1)]
     return (before > at_start[starts.cumsum(0) - 1]).long()
-
-
-def sees(reach: Tensor, keys: Tensor, window: int | None) -> Tensor:
-    """Returns bool [queries, keys] of a document alone; `reach` as `AttentionPlan.reach`."""
-    visible = keys[None] <= reach[:, :1]
-    return visible if window is None else visible & (reach[:, 1:] - keys[None] < window)
 
 
 def find_rules(described: transformers.PreTrainedModel) -> Rules:
@@ -141,7 +135,7 @@ def _answer(
             own = window if is_windowed else None
             at = places - (ahead[:, 1] + 1 - own).clamp(min=0) if own else places
             reach = torch.stack([places + ahead[:, 0], at], 1)
-            if torch.equal(visible, sees(reach, places, own)):
+            if torch.equal(visible, within_reach(reach, q_length, own)):
                 if found.setdefault(is_windowed, rule) != rule:
                     unknown.append(is_windowed)
                 return
