@@ -9,7 +9,7 @@ another file.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -89,33 +89,46 @@ def check_yaml(path: Path) -> None:
     """Raises ConfigError for a file whose anchors stand for more than it could hold itself: a
     kilobyte of nine levels is a billion values. What cannot be read is left to its reader.
     """
-    sizes: dict[str, int] = {}  # of what an anchor stands for
-    open_ones: list[tuple[str | None, int]] = [(None, 0)]  # (anchor, values so far)
     is_large = False
-    with suppress(OSError, ValueError, yaml.YAMLError), path.open("rb") as file:
-        for event in yaml.parse(file, Loader=yaml.CSafeLoader):
-            anchor = getattr(event, "anchor", None)
-            size = 0
-            if isinstance(event, yaml.CollectionStartEvent):
-                open_ones.append((anchor, 1))
-            elif isinstance(event, yaml.CollectionEndEvent):
-                anchor, size = open_ones.pop()
-            elif isinstance(event, yaml.AliasEvent):
-                size = sizes.get(anchor or "", _MOST_VALUES)
-                anchor = None  # of one around it
-            elif isinstance(event, yaml.ScalarEvent):
-                size = 1
-            if anchor is not None and size:
-                sizes[anchor] = size
-            open_ones[-1] = (open_ones[-1][0], open_ones[-1][1] + size)
-            is_large = open_ones[-1][1] > _MOST_VALUES or len(open_ones) > _MOST_LEVELS
-            if is_large:
-                break
+    with suppress(OSError, ValueError, yaml.YAMLError):
+        text = path.read_bytes()
+        try:
+            is_large = _is_large(yaml.parse(text, Loader=yaml.CSafeLoader))
+        except yaml.YAMLError:
+            # Some versions of libyaml refuse many brackets before they hand on the first one; the
+            # reader has no such limit.
+            is_large = _is_large(yaml.parse(text, Loader=yaml.SafeLoader))
     if is_large:
         raise ConfigError(
             f"{path} stands for over {_MOST_VALUES:,} values, or brackets too deep to read: it is "
             "no file of settings."
         )
+
+
+def _is_large(events: Iterable[yaml.Event]) -> bool:
+    """Returns whether a file stands for too many values, or has too many levels; reads no further
+    than that.
+    """
+    sizes: dict[str, int] = {}  # of what an anchor stands for
+    open_ones: list[tuple[str | None, int]] = [(None, 0)]  # (anchor, values so far)
+    for event in events:
+        anchor = getattr(event, "anchor", None)
+        size = 0
+        if isinstance(event, yaml.CollectionStartEvent):
+            open_ones.append((anchor, 1))
+        elif isinstance(event, yaml.CollectionEndEvent):
+            anchor, size = open_ones.pop()
+        elif isinstance(event, yaml.AliasEvent):
+            size = sizes.get(anchor or "", _MOST_VALUES)  # of one around it
+            anchor = None
+        elif isinstance(event, yaml.ScalarEvent):
+            size = 1
+        if anchor is not None and size:
+            sizes[anchor] = size
+        open_ones[-1] = (open_ones[-1][0], open_ones[-1][1] + size)
+        if open_ones[-1][1] > _MOST_VALUES or len(open_ones) > _MOST_LEVELS:
+            return True
+    return False
 
 
 def _made_of_variables(
