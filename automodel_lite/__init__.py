@@ -13,13 +13,13 @@ from automodel_lite.version import __version__
 
 if TYPE_CHECKING:
     from automodel_lite.api import hf_collater, install_attention, tokenize_chats, train
-    from automodel_lite.client import TrainingClient
     from automodel_lite.data.packing.packs import (
         PackedDataset,
         Packer,
         packed_sequence_thd_collater,
     )
     from automodel_lite.data.packing.plan import plan_packs
+    from automodel_lite.extras.client import TrainingClient
     from automodel_lite.nemo_api.packed_sequence import pack_dataset
     from automodel_lite.thd import to_thd
     from recipes.train_ft import TrainFinetuneRecipe
@@ -42,7 +42,7 @@ __all__ = [
 
 _MODULES = {
     "PackedDataset": "data.packing.packs",
-    "TrainingClient": "client",
+    "TrainingClient": "extras.client",
     "Packer": "data.packing.packs",
     "pack_dataset": "nemo_api.packed_sequence",
     "packed_sequence_thd_collater": "data.packing.packs",

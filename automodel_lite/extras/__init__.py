@@ -1,3 +1,3 @@
-"""Programs around the core: planning, reports, the hub, tools of the command line. The core imports
-none of it.
+"""Programs around the core, which imports none of it: the training client, planning, reports, the
+hub, tools of the command line.
 """

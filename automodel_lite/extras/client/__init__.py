@@ -41,6 +41,13 @@ from automodel_lite.config.schema import Config
 from automodel_lite.data.tokens.tokenize import job_of
 from automodel_lite.data.tokens.tokenizer import padding_id
 from automodel_lite.errors import ConfigError
+from automodel_lite.extras.client.rows import (
+    GRAIN_TOKENS,
+    PackedRows,
+    Row,
+    check_rows,
+    pack_rows,
+)
 from automodel_lite.launched import rank, world_size
 from automodel_lite.models.loss import (
     CrossEntropy,
@@ -67,13 +74,6 @@ from automodel_lite.training.build import build_model
 from automodel_lite.training.decide import decide
 from automodel_lite.training.engine import Engine, TrainingEngine
 from automodel_lite.training.plan import Parts, as_teacher
-from automodel_lite.training.row_packs import (
-    GRAIN_TOKENS,
-    PackedRows,
-    Row,
-    check_rows,
-    pack_rows,
-)
 
 TOY = "automodel_lite.parts.datasets.toy_chat.ToyChat"
 
