@@ -106,6 +106,16 @@ HOSTS_AT_ONCE = 16
 _TURN_S = 1800.0  # the longest wait for them
 
 
+def holds_store() -> bool:
+    """Returns whether the store ends with this process, as that of rank 0 under srun."""
+    return rank() == 0 and not _has_agent()
+
+
+def _has_agent() -> bool:
+    """torchrun has one on each host, which holds the store."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
 @lru_cache(maxsize=1)
 def launchers_store() -> dist.Store:
     """Returns the launcher's store, where the ranks meet; raises ConfigError when its address is
@@ -123,15 +133,14 @@ def launchers_store() -> dist.Store:
     timeout = timedelta(seconds=LINE_EVERY_S)
     while True:
         try:
-            if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun holds it
+            if _has_agent():
                 store: dist.Store = next(dist.rendezvous("env://", timeout=timeout))[0]
             else:  # nobody waits in there for all ranks: who is missing is named by `Peers`
-                is_first = rank() == 0
                 store = dist.TCPStore(
                     host,
                     port,
                     world_size(),
-                    is_first,
+                    holds_store(),
                     timeout,
                     wait_for_workers=False,
                     multi_tenant=True,

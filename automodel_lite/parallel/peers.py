@@ -44,7 +44,7 @@ from automodel_lite.errors import (
     one_line,
 )
 from automodel_lite.launched import ProcessId, launch_variable, rank, this_process, world_size
-from automodel_lite.parallel.mesh import LINE_EVERY_S, launchers_store
+from automodel_lite.parallel.mesh import LINE_EVERY_S, holds_store, launchers_store
 from automodel_lite.redact import scrub
 
 _LOOK_EVERY_S = 0.5
@@ -53,6 +53,7 @@ _CAUSE_WITHIN_S = 5.0  # for the rank that failed first to record it
 _BEAT_EVERY_LOOKS = 10
 _DEAD_S = 60.0  # without a heartbeat
 _START_S = 600.0  # for a rank that has not started
+_LEAVE_S = 30.0  # for the others to end, once rank 0 is done
 _LATEST_S = 3600.0  # for one that has: reading data may take as long on a slow node
 _GONE = "ended without a message (killed, out of memory, or a crash)"
 MAY_DIFFER = ("cache_dir", "training.num_threads")
@@ -196,6 +197,24 @@ class Peers:
             with suppress(dist.DistError, RuntimeError):
                 self._store.set(f"left/{rank()}", "")
 
+    def keep_store(self) -> None:
+        """Waits on the rank that holds the store until the others that were seen have left, or are
+        gone: of a run that is finished already, rank 0 was done while others still read the store,
+        and they failed.
+        """
+        if self._store is None or not holds_store():
+            return
+        end = time.monotonic() + _LEAVE_S
+        others = [n for n in range(1, world_size()) if self._store.check([f"process/{n}"])]
+        while others and time.monotonic() < end:
+            late = [number for number in others if not self._store.check([f"left/{number}"])]
+            others = [number for number in late if not self._process(number).is_gone()]
+            time.sleep(_LOOK_EVERY_S / 10)
+
+    def _process(self, number: int) -> ProcessId:
+        assert self._store is not None
+        return ProcessId(**json.loads(self._store.get(f"process/{number}")))
+
     def _failure(self) -> PeerError:
         assert self._store is not None
         first = json.loads(self._store.get("failure"))
@@ -229,13 +248,17 @@ class Peers:
                         and other != rank()
                         and store.check([f"process/{other}"])
                     ):
-                        neighbors[other] = ProcessId(**json.loads(store.get(f"process/{other}")))
+                        neighbors[other] = self._process(other)
                 for other, process in neighbors.items():
                     if process.is_gone() and not store.check([f"left/{other}"]):
                         self._record(other, process.host, _GONE, 1)
-                if store.check(["failure"]) and not self._is_over.wait(_OWN_ERROR_S):
-                    self.on_failure(self._failure())
-                    return
+                if store.check(["failure"]):
+                    # read now: the rank that holds the store may end in the meantime
+                    first_failure = self._failure()
+                    if not self._is_over.wait(_OWN_ERROR_S):
+                        store.set(f"left/{rank()}", "")
+                        self.on_failure(first_failure)
+                        return
         except (dist.DistError, RuntimeError) as error:
             if not self._is_over.wait(_OWN_ERROR_S):
                 self.on_failure(_no_store(error))
@@ -278,6 +301,7 @@ def end_together(peers: Peers) -> Iterator[None]:
     """An error that passes ends all ranks, each with the first one: a rank that only noticed that
     another one is gone looks up why.
     """
+    is_told = True
     try:
         peers.join()
         yield
@@ -288,8 +312,13 @@ def end_together(peers: Peers) -> Iterator[None]:
             raise cause from error
         peers.report(error)
         raise
+    except BaseException:  # a signal, of which the others may know nothing
+        is_told = False
+        raise
     finally:
         peers.stop()
+        if is_told:
+            peers.keep_store()
 
 
 def versions() -> dict[str, str]:

@@ -6,7 +6,8 @@
     RunStoppedError            the sentence                1           this process
     StoppedEarly               by which signal             75 or 130   this process
     KeyboardInterrupt          interrupted                 130         this process
-    MemoryError, a full disk   the limit and its cure      1           this process
+    MemoryError, a full disk,  the limit and its cure      1           this process
+      no further thread
     SystemExit                 nothing                     its own     who raised it
     the screen's reader left   nothing                     141         nobody
     anything else              the traceback               1           this process
@@ -21,6 +22,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import select
 import sys
 import time
@@ -44,6 +46,9 @@ _LIMITS: dict[str, str] = yaml.safe_load(
     Path(__file__).with_name("limits.yaml").read_text(encoding="utf-8")
 )
 """Of the machine: nothing in the program is wrong, and a traceback would only hide the number."""
+
+# Python's words, and those of C++ for EAGAIN: under `ulimit -v` a stack has no room
+_NO_THREAD = re.compile(r"can't start new thread|^Resource temporarily unavailable")
 
 
 class Ending(NamedTuple):
@@ -74,6 +79,8 @@ def ending_of(error: BaseException) -> Ending:
         size = str(error) or "of this size"
         text = f"the host has no memory left ({size}): give the process more, or less work."
         return Ending(text, 1)
+    if isinstance(error, RuntimeError) and _NO_THREAD.search(str(error)):
+        return Ending(f"no further thread can be started: {_LIMITS['threads']}.", 1)
     if isinstance(error, OSError):
         if cure := _LIMITS.get(errno.errorcode.get(error.errno or 0, "")):
             where = f"{error.filename}: " if error.filename else ""

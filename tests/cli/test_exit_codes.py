@@ -42,8 +42,11 @@ def ended(body: str, **environment: str) -> tuple[int, str]:
         ("os.symlink('loop', 'loop'); open('loop')", "this link leads to itself"),
         (f"raise OSError({errno.ENOSPC}, 'No space left on device', '/x/y')", "/x/y: No space left on device: make room"),
         ("raise MemoryError", "the host has no memory left"),
+        ("import threading; used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
+         "    resource.setrlimit(resource.RLIMIT_AS, (used + 2**21, -1)); threading.Thread(target=print).start()",
+         "no further thread can be started: raise `ulimit -v`"),
     ],
-    ids=["descriptors", "file-size", "link-loop", "disk", "memory"],
+    ids=["descriptors", "file-size", "link-loop", "disk", "memory", "threads"],
 )  # fmt: skip
 def test_limits_of_the_machine_are_sentences(
     body: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

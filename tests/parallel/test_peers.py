@@ -188,6 +188,20 @@ def test_a_mistake_of_one_rank_is_printed_by_rank_0(tmp_path: Path, where: str) 
         assert '"failed"' in (tmp_path / "run/STATUS.json").read_text()
 
 
+def _leave_late(rank: int, world_size: int) -> bool:
+    peers = open_peers()
+    with end_together(peers):
+        peers.compare("settings", {})
+        if rank == 1:
+            time.sleep(0.5)
+    return peers._store.check([f"left/{1 - rank}"])  # type: ignore[union-attr]
+
+
+def test_the_rank_that_holds_the_store_leaves_last() -> None:
+    """Of a run that is finished, rank 0 was done while rank 1 still read the store, and rank 1 exited with 1."""
+    assert run_ranks(_leave_late, 2)[0]
+
+
 def _die(rank: int, world_size: int) -> str:
     heard: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
