@@ -373,8 +373,14 @@ SENTENCES: dict[str, tuple[list[Row], str]] = {
     "labels are not shifted": ([but(labels=ROW["input_ids"])], "row 0: its labels are its own ids"),
     "another tokenizer": (
         [but(input_ids=[VOCAB] * LENGTH)],
-        f"row 0 has the id {VOCAB}, and the model's embedding has {VOCAB} rows",
+        f"row 0 has the id {VOCAB} in input_ids, and the model's embedding has {VOCAB} rows",
     ),
+    "a label of another tokenizer": (
+        [ROW, but(labels=[VOCAB] * LENGTH)],
+        f"row 1 has the id {VOCAB} in labels, and the model's embedding has {VOCAB} rows",
+    ),
+    "a negative label": ([but(labels=[-5] * LENGTH)], "row 0 has the id -5 in labels"),
+    "no ids": ([but(input_ids=[0.5] * LENGTH)], "row 0: input_ids must be whole numbers"),
     "no rows": ([], "there are no rows"),
 }
 
@@ -386,6 +392,16 @@ def test_wrong_rows_get_a_sentence(rows: list[Row], sentence: str, client: Train
     assert sentence in str(caught.value)
     with pytest.raises(RuntimeError, match="optim_step without gradients"):
         client.optim_step()
+
+
+def test_wrong_arguments_get_a_sentence(client: TrainingClient) -> None:
+    for prompt in ([], [VOCAB], [-1]):
+        with pytest.raises(ValueError, match="prompt 1 must be at least one id"):
+            client.sample([[1], prompt])
+    with pytest.raises(TypeError, match="lists of ids"):
+        client.sample(["text"])  # type: ignore[list-item]
+    with pytest.raises(TypeError, match=r"\[row\]"):
+        client.forward(ROW)
 
 
 class Failing(CrossEntropy):

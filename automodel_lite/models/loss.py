@@ -393,7 +393,7 @@ def check_columns(loss: Loss, brought: Iterable[str]) -> None:
             "column in the loss class's `columns`, or leave it out of the data."
         )
     if missing := sorted(loss.required - {*brought}):
-        cure = _CURES.get(missing[0], "bring it in a file of token rows")
+        cure = _CURES.get(missing[0], "bring it with the token rows")
         raise ConfigError(
             f"loss={type(loss).__name__} needs the per-token column {', '.join(missing)}: {cure}."
         )

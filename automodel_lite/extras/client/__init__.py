@@ -145,7 +145,7 @@ class TrainingClient:
         self._rates = [float(group["lr"]) for group in self.engine.optimizer.param_groups]
         self._scorer: Engine = self.engine  # or the reference
         self._reference: Engine | None = None
-        self._lock = RunLock(RunFolder(self.config.output_dir).lock)
+        self._lock: RunLock | None = None  # of the run's folder, from its first use on
         self._checkpointer: Checkpointer | None = None
         self._saved_extra: Any = None
         self.num_steps = 0
@@ -267,9 +267,16 @@ class TrainingClient:
         seed         of this call: another one gives other answers
         One batch holds prompts of one length, so nothing is padded. Every rank gets all answers.
         """
+        if any(isinstance(prompt, str) for prompt in prompts):
+            raise TypeError("prompts are lists of ids: client.tokenizer.encode(text).")
         self._same([list(map(int, prompt)) for prompt in prompts], "prompts")
-        if any(not len(prompt) for prompt in prompts):
-            raise ValueError("a prompt is empty: there is nothing to continue.")
+        num_ids = embedding_rows(self.engine.model.loss_model.lm)
+        for number, prompt in enumerate(prompts):
+            if not len(prompt) or not all(0 <= token < num_ids for token in prompt):
+                raise ValueError(
+                    f"prompt {number} must be at least one id, each below the {num_ids} rows of "
+                    "the model's embedding: tokenize with the client's own tokenizer."
+                )
         ends = _end_tokens(self.engine.model.loss_model.lm, self.tokenizer)
         settings = GenerationConfig(
             max_new_tokens=max_new_tokens,
@@ -421,8 +428,13 @@ class TrainingClient:
                 yield name, value.full_tensor() if isinstance(value, DTensor) else value
 
     def close(self) -> None:
-        """Gives the run's folder back; the groups of ranks stay until the process ends."""
-        self._lock.release()
+        """Gives the run's folder back, which a later save takes again; the groups of ranks stay
+        until the process ends.
+        """
+        if self._lock is not None:
+            self._lock.release()
+        self._lock = None
+        self._checkpointer = None
 
     # ---------------------------------------------- the pieces
     def _frozen(self) -> Engine:
@@ -490,10 +502,12 @@ class TrainingClient:
         if self._checkpointer is None:
             config = self.config
             folder = RunFolder(self.config.output_dir)
-            self._lock.token = self._ranks.on_first(self._lock.acquire)
+            lock = RunLock(folder.lock)
+            lock.token = self._ranks.on_first(lock.acquire)
+            self._lock = lock
             groups = open_control(config.mesh), open_control(config.mesh, is_slow=True)
             say = Console(is_silent=self.mesh.rank != 0).print
-            self._checkpointer = Checkpointer(folder, config, *groups, say, self._lock.check_held)
+            self._checkpointer = Checkpointer(folder, config, *groups, say, lock.check_held)
         return self._checkpointer
 
 
@@ -526,6 +540,8 @@ def _column_of_log_probs(logits: Tensor, labels: Tensor) -> Tensor:
 
 def _as_groups(groups: Iterable[Any]) -> list[list[Any]]:
     """Returns lists of rows; a row that stands alone is a group."""
+    if isinstance(groups, Mapping):
+        raise TypeError("one row was given where a list of rows or groups belongs: [row].")
     found = [[group] if isinstance(group, Mapping) else list(group) for group in groups]
     return [group for group in found if group]
 

@@ -83,18 +83,13 @@ def check_rows(
     for group in groups:
         checked.append([])
         for row in group:
-            checked[-1].append(_checked_row(row, columns, loss, number))
+            checked[-1].append(_checked_row(row, columns, loss, num_ids, number))
             number += 1
             if (length := len(checked[-1][-1]["input_ids"])) > most_tokens:
                 raise ValueError(
                     f"row {number - 1} has {length:,} tokens, and a pack holds "
                     f"packed_sequence.packed_sequence_size={most_tokens}: shorten the row, or make "
                     "packs larger."
-                )
-            if (highest := int(checked[-1][-1]["input_ids"].max())) >= num_ids:
-                raise ValueError(
-                    f"row {number - 1} has the id {highest}, and the model's embedding has "
-                    f"{num_ids} rows: tokenize with the client's own tokenizer."
                 )
     if not any((row["labels"] != IGNORE_INDEX).any() for group in checked for row in group):
         raise ValueError(
@@ -104,7 +99,9 @@ def check_rows(
     return checked
 
 
-def _checked_row(row: Mapping[str, Any], columns: set[str], loss: Loss, number: int) -> Row:
+def _checked_row(
+    row: Mapping[str, Any], columns: set[str], loss: Loss, num_ids: int, number: int
+) -> Row:
     """Returns the row's arrays; columns that it does not bring get their padding."""
     if missing := sorted({"input_ids", "labels", *loss.required} - row.keys()):
         raise ValueError(f"row {number} lacks {', '.join(missing)}.")
@@ -129,9 +126,16 @@ def _checked_row(row: Mapping[str, Any], columns: set[str], loss: Loss, number: 
         arrays[name] = np.ascontiguousarray(value, column.stored)
     ids = arrays["input_ids"]
     labels = arrays["labels"]
-    if ids.min() < 0 or labels.min() < IGNORE_INDEX:
-        raise ValueError(f"row {number} has a negative id that is not {IGNORE_INDEX}.")
     has_label = labels != IGNORE_INDEX
+    for name, used in (("input_ids", ids), ("labels", labels[has_label])):
+        if (arrays[name] != np.asarray(row[name])).any():
+            raise ValueError(f"row {number}: {name} must be whole numbers.")
+        outside = used[(used < 0) | (used >= num_ids)]
+        if len(outside):
+            raise ValueError(
+                f"row {number} has the id {outside[0]} in {name}, and the model's embedding has "
+                f"{num_ids} rows: tokenize with the client's own tokenizer."
+            )
     is_own = bool((labels == ids)[has_label].all())
     if has_label.sum() > 1 and is_own and not (labels[:-1] == ids[1:])[has_label[:-1]].all():
         raise ValueError(
