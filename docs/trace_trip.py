@@ -27,7 +27,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 from automodel_lite.cli import compose_config
@@ -51,17 +51,18 @@ class Tracer:
         self.entered: Entered = defaultdict(set)
         self.of_the_run = "set-up"
         self.depth_of_data = 0
+        # most calls are torch's own; the code is kept, so that no other one gets its id
+        self.names: dict[int, tuple[CodeType, tuple[str, str] | None]] = {}
 
     def __call__(self, frame: FrameType, event: str, _: object) -> None:
+        if event != "call":
+            return
         code = frame.f_code
-        if event != "call" or not code.co_flags & inspect.CO_OPTIMIZED:
+        if id(code) not in self.names:
+            self.names[id(code)] = code, name_of(code)
+        function = self.names[id(code)][1]
+        if function is None:
             return
-        if code.co_name.startswith("<") and code.co_name != "<lambda>":
-            return
-        path = Path(code.co_filename)
-        if not any(path.is_relative_to(room) for room in ROOMS):
-            return
-        function = (str(path.relative_to(ROOT)), f"{code.co_name}:{code.co_firstlineno}")
         self.entered[self.of_the_run].add(function)
         if self.depth_of_data:
             self.entered["data"].add(function)
@@ -97,6 +98,18 @@ class Tracer:
             return start(meter, step)
 
         return call
+
+
+def name_of(code: CodeType) -> tuple[str, str] | None:
+    """Returns the file and the name of a function of ours, None for others."""
+    if not code.co_flags & inspect.CO_OPTIMIZED:
+        return None
+    if code.co_name.startswith("<") and code.co_name != "<lambda>":
+        return None
+    path = Path(code.co_filename)
+    if not any(path.is_relative_to(room) for room in ROOMS):
+        return None
+    return str(path.relative_to(ROOT)), f"{code.co_name}:{code.co_firstlineno}"
 
 
 def write_chats(path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -10,6 +11,12 @@ import pytest
 import torch
 
 LONG = ("test_planner.py", "test_simulation.py", "test_trip.py", "test_plan.py")
+
+
+def pytest_collection_finish() -> None:
+    """Collections of garbage look through what tests make, and not through what was imported."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)

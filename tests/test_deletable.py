@@ -1,4 +1,4 @@
-"""Each part and each extra can be deleted: without one the core imports, without all a run trains."""
+"""Each part and each extra can be deleted: the core imports without any of them, and a run trains."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def copy_without(gone: list[str], to: Path) -> Path:
 
 
 @pytest.mark.system
-def test_each_part_and_extra_can_be_deleted(tmp_path: Path) -> None:
+def test_every_part_and_extra_can_be_deleted(tmp_path: Path) -> None:
     (tmp_path / "conf" / "optimizer").mkdir(parents=True)
     (tmp_path / "conf" / "optimizer" / "sgd.yaml").write_text("_target_: mine.sgd\nlr: 0.01\n")
     (tmp_path / "mine.py").write_text(
@@ -106,12 +106,12 @@ def test_each_part_and_extra_can_be_deleted(tmp_path: Path) -> None:
     pair = '{"question": "What is %d plus %d?", "answer": "It is %d."}\n'
     (tmp_path / "chats.jsonl").write_text("".join(pair % (i, i + 1, 2 * i + 1) for i in range(80)))
     every = pieces()
-    cases = [[piece] for piece in every]
-    cases.append([piece for piece in every if piece not in NEEDED])
+    # what imports without all of them does without any one
+    cases = [every, [piece for piece in every if piece not in NEEDED]]
     lines = []
     for number, gone in enumerate(cases):
         folder = copy_without(gone, tmp_path / f"without_{number}")
-        lines.append(f"{folder} {'trains' if len(gone) > 1 else 'imports'}")
+        lines.append(f"{folder} {'imports' if gone is every else 'trains'}")
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     done = subprocess.run(
         [sys.executable, "-c", CHILD],

@@ -72,7 +72,7 @@ def test_imported_is_what_is_used(tmp_path: Path) -> None:
     ]
     run = (
         "from automodel_lite.cli import Recipe, compose_config; from automodel_lite.config.check import check_config; "
-        f"assert Recipe('recipes.train_ft:main').function()(check_config(compose_config('llama_packed', {overrides}))) == 0"
+        f"assert Recipe('recipes.train_ft:main').function()(check_config(compose_config('smoke', {overrides}))) == 0"
     )
     by_recipe, by_run = imported_by("import recipes.train_ft", run)
     assert by_recipe == []

@@ -185,6 +185,7 @@ def test_flash_without_the_package_names_the_pip_line(monkeypatch: pytest.Monkey
         importlib.import_module("automodel_lite.parts.kernels.flash").FlashAttention()
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("version", ["2.6.1", "2.8.3.post2"], ids=["oldest", "newest"])
 def test_flash_attn_sources(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel runs against the real signature: an argument that it does not have is a TypeError."""

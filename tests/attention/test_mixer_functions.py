@@ -264,6 +264,7 @@ STAND_INS = {
 }
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("function", MIXERS)
 def test_sources_of_the_mixers_kernels(function: str) -> None:
     """The stand-ins have these functions' parameters, in their order; each of the functions takes the boundaries."""

@@ -130,6 +130,7 @@ def test_launches_and_annotations_are_no_kernels() -> None:
     assert kernel_spans(events) == [(0, 4), (6, 10)]
 
 
+@pytest.mark.system
 def test_a_call_goes_on_where_the_last_one_ended(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -220,6 +221,7 @@ def test_each_result_is_written_at_once(tmp_path: Path, monkeypatch: pytest.Monk
     assert [row["verdict"] for row in rows if row["part"] == "step-packed"] == ["pass"]
 
 
+@pytest.mark.system
 def test_the_card_is_described_for_the_planner(tmp_path: Path) -> None:
     gpu_check.main(
         [

@@ -18,7 +18,7 @@ def _measure(rank: int, world_size: int, folder: str, overrides: list[str]) -> M
     "overrides",
     [
         ["training.global_batch_size=4"],
-        ["training.global_batch_size=1", "mesh.cp=2"],
+        pytest.param(["training.global_batch_size=1", "mesh.cp=2"], marks=pytest.mark.system),
         ["training.global_batch_size=1", "mesh.cp=2", CHECKPOINTED],
     ],
     ids=["fsdp, 2 micro-batches", "cp", "cp, checkpointed"],

@@ -135,8 +135,16 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.parametrize(("block", "key"), SETTINGS, ids=[key for _, key in SETTINGS])
-@pytest.mark.parametrize("flags", [[], ["--cfg", "job"], ["--multirun", "seed=0,1"]], ids=" ".join)
+FLAGS = [[], ["--cfg", "job"], ["--multirun", "seed=0,1"]]
+# the first setting with all flags, the others with one of them in turns
+FLAGGED = [
+    pytest.param(block, key, flags, id=f"{' '.join(flags)}-{key}")
+    for number, (block, key) in enumerate(SETTINGS)
+    for flags in (FLAGS if number == 0 else FLAGS[number % 3 :][:1])
+]
+
+
+@pytest.mark.parametrize(("block", "key", "flags"), FLAGGED)
 def test_a_file_sets_nothing_that_runs_or_writes(
     block: str, key: str, flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -165,6 +165,7 @@ def is_left(group: int) -> bool:
     return True
 
 
+@pytest.mark.system
 def test_a_reader_that_leaves_early_sees_no_traceback(tmp_path: Path) -> None:
     recipe = f"{sys.executable} recipes/inspect_data.py --config-name smoke cache_dir={tmp_path} | head -1"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,9 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return write_model(request.param, made)
 
 
+SLOTS = "packed_sequence.slot_multiple=4"
+
+
 def settings_of(folder: Path, output: Path) -> list[str]:
     return [
         *images_settings(folder),
@@ -51,14 +55,18 @@ def run(folder: Path, output: Path, *more: str, world_size: int = 1) -> list[tup
     return losses(train("finetune", output, *settings, *more, world_size=world_size))
 
 
+@cache
+def on_one_rank(folder: Path, trained: str) -> list[tuple[float, float]]:
+    return run(folder, folder / f"one-{trained}", trained, SLOTS)
+
+
 @pytest.mark.system
 @pytest.mark.parametrize("how", ["peft=lora", "model.train_towers=true", "mesh.cp=2"])
 def test_two_ranks_give_the_numbers_of_one(how: str, folder: Path, tmp_path: Path) -> None:
     """One of the ranks often has a pack without images; a sharded tower runs as often on both."""
     trained = how if how == "peft=lora" else "model.train_towers=true"
-    slots = "packed_sequence.slot_multiple=4"
-    one = run(folder, tmp_path / "one", trained, slots)
-    two = run(folder, tmp_path / "two", how, trained, slots, world_size=2)
+    one = on_one_rank(folder, trained)
+    two = run(folder, tmp_path / "two", how, trained, SLOTS, world_size=2)
     assert len(one) == 4
     for (loss, norm), (other_loss, other_norm) in zip(one, two, strict=True):
         assert other_loss == pytest.approx(loss, rel=1e-5)

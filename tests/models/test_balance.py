@@ -31,6 +31,7 @@ from automodel_lite.thd import IGNORE_INDEX, ThdBatch, to_thd
 from benchmarks.survey_models import LENGTHS, documents, load, run, save, separate, step_of
 from benchmarks.tiny_models import VOCAB, tiny_config, tiny_model
 from tests.attention.families import gradients
+from tests.attention.hybrids import InFloat64
 from tests.attention.trees import Row, labelled, random_rows
 from tests.ranks import run_ranks
 
@@ -76,7 +77,7 @@ def batch_of(rows: list[list[Row]], cut_at: int, slot_multiple: int) -> ThdBatch
 
 
 def model_of(family: str) -> torch.nn.Module:
-    model = tiny_model(family).float().train()
+    model = tiny_model(family).double().train()
     model.config.get_text_config()._experts_implementation = "eager"
     return model
 
@@ -85,7 +86,8 @@ def want(family: str, rows: list[list[Row]]) -> dict[str, torch.Tensor]:
     """Gradients of the rows, with transformers' own loss of each."""
     model = model_of(family)
     for ids, labels in (row for group in rows for row in group):
-        out = model(input_ids=torch.tensor([ids]), output_router_logits=True, use_cache=False)
+        with InFloat64():
+            out = model(input_ids=torch.tensor([ids]), output_router_logits=True, use_cache=False)
         targets = torch.tensor(labels)
         loss = F.cross_entropy(out.logits[0], targets, reduction="sum", ignore_index=IGNORE_INDEX)
         (loss + COEFFICIENT * (targets != IGNORE_INDEX).sum() * out.aux_loss).backward()
@@ -95,9 +97,10 @@ def want(family: str, rows: list[list[Row]]) -> dict[str, torch.Tensor]:
 def got(family: str, batch: ThdBatch, coefficient: float = COEFFICIENT) -> dict[str, torch.Tensor]:
     model = model_of(family)
     install(model, ReferenceAttention())
-    LossModel(model, FusedLinearCrossEntropy(), balance_of(model, coefficient)).train()(
-        batch
-    ).sum.backward()
+    loss_model = LossModel(model, FusedLinearCrossEntropy(), balance_of(model, coefficient)).train()
+    with InFloat64():
+        total = loss_model(batch).sum
+    total.backward()
     return gradients(model)
 
 
@@ -115,7 +118,7 @@ def test_the_balance_of_trees_is_that_of_rows(family: str, cut_at: int, slot_mul
     batch = batch_of(rows, cut_at, slot_multiple)
     assert batch.attention.tree is not None
     expected = want(family, rows)
-    assert difference(got(family, batch), expected) < 1e-5
+    assert difference(got(family, batch), expected) < 1e-9
     assert difference(got(family, batch, 0.0), expected) > 1e-3
 
 
@@ -138,7 +141,7 @@ def _on_rank(rank: int, cp: int, exchange: str) -> float:
 
 @pytest.mark.parametrize("exchange", ["all_gather", "all_to_all"])
 def test_the_balance_of_trees_over_two_ranks(exchange: str) -> None:
-    assert max(run_ranks(_on_rank, 2, exchange)) < 1e-5
+    assert max(run_ranks(_on_rank, 2, exchange)) < 1e-9
 
 
 BALANCED = f"model.router_aux_loss={COEFFICIENT}"

@@ -139,8 +139,9 @@ def test_a_composite_is_written_back_whole(tmp_path: Path) -> None:
     add_untouched(tmp_path / "model")
     row = json.loads(run(tmp_path, "full"))
     want = step_of(separate(load(tmp_path)))
+    # ten times what three instruction sets show
     assert row["loss"] == pytest.approx(want["loss"], rel=1e-5)
-    assert row["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-5)
+    assert row["grad_norm"] == pytest.approx(want["grad_norm"], rel=2e-5)
     assert weights_of(tmp_path / "full/hf") == weights_of(tmp_path / "model")
     before = load_file(tmp_path / "model/model.safetensors")
     after = {}

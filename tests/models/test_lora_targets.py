@@ -90,6 +90,10 @@ def test_named_layers_are_those_of_the_language_model() -> None:
         lora_targets(tiny_model("glm4_moe"), ["gate"], experts=False)
 
 
+# ten times what three instruction sets show: the grouped product of experts has no fp64
+TEN_TIMES = {"atol": 2e-4, "rtol": 2e-4}
+
+
 def trained_a_little(model: PreTrainedModel) -> None:
     """A fresh adapter adds nothing: B is zero."""
     for name, parameter in model.named_parameters():
@@ -119,9 +123,9 @@ def test_adapted_experts_learn_are_saved_and_merged(family: str, tmp_path: Path)
     adapter.save(tmp_path / "adapter", trained)
     assert len(load_file(tmp_path / "adapter/adapter_model.safetensors")) == len(trained)
     again = load_adapted(str(tmp_path / "adapter"), torch.float32).eval()
-    torch.testing.assert_close(again(IDS, use_cache=False).logits, adapted, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(again(IDS, use_cache=False).logits, adapted, **TEN_TIMES)
     adapter.merge()
-    torch.testing.assert_close(model(IDS, use_cache=False).logits, adapted, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(model(IDS, use_cache=False).logits, adapted, **TEN_TIMES)
     assert model.state_dict().keys() == tiny_model(family).state_dict().keys()
 
 

@@ -267,7 +267,13 @@ def test_each_loss_is_its_textbook_form(family: str, tmp_path: Path) -> None:
     check(errors(0, 1, case_of(family, tmp_path, tuple(LOSSES))), tuple(LOSSES))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(name, marks=pytest.mark.system if name in ("ddp", "tp") else ())
+        for name in LAYOUTS
+    ],
+)
 @pytest.mark.parametrize("family", ["llama"])
 def test_two_ranks_are_one(
     family: str, layout: str, tmp_path_factory: pytest.TempPathFactory

@@ -50,6 +50,7 @@ def test_the_page_shows_samples_first_and_is_self_contained(
     assert screen.endswith("deep/data.html\n")
 
 
+@pytest.mark.system
 def test_the_page_is_a_flag_of_this_recipe(tmp_path: Path) -> None:
     command = [
         sys.executable,

@@ -19,7 +19,7 @@ from automodel_lite.training.decide import decide
 from automodel_lite.training.plan import build_parts
 from recipes import score
 from tests.data.templates import MARKED, byte_tokenizer
-from tests.runs import Row, config_of, train
+from tests.runs import Row, config_of, rows_of, train
 
 CAPITALS = {
     "France": "Paris",
@@ -76,8 +76,16 @@ def curve(rows: list[Row], name: str = "loss") -> list[float]:
     return [row[name] for row in rows if name in row]
 
 
-def test_dpo_begins_at_ln_2_and_learns_to_prefer(pairs: Path, tmp_path: Path) -> None:
-    rows = dpo(tmp_path / "run", pairs)
+@pytest.fixture(scope="module")
+def trained(pairs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of DPO, which no test changes."""
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    dpo(folder, pairs)
+    return folder
+
+
+def test_dpo_begins_at_ln_2_and_learns_to_prefer(trained: Path) -> None:
+    rows = rows_of(trained)
     losses = curve(rows)
     assert losses[0] == pytest.approx(0.69314718, abs=1e-6)
     assert losses[-1] < 0.6
@@ -98,6 +106,12 @@ def test_losses_without_a_reference_learn_to_prefer(loss: str, pairs: Path, tmp_
     assert curve(rows, "loss/kl") == []  # there is nothing to be far from
 
 
+@pytest.fixture(scope="module")
+def one(pairs: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
+    folder = tmp_path_factory.mktemp("one") / "run"
+    return dpo(folder, pairs, "packed_sequence.slot_multiple=4")
+
+
 LAYOUTS = {"dp 2": "mesh.strategy=ddp", "fsdp 2": "mesh.strategy=fsdp", "cp 2": "mesh.cp=2"}
 
 
@@ -108,9 +122,8 @@ LAYOUTS = {"dp 2": "mesh.strategy=ddp", "fsdp 2": "mesh.strategy=fsdp", "cp 2": 
         for name, layout in LAYOUTS.items()
     ],
 )
-def test_two_ranks_prefer_as_one(layout: str, pairs: Path, tmp_path: Path) -> None:
+def test_two_ranks_prefer_as_one(layout: str, one: list[Row], pairs: Path, tmp_path: Path) -> None:
     """Slots of a multiple of 4 give the packs that context parallelism needs to all."""
-    one = dpo(tmp_path / "one", pairs, "packed_sequence.slot_multiple=4")
     two = dpo(tmp_path / "two", pairs, "packed_sequence.slot_multiple=4", layout, world_size=2)
     assert curve(two) == pytest.approx(curve(one), abs=1e-5)
     assert curve(two, "loss/reward_margin") == pytest.approx(
@@ -119,9 +132,9 @@ def test_two_ranks_prefer_as_one(layout: str, pairs: Path, tmp_path: Path) -> No
     assert curve(two, "val_loss/val") == pytest.approx(curve(one, "val_loss/val"), abs=1e-5)
 
 
-def test_a_resumed_run_is_the_same_bit_for_bit(pairs: Path, tmp_path: Path) -> None:
-    whole = curve(dpo(tmp_path / "whole", pairs))
-    shutil.copytree(tmp_path / "whole", tmp_path / "parts")
+def test_a_resumed_run_is_the_same_bit_for_bit(trained: Path, pairs: Path, tmp_path: Path) -> None:
+    whole = curve(rows_of(trained))
+    shutil.copytree(trained, tmp_path / "parts")
     shutil.rmtree(tmp_path / "parts" / "checkpoints" / "step_00000004")
     shutil.rmtree(tmp_path / "parts" / "hf")
     (tmp_path / "parts" / "STATUS.json").unlink()
@@ -130,14 +143,14 @@ def test_a_resumed_run_is_the_same_bit_for_bit(pairs: Path, tmp_path: Path) -> N
     assert parts == whole
 
 
-def test_lora_prefers_against_the_model_without_it(pairs: Path, tmp_path: Path) -> None:
-    dpo(tmp_path / "run", pairs)
-    start = tmp_path / "run" / "hf"
+def test_lora_prefers_against_the_model_without_it(
+    trained: Path, pairs: Path, tmp_path: Path
+) -> None:
     rows = dpo(
         tmp_path / "lora",
         pairs,
         "model=pretrained",
-        f"model.pretrained={start}",
+        f"model.pretrained={trained / 'hf'}",
         "tokenizer=pretrained",
         "peft=lora",
     )
@@ -187,9 +200,8 @@ def test_a_loss_that_does_not_fit_is_refused_first(
         )
 
 
-def test_the_model_card_names_the_method(pairs: Path, tmp_path: Path) -> None:
-    dpo(tmp_path / "run", pairs, "training.max_steps=1")
-    card = (tmp_path / "run/hf/README.md").read_text()
+def test_the_model_card_names_the_method(trained: Path) -> None:
+    card = (trained / "hf/README.md").read_text()
     assert "- dpo" in card
     assert "| method | dpo |" in card
 
@@ -228,11 +240,10 @@ def test_a_teacher_is_a_part_of_the_memory(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["forward", pytest.param("jsd", marks=pytest.mark.system)])
 def test_a_student_taught_by_itself_stays_where_it_is(
-    kind: str, pairs: Path, tmp_path: Path
+    kind: str, trained: Path, tmp_path: Path
 ) -> None:
     """Its gradients are rounding, of 1e-9: with the usual eps AdamW would make steps of them."""
-    dpo(tmp_path / "run", pairs, "training.max_steps=2")
-    model = tmp_path / "run" / "hf"
+    model = trained / "hf"
     rows = train(
         "distill",
         tmp_path / "student",
@@ -258,13 +269,14 @@ def test_a_student_taught_by_itself_stays_where_it_is(
         torch.testing.assert_close(after[name], weight, rtol=0, atol=1e-6)
 
 
-def test_a_whole_stored_vocabulary_teaches_as_the_teacher_does(pairs: Path, tmp_path: Path) -> None:
-    dpo(tmp_path / "run", pairs)
-    dpo(tmp_path / "other", pairs, "seed=5")
+def test_a_whole_stored_vocabulary_teaches_as_the_teacher_does(
+    trained: Path, pairs: Path, tmp_path: Path
+) -> None:
+    dpo(tmp_path / "other", pairs, "seed=5", "training.max_steps=2", "checkpoint.every_steps=0")
     common = (
         "dataset=toy_chat",
         "dataset.num_chats=60",
-        f"model.pretrained={tmp_path / 'run' / 'hf'}",
+        f"model.pretrained={trained / 'hf'}",
         f"cache_dir={tmp_path / 'cache'}",
         *(setting for setting in SMALL if setting not in ("model=llama_smoke", "tokenizer=bpe")),
         "packed_sequence.packed_sequence_size=1024",

@@ -118,7 +118,10 @@ HAS_ENGINE = find_spec("transformers.distributed.expert_parallel") is not None
 ENGINE = pytest.mark.skipif(
     not HAS_ENGINE, reason="tensor and expert parallelism need transformers 5.21"
 )
-AXES = [pytest.param(axis, marks=ENGINE) for axis in ("tp", "ep")]
+AXES = [
+    pytest.param("tp", marks=[ENGINE, pytest.mark.system]),
+    pytest.param("ep", marks=ENGINE),
+]
 
 
 @pytest.mark.parametrize("axis", [*AXES, pytest.param("cp", marks=pytest.mark.slow)])

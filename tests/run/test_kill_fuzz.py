@@ -28,7 +28,7 @@ from tests.ranks import free_port
 from tests.runs import DROPOUT, losses_by_step, quick_config
 
 ROOT = Path(__file__).resolve().parents[2]
-NUM_STEPS = 24
+NUM_STEPS = 16
 OPTIONS = [
     f"training.max_steps={NUM_STEPS}",
     "training.global_batch_size=4",

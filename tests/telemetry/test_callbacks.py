@@ -111,6 +111,7 @@ def test_two_ranks_stop_early_together_and_are_profiled(tmp_path: Path):
         assert "aten::mm" in (run / f"profile/rank_{rank:05d}.txt").read_text()
 
 
+@pytest.mark.system
 def test_early_stopping_goes_on_counting_after_a_restart(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

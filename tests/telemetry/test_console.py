@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import os
+import pty
+from contextlib import redirect_stdout
 from typing import Any
 
 import pytest
 
 from automodel_lite.telemetry.console import Console
 from automodel_lite.telemetry.metrics import StepMetrics
-from tests.test_progress import on_a_terminal
 
 
-def test_lines_of_the_start_block_wrap_at_words() -> None:
-    code = "from automodel_lite.telemetry.console import Console; Console(False).say('memory', 'weights 3.4 MiB, ' * 8)"
-    lines = [line.rstrip("\r") for line in on_a_terminal(code, columns=60).strip().splitlines()]
+def test_lines_of_the_start_block_wrap_at_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    leader, follower = pty.openpty()
+    with os.fdopen(follower, "w") as terminal, redirect_stdout(terminal):
+        Console(False).say("memory", "weights 3.4 MiB, " * 8)
+        terminal.flush()
+        shown = os.read(leader, 4096).decode()
+    os.close(leader)
+    lines = [line.rstrip("\r") for line in shown.strip().splitlines()]
     assert len(lines) == 3
     assert max(map(len, lines)) <= 60
     assert lines[1].startswith(" " * 11 + "MiB, weights")

@@ -106,7 +106,11 @@ def test_nothing_fits_a_gpu_that_is_too_small() -> None:
 
 @pytest.mark.parametrize(
     "gigabytes",
-    [pytest.param(6, marks=pytest.mark.slow), 8, pytest.param(10, marks=pytest.mark.slow)],
+    [
+        pytest.param(6, marks=pytest.mark.slow),
+        pytest.param(8, marks=pytest.mark.system),
+        pytest.param(10, marks=pytest.mark.slow),
+    ],
 )
 def test_a_world_fits_where_a_plan_of_it_does(gigabytes: int) -> None:
     job = job_of(gigabytes=gigabytes)

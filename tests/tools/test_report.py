@@ -243,6 +243,7 @@ def test_the_page_refreshes_itself_while_the_run_goes_on(tmp_path: Path):
     assert "0.2500" in (page.run / "report.html").read_text()
 
 
+@pytest.mark.system
 def test_a_run_of_two_ranks_ends_with_its_report(tmp_path: Path):
     train("smoke", tmp_path / "run", "report=true", "training.max_steps=1", world_size=2)
     page = (tmp_path / "run/report.html").read_text()

@@ -143,7 +143,7 @@ def whole(models: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, n
 @pytest.mark.parametrize(
     "is_disk_full",
     [
-        pytest.param(False, id="killed"),
+        pytest.param(False, id="killed", marks=pytest.mark.system),
         pytest.param(True, id="disk-full", marks=pytest.mark.system),
     ],
 )

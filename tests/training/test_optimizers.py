@@ -129,8 +129,8 @@ def _sharded_steps(rank: int, world_size: int, maker: str, replicas: int) -> lis
 def test_steps_on_shards_are_those_on_whole_tensors(maker: str, replicas: int) -> None:
     """96 and 64 rows over 4 ranks; norms over hybrid shards count replicas once."""
     worst = max(rank[0] for rank in run_ranks(_sharded_steps, 4, maker, replicas))
-    # a moment on the edge of two values may go either way
-    assert worst < (2e-6 if maker == "adamw" else 1e-3)
+    # adamw: ten times what three instruction sets show; a moment of few bits on the edge of two values may go either way
+    assert worst < (3e-6 if maker == "adamw" else 1e-3)
 
 
 def test_codes_are_the_nearest_values() -> None:

@@ -26,7 +26,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("adapter", "file", "is_refused"),
     [
         ("peft=lora", "model.safetensors", True),
-        ("peft=none", "model.safetensors", False),
+        pytest.param("peft=none", "model.safetensors", False, marks=pytest.mark.system),
         ("peft=none", "config", True),
     ],
     ids=["lora-weights", "whole-weights", "whole-config"],
@@ -64,7 +64,13 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize(("loss", "changed"), OTHERS.values(), ids=OTHERS)
+@pytest.mark.parametrize(
+    ("loss", "changed"),
+    [
+        pytest.param(*case, id=name, marks=() if name == "teacher-config" else pytest.mark.system)
+        for name, case in OTHERS.items()
+    ],
+)
 def test_another_model_beside_the_trained_one_is_refused_on_resume(
     loss: str, changed: str, base: Path, tmp_path: Path
 ) -> None:

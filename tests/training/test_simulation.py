@@ -521,7 +521,7 @@ def experts_by_layers(how: str, like: str | None = None) -> Simulation:
     )
 
 
-@pytest.mark.parametrize("how", in_ci(["none", "full", "offload"], "full"))
+@pytest.mark.parametrize("how", in_ci(["none", "full", "offload"]))
 def test_what_is_known_of_another_recomputation(how: str) -> None:
     """One model of few layers, beside what is known of another rung, tells what two of them do."""
     alone = experts_by_layers(how)
