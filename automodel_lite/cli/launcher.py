@@ -37,7 +37,8 @@ _RANK = (  # Ctrl-C ends it without a traceback until our own handlers are there
 )
 # of a torchrun with one process
 _OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-_NOTICED_WITHIN_S = 60.0
+# 30 s after the first failure torch kills ranks that do not end, as one that is stopped (SIGSTOP)
+_NOTICED_WITHIN_S = 25.0
 _SHUTDOWN_S = 240  # that ranks get to save after another one has left
 
 

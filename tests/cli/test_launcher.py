@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -10,9 +11,10 @@ import time
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from automodel_lite.cli.launcher import launch, num_processes
-from automodel_lite.errors import ConfigError
+from automodel_lite.cli.launcher import _report_first_failure, launch, num_processes
+from automodel_lite.errors import ConfigError, RunStoppedError
 from tests.runs import QUICK, wait_for_rows, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,6 +39,25 @@ def test_a_rank_starts_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="start it with python, in one process"):
         launch("recipes.train_ft:main", "2", [])
+
+
+@pytest.mark.parametrize(
+    ("seconds", "sentence"),
+    [(3, "rank 1 was ended by SIGKILL"), (31, "rank 1 on x: no heartbeat for 60 s")],
+    ids=["killed, then noticed", "silent, then ended by the launcher"],
+)
+def test_the_first_failure_is_told(seconds: int, sentence: str, tmp_path: Path) -> None:
+    """A rank that was stopped for good was reported as killed for want of memory."""
+    told = "rank 1 on x: no heartbeat for 60 s: its host may be down"
+    extra = {"py_callstack": told, "timestamp": str(int(time.time()) - seconds)}
+    error = {"message": {"message": told, "errorCode": 1, "extraInfo": extra}}
+    (tmp_path / "error.json").write_text(json.dumps(error))
+    failures = {
+        0: ProcessFailure(0, 7, 1, str(tmp_path / "error.json")),
+        1: ProcessFailure(1, 8, -signal.SIGKILL, "<N/A>"),
+    }
+    with pytest.raises(RunStoppedError, match=sentence):
+        _report_first_failure(ChildFailedError("main", failures), [])
 
 
 def start(*arguments: str) -> subprocess.Popen[str]:
