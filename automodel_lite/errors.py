@@ -52,6 +52,7 @@ LOST_PEER = re.compile(
     r"DistBackend",
     re.IGNORECASE,
 )
+_MAPPED_MEMORY = re.compile(r"mmap .*Cannot allocate memory", re.DOTALL)  # of a file of weights
 CPU_MEMORY = re.compile(r"DefaultCPUAllocator: .*you tried to allocate (\d+) bytes")
 
 
@@ -69,7 +70,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     RuntimeError.
     """
     has_type = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
-    return has_type or bool(CPU_MEMORY.search(str(error)))
+    text = str(error)
+    return has_type or bool(CPU_MEMORY.search(text) or _MAPPED_MEMORY.search(text))
 
 
 def printable(text: str, kept: str = "") -> str:

@@ -53,6 +53,7 @@ def imported_by(*pieces: str) -> list[list[str]]:
     return [line.removeprefix("imported:").split() for line in lines]
 
 
+@pytest.mark.system
 def test_imported_is_what_is_used(tmp_path: Path) -> None:
     """By the recipe itself neither models nor what only some configurations use; by a plain run no more than models."""
     overrides = [

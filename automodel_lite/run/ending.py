@@ -6,7 +6,7 @@
     RunStoppedError            the sentence                1           this process
     StoppedEarly               by which signal             75 or 130   this process
     KeyboardInterrupt          interrupted                 130         this process
-    MemoryError, a full disk,  the limit and its cure      1           this process
+    a full memory or disk,     the limit and its cure      1           this process
       no further thread
     SystemExit                 nothing                     its own     who raised it
     the screen's reader left   nothing                     141         nobody
@@ -32,7 +32,16 @@ from typing import NamedTuple, NoReturn
 
 import yaml
 
-from automodel_lite.errors import MISTAKE_EXIT, ConfigError, DataError, PeerError, RunStoppedError
+from automodel_lite.errors import (
+    CPU_MEMORY,
+    MISTAKE_EXIT,
+    ConfigError,
+    DataError,
+    PeerError,
+    RunStoppedError,
+    is_out_of_memory,
+    one_line,
+)
 from automodel_lite.launched import is_first_here
 from automodel_lite.progress import wrap_lines
 from automodel_lite.redact import scrub
@@ -75,9 +84,11 @@ def ending_of(error: BaseException) -> Ending:
     if isinstance(error, SystemExit):  # argparse's, Hydra's
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
         return Ending("", code, is_shown=False)
-    if isinstance(error, MemoryError):
-        size = str(error) or "of this size"
-        text = f"the host has no memory left ({size}): give the process more, or less work."
+    if is_out_of_memory(error):
+        where = "GPU" if type(error).__name__ == "OutOfMemoryError" else "host"
+        cpu = CPU_MEMORY.search(str(error))
+        size = f"{int(cpu[1]) / 2**30:.2f} GiB asked for" if cpu else one_line(error, 200)
+        text = f"the {where} has no memory left ({size}): give the process more, or less work."
         return Ending(text, 1)
     if isinstance(error, RuntimeError) and _NO_THREAD.search(str(error)):
         return Ending(f"no further thread can be started: {_LIMITS['threads']}.", 1)

@@ -269,6 +269,7 @@ def test_a_student_taught_by_itself_stays_where_it_is(
         torch.testing.assert_close(after[name], weight, rtol=0, atol=1e-6)
 
 
+@pytest.mark.system
 def test_a_whole_stored_vocabulary_teaches_as_the_teacher_does(
     trained: Path, pairs: Path, tmp_path: Path
 ) -> None:

@@ -73,6 +73,7 @@ def test_the_built_in_job_learns_to_answer_held_out_questions(tmp_path: Path) ->
             2,
             ["training.activation_checkpointing=selective", *EVERY_2_LAYERS],
             id="recompute-selective-2",
+            marks=pytest.mark.system,
         ),
         pytest.param(1, ["dataloader.num_workers=2"], id="workers"),
     ],

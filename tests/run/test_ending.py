@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from automodel_lite.run.ending import ending_of
 from tests.cli.test_exit_codes import ROOT
 
 SIZES = [
@@ -63,3 +65,14 @@ def test_under_torchrun_the_summary_quotes_the_sentence(
     assert done.stderr.count(message) >= 2
     assert "exitcode  : 2" in done.stderr
     assert not (tmp_path / "run").exists()
+
+
+def test_memory_that_torch_is_not_given_is_a_sentence() -> None:
+    """Outside of training: an export or an answer ended in a traceback."""
+    with pytest.raises(RuntimeError) as no_memory:
+        torch.empty(2**50, dtype=torch.uint8)
+    text, code, _ = ending_of(no_memory.value)
+    assert text.startswith("the host has no memory left (1048576.00 GiB asked for): give")
+    assert code == 1
+    mapped = RuntimeError("unable to mmap 9 bytes from file <x>: Cannot allocate memory (12)")
+    assert ending_of(mapped).text.startswith("the host has no memory left (unable to mmap 9 bytes")

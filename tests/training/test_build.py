@@ -52,8 +52,9 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+@pytest.mark.system
 @pytest.mark.usefixtures("traced")
-@pytest.mark.parametrize("how", [pytest.param("none", marks=pytest.mark.system), "full"])
+@pytest.mark.parametrize("how", ["none", "full"])
 def test_a_compiled_run_has_the_numbers_of_an_uncompiled_one(how: str, tmp_path: Path) -> None:
     """The layers and the loss's chunk; all graphs are made before the first step."""
     options = [f"training.activation_checkpointing={how}", "training.log_every_steps=1"]

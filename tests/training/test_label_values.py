@@ -90,13 +90,8 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        pytest.param(layout, id=name, marks=() if name == "cp 2" else pytest.mark.system)
-        for name, layout in LAYOUTS.items()
-    ],
-)
+@pytest.mark.system
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_ranks_score_together_what_one_scores(
     layout: str, models: Path, one: dict[str, np.ndarray], tmp_path: Path
 ) -> None:
