@@ -40,9 +40,7 @@ def main() -> None:
                 "[key=value ...]"
             )
             raise SystemExit(0 if rest else 2)
-        is_extra = name in ("convert", "doctor", "slurm", "schema")
-        room = f"extras.cli.{name}" if is_extra else "cli.sources"
-        tool = import_module(f"automodel_lite.{room}")
+        tool = import_module(f"automodel_lite.extras.cli.{name}")
         run_tool(vars(tool)[name], rest)
     if name not in RECIPES and not name.startswith("-"):
         near = did_you_mean(name, [*RECIPES, *TOOLS]) or "."

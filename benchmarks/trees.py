@@ -28,10 +28,10 @@ from automodel_lite.config.check import check_config
 from automodel_lite.data.packing.packs import lay_out_packs, packed_sequence_thd_collater
 from automodel_lite.data.packing.plan import plan_packs
 from automodel_lite.data.tokens.token_rows import flatten
-from automodel_lite.data.tokens.trees import grow_trees
 from automodel_lite.extras.plan.simulation import layer_pattern, simulate_by_layers
 from automodel_lite.models.flops import cost_model, model_size
 from automodel_lite.parallel.mesh import mesh_shape
+from automodel_lite.parts.trees import grow_trees
 from automodel_lite.telemetry.metrics import visible_pairs
 from automodel_lite.thd import IGNORE_INDEX, ThdBatch, to_thd
 from automodel_lite.training.plan import build_parts

@@ -24,19 +24,18 @@ from automodel_lite.config.schema import Config
 from automodel_lite.data.feeding.source import PackSource
 from automodel_lite.data.prepare import check_positions, check_sizes, prepare_data
 from automodel_lite.errors import ConfigError
-from automodel_lite.models.generate import load_generator
 from automodel_lite.parallel.mesh import Mesh, rank, world_size
+from automodel_lite.parts.evaluation.generator import load_generator
 from automodel_lite.progress import activity
 from automodel_lite.run.checkpoint_folder import exported_folder
 from automodel_lite.telemetry.console import Console, quiet_libraries
-from automodel_lite.training.auto import resolve_auto
 from automodel_lite.training.build import build_model
 from automodel_lite.training.decide import decide
 from automodel_lite.training.engine import Engine
 from automodel_lite.training.evaluation import questions_of, validation_losses
 from automodel_lite.training.plan import Parts
 from automodel_lite.training.resume import watch_ranks
-from automodel_lite.training.start import checked_parts, data_lines, open_world
+from automodel_lite.training.start import checked_parts, data_lines, open_world, resolve_auto
 
 
 def main(config: Config) -> int:

@@ -27,7 +27,7 @@ from automodel_lite.run.checkpoint_folder import exported_folder
 
 if TYPE_CHECKING:
     from automodel_lite.data.reading.documents import Question
-    from automodel_lite.models.generate import Generator
+    from automodel_lite.parts.evaluation.generator import Generator
 
 # prompts of so many batches are sorted by length, so that a batch has little padding
 _SORTED_BATCHES = 16
@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
     with activity("loading the model"):
         from transformers import set_seed  # --help needs no torch
 
-        from automodel_lite.models.generate import load_generator
+        from automodel_lite.parts.evaluation.generator import load_generator
         from automodel_lite.telemetry.console import quiet_libraries
 
         quiet_libraries()

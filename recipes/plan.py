@@ -55,12 +55,12 @@ from automodel_lite.extras.plan.recompute import HOPELESS, OFFLOAD, recomputatio
 from automodel_lite.extras.plan.simulation import layer_pattern, simulate_by_layers
 from automodel_lite.launched import check_alone
 from automodel_lite.parallel.mesh import MeshShape
+from automodel_lite.parts.auto import MOST_PACK, SIZE
 from automodel_lite.run.durable import write_atomically
 from automodel_lite.telemetry.console import quiet_libraries
-from automodel_lite.training.auto import MOST_PACK, SIZE, resolve_auto
 from automodel_lite.training.memory import estimate_memory, usable
 from automodel_lite.training.plan import AUTO, Decided, Parts, build_parts, with_recomputation
-from automodel_lite.training.start import build_on_meta
+from automodel_lite.training.start import build_on_meta, resolve_auto
 
 POSITIVE = argument(float, Range(above=0))
 NOT_READ = "not read"

@@ -30,13 +30,12 @@ from automodel_lite.models.source import CausalLM
 from automodel_lite.parts.losses.distillation import DistillTopK
 from automodel_lite.parts.losses.label_values import check_loss, reference_values, teacher_values
 from automodel_lite.telemetry.console import Console, quiet_libraries
-from automodel_lite.training.auto import resolve_auto
 from automodel_lite.training.build import build_model, check_same_vocabulary
 from automodel_lite.training.decide import decide
 from automodel_lite.training.engine import Engine
 from automodel_lite.training.plan import as_teacher
 from automodel_lite.training.resume import watch_ranks
-from automodel_lite.training.start import checked_parts, open_world
+from automodel_lite.training.start import checked_parts, open_world, resolve_auto
 
 
 def main(config: Config) -> int:

@@ -53,12 +53,11 @@ from automodel_lite.parallel.mesh import (
 from automodel_lite.seed import seed_all
 from automodel_lite.telemetry.console import Console, quiet_libraries
 from automodel_lite.thd import IGNORE_INDEX, AttentionPlan, Segments, ThdBatch, labeled_rows, to_thd
-from automodel_lite.training.auto import resolve_auto
 from automodel_lite.training.build import assemble, check_model
 from automodel_lite.training.decide import decide_layout
 from automodel_lite.training.engine import Engine
 from automodel_lite.training.resume import watch_ranks
-from automodel_lite.training.start import checked_parts, open_world
+from automodel_lite.training.start import checked_parts, open_world, resolve_auto
 
 EXACT = 1e-5
 """Relative limit in fp32; measured differences are 1e-7 to 1e-6."""

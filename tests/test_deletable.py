@@ -41,7 +41,7 @@ def train(folder):
     from recipes import train_ft
     places = [f"output_dir={folder}/run", f"cache_dir={folder.parent}/cache"]
     overrides = ["optimizer=sgd", "security.allow_targets=[mine]", "training.max_steps=1", "checkpoint.export_hf=false", "checkpoint.every_steps=0"]
-    overrides += ["~dataset.num_chats", "dataset=files", f"dataset.path={folder.parent}/chats.jsonl", "dataset.val_frac=0.1"]
+    overrides += ["~dataset.num_chats", "dataset=pairs"]
     raw = compose_config("smoke", [*places, *overrides], config_dir=str(folder.parent / "conf"))
     assert train_ft.main(check_config(raw)) == 0
 
@@ -68,10 +68,33 @@ for line in sys.stdin:
 """
 
 
+MINE = """
+import torch
+from automodel_lite.data.reading.documents import DocumentList
+
+
+def sgd(model, lr: float):
+    return torch.optim.SGD(model.parameters(), lr=lr)
+
+
+class Pairs:
+    kind = "prompt_completion"
+    questions = []
+
+    def __init__(self, num: int):
+        pair = lambda i: {"prompt": f"What is {i} plus {i + 1}?", "completion": f"It is {2 * i + 1}."}
+        self.train = DocumentList([pair(i) for i in range(num)], "pairs")
+        self.val = {"held_out": DocumentList([pair(num + 1)], "held_out")}
+        self.description = f"{num} pairs"
+        self.identity = f"pairs({num})"
+"""
+
+
 def pieces() -> list[str]:
-    """Files and packages below the rooms of parts/, and below extras/."""
-    rooms = [path for path in (PACKAGE / "parts").iterdir() if path.is_dir()]
-    found = []
+    """Files of parts/, files and packages below its rooms, and below extras/."""
+    parts = PACKAGE / "parts"
+    rooms = [path for path in parts.iterdir() if path.is_dir()]
+    found = [path for path in parts.glob("*.py") if path.stem != "__init__"]
     for room in [*rooms, PACKAGE / "extras"]:
         if room.name == "images":
             found.append(room)
@@ -100,11 +123,9 @@ def copy_without(gone: list[str], to: Path) -> Path:
 def test_every_part_and_extra_can_be_deleted(tmp_path: Path) -> None:
     (tmp_path / "conf" / "optimizer").mkdir(parents=True)
     (tmp_path / "conf" / "optimizer" / "sgd.yaml").write_text("_target_: mine.sgd\nlr: 0.01\n")
-    (tmp_path / "mine.py").write_text(
-        "import torch\n\n\ndef sgd(model, lr: float):\n    return torch.optim.SGD(model.parameters(), lr=lr)\n"
-    )
-    pair = '{"question": "What is %d plus %d?", "answer": "It is %d."}\n'
-    (tmp_path / "chats.jsonl").write_text("".join(pair % (i, i + 1, 2 * i + 1) for i in range(80)))
+    (tmp_path / "conf" / "dataset").mkdir()
+    (tmp_path / "conf" / "dataset" / "pairs.yaml").write_text("_target_: mine.Pairs\nnum: 80\n")
+    (tmp_path / "mine.py").write_text(MINE)
     every = pieces()
     # what imports without all of them does without any one
     cases = [every, [piece for piece in every if piece not in NEEDED]]

@@ -28,7 +28,6 @@ from automodel_lite.attention.documents import (
     IN_GRAPH,
     NOW,
     DecoderByRows,
-    PackedMixer,
     WithinDocuments,
     mixers_of,
     replace_forwards,
@@ -41,7 +40,6 @@ from automodel_lite.attention.kernel import (
     over_tree,
 )
 from automodel_lite.attention.positions import (
-    RotationByDocument,
     length_dependent_rotations,
     refuse_rotations,
     scale_queries,
@@ -182,7 +180,8 @@ def install(model: transformers.PreTrainedModel, kernel: AttentionKernel) -> Non
     replace_forwards(
         (x for x in model.modules() if isinstance(x, transformers.PreTrainedModel)), WithinDocuments
     )
-    replace_forwards(length_dependent_rotations(model), RotationByDocument)
+    if rotations := [*length_dependent_rotations(model)]:
+        replace_forwards(rotations, locate(FAMILIES["rotation"]))
     text = model.config.get_text_config()
     # what is known of a layer is read again: lengths may have been others
     for module in model.modules():
@@ -203,7 +202,8 @@ def install(model: transformers.PreTrainedModel, kernel: AttentionKernel) -> Non
             refuse_rotations(model)
             replace_forwards([model.base_model.forward], DecoderByRows)
             return
-    replace_forwards(mixers_of(model), PackedMixer)
+    if mixers := [*mixers_of(model)]:
+        replace_forwards(mixers, locate(FAMILIES["packed_mixer"]))
 
 
 class PackedLayer(NamedTuple):

@@ -1,5 +1,4 @@
-"""Where presets and group options come from, and what there is to choose: `--help`, and
-`automodel-lite ls`.
+"""Where presets and group options come from, and what there is to choose: `--help`.
 
 Folders are searched in this order: the user's own (`--config-dir`, or `--config-path` in place of
 the project's), that of a recipe from outside, the project's conf/.
@@ -14,7 +13,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from automodel_lite.cli.line import EXAMPLES, argument_parser, parser, rewrite_program_name
+from automodel_lite.cli.line import EXAMPLES, parser, rewrite_program_name
 from automodel_lite.cli.recipes import Recipe
 from automodel_lite.config.components import CONF_DIR
 from automodel_lite.errors import ConfigError, did_you_mean
@@ -139,43 +138,3 @@ def first_comment(preset: str, sources: Sources) -> str:
     assert path is not None
     line = next(iter(path.read_text(errors="replace").splitlines()), "")
     return re.split(r"[:;] ", line.lstrip("# "))[0].rstrip(".") if line.startswith("#") else ""
-
-
-def ls(argv: list[str]) -> int:
-    """List presets and options: all, those of a group, or one file.
-
-    automodel-lite ls
-    automodel-lite ls optimizer
-    automodel-lite ls optimizer/adamw
-    automodel-lite ls finetune > my_conf/mine.yaml     # train --config-dir my_conf --config-name
-    mine
-    """
-    found = argument_parser(ls.__doc__)
-    found.add_argument("name", nargs="?", help="a group, a preset or group/option")
-    found.add_argument("--config-dir", "-cd", help="a folder of your own presets and options")
-    args = found.parse_args(argv)
-    sources = Sources.of(args.config_dir)
-    known = groups_of(sources)
-    if args.name is None:
-        lines = [f"{name:18s} {first_comment(name, sources)}" for name in presets_of(sources)]
-        lines += [
-            "",
-            *(f"{f'{group}/':18s} {', '.join(options)}" for group, options in known.items()),
-        ]
-    elif (group := args.name.rstrip("/")) in known:
-        lines = [
-            f"{option:18s} {first_comment(f'{group}/{option}', sources)}" for option in known[group]
-        ]
-    else:
-        path = sources.file(args.name.removesuffix(".yaml"))
-        if path is None:
-            names = [
-                *presets_of(sources),
-                *(f"{group}/{option}" for group in known for option in known[group]),
-            ]
-            raise ConfigError(
-                f"{args.name}: no such preset or option{did_you_mean(args.name, names) or '.'}"
-            )
-        lines = [f"# {path}", path.read_text().rstrip()]
-    print("\n".join(lines))
-    return 0

@@ -1,3 +1,3 @@
-"""Programs around the core, which imports none of it: the training client, planning, reports, the
-hub, tools of the command line.
+"""What a command or a name of the Python interface leads to: planning, the dry run, reports, the
+training client, the hub, tools of the command line. The core imports none of it.
 """

@@ -23,10 +23,10 @@ from automodel_lite.data.packing.packs import EMPTY_PACK, PackedDataset, Packer
 from automodel_lite.data.packing.plan import plan_packs
 from automodel_lite.data.prepare import build_packer, prepare_first_documents
 from automodel_lite.data.tokens.token_rows import TokenizedDocuments
-from automodel_lite.data.tokens.trees import cut_tree
 from automodel_lite.errors import DataError
 from automodel_lite.models.source import CausalLM, describe
 from automodel_lite.parallel.mesh import MeshShape
+from automodel_lite.parts.trees import cut_tree
 from automodel_lite.thd import COLUMNS
 from automodel_lite.training.plan import layer_settings, with_layers
 

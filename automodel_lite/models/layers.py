@@ -125,7 +125,7 @@ def _with_sizes(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def has_fp8(model: nn.Module) -> bool:
-    """Returns whether linear layers are torchao's (models/fp8.py), whose products round to fp8."""
+    """Returns whether linear layers are torchao's (parts/fp8.py), whose products round to fp8."""
     return any(type(module).__name__ == "Float8Linear" for module in model.modules())
 
 

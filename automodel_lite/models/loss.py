@@ -26,10 +26,9 @@ import transformers
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from automodel_lite.attention.documents import PackedMixer, runs_by_rows
+from automodel_lite.attention.documents import MixerForward, runs_by_rows
 from automodel_lite.config.rules import Positive
 from automodel_lite.errors import ConfigError
-from automodel_lite.models.balance import Balance, document_of_tokens, row_of_tokens
 from automodel_lite.models.fused_head import (
     ChunkedRows,
     RowFunction,
@@ -414,6 +413,34 @@ def _loss_and_hit(logits: Tensor, labels: Tensor) -> Tensor:
     return torch.stack([losses, is_hit.to(logits.dtype)], 1)
 
 
+def document_of_tokens(batch: ThdBatch) -> tuple[Tensor, Tensor]:
+    """Returns the documents of this rank's tokens, int64 [T], and their places in them, in tokens
+    of the slot.
+    """
+    exchange = batch.mixers.exchange if batch.mixers else None
+    device = batch.labels.device
+    places = torch.arange(len(batch.labels) * (exchange.size if exchange else 1), device=device)
+    own = exchange.own(places) if exchange else places
+    starts = batch.cu_seqlens_padded.long()
+    document = torch.bucketize(own, starts[1:], right=True)
+    return document, own - starts[document]
+
+
+def row_of_tokens(batch: ThdBatch) -> tuple[Tensor, int]:
+    """Returns the documents of this rank's tokens, int64 [T], and their number; of a tree, each
+    node is one, as a row ends in it.
+    """
+    assert batch.mixers is not None
+    document, within = document_of_tokens(batch)
+    tree = batch.mixers.stream.tree
+    if tree is None:
+        return document, len(batch.cu_seqlens) - 1
+    stream = batch.mixers.stream
+    node_of_stream = stream.document.index_select(0, tree.own)
+    places = batch.cu_seqlens_padded.long()[document] + within
+    return node_of_stream.index_select(0, places), len(stream.cu_seqlens) - 1
+
+
 class LossModel(nn.Module):
     """A Hugging Face causal LM and a loss. `forward(batch)` returns the loss and its parts, SUMS
     over this rank's rows.
@@ -431,7 +458,7 @@ class LossModel(nn.Module):
         self,
         lm: transformers.PreTrainedModel,
         loss: Loss,
-        balance: Balance | None = None,
+        balance: Callable[[Sequence[Tensor], ThdBatch], Tensor] | None = None,
         heads: LookAhead | None = None,
     ) -> None:
         super().__init__()
@@ -478,7 +505,7 @@ class LossModel(nn.Module):
         """Whether it reads `ThdBatch.mixers`."""
         for lm in (self.lm, *(teacher.lm for teacher in self._teacher)):
             forwards = (vars(module).get("forward") for module in lm.modules())
-            if runs_by_rows(lm) or any(isinstance(x, PackedMixer) for x in forwards):
+            if runs_by_rows(lm) or any(isinstance(x, MixerForward) for x in forwards):
                 return True
         return self.balance is not None or self.loss.needs_documents
 

@@ -345,6 +345,13 @@ class CausalLM:
         if self.mtp_loss:
             locate(FAMILIES["mtp_heads"])(lm)
 
+    def balance(self, lm: transformers.PreTrainedModel) -> Any:
+        """Returns the load-balancing loss of `router_aux_loss`, None without; raises ConfigError
+        for a family without any.
+        """
+        weight = self.router_aux_loss
+        return locate(FAMILIES["balance"])(lm, weight) if weight else None
+
     def _mtp_cure(self, missing: list[str]) -> str:
         of_heads = self.mtp_loss and any(re.search("mtp|eh_proj", name) for name in missing)
         return " The checkpoint has no such heads: set model.mtp_loss=0." if of_heads else ""

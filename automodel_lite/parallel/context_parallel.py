@@ -24,26 +24,28 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from automodel_lite.attention.interface import Logits, model_logits, tolerance_std
+from automodel_lite.attention.spec import FAMILIES
 from automodel_lite.config.components import locate
 from automodel_lite.errors import ConfigError
-from automodel_lite.parallel.exchange import AllGatherKV, OwnedDocumentMixers, Ulysses
-from automodel_lite.parallel.ring import Ring
-from automodel_lite.prefix_trees import concatenated_ranges, find_nodes
+from automodel_lite.parallel.exchange import AllGatherKV, Ulysses
+from automodel_lite.prefix_trees import concatenated_ranges
 from automodel_lite.thd import (
     PER_TOKEN,
     AttentionPlan,
     Segments,
     ThdBatch,
     cumulative,
-    document_rows,
     labeled_rows,
     stream_of,
 )
+
+# keys that travel; the other exchanges are of the core
+RING = "automodel_lite.parts.exchanges.ring.ring_plan"
+TREES = "automodel_lite.parts.exchanges.trees.tree_plan"  # documents that branch
 
 
 def cp_shard(batch: ThdBatch, cp_mesh: DeviceMesh | None, exchange: str = "all_gather") -> ThdBatch:
@@ -62,6 +64,10 @@ def cp_shard(batch: ThdBatch, cp_mesh: DeviceMesh | None, exchange: str = "all_g
     cu = batch.cu_seqlens_padded
     mine = shard_indices(cu, cp_size, cp_rank)
     own = {name: vars(batch)[name][mine] for name in (*PER_TOKEN, "document_lens")}
+    mixers = batch.mixers
+    if mixers is not None:
+        assign_mixers = locate(FAMILIES["mixer_exchange"])
+        mixers = replace(mixers, exchange=assign_mixers(batch, group, cp_size, cp_rank))
     return replace(
         batch,
         **own,
@@ -71,7 +77,10 @@ def cp_shard(batch: ThdBatch, cp_mesh: DeviceMesh | None, exchange: str = "all_g
         label_rows=labeled_rows(own["labels"]),
         attention=attention_plan(batch, group, cp_size, cp_rank, exchange),
         mixers=batch.mixers
-        and replace(batch.mixers, exchange=assign_mixers(batch, group, cp_size, cp_rank)),
+        and replace(
+            batch.mixers,
+            exchange=locate(FAMILIES["mixer_exchange"])(batch, group, cp_size, cp_rank),
+        ),
     )
 
 
@@ -98,6 +107,7 @@ def attention_plan(
     mine = concatenated_ranges(segments.start, segments.end)
     ahead = {kind: seen[mine] for kind, seen in batch.attention.ahead.items()}
     if tree is not None:
+        tree_plan: Callable[..., AttentionPlan] = locate(TREES)
         plan = tree_plan(batch, segments, tree.paths, to_stream, group)
         return replace(plan, ahead=ahead)
     # each run of queries sees its document up to its own end; a row of keys is sent to at most two
@@ -115,107 +125,14 @@ def attention_plan(
         before = segments.start - segments.document_start if ahead else None
         return AttentionPlan(own, gather, ahead=ahead, before=before)
     assert exchange == "ring"
+    ring_plan: Callable[..., AttentionPlan] = locate(RING)
     return ring_plan(gather, own, q_lens, batch.max_seqlen)
-
-
-def ring_plan(gather: AllGatherKV, own: Segments, q_lens: Tensor, longest: int) -> AttentionPlan:
-    """Returns the plan of a rank whose keys travel.
-
-    gather   what layers do whose window ends within a chunk
-    q_lens   int64 [2 N]: each document's early and late run on this rank, which are equally long
-             and not empty
-    longest  tokens of the longest document
-    """
-    lengths = q_lens.view(-1, 2)[:, 0]
-    whole = cumulative(2 * lengths)
-    starts = whole[:-1].long()
-    around = Ring(
-        group=gather.group,
-        early=concatenated_ranges(starts, starts + lengths),
-        late=concatenated_ranges(starts + lengths, starts + 2 * lengths),
-        cu_whole=whole,
-        cu_half=cumulative(lengths),
-        max_half=int(lengths.max()),
-        longest=longest,
-        gather=gather,
-    )
-    return AttentionPlan(own._replace(max_k=longest), around)
 
 
 def keys_ahead(batch: ThdBatch, ends: Tensor) -> Tensor:
     """Returns int64 [M]: keys behind the last query of each run of a stream that it sees."""
     behind = [seen[ends - 1, 0] for seen in batch.attention.ahead.values()]
     return torch.stack(behind).amax(0) if behind else torch.zeros_like(ends)
-
-
-def tree_plan(
-    batch: ThdBatch,
-    owned: OwnedSegments,
-    paths: Tensor,
-    to_stream: Tensor,
-    group: dist.ProcessGroup,
-) -> AttentionPlan:
-    """The plan of a rank whose runs are cut at the nodes of trees; each piece sees its path up to
-    its own last token, or to the end of the image that this is of.
-
-    paths  the keys of the nodes of the whole stream (see `TreeKeys`)
-    """
-    nodes = batch.attention.segments
-    node_starts = nodes.cu_q.long()
-    path_ends = nodes.cu_k.long()[1:]
-    # A rank's runs are ascending in the stream, so all cuts in order are its pieces in its local
-    # order.
-    cuts = torch.cat([owned.start, owned.end, node_starts]).unique()
-    start = cuts[:-1]
-    end = cuts[1:]
-    run = torch.searchsorted(owned.start, start, right=True) - 1
-    is_owned = (run >= 0) & (start < owned.end[run])
-    start = start[is_owned]
-    end = end[is_owned]
-    node = torch.searchsorted(node_starts, start, right=True) - 1
-    path_starts = nodes.cu_k.long()[node]
-    path_stops = path_ends[node] - (node_starts[node + 1] - end)
-    q_lens = end - start
-    before = path_stops - q_lens - path_starts if batch.attention.ahead else None
-    path_stops = path_stops + keys_ahead(batch, end)
-    k_lens = path_stops - path_starts
-    keys = AllGatherKV(group, to_stream[paths[concatenated_ranges(path_starts, path_stops)]], None)
-    own = Segments(cumulative(q_lens), cumulative(k_lens), int(q_lens.max()), int(k_lens.max()))
-    return AttentionPlan(own, keys, before=before)
-
-
-def assign_mixers(
-    batch: ThdBatch, group: dist.ProcessGroup, cp_size: int, cp_rank: int
-) -> OwnedDocumentMixers:
-    """The exchange of rank `cp_rank`, for a batch that is not sharded yet."""
-    cu_seqlens = batch.cu_seqlens_padded
-    to_ranks = rank_order(cu_seqlens, cp_size)
-    lens = cu_seqlens.diff().long()
-    owners = document_owners(lens.tolist(), cp_size)
-    # of each rank's local tokens
-    owner = torch.tensor(owners).repeat_interleave(lens)[to_ranks].view(cp_size, -1)
-    send = owner[cp_rank].argsort(stable=True)
-    to_me = owner == cp_rank
-    mine = torch.tensor([rank == cp_rank for rank in owners])
-    received = to_ranks.view(cp_size, -1)[to_me]
-    place = torch.empty_like(to_ranks)
-    place[received] = torch.arange(len(received))
-    of_owned = concatenated_ranges(cu_seqlens[:-1].long()[mine], cu_seqlens[1:].long()[mine])
-    arrange = place[of_owned]
-    cu_owned = F.pad(lens[mine].cumsum(0), (1, 0))
-    nodes = find_nodes(cu_owned, batch.position_ids[of_owned], batch.cu_seqlens.diff()[mine])
-    return OwnedDocumentMixers(
-        group=group,
-        to_stream=inverse_permutation(to_ranks),
-        to_ranks=to_ranks,
-        owned=document_rows(cu_owned, nodes),
-        send=send,
-        unsend=inverse_permutation(send),
-        arrange=arrange,
-        unarrange=inverse_permutation(arrange),
-        counts_out=torch.bincount(owner[cp_rank], minlength=cp_size).tolist(),
-        counts_in=to_me.sum(1).tolist(),
-    )
 
 
 def document_owners(lens: list[int], num_ranks: int) -> list[int]:

@@ -6,12 +6,9 @@ AllGatherKV        every rank keeps its queries and gathers everybody's keys and
                    number of query heads: the default.
 Ulysses            all-to-all: every rank gets all tokens of Hq / cp heads, the kernel sees plain
                    packing. Less volume than the all-gather when cp > (Hq + Hkv) / Hkv.
-Ring               (ring.py) keys and values travel from rank to rank behind the attention: the
-                   least memory.
-MixerExchange      of a layer that mixes tokens in other ways, one of two: all-to-all of heads or
-                   channels, as Ulysses; or every rank gets whole documents, shared by length. That
-                   is for mixers whose heads do not divide, or whose inner functions are unknown. A
-                   document is never cut, so the longest one bounds what more ranks can save.
+Ring               (parts/exchanges/ring.py) keys and values travel from rank to rank behind the
+                   attention: the least memory.
+MixerExchange      (parts/mixers/exchange.py) of a layer that mixes tokens in other ways
 
 All are exact. The autograd functions are our own: torch.distributed.nn.functional.all_gather gave
 wrong gradients on gloo for non-contiguous ones, with the loss right to 12 digits. Nothing here
@@ -40,13 +37,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from automodel_lite.attention.kernel import AttentionKernel, BlockKernel, refuse
 from automodel_lite.attention.spec import LayerShape
 from automodel_lite.errors import ConfigError
-from automodel_lite.thd import AttentionInputs, DocumentRows, Tensors
+from automodel_lite.thd import AttentionInputs, Tensors
 
 # compared as versions; 2.13 renamed both and warns about the old names
 if torch.__version__ >= "2.13":
@@ -218,53 +214,6 @@ class Ulysses(Heads):
         if options.sinks is not None:
             options = replace(options, sinks=self.part(options.sinks, 0))
         return self.from_heads(kernel(q, k, v, inputs.segments, options))
-
-
-@dataclass(frozen=True)
-class OwnedDocumentMixers(Heads):
-    """See `MixerExchange`.
-
-    owned      the documents that this rank mixes when whole documents are distributed, as rows of
-               [T']
-    send       int64 [T / cp]: this rank's tokens in the order of their documents' owners
-    arrange    int64 [T']: place among the received rows of each token of the owned documents, one
-               after the other
-    unsend, unarrange      their inverses
-    counts_out, counts_in  tokens that go to each rank, and come from it
-    """
-
-    owned: DocumentRows
-    send: Tensor
-    unsend: Tensor
-    arrange: Tensor
-    unarrange: Tensor
-    counts_out: list[int]
-    counts_in: list[int]
-
-    def own(self, x_T: Tensor) -> Tensor:
-        return x_T.index_select(0, self.to_ranks.view(self.size, -1)[self.group.rank()])
-
-    def summed(self, x: Tensor) -> Tensor:
-        total = x.detach().clone()
-        dist.all_reduce(total, group=self.group)
-        return total
-
-    def map_rows(self, mix: Callable[[list[Tensor]], Tensor], streams: Sequence[Tensor]) -> Tensor:
-        owned = []
-        for x_TC in streams:
-            sent = SelectRows.apply(x_TC, self.send, self.unsend[None])
-            received = AllToAll.apply(sent, self.group, (self.counts_out, self.counts_in))
-            if len(received):
-                owned.append(SelectRows.apply(received, self.arrange, self.unarrange[None]))
-            else:
-                # a rank without a document mixes one token of zeros, so that its weights have
-                # gradients
-                owned.append(F.pad(received, (0,) * (2 * received.ndim - 1) + (1,)))
-        mixed = self.owned.map_rows(mix, owned)
-        # and back, the same way
-        rows = SelectRows.apply(mixed, self.unarrange, self.arrange[None])
-        received = AllToAll.apply(rows, self.group, (self.counts_in, self.counts_out))
-        return SelectRows.apply(received, self.unsend, self.send[None])
 
 
 MUCH_KV_GIB = 2.0

@@ -1,12 +1,5 @@
 """The numbers of a step: its rates since the last logged step, utilization, and where the time of
 the run goes.
-
-`training.profile_steps=[10,12]` writes where the time and the memory of a few steps go, in torch's
-own formats:
-
-profile/rank_00000.trace.json.gz     for https://ui.perfetto.dev or chrome://tracing
-profile/rank_00000.txt               the operations that took longest
-profile/rank_00000.memory.pickle     on a GPU: every allocation, for https://pytorch.org/memory_viz
 """
 
 from __future__ import annotations
@@ -22,8 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 import yaml
-from torch.profiler import profile
 
+from automodel_lite.config.components import locate
 from automodel_lite.errors import DataError
 from automodel_lite.models.flops import CostModel, StepFlops
 from automodel_lite.parallel.mesh import Mesh
@@ -31,6 +24,8 @@ from automodel_lite.parallel.stragglers import mark, seconds_between
 from automodel_lite.run.nonfinite import StepOutcome
 from automodel_lite.run.stopping import STARTED
 from automodel_lite.thd import ThdBatch
+
+PROFILER = "automodel_lite.parts.profiler.StepProfiler"
 
 
 class PhaseClock:
@@ -188,7 +183,7 @@ class Meter:
 
     def __init__(self, mesh: Mesh, flops: StepFlops, compute_dtype: torch.dtype) -> None:
         self.mesh = mesh
-        self.profiler: StepProfiler | None = None
+        self.profiler: Any = None  # parts/profiler.py
         self.flops = flops
         device_peak = peak_flops(mesh.device, compute_dtype)
         self.peak = None if device_peak is None else device_peak * mesh.shape.world_size
@@ -207,7 +202,7 @@ class Meter:
         """Profiles these steps (first and last), when they come."""
         if steps:
             path = folder / "profile" / f"rank_{self.mesh.rank:05d}"
-            self.profiler = StepProfiler(steps, path, self.mesh.device, say)
+            self.profiler = locate(PROFILER)(steps, path, self.mesh.device, say)
 
     def start(self, step: int) -> None:
         if self.profiler:
@@ -331,54 +326,3 @@ def visible_pairs(batch: ThdBatch, costs: CostModel) -> float:
     places = np.arange(lengths.sum()) + (starts - (lengths.cumsum() - lengths)).repeat(lengths)
     depths = batch.position_ids.numpy()[places]
     return float((costs.pairs(depths + 1) - costs.pairs(depths)).sum())
-
-
-_NUM_ROWS = 30
-_MAX_ALLOCATIONS = 1_000_000  # the newest; some 100 MB of a snapshot
-
-
-class StepProfiler:
-    """Profiles the steps from `steps[0]` to `steps[1]` on every rank; `begin` and `end` are called
-    around each step.
-    """
-
-    def __init__(
-        self,
-        steps: Sequence[int],
-        path: Path,
-        device: torch.device,
-        say: Callable[[str, str], None],
-    ) -> None:
-        self._first, self._last = steps
-        self._path = path
-        self._say = say
-        self._is_gpu = device.type == "cuda"
-        self._profile: profile | None = None
-
-    def begin(self, step: int) -> None:
-        """Starts at the first of the steps, or where a continued run comes into them."""
-        if self._profile is not None or not self._first <= step <= self._last:
-            return
-        self._path.parent.mkdir(exist_ok=True)
-        if self._is_gpu:
-            torch.cuda.memory._record_memory_history(max_entries=_MAX_ALLOCATIONS)
-        self._profile = profile(record_shapes=True, profile_memory=True)
-        self._profile.start()
-
-    def end(self, step: int | None = None) -> None:
-        """Writes the files when `step` was the last of them, or the training is over (None)."""
-        if self._profile is None or (step is not None and step < self._last):
-            return
-        if self._is_gpu:
-            torch.cuda.synchronize()
-            torch.cuda.memory._dump_snapshot(f"{self._path}.memory.pickle")
-            torch.cuda.memory._record_memory_history(enabled=None)
-        self._profile.stop()
-        self._profile.export_chrome_trace(f"{self._path}.trace.json.gz")
-        by = "self_cuda_time_total" if self._is_gpu else "self_cpu_time_total"
-        table = self._profile.key_averages().table(
-            sort_by=by, row_limit=_NUM_ROWS, max_name_column_width=60
-        )
-        Path(f"{self._path}.txt").write_text(table)
-        self._profile = None
-        self._say("profiled", f"{self._path}.trace.json.gz, for https://ui.perfetto.dev")

@@ -19,7 +19,6 @@ from automodel_lite.errors import (
     is_out_of_memory,
     one_line,
 )
-from automodel_lite.models.generate import load_generator
 from automodel_lite.models.source import is_remote_code
 from automodel_lite.run.export import export_adapter, export_hf, generation_config
 from automodel_lite.telemetry.callbacks import MetricsLog
@@ -30,6 +29,7 @@ from automodel_lite.training.evaluation import questions_of
 from automodel_lite.training.guards import Guards
 
 _HUB = "automodel_lite.extras.hub"  # by name, as what a run exports knows no hub
+_GENERATOR = "automodel_lite.parts.evaluation.generator.load_generator"
 
 
 def check_exportable(config: Config, built: BuiltModel, data: PackSource) -> None:
@@ -127,7 +127,7 @@ def _ask(
     the GPU is full.
     """
     is_remote = is_remote_code(type(built.model.loss_model.lm))
-    generator = load_generator(str(exported), is_remote, on_cpu=True)
+    generator = locate(_GENERATOR)(str(exported), is_remote, on_cpu=True)
     questions = questions_of(data.documents)
     answers, scores = build(run.config.evaluation).ask(generator, questions)
     console.print(answers)

@@ -27,7 +27,6 @@ from automodel_lite.config.schema import TrainingConfig
 from automodel_lite.errors import ConfigError, one_line
 from automodel_lite.graphs import compiled_graphs, graph_breaks
 from automodel_lite.interpreter import trim_malloc
-from automodel_lite.models.balance import balance_of
 from automodel_lite.models.flops import StepFlops, step_flops
 from automodel_lite.models.layers import (
     KEPT_FRAC,
@@ -198,12 +197,9 @@ def assemble(
         if not trains:
             cast_weights(lm.requires_grad_(False), dtype, are_trained=False)
         elif parts.training.fp8 != "none":
-            from automodel_lite.models import fp8  # with torchao, an optional package
-
-            fp8.use_fp8(decoder_layers(lm), parts.training.fp8)
+            locate(FAMILIES["use_fp8"])(decoder_layers(lm), parts.training.fp8)
         heads = locate(FAMILIES["mtp"])(lm, source.mtp_loss) if source.mtp_loss else None
-        balance = balance_of(lm, source.router_aux_loss)
-        loss_model = LossModel(lm, parts.loss, balance, heads)
+        loss_model = LossModel(lm, parts.loss, source.balance(lm), heads)
         # DDP has no gradients to reduce
         of_frozen = "none" if strategy == "ddp" and not trains else strategy
         how = (parts.mesh.cpu_offload, parts.advanced.reshard_after_forward is not False)
@@ -227,9 +223,8 @@ def assemble(
         and parts.training.fp8 == "tensorwise"
         and not parts.mesh.cpu_offload
     ):
-        from automodel_lite.models.fp8 import Fp8Gathers
-
-        model = replace(model, refresh=Fp8Gathers(lm, dtype).refresh)
+        gathers = locate(FAMILIES["fp8_gathers"])(lm, dtype)
+        model = replace(model, refresh=gathers.refresh)
     return model, adapter
 
 

@@ -14,7 +14,6 @@ from automodel_lite.attention.kernel import AttentionKernel
 from automodel_lite.attention.spec import attention_specs, layer_shapes
 from automodel_lite.config.components import locate
 from automodel_lite.data.feeding.order import batch_shape
-from automodel_lite.models.balance import balance_of
 from automodel_lite.models.flops import size_of
 from automodel_lite.models.source import describe
 from automodel_lite.parallel.exchange import choose_exchange
@@ -90,7 +89,7 @@ def decide_layout(
     parts, exchange = with_exchange(parts, config, kernel, dtype)
     described = describe(config)
     parts.model.add_heads(described)
-    balance_of(described, parts.model.router_aux_loss)  # a model without routers is refused
+    parts.model.balance(described)  # a model without routers is refused
     return Decided.of(
         parts,
         config=config,

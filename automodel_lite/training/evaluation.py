@@ -1,9 +1,7 @@
-"""Validation: the loss over held-out packs, answers to fixed prompts, and held-out questions.
+"""Validation: the loss over held-out packs, and what is asked of the model.
 
-The loss is (sum, count): every document is counted once, on any layout of ranks. Prompts are
-answered by the model in training, without leaving the mesh: greedily, one forward per token.
-Sharded weights require every rank to run every forward, and all ranks take rank 0's token. Held-out
-questions are answered by the exported model (parts/evaluation).
+The loss is (sum, count): every document is counted once, on any layout of ranks. Fixed prompts and
+held-out questions are answered by parts/evaluation.
 """
 
 from __future__ import annotations
@@ -12,21 +10,18 @@ import math
 from collections.abc import Callable, Iterator
 
 import torch
-import torch.distributed as dist
-from transformers import PreTrainedTokenizerBase
 
+from automodel_lite.config.components import locate
 from automodel_lite.config.schema import Config, SamplesConfig
 from automodel_lite.data.feeding.feed import validation_steps
 from automodel_lite.data.feeding.source import PackSource
 from automodel_lite.data.packing.packs import PackedDataset
 from automodel_lite.data.reading.documents import Documents, Question, question_of
 from automodel_lite.errors import ConfigError, DataError
-from automodel_lite.models.generate import prompt_ids
-from automodel_lite.parallel.mesh import Mesh
-from automodel_lite.parallel.sharding import ParallelModel
 from automodel_lite.progress import Progress
-from automodel_lite.thd import stream_of
 from automodel_lite.training.engine import Engine
+
+SAMPLE_ANSWERS = "automodel_lite.parts.evaluation.samples.sample_answers"
 
 
 def validate(
@@ -41,7 +36,10 @@ def validate(
         if found is None:
             return None
         losses |= {f"val_{kind}/{name}": loss for kind, loss in found.items()}
-    return losses, sample_answers(samples, engine.model, engine.mesh, source.tokenizer)
+    if not samples.prompts:
+        return losses, []
+    answers = locate(SAMPLE_ANSWERS)(samples, engine.model, engine.mesh, source.tokenizer)
+    return losses, answers
 
 
 @torch.no_grad()
@@ -91,34 +89,6 @@ def validation_losses(
     }
     means = {name: total / (counted[name] or 1) for name, total in totals.items()}
     return means | {"perplexity": math.exp(min(means.get("cross_entropy", means["loss"]), 700.0))}
-
-
-@torch.no_grad()
-def sample_answers(
-    config: SamplesConfig, model: ParallelModel, mesh: Mesh, tokenizer: PreTrainedTokenizerBase
-) -> list[tuple[str, str]]:
-    """Returns (prompt, answer) of each configured prompt. Every rank calls it."""
-    model.module.eval()
-    answers = []
-    for prompt in config.prompts:
-        ids = prompt_ids(tokenizer, [{"role": "user", "content": prompt}])
-        start = len(ids)
-        while len(ids) < start + config.max_new_tokens:
-            # Every rank runs the forward, for the gathered weights; rank 0's choice is all ranks'
-            # next token.
-            token = model.logits(stream_of(torch.tensor([ids]), mesh.device), num_last=1)[
-                -1
-            ].argmax()
-            if mesh.root:
-                dist.broadcast(token, src=0)
-            if token.item() == tokenizer.eos_token_id:
-                break
-            ids.append(int(token.item()))
-        answers.append(
-            (prompt, str(tokenizer.decode(ids[start:], skip_special_tokens=True)).strip())
-        )
-    model.module.train()
-    return answers
 
 
 def check_held_out(config: Config, data: PackSource) -> None:

@@ -104,7 +104,7 @@ def estimate_memory(decided: Decided, adapter: int | None) -> MemoryEstimate:
         working_copy = (2 * compute + reduced) * layer + compute * size.head_weights / shape.tp
         if decided.advanced.reshard_after_forward is False:
             working_copy += compute * size.parameters / shape.tp
-        # each rank's shards as they are gathered (models/fp8.py)
+        # each rank's shards as they are gathered (parts/fp8.py)
         if decided.training.fp8 == "tensorwise" and on_gpu:
             working_copy += size.layer_weights / shards
     else:  # autocast's casts live until the backward pass of their layer

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from importlib.util import find_spec
@@ -16,8 +16,7 @@ from torch.optim import Optimizer
 from transformers import PretrainedConfig
 
 from automodel_lite.attention.kernel import AttentionKernel, ReferenceAttention
-from automodel_lite.attention.spec import config_value
-from automodel_lite.config.components import build, missing_package
+from automodel_lite.config.components import build, locate, missing_package
 from automodel_lite.config.schema import AdvancedConfig, Config, MeshConfig, TrainingConfig
 from automodel_lite.data.packing.packs import Packer
 from automodel_lite.data.prepare import build_packer
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
 
 
 AUTO = "auto"
+RATE = "automodel_lite.parts.auto.learning_rate"
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def build_parts(config: Config) -> Parts:
     model = build(config.model)
     optimizer = config.optimizer
     if optimizer.get("lr") == AUTO:
-        optimizer = optimizer | {"lr": learning_rate(model, loss, config.peft)[0]}
+        optimizer = optimizer | {"lr": locate(RATE)(model, loss, config.peft)[0]}
     return Parts(
         model=model,
         attention=build(config.attention) if config.attention else None,
@@ -101,29 +101,6 @@ def build_parts(config: Config) -> Parts:
         training=config.training,
         advanced=config.advanced,
     )
-
-
-# AdamW's rates for a hidden size of 4,096, where most published recipes are
-RATES = {"the whole model": 2e-5, "an adapter": 2e-4, "a model from scratch": 3e-4}
-RATE_WIDTH = 4096
-PAIRS_FRAC = 1 / 20  # of these for pairs of answers, whose loss pushes the answers apart
-
-
-def learning_rate(model: CausalLM, loss: Loss, peft: Mapping[str, Any]) -> tuple[float, str]:
-    """Returns the learning rate of `optimizer.lr=auto`, and why: by what is trained, and inversely
-    to the width of the model (Yang et al., 2022, arXiv:2203.03466).
-    """
-    kind = "the whole model"
-    if peft:
-        kind = "an adapter"
-    elif not model.pretrained:
-        kind = "a model from scratch"
-    config = model.resolve_model_config({"vocab_size": 64}).get_text_config()
-    width = config_value(config, "hidden_size", RATE_WIDTH)
-    is_pairs = "answers" in loss.required
-    rate = RATES[kind] * RATE_WIDTH / max(width, 256) * (PAIRS_FRAC if is_pairs else 1)
-    on_pairs = " on pairs of answers" if is_pairs else ""
-    return float(f"{rate:.2g}"), f"trains {kind}{on_pairs}, hidden size {width:,}"
 
 
 def check_parts(parts: Parts, strategy: str, device: torch.device) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedTokenizerBase
 
+from automodel_lite.config.components import locate
 from automodel_lite.config.schema import Config
 from automodel_lite.data.feeding.source import Cursor, PackSource, TrainingPlan
 from automodel_lite.data.packing.report import PackingReport
@@ -31,12 +32,12 @@ from automodel_lite.telemetry.callbacks import MetricsLog, open_metrics
 from automodel_lite.telemetry.console import Console, quiet_libraries
 from automodel_lite.telemetry.metrics import STARTUP
 from automodel_lite.training import start
-from automodel_lite.training.auto import resolve_auto
 from automodel_lite.training.decide import decide
 from automodel_lite.training.engine import TrainingEngine
 from automodel_lite.training.guards import Guards, TrainState
 from automodel_lite.training.plan import Decided, Parts
 
+DRY_RUN = "automodel_lite.extras.dry_run.dry_run"
 _NUM_ROWS = 256  # of a validation set that are hashed
 _LAUNCHES = itertools.count()  # of this process: more than one in a notebook
 
@@ -51,12 +52,12 @@ def launch(recipe: Callable[..., Any], config: Config, *more: object) -> int:
     quiet_libraries()
     config = start.from_run(config)
     if config.dry_run:
-        return start.dry_run(resolve_auto(config))
+        return int(locate(DRY_RUN)(start.resolve_auto(config)))
     with join_ranks(config) as (config, peers, finished):
         if finished:
             Console().print(finished)
             return 0
-        return recipe(resolve_auto(config), peers, *more).train()
+        return recipe(start.resolve_auto(config), peers, *more).train()
 
 
 @contextmanager

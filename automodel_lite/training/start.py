@@ -1,14 +1,7 @@
-"""Before the first step: the model tried without weights, the dry run, and the block that a run
-prints.
+"""Before the first step: the model tried without weights, and the block that a run prints.
 
 `try_settings` runs first in every run: the model is described by its config on the meta device,
 where it has shapes and no weights, and run on a few tokens.
-
-`dry_run=true` reports everything that is known of a run without training it. The data is read and
-tokenized (the cache is kept for the run), packs are planned, the kernel is chosen and checked,
-parameters are counted on the meta device, and a step of rank 0 is run under fake tensors. No
-weights are loaded, nothing is written to the run's folder. One process answers for any mesh: set
-mesh.dp_shard to the processes meant.
 """
 
 from __future__ import annotations
@@ -25,42 +18,24 @@ from torch import nn
 from automodel_lite.config.components import locate, text_of
 from automodel_lite.config.schema import Config, TrainingConfig
 from automodel_lite.config.sizes import LEAST_STEPS
-from automodel_lite.data.feeding.planned import PlannedPacks
 from automodel_lite.data.feeding.source import PackSource, TrainingPlan
-from automodel_lite.data.packing.packs import packed_sequence_thd_collater
 from automodel_lite.data.packing.report import PackingReport
-from automodel_lite.data.prepare import check_positions, check_sizes, prepare_data
-from automodel_lite.errors import ConfigError, one_line
-from automodel_lite.models.flops import cost_model
+from automodel_lite.errors import ConfigError
 from automodel_lite.models.settings import cannot_work
 from automodel_lite.models.source import CausalLM, describe
 from automodel_lite.parallel.mesh import (
     Mesh,
     init_mesh,
-    mesh_shape,
-    rank,
     threads_of,
-    world_size,
 )
-from automodel_lite.progress import activity
 from automodel_lite.run.checkpoint_folder import exported_folder
 from automodel_lite.seed import use_deterministic
 from automodel_lite.telemetry.console import Console
 from automodel_lite.telemetry.metrics import STARTUP
-from automodel_lite.thd import ThdBatch, to_thd
 from automodel_lite.training.build import BuiltModel
-from automodel_lite.training.decide import adapter_weights, decide
-from automodel_lite.training.evaluation import check_held_out
 from automodel_lite.training.guards import Guards
-from automodel_lite.training.memory import (
-    GPUS_GB,
-    PLANNED_GPU,
-    estimate_memory,
-    gpu_bytes,
-    out_of_memory_text,
-    usable,
-)
 from automodel_lite.training.plan import (
+    AUTO,
     Decided,
     Parts,
     build_parts,
@@ -69,92 +44,20 @@ from automodel_lite.training.plan import (
 from automodel_lite.training.schedules import num_warmup
 from automodel_lite.version import __version__
 
-# runs a step under fake tensors; a run that trains has no use for it
-SIMULATE = "automodel_lite.extras.plan.simulation.simulate"
+AUTO_SETTINGS = "automodel_lite.parts.auto.resolve_auto"
 
 
-def dry_run(config: Config) -> int:
-    """Prints the findings on rank 0 and returns 0; raises ConfigError or DataError as the run
-    would.
+def resolve_auto(config: Config, console: Console | None = None, has_data: bool = True) -> Config:
+    """Returns the configuration with a number in place of each `auto` (parts/auto.py), which every
+    program asks for first.
+
+    has_data  False: rows come later, from memory
     """
-    console = Console(is_silent=rank() != 0)
-    device = default_device()
-    mesh = config.mesh
-    requested = mesh.dp_replicate * max(mesh.dp_shard, 1) * mesh.cp * mesh.tp
-    # one process answers for any mesh
-    shape = mesh_shape(mesh, world_size() if world_size() > 1 else requested)
-    parts = checked_parts(config)
-    data = prepare_data(config, check_sizes(config, shape.world_size), parts.packer)
-    check_held_out(config, data)
-    plan = data.plan(config.training)
-    model_config = parts.model.config(data.tokenizer)
-    check_positions(data, parts.model, parts.teacher)
-    report = data.report(cost_model(model_config))
-    made = decide(parts, data.tokenizer, shape, device, gpu_bytes(device) or PLANNED_GPU)
-    adapter = adapter_weights(made, device)
-    name = str(made.dtype).removeprefix("torch.")
-    trained = (
-        "all trained" if adapter is None else f"frozen, {count(adapter)} of the adapter trained"
-    )
-    lines = [
-        ("device", f"{device.type}: {processes_text(made)}, {name} compute"),
-        (
-            "model",
-            f"{model_config.model_type}: {count(made.size.parameters)} parameters, {trained}",
-        ),
-        ("attention", made.attention_text),
-        *recomputation_lines(made),
-        *data_lines(data),
-        *plan_lines(report, plan, config),
-    ]
-    for topic, text in lines:
-        console.say(topic, text)
-    by_arithmetic = f"{estimate_memory(made, adapter)}\n{made.reduction_text}".strip()
-    console.say("memory", _memory(made, by_arithmetic, most_branched(data, parts)))
-    console.print(
-        "dry run: the settings, the data and the model fit together; nothing was trained or written"
-    )
-    return 0
-
-
-MOST_PACKS = 64
-"""Of the first epoch, among which the one with the longest paths is looked for."""
-
-
-def most_branched(data: PackSource, parts: Parts) -> ThdBatch | None:
-    """Returns the micro-batch whose trees have the most keys, every token labeled, with ids of 0;
-    None where nothing branches, and of a stream, whose packs are not known.
-    """
-    if not isinstance(data, PlannedPacks) or not data.has_trees:
-        return None
-    packs = data.packs_of(0)
-    size = parts.training.micro_batch_size
-    batches = (
-        to_thd(packed_sequence_thd_collater([packs[i]] * size))
-        for i in range(min(len(packs), MOST_PACKS))
-    )
-    batch = max(batches, key=lambda batch: int(batch.attention.segments.cu_k[-1]))
-    ids = torch.zeros_like(batch.input_ids)
-    batch = replace(batch, input_ids=ids, labels=ids, label_rows=torch.arange(len(ids)), columns={})
-    return replace(batch, columns=parts.loss.example_columns(batch))
-
-
-def _memory(decided: Decided, by_arithmetic: str, batch: ThdBatch | None) -> str:
-    """What rank 0 of the requested world would hold and send on GPUs, counted by running it under
-    fake tensors, which GPU it fits, and what to change when it fits none.
-    """
-    if rank() != 0:
-        return ""
-    num_ranks = decided.shape.world_size
-    try:
-        with activity(f"simulating a step of {num_ranks} ranks"):
-            found = locate(SIMULATE)(decided, decided.config, decided.shape, batch)
-    except NotImplementedError as error:
-        return f"{by_arithmetic}\nnot simulated: {one_line(error, 100)}"
-    available = gpu_bytes(default_device()) or GPUS_GB[-1] * 10**9
-    cure = "" if found.peak <= usable(available) else f"\n{out_of_memory_text(decided)}"
-    trees = ", with the keys of its trees" if batch is not None else ""
-    return f"rank 0 of {num_ranks}, simulated{trees}: {found}{cure}"
+    open_settings = (config.packed_sequence.get("packed_sequence_size"), config.optimizer.get("lr"))
+    if AUTO not in open_settings:
+        return config
+    resolved: Config = locate(AUTO_SETTINGS)(config, console or Console(), has_data)
+    return resolved
 
 
 NUM_TOKENS = 4

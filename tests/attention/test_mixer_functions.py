@@ -21,7 +21,7 @@ from transformers.integrations import use_kernel_func_from_hub_with_fallback
 from automodel_lite.attention.documents import mixers_of
 from automodel_lite.attention.interface import install
 from automodel_lite.attention.kernel import ReferenceAttention
-from automodel_lite.attention.mixer_functions import (
+from automodel_lite.parts.mixers.functions import (
     Recorded,
     running,
     split_at_documents,

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from automodel_lite.attention.mixer_functions import FUNCTIONS, packed_function
 from automodel_lite.parts.kernels import packed_mixers
+from automodel_lite.parts.mixers.functions import FUNCTIONS, packed_function
 from automodel_lite.prefix_trees import find_nodes, find_pieces
 from automodel_lite.thd import document_rows
 from tests.attention.hybrids import HYBRIDS, InFloat64

@@ -45,7 +45,7 @@ def train_fp8(
     rank: int, world_size: int, raw: Any, in_fp8: bool, stop_at: int = 0
 ) -> tuple[int, str, int]:
     """A run of emulated fp8 -> its exit code, its screen, and bytes given to gathers."""
-    from automodel_lite.models import fp8
+    from automodel_lite.parts import fp8
     from automodel_lite.training import build
 
     fp8.use_fp8 = partial(fp8.use_fp8, emulate=True)

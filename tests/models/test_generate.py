@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from automodel_lite.models.generate import Generator
+from automodel_lite.parts.evaluation.generator import Generator
 from tests.data.templates import MARKED, byte_tokenizer
 
 CHATS = [

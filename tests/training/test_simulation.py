@@ -22,6 +22,7 @@ from automodel_lite.cli import compose_config
 from automodel_lite.config.check import check_config
 from automodel_lite.config.schema import Config
 from automodel_lite.errors import ConfigError
+from automodel_lite.extras.dry_run import dry_run
 from automodel_lite.extras.plan.simulation import (
     CountError,
     LayerPattern,
@@ -48,7 +49,6 @@ from automodel_lite.training.plan import (
     with_layers,
     with_recomputation,
 )
-from automodel_lite.training.start import dry_run
 from benchmarks.tiny_models import tiny_config
 from tests.ranks import in_a_process
 

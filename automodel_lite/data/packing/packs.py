@@ -36,14 +36,13 @@ from automodel_lite.data.packing.plan import (
     strategy_of,
 )
 from automodel_lite.data.tokens.token_rows import DocumentReader, LabelSpans, TokenizedDocuments
-from automodel_lite.data.tokens.trees import MODES
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.thd import COLUMNS, SEQ_LENS_PADDING
 
 StrategyName = Annotated[str, OneOf(STRATEGY_NAMES)]
 Overlong = Annotated[str, OneOf(OVERLONG)]
 Balance = Annotated[str, OneOf(("none", "step", "window"))]
-TreeMode = Annotated[str, OneOf(MODES)]
+TreeMode = Annotated[str, OneOf(("auto", "off", "all"))]
 Batch = dict[str, Any]
 MAX_PACK_TOKENS = 2**24  # more fit into no memory: 20 times the longest context of today's models
 MAX_DROPPED_FRAC = 0.2  # of the tokens, where the settings do not say overlong: drop
@@ -80,7 +79,7 @@ class Packer:
         if isinstance(packed_sequence_size, str):
             raise ConfigError(
                 f"packed_sequence.packed_sequence_size={packed_sequence_size} is not resolved: "
-                "call automodel_lite.training.auto.resolve_auto(config) first, or set a number."
+                "call automodel_lite.training.start.resolve_auto(config) first, or set a number."
             )
         self.packed_sequence_size = packed_sequence_size
         self.strategy = strategy if own_strategy is None else own_strategy

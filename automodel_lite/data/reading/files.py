@@ -7,9 +7,6 @@ to documents.
 from __future__ import annotations
 
 import codecs
-import lzma
-import os
-import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,8 +15,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-import pyarrow
 
+from automodel_lite.config.components import locate
 from automodel_lite.config.rules import OneOf, PathStr, Positive, Range, Seed, looks_local
 from automodel_lite.data.cache import build_once, cache_root
 from automodel_lite.data.reading.columns import Detected, NormalizedRows, OwnFormat, detect
@@ -29,11 +26,9 @@ from automodel_lite.data.reading.labels import Alignment, find_alignment
 from automodel_lite.data.reading.paths import (
     COMPRESSIONS,
     KINDS,
-    MAX_ENTRIES,
     FileStamp,
     find_files,
     kind_of,
-    name_copies,
     stamp,
     stamps,
 )
@@ -49,21 +44,15 @@ from automodel_lite.data.reading.readers import (
     open_spans,
     placed,
 )
-from automodel_lite.data.reading.tables import DatasetRows, TableRows, open_saved, parquet_to_arrow
 from automodel_lite.errors import (
     ConfigError,
     DataError,
     did_you_mean_path,
-    one_line,
     printable,
 )
-from automodel_lite.progress import activity
 
 NUM_SNIFFED_ROWS = 20
-PROTOCOLS = ("s3", "gs", "hf", "https", "http", "file")  # of addresses
-ARCHIVES = ("zip", "tar")
-PLAUSIBLE_BYTES = 2**30  # of any file, however small it was packed
-MAX_RATIO = 200  # else of a file's size to its compressed one
+READERS = "automodel_lite.parts.readers"  # of what is no plain file of text
 TextUnit = Annotated[str, OneOf(TEXT_UNITS)]
 ValPath = PathStr | Sequence[PathStr] | Mapping[str, PathStr | Sequence[PathStr]]
 
@@ -287,7 +276,7 @@ def open_rows(
     validation.
     """
     paths = [path] if isinstance(path, str) else list(path)
-    copied = {one: _fetch(one, key) for one in paths if "://" in one}
+    copied = {one: locate(f"{READERS}.remote.fetch")(one, key) for one in paths if "://" in one}
     paths = [copied[one][0] if one in copied else one for one in paths]
     found, note = find_files(paths, key, held_out)
     if not found:
@@ -296,7 +285,9 @@ def open_rows(
                 f"{key}={path} does not exist (looked in {Path.cwd()})"
                 f"{did_you_mean_path(paths[0]) or '.'}"
             )
-        return _open_hub(paths[0], name, split, key)
+        opened: RawRows
+        opened, identity = locate(f"{READERS}.tables.open_hub")(paths[0], name, split, key)
+        return OpenedRows(opened, f"{paths[0]}/{name}" if name else paths[0], identity)
     rows = []
     files = []
     for file in found:
@@ -325,84 +316,11 @@ def open_rows(
     return OpenedRows(whole, shown, identity, files, notes, found)
 
 
-def _fetch(address: str, key: str) -> tuple[str, str]:
-    """Returns the copy in the cache of a file at a URL (`s3://bucket/a.jsonl`), or the folder with
-    those of a folder, a pattern or an archive, and a note on what was not copied; copied again when
-    the remote files have changed.
-
-    A copy has a name of ours: that of an entry of an archive may lead out of any folder.
-
-    Raises ConfigError when they cannot be read, or the package of the protocol is missing.
-    """
-    import fsspec  # most data are here
-
-    def copy(folder: Path) -> None:
-        _check_size(key, address, [remote.info(path) for path in copies], folder)
-        for path, name in copies.items():
-            (folder / "files" / name).parent.mkdir(parents=True, exist_ok=True)
-            remote.get_file(path, str(folder / "files" / name))
-
-    protocols = [part.partition("://")[0] for part in address.split("::")]
-    unknown = [protocol for protocol in protocols if protocol not in (*PROTOCOLS, *ARCHIVES)]
-    if unknown:
-        raise ConfigError(
-            f"{key}={address}: {unknown[0]} is not a protocol that data are read by: use "
-            f"{', '.join(PROTOCOLS)}, an archive at one of them, "
-            "zip://a.jsonl::https://host/a.zip, or copy the files to this machine."
-        )
-    try:
-        with activity(f"copying {address}"):
-            remote, root = fsspec.url_to_fs(address)
-            found = [root]
-            if protocols[0] not in ("http", "https"):  # whose pages are no folders
-                found = [p for p in remote.expand_path(root, recursive=True) if remote.isfile(p)]
-            if len(found) > MAX_ENTRIES:
-                raise ConfigError(f"{key}={address} holds over {MAX_ENTRIES:,} files.")
-            copies, note = name_copies(found, root, key)
-            # of its size, time or checksum
-            content = {"at": address, "as": "2"} | {path: remote.ukey(path) for path in copies}
-            entry = build_once(cache_root(), "fetched", os.path.basename(root), content, copy)
-    except (ConfigError, DataError):
-        raise
-    except Exception as error:
-        # of any protocol's package: no such file, no permission, no network, not installed
-        raise ConfigError(
-            f"{key}={address} cannot be read ({one_line(error) or type(error).__name__})."
-        ) from error
-    folder = entry.folder / "files"
-    return str(folder / copies[root]) if [*copies] == [root] else str(folder), note
-
-
-def _check_size(key: str, address: str, entries: Sequence[Mapping[str, Any]], folder: Path) -> None:
-    """Raises ConfigError for files that do not fit the cache, or entries that are far larger than
-    they are packed.
-    """
-    total = sum(entry.get("size") or 0 for entry in entries)
-    free = shutil.disk_usage(folder).free
-    if total > free:
-        raise ConfigError(
-            f"{key}={address} holds {total:,} bytes, and the cache in {folder.parent} has {free:,} "
-            "free: set AUTOMODEL_LITE_CACHE to a larger disk."
-        )
-    for entry in entries:
-        most = max_plain_bytes(entry.get("compress_size") or entry.get("size") or 0)
-        if (entry.get("size") or 0) > most:
-            raise ConfigError(
-                f"{key}={address}: {printable(str(entry.get('name')))} unpacks to "
-                f"{entry['size']:,} bytes, over {MAX_RATIO} times its packed size: unpack the "
-                "archive yourself, and name the file."
-            )
-
-
-def max_plain_bytes(packed_bytes: int) -> int:
-    """Returns how large a compressed file may become: text is seldom a hundredth of its size."""
-    return max(PLAUSIBLE_BYTES, MAX_RATIO * packed_bytes)
-
-
 def _open_file(path: Path, split: str, options: ReadOptions) -> RawRows:
     name = printable(path.name)
     if path.is_dir():
-        return open_saved(path, name, split)
+        saved: RawRows = locate(f"{READERS}.tables.open_saved")(path, name, split)
+        return saved
     if split != "train":
         raise ConfigError(
             f"dataset.split={split}: {name} has no splits: name its files in path or val_path."
@@ -412,7 +330,9 @@ def _open_file(path: Path, split: str, options: ReadOptions) -> RawRows:
         raise ConfigError(
             f"{name}: unknown kind of file: use {', '.join(KINDS)}, or one of them compressed."
         )
-    plain = _in_cache(path, name, _decompress) if path.suffix.lower() in COMPRESSIONS else path
+    plain = path
+    if path.suffix.lower() in COMPRESSIONS:
+        plain = _in_cache(path, name, locate(f"{READERS}.compressed.decompress"))
     if kind in (".jsonl", ".ndjson", ".txt"):
         return open_spans(
             plain, name, options.encoding, options.text_unit if kind == ".txt" else None
@@ -421,9 +341,10 @@ def _open_file(path: Path, split: str, options: ReadOptions) -> RawRows:
         return open_json(plain, name, options.encoding)
     if kind in (".csv", ".tsv"):
         return open_csv(plain, name, "\t" if kind == ".tsv" else ",", options.encoding)
-    return TableRows(
-        _in_cache(plain, name, parquet_to_arrow) if kind == ".parquet" else plain, name
-    )
+    if kind == ".parquet":
+        plain = _in_cache(plain, name, locate(f"{READERS}.tables.parquet_to_arrow"))
+    table: RawRows = locate(f"{READERS}.tables.TableRows")(plain, name)
+    return table
 
 
 def _in_cache(path: Path, name: str, write: Callable[[Path, str, Path], None]) -> Path:
@@ -433,38 +354,3 @@ def _in_cache(path: Path, name: str, write: Callable[[Path, str, Path], None]) -
         build_once(cache_root(), "decompressed", name, key, partial(write, path, name)).folder
         / "data"
     )
-
-
-def _decompress(path: Path, name: str, folder: Path) -> None:
-    # the others are lzma's
-    codec = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}.get(path.suffix.lower())
-    most = max_plain_bytes(path.stat().st_size)
-    try:
-        with (
-            pyarrow.CompressedInputStream(str(path), codec) if codec else lzma.open(path) as packed,
-            (folder / "data").open("wb") as plain,
-        ):
-            while block := packed.read(2**20):
-                plain.write(block)
-                if plain.tell() > most:
-                    raise DataError(
-                        f"{name}: unpacks to over {most:,} bytes, {MAX_RATIO} times its size: "
-                        "unpack it yourself, and name the file."
-                    )
-    except (OSError, EOFError, ValueError, lzma.LZMAError) as error:
-        raise DataError(f"{name}: cannot be decompressed: {error}.") from error
-
-
-def _open_hub(path: str, name: str | None, split: str, key: str) -> OpenedRows:
-    import datasets
-
-    try:
-        loaded = datasets.load_dataset(path, name, split=split)
-    except Exception as error:
-        raise ConfigError(
-            f"{key}={path} is not a local file (looked in {Path.cwd()}), and the hub dataset "
-            f"cannot be loaded: {one_line(error)}"
-        ) from error
-    shown = f"{path}/{name}" if name else path
-    identity = f"{shown} {split} {loaded._fingerprint}"
-    return OpenedRows(DatasetRows(loaded, shown), shown, identity)

@@ -116,7 +116,7 @@ def check_not_cut(files: Sequence[WholeFile]) -> None:
             )
 
 
-def _note_of(left_out: Mapping[str, Sequence[str]]) -> str:
+def left_out_note(left_out: Mapping[str, Sequence[str]]) -> str:
     """Returns `left out: 2 held-out splits (test.jsonl, valid.jsonl), 1 linked folder (old)`, or
     nothing.
     """
@@ -171,55 +171,7 @@ def find_files(
             f"{key}={', '.join(paths)} holds nothing but what is validated on: name files to train "
             "on."
         )
-    return [*taken.values()], _note_of(left_out)
-
-
-_PLAIN_NAME = re.compile(r"(\w[\w.=-]*/){0,3}\w[\w.=-]*")
-_SAVED = ("state.json", "dataset_dict.json")  # in the folder of a saved dataset
-
-
-def name_copies(found: Sequence[str], root: str, key: str) -> tuple[dict[str, str], str]:
-    """Returns path -> name of its copy for the files at an address that are data, and a note on the
-    others; by their names alone, which may be anything.
-
-    >>> name_copies(["b/train/x.jsonl", "b/test/x.jsonl", "b/../y"], "b", "dataset.path")[0]
-    {'b/train/x.jsonl': 'train/00000-x.jsonl'}
-
-    Raises ConfigError for a saved dataset with names that are not plain.
-    """
-    if list(found) == [root]:
-        return {root: _plain(root)}, ""
-    inner = {path: path.removeprefix(root).lstrip("/") for path in sorted(found)}
-    # the longest common folder is not part of the names
-    common = os.path.commonpath([os.path.dirname(name) for name in inner.values()] or [""])
-    inner = {path: name[len(common) :].lstrip("/") for path, name in inner.items()}
-    if any(name in _SAVED for name in inner.values()):
-        strange = [name for name in inner.values() if not _PLAIN_NAME.fullmatch(name)]
-        if strange:
-            raise ConfigError(
-                f"{key}: {printable(strange[0])} in a saved dataset is not a plain name."
-            )
-        return inner, ""
-    left_out: dict[str, list[str]] = defaultdict(list)
-    data = []
-    for name in inner.values():
-        if any(part.startswith(".") for part in name.split("/")):
-            left_out["hidden"].append(name)
-        elif kind_of(Path(name)) in KINDS:
-            data.append(Path(name))
-        else:
-            left_out["of other kinds"].append(name)
-    taken = {str(path) for path in _selected(data, Path(), key, left_out)}
-    kept = [path for path, name in inner.items() if str(Path(name)) in taken]
-    # In a folder "train", as nothing is to be left out of them a second time.
-    copies = {path: f"train/{i:05d}-{_plain(path)}" for i, path in enumerate(kept)}
-    return copies, _note_of(left_out)
-
-
-def _plain(path: str) -> str:
-    """Returns the name of a file, of letters, digits and `.-` alone, and at most 60 of them."""
-    name = re.sub(r"[^\w.-]", "_", path.rpartition("/")[2])[-60:]
-    return name.lstrip(".") or "file"
+    return [*taken.values()], left_out_note(left_out)
 
 
 def kind_of(path: Path) -> str:
@@ -237,9 +189,9 @@ def _found(path: str, key: str, left_out: dict[str, list[str]]) -> tuple[Sequenc
         if expanded.is_dir():
             if (expanded / "state.json").exists() or (expanded / "dataset_dict.json").exists():
                 return [expanded], True
-            files = _selected(_walk(expanded, path, key, left_out), expanded, key, left_out)
+            files = select_files(_walk(expanded, path, key, left_out), expanded, key, left_out)
             if not files:
-                why = f"; {note}" if (note := _note_of(left_out)) else ""
+                why = f"; {note}" if (note := left_out_note(left_out)) else ""
                 raise ConfigError(
                     f"{key}={path} is a folder without data: it has no {', '.join(KINDS)} in "
                     f"it{why}."
@@ -254,7 +206,7 @@ def _found(path: str, key: str, left_out: dict[str, list[str]]) -> tuple[Sequenc
             )
         matches = list(islice(glob.iglob(str(expanded), recursive=True), MAX_ENTRIES))
         _check_number(len(matches), path, key)
-        return _selected(
+        return select_files(
             [Path(match) for match in matches if os.path.isfile(match)], Path(), key, left_out
         ), False
     except OSError as error:
@@ -301,7 +253,7 @@ def _walk(folder: Path, path: str, key: str, left_out: dict[str, list[str]]) -> 
     return sorted(files)
 
 
-def _selected(
+def select_files(
     files: Sequence[Path], root: Path, key: str, left_out: dict[str, list[str]]
 ) -> list[Path]:
     """Leaves out what a folder or a pattern holds beside the data that is meant."""

@@ -31,6 +31,10 @@ from automodel_lite.thd import COLUMNS, IGNORE_INDEX
 ID_DTYPE = np.dtype(np.int32)
 CONTENT_HASH = "content.sha256"
 ALONE = -1  # group of a row that shares with none
+PAIRED = "answers"
+"""The column of rows that an objective compares: all of one group are one unit of packing, and
+never cut apart.
+"""
 
 
 def stored_dtypes() -> dict[str, str]:

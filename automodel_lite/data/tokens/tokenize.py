@@ -43,6 +43,7 @@ from automodel_lite.data.tokens.findings import (
 from automodel_lite.data.tokens.token_rows import (
     ALONE,
     CONTENT_HASH,
+    PAIRED,
     DocumentReader,
     RowCounts,
     RowDataset,
@@ -54,7 +55,6 @@ from automodel_lite.data.tokens.token_rows import (
     next_token_labels,
 )
 from automodel_lite.data.tokens.tokenizer import check_vocabulary
-from automodel_lite.data.tokens.trees import TREES, may_share, write_trees
 from automodel_lite.errors import ConfigError, DataError, DroppedError, printable
 from automodel_lite.progress import Progress
 from automodel_lite.thd import COLUMNS, IGNORE_INDEX, Column, declared_columns
@@ -64,6 +64,8 @@ CHUNK_DOCUMENTS = 512
 MIN_DOCUMENTS_PER_PROCESS = 20_000
 # a socket has a path of at most 107 bytes, of which multiprocessing takes about 32
 MOST_SOCKET_FOLDER_BYTES = 70
+TREES = "trees.json"  # what trees save
+WRITE_TREES = "automodel_lite.parts.trees.write_trees"
 
 
 @dataclass(frozen=True)
@@ -378,6 +380,13 @@ def rows_key(identity: str, job: Job) -> Key:
     }
 
 
+def may_share(rows: TokenizedDocuments, mode: str) -> bool:
+    """Whether some of the rows may be put together: those of one group, or any (`all`); pairs in
+    every mode.
+    """
+    return mode == "all" or (rows.groups is not None and (mode == "auto" or PAIRED in rows.columns))
+
+
 def tokenize_sets(
     sets: Mapping[str, DocumentSet],
     identity: str,
@@ -404,6 +413,7 @@ def tokenize_sets(
         if may_share(flat, job.tree):
             of_rows = {"rows": (entry.folder / CONTENT_HASH).read_text(), "rules": RULES_VERSION}
             of_rows |= {"tree": job.tree, "most_tokens": str(job.most_tokens)}
+            write_trees = locate(WRITE_TREES)
             grow = partial(write_trees, rows=flat, mode=job.tree, most_tokens=job.most_tokens)
             trees = build_once(root, "trees", f"{source}-{name}", of_rows, grow)
             flat = load_rows(trees.folder)

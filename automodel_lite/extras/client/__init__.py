@@ -69,7 +69,6 @@ from automodel_lite.run.weight_files import stored_dtypes, whole_weights
 from automodel_lite.seed import seed_all
 from automodel_lite.telemetry.console import Console, quiet_libraries
 from automodel_lite.training import start
-from automodel_lite.training.auto import resolve_auto
 from automodel_lite.training.build import build_model
 from automodel_lite.training.decide import decide
 from automodel_lite.training.engine import Engine, TrainingEngine
@@ -126,7 +125,7 @@ class TrainingClient:
         if OmegaConf.is_missing(raw.dataset, "path"):
             raw.dataset = {"_target_": TOY}  # read by nobody, unless a tokenizer is trained
         console = Console(is_silent=rank() != 0)
-        self.config = resolve_auto(start.from_run(check_config(raw)), console, has_data=False)
+        self.config = start.resolve_auto(start.from_run(check_config(raw)), console, has_data=False)
         parts = start.checked_parts(self.config)
         _check_settings(self.config, parts)
         job = job_of(self.config, build(self.config.dataset))

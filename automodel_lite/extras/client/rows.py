@@ -19,10 +19,10 @@ import numpy as np
 
 from automodel_lite.data.packing.packs import PackedDataset, Packer
 from automodel_lite.data.packing.plan import plan_packs
-from automodel_lite.data.tokens.token_rows import TokenizedDocuments, flatten
-from automodel_lite.data.tokens.trees import PAIRED, cut_tree, grow_trees
+from automodel_lite.data.tokens.token_rows import PAIRED, TokenizedDocuments, flatten
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.loss import Loss, check_columns
+from automodel_lite.parts.trees import cut_tree, grow_trees
 from automodel_lite.thd import COLUMNS, IGNORE_INDEX
 
 Row = dict[str, np.ndarray]

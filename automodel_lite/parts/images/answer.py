@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from automodel_lite.errors import ConfigError, DataError
-from automodel_lite.models.generate import Generator
+from automodel_lite.parts.evaluation.generator import Generator
 from automodel_lite.parts.images.sources import ImageLimits, source_of
 from automodel_lite.parts.images.tokens import ImageProcessor
 

@@ -19,7 +19,6 @@ from automodel_lite.data.reading.documents import NAMES, Documents
 from automodel_lite.data.reading.files import FilesDataset, OpenedRows
 from automodel_lite.data.reading.paths import KINDS, kind_of, stamp
 from automodel_lite.data.reading.readers import RawRows
-from automodel_lite.data.reading.tables import DatasetRows
 from automodel_lite.data.tokens.tokenize import Job
 from automodel_lite.errors import ConfigError
 from automodel_lite.launched import rank, world_size
@@ -27,6 +26,7 @@ from automodel_lite.models.source import CausalLM
 from automodel_lite.parts.images.archives import index_archive, index_name
 from automodel_lite.parts.images.rows import ImageDocuments, MarkedRows
 from automodel_lite.parts.images.sources import COLUMNS, FIRST_TEXTS, ImageLimits
+from automodel_lite.parts.readers.tables import DatasetRows
 
 ARCHIVE = ".tar"
 BadImage = Annotated[str, OneOf(("error", "drop"))]

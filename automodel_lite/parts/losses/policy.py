@@ -32,8 +32,7 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from automodel_lite.config.rules import Range
-from automodel_lite.models.balance import row_of_tokens
-from automodel_lite.models.loss import Loss, LossInputs, LossOutput
+from automodel_lite.models.loss import Loss, LossInputs, LossOutput, row_of_tokens
 from automodel_lite.thd import IGNORE_INDEX, Column, ThdBatch
 
 Share = Annotated[float, Range(0, 1_000_000)]

@@ -31,24 +31,20 @@ import numpy as np
 
 from automodel_lite.data.tokens.token_rows import (
     ALONE,
+    PAIRED,
     RowsWriter,
     TokenizedDocuments,
     flatten,
     load_rows,
 )
+from automodel_lite.data.tokens.tokenize import TREES
 from automodel_lite.thd import IGNORE_INDEX
 
 LEAST_SHARED = 64
 """Tokens that neighbors must share: a branch costs a copied token, a segment of attention and a
 piece of each scan.
 """
-MODES = ("auto", "off", "all")
 BLOCK_TREES = 1000
-TREES = "trees.json"
-PAIRED = "answers"
-"""The column of rows that an objective compares: all of one group are one unit of packing, and
-never cut apart.
-"""
 
 Row = Mapping[str, np.ndarray]
 Tree = dict[str, np.ndarray]
@@ -209,13 +205,6 @@ def trees_of(rows: Sequence[Row], mode: str, most_tokens: int | None) -> list[Tr
         cut_tree(row, most_tokens or 0) if is_cut and "branches" in row else [row] for row in grown
     ]
     return [part for of_tree in parts for part in of_tree]
-
-
-def may_share(rows: TokenizedDocuments, mode: str) -> bool:
-    """Whether some of the rows may be put together: those of one group, or any (`all`); pairs in
-    every mode.
-    """
-    return mode == "all" or (rows.groups is not None and (mode == "auto" or PAIRED in rows.columns))
 
 
 def write_trees(folder: Path, rows: TokenizedDocuments, mode: str, most_tokens: int | None) -> None:

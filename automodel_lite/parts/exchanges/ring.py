@@ -28,7 +28,39 @@ from torch import Tensor
 from automodel_lite.attention.kernel import BlockKernel
 from automodel_lite.parallel.exchange import AllGatherKV, joined, split
 from automodel_lite.precision import at_least_fp32, wide_dtype
-from automodel_lite.thd import AttentionInputs, AttentionOptions, Segments, Tensors
+from automodel_lite.prefix_trees import concatenated_ranges
+from automodel_lite.thd import (
+    AttentionInputs,
+    AttentionOptions,
+    AttentionPlan,
+    Segments,
+    Tensors,
+    cumulative,
+)
+
+
+def ring_plan(gather: AllGatherKV, own: Segments, q_lens: Tensor, longest: int) -> AttentionPlan:
+    """Returns the plan of a rank whose keys travel.
+
+    gather   what layers do whose window ends within a chunk
+    q_lens   int64 [2 N]: each document's early and late run on this rank, which are equally long
+             and not empty
+    longest  tokens of the longest document
+    """
+    lengths = q_lens.view(-1, 2)[:, 0]
+    whole = cumulative(2 * lengths)
+    starts = whole[:-1].long()
+    around = Ring(
+        group=gather.group,
+        early=concatenated_ranges(starts, starts + lengths),
+        late=concatenated_ranges(starts + lengths, starts + 2 * lengths),
+        cu_whole=whole,
+        cu_half=cumulative(lengths),
+        max_half=int(lengths.max()),
+        longest=longest,
+        gather=gather,
+    )
+    return AttentionPlan(own._replace(max_k=longest), around)
 
 
 @dataclass(frozen=True)

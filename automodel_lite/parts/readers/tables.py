@@ -106,6 +106,21 @@ def open_saved(path: Path, name: str, split: str) -> RawRows:
     return DatasetRows(loaded, name)
 
 
+def open_hub(path: str, name: str | None, split: str, key: str) -> tuple[RawRows, str]:
+    """Opens a dataset of the hub; returns its rows and what tells its version."""
+    import datasets
+
+    try:
+        loaded = datasets.load_dataset(path, name, split=split)
+    except Exception as error:
+        raise ConfigError(
+            f"{key}={path} is not a local file (looked in {Path.cwd()}), and the hub dataset "
+            f"cannot be loaded: {one_line(error)}"
+        ) from error
+    shown = f"{path}/{name}" if name else path
+    return DatasetRows(loaded, shown), f"{shown} {split} {loaded._fingerprint}"
+
+
 class DatasetRows(RowList):
     """Rows of a `datasets.Dataset`, without the nulls that Arrow fills in."""
 

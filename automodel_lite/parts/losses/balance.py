@@ -30,6 +30,7 @@ import transformers
 from torch import Tensor
 
 from automodel_lite.errors import ConfigError
+from automodel_lite.models.loss import document_of_tokens
 from automodel_lite.models.settings import experts_per_token
 from automodel_lite.thd import IGNORE_INDEX, ThdBatch
 
@@ -93,40 +94,8 @@ def _sum_rows(batch: ThdBatch, document_T: Tensor, place_T: Tensor, x_TK: Tensor
     )
 
 
-def document_of_tokens(batch: ThdBatch) -> tuple[Tensor, Tensor]:
-    """Returns the documents of this rank's tokens, int64 [T], and their places in them, in tokens
-    of the slot.
-    """
-    exchange = batch.mixers.exchange if batch.mixers else None
-    device = batch.labels.device
-    places = torch.arange(len(batch.labels) * (exchange.size if exchange else 1), device=device)
-    own = exchange.own(places) if exchange else places
-    starts = batch.cu_seqlens_padded.long()
-    document = torch.bucketize(own, starts[1:], right=True)
-    return document, own - starts[document]
-
-
-def row_of_tokens(batch: ThdBatch) -> tuple[Tensor, int]:
-    """Returns the documents of this rank's tokens, int64 [T], and their number; of a tree, each
-    node is one, as a row ends in it.
-    """
-    assert batch.mixers is not None
-    document, within = document_of_tokens(batch)
-    tree = batch.mixers.stream.tree
-    if tree is None:
-        return document, len(batch.cu_seqlens) - 1
-    stream = batch.mixers.stream
-    node_of_stream = stream.document.index_select(0, tree.own)
-    places = batch.cu_seqlens_padded.long()[document] + within
-    return node_of_stream.index_select(0, places), len(stream.cu_seqlens) - 1
-
-
-def balance_of(lm: transformers.PreTrainedModel, coefficient: float) -> Balance | None:
-    """Returns None for a coefficient of 0; raises ConfigError for families that transformers gives
-    no such loss.
-    """
-    if coefficient == 0:
-        return None
+def balance_of(lm: transformers.PreTrainedModel, coefficient: float) -> Balance:
+    """Raises ConfigError for families that transformers gives no such loss."""
     top_k = experts_per_token(lm.config.get_text_config())
     if top_k is None or "load_balancing_loss_func" not in vars(sys.modules[type(lm).__module__]):
         raise ConfigError(

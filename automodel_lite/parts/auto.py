@@ -9,7 +9,9 @@ numbers, and resumes with them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from transformers import PretrainedConfig
@@ -22,8 +24,10 @@ from automodel_lite.data.feeding.planned import document_kind, epochs_of
 from automodel_lite.data.feeding.source import AdaptingDataset, PackingDataset
 from automodel_lite.data.tokens.tokenize import job_of, tokenize_documents
 from automodel_lite.errors import ConfigError
+from automodel_lite.models.loss import Loss
+from automodel_lite.models.source import CausalLM
 from automodel_lite.telemetry.console import Console
-from automodel_lite.training.plan import AUTO, Parts, build_parts, learning_rate
+from automodel_lite.training.plan import AUTO, Parts, build_parts
 from automodel_lite.training.start import try_settings
 
 SIZE = "packed_sequence.packed_sequence_size"
@@ -35,7 +39,7 @@ MOST_PACK = 4096  # tokens; longer packs are for documents that need them
 MANY_STEPS = 500
 
 
-def resolve_auto(config: Config, console: Console | None = None, has_data: bool = True) -> Config:
+def resolve_auto(config: Config, console: Console, has_data: bool) -> Config:
     """Returns the configuration with numbers instead of `auto`; prints each with its reason.
 
     has_data  False: rows come later, from memory; packs are as long as the model's positions, and
@@ -43,10 +47,7 @@ def resolve_auto(config: Config, console: Console | None = None, has_data: bool 
     Raises ConfigError or DataError as the run would: for settings that cannot work, before
     anything is tokenized; for a stream, whose lengths are not known.
     """
-    console = console or Console()
     is_auto = config.packed_sequence.get("packed_sequence_size") == AUTO
-    if not is_auto and config.optimizer.get("lr") != AUTO:
-        return config
     least = 2 * config.mesh.cp if config.mesh.cp > 1 else 1
     multiple = config.packed_sequence.get("slot_multiple") or least
     # a size that any slots divide, to try the other settings with
@@ -133,3 +134,26 @@ def fitted_pack_size(
     if size > least:
         reason += f", and {tokens:,} tokens are over {MANY_STEPS} steps of longer packs too"
     return size, reason
+
+
+# AdamW's rates for a hidden size of 4,096, where most published recipes are
+RATES = {"the whole model": 2e-5, "an adapter": 2e-4, "a model from scratch": 3e-4}
+RATE_WIDTH = 4096
+PAIRS_FRAC = 1 / 20  # of these for pairs of answers, whose loss pushes the answers apart
+
+
+def learning_rate(model: CausalLM, loss: Loss, peft: Mapping[str, Any]) -> tuple[float, str]:
+    """Returns the learning rate of `optimizer.lr=auto`, and why: by what is trained, and inversely
+    to the width of the model (Yang et al., 2022, arXiv:2203.03466).
+    """
+    kind = "the whole model"
+    if peft:
+        kind = "an adapter"
+    elif not model.pretrained:
+        kind = "a model from scratch"
+    config = model.resolve_model_config({"vocab_size": 64}).get_text_config()
+    width = config_value(config, "hidden_size", RATE_WIDTH)
+    is_pairs = "answers" in loss.required
+    rate = RATES[kind] * RATE_WIDTH / max(width, 256) * (PAIRS_FRAC if is_pairs else 1)
+    on_pairs = " on pairs of answers" if is_pairs else ""
+    return float(f"{rate:.2g}"), f"trains {kind}{on_pairs}, hidden size {width:,}"

@@ -1,0 +1,1 @@
+"""What makes a document of a row of each known format (data/reading/formats.yaml)."""

@@ -1,0 +1,155 @@
+"""Chats, questions with answers, and plain texts."""
+
+from __future__ import annotations
+
+from itertools import cycle
+
+from automodel_lite.data.reading.documents import (
+    Document,
+    Message,
+    shown,
+    sound_text,
+)
+from automodel_lite.data.reading.readers import RawRow
+from automodel_lite.errors import DataError
+from automodel_lite.parts.formats.turns import maybe_json, read_turn
+
+
+def messages(row: RawRow) -> Document:
+    """`messages` of `{"role", "content", "tool_calls", "reasoning_content"}`, optional `tools` and
+    `system`.
+    """
+    return chat(turns_of(row, "messages"), row)
+
+
+def conversations(row: RawRow) -> Document:
+    """ShareGPT's `conversations` of `{"from": "human", "value": …}`; optional `tools`, `system`."""
+    return chat(turns_of(row, "conversations"), row)
+
+
+def alpaca(row: RawRow) -> Document:
+    """`instruction`, optional `input`, `output`, optional `system` and `history` of [question,
+    answer] pairs.
+    """
+    prompt = alpaca_prompt(row)
+    history = row.get("history")
+    if not history:
+        return answered(row, prompt, "output")
+    texts: list[str] = []
+    for place, pair in enumerate(history if isinstance(history, list) else [history]):
+        if (
+            not isinstance(pair, list)
+            or len(pair) != 2
+            or not all(isinstance(part, str) for part in pair)
+        ):
+            raise DataError(f"column history[{place}] must be a pair of texts, not {shown(pair)}.")
+        texts += [sound_text(part, f"column history[{place}]") for part in pair]
+    roles = cycle(("user", "assistant"))
+    texts = [*texts, prompt, text_of(row, "output")]
+    return chat([{"role": role, "content": text} for role, text in zip(roles, texts)], row)
+
+
+def alpaca_prompt(row: RawRow) -> str:
+    columns = ["instruction", "input"] if row.get("input") else ["instruction"]
+    return "\n\n".join(text_of(row, column) for column in columns)
+
+
+def question_answer(row: RawRow) -> Document:
+    """`question`, optional `context` (put before it), `answer`, optional `system`."""
+    context = [text_of(row, "context")] if row.get("context") else []
+    return answered(row, "\n\n".join([*context, text_of(row, "question")]), "answer")
+
+
+def prompt_completion(row: RawRow) -> Document:
+    """`prompt` and `completion`: texts, or both lists of messages (trained on: the assistant's of
+    the completion).
+    """
+    if isinstance(row.get("prompt"), list) or isinstance(row.get("completion"), list):
+        before = turns_of(row, "prompt")
+        after = turns_of(row, "completion")
+        return chat([*({**turn, "weight": 0} for turn in before), *after], row)
+    return answered(row, text_of(row, "prompt"), "completion")
+
+
+def responses(row: RawRow) -> Document:
+    """`prompt`, a text or a list of messages, and `responses`, several answers to it (texts,
+    messages, or lists of these), each of which is trained on.
+    """
+    answers = row.get("responses")
+    if not isinstance(answers, list) or not answers:
+        raise DataError(f"column responses must be a list of answers, not {shown(answers)}.")
+    prompt = row.get("prompt")
+    if isinstance(prompt, str) and not all(isinstance(answer, str) for answer in answers):
+        prompt = [{"role": "user", "content": prompt}]
+    documents = []
+    for number, answer in enumerate(answers):
+        if isinstance(prompt, list) and isinstance(answer, str):
+            answer = {"role": "assistant", "content": answer}
+        if isinstance(prompt, list) and not isinstance(answer, list):
+            answer = [answer]
+        try:
+            documents.append(prompt_completion({**row, "prompt": prompt, "completion": answer}))
+        except DataError as error:
+            text = str(error).replace("column completion", f"responses[{number}]")
+            raise DataError(text.replace("completion[", f"responses[{number}][")) from None
+    return {"documents": documents}
+
+
+def text(row: RawRow) -> Document:
+    """`text`, trained on whole."""
+    return {"text": text_of(row, "text")}
+
+
+def turns_of(row: RawRow, column: str) -> list[Message]:
+    turns = maybe_json(row.get(column), f"column {column}")
+    if not isinstance(turns, list):
+        raise DataError(f"column {column} must be a list of messages, not {shown(turns)}.")
+    return [read_turn(turn, f"{column}[{place}]") for place, turn in enumerate(turns)]
+
+
+def chat(turns: list[Message], row: RawRow) -> Document:
+    system = _system(row)
+    if system and turns and turns[0]["role"] != "system":
+        turns = [{"role": "system", "content": system}, *turns]
+    elif system and turns and turns[0]["content"] != system:
+        raise DataError(
+            "column system would be ignored: the first message is another system prompt; keep one "
+            "of them."
+        )
+    if not turns:
+        raise DataError("an empty list of messages.")
+    document: Document = {"messages": turns}
+    column = "tools" if row.get("tools") else "functions"  # OpenAI's own, before there were tools
+    tools = maybe_json(row.get(column), f"column {column}")
+    if tools:
+        if not isinstance(tools, list):
+            raise DataError(f"column {column} must be a list, not {type(tools).__name__}.")
+        is_old = column == "functions"
+        document["tools"] = (
+            [{"type": "function", "function": tool} for tool in tools] if is_old else tools
+        )
+    return document
+
+
+def answered(row: RawRow, prompt: str, completion_column: str) -> Document:
+    if column := next((name for name in ("tools", "functions") if row.get(name)), None):
+        raise DataError(
+            f"column {column} would be ignored: only a chat template renders tools, so use "
+            "messages."
+        )
+    document = {"prompt": prompt, "completion": text_of(row, completion_column)}
+    if system := _system(row):
+        document["system"] = system
+    return document
+
+
+def _system(row: RawRow) -> str:
+    column = "system" if row.get("system") else "system_prompt"
+    return text_of(row, column) if row.get(column) else ""
+
+
+def text_of(row: RawRow, column: str) -> str:
+    value = row.get(column)
+    if not isinstance(value, str):
+        raise DataError(f"column {column} must be a text, not {shown(value)}.")
+    return sound_text(value, f"column {column}")

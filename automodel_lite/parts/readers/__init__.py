@@ -1,0 +1,1 @@
+"""What opens data that are not plain text: tables, datasets, compressed files, addresses."""

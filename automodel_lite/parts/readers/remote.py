@@ -1,0 +1,143 @@
+"""Files at an address (`s3://bucket/a.jsonl`, an archive at one), copied to the cache."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from automodel_lite.data.cache import build_once, cache_root
+from automodel_lite.data.reading.paths import (
+    KINDS,
+    MAX_ENTRIES,
+    kind_of,
+    left_out_note,
+    select_files,
+)
+from automodel_lite.errors import ConfigError, DataError, one_line, printable
+from automodel_lite.parts.readers.compressed import MAX_RATIO, max_plain_bytes
+from automodel_lite.progress import activity
+
+PROTOCOLS = ("s3", "gs", "hf", "https", "http", "file")  # of addresses
+ARCHIVES = ("zip", "tar")
+
+
+def fetch(address: str, key: str) -> tuple[str, str]:
+    """Returns the copy in the cache of a file at a URL (`s3://bucket/a.jsonl`), or the folder with
+    those of a folder, a pattern or an archive, and a note on what was not copied; copied again when
+    the remote files have changed.
+
+    A copy has a name of ours: that of an entry of an archive may lead out of any folder.
+
+    Raises ConfigError when they cannot be read, or the package of the protocol is missing.
+    """
+    import fsspec  # most data are here
+
+    def copy(folder: Path) -> None:
+        _check_size(key, address, [remote.info(path) for path in copies], folder)
+        for path, name in copies.items():
+            (folder / "files" / name).parent.mkdir(parents=True, exist_ok=True)
+            remote.get_file(path, str(folder / "files" / name))
+
+    protocols = [part.partition("://")[0] for part in address.split("::")]
+    unknown = [protocol for protocol in protocols if protocol not in (*PROTOCOLS, *ARCHIVES)]
+    if unknown:
+        raise ConfigError(
+            f"{key}={address}: {unknown[0]} is not a protocol that data are read by: use "
+            f"{', '.join(PROTOCOLS)}, an archive at one of them, "
+            "zip://a.jsonl::https://host/a.zip, or copy the files to this machine."
+        )
+    try:
+        with activity(f"copying {address}"):
+            remote, root = fsspec.url_to_fs(address)
+            found = [root]
+            if protocols[0] not in ("http", "https"):  # whose pages are no folders
+                found = [p for p in remote.expand_path(root, recursive=True) if remote.isfile(p)]
+            if len(found) > MAX_ENTRIES:
+                raise ConfigError(f"{key}={address} holds over {MAX_ENTRIES:,} files.")
+            copies, note = name_copies(found, root, key)
+            # of its size, time or checksum
+            content = {"at": address, "as": "2"} | {path: remote.ukey(path) for path in copies}
+            entry = build_once(cache_root(), "fetched", os.path.basename(root), content, copy)
+    except (ConfigError, DataError):
+        raise
+    except Exception as error:
+        # of any protocol's package: no such file, no permission, no network, not installed
+        raise ConfigError(
+            f"{key}={address} cannot be read ({one_line(error) or type(error).__name__})."
+        ) from error
+    folder = entry.folder / "files"
+    return str(folder / copies[root]) if [*copies] == [root] else str(folder), note
+
+
+def _check_size(key: str, address: str, entries: Sequence[Mapping[str, Any]], folder: Path) -> None:
+    """Raises ConfigError for files that do not fit the cache, or entries that are far larger than
+    they are packed.
+    """
+    total = sum(entry.get("size") or 0 for entry in entries)
+    free = shutil.disk_usage(folder).free
+    if total > free:
+        raise ConfigError(
+            f"{key}={address} holds {total:,} bytes, and the cache in {folder.parent} has {free:,} "
+            "free: set AUTOMODEL_LITE_CACHE to a larger disk."
+        )
+    for entry in entries:
+        most = max_plain_bytes(entry.get("compress_size") or entry.get("size") or 0)
+        if (entry.get("size") or 0) > most:
+            raise ConfigError(
+                f"{key}={address}: {printable(str(entry.get('name')))} unpacks to "
+                f"{entry['size']:,} bytes, over {MAX_RATIO} times its packed size: unpack the "
+                "archive yourself, and name the file."
+            )
+
+
+_PLAIN_NAME = re.compile(r"(\w[\w.=-]*/){0,3}\w[\w.=-]*")
+_SAVED = ("state.json", "dataset_dict.json")  # in the folder of a saved dataset
+
+
+def name_copies(found: Sequence[str], root: str, key: str) -> tuple[dict[str, str], str]:
+    """Returns path -> name of its copy for the files at an address that are data, and a note on the
+    others; by their names alone, which may be anything.
+
+    >>> name_copies(["b/train/x.jsonl", "b/test/x.jsonl", "b/../y"], "b", "dataset.path")[0]
+    {'b/train/x.jsonl': 'train/00000-x.jsonl'}
+
+    Raises ConfigError for a saved dataset with names that are not plain.
+    """
+    if list(found) == [root]:
+        return {root: _plain(root)}, ""
+    inner = {path: path.removeprefix(root).lstrip("/") for path in sorted(found)}
+    # the longest common folder is not part of the names
+    common = os.path.commonpath([os.path.dirname(name) for name in inner.values()] or [""])
+    inner = {path: name[len(common) :].lstrip("/") for path, name in inner.items()}
+    if any(name in _SAVED for name in inner.values()):
+        strange = [name for name in inner.values() if not _PLAIN_NAME.fullmatch(name)]
+        if strange:
+            raise ConfigError(
+                f"{key}: {printable(strange[0])} in a saved dataset is not a plain name."
+            )
+        return inner, ""
+    left_out: dict[str, list[str]] = defaultdict(list)
+    data = []
+    for name in inner.values():
+        if any(part.startswith(".") for part in name.split("/")):
+            left_out["hidden"].append(name)
+        elif kind_of(Path(name)) in KINDS:
+            data.append(Path(name))
+        else:
+            left_out["of other kinds"].append(name)
+    taken = {str(path) for path in select_files(data, Path(), key, left_out)}
+    kept = [path for path, name in inner.items() if str(Path(name)) in taken]
+    # In a folder "train", as nothing is to be left out of them a second time.
+    copies = {path: f"train/{i:05d}-{_plain(path)}" for i, path in enumerate(kept)}
+    return copies, left_out_note(left_out)
+
+
+def _plain(path: str) -> str:
+    """Returns the name of a file, of letters, digits and `.-` alone, and at most 60 of them."""
+    name = re.sub(r"[^\w.-]", "_", path.rpartition("/")[2])[-60:]
+    return name.lstrip(".") or "file"
