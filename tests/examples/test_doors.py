@@ -101,3 +101,41 @@ def test_a_packer_and_an_exchange_of_ones_own_train(tmp_path: Path) -> None:
         found[name] = losses(rows_of(tmp_path / "runs" / name))
     assert found["own"] == found["plain"]
     assert len(found["own"]) == 2
+
+
+@pytest.mark.system
+def test_a_source_of_packs_of_ones_own_trains_and_continues(tmp_path: Path) -> None:
+    (tmp_path / "my_sums.py").write_text(shown("a_sum"))
+    (tmp_path / "conf" / "dataset").mkdir(parents=True)
+    (tmp_path / "conf" / "dataset" / "sums.yaml").write_text("_target_: my_sums.Sums\n")
+    settings = [
+        "--config-dir",
+        "conf",
+        "--config-name",
+        "smoke",
+        "dataset=sums",
+        "~dataset.num_chats",
+    ]
+    settings += ["security.allow_targets=[my_sums]", "training.num_threads=1"]
+    settings += [
+        "checkpoint.export_hf=false",
+        "checkpoint.every_steps=2",
+        "training.val_every_steps=0",
+    ]
+    for runs in (
+        ["name=whole training.max_steps=4"],
+        ["name=cut training.max_steps=2", "name=cut training.max_steps=4"],
+    ):
+        for more in runs:
+            done = subprocess.run(
+                [sys.executable, "-m", "automodel_lite", "train", *settings, *more.split()],
+                cwd=tmp_path,
+                env=os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"},
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    whole, cut = (losses(rows_of(tmp_path / "runs" / name)) for name in ("whole", "cut"))
+    assert len(whole) == 4
+    assert whole == cut
