@@ -226,9 +226,6 @@ class Peers:
         """
         store = self._store
         assert store is not None
-        # the ranks of this host: whether their processes live can be seen
-        first = max(0, rank() - launch_variable("LOCAL_RANK", 0))
-        last = min(first + launch_variable("LOCAL_WORLD_SIZE", world_size()), world_size())
         neighbors: dict[int, ProcessId] = {}
         beats: dict[int, tuple[int, float]] = {}
         looks = 0
@@ -236,32 +233,45 @@ class Peers:
             while not self._is_over.wait(_LOOK_EVERY_S):
                 looks += 1
                 if looks % _BEAT_EVERY_LOOKS == 0:
-                    store.add(f"beats/{rank()}", 1)
-                    if rank() == 0 and (dead := _silent_rank(store, beats)) is not None:
-                        host = json.loads(store.get(f"process/{dead}"))["host"]
-                        self._record(
-                            dead, host, f"no heartbeat for {_DEAD_S:.0f} s: its host may be down", 1
-                        )
-                for other in range(first, last):
-                    if (
-                        other not in neighbors
-                        and other != rank()
-                        and store.check([f"process/{other}"])
-                    ):
-                        neighbors[other] = self._process(other)
-                for other, process in neighbors.items():
-                    if process.is_gone() and not store.check([f"left/{other}"]):
-                        self._record(other, process.host, _GONE, 1)
-                if store.check(["failure"]):
-                    # read now: the rank that holds the store may end in the meantime
-                    first_failure = self._failure()
-                    if not self._is_over.wait(_OWN_ERROR_S):
-                        store.set(f"left/{rank()}", "")
-                        self.on_failure(first_failure)
-                        return
+                    self._beat(store, beats)
+                self._look_at_neighbors(store, neighbors)
+                if not store.check(["failure"]):
+                    continue
+                # read now: the rank that holds the store may end in the meantime
+                first_failure = self._failure()
+                if not self._is_over.wait(_OWN_ERROR_S):
+                    store.set(f"left/{rank()}", "")
+                    self.on_failure(first_failure)
+                    return
         except (dist.DistError, RuntimeError) as error:
             if not self._is_over.wait(_OWN_ERROR_S):
                 self.on_failure(_no_store(error))
+
+    def _beat(self, store: dist.Store, beats: dict[int, tuple[int, float]]) -> None:
+        """Counts up this rank's heartbeat; rank 0 records the failure of a rank without one.
+
+        beats  of each rank: its last count, and the seconds since it changed
+        """
+        store.add(f"beats/{rank()}", 1)
+        if rank() == 0 and (dead := _silent_rank(store, beats)) is not None:
+            host = json.loads(store.get(f"process/{dead}"))["host"]
+            reason = f"no heartbeat for {_DEAD_S:.0f} s: its host may be down"
+            self._record(dead, host, reason, 1)
+
+    def _look_at_neighbors(self, store: dist.Store, neighbors: dict[int, ProcessId]) -> None:
+        """Records the failure of ranks of this host whose processes are gone.
+
+        neighbors  those that have told their process so far; more are added
+        """
+        first = max(0, rank() - launch_variable("LOCAL_RANK", 0))
+        last = min(first + launch_variable("LOCAL_WORLD_SIZE", world_size()), world_size())
+        for other in range(first, last):
+            is_new = other not in neighbors and other != rank()
+            if is_new and store.check([f"process/{other}"]):
+                neighbors[other] = self._process(other)
+        for other, process in neighbors.items():
+            if process.is_gone() and not store.check([f"left/{other}"]):
+                self._record(other, process.host, _GONE, 1)
 
 
 def _silent_rank(store: dist.Store, beats: dict[int, tuple[int, float]]) -> int | None:

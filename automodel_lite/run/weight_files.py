@@ -375,7 +375,8 @@ def groups_of(lm: transformers.PreTrainedModel, dtypes: dict[str, torch.dtype]) 
     together = as_saved(lm, described)
     of_layers: dict[str, list[str]] = {}
     for name in described:
-        of_layers.setdefault(match[0] if (match := _LAYER.match(name)) else name, []).append(name)
+        layer = _LAYER.match(name)
+        of_layers.setdefault(layer[0] if layer else name, []).append(name)
     groups = [
         Group(names, as_saved(lm, {name: described[name] for name in names}))
         for names in of_layers.values()

@@ -49,6 +49,10 @@ def _is_done(call: Call) -> bool:
 def _sentence(
     backend: str, members: list[int], calls: dict[int, Call], waiting: dict[int, Call]
 ) -> str:
+    """Says for which ranks the waiting ones of a group wait, or that they disagree on the call.
+
+    members  ranks of the group; calls: the last of each; waiting: those that are not done
+    """
     number, first = max((_number(call), rank) for rank, call in waiting.items())
     call = waiting[first]
     name, description = call["process_group"]

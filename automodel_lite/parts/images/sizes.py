@@ -68,7 +68,7 @@ class SizeTable:
         self._of_size: dict[tuple[int, int], ImageTokens] = {}
         self._of_key: dict[Any, ImageTokens] = {}
         self._num_compared = 0
-        self.has_keys = hasattr(own, "_get_num_multimodal_tokens")
+        self.has_keys = "_get_num_multimodal_tokens" in dir(own)
         self.num_asked = 0
 
     def of_size(self, width: int, height: int) -> ImageTokens:

@@ -195,79 +195,97 @@ def split_at_documents(plan: MixerPlan) -> Callable[[Call], Any]:
     return run
 
 
+class _OnRows:
+    """A call on other streams in place of its own: [n, L, H, ...] each -> [n, L, H, ...].
+
+    given         the arguments that are streams -> where they have their tokens and heads
+    weights       of this rank's heads
+    gives_states  whether it returned a state beside its output
+    """
+
+    def __init__(
+        self, call: Call, given: dict[str, tuple[int, int | None]], weights: dict[str, Tensor]
+    ) -> None:
+        self.call = call
+        self.given = given
+        self.weights = weights
+        self.gives_states = FUNCTIONS[call.name].has_states
+
+    def __call__(self, of_rows: Sequence[Tensor], **boundaries: Any) -> Tensor:
+        rows = {name: _as_rows(x, *place) for (name, place), x in zip(self.given.items(), of_rows)}
+        out = self.call.again(**rows, **self.weights, **boundaries)
+        self.gives_states = isinstance(out, tuple)
+        first, *_ = self.given.values()
+        mixed: Tensor = out[0] if self.gives_states else out
+        return mixed.movedim(first, (1, 2))  # type: ignore[arg-type]
+
+
 def _split(call: Call, layout: Layout, plan: MixerPlan) -> Any:
+    """Returns what the call returns, of documents that lie on one stream."""
     exchange = plan.exchange
     arguments = call.arguments
-    given = [name for name in layout.tokens if isinstance(arguments.get(name), Tensor)]
-    places = [layout.tokens[name] for name in given]
-    streams = [_as_stream(arguments[name], *place) for name, place in zip(given, places)]
+    given = {
+        name: place
+        for name, place in layout.tokens.items()
+        if isinstance(arguments.get(name), Tensor)
+    }
+    streams = [_as_stream(arguments[name], *place) for name, place in given.items()]
     weights = {
         name: arguments[name] for name in layout.weights if isinstance(arguments.get(name), Tensor)
     }
     if exchange is not None:
-        # Groups that several heads share are repeated until the ranks divide them.
-        groups = [x.shape[1] for x in streams]
-        wanted = [math.lcm(number, exchange.size) for number in groups]
-        streams = [
-            x.repeat_interleave(n // g, 1) if n > g else x
-            for x, g, n in zip(streams, groups, wanted)
-        ]
-        streams = exchange.to_heads(streams)
+        streams = exchange.to_heads([_repeated(x, exchange.size) for x in streams])
         weights = {
             name: exchange.part(weight, layout.weights[name]) for name, weight in weights.items()
         }
-    has_states = layout.has_states
+    on_rows = _OnRows(call, given, weights)
+    out = _on_documents(on_rows, layout, plan, streams)
+    if exchange is not None:
+        out = exchange.from_heads(out)
+    first, *_ = given.values()
+    out = _as_rows(out[None], *first)
+    out = out.contiguous() if first[0] == 1 else out  # callers take views of it
+    return (out, None) if on_rows.gives_states else out
 
-    def mix(of_rows: list[Tensor], **boundaries: Any) -> Tensor:
-        """[n, L, H, ...] each -> [n, L, H, ...]."""
-        nonlocal has_states
-        out = call.again(
-            **{x: _as_rows(y, *z) for x, y, z in zip(given, of_rows, places)},
-            **weights,
-            **boundaries,
-        )
-        has_states = isinstance(out, tuple)
-        out = out[0] if has_states else out
-        return out.movedim(places[0], (1, 2))
 
-    ours = packed_function(call.function, call.name)
+def _repeated(x_TH: Tensor, num_ranks: int) -> Tensor:
+    """Repeats groups that several heads share until the ranks divide them."""
+    groups = x_TH.shape[1]
+    wanted = math.lcm(groups, num_ranks)
+    return x_TH.repeat_interleave(wanted // groups, 1) if wanted > groups else x_TH
+
+
+def _on_documents(
+    on_rows: _OnRows, layout: Layout, plan: MixerPlan, streams: list[Tensor]
+) -> Tensor:
+    """Returns [T, H, ...]: by the package's kernel, by our function, or of documents as rows."""
+    call = on_rows.call
+    weights = on_rows.weights
     stream = plan.stream
-    if (
-        layout.in_trees == "near"
-        and stream.tree is not None
-        and weights["weight"].shape[-1] <= NEAR_TOKENS
-    ):
-        stream = stream.tree.near or stream
+    tree = stream.tree
+    if layout.in_trees == "near" and tree and weights["weight"].shape[-1] <= NEAR_TOKENS:
+        stream = tree.near or stream
     if takes_boundaries(call.function, layout.boundary):
         # transformers leaves out what a kernel lacks; some versions of fla read the boundaries on
         # the host.
         boundaries = {"cu_seqlens": stream.cu_seqlens, "cu_seqlens_cpu": stream.cu_host}
         if layout.boundary == "seq_idx":
             boundaries = {"seq_idx": stream.seq_idx}
-        out = _on_paths(
-            stream, streams, lambda xs: mix([x[None] for x in xs], **boundaries).squeeze(0)
+        return _on_paths(
+            stream, streams, lambda xs: on_rows([x[None] for x in xs], **boundaries).squeeze(0)
         )
-    elif ours is not None:
-        known = {name: arguments[name] for name in arguments if name in _parameters(ours)}
-        known |= weights
-        if (
-            layout.in_trees == "states"
-            and stream.tree is not None
-            and stream.tree.pieces is not None
-        ):
-            out = ours(stream.tree, **known | dict(zip(given, streams)))
-        else:
-            document = stream.document
-            out = _on_paths(
-                stream, streams, lambda xs: ours(document, **known | dict(zip(given, xs)))
-            )
-    else:
-        out = plan.stream.map_rows(mix, streams)
-    if exchange is not None:
-        out = exchange.from_heads(out)
-    out = _as_rows(out[None], *places[0])
-    out = out.contiguous() if places[0][0] == 1 else out  # callers take views of it
-    return (out, None) if has_states else out
+    ours = packed_function(call.function, call.name)
+    if ours is None:
+        return plan.stream.map_rows(on_rows, streams)
+    taken = _parameters(ours)
+    known = {name: value for name, value in call.arguments.items() if name in taken} | weights
+    if layout.in_trees == "states" and stream.tree and stream.tree.pieces is not None:
+        out: Tensor = ours(stream.tree, **known | dict(zip(on_rows.given, streams)))
+        return out
+    document = stream.document
+    return _on_paths(
+        stream, streams, lambda xs: ours(document, **known | dict(zip(on_rows.given, xs)))
+    )
 
 
 def _on_paths(
