@@ -116,7 +116,11 @@ def test_a_source_of_packs_of_ones_own_trains_and_continues(tmp_path: Path) -> N
         "dataset=sums",
         "~dataset.num_chats",
     ]
-    settings += ["security.allow_targets=[my_sums]", "training.num_threads=1"]
+    settings += [
+        "security.allow_targets=[my_sums]",
+        "training.num_threads=1",
+        "lr_scheduler=constant",
+    ]
     settings += [
         "checkpoint.export_hf=false",
         "checkpoint.every_steps=2",
@@ -124,7 +128,10 @@ def test_a_source_of_packs_of_ones_own_trains_and_continues(tmp_path: Path) -> N
     ]
     for runs in (
         ["name=whole training.max_steps=4"],
-        ["name=cut training.max_steps=2", "name=cut training.max_steps=4"],
+        [
+            "name=cut training.max_steps=2",
+            "name=cut training.max_steps=4 checkpoint.accept_changes=true",
+        ],
     ):
         for more in runs:
             done = subprocess.run(
