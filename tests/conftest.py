@@ -10,7 +10,18 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-LONG = ("test_planner.py", "test_simulation.py", "test_trip.py", "test_plan.py")
+LONG = (
+    "test_context_parallel.py",
+    "test_plan.py",
+    "test_planner.py",
+    "test_scaling.py",
+    "test_sharded_start.py",
+    "test_simulation.py",
+    "test_start_up.py",
+    "test_streaming.py",
+    "test_trip.py",
+    "test_unequal_ranks.py",
+)
 
 
 def pytest_collection_finish() -> None:
