@@ -135,6 +135,10 @@ ATTRIBUTES = {
     "_local_tensor": ("torch.distributed.tensor.DTensor", "a shard, without a node in the graph"),
     "_spec": ("torch.distributed.tensor.DTensor", "a shard on another device than its mesh's"),
     "_get_fsdp_state": ("torch.distributed.fsdp.FSDPModule", "see FsdpTrainingState"),
+    "_accelerator_graph_capture_health_check": (
+        "torch.optim.Optimizer",
+        "a step on the CPU opens GPU 0 to ask whether it is recorded",
+    ),
     "_foreach_norm": ("torch", "a norm per tensor in one kernel; what clip_grad_norm_ calls"),
     "_foreach_div_": ("torch", "the same for a division"),
 }

@@ -183,6 +183,18 @@ def test_an_optimizer_of_ones_own_is_measured():
     assert optimizer_bytes(momentum) == 4
 
 
+def test_states_are_counted_without_opening_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank counts before it has taken its own card: torch would open the first one."""
+
+    def opened() -> None:
+        raise AssertionError("a card was opened")
+
+    cuda = torch.device("cuda")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: cuda)
+    monkeypatch.setattr(torch.accelerator, "current_stream", opened)
+    assert optimizer_bytes(build_parts(config_with()).optimizer) == 8
+
+
 def momentum(model: torch.nn.Module) -> torch.optim.SGD:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
