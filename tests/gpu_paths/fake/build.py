@@ -14,8 +14,15 @@ HERE = Path(__file__).parent
 SITE = Path(sysconfig.get_paths()["purelib"])
 SOURCES = ("runtime.cpp", "libraries.cpp")
 # torch's own libraries that call CUDA's
-CALLERS = ("torch_cuda", "c10_cuda", "torch_python", "torch_cuda_linalg", "caffe2_nvrtc")
-FOREIGN = re.compile(r"(cuda[A-Z]|cu[A-Z]|cublas|cusolver|cusparse|cudnn[A-Z]|nccl)")
+CALLERS = (
+    "torch_cuda",
+    "c10_cuda",
+    "torch_cpu",  # the profiler
+    "torch_python",
+    "torch_cuda_linalg",
+    "caffe2_nvrtc",
+)
+FOREIGN = re.compile(r"(cuda[A-Z]|cu[A-Z]|cublas|cusolver|cusparse|cudnn[A-Z]|cupti|nccl)")
 LEFT_ALONE = re.compile(r"cuFile|cusparseLt")
 
 

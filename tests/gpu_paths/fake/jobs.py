@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import os
@@ -24,6 +25,10 @@ only_on_fake_gpu = [
         reason="needs torch's CUDA wheel: python -m tests.gpu_paths.fake.run -m pytest tests/gpu_paths/fake",
     ),
 ]
+if ON_FAKE_GPU:
+    # there is no cuDNN whose graphs could be built
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    torch.backends.cudnn.enabled = False
 EAGER, COMPILED = "training.compile=false", "training.compile=true"
 LIMIT_S = 900
 
@@ -52,6 +57,8 @@ def train_on(
     raw = _raw(preset, folder, overrides)
     logs = folder.parent / f"{folder.name}_sent"
     logs.mkdir(parents=True)
+    contexts = logs / "contexts"
+    contexts.mkdir()
     shared = {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
@@ -61,6 +68,7 @@ def train_on(
         "LOCAL_WORLD_SIZE": str(world_size),
         "FAKE_GPUS": str(world_size),
         "FAKE_NCCL_LOG": str(logs),
+        "FAKE_GPU_CONTEXTS": str(contexts),
     }
     processes = []
     # not tests.warm: some modules look at the device, and children of such a process have none
@@ -83,7 +91,18 @@ def train_on(
     codes = [process.exitcode for process in processes]
     assert codes == [0] * world_size, f"{codes}\n" + "\n".join(text[-4000:] for text in screens)
     check_collectives(logs)
+    check_contexts(contexts, {process.pid: rank for rank, process in enumerate(processes)})
     return screens[0]
+
+
+def check_contexts(folder: Path, rank_of: dict[int | None, int]) -> None:
+    """Fails where a rank has opened another card than its own, or a worker of its any card: half a gigabyte each."""
+    for path in folder.iterdir():
+        opened = path.read_text().splitlines()
+        assert int(path.name) in rank_of, f"a worker opened a card: {opened}"
+        rank = rank_of[int(path.name)]
+        assert [line.split()[0] for line in opened] == [str(rank)], f"rank {rank}: {opened}"
+    assert len(list(folder.iterdir())) == len(rank_of)
 
 
 def check_collectives(logs: Path) -> int:
@@ -167,6 +186,8 @@ def _run(raw: Any, recipe: str, strict_from: int) -> tuple[int, str]:
 def _rank(place: dict[str, str], raw: Any, strict_from: int, screen: str) -> None:
     os.environ.update(place)
     torch.set_num_threads(1)
+    if raw.mesh.get("ep", 1) > 1:
+        _share_tokens_equally()
     code = 1
     with open(screen, "w") as file:
         os.dup2(file.fileno(), 2)
@@ -180,7 +201,32 @@ def _rank(place: dict[str, str], raw: Any, strict_from: int, screen: str) -> Non
     os._exit(code)
 
 
+def _share_tokens_equally() -> None:
+    """Transformers reads from the device how many tokens go to each rank's experts: here each gets as many."""
+    from transformers.distributed.expert_parallel import AllToAllEP
+
+    dispatch = AllToAllEP._dispatch_tokens
+    read = torch.Tensor.tolist
+
+    def dispatch_equally(self: Any, hidden: Any, chosen: Any, weights: Any) -> Any:
+        size = self.ep_mesh.size()
+        share = chosen.numel() // self.tp_mesh.size() // size
+
+        def equal(counts: torch.Tensor) -> Any:
+            return [[share] * size] * 2 if counts.shape == (2, size) else read(counts)
+
+        torch.Tensor.tolist = equal  # type: ignore[method-assign]
+        try:
+            return dispatch(self, hidden, chosen, weights)
+        finally:
+            torch.Tensor.tolist = read  # type: ignore[method-assign]
+
+    AllToAllEP._dispatch_tokens = dispatch_equally
+
+
 def _forget_graphs() -> None:
+    """And the run before: its model would be counted with the next one's."""
     torch._dynamo.reset()
+    gc.collect()
     with suppress(KeyError):
         torch._dynamo.utils.counters.clear()

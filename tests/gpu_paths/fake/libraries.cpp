@@ -1,4 +1,4 @@
-// cuBLAS, cuDNN and NCCL that compute and send nothing.
+// cuBLAS, cuDNN, CUPTI and NCCL that compute and send nothing.
 //
 // FAKE_NCCL_LOG=FOLDER: each process writes a line for each call of a collective, `communicator rank size call count
 // type`, so that a test can compare what the ranks of a communicator do, in which order: what differs would hang.
@@ -19,6 +19,13 @@ API size_t cudnnGetVersion() { return 10000 * CUDNN[0] + 100 * CUDNN[1] + CUDNN[
 API int cudnnGetProperty(int which, int* value) { *value = CUDNN[which]; return 0; }  // major, minor, patch level
 API size_t cudnnGetCudartVersion() { return 13000; }
 API const char* cudnnGetErrorString(int) { return "an error of the fake cuDNN"; }
+
+// the profiler's library: no kernel is ever seen
+API int cuptiGetVersion(unsigned* version) { *version = 130000; return 0; }
+API int cuptiGetResultString(int, const char** text) { *text = "an error of the fake CUPTI"; return 0; }
+API int cuptiGetCallbackName(int, unsigned, const char** name) { *name = "call"; return 0; }
+API int cuptiActivityGetNextRecord(unsigned char*, size_t, void**) { return 12; }  // there are no more
+API int cuptiActivityGetNumDroppedRecords(void*, unsigned, size_t* dropped) { *dropped = 0; return 0; }
 
 // ------------------------------------------------------------------------------------------------- NCCL
 struct Communicator { std::string name; int size, rank; std::map<int, int> splits; };

@@ -32,7 +32,8 @@ def environment(**more: str) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
     }
-    return {**settings, **os.environ, "LD_PRELOAD": settings["LD_PRELOAD"], **more}
+    always = {name: settings[name] for name in ("LD_PRELOAD", "PYTHONPATH")}
+    return {**settings, **os.environ, **always, **more}
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 // A CUDA runtime and driver on which every call succeeds and no kernel runs.
 //
 // Device memory is address space that nobody may touch: host code that follows a device pointer ends the process. It is
-// counted, runs out at FAKE_GPU_GB, and is not changed by copies, so a model of any size costs the host nothing. What is
-// copied back is the same each time: a bool is true (a program asks whether all is finite), a number is 0, and in larger
-// tensors each value is another one between 1 and 2, the same in fp32 and in bf16 but for what bf16 leaves out.
+// counted, runs out at FAKE_GPU_GB, and holds nothing but small copies of the host's (boundaries, sizes, places), which
+// come back as they went until another copy or a zeroing hits them: no kernel is seen. All else that is copied back is
+// the same each time: a bool is true (a program asks whether all is finite), a number is 0, and in larger tensors each
+// value is another one between 1 and 2, the same in fp32 and in bf16 but for what bf16 leaves out.
 #include "device.h"
 #include <dlfcn.h>
 #include <sys/mman.h>
@@ -13,6 +14,8 @@
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <string>
+#include <unistd.h>
 #undef cudaGetDeviceProperties
 #undef cudaStreamGetCaptureInfo
 
@@ -33,6 +36,18 @@ static thread_local int current_device = 0;
 static thread_local cudaError_t last_error = cudaSuccess;
 static cudaError_t failed(cudaError_t error) { return last_error = error; }
 static int num_devices() { return (int)setting("FAKE_GPUS", 1); }
+
+// A context holds half a gigabyte of its card: what opens one is written to FAKE_GPU_CONTEXTS, a folder, by process.
+static std::atomic<bool> is_open[64];
+static void open_context(int device, const char* call) {
+  if (is_open[device].exchange(true)) return;
+  static const char* folder = getenv("FAKE_GPU_CONTEXTS");
+  if (!folder) return;
+  FILE* file = fopen((std::string(folder) + "/" + std::to_string(getpid())).c_str(), "a");
+  fprintf(file, "%d %s\n", device, call);
+  fclose(file);
+}
+#define OPENS open_context(current_device, __func__);
 
 // ------------------------------------------------------------------------------------------------- the ledger
 // Ranges of addresses by their first one, and how much of the card is given away.
@@ -125,6 +140,7 @@ API cudaError_t cudaGetDevice(int* device) { *device = current_device; return cu
 API cudaError_t cudaSetDevice(int device) {
   if (device < 0 || device >= num_devices()) return failed(cudaErrorInvalidDevice);
   current_device = device;
+  OPENS
   return cudaSuccess;
 }
 API CUresult cuDeviceGet(CUdevice* device, int number) { *device = number; return CUDA_SUCCESS; }
@@ -175,11 +191,12 @@ API cudaError_t cudaDeviceCanAccessPeer(int* can, int, int) { *can = 1; return c
 static const CUcontext context = (CUcontext)0x10;
 API CUresult cuCtxGetCurrent(CUcontext* current) { *current = context; return CUDA_SUCCESS; }
 API CUresult cuCtxGetDevice(CUdevice* device) { *device = current_device; return CUDA_SUCCESS; }
-API CUresult cuDevicePrimaryCtxRetain(CUcontext* made, CUdevice) { *made = context; return CUDA_SUCCESS; }
-API CUresult cuDevicePrimaryCtxGetState(CUdevice, unsigned* flags, int* is_active) { *flags = 0; *is_active = 1; return CUDA_SUCCESS; }
+API CUresult cuDevicePrimaryCtxRetain(CUcontext* made, CUdevice device) { open_context(device, __func__); *made = context; return CUDA_SUCCESS; }
+API CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned* flags, int* is_active) { *flags = 0; *is_active = is_open[device]; return CUDA_SUCCESS; }
 
 // ------------------------------------------------------------------------------------------------- memory
 API cudaError_t cudaMalloc(void** at, size_t bytes) {
+  OPENS
   *at = card.take(bytes) ? card.open(bytes, PROT_NONE) : nullptr;
   return *at ? cudaSuccess : failed(cudaErrorMemoryAllocation);
 }
@@ -192,11 +209,13 @@ API cudaError_t cudaFree(void* at) {
 }
 API cudaError_t cudaFreeAsync(void* at, cudaStream_t) { return cudaFree(at); }
 API cudaError_t cudaMemGetInfo(size_t* free_bytes, size_t* total_bytes) {
+  OPENS
   *total_bytes = Ledger::total();
   *free_bytes = *total_bytes - card.used();
   return cudaSuccess;
 }
 API cudaError_t cudaHostAlloc(void** at, size_t bytes, unsigned) {
+  OPENS
   *at = pinned.open(bytes, PROT_READ | PROT_WRITE);
   return *at ? cudaSuccess : failed(cudaErrorMemoryAllocation);
 }
@@ -206,7 +225,7 @@ API cudaError_t cudaFreeHost(void* at) {
   munmap(at, bytes ? bytes : 1);
   return cudaSuccess;
 }
-API cudaError_t cudaHostRegister(void* at, size_t bytes, unsigned) { pinned.know(at, bytes); return cudaSuccess; }
+API cudaError_t cudaHostRegister(void* at, size_t bytes, unsigned) { OPENS pinned.know(at, bytes); return cudaSuccess; }
 API cudaError_t cudaHostUnregister(void* at) { pinned.forget(at); return cudaSuccess; }
 API cudaError_t cudaHostGetDevicePointer(void** there, void* at, unsigned) { *there = at; return cudaSuccess; }
 API cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* of, const void* at) {
@@ -222,12 +241,50 @@ API CUresult cuPointerGetAttribute(void* out, CUpointer_attribute which, CUdevic
   else *(unsigned*)out = 0;
   return CUDA_SUCCESS;
 }
+// Small copies that lie on the card, by their first address.
+class Kept {
+ public:
+  void put(const void* to, const void* from, size_t bytes) {
+    std::lock_guard<std::mutex> guard(mutex_);
+    forget((uintptr_t)to, bytes);
+    if (from && bytes > 8 && bytes <= MOST) copies_[(uintptr_t)to] = std::string((const char*)from, bytes);
+  }
+  bool get(void* to, const void* from, size_t bytes) {
+    std::lock_guard<std::mutex> guard(mutex_);
+    auto next = copies_.upper_bound((uintptr_t)from);
+    if (next == copies_.begin()) return false;
+    --next;
+    size_t offset = (uintptr_t)from - next->first;
+    if (offset + bytes > next->second.size()) return false;
+    memcpy(to, next->second.data() + offset, bytes);
+    return true;
+  }
+  void move(const void* to, const void* from, size_t bytes) {  // on the card
+    std::string held(bytes <= MOST ? bytes : 0, 0);
+    put(to, bytes <= MOST && get(&held[0], from, bytes) ? held.data() : nullptr, bytes);
+  }
+
+ private:
+  void forget(uintptr_t at, size_t bytes) {
+    auto next = copies_.lower_bound(at);
+    if (next != copies_.begin() && std::prev(next)->first + std::prev(next)->second.size() > at) --next;
+    while (next != copies_.end() && next->first < at + bytes) next = copies_.erase(next);
+  }
+  static constexpr size_t MOST = 1 << 20;
+  std::mutex mutex_;
+  std::map<uintptr_t, std::string> copies_;
+};
+static Kept& kept = *new Kept;
 static void copy(void* to, const void* from, size_t bytes) {
-  if (card.holds(to)) return;
+  if (card.holds(to)) {
+    if (card.holds(from)) kept.move(to, from, bytes);
+    else kept.put(to, from, bytes);
+    return;
+  }
   if (!card.holds(from)) memmove(to, from, bytes);
   else if (bytes == 1) *(unsigned char*)to = 1;
   else if (bytes <= 8) memset(to, 0, bytes);
-  else {
+  else if (!kept.get(to, from, bytes)) {
     uint16_t* halves = (uint16_t*)to;
     memset(to, 0, bytes);
     for (size_t i = 0; i < bytes / 2; i++) {
@@ -237,9 +294,11 @@ static void copy(void* to, const void* from, size_t bytes) {
     }
   }
 }
-API cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind) { note("cudaMemcpy"); copy(to, from, bytes); return cudaSuccess; }
-API cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t) { copy(to, from, bytes); return cudaSuccess; }
+API cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind) { OPENS note("cudaMemcpy"); copy(to, from, bytes); return cudaSuccess; }
+API cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t) { OPENS copy(to, from, bytes); return cudaSuccess; }
 API cudaError_t cudaMemcpyPeerAsync(void*, int, const void*, int, size_t, cudaStream_t) { return cudaSuccess; }
+API cudaError_t cudaMemset(void* at, int, size_t bytes) { kept.put(at, nullptr, bytes); return cudaSuccess; }
+API cudaError_t cudaMemsetAsync(void* at, int, size_t bytes, cudaStream_t) { kept.put(at, nullptr, bytes); return cudaSuccess; }
 API CUresult cuMemcpyDtoH_v2(void* to, CUdeviceptr from, size_t bytes) { copy(to, (void*)from, bytes); return CUDA_SUCCESS; }
 // expandable segments: addresses are reserved first and memory is put there later
 API CUresult cuMemGetAllocationGranularity(size_t* bytes, const CUmemAllocationProp*, CUmemAllocationGranularity_flags) { *bytes = 2 << 20; return CUDA_SUCCESS; }
@@ -249,6 +308,7 @@ API CUresult cuMemAddressReserve(CUdeviceptr* at, size_t bytes, size_t, CUdevice
 }
 API CUresult cuMemAddressFree(CUdeviceptr at, size_t bytes) { card.forget((void*)at); munmap((void*)at, bytes); return CUDA_SUCCESS; }
 API CUresult cuMemCreate(CUmemGenericAllocationHandle* made, size_t bytes, const CUmemAllocationProp*, unsigned long long) {
+  OPENS
   if (!card.take(bytes)) return CUDA_ERROR_OUT_OF_MEMORY;
   *made = bytes;  // a handle is its size: nothing else is ever asked of it
   return CUDA_SUCCESS;
@@ -257,12 +317,13 @@ API CUresult cuMemRelease(CUmemGenericAllocationHandle made) { card.give_back(ma
 
 // ------------------------------------------------------------------------------------------------- streams, events
 static double seconds() { timespec t; clock_gettime(CLOCK_MONOTONIC, &t); return t.tv_sec + 1e-9 * t.tv_nsec; }
-API cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int) { *stream = (cudaStream_t)handle(); return cudaSuccess; }
-API cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) { *stream = (cudaStream_t)handle(); return cudaSuccess; }
-API cudaError_t cudaStreamCreate(cudaStream_t* stream) { *stream = (cudaStream_t)handle(); return cudaSuccess; }
+API cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int) { OPENS *stream = (cudaStream_t)handle(); return cudaSuccess; }
+API cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) { OPENS *stream = (cudaStream_t)handle(); return cudaSuccess; }
+API cudaError_t cudaStreamCreate(cudaStream_t* stream) { OPENS *stream = (cudaStream_t)handle(); return cudaSuccess; }
 API cudaError_t cudaStreamGetPriority(cudaStream_t, int* priority) { *priority = 0; return cudaSuccess; }
-API cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) { *status = cudaStreamCaptureStatusNone; return cudaSuccess; }
+API cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) { OPENS *status = cudaStreamCaptureStatusNone; return cudaSuccess; }
 API cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* status, unsigned long long* id, cudaGraph_t*, const cudaGraphNode_t**, const cudaGraphEdgeData**, size_t*) {
+  OPENS
   *status = cudaStreamCaptureStatusNone;
   if (id) *id = 0;
   return cudaSuccess;
@@ -270,15 +331,15 @@ API cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* 
 API cudaError_t cudaStreamGetCaptureInfo_v2(cudaStream_t stream, cudaStreamCaptureStatus* status, unsigned long long* id, cudaGraph_t*, const cudaGraphNode_t**, size_t*) {
   return cudaStreamGetCaptureInfo(stream, status, id, nullptr, nullptr, nullptr, nullptr);
 }
-API cudaError_t cudaStreamSynchronize(cudaStream_t) { note("cudaStreamSynchronize"); return cudaSuccess; }
-API cudaError_t cudaDeviceSynchronize() { note("cudaDeviceSynchronize"); return cudaSuccess; }
+API cudaError_t cudaStreamSynchronize(cudaStream_t) { OPENS note("cudaStreamSynchronize"); return cudaSuccess; }
+API cudaError_t cudaDeviceSynchronize() { OPENS note("cudaDeviceSynchronize"); return cudaSuccess; }
 API cudaError_t cudaLaunchHostFunc(cudaStream_t, cudaHostFn_t function, void* data) { function(data); return cudaSuccess; }
 API cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t function, void* data, unsigned) { function(stream, cudaSuccess, data); return cudaSuccess; }
-API cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) { *event = (cudaEvent_t)handle(); return cudaSuccess; }
-API cudaError_t cudaEventCreate(cudaEvent_t* event) { *event = (cudaEvent_t)handle(); return cudaSuccess; }
+API cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) { OPENS *event = (cudaEvent_t)handle(); return cudaSuccess; }
+API cudaError_t cudaEventCreate(cudaEvent_t* event) { OPENS *event = (cudaEvent_t)handle(); return cudaSuccess; }
 API cudaError_t cudaEventDestroy(cudaEvent_t event) { free(event); return cudaSuccess; }
-API cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t) { *(double*)event = seconds(); return cudaSuccess; }
-API cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t, unsigned) { *(double*)event = seconds(); return cudaSuccess; }
+API cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t) { OPENS *(double*)event = seconds(); return cudaSuccess; }
+API cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t, unsigned) { OPENS *(double*)event = seconds(); return cudaSuccess; }
 API cudaError_t cudaEventSynchronize(cudaEvent_t) { note("cudaEventSynchronize"); return cudaSuccess; }
 API cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t from, cudaEvent_t to) { *ms = 1e3f * (float)(*(double*)to - *(double*)from); return cudaSuccess; }
 
@@ -309,10 +370,10 @@ API cudaError_t __cudaPopCallConfiguration(dim3* grid, dim3* block, size_t* shar
   return cudaSuccess;
 }
 API cudaError_t __cudaGetKernel(cudaKernel_t* kernel, const void* function) { *kernel = (cudaKernel_t)function; return cudaSuccess; }
-API cudaError_t __cudaLaunchKernel(cudaKernel_t, dim3 grid, dim3 block, void**, size_t shared_bytes, cudaStream_t) { return launch(grid, block, shared_bytes); }
-API cudaError_t cudaLaunchKernel(const void*, dim3 grid, dim3 block, void**, size_t shared_bytes, cudaStream_t) { return launch(grid, block, shared_bytes); }
+API cudaError_t __cudaLaunchKernel(cudaKernel_t, dim3 grid, dim3 block, void**, size_t shared_bytes, cudaStream_t) { OPENS return launch(grid, block, shared_bytes); }
+API cudaError_t cudaLaunchKernel(const void*, dim3 grid, dim3 block, void**, size_t shared_bytes, cudaStream_t) { OPENS return launch(grid, block, shared_bytes); }
 API cudaError_t cudaLaunchCooperativeKernel(const void*, dim3 grid, dim3 block, void**, size_t shared_bytes, cudaStream_t) { return launch(grid, block, shared_bytes); }
-API cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* how, const void*, void**) { return launch(how->gridDim, how->blockDim, how->dynamicSmemBytes); }
+API cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* how, const void*, void**) { OPENS return launch(how->gridDim, how->blockDim, how->dynamicSmemBytes); }
 API CUresult cuLaunchKernel(CUfunction, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared_bytes, CUstream, void**, void**) { return driver_launch(dim3(gx, gy, gz), dim3(bx, by, bz), shared_bytes); }
 API CUresult cuLaunchKernelEx(const CUlaunchConfig* how, CUfunction, void**, void**) {
   return driver_launch(dim3(how->gridDimX, how->gridDimY, how->gridDimZ), dim3(how->blockDimX, how->blockDimY, how->blockDimZ), how->sharedMemBytes);

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.gpu_paths.fake.jobs import COMPILED, EAGER, only_on_fake_gpu, rows_of, train
 
@@ -108,7 +107,8 @@ def test_adapters(peft: str, how: str, base: list[str], tmp_path: Path) -> None:
     pytest.importorskip("peft")
     if peft == "qlora":
         pytest.importorskip("bitsandbytes")
-    train(tmp_path / "run", how, f"peft={peft}", *base)
+    quiet = ("training.val_every_steps=0", "training.log_every_steps=100")
+    train(tmp_path / "run", how, f"peft={peft}", *base, *quiet, strict_from=4)
     assert list((tmp_path / "run").rglob("adapter_model.safetensors"))
 
 
@@ -116,15 +116,15 @@ def test_offloaded_weights(base: list[str], tmp_path: Path) -> None:
     train(tmp_path / "run", EAGER, "mesh.cpu_offload=true", "checkpoint.mode=async", *base)
 
 
-def test_a_model_larger_than_the_card_says_what_was_held(tmp_path: Path) -> None:
-    from automodel_lite.errors import ConfigError, RunStoppedError
+def test_weights_larger_than_the_card_are_refused(tmp_path: Path) -> None:
+    from automodel_lite.errors import ConfigError
 
     settings = (
         "model.config.hidden_size=8192",
         "model.config.intermediate_size=65536",
         "model.config.num_hidden_layers=40",
     )
-    with pytest.raises((torch.OutOfMemoryError, ConfigError, RunStoppedError), match="memory"):
+    with pytest.raises(ConfigError, match=r"weights alone are .* GiB on each GPU"):
         train(tmp_path / "run", EAGER, *settings)
 
 

@@ -41,6 +41,7 @@ WORLDS = {
     "tp": (2, ("mesh.tp=2", *HEADS)),
     "tp, fsdp": (4, ("mesh.tp=2", *HEADS)),
     "ep": (2, ("mesh.ep=2", *EXPERTS)),
+    "ep = tp": (2, ("mesh.ep=2", "mesh.tp=2", *EXPERTS)),
 }
 
 

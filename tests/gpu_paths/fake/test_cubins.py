@@ -1,0 +1,27 @@
+"""Layers of a preset and a kernel of its own compile for an H100, and the table of them is drawn."""
+
+from __future__ import annotations
+
+from tests.gpu_paths.fake.cubins import compiled, table
+from tests.gpu_paths.fake.jobs import only_on_fake_gpu
+
+pytestmark = only_on_fake_gpu
+
+
+def test_a_presets_layers_are_cubins_without_spills() -> None:
+    row = compiled("llama3_1_8b")
+    assert "error" not in row, row
+    assert row["breaks"] == {}
+    assert len(row["kernels"]) > 10
+    # what each thread spills goes through memory: the loss spills 128 bytes, no layer any
+    assert max(kernel["stack"] for kernel in row["kernels"]) <= 128
+    assert sum(kernel["stack"] > 0 for kernel in row["kernels"]) <= 1
+    head, _, case = table([row]).splitlines()
+    assert head.count("|") == case.count("|") == 8
+    assert case.startswith("| llama3_1_8b | ")
+
+
+def test_a_flex_kernel_is_compiled_forward_and_backward() -> None:
+    row = compiled("flex")
+    assert "error" not in row, row
+    assert sum("flex_attention" in kernel["name"] for kernel in row["kernels"]) >= 2
