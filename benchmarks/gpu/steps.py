@@ -101,6 +101,7 @@ def build(variant: Variant, device: str) -> Any:
     from automodel_lite.attention.spec import attention_specs
     from automodel_lite.models.layers import compile_layers, decoder_layers, recompute_layers
     from automodel_lite.models.loss import CrossEntropy, FusedLinearCrossEntropy, LossModel
+    from automodel_lite.thd import stream_of
 
     settings = {
         "model_type": "llama",
@@ -129,16 +130,17 @@ def build(variant: Variant, device: str) -> Any:
     if variant.attention == "packed":
         kernel, _ = choose_attention(None, attention_specs(config, torch.device(device), compute))
         install(lm, kernel)
+    model = LossModel(lm, CrossEntropy() if variant.loss == "plain" else FusedLinearCrossEntropy())
     if variant.compiled and variant.attention == "packed":
+        # layers are called uncompiled first, as by the recipe's probe: they would compile twice
+        with torch.no_grad(), torch.autocast(device, compute, enabled=compute != torch.float32):
+            model(stream_of([torch.arange(8)], device))
         compile_layers(decoder_layers(lm))
     elif variant.compiled:  # as transformers' users do
         lm.model.compile(dynamic=False)
     recompute_layers(decoder_layers(lm), variant.recompute, 1)
-    if variant.loss == "plain":
-        return LossModel(lm, CrossEntropy())
     # compiled with the layers, as the recipe does
-    model = LossModel(lm, FusedLinearCrossEntropy())
-    if variant.compiled and device == "cuda":
+    if variant.compiled and device == "cuda" and variant.loss != "plain":
         model.loss_backend = "inductor"
     return model
 
