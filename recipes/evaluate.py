@@ -27,6 +27,7 @@ from automodel_lite.errors import ConfigError
 from automodel_lite.parallel.mesh import Mesh, rank, world_size
 from automodel_lite.parts.evaluation.generator import load_generator
 from automodel_lite.progress import activity
+from automodel_lite.results import RESULTS
 from automodel_lite.run.checkpoint_folder import exported_folder
 from automodel_lite.telemetry.console import Console, quiet_libraries
 from automodel_lite.training.build import build_model
@@ -60,9 +61,9 @@ def evaluate_sets(config: Config) -> int:
         generator = load_generator(
             str(parts.model.pretrained), parts.model.source["trust_remote_code"]
         )
-        console.say(
-            "answers", build(config.evaluation).ask(generator, questions_of(data.documents))[0]
-        )
+        text, scores = build(config.evaluation).ask(generator, questions_of(data.documents))
+        RESULTS.update(scores)
+        console.say("answers", text)
     mesh.barrier()
     mesh.close()
     return 0
@@ -86,6 +87,7 @@ def print_losses(parts: Parts, data: PackSource, mesh: Mesh, console: Console) -
         )
         documents = packs.plan.counts.packed_documents
         right = losses["token_accuracy"]
+        RESULTS[name] = losses | {"documents": documents}
         console.say(
             "loss", f"{name}: {shown}, {right:.2%} of the tokens right, of {documents:,} documents"
         )

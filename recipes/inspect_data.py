@@ -20,6 +20,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -38,11 +39,13 @@ from automodel_lite.extras.report import write_inspection
 from automodel_lite.launched import check_alone
 from automodel_lite.parts.images import images_lines, shown_pictures
 from automodel_lite.prefix_trees import find_nodes
+from automodel_lite.results import RESULTS
 from automodel_lite.thd import CHOSEN, REJECTED
 from automodel_lite.training.start import resolve_auto
 
 NUM_PACKS = 8
-NUM_SAMPLES = 3
+NUM_SAMPLES = 3  # on the screen
+NUM_SAMPLES_OF_A_PAGE = 12
 SHOWN_TOKENS = 400
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 BAR = "█"
@@ -61,25 +64,29 @@ def main(config: Config, html: Path | None = None) -> int:
         packs = data.packs_of(0)
     except DataError as error:
         raise DataError(f"nothing would be trained on: {error}") from error
+    report = data.report()
+    RESULTS.update(data.counts, lengths=data.lengths(), packing=report and asdict(report))
     in_color = sys.stdout.isatty() and "NO_COLOR" not in os.environ and html is None
+    shown = shown_documents(packs, NUM_SAMPLES_OF_A_PAGE if html else NUM_SAMPLES)
     sections = {
         "DATA": counts(data),
-        f"SAMPLES (trained on: {'green' if in_color else '⟦ ⟧'})": samples(data, packs, in_color),
+        f"SAMPLES (trained on: {'green' if in_color else '⟦ ⟧'})": samples(data, shown, in_color),
         "LENGTHS (tokens of a document, number of documents)": lengths(data, packs),
-        "PACKING": iter([str(data.report())]),
+        "PACKING": iter([str(report)]),
         **drawn_packs(packs),
     }
-    shown = [(heading, [*lines]) for heading, lines in sections.items()]
-    for heading, lines in shown:
+    drawn = [(heading, [*lines]) for heading, lines in sections.items()]
+    for heading, lines in drawn:
         print(f"{heading}\n" + "\n".join(lines) + "\n")
     if html:
         try:
             pictures = [
                 (f"document {index}, {picture.caption}", picture.thumbnail)
-                for _, index in shown_documents(packs)
+                for index, _, _ in shown
                 for picture in shown_pictures(data, data.tokens.train[index])
             ]
-            print(write_inspection(html, config.name, shown, data.lengths(), pictures))
+            name = data.documents.description.partition(":")[0]
+            print(write_inspection(html, name, drawn, data.lengths(), pictures))
         except OSError as error:
             raise ConfigError(f"--html {html} cannot be written ({error.strerror}).") from error
     if not any(count.num_label_tokens for count in data.tokens.counts.values()) or not len(packs):
@@ -232,31 +239,34 @@ def draw_histogram(
     return lines
 
 
-def shown_documents(packs: PackedDataset) -> Iterator[tuple[int, int]]:
-    """Yields some entries of the plan and their documents, in the order of the documents."""
-    entries = np.argsort(packs.plan.doc_ids, kind="stable")
-    for number in range(min(NUM_SAMPLES, len(entries))):
-        entry = int(entries[number * len(entries) // NUM_SAMPLES])
-        yield entry, int(packs.plan.doc_ids[entry])
-
-
-def samples(data: PlannedPacks, packs: PackedDataset, in_color: bool) -> Iterator[str]:
-    """Yields some documents as the packs hold them, cut where they are cut, with what is trained on
-    marked.
+def shown_documents(packs: PackedDataset, most: int) -> list[tuple[int, int, int]]:
+    """Returns documents of the plan, in their order, whatever the order of the packs, and which of
+    their tokens are packed: (document, start, stop).
     """
-    rows = data.tokens.train
     plan = packs.plan
-    # In the order of the documents, whatever the order of the packs.
+    lengths = packs.rows.lengths
     entries = np.argsort(plan.doc_ids, kind="stable")
-    for number in range(min(NUM_SAMPLES, len(entries))):
-        entry = int(entries[number * len(entries) // NUM_SAMPLES])
+    found = []
+    for number in range(min(most, len(entries))):
+        entry = int(entries[number * len(entries) // min(most, len(entries))])
         index = int(plan.doc_ids[entry])
-        row = rows[index]
         start = 0
-        stop = len(row["input_ids"])
+        stop = int(lengths[index])
         if plan.starts is not None and plan.stops is not None:
             start = int(plan.starts[entry])
             stop = int(plan.stops[entry])
+        found.append((index, start, stop))
+    return found
+
+
+def samples(
+    data: PlannedPacks, documents: Sequence[tuple[int, int, int]], in_color: bool
+) -> Iterator[str]:
+    """Yields documents as the packs hold them, cut where they are cut, with what is trained on
+    marked.
+    """
+    for index, start, stop in documents:
+        row = data.tokens.train[index]
         shown = slice(start, min(stop, start + SHOWN_TOKENS))
         # Of a tree, each row's own tokens are a line of their own.
         begins = np.flatnonzero(row["branches"][shown]) if "branches" in row else []

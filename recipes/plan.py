@@ -56,9 +56,10 @@ from automodel_lite.extras.plan.simulation import layer_pattern, simulate_by_lay
 from automodel_lite.launched import check_alone
 from automodel_lite.parallel.mesh import MeshShape
 from automodel_lite.parts.auto import MOST_PACK, SIZE
+from automodel_lite.results import RESULTS
 from automodel_lite.run.durable import write_atomically
 from automodel_lite.telemetry.console import quiet_libraries
-from automodel_lite.training.memory import estimate_memory, usable
+from automodel_lite.training.memory import estimate_memory, three_digits, usable
 from automodel_lite.training.plan import AUTO, Decided, Parts, build_parts, with_recomputation
 from automodel_lite.training.start import build_on_meta, resolve_auto
 
@@ -113,9 +114,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     print(coarse_text(job), flush=True)
     outcome = make_plans(job, say=lambda line: print(f"  {line}", flush=True))
-    if args.json:
-        found = {"plans": [as_json(plan) for plan in outcome.plans], "lost": dict(outcome.lost)}
-        args.json.write_text(json.dumps(found, indent=1))
+    RESULTS.update(plans=[as_json(plan) for plan in outcome.plans], lost=dict(outcome.lost))
     if not outcome.plans:
         print("fits: no")
         print(f"no plan fits: {lost_text(outcome)}", *suggestions(job, parts_of), sep="\n")
@@ -137,7 +136,7 @@ def coarse_text(job: Job) -> str:
     verdict = "no: does not fit" if least > most else "may fit"
     return (
         f"by arithmetic: {verdict}; weights, gradients and moments take at least "
-        f"{least / 2**30:.1f} of {most / 2**30:.1f} GiB; simulating layouts:"
+        f"{three_digits(least / 2**30)} of {most / 2**30:.1f} GiB; simulating layouts:"
     )
 
 
@@ -248,9 +247,9 @@ def table(plans: list[Plan]) -> str:
                 str(layout),
                 f"{layout.micro_batch} x {layout.micro_steps}",
                 recomputation_text(plan.parts),
-                f"{step.peak / 2**30:.1f}",
-                f"{states / 2**30:.1f}",
-                f"{max(step.peak - states, 0) / 2**30:.1f}",
+                three_digits(step.peak / 2**30),
+                three_digits(states / 2**30),
+                three_digits(max(step.peak - states, 0) / 2**30),
                 f"{plan.step_s:.3g}",
                 f"{plan.tokens_per_s_per_gpu:,.0f}",
                 f"{plan.mfu:.0%}",
@@ -434,7 +433,7 @@ def write_preset(path: Path, preset: str, config: Config, overrides: Sequence[st
 
 
 def parser() -> argparse.ArgumentParser:
-    found = argument_parser(__doc__)
+    found = argument_parser(__doc__, has_results=True)
     found.add_argument("--config-name", required=True)
     found.add_argument(
         "--gpus", type=argument(int, Range(1, 1024)), default=8, help="GPUs of a node"
@@ -448,7 +447,6 @@ def parser() -> argparse.ArgumentParser:
         "--document-tokens", type=argument(int, Range(1, 10**8)), default=1024, help="without data"
     )
     found.add_argument("--price-per-gpu-hour", type=POSITIVE)
-    found.add_argument("--json", type=argument(Path), help="write the plans, the best first")
     found.add_argument(
         "--write", type=argument(Path), help="write the best plan as a preset: my_conf/mine.yaml"
     )

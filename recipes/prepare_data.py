@@ -22,11 +22,14 @@ from automodel_lite.cli import run_recipe
 if __name__ == "__main__":
     run_recipe("recipes.prepare_data:main")
 
+from dataclasses import asdict
+
 from automodel_lite.config.schema import Config
 from automodel_lite.data.feeding.order import batch_shape
 from automodel_lite.data.prepare import build_packer, prepare_data
 from automodel_lite.errors import ConfigError
 from automodel_lite.launched import check_alone
+from automodel_lite.results import RESULTS
 from automodel_lite.training.start import resolve_auto
 
 
@@ -55,10 +58,13 @@ def main(config: Config, task: str = "", tasks: str = "") -> int:
     print(data.documents.description)
     for note in data.notes:
         print(f"  {note}")
+    report = data.report()
+    RESULTS.update(data.counts, packing=report and asdict(report))
     print(
-        data.report()
+        report
         or "a stream is tokenized and packed while it is trained on; nothing else is prepared"
     )
     for name, val_packs in data.val_packs.items():
+        RESULTS[f"packs/{name}"] = len(val_packs)
         print(f"validation ({name}): {len(val_packs):,} packs")
     return 0

@@ -16,6 +16,7 @@ from automodel_lite.cli import argument_parser, run_tool
 from automodel_lite.config.rules import argument
 from automodel_lite.errors import ConfigError
 from automodel_lite.launched import check_alone
+from automodel_lite.results import RESULTS
 
 if TYPE_CHECKING:
     from automodel_lite.extras.report import RunRecord
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code; raises ConfigError for a folder that is not a run's."""
-    parser = argument_parser(__doc__)
+    parser = argument_parser(__doc__, has_results=True)
     parser.add_argument(
         "runs", nargs="+", type=argument(Path), help="folders of runs, or one that holds them"
     )
@@ -46,6 +47,7 @@ def main(argv: list[str] | None = None) -> int:
         )
         print(write_report(records, target))
         for record in records:
+            RESULTS[str(record.path)] = record.last_values()
             for text in hangs_of(record.path / "logs"):
                 print(f"{record.name}: {text}")
     except OSError as error:

@@ -29,6 +29,7 @@ from automodel_lite.launched import rank, world_size
 from automodel_lite.models.source import CausalLM
 from automodel_lite.parts.losses.distillation import DistillTopK
 from automodel_lite.parts.losses.label_values import check_loss, reference_values, teacher_values
+from automodel_lite.results import RESULTS
 from automodel_lite.telemetry.console import Console, quiet_libraries
 from automodel_lite.training.build import build_model, check_same_vocabulary
 from automodel_lite.training.decide import decide
@@ -86,9 +87,11 @@ def compute_values(config: Config) -> int:
     sets |= {name: packs.rows for name, packs in data.val_packs.items()}
     for name, rows in sets.items():
         values.computed(name, rows, engine)
+        folder = values.folder(name, rows)
+        RESULTS[name] = {"values": values.name, "documents": len(rows), "folder": folder}
         console.say(
             "scored",
-            f"{name}: {values.name} for {len(rows):,} documents: {values.folder(name, rows)}",
+            f"{name}: {values.name} for {len(rows):,} documents: {folder}",
         )
     mesh.close()
     return 0

@@ -32,7 +32,7 @@ from automodel_lite.attention.interface import install
 from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.config.schema import Config
 from automodel_lite.data.packing.packs import packed_sequence_thd_collater
-from automodel_lite.extras.certificate import check_export, write_certificate
+from automodel_lite.extras.certificate import as_json, check_export, write_certificate
 from automodel_lite.extras.verify import (
     Check,
     Sample,
@@ -50,6 +50,7 @@ from automodel_lite.parallel.mesh import (
     rank,
     world_size,
 )
+from automodel_lite.results import RESULTS
 from automodel_lite.seed import seed_all
 from automodel_lite.telemetry.console import Console, quiet_libraries
 from automodel_lite.thd import IGNORE_INDEX, AttentionPlan, Segments, ThdBatch, labeled_rows, to_thd
@@ -122,6 +123,7 @@ class Verification:
                 path = write_certificate(self.card, checks, self.sample)
                 self.console.print(f"\ncertificate   {path}")
         num_failed = sum(not check.passed for check in checks)
+        RESULTS.update(checks=[*map(as_json, checks)], num_failed=num_failed)
         self.console.print(
             f"\nFAIL: {num_failed} of {len(checks)}"
             if num_failed

@@ -16,6 +16,7 @@ from automodel_lite.cli.line import rewrite_program_name
 from automodel_lite.errors import SENTENCES, ConfigError, DataError, PeerError
 from automodel_lite.launched import check_launched
 from automodel_lite.redact import ScrubbedStream
+from automodel_lite.results import write_results
 from automodel_lite.run.ending import ending_of, exit_now, exit_with, write_error_file
 from automodel_lite.run.stopping import (
     INTERRUPTED_EXIT,
@@ -42,7 +43,10 @@ def end(work: Callable[[], int]) -> NoReturn:
     """Does the work, and exits with its code, or as its error ends a process."""
     try:
         check_launched()
-        code = work()
+        try:
+            code = work()
+        finally:
+            write_results()
     except BaseException as raised:
         error = SIGNALS.cause_of(raised)
         text, code, is_shown = ending_of(error)

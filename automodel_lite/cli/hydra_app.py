@@ -35,6 +35,7 @@ from automodel_lite.config.check import check_config
 from automodel_lite.config.components import flatten, locate
 from automodel_lite.errors import ConfigError
 from automodel_lite.progress import activity, is_shown, print_above_bars
+from automodel_lite.results import open_json
 from automodel_lite.run.ending import LAUNCHED_BY_US
 from automodel_lite.run.stopping import SIGNALS
 
@@ -92,6 +93,10 @@ def run_command_line(main: str, argv: Sequence[str]) -> int:
     GlobalHydra.instance().initialize(hydra)
     if line.is_question:
         return show(hydra, line)
+    if line.json and line.is_multirun:
+        raise ConfigError("--json FILE holds the numbers of one run, not of a sweep.")
+    if line.json:
+        open_json(line.json)
     if line.is_multirun:
         return int(locate(COMMANDS["sweep"])(loader, main, line))
     if useless := [text for text in line.overrides if text.startswith("hydra")]:

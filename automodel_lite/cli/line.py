@@ -14,7 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -22,12 +22,14 @@ from hydra.errors import HydraException
 
 from automodel_lite.config.components import IS_INSTALLED
 from automodel_lite.errors import ConfigError, did_you_mean
+from automodel_lite.results import open_json
 from automodel_lite.version import __version__
 
 RECIPES_PACKAGE = "automodel_lite.recipes" if IS_INSTALLED else "recipes"
 COMMANDS = yaml.safe_load(Path(__file__).with_name("commands.yaml").read_text(encoding="utf-8"))
 RECIPES: dict[str, list[str]] = COMMANDS["recipes"]  # command -> module, purpose
 TOOLS: dict[str, str] = COMMANDS["tools"]
+JSON_HELP = "write the numbers as one JSON object; - prints it, and the rest goes to stderr"
 EXAMPLES: list[str] = COMMANDS["examples"]
 
 
@@ -48,14 +50,24 @@ def rewrite_program_name(text: str) -> str:
     return text
 
 
-def argument_parser(recipe_doc: str | None) -> argparse.ArgumentParser:
+def argument_parser(recipe_doc: str | None, has_results: bool = False) -> argparse.ArgumentParser:
     """Returns the parser of a recipe with a command line of its own; its docstring is the head of
-    `--help`.
+    `--help`. has_results: it finds numbers, and takes --json.
     """
-    return _Parser(
+    found = _Parser(
         description=rewrite_program_name(recipe_doc or ""),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    if has_results:
+        found.add_argument("--json", action=_OpenJson, metavar="FILE", help=JSON_HELP)
+    return found
+
+
+class _OpenJson(argparse.Action):
+    """Its mistakes are sentences of their own."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+        open_json(values)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -188,6 +200,7 @@ _TEXTS = (
     ("--task",),
     ("--tasks",),
     ("--card",),
+    ("--json",),
 )
 
 

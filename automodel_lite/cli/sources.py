@@ -13,7 +13,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from automodel_lite.cli.line import EXAMPLES, parser, rewrite_program_name
+from automodel_lite.cli.line import EXAMPLES, JSON_HELP, parser, rewrite_program_name
 from automodel_lite.cli.recipes import Recipe
 from automodel_lite.config.components import CONF_DIR
 from automodel_lite.errors import ConfigError, did_you_mean
@@ -127,6 +127,7 @@ def help_of(recipe: Recipe, sources: Sources) -> str:
         "",
         "--cfg job prints the whole configuration and stops; --multirun sweeps, seed=0,1.",
     ]
+    lines += [f"--json FILE: {JSON_HELP}."]
     lines += ["--nproc 8 (or gpu) starts 8 processes (or one per GPU) on this machine."]
     lines += ["", parser().format_usage().replace("usage", "all flags").rstrip()]
     return rewrite_program_name("\n".join(lines))

@@ -8,7 +8,7 @@ any mesh: set mesh.dp_shard to the processes meant.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import torch
 
@@ -22,6 +22,7 @@ from automodel_lite.extras.plan.simulation import simulate
 from automodel_lite.models.flops import cost_model
 from automodel_lite.parallel.mesh import mesh_shape, rank, world_size
 from automodel_lite.progress import activity
+from automodel_lite.results import RESULTS
 from automodel_lite.telemetry.console import Console
 from automodel_lite.thd import ThdBatch, to_thd
 from automodel_lite.training.decide import adapter_weights, decide
@@ -69,8 +70,10 @@ def dry_run(config: Config) -> int:
     trained = (
         "all trained" if adapter is None else f"frozen, {count(adapter)} of the adapter trained"
     )
-    lines = [
-        ("device", f"{device.type}: {processes_text(made)}, {name} compute"),
+    lines = [("device", f"{device.type}: {processes_text(made)}, {name} compute")]
+    if device.type == "cpu":
+        lines.append(("", "this machine has no GPU: recomputation and memory are those of GPUs"))
+    lines += [
         (
             "model",
             f"{model_config.model_type}: {count(made.size.parameters)} parameters, {trained}",
@@ -82,7 +85,19 @@ def dry_run(config: Config) -> int:
     ]
     for topic, text in lines:
         console.say(topic, text)
-    by_arithmetic = f"{estimate_memory(made, adapter)}\n{made.reduction_text}".strip()
+    estimate = estimate_memory(made, adapter)
+    RESULTS.update(
+        data.counts,
+        parameters=made.size.parameters,
+        trained_parameters=made.size.parameters if adapter is None else adapter,
+        processes=asdict(shape),
+        packing=report and asdict(report),
+        max_steps=plan.max_steps,
+        steps_per_epoch=plan.steps_per_epoch,
+        batch=asdict(plan.shape),
+        estimated_bytes=asdict(estimate) | {"total": estimate.total},
+    )
+    by_arithmetic = f"{estimate}\n{made.reduction_text}".strip()
     console.say("memory", _memory(made, by_arithmetic, most_branched(data, parts)))
     console.print(
         "dry run: the settings, the data and the model fit together; nothing was trained or written"
@@ -124,6 +139,14 @@ def _memory(decided: Decided, by_arithmetic: str, batch: ThdBatch | None) -> str
             found = simulate(decided, decided.config, decided.shape, batch)
     except NotImplementedError as error:
         return f"{by_arithmetic}\nnot simulated: {one_line(error, 100)}"
+    RESULTS.update(
+        peak_bytes=found.peak,
+        peaks_bytes=found.peaks,
+        weights_bytes=found.weights,
+        gradients_bytes=found.gradients,
+        optimizer_bytes=found.optimizer,
+        sent_bytes=found.sent,
+    )
     available = gpu_bytes(default_device()) or GPUS_GB[-1] * 10**9
     cure = "" if found.peak <= usable(available) else f"\n{out_of_memory_text(decided)}"
     trees = ", with the keys of its trees" if batch is not None else ""

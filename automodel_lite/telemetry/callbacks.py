@@ -18,6 +18,7 @@ from automodel_lite.config.schema import Config
 from automodel_lite.errors import ConfigError, one_line
 from automodel_lite.parallel.control import Control
 from automodel_lite.redact import scrub, scrub_tree
+from automodel_lite.results import RESULTS
 from automodel_lite.run.durable import json_line
 from automodel_lite.run.folder import RunFolder, plain
 
@@ -137,6 +138,7 @@ class MetricsLog:
 
     def log(self, row: Row) -> None:
         row = scrub_tree(row)
+        RESULTS.update(row)
         self.jsonl.log(row)
         self._each(lambda callback: callback.log(row))
 

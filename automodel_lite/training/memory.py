@@ -271,5 +271,12 @@ def out_of_memory_text(parts: Parts, estimate: MemoryEstimate | None = None) -> 
 
 
 def gib(num_bytes: float) -> str:
-    """`11.2 GiB`, or `4.0 MiB` below half a GiB."""
-    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**29 else f"{num_bytes / 2**20:.1f} MiB"
+    """`11.2 GiB`, `1.02 GiB`, or `4.03 MiB` below half a GiB."""
+    if num_bytes >= 2**29:
+        return f"{three_digits(num_bytes / 2**30)} GiB"
+    return f"{three_digits(num_bytes / 2**20)} MiB"
+
+
+def three_digits(value: float) -> str:
+    """`1.02`, `11.2`, `1,024.5`: what a comparison of layouts needs."""
+    return f"{value:,.{2 if value < 10 else 1}f}"

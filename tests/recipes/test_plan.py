@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from automodel_lite.cli import compose_config
 from automodel_lite.config.check import check_config
 from automodel_lite.errors import ConfigError
+from automodel_lite.results import write_results
 from automodel_lite.training.plan import build_parts
 from recipes import plan
 
@@ -88,6 +89,7 @@ def test_data_become_hours_and_a_preset_that_runs_dry(
         str(preset),
     ]
     assert plan.main([*arguments, "--json", str(found), *overrides]) == 0
+    write_results()
     screen = capsys.readouterr().out
     head = screen.splitlines()[0]
     assert "120 documents, a tree as one" in head

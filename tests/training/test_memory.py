@@ -18,6 +18,7 @@ from automodel_lite.training.decide import decide_reduction
 from automodel_lite.training.memory import (
     check_weights_fit,
     estimate_memory,
+    gib,
     optimizer_bytes,
     out_of_memory_text,
     remedies,
@@ -128,7 +129,7 @@ def test_gradients_are_reduced_where_their_sum_does_not_fit():
     assert summed - reduced == whole / 2
     fits, just_not = 4 * whole, 4 * whole - 4
     assert is_reduced(planned("auto"), None) == is_reduced(planned("auto"), fits) == (False, "")
-    on = (True, "gradients are reduced after every micro-batch: their sum would take 0.5 MiB")
+    on = (True, f"gradients are reduced after every micro-batch: their sum would take {gib(whole)}")
     assert is_reduced(planned("auto"), just_not) == on
     assert is_reduced(planned(False), just_not) == (False, "")
     remedy = "advanced.reduce_every_micro_batch=true (no unsharded sum of gradients)"

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from automodel_lite.config.components import locate
 from automodel_lite.config.schema import MeshConfig
 from automodel_lite.errors import ConfigError, one_line
 from automodel_lite.parallel.mesh import init_mesh
+from automodel_lite.results import RESULTS
 from automodel_lite.telemetry.console import Console
 from automodel_lite.telemetry.metrics import peak_of
 from automodel_lite.thd import AttentionOptions, Segments
@@ -57,7 +58,7 @@ def doctor(argv: list[str]) -> int:
     Exits with 2 where something has to be mended first; notes are for you to judge. Works without
     a GPU.
     """
-    parser = argument_parser(doctor.__doc__)
+    parser = argument_parser(doctor.__doc__, has_results=True)
     parser.add_argument("--output-dir", default=".", type=Path, help="where runs will be written")
     folder = parser.parse_args(argv).output_dir
     mesh = init_mesh(MeshConfig())
@@ -69,6 +70,7 @@ def doctor(argv: list[str]) -> int:
             dist.all_gather_object(found, own)
             measure_links(found, mesh.device)
         problems, notes = judge(found)
+        RESULTS.update(ranks=[*map(asdict, found)], problems=problems, notes=notes)
         if mesh.rank == 0:
             Console().show(page(found, notes))
     finally:

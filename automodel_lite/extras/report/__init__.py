@@ -51,6 +51,13 @@ class RunRecord:
         values = self.curve(key)[1]
         return values[-1] if values else None
 
+    def last_values(self) -> dict[str, Any]:
+        """Returns the newest value of everything that was logged, and how the run ended."""
+        found: dict[str, Any] = {}
+        for row in self.rows:
+            found |= row
+        return found | {"name": self.name, "state": self.status.get("state")}
+
     def typical(self, key: str) -> float | None:
         """Returns the median, which the first slow steps do not move."""
         values = sorted(self.curve(key)[1])
