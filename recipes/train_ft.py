@@ -97,7 +97,8 @@ class TrainFinetuneRecipe:
         resume.compare_data(guards, self.data, self.plan, parts)
         check_positions(self.data, parts.model, parts.teacher)
         tokenizer = self.data.tokenizer
-        report = self.data.report(cost_model(parts.model.config(tokenizer)))
+        costs = cost_model(parts.model.config(tokenizer))
+        report = None if self.console.is_silent else self.data.report(costs)
         decided = resume.agree_on_settings(guards, parts, tokenizer)
         self.mesh = start.open_world(config)
         self.console.show(start.plan_lines(report, self.plan, config))

@@ -19,7 +19,7 @@ from transformers import PretrainedConfig
 from automodel_lite.attention.spec import config_value
 from automodel_lite.config.components import build
 from automodel_lite.config.schema import Config, TrainingConfig
-from automodel_lite.config.sizes import AUTO_BATCH_SIZE
+from automodel_lite.config.sizes import AUTO_BATCH_SIZE, LEAST_STEPS
 from automodel_lite.data.feeding.planned import document_kind, epochs_of
 from automodel_lite.data.feeding.source import AdaptingDataset, PackingDataset
 from automodel_lite.data.tokens.tokenize import job_of, tokenize_documents
@@ -33,6 +33,7 @@ from automodel_lite.training.start import try_settings
 SIZE = "packed_sequence.packed_sequence_size"
 COVERED_FRAC = 0.995  # of the documents, which fit a pack whole
 LEAST_PACK = 128  # tokens
+FEW_DOCUMENTS = 4  # of a typical length: as many leave little of a pack empty
 LEAST_SPLIT_PACK = 512  # of text, which is split: a shorter context teaches little
 MOST_PACK = 4096  # tokens; longer packs are for documents that need them
 # of AUTO_BATCH_SIZE packs: where a run has more, longer packs waste less time per step
@@ -112,7 +113,8 @@ def fitted_pack_size(
     lengths: np.ndarray, training: TrainingConfig, is_split: bool = False
 ) -> tuple[int, str]:
     """Returns the tokens of a pack, and why: the power of two that holds 99.5 % of the documents
-    whole, or more where the run has steps enough.
+    whole, or more: several documents fill a pack that one leaves half empty, and long packs waste
+    less time per step, where the run has steps enough.
 
     lengths    tokens of each document, int [documents]
     is_split   documents may be cut, so that no pack has to hold one whole
@@ -128,6 +130,14 @@ def fitted_pack_size(
         size = min(size, LEAST_SPLIT_PACK)
         reason = f"{len(lengths):,} documents, which may be cut"
     tokens = int(lengths.sum(dtype=np.int64)) * epochs_of(training, len(lengths))[0]
+    typical = int(np.median(lengths))
+    wanted = 0 if is_split else min(FEW_DOCUMENTS * typical, MOST_PACK)
+    least = size
+    # steps of two packs are enough of them
+    while size < wanted and tokens >= 4 * size * LEAST_STEPS:
+        size *= 2
+    if size > least:
+        reason += f"; several of about {typical:,} fill a pack better than one"
     least = size
     while size < MOST_PACK and tokens >= 2 * size * AUTO_BATCH_SIZE * MANY_STEPS:
         size *= 2

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -79,6 +85,48 @@ def test_tasks_in_any_order_make_the_bytes_and_the_plan_of_one_process(
     want = files_of(tmp_path / "one")
     assert files_of(tmp_path / "many") == want
     assert len(want) > 10
+
+
+def killed_after(seconds: float, work: Callable[[], object]) -> bool:
+    """Returns whether a process of its own was ended by SIGKILL before it had done the work."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            work()
+            code = 0
+        finally:
+            os._exit(code)
+    time.sleep(seconds)
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+    status = os.waitpid(pid, 0)[1]
+    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
+    return os.WIFSIGNALED(status)
+
+
+@pytest.mark.system
+def test_tasks_and_the_merge_that_are_killed_make_the_bytes_of_one_process(tmp_path: Path) -> None:
+    """SIGKILL at random moments; whoever was killed is begun again until it ends."""
+    write_chats(tmp_path / "chats.jsonl", 9000)
+    one, many = (config_in(tmp_path / name, tmp_path / "chats.jsonl") for name in ("one", "many"))
+    began = time.monotonic()
+    plan = plan_of(one)
+    whole = time.monotonic() - began
+    draw = random.Random(0)
+    works = [partial(tasks.tokenize_task, many, task, 3) for task in (1, 2, 3)]
+    num_killed = 0
+    # later tries get longer, so that an end comes
+    for work in [*works, partial(tasks.merge_tasks, many, 3)]:
+        tries = 0
+        while killed_after(draw.uniform(0, whole / 3) * (1 + tries / 10), work):
+            tries += 1
+        num_killed += tries
+    assert num_killed >= 8
+    assert plan_of(many) == plan
+    assert files_of(tmp_path / "many") == files_of(tmp_path / "one")
+    left = [path for path in (tmp_path / "many" / "cache").rglob(".*") if path.is_dir()]
+    assert left == []  # of those that were killed
 
 
 def test_the_parts_of_all_tasks_are_whole_chunks_and_all_documents() -> None:

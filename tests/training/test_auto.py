@@ -30,7 +30,10 @@ AUTO = ["packed_sequence.packed_sequence_size=auto", "optimizer.lr=auto"]
         ([256], 256),
         ([257], 512),
         ([5], 128),  # no pack is shorter
-        ([100] * 995 + [9000] * 5, 128),  # half a percent may be longer
+        ([60] * 995 + [9000] * 5, 256),  # half a percent may be longer; four fill a pack
+        ([97] * 20, 128),  # longer packs leave too few steps
+        ([97] * 400, 512),
+        ([1000] * 400, 4096),
         ([100] * 994 + [9000] * 6, 16384),
         # 180 million tokens are 500 steps of 8 packs of 4,096 many times over
         ([90] * 2_000_000, 4096),

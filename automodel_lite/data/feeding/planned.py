@@ -13,6 +13,7 @@ import numpy as np
 
 from automodel_lite.config.schema import Config, TokenizeConfig, TrainingConfig
 from automodel_lite.config.sizes import fitted_batch_size
+from automodel_lite.data.cache import cache_root
 from automodel_lite.data.feeding.feed import read_batches
 from automodel_lite.data.feeding.order import (
     BatchShape,
@@ -114,13 +115,15 @@ class PlannedPacks(PackSource):
         packer = packer.for_document_kind(document_kind(documents), padding_id(job.tokenizer))
         tokens = tokenize_documents(documents, job, config.cache_dir)
 
+        root = cache_root(config.cache_dir)
+
         @lru_cache(maxsize=2)
         def packs_of(epoch: int) -> PackedDataset:
             if epoch and not packer.repack_each_epoch and not tokens.drawn:
                 return packs_of(0)
-            return packer.packs(
-                tokens.drawn(epoch) if tokens.drawn and epoch else tokens.train, epoch
-            )
+            rows = tokens.drawn(epoch) if tokens.drawn and epoch else tokens.train
+            drawn = f" epoch {epoch}" if tokens.drawn else ""
+            return packer.packs(rows, epoch, (root, tokens.fingerprint + drawn))
 
         val_packs = {name: packer.packs(rows) for name, rows in tokens.val.items()}
         sets = {"train": packs_of(0)} | {f"val/{name}": packs for name, packs in val_packs.items()}

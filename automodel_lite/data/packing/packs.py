@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from itertools import chain
+from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
@@ -32,9 +33,9 @@ from automodel_lite.data.packing.plan import (
     STRATEGY_NAMES,
     PackPlan,
     padding_segments,
-    plan_packs,
     strategy_of,
 )
+from automodel_lite.data.packing.shared import plan_of_host
 from automodel_lite.data.tokens.token_rows import DocumentReader, LabelSpans, TokenizedDocuments
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.thd import COLUMNS, SEQ_LENS_PADDING
@@ -150,21 +151,21 @@ class Packer:
             "meant."
         )
 
-    def packs(self, rows: DocumentReader, epoch: int = 0) -> PackedDataset:
+    def packs(
+        self, rows: DocumentReader, epoch: int = 0, shared: tuple[Path, str] | None = None
+    ) -> PackedDataset:
         """Plans an epoch of these rows, of which nothing is read; epochs share a plan unless
-        `repack_each_epoch`.
+        `repack_each_epoch`. shared: see `plan_of_host`.
         """
-        plan = plan_packs(
-            rows.lengths,
-            self.packed_sequence_size,
-            strategy=self.strategy,
-            seed=self.seed,
-            epoch=epoch if self.repack_each_epoch else 0,
-            overlong=self.overlong,
-            max_packs=self.max_packs,
-            slot_multiple=self.slot_multiple,
-            has_labels=rows.has_labels,
-        )
+        settings = {
+            "strategy": self.strategy,
+            "seed": self.seed,
+            "epoch": epoch if self.repack_each_epoch else 0,
+            "overlong": self.overlong,
+            "max_packs": self.max_packs,
+            "slot_multiple": self.slot_multiple,
+        }
+        plan = plan_of_host(rows, self.packed_sequence_size, settings, shared)
         return PackedDataset(rows, plan, self.padding_idx)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -68,8 +69,10 @@ class ImagePacker(Packer):
         """See `Packer`; text with images is never split."""
         return super().for_document_kind("other", padding_id)
 
-    def packs(self, rows: DocumentReader, epoch: int = 0) -> PackedDataset:
-        packs = super().packs(rows, epoch)
+    def packs(
+        self, rows: DocumentReader, epoch: int = 0, shared: tuple[Path, str] | None = None
+    ) -> PackedDataset:
+        packs = super().packs(rows, epoch, shared)
         return ImagePacks(packs, self.processor, self.sets, self.share)
 
 
