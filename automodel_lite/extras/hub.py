@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,9 @@ from automodel_lite.version import __version__
 
 _TEMPLATE = Path(__file__).with_name("card.md.j2")
 _MARK = "<!-- Written by automodel_lite"
+_NOBODY_WROTE = "[More Information Needed]"  # peft's card of an adapter, empty
+_FOLDERS = re.compile(r"(?<![\w:/.])(?:~|\.{1,2})?/(?:[\w.@+-]+/)+(?=[\w.@+-])")
+"""Of a path on this machine, all but its last name; no part of an address."""
 
 
 def write_card(run: Path, folder: Path, repo: str | None = None) -> None:
@@ -29,7 +33,8 @@ def write_card(run: Path, folder: Path, repo: str | None = None) -> None:
     path = folder / "README.md"
     if not RunFolder(run).metrics.is_file():
         return
-    if path.is_file() and _MARK not in path.read_text(encoding="utf-8", errors="replace"):
+    before = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else _MARK
+    if _MARK not in before and _NOBODY_WROTE not in before:
         return
     record = read_run(run)
     config = record.config
@@ -63,7 +68,7 @@ def write_card(run: Path, folder: Path, repo: str | None = None) -> None:
         settings=OmegaConf.to_yaml(OmegaConf.create(settings)),
         certificate=json_object(folder / "certificate.json"),
     )
-    path.write_text(scrub(str(card)), encoding="utf-8")
+    path.write_text(_FOLDERS.sub("", scrub(str(card))), encoding="utf-8")
 
 
 def _method(config: dict[str, Any]) -> str:

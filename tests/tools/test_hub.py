@@ -206,6 +206,7 @@ def test_a_run_pushes_its_export_with_a_card(
     ):
         assert part in card.text
     assert "hf_right" not in card.content
+    assert str(tmp_path) not in card.content
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
     assert export_hf.main([str(run), "--push", "me/again", "--public"]) == 0
     again = hub.repos["me/again"]
@@ -241,6 +242,9 @@ def test_an_adapter_goes_through_lfs_and_goes_on_where_the_storage_refused(
     }
     card = ModelCard((run / "adapter/README.md").read_text())
     assert card.data.library_name == "peft"
+    assert "More Information Needed" not in card.content  # peft's own
+    assert "AutoPeftModelForCausalLM" in card.content
+    assert str(finished) not in card.content
 
 
 def refusing(sent: dict[str, bytes], put: Callable[[Hub], None]) -> Callable[[Hub], None]:
