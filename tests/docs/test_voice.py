@@ -85,7 +85,8 @@ def test_the_first_page_is_short_and_the_site_begins_with_it():
     bullets = [line for line in readme.split("## Two commands")[0].splitlines() if line[:2] == "- "]
     assert len(bullets) == 3
     assert all(bullet in index for bullet in bullets)
-    assert "packing.svg" in index
+    assert re.findall(r"!\[.*\]\((.*)\)", index) == ["report.png"]
+    assert (ROOT / "docs/report.png").stat().st_size < 100_000
     assert "pip install" in index
 
 
