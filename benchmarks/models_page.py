@@ -149,7 +149,7 @@ def with_images(text: str, findings: Iterable[Any]) -> str:
         "### Not built",
         "",
         "No tiny model or no truth: sizes with names of their own, or a processor that wants more than images. What such "
-        "a family does is judged at start-up.",
+        "a family does is checked at start-up.",
         "",
         "| family | reason |",
         "|---|---|",

@@ -59,10 +59,11 @@ def mesh_shape(config: MeshConfig, num_processes: int) -> MeshShape:
         )
     ranks = shape.dp_shard * shape.cp * shape.tp
     if ranks % shape.ep or (shape.ep > 1 and shape.ep % shape.tp):
+        cure = f"{ranks} or 1" if ranks > 1 else "1, or start more processes"
         raise ConfigError(
             f"mesh.ep={shape.ep} must divide mesh.dp_shard x mesh.cp x mesh.tp = {ranks}, the "
             f"ranks that share the experts, and be a multiple of mesh.tp={shape.tp}: use "
-            f"mesh.ep={ranks} or 1."
+            f"mesh.ep={cure}."
         )
     return shape
 

@@ -532,11 +532,18 @@ def _load_config(source: str, options: dict[str, Any]) -> PretrainedConfig:
     return config
 
 
-def _not_there(source: str, error: OSError) -> ConfigError:
+def hub_reason(error: OSError) -> str:
+    """Returns a sentence on why the hub has no such model."""
     reason = one_line(error)
+    if "couldn't connect" in reason:
+        return "the hub cannot be reached, and its cache has no such model."
+    return reason
+
+
+def _not_there(source: str, error: OSError) -> ConfigError:
     return ConfigError(
-        f"model.pretrained={source} cannot be loaded: {reason} Use a folder, or download the model "
-        f"where there is a network: hf download {source}."
+        f"model.pretrained={source} cannot be loaded: {hub_reason(error)} Use a folder, or "
+        f"download the model where there is a network: hf download {source}."
     )
 
 

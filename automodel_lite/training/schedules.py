@@ -62,7 +62,7 @@ def wsd(
     """Warm-up, stable, decay: the peak until the last `decay_frac` of the steps, then a straight
     line down.
 
-    1.0 decays from the warm-up on (lr_scheduler=linear), 0.0 never (constant).
+    1.0 decays from the warm-up on, 0.0 never.
     """
     warmup = num_warmup(warmup_steps, warmup_frac, max_steps)
     start = max(warmup, max_steps - round(decay_frac * max_steps))
@@ -71,3 +71,14 @@ def wsd(
         warmup,
         lambda step: 1 - (1 - min_lr_frac) * progress_frac(step, start, max_steps),
     )
+
+
+def linear(
+    optimizer: Optimizer,
+    max_steps: int,
+    warmup_steps: Count | None = None,  # steps of warm-up; null = warmup_frac of all
+    warmup_frac: Fraction = 0.03,  # fraction of the steps
+    min_lr_frac: Fraction = 0.0,  # final learning rate / peak
+) -> LambdaLR:
+    """A straight line from the peak down to min_lr_frac of it."""
+    return wsd(optimizer, max_steps, warmup_steps, warmup_frac, 1.0, min_lr_frac)

@@ -20,10 +20,11 @@ from transformers.modeling_layers import MtpModel
 from automodel_lite.attention.interface import install
 from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.errors import ConfigError
-from automodel_lite.models.loss import FusedLinearCrossEntropy, LossModel
+from automodel_lite.models.loss import FusedLinearCrossEntropy, Loss, LossModel
 from automodel_lite.parallel.context_parallel import cp_shard
 from automodel_lite.parallel.mesh import MeshShape, open_mesh
 from automodel_lite.parallel.sharding import parallelize
+from automodel_lite.parts.losses.distillation import Distill
 from automodel_lite.parts.mtp import HeadsAhead, add_heads
 from automodel_lite.run.weight_files import as_saved
 from automodel_lite.thd import IGNORE_INDEX, ThdBatch, to_thd
@@ -232,6 +233,35 @@ def test_packed_heads_are_those_of_plain_transformers(kind: str, tmp_path: Path)
     whole = value + COEFFICIENT * parts["mtp_loss"]
     torch.testing.assert_close(whole, want, rtol=1e-10, atol=0)
     check_gradients(lm, main, mtp)
+
+
+def test_heads_train_beside_a_teacher() -> None:
+    """Their gradients add to those of the distillation; the teacher's own heads are not asked."""
+    batch = pack(draw([9, 2, 12, 3]))
+    teacher = loss_model(build("glm4_moe").requires_grad_(False))
+    with torch.no_grad():
+        teacher.lm.get_output_embeddings().weight.mul_(0.8)
+
+    def gradients(loss: Loss, has_heads: bool) -> dict[str, Tensor]:
+        model = loss_model(build("glm4_moe"))
+        model.loss = loss
+        model.heads = model.heads if has_heads else None
+        if loss.needs_teacher:
+            model.set_teacher(teacher)
+        with InFloat64():
+            model(model.look_ahead(batch)).sum.backward()
+        named = model.lm.named_parameters()
+        return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in named}
+
+    plain, distilled = FusedLinearCrossEntropy(), Distill()
+    of_both = gradients(distilled, has_heads=True)
+    of_loss = gradients(distilled, has_heads=False)
+    with_heads = gradients(plain, has_heads=True)
+    without = gradients(plain, has_heads=False)
+    assert any((grad != without[name]).any() for name, grad in of_loss.items())
+    for name, grad in of_both.items():
+        want = of_loss[name] + with_heads[name] - without[name]
+        torch.testing.assert_close(grad, want, rtol=1e-8, atol=1e-12, msg=name)
 
 
 def draw_tree() -> tuple[dict[str, Tensor], list[tuple[Tensor, Tensor, Tensor]]]:

@@ -69,7 +69,11 @@ def test_rate_of_each_step(make: Make, options: dict, expected: list) -> None:
 
 @pytest.mark.parametrize(
     "make",
-    [schedules.cosine, *(partial(schedules.wsd, decay_frac=frac) for frac in (0.0, 0.1, 1.0))],
+    [
+        schedules.cosine,
+        schedules.linear,
+        *(partial(schedules.wsd, decay_frac=frac) for frac in (0.0, 0.1, 1.0)),
+    ],
 )
 def test_a_single_step_learns(make: Callable[..., torch.optim.lr_scheduler.LambdaLR]) -> None:
     assert rates(make, 1) == [1.0]

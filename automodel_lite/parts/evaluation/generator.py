@@ -22,7 +22,13 @@ from automodel_lite.errors import (
     is_out_of_memory,
     one_line,
 )
-from automodel_lite.models.source import check_finite, check_source, embedding_rows, load_whole
+from automodel_lite.models.source import (
+    check_finite,
+    check_source,
+    embedding_rows,
+    hub_reason,
+    load_whole,
+)
 
 _PROBE_TOKENS = 12
 
@@ -191,7 +197,7 @@ def load_generator(source: str, trust_remote_code: bool = False, on_cpu: bool = 
         if isinstance(error, OSError) and not Path(source).is_dir():
             raise ConfigError(
                 f"model={source}: no folder has that name{did_you_mean_path(source) or '.'} As a "
-                f"name of the hub: {one_line(error)}"
+                f"name of the hub: {hub_reason(error)}"
             ) from error
         raise ConfigError(f"{source} cannot be loaded as a tokenizer: {one_line(error)}") from error
     has_gpu = torch.cuda.is_available() and not on_cpu
