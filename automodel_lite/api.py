@@ -17,12 +17,12 @@ from automodel_lite.attention.positions import short_lengths
 from automodel_lite.attention.spec import attention_specs
 from automodel_lite.cli import Recipe, compose_config
 from automodel_lite.config.check import check_config
-from automodel_lite.config.schema import TokenizeConfig, TrainOn
+from automodel_lite.config.schema import TRAIN_ON, TokenizeConfig, TrainOn
 from automodel_lite.data.packing.packs import packed_sequence_thd_collater
 from automodel_lite.data.reading.documents import DocumentList
 from automodel_lite.data.tokens.token_rows import TokenizedDocuments
 from automodel_lite.data.tokens.tokenize import Job, tokenize_in_memory
-from automodel_lite.errors import RunStoppedError
+from automodel_lite.errors import ConfigError, RunStoppedError
 from automodel_lite.run.folder import RunFolder
 from automodel_lite.thd import to_thd
 
@@ -49,22 +49,28 @@ def install_attention(
 
 
 def tokenize_chats(
-    chats: Sequence[Sequence[Mapping[str, Any]]],
+    chats: Sequence[Sequence[Mapping[str, Any]] | Mapping[str, Any]],
     tokenizer: PreTrainedTokenizerFast,
     train_on: TrainOn = "assistant",
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> TokenizedDocuments:
-    """Chats (lists of {"role", "content", ...}) -> token rows: `lengths` int64 [N], `[i]` ->
-    {"input_ids", "labels"}.
+    """Chats (lists of {"role", "content", ...}, or rows {"messages": chat}) -> token rows:
+    `lengths` int64 [N], `[i]` -> {"input_ids", "labels"}.
 
     Labels are next-token aligned, -100 where nothing is trained on. Raises DataError: a message
-    that the template cannot render, or a set in which nothing is trained on.
+    that the template cannot render, or a set in which nothing is trained on; ConfigError for an
+    unknown `train_on`, and for one chat in place of several.
     """
+    if problem := TRAIN_ON.problem(train_on):
+        raise ConfigError(f"train_on={train_on!r} must be {problem}")
     settings = TokenizeConfig(train_on=train_on, template_kwargs=dict(template_kwargs or {}))
-    documents = DocumentList(
-        [{"messages": [dict(message) for message in chat]} for chat in chats], "chats"
-    )
-    return tokenize_in_memory(documents, Job(tokenizer, settings))
+    documents = []
+    for chat in chats:
+        messages = chat.get("messages") if isinstance(chat, Mapping) else chat
+        if messages is None:
+            raise ConfigError("tokenize_chats takes a list of chats, and got a message: [chat].")
+        documents.append({"messages": [dict(message) for message in messages]})
+    return tokenize_in_memory(DocumentList(documents, "chats"), Job(tokenizer, settings))
 
 
 def hf_collater(packs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

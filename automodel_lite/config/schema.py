@@ -68,7 +68,8 @@ class MeshConfig:
     timeout_s: Annotated[int, Range(1, 10**7)] = 600  # a longer collective ends the run
 
 
-TrainOn = Annotated[str, OneOf(("assistant", "last_assistant", "completion", "all"))]
+TRAIN_ON = OneOf(("assistant", "last_assistant", "completion", "all"))
+TrainOn = Annotated[str, TRAIN_ON]
 
 
 @dataclass

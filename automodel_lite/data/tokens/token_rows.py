@@ -52,6 +52,9 @@ class DocumentReader(ABC):
     row_lengths: np.ndarray
     """The same; of the longest row where a document is a tree."""
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {len(self):,} documents, {self.num_tokens:,} tokens>"
+
     @property
     def num_tokens(self) -> int:
         return int(self.lengths.sum(dtype=np.int64))
