@@ -110,8 +110,11 @@ def test_tasks_and_the_merge_that_are_killed_make_the_bytes_of_one_process(tmp_p
     """SIGKILL at random moments; whoever was killed is begun again until it ends."""
     write_chats(tmp_path / "chats.jsonl", 9000)
     one, many = (config_in(tmp_path / name, tmp_path / "chats.jsonl") for name in ("one", "many"))
-    began = time.monotonic()
     plan = plan_of(one)
+    alone = config_in(tmp_path / "alone", tmp_path / "chats.jsonl")
+    tasks.tokenize_task(alone, 1, 3)  # trains the tokenizer, too
+    began = time.monotonic()
+    tasks.tokenize_task(alone, 2, 3)
     whole = time.monotonic() - began
     draw = random.Random(0)
     works = [partial(tasks.tokenize_task, many, task, 3) for task in (1, 2, 3)]
@@ -119,10 +122,10 @@ def test_tasks_and_the_merge_that_are_killed_make_the_bytes_of_one_process(tmp_p
     # later tries get longer, so that an end comes
     for work in [*works, partial(tasks.merge_tasks, many, 3)]:
         tries = 0
-        while killed_after(draw.uniform(0, whole / 3) * (1 + tries / 10), work):
+        while killed_after(draw.uniform(0, whole) * (1 + tries / 10), work):
             tries += 1
         num_killed += tries
-    assert num_killed >= 8
+    assert num_killed >= 4
     assert plan_of(many) == plan
     assert files_of(tmp_path / "many") == files_of(tmp_path / "one")
     left = [path for path in (tmp_path / "many" / "cache").rglob(".*") if path.is_dir()]

@@ -60,9 +60,9 @@ def test_what_is_trained_on_is_shown_with_its_images(
     assert "train: 15 images of 125,020 pixels are 84 tokens (22%), text is 297" in screen
     assert "<|vision_start|> <|image_pad|> × 4 <|vision_end|>" in screen
     shown = re.findall(r"image (chats.jsonl:\d+ \d+.png: \d+ × \d+, \d tokens)", screen)
-    assert len(shown) == 3
+    assert len(shown) == 15  # of the twelve documents of a page
     page = (tmp_path / "page.html").read_text()
-    assert page.count('<img src="data:image/jpeg;base64,') == 3
+    assert page.count('<img src="data:image/jpeg;base64,') == 15
     assert all(f", {caption}</span>" in page for caption in shown)
 
 

@@ -272,7 +272,7 @@ def test_weights_that_no_memory_holds_are_named_at_once() -> None:
     plan = plan_of(config_with(), 1, 2, 1, model=huge)
     with pytest.raises(
         ConfigError,
-        match=r"its weights alone are 7\d{3}\.\d GiB on each machine, which has .* GiB: use",
+        match=r"its weights alone are 7,\d{3}\.\d GiB on each machine, which has .* GiB: use",
     ):
         check_weights_fit(plan, torch.device("cpu"))
     check_weights_fit(replace(plan, size=replace(plan.size, parameters=10**6)), torch.device("cpu"))

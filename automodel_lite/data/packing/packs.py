@@ -25,7 +25,7 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 
-from automodel_lite.config.components import CodePath
+from automodel_lite.config.components import CodePath, locate
 from automodel_lite.config.rules import Auto, OneOf, Positive, Range, Seed
 from automodel_lite.config.sizes import slot_multiple_of
 from automodel_lite.data.packing.plan import (
@@ -33,9 +33,9 @@ from automodel_lite.data.packing.plan import (
     STRATEGY_NAMES,
     PackPlan,
     padding_segments,
+    plan_packs,
     strategy_of,
 )
-from automodel_lite.data.packing.shared import plan_of_host
 from automodel_lite.data.tokens.token_rows import DocumentReader, LabelSpans, TokenizedDocuments
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.thd import COLUMNS, SEQ_LENS_PADDING
@@ -46,6 +46,8 @@ Balance = Annotated[str, OneOf(("none", "step", "window"))]
 TreeMode = Annotated[str, OneOf(("auto", "off", "all"))]
 Batch = dict[str, Any]
 MAX_PACK_TOKENS = 2**24  # more fit into no memory: 20 times the longest context of today's models
+SHARED_FROM = 1_000_000  # documents; a smaller plan is made sooner than it is looked up
+PLAN_OF_HOST = "automodel_lite.parts.shared_plan.plan_of_host"
 MAX_DROPPED_FRAC = 0.2  # of the tokens, where the settings do not say overlong: drop
 
 
@@ -155,9 +157,13 @@ class Packer:
         self, rows: DocumentReader, epoch: int = 0, shared: tuple[Path, str] | None = None
     ) -> PackedDataset:
         """Plans an epoch of these rows, of which nothing is read; epochs share a plan unless
-        `repack_each_epoch`. shared: see `plan_of_host`.
+        `repack_each_epoch`.
+
+        shared  the cache, and what tells these rows from all others: processes of a host make the
+                plan of many rows once; None = each makes its own
         """
-        settings = {
+        settings: dict[str, Any] = {
+            "packed_sequence_size": self.packed_sequence_size,
             "strategy": self.strategy,
             "seed": self.seed,
             "epoch": epoch if self.repack_each_epoch else 0,
@@ -165,7 +171,14 @@ class Packer:
             "max_packs": self.max_packs,
             "slot_multiple": self.slot_multiple,
         }
-        plan = plan_of_host(rows, self.packed_sequence_size, settings, shared)
+
+        def make() -> PackPlan:
+            return plan_packs(rows.lengths, has_labels=rows.has_labels, **settings)
+
+        # the strategy of a user may change
+        if shared is None or len(rows) < SHARED_FROM or ":" in self.strategy:
+            return PackedDataset(rows, make(), self.padding_idx)
+        plan = locate(PLAN_OF_HOST)(make, settings, *shared)
         return PackedDataset(rows, plan, self.padding_idx)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from automodel_lite.data.packing import shared
+from automodel_lite.data.packing import packs
 from automodel_lite.data.packing.packs import Packer
 from automodel_lite.data.packing.plan import PackPlan
 from automodel_lite.data.tokens.token_rows import TokenizedDocuments, flatten
@@ -27,7 +27,7 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.fixture
 def rows(monkeypatch: pytest.MonkeyPatch) -> TokenizedDocuments:
     """40 documents of 3 to 42 tokens, as if they were many."""
-    monkeypatch.setattr(shared, "SHARED_FROM", 2)
+    monkeypatch.setattr(packs, "SHARED_FROM", 2)
     lengths = np.random.default_rng(0).integers(3, 43, 40)
     return flatten({"input_ids": np.arange(n), "labels": np.arange(n)} for n in lengths)
 
@@ -53,7 +53,7 @@ def test_the_plan_is_the_one_that_each_rank_would_make(
     assert same(made, own)
     assert made.fingerprint() == own.fingerprint()
     # another process finds it, and its arrays are pages of the file
-    monkeypatch.setattr(shared, "plan_packs", None)
+    monkeypatch.setattr(packs, "plan_packs", None)
     found = packer.packs(rows, 0, (tmp_path, "these rows")).plan
     assert same(found, own)
     assert any(isinstance(base, mmap.mmap) for base in bases(found.doc_ids))
@@ -65,6 +65,6 @@ def test_other_rows_settings_and_few_documents_have_their_own_plans(
     for packer, identity in ((Packer(64), "a"), (Packer(64), "b"), (Packer(64, seed=1), "a")):
         packer.packs(rows, 0, (tmp_path, identity))
     assert len([*(tmp_path / "plans").glob("plan-*[0-9a-f]/")]) == 3
-    monkeypatch.setattr(shared, "SHARED_FROM", 41)
+    monkeypatch.setattr(packs, "SHARED_FROM", 41)
     Packer(128).packs(rows, 0, (tmp_path, "a"))
     assert len([*(tmp_path / "plans").glob("plan-*[0-9a-f]/")]) == 3

@@ -7,6 +7,7 @@ eight ranks. Smaller ones are made sooner than they are looked up.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -14,33 +15,22 @@ from typing import Any
 import numpy as np
 
 from automodel_lite.data.cache import build_once
-from automodel_lite.data.packing.plan import PackPlan, PlanCounts, plan_packs
-from automodel_lite.data.tokens.token_rows import DocumentReader
+from automodel_lite.data.packing.plan import PackPlan, PlanCounts
 
-SHARED_FROM = 1_000_000  # documents
 RULES_VERSION = "1"  # of plan_packs: other plans of the same lengths have another number
 _FACTS = "plan.json"
 
 
 def plan_of_host(
-    rows: DocumentReader, size: int, settings: dict[str, Any], shared: tuple[Path, str] | None
+    make: Callable[[], PackPlan], settings: Mapping[str, Any], cache_dir: Path, identity: str
 ) -> PackPlan:
-    """Returns `plan_packs` of the rows' lengths.
+    """Returns the plan of these settings as the cache has it, after making it where there is none.
 
-    shared  the cache, and what tells these rows from all others: all processes of the host share
-            the plan of many rows, and the next start finds it; None = each makes its own
+    identity  tells the rows from all others
     """
-
-    def plan() -> PackPlan:
-        return plan_packs(rows.lengths, size, has_labels=rows.has_labels, **settings)
-
-    is_own = ":" in settings["strategy"]  # a user's, which may change
-    if shared is None or is_own or len(rows) < SHARED_FROM:
-        return plan()
-    root, identity = shared
     key = {name: str(value) for name, value in settings.items()}
-    key |= {"rows": identity, "size": str(size), "rules": RULES_VERSION}
-    entry = build_once(root, "plans", "plan", key, lambda to: write_plan(plan(), to))
+    key |= {"rows": identity, "rules": RULES_VERSION}
+    entry = build_once(cache_dir, "plans", "plan", key, lambda to: write_plan(make(), to))
     return read_plan(entry.folder)
 
 
