@@ -206,9 +206,11 @@ class Peers:
             return
         end = time.monotonic() + _LEAVE_S
         others = [n for n in range(1, world_size()) if self._store.check([f"process/{n}"])]
-        while others and time.monotonic() < end:
+        while time.monotonic() < end:
             late = [number for number in others if not self._store.check([f"left/{number}"])]
             others = [number for number in late if not self._process(number).is_gone()]
+            if not others:
+                return
             time.sleep(_LOOK_EVERY_S / 10)
 
     def _process(self, number: int) -> ProcessId:
