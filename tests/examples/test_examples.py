@@ -19,6 +19,7 @@ from automodel_lite.cli import compose_config
 from automodel_lite.config.check import check_config
 from automodel_lite.thd import AttentionOptions, Segments
 from recipes.train_ft import main
+from tests.attention.hybrids import InFloat64
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -113,17 +114,19 @@ def test_the_kernel_of_ones_own_agrees_with_the_reference(monkeypatch: pytest.Mo
         torch.tensor([0, 3, 8, 10], dtype=torch.int32),
         torch.tensor([0, 5, 10, 12], dtype=torch.int32),
     )
-    q, k, v = torch.randn(10, 4, 8), torch.randn(12, 2, 8), torch.randn(12, 2, 8)
+    shapes = (10, 4, 8), (12, 2, 8), (12, 2, 8)
+    q, k, v = (torch.randn(shape, dtype=torch.float64) for shape in shapes)
     for window in (None, 2):
         how = Segments(cu_q, cu_k, 5, 5), AttentionOptions(0.3, window)
         got = []
         for kernel in (mine, ReferenceAttention()):
             inputs = [x.clone().requires_grad_() for x in (q, k, v)]
-            out = kernel(*inputs, *how)
+            with InFloat64():
+                out = kernel(*inputs, *how)
             out.square().sum().backward()
             got.append([out.detach(), *(x.grad for x in inputs)])
         for ours, reference in zip(*got):
-            torch.testing.assert_close(ours, reference, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(ours, reference, rtol=1e-9, atol=1e-9)
 
 
 def _without_layout(code: str) -> str:
