@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 from automodel_lite.version import __version__
 
 if TYPE_CHECKING:
-    from automodel_lite.api import hf_collater, install_attention, tokenize_chats, train
     from automodel_lite.data.packing.packs import (
         PackedDataset,
         Packer,
         packed_sequence_thd_collater,
     )
     from automodel_lite.data.packing.plan import plan_packs
+    from automodel_lite.extras.api import hf_collater, install_attention, tokenize_chats, train
     from automodel_lite.extras.client import TrainingClient
     from automodel_lite.nemo_api.packed_sequence import pack_dataset
     from automodel_lite.thd import to_thd
@@ -48,7 +48,7 @@ _MODULES = {
     "packed_sequence_thd_collater": "data.packing.packs",
     "plan_packs": "data.packing.plan",
     "to_thd": "thd",
-}  # the others are functions of `api`
+}  # the others are functions of `extras.api`
 
 
 def __getattr__(name: str) -> Any:
@@ -59,7 +59,7 @@ def __getattr__(name: str) -> Any:
         return import_module(
             f"{import_module(f'{__name__}.cli.line').RECIPES_PACKAGE}.train_ft"
         ).TrainFinetuneRecipe
-    return vars(import_module(f"{__name__}.{_MODULES.get(name, 'api')}"))[name]
+    return vars(import_module(f"{__name__}.{_MODULES.get(name, 'extras.api')}"))[name]
 
 
 def __dir__() -> list[str]:

@@ -28,6 +28,7 @@ from automodel_lite.interpreter import relaxed_gc
 from automodel_lite.models.flops import cost_model
 from automodel_lite.parallel.mesh import world_size
 from automodel_lite.parallel.peers import Peers
+from automodel_lite.parts.ema import WeightAverage
 from automodel_lite.parts.images import check_images, images_lines
 from automodel_lite.parts.losses import label_values
 from automodel_lite.progress import Progress, activity
@@ -41,7 +42,6 @@ from automodel_lite.tools.finish import check_exportable, finish
 from automodel_lite.training import resume, start
 from automodel_lite.training.build import build_model
 from automodel_lite.training.counted_feed import CountedFeed
-from automodel_lite.training.ema import WeightAverage
 from automodel_lite.training.engine import TrainingEngine
 from automodel_lite.training.evaluation import check_held_out, validate
 from automodel_lite.training.guards import Guards
