@@ -32,6 +32,7 @@ import torch
 from omegaconf import OmegaConf
 
 from automodel_lite.cli import argument_parser, compose_config, run_tool
+from automodel_lite.cli.line import rewrite_program_name
 from automodel_lite.config.check import check_config
 from automodel_lite.config.rules import Range, argument
 from automodel_lite.config.schema import Config
@@ -121,7 +122,8 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     best = outcome.plans[0]
     print("fits: yes", "", sep="\n")
-    print(command(best, job, args.config_name, [*overrides, *missing(config)]))
+    text = command(best, job, args.config_name, [*overrides, *missing(config)])
+    print(rewrite_program_name(text))
     print(duration_text(best, job, config, data.num_packs, args.price_per_gpu_hour))
     print("", table(outcome.plans), "", LEGEND, f"others: {lost_text(outcome)}", sep="\n")
     if args.write:

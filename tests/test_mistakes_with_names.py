@@ -31,6 +31,10 @@ def test_the_closest_file_folder_or_run_is_named(
         FilesDataset("chtas.jsonl")
     with pytest.raises(ConfigError, match=r"did you mean runs/mine\?$"):
         check_source("model", "runs/mien")
+    with pytest.raises(
+        ConfigError, match=r"^model=chats\.jsonl is a file, and a model is a folder"
+    ):
+        check_source("model", "chats.jsonl")
     assert did_you_mean_path("mien") == "; did you mean runs/mine?"
     assert did_you_mean_path("something_else.jsonl") == ""
 

@@ -485,6 +485,8 @@ def check_source(key: str, source: str) -> None:
     name.
     """
     folder = Path(source).expanduser()
+    if folder.is_file():
+        raise ConfigError(f"{key}={source} is a file, and a model is a folder with a config.json.")
     if looks_local(source) and not folder.is_dir():
         raise ConfigError(
             f"{key}={source}: there is no such folder{did_you_mean_path(source) or '.'}"
