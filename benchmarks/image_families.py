@@ -58,30 +58,77 @@ _SAM = {
     "downsample_channels": [32, 32],
     "image_size": 128,
 }
-_CODES = {f"IMGIMG{chr(ord('A') + i)}Z": 3 + i for i in range(8)}
-_VISUAL_TOKENS = {f"<|visual token {i:06d}|>": 3 + i for i in range(8)}
+_ENCODER = {
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCAB,
+}
+# ids that no text has: models that draw keep their labels from them
+_CODES = {f"IMGIMG{chr(ord('A') + i)}Z": LAST_TEXT + 1 + i for i in range(8)}
+_VISUAL_TOKENS = {f"<|visual token {i:06d}|>": LAST_TEXT + 1 + i for i in range(8)}
 _SPECIAL: dict[str, dict[str, Any]] = {
     "aria": {"vision_config": {"image_size": 490}},
     "blip-2": {"image_token_index": IMAGE, "num_query_tokens": 4},
-    "chameleon": {"vocabulary_map": {"<image>": IMAGE, **_CODES}},
+    "chameleon": {
+        "vocabulary_map": {"<image>": IMAGE, **_CODES},
+        "vq_config": {"num_embeddings": len(_CODES)},
+    },
     "cosmos3_edge": {"text_config": _MROPE},
     "deepseek_ocr2": {
         "text_config": {"mlp_layer_types": ["dense", "sparse"]},
-        "vision_config": {"sam_config": _SAM},
+        "vision_config": {"sam_config": _SAM, "encoder_config": _ENCODER},
     },
     "deepseek_vl_hybrid": {"high_res_vision_config": {"global_attn_indexes": [0, 1]}},
-    "emu3": {"vocabulary_map": {"<image>": IMAGE, "<|extra_200|>": 2, **_VISUAL_TOKENS}},
+    "dots3_note": {
+        "text_config": {"num_key_value_heads": 4, "head_dim": 16},
+        "audio_config": {"adapter_input_size": 32, "adapter_out_dim": 32},
+        "vision_config": {
+            "mlp_layer_types": ["dense", "dense"],
+            "adapter_in_dim": 32,
+            "adapter_out_dim": 32,
+        },
+    },
+    "emu3": {
+        "vocabulary_map": {"<image>": IMAGE, "<|extra_200|>": 2, **_VISUAL_TOKENS},
+        "vq_config": {
+            "codebook_size": len(_VISUAL_TOKENS),
+            "base_channels": 32,
+            "hidden_size": 128,
+            "num_attention_heads": 1,
+        },
+    },
+    "fast_vlm": {
+        "vision_config": {"architecture": "test_resnet", "hidden_size": 96, "model_args": {}}
+    },
     "gemma3": {"mm_tokens_per_image": 4, "vision_config": {"image_size": 56}},
-    "gemma3n": {"vision_soft_tokens_per_image": 1, "vision_config": {"hidden_size": 96}},
+    "gemma3n": {
+        "vision_soft_tokens_per_image": 4,
+        "vision_config": {"architecture": "test_convnext", "hidden_size": 64},
+    },
     "gemma4": {"vision_config": {"position_embedding_size": 128, "pooling_kernel_size": 3}},
+    "glm5_next": {
+        "text_config": {
+            "qk_rope_head_dim": 0,
+            "layer_types": ["linear_attention", "indexed_attention"],
+        }
+    },
     "glm_ocr": {"text_config": _MROPE},
     "granite4_vision": {
         "deepstack_layer_map": [[-1, 0], [-2, 1]],
         "spatial_target_layers": [0, 1],
         "downsample_rate": "1/2",
+        "projector_dropout": 0.0,
+        "vision_config": {"hidden_size": 64},
     },
     "granite_docling": {"vision_config": {"image_size": 56, "scale_factor": 2}},
     "hunyuan_vl": {"text_config": _FOUR_AXES},
+    "inkling_mm_model": {
+        "vision_config": {"text_hidden_size": 32, "patch_size": 28},
+        "audio_config": {"text_hidden_size": 32},
+    },
     "kimi_k25": {"projection_hidden_size": 32},
     "llama4": {
         "vision_config": {
@@ -100,6 +147,19 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "ovis2": {"hidden_size": 32, "visual_indicator_token_ids": [61, 62, 63, 64, 65]},
     "paddleocr_vl": {"text_config": _MROPE},
     "paligemma": {"projection_dim": 32},
+    "perception_lm": {
+        "vision_config": {
+            "architecture": "vit_pe_lang_large_patch14_448",
+            "do_pooling": False,
+            "model_args": {
+                "embed_dim": 32,
+                "depth": 2,
+                "num_heads": 4,
+                "img_size": [28, 28],
+                "ref_feat_shape": [2, 2],
+            },
+        }
+    },
     "qianfan_ocr": {"vision_config": {"drop_path_rate": 0.0}},
     "qwen2_5_omni_thinker": {"text_config": _MROPE},
     "qwen3_omni_moe_thinker": {"text_config": _MROPE},
@@ -110,6 +170,8 @@ _PROCESSORS: dict[str, dict[str, Any]] = {
     "aria": {"max_image_size": 490},
     "deepseek_ocr2": {"size": {"height": 128, "width": 128}, "tile_size": 128},
     "deepseek_vl_hybrid": {"high_res_size": {"height": 28, "width": 28}},
+    "emu3": {"min_pixels": 32 * 32, "max_pixels": 64 * 64},
+    "gemma3n": {"size": {"height": 64, "width": 64}},
     "gemma4": {"max_soft_tokens": 70},
     "gemma4_unified": {"max_soft_tokens": 70},
     "kimi_k25": {"merge_size": 2},
@@ -122,10 +184,11 @@ _PROCESSORS: dict[str, dict[str, Any]] = {
     },
     "minicpm_ocr": {"scale_resolution": 56},
     "minicpmv4_6": {"scale_resolution": 56},
-    "minicpmv4_7": {"scale_resolution": 56},
+    "minicpmv4_7": {"scale_resolution": 56, "max_slice_nums": 1},
     "mistral3": {"size": {"longest_edge": 112}},
     "molmo2": {"size": {"height": 56, "width": 56}, "overlap_margins": [0, 0]},
     "nemotron_h_omni": {"min_num_patches": 4, "max_num_patches": 16},
+    "perception_lm": {"vision_input_type": "vanilla"},
 }
 """Sizes that only these processors have."""
 
@@ -150,6 +213,9 @@ def image_config(family: str) -> PretrainedConfig:
     if family.endswith("_thinker"):
         config.vision_start_token_id = next(free)
         config.vision_end_token_id = next(free)
+    for name in ("image_start_id", "image_end_id", "slice_start_id", "slice_end_id", "newline_id"):
+        if hasattr(config, name):  # by which a rule for positions finds images
+            setattr(config, name, next(free))
     if getattr(config, "image_grid_pinpoints", None):
         config.image_grid_pinpoints = GRIDS
     return config
@@ -234,4 +300,20 @@ def pixels(processor: Any, images: list[Image.Image], accepted: set[str]) -> dic
     made = processor(images=images, return_tensors="pt")
     if "pixel_values" not in made and "pixel_values_images" in made:
         made["pixel_values"] = made["pixel_values_images"]
+    if "pixel_values" not in made and "image_unpadded_heights" in made:
+        made["pixel_values"] = _patches(processor, made)
     return {name: torch.as_tensor(x) for name, x in made.items() if name in accepted}
+
+
+def _patches(processor: Any, made: Any) -> Tensor:
+    """Cuts padded images to patches [1, N, pixels], as Fuyu's processor does beside its text."""
+    side = processor.patch_size["height"]
+    patches = []
+    for number, (padded,) in enumerate(made["images"]):
+        height, width = (
+            -(-int(made[f"image_unpadded_{name}s"][number]) // side) * side
+            for name in ("height", "width")
+        )
+        cut = np.asarray(padded)[:, :height, :width]
+        patches.append(torch.as_tensor(processor.patchify_image(cut[None])).flatten(0, -2))
+    return torch.cat(patches)[None]

@@ -38,6 +38,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from automodel_lite.attention.interface import install, tolerance_std
 from automodel_lite.attention.kernel import ReferenceAttention
@@ -47,7 +48,7 @@ from automodel_lite.models.layers import output_head, text_decoder
 from automodel_lite.models.loss import CrossEntropy, FusedLinearCrossEntropy, LossModel
 from automodel_lite.models.source import describe
 from automodel_lite.parts.images.ahead import TYPES, ahead_of, find_rules, let_see
-from automodel_lite.parts.images.probe import check_family, check_images_apart
+from automodel_lite.parts.images.probe import check_family, check_forward, check_images_apart
 from automodel_lite.parts.images.tokens import check_tower, rope_shifts
 from automodel_lite.parts.images.tower import PackedImages, accepted_names, placed_fields
 from automodel_lite.thd import IGNORE_INDEX, ThdBatch, stream_of, to_thd
@@ -75,7 +76,8 @@ BYTES, SECONDS = 12 << 30, 240
 PROJECTING = re.compile(
     "projector|merger|connector|aligner|newline|embed_vision|resampler|adapter|projection|qformer|perceiver|embedder"
 )
-EVALUATED = {"gemma3n": "its stand-in for the tower has batch norms, which mix images"}
+_BATCH_NORMS = "its stand-in for the tower has batch norms, which mix images"
+EVALUATED = {"gemma3n": _BATCH_NORMS, "fast_vlm": _BATCH_NORMS}
 """Families that are compared in evaluation mode."""
 
 
@@ -189,8 +191,10 @@ def in_process(family: str) -> Finding:
 def survey(family: str) -> Finding:
     finding = Finding(family)
     try:
+        refuse_encoders(family)
+        check_forward(getattr(transformers, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[family]))
         config = image_config(family)
-        refuse_encoders(family, config)
+        attention_specs(config, torch.device("cpu"), torch.float32)
         plain = image_model(family, config)
         check_tower(plain)
         processor = image_processor(family, config)
@@ -231,13 +235,12 @@ class PlainError(Exception):
     """What stands in the way of the truth itself."""
 
 
-def refuse_encoders(family: str, config: Any) -> None:
-    """Raises ConfigError for a family that is not decoder-only, or refused on text already."""
+def refuse_encoders(family: str) -> None:
+    """Raises ConfigError for a family that is not decoder-only."""
     kind = transformers.CONFIG_MAPPING[family]
-    is_encoder = getattr(kind, "is_encoder_decoder", False) or "encoder" in config.sub_configs
+    is_encoder = getattr(kind, "is_encoder_decoder", False) or "encoder" in kind.sub_configs
     if is_encoder or family in ("florence2", "t5gemma2"):
         raise ConfigError("An encoder-decoder: packs are of decoder-only models.")
-    attention_specs(config, torch.device("cpu"), torch.float32)
 
 
 def compared(finding: Finding, plain: Any, processor: Any, dtype: torch.dtype) -> dict[str, float]:
@@ -310,7 +313,10 @@ class Document:
         ids: list[int] = []
         numbers: list[int] = []
         is_text: list[bool] = []
-        edges = [getattr(model.config, f"vision_{x}_token_id", None) for x in ("start", "end")]
+        known = vars(model.config)
+        edges = [
+            known.get(f"vision_{x}_token_id", known.get(f"image_{x}_id")) for x in ("start", "end")
+        ]
         start, end = ([], []) if None in edges else ([edges[0]], [edges[1]])
         for part in layout.split():
             if part == "i":
@@ -369,6 +375,8 @@ def rows_of(model: Any, record: dict[str, Tensor]) -> int:
     with torch.no_grad():
         output = model.base_model.get_image_features(**record, return_dict=True)
     first = output[placed_fields(output)[0]]
+    while isinstance(first, (list, tuple)) and isinstance(first[0], tuple):
+        first = first[0][-1]  # Granite's: (layer, its features) of each layer
     tensors = first if isinstance(first, (list, tuple)) else [first]
     return sum(x.flatten(0, -2).shape[0] for x in tensors)
 

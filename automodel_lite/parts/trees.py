@@ -81,8 +81,7 @@ def grow_trees(
         return [dict(row) for row in rows]
     is_paired = PAIRED in rows[0]
     least_shared = 0 if is_paired else max(1, least_shared)
-    # Big-endian bytes of ids sort as the ids do.
-    keys = [row["input_ids"].astype(">u4").tobytes() for row in rows]
+    keys = [_sort_key(row) for row in rows]
     order = sorted(range(len(rows)), key=keys.__getitem__)
     # rows, and the tokens that each shares with the one before
     groups: list[tuple[list[int], list[int]]] = []
@@ -104,6 +103,16 @@ def grow_trees(
         dict(rows[ids[0]]) if len(ids) == 1 else _tree([rows[i] for i in ids], shared)
         for ids, shared in groups
     ]
+
+
+def _sort_key(row: Row) -> bytes:
+    """Returns bytes by which rows sort as their ids do (big-endian); where these are places of
+    images, as ids and images: two images of one size have the same ids.
+    """
+    ids = row["input_ids"].astype(">u4")
+    if "image" not in row:
+        return ids.tobytes()
+    return np.stack([ids, row["image"]], 1).astype(">u8").tobytes()
 
 
 def _shared(one: Row, other: Row) -> int:
@@ -215,10 +224,11 @@ def write_trees(folder: Path, rows: TokenizedDocuments, mode: str, most_tokens: 
                  never are
     """
     if mode == "all" and PAIRED not in rows.columns:
-        spans = zip(rows.offsets[:-1].tolist(), rows.offsets[1:].tolist())
-        keys: list[Any] = [
-            rows.columns["input_ids"][start:stop][:LEAST_SHARED].tobytes() for start, stop in spans
-        ]
+        names = [name for name in ("input_ids", "image") if name in rows.columns]
+        keys: list[Any] = []
+        for start, stop in zip(rows.offsets[:-1].tolist(), rows.offsets[1:].tolist()):
+            end = min(stop, start + LEAST_SHARED)
+            keys.append(_sort_key({name: rows.columns[name][start:end] for name in names}))
     else:
         groups = [ALONE] * len(rows) if rows.groups is None else rows.groups.tolist()
         keys = [("alone", i) if group == ALONE else group for i, group in enumerate(groups)]

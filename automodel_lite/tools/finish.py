@@ -19,7 +19,7 @@ from automodel_lite.errors import (
     is_out_of_memory,
     one_line,
 )
-from automodel_lite.models.source import is_remote_code
+from automodel_lite.models.source import is_remote_code, model_class
 from automodel_lite.run.export import export_adapter, export_hf, generation_config
 from automodel_lite.telemetry.callbacks import MetricsLog
 from automodel_lite.telemetry.console import Console
@@ -73,7 +73,8 @@ def finish(
     if run.config.checkpoint.export_hf:
         exported = _export(run, built, data)
         hub = run.config.hub
-        loader = "peft.PeftModel" if built.adapter else "AutoModelForCausalLM"
+        loader = model_class(built.model.loss_model.lm.config).__name__
+        loader = "peft.PeftModel" if built.adapter else loader
         console.say(
             "exported",
             f"{run.folder.display_path}/{exported.name}: loads with {loader}.from_pretrained",

@@ -38,7 +38,7 @@ def validate(
         losses |= {f"val_{kind}/{name}": loss for kind, loss in found.items()}
     if not samples.prompts:
         return losses, []
-    answers = locate(SAMPLE_ANSWERS)(samples, engine.model, engine.mesh, source.tokenizer)
+    answers = locate(SAMPLE_ANSWERS)(samples, engine.model, engine.mesh, source)
     return losses, answers
 
 

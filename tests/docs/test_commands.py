@@ -29,8 +29,11 @@ from automodel_lite.errors import ConfigError
 ROOT = Path(__file__).resolve().parent.parent.parent
 SKILL = ROOT / "skills/automodel-lite/SKILL.md"
 PAGES = [ROOT / "README.md", SKILL, *sorted((ROOT / "docs").glob("*.md"))]
+# the page about images makes its own model, and runs in tests/images/test_page.py
+OTHERS = ("README.md", "images.md")
+IMAGES = ROOT / "docs/cookbook/images.md"
 COOKBOOK = [
-    page for page in sorted((ROOT / "docs/cookbook").glob("*.md")) if page.name != "README.md"
+    page for page in sorted((ROOT / "docs/cookbook").glob("*.md")) if page.name not in OTHERS
 ]
 WITH_CONFIG = ("train_ft", "prepare_data", "inspect_data", "score", "verify", "evaluate")
 READERS_OWN = re.compile(
@@ -81,7 +84,7 @@ COMMANDS = commands(PAGES)
 
 @pytest.mark.parametrize(
     "command",
-    [*COMMANDS, *commands(COOKBOOK)],
+    [*COMMANDS, *commands([*COOKBOOK, IMAGES])],
     ids=lambda command: f"{command.page}: {command.text}"[:90],
 )
 def test_it_composes(command: Command):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from automodel_lite.config.schema import DataloaderConfig
 from automodel_lite.data.feeding.feed import read_batches
@@ -144,6 +146,22 @@ def test_an_image_of_two_documents_is_read_once(folder: Path, tmp_path: Path) ->
     images: Any = batch.images
     assert len(batch.columns["image"].unique()) == 1 + 2
     assert len(images.rows) > images.num_rows
+
+
+def test_images_that_differ_in_the_middle_are_two(folder: Path, tmp_path: Path) -> None:
+    """Pictures without compression, of one size, whose first and last bytes are the same."""
+    for number in range(3):
+        picture = Image.new("RGB", (200, 200), "white")
+        picture.paste(("red", "blue", "red")[number], (90, 90, 110, 110))
+        picture.save(tmp_path / f"{number}.bmp")
+    given: list[Any] = ["0.bmp", "1.bmp", "2.bmp"]
+    given.append("data:;base64," + base64.b64encode((tmp_path / "1.bmp").read_bytes()).decode())
+    rows = [{"messages": SAID, "image": one} for one in given]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    path = f"dataset.path={tmp_path}/rows.jsonl"
+    (batch,) = batches_of(data_of(config_of_images(folder, path)))
+    places = {find(number)[1] for number in batch.columns["image"].unique().tolist()[1:]}
+    assert places == {0, 1}  # the third is the first, the fourth the second
 
 
 def test_an_image_is_decoded_once_in_a_batch(folder: Path) -> None:

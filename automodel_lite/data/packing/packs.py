@@ -422,4 +422,6 @@ def packed_sequence_thd_collater(
             batch_first=True,
             padding_value=SEQ_LENS_PADDING,
         )
+    if "images" in batch[0]:  # a stream's pack, which is alone
+        collated["images"] = batch[0]["images"]
     return collated | {"qkv_format": "thd"}

@@ -22,6 +22,7 @@ from itertools import islice
 from multiprocessing import get_context
 from multiprocessing.context import BaseContext
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 from transformers import PreTrainedTokenizerFast
@@ -76,6 +77,7 @@ class Job:
     settings: TokenizeConfig = field(default_factory=TokenizeConfig)
     tree: str = "auto"  # packed_sequence.tree: which rows may share their beginning
     most_tokens: int | None = None  # of a pack, which no tree exceeds; None = any
+    reads_images: ClassVar[bool] = False
 
     def renderer(self) -> Renderer:
         """Makes what renders documents; a subclass's own reads more than text."""

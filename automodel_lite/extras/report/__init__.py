@@ -210,6 +210,7 @@ def page_of(records: list[RunRecord], refresh_s: int | None = None) -> str:
         results=[(name, [dict(of_run).get(name, "-") for of_run in facts]) for name in names],
         differences=differences(records),
         samples=[] if len(records) > 1 else samples_of(first),
+        pieces_of=pieces_of,
         warnings=[f"{record.name}: {text}" for record in records for text in warnings_of(record)],
         packing=packing_of(first),
         settings=[pair for pair in flatten(first.config) if pair[1] not in (None, {}, [])],
@@ -297,6 +298,15 @@ def samples_of(record: RunRecord) -> list[tuple[str, list[tuple[int, str]]]]:
             if key.startswith("text/"):
                 asked.setdefault(key.removeprefix("text/"), []).append((row["step"], str(row[key])))
     return list(asked.items())
+
+
+def pieces_of(prompt: str) -> list[tuple[str, str]]:
+    """Returns (words, picture): the texts of a prompt, and its images as data URIs."""
+    if "![" not in prompt:
+        return [(prompt, "")]
+    from automodel_lite.parts.images.sources import ImageLimits, pieces_of_prompt  # with Pillow
+
+    return pieces_of_prompt(prompt, ImageLimits(Path.cwd()))
 
 
 def warnings_of(record: RunRecord) -> list[str]:

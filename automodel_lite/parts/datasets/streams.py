@@ -33,12 +33,19 @@ from automodel_lite.config.schema import Config, TrainingConfig
 from automodel_lite.data.cache import short_hash
 from automodel_lite.data.feeding.feed import worker_options
 from automodel_lite.data.feeding.order import BatchShape
-from automodel_lite.data.feeding.source import Cursor, HostStep, PackSource, TrainingPlan
+from automodel_lite.data.feeding.source import (
+    AdaptingDataset,
+    Cursor,
+    HostStep,
+    PackSource,
+    TrainingPlan,
+)
 from automodel_lite.data.packing.packs import PackedDataset, Packer, packed_sequence_thd_collater
 from automodel_lite.data.reading.columns import NormalizedRows, OwnFormat, detect
 from automodel_lite.data.reading.documents import DocumentList, DocumentSet, Question
 from automodel_lite.data.reading.files import (
     NUM_SNIFFED_ROWS,
+    OpenedRows,
     ReadOptions,
     TextUnit,
     ValPath,
@@ -172,6 +179,7 @@ class StreamingDataset:
     identity: str = field(init=False)
     content: str = field(init=False)
     notes: Sequence[str] = field(init=False, default=())
+    opened: OpenedRows | None = field(init=False, default=None, repr=False)  # None: not files
 
     def __post_init__(self) -> None:
         options = ReadOptions(self.encoding, self.text_unit)
@@ -188,7 +196,10 @@ class StreamingDataset:
                 f"{self.stream.name} contains token ids, but streams are tokenized during "
                 "training: use dataset=files."
             )
-        opened = {name: (one.rows, range(len(one.rows))) for name, one in val_sources.items()}
+        opened = {
+            name: (self.view_held_out(one), range(len(one.rows)))
+            for name, one in val_sources.items()
+        }
         self.val = {
             name: NormalizedRows(rows, self._detected, every)
             for name, (rows, every) in opened.items()
@@ -205,6 +216,14 @@ class StreamingDataset:
         val = "; ".join(f"{name}: {one.identity}" for name, one in val_sources.items())
         self.content = f"stream({self.stream.content}; {read_as})"
         self.identity = f"stream({self.stream.identity}; {read_as}; {val}; {options})"
+
+    def view(self, opened: OpenedRows) -> RawRows:
+        """Returns the rows of files; a subclass's own may be other ones."""
+        return opened.rows
+
+    def view_held_out(self, opened: OpenedRows) -> RawRows:
+        """Returns the rows of files of validation."""
+        return opened.rows
 
     def read(self, shard: int, start: int) -> Iterator[Placed]:
         """Yields every document of a shard but the first `start`."""
@@ -260,10 +279,11 @@ class StreamingDataset:
             )
         source = open_rows(self.path, self.name, self.split, "dataset.path", options, held_out)
         self.notes = source.notes
+        self.opened = source
         contents = ", ".join(
             f"{printable(one.path.name)} {one.size} {one.content}" for one in source.files
         )
-        read = partial(read_files, source.rows)
+        read = partial(read_files, self.view(source))
         return RawStream(
             source.description, read, source.identity, f"{contents}, split {self.split}"
         )
@@ -290,6 +310,8 @@ class StreamedPacks(PackSource):
         cls, config: Config, documents: Any, packer: Packer, batches: BatchShape
     ) -> StreamedPacks:
         job = job_of(config, documents, packer.tree, packer.packed_sequence_size)
+        if isinstance(documents, AdaptingDataset):
+            documents, job, packer = documents.adapt(config, job, packer)
         packer = packer.for_document_kind(documents.kind, padding_id(job.tokenizer))
         identity = f"{documents.identity} val"
         val, _, notes = tokenize_sets(

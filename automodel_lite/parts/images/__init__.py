@@ -60,7 +60,7 @@ def check_images(data: PackSource, built: BuiltModel, mesh: Mesh) -> None:
 
     Raises ConfigError for a model that cannot be, and for towers that no data reach.
     """
-    if "image" in (data.columns or ()):
+    if data.job.reads_images:
         if built.decided.model.mtp_loss:
             raise ConfigError(
                 "model.mtp_loss with dataset=images: heads for further tokens read embeddings of "

@@ -8,7 +8,7 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from automodel_lite.config.components import build
 from automodel_lite.config.rules import OneOf, PathStr, Positive
@@ -20,13 +20,15 @@ from automodel_lite.data.reading.files import FilesDataset, OpenedRows
 from automodel_lite.data.reading.paths import KINDS, kind_of, stamp
 from automodel_lite.data.reading.readers import RawRows
 from automodel_lite.data.tokens.tokenize import Job
-from automodel_lite.errors import ConfigError
-from automodel_lite.launched import rank, world_size
+from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.models.source import CausalLM
 from automodel_lite.parts.images.archives import index_archive, index_name
 from automodel_lite.parts.images.rows import ImageDocuments, MarkedRows
-from automodel_lite.parts.images.sources import COLUMNS, FIRST_TEXTS, ImageLimits
+from automodel_lite.parts.images.sources import COLUMNS, FIRST_TEXTS, ImageLimits, sources_in
 from automodel_lite.parts.readers.tables import DatasetRows
+
+if TYPE_CHECKING:
+    from automodel_lite.parts.images.tokens import ImageProcessor
 
 ARCHIVE = ".tar"
 BadImage = Annotated[str, OneOf(("error", "drop"))]
@@ -121,18 +123,11 @@ class ImageFiles(FilesDataset):
         ConfigError for settings that do not go with images.
         """
         # with the models' code
-        from automodel_lite.parts.images.packs import ImagePacker, Share
-        from automodel_lite.parts.images.tokens import ImageProcessor, check_sample, image_job
+        from automodel_lite.parts.images.packs import ImagePacker, share_of
+        from automodel_lite.parts.images.tokens import check_sample, image_job
 
-        _check_settings(config, packer)
-        source: CausalLM = build(config.model)
-        path = self.processor or source.pretrained
-        if path is None:
-            raise ConfigError(
-                "dataset.processor=null with a model from scratch: name the folder of a processor."
-            )
-        options = source.source if path == source.pretrained else {}
-        processor = ImageProcessor(path, source.config(job.tokenizer), options)
+        check_settings(config, packer)
+        processor = processor_of(config, job, self.processor)
         adapted = copy(self)
         # of a mixture, other datasets of images may have come before
         others = packer.sets if isinstance(packer, ImagePacker) else []
@@ -145,11 +140,8 @@ class ImageFiles(FilesDataset):
         adapted.identity += f"(processor {processor.own.to_json_string()}, set {len(others)})"
         made = image_job(job, processor)
         check_sample(made, adapted.sets[0])
-        cp = config.mesh.cp
-        tp = config.mesh.tp
-        share = Share(rank() // tp % cp, cp) if cp > 1 and world_size() > 1 else None
         sets = [*others, *adapted.sets]
-        return adapted, made, ImagePacker.of(packer, processor, sets, share)
+        return adapted, made, ImagePacker.of(packer, processor, sets, share_of(config))
 
 
 def undecoded(rows: RawRows) -> RawRows:
@@ -176,7 +168,31 @@ def undecoded(rows: RawRows) -> RawRows:
     return replace(rows, rows=table)
 
 
-def _check_settings(config: Config, packer: Packer) -> None:
+def processor_of(config: Config, job: Job, path: str | None) -> ImageProcessor:
+    """Returns the processor in a folder, or that of the model; raises ConfigError for none."""
+    from automodel_lite.parts.images.tokens import ImageProcessor  # with the models' code
+
+    source: CausalLM = build(config.model)
+    path = path or source.pretrained
+    if path is None:
+        raise ConfigError(
+            "dataset.processor=null with a model from scratch: name the folder of a processor."
+        )
+    options = source.source if path == source.pretrained else {}
+    return ImageProcessor(path, source.config(job.tokenizer), options)
+
+
+def check_settings(config: Config, packer: Packer) -> None:
+    """Raises ConfigError for what does not go with images, and for a prompt whose image cannot be
+    read.
+    """
+    for prompt in config.samples.prompts:
+        try:
+            for image in sources_in(prompt):
+                image.header(ImageLimits(Path.cwd()))
+        except DataError as error:
+            problem = str(error).rpartition(": ")[0]  # without the cure for data
+            raise ConfigError(f"samples.prompts: {problem}: name another file.") from error
     if config.evaluation:
         raise ConfigError(
             "evaluation asks questions of text alone, and the data have images: set "

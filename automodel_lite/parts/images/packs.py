@@ -16,15 +16,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from automodel_lite.data.packing.packs import PackBatch, PackedDataset, Packer
-from automodel_lite.data.tokens.token_rows import DocumentReader
+from automodel_lite.config.schema import Config
+from automodel_lite.data.packing.packs import PackBatch, PackedDataset, Packer, lay_out_packs
+from automodel_lite.data.reading.documents import IMAGE
+from automodel_lite.data.tokens.token_rows import DocumentReader, TokenizedDocuments, flatten
+from automodel_lite.data.tokens.tokenize import Job
 from automodel_lite.errors import DataError
+from automodel_lite.launched import rank, world_size
 from automodel_lite.parallel.context_parallel import document_owners
+from automodel_lite.parts.evaluation.samples import Prompt, text_prompt
 from automodel_lite.parts.images.ahead import Rules, ahead_of, types_of
-from automodel_lite.parts.images.rows import ImageDocuments, find
-from automodel_lite.parts.images.sources import blank_image
-from automodel_lite.parts.images.tokens import ImageProcessor
+from automodel_lite.parts.images.rows import ImageDocuments, PlacedImage, find, number_of
+from automodel_lite.parts.images.sources import IN_PROMPT, blank_image, sources_in
+from automodel_lite.parts.images.tokens import (
+    ImageEncoder,
+    ImageJob,
+    ImageProcessor,
+    ImageRenderer,
+    rope_shifts,
+)
 from automodel_lite.parts.images.tower import PackedImages
+from automodel_lite.thd import IGNORE_INDEX, ThdBatch, to_thd
 
 BLANK = (64, 64)
 """Pixels of what a tower gets where no image is: it runs as often on all ranks."""
@@ -44,6 +56,12 @@ class Share(NamedTuple):
 
     rank: int
     size: int
+
+
+def share_of(config: Config) -> Share | None:
+    """Returns the share of this rank; None where no other reads its packs."""
+    cp = config.mesh.cp
+    return Share(rank() // config.mesh.tp % cp, cp) if cp > 1 and world_size() > 1 else None
 
 
 class ImagePacker(Packer):
@@ -68,6 +86,42 @@ class ImagePacker(Packer):
     def for_document_kind(self, kind: str, padding_id: int = 0) -> Packer:
         """See `Packer`; text with images is never split."""
         return super().for_document_kind("other", padding_id)
+
+    def pack_of(self, rows: TokenizedDocuments) -> dict[str, Any]:
+        """See `Packer`; a pack of a stream brings its images."""
+        pack = super().pack_of(rows)
+        try:
+            return {**pack, "images": read_images(pack, self.processor, self.sets, self.share)}
+        except DataError as error:
+            raise ImageError(str(error)) from error
+
+    def prompt(self, job: Job, text: str) -> Prompt:
+        """See `PromptPacker`; `![](a.png) What is it?` has an image."""
+        limits = self.sets[0].limits
+        sources = sources_in(text)
+        if not sources:
+            return text_prompt(job, text)
+        assert isinstance(job, ImageJob)
+        images = [
+            PlacedImage(number_of(0, place, 0), source, limits)
+            for place, source in enumerate(sources)
+        ]
+        rendering = ImageRenderer(job).question(IN_PROMPT.sub(IMAGE, text), images)
+        columns, _ = ImageEncoder(job).encode([rendering])
+        pictures = Pictures([source.pixels(limits) for source in sources])
+        grids = [tokens.grid for *_, tokens in rendering.images]
+        rule = getattr(self.processor.described.base_model, "get_rope_index", None)
+
+        def stream(ids: list[int]) -> ThdBatch:
+            image = np.zeros(len(ids), np.int64)
+            image[: len(columns["image"])] = columns["image"]
+            row = {"input_ids": np.array(ids), "labels": np.full(len(ids), IGNORE_INDEX)}
+            row["image"] = image
+            if rule is not None:
+                row["rope_shift"] = rope_shifts(rule, row["input_ids"], image > 0, grids)
+            return stream_of_rows([row], self.processor, pictures)
+
+        return columns["input_ids"].tolist(), stream
 
     def packs(
         self, rows: DocumentReader, epoch: int = 0, shared: tuple[Path, str] | None = None
@@ -112,6 +166,27 @@ class ImagePacks(PackedDataset):
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         """A pack for looking at: its tokens alone."""
         return copy_of_tokens(self)[index]
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """Images in memory as a set, one of each row."""
+
+    images: Sequence[Any]
+
+    def pixels(self, row: int, place: int, stamp: int | None = None) -> Any:
+        return self.images[row]
+
+
+def stream_of_rows(
+    rows: Sequence[Mapping[str, np.ndarray]], processor: ImageProcessor, pictures: Any
+) -> ThdBatch:
+    """Returns a stream of token rows whose images are these."""
+    flat = flatten(rows)
+    size = int(flat.lengths.sum())
+    batch = lay_out_packs(flat, flat.offsets[:-1], flat.lengths, np.array([len(flat)]), size)
+    images = read_images(batch.columns, processor, [pictures])
+    return to_thd({**batch.collated(), "images": images})
 
 
 def copy_of_tokens(packs: PackedDataset) -> PackedDataset:

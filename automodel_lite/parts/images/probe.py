@@ -24,18 +24,16 @@ from automodel_lite.attention.interface import tolerance_std
 from automodel_lite.attention.kernel import AHEAD_CURE, AheadKernel, refuse
 from automodel_lite.attention.spec import UNPACKED
 from automodel_lite.data.feeding.source import PackSource
-from automodel_lite.data.packing.packs import lay_out_packs
 from automodel_lite.data.reading.documents import IMAGE
-from automodel_lite.data.tokens.token_rows import flatten
 from automodel_lite.data.tokens.tokenize import DocumentTokenizer
 from automodel_lite.errors import ConfigError
 from automodel_lite.parallel.mesh import Mesh
 from automodel_lite.parts.images.ahead import Rules
-from automodel_lite.parts.images.packs import read_images
+from automodel_lite.parts.images.packs import Pictures, stream_of_rows
 from automodel_lite.parts.images.rows import IMAGES, PlacedImage, number_of
 from automodel_lite.parts.images.sources import ImageLimits, noise_image, source_of
 from automodel_lite.parts.images.tokens import ImageJob
-from automodel_lite.thd import ThdBatch, to_thd
+from automodel_lite.thd import ThdBatch
 from automodel_lite.training.build import BuiltModel
 
 SIZES = ((96, 64), (64, 112))
@@ -53,7 +51,7 @@ def check_model(data: PackSource, built: BuiltModel, mesh: Mesh) -> None:
     check_family(lm, job.processor.rules, built.decided.kernel)
     was_training = model.module.training
     model.module.eval()
-    streams = [_stream(job, _Pictures(*seeds)) for seeds in ((1, 2, 1), (1, 3, 1), (1,))]
+    streams = [_stream(job, *seeds) for seeds in ((1, 2, 1), (1, 3, 1), (1,))]
     logits = [model.logits(batch.to(mesh.device)).float() for batch in streams]
     model.module.train(was_training)
     model.free_gathered()
@@ -71,13 +69,28 @@ def check_family(lm: transformers.PreTrainedModel, rules: Rules, kernel: Any) ->
             f"{name} mixes tokens in its own code, which packs with images do not support: "
             f"{UNPACKED}."
         )
-    if "mm_encoder_outputs" not in inspect.signature(type(lm).forward).parameters:
-        raise ConfigError(
-            f"{name}: its forward does not take features of images (mm_encoder_outputs), in this "
-            f"version of transformers ({transformers.__version__}): {UNPACKED}."
-        )
+    check_forward(type(lm))
     if rules and not isinstance(kernel, AheadKernel):
         raise refuse(kernel, f"the images of {name}, whose tokens see each other", AHEAD_CURE)
+
+
+def check_forward(kind: type[transformers.PreTrainedModel]) -> None:
+    """Raises ConfigError for a class of models whose forward does not take features of images in
+    place of pixels.
+    """
+    known = inspect.signature(kind.forward).parameters
+    if "mm_encoder_outputs" not in known:
+        raise ConfigError(
+            f"{kind.__name__}: its forward does not take features of images (mm_encoder_outputs), "
+            f"in this version of transformers ({transformers.__version__}): {UNPACKED}."
+        )
+    for name, parameter in known.items():
+        is_named = parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+        if is_named and name != "self" and parameter.default is parameter.empty:
+            raise ConfigError(
+                f"{kind.__name__}: its forward asks for {name} of every document, also of text: "
+                f"{UNPACKED}."
+            )
 
 
 def check_images_apart(
@@ -107,18 +120,9 @@ def check_images_apart(
         )
 
 
-class _Pictures:
-    """Images in memory, as a set of which the workers read."""
-
-    def __init__(self, *seeds: int) -> None:
-        sizes = (SIZES[1], SIZES[0], SIZES[1])
-        self.images = [noise_image(*size, seed) for size, seed in zip(sizes, seeds)]
-
-    def pixels(self, row: int, place: int, stamp: int | None) -> Any:
-        return self.images[row]
-
-
-def _stream(job: ImageJob, pictures: Any) -> ThdBatch:
+def _stream(job: ImageJob, *seeds: int) -> ThdBatch:
+    sizes = (SIZES[1], SIZES[0], SIZES[1])
+    pictures = Pictures([noise_image(*size, seed) for size, seed in zip(sizes, seeds)])
     limits = ImageLimits(Path(), most_pixels=max(width * height for width, height in SIZES))
     tokenizer = DocumentTokenizer(job)
     rows = []
@@ -128,8 +132,4 @@ def _stream(job: ImageJob, pictures: Any) -> ThdBatch:
         said = [{"role": "user", "content": f"{IMAGE}a"}, {"role": "assistant", "content": "b"}]
         chunk = tokenizer.chunk([("start-up", {"messages": said, IMAGES: placed})])
         rows.append({name: np.asarray(x) for name, x in chunk.columns.items()})
-    flat = flatten(rows)
-    size = int(flat.lengths.sum())
-    batch = lay_out_packs(flat, flat.offsets[:-1], flat.lengths, np.array([len(flat)]), size)
-    images = read_images(batch.columns, job.processor, [pictures])
-    return to_thd({**batch.collated(), "images": images})
+    return stream_of_rows(rows, job.processor, pictures)

@@ -42,6 +42,19 @@ class PlacedImage:
     limits: ImageLimits
 
 
+def first_alike(known: list[PlacedImage], image: PlacedImage) -> PlacedImage:
+    """Returns the one of some images of one stamp that has the same bytes; adds an image that is
+    like none.
+    """
+    for other in known:
+        if image.source == other.source:
+            return other
+        if image.source.bytes_hash(image.limits) == other.source.bytes_hash(other.limits):
+            return other
+    known.append(image)
+    return image
+
+
 @dataclass
 class MarkedRows:
     """Raw rows with marks in place of images; remembers the last one, whose images are asked for

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import io
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -12,9 +10,7 @@ import numpy as np
 from automodel_lite.data.feeding.planned import PlannedPacks
 from automodel_lite.parts.images.packs import ImagePacker
 from automodel_lite.parts.images.rows import find
-
-SIDE = 200
-"""Pixels of a thumbnail."""
+from automodel_lite.parts.images.sources import thumbnail
 
 
 @dataclass(frozen=True)
@@ -37,10 +33,6 @@ def pictures_of(data: PlannedPacks, row: Mapping[str, np.ndarray]) -> list[Pictu
         documents = data.packer.sets[which]
         pixels = documents.pixels(place, image)
         width, height = pixels.size
-        pixels.thumbnail((SIDE, SIDE))
-        whole = io.BytesIO()
-        pixels.save(whole, "JPEG")
         caption = f"{documents.name(place, image)}: {width} × {height}, {of_number[number]} tokens"
-        thumbnail = f"data:image/jpeg;base64,{base64.b64encode(whole.getvalue()).decode()}"
-        pictures.append(Picture(caption, thumbnail))
+        pictures.append(Picture(caption, thumbnail(pixels)))
     return pictures

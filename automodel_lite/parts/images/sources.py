@@ -16,10 +16,12 @@ import binascii
 import io
 import math
 import os
+import re
 import warnings
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,10 @@ from automodel_lite.errors import DataError, one_line
 
 COLUMNS = ("images", "image")
 REJECTED = "rejected"
+IN_PROMPT = re.compile(r"!\[[^]]*\]\(([^)]+)\)")
+"""An image in a prompt of `samples`: `![](a.png) What is it?`."""
+SIDE = 200
+"""Pixels of a thumbnail."""
 MARKER = "<image>"
 """What stands for an image in texts of LLaVA's, ShareGPT's and many other files."""
 PARTS = ("image", "image_url", "input_image")
@@ -84,6 +90,7 @@ class ImageSource:
     name    for messages: the path, or `images[1]`
     folder  of a relative path; None: that of the limits
     span    offset and bytes in the file, of a member of an archive; None: all of it
+    known   the hash of bytes in a row that are not held any more
     """
 
     name: str
@@ -91,6 +98,20 @@ class ImageSource:
     content: bytes = b""
     folder: Path | None = None
     span: tuple[int, int] | None = None
+    known: bytes = b""
+
+    def without_bytes(self) -> ImageSource:
+        """Returns the source by which an image is compared, while its row is not held."""
+        if not self.content:
+            return self
+        return replace(self, content=b"", known=blake2b(self.content).digest())
+
+    def bytes_hash(self, limits: ImageLimits) -> bytes:
+        """Returns what only an image of the same bytes has."""
+        if self.known:
+            return self.known
+        with self.read(limits) as file:
+            return blake2b(file.read()).digest()
 
     def read(self, limits: ImageLimits) -> io.BytesIO | io.BufferedReader:
         """Opens the bytes; raises DataError when there is no such file."""
@@ -363,6 +384,39 @@ def _in_front(row: RawRow, num: int, first_texts: Sequence[str]) -> RawRow:
         f"has {num} images, and no text of a user before which they would stand: name the columns, "
         "dataset.columns.question=... dataset.columns.answer=..."
     )
+
+
+def sources_in(prompt: str) -> list[ImageSource]:
+    """Returns the images of a prompt for samples, whose paths begin in the working folder."""
+    found = [source_of(path, "image") for path in IN_PROMPT.findall(prompt)]
+    return [replace(source, folder=Path.cwd()) for source in found]
+
+
+def thumbnail(pixels: Image.Image) -> str:
+    """Returns a small copy as a data URI."""
+    small = pixels.copy()
+    small.thumbnail((SIDE, SIDE))
+    whole = io.BytesIO()
+    small.save(whole, "JPEG")
+    return f"data:image/jpeg;base64,{base64.b64encode(whole.getvalue()).decode()}"
+
+
+def pieces_of_prompt(prompt: str, limits: ImageLimits) -> list[tuple[str, str]]:
+    """Returns the texts and the images of a prompt in order, of each its words and, of an image
+    that can be read, a thumbnail.
+    """
+    pieces = []
+    end = 0
+    for found in IN_PROMPT.finditer(prompt):
+        pieces.append((prompt[end : found.start()], ""))
+        end = found.end()
+        try:
+            shown = thumbnail(source_of(found[1], "image").pixels(limits))
+        except DataError:  # it was moved since
+            shown = ""
+        pieces.append((found[0], shown))
+    pieces.append((prompt[end:], ""))
+    return pieces
 
 
 def blank_image(width: int, height: int) -> Image.Image:

@@ -16,9 +16,9 @@ import re
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -27,18 +27,18 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from automodel_lite.attention.spec import config_value
-from automodel_lite.data.reading.documents import IMAGE, Document, Message
+from automodel_lite.data.reading.documents import IMAGE, Document, DocumentSet, Message
 from automodel_lite.data.tokens.encode import ChatRenderer, Encoder, Renderer, Rendering
 from automodel_lite.data.tokens.tokenize import DocumentTokenizer, Job
 from automodel_lite.errors import ConfigError, DataError, DroppedError, one_line
 from automodel_lite.models.source import describe
 from automodel_lite.parts.images.ahead import Rules, find_rules
-from automodel_lite.parts.images.rows import IMAGES, ImageDocuments, PlacedImage
+from automodel_lite.parts.images.rows import IMAGES, PlacedImage, first_alike
 from automodel_lite.parts.images.sizes import NUM_COMPARED, ImageTokens, SizeTable
 from automodel_lite.thd import IGNORE_INDEX
 
-Images = Sequence[tuple[int, int, ImageTokens]]
-"""Number, stamp and tokens of each image of a document."""
+Images = Sequence[tuple[PlacedImage, int, ImageTokens]]
+"""Each image of a document, its stamp and its tokens."""
 _PROBE = "PROBE"
 
 
@@ -192,6 +192,11 @@ class ImageChatRenderer(ChatRenderer):
         parts = [{**m, "content": parts_of(m["content"])} for m in messages]
         return super()._render(tools, template, parts, prompt)
 
+    def question(self, content: str) -> str:
+        """Renders a user's turn, after which the model's begins."""
+        asked: list[Message] = [{"role": "user", "content": content}]
+        return self._render(None, self._templates[0][0], asked, prompt=True)
+
     def _takes_parts(self, template: str) -> bool:
         known = self._by_template
         if template not in known:
@@ -269,10 +274,18 @@ class ImageRenderer(Renderer):
             )
         return [*expanded]
 
-    def _asked(self, image: PlacedImage) -> tuple[int, int, ImageTokens]:
+    def question(self, content: str, images: Sequence[PlacedImage]) -> ImageRendering:
+        """Renders a prompt with marks, which waits for the model's answer."""
+        text = content
+        if isinstance(self._chat, ImageChatRenderer):
+            text = self._chat.question(content)
+        return self._expanded(Rendering(text, ()), [self._asked(image) for image in images])
+
+    def _asked(self, image: PlacedImage) -> tuple[PlacedImage, int, ImageTokens]:
         try:
             width, height, stamp = image.source.header(image.limits)
-            return image.number, stamp, self.job.processor.sizes.of_size(width, height)
+            tokens = self.job.processor.sizes.of_size(width, height)
+            return replace(image, source=image.source.without_bytes()), stamp, tokens
         except DataError as error:
             raise (DroppedError if image.limits.drops_bad else DataError)(str(error)) from error
 
@@ -310,7 +323,7 @@ NUM_SAMPLES = 4
 MOST_LOOKED_AT = 200
 
 
-def check_sample(job: ImageJob, documents: ImageDocuments) -> None:
+def check_sample(job: ImageJob, documents: DocumentSet) -> None:
     """Compares the tokens of some documents with what the whole processor makes of their text and
     their decoded images.
 
@@ -379,13 +392,13 @@ class ImageEncoder(Encoder):
         stamps: list[int] = []
         runs: list[int] = []
         # an image that several of these documents have is read once; one document's are apart
-        of_stamp: dict[tuple[int, str, int], int] = {}
+        of_stamp: dict[tuple[int, str, int], list[PlacedImage]] = {}
         for of_document in images:
             times: Counter[int] = Counter()
-            for number, stamp, tokens in of_document:
-                same = of_stamp.setdefault((stamp, tokens.text, times[stamp]), number)
+            for image, stamp, tokens in of_document:
+                alike = of_stamp.setdefault((stamp, tokens.text, times[stamp]), [])
                 times[stamp] += 1
-                numbers += [same] * len(tokens.runs)
+                numbers += [first_alike(alike, image).number] * len(tokens.runs)
                 stamps += [stamp] * len(tokens.runs)
                 runs += tokens.runs
         if len(places) != len(runs):
@@ -528,6 +541,7 @@ class ImageJob(Job):
     """How documents with images are tokenized."""
 
     processor: ImageProcessor = None  # type: ignore[assignment]
+    reads_images: ClassVar[bool] = True
 
     def renderer(self) -> Renderer:
         return ImageRenderer(self)
@@ -538,7 +552,7 @@ class ImageJob(Job):
 
 def image_job(job: Job, processor: ImageProcessor) -> ImageJob:
     """Returns the job with images; its chat template is the processor's, unless one was set."""
-    settings = {name: getattr(job, name) for name in Job.__dataclass_fields__}
+    settings = {one.name: getattr(job, one.name) for one in fields(Job)}
     made = ImageJob(**settings, processor=processor)
     own = processor.own.chat_template
     if made.tokenizer.chat_template is None and own is not None:

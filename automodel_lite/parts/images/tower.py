@@ -138,7 +138,8 @@ def encode(lm: transformers.PreTrainedModel, images: PackedImages) -> Any:
     """Runs the towers on this rank's images at once; returns their output with the rows of its
     placeholders.
     """
-    dtype = next(p.dtype for tower in towers(lm) for p in tower.parameters())
+    # of Chameleon, the tower is a part of the language model
+    dtype = next(p.dtype for part in (*towers(lm), lm) for p in part.parameters())
     given = {n: x.to(dtype) if x.is_floating_point() else x for n, x in images.record.items()}
     base: Any = lm.base_model
     output = base.get_image_features(**given, return_dict=True)

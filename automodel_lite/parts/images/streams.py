@@ -1,0 +1,220 @@
+"""Documents with images that are read, tokenized and packed while they are trained on.
+
+A worker that packs documents decodes the images of its packs. It remembers where the images of the
+latest documents are; those of an earlier one are found by reading its row again.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from copy import copy
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from automodel_lite.config.rules import PathStr, Positive
+from automodel_lite.config.schema import Config
+from automodel_lite.data.packing.packs import Packer
+from automodel_lite.data.reading.documents import DocumentList, Documents
+from automodel_lite.data.reading.files import OpenedRows, ReadOptions
+from automodel_lite.data.reading.readers import ConcatenatedRows, Placed, RawRows
+from automodel_lite.data.tokens.tokenize import Job
+from automodel_lite.errors import ConfigError, DataError
+from automodel_lite.parts.datasets.streams import ReadShard, StreamingDataset
+from automodel_lite.parts.images.archives import KEY, rows_of_hub_sample
+from automodel_lite.parts.images.dataset import BadImage, check_settings, processor_of, undecoded
+from automodel_lite.parts.images.rows import (
+    IMAGES,
+    ImageDocuments,
+    MarkedRows,
+    PlacedImage,
+    number_of,
+)
+from automodel_lite.parts.images.sources import ImageLimits, ImageSource, take_images
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+MOST_KEPT = 8192
+MOST_KEPT_BYTES = 2**28
+"""Images of the latest documents that a worker can read without reading their rows again."""
+NUM_SAMPLED = 50  # documents of which some are compared with the whole processor
+
+
+class MarkedRow(dict[str, Any]):
+    """A raw row with marks in place of its images."""
+
+    images: list[PlacedImage]
+
+
+def read_marked(
+    read: ReadShard,
+    files: OpenedRows | None,
+    limits: ImageLimits,
+    has_folder: bool,
+    shard: int,
+    num_shards: int,
+    start: int,
+) -> Iterator[Placed]:
+    """Reads a shard with marks in place of images.
+
+    files       that `read` reads, beside which relative paths begin; None of other streams
+    has_folder  of relative paths, in the limits
+    """
+    for number, (place, row) in enumerate(read(shard, num_shards, start), start):
+        if isinstance(row, DataError):
+            yield place, row
+            continue
+        try:
+            marked, sources = take_images(rows_of_hub_sample(row) if KEY in row else row)
+        except DataError as error:
+            yield place, DataError(f"{place}: {error}")
+            continue
+        if files is not None and not has_folder:
+            file = 0
+            if isinstance(files.rows, ConcatenatedRows):
+                file = bisect_right(files.rows.cumulative_sizes, shard + number * num_shards)
+            folder = files.paths[file].absolute().parent
+            sources = [replace(source, folder=folder) for source in sources]
+        found = MarkedRow(marked)
+        found.images = [
+            PlacedImage(number_of(shard, number, image), source, limits)
+            for image, source in enumerate(sources)
+        ]
+        yield place, found
+
+
+@dataclass
+class ImageStream(StreamingDataset):
+    """Documents of a stream with images.
+
+    Raises ConfigError as `StreamingDataset` does.
+    """
+
+    # of relative paths of images; null = the folder of their data file
+    image_dir: PathStr | None = None
+    # folder or hub name of the processor; null = model.pretrained
+    processor: PathStr | None = None
+    # larger images are scaled down to so many pixels before the processor; null = its own limits
+    max_image_pixels: Positive | None = None
+    bad_image: BadImage = "error"  # drop = leave such documents out, and count them as bad
+    allow_remote: bool = False  # read images at addresses on the network
+
+    kept: dict[int, ImageSource] = field(init=False, default_factory=dict, repr=False)
+    _num_bytes: int = field(init=False, default=0, repr=False)
+    _is_adapted: bool = field(init=False, default=False, repr=False)
+
+    def __post_init__(self) -> None:
+        folder = Path.cwd()
+        if self.image_dir is not None:
+            folder = Path(self.image_dir).expanduser().absolute()
+        self.limits = ImageLimits(
+            folder, self.max_image_pixels, self.allow_remote, self.bad_image == "drop"
+        )
+        super().__post_init__()
+        self.identity += f"(images, {self.limits})"
+        self.content += f"(images, {self.max_image_pixels}, {self.bad_image})"
+
+    def view(self, opened: OpenedRows) -> RawRows:
+        return undecoded(opened.rows)
+
+    def view_held_out(self, opened: OpenedRows) -> RawRows:
+        folders = [] if self.image_dir else [path.absolute().parent for path in opened.paths]
+        return MarkedRows(undecoded(opened.rows), folders=tuple(folders))
+
+    def _open(self, options: ReadOptions, held_out: Any) -> Any:
+        stream = super()._open(options, held_out)
+        files = self.opened
+        read = partial(read_marked, stream.read, files, self.limits, self.image_dir is not None)
+        return replace(stream, read=read)
+
+    def _document(self, one: Placed) -> Placed:
+        place, document = super()._document(one)
+        row = one[1]
+        if isinstance(document, DataError) or not isinstance(row, MarkedRow):
+            return place, document
+        if not self._is_adapted:
+            return place, document
+        for image in row.images:
+            self._keep(image)
+        return place, {**document, IMAGES: row.images}
+
+    def _keep(self, image: PlacedImage) -> None:
+        known = self.kept.pop(image.number, None)
+        self._num_bytes += len(image.source.content) - (len(known.content) if known else 0)
+        self.kept[image.number] = image.source
+        while len(self.kept) > MOST_KEPT or self._num_bytes > MOST_KEPT_BYTES:
+            oldest = next(iter(self.kept))
+            self._num_bytes -= len(self.kept.pop(oldest).content)
+
+    def source(self, shard: int, row: int, place: int) -> ImageSource:
+        """Returns where an image of a row is; reads the row again where it was long ago."""
+        known = self.kept.get(number_of(shard, row, place))
+        if known is not None:
+            return known
+        ((where, again),) = islice(self.stream.read(shard, self.num_shards, row), 1)
+        if not isinstance(again, MarkedRow) or place >= len(again.images):
+            raise DataError(f"{where}: is another row than when it was first read.")
+        return again.images[place].source
+
+    def adapt(self, config: Config, job: Job, packer: Packer) -> tuple[Documents, Job, Packer]:
+        """Returns the documents, the job and the packer of a run that read images; raises
+        ConfigError for settings that do not go with images.
+        """
+        # with the models' code
+        from automodel_lite.parts.images.packs import ImagePacker, share_of
+        from automodel_lite.parts.images.tokens import check_sample, image_job
+
+        check_settings(config, packer)
+        if config.training.micro_batch_size > 1:
+            raise ConfigError(
+                f"training.micro_batch_size={config.training.micro_batch_size}: a stream with "
+                "images reads them pack by pack: set training.micro_batch_size=1, and "
+                "packed_sequence.packed_sequence_size larger."
+            )
+        processor = processor_of(config, job, self.processor)
+        adapted = copy(self)
+        adapted.kept = {}
+        adapted._is_adapted = True
+        adapted.val = {
+            name: ImageDocuments(documents, self.num_shards + number, self.limits, True)
+            for number, (name, documents) in enumerate(self.val.items())
+        }
+        adapted.identity += f"(processor {processor.own.to_json_string()})"
+        made = image_job(job, processor)
+        head = [one for _, one in adapted.head(NUM_SAMPLED) if not isinstance(one, DataError)]
+        check_sample(made, DocumentList(head, self.stream.name))
+        shards: list[Any] = [ShardImages(adapted, shard) for shard in range(self.num_shards)]
+        sets = [*shards, *adapted.val.values()]
+        return adapted, made, ImagePacker.of(packer, processor, sets, share_of(config))
+
+
+@dataclass(frozen=True)
+class ShardImages:
+    """The images of a shard, as a set."""
+
+    stream: ImageStream
+    shard: int
+
+    @property
+    def limits(self) -> ImageLimits:
+        return self.stream.limits
+
+    def where(self, row: int) -> str:
+        """Names a row: `stream.jsonl, shard 2, row 17`."""
+        return f"{self.stream.stream.name}, shard {self.shard}, row {row + 1}"
+
+    def name(self, row: int, place: int) -> str:
+        """Names an image."""
+        return f"{self.where(row)} {self.stream.source(self.shard, row, place).name}"
+
+    def pixels(self, row: int, place: int, stamp: int | None = None) -> Image:
+        """See `ImageDocuments`."""
+        source = self.stream.source(self.shard, row, place)
+        try:
+            return source.pixels(self.stream.limits, stamp)
+        except DataError as error:
+            raise DataError(f"{self.where(row)}: {error}") from error
