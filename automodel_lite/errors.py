@@ -52,6 +52,8 @@ LOST_PEER = re.compile(
     r"DistBackend",
     re.IGNORECASE,
 )
+# Python's words, and those of C++ for EAGAIN
+_NO_THREAD = re.compile(r"can't start new thread|^Resource temporarily unavailable")
 _MAPPED_MEMORY = re.compile(r"mmap .*Cannot allocate memory", re.DOTALL)  # of a file of weights
 CPU_MEMORY = re.compile(r"DefaultCPUAllocator: .*you tried to allocate (\d+) bytes")
 
@@ -72,6 +74,11 @@ def is_out_of_memory(error: BaseException) -> bool:
     has_type = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
     text = str(error)
     return has_type or bool(CPU_MEMORY.search(text) or _MAPPED_MEMORY.search(text))
+
+
+def is_out_of_threads(error: BaseException) -> bool:
+    """Returns whether a thread could not be started: under `ulimit -v` its stack has no room."""
+    return isinstance(error, RuntimeError) and bool(_NO_THREAD.search(str(error)))
 
 
 def printable(text: str, kept: str = "") -> str:

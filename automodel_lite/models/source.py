@@ -35,6 +35,7 @@ from automodel_lite.errors import (
     did_you_mean_path,
     is_lost_peer,
     is_out_of_memory,
+    is_out_of_threads,
     one_line,
 )
 from automodel_lite.models.layers import freeze_named, freeze_towers, local, output_head
@@ -580,7 +581,7 @@ def _loading_errors(
             f"weights of {config.model_type} ({one_line(error, 100)}): use the original checkpoint."
         ) from None
     except RuntimeError as error:  # shapes that do not fit
-        if is_out_of_memory(error) or is_lost_peer(error):
+        if is_out_of_memory(error) or is_out_of_threads(error) or is_lost_peer(error):
             # no setting is at fault: these have exit codes of their own, and a job may start again
             raise
         raise ConfigError(f"model.pretrained={source}: {one_line(error, 500)}") from None

@@ -22,7 +22,6 @@ import contextlib
 import errno
 import json
 import os
-import re
 import select
 import sys
 import time
@@ -40,6 +39,7 @@ from automodel_lite.errors import (
     PeerError,
     RunStoppedError,
     is_out_of_memory,
+    is_out_of_threads,
     one_line,
 )
 from automodel_lite.launched import is_first_here
@@ -55,9 +55,6 @@ _LIMITS: dict[str, str] = yaml.safe_load(
     Path(__file__).with_name("limits.yaml").read_text(encoding="utf-8")
 )
 """Of the machine: nothing in the program is wrong, and a traceback would only hide the number."""
-
-# Python's words, and those of C++ for EAGAIN: under `ulimit -v` a stack has no room
-_NO_THREAD = re.compile(r"can't start new thread|^Resource temporarily unavailable")
 
 
 class Ending(NamedTuple):
@@ -90,7 +87,7 @@ def ending_of(error: BaseException) -> Ending:
         size = f"{int(cpu[1]) / 2**30:.2f} GiB asked for" if cpu else one_line(error, 200)
         text = f"the {where} has no memory left ({size}): give the process more, or less work."
         return Ending(text, 1)
-    if isinstance(error, RuntimeError) and _NO_THREAD.search(str(error)):
+    if is_out_of_threads(error):
         return Ending(f"no further thread can be started: {_LIMITS['threads']}.", 1)
     if isinstance(error, OSError):
         if cure := _LIMITS.get(errno.errorcode.get(error.errno or 0, "")):

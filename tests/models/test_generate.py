@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from automodel_lite.parts.evaluation.generator import Generator
+from automodel_lite.parts.evaluation.generator import Generator, load_generator
+from automodel_lite.run.ending import ending_of
 from tests.data.templates import MARKED, byte_tokenizer
 
 CHATS = [
@@ -54,3 +58,18 @@ def test_a_model_that_sees_padding_answers_one_by_one(monkeypatch: pytest.Monkey
     monkeypatch.setattr(model, "generate", careless)
     assert not generator.takes_padding
     assert generator.answers(CHATS, max_new_tokens=8) == alone
+
+
+def test_a_host_without_threads_is_no_fault_of_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under `ulimit -v`: an answer exited with 2, as for a wrong setting."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    AutoConfig.for_model("llama", **SIZES).save_pretrained(tmp_path)
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", refuse)
+    with pytest.raises(RuntimeError, match="can't start new thread") as raised:
+        load_generator(str(tmp_path))
+    assert ending_of(raised.value).code == 1

@@ -20,6 +20,7 @@ from automodel_lite.errors import (
     ConfigError,
     did_you_mean_path,
     is_out_of_memory,
+    is_out_of_threads,
     one_line,
 )
 from automodel_lite.models.source import (
@@ -194,6 +195,8 @@ def load_generator(source: str, trust_remote_code: bool = False, on_cpu: bool = 
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # whatever a damaged file makes of its reader
+        if is_out_of_memory(error) or is_out_of_threads(error):
+            raise
         if isinstance(error, OSError) and not Path(source).is_dir():
             raise ConfigError(
                 f"model={source}: no folder has that name{did_you_mean_path(source) or '.'} As a "
@@ -207,7 +210,7 @@ def load_generator(source: str, trust_remote_code: bool = False, on_cpu: bool = 
     try:
         model: Any = load(source, dtype=dtype, trust_remote_code=trust_remote_code)
     except Exception as error:
-        if is_out_of_memory(error):
+        if is_out_of_memory(error) or is_out_of_threads(error):
             raise
         if trust_remote_code or "trust_remote_code" not in str(error):
             raise ConfigError(f"{source} cannot be loaded as a model: {one_line(error)}") from error
