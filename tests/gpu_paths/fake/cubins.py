@@ -135,7 +135,7 @@ CASES: dict[str, Callable[[], None]] = {
     "qwen3_5": lambda: layers("qwen3_5"),
     "llama3_1_8b, fp32 masters": lambda: layers("llama3_1_8b", weights="fp32"),
     "llama3_1_8b, 8-bit states": lambda: layers("llama3_1_8b", moments="8bit"),
-    "llama3_1_8b, LoRA": lambda: layers("llama3_1_8b", lora=True),
+    "llama3_1_8b, LoRA": lambda: layers("llama3_1_8b", lora=True, weights="fp32"),
     "muon": muon,
     "flex": flex,
     "flex, window": lambda: flex(window=256),
@@ -160,7 +160,8 @@ def compiled(case: str) -> dict[str, Any]:
             text=True,
         )
         if done.returncode:
-            return {"case": case, "error": done.stderr.strip().splitlines()[-1][:300]}
+            last = done.stderr.strip().splitlines()[-1][:300]
+            return {"case": case, "error": f"exit code {done.returncode}: {last}"}
         found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
         kernels = [used(path) for path in sorted(Path(folder).rglob("*.cubin"))]
         found |= {"case": case, "seconds": round(time.monotonic() - began)}
