@@ -536,6 +536,11 @@ class TowerInputs(Tensors):
         """Returns what tokens of images see behind them (`AttentionPlan`), of the whole stream."""
         return {}
 
+    @property
+    def flops(self) -> float:
+        """Returns the work of the towers, forward and backward, for all images of the stream."""
+        return 0.0
+
     def model_inputs(self, lm: Any, batch: ThdBatch) -> dict[str, Any]:
         """Returns the arguments of the composite's forward; runs its towers."""
         raise NotImplementedError

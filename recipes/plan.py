@@ -23,7 +23,9 @@ import logging
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -50,16 +52,20 @@ from automodel_lite.extras.plan.planner import (
     coarse_bytes,
     make_plans,
     placed,
+    plain_documents,
     possible,
 )
 from automodel_lite.extras.plan.recompute import HOPELESS, OFFLOAD, recomputation_text
 from automodel_lite.extras.plan.simulation import layer_pattern, simulate_by_layers
 from automodel_lite.launched import check_alone
+from automodel_lite.models.source import describe
 from automodel_lite.parallel.mesh import MeshShape
 from automodel_lite.parts.auto import MOST_PACK, SIZE
 from automodel_lite.results import RESULTS
 from automodel_lite.run.durable import write_atomically
 from automodel_lite.telemetry.console import quiet_libraries
+from automodel_lite.thd import ThdBatch
+from automodel_lite.training.build import worst_case_batch
 from automodel_lite.training.memory import estimate_memory, three_digits, usable
 from automodel_lite.training.plan import AUTO, Decided, Parts, build_parts, with_recomputation
 from automodel_lite.training.start import build_on_meta, resolve_auto
@@ -108,6 +114,7 @@ def main(argv: list[str] | None = None) -> int:
         *world,
         data.lengths,
         data.paths,
+        data.batch,
     )
     print(
         f"{job.world} GPUs ({args.nodes} x {args.gpus} {args.gpu}), rates of {gpu.source}; "
@@ -189,6 +196,7 @@ class Data:
     """What a plan needs of the data.
 
     lengths, paths   as of `Job`: what a pack holds of a document counts as one
+    batch            as of `Job`
     num_packs        of all epochs; 0 = not known
     """
 
@@ -196,6 +204,52 @@ class Data:
     paths: np.ndarray
     num_packs: int
     text: str
+    batch: Callable[[Parts], ThdBatch | None] = plain_documents
+
+
+def images_of(data: PlannedPacks, base: Parts) -> Callable[[Parts], ThdBatch | None]:
+    """Returns what makes micro-batches with the images of the packs that have most of them."""
+    packs: Any = data.packs_of(0)
+    work = packs.tower_flops()
+    if not np.any(work):
+        return plain_documents
+    from automodel_lite.parts.images.assumed import with_images  # with Pillow
+    from automodel_lite.parts.images.packs import Share
+
+    config = base.model.resolve_model_config({"vocab_size": 8192})
+
+    @lru_cache(maxsize=8)
+    def of(size: int, cp: int) -> Any:
+        most = np.argsort(work, kind="stable")[-size:]
+        shared = copy(packs)
+        shared.share = Share(0, cp) if cp > 1 else None
+        return shared.__getitems__(most).collated()["images"]
+
+    def batch(parts: Parts) -> ThdBatch:
+        images = of(parts.training.micro_batch_size, parts.mesh.cp)
+        return with_images(worst_case_batch(parts, num_ids=1), images, config)
+
+    return batch
+
+
+def assumed_images(config: Config, base: Parts) -> tuple[Callable[[Parts], ThdBatch], str]:
+    """Returns what makes micro-batches half of whose tokens are of images, and what those are."""
+    from automodel_lite.parts.images.assumed import AssumedImages, with_images  # with Pillow
+
+    model_config = base.model.resolve_model_config({"vocab_size": 8192})
+    described = describe(model_config)
+    base.model.dtype = torch.float32
+    base.model.freeze_weights(described)
+    if base.peft:
+        described.requires_grad_(False)
+    pixels = config.dataset.get("max_image_pixels")
+    images = AssumedImages(described, pixels, base.packed_sequence_size // 2)
+
+    def batch(parts: Parts) -> ThdBatch:
+        text = worst_case_batch(parts, num_ids=1)
+        return with_images(text, images.of(len(text.labels), parts.mesh.cp), model_config)
+
+    return batch, f", half of their tokens {images}"
 
 
 def data_of(config: Config, parts: Parts, assumed: int) -> Data:
@@ -204,6 +258,9 @@ def data_of(config: Config, parts: Parts, assumed: int) -> Data:
     """
     length = np.full(1, min(assumed, parts.packed_sequence_size))
     unknown = Data(length, length, 0, f"documents of {length[0]:,} tokens are assumed")
+    if "max_image_pixels" in config.dataset:
+        batch, more = assumed_images(config, parts)
+        unknown = replace(unknown, text=unknown.text + more, batch=batch)
     if config.dataset.get("path") == NOT_READ:
         return unknown
     try:
@@ -232,7 +289,11 @@ def data_of(config: Config, parts: Parts, assumed: int) -> Data:
         f"{lengths.mean():,.0f}"
     )
     text += f", {len(plan):,} packs"
-    return Data(lengths, paths, len(plan) * epochs_of(config.training, len(rows))[0], text)
+    batch = images_of(data, parts)
+    if batch is not plain_documents:
+        text += ", planned as the ones with the most images"
+    num_packs = len(plan) * epochs_of(config.training, len(rows))[0]
+    return Data(lengths, paths, num_packs, text, batch)
 
 
 def table(plans: list[Plan]) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 
+import numpy as np
 import torch
 
 from automodel_lite.config.schema import Config
@@ -21,6 +22,7 @@ from automodel_lite.errors import one_line
 from automodel_lite.extras.plan.simulation import simulate
 from automodel_lite.models.flops import cost_model
 from automodel_lite.parallel.mesh import mesh_shape, rank, world_size
+from automodel_lite.parts.images import images_lines
 from automodel_lite.progress import activity
 from automodel_lite.results import RESULTS
 from automodel_lite.telemetry.console import Console
@@ -81,6 +83,7 @@ def dry_run(config: Config) -> int:
         ("attention", made.attention_text),
         *recomputation_lines(made),
         *data_lines(data),
+        *images_lines(data),
         *plan_lines(report, plan, config),
     ]
     for topic, text in lines:
@@ -98,7 +101,8 @@ def dry_run(config: Config) -> int:
         estimated_bytes=asdict(estimate) | {"total": estimate.total},
     )
     by_arithmetic = f"{estimate}\n{made.reduction_text}".strip()
-    console.say("memory", _memory(made, by_arithmetic, most_branched(data, parts)))
+    batch = most_work_of_towers(data, parts) or most_branched(data, parts)
+    console.say("memory", _memory(made, by_arithmetic, batch))
     console.print(
         "dry run: the settings, the data and the model fit together; nothing was trained or written"
     )
@@ -123,8 +127,29 @@ def most_branched(data: PackSource, parts: Parts) -> ThdBatch | None:
     )
     batch = max(batches, key=lambda batch: int(batch.attention.segments.cu_k[-1]))
     ids = torch.zeros_like(batch.input_ids)
-    batch = replace(batch, input_ids=ids, labels=ids, label_rows=torch.arange(len(ids)), columns={})
-    return replace(batch, columns=parts.loss.example_columns(batch))
+    return all_labeled(replace(batch, input_ids=ids, columns={}), parts)
+
+
+def most_work_of_towers(data: PackSource, parts: Parts) -> ThdBatch | None:
+    """Returns the micro-batch of the first epoch's packs whose images are the most work, every
+    token labeled; None where no document has one.
+    """
+    if not isinstance(data, PlannedPacks):
+        return None
+    packs = data.packs_of(0)
+    work = np.zeros(len(packs)) + packs.tower_flops()
+    if not work.any():
+        return None
+    most = np.argsort(work, kind="stable")[-parts.training.micro_batch_size :]
+    batch = to_thd(packed_sequence_thd_collater(packs.__getitems__(most.tolist())))
+    return all_labeled(batch, parts)
+
+
+def all_labeled(batch: ThdBatch, parts: Parts) -> ThdBatch:
+    """Returns the batch with a label at each token, and what the loss asks for."""
+    ids = torch.zeros_like(batch.input_ids)
+    batch = replace(batch, labels=ids, label_rows=torch.arange(len(ids)))
+    return replace(batch, columns=batch.columns | parts.loss.example_columns(batch))
 
 
 def _memory(decided: Decided, by_arithmetic: str, batch: ThdBatch | None) -> str:
@@ -149,5 +174,7 @@ def _memory(decided: Decided, by_arithmetic: str, batch: ThdBatch | None) -> str
     )
     available = gpu_bytes(default_device()) or GPUS_GB[-1] * 10**9
     cure = "" if found.peak <= usable(available) else f"\n{out_of_memory_text(decided)}"
-    trees = ", with the keys of its trees" if batch is not None else ""
-    return f"rank 0 of {num_ranks}, simulated{trees}: {found}{cure}"
+    of = ""
+    if batch is not None:
+        of = ", with its most images" if batch.images else ", with the keys of its trees"
+    return f"rank 0 of {num_ranks}, simulated{of}: {found}{cure}"

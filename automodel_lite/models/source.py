@@ -233,7 +233,7 @@ class CausalLM:
                 lm = model_class(config).from_config(config, dtype=torch.float32)
                 self.add_heads(lm)
                 lm.to(place)
-        self._freeze(lm)
+        self.freeze_weights(lm)
         return lm.train()
 
     def build_sharded(
@@ -258,7 +258,7 @@ class CausalLM:
         config = self._checked_config(tokenizer)
 
         def spread_trained(lm: transformers.PreTrainedModel) -> None:
-            self._freeze(lm)
+            self.freeze_weights(lm)
             spread(lm)
             reading.enter_context(turn())
 
@@ -357,7 +357,8 @@ class CausalLM:
         of_heads = self.mtp_loss and any(re.search("mtp|eh_proj", name) for name in missing)
         return " The checkpoint has no such heads: set model.mtp_loss=0." if of_heads else ""
 
-    def _freeze(self, lm: transformers.PreTrainedModel) -> None:
+    def freeze_weights(self, lm: transformers.PreTrainedModel) -> None:
+        """Freezes what is not trained, in place; adds to `notes` what `freeze` names."""
         if not self.train_towers:
             freeze_towers(lm, self.dtype)
         self.notes += freeze_named(lm, self.freeze)

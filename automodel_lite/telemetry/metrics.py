@@ -82,7 +82,7 @@ def peak_of(device_name: str) -> float | None:
     return None if tflops is None else tflops * 1e12
 
 
-NUM_COUNTS = 5
+NUM_COUNTS = 6
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,7 @@ class Counts:
     num_slots: int  # padding included
     num_pairs: float  # (query, key) pairs that attention sees inside documents
     num_items: float | None = None  # that the loss is divided by; None = num_label_tokens
+    tower_flops: float = 0.0  # of images
 
     @property
     def divisor(self) -> float:
@@ -222,13 +223,13 @@ class Meter:
         """Returns the step's numbers and the rates since the last row; starts over."""
         counts = result.counts
         loss_sum, grad_norm = result.numbers.read()
-        tokens, labels, slots, pairs = (
+        tokens, labels, slots, pairs, of_towers = (
             sum(getattr(c, name) for c in self.counts)
-            for name in ("num_tokens", "num_label_tokens", "num_slots", "num_pairs")
+            for name in ("num_tokens", "num_label_tokens", "num_slots", "num_pairs", "tower_flops")
         )
         step_s = self.busy_s / len(self.counts)
         time_s = self.clock.seconds()
-        flops_per_s = self.flops.of(tokens, labels, pairs) / self.busy_s
+        flops_per_s = (self.flops.of(tokens, labels, pairs) + of_towers) / self.busy_s
         peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # resident memory
         if self.mesh.device.type == "cuda":
             peak_bytes = torch.cuda.max_memory_allocated(self.mesh.device)
@@ -297,6 +298,7 @@ def count_own(
             b.num_tokens,
             b.labels.numel(),
             visible_pairs(b, costs),
+            b.images.flops if b.images else 0.0,
             b.num_label_tokens,
             items(b) if items else b.num_label_tokens,
         )
@@ -307,11 +309,13 @@ def count_own(
 
 def counts_of(sums: Sequence[float]) -> Counts:
     """Returns the counts whose shares were summed over the ranks."""
-    num_tokens, num_slots, num_pairs, *counted = sums
+    num_tokens, num_slots, num_pairs, tower_flops, *counted = sums
     num_label_tokens, num_items = (
         int(count) if count == int(count) else count for count in counted
     )
-    return Counts(int(num_tokens), num_label_tokens, int(num_slots), num_pairs, num_items)
+    return Counts(
+        int(num_tokens), num_label_tokens, int(num_slots), num_pairs, num_items, tower_flops
+    )
 
 
 def visible_pairs(batch: ThdBatch, costs: CostModel) -> float:

@@ -82,8 +82,9 @@ def estimate_memory(decided: Decided, adapter: int | None) -> MemoryEstimate:
         * size.all_experts
         * is_copied
     )
-    trained = size.parameters - size.towers + copied if adapter is None else adapter
-    frozen = size.towers if adapter is None else size.parameters + copied
+    towers = 0 if decided.model.train_towers else size.towers
+    trained = size.parameters - towers + copied if adapter is None else adapter
+    frozen = towers if adapter is None else size.parameters + copied
     on_gpu = 0.0 if decided.mesh.cpu_offload else 1.0
     gradients = master * trained / shards * on_gpu
     # FSDP leaves gradients whole until the last micro-batch, unless they are reduced after each
@@ -164,7 +165,8 @@ def num_shards(decided: Decided) -> int:
 
 def gradient_bytes(decided: Decided, adapter: int | None) -> float:
     """Returns the bytes of all gradients in fp32, whole."""
-    trained = decided.size.parameters - decided.size.towers if adapter is None else adapter
+    towers = 0 if decided.model.train_towers else decided.size.towers
+    trained = decided.size.parameters - towers if adapter is None else adapter
     return _FP32 * trained
 
 

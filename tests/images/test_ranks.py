@@ -7,12 +7,27 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
-from tests.images.families import draw, write_model
-from tests.images.test_exact import images_settings
+from automodel_lite.data.prepare import build_packer, check_sizes, prepare_data
+from automodel_lite.models.layers import text_decoder
+from automodel_lite.parallel.context_parallel import cp_shard
+from tests.attention.hybrids import InFloat64
+from tests.images.families import draw, write_chats, write_model
+from tests.images.test_exact import (
+    batches_of,
+    config_of_images,
+    data_of,
+    gradients,
+    images_settings,
+    packed_model,
+)
+from tests.ranks import run_ranks
 from tests.runs import losses, train, train_until
 
 FAMILIES = ["qwen3_vl", "idefics3", "gemma3"]
+TRAINED = "model.train_towers=true"
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -56,21 +71,53 @@ def run(folder: Path, output: Path, *more: str, world_size: int = 1) -> list[tup
 
 
 @cache
-def on_one_rank(folder: Path, trained: str) -> list[tuple[float, float]]:
-    return run(folder, folder / f"one-{trained}", trained, SLOTS)
+def on_one_rank(folder: Path, *trained: str) -> list[tuple[float, float]]:
+    return run(folder, folder / f"one-{len(trained)}-{trained[-1][:20]}", *trained, SLOTS)
 
 
-@pytest.mark.system
-@pytest.mark.parametrize("how", ["peft=lora", "model.train_towers=true", "mesh.cp=2"])
-def test_two_ranks_give_the_numbers_of_one(how: str, folder: Path, tmp_path: Path) -> None:
+def check_two_ranks(folder: Path, output: Path, mesh: str, *trained: str) -> None:
     """One of the ranks often has a pack without images; a sharded tower runs as often on both."""
-    trained = how if how == "peft=lora" else "model.train_towers=true"
-    one = on_one_rank(folder, trained)
-    two = run(folder, tmp_path / "two", how, trained, SLOTS, world_size=2)
+    one = on_one_rank(folder, *trained)
+    two = run(folder, output, mesh, *trained, SLOTS, world_size=2)
     assert len(one) == 4
     for (loss, norm), (other_loss, other_norm) in zip(one, two, strict=True):
         assert other_loss == pytest.approx(loss, rel=1e-5)
         assert other_norm == pytest.approx(norm, rel=1e-4)
+
+
+@pytest.mark.system
+@pytest.mark.parametrize(
+    ("mesh", "trained"),
+    [
+        ("mesh.dp_shard=2", "peft=lora"),
+        ("mesh.dp_shard=2", TRAINED),
+        ("mesh.cp=2", TRAINED),
+        ("mesh.tp=2", TRAINED),
+    ],
+    ids=["lora", "fsdp", "cp", "tp"],
+)
+def test_two_ranks_give_the_numbers_of_one(
+    mesh: str, trained: str, folder: Path, tmp_path: Path
+) -> None:
+    check_two_ranks(folder, tmp_path, mesh, trained)
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("folder", ["qwen3_vl"], indirect=True)
+@pytest.mark.parametrize(
+    ("mesh", "trained"),
+    [
+        ("mesh.dp_shard=2", ["peft=lora", "peft.target_modules=[q_proj,qkv]"]),
+        ("mesh.dp_shard=2", [TRAINED, "model.freeze=[vision]"]),
+        ("mesh.strategy=ddp", [TRAINED]),
+        ("mesh.dp_replicate=2", [TRAINED, "mesh.strategy=fsdp"]),
+    ],
+    ids=["lora_towers", "projector", "ddp", "hsdp"],
+)
+def test_two_ranks_of_other_layouts(
+    mesh: str, trained: list[str], folder: Path, tmp_path: Path
+) -> None:
+    check_two_ranks(folder, tmp_path, mesh, *trained)
 
 
 @pytest.mark.system
@@ -83,3 +130,60 @@ def test_a_run_goes_on_bit_for_bit(folder: Path, tmp_path: Path) -> None:
     assert code != 0
     assert run(folder, stopped, *how) == whole
     assert len(whole) == 4
+
+
+def errors_over_ranks(
+    rank: int, cp: int, folders: list[Path], exchange: str
+) -> dict[str, tuple[float, float, float, int]]:
+    """Of each family: by how much loss, gradients of the language model and of all else differ from
+    one process's, and how many images this rank has read.
+    """
+    mesh = init_device_mesh("cpu", (cp,), mesh_dim_names=("cp",))
+    found = {}
+    for folder in folders:
+        slots = f"packed_sequence.slot_multiple={2 * cp}"
+        data = data_of(config_of_images(folder, slots))
+        config = config_of_images(folder, slots, f"mesh.cp={cp}")
+        shared = prepare_data(config, check_sizes(config, cp), build_packer(config))
+        num_own = 0
+        with InFloat64():
+            model = packed_model(folder, data)
+            want_loss = sum(model(batch).sum for batch in batches_of(data))
+            want = gradients(model.lm, want_loss)
+            own = batches_of(shared)
+            loss = sum(model(cp_shard(batch, mesh, exchange)).sum for batch in own)
+            got = gradients(model.lm, loss)
+        for batch in own:
+            num_own += int((batch.images.owner == rank).sum())  # type: ignore[union-attr]
+        for tensor in (loss.detach(), *got.values()):
+            dist.all_reduce(tensor)
+        assert got.keys() == want.keys()
+        of_text = {id(p) for p in text_decoder(model.lm).parameters()}
+        largest = max(float(x.abs().max()) for x in want.values())
+        worst = {True: 0.0, False: 0.0}
+        for name, parameter in model.lm.named_parameters():
+            if name in want:
+                error = float((got[name] - want[name]).abs().max()) / largest
+                is_text = id(parameter) in of_text
+                worst[is_text] = max(worst[is_text], error)
+        relative = abs(float(loss) - float(want_loss)) / float(want_loss)
+        found[folder.name] = (relative, worst[True], worst[False], num_own)
+    return found
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("exchange", ["all_gather", "all_to_all", "ring"])
+def test_images_over_four_context_parallel_ranks(exchange: str, tmp_path: Path) -> None:
+    folders = []
+    for family in ["qwen3_vl", "idefics3", "llava_next", "internvl"]:
+        folder = tmp_path / family
+        folder.mkdir()
+        write_chats(folder)
+        folders.append(write_model(family, folder))
+    of_ranks = run_ranks(errors_over_ranks, 4, folders, exchange)
+    for folder in folders:
+        for loss, text, towers, num_own in (found[folder.name] for found in of_ranks):
+            assert loss < 1e-9, folder.name
+            assert text < 1e-8, folder.name
+            assert towers < 1e-8, folder.name
+            assert num_own > 0

@@ -137,6 +137,37 @@ def test_a_mixture_of_images_and_text(folder: Path, tmp_path: Path) -> None:
     assert len(numbers) == 1 + 15 + 1
 
 
+def names_of(packs: Any) -> list[str]:
+    """The images of all packs; the stamp of each was that of its document's."""
+    names = []
+    for number in range(len(packs)):
+        batch = packs.__getitems__([number])
+        for image in np.unique(batch.columns["image"])[1:]:
+            which, row, place = find(int(image))
+            names.append(packs.sets[which].name(row, place).split()[1])
+    return names
+
+
+def test_images_go_with_their_documents_wherever_these_go(folder: Path) -> None:
+    """Held out by a fraction, left out by max_packs, in another order, packed anew: the same images, each once."""
+    all_images = {f"{number}.png" for number in range(15)}
+    more = ["dataset.val_frac=0.25", "packed_sequence.packed_sequence_size=64"]
+    data = data_of(config_of_images(folder, *more))
+    train = names_of(data.packs_of(0))
+    (val,) = map(names_of, data.val_packs.values())
+    assert sorted(train + val, key=lambda name: int(name[:-4])) == sorted(
+        all_images, key=lambda name: int(name[:-4])
+    )
+    assert val
+    few = data_of(config_of_images(folder, *more, "packed_sequence.max_packs=2")).packs_of(0)
+    assert len(few) == 2
+    assert set(names_of(few)) < set(train)
+    again = data_of(config_of_images(folder, *more, "packed_sequence.repack_each_epoch=true"))
+    first, second = (names_of(again.packs_of(epoch)) for epoch in (0, 1))
+    assert first != second
+    assert set(first) == set(second) == set(train)
+
+
 def test_an_image_of_two_documents_is_read_once(folder: Path, tmp_path: Path) -> None:
     rows = [{"messages": SAID, "image": f"{number}.png"} for number in (0, 1, 0, 0)]
     path = tmp_path / "twice.jsonl"

@@ -134,3 +134,34 @@ def test_fused_experts_know_no_dropout() -> None:
         ConfigError, match=r"adapts experts\.down_proj of this mixture of experts as a weight"
     ):
         Lora(experts=True, dropout=0.1).adapt(tiny_model("qwen3_moe"), "base")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "places"),
+    [
+        ("all-linear", {"language_model"}),
+        (["q_proj"], {"language_model"}),
+        (["qkv"], {"visual"}),
+        (["q_proj", "visual.*.linear_fc1"], {"language_model", "visual"}),
+    ],
+    ids=str,
+)
+def test_towers_are_adapted_where_they_are_named(wanted: str | list[str], places: set[str]) -> None:
+    model = tiny_model("qwen3_vl")
+    modules, _ = lora_targets(model, wanted, False)
+    names = [name for name, _ in model.named_modules()]
+    adapted = [name for name in names if any(f".{name}".endswith(f".{end}") for end in modules)]
+    assert {part for name in adapted for part in name.split(".")} & {
+        "language_model",
+        "visual",
+    } == places
+
+
+def test_a_name_that_towers_have_too_is_that_of_the_language_model() -> None:
+    model = tiny_model("gemma3")
+    modules, _ = lora_targets(model, ["q_proj"], False)
+    assert all("vision" not in name for name in modules)
+    names = [name for name, _ in model.named_modules() if name.endswith("q_proj")]
+    assert any("vision" in name for name in names)
+    adapted = [name for name in names if any(f".{name}".endswith(f".{end}") for end in modules)]
+    assert all("vision" not in name for name in adapted)

@@ -217,3 +217,21 @@ def test_a_preset_cannot_remove_an_option(tmp_path: Path) -> None:
                 "~dataset.num_chats",
             ]
         )
+
+
+def test_images_are_planned_with_their_towers() -> None:
+    """Qwen3-VL-8B's tower, frozen: 27 layers of 1,152 on the 3,844 patches of an image of 1,024 x 1,024 pixels, and the
+    four projections of its 961 tokens.
+    """
+    config = plan.composed("qwen3_vl_8b", [])
+    parts = build_parts(replace(config, attention={}))
+    data = plan.data_of(config, parts, 1024)
+    assert "half of their tokens images of 1024 x 1024 pixels, 961 tokens each" in data.text
+    batch = data.batch(parts)
+    assert batch is not None
+    assert batch.images is not None
+    layers = 27 * (2 * 3844 * (4 * 1152**2 + 2 * 1152 * 4304) + 4 * 3844**2 * 1152)
+    projections = 4 * 2 * 961 * (4608 * 4608 + 4608 * 4096)
+    patches = 2 * 3844 * 1536 * 1152
+    assert batch.images.flops == pytest.approx(4 * (layers + projections + patches), rel=1e-6)
+    assert int((batch.input_ids == 151655).sum()) == 4 * 961

@@ -81,10 +81,14 @@ WINDOW_STEPS = 32
 
 
 def pack_costs(
-    plan: PackPlan, lengths: np.ndarray, model: CostModel, row_lengths: np.ndarray | None = None
+    plan: PackPlan,
+    lengths: np.ndarray,
+    model: CostModel,
+    row_lengths: np.ndarray | None = None,
+    of_towers: np.ndarray | float = 0.0,
 ) -> np.ndarray:
-    """Returns the work of every pack in FLOPs, float64 [packs]: its whole row, and attention inside
-    each slot.
+    """Returns the work of every pack in FLOPs, float64 [packs]: its whole row, attention inside
+    each slot, and `of_towers`, of its images.
 
     row_lengths  of the longest row of each document that is a tree, else its length: no query of a
                  tree sees more keys
@@ -104,15 +108,16 @@ def pack_costs(
         attention[packs] = np.add.reduceat(pairs, begins)
         used[packs] = np.add.reduceat(slots, begins)
     if plan.ragged:
-        return model.per_token * used + model.per_pair * attention
+        return model.per_token * used + model.per_pair * attention + of_towers
     # Tails repeat: the pairs of each width are counted once.
     tails, which = np.unique(plan.packed_sequence_size - used, return_inverse=True)
     padding = np.array(
         [model.pairs(np.array(padding_segments(int(t), multiple), np.int64)).sum() for t in tails]
     )
-    return model.per_token * plan.packed_sequence_size + model.per_pair * (
+    of_text = model.per_token * plan.packed_sequence_size + model.per_pair * (
         attention + padding[which]
     )
+    return of_text + of_towers
 
 
 def assign_packs(costs: np.ndarray, balance: str, shape: BatchShape, seed: int = 0) -> np.ndarray:
@@ -182,13 +187,14 @@ def plan_imbalance(
     balance: str,
     shape: BatchShape,
     row_lengths: np.ndarray | None = None,
+    of_towers: np.ndarray | float = 0.0,
 ) -> tuple[float, float] | None:
     """Returns the imbalance of one epoch before and after balancing; None without a cost model or
     with one rank.
     """
     if model is None or shape.dp_size == 1:
         return None
-    costs = pack_costs(plan, lengths, model, row_lengths)[
+    costs = pack_costs(plan, lengths, model, row_lengths, of_towers)[
         seeded_order(len(plan), plan.seed, plan.epoch)
     ]
     return imbalance(costs, shape), imbalance(

@@ -231,7 +231,11 @@ class PlannedPacks(PackSource):
             # Shuffled, then distributed over the ranks by their cost.
             order = epoch_order(len(packs), self.seed, epoch, self.dataloader.shuffle)
             costs_of_packs = pack_costs(
-                packs.plan, packs.rows.lengths, costs, packs.rows.row_lengths
+                packs.plan,
+                packs.rows.lengths,
+                costs,
+                packs.rows.row_lengths,
+                packs.tower_flops(),
             )[order]
             order = order[assign_packs(costs_of_packs, self.packer.balance, self.shape, self.seed)]
             starts = range(cursor.packs, len(order), size)
@@ -249,11 +253,13 @@ class PlannedPacks(PackSource):
                 )
 
     def report(self, costs: CostModel | None = None) -> PackingReport:
-        plan = self.packs_of(0).plan
-        lengths = self.tokens.train.lengths
+        packs = self.packs_of(0)
+        plan = packs.plan
+        rows = self.tokens.train
+        lengths = rows.lengths
         balance = self.packer.balance
         imbalance = plan_imbalance(
-            plan, lengths, costs, balance, self.shape, self.tokens.train.row_lengths
+            plan, lengths, costs, balance, self.shape, rows.row_lengths, packs.tower_flops()
         )
         return packing_report(plan, lengths, balance, imbalance, self.shape.micro_batch_size)
 

@@ -219,6 +219,10 @@ class PackedDataset(torch.utils.data.Dataset):
     def __len__(self) -> int:
         return len(self.plan)
 
+    def tower_flops(self) -> np.ndarray | float:
+        """Returns the work of a composite's towers for each pack, float64 [packs]; 0 of text."""
+        return 0.0
+
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         return self.__getitems__([index])[0]
 

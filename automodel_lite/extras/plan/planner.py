@@ -31,6 +31,7 @@ from automodel_lite.models.flops import CostModel, ModelSize, StepFlops, model_s
 from automodel_lite.models.settings import experts_per_token
 from automodel_lite.parallel.mesh import MeshShape
 from automodel_lite.telemetry.metrics import peak_of
+from automodel_lite.thd import ThdBatch
 from automodel_lite.training.decide import decide_layout
 from automodel_lite.training.memory import usable
 from automodel_lite.training.plan import Parts
@@ -62,6 +63,10 @@ GPUS = {
 }
 
 
+def plain_documents(parts: Parts) -> None:
+    """Leaves the micro-batch to the simulation."""
+
+
 @dataclass(frozen=True)
 class Job:
     """What is to be planned.
@@ -69,6 +74,7 @@ class Job:
     parts     with the preset's own mesh and batch
     lengths   tokens of each document, cut as the packs cut them; of a tree, each token once
     paths     tokens of its longest row: the document's own, but for a tree
+    batch     micro-batch of a layout's parts; None = plain documents
     """
 
     parts: Parts
@@ -78,6 +84,7 @@ class Job:
     nodes: int
     lengths: np.ndarray
     paths: np.ndarray
+    batch: Callable[[Parts], ThdBatch | None] = plain_documents
 
     @property
     def world(self) -> int:
@@ -192,7 +199,8 @@ def make_plans(
             plan = decide_layout(
                 placed(job, layout), job.config, layout.shape, torch.device("cuda")
             )
-            found = least_recomputation(plan, capacity, pattern, 0 if job.parts.peft else None)
+            adapter = 0 if job.parts.peft else None
+            found = least_recomputation(plan, capacity, pattern, adapter, job.batch(plan))
         except CountError as error:
             lost["not counted"] += 1
             not_counted = error
@@ -216,7 +224,8 @@ def make_plans(
     if not_counted and not plans:
         raise not_counted
     while plans:  # what only the whole step shows: its export
-        whole = simulate(plans[0].parts, job.config, plans[0].layout.shape)
+        best = plans[0].parts
+        whole = simulate(best, job.config, plans[0].layout.shape, job.batch(best))
         if whole.peak <= capacity:
             return Outcome(
                 [replace(plans[0], step=replace(whole, work=plans[0].step.work)), *plans[1:]], lost
@@ -345,6 +354,9 @@ def priced(job: Job, layout: Layout, parts: Parts, step: Simulation) -> Plan:
             seconds[key] += times * value
     tokens = layout.global_batch * parts.packed_sequence_size
     flops = job.flops.of(tokens, tokens, tokens * job.visible(job.flops.attention.window))
+    batch = job.batch(parts)
+    if batch is not None and batch.images is not None:
+        flops += batch.images.flops * layout.micro_steps * layout.shape.dp
     mfu = flops / sum(seconds.values()) / job.world / job.gpu.flops
     return Plan(layout, parts, step, seconds, tokens, mfu)
 

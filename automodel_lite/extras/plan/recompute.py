@@ -23,6 +23,7 @@ from automodel_lite.extras.plan.simulation import (
     recompute_every,
     simulate_by_layers,
 )
+from automodel_lite.thd import ThdBatch
 from automodel_lite.training.memory import estimate_memory, gib, usable
 from automodel_lite.training.plan import Decided, Parts, with_recomputation
 
@@ -48,18 +49,23 @@ def recomputation_text(parts: Parts) -> str:
 
 
 def least_recomputation(
-    plan: Decided, capacity: float, pattern: LayerPattern, adapter: int | None = None
+    plan: Decided,
+    capacity: float,
+    pattern: LayerPattern,
+    adapter: int | None = None,
+    batch: ThdBatch | None = None,
 ) -> tuple[Decided, Simulation] | None:
     """Returns the first rung of the ladder whose step holds at most `capacity` bytes, and its step;
     None without one.
 
+    batch  of a micro-batch; None = plain documents
     Where no rung fits, gradients are reduced after every micro-batch, unless that is set, to spare
     their unsharded sum.
     """
     rungs = {rung: with_recomputation(plan, *rung) for rung in LADDER}
 
     def counted(rung: tuple[str, int], like: Simulation | None = None) -> Simulation:
-        return simulate_by_layers(rungs[rung], plan.config, plan.shape, pattern, like=like)
+        return simulate_by_layers(rungs[rung], plan.config, plan.shape, pattern, batch, like)
 
     def may_fit(rung: tuple[str, int]) -> bool:
         return estimate_memory(rungs[rung], adapter).total <= HOPELESS * capacity
@@ -85,7 +91,7 @@ def least_recomputation(
     ):
         return None
     reduced = replace(plan, advanced=replace(advanced, reduce_every_micro_batch=True))
-    return least_recomputation(reduced, capacity, pattern, adapter)
+    return least_recomputation(reduced, capacity, pattern, adapter, batch)
 
 
 def choose_recomputation(plan: Decided, gpu: int, adapter: int | None) -> tuple[Decided, str]:

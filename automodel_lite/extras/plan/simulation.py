@@ -48,7 +48,7 @@ from automodel_lite.extras.plan.tracker import (
     Work,
     gpu_tensors,
 )
-from automodel_lite.models.layers import decoder_layers, freeze_towers, recompute_layers
+from automodel_lite.models.layers import decoder_layers, recompute_layers
 from automodel_lite.models.loss import LossModel
 from automodel_lite.models.settings import experts_per_token
 from automodel_lite.models.sharded import Spread
@@ -72,6 +72,8 @@ if TYPE_CHECKING:
 PLACES = tuple(
     f"backward of the {layer}" for layer in ("first layer", "second", "last but one", "last")
 )
+
+_MOST_VALUES = 2**26  # of pixels that are there
 
 
 @dataclass(frozen=True)
@@ -176,6 +178,8 @@ def _simulate(
     # The most that a step can hold; boundaries of documents do not change it, keys along the paths
     # of trees do.
     batch = batch or worst_case_batch(parts, num_ids=1)
+    if batch.attention.ahead:  # what tokens of images see behind them is no memory
+        batch = replace(batch, attention=replace(batch.attention, ahead={}))
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     text = model_config.get_text_config()
     # how many times a token goes from one rank to another's experts in a layer, if all experts are
@@ -200,8 +204,12 @@ def _simulate(
         engine = TrainingEngine(mesh, model, plan, optimizer)
         sharded = engine.place(batch)
         with fake, held:
-            inputs = sharded.map_tensors(lambda tensor: fake.from_tensor(tensor).to(GPU))
-            gradients = _step(engine, inputs, held)
+            without = replace(sharded, images=None)
+            inputs = without.map_tensors(lambda tensor: fake.from_tensor(tensor).to(GPU))
+            around: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+            if sharded.images is not None:
+                inputs, around = _with_values(inputs, sharded, held)
+            gradients = _step(engine, inputs, held, around)
             if is_whole:
                 _save_and_export(parts, model.loss_model, optimizer, held, shape)
             states = (value for state in optimizer.state.values() for value in state.values())
@@ -365,9 +373,38 @@ def _sharded(
     return assemble(drawn, no_tokenizer, mesh, "fsdp", plan.dtype, trains)[0]
 
 
-def _step(engine: TrainingEngine, inputs: ThdBatch, held: MemoryTracker) -> int:
+def _with_values(
+    inputs: ThdBatch, batch: ThdBatch, held: MemoryTracker
+) -> tuple[ThdBatch, contextlib.AbstractContextManager[Any]]:
+    """Returns the inputs with the values that a composite's code reads, of ids and of the grids of
+    images, and what their step runs in.
+    """
+    from automodel_lite.parts.images.costs import ValuesAside  # with Pillow
+
+    assert batch.images is not None
+
+    def with_values(tensor: Tensor) -> Tensor:
+        """Few pixels keep their values, which some families look at."""
+        if tensor.is_floating_point() and tensor.numel() > _MOST_VALUES:
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device=GPU)
+        held.watch(tensor, torch.ops.aten.clone.default)
+        return tensor
+
+    images = batch.images.map_tensors(with_values)
+    values = ValuesAside(GPU, lambda tensor: type(tensor) not in (Tensor, nn.Parameter), held.watch)
+    return replace(inputs, input_ids=batch.input_ids, images=images), values
+
+
+def _step(
+    engine: TrainingEngine,
+    inputs: ThdBatch,
+    held: MemoryTracker,
+    around: contextlib.AbstractContextManager[Any],
+) -> int:
     """An optimizer step of at most two micro-batches, with states that exist; returns the bytes of
     its gradients.
+
+    around  what its micro-batches run in
     """
     parts = engine.decided
     model = engine.model
@@ -410,7 +447,8 @@ def _step(engine: TrainingEngine, inputs: ThdBatch, held: MemoryTracker) -> int:
 
     held.part = "micro" if num_micro > 1 else "last"
     held.enter("forward")
-    sums = engine.forward_backward([inputs] * num_micro, lap=lap)
+    with around:
+        sums = engine.forward_backward([inputs] * num_micro, lap=lap)
     gradients = _local_bytes(p.grad for p in model.parameters() if p.grad is not None)
     held.enter("optimizer")
     held.part = "update"
@@ -464,6 +502,7 @@ class _UnloadedSource(CausalLM):
     ) -> None:
         vars(self).update(vars(source))
         self.dtype = torch.float32
+        self.notes = []
         self._modes = fake, held
         self._model_config = model_config
 
@@ -478,7 +517,7 @@ class _UnloadedSource(CausalLM):
         for rotation in length_dependent_rotations(model):
             _make_plain(rotation)
         self.add_heads(model)
-        freeze_towers(model, self.dtype)
+        self.freeze_weights(model)
         spread(model)
         vars(model.base_model)["most_calls"] = int  # all ranks of a fake world have the same batch
         fake, held = self._modes

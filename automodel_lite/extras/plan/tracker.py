@@ -265,6 +265,10 @@ def operation(
     moved = sum(x.numel() * x.element_size() for x in touched)
     if not moved:
         return None
+    if "scaled_dot_product" in name:  # of a tower, whose images are apart: all pairs are visible
+        query, keys = [x for x in touched if x.ndim == 4][:2]
+        times = 10.0 if "backward" in name else 4.0
+        return Operation("product", times * query.numel() * keys.shape[-2], moved)
     if "_attn" in name or "flash_attention" in name:
         # two products of each visible pair forward; five backward, as the scores are made again
         query = next(x for x in touched if x.ndim == 3)

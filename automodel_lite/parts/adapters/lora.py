@@ -5,14 +5,16 @@ attention kernels, the loss and sharding see the model that they know, with more
 parameters. Nothing else imports peft.
 
 Adapters go beside attention, dense MLPs and shared experts, beside routed experts on request, never
-beside a router. Only the language model's layers are adapted: towers of a composite and the output
-head have linear layers, too. A mixture's router is recognized by its shape: beside the experts, a
+beside a router. Only the language model's layers are adapted, unless `target_modules` names layers
+that a composite's towers alone have (qkv, or with wildcards vision_tower.*.q_proj); the output head
+has linear layers, too. A mixture's router is recognized by its shape: beside the experts, a
 linear layer with one output for each of them (or a single one, which gates the shared expert).
 """
 
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -35,7 +37,7 @@ from automodel_lite.attention.spec import FAMILIES
 from automodel_lite.config.components import missing_package
 from automodel_lite.config.rules import PathStr, Positive, Range, Size
 from automodel_lite.errors import ConfigError, one_line
-from automodel_lite.models.layers import decoder_layers, local, output_head
+from automodel_lite.models.layers import decoder_layers, local, output_head, towers
 from automodel_lite.models.sharded import keep_part
 from automodel_lite.models.source import load_whole
 
@@ -50,7 +52,7 @@ class Lora:
     r: Size = 16  # rank of the matrices
     alpha: Positive = 32  # the update is scaled by alpha / r
     dropout: Annotated[float, Range(0, below=1)] = 0.0  # on the input of the adapter
-    # attention, dense MLPs, shared experts; or names, [q_proj, v_proj]
+    # attention, dense MLPs, shared experts; or names, [q_proj, v_proj], also of towers, [qkv]
     target_modules: str | list[str] = "all-linear"
     experts: bool = False  # also adapt the routed experts of a mixture (never its router)
     modules_to_save: list[str] | None = None  # modules to train fully, [embed_tokens, lm_head]
@@ -390,6 +392,15 @@ def lora_targets(
     linear, fused = _candidates(model, names, experts)
     if isinstance(wanted, list):
         linear += [names[end] for end in {model.get_input_embeddings(), output_head(model)}]
+        of_towers = [
+            names[module]
+            for tower in towers(model)
+            for module in tower.modules()
+            if type(module) is nn.Linear
+        ]
+        # a name that the language model has, too, is meant there
+        chosen = [end for end in wanted if not any(_ends(name, end) for name in linear)]
+        linear += [name for name in of_towers if any(_ends(name, end) for end in chosen)]
         if unknown := [end for end in wanted if not any(_ends(name, end) for name in linear)]:
             raise ConfigError(
                 f"peft.target_modules={wanted}: no layer that can be adapted is named {unknown[0]}."
@@ -416,7 +427,7 @@ def lora_targets(
 
 
 def _ends(name: str, end: str) -> bool:
-    return f".{name}".endswith(f".{end}")
+    return fnmatch.fnmatchcase(f".{name}", f"*.{end}")
 
 
 def _candidates(

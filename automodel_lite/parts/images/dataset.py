@@ -123,6 +123,7 @@ class ImageFiles(FilesDataset):
         ConfigError for settings that do not go with images.
         """
         # with the models' code
+        from automodel_lite.parts.images.costs import work_of_towers
         from automodel_lite.parts.images.packs import ImagePacker, share_of
         from automodel_lite.parts.images.tokens import check_sample, image_job
 
@@ -141,7 +142,8 @@ class ImageFiles(FilesDataset):
         made = image_job(job, processor)
         check_sample(made, adapted.sets[0])
         sets = [*others, *adapted.sets]
-        return adapted, made, ImagePacker.of(packer, processor, sets, share_of(config))
+        costs = work_of_towers(config, processor, adapted.sets[0])
+        return adapted, made, ImagePacker.of(packer, processor, sets, share_of(config), costs)
 
 
 def undecoded(rows: RawRows) -> RawRows:
@@ -204,8 +206,7 @@ def check_settings(config: Config, packer: Packer) -> None:
             f"packed_sequence.strategy={packer.strategy} overlong={packer.overlong} would cut "
             "images: use exact_fill, best_fit or next_fit, and overlong=drop or error."
         )
-    if config.mesh.tp * config.mesh.ep > 1:
+    if config.mesh.ep > 1:
         raise ConfigError(
-            f"mesh.tp={config.mesh.tp} mesh.ep={config.mesh.ep} with images is not supported: use "
-            "mesh.dp_shard or mesh.cp."
+            f"mesh.ep={config.mesh.ep} with images is not supported: use mesh.dp_shard or mesh.cp."
         )

@@ -19,13 +19,14 @@ from torch import Tensor
 from automodel_lite.config.schema import Config
 from automodel_lite.data.packing.packs import PackBatch, PackedDataset, Packer, lay_out_packs
 from automodel_lite.data.reading.documents import IMAGE
-from automodel_lite.data.tokens.token_rows import DocumentReader, TokenizedDocuments, flatten
+from automodel_lite.data.tokens.token_rows import DocumentReader, LabelSpans, TokenizedDocuments, flatten
 from automodel_lite.data.tokens.tokenize import Job
 from automodel_lite.errors import DataError
 from automodel_lite.launched import rank, world_size
 from automodel_lite.parallel.context_parallel import document_owners
 from automodel_lite.parts.evaluation.samples import Prompt, text_prompt
 from automodel_lite.parts.images.ahead import Rules, ahead_of, types_of
+from automodel_lite.parts.images.costs import TowerCosts
 from automodel_lite.parts.images.rows import ImageDocuments, PlacedImage, find, number_of
 from automodel_lite.parts.images.sources import IN_PROMPT, blank_image, sources_in
 from automodel_lite.parts.images.tokens import (
@@ -38,6 +39,7 @@ from automodel_lite.parts.images.tokens import (
 from automodel_lite.parts.images.tower import PackedImages
 from automodel_lite.thd import IGNORE_INDEX, ThdBatch, to_thd
 
+FREE = TowerCosts()
 BLANK = (64, 64)
 """Pixels of what a tower gets where no image is: it runs as often on all ranks."""
 
@@ -61,7 +63,8 @@ class Share(NamedTuple):
 def share_of(config: Config) -> Share | None:
     """Returns the share of this rank; None where no other reads its packs."""
     cp = config.mesh.cp
-    return Share(rank() // config.mesh.tp % cp, cp) if cp > 1 and world_size() > 1 else None
+    is_shared = cp > 1 and (world_size() > 1 or config.dry_run)
+    return Share(rank() // config.mesh.tp % cp, cp) if is_shared else None
 
 
 class ImagePacker(Packer):
@@ -70,6 +73,7 @@ class ImagePacker(Packer):
     processor: ImageProcessor
     sets: list[ImageDocuments]
     share: Share | None
+    costs: TowerCosts
 
     @classmethod
     def of(
@@ -78,9 +82,11 @@ class ImagePacker(Packer):
         processor: ImageProcessor,
         sets: list[ImageDocuments],
         share: Share | None = None,
+        costs: TowerCosts = FREE,
     ) -> ImagePacker:
         made = cls.__new__(cls)
-        vars(made).update(vars(packer), processor=processor, sets=sets, share=share)
+        own = {"processor": processor, "sets": sets, "share": share, "costs": costs}
+        vars(made).update(vars(packer) | own)
         return made
 
     def for_document_kind(self, kind: str, padding_id: int = 0) -> Packer:
@@ -91,7 +97,8 @@ class ImagePacker(Packer):
         """See `Packer`; a pack of a stream brings its images."""
         pack = super().pack_of(rows)
         try:
-            return {**pack, "images": read_images(pack, self.processor, self.sets, self.share)}
+            images = read_images(pack, self.processor, self.sets, self.share, self.costs)
+            return {**pack, "images": images}
         except DataError as error:
             raise ImageError(str(error)) from error
 
@@ -127,7 +134,7 @@ class ImagePacker(Packer):
         self, rows: DocumentReader, epoch: int = 0, shared: tuple[Path, str] | None = None
     ) -> PackedDataset:
         packs = super().packs(rows, epoch, shared)
-        return ImagePacks(packs, self.processor, self.sets, self.share)
+        return ImagePacks(packs, self.processor, self.sets, self.share, self.costs)
 
 
 @dataclass(frozen=True)
@@ -149,16 +156,24 @@ class ImagePacks(PackedDataset):
         processor: ImageProcessor,
         sets: list[ImageDocuments],
         share: Share | None = None,
+        costs: TowerCosts = FREE,
     ) -> None:
         super().__init__(packs.rows, packs.plan, packs.padding_idx)
         self.processor = processor
         self.sets = sets
         self.share = share
+        self.costs = costs
+
+    def tower_flops(self) -> np.ndarray:
+        of_documents = document_flops(self.rows, self.costs)[self.plan.doc_ids]
+        if not len(self.plan):
+            return np.zeros(0)
+        return np.add.reduceat(of_documents, self.plan.offsets[:-1])
 
     def __getitems__(self, indices: Sequence[int]) -> PackBatch:
         batch = super().__getitems__(indices)
         try:
-            images = read_images(batch.columns, self.processor, self.sets, self.share)
+            images = read_images(batch.columns, self.processor, self.sets, self.share, self.costs)
         except DataError as error:
             raise ImageError(str(error)) from error
         return ImagePackBatch(batch.columns, batch.num_segments, images)
@@ -189,6 +204,35 @@ def stream_of_rows(
     return to_thd({**batch.collated(), "images": images})
 
 
+def document_flops(rows: DocumentReader, costs: TowerCosts) -> np.ndarray:
+    """Returns the work of the towers for the images of each document, float64 [N]."""
+    sources = getattr(rows, "sources", None)
+    if sources is not None:  # of a mixture
+        found = np.zeros(len(rows))
+        for number, of_source in enumerate(sources):
+            mine = rows.source_ids == number  # type: ignore[attr-defined]
+            own = rows.row_ids[mine]  # type: ignore[attr-defined]
+            found[mine] = document_flops(of_source, costs)[own]
+        return found
+    flat = rows.flat
+    image = flat.columns.get("image")
+    if image is None:
+        return np.zeros(len(rows))
+    runs = image if isinstance(image, LabelSpans) else LabelSpans.of(image)
+    is_image = runs.values > 0
+    lengths = np.diff(np.append(runs.at, runs.num_tokens))[is_image]
+    numbers = runs.values[is_image]
+    documents = np.searchsorted(flat.offsets, runs.at[is_image], side="right") - 1
+    # runs of one image of a document are neighbors
+    begins = np.ones(len(numbers), bool)
+    begins[1:] = (np.diff(numbers) != 0) | (np.diff(documents) != 0)
+    first = np.flatnonzero(begins)
+    if not len(first):
+        return np.zeros(len(rows))
+    work = costs.of(np.add.reduceat(lengths, first))
+    return np.bincount(documents[first], weights=work, minlength=len(rows))
+
+
 def copy_of_tokens(packs: PackedDataset) -> PackedDataset:
     """Returns the same packs without their images."""
     return PackedDataset(packs.rows, packs.plan, packs.padding_idx)
@@ -199,6 +243,7 @@ def read_images(
     processor: ImageProcessor,
     sets: list[ImageDocuments],
     share: Share | None = None,
+    costs: TowerCosts = FREE,
 ) -> PackedImages:
     """Decodes the images of a batch of packs, each once, or a rank's share of them; of none, a
     blank one of which no row is taken.
@@ -216,8 +261,10 @@ def read_images(
     starts = np.cumsum(lens) - lens
     rows = starts[place] + np.where(nth < 0, lens[place] - 1, nth) if len(order) else numbers
     owners = np.zeros(len(order), np.int64)
+    work = costs.of(lens)
     if share is not None:
-        owners = np.array(document_owners(lens.tolist(), share.size), np.int64)
+        shared = [int(flops) or rows for flops, rows in zip(work.tolist(), lens.tolist())]
+        owners = np.array(document_owners(shared, share.size), np.int64)
     own = np.flatnonzero(owners == (share.rank if share else 0))
     stamps = stamps_of(columns)
     images = []
@@ -234,6 +281,7 @@ def read_images(
         torch.from_numpy(rows.astype(np.int64)),
         types,
         seen,
+        work=float(work.sum()),
         owner=torch.from_numpy(np.repeat(owners, lens)) if share else None,
     )
 

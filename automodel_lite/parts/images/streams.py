@@ -165,6 +165,7 @@ class ImageStream(StreamingDataset):
         ConfigError for settings that do not go with images.
         """
         # with the models' code
+        from automodel_lite.parts.images.costs import work_of_towers
         from automodel_lite.parts.images.packs import ImagePacker, share_of
         from automodel_lite.parts.images.tokens import check_sample, image_job
 
@@ -186,10 +187,12 @@ class ImageStream(StreamingDataset):
         adapted.identity += f"(processor {processor.own.to_json_string()})"
         made = image_job(job, processor)
         head = [one for _, one in adapted.head(NUM_SAMPLED) if not isinstance(one, DataError)]
-        check_sample(made, DocumentList(head, self.stream.name))
+        sample = DocumentList(head, self.stream.name)
+        check_sample(made, sample)
         shards: list[Any] = [ShardImages(adapted, shard) for shard in range(self.num_shards)]
         sets = [*shards, *adapted.val.values()]
-        return adapted, made, ImagePacker.of(packer, processor, sets, share_of(config))
+        costs = work_of_towers(config, processor, sample)
+        return adapted, made, ImagePacker.of(packer, processor, sets, share_of(config), costs)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,143 @@
+"""What towers cost is counted: by torch's own counter on the real model, and on every row of the metrics."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForImageTextToText
+
+from automodel_lite.config.schema import MeshConfig
+from automodel_lite.data.feeding.order import BatchShape, assign_packs, pack_costs
+from automodel_lite.data.packing.plan import plan_packs
+from automodel_lite.data.tokens.token_rows import TokenizedDocuments
+from automodel_lite.extras.dry_run import most_work_of_towers
+from automodel_lite.extras.plan.simulation import simulate
+from automodel_lite.models.flops import CostModel
+from automodel_lite.models.layers import towers
+from automodel_lite.models.source import CausalLM
+from automodel_lite.parallel.mesh import MeshShape, init_mesh
+from automodel_lite.parts.datasets.mixture import MixedRows
+from automodel_lite.parts.images.costs import TowerCosts
+from automodel_lite.parts.images.packs import document_flops
+from automodel_lite.parts.images.tower import encode
+from automodel_lite.telemetry.metrics import count_own, counts_of
+from automodel_lite.training.plan import build_parts
+from tests.images.families import write_chats, write_model
+from tests.images.test_exact import batches_of, config_of_images, data_of
+from tests.training.test_simulation import Living
+
+ALONE = init_mesh(MeshConfig())
+
+
+@pytest.fixture(scope="module", params=["qwen3_vl", "idefics3"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp(request.param)
+    write_chats(made, num=16)
+    return write_model(request.param, made)
+
+
+def tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [found for each in value for found in tensors(each)]
+
+
+def counted(model: Any, record: dict[str, torch.Tensor]) -> float:
+    """Forward and backward of the towers, by torch's counter, which knows no fused attention of a CPU."""
+    with FlopCounterMode(display=False) as counter:
+        output = model.base_model.get_image_features(**record, return_dict=True)
+        flat = tensors([output.pooler_output, output.get("deepstack_features") or []])
+        if flat[0].requires_grad:
+            torch.autograd.backward(flat, [torch.ones_like(x) for x in flat])
+    return float(counter.get_total_flops())
+
+
+@pytest.mark.parametrize("how", ["train", "frozen", "projector"])
+def test_the_work_of_towers_is_what_torch_counts(how: str, folder: Path) -> None:
+    model = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager")
+    settings = {
+        "train": ["model.train_towers=true"],
+        "frozen": [],
+        "projector": ["model.train_towers=true", "model.freeze=[vision]"],
+    }[how]
+    for tower in towers(model):
+        is_encoder = hasattr(tower, "config")
+        tower.requires_grad_(how == "train" or (how == "projector" and not is_encoder))
+    data = data_of(config_of_images(folder, *settings))
+    batches = batches_of(data)
+    for batch in batches:
+        images: Any = batch.images
+        assert images.flops == pytest.approx(counted(model, images.record), rel=1e-9)
+    assert data.packs_of(0).tower_flops() == pytest.approx(
+        [batch.images.flops for batch in batches]
+    )
+
+
+def test_a_row_of_the_metrics_counts_them(folder: Path, tmp_path: Path) -> None:
+    """Two steps, a frozen tower and a trained one: the work differs by what the tower's backward pass is."""
+    per_step = {}
+    for towers_too in ("false", "true"):
+        data = data_of(config_of_images(folder, f"model.train_towers={towers_too}"))
+        (batch, *_) = batches_of(data)
+        found = counts_of(count_own([batch, batch], ALONE, CostModel(1.0, 1.0)))
+        assert batch.images is not None
+        assert found.tower_flops == 2 * batch.images.flops
+        per_step[towers_too] = found.tower_flops
+    assert 2 * per_step["false"] < per_step["true"] <= 3 * per_step["false"]
+
+
+def test_work_of_documents_of_several_images_and_of_mixtures() -> None:
+    """Rows of 2 and 3 of one image, cut by a token, are one image of 5; the same number in another document is another."""
+    image = np.array([0, 7, 7, 0, 7, 7, 7, 0, 7, 7, 0, 9], np.int64)
+    ids = np.zeros(12, np.int32)
+    rows = TokenizedDocuments({"input_ids": ids, "image": image}, np.array([0, 8, 11, 12]))
+    costs = TowerCosts(per_row=10.0, per_pair=1.0)
+    assert document_flops(rows, costs).tolist() == [75.0, 24.0, 11.0]
+    mixed = MixedRows([rows, rows], ["a", "b"], np.array([1, 0, 1]), np.array([2, 0, 0]))
+    assert document_flops(mixed, costs).tolist() == [11.0, 75.0, 75.0]
+    text = TokenizedDocuments({"input_ids": ids}, np.array([0, 12]))
+    assert document_flops(text, costs).tolist() == [0.0]
+
+
+def test_packs_are_balanced_by_their_images_too() -> None:
+    plan = plan_packs(np.array([8, 8, 8, 8]), packed_sequence_size=8)
+    costs = pack_costs(
+        plan, np.array([8] * 4), CostModel(1.0, 0.0), None, np.array([0.0, 90, 90, 0])
+    )
+    assert costs.tolist() == [8, 98, 98, 8]
+    order = assign_packs(costs, "step", BatchShape(4, 1, dp_size=2)).tolist()
+    assert [set(order[:2]), set(order[2:])] == [{0, 3}, {1, 2}]
+
+
+@pytest.mark.system
+def test_what_towers_keep_is_simulated(folder: Path) -> None:
+    """A trained tower keeps activations, a frozen one none: as many bytes as on a real machine."""
+    after = {}
+    kept = {}
+    for trains in (True, False):
+        config = config_of_images(
+            folder,
+            f"model.train_towers={str(trains).lower()}",
+            "training.precision=fp32",
+            "training.activation_checkpointing=none",
+        )
+        parts = build_parts(config)
+        data = data_of(config)
+        batch = most_work_of_towers(data, parts)
+        assert batch is not None
+        step = simulate(parts, parts.model.config(data.tokenizer), MeshShape(1, 1, 1), batch)
+        after[trains] = step.after_layers[0] - step.optimizer
+        lm = CausalLM(pretrained=str(folder), train_towers=trains).build(data.tokenizer)
+        images: Any = batch.images
+        with Living() as living:
+            output = encode(lm, images)
+        gc.collect()
+        kept[trains] = sum(living.sizes.values())
+        del output
+    assert after[True] - after[False] == kept[True] - kept[False] > 0
