@@ -25,11 +25,11 @@ def resident(worker: Any) -> int:
 
 @pytest.mark.system
 def test_workers_hold_no_more_after_many_large_images(tmp_path: Path) -> None:
-    """Images of 6 MiB of pixels, two in a pack: after 10 packs and after 120 a worker is as large."""
+    """Images of 6 MiB of pixels: after 10 packs and after 120 a worker is as large."""
     for number in range(4):
         draw(tmp_path / f"{number}.png", 1600, 1300, seed=number)
     lines = []
-    for row in range(240):
+    for row in range(120):
         asked = [{"type": "image", "image": f"{row % 4}.png"}, {"type": "text", "text": "a?"}]
         said = [{"role": "user", "content": asked}, {"role": "assistant", "content": "b"}]
         lines.append(json.dumps({"messages": said}))

@@ -183,9 +183,7 @@ MOST_MEASURED = 32
 """Documents whose images are looked at."""
 
 
-def work_of_towers(
-    config: Config, processor: ImageProcessor, documents: DocumentSet
-) -> TowerCosts:
+def work_of_towers(config: Config, processor: ImageProcessor, documents: DocumentSet) -> TowerCosts:
     """Returns what the towers do for images of some rows, as far as they are trained: counted for
     the smallest and the largest of some of the documents' images.
     """

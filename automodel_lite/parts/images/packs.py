@@ -19,7 +19,12 @@ from torch import Tensor
 from automodel_lite.config.schema import Config
 from automodel_lite.data.packing.packs import PackBatch, PackedDataset, Packer, lay_out_packs
 from automodel_lite.data.reading.documents import IMAGE
-from automodel_lite.data.tokens.token_rows import DocumentReader, LabelSpans, TokenizedDocuments, flatten
+from automodel_lite.data.tokens.token_rows import (
+    DocumentReader,
+    LabelSpans,
+    TokenizedDocuments,
+    flatten,
+)
 from automodel_lite.data.tokens.tokenize import Job
 from automodel_lite.errors import DataError
 from automodel_lite.launched import rank, world_size
