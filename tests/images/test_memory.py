@@ -8,6 +8,7 @@ import resource
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from automodel_lite.config.schema import DataloaderConfig
@@ -38,7 +39,7 @@ def test_workers_hold_no_more_after_many_large_images(tmp_path: Path) -> None:
     data = data_of(config_of_images(tmp_path, "packed_sequence.packed_sequence_size=24"))
     packs = data.packs_of(0)
     assert len(packs) == 120
-    order = [[[number]] for number in range(len(packs))]
+    order = [np.array([[[number]]]) for number in range(len(packs))]
     feed = read_batches(packs, order, 0, DataloaderConfig(num_workers=2))
     sizes = []
     for number, _ in enumerate(feed):

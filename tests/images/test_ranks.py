@@ -76,13 +76,18 @@ def on_one_rank(folder: Path, *trained: str) -> list[tuple[float, float]]:
 
 
 def check_two_ranks(folder: Path, output: Path, mesh: str, *trained: str) -> None:
-    """One of the ranks often has a pack without images; a sharded tower runs as often on both."""
+    """One of the ranks often has a pack without images; a sharded tower runs as often on both.
+
+    Products that are summed over tp are rounded otherwise, and AdamW's first steps grow that.
+    """
+    later = 1e-4 if "tp" in mesh else 1e-5
     one = on_one_rank(folder, *trained)
     two = run(folder, output, mesh, *trained, SLOTS, world_size=2)
     assert len(one) == 4
-    for (loss, norm), (other_loss, other_norm) in zip(one, two, strict=True):
-        assert other_loss == pytest.approx(loss, rel=1e-5)
-        assert other_norm == pytest.approx(norm, rel=1e-4)
+    for step, ((loss, norm), (other_loss, other_norm)) in enumerate(zip(one, two, strict=True)):
+        limit = later if step else 1e-6
+        assert other_loss == pytest.approx(loss, rel=limit)
+        assert other_norm == pytest.approx(norm, rel=10 * limit)
 
 
 @pytest.mark.system
