@@ -271,7 +271,9 @@ def _score_alone(folder: Path, arguments: list[str]) -> None:
     assert score.main(config_of("finetune", folder, *arguments)) == 0
 
 
-def test_references_computed_ahead_are_taken(pairs: Path, tmp_path: Path) -> None:
+def test_references_computed_ahead_are_taken(
+    pairs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """By recipes/score.py with the arguments of training, which then has nothing to compute."""
     where = [
         f"dataset.path={pairs}",
@@ -287,6 +289,10 @@ def test_references_computed_ahead_are_taken(pairs: Path, tmp_path: Path) -> Non
     assert {
         path: path.stat().st_mtime_ns for path in (tmp_path / "cache/values").rglob("*.npy")
     } == before
+    assert "NOTE: the reference of all" not in capsys.readouterr().out
+    # another start has another reference: one step takes few of its pairs
+    dpo(tmp_path / "other", pairs, "training.max_steps=1", "seed=5")
+    assert "training.max_steps=1 trains on" in capsys.readouterr().out
 
 
 def test_a_continued_adapter_has_a_reference_of_its_own(

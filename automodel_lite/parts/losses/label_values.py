@@ -35,16 +35,17 @@ from torch import Tensor
 
 from automodel_lite.config.schema import Config
 from automodel_lite.data.cache import Key, cache_root, entry_folder, find_damage, seal
+from automodel_lite.data.feeding.planned import PlannedPacks
 from automodel_lite.data.feeding.source import PackSource
 from automodel_lite.data.packing.packs import PackedDataset, Packer
 from automodel_lite.data.tokens.token_rows import CONTENT_HASH, DocumentReader
 from automodel_lite.errors import ConfigError, DataError
-from automodel_lite.launched import is_first_here
+from automodel_lite.launched import is_first_here, rank
 from automodel_lite.models.fused_head import RowFunction
 from automodel_lite.models.loss import Loss, check_columns
 from automodel_lite.parallel.mesh import Mesh
 from automodel_lite.parts.losses.distillation import DistillTopK
-from automodel_lite.progress import Progress
+from automodel_lite.progress import Progress, print_above_bars
 from automodel_lite.run import durable
 from automodel_lite.run.weight_files import adapter_files, model_files
 from automodel_lite.thd import IGNORE_INDEX
@@ -84,11 +85,27 @@ def with_values(data: PackSource, engine: Engine, built: BuiltModel, config: Con
             raise DataError(f"{config.dataset.get('path')}: {error}") from None
     if loss.needs_reference:
         reference = reference_values(built, data.packer, config.cache_dir, config.seed)
+        if rank() == 0:
+            note_unused(data, reference, config)
         return data.with_columns(lambda name, rows: reference.computed(name, rows, engine))
     if isinstance(loss, DistillTopK):
         values = teacher_values(loss, data.packer, config.cache_dir, len(data.tokenizer))
         return data.with_columns(values.stored)
     return data
+
+
+def note_unused(data: PackSource, reference: Values, config: Config) -> None:
+    """Prints that a short run computes the reference of many pairs that it does not train on."""
+    if not isinstance(data, PlannedPacks) or config.training.max_steps is None:
+        return
+    packs = data.packs_of(0)
+    used = config.training.max_steps * data.shape.global_batch_size
+    if 2 * used < len(packs) and not reference.folder("train", packs.rows).is_dir():
+        print_above_bars(
+            f"NOTE: the reference of all {len(packs):,} packs is computed first, and "
+            f"training.max_steps={config.training.max_steps} trains on {used:,} of them: "
+            "dataset.max_documents reads fewer."
+        )
 
 
 @dataclass(frozen=True)
