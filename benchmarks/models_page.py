@@ -145,17 +145,18 @@ def with_images(text: str, findings: Iterable[Any]) -> str:
     lines += ["", EXPLAINED]
     lines += ["", "### Refused with images", "", "| family | error message |", "|---|---|"]
     lines += [f"| {x.family} | {_cell(x.refused)} |" for x in refused]
-    lines += [
-        "",
-        "### Not built",
-        "",
-        "No tiny model or no truth: sizes with names of their own, or a processor that wants more than images. What such "
-        "a family does is checked at start-up.",
-        "",
-        "| family | reason |",
-        "|---|---|",
-    ]
-    lines += [f"| {x.family} | {_cell(x.not_built or x.broken or x.verdict)} |" for x in others]
+    if others:
+        lines += [
+            "",
+            "### Not built",
+            "",
+            "No tiny model or no truth: sizes with names of their own, or a processor that wants more than images. What such "
+            "a family does is checked at start-up.",
+            "",
+            "| family | reason |",
+            "|---|---|",
+        ]
+        lines += [f"| {x.family} | {_cell(x.not_built or x.broken or x.verdict)} |" for x in others]
     return "\n".join(lines) + "\n"
 
 

@@ -13,7 +13,8 @@ from benchmarks.survey_images import Finding
 ROOT = Path(__file__).resolve().parents[2]
 NEED_MORE = {"cohere2_vision", "gemma4_unified", "kimi_k25", "lfm2_vl", "llama4", "minicpm_ocr"}
 NEED_MORE |= {"muse_glimmer", "muse_spark", "nemotron_h_omni", "step3p7", "video_llava"}
-"""Families whose image processors need torchvision."""
+NEED_MORE |= {"fast_vlm", "gemma3n", "perception_lm"}
+"""Families whose image processors need torchvision, or whose towers need timm."""
 
 
 def exact_of_page() -> list[str]:

@@ -141,6 +141,11 @@ def test_samples_of_an_archive_stay_in_it(tmp_path: Path, limits: ImageLimits) -
     assert (rows[0]["answer"], rows[1], rows[2]["video"]) == ("a", {"text": "no image"}, "mp4")
 
 
+def test_an_address_of_a_file_is_its_path() -> None:
+    assert source_of("file:///a/b%20c.png", "image").path == "/a/b c.png"
+    assert source_of("b%20c.png", "image").path == "b%20c.png"
+
+
 def test_a_question_with_an_image() -> None:
     marked, sources = take_images({"question": "q", "answer": "a", "image": {"bytes": encoded()}})
     assert marked == {"question": f"{IMAGE}q", "answer": "a"}

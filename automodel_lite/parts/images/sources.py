@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
@@ -183,7 +184,10 @@ class ImageSource:
                 warnings.simplefilter("ignore", Image.DecompressionBombWarning)
                 image = Image.open(file)
         except Image.DecompressionBombError as error:
-            raise DataError(f"image {self.name} is too large ({one_line(error)}).") from error
+            raise DataError(
+                f"image {self.name} is too large ({one_line(error)}): make it smaller, or set "
+                "dataset.bad_image=drop."
+            ) from error
         except (UnidentifiedImageError, OSError, SyntaxError, ValueError) as error:
             raise DataError(
                 f"image {self.name} is not an image that Pillow can read: repair it, or set "
@@ -259,7 +263,9 @@ def source_of(value: Any, name: str) -> ImageSource:
             f"{type(value).__name__}."
         )
     if not value.startswith("data:"):
-        return ImageSource(value[:200], path=value.removeprefix("file://"))
+        is_address = value.startswith("file://")
+        path = unquote(value.removeprefix("file://")) if is_address else value
+        return ImageSource(value[:200], path=path)
     head, _, content = value.partition(",")
     try:
         if not head.endswith(";base64"):
