@@ -36,6 +36,7 @@ from omegaconf import OmegaConf
 from automodel_lite.cli import argument_parser, compose_config, run_tool
 from automodel_lite.cli.line import rewrite_program_name
 from automodel_lite.config.check import check_config
+from automodel_lite.config.components import locate
 from automodel_lite.config.rules import Range, argument
 from automodel_lite.config.schema import Config
 from automodel_lite.data.feeding.planned import PlannedPacks, epochs_of
@@ -234,6 +235,7 @@ def images_of(data: PlannedPacks, base: Parts) -> Callable[[Parts], ThdBatch | N
 
 def assumed_images(config: Config, base: Parts) -> tuple[Callable[[Parts], ThdBatch], str]:
     """Returns what makes micro-batches half of whose tokens are of images, and what those are."""
+    locate(config.dataset["_target_"])  # names a package that is missing
     from automodel_lite.parts.images.assumed import AssumedImages, with_images  # with Pillow
 
     model_config = base.model.resolve_model_config({"vocab_size": 8192})
