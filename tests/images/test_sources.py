@@ -163,6 +163,10 @@ def test_a_question_with_an_image() -> None:
             {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
             "has 1 image markers in its text and 0 images",
         ),
+        (
+            {"question": "<image>q", "answer": "a", "images": [None]},
+            "has 1 image markers in its text and 0 images",
+        ),
         ({"answer": "a", "image": "a.png"}, "no text of a user before which they would stand"),
         ({"question": f"q{IMAGE}", "answer": "a"}, "has the character U\\+FDD2"),
         ({"question": "q", "image": 7}, r"image\[0\] must be an image: a path.*, not int"),

@@ -298,8 +298,10 @@ def take_images(
     kept = {name: value for name, value in row.items() if name not in columns}
     if isinstance(kept.get("texts"), list):
         kept["messages"] = _turns_of_pairs(kept.pop("texts"))
-    found = _Found(bool(waiting))
-    of_rejected = _Found(bool(waiting))
+    # an empty column has none of the images that its markers name
+    has_column = any(name in row for name in columns)
+    found = _Found(has_column)
+    of_rejected = _Found(has_column)
     marked = {}
     for name, value in kept.items():
         marked[name] = (of_rejected if name == REJECTED else found).marked(value, name)
