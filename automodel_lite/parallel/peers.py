@@ -171,6 +171,13 @@ class Peers:
         with suppress(dist.DistError, RuntimeError):
             self._record(rank(), socket.gethostname(), text, MISTAKE_EXIT if is_mistake else 1)
 
+    def record(self, text: str, code: int) -> None:
+        """Records that this rank ends, as by a signal, unless another one was first: all others end
+        with this code.
+        """
+        with suppress(dist.DistError, RuntimeError):
+            self._record(rank(), socket.gethostname(), text, code)
+
     def _record(self, failed: int, host: str, text: str, code: int) -> None:
         if self._store is not None and self._store.add("failures", 1) == 1:
             facts = {"rank": failed, "host": host, "text": scrub(text), "code": code}

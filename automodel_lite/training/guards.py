@@ -40,7 +40,14 @@ from automodel_lite.run.failures import Place, record_failures
 from automodel_lite.run.folder import RunFolder
 from automodel_lite.run.lock import RunLock
 from automodel_lite.run.nonfinite import NonfiniteSteps, StepOutcome, are_finite
-from automodel_lite.run.stopping import SIGNALS, StepBoundary, deadline_of, ending_of
+from automodel_lite.run.stopping import (
+    INTERRUPTED_EXIT,
+    PREEMPTED_EXIT,
+    SIGNALS,
+    StepBoundary,
+    deadline_of,
+    ending_of,
+)
 from automodel_lite.run.watchdog import Watchdog
 from automodel_lite.telemetry.metrics import NUM_COUNTS, Counts, counts_of
 from automodel_lite.training.engine import TrainingEngine
@@ -270,7 +277,8 @@ class Guards:
 
     def _end_with_peer(self, error: PeerError) -> None:
         """Ends this rank, wherever it is, with the error of another."""
-        self._record_end("failed", str(error))
+        ended_by_signal = {PREEMPTED_EXIT: "preempted", INTERRUPTED_EXIT: "interrupted"}
+        self._record_end(ended_by_signal.get(error.exit_code, "failed"), str(error))
         self.lock.release()
         exit_as(error)
 

@@ -25,8 +25,9 @@ from automodel_lite.errors import ConfigError
 from automodel_lite.models.source import CausalLM
 from automodel_lite.parallel.mesh import mesh_shape, world_size
 from automodel_lite.parallel.peers import Peers, end_together, flat, open_peers, versions
-from automodel_lite.run.ending import exit_as
+from automodel_lite.run.ending import ending_of, exit_as
 from automodel_lite.run.folder import RunFolder, plain
+from automodel_lite.run.stopping import StoppedEarly
 from automodel_lite.run.weight_files import adapter_files, model_files
 from automodel_lite.telemetry.callbacks import MetricsLog, open_metrics
 from automodel_lite.telemetry.console import Console, quiet_libraries
@@ -68,7 +69,12 @@ def watch_ranks() -> Iterator[Peers]:
     peers = open_peers()
     peers.on_failure = exit_as
     with end_together(peers):
-        yield peers
+        try:
+            yield peers
+        except (StoppedEarly, KeyboardInterrupt) as stopped:
+            # One that waits in C++ for this rank hears no signal of its own until the wait is over.
+            peers.record(*ending_of(stopped)[:2])
+            raise
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import io
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -24,6 +25,8 @@ from automodel_lite.errors import ConfigError, DataError, PeerError
 from automodel_lite.launched import this_process
 from automodel_lite.parallel import peers as peers_module
 from automodel_lite.parallel.peers import end_together, flat, open_peers, versions
+from automodel_lite.run.stopping import StoppedEarly
+from automodel_lite.training.resume import watch_ranks
 from tests.ranks import run_ranks
 from tests.runs import train_quick, wait_until
 
@@ -200,6 +203,25 @@ def _leave_late(rank: int, world_size: int) -> bool:
 def test_the_rank_that_holds_the_store_leaves_last() -> None:
     """Of a run that is finished, rank 0 was done while rank 1 still read the store, and rank 1 exited with 1."""
     assert run_ranks(_leave_late, 2)[0]
+
+
+def _stop_one(rank: int, world_size: int) -> str:
+    heard: list[PeerError] = []
+    try:
+        with watch_ranks() as peers:
+            peers.on_failure = heard.append
+            if rank == 1:
+                raise StoppedEarly(signal.SIGTERM)
+            wait_until(lambda: bool(heard), 100)
+            return f"{heard[0].exit_code} {heard[0]}"
+    except StoppedEarly:
+        return ""
+
+
+def test_a_rank_that_a_signal_ends_takes_those_along_that_wait_for_it() -> None:
+    """Rank 0, waiting in C++ for the connections of the others, heard neither its own signal nor that rank 1 was gone."""
+    said, _ = run_ranks(_stop_one, 2)
+    assert re.fullmatch(r"75 rank 1 on \S+: stopped by SIGTERM before the first step: .*", said)
 
 
 def _die(rank: int, world_size: int) -> str:
