@@ -186,8 +186,7 @@ class TrainFinetuneRecipe:
         costs = self.built.flops.attention
         max_steps = self.plan.max_steps
         steps = self.data.steps(self.state.cursor, self.mesh, costs)
-        num_left = max_steps - self.num_steps
-        self.feed = CountedFeed(steps, self.engine, self.guards, costs, num_left)
+        self.feed = CountedFeed(steps, self.engine, self.guards, costs, max_steps - self.num_steps)
         self.bar = Progress("training", max_steps, "steps", in_log=False, num_done=self.num_steps)
         self.bar.note("first step")
 
