@@ -133,7 +133,7 @@ def to_host(tensor: Tensor) -> tuple[torch.device, Tensor]:
     """Copies a tensor as torch's `save_on_cpu` does, which waits for the device at every copy; here
     the copy waits its turn on the device.
     """
-    kept = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
+    kept = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
     return tensor.device, kept.copy_(tensor, non_blocking=True)
 
 

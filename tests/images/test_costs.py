@@ -141,3 +141,18 @@ def test_what_towers_keep_is_simulated(folder: Path) -> None:
         kept[trains] = sum(living.sizes.values())
         del output
     assert after[True] - after[False] == kept[True] - kept[False] > 0
+
+
+@pytest.mark.system
+def test_a_step_with_images_is_counted_with_inputs_on_the_host(folder: Path) -> None:
+    """Two layers hold no more with offloading than with full recomputation, and the step is counted."""
+    peaks = []
+    for how in ("full", "offload"):
+        recomputed = f"training.activation_checkpointing={how}"
+        config = config_of_images(folder, recomputed, "training.precision=fp32")
+        parts = build_parts(config)
+        data = data_of(config)
+        batch = most_work_of_towers(data, parts)
+        model_config = parts.model.config(data.tokenizer)
+        peaks.append(simulate(parts, model_config, MeshShape(1, 1, 1), batch).peaks["forward"])
+    assert 0 < peaks[1] <= peaks[0]
