@@ -36,7 +36,7 @@ MISTAKES = [
     ("seed=[1", "seed=[1: cannot be read as key=value: close every bracket and quote, or put a text with brackets into quotes, 'seed=\"...\"'."),
     ("training.max_steps", "training.max_steps: cannot be read as key=value: there is no `=`."),
     ("~dataset.seed", "~dataset.seed: no file sets it, so there is nothing to remove."),
-    ("dataset.path=x.jsonl", "dataset.path=x.jsonl is an option of dataset=files or dataset=images or dataset=memmap or dataset=streaming: choose that, or remove it, ~dataset.path."),
+    ("dataset.path=x.jsonl", "dataset.path=x.jsonl is an option of dataset=files or dataset=images or dataset=images_streaming or dataset=memmap or dataset=streaming: choose that, or remove it, ~dataset.path."),
     ("peft.r=8", "peft.r=8 is an option of peft=lora or peft=qlora: choose that, or remove it, ~peft.r."),
     ("logger.wandb.project=x", "logger.wandb={'project': 'x'} is an option of logger=wandb: choose that, or remove it, ~logger.wandb."),
     ("callbacks.patience=3", "callbacks.patience=3 is an option of callbacks=early_stopping or callbacks=loss_leap: choose that, or remove it, ~callbacks.patience."),

@@ -21,10 +21,9 @@ PAGE = (ROOT / "docs" / "extending.md").read_text()
 
 
 def shown(function: str) -> str:
-    """The block of the page that defines it."""
-    (block,) = [
-        x for x in re.findall(r"```python\n(.*?)```", PAGE, re.S) if f"def {function}(" in x
-    ]
+    """The block of the page that defines it, as a function and no method."""
+    blocks = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+    (block,) = [x for x in blocks if re.search(rf"^def {function}\(", x, re.M)]
     return block
 
 
