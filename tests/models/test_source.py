@@ -88,6 +88,7 @@ except ConfigError:
 """
 
 
+@pytest.mark.system
 def test_a_stored_shape_does_not_ask_the_hub(tmp_path: Path) -> None:
     """Without a network every question is retried for 26 seconds. Another revision may have another shape."""
     questions: list[str] = []
@@ -183,7 +184,8 @@ def test_a_run_goes_on_from_a_run(tmp_path: Path) -> None:
     assert again == first_step(tmp_path, "three", f"model.pretrained={tmp_path / 'one/hf'}")
 
 
-@pytest.mark.parametrize("kind", [pytest.param("lora", marks=pytest.mark.system), "dora"])
+@pytest.mark.system
+@pytest.mark.parametrize("kind", ["lora", "dora"])
 def test_an_adapter_is_continued(kind: str, tmp_path: Path) -> None:
     save(tiny_model("llama"), tmp_path / "model")
     run(tmp_path, "one", f"peft={kind}", "peft.r=4", "optimizer.lr=0.05")

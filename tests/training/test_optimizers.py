@@ -208,7 +208,7 @@ BF16 = ("training.master_weights=bf16", "training.precision=bf16")
 
 KINDS = [
     pytest.param(("optimizer=adamw_8bit",), marks=pytest.mark.slow, id="8bit"),
-    pytest.param(("optimizer=adamw_bf16", *BF16), id="bf16"),
+    pytest.param(("optimizer=adamw_bf16", *BF16), id="bf16", marks=pytest.mark.system),
     pytest.param(("optimizer=muon",), id="muon", marks=pytest.mark.system),
 ]
 

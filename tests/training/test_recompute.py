@@ -71,9 +71,8 @@ def _count_rungs(gigabytes: int) -> None:
     assert simulate_by_layers(less, plan.config, plan.shape, pattern).peak > capacity
 
 
-@pytest.mark.parametrize(
-    "gigabytes", [24, *(pytest.param(size, marks=pytest.mark.system) for size in (40, 48))]
-)
+@pytest.mark.system
+@pytest.mark.parametrize("gigabytes", [24, 40, 48])
 def test_the_rung_before_the_chosen_one_does_not_fit(gigabytes: int, tmp_path: Path) -> None:
     """In a process of its own, as a run counts: tensors of other tests are not in it."""
     code, screen = in_a_process(_count_rungs, tmp_path, gigabytes)
