@@ -46,7 +46,7 @@ class StoppedEarly(BaseException):
 
     def __init__(self, number: int) -> None:
         super().__init__(reason_of(number))
-        self.state, self.exit_code = ending_of(reason_of(number))
+        self.state, self.exit_code = outcome_of(reason_of(number))
 
 
 class StopSignals:
@@ -117,7 +117,7 @@ def reason_of(number: int) -> str:
     return "the time is nearly up" if number == _TIME_IS_UP else signal.Signals(number).name
 
 
-def ending_of(reason: str) -> tuple[str, int]:
+def outcome_of(reason: str) -> tuple[str, int]:
     """Returns the state in STATUS.json and the exit code of a run that was stopped for
     this reason.
     """

@@ -46,7 +46,7 @@ from automodel_lite.run.stopping import (
     SIGNALS,
     StepBoundary,
     deadline_of,
-    ending_of,
+    outcome_of,
 )
 from automodel_lite.run.watchdog import Watchdog
 from automodel_lite.telemetry.metrics import NUM_COUNTS, Counts, counts_of
@@ -254,7 +254,7 @@ class Guards:
         """Records that the run stopped early, says how to go on, and returns the exit code."""
         newest = self.checkpointer.newest_name
         reason = self.boundary.stop_reason or ""
-        state, code = ending_of(reason)
+        state, code = outcome_of(reason)
         if self.ranks.is_first:
             self.folder.write_status(state, self.state.num_steps, reason, newest)
         self.say(

@@ -16,6 +16,7 @@ from transformers.models.auto.image_processing_auto import (
     get_image_processor_class_from_name,
 )
 
+from automodel_lite.attention.spec import config_value
 from automodel_lite.errors import ConfigError
 from automodel_lite.parts.images.costs import count_tower
 from automodel_lite.parts.images.sources import blank_image
@@ -104,19 +105,20 @@ def _image_processor(config: PretrainedConfig) -> Any:
             "to plan with, dataset.path=..."
         )
     vision = config.vision_config
-    own = {key: getattr(vision, of) for key, of in _OF_VISION.items() if hasattr(vision, of)}
-    return kind(**own)
+    own = {key: config_value(vision, of) for key, of in _OF_VISION.items()}
+    return kind(**{key: value for key, value in own.items() if value is not None})
 
 
 def with_images(batch: ThdBatch, images: PackedImages, config: PretrainedConfig) -> ThdBatch:
     """Returns a batch whose first tokens are the places of images."""
     num_places = len(images.rows)
     ids = batch.input_ids.clone()
-    ids[:num_places] = ImageProcessor("", config).token_id
+    processor = ImageProcessor("", config)
+    ids[:num_places] = processor.token_id
     places = torch.zeros_like(ids)
     places[:num_places] = 1
     columns = {**batch.columns, "image": places}
-    if hasattr(ImageProcessor("", config).described.base_model, "get_rope_index"):
+    if getattr(processor.described.base_model, "get_rope_index", None) is not None:
         columns["rope_shift"] = torch.zeros_like(ids)
     types = places if images.types is not None else None
     return replace(

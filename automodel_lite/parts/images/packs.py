@@ -29,6 +29,7 @@ from automodel_lite.data.tokens.tokenize import Job
 from automodel_lite.errors import DataError
 from automodel_lite.launched import rank, world_size
 from automodel_lite.parallel.context_parallel import document_owners
+from automodel_lite.parts.datasets.mixture import MixedRows
 from automodel_lite.parts.evaluation.samples import Prompt, text_prompt
 from automodel_lite.parts.images.ahead import Rules, ahead_of, types_of
 from automodel_lite.parts.images.costs import TowerCosts
@@ -211,13 +212,11 @@ def stream_of_rows(
 
 def document_flops(rows: DocumentReader, costs: TowerCosts) -> np.ndarray:
     """Returns the work of the towers for the images of each document, float64 [N]."""
-    sources = getattr(rows, "sources", None)
-    if sources is not None:  # of a mixture
+    if isinstance(rows, MixedRows):
         found = np.zeros(len(rows))
-        for number, of_source in enumerate(sources):
-            mine = rows.source_ids == number  # type: ignore[attr-defined]
-            own = rows.row_ids[mine]  # type: ignore[attr-defined]
-            found[mine] = document_flops(of_source, costs)[own]
+        for number, of_source in enumerate(rows.sources):
+            mine = rows.source_ids == number
+            found[mine] = document_flops(of_source, costs)[rows.row_ids[mine]]
         return found
     flat = rows.flat
     image = flat.columns.get("image")

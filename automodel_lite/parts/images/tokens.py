@@ -160,7 +160,7 @@ class ImageProcessor:
 
 def check_tower(lm: transformers.PreTrainedModel) -> None:
     """Raises ConfigError for a model without a tower of images that can be called alone."""
-    if "get_image_features" not in dir(lm.base_model):
+    if getattr(lm.base_model, "get_image_features", None) is None:
         raise ConfigError(
             f"model_type={lm.config.model_type} has no tower of images that can be called alone "
             "(get_image_features): take another family, docs/models.md lists them."
