@@ -150,8 +150,8 @@ def largest_errors(
 ) -> tuple[float, float]:
     """Relative, over outputs and gradients: of plain packing, and of all context-parallel sizes."""
     torch.manual_seed(0)
-    cu = boundaries(torch.tensor(LENGTHS, device=device))
-    total = int(cu[-1])
+    cu = boundaries(torch.tensor(LENGTHS))
+    whole, total = segments_of(cu, cu, device), sum(LENGTHS)
     shapes = [(total, case.num_heads, case.head_dim), (total, case.num_kv_heads, case.head_dim)]
     shapes += [
         (total, case.num_kv_heads, case.value_head_dim),
@@ -162,12 +162,12 @@ def largest_errors(
     # bf16 inputs are rounded for both, so that only the arithmetic differs
     q, k, v, grad = (x.to(dtype).float() for x in (q, k, v, grad))
     want = attend(
-        ReferenceAttention(), q, k, v, sinks, cu, cu, grad, case, torch.float32, with_gradients
+        ReferenceAttention(), q, k, v, sinks, whole, grad, case, torch.float32, with_gradients
     )
     errors = []
     for cp in (1, *CP_SIZES):
         if cp == 1:
-            got = attend(kernel, q, k, v, sinks, cu, cu, grad, case, dtype, with_gradients)
+            got = attend(kernel, q, k, v, sinks, whole, grad, case, dtype, with_gradients)
         else:
             got = over_ranks(kernel, cp, q, k, v, sinks, cu, grad, case, dtype, with_gradients)
         errors.append(max(float((a - b).norm() / b.norm()) for a, b in zip(got, want)))
@@ -180,8 +180,7 @@ def attend(
     k: Tensor,
     v: Tensor,
     sinks: Tensor | None,
-    cu_q: Tensor,
-    cu_k: Tensor,
+    segments: Segments,
     grad: Tensor,
     case: Case,
     dtype: torch.dtype,
@@ -190,7 +189,6 @@ def attend(
     """fp32 output and gradients of q, k, v (and sinks)."""
     leaves = [x.to(dtype).detach().requires_grad_(with_gradients) for x in (q, k, v)]
     sink_leaf = None if sinks is None else sinks.to(dtype).detach().requires_grad_(with_gradients)
-    segments = Segments(cu_q, cu_k, int(cu_q.diff().max()), int(cu_k.diff().max()))
     options = AttentionOptions(q.shape[-1] ** -0.5, case.window, case.softcap, sink_leaf)
     out = kernel(*leaves, segments, options)
     if not with_gradients:
@@ -219,20 +217,18 @@ def over_ranks(
         [] if sinks is None else [torch.zeros_like(sinks)]
     )
     for rank in range(cp):
-        mine, segments = shard_indices(cu, cp, rank), owned_segments(cu, cp, rank)
-        keys = concatenated_ranges(segments.document_start, segments.end)
-        cu_q, cu_k = (
-            boundaries(segments.end - segments.start),
-            boundaries(segments.end - segments.document_start),
-        )
+        owned = owned_segments(cu, cp, rank)
+        mine = shard_indices(cu, cp, rank).to(q.device)
+        keys = concatenated_ranges(owned.document_start, owned.end).to(q.device)
+        cu_q = boundaries(owned.end - owned.start)
+        cu_k = boundaries(owned.end - owned.document_start)
         got = attend(
             kernel,
             q[mine],
             k[keys],
             v[keys],
             sinks,
-            cu_q,
-            cu_k,
+            segments_of(cu_q, cu_k, q.device),
             grad[mine],
             case,
             dtype,
@@ -248,6 +244,13 @@ def over_ranks(
     return [out, *grads] if with_gradients else [out]
 
 
+def segments_of(cu_q: Tensor, cu_k: Tensor, device: torch.device) -> Segments:
+    """Of boundaries on the host: one object on the device where they are one."""
+    there = cu_q.to(device)
+    keys = there if cu_k is cu_q else cu_k.to(device)
+    return Segments(there, keys, int(cu_q.diff().max()), int(cu_k.diff().max()))
+
+
 def boundaries(lengths: Tensor) -> Tensor:
     return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
 
@@ -259,14 +262,15 @@ def speed_ms(kernel: AttentionKernel, tokens: int, device: torch.device) -> floa
     weights = torch.rand(80) + 0.2
     lengths = (weights / weights.sum() * tokens).long() // 16 * 16
     lengths[-1] += tokens - int(lengths.sum())
-    cu = boundaries(lengths.to(device))
+    cu = boundaries(lengths)
+    segments = segments_of(cu, cu, device)
     q, k, v, grad = (
         torch.randn(tokens, heads, 128, device=device, dtype=torch.bfloat16)
         for heads in (32, 8, 8, 32)
     )
     case = Case("speed", 32, 8, 128, 128)
     return device_ms(
-        lambda: attend(kernel, q, k, v, None, cu, cu, grad, case, torch.bfloat16, True)
+        lambda: attend(kernel, q, k, v, None, segments, grad, case, torch.bfloat16, True)
     )
 
 

@@ -95,12 +95,13 @@ class Variant:
 def build(variant: Variant, device: str) -> Any:
     """The loss-returning model on the device, in the order in which the recipe builds it."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     from automodel_lite.attention.interface import choose_attention, install
     from automodel_lite.attention.spec import attention_specs
     from automodel_lite.models.layers import compile_layers, decoder_layers, recompute_layers
     from automodel_lite.models.loss import CrossEntropy, FusedLinearCrossEntropy, LossModel
+    from automodel_lite.models.source import model_class
     from automodel_lite.thd import stream_of
 
     settings = {
@@ -119,9 +120,8 @@ def build(variant: Variant, device: str) -> Any:
     torch.manual_seed(SEED)
     attention = "flex_attention" if variant.attention == "flex" else "sdpa"
     with torch.device(device):
-        lm = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=attention
-        ).train()
+        kind = model_class(config)
+        lm = kind.from_config(config, dtype=dtype, attn_implementation=attention).train()
     # as the recipe does: a frozen base in bf16, adapters in fp32, autocast around both
     if variant.lora:
         from automodel_lite.parts.adapters.lora import Lora
@@ -230,7 +230,8 @@ class Trainer:
         self.model = build(variant, device)
         self.optimizer: Any = adamw(self.model, lr=1e-5, moments=variant.moments or variant.weights)
         self.costs = cost_model(self.model.lm.config)
-        self.batches = batches or batches_of(variant, self.model.lm.config.vocab_size)
+        vocabulary = self.model.lm.config.get_text_config().vocab_size
+        self.batches = batches or batches_of(variant, vocabulary)
         self.mean_loss: Any = None
 
     def drawn(self, num_steps: int) -> list[list[tuple[Any, int, list[int]]]]:

@@ -140,16 +140,23 @@ def run_here(parts: list[Part], device: str, results: dict[str, Found], caches: 
                 "peak_tflops": ceilings.get("data_sheet_tflops"),
                 "ceiling_tflops": ceilings.get("bf16_tflops"),
             }
+        worked_s = _cpu_s()
         try:
             found = getattr(import_module(f"benchmarks.gpu.{module}"), name)(**options)
         except Exception:
             found = {"verdict": "FAIL", "why": traceback.format_exc()[-1500:]}
+        found["cpu_s"] = _cpu_s() - worked_s
         print("\nRESULT " + json.dumps(found), flush=True)
         if found["verdict"] == "FAIL":
             return 1
         save_caches(caches / f"{part.group or part.name}.bin")
         _free(device)
     return 0
+
+
+def _cpu_s() -> float:
+    """Seconds that cores have worked for this process and its children."""
+    return sum(os.times()[:4])
 
 
 def load_caches(folder: Path) -> None:

@@ -17,26 +17,28 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from automodel_lite.cli import compose_config
+
 TOKENS = 2048
-LLAMA = (
-    "hidden_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "intermediate_size",
+VOCABULARY = 32768
+# every size of conf/: the other presets of a size have its layers, with another optimizer, adapter or pack
+SIZES = (
+    "llama3_2_1b",
+    "llama3_1_8b",
+    "llama3_1_70b",
+    "llama3_1_405b",
+    "qwen3_0_6b",
+    "qwen3_8b_1m",
+    "qwen3_32b",
+    "qwen3_30b_a3b",
+    "qwen3_vl_8b",
+    "qwen3_5_9b",
 )
-DENSE = {
-    "llama3_2_1b": ("llama", (2048, 32, 8, 8192), {}),
-    "llama3_1_8b": ("llama", (4096, 32, 8, 14336), {}),
-    "llama3_1_70b": ("llama", (8192, 64, 8, 28672), {}),
-    "llama3_1_405b": ("llama", (16384, 128, 8, 53248), {}),
-    "qwen3_0_6b": ("qwen3", (1024, 16, 8, 3072), {"head_dim": 128}),
-    "qwen3_8b": ("qwen3", (4096, 32, 8, 12288), {"head_dim": 128}),
-    "qwen3_32b": ("qwen3", (5120, 64, 8, 25600), {"head_dim": 128}),
-}
 
 
 @dataclass(frozen=True)
@@ -49,18 +51,29 @@ class Kernel:
     shared: int
 
 
+def shape_of(preset: str) -> dict[str, Any]:
+    """The preset's model with two layers of each kind that it has, and a small vocabulary; of a tower one layer."""
+    from automodel_lite.config.check import check_config
+    from automodel_lite.training.plan import build_parts
+
+    config = check_config(compose_config(preset, ["dataset.path=any"]))
+    parts = build_parts(replace(config, attention={}))
+    shape: dict[str, Any] = parts.model.resolve_model_config({}).to_dict()
+    text = shape.get("text_config", shape)
+    text |= {"num_hidden_layers": 2, "vocab_size": VOCABULARY}
+    if kinds := text.get("layer_types"):
+        text["layer_types"] = [kind for kind in dict.fromkeys(kinds) for _ in "ab"]
+        text["num_hidden_layers"] = len(text["layer_types"])
+    if "vision_config" in shape:
+        shape["vision_config"] |= {"depth": 1, "deepstack_visual_indexes": [0]}
+    return shape
+
+
 def layers(preset: str, **how: Any) -> None:
-    """A step of two layers of a preset's widths: layers, the loss and the optimizer, as gpu_check compiles them."""
+    """A step of a preset's model: layers, the loss and the optimizer, as gpu_check compiles them."""
     from benchmarks.gpu.steps import SHAPES, Trainer, Variant
 
-    if preset in DENSE:
-        model_type, sizes, more = DENSE[preset]
-        shape = {"model_type": model_type, **dict(zip(LLAMA, sizes)), **more}
-        SHAPES[preset] = shape | {"num_hidden_layers": 2, "vocab_size": 32768}
-    else:
-        SHAPES[preset] = SHAPES[{"qwen3_30b_a3b": "moe", "qwen3_5": "hybrid"}[preset]] | {
-            "vocab_size": 32768
-        }
+    SHAPES[preset] = shape_of(preset)
     settings = {"pack": TOKENS, "compiled": True, "weights": "bf16"} | how
     Trainer(Variant(shape=preset, **settings), "cuda").timed(2)
 
@@ -130,9 +143,7 @@ def muon() -> None:
 
 
 CASES: dict[str, Callable[[], None]] = {
-    **{preset: lambda preset=preset: layers(preset) for preset in DENSE},  # type: ignore[misc]
-    "qwen3_30b_a3b": lambda: layers("qwen3_30b_a3b"),
-    "qwen3_5": lambda: layers("qwen3_5"),
+    **{preset: partial(layers, preset) for preset in SIZES},
     "llama3_1_8b, fp32 masters": lambda: layers("llama3_1_8b", weights="fp32"),
     "llama3_1_8b, 8-bit states": lambda: layers("llama3_1_8b", moments="8bit"),
     "llama3_1_8b, LoRA": lambda: layers("llama3_1_8b", lora=True, weights="fp32"),

@@ -27,7 +27,7 @@ def environment(**more: str) -> dict[str, str]:
         "TORCHINDUCTOR_CACHE_DIR": str(library.parent / "inductor"),
         "TRITON_CACHE_DIR": str(library.parent / "triton"),
         "PYTORCH_ALLOC_CONF": "expandable_segments:True",
-        "TORCH_CUDNN_SDPA_ENABLED": "0",  # there is no cuDNN whose graphs could be built
+        "TORCH_CUDNN_SDPA_DEPRIORITIZED": "1",  # there is no cuDNN whose graphs could be built
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
