@@ -27,17 +27,22 @@ from automodel_lite.cli.compose import (
     without_hydra,
 )
 from automodel_lite.cli.exit_codes import end, hide_secrets
-from automodel_lite.cli.line import COMMANDS, read_line, versions
+from automodel_lite.cli.line import COMMANDS, OWN_FLAGS, RECIPES, read_line, versions
 from automodel_lite.cli.recipes import Recipe
-from automodel_lite.cli.sources import Sources, check_preset, help_of
+from automodel_lite.cli.sources import Sources, check_preset
 from automodel_lite.compat import Hydra
 from automodel_lite.config.check import check_config
 from automodel_lite.config.components import flatten, locate
+from automodel_lite.config.rules import check_folder
+from automodel_lite.config.schema import Config
+from automodel_lite.data.reading.paths import find_files
 from automodel_lite.errors import ConfigError
 from automodel_lite.progress import activity, is_shown, print_above_bars
 from automodel_lite.results import open_json
 from automodel_lite.run.ending import LAUNCHED_BY_US
 from automodel_lite.run.stopping import SIGNALS
+
+FILES = "automodel_lite.data.reading.files.FilesDataset"
 
 
 def run_recipe(main: str, argv: list[str] | None = None) -> NoReturn:
@@ -60,14 +65,11 @@ def run_command_line(main: str, argv: Sequence[str]) -> int:
     """Runs what the command line asks for; returns the exit code."""
     line = read_line(argv)
     recipe = Recipe(main)
-    if line.html and recipe.name != "inspect_data":
-        raise ConfigError(
-            "--html: automodel-lite inspect alone writes a page; a run's own is report.html."
-        )
-    if (line.task or line.tasks) and recipe.name != "prepare_data":
-        raise ConfigError("--task and --tasks: automodel-lite prepare alone is done in tasks.")
-    if line.card and recipe.name != "verify":
-        raise ConfigError("--card RUN: automodel-lite verify alone writes a certificate.")
+    own = {flag: vars(line)[flag] for flag in OWN_FLAGS if vars(line)[flag]}
+    for flag in own:
+        command = OWN_FLAGS[flag][0]
+        if recipe.name != RECIPES[command][0]:
+            raise ConfigError(f"--{flag}: automodel-lite {command} alone takes it.")
     if line.is_question and not is_shown():
         return 0  # the first rank answers
     if line.version:
@@ -80,7 +82,7 @@ def run_command_line(main: str, argv: Sequence[str]) -> int:
         return launch(main, line.nproc, list(argv))
     sources = Sources.of(line.config_dir, line.config_path, recipe)
     if line.help:
-        print(help_of(recipe, sources))
+        print(locate(COMMANDS["help"])(recipe, sources))
         return 0
     if line.shell_completion and any(text.startswith("query=") for text in line.overrides):
         print("\n".join(locate(COMMANDS["completion"])()))
@@ -104,7 +106,8 @@ def run_command_line(main: str, argv: Sequence[str]) -> int:
             f"{useless[0]}: settings of Hydra are for --multirun; the folder of a run is "
             "output_dir."
         )
-    return run(recipe, compose(loader, str(line.config_name), line.overrides), line, sources)
+    raw = compose(loader, str(line.config_name), line.overrides)
+    return run(recipe, raw, line.overrides, sources, own)
 
 
 def choose_allocator(environment: MutableMapping[str, str]) -> None:
@@ -116,8 +119,17 @@ def choose_allocator(environment: MutableMapping[str, str]) -> None:
         environment.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
-def run(recipe: Recipe, raw: DictConfig, line: Namespace, sources: Sources) -> int:
-    """Checks the configuration and runs the recipe; returns the exit code. Raises ConfigError."""
+def run(
+    recipe: Recipe,
+    raw: DictConfig,
+    overrides: Sequence[str],
+    sources: Sources,
+    flags: dict[str, Any],
+) -> int:
+    """Checks the configuration and runs the recipe; returns the exit code. Raises ConfigError.
+
+    flags   what the recipe gets beside the configuration
+    """
     HydraConfig.instance().set_config(raw)  # of `${hydra:...}`
     raw = without_hydra(raw)
     if not recipe.writes_a_run and OmegaConf.is_missing(raw, "name"):
@@ -133,7 +145,9 @@ def run(recipe: Recipe, raw: DictConfig, line: Namespace, sources: Sources) -> i
     if not recipe.is_ours and any(target.startswith(package) for target in targets):
         raw.security.allow_targets = [*raw.security.allow_targets, package.rstrip(".")]
     config = check_config(raw, recipe.extra_type())
-    for text in overridden_options(raw, sources, line.overrides) if is_shown() else ():
+    if recipe.is_ours:
+        check_places(config, has_data=recipe.name != "plan")
+    for text in overridden_options(raw, sources, overrides) if is_shown() else ():
         print_above_bars(f"settings   {text}")
     with activity("importing torch and transformers"):
         main = recipe.function()
@@ -143,11 +157,18 @@ def run(recipe: Recipe, raw: DictConfig, line: Namespace, sources: Sources) -> i
         if kind
         else []
     )
-    # of inspect_data alone, and of verify
-    paths = {name: vars(line)[name] for name in ("html", "card") if vars(line)[name]}
-    flags: dict[str, Any] = {name: Path(path) for name, path in paths.items()}
-    flags |= {name: vars(line)[name] for name in ("task", "tasks") if vars(line)[name]}
     return main(config, *own, **flags) or 0
+
+
+def check_places(config: Config, has_data: bool) -> None:
+    """Raises ConfigError for a model or data that are not there, before torch is imported."""
+    if pretrained := config.model.get("pretrained"):
+        check_folder("model.pretrained", pretrained)
+    path = config.dataset.get("path")
+    if not has_data or config.dataset["_target_"] != FILES or not isinstance(path, str):
+        return
+    if "://" not in path and not Path(path).exists():
+        find_files([path], "dataset.path")
 
 
 def show(hydra: Hydra, line: Namespace) -> int:

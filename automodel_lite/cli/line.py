@@ -196,12 +196,15 @@ _TEXTS = (
     ("--config-name", "-cn"),
     ("--config-dir", "-cd"),
     ("--nproc",),
-    ("--html",),
-    ("--task",),
-    ("--tasks",),
-    ("--card",),
     ("--json",),
 )
+# flag -> the command that alone takes it, and what its recipe gets
+OWN_FLAGS: dict[str, tuple[str, Any]] = {
+    "html": ("inspect", Path),
+    "card": ("verify", Path),
+    "task": ("prepare", str),
+    "tasks": ("prepare", str),
+}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -214,6 +217,8 @@ def parser() -> argparse.ArgumentParser:
             group.add_argument(*names, action="store_true")
     for names in _TEXTS:
         found.add_argument(*names)
+    for flag, (_, kind) in OWN_FLAGS.items():
+        found.add_argument(f"--{flag}", type=kind)
     one_of.add_argument("--cfg", "-c", choices=("job", "hydra", "all"))
     return found
 

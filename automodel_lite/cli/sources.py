@@ -1,4 +1,4 @@
-"""Where presets and group options come from, and what there is to choose: `--help`.
+"""Where presets and group options come from.
 
 Folders are searched in this order: the user's own (`--config-dir`, or `--config-path` in place of
 the project's), that of a recipe from outside, the project's conf/.
@@ -6,14 +6,12 @@ the project's), that of a recipe from outside, the project's conf/.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from automodel_lite.cli.line import EXAMPLES, JSON_HELP, parser, rewrite_program_name
 from automodel_lite.cli.recipes import Recipe
 from automodel_lite.config.components import CONF_DIR
 from automodel_lite.errors import ConfigError, did_you_mean
@@ -101,41 +99,3 @@ def read(path: Path) -> DictConfig:
             f"{path} cannot be read as YAML: {' '.join(str(error).split())[:300]}"
         ) from None
     return loaded if isinstance(loaded, DictConfig) else OmegaConf.create({})
-
-
-def help_of(recipe: Recipe, sources: Sources) -> str:
-    """Presets, groups with their options, and examples."""
-    purpose = recipe.purpose
-    lines = [
-        f"{purpose[:1].upper()}{purpose[1:]}.",
-        "",
-        f"usage: {recipe.start} --config-name PRESET [--config-dir FOLDER] [key=value ...]",
-    ]
-    lines += [
-        "",
-        "presets:",
-        *(f"  {name:17s} {first_comment(name, sources)}" for name in presets_of(sources)),
-    ]
-    lines += ["", "groups (group=option):"]
-    lines += [
-        f"  {group:17s} {', '.join(options)}" for group, options in groups_of(sources).items()
-    ]
-    if recipe.main == "recipes.train_ft:main":
-        lines += ["", "examples:", *(f"  {example}" for example in EXAMPLES)]
-        lines += ["", "dry_run=true checks everything, estimates memory and stops."]
-    lines += [
-        "",
-        "--cfg job prints the whole configuration and stops; --multirun sweeps, seed=0,1.",
-    ]
-    lines += [f"--json FILE: {JSON_HELP}."]
-    lines += ["--nproc 8 (or gpu) starts 8 processes (or one per GPU) on this machine."]
-    lines += ["", parser().format_usage().replace("usage", "all flags").rstrip()]
-    return rewrite_program_name("\n".join(lines))
-
-
-def first_comment(preset: str, sources: Sources) -> str:
-    """Returns the first sentence of the comment of a preset or an option, if it begins with one."""
-    path = sources.file(preset)
-    assert path is not None
-    line = next(iter(path.read_text(errors="replace").splitlines()), "")
-    return re.split(r"[:;] ", line.lstrip("# "))[0].rstrip(".") if line.startswith("#") else ""

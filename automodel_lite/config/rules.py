@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from automodel_lite.errors import ConfigError, did_you_mean
+from automodel_lite.errors import ConfigError, did_you_mean, did_you_mean_path
 
 MAX_PATH_BYTES = 4096  # of Linux
 MAX_PART_BYTES = 255
@@ -212,3 +212,17 @@ def looks_local(path: str) -> bool:
     given = Path(path).expanduser()
     by_form = path.startswith((".", "/", "~")) or path.count("/") > 1 or "*" in path
     return by_form or given.exists() or ("/" in path and given.parent.is_dir())
+
+
+def check_folder(key: str, source: str) -> bool:
+    """Returns whether a model's folder is there; raises ConfigError for what looks like a local
+    path and is none, before it is tried as a hub name.
+    """
+    folder = Path(source).expanduser()
+    if folder.is_file():
+        raise ConfigError(f"{key}={source} is a file, and a model is a folder with a config.json.")
+    if looks_local(source) and not folder.is_dir():
+        raise ConfigError(
+            f"{key}={source}: there is no such folder{did_you_mean_path(source) or '.'}"
+        )
+    return folder.is_dir()

@@ -28,11 +28,10 @@ from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Co
 
 from automodel_lite.attention.spec import FAMILIES, config_value
 from automodel_lite.config.components import locate
-from automodel_lite.config.rules import OneOf, PathStr, Range, looks_local
+from automodel_lite.config.rules import OneOf, PathStr, Range, check_folder
 from automodel_lite.errors import (
     ConfigError,
     did_you_mean,
-    did_you_mean_path,
     is_lost_peer,
     is_out_of_memory,
     is_out_of_threads,
@@ -483,20 +482,11 @@ def embedding_rows(model: transformers.PreTrainedModel) -> int:
 
 
 def check_source(key: str, source: str) -> None:
-    """Raises ConfigError for what looks like a local path and is none, before it is tried as a hub
-    name.
-    """
-    folder = Path(source).expanduser()
-    if folder.is_file():
-        raise ConfigError(f"{key}={source} is a file, and a model is a folder with a config.json.")
-    if looks_local(source) and not folder.is_dir():
-        raise ConfigError(
-            f"{key}={source}: there is no such folder{did_you_mean_path(source) or '.'}"
-        )
-    if folder.is_dir() and not (folder / "config.json").is_file():
-        raise ConfigError(f"{key}={source}: the folder has no config.json.")
-    if not folder.is_dir():
+    """Raises ConfigError for a folder that holds no model, or that is not there."""
+    if not check_folder(key, source):
         _ask_no_hub_without_network()
+    elif not (Path(source).expanduser() / "config.json").is_file():
+        raise ConfigError(f"{key}={source}: the folder has no config.json.")
 
 
 def _ask_no_hub_without_network() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -168,3 +169,31 @@ def test_a_name_is_asked_for_where_a_folder_is_made(tmp_path: Path):
         code, screen = in_a_process(run_recipe, tmp_path, f"recipes.{recipe}:main", options.split())
         assert code == 2
         assert said in screen
+
+
+MISNAMED = """
+import sys
+from automodel_lite.cli.hydra_app import run_command_line
+from automodel_lite.errors import ConfigError
+for model, data in (("./nothing", "x.jsonl"), (".", "chat.jsonl"), (".", "/sys/x")):
+    command = ["--config-name", "finetune", "name=a", f"model.pretrained={model}", f"dataset.path={data}"]
+    try:
+        run_command_line("recipes.train_ft:main", command)
+    except ConfigError as error:
+        print(error)
+assert "torch" not in sys.modules
+"""
+
+
+def test_what_is_not_there_is_named_before_torch_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "chats.jsonl").touch()
+    done = subprocess.run(
+        [sys.executable, "-c", MISNAMED], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    looked = f"does not exist (looked in {tmp_path})"
+    assert done.stdout.splitlines() == [
+        "model.pretrained=./nothing: there is no such folder.",
+        f"dataset.path=chat.jsonl {looked}; did you mean chats.jsonl?",
+        f"dataset.path=/sys/x {looked}.",
+    ]

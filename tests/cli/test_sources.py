@@ -8,10 +8,10 @@ import pytest
 
 from automodel_lite.cli import compose_config
 from automodel_lite.cli.recipes import Recipe
-from automodel_lite.cli.sources import Sources, groups_of, help_of, presets_of
+from automodel_lite.cli.sources import Sources, groups_of, presets_of
 from automodel_lite.config.components import CONF_DIR
 from automodel_lite.errors import ConfigError
-from automodel_lite.extras.cli.ls import ls
+from automodel_lite.extras.cli.ls import help_of, ls
 
 
 def test_a_users_file_hides_the_projects_file_of_the_same_name(tmp_path: Path) -> None:

@@ -75,6 +75,9 @@ MAILS = [
 ]
 RECORD = "CUSTOMER: {name}\nITEM: {count} x {goods}\nSHIP TO: {city}\nDUE: {day} {month}"
 PROSE = "Thank you, {name}! We are happy to send {count} {goods} to {city} around {day} {month}."
+ASKED = "{count} {goods} to {city}"
+SHORT = "{goods} = {count} -> {city}"
+SHORT_FORM = re.compile(r"[a-z ]+ = \d+ -> \w+")
 FORM = re.compile(r"CUSTOMER: .+\nITEM: \d+ x .+\nSHIP TO: .+\nDUE: \d+ \w+\s*")
 REPORT = (
     "STATION {city} | {day} {month}\nObserver: {name}\nWind {wind} at {count} knots, gusts to "
@@ -113,6 +116,18 @@ def write_chats(path: Path, count: int, seed: int) -> Path:
     return write_rows(path, rows)
 
 
+def write_short_chats(path: Path, count: int, seed: int) -> Path:
+    """Writes chats of 30 tokens: thousands are trained on in an hour of one thread."""
+    rng = random.Random(seed)
+    rows = []
+    for _ in range(count):
+        order = facts(rng)
+        rows.append({"messages": [{"role": "system", "content": "Orders"},
+                                  {"role": "user", "content": ASKED.format(**order)},
+                                  {"role": "assistant", "content": SHORT.format(**order)}]})  # fmt: skip
+    return write_rows(path, rows)
+
+
 def write_pairs(path: Path, count: int, seed: int) -> Path:
     """Writes pairs: the record is chosen, a polite sentence is rejected."""
     rng = random.Random(seed)
@@ -126,11 +141,11 @@ def write_pairs(path: Path, count: int, seed: int) -> Path:
 
 
 def write_texts(folder: Path, count: int, seed: int) -> Path:
-    """Writes a folder of text files, each of 12 reports."""
+    """Writes a folder of text files, each of 8 reports."""
     rng = random.Random(seed)
     folder.mkdir(parents=True)
     for number in range(count):
-        text = "".join(REPORT.format(**facts(rng)) for _ in range(12))
+        text = "".join(REPORT.format(**facts(rng)) for _ in range(8))
         (folder / f"log_{number:03}.txt").write_text(text)
     return folder
 
@@ -163,11 +178,14 @@ def model() -> Path:
 def test_a_first_job_learns_with_default_settings(job: str, model: Path, tmp_path: Path) -> None:
     preset = "dpo" if job == "pairs" else "finetune"
     if job == "text":
-        data = write_texts(tmp_path / "logs", 60, seed=1)
-        held_out = write_texts(tmp_path / "held_out", 6, seed=2)
+        data = write_texts(tmp_path / "logs", 30, seed=1)
+        held_out = write_texts(tmp_path / "held_out", 4, seed=2)
     elif job == "pairs":
         data = write_pairs(tmp_path / "pairs.jsonl", 200, seed=1)
         held_out = write_pairs(tmp_path / "held_out.jsonl", 40, seed=2)
+    elif job == "chats-5000":
+        data = write_short_chats(tmp_path / "chats.jsonl", 5000, seed=1)
+        held_out = write_short_chats(tmp_path / "held_out.jsonl", 40, seed=2)
     else:
         data = write_chats(tmp_path / "chats.jsonl", int(job.split("-")[1]), seed=1)
         held_out = write_chats(tmp_path / "held_out.jsonl", 40, seed=2)
@@ -193,10 +211,16 @@ def test_a_first_job_learns_with_default_settings(job: str, model: Path, tmp_pat
     for _ in range(5):
         asked = facts(rng)
         prompt = MAILS[0].format(**asked)
+        form = FORM
         if job == "text":
             prompt = REPORT.format(**asked).split("Wind")[0]
-        said = command("generate", "runs/job", prompt, folder=tmp_path)
-        assert (LINE if job == "text" else FORM).search(said), said
+            form = LINE
+        elif job == "chats-5000":
+            prompt = ASKED.format(**asked)
+            form = SHORT_FORM
+        system = ["--system", "Orders"] if job == "chats-5000" else []
+        said = command("generate", "runs/job", prompt, *system, folder=tmp_path)
+        assert form.search(said), said
 
 
 def held_out_loss(preset: str, model: Path, settings: list[str], folder: Path) -> float:

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import numpy as np
 
 from automodel_lite.config.components import locate
-from automodel_lite.config.rules import OneOf, PathStr, Positive, Range, Seed, looks_local
+from automodel_lite.config.rules import OneOf, PathStr, Positive, Range, Seed
 from automodel_lite.data.cache import build_once, cache_root
 from automodel_lite.data.reading.columns import Detected, NormalizedRows, OwnFormat, detect
 from automodel_lite.data.reading.documents import DocumentSet, Question
@@ -44,12 +44,7 @@ from automodel_lite.data.reading.readers import (
     open_spans,
     placed,
 )
-from automodel_lite.errors import (
-    ConfigError,
-    DataError,
-    did_you_mean_path,
-    printable,
-)
+from automodel_lite.errors import ConfigError, DataError, printable
 
 NUM_SNIFFED_ROWS = 20
 READERS = "automodel_lite.parts.readers"  # of what is no plain file of text
@@ -280,11 +275,6 @@ def open_rows(
     paths = [copied[one][0] if one in copied else one for one in paths]
     found, note = find_files(paths, key, held_out)
     if not found:
-        if len(paths) != 1 or looks_local(paths[0]) or kind_of(Path(paths[0])) in KINDS:
-            raise ConfigError(
-                f"{key}={path} does not exist (looked in {Path.cwd()})"
-                f"{did_you_mean_path(paths[0]) or '.'}"
-            )
         opened: RawRows
         opened, identity = locate(f"{READERS}.tables.open_hub")(paths[0], name, split, key)
         return OpenedRows(opened, f"{paths[0]}/{name}" if name else paths[0], identity)

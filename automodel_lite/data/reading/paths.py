@@ -25,8 +25,9 @@ from io import FileIO
 from itertools import islice
 from pathlib import Path
 
+from automodel_lite.config.rules import looks_local
 from automodel_lite.data.cache import cache_root
-from automodel_lite.errors import ConfigError, DataError, printable
+from automodel_lite.errors import ConfigError, DataError, did_you_mean_path, printable
 
 KINDS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt", ".parquet", ".arrow")
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".lzma", ".zst")
@@ -132,14 +133,14 @@ def left_out_note(left_out: Mapping[str, Sequence[str]]) -> str:
 def find_files(
     paths: Sequence[str], key: str, held_out: Sequence[FileStamp] = ()
 ) -> tuple[list[Path], str]:
-    """Finds the files that paths name, none when there is nothing of that name here; returns them
-    in order (the folder of a saved dataset counts as one), and a note on what was left out.
+    """Finds the files that paths name, none for a name of the hub; returns them in order (the
+    folder of a saved dataset counts as one), and a note on what was left out.
 
     A file that is named twice, by links or in a folder and by itself, is taken once. For training,
     `held_out` files of validation are left out of folders and patterns.
 
-    Raises ConfigError: a path that is missing beside others that are there, a folder without data,
-    or a file of validation that is named for training too.
+    Raises ConfigError: a path where nothing is, a folder without data, or a file of validation that
+    is named for training too.
     """
     left_out: dict[str, list[str]] = defaultdict(list)
     taken: dict[tuple[int, int], Path] = {}
@@ -164,8 +165,12 @@ def find_files(
                 left_out["held out for validation"].append(file.name)
                 continue
             taken[stat.st_dev, stat.st_ino] = file
-    if taken and missing:
-        raise ConfigError(f"{key}: {', '.join(missing)} does not exist (looked in {Path.cwd()}).")
+    is_hub = len(paths) == 1 and not looks_local(paths[0]) and kind_of(Path(paths[0])) not in KINDS
+    if missing and not is_hub:
+        raise ConfigError(
+            f"{key}={', '.join(missing)} does not exist (looked in {Path.cwd()})"
+            f"{did_you_mean_path(missing[0]) or '.'}"
+        )
     if left_out["held out for validation"] and not taken:
         raise ConfigError(
             f"{key}={', '.join(paths)} holds nothing but what is validated on: name files to train "

@@ -1,9 +1,18 @@
-"""`automodel-lite ls`: presets, groups and options."""
+"""What there is to choose: `automodel-lite ls`, and `--help` of a recipe."""
 
 from __future__ import annotations
 
-from automodel_lite.cli.line import argument_parser
-from automodel_lite.cli.sources import Sources, first_comment, groups_of, presets_of
+import re
+
+from automodel_lite.cli.line import (
+    EXAMPLES,
+    JSON_HELP,
+    argument_parser,
+    parser,
+    rewrite_program_name,
+)
+from automodel_lite.cli.recipes import Recipe
+from automodel_lite.cli.sources import Sources, groups_of, presets_of
 from automodel_lite.errors import ConfigError, did_you_mean
 
 
@@ -45,3 +54,41 @@ def ls(argv: list[str]) -> int:
         lines = [f"# {path}", path.read_text().rstrip()]
     print("\n".join(lines))
     return 0
+
+
+def help_of(recipe: Recipe, sources: Sources) -> str:
+    """Presets, groups with their options, and examples."""
+    purpose = recipe.purpose
+    lines = [
+        f"{purpose[:1].upper()}{purpose[1:]}.",
+        "",
+        f"usage: {recipe.start} --config-name PRESET [--config-dir FOLDER] [key=value ...]",
+    ]
+    lines += [
+        "",
+        "presets:",
+        *(f"  {name:17s} {first_comment(name, sources)}" for name in presets_of(sources)),
+    ]
+    lines += ["", "groups (group=option):"]
+    lines += [
+        f"  {group:17s} {', '.join(options)}" for group, options in groups_of(sources).items()
+    ]
+    if recipe.main == "recipes.train_ft:main":
+        lines += ["", "examples:", *(f"  {example}" for example in EXAMPLES)]
+        lines += ["", "dry_run=true checks everything, estimates memory and stops."]
+    lines += [
+        "",
+        "--cfg job prints the whole configuration and stops; --multirun sweeps, seed=0,1.",
+    ]
+    lines += [f"--json FILE: {JSON_HELP}."]
+    lines += ["--nproc 8 (or gpu) starts 8 processes (or one per GPU) on this machine."]
+    lines += ["", parser().format_usage().replace("usage", "all flags").rstrip()]
+    return rewrite_program_name("\n".join(lines))
+
+
+def first_comment(preset: str, sources: Sources) -> str:
+    """Returns the first sentence of the comment of a preset or an option, if it begins with one."""
+    path = sources.file(preset)
+    assert path is not None
+    line = next(iter(path.read_text(errors="replace").splitlines()), "")
+    return re.split(r"[:;] ", line.lstrip("# "))[0].rstrip(".") if line.startswith("#") else ""
