@@ -12,14 +12,11 @@ from typing import TYPE_CHECKING, Any
 from automodel_lite.version import __version__
 
 if TYPE_CHECKING:
-    from automodel_lite.data.packing.packs import (
-        PackedDataset,
-        Packer,
-        packed_sequence_thd_collater,
-    )
+    from automodel_lite.data.packing.packs import PackedDataset, Packer
     from automodel_lite.data.packing.plan import plan_packs
     from automodel_lite.extras.api import hf_collater, install_attention, tokenize_chats, train
     from automodel_lite.extras.client import TrainingClient
+    from automodel_lite.nemo_api.collaters import packed_sequence_thd_collater
     from automodel_lite.nemo_api.packed_sequence import pack_dataset
     from automodel_lite.thd import to_thd
     from recipes.train_ft import TrainFinetuneRecipe
@@ -45,7 +42,7 @@ _MODULES = {
     "TrainingClient": "extras.client",
     "Packer": "data.packing.packs",
     "pack_dataset": "nemo_api.packed_sequence",
-    "packed_sequence_thd_collater": "data.packing.packs",
+    "packed_sequence_thd_collater": "nemo_api.collaters",
     "plan_packs": "data.packing.plan",
     "to_thd": "thd",
 }  # the others are functions of `extras.api`

@@ -632,40 +632,33 @@ class ThdBatch(Tensors):
 
 
 def to_thd(batch: dict[str, Any], with_mixers: bool = True) -> ThdBatch:
-    """Turns a batch of `packed_sequence_thd_collater` into the stream of its rows.
+    """Turns packs into a stream: one, several behind each other, or the rows of a collated batch.
 
-    batch  `input_ids, labels, position_ids` int64 [B, S]; `seq_lens, seq_lens_padded` [B,
-           documents], filled up with SEQ_LENS_PADDING; each row of `seq_lens_padded` sums to S.
-           Optional columns of COLUMNS, [B, S] or [B, S, K]
+    batch  `input_ids, labels, position_ids` int64 [T]; `seq_lens, seq_lens_padded` int64 [N], real
+           tokens and slots of each document, of which the slots sum to T. Optional columns of
+           COLUMNS, [T] or [T, K]. Or all with a dim of rows before, see `flat_row`
     with_mixers  False for a model of attention alone: 21 bytes per token less on the device, 43
                  less under context
            parallelism; at a million tokens 70 ms of the host, 190 under context parallelism
-    Raises ValueError when a row does not, or a document is longer than its slot.
-
-        seq_lens [[3, 2], [5, -1000]], seq_lens_padded [[4, 4], [6, -1000]] would be S = 8 and S =
-        6: refused seq_lens [[3, 2], [5, -1000]], seq_lens_padded [[4, 2], [6, -1000]] ->
-        cu_seqlens_padded [0, 4, 6, 12]
+    Raises ValueError for slots that do not fill the stream, or are shorter than their documents.
     """
-    rows, row_length = batch["input_ids"].shape
-    lens, slots = document_slots(
-        batch["seq_lens"], batch["seq_lens_padded"], SEQ_LENS_PADDING, rows, row_length
-    )
-    row_sums = batch["seq_lens_padded"].clamp(min=0).sum(1)
-    if bool((row_sums != row_length).any()):
+    if batch["input_ids"].ndim == 2:
+        batch = flat_row(batch)
+    positions = batch["position_ids"]
+    lens = batch["seq_lens"]
+    slots = batch["seq_lens_padded"]
+    fits = len(lens) == len(slots) and not bool((lens > slots).any())
+    if not fits or int(slots.sum()) != len(positions):
         raise ValueError(
-            f"seq_lens_padded rows sum to {row_sums.tolist()}, but the rows are {row_length} "
-            "tokens long: the slots of a row must fill it."
+            f"seq_lens={lens.tolist()} and seq_lens_padded={slots.tolist()} do not describe a "
+            f"stream of {len(positions)} tokens: each document needs one slot at least as long as "
+            "itself, and the slots must fill the stream."
         )
     cu_padded = cumulative(slots)
     max_seqlen = int(slots.max())
-    positions = batch["position_ids"].reshape(-1)
     nodes = find_nodes(cu_padded, positions, lens)
-    label_rows = labeled_rows(batch["labels"].reshape(-1))
-    columns = {
-        name: batch[name].flatten(0, 1)
-        for name, c in COLUMNS.items()
-        if c.is_optional and name in batch
-    }
+    label_rows = labeled_rows(batch["labels"])
+    columns = {name: batch[name] for name, c in COLUMNS.items() if c.is_optional and name in batch}
     weights = columns.get("loss_weights")
     document_lens = lens if nodes is None else _longest_rows(lens, slots, positions)
     attention = attention_of(nodes, cu_padded, max_seqlen, positions)
@@ -673,8 +666,8 @@ def to_thd(batch: dict[str, Any], with_mixers: bool = True) -> ThdBatch:
     if images is not None:
         attention = replace(attention, ahead=images.ahead)
     return ThdBatch(
-        input_ids=batch["input_ids"].reshape(-1),
-        labels=batch["labels"].reshape(-1),
+        input_ids=batch["input_ids"],
+        labels=batch["labels"],
         # Those of padding run on, in a pack, beyond what a table of learned positions may hold.
         position_ids=positions.where(_is_real(lens, slots), 0),
         label_rows=label_rows,
@@ -691,6 +684,34 @@ def to_thd(batch: dict[str, Any], with_mixers: bool = True) -> ThdBatch:
         columns=columns,
         images=images,
     )
+
+
+def flat_row(batch: dict[str, Any]) -> dict[str, Any]:
+    """Returns the rows of a collated batch (`packed_sequence_thd_collater`) one behind the other.
+
+    batch  columns [B, S, ...]; `seq_lens, seq_lens_padded` [B, documents], filled up with
+           SEQ_LENS_PADDING; each row of `seq_lens_padded` sums to S
+    Raises ValueError when a row does not.
+
+        seq_lens [[3, 2], [5, -1000]], seq_lens_padded [[4, 2], [6, -1000]] -> [3, 2, 5], [4, 2, 6]
+    """
+    lens = batch["seq_lens"].long()
+    slots = batch["seq_lens_padded"].long()
+    row_length = batch["input_ids"].shape[1]
+    row_sums = slots.clamp(min=0).sum(1)
+    if bool((row_sums != row_length).any()):
+        raise ValueError(
+            f"seq_lens_padded rows sum to {row_sums.tolist()}, but the rows are {row_length} "
+            "tokens long: the slots of a row must fill it."
+        )
+    tokens = {
+        name: batch[name].flatten(0, 1) for name in (*COLUMNS, "position_ids") if name in batch
+    }
+    boundaries = {
+        "seq_lens": lens[lens != SEQ_LENS_PADDING],
+        "seq_lens_padded": slots[slots != SEQ_LENS_PADDING],
+    }
+    return {**batch, **tokens, **boundaries}
 
 
 def _is_real(lens: Tensor, slots: Tensor) -> Tensor:
@@ -721,11 +742,11 @@ def stream_of(
     documents = list(documents)
     trees = trees or {}
     ids = torch.cat(documents)
-    lens = torch.tensor([[len(document) for document in documents]])
+    lens = torch.tensor([len(document) for document in documents])
     positions = torch.cat(
         [trees.get(i, torch.arange(len(document))) for i, document in enumerate(documents)]
     )
-    row = {"input_ids": ids[None], "labels": ids[None], "position_ids": positions[None]}
+    row = {"input_ids": ids, "labels": ids, "position_ids": positions}
     return to_thd({**row, "seq_lens": lens, "seq_lens_padded": lens}).to(device)
 
 
@@ -737,35 +758,3 @@ def labeled_rows(labels: Tensor) -> Tensor:
 def cumulative(lengths: Tensor) -> Tensor:
     """Returns running sums from 0: int64 [N] -> int32 [N + 1]."""
     return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
-
-
-def document_slots(
-    seq_lens: Tensor, seq_lens_padded: Tensor | None, sentinel: int, rows: int, row_length: int
-) -> tuple[Tensor, Tensor]:
-    """Returns real and padded lengths, int64 [N] each, row-major, the sentinel dropped.
-
-    Without `seq_lens_padded` the last document of a row keeps the rest of the row.
-    """
-    seq_lens = seq_lens.reshape(rows, -1).long()
-    valid = seq_lens != sentinel
-    if seq_lens_padded is None:
-        is_last = valid & (valid.cumsum(1) == valid.sum(1, keepdim=True))
-        rest = row_length - torch.where(valid, seq_lens, 0).sum(1, keepdim=True)
-        padded = torch.where(is_last, seq_lens + rest, seq_lens)
-        lens = seq_lens[valid]
-        slots = padded[valid]
-    else:
-        padded = seq_lens_padded.reshape(rows, -1).long()
-        lens = seq_lens[valid]
-        slots = padded[padded != sentinel]
-    if (
-        len(lens) != len(slots)
-        or bool((lens > slots).any())
-        or int(slots.sum()) > rows * row_length
-    ):
-        raise ValueError(
-            f"seq_lens={lens.tolist()} and seq_lens_padded={slots.tolist()} do not describe {rows} "
-            f"rows of {row_length} tokens: each document needs one slot at least as long as "
-            "itself, inside the batch."
-        )
-    return lens, slots

@@ -23,7 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from automodel_lite.attention.interface import install
 from automodel_lite.attention.kernel import ReferenceAttention
-from automodel_lite.nemo_api.collaters import pack_features_for_thd, packed_sequence_thd_collater
+from automodel_lite.data.packing.packs import join_packs
+from automodel_lite.nemo_api.collaters import pack_features_for_thd
 from automodel_lite.thd import AttentionOptions, Segments, to_thd
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 8, 4, 64
@@ -111,7 +112,7 @@ def compare_models(lengths: list[int], repeats: int) -> None:
     )
     model = AutoModelForCausalLM.from_config(config)
     rows = [{"input_ids": torch.randint(1, 1024, (length,)).tolist()} for length in lengths]
-    batch = to_thd(packed_sequence_thd_collater([pack_features_for_thd(rows)]))
+    batch = to_thd(join_packs([pack_features_for_thd(rows)]))
     inputs = batch.model_inputs()
 
     def step(implementation: str) -> None:

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from automodel_lite.attention.interface import install
 from automodel_lite.attention.kernel import ReferenceAttention
-from automodel_lite.data.packing.packs import packed_sequence_thd_collater
+from automodel_lite.data.packing.packs import join_packs
 from automodel_lite.thd import IGNORE_INDEX, ThdBatch, to_thd
 
 VOCAB = 512
@@ -179,7 +179,7 @@ def packed_batch(lengths: list[int]) -> ThdBatch:
         "seq_lens": lengths,
         "seq_lens_padded": lengths,
     }
-    return to_thd(packed_sequence_thd_collater([row]))
+    return to_thd(join_packs([row]))
 
 
 def padded_step(model: PreTrainedModel, rows: torch.Tensor, mask: torch.Tensor | None) -> None:

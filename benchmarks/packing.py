@@ -41,10 +41,11 @@ from automodel_lite.data.feeding.order import (
     pack_costs,
 )
 from automodel_lite.data.packing.histogram import ExactFiller, assign, best_fit
-from automodel_lite.data.packing.packs import PackedDataset, packed_sequence_thd_collater
+from automodel_lite.data.packing.packs import PackedDataset
 from automodel_lite.data.packing.plan import plan_packs
 from automodel_lite.data.tokens.token_rows import TokenizedDocuments
 from automodel_lite.models.flops import CostModel
+from automodel_lite.nemo_api.collaters import packed_sequence_thd_collater
 from automodel_lite.nemo_api.packed_sequence import pack_dataset
 from automodel_lite.seed import seeded_order
 

@@ -57,13 +57,13 @@ from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.attention.spec import attention_specs
 from automodel_lite.cli import compose_config
 from automodel_lite.config.check import check_config
-from automodel_lite.data.packing.packs import lay_out_packs
+from automodel_lite.data.packing.packs import join_packs, lay_out_packs
 from automodel_lite.data.tokens.token_rows import flatten
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.flops import cost_model
 from automodel_lite.models.settings import experts_per_token
 from automodel_lite.models.source import CausalLM, model_class
-from automodel_lite.nemo_api.collaters import pack_features_for_thd, packed_sequence_thd_collater
+from automodel_lite.nemo_api.collaters import pack_features_for_thd
 from automodel_lite.parts.adapters.lora import load_adapted
 from automodel_lite.parts.trees import grow_trees
 from automodel_lite.prefix_trees import find_nodes
@@ -378,7 +378,7 @@ def documents() -> list[dict[str, list[int]]]:
 
 
 def batch() -> ThdBatch:
-    return to_thd(packed_sequence_thd_collater([pack_features_for_thd(documents())]))
+    return to_thd(join_packs([pack_features_for_thd(documents())]))
 
 
 Result = tuple[Tensor, dict[str, Tensor], float]
@@ -421,7 +421,7 @@ def as_trees(model: PreTrainedModel) -> Result:
     packs = lay_out_packs(
         flat, flat.offsets[:-1], flat.lengths, np.array([len(flat)]), flat.num_tokens
     )
-    stream = to_thd(packed_sequence_thd_collater(packs))
+    stream = to_thd(join_packs(packs))
     nodes = find_nodes(stream.cu_seqlens_padded, stream.position_ids)
     assert nodes is not None
     rows = nodes.paths.split(nodes.path_lens.tolist())

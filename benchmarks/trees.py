@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, Qwen3_5TextConfig, Qwen3Config
 from automodel_lite import install_attention
 from automodel_lite.cli import compose_config
 from automodel_lite.config.check import check_config
-from automodel_lite.data.packing.packs import lay_out_packs, packed_sequence_thd_collater
+from automodel_lite.data.packing.packs import join_packs, lay_out_packs
 from automodel_lite.data.packing.plan import plan_packs
 from automodel_lite.data.tokens.token_rows import flatten
 from automodel_lite.extras.plan.simulation import layer_pattern, simulate_by_layers
@@ -87,7 +87,7 @@ def batch_of(rows: list[Row]) -> ThdBatch:
     packs = lay_out_packs(
         flat, flat.offsets[:-1], flat.lengths, np.array([len(rows)]), flat.num_tokens
     )
-    return to_thd(packed_sequence_thd_collater(packs))
+    return to_thd(join_packs(packs))
 
 
 def build(name: str, layers: int) -> torch.nn.Module:
@@ -207,7 +207,7 @@ def full_of(rows: list[Row]) -> ThdBatch:
     packs = lay_out_packs(
         flat, flat.offsets[: len(lengths)], lengths, np.array([len(lengths)]), MEMORY_TOKENS
     )
-    batch = to_thd(packed_sequence_thd_collater(packs))
+    batch = to_thd(join_packs(packs))
     labels = batch.input_ids.fill_(0)  # all of them, as in the simulation of plain packs
     return replace(batch, labels=labels, label_rows=torch.arange(MEMORY_TOKENS), columns={})
 

@@ -224,7 +224,7 @@ def images_of(data: PlannedPacks, base: Parts) -> Callable[[Parts], ThdBatch | N
         most = np.argsort(work, kind="stable")[-size:]
         shared = copy(packs)
         shared.share = Share(0, cp) if cp > 1 else None
-        return shared.__getitems__(most).collated()["images"]
+        return shared.__getitems__(most).row["images"]
 
     def batch(parts: Parts) -> ThdBatch:
         images = of(parts.training.micro_batch_size, parts.mesh.cp)

@@ -31,7 +31,7 @@ from torch import Tensor
 from automodel_lite.attention.interface import install
 from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.config.schema import Config
-from automodel_lite.data.packing.packs import packed_sequence_thd_collater
+from automodel_lite.data.packing.packs import join_packs
 from automodel_lite.extras.certificate import as_json, check_export, write_certificate
 from automodel_lite.extras.verify import (
     Check,
@@ -264,7 +264,7 @@ class Verification:
         return Engine(mesh, model, self.decided)
 
     def stream(self, packs: list[dict[str, Tensor]]) -> ThdBatch:
-        return to_thd(packed_sequence_thd_collater(packs))
+        return to_thd(join_packs(packs))
 
     @property
     def num_label_tokens(self) -> float:

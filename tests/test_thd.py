@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from automodel_lite.data.packing.packs import packed_sequence_thd_collater
+from automodel_lite.nemo_api.collaters import packed_sequence_thd_collater
 from automodel_lite.nemo_api.thd_utils import process_input_for_thd
 from automodel_lite.thd import to_thd
 

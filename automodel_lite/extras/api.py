@@ -18,7 +18,7 @@ from automodel_lite.attention.spec import attention_specs
 from automodel_lite.cli import Recipe, compose_config
 from automodel_lite.config.check import check_config
 from automodel_lite.config.schema import TRAIN_ON, TokenizeConfig, TrainOn
-from automodel_lite.data.packing.packs import packed_sequence_thd_collater
+from automodel_lite.data.packing.packs import join_packs
 from automodel_lite.data.reading.documents import DocumentList
 from automodel_lite.data.tokens.token_rows import TokenizedDocuments
 from automodel_lite.data.tokens.tokenize import Job, tokenize_in_memory
@@ -83,7 +83,7 @@ def hf_collater(packs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     shift `labels` once more; `labels` stays for Trainer, which counts the label tokens of a step in
     it.
     """
-    thd = to_thd(packed_sequence_thd_collater(packs))
+    thd = to_thd(join_packs(packs))
     labels = thd.labels[None]
     return {**thd.model_inputs(), "labels": labels, "shift_labels": labels}
 

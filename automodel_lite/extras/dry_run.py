@@ -16,7 +16,7 @@ import torch
 from automodel_lite.config.schema import Config
 from automodel_lite.data.feeding.planned import PlannedPacks
 from automodel_lite.data.feeding.source import PackSource
-from automodel_lite.data.packing.packs import packed_sequence_thd_collater
+from automodel_lite.data.packing.packs import join_packs
 from automodel_lite.data.prepare import check_positions, check_sizes, prepare_data
 from automodel_lite.errors import one_line
 from automodel_lite.extras.plan.simulation import simulate
@@ -121,10 +121,7 @@ def most_branched(data: PackSource, parts: Parts) -> ThdBatch | None:
         return None
     packs = data.packs_of(0)
     size = parts.training.micro_batch_size
-    batches = (
-        to_thd(packed_sequence_thd_collater([packs[i]] * size))
-        for i in range(min(len(packs), MOST_PACKS))
-    )
+    batches = (to_thd(join_packs([packs[i]] * size)) for i in range(min(len(packs), MOST_PACKS)))
     batch = max(batches, key=lambda batch: int(batch.attention.segments.cu_k[-1]))
     ids = torch.zeros_like(batch.input_ids)
     return all_labeled(replace(batch, input_ids=ids, columns={}), parts)
@@ -141,7 +138,7 @@ def most_work_of_towers(data: PackSource, parts: Parts) -> ThdBatch | None:
     if not work.any():
         return None
     most = np.argsort(work, kind="stable")[-parts.training.micro_batch_size :]
-    batch = to_thd(packed_sequence_thd_collater(packs.__getitems__(most.tolist())))
+    batch = to_thd(packs.__getitems__(most.tolist()).row)
     return all_labeled(batch, parts)
 
 

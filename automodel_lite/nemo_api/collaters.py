@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-from automodel_lite.data.packing import packs
-from automodel_lite.thd import COLUMNS, IGNORE_INDEX
+from automodel_lite.data.packing.packs import join_packs
+from automodel_lite.thd import COLUMNS, IGNORE_INDEX, SEQ_LENS_PADDING
 
 PAD_TOKEN_IDS = {"labels": IGNORE_INDEX, "attention_mask": 0, "loss_mask": 0, "input_ids": 0}
 FLASH_IMPLEMENTATIONS = frozenset({"flash_attention_2", "flash_attention_3", "flash_attention_4"})
@@ -29,20 +29,36 @@ Columns = dict[str, list]
 
 def packed_sequence_thd_collater(batch: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Packs (or loose rows) -> `input_ids, labels, position_ids` [B, S],
-    `seq_lens, seq_lens_padded` filled up with -1000, `qkv_format`. The recipe's own collater
-    (`data.packing.packs`).
+    `seq_lens, seq_lens_padded` filled up with -1000, `qkv_format`: the recipe's `join_packs`, in
+    rows.
 
     Rows without `seq_lens` become one document each, padded to the longest row of the batch;
-    ValueError for both kinds.
+    ValueError for both kinds, and for packs of unequal length.
     """
+    if not len(batch):
+        return {}
     is_packed = ["seq_lens" in row for row in batch]
     if any(is_packed) and not all(is_packed):
         raise ValueError(
             "a batch holds either packs (with seq_lens) or loose rows (without), not both."
         )
-    return packs.packed_sequence_thd_collater(
-        batch if all(is_packed) else _rows_as_documents(batch)
-    )
+    if not all(is_packed):
+        batch = _rows_as_documents(batch)
+    lengths = sorted({len(pack["input_ids"]) for pack in batch})
+    if len(lengths) > 1:
+        raise ValueError(f"input_ids: packs of a batch must have one length, got {lengths}.")
+    collated = {
+        name: x if name == "images" else x.unflatten(0, (len(batch), -1))
+        for name, x in join_packs(batch).items()
+        if not name.startswith("seq_lens")
+    }
+    for name in ("seq_lens", "seq_lens_padded"):
+        collated[name] = torch.nn.utils.rnn.pad_sequence(
+            [torch.as_tensor(pack[name], dtype=torch.long) for pack in batch],
+            batch_first=True,
+            padding_value=SEQ_LENS_PADDING,
+        )
+    return collated | {"qkv_format": "thd"}
 
 
 def _rows_as_documents(batch: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

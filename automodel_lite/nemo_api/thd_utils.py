@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from automodel_lite.thd import SEQ_LENS_PADDING, cumulative, document_slots
+from automodel_lite.thd import SEQ_LENS_PADDING, cumulative
 
 
 def process_input_for_thd(
@@ -149,6 +149,38 @@ def _boundaries(
         "padding_mask": place_in_slot >= all_lens.repeat_interleave(all_slots),
     }
     return result if torch.equal(cu, cu_padded) else result | {"cu_seqlens_padded": cu_padded}
+
+
+def document_slots(
+    seq_lens: Tensor, seq_lens_padded: Tensor | None, sentinel: int, rows: int, row_length: int
+) -> tuple[Tensor, Tensor]:
+    """Returns real and padded lengths, int64 [N] each, row-major, the sentinel dropped.
+
+    Without `seq_lens_padded` the last document of a row keeps the rest of the row.
+    """
+    seq_lens = seq_lens.reshape(rows, -1).long()
+    valid = seq_lens != sentinel
+    if seq_lens_padded is None:
+        is_last = valid & (valid.cumsum(1) == valid.sum(1, keepdim=True))
+        rest = row_length - torch.where(valid, seq_lens, 0).sum(1, keepdim=True)
+        padded = torch.where(is_last, seq_lens + rest, seq_lens)
+        lens = seq_lens[valid]
+        slots = padded[valid]
+    else:
+        padded = seq_lens_padded.reshape(rows, -1).long()
+        lens = seq_lens[valid]
+        slots = padded[padded != sentinel]
+    if (
+        len(lens) != len(slots)
+        or bool((lens > slots).any())
+        or int(slots.sum()) > rows * row_length
+    ):
+        raise ValueError(
+            f"seq_lens={lens.tolist()} and seq_lens_padded={slots.tolist()} do not describe {rows} "
+            f"rows of {row_length} tokens: each document needs one slot at least as long as "
+            "itself, inside the batch."
+        )
+    return lens, slots
 
 
 def _rows_of(key: str, value: Any, rows: int, chunk: slice) -> Any:

@@ -273,11 +273,11 @@ def _unfolded(batch: ThdBatch) -> ThdBatch:
     is_own = places >= (path_lens.cumsum(0) - own_lens).repeat_interleave(path_lens)
     columns = {"loss_weights"} & batch.columns.keys()
     row = {
-        "input_ids": batch.input_ids[tree.paths][None],
-        "labels": torch.where(is_own, batch.labels[tree.paths], IGNORE_INDEX)[None],
-        "position_ids": batch.position_ids[tree.paths][None],
-        "seq_lens": (path_lens - padding)[None],
-        "seq_lens_padded": path_lens[None],
-        **{name: batch.columns[name][tree.paths][None] for name in columns},
+        "input_ids": batch.input_ids[tree.paths],
+        "labels": torch.where(is_own, batch.labels[tree.paths], IGNORE_INDEX),
+        "position_ids": batch.position_ids[tree.paths],
+        "seq_lens": path_lens - padding,
+        "seq_lens_padded": path_lens,
+        **{name: batch.columns[name][tree.paths] for name in columns},
     }
     return to_thd(row, with_mixers=False)

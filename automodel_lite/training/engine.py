@@ -25,11 +25,7 @@ from torch.optim import Optimizer
 from automodel_lite.data.feeding.feed import DeviceFeed
 from automodel_lite.data.feeding.order import BatchShape, assign_to_ranks
 from automodel_lite.data.feeding.source import HostStep
-from automodel_lite.data.packing.packs import (
-    EMPTY_PACK,
-    PackedDataset,
-    packed_sequence_thd_collater,
-)
+from automodel_lite.data.packing.packs import EMPTY_PACK, PackedDataset
 from automodel_lite.models.fused_head import RowFunction
 from automodel_lite.models.layers import local
 from automodel_lite.models.loss import Loss
@@ -78,7 +74,7 @@ class Engine:
         loss_model = self.model.loss_model
         needs_mixers = loss_model.needs_mixer_metadata or (loss or loss_model.loss).needs_documents
         for ids in self._assigned(packs, first)[:, self.mesh.dp_rank].tolist():
-            yield to_thd(packed_sequence_thd_collater(packs.__getitems__(ids)), needs_mixers)
+            yield to_thd(packs.__getitems__(ids).row, needs_mixers)
 
     def _assigned(self, packs: PackedDataset, first: int) -> np.ndarray:
         """Returns the packs of each micro-batch, [micro-batches, dp ranks, packs of one]."""

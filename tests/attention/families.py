@@ -26,7 +26,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from automodel_lite.data.packing.packs import packed_sequence_thd_collater
+from automodel_lite.data.packing.packs import join_packs
 from automodel_lite.thd import IGNORE_INDEX, ThdBatch, to_thd
 
 VOCAB = 128
@@ -172,7 +172,7 @@ def stream(
         "seq_lens": lens,
         "seq_lens_padded": slots,
     }
-    return to_thd(packed_sequence_thd_collater([row]))
+    return to_thd(join_packs([row]))
 
 
 def gradients(model: torch.nn.Module) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from automodel_lite.attention.interface import install
 from automodel_lite.attention.kernel import ReferenceAttention
-from automodel_lite.data.packing.packs import PackedDataset, Packer, packed_sequence_thd_collater
+from automodel_lite.data.packing.packs import PackedDataset, Packer, join_packs
 from automodel_lite.data.packing.plan import plan_packs
 from automodel_lite.data.reading.files import FilesDataset
 from automodel_lite.data.tokens.token_rows import TokenizedDocuments, flatten
@@ -50,7 +50,7 @@ def tokenized(folder: Path, *rows: dict[str, Any]) -> TokenizedDocuments:
 
 def batch_of(rows: TokenizedDocuments, size: int = 8) -> ThdBatch:
     packs = PackedDataset(rows, plan_packs(rows.lengths, size, strategy="next_fit"))
-    return to_thd(packed_sequence_thd_collater(packs.__getitems__(range(len(packs)))))
+    return to_thd(join_packs(packs.__getitems__(range(len(packs)))))
 
 
 def test_weights_of_a_file_reach_the_batch(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_a_later_row_may_be_the_first_with_weights() -> None:
 def test_a_stream_carries_weights_of_some_rows() -> None:
     packs = list(PackStream(lambda start: ([row] for row in [PLAIN, WEIGHTED][start:]), Packer(4)))
     assert [pack.get("loss_weights") is None for pack in packs] == [True, False]
-    batch = to_thd(packed_sequence_thd_collater(packs))
+    batch = to_thd(join_packs(packs))
     assert batch.columns["loss_weights"].tolist() == [1.0] * 4 + [1.0, 3.0, 0.5, 1.0]
 
 

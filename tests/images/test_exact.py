@@ -15,7 +15,7 @@ from transformers import AutoModelForImageTextToText
 
 from automodel_lite.attention.interface import install
 from automodel_lite.attention.kernel import ReferenceAttention
-from automodel_lite.data.packing.packs import packed_sequence_thd_collater
+from automodel_lite.data.packing.packs import join_packs
 from automodel_lite.data.prepare import check_sizes, prepare_data
 from automodel_lite.models.layers import text_decoder
 from automodel_lite.models.loss import FusedLinearCrossEntropy, LossModel
@@ -58,9 +58,7 @@ def data_of(config: Any) -> Any:
 def batches_of(data: Any) -> list[ThdBatch]:
     """The micro-batches of an epoch, as workers and the feed make them."""
     packs = data.packs_of(0)
-    return [
-        to_thd(packed_sequence_thd_collater(packs.__getitems__([i]))) for i in range(len(packs))
-    ]
+    return [to_thd(join_packs(packs.__getitems__([i]))) for i in range(len(packs))]
 
 
 def plain_losses(folder: Path, model: Any) -> Tensor:

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from automodel_lite.attention.interface import install
 from automodel_lite.attention.kernel import ReferenceAttention
-from automodel_lite.data.packing.packs import lay_out_packs, packed_sequence_thd_collater
+from automodel_lite.data.packing.packs import join_packs, lay_out_packs
 from automodel_lite.data.tokens.token_rows import flatten
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.loss import FusedLinearCrossEntropy, LossModel
@@ -73,7 +73,7 @@ def batch_of(rows: list[list[Row]], cut_at: int, slot_multiple: int) -> ThdBatch
     packs = lay_out_packs(
         flat, flat.offsets[:-1], flat.lengths, np.array([len(trees)]), size, slot_multiple
     )
-    return to_thd(packed_sequence_thd_collater(packs))
+    return to_thd(join_packs(packs))
 
 
 def model_of(family: str) -> torch.nn.Module:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from automodel_lite.attention.interface import install
 from automodel_lite.attention.kernel import ReferenceAttention
-from automodel_lite.data.packing.packs import PackedDataset, packed_sequence_thd_collater
+from automodel_lite.data.packing.packs import PackedDataset, join_packs
 from automodel_lite.data.packing.plan import plan_packs
 from automodel_lite.data.tokens.token_rows import flatten
 from automodel_lite.models.loss import LossModel
@@ -74,7 +74,7 @@ def batch_of(pairs: list[Pair], slot_multiple: int = 1) -> ThdBatch:
     rows = flatten([row for pair in pairs for row in pair])
     plan = plan_packs(rows.lengths, 160, strategy="next_fit", slot_multiple=slot_multiple)
     packs = PackedDataset(rows, plan)
-    return to_thd(packed_sequence_thd_collater([packs[i] for i in range(len(packs))]))
+    return to_thd(join_packs([packs[i] for i in range(len(packs))]))
 
 
 def textbook(lm: Any, pair: Pair, loss: PreferenceLoss) -> Tensor:

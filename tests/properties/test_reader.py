@@ -21,7 +21,7 @@ import pytest
 from automodel_lite.config.schema import DataloaderConfig, MeshConfig, TokenizeConfig
 from automodel_lite.data.feeding.order import BatchShape
 from automodel_lite.data.feeding.source import Cursor
-from automodel_lite.data.packing.packs import Packer, packed_sequence_thd_collater
+from automodel_lite.data.packing.packs import Packer
 from automodel_lite.data.reading.files import FilesDataset
 from automodel_lite.data.tokens.tokenize import Job, tokenize_documents
 from automodel_lite.errors import DataError
@@ -148,14 +148,13 @@ def read_batches(batches: Iterator[dict[str, Any]]) -> tuple[Labels, float]:
     count = 0.0
     for batch in batches:
         count += to_thd(batch, False).num_label_tokens
-        columns = {name: batch[name].tolist() for name in ("input_ids", "labels", "position_ids")}
+        columns = (batch[name].tolist() for name in ("input_ids", "labels", "position_ids"))
         weights = batch["loss_weights"].tolist() if "loss_weights" in batch else None
-        for row, (ids, labels, places) in enumerate(zip(*columns.values())):
-            path: list[int] = []
-            for column, (token, label, place) in enumerate(zip(ids, labels, places)):
-                path = [*path[:place], token]
-                if label != -100:
-                    found[tuple(path), label] += weights[row][column] if weights else 1  # type: ignore[assignment]
+        path: list[int] = []
+        for at, (token, label, place) in enumerate(zip(*columns)):
+            path = [*path[:place], token]
+            if label != -100:
+                found[tuple(path), label] += weights[at] if weights else 1  # type: ignore[assignment]
     return found, count
 
 
@@ -193,9 +192,7 @@ def trial(number: int) -> str:
                 tokens = tokenize_documents(FilesDataset(str(path)), job, folder).train
                 packs = packer.packs(tokens)
                 ids = range(len(packs))
-                found, count = read_batches(
-                    packed_sequence_thd_collater(packs.__getitems__([i])) for i in ids
-                )
+                found, count = read_batches(packs.__getitems__([i]).row for i in ids)
         except DataError as error:
             # nothing is left to train on, or a third of the tokens is dropped
             if wanted and "over-long" not in str(error) and "would be dropped" not in str(error):

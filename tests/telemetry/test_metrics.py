@@ -4,7 +4,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from automodel_lite.data.packing.packs import packed_sequence_thd_collater
+from automodel_lite.data.packing.packs import join_packs
 from automodel_lite.errors import DataError
 from automodel_lite.models.flops import CostModel, StepFlops
 from automodel_lite.parallel.mesh import Mesh, MeshShape
@@ -35,7 +35,7 @@ def test_counts_of_a_step():
         "seq_lens": torch.tensor([3, 2, 0]),
         "seq_lens_padded": torch.tensor([3, 2, 3]),
     }
-    batch = to_thd(packed_sequence_thd_collater([pack]))
+    batch = to_thd(join_packs([pack]))
     assert counts_of(count_own([batch, batch], ALONE, COSTS)) == Counts(10, 6, 16, 18.0, 6)
 
 
@@ -48,7 +48,7 @@ def test_the_queries_of_a_tree_see_their_paths():
         "seq_lens": torch.tensor([5]),
         "seq_lens_padded": torch.tensor([6]),
     }
-    batch = to_thd(packed_sequence_thd_collater([pack]))
+    batch = to_thd(join_packs([pack]))
     assert counts_of(count_own([batch], ALONE, COSTS)).num_pairs == 11
     assert (
         counts_of(

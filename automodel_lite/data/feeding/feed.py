@@ -18,7 +18,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from automodel_lite.config.schema import DataloaderConfig
 from automodel_lite.data.feeding.order import BatchShape, assign_to_ranks
 from automodel_lite.data.feeding.source import Cursor, HostStep
-from automodel_lite.data.packing.packs import PackedDataset, packed_sequence_thd_collater
+from automodel_lite.data.packing.packs import PackedDataset, join_packs
 from automodel_lite.thd import ThdBatch, to_thd
 
 _NEVER = 1 << 60
@@ -29,14 +29,14 @@ _GRACE_S = 120.0  # of a worker that was told to stop; it leaves sooner with its
 def read_batches(
     packs: Dataset[Any], steps: Iterable[np.ndarray], dp_rank: int, config: DataloaderConfig
 ) -> StatefulDataLoader:
-    """Returns the collated micro-batches of a rank; `steps` are pack ids, assigned to ranks."""
+    """Returns the micro-batches of a rank, a row each; `steps` are pack ids, assigned to ranks."""
     micro_batches = [micro_batch for step in steps for micro_batch in step[:, dp_rank].tolist()]
     pins = torch.cuda.is_available()
     options = worker_options(config)
     return StatefulDataLoader(
         packs,
         batch_sampler=micro_batches,
-        collate_fn=packed_sequence_thd_collater,
+        collate_fn=join_packs,
         pin_memory=pins,
         **options,
     )

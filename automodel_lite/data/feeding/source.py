@@ -55,7 +55,7 @@ class Cursor:
 class HostStep:
     """What one rank reads for one optimizer step."""
 
-    micro_batches: list[Batch]  # collated [B, S] tensors
+    micro_batches: list[Batch]  # packs one behind the other: what `to_thd` takes
     pack_ids: list[int]  # of the whole step, all ranks
     epoch: int
     after: Cursor  # the position once this step is done

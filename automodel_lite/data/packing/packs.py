@@ -1,4 +1,4 @@
-"""Packs as rows of tokens, read lazily from flat rows when asked for, and collated into batches.
+"""Packs as rows of tokens, read lazily from flat rows when asked for; a batch is one longer row.
 
     size 16, slots of 4, documents [1 2 3] and [4 5 6 7 8]
     input_ids        1 2 3 0 | 4 5 6 7 8 0 0 0 | 0 0 0 0
@@ -7,10 +7,10 @@
                      the pack
     seq_lens_padded  4         8                 4
 
-Packing never shifts labels: labels[i] already is the target of position i. Neither packing nor the
-collater changes the rows it is given: datasets may cache them.
+Packing never shifts labels: labels[i] already is the target of position i. Nothing here changes the
+rows that it is given: datasets may cache them.
 
-Legend: B rows, S row length.
+Legend: S tokens of a pack, T of a batch.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from automodel_lite.data.packing.plan import (
 )
 from automodel_lite.data.tokens.token_rows import DocumentReader, LabelSpans, TokenizedDocuments
 from automodel_lite.errors import ConfigError, DataError
-from automodel_lite.thd import COLUMNS, SEQ_LENS_PADDING
+from automodel_lite.thd import COLUMNS
 
 StrategyName = Annotated[str, OneOf(STRATEGY_NAMES)]
 Overlong = Annotated[str, OneOf(OVERLONG)]
@@ -270,26 +270,28 @@ def _joined_spans(array: np.ndarray | LabelSpans, spans: Sequence[tuple[int, int
 
 @dataclass(frozen=True)
 class PackBatch:
-    """A batch of packs that were laid out together. [i] is one of them, as PackedDataset gives it.
+    """Packs that were laid out together. [i] is one of them, as PackedDataset gives it.
 
-    columns       input_ids, labels, position_ids int64 [B, S]; seq_lens, seq_lens_padded int64 [B,
-                  most segments], filled up with SEQ_LENS_PADDING: what the collater makes of the
-                  packs
+    row           all of them, one behind the other: what `to_thd` takes
     num_segments  of each pack: documents and padding segments
     """
 
-    columns: dict[str, torch.Tensor]
+    row: Batch
     num_segments: list[int]
 
-    def collated(self) -> dict[str, Any]:
-        """Returns what `packed_sequence_thd_collater` makes of these packs."""
-        return {**self.columns, "qkv_format": "thd"}
+    def __len__(self) -> int:
+        return len(self.num_segments)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        num = self.num_segments[index]
+        index = range(len(self))[index]
+        size = len(self.row["input_ids"]) // len(self)
+        first = sum(self.num_segments[:index])
+        tokens = slice(index * size, (index + 1) * size)
+        segments = slice(first, first + self.num_segments[index])
         return {
-            name: x[index, :num] if name.startswith("seq_lens") else x[index]
-            for name, x in self.columns.items()
+            name: x[segments if name.startswith("seq_lens") else tokens]
+            for name, x in self.row.items()
+            if name != "images"
         }
 
 
@@ -303,9 +305,7 @@ def lay_out_packs(
     padding_idx: int = 0,
 ) -> PackBatch:
     """Packs of the documents rows[start : start + length]; the first num_documents[0] of them are
-    pack 0, and so on.
-
-    Everything is done for all packs at once: they are one stream of B * S positions until the end.
+    pack 0, and so on. Everything is done for all packs at once.
     """
     spans = list(zip(starts.tolist(), (starts + lengths).tolist()))
     tokens = {
@@ -330,15 +330,9 @@ def lay_out_packs(
         lengths = np.insert(lengths, behind, 0)
         slots = np.insert(slots, behind, widths)
         num_segments = num_documents + num_tails
-    filled = fill_slots(tokens, lengths, slots, padding_idx)
-    columns = {name: x.reshape(num_packs, size, *x.shape[1:]) for name, x in filled.items()}
-    # One row of segments per pack, filled up to the longest.
-    segments = np.arange(num_segments.max(initial=0)) < num_segments[:, None]
-    columns["seq_lens"] = _spread(lengths, segments, SEQ_LENS_PADDING, np.int64)
-    columns["seq_lens_padded"] = _spread(slots, segments, SEQ_LENS_PADDING, np.int64)
-    return PackBatch(
-        {name: torch.from_numpy(x) for name, x in columns.items()}, num_segments.tolist()
-    )
+    row = fill_slots(tokens, lengths, slots, padding_idx)
+    row |= {"seq_lens": lengths, "seq_lens_padded": slots}
+    return PackBatch({name: torch.from_numpy(x) for name, x in row.items()}, num_segments.tolist())
 
 
 def fill_slots(
@@ -359,10 +353,7 @@ def fill_slots(
         padding = {name: column.padding for name, column in COLUMNS.items()} | {
             "input_ids": padding_idx
         }
-        tokens = {
-            name: _spread(values, real, padding[name], values.dtype)
-            for name, values in tokens.items()
-        }
+        tokens = {name: _spread(values, real, padding[name]) for name, values in tokens.items()}
     if "branches" in tokens:
         # From a branch to the next, or to the end of the slot, all positions are off by as much as
         # its first.
@@ -377,55 +368,37 @@ def fill_slots(
     }
 
 
-def _spread(values: np.ndarray, places: np.ndarray, filler: float, dtype: Any) -> np.ndarray:
-    """Returns the values, in order, where `places` is True; an array of its shape, or [*shape, K]
-    of values [n, K].
+def _spread(values: np.ndarray, places: np.ndarray, filler: float) -> np.ndarray:
+    """Returns the values [n, ...], in order, where `places` [T] is True, and the filler elsewhere:
+    [T, ...].
     """
-    out = np.full((*places.shape, *values.shape[1:]), filler, dtype)
+    out = np.full((len(places), *values.shape[1:]), filler, values.dtype)
     out[places] = values
     return out
 
 
-def packed_sequence_thd_collater(
-    batch: Sequence[Mapping[str, Any]] | PackBatch,
-) -> dict[str, Any]:
-    """Packs -> the batch that `thd.to_thd` and `thd.process_input_for_thd` take.
-
-    input_ids, labels, position_ids  int64 [B, S]
-    seq_lens, seq_lens_padded        int64 [B, longest list], filled up with SEQ_LENS_PADDING
-    qkv_format                       "thd"
-    Raises ValueError for packs of unequal length. PackBatch, which a DataLoader fetches from
-    PackedDataset, hold the batch already.
+def join_packs(packs: Sequence[Mapping[str, Any]] | PackBatch) -> Batch:
+    """Returns packs one behind the other: the flat row that `thd.to_thd` takes. A pack without an
+    optional column that others have gets its padding.
     """
-    if isinstance(batch, PackBatch):
-        return batch.collated()
-    if not batch:
-        return {}
-    dtypes = {
-        name: getattr(torch, c.batched)
-        for name, c in COLUMNS.items()
-        if any(name in row for row in batch)
-    }
-    dtypes["position_ids"] = torch.long
-    lengths = sorted({len(row["input_ids"]) for row in batch})
-    if len(lengths) > 1:
-        raise ValueError(f"input_ids: packs of a batch must have one length, got {lengths}.")
-    collated: dict[str, Any] = {}
-    for name, dtype in dtypes.items():
-        values = [torch.as_tensor(row[name], dtype=dtype) if name in row else None for row in batch]
-        like = next(value for value in values if value is not None)
-        # rows without an optional column get its padding
-        filled = [
-            torch.full_like(like, COLUMNS[name].padding) if value is None else value
-            for value in values
-        ]
-        collated[name] = torch.stack(filled)
-    for key in ("seq_lens", "seq_lens_padded"):
-        collated[key] = torch.nn.utils.rnn.pad_sequence(
-            [torch.as_tensor(row[key], dtype=torch.long) for row in batch],
-            batch_first=True,
-            padding_value=SEQ_LENS_PADDING,
+    if isinstance(packs, PackBatch):
+        return packs.row
+    row: Batch = {}
+    known = [*COLUMNS, "position_ids", "seq_lens", "seq_lens_padded"]
+    for name in [name for name in known if any(name in pack for pack in packs)]:
+        dtype = getattr(torch, COLUMNS[name].batched) if name in COLUMNS else torch.int64
+        brought = [torch.as_tensor(pack[name], dtype=dtype) for pack in packs if name in pack]
+        parts = iter(brought)
+        row[name] = torch.cat(
+            [
+                next(parts)
+                if name in pack
+                else brought[0].new_full(
+                    (len(pack["input_ids"]), *brought[0].shape[1:]), COLUMNS[name].padding
+                )
+                for pack in packs
+            ]
         )
-    if "images" in batch[0]:  # a stream's pack, which is alone
-        collated["images"] = batch[0]["images"]
-    return collated | {"qkv_format": "thd"}
+    if "images" in packs[0]:  # a stream's pack, which is alone
+        row["images"] = packs[0]["images"]
+    return row

@@ -40,7 +40,7 @@ from automodel_lite.data.feeding.source import (
     PackSource,
     TrainingPlan,
 )
-from automodel_lite.data.packing.packs import PackedDataset, Packer, packed_sequence_thd_collater
+from automodel_lite.data.packing.packs import PackedDataset, Packer, join_packs
 from automodel_lite.data.reading.columns import NormalizedRows, OwnFormat, detect
 from automodel_lite.data.reading.documents import DocumentList, DocumentSet, Question
 from automodel_lite.data.reading.files import (
@@ -397,9 +397,7 @@ class StreamedPacks(PackSource):
             taken += [None] * (per_step - len(taken))
             packs = [turn[1] for turn in taken if turn is not None and turn[1] is not None]
             filled = [empty if turn is None or turn[1] is None else turn[1] for turn in taken]
-            batches = [
-                packed_sequence_thd_collater(filled[i : i + size]) for i in range(0, per_step, size)
-            ]
+            batches = [join_packs(filled[i : i + size]) for i in range(0, per_step, size)]
             states |= {
                 str(turn[0]): turn[2] for turn in taken if turn is not None and turn[2] is not None
             }

@@ -143,16 +143,6 @@ class ImagePacker(Packer):
         return ImagePacks(packs, self.processor, self.sets, self.share, self.costs)
 
 
-@dataclass(frozen=True)
-class ImagePackBatch(PackBatch):
-    """images: of all packs together."""
-
-    images: PackedImages
-
-    def collated(self) -> dict[str, Any]:
-        return super().collated() | {"images": self.images}
-
-
 class ImagePacks(PackedDataset):
     """Packs that bring the images of their documents."""
 
@@ -179,10 +169,10 @@ class ImagePacks(PackedDataset):
     def __getitems__(self, indices: Sequence[int]) -> PackBatch:
         batch = super().__getitems__(indices)
         try:
-            images = read_images(batch.columns, self.processor, self.sets, self.share, self.costs)
+            images = read_images(batch.row, self.processor, self.sets, self.share, self.costs)
         except DataError as error:
             raise ImageError(str(error)) from error
-        return ImagePackBatch(batch.columns, batch.num_segments, images)
+        return PackBatch({**batch.row, "images": images}, batch.num_segments)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         """A pack for looking at: its tokens alone."""
@@ -206,8 +196,8 @@ def stream_of_rows(
     flat = flatten(rows)
     size = int(flat.lengths.sum())
     batch = lay_out_packs(flat, flat.offsets[:-1], flat.lengths, np.array([len(flat)]), size)
-    images = read_images(batch.columns, processor, [pictures])
-    return to_thd({**batch.collated(), "images": images})
+    images = read_images(batch.row, processor, [pictures])
+    return to_thd({**batch.row, "images": images})
 
 
 def document_flops(rows: DocumentReader, costs: TowerCosts) -> np.ndarray:

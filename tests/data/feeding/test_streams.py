@@ -57,7 +57,7 @@ def loader_of(
 def documents_of(batches: HostStep) -> list[list[str]]:
     """The numbers of the documents in each pack of a step, in order of packs."""
     decode = byte_tokenizer(MARKED).decode
-    packs = [batch["input_ids"][0].tolist() for batch in batches.micro_batches]
+    packs = [batch["input_ids"].tolist() for batch in batches.micro_batches]
     return [
         [part.split(",")[0] for part in decode(pack).split("<|assistant|>")[1:]] for pack in packs
     ]
@@ -247,7 +247,7 @@ def test_long_documents_of_a_stream_are_split(tmp_path: Path) -> None:
         )
     )
     text = byte_tokenizer(MARKED).decode(
-        [t for s in steps for t in s.micro_batches[0]["input_ids"][0].tolist()]
+        [t for s in steps for t in s.micro_batches[0]["input_ids"].tolist()]
     )
     # the end token is the last label, of no piece a token
     assert text.replace("<|end|>", "") == "abcdefghij" * 20
@@ -340,7 +340,7 @@ def test_chats_that_become_several_rows_resume_between_them(family: Family) -> N
             loader().steps(cursor, init_mesh(MeshConfig()), COSTS),
         )
         return [
-            (batches.micro_batches[0]["input_ids"][0].tolist(), batches.after) for batches in steps
+            (batches.micro_batches[0]["input_ids"].tolist(), batches.after) for batches in steps
         ]
 
     whole = packs_from(Cursor())

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -10,13 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from automodel_lite.data.packing import packs as collate
 from automodel_lite.data.packing.packs import (
     EMPTY_PACK,
     PackedDataset,
     Packer,
+    join_packs,
     pack_size_for_coverage,
-    packed_sequence_thd_collater,
 )
 from automodel_lite.data.packing.plan import padding_segments, plan_packs
 from automodel_lite.data.tokens.token_rows import (
@@ -26,7 +25,7 @@ from automodel_lite.data.tokens.token_rows import (
     load_rows,
 )
 from automodel_lite.errors import ConfigError, DataError
-from automodel_lite.nemo_api import collaters
+from automodel_lite.nemo_api.collaters import packed_sequence_thd_collater
 from automodel_lite.thd import IGNORE_INDEX
 from tests.runs import config_of
 
@@ -207,16 +206,10 @@ def test_a_batch_equals_its_packs_token_by_token(
     batch = packs.__getitems__(asked)
     assert [plain(pack) for pack in batch] == [plain(packs[i]) for i in asked] == expected
     assert all(value.dtype == torch.int64 for pack in batch for value in pack.values())
-    collated = packed_sequence_thd_collater(batch)
-    one_by_one = packed_sequence_thd_collater([packs[i] for i in asked])
-    assert list(collated) == list(one_by_one)
-    for name, values in one_by_one.items():
-        same = (
-            torch.equal(collated[name], values)
-            if isinstance(values, torch.Tensor)
-            else collated[name] == values
-        )
-        assert same, name
+    one_by_one = join_packs([packs[i] for i in asked])
+    assert {name: values.tolist() for name, values in one_by_one.items()} == {
+        name: values.tolist() for name, values in join_packs(batch).items()
+    }
 
 
 def test_a_data_loader_fetches_batches() -> None:
@@ -226,13 +219,16 @@ def test_a_data_loader_fetches_batches() -> None:
         loader = torch.utils.data.DataLoader(
             packs,
             batch_sampler=asked,
-            collate_fn=packed_sequence_thd_collater,
+            collate_fn=join_packs,
             num_workers=num_workers,
         )
         batches = list(loader)
-        assert batches[1]["input_ids"].tolist() == [[4, 5, 6, 7, 8, 0], [1, 2, 3, 0, 0, 0]]
-        assert batches[0]["seq_lens"].tolist() == [[3, 0], [0, -1000]]
-        assert batches[0]["seq_lens_padded"].tolist() == [[3, 3], [6, -1000]]
+        assert batches[1]["input_ids"].tolist() == [4, 5, 6, 7, 8, 0, 1, 2, 3, 0, 0, 0]
+        assert batches[0]["seq_lens"].tolist() == [3, 0, 0]
+        assert batches[0]["seq_lens_padded"].tolist() == [3, 3, 6]
+        collated = packed_sequence_thd_collater(packs.__getitems__(asked[0]))  # type: ignore[arg-type]
+        assert collated["seq_lens"].tolist() == [[3, 0], [0, -1000]]
+        assert collated["seq_lens_padded"].tolist() == [[3, 3], [6, -1000]]
     assert packs.__getitems__([]).num_segments == []
     with pytest.raises(IndexError, match="pack 2 of 2"):
         packs.__getitems__([0, 2])
@@ -301,14 +297,6 @@ def test_dropping_much_must_be_meant() -> None:
     assert Packer(512, overlong="drop").for_document_kind("text").overlong == "drop"
 
 
-Collater = Callable[[list[dict[str, Any]]], dict[str, Any]]
-
-
-@pytest.fixture(params=[collate, collaters], ids=["recipe", "nemo_api"])
-def collater(request: pytest.FixtureRequest) -> Collater:
-    return request.param.packed_sequence_thd_collater
-
-
 def pack(seq_lens: list[int], seq_lens_padded: list[int]) -> dict[str, Any]:
     total = sum(seq_lens_padded)
     return {
@@ -320,8 +308,8 @@ def pack(seq_lens: list[int], seq_lens_padded: list[int]) -> dict[str, Any]:
     }
 
 
-def test_thd_collater_stacks_packs_and_fills_lengths(collater: Collater) -> None:
-    batch = collater([pack([3, 2], [4, 2]) | {"other": 1}, pack([6], [6])])
+def test_thd_collater_stacks_packs_and_fills_lengths() -> None:
+    batch = packed_sequence_thd_collater([pack([3, 2], [4, 2]) | {"other": 1}, pack([6], [6])])
     assert (
         batch["input_ids"].shape == batch["labels"].shape == batch["position_ids"].shape == (2, 6)
     )
@@ -338,13 +326,13 @@ def test_thd_collater_stacks_packs_and_fills_lengths(collater: Collater) -> None
     }
 
 
-def test_thd_collater_of_nothing_is_empty(collater: Collater) -> None:
-    assert collater([]) == {}
+def test_thd_collater_of_nothing_is_empty() -> None:
+    assert packed_sequence_thd_collater([]) == {}
 
 
-def test_thd_collater_refuses_packs_of_unequal_length(collater: Collater) -> None:
+def test_thd_collater_refuses_packs_of_unequal_length() -> None:
     with pytest.raises(ValueError, match="must have one length"):
-        collater([pack([3], [4]), pack([6], [6])])
+        packed_sequence_thd_collater([pack([3], [4]), pack([6], [6])])
 
 
 def test_the_face_makes_each_loose_row_a_document() -> None:
@@ -357,7 +345,7 @@ def test_the_face_makes_each_loose_row_a_document() -> None:
         },
     ]
     before = copy.deepcopy(rows)
-    batch = collaters.packed_sequence_thd_collater(rows)
+    batch = packed_sequence_thd_collater(rows)
     assert batch["input_ids"].tolist() == [[1, 2, 3, 9, 9], [4, 5, 0, 0, 0]]
     assert batch["labels"].tolist() == [[2, 3, -100, -100, -100], [5, -100, -100, -100, -100]]
     assert batch["position_ids"].tolist() == [[0, 1, 2, 3, 4]] * 2

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from automodel_lite.data.packing.packs import PackedDataset, Packer, packed_sequence_thd_collater
+from automodel_lite.data.packing.packs import PackedDataset, Packer
 from automodel_lite.data.packing.plan import plan_packs
 from automodel_lite.data.tokens.token_rows import (
     RowsWriter,
@@ -18,6 +18,7 @@ from automodel_lite.data.tokens.token_rows import (
     load_rows,
     next_token_labels,
 )
+from automodel_lite.nemo_api.collaters import packed_sequence_thd_collater
 from automodel_lite.parts.datasets.stream_packing import PackStream
 from automodel_lite.thd import COLUMNS, Column
 from tests.data.tokens.given import HELLO, HI, chats, tokenized

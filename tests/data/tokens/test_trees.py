@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from automodel_lite.config.schema import TokenizeConfig
-from automodel_lite.data.packing.packs import Packer, packed_sequence_thd_collater
+from automodel_lite.data.packing.packs import Packer, join_packs
 from automodel_lite.data.reading.files import FilesDataset
 from automodel_lite.data.tokens.token_rows import (
     LabelSpans,
@@ -244,7 +244,7 @@ def test_a_tree_over_a_pack_is_cut_said_and_counted(tmp_path: Path) -> None:
     )
     packs = Packer(280).packs(cut.train)
     assert sum(
-        to_thd(packed_sequence_thd_collater([packs[i]])).num_label_tokens for i in range(len(packs))
+        to_thd(join_packs([packs[i]])).num_label_tokens for i in range(len(packs))
     ) == num_labels(whole.train)
 
 
@@ -314,10 +314,5 @@ def test_a_row_over_a_pack_takes_no_label_from_the_rows_that_it_begins_as(
     for tree in ("off", "auto"):
         rows = tokenized(tmp_path, lines, tree, MARKED, size=200).train
         packs = Packer(200, overlong=overlong).packs(rows)
-        sums.append(
-            sum(
-                to_thd(packed_sequence_thd_collater([packs[i]])).num_label_tokens
-                for i in range(len(packs))
-            )
-        )
+        sums.append(sum(to_thd(join_packs([packs[i]])).num_label_tokens for i in range(len(packs))))
     assert sums[0] == sums[1] > 0
