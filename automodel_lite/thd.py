@@ -442,12 +442,8 @@ class AttentionPlan(Tensors):
         return self._cuts[chunk]
 
 
-def attention_of(
-    nodes: Nodes | None, cu_padded: Tensor, max_seqlen: int, position_ids: Tensor
-) -> AttentionPlan:
-    """Returns the plan of a whole stream."""
-    if nodes is None:
-        return AttentionPlan(Segments(cu_padded, cu_padded, max_seqlen, max_seqlen))
+def attention_of_trees(nodes: Nodes, position_ids: Tensor) -> AttentionPlan:
+    """Returns the plan of a whole stream with trees."""
     lens = nodes.end - nodes.start
     own = Segments(
         cumulative(lens), cumulative(nodes.path_lens), int(lens.max()), int(nodes.path_lens.max())
@@ -660,8 +656,11 @@ def to_thd(batch: dict[str, Any], with_mixers: bool = True) -> ThdBatch:
     label_rows = labeled_rows(batch["labels"])
     columns = {name: batch[name] for name, c in COLUMNS.items() if c.is_optional and name in batch}
     weights = columns.get("loss_weights")
-    document_lens = lens if nodes is None else _longest_rows(lens, slots, positions)
-    attention = attention_of(nodes, cu_padded, max_seqlen, positions)
+    document_lens = lens
+    attention = AttentionPlan(Segments(cu_padded, cu_padded, max_seqlen, max_seqlen))
+    if nodes is not None:
+        attention = attention_of_trees(nodes, positions)
+        document_lens = _longest_rows(lens, slots, positions)
     images: TowerInputs | None = batch.get("images")
     if images is not None:
         attention = replace(attention, ahead=images.ahead)

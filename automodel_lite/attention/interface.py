@@ -287,9 +287,10 @@ def packed_attention(kernel: AttentionKernel) -> Callable[..., tuple[Tensor, Non
             window, chunk = _window(module, sliding_window)
             is_plain = chunk is None and "floor_scale" not in vars(module)
             vars(module)["packed_as"] = PackedLayer(window, chunk, is_plain)
-        window, chunk, _ = vars(module)["packed_as"]
+        window, chunk, is_plain = vars(module)["packed_as"]
         q, k, v = _heads_last(query, key, value)
-        q = scale_queries(module, q, documents.position_ids)
+        if not is_plain:
+            q = scale_queries(module, q, documents.position_ids)
         scale = q.shape[-1] ** -0.5 if scaling is None else scaling
         plan = documents.attention
         inputs = AttentionInputs(

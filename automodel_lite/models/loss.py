@@ -17,6 +17,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -525,62 +526,58 @@ class LossModel(nn.Module):
         if self._teacher:
             with torch.no_grad():
                 teacher_rows = self._teacher[0].before_head(batch)
-        rows, router_logits = self._labeled_rows(batch, loss, heads)
-        output = self._at_heads(batch, loss, rows, teacher_rows, heads)
-        if self.balance is None or not self.training:
+        balance = self.balance if self.training else None
+        router_logits: list[Tensor] = []
+        if balance is None:
+            rows = self.before_head(batch, loss, heads)
+        else:
+            rows = self._record_routing(router_logits, batch, loss, heads)
+        evaluate = partial(self._evaluate, batch, loss, heads)
+        output: LossOutput
+        if teacher_rows is None:
+            output = self._at_head(rows, evaluate, loss)
+        else:
+            output = self._beside_teacher(rows, teacher_rows, evaluate, loss)
+        if balance is None:
             return output
         # gradients in training, but no part of the value
-        of_experts = self.items_per_label * self.balance(router_logits, batch)
+        of_experts = self.items_per_label * balance(router_logits, batch)
         return output._replace(sum=output.sum + (of_experts - of_experts.detach()))
 
-    def _labeled_rows(
-        self, batch: ThdBatch, loss: Loss, heads: LookAhead | None
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Returns the rows as `before_head` does; in training with a balance also the logits of the
-        routers, layer by layer.
-        """
-        if self.balance is None or not self.training:
-            return self.before_head(batch, loss, heads), []
-        router_logits: list[Tensor] = []
+    def _record_routing(
+        self, router_logits: list[Tensor], batch: ThdBatch, loss: Loss, heads: LookAhead | None
+    ) -> Tensor:
+        """Returns what `before_head` does; adds the logits of the routers, layer by layer."""
 
         def record(module: nn.Module, args: Any, output: Any) -> None:
             router_logits.extend(output.router_logits)
 
         # removed where the model raises, too
         with self._decoder_and_head[0].register_forward_hook(record):
-            rows = self.before_head(batch, loss, heads, output_router_logits=True)
-        return rows, router_logits
+            return self.before_head(batch, loss, heads, output_router_logits=True)
 
-    def _at_heads(
+    def _beside_teacher(
         self,
-        batch: ThdBatch,
-        loss: Loss,
         rows: Tensor,
-        teacher_rows: Tensor | None,
-        heads: LookAhead | None,
-    ) -> LossOutput:
-        """Evaluates the loss at the heads of the model and its teacher, if it has one."""
+        teacher_rows: Tensor,
+        evaluate: Callable[..., LossOutput],
+        loss: Loss,
+    ) -> Any:
+        """Evaluates the loss at the heads of the model and its teacher."""
 
-        def at_own_head(teacher_head: Head | None) -> LossOutput:
-            def evaluate(head: Head) -> LossOutput:
-                return self._evaluate(batch, loss, head, teacher_head, heads)
+        def at_own_head(teacher_head: Head) -> Any:
+            return self._at_head(rows, partial(evaluate, teacher=teacher_head), loss)
 
-            output: LossOutput = self._at_head(rows, evaluate, loss)
-            return output
-
-        if teacher_rows is None:
-            return at_own_head(None)
         # inside the teacher's: both weights are whole there, and in the backward pass
-        output: LossOutput = self._teacher[0]._at_head(teacher_rows, at_own_head)
-        return output
+        return self._teacher[0]._at_head(teacher_rows, at_own_head)
 
     def _evaluate(
         self,
         batch: ThdBatch,
         loss: Loss,
-        head: Head,
-        teacher: Head | None,
         heads: LookAhead | None,
+        head: Head,
+        teacher: Head | None = None,
     ) -> LossOutput:
         """Evaluates the loss at the head."""
         rows = batch.label_rows

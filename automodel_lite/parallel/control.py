@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -49,7 +50,7 @@ class Control:
         waits for it.
         """
         if self.group is None:
-            return lambda: list(values)
+            return partial(list, values)
         total = torch.tensor(values, dtype=torch.float64)
         work = dist.all_reduce(total, group=self.group, async_op=True)
 

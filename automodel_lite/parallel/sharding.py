@@ -75,7 +75,7 @@ class ParallelModel:
     sharded_over: Mesh | None = None  # None = each rank has all of it, and autocasts
     reduces_every: bool = False  # gradients after every micro-batch, so that their sum is sharded
     # of what is made of the weights (parts/fp8.py), before each call
-    refresh: Callable[[], None] = lambda: None
+    refresh: Callable[[], None] | None = None
 
     def __call__(self, batch: ThdBatch, loss: Loss | None = None) -> LossOutput:
         """See LossModel.forward; every rank calls it."""
@@ -116,7 +116,8 @@ class ParallelModel:
         """Weights are cast once per use: a cache of the casts is 13 GiB of an 8B model, read by no
         recomputation.
         """
-        self.refresh()
+        if self.refresh is not None:
+            self.refresh()
         of_device = tokens if isinstance(tokens, Tensor) else tokens.labels
         autocasts = self.sharded_over is None and self.compute_dtype != torch.float32
         return torch.autocast(

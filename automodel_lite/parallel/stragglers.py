@@ -47,7 +47,7 @@ class Stragglers:
         self.rank = rank
         self._row: dict[str, Any] = {}  # of the last comparison
         self._marks: list[tuple[Any, Any]] = []  # before and after the layer
-        self._wait_s = 0.0
+        self.wait_s = 0.0  # for data since the last comparison
         self._began = time.monotonic()
         if len(hosts) > 1:
             # inside FSDP's own hooks: after the layer's weights are there, before they are freed
@@ -61,10 +61,6 @@ class Stragglers:
         if torch.is_grad_enabled():  # validation has batches of its own
             self._marks.append((self._entered, mark(self.device)))
 
-    def wait(self, seconds: float) -> None:
-        """Counts what this rank has waited for the data of a step."""
-        self._wait_s += seconds
-
     def own_times(self, step: int) -> list[float]:
         """Returns this rank's share of the message of `step`: in every 50th, a place for each
         rank's seconds in the layer, and one for each rank's seconds without data, of which this
@@ -77,14 +73,14 @@ class Stragglers:
         self._marks = self._marks[len(passed) :]
         times = [0.0] * (2 * len(self.hosts))
         times[self.rank] = median([seconds_between(*marks) for marks in passed] or [0.0])
-        times[len(self.hosts) + self.rank] = self._wait_s / EVERY_STEPS
+        times[len(self.hosts) + self.rank] = self.wait_s / EVERY_STEPS
         return times
 
     def compare(self, times: Sequence[float], step: int, say: Callable[[str], None]) -> None:
         """Takes in the times of all ranks after step `step`; `say` is told of a slow one."""
         now = time.monotonic()
         step_s = (now - self._began) / EVERY_STEPS
-        self._wait_s = 0.0
+        self.wait_s = 0.0
         self._began = now
         self._row = {}
         warnings = list[str]()

@@ -58,4 +58,5 @@ class CountedFeed(Iterator[DeviceStep]):
         """
         micro_batches = self._feed.peek().micro_batches if self.num_left else ()
         own = count_own(micro_batches, self._mesh, self._costs, self._items)
-        self._guards.send_counts(own)
+        times = self._guards.stragglers.own_times(self._guards.state.num_steps + 1)
+        self._guards.boundary.send([*own, *times])

@@ -181,12 +181,8 @@ class Guards:
         self.nonfinite.watch(
             self.state.num_steps + 1, ready.batches.pack_ids, ready.micro_batches, numbers
         )
-        self.stragglers.wait(ready.batches.wait_s)
+        self.stragglers.wait_s += ready.batches.wait_s
         return self.receive_counts()
-
-    def send_counts(self, own: list[float]) -> None:
-        """Starts the message of a step, with this rank's share of the counts of the next one."""
-        self.boundary.send([*own, *self.stragglers.own_times(self.state.num_steps + 1)])
 
     def receive_counts(self) -> Counts:
         """Returns what is in the next step, over all ranks; agrees on a stop, and compares the

@@ -129,9 +129,7 @@ class DeviceFeed(Iterator[DeviceStep]):
             return
         micro_batches = [to_thd(batch, self._with_mixers) for batch in batches.micro_batches]
         inputs = [self._place(batch) for batch in micro_batches]
-        if self._copies is None:
-            inputs = [batch.to(self._device) for batch in inputs]
-        else:
+        if self._copies is not None:
             # still at work on the step before: nobody waited
             if not torch.cuda.current_stream(self._device).query():
                 batches = replace(batches, wait_s=0.0)
