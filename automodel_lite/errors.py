@@ -33,11 +33,14 @@ class DroppedError(DataError):
 
 
 class PeerError(ConfigError):
-    """The error of another rank, which has printed it; rank 0 repeats it."""
+    """The error of another rank, which has printed it; rank 0 repeats it. One that could not print
+    anything is told by all.
+    """
 
-    def __init__(self, text: str, exit_code: int = MISTAKE_EXIT) -> None:
+    def __init__(self, text: str, exit_code: int = MISTAKE_EXIT, is_printed: bool = True) -> None:
         super().__init__(text)
         self.exit_code = exit_code
+        self.is_printed = is_printed
 
 
 class RunStoppedError(RuntimeError):

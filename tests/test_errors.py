@@ -18,6 +18,7 @@ from automodel_lite.errors import (
     one_line,
     printable,
 )
+from automodel_lite.run.ending import ending_of
 
 KEYS = [
     "optimizer.lr",
@@ -82,6 +83,15 @@ def test_a_peers_error_ends_with_the_peers_code() -> None:
     assert PeerError("rank 1: no").exit_code == MISTAKE_EXIT == 2
     assert PeerError("rank 1: stopped", 75).exit_code == 75
     assert isinstance(PeerError("x"), ConfigError)
+
+
+def test_what_the_other_rank_could_not_print_is_told_by_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A killed rank 0 takes the store along: the others of its host once ended without a word."""
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert not ending_of(PeerError("rank 0: no")).is_shown
+    assert ending_of(PeerError("the store is gone", 1, is_printed=False)).is_shown
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import yaml
@@ -90,7 +90,7 @@ class Loader(ConfigLoaderImpl):
         self.known = groups_of(sources)
         self.removed: list[str] = []  # keys that files take out of what they are based on
         for group in ("hydra/launcher", "hydra/sweeper"):
-            self.known[group] = self.get_group_options(group)
+            self.known[group] = self.repository.get_group_options(group)
 
     def load_configuration(
         self,
@@ -122,14 +122,13 @@ class Loader(ConfigLoaderImpl):
         # to choose an option is to take another file, whatever it holds
         values = [text for text in self.typed if not is_choice(text, self.known)]
         own = without_hydra(raw)
+        plain = OmegaConf.to_container(own, resolve=False)
         typed = partial(is_typed, overrides=values)
         problems = [*permission_problems(own, typed), *environment_problems(own, typed)]
         if problems:
             raise ConfigError("\n".join(problems))
         with open_dict(raw):
-            for key, value in with_options(
-                OmegaConf.to_container(without_hydra(raw), resolve=False)
-            ).items():
+            for key, value in with_options(plain).items():
                 raw[key] = value
         return raw
 
@@ -159,15 +158,10 @@ class Loader(ConfigLoaderImpl):
         # `/callbacks@hydra.callbacks: early_stopping`
         if not found.path.startswith("file://") or "hydra" not in list(found.config):
             return found
-        files: list[Any] = [read(CONF_DIR / "base.yaml"), found.config]
-        blocks = [
-            OmegaConf.to_container(OmegaConf.masked_copy(file, "hydra"), resolve=False)
-            for file in files
-        ]
-        ours, theirs = ([*flatten(block)] for block in blocks)
+        ours = _of_base()
         changed = [
             (key, value)
-            for key, value in theirs
+            for key, value in _of_hydra(found.config)
             if (key, value) not in ours
             and not is_typed(key, self.typed)
             and not (is_of_sweeps(key) and _PLAIN.fullmatch(str(value)))
@@ -187,6 +181,18 @@ class Loader(ConfigLoaderImpl):
         """
         if any(override.key_or_group == "hydra.searchpath" for override in parsed_overrides):
             raise ConfigError("hydra.searchpath: name the folder with --config-dir.")
+
+
+@cache
+def _of_base() -> list[tuple[str, Any]]:
+    """Returns the settings of Hydra in the file that every preset begins with."""
+    return _of_hydra(read(CONF_DIR / "base.yaml"))
+
+
+def _of_hydra(file: Any) -> list[tuple[str, Any]]:
+    """Returns the settings of Hydra in a file: keys with dots, and their values."""
+    block = OmegaConf.to_container(OmegaConf.masked_copy(file, "hydra"), resolve=False)
+    return [*flatten(block)]
 
 
 def is_of_sweeps(key: str) -> bool:
@@ -231,10 +237,9 @@ def compose_config(
 
 def without_hydra(raw: DictConfig) -> DictConfig:
     """Returns a copy without the settings of Hydra itself."""
-    raw = raw.copy()
-    with open_dict(raw):
-        raw.pop("hydra", None)
-    return raw
+    own = OmegaConf.masked_copy(raw, [str(key) for key in raw if key != "hydra"])
+    OmegaConf.set_struct(own, OmegaConf.is_struct(raw))
+    return own
 
 
 def check_overrides(loader: Loader, typed: Sequence[str], is_multirun: bool = False) -> None:

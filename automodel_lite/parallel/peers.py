@@ -361,9 +361,8 @@ def flat(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _no_store(error: BaseException) -> PeerError:
-    return PeerError(
-        f"the launcher's store is gone, as rank 0 or the launcher has ended: {one_line(error)}", 1
-    )
+    gone = f"the launcher's store is gone, as rank 0 or the launcher has ended: {one_line(error)}"
+    return PeerError(gone, 1, is_printed=False)
 
 
 def _format_ranks(ranks: list[int]) -> str:

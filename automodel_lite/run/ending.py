@@ -68,7 +68,8 @@ class Ending(NamedTuple):
 def ending_of(error: BaseException) -> Ending:
     """Looks an error up in the table; called where it is handled, for its traceback."""
     if isinstance(error, PeerError):
-        return Ending(str(error), error.exit_code, is_first_here())
+        is_shown = is_first_here() or not error.is_printed
+        return Ending(str(error), error.exit_code, is_shown)
     if isinstance(error, (ConfigError, DataError)):
         return Ending(str(error), MISTAKE_EXIT, is_first_here())
     if isinstance(error, RunStoppedError):
