@@ -44,7 +44,7 @@ def job_of(gigabytes: float = 24, gpus: int = 2, layers: int = 10) -> Job:
 
 @cache
 def outcome() -> Outcome:
-    return make_plans(job_of(), most=4)
+    return make_plans(job_of(), most=3)
 
 
 def test_plans_fit_and_the_best_is_first() -> None:
