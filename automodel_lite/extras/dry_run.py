@@ -8,25 +8,20 @@ any mesh: set mesh.dp_shard to the processes meant.
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
-
-import numpy as np
-import torch
+from dataclasses import asdict
 
 from automodel_lite.config.schema import Config
-from automodel_lite.data.feeding.planned import PlannedPacks
-from automodel_lite.data.feeding.source import PackSource
-from automodel_lite.data.packing.packs import join_packs
 from automodel_lite.data.prepare import check_positions, check_sizes, prepare_data
 from automodel_lite.errors import one_line
+from automodel_lite.extras.plan.heaviest import heaviest_batch
 from automodel_lite.extras.plan.simulation import simulate
 from automodel_lite.models.flops import cost_model
 from automodel_lite.parallel.mesh import mesh_shape, rank, world_size
-from automodel_lite.parts.images import images_lines
+from automodel_lite.parts.images import counted_with, images_lines
 from automodel_lite.progress import activity
 from automodel_lite.results import RESULTS
 from automodel_lite.telemetry.console import Console
-from automodel_lite.thd import ThdBatch, to_thd
+from automodel_lite.thd import ThdBatch
 from automodel_lite.training.decide import adapter_weights, decide
 from automodel_lite.training.evaluation import check_held_out
 from automodel_lite.training.memory import (
@@ -37,7 +32,7 @@ from automodel_lite.training.memory import (
     out_of_memory_text,
     usable,
 )
-from automodel_lite.training.plan import Decided, Parts
+from automodel_lite.training.plan import Decided
 from automodel_lite.training.start import (
     checked_parts,
     count,
@@ -66,6 +61,7 @@ def dry_run(config: Config) -> int:
     model_config = parts.model.config(data.tokenizer)
     check_positions(data, parts.model, parts.teacher)
     report = data.report(cost_model(model_config))
+    parts = counted_with(parts, data)
     made = decide(parts, data.tokenizer, shape, device, gpu_bytes(device) or PLANNED_GPU)
     adapter = adapter_weights(made, device)
     name = str(made.dtype).removeprefix("torch.")
@@ -101,52 +97,11 @@ def dry_run(config: Config) -> int:
         estimated_bytes=asdict(estimate) | {"total": estimate.total},
     )
     by_arithmetic = f"{estimate}\n{made.reduction_text}".strip()
-    batch = most_work_of_towers(data, parts) or most_branched(data, parts)
-    console.say("memory", _memory(made, by_arithmetic, batch))
+    console.say("memory", _memory(made, by_arithmetic, heaviest_batch(made)))
     console.print(
         "dry run: the settings, the data and the model fit together; nothing was trained or written"
     )
     return 0
-
-
-MOST_PACKS = 64
-"""Of the first epoch, among which the one with the longest paths is looked for."""
-
-
-def most_branched(data: PackSource, parts: Parts) -> ThdBatch | None:
-    """Returns the micro-batch whose trees have the most keys, every token labeled, with ids of 0;
-    None where nothing branches, and of a stream, whose packs are not known.
-    """
-    if not isinstance(data, PlannedPacks) or not data.has_trees:
-        return None
-    packs = data.packs_of(0)
-    size = parts.training.micro_batch_size
-    batches = (to_thd(join_packs([packs[i]] * size)) for i in range(min(len(packs), MOST_PACKS)))
-    batch = max(batches, key=lambda batch: int(batch.attention.segments.cu_k[-1]))
-    ids = torch.zeros_like(batch.input_ids)
-    return all_labeled(replace(batch, input_ids=ids, columns={}), parts)
-
-
-def most_work_of_towers(data: PackSource, parts: Parts) -> ThdBatch | None:
-    """Returns the micro-batch of the first epoch's packs whose images are the most work, every
-    token labeled; None where no document has one.
-    """
-    if not isinstance(data, PlannedPacks):
-        return None
-    packs = data.packs_of(0)
-    work = np.zeros(len(packs)) + packs.tower_flops()
-    if not work.any():
-        return None
-    most = np.argsort(work, kind="stable")[-parts.training.micro_batch_size :]
-    batch = to_thd(packs.__getitems__(most.tolist()).row)
-    return all_labeled(batch, parts)
-
-
-def all_labeled(batch: ThdBatch, parts: Parts) -> ThdBatch:
-    """Returns the batch with a label at each token, and what the loss asks for."""
-    ids = torch.zeros_like(batch.input_ids)
-    batch = replace(batch, labels=ids, label_rows=torch.arange(len(ids)))
-    return replace(batch, columns=batch.columns | parts.loss.example_columns(batch))
 
 
 def _memory(decided: Decided, by_arithmetic: str, batch: ThdBatch | None) -> str:

@@ -54,6 +54,7 @@ class Parts:
     training: TrainingConfig
     advanced: AdvancedConfig
     teacher: CausalLM | None = None  # a frozen second model
+    data: Any = None  # of whose packs the heaviest stand for a step that is counted
 
     @property
     def packed_sequence_size(self) -> int:

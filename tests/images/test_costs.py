@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +17,20 @@ from automodel_lite.config.schema import MeshConfig
 from automodel_lite.data.feeding.order import BatchShape, assign_packs, pack_costs
 from automodel_lite.data.packing.plan import plan_packs
 from automodel_lite.data.tokens.token_rows import TokenizedDocuments
-from automodel_lite.extras.dry_run import most_work_of_towers
+from automodel_lite.extras.plan.heaviest import most_work_of_towers
 from automodel_lite.extras.plan.simulation import simulate
 from automodel_lite.models.flops import CostModel
 from automodel_lite.models.layers import towers
 from automodel_lite.models.source import CausalLM
 from automodel_lite.parallel.mesh import MeshShape, init_mesh
 from automodel_lite.parts.datasets.mixture import MixedRows
+from automodel_lite.parts.images import counted_with
 from automodel_lite.parts.images.costs import TowerCosts
 from automodel_lite.parts.images.packs import document_flops
 from automodel_lite.parts.images.tower import encode
 from automodel_lite.telemetry.metrics import count_own, counts_of
+from automodel_lite.training.decide import decide
+from automodel_lite.training.memory import SLACK
 from automodel_lite.training.plan import build_parts
 from tests.images.families import write_chats, write_model
 from tests.images.test_exact import batches_of, config_of_images, data_of
@@ -156,3 +160,32 @@ def test_a_step_with_images_is_counted_with_inputs_on_the_host(folder: Path) -> 
         model_config = parts.model.config(data.tokenizer)
         peaks.append(simulate(parts, model_config, MeshShape(1, 1, 1), batch).peaks["forward"])
     assert 0 < peaks[1] <= peaks[0]
+
+
+@pytest.mark.system
+def test_recomputation_is_chosen_with_the_images(folder: Path) -> None:
+    """On a GPU that holds the step without its trained tower, and not with it, layers are recomputed."""
+    if "qwen3_vl" not in folder.name:
+        pytest.skip("one family is enough")
+    config = config_of_images(
+        folder,
+        "model.train_towers=true",
+        "training.precision=fp32",
+        "packed_sequence.packed_sequence_size=128",
+    )
+    parts = build_parts(config)
+    data = data_of(config)
+    model_config = parts.model.config(data.tokenizer)
+    shape = MeshShape(1, 1, 1)
+    plain = replace(parts, training=replace(parts.training, activation_checkpointing="none"))
+    batch = most_work_of_towers(data, plain)
+    text, seen = (simulate(plain, model_config, shape, x).peak for x in (None, batch))
+    assert seen > 1.2 * text
+    between = (text + seen) // 2 + SLACK
+    decisions = [
+        decide(one, data.tokenizer, shape, torch.device("cpu"), gpu=between)
+        for one in (parts, counted_with(parts, data))
+    ]
+    chosen = [one.training.activation_checkpointing for one in decisions]
+    assert chosen[0] == "none"
+    assert chosen[1] != "none"

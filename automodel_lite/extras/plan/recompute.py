@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from automodel_lite.data.feeding.order import batch_shape
 from automodel_lite.errors import one_line
+from automodel_lite.extras.plan.heaviest import heaviest_batch
 from automodel_lite.extras.plan.simulation import (
     CountError,
     LayerPattern,
@@ -107,7 +108,9 @@ def choose_recomputation(plan: Decided, gpu: int, adapter: int | None) -> tuple[
     gathered = replace(plain, advanced=replace(plain.advanced, reshard_after_forward=False))
     asks = plan.advanced.reshard_after_forward == "auto" and plan.strategy == "fsdp"
     kept = estimate_memory(plain, adapter).total
-    if _CERTAIN * kept <= capacity:
+    batch = heaviest_batch(plan)
+    # the formulas know no images
+    if (batch is None or batch.images is None) and _CERTAIN * kept <= capacity:
         fits = asks and _CERTAIN * kept + plan.dtype.itemsize * plan.size.parameters <= capacity
         chosen = gathered if fits else plain
         return (
@@ -117,9 +120,9 @@ def choose_recomputation(plan: Decided, gpu: int, adapter: int | None) -> tuple[
         )
     try:
         pattern = layer_pattern(plan.config)
-        found = least_recomputation(plan, capacity, pattern, adapter)
+        found = least_recomputation(plan, capacity, pattern, adapter, batch)
         if found is not None and asks and found[0] == plain:
-            step = simulate_by_layers(gathered, plan.config, plan.shape, pattern)
+            step = simulate_by_layers(gathered, plan.config, plan.shape, pattern, batch)
             found = (gathered, step) if step.peak <= capacity else found
     except (NotImplementedError, CountError) as error:
         return with_recomputation(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,6 +13,7 @@ from automodel_lite.data.feeding.source import PackSource
 from automodel_lite.errors import ConfigError
 from automodel_lite.parallel.mesh import Mesh
 from automodel_lite.training.build import BuiltModel
+from automodel_lite.training.plan import AnyParts
 
 if TYPE_CHECKING:
     from automodel_lite.parts.images.show import Picture
@@ -44,6 +46,11 @@ def images_lines(data: PackSource) -> list[tuple[str, str]]:
         f"({num_places / max(1, rows.num_tokens):.0%}), text is {num_text:,}"
     )
     return [("images", text)]
+
+
+def counted_with(parts: AnyParts, data: PackSource) -> AnyParts:
+    """Returns the parts with the data whose images count in the memory of a step."""
+    return replace(parts, data=data)
 
 
 def shown_pictures(data: PlannedPacks, row: Mapping[str, np.ndarray]) -> list[Picture]:

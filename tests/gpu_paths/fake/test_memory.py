@@ -12,7 +12,7 @@ import torch
 
 from automodel_lite.config.check import check_config
 from automodel_lite.data.prepare import check_sizes, prepare_data
-from automodel_lite.extras.dry_run import most_branched
+from automodel_lite.extras.plan.heaviest import most_branched
 from automodel_lite.extras.plan.simulation import simulate
 from automodel_lite.parallel.mesh import mesh_shape
 from automodel_lite.training.decide import decide
