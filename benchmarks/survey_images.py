@@ -47,10 +47,10 @@ from automodel_lite.errors import ConfigError
 from automodel_lite.models.layers import output_head, text_decoder
 from automodel_lite.models.loss import CrossEntropy, FusedLinearCrossEntropy, LossModel
 from automodel_lite.models.source import describe
-from automodel_lite.parts.images.ahead import TYPES, ahead_of, find_rules, let_see
+from automodel_lite.parts.images.ahead import TYPES, ahead_of, find_rules
 from automodel_lite.parts.images.probe import check_family, check_forward, check_images_apart
 from automodel_lite.parts.images.tokens import check_tower, rope_shifts
-from automodel_lite.parts.images.tower import PackedImages, accepted_names, placed_fields
+from automodel_lite.parts.images.tower import PackedImages, placed_fields
 from automodel_lite.thd import IGNORE_INDEX, ThdBatch, stream_of, to_thd
 from benchmarks.image_families import (
     FAMILIES,
@@ -72,6 +72,8 @@ EXACT, EXACT_LOSS = 1e-5, 1e-6
 EXACT_FP64, NEARLY_FP64 = 1e-9, 1e-6
 LARGEST_OWN = 1e-4
 KINDS = ("language", "projector", "tower")
+_SWITCHES = {"return_dict", "output_hidden_states", "vision_feature_layer"}
+_SWITCHES |= {"vision_feature_select_strategy"}
 BYTES, SECONDS = 12 << 30, 240
 PROJECTING = re.compile(
     "projector|merger|connector|aligner|newline|embed_vision|resampler|adapter|projection|qformer|perceiver|embedder"
@@ -79,6 +81,21 @@ PROJECTING = re.compile(
 _BATCH_NORMS = "its stand-in for the tower has batch norms, which mix images"
 EVALUATED = {"gemma3n": _BATCH_NORMS, "fast_vlm": _BATCH_NORMS}
 """Families that are compared in evaluation mode."""
+
+
+def accepted_names(lm: Any) -> set[str]:
+    """Returns the names of what the towers take, without switches."""
+    known = inspect.signature(lm.base_model.get_image_features).parameters
+    return {n for n, p in known.items() if p.kind is not p.VAR_KEYWORD} - _SWITCHES
+
+
+def let_see(lm: transformers.PreTrainedModel) -> None:
+    """Lets the layers of a language model whose prompts see themselves run on a kernel, which is
+    told what each token sees.
+    """
+    for module in text_decoder(lm).modules():
+        if vars(module).get("is_causal") is False:
+            module.is_causal = True  # type: ignore[assignment]
 
 
 @dataclass

@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -105,10 +106,20 @@ class SizeTable:
         if not self.has_keys:
             return None
         try:
-            counted = self.own._get_num_multimodal_tokens(image_sizes=[(height, width)])
+            counted = self._counting._get_num_multimodal_tokens(image_sizes=[(height, width)])
         except Exception:  # not there, or of sizes that a family's code has not thought of
             return None
         return (*counted.num_image_tokens, *counted.num_image_patches), self.resized(width, height)
+
+    @cached_property
+    def _counting(self) -> Any:
+        """The processor with its settings merged once: that is most of what a count takes."""
+        counting = copy(self.own)
+        merged = counting._merge_kwargs()
+        counting._merge_kwargs = lambda *given, **options: {
+            name: copy(settings) for name, settings in merged.items()
+        }
+        return counting
 
     def _asked(self, width: int, height: int) -> ImageTokens:
         """Returns what the processor makes of a blank image."""
@@ -134,6 +145,10 @@ class _Resized(Exception):
     """The size to which an image processor resizes an image first."""
 
 
+class _Checked(Exception):
+    """The settings of an image processor, completed and checked."""
+
+
 def resize_question(own: Any) -> Callable[[int, int], tuple[int, int] | None]:
     """Returns what tells, of a size, to which one the family's code resizes it first; nothing is
     computed. None: it does not say.
@@ -147,16 +162,28 @@ def resize_question(own: Any) -> Callable[[int, int], tuple[int, int] | None]:
     def resize(self: Any, image: Any, size: Any, *args: Any, **kwargs: Any) -> Any:
         raise _Resized(size.height, size.width)
 
+    def check(self: Any, images: Any, *args: Any, **kwargs: Any) -> Any:
+        raise _Checked(kwargs)
+
     # behind the family's class, which computes the size, and before the library's, which resizes
     first = type("First", (backends[0],), {"resize": resize})
     asked = copy(processor)
     asked.__class__ = type("Asked", (kind, first), {})
     how = own._merge_kwargs(tokenizer_init_kwargs={})["images_kwargs"]
+    how = {**how, "input_data_format": "channels_last"}
+    ask: Callable[..., Any] = partial(asked, **how)
+    checking = copy(processor)
+    checking.__class__ = type("Checking", (kind,), {"_preprocess_image_like_inputs": check})
+    try:
+        checking([_unseen(1, 1)], **how)
+    except _Checked as found:  # once for all sizes
+        ask = partial(asked._preprocess_image_like_inputs, **found.args[0])
+    except Exception:  # of what a family's code has not thought of
+        return lambda width, height: None
 
     def resized(width: int, height: int) -> tuple[int, int] | None:
-        image = np.broadcast_to(np.uint8(0), (height, width, 3))
         try:
-            asked([image], **{**how, "input_data_format": "channels_last"})
+            ask([_unseen(width, height)])
         except _Resized as found:
             return None if None in found.args else found.args
         except Exception:  # of what a family's code has not thought of
@@ -164,3 +191,8 @@ def resize_question(own: Any) -> Callable[[int, int], tuple[int, int] | None]:
         return None
 
     return resized
+
+
+def _unseen(width: int, height: int) -> np.ndarray:
+    """Returns an image of which nobody reads a pixel."""
+    return np.broadcast_to(np.uint8(0), (height, width, 3))

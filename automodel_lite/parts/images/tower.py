@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import transformers
@@ -133,16 +134,6 @@ class PackedImages(TowerInputs):
         return replace(self, rows=own, types=types, seen={}, exchange=exchange)
 
 
-def accepted_names(lm: Any) -> set[str]:
-    """Returns the names of what the towers take, without switches."""
-    known = inspect.signature(lm.base_model.get_image_features).parameters
-    return {n for n, p in known.items() if p.kind is not p.VAR_KEYWORD} - _SWITCHES
-
-
-_SWITCHES = {"return_dict", "output_hidden_states", "vision_feature_layer"}
-_SWITCHES |= {"vision_feature_select_strategy"}
-
-
 def encode(lm: transformers.PreTrainedModel, images: PackedImages) -> Any:
     """Runs the towers on this rank's images at once; returns their output with the rows of its
     placeholders.
@@ -163,9 +154,14 @@ def encode(lm: transformers.PreTrainedModel, images: PackedImages) -> Any:
     return put([part.index_select(0, images.rows) for part in parts])
 
 
+_PATCHES: WeakKeyDictionary[nn.Module, list[nn.Conv3d]] = WeakKeyDictionary()
+
+
 def _patch_embeddings(lm: transformers.PreTrainedModel) -> list[nn.Conv3d]:
-    """Returns convolutions whose kernel steps by its own size."""
-    return [
+    """Returns convolutions whose kernel steps by its own size; looks for them once."""
+    if lm in _PATCHES:
+        return _PATCHES[lm]
+    _PATCHES[lm] = [
         module
         for tower in towers(lm)
         for module in tower.modules()
@@ -174,6 +170,7 @@ def _patch_embeddings(lm: transformers.PreTrainedModel) -> list[nn.Conv3d]:
         and module.groups == 1
         and "forward" not in vars(module)
     ]
+    return _PATCHES[lm]
 
 
 def _embed_patches(conv: nn.Conv3d, patches: Tensor) -> Tensor:
