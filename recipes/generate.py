@@ -41,8 +41,8 @@ def main(argv: list[str] | None = None) -> int:
         raise ConfigError(
             "--prompts in.jsonl and --out out.jsonl must be given together, without a prompt."
         )
-    if args.image and (args.prompt is None or args.raw):
-        raise ConfigError("--image stands before a prompt: give one, without --raw.")
+    if args.image and args.prompt is None:
+        raise ConfigError("--image stands before a prompt: give one.")
     if args.out and args.out.exists():
         raise ConfigError(f"--out {args.out} exists already: choose another file.")
 
@@ -56,13 +56,7 @@ def main(argv: list[str] | None = None) -> int:
         quiet_libraries()
         generator = load_generator(folder, args.trust_remote_code)
     set_seed(args.seed)
-    if args.image:
-        from automodel_lite.parts.images.answer import answer  # with Pillow
-
-        messages = [*_system(args), {"role": "user", "content": args.prompt}]
-        limits = (args.max_new_tokens, args.temperature)
-        print(answer(generator, folder, messages, args.image, *limits))
-    elif args.prompts:
+    if args.prompts:
         answer_file(generator, args)
     else:
         chat(generator, args)
@@ -114,7 +108,11 @@ def chat(generator: Generator, args: argparse.Namespace) -> None:
     messages = _system(args)
     prompts = [args.prompt] if args.prompt is not None else iter(_ask, "")
     for prompt in prompts:
-        messages.append({"role": "user", "content": prompt})
+        said: Any = prompt
+        if args.image:
+            images = [{"type": "image", "image": path} for path in args.image]
+            said = [*images, {"type": "text", "text": prompt}]
+        messages.append({"role": "user", "content": said})
         (answer,) = generator.answers(
             [messages],
             max_new_tokens=args.max_new_tokens,
@@ -134,8 +132,8 @@ def answer_file(generator: Generator, args: argparse.Namespace) -> None:
     )
 
     # and a bad row is named before the first answer
-    num_rows = sum(1 for _ in read_questions(args.prompts))
-    rows = read_questions(args.prompts)
+    num_rows = sum(1 for _ in read_questions(args.prompts, generator))
+    rows = read_questions(args.prompts, generator)
     with (
         Progress("answering", num_rows, "questions") as progress,
         args.out.open("x", encoding="utf-8") as file,
@@ -151,9 +149,10 @@ def answer_file(generator: Generator, args: argparse.Namespace) -> None:
     print(f"{num_rows:,} answers written to {args.out}")
 
 
-def read_questions(path: str) -> Iterator[tuple[dict[str, Any], Question]]:
+def read_questions(path: str, generator: Generator) -> Iterator[tuple[dict[str, Any], Question]]:
     """Yields the rows of a file, and what each asks: `messages`, `prompt`, `question` or
-    `instruction`, or a `text` to go on with. An answer beside it is the expected one.
+    `instruction`, or a `text` to go on with, with its images where the model sees them. An answer
+    beside it is the expected one.
 
     Raises ConfigError for columns of no known format, DataError for a row that does not fit.
     """
@@ -161,26 +160,35 @@ def read_questions(path: str) -> Iterator[tuple[dict[str, Any], Question]]:
     from automodel_lite.data.reading.documents import question_of
     from automodel_lite.data.reading.files import ReadOptions, open_rows, sniff_columns
     from automodel_lite.data.reading.readers import placed
+    from automodel_lite.models.layers import towers
+    from automodel_lite.parts.evaluation.questions import with_images
 
     source = open_rows(path, None, "train", "--prompts", ReadOptions(text_unit="line"))
-    columns = sniff_columns(placed(source.rows), f"{source.description}: the file")
+    rows: Any = source.rows
+    sees = bool(towers(generator.model))
+    if sees:
+        from automodel_lite.parts.images.dataset import marked_rows, placed_images  # with Pillow
+
+        rows = marked_rows(source)
+    columns = sniff_columns(placed(rows), f"{source.description}: the file")
     try:
         detected = detect(columns, None, None)
         missing: Sequence[str] = ()
     except ConfigError:
         missing = [name for name in ("completion", "output", "answer") if name not in columns]
         detected = detect([*columns, *missing], None, None)
-    for index in range(len(source.rows)):
-        row = source.rows[index]
+    for index in range(len(rows)):
+        row = rows[index]
         question = question_of(
-            detected.document({**dict.fromkeys(missing, ""), **row}, source.rows.where(index))
+            detected.document({**dict.fromkeys(missing, ""), **row}, rows.where(index))
         )
         if question is None:
             raise ConfigError(
                 f"--prompts {path}: {detected.description} has no question: it needs prompt or "
                 "messages."
             )
-        yield row, question
+        images = placed_images(rows, index) if sees else []
+        yield source.rows[index], with_images(question, images)
 
 
 def asked_by(question: Question, args: argparse.Namespace) -> Question:

@@ -16,6 +16,7 @@ from transformers.models.auto.image_processing_auto import (
     get_image_processor_class_from_name,
 )
 
+from benchmarks.image_families import PROCESSED_AS
 from benchmarks.tiny_models import SPECIAL, random_model, tiny_config
 
 TEMPLATE = """{% for m in messages %}<|{{ m['role'] }}|>{% if m['content'] is string %}{{ m['content'] }}{% else %}\
@@ -50,6 +51,21 @@ FAMILIES: dict[str, tuple[str, str, dict[str, str]]] = {
         },
     ),
 }
+# of which tests name those that they need
+MORE: dict[str, tuple[str, str, dict[str, str]]] = {
+    "qwen3_vl_moe": FAMILIES["qwen3_vl"],
+    "paligemma": PLAIN,
+    "glm4v": ("<|image|>", "<|begin_of_image|><|image|><|end_of_image|>", {}),
+    "aya_vision": (
+        "<|IMG_PATCH|>",
+        "<image>",
+        {
+            "start_token": "<|START_OF_IMG|>",
+            "end_token": "<|END_OF_IMG|>",
+            **{f"tile_{i}": f"TILE_{i}" for i in ("GLOBAL", 1, 2, 3)},
+        },
+    ),
+}
 _MODELS: dict[str, dict[str, Any]] = {
     "llava_next": {"image_grid_pinpoints": GRIDS},
     "gemma3": {"mm_tokens_per_image": 4, "vision_config": {"image_size": 56}},
@@ -65,9 +81,13 @@ _PROCESSORS: dict[str, dict[str, Any]] = {
     },
     "gemma3": {"size": {"height": 56, "width": 56}},
     "internvl": {"size": {"height": 28, "width": 28}, "max_patches": 3, "crop_to_patches": True},
+    "paligemma": {"size": {"height": 28, "width": 28}, "image_seq_length": 4},
+    "glm4v": {"patch_size": 14, "size": {"shortest_edge": 1568, "longest_edge": 6272}},
+    "aya_vision": {"size": {"height": 28, "width": 28}, "max_patches": 3, "crop_to_patches": True},
 }
 _SETTINGS: dict[str, dict[str, Any]] = {
     "gemma3": {"image_seq_length": 4},
+    "aya_vision": {"patch_size": 14, "img_size": 28, "downsample_factor": 2},
     "llava_next": {
         "patch_size": 14,
         "vision_feature_select_strategy": "default",
@@ -78,9 +98,10 @@ _SETTINGS: dict[str, dict[str, Any]] = {
 
 def write_model(family: str, folder: Path, seed: int = 0) -> Path:
     """Writes a family's tiny model, whose placeholder is a token of its tokenizer."""
-    token, written, named = FAMILIES[family]
+    token, written, named = {**FAMILIES, **MORE}[family]
     specials = ["<pad>", "<s>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>", token]
     specials += ["<|vision_start|>", "<|vision_end|>", "<|video_pad|>", *named.values()]
+    specials += ["<|begin_of_image|>", "<|end_of_image|>", "<|video|>", "<image>"]
     specials += ["<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
     specials += [f"<row_{i}_col_{j}>" for i in (1, 2) for j in (1, 2)]
     vocab = {word: i for i, word in enumerate(dict.fromkeys([*specials, *WORDS, "\n", " "]))}
@@ -115,10 +136,11 @@ def write_model(family: str, folder: Path, seed: int = 0) -> Path:
         if name in vars(config):
             setattr(config, name, ids[value])
     random_model(config, seed).save_pretrained(folder)
-    names = IMAGE_PROCESSOR_MAPPING_NAMES[family]
+    processed_as = PROCESSED_AS.get(family, family)
+    names = IMAGE_PROCESSOR_MAPPING_NAMES[processed_as]
     kind = get_image_processor_class_from_name(names["pil"])
     vision = config.vision_config
-    made = kind(**_PROCESSORS[family])
+    made = kind(**_PROCESSORS[processed_as])
     made.save_pretrained(folder)
     settings = dict(_SETTINGS.get(family, {}))
     if family in ("internvl", "idefics3"):

@@ -113,7 +113,7 @@ def check_same(model: LossModel, got: Tensor, plain: Any, want: Tensor) -> None:
 def with_columns(model: LossModel, batch: ThdBatch, values: Callable[..., Tensor]) -> Tensor:
     """What a model finds of each label, at its place in the stream: [T, K]."""
     found = model.values(batch, values)
-    return found.new_zeros(batch.num_tokens, found.shape[1]).index_copy(0, batch.label_rows, found)
+    return found.new_zeros(len(batch.labels), found.shape[1]).index_copy(0, batch.label_rows, found)
 
 
 def log_probs(logits: Tensor, labels: Tensor) -> Tensor:

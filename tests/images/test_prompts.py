@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,17 @@ from transformers import AutoModelForImageTextToText
 
 from automodel_lite.errors import ConfigError
 from automodel_lite.extras.report import pieces_of
+from automodel_lite.parts.evaluation.exact_match import asked_by
+from automodel_lite.parts.evaluation.generator import Generator
+from automodel_lite.parts.images.answer import inputs_of
 from automodel_lite.parts.images.tokens import ImageProcessor
+from automodel_lite.training.evaluation import questions_of
+from recipes import generate, train_ft
 from tests.attention.hybrids import InFloat64
-from tests.images.families import write_chats, write_model
+from tests.images.families import draw, write_chats, write_model
 from tests.images.test_exact import config_of_images, data_of, packed_model
 from tests.images.test_trees import others
+from tests.runs import config_of
 
 
 def config_of_prompt(folder: Path, prompt: str) -> object:
@@ -54,6 +61,72 @@ def test_an_answer_goes_on_as_plain_transformers_does(
                 want = plain(**inputs, use_cache=False).logits[0, -1]
                 got = model.logits(stream(ids + more), num_last=1)[-1]
             torch.testing.assert_close(got, want, rtol=0, atol=1e-9)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two chats that only their pictures tell apart, one of text, and one whose picture is gone."""
+    made = tmp_path_factory.mktemp("questions")
+    lines = []
+    for row, said in enumerate(["x", "y", "n", "lost"]):
+        asked: list[dict[str, str]] = [{"type": "text", "text": "what?"}]
+        if row != 2:
+            asked.insert(0, {"type": "image", "image": f"{row}.png"})
+        if row < 2:
+            draw(made / f"{row}.png", 60, 122, seed=row)
+        messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
+        lines.append(json.dumps({"messages": messages}))
+    (made / "chats.jsonl").write_text("\n".join(lines))
+    return write_model("qwen3_vl", made)
+
+
+LOST = ["dataset.bad_image=drop", "tokenize.max_bad_frac=0.5", "evaluation=exact_match"]
+
+
+def test_questions_bring_their_images(folder: Path) -> None:
+    """Those of the documents, read as a prompt of the same text and image is."""
+    data = data_of(config_of_images(folder, *LOST))
+    asked = list(questions_of(data.documents))
+    assert [question.answer for question in asked] == ["x", "y", "n", "lost"]
+    shown = [f"![]({folder}/0.png)what?", f"![]({folder}/1.png)what?", "what?"]
+    assert [asked_by(question) for question in asked[:3]] == shown
+    model = AutoModelForImageTextToText.from_pretrained(folder)
+    generator = Generator(model, data.tokenizer, str(folder))
+    for question, prompt in zip(asked[:2], shown):
+        ids, _ = data.packer.prompt(data.job, prompt)
+        inputs = inputs_of(generator, question.messages)
+        assert inputs["input_ids"][0].tolist() == ids
+        assert generator.refusal(question.messages) == ""
+    assert "image 3.png cannot be read" in generator.refusal(asked[3].messages)
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("mixed", [False, True], ids=["files", "mixture"])
+def test_held_out_questions_are_answered_by_what_is_seen(
+    mixed: bool, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    how = ["training.max_steps=60", "optimizer.lr=0.01", "training.num_threads=1", *LOST]
+    how += [f"output_dir={tmp_path}", "model.train_towers=true", "dataset.bad_image=drop"]
+    if mixed:
+        images = "_target_: automodel_lite.parts.images.dataset.ImageFiles"
+        one = f"{{dataset: {{{images}, path: {folder}/chats.jsonl, bad_image: drop}}}}"
+        how = [each for each in how if not each.startswith("dataset.")]
+        how += ["dataset=mixture", f"dataset.sources={{one: {one}}}"]
+        config = config_of("finetune", tmp_path, "name=x", f"model.pretrained={folder}", *how)
+    else:
+        config = config_of_images(folder, *how)
+    assert train_ft.main(config) == 0
+    screen = capsys.readouterr().out
+    assert "held-out questions: 3 of 3 exactly right" in screen, screen[-3000:]
+    assert "3.png)what? (image 3.png cannot be read" in screen
+    asked = tmp_path / "asked.jsonl"
+    asked.write_text("\n".join((folder / "chats.jsonl").read_text().splitlines()[:3]))
+    for row in range(2):
+        (tmp_path / f"{row}.png").write_bytes((folder / f"{row}.png").read_bytes())
+    out = tmp_path / "out.jsonl"
+    assert generate.main([str(tmp_path), "--prompts", str(asked), "--out", str(out)]) == 0
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["generated"] for row in rows] == ["x", "y", "n"]
 
 
 def test_a_prompt_without_its_image_is_refused_at_the_start(tmp_path: Path) -> None:

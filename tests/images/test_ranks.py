@@ -126,6 +126,12 @@ def test_two_ranks_of_other_layouts(
 
 
 @pytest.mark.system
+@pytest.mark.parametrize("folder", ["qwen3_vl_moe"], indirect=True)
+def test_experts_of_two_ranks(folder: Path, tmp_path: Path) -> None:
+    check_two_ranks(folder, tmp_path, "mesh.ep=2", TRAINED)
+
+
+@pytest.mark.system
 def test_a_run_goes_on_bit_for_bit(folder: Path, tmp_path: Path) -> None:
     how = ["model.train_towers=true", "dataloader.num_workers=2"]
     whole = run(folder, tmp_path / "whole", *how)

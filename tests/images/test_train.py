@@ -224,3 +224,11 @@ def test_towers_that_no_data_reach_are_refused(folder: Path, tmp_path: Path) -> 
     more = ["dataset=files", f"dataset.path={text}", "model.train_towers=true"]
     with pytest.raises(ConfigError, match=r"model.train_towers=true trains what only images reach"):
         train(folder, tmp_path / "run", *more)
+
+
+@pytest.mark.system
+def test_a_family_whose_prompts_see_themselves_is_refused(tmp_path: Path) -> None:
+    write_chats(tmp_path, num=4)
+    write_model("paligemma", tmp_path)
+    with pytest.raises(ConfigError, match="this family is not supported"):
+        train(tmp_path, tmp_path / "run")

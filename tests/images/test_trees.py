@@ -120,7 +120,9 @@ def check_shared(folder: Path, tree: str) -> tuple[list[int], Any]:
     return tokens, batch.columns["image"]
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", *others("idefics3", "qwen3_5", "gemma3")])
+@pytest.mark.parametrize(
+    "family", ["qwen3_vl", *others("idefics3", "qwen3_5", "gemma3", "glm4v", "aya_vision")]
+)
 def test_answers_to_one_image_share_it(family: str, tmp_path: Path) -> None:
     write_model(family, tmp_path)
     write_rows(tmp_path, "ab")
@@ -129,7 +131,9 @@ def test_answers_to_one_image_share_it(family: str, tmp_path: Path) -> None:
     assert tokens[1] < 0.5 * tokens[0]
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", *others("gemma3", "internvl", "llava_next")])
+@pytest.mark.parametrize(
+    "family", ["qwen3_vl", *others("gemma3", "internvl", "llava_next", "glm4v", "aya_vision")]
+)
 def test_turns_share_the_images_before_them(family: str, tmp_path: Path) -> None:
     write_model(family, tmp_path)
     write_turns(tmp_path)
@@ -138,7 +142,9 @@ def test_turns_share_the_images_before_them(family: str, tmp_path: Path) -> None
     assert len(image[image > 0].unique()) == 2 * 3
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", *others("gemma3", "idefics3")])
+@pytest.mark.parametrize(
+    "family", ["qwen3_vl", *others("gemma3", "idefics3", "glm4v", "aya_vision")]
+)
 def test_questions_of_other_rows_share_their_own_image(family: str, tmp_path: Path) -> None:
     """Two images of one size have the same placeholders."""
     write_model(family, tmp_path)

@@ -56,8 +56,7 @@ class ExactMatch:
         # One that the model cannot be asked ends no run, and is not counted as wrong.
         refusals = [generator.refusal(q.messages, q.is_chat, q.tools) for q in questions]
         refused = [
-            f"  not asked: question {number}, {one_line(str(question.messages[-1]['content']), 60)}"
-            f" ({reason})"
+            f"  not asked: question {number}, {one_line(asked_by(question), 60)} ({reason})"
             for number, (question, reason) in enumerate(zip(questions, refusals), start=1)
             if reason
         ]
@@ -75,18 +74,24 @@ class ExactMatch:
         lines += refused
         for number, question in enumerate(questions[: self.num_shown]):
             mark = "right" if is_right[number] else f"wrong, expected {expected[number]!r}"
-            lines.append(
-                f"  Q: {question.messages[-1]['content']}\n  A: {given[number]}   ({mark})"
-            )
+            lines.append(f"  Q: {asked_by(question)}\n  A: {given[number]}   ({mark})")
         row: dict[str, Any] = {"answers_right": sum(is_right), "answers": len(questions)}
         row |= {"answers_refused": len(refused)} if refused else {}
         row |= {f"score/{name}": score for name, score in scores.items()}
         # for the report
         for question, answer, wanted, right in zip(questions, given, expected, is_right):
-            row[f"text/{question.messages[-1]['content']}"] = (
+            row[f"text/{asked_by(question)}"] = (
                 answer if right else f"{answer}  (expected: {wanted})"
             )
         return "\n".join(lines), row
+
+
+def asked_by(question: Question) -> str:
+    """Returns the last turn of a question, in which an image is `![](a.png)`."""
+    content = question.messages[-1]["content"]
+    if isinstance(content, list):
+        return "".join(part.get("text") or f"![]({part['image']})" for part in content)
+    return str(content)
 
 
 def answers_to(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -32,14 +32,20 @@ from automodel_lite.models.source import (
 )
 
 _PROBE_TOKENS = 12
+_INPUTS_OF_IMAGES = "automodel_lite.parts.images.answer.inputs_of"
+_PROCESSOR = "automodel_lite.parts.images.answer.processor_of"
 
 
 @dataclass(frozen=True)
 class Generator:
-    """A model and its tokenizer, ready to answer."""
+    """A model and its tokenizer, ready to answer.
+
+    source  folder or hub name, of whose processor images are read
+    """
 
     model: transformers.PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
+    source: str = ""
 
     @torch.no_grad()
     def answers(
@@ -59,19 +65,27 @@ class Generator:
         tools     of each chat, for its template
         write     gets the pieces of a single chat's answer as they come
         One at a time where padding would change an answer: a model that runs over it, or no room
-        for it.
+        for it; and chats with images, whose contents are lists of parts.
 
         Raises ConfigError for a prompt that is empty or longer than the model's positions, and for
         one that its chat template or its embedding does not take.
         """
-        prompts = [
-            torch.tensor(prompt_ids(self.tokenizer, chat, is_chat, own))
-            for chat, own in zip(chats, tools or [None] * len(chats))
-        ]
-        # Left padding moves positions: an answer that ends at the model's length would be cut short
-        # by its neighbor.
-        has_room = min(map(self._room_tokens, prompts)) >= max_new_tokens
-        is_batch = len(prompts) == 1 or (has_room and self.takes_padding)
+        of_chats = tools or [None] * len(chats)
+        if any(map(has_images, chats)):
+            read = locate(_INPUTS_OF_IMAGES)
+            batches = [read(self, chat, is_chat, own) for chat, own in zip(chats, of_chats)]
+        else:
+            prompts = [
+                torch.tensor(prompt_ids(self.tokenizer, chat, is_chat, own))
+                for chat, own in zip(chats, of_chats)
+            ]
+            # Left padding moves positions: an answer that ends at the model's length would be cut
+            # short by its neighbor.
+            has_room = min(map(self._room_tokens, prompts)) >= max_new_tokens
+            is_batch = len(prompts) == 1 or (has_room and self.takes_padding)
+            batches = [
+                self._padded(batch) for batch in ([prompts] if is_batch else [[p] for p in prompts])
+            ]
         streamer: Any = None
         if write:  # gets the text as soon as it is whole words
             streamer = TextStreamer(
@@ -87,9 +101,8 @@ class Generator:
         )
         generate = cast(Any, self.model.generate)
         answers = list[str]()
-        for batch in [prompts] if is_batch else [[ids] for ids in prompts]:
-            inputs = self._padded(batch)
-            room = min(max_new_tokens, *map(self._room_tokens, batch))
+        for inputs in batches:
+            room = min(max_new_tokens, *map(self._room_tokens, inputs["input_ids"]))
             output = generate(**inputs, max_new_tokens=room, streamer=streamer, **choice)
             # Prompts are padded on the left, so that all answers begin at the same column.
             new = output[:, inputs["input_ids"].shape[1] :]
@@ -101,10 +114,19 @@ class Generator:
     ) -> str:
         """Returns why `answers` would refuse this chat; empty where it would not."""
         try:
-            self._room_tokens(torch.tensor(prompt_ids(self.tokenizer, chat, is_chat, tools)))
+            if has_images(chat):
+                ids = locate(_INPUTS_OF_IMAGES)(self, chat, is_chat, tools)["input_ids"][0]
+            else:
+                ids = torch.tensor(prompt_ids(self.tokenizer, chat, is_chat, tools))
+            self._room_tokens(ids)
         except ConfigError as error:
             return str(error)
         return ""
+
+    @cached_property
+    def processor(self) -> Any:
+        """The processor of images."""
+        return locate(_PROCESSOR)(self)
 
     @cached_property
     def takes_padding(self) -> bool:
@@ -159,6 +181,11 @@ class Generator:
                 "for prompt and answer together: shorten the prompt."
             )
         return int(positions) - len(ids)
+
+
+def has_images(chat: Sequence[Mapping[str, Any]]) -> bool:
+    """Returns whether a turn of a chat is a list of parts, as those with images are."""
+    return any(isinstance(turn["content"], list) for turn in chat)
 
 
 def prompt_ids(
@@ -218,4 +245,4 @@ def load_generator(source: str, trust_remote_code: bool = False, on_cpu: bool = 
             f"{source} runs its own code: review it, and allow it with --trust-remote-code."
         ) from None
     check_finite(model, source)
-    return Generator(model.eval().to("cuda" if has_gpu else "cpu"), tokenizer)
+    return Generator(model.eval().to("cuda" if has_gpu else "cpu"), tokenizer, source)

@@ -177,12 +177,3 @@ def _fill_with_zeros(described: transformers.PreTrainedModel) -> None:
             if buffer is not None:
                 zeros = torch.zeros((), dtype=buffer.dtype).expand(buffer.shape)
                 module._buffers[name] = zeros
-
-
-def let_see(lm: transformers.PreTrainedModel) -> None:
-    """Lets the layers of a language model whose prompts see themselves run on a kernel, which is
-    told what each token sees.
-    """
-    for module in text_decoder(lm).modules():
-        if vars(module).get("is_causal") is False:
-            module.is_causal = True  # type: ignore[assignment]

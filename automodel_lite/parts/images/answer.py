@@ -1,4 +1,4 @@
-"""What a trained model says to a prompt with images."""
+"""What a model gets of a chat with images, whose turns are lists of parts."""
 
 from __future__ import annotations
 
@@ -7,58 +7,98 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from automodel_lite.errors import ConfigError, DataError
+from automodel_lite.errors import ConfigError, DataError, one_line
 from automodel_lite.parts.evaluation.generator import Generator
+from automodel_lite.parts.evaluation.questions import parts_of
+from automodel_lite.parts.images.rows import PlacedImage
 from automodel_lite.parts.images.sources import ImageLimits, source_of
 from automodel_lite.parts.images.tokens import ImageProcessor
 
 
-@torch.no_grad()
-def answer(
+def processor_of(generator: Generator) -> ImageProcessor:
+    """Returns the processor of a model, or of an adapter's base."""
+    settings = Path(generator.source) / "adapter_config.json"
+    base = generator.source
+    if settings.is_file():
+        base = json.loads(settings.read_text())["base_model_name_or_path"]
+    return ImageProcessor(base, generator.model.config)
+
+
+def inputs_of(
     generator: Generator,
-    folder: str,
-    messages: Sequence[dict[str, Any]],
-    images: Sequence[str],
-    max_new_tokens: int = 256,
-    temperature: float = 0.0,
-) -> str:
-    """Returns the model's turn after a chat, before whose last turn the images stand.
+    chat: Sequence[dict[str, Any]],
+    is_chat: bool = True,
+    tools: list[Any] | None = None,
+) -> Any:
+    """Returns what the model gets of a chat, by its own processor.
 
-    folder  of the model, or of an adapter, or a hub name
-
-    Raises ConfigError for an image that cannot be read, and for a model without a processor.
+    An image is a part `{"type": "image", "image": ...}`: a `PlacedImage`, a path, an address or
+    bytes. Raises ConfigError for one that cannot be read, for a model without a processor, and for
+    a chat that its template does not take.
     """
-    settings = Path(folder) / "adapter_config.json"
-    base = (
-        json.loads(settings.read_text())["base_model_name_or_path"]
-        if settings.is_file()
-        else folder
-    )
-    processor = ImageProcessor(base, generator.model.config)
-    limits = ImageLimits(Path.cwd())
-    try:
-        pixels = [source_of(image, "image").pixels(limits) for image in images]
-    except DataError as error:
-        raise ConfigError(f"--image: {error}") from error
-    *before, last = messages
-    parts = [{"type": "image"} for _ in images] + [{"type": "text", "text": last["content"]}]
+    processor: ImageProcessor = generator.processor
+    turns = []
+    pixels = []
+    for turn in chat:
+        said = turn["content"]
+        parts = parts_of(said) if isinstance(said, str) else said
+        turns.append({**turn, "content": parts})
+        pixels += [pixels_of(part["image"]) for part in parts if part["type"] == "image"]
     template = generator.tokenizer.chat_template or processor.own.chat_template
-    text = generator.tokenizer.apply_chat_template(
-        [*before, {**last, "content": parts}],
-        chat_template=template,
-        tokenize=False,
-        add_generation_prompt=True,
-    )
-    # the template has brought its own special tokens, as in training
+    is_written = is_chat and template is not None
+    if is_written:
+        text = prompt_text(generator, template, turns, tools, processor.marker, len(pixels))
+    else:
+        text = text_of(turns[-1]["content"], processor.marker)
+    # a template has brought its own special tokens, as in training
     inputs = processor.own(
-        text=[text], images=pixels, return_tensors="pt", add_special_tokens=False
-    ).to(generator.model.device)
-    how: dict[str, Any] = {"do_sample": temperature > 0}
-    if temperature > 0:
-        how["temperature"] = temperature
-    generate: Any = generator.model.generate
-    output = generate(**inputs, max_new_tokens=max_new_tokens, **how)
-    new = output[0, inputs["input_ids"].shape[1] :]
-    return str(generator.tokenizer.decode(new, skip_special_tokens=True))
+        text=[text], images=pixels or None, return_tensors="pt", add_special_tokens=not is_written
+    )
+    return inputs.to(generator.model.device)
+
+
+def pixels_of(image: Any) -> Any:
+    """Decodes an image of a chat; raises ConfigError for one that cannot be read."""
+    try:
+        if isinstance(image, PlacedImage):
+            return image.source.pixels(image.limits)
+        return source_of(image, "image").pixels(ImageLimits(Path.cwd()))
+    except DataError as error:
+        raise ConfigError(str(error)) from error
+
+
+def prompt_text(
+    generator: Generator,
+    template: str,
+    turns: Sequence[dict[str, Any]],
+    tools: list[Any] | None,
+    marker: str,
+    num_images: int,
+) -> str:
+    """Renders a chat whose next turn is the model's: by its parts, or, where the template does not
+    take them, by its text with markers.
+    """
+    plain = [{**turn, "content": text_of(turn["content"], marker)} for turn in turns]
+    problem = ""
+    for chat in (turns, plain):
+        try:
+            how: dict[str, Any] = {
+                "chat_template": template,
+                "tokenize": False,
+                "add_generation_prompt": True,
+            }
+            text: Any = generator.tokenizer.apply_chat_template(list(chat), tools, **how)
+        except Exception as error:  # whatever a template does wrong
+            problem = problem or one_line(error)
+            continue
+        if text.count(marker) == num_images:
+            return str(text)
+        problem = f"it writes {text.count(marker)} of {num_images} images"
+    raise ConfigError(
+        f"the chat template refuses the prompt ({problem}): use the model's own template."
+    )
+
+
+def text_of(parts: Sequence[dict[str, Any]], marker: str) -> str:
+    """Returns what parts say, with a marker for each image."""
+    return "".join(marker if part["type"] == "image" else part["text"] for part in parts)

@@ -22,8 +22,9 @@ from automodel_lite.data.reading.readers import RawRows
 from automodel_lite.data.tokens.tokenize import Job
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.models.source import CausalLM
+from automodel_lite.parts.evaluation.questions import HeldOutQuestions
 from automodel_lite.parts.images.archives import index_archive, index_name
-from automodel_lite.parts.images.rows import ImageDocuments, MarkedRows
+from automodel_lite.parts.images.rows import ImageDocuments, MarkedRows, PlacedImage
 from automodel_lite.parts.images.sources import COLUMNS, FIRST_TEXTS, ImageLimits, sources_in
 from automodel_lite.parts.readers.tables import DatasetRows
 
@@ -35,12 +36,8 @@ BadImage = Annotated[str, OneOf(("error", "drop"))]
 
 
 @dataclass
-class ImageFiles(FilesDataset):
-    """Documents with images from files: JSON lines, JSON, CSV, Parquet, Arrow, WebDataset's
-    archives; or from the hub.
-
-    Raises ConfigError as `FilesDataset` does.
-    """
+class ImageSettings:
+    """How the images of a dataset are read."""
 
     # of relative paths of images; null = the folder of their data file
     image_dir: PathStr | None = None
@@ -50,6 +47,23 @@ class ImageFiles(FilesDataset):
     max_image_pixels: Positive | None = None
     bad_image: BadImage = "error"  # drop = leave such documents out, and count them as bad
     allow_remote: bool = False  # read images at addresses on the network
+
+    def limits_of_images(self) -> ImageLimits:
+        """Returns what an image may be, and where relative paths begin."""
+        folder = Path.cwd()
+        if self.image_dir is not None:
+            folder = Path(self.image_dir).expanduser().absolute()
+        drops_bad = self.bad_image == "drop"
+        return ImageLimits(folder, self.max_image_pixels, self.allow_remote, drops_bad)
+
+
+@dataclass
+class ImageFiles(ImageSettings, FilesDataset):
+    """Documents with images from files: JSON lines, JSON, CSV, Parquet, Arrow, WebDataset's
+    archives; or from the hub.
+
+    Raises ConfigError as `FilesDataset` does.
+    """
 
     sets: list[ImageDocuments] = field(init=False)
 
@@ -73,12 +87,7 @@ class ImageFiles(FilesDataset):
             self.val_path = self._indexed(self.val_path)
         super().__post_init__()
         self.path, self.val_path = given
-        folder = Path.cwd()
-        if self.image_dir is not None:
-            folder = Path(self.image_dir).expanduser().absolute()
-        limits = ImageLimits(
-            folder, self.max_image_pixels, self.allow_remote, self.bad_image == "drop"
-        )
+        limits = self.limits_of_images()
         self.sets = [ImageDocuments(self.train, 0, limits)]
         for number, documents in enumerate(self.val.values(), start=1):
             self.sets.append(ImageDocuments(documents, number, limits))
@@ -138,12 +147,27 @@ class ImageFiles(FilesDataset):
         ]
         adapted.train, *val = adapted.sets
         adapted.val = dict(zip(self.val, val))
+        adapted.questions = HeldOutQuestions(val or [adapted.train])
         adapted.identity += f"(processor {processor.own.to_json_string()}, set {len(others)})"
         made = image_job(job, processor)
         check_sample(made, adapted.sets[0])
         sets = [*others, *adapted.sets]
         costs = work_of_towers(config, processor, adapted.sets[0])
         return adapted, made, ImagePacker.of(packer, processor, sets, share_of(config), costs)
+
+
+def marked_rows(opened: OpenedRows) -> MarkedRows:
+    """Returns the rows of files with marks in place of images, whose relative paths begin beside
+    their file.
+    """
+    folders = tuple(path.absolute().parent for path in opened.paths)
+    return MarkedRows(undecoded(opened.rows), folders=folders)
+
+
+def placed_images(rows: MarkedRows, index: int) -> list[PlacedImage]:
+    """Returns the images of a row that is of no training data."""
+    limits = ImageLimits(Path.cwd())
+    return [PlacedImage(0, source, limits) for source in rows.images(index)]
 
 
 def undecoded(rows: RawRows) -> RawRows:
@@ -195,18 +219,9 @@ def check_settings(config: Config, packer: Packer) -> None:
         except DataError as error:
             problem = str(error).rpartition(": ")[0]  # without the cure for data
             raise ConfigError(f"samples.prompts: {problem}: name another file.") from error
-    if config.evaluation:
-        raise ConfigError(
-            "evaluation asks questions of text alone, and the data have images: set "
-            "evaluation=none."
-        )
     cuts = packer.overlong in ("truncate", "split") or packer.cuts_documents
     if cuts:
         raise ConfigError(
             f"packed_sequence.strategy={packer.strategy} overlong={packer.overlong} would cut "
             "images: use exact_fill, best_fit or next_fit, and overlong=drop or error."
-        )
-    if config.mesh.ep > 1:
-        raise ConfigError(
-            f"mesh.ep={config.mesh.ep} with images is not supported: use mesh.dp_shard or mesh.cp."
         )

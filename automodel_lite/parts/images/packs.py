@@ -124,6 +124,7 @@ class ImagePacker(Packer):
         pictures = Pictures([source.pixels(limits) for source in sources])
         grids = [tokens.grid for *_, tokens in rendering.images]
         rule = getattr(self.processor.described.base_model, "get_rope_index", None)
+        processed: list[PackedImages] = []
 
         def stream(ids: list[int]) -> ThdBatch:
             image = np.zeros(len(ids), np.int64)
@@ -132,7 +133,10 @@ class ImagePacker(Packer):
             row["image"] = image
             if rule is not None:
                 row["rope_shift"] = rope_shifts(rule, row["input_ids"], image > 0, grids)
-            return stream_of_rows([row], self.processor, pictures)
+            batch = stream_of_rows([row], self.processor, pictures, *processed)
+            assert isinstance(batch.images, PackedImages)
+            processed[:] = [batch.images]  # once for all new tokens
+            return batch
 
         return columns["input_ids"].tolist(), stream
 
@@ -190,13 +194,16 @@ class Pictures:
 
 
 def stream_of_rows(
-    rows: Sequence[Mapping[str, np.ndarray]], processor: ImageProcessor, pictures: Any
+    rows: Sequence[Mapping[str, np.ndarray]],
+    processor: ImageProcessor,
+    pictures: Any,
+    processed: PackedImages | None = None,
 ) -> ThdBatch:
-    """Returns a stream of token rows whose images are these."""
+    """Returns a stream of token rows whose images are these, which may be processed already."""
     flat = flatten(rows)
     size = int(flat.lengths.sum())
     batch = lay_out_packs(flat, flat.offsets[:-1], flat.lengths, np.array([len(flat)]), size)
-    images = read_images(batch.row, processor, [pictures])
+    images = read_images(batch.row, processor, [pictures], processed=processed)
     return to_thd({**batch.row, "images": images})
 
 
@@ -238,9 +245,10 @@ def read_images(
     sets: list[ImageDocuments],
     share: Share | None = None,
     costs: TowerCosts = FREE,
+    processed: PackedImages | None = None,
 ) -> PackedImages:
     """Decodes the images of a batch of packs, each once, or a rank's share of them; of none, a
-    blank one of which no row is taken.
+    blank one of which no row is taken. `processed` has what was made of the same images before.
 
     Raises DataError for an image that is not what it was when its tokens were counted.
     """
@@ -260,18 +268,23 @@ def read_images(
         shared = [int(flops) or rows for flops, rows in zip(work.tolist(), lens.tolist())]
         owners = np.array(document_owners(shared, share.size), np.int64)
     own = np.flatnonzero(owners == (share.rank if share else 0))
-    stamps = stamps_of(columns)
-    images = []
-    for number in order[own].tolist():
-        which_set, row, image = find(number)
-        images.append(sets[which_set].pixels(row, image, stamps.get(number)))
-    record, texts = processor.process(images or [blank_image(*BLANK)])
-    counts = [text.count(processor.token) for text in texts]
-    assert not images or counts == lens[own].tolist()
+    if processed is None:
+        stamps = stamps_of(columns)
+        images = []
+        for number in order[own].tolist():
+            which_set, row, image = find(number)
+            images.append(sets[which_set].pixels(row, image, stamps.get(number)))
+        record, texts = processor.process(images or [blank_image(*BLANK)])
+        counts = [text.count(processor.token) for text in texts]
+        assert not images or counts == lens[own].tolist()
+        num_rows = sum(counts)
+    else:
+        record = processed.record
+        num_rows = processed.num_rows
     types, seen = _types_and_ahead(columns, processor.rules)
     return PackedImages(
         record,
-        sum(counts),
+        num_rows,
         torch.from_numpy(rows.astype(np.int64)),
         types,
         seen,

@@ -28,9 +28,10 @@ from automodel_lite.data.reading.documents import IMAGE
 from automodel_lite.data.tokens.tokenize import DocumentTokenizer
 from automodel_lite.errors import ConfigError
 from automodel_lite.parallel.mesh import Mesh
+from automodel_lite.parts.evaluation.questions import IMAGES
 from automodel_lite.parts.images.ahead import Rules
 from automodel_lite.parts.images.packs import Pictures, stream_of_rows
-from automodel_lite.parts.images.rows import IMAGES, PlacedImage, number_of
+from automodel_lite.parts.images.rows import PlacedImage, number_of
 from automodel_lite.parts.images.sources import ImageLimits, noise_image, source_of
 from automodel_lite.parts.images.tokens import ImageJob
 from automodel_lite.thd import ThdBatch

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from automodel_lite.data.reading.documents import Document
 from automodel_lite.data.reading.readers import ConcatenatedRows, RawRow, RawRows
 from automodel_lite.errors import ConfigError, DataError
+from automodel_lite.parts.evaluation.questions import IMAGES
 from automodel_lite.parts.images.archives import KEY, rows_of_hub_sample
 from automodel_lite.parts.images.sources import (
     COLUMNS,
@@ -26,8 +27,6 @@ from automodel_lite.parts.images.sources import (
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-IMAGES = "images"
-"""The key of a document: its `PlacedImage`s, in the order of the marks in its text."""
 _OF_ROW = 8
 _OF_SET = 40  # bits of a number: images of a row, rows of a set
 MOST_IMAGES = 1 << _OF_ROW
@@ -40,6 +39,11 @@ class PlacedImage:
     number: int
     source: ImageSource
     limits: ImageLimits
+
+    def __str__(self) -> str:
+        """Names its file, from any folder."""
+        folder = self.source.folder or self.limits.folder
+        return str(folder / self.source.path) if self.source.path else self.source.name
 
 
 def first_alike(known: list[PlacedImage], image: PlacedImage) -> PlacedImage:

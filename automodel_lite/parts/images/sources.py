@@ -20,7 +20,7 @@ import re
 import warnings
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -96,7 +96,7 @@ class ImageSource:
 
     name: str
     path: str = ""
-    content: bytes = b""
+    content: bytes = field(default=b"", repr=False)
     folder: Path | None = None
     span: tuple[int, int] | None = None
     known: bytes = b""

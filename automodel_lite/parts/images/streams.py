@@ -12,10 +12,8 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from automodel_lite.config.rules import PathStr, Positive
 from automodel_lite.config.schema import Config
 from automodel_lite.data.packing.packs import Packer
 from automodel_lite.data.reading.documents import DocumentList, Documents
@@ -24,12 +22,17 @@ from automodel_lite.data.reading.readers import ConcatenatedRows, Placed, RawRow
 from automodel_lite.data.tokens.tokenize import Job
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.parts.datasets.streams import ReadShard, StreamingDataset
+from automodel_lite.parts.evaluation.questions import IMAGES, HeldOutQuestions
 from automodel_lite.parts.images.archives import KEY, rows_of_hub_sample
-from automodel_lite.parts.images.dataset import BadImage, check_settings, processor_of, undecoded
+from automodel_lite.parts.images.dataset import (
+    ImageSettings,
+    check_settings,
+    marked_rows,
+    processor_of,
+    undecoded,
+)
 from automodel_lite.parts.images.rows import (
-    IMAGES,
     ImageDocuments,
-    MarkedRows,
     PlacedImage,
     number_of,
 )
@@ -88,32 +91,18 @@ def read_marked(
 
 
 @dataclass
-class ImageStream(StreamingDataset):
+class ImageStream(ImageSettings, StreamingDataset):
     """Documents of a stream with images.
 
     Raises ConfigError as `StreamingDataset` does.
     """
-
-    # of relative paths of images; null = the folder of their data file
-    image_dir: PathStr | None = None
-    # folder or hub name of the processor; null = model.pretrained
-    processor: PathStr | None = None
-    # larger images are scaled down to so many pixels before the processor; null = its own limits
-    max_image_pixels: Positive | None = None
-    bad_image: BadImage = "error"  # drop = leave such documents out, and count them as bad
-    allow_remote: bool = False  # read images at addresses on the network
 
     kept: dict[int, ImageSource] = field(init=False, default_factory=dict, repr=False)
     _num_bytes: int = field(init=False, default=0, repr=False)
     _is_adapted: bool = field(init=False, default=False, repr=False)
 
     def __post_init__(self) -> None:
-        folder = Path.cwd()
-        if self.image_dir is not None:
-            folder = Path(self.image_dir).expanduser().absolute()
-        self.limits = ImageLimits(
-            folder, self.max_image_pixels, self.allow_remote, self.bad_image == "drop"
-        )
+        self.limits = self.limits_of_images()
         super().__post_init__()
         self.identity += f"(images, {self.limits})"
         self.content += f"(images, {self.max_image_pixels}, {self.bad_image})"
@@ -122,8 +111,8 @@ class ImageStream(StreamingDataset):
         return undecoded(opened.rows)
 
     def view_held_out(self, opened: OpenedRows) -> RawRows:
-        folders = [] if self.image_dir else [path.absolute().parent for path in opened.paths]
-        return MarkedRows(undecoded(opened.rows), folders=tuple(folders))
+        marked = marked_rows(opened)
+        return replace(marked, folders=()) if self.image_dir else marked
 
     def _open(self, options: ReadOptions, held_out: Any) -> Any:
         stream = super()._open(options, held_out)
@@ -184,6 +173,7 @@ class ImageStream(StreamingDataset):
             name: ImageDocuments(documents, self.num_shards + number, self.limits, True)
             for number, (name, documents) in enumerate(self.val.items())
         }
+        adapted.questions = HeldOutQuestions([*adapted.val.values()])
         adapted.identity += f"(processor {processor.own.to_json_string()})"
         made = image_job(job, processor)
         head = [one for _, one in adapted.head(NUM_SAMPLED) if not isinstance(one, DataError)]

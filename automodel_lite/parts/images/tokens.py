@@ -32,8 +32,9 @@ from automodel_lite.data.tokens.encode import ChatRenderer, Encoder, Renderer, R
 from automodel_lite.data.tokens.tokenize import DocumentTokenizer, Job
 from automodel_lite.errors import ConfigError, DataError, DroppedError, one_line
 from automodel_lite.models.source import describe
+from automodel_lite.parts.evaluation.questions import IMAGES, parts_of
 from automodel_lite.parts.images.ahead import Rules, find_rules
-from automodel_lite.parts.images.rows import IMAGES, PlacedImage, first_alike
+from automodel_lite.parts.images.rows import PlacedImage, first_alike
 from automodel_lite.parts.images.sizes import NUM_COMPARED, ImageTokens, SizeTable
 from automodel_lite.thd import IGNORE_INDEX
 
@@ -145,13 +146,18 @@ class ImageProcessor:
 
     def process(self, images: Sequence[Any], **options: Any) -> tuple[dict[str, Tensor], list[str]]:
         """Returns what the tower takes for some images in one call, and the text of each."""
-        how = self.own._merge_kwargs(tokenizer_init_kwargs={}, return_tensors="pt")
-        made, texts = self.own._process_images(list(images), **how["images_kwargs"] | options)
+        made, texts = self.own._process_images(list(images), **self._settings | options)
         record = {}
         for name in self.accepted:
             if name in made:
                 record[name] = torch.as_tensor(made[name])
         return record, texts
+
+    @cached_property
+    def _settings(self) -> dict[str, Any]:
+        """Settings of the image processor, which are the same for all images."""
+        merged = self.own._merge_kwargs(tokenizer_init_kwargs={}, return_tensors="pt")
+        return dict(merged["images_kwargs"])
 
     @cached_property
     def sizes(self) -> SizeTable:
@@ -209,17 +215,6 @@ class ImageChatRenderer(ChatRenderer):
             is_said = _PROBE in text and "'type'" not in text
             known[template] = is_said and self.marker in text
         return known[template]
-
-
-def parts_of(content: str) -> list[dict[str, str]]:
-    """`"IMAGE What?"` as templates take it: an image, and a text."""
-    parts = []
-    for piece in re.split(f"({IMAGE})", content):
-        if piece == IMAGE:
-            parts.append({"type": "image"})
-        elif piece:
-            parts.append({"type": "text", "text": piece})
-    return parts or [{"type": "text", "text": ""}]
 
 
 class ImageRenderer(Renderer):
