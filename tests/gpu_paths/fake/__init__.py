@@ -8,6 +8,7 @@ kernel, and no autotuning. What reads back what kernels have made cannot run: DD
 ranks, sampling, and vision towers that compute sizes on the device.
 
     python -m tests.gpu_paths.fake.run recipes/train_ft.py --config-name smoke training.compile=true
+    python -m tests.gpu_paths.fake.run -m tests.gpu_paths.fake.whole_plan FOLDER   (gpu_check, part by part)
     FAKE_GPUS=2 python -m tests.gpu_paths.fake.run recipes/train_ft.py --nproc 2 ... mesh.cp=2
 
 FAKE_GPU_GB=84.9  FAKE_GPU_NAME="NVIDIA H200"  FAKE_GPU_TRACE=1 (calls that wait)  FAKE_NCCL_LOG=FOLDER
