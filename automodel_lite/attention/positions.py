@@ -92,9 +92,9 @@ def short_lengths(model: nn.Module) -> Iterator[bool]:
     for module in model.modules():
         holders[id(module)] = vars(module)
         config = vars(module).get("config")
-        for part in (
-            (config, config.get_text_config()) if isinstance(config, PretrainedConfig) else ()
-        ):
+        if not isinstance(config, PretrainedConfig):
+            continue
+        for part in (config, config.get_text_config()):
             configs.append(part)
             holders[id(part)] = vars(part)
             # of rotations: one kind, or one for each kind of layer

@@ -290,8 +290,10 @@ def overridden_options(
     values = dict(flatten(OmegaConf.to_container(raw, resolve=False)))
     for text in overrides:
         group = group_of(text, known)
+        if group not in known:
+            continue
         others = [other for other in overrides if other != text]
-        for option in options_in(text) if group in known else ():
+        for option in options_in(text):
             path = sources.file(f"{group}/{option}")
             own = OmegaConf.to_container(read(path), resolve=False) if path else {}
             for key, value in flatten(own, str(group).replace("/", ".")):

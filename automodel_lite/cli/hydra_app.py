@@ -147,8 +147,9 @@ def run(
     config = check_config(raw, recipe.extra_type())
     if recipe.is_ours:
         check_places(config, has_data=recipe.name != "plan")
-    for text in overridden_options(raw, sources, overrides) if is_shown() else ():
-        print_above_bars(f"settings   {text}")
+    if is_shown():
+        for text in overridden_options(raw, sources, overrides):
+            print_above_bars(f"settings   {text}")
     with activity("importing torch and transformers"):
         main = recipe.function()
     kind = recipe.extra_type()  # its own keys, as an object of its dataclass

@@ -131,36 +131,35 @@ def _unresolved(raw: DictConfig) -> Iterator[str]:
 
 
 def _schema_problems(node: Mapping[str, Any], schema: type, prefix: str) -> Iterator[str]:
+    """Yields what is wrong with the keys of a group and of the groups inside it: unknown ones, and
+    values of another kind.
+
+    prefix  of their paths, `mesh.`
+    """
     hints = typing.get_type_hints(schema, include_extras=True)
     for key, value in node.items():
         path = f"{prefix}{key}"
         if key not in hints:
             leaf, leaf_value = _first_leaf(path, value)
-            known = (
-                known_keys()
-                if schema is Config or not prefix.startswith("extra.")
-                else known_keys(schema, prefix)
-            )
-            yield (
-                f"{leaf}={format_value(leaf_value)}: unknown key{did_you_mean(leaf, known) or '.'}"
-            )
-        elif is_dataclass(hints[key]):
-            if isinstance(value, dict):
-                yield from _schema_problems(value, hints[key], f"{path}.")
-            else:
-                yield (
-                    f"{path}={format_value(value)} is a group of keys: set "
-                    f"{path}.{fields(hints[key])[0].name}=..."
-                )
-        elif hints[key] == Part:
-            if not isinstance(value, dict):
-                option = _FIRST_OPTION.get(path, "_target_")
-                yield (
-                    f"{path}={format_value(value)}: {path} is a part with options, such as "
-                    f"{path}.{option}=..."
-                )
-        else:
+            # `extra` is a recipe's own group: the keys of Config are none of it
+            is_extra = schema is not Config and prefix.startswith("extra.")
+            known = known_keys(schema, prefix) if is_extra else known_keys()
+            hint = did_you_mean(leaf, known) or "."
+            yield f"{leaf}={format_value(leaf_value)}: unknown key{hint}"
+            continue
+        is_group = is_dataclass(hints[key])
+        if not is_group and hints[key] != Part:
             yield from value_problems(path, value, hints[key])
+        elif not isinstance(value, dict):
+            given = f"{path}={format_value(value)}"
+            if is_group:
+                example = fields(hints[key])[0].name
+                yield f"{given} is a group of keys: set {path}.{example}=..."
+            else:
+                option = _FIRST_OPTION.get(path, "_target_")
+                yield f"{given}: {path} is a part with options, such as {path}.{option}=..."
+        elif is_group:
+            yield from _schema_problems(value, hints[key], f"{path}.")
 
 
 def _unsound_values(plain: dict[str, Any]) -> Iterator[str]:
@@ -209,7 +208,9 @@ def _target_problems(parts: list[tuple[str, dict[str, Any]]], allowed: Sequence[
     """Targets that are not allowed; nothing is imported before this is known."""
     targets = [(key, part["_target_"]) for key, part in parts]
     problems = [f"{key}.{text}" for key, path in targets if (text := target_problem(path, allowed))]
-    for key, path in targets if not problems else ():
+    if problems:
+        return problems
+    for key, path in targets:
         if path not in own_targets():
             try:
                 check_origin(path, locate(path), allowed)

@@ -76,8 +76,10 @@ def options_of(target: str) -> dict[str, Argument]:
 def missing_extra(target: str) -> str | None:
     """Returns the optional package that one of our parts needs and that is not installed."""
     source = source_of(target.rpartition(".")[0])
+    if source is None:
+        return None
     tops: set[str] = set()
-    for node in source.body if source else ():
+    for node in source.body:
         if isinstance(node, ast.ImportFrom):
             tops.add(str(node.module).split(".")[0])
         elif isinstance(node, ast.Import):

@@ -232,7 +232,8 @@ def freeze_towers(lm: nn.Module, dtype: torch.dtype) -> None:
     """Freezes what text does not meet, in place; the weights of towers are held in `dtype`, that
     of their checkpoint. Frequencies of rotations stay what they are: those of Llama 4 are complex.
     """
-    meets_text = [module for module in lm.modules() if text_decoder(lm) in module.modules()]
+    decoder = text_decoder(lm)
+    meets_text = [module for module in lm.modules() if decoder in module.modules()]
     for tower in towers(lm):
         tower.requires_grad_(False)
         kept = tower.state_dict().keys()
@@ -240,8 +241,8 @@ def freeze_towers(lm: nn.Module, dtype: torch.dtype) -> None:
             if tensor.is_floating_point() and name in kept:
                 tensor.data = tensor.data.to(dtype)
         # what a composite holds by itself mixes its towers' outputs: text does not meet that either
-        for module in meets_text if text_decoder(lm) is not lm else []:
-            if module is not text_decoder(lm):
+        for module in meets_text:
+            if decoder is not lm and module is not decoder:
                 for parameter in module.parameters(recurse=False):
                     parameter.requires_grad_(False)
 

@@ -68,7 +68,9 @@ def grow_trees(
     most_tokens  of a pack: longer rows stay rows, which the packer drops or cuts with their own
                  labels; what is compared stays together, and is dropped whole
     """
-    for row in rows if len(rows) > 1 else ():
+    if len(rows) < 2:
+        return [dict(row) for row in rows]
+    for row in rows:
         ids = row["input_ids"]
         labels = row["labels"]
         has_label = labels[:-1] != IGNORE_INDEX
@@ -77,8 +79,6 @@ def grow_trees(
         )
         if not is_next or "loss_weights" in row:
             return [dict(row) for row in rows]
-    if len(rows) < 2:
-        return [dict(row) for row in rows]
     is_paired = PAIRED in rows[0]
     least_shared = 0 if is_paired else max(1, least_shared)
     keys = [_sort_key(row) for row in rows]
@@ -200,20 +200,19 @@ def cut_tree(tree: Row, most_tokens: int) -> list[Tree]:
 
 
 def trees_of(rows: Sequence[Row], mode: str, most_tokens: int | None) -> list[Tree]:
-    """What becomes of the rows of one document of a stream, whose other documents are not searched
-    for like ones.
+    """Returns the rows and trees that are packed of the rows of one document of a stream, whose
+    other documents are not searched for like ones.
     """
     is_paired = bool(rows) and PAIRED in rows[0]
-    grown = (
-        grow_trees(rows, shares=mode != "off", most_tokens=most_tokens)
-        if mode != "off" or is_paired
-        else [dict(row) for row in rows]
-    )
-    is_cut = most_tokens is not None and not is_paired
-    parts = [
-        cut_tree(row, most_tokens or 0) if is_cut and "branches" in row else [row] for row in grown
-    ]
-    return [part for of_tree in parts for part in of_tree]
+    grown: list[Tree] = [dict(row) for row in rows]
+    if mode != "off" or is_paired:
+        grown = grow_trees(rows, shares=mode != "off", most_tokens=most_tokens)
+    if most_tokens is None or is_paired:  # what is compared stays together
+        return grown
+    parts = []
+    for row in grown:
+        parts += cut_tree(row, most_tokens) if "branches" in row else [row]
+    return parts
 
 
 def write_trees(folder: Path, rows: TokenizedDocuments, mode: str, most_tokens: int | None) -> None:

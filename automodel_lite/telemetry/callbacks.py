@@ -212,10 +212,10 @@ def open_metrics(
     with folder.explain_os_errors():
         jsonl = JsonlLogger(folder.metrics, is_silent=not is_first, say=say)
     metrics = MetricsLog(jsonl, say, ranks if config.callbacks else None, dict(state))
-    values = plain(config) if is_first else {}
-    for name, node in {**config.logger, **config.callbacks}.items() if is_first else ():
+    nodes = config.logger | config.callbacks if is_first else {}
+    for name, node in nodes.items():
         info = RunInfo(
-            scrub(config.name), folder.path, values, step, state.get(name, {}), metrics.end
+            scrub(config.name), folder.path, plain(config), step, state.get(name, {}), metrics.end
         )
         try:
             metrics.callbacks[name] = build(node, run=info)

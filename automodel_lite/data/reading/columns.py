@@ -97,8 +97,9 @@ class Detected:
                 late = [name for name in row if name not in self.described and name not in used]
                 if late := [name for name in late if row[name] not in (None, [], {}, "")]:
                     document = {**document, UNUSED: late}
-            for part in document.get("documents", [document]) if self.is_checked else ():
-                check_alignment(part, self.labels)
+            if self.is_checked:
+                for part in document.get("documents", [document]):
+                    check_alignment(part, self.labels)
             if self.labels == "aligned":
                 return document
             if "documents" in document:

@@ -252,11 +252,12 @@ class Preset:
         """
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "mine.yaml").write_text(self.text(), encoding="utf-8")
-            missing = [
-                f"{key}=x"
-                for key in ("dataset.path", "model.pretrained")
-                if key not in self.settings and not (key[0] == "d" and "dataset" in self.chosen)
-            ]
+            missing = []
+            # another kind of data set has no path
+            if "dataset.path" not in self.settings and "dataset" not in self.chosen:
+                missing.append("dataset.path=x")
+            if "model.pretrained" not in self.settings:
+                missing.append("model.pretrained=x")
             try:
                 raw = compose_config("mine", missing, config_dir=folder)
                 raw.logger = {}

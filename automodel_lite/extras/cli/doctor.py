@@ -278,6 +278,8 @@ def outliers(rates: Mapping[str, float], least_frac: float) -> dict[str, float]:
     >>> outliers({"a": 600, "b": 610, "c": 450}, 0.9)
     {'c': 0.75}
     """
+    if not rates:
+        return {}
     median = statistics.median(rates.values())
     return {name: rate / median for name, rate in rates.items() if rate < least_frac * median}
 
@@ -296,14 +298,14 @@ def judge(found: list[Findings]) -> tuple[list[str], list[str]]:
     if differing:
         names = ", ".join(differing)
         problems.append(f"hosts have different versions of {names}: install the same everywhere.")
-    products = {f"rank {x.rank} on {x.host}": x.tflops for x in found}
-    for name, frac in outliers(products, LEAST_OF_MEDIAN).items() if on_gpu else ():
+    products = {f"rank {x.rank} on {x.host}": x.tflops for x in found if on_gpu}
+    for name, frac in outliers(products, LEAST_OF_MEDIAN).items():
         problems.append(
             f"{name}: its product runs at {frac:.0%} of the others' rate, and all ranks wait for "
             f"it: leave this host out, or look at nvidia-smi -q -d PERFORMANCE there."
         )
     links = {x.host: x.host_gb_per_s for x in on_gpu if x.host_gb_per_s is not None}
-    for host, frac in outliers(links, LEAST_OF_MEDIAN_LINKS).items() if links else ():
+    for host, frac in outliers(links, LEAST_OF_MEDIAN_LINKS).items():
         problems.append(
             f"{host}: its GPUs exchange at {frac:.0%} of the other hosts' rate: leave this host "
             "out, or look at nvidia-smi topo -m and nvlink --status there."

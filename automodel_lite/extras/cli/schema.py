@@ -114,7 +114,8 @@ def _part(group: str, known: dict[str, list[str]], sources: Sources) -> dict[str
             if key not in ("defaults", "_target_"):
                 properties.setdefault(str(key), {})
         target = str(content.get("_target_"))
-        for key, argument in arguments_of(target).items() if target in own_targets() else ():
+        arguments = arguments_of(target) if target in own_targets() else {}
+        for key, argument in arguments.items():
             if key in properties or argument.comment:
                 own: dict[str, Any] = {"description": argument.comment} if argument.comment else {}
                 own |= (

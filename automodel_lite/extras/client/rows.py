@@ -9,6 +9,7 @@ Legend: R rows, T tokens of all trees.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -78,22 +79,22 @@ def check_rows(
             "loss class's `own_columns`, or leave it out."
         )
     check_columns(loss, columns)
-    checked = list[list[Row]]()
-    number = 0
-    for group in groups:
-        checked.append([])
-        for row in group:
-            checked[-1].append(_checked_row(row, columns, loss, num_ids, number))
-            number += 1
-            if (length := len(checked[-1][-1]["input_ids"])) > most_tokens:
-                raise ValueError(
-                    f"row {number - 1} has {length:,} tokens, and a pack holds "
-                    f"packed_sequence.packed_sequence_size={most_tokens}: shorten the row, or make "
-                    "packs larger."
-                )
-    if not any((row["labels"] != IGNORE_INDEX).any() for group in checked for row in group):
+    numbers = itertools.count()
+    checked = [
+        [_checked_row(row, columns, loss, num_ids, next(numbers)) for row in group]
+        for group in groups
+    ]
+    rows = [row for group in checked for row in group]
+    for number, row in enumerate(rows):
+        if (length := len(row["input_ids"])) > most_tokens:
+            raise ValueError(
+                f"row {number} has {length:,} tokens, and a pack holds "
+                f"packed_sequence.packed_sequence_size={most_tokens}: shorten the row, or make "
+                "packs larger."
+            )
+    if not any((row["labels"] != IGNORE_INDEX).any() for row in rows):
         raise ValueError(
-            f"none of the {number} rows has a label, so there is nothing to learn: labels[i] is "
+            f"none of the {len(rows)} rows has a label, so there is nothing to learn: labels[i] is "
             f"the target of position i, {IGNORE_INDEX} where there is none."
         )
     return checked

@@ -51,15 +51,14 @@ class ToyChat:
         phrasings = TOY["phrasings"]
         # At most all but one phrasing of each country are held out, spread evenly over the
         # countries.
-        rounds = [
-            rng.sample(
-                [(text.format(country), TOY["answer"].format(country, city)) for text in phrasings],
-                5,
-            )
-            for country, city in TOY["capitals"].items()
-        ]
-        rng.shuffle(rounds)
-        turns = [of_country[place] for place in range(len(phrasings)) for of_country in rounds]
+        by_country = []
+        for country, city in TOY["capitals"].items():
+            answer = TOY["answer"].format(country, city)
+            asked = [(text.format(country), answer) for text in phrasings]
+            by_country.append(rng.sample(asked, len(asked)))
+        rng.shuffle(by_country)
+        # one phrasing of each country after the other
+        turns = list(chain.from_iterable(zip(*by_country)))
         held_out = turns[: self.num_questions]
         asked = turns[self.num_questions :]
         self.train = DocumentList(_chats(rng, asked, self.num_chats), "toy_chat")
@@ -71,8 +70,10 @@ class ToyChat:
         self.description = (
             f"toy_chat: {self.num_chats} generated chats, {len(held_out)} questions held out"
         )
-        self.identity = f"toy_chat(num_chats={self.num_chats}, num_val_chats={self.num_val_chats}, "
-        self.identity += f"num_questions={self.num_questions}, seed={self.seed})"
+        self.identity = (
+            f"toy_chat(num_chats={self.num_chats}, num_val_chats={self.num_val_chats}, "
+            f"num_questions={self.num_questions}, seed={self.seed})"
+        )
 
 
 def _chats(rng: random.Random, turns: list[tuple[str, str]], num_chats: int) -> list[Document]:
