@@ -276,26 +276,36 @@ def data_of(config: Config, parts: Parts, assumed: int) -> Data:
         return replace(unknown, text=f"a stream: {unknown.text}")
     rows = data.tokens.train
     plan = data.packs_of(0).plan
-    lengths, paths = (plan.piece_lengths(np.asarray(of)) for of in (rows.lengths, rows.row_lengths))
-    num = plan.counts.packed_documents
-    whole = int((lengths == rows.lengths[plan.doc_ids]).sum())
-    of_all = f" of {len(rows):,}" if num < len(rows) else ""
-    trees = ", a tree as one" if data.has_trees else ""
-    cut = (
-        f" ({whole:,} whole, {num - whole:,} cut into {len(lengths) - whole:,} pieces)"
-        if whole < num
-        else ""
-    )
-    text = (
-        f"{num:,}{of_all} documents{trees}{cut}, {int(lengths.sum()):,} tokens, mean "
-        f"{lengths.mean():,.0f}"
-    )
-    text += f", {len(plan):,} packs"
+    lengths = plan.piece_lengths(np.asarray(rows.lengths))
+    paths = plan.piece_lengths(np.asarray(rows.row_lengths))
+    text = packs_text(data, lengths)
     batch = images_of(data, parts)
     if batch is not plain_documents:
         text += ", planned as the ones with the most images"
     num_packs = len(plan) * epochs_of(config.training, len(rows))[0]
     return Data(lengths, paths, num_packs, text, batch)
+
+
+def packs_text(data: PlannedPacks, lengths: np.ndarray) -> str:
+    """Returns a line on the documents and packs of the first epoch.
+
+    lengths  of the pieces that are packed
+    """
+    rows = data.tokens.train
+    plan = data.packs_of(0).plan
+    num = plan.counts.packed_documents
+    whole = int((lengths == rows.lengths[plan.doc_ids]).sum())
+    text = f"{num:,}"
+    if num < len(rows):
+        text += f" of {len(rows):,}"
+    text += " documents"
+    if data.has_trees:
+        text += ", a tree as one"
+    if whole < num:
+        pieces = len(lengths) - whole
+        text += f" ({whole:,} whole, {num - whole:,} cut into {pieces:,} pieces)"
+    tokens = int(lengths.sum())
+    return f"{text}, {tokens:,} tokens, mean {lengths.mean():,.0f}, {len(plan):,} packs"
 
 
 def table(plans: list[Plan]) -> str:

@@ -76,11 +76,7 @@ def cp_shard(batch: ThdBatch, cp_mesh: DeviceMesh | None, exchange: str = "all_g
         ahead=batch.ahead and batch.ahead.shard(mine),
         label_rows=labeled_rows(own["labels"]),
         attention=attention_plan(batch, group, cp_size, cp_rank, exchange),
-        mixers=batch.mixers
-        and replace(
-            batch.mixers,
-            exchange=locate(FAMILIES["mixer_exchange"])(batch, group, cp_size, cp_rank),
-        ),
+        mixers=mixers,
     )
 
 

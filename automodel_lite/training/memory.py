@@ -87,30 +87,14 @@ def estimate_memory(decided: Decided, adapter: int | None) -> MemoryEstimate:
     frozen = towers if adapter is None else size.parameters + copied
     on_gpu = 0.0 if decided.mesh.cpu_offload else 1.0
     gradients = master * trained / shards * on_gpu
-    # FSDP leaves gradients whole until the last micro-batch, unless they are reduced after each
     accumulates = batch_shape(decided.training, shape.dp).micro_steps > 1
-    if (
-        is_fsdp
-        and accumulates
-        and decided.advanced.reduce_every_micro_batch is not True
-        and shape.tp == 1
-    ):
+    reduces_at_end = decided.advanced.reduce_every_micro_batch is not True and shape.tp == 1
+    # FSDP leaves gradients whole until the last micro-batch, unless they are reduced after each
+    if is_fsdp and accumulates and reduces_at_end:
         gradients = _FP32 * (trained - copied)
     # DDP's buckets stay beside the gradients that are not reduced yet
     elif decided.strategy == "ddp":
         gradients *= 1 + accumulates
-    layer = (size.largest_layer - size.expert_weights) / shape.tp + size.expert_weights / shape.ep
-    if is_fsdp:  # one layer at work and one that is gathered ahead, the gradient of a third in fp32
-        reduced = _FP32 if adapter is None else 0
-        working_copy = (2 * compute + reduced) * layer + compute * size.head_weights / shape.tp
-        if decided.advanced.reshard_after_forward is False:
-            working_copy += compute * size.parameters / shape.tp
-        # each rank's shards as they are gathered (parts/fp8.py)
-        if decided.training.fp8 == "tensorwise" and on_gpu:
-            working_copy += size.layer_weights / shards
-    else:  # autocast's casts live until the backward pass of their layer
-        plain = size.num_layers if decided.training.activation_checkpointing == "none" else 1
-        working_copy = (compute if compute < master else 0) * (plain * layer + size.head_weights)
     text = decided.config.get_text_config()
     head_gradient = _FP32 * size.head_weights if adapter is None else 0
     loss = LossShape(
@@ -120,10 +104,33 @@ def estimate_memory(decided: Decided, adapter: int | None) -> MemoryEstimate:
         weights=(master * trained + compute * frozen) / shards * on_gpu,
         gradients=gradients,
         optimizer=optimizer_bytes(decided.optimizer, master) * trained / shards * on_gpu,
-        working_copy=working_copy,
+        working_copy=_working_copy(decided, master, trains_all=adapter is None),
         activations=_activations(decided, compute if is_fsdp else max(compute, master)),
         logits=decided.loss.logits_bytes(loss),
     )
+
+
+def _working_copy(decided: Decided, master: int, trains_all: bool) -> float:
+    """Returns the bytes of weights that are gathered or cast, and of their gradients.
+
+    master  bytes of a weight
+    """
+    shape = decided.shape
+    size = decided.size
+    compute = decided.dtype.itemsize
+    layer = (size.largest_layer - size.expert_weights) / shape.tp + size.expert_weights / shape.ep
+    if decided.strategy != "fsdp":  # autocast's casts live until the backward pass of their layer
+        plain = size.num_layers if decided.training.activation_checkpointing == "none" else 1
+        return (compute if compute < master else 0) * (plain * layer + size.head_weights)
+    # one layer at work and one that is gathered ahead, the gradient of a third in fp32
+    reduced = _FP32 if trains_all else 0
+    found = (2 * compute + reduced) * layer + compute * size.head_weights / shape.tp
+    if decided.advanced.reshard_after_forward is False:
+        found += compute * size.parameters / shape.tp
+    # each rank's shards as they are gathered (parts/fp8.py)
+    if decided.training.fp8 == "tensorwise" and not decided.mesh.cpu_offload:
+        found += size.layer_weights / num_shards(decided)
+    return found
 
 
 def _activations(decided: Decided, stream: int) -> float:

@@ -184,26 +184,29 @@ class ChatRenderer:
         """
         text = render(messages)
         _check_whole(messages, text)
-        # what follows the last stop token (a line break, in half of the families) is none
         if self._train_on == "all":
-            stops = [text.rfind(token) + len(token) for token in self.stop_tokens if token in text]
-            end = max(stops, default=len(text))
-            begins = [0]
-            ends = []
-            for place, message in enumerate(messages):
-                if message.get("weight", 1) == 0:
-                    start, stop = self._silent_span(render, messages, text, place)
-                    ends.append(self._behind_a_stop(messages, text, place, start))
-                    begins.append(stop)
-            ends.append(len(text) if text[end:].strip() else end)
-            parts = zip(begins, ends)
-            return Rendering(text, tuple((start, stop) for start, stop in parts if start < stop))
-        spans = [
-            span
-            for span in (self._span(render, messages, text, turn) for turn in turns)
-            if span is not None
-        ]
-        return Rendering(text, tuple(spans)) if len(spans) == len(turns) else None
+            return Rendering(text, self._spans_of_all(render, messages, text))
+        found = [self._span(render, messages, text, turn) for turn in turns]
+        spans = tuple(span for span in found if span is not None)
+        return Rendering(text, spans) if len(spans) == len(turns) else None
+
+    def _spans_of_all(
+        self, render: Callable[..., str], messages: list[Message], text: str
+    ) -> tuple[Span, ...]:
+        """Returns the spans between the messages of weight 0, up to the last stop token: the line
+        break behind it, in half of the families, is not trained on.
+        """
+        begins = [0]
+        ends = []
+        for place, message in enumerate(messages):
+            if message.get("weight", 1) == 0:
+                start, stop = self._silent_span(render, messages, text, place)
+                ends.append(self._behind_a_stop(messages, text, place, start))
+                begins.append(stop)
+        stops = [text.rfind(token) + len(token) for token in self.stop_tokens if token in text]
+        end = max(stops, default=len(text))
+        ends.append(len(text) if text[end:].strip() else end)
+        return tuple((start, stop) for start, stop in zip(begins, ends) if start < stop)
 
     def _trained_turns(self, messages: list[Message]) -> list[int]:
         """Indices of the assistant messages that are trained on."""
@@ -223,8 +226,8 @@ class ChatRenderer:
 
     @cached_property
     def _arguments_type(self) -> type | None:
-        """How the template takes a tool call's arguments: dict, str (DeepSeek), or None where it
-        writes no calls.
+        """Returns the type that the template takes a tool call's arguments as: dict, str
+        (DeepSeek), or None where it writes no calls.
         """
         arguments: Any
         for arguments in ({}, "{}"):
@@ -232,13 +235,10 @@ class ChatRenderer:
             asked: list[Message] = [{"role": "user", "content": "Hi"}]
             asked.append({"role": "assistant", "content": "", "tool_calls": [call]})
             try:
-                return (
-                    type(arguments)
-                    if _PROBE in self._render(None, self._templates[0][0], asked)
-                    else None
-                )
+                text = self._render(None, self._templates[0][0], asked)
             except DataError:
                 continue
+            return type(arguments) if _PROBE in text else None
         return dict  # of a template that asks for more than a name: it knows calls
 
     def _render(

@@ -388,6 +388,9 @@ def _pack_pairs(preset: Preset) -> None:
 
 
 def _check_trains(peer: str, theirs: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a configuration of what is not trained here, by the keys of the peer's
+    `refused`: `pattern unless other pattern`.
+    """
     given = {key: value for key, value in leaves(dict(theirs)) if value not in EMPTY}
     for pattern, why in (_PEERS[peer].get("refused") or {}).items():
         pattern, _, but = pattern.partition(" unless ")

@@ -116,21 +116,17 @@ def _part(group: str, known: dict[str, list[str]], sources: Sources) -> dict[str
         target = str(content.get("_target_"))
         arguments = arguments_of(target) if target in own_targets() else {}
         for key, argument in arguments.items():
-            if key in properties or argument.comment:
-                own: dict[str, Any] = {"description": argument.comment} if argument.comment else {}
-                own |= (
-                    {"default": argument.default}
-                    if argument.comment and argument.default is not REQUIRED
-                    else {}
-                )
-                types = [
-                    *properties.get(key, {}).get("anyOf", []),
-                    *_alternatives(_value(argument.hint)),
-                ]
-                properties[key] = {
-                    **own,
-                    "anyOf": [kind for i, kind in enumerate(types) if kind not in types[:i]],
-                }
+            if key not in properties and not argument.comment:
+                continue
+            # options of one name may be of several types
+            types = properties.get(key, {}).get("anyOf", [])
+            types += [kind for kind in _alternatives(_value(argument.hint)) if kind not in types]
+            properties[key] = {}
+            if argument.comment:
+                properties[key]["description"] = argument.comment
+                if argument.default is not REQUIRED:
+                    properties[key]["default"] = argument.default
+            properties[key]["anyOf"] = types
     return {"type": ["object", "null"], "properties": properties}
 
 
