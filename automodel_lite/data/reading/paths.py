@@ -165,7 +165,7 @@ def find_files(
                 left_out["held out for validation"].append(file.name)
                 continue
             taken[stat.st_dev, stat.st_ino] = file
-    is_hub = len(paths) == 1 and not looks_local(paths[0]) and kind_of(Path(paths[0])) not in KINDS
+    is_hub = len(paths) == 1 and kind_of(Path(paths[0])) not in KINDS and not looks_local(paths[0])
     if missing and not is_hub:
         raise ConfigError(
             f"{key}={', '.join(missing)} does not exist (looked in {Path.cwd()})"

@@ -165,7 +165,7 @@ def test_empty_parts_hold_no_row(tmp_path: Path) -> None:
 
 def test_one_of_several_paths_is_missing(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(LINE)
-    with pytest.raises(ConfigError, match=r"^dataset.path: b.jsonl does not exist \(looked in "):
+    with pytest.raises(ConfigError, match=r"^dataset.path=b.jsonl does not exist \(looked in "):
         FilesDataset([str(tmp_path / "a.jsonl"), "b.jsonl"])
 
 
