@@ -65,9 +65,7 @@ def dry_run(config: Config) -> int:
     made = decide(parts, data.tokenizer, shape, device, gpu_bytes(device) or PLANNED_GPU)
     adapter = adapter_weights(made, device)
     name = str(made.dtype).removeprefix("torch.")
-    trained = (
-        "all trained" if adapter is None else f"frozen, {count(adapter)} of the adapter trained"
-    )
+    num_trained, trained = what_is_trained(made, adapter)
     lines = [("device", f"{device.type}: {processes_text(made)}, {name} compute")]
     if device.type == "cpu":
         lines.append(("", "this machine has no GPU: recomputation and memory are those of GPUs"))
@@ -88,7 +86,7 @@ def dry_run(config: Config) -> int:
     RESULTS.update(
         data.counts,
         parameters=made.size.parameters,
-        trained_parameters=made.size.parameters if adapter is None else adapter,
+        trained_parameters=num_trained,
         processes=asdict(shape),
         packing=report and asdict(report),
         max_steps=plan.max_steps,
@@ -102,6 +100,17 @@ def dry_run(config: Config) -> int:
         "dry run: the settings, the data and the model fit together; nothing was trained or written"
     )
     return 0
+
+
+def what_is_trained(decided: Decided, adapter: int | None) -> tuple[int, str]:
+    """Returns how many parameters are trained, and says so."""
+    if adapter is not None:
+        return adapter, f"frozen, {count(adapter)} of the adapter trained"
+    size = decided.size
+    if decided.model.train_towers or not size.towers:
+        return size.parameters, "all trained"
+    trained = size.parameters - size.towers
+    return trained, f"{count(trained)} trained, not the towers"
 
 
 def _memory(decided: Decided, by_arithmetic: str, batch: ThdBatch | None) -> str:

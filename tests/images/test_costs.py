@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from automodel_lite.config.schema import MeshConfig
 from automodel_lite.data.feeding.order import BatchShape, assign_packs, pack_costs
 from automodel_lite.data.packing.plan import plan_packs
 from automodel_lite.data.tokens.token_rows import TokenizedDocuments
+from automodel_lite.extras.dry_run import what_is_trained
 from automodel_lite.extras.plan.heaviest import most_work_of_towers
 from automodel_lite.extras.plan.simulation import simulate
 from automodel_lite.models.flops import CostModel
@@ -186,6 +188,12 @@ def test_recomputation_is_chosen_with_the_images(folder: Path) -> None:
         decide(one, data.tokenizer, shape, torch.device("cpu"), gpu=between)
         for one in (parts, counted_with(parts, data))
     ]
+    assert what_is_trained(decisions[1], None) == (decisions[1].size.parameters, "all trained")
+    without = copy(parts.model)
+    without.train_towers = False
+    frozen = replace(decisions[1], model=without)
+    num_trained, _ = what_is_trained(frozen, None)
+    assert num_trained == frozen.size.parameters - frozen.size.towers
     chosen = [one.training.activation_checkpointing for one in decisions]
     assert chosen[0] == "none"
     assert chosen[1] != "none"
