@@ -155,7 +155,7 @@ class _Source(dict[str, Any]):
             return {}
         inherited: dict[str, Argument] = {}
         # of this package: where the module imports it, or its own
-        for base in map(ast.unparse, node.bases):
+        for base in map(ast.unparse, reversed(node.bases)):
             origin = self.module
             for item in self.body:
                 if isinstance(item, ast.ImportFrom) and base in {x.name for x in item.names}:

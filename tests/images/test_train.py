@@ -142,7 +142,7 @@ def names_of(packs: Any) -> list[str]:
     names = []
     for number in range(len(packs)):
         batch = packs.__getitems__([number])
-        for image in np.unique(batch.columns["image"])[1:]:
+        for image in np.unique(batch.row["image"])[1:]:
             which, row, place = find(int(image))
             names.append(packs.sets[which].name(row, place).split()[1])
     return names
