@@ -83,8 +83,8 @@ MISTAKES = {
     ),
     "mesh over the processes": Mistake(
         "--config-name smoke mesh.cp=4",
-        "mesh.dp_replicate=1 x mesh.cp=4 = 4 must divide the number of processes, 1: start 4 (torchrun "
-        "--nproc-per-node), or lower these.",
+        "mesh.dp_replicate=1 x mesh.cp=4 = 4 must divide the number of processes, 1: start 4 (--nproc), "
+        "or lower these.",
     ),
     "mesh of another size": Mistake(
         "--config-name smoke mesh.dp_shard=2",

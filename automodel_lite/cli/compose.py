@@ -111,6 +111,8 @@ class Loader(ConfigLoaderImpl):
             text = " ".join(str(error if str(error) else error.__cause__).split())
             if found := _NOT_THERE.search(text):
                 text = f"~{found[1]}: no file sets it, so there is nothing to remove."
+            if (found := _NO_OPTION.search(text)) and found[1] in self.known:
+                text = option_problem(f"{found[1]}={found[2]}", self.known, False) or text
             raise ConfigError(text.partition(" Config search path:")[0]) from None
         except yaml.MarkedYAMLError as error:
             mark = error.problem_mark
@@ -201,6 +203,7 @@ def is_of_sweeps(key: str) -> bool:
     return bool(_OF_SWEEPS.fullmatch(key)) and not needs_the_command_line(of_job)
 
 
+_NO_OPTION = re.compile(r"Could not find '([\w/]+)/(\w+)'")
 _NOT_THERE = re.compile(r"Could not delete (?:from config\. )?'(.+)'(?: does not exist)?\.")
 
 

@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from automodel_lite.cli.recipes import Recipe
 from automodel_lite.config.components import CONF_DIR
-from automodel_lite.errors import ConfigError, did_you_mean
+from automodel_lite.errors import ConfigError, did_you_mean, did_you_mean_path
 
 
 @dataclass(frozen=True)
@@ -68,16 +68,15 @@ def check_preset(sources: Sources, preset: str | None, overrides: Sequence[str] 
     known = presets_of(sources)
     if preset is None:
         stray = [
-            f"{text}: cannot be read as key=value: there is no `=`."
-            + (f" For this run: model.pretrained={text}/hf." if Path(text).is_dir() else "")
+            f"{text}: cannot be read as key=value: there is no `=`." + _meant(Path(text))
             for text in overrides
             if "=" not in text
         ]
         raise ConfigError(
             "\n".join([*stray, f"--config-name is missing: choose one of {', '.join(known)}."])
         )
-    if Path(preset).is_absolute() or preset.startswith("."):
-        path = Path(preset)
+    path = Path(preset)
+    if sources.file(preset) is None and len(path.parts) > 1:
         raise ConfigError(
             f"--config-name {preset} is a path: give the folder and the name, --config-dir "
             f"{path.parent} --config-name {path.stem}."
@@ -90,10 +89,23 @@ def check_preset(sources: Sources, preset: str | None, overrides: Sequence[str] 
     return preset
 
 
+def _meant(path: Path) -> str:
+    """Returns how a path that was given without a key is written: a run, a preset, data."""
+    if path.is_dir():
+        return f" For this run: model.pretrained={path}/hf."
+    if path.suffix in (".yaml", ".yml"):
+        return f" For this preset: --config-dir {path.parent} --config-name {path.stem}."
+    return f" For this data: --config-name finetune dataset.path={path}." if path.is_file() else ""
+
+
 def read(path: Path) -> DictConfig:
     """Reads a file of presets or options as it is; empty if it is not a mapping."""
     try:
         loaded = OmegaConf.load(path)
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be read ({error.strerror}){did_you_mean_path(str(path)) or '.'}"
+        ) from None
     except Exception as error:
         raise ConfigError(
             f"{path} cannot be read as YAML: {' '.join(str(error).split())[:300]}"

@@ -11,8 +11,10 @@ import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
+import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -45,6 +47,7 @@ _NAMES: dict[Any, str] = {
     str: "text",
     type(None): "null",
 }
+ELSEWHERE = yaml.safe_load(Path(__file__).with_name("elsewhere.yaml").read_text(encoding="utf-8"))
 _FIRST_OPTION = {"model": "pretrained", "dataset": "path", "optimizer": "lr"}
 
 
@@ -145,6 +148,8 @@ def _schema_problems(node: Mapping[str, Any], schema: type, prefix: str) -> Iter
             is_extra = schema is not Config and prefix.startswith("extra.")
             known = known_keys(schema, prefix) if is_extra else known_keys()
             hint = did_you_mean(leaf, known) or "."
+            if found := ELSEWHERE.get(leaf.rpartition(".")[2]):
+                hint = f"; did you mean {found}?"
             yield f"{leaf}={format_value(leaf_value)}: unknown key{hint}"
             continue
         is_group = is_dataclass(hints[key])

@@ -43,7 +43,7 @@ def mesh_shape(config: MeshConfig, num_processes: int) -> MeshShape:
             raise ConfigError(
                 f"mesh.dp_replicate={config.dp_replicate} x mesh.cp={config.cp}{tp} = {fixed} must "
                 f"divide the number of processes, {num_processes}: start "
-                f"{fixed * -(-num_processes // fixed)} (torchrun --nproc-per-node), or lower these."
+                f"{fixed * -(-num_processes // fixed)} (--nproc), or lower these."
             )
         dp_shard = num_processes // fixed
     elif dp_shard < 1:

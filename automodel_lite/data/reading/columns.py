@@ -306,7 +306,8 @@ def _find(
         wanted = " + ".join(candidates[0].columns)
         raise ConfigError(
             f"dataset.format={candidates[0].name} needs the columns {wanted}, the data have "
-            f"{', '.join(columns)}: name them with dataset.columns."
+            f"{', '.join(columns)}: name them with dataset.columns, or set dataset.format to what "
+            "the rows are."
         )
     known = ", ".join(" + ".join(known.columns) for known in FORMATS)
     texts = [column for column in columns if not NUMBERED.fullmatch(column)] or columns

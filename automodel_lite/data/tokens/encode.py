@@ -212,7 +212,10 @@ class ChatRenderer:
         """Indices of the assistant messages that are trained on."""
         turns = [place for place, message in enumerate(messages) if message["role"] in _ASSISTANTS]
         if not turns:
-            raise DataError("has no assistant message")
+            raise DataError(
+                "has no assistant message, so nothing is trained on: add one, or set "
+                "tokenize.on_bad_row=skip"
+            )
         if self._train_on == "last_assistant":
             turns = turns[-1:]
         if self._train_on == "completion":

@@ -50,6 +50,11 @@ def load_tokenizer(
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # whatever a damaged file makes of its reader
+        if is_local and "instantiate the backend tokenizer" in str(error):
+            raise ConfigError(
+                f"tokenizer.path={path}: the folder has no tokenizer.json: set tokenizer.path to a "
+                "folder or a hub name that has one."
+            ) from None
         raise ConfigError(
             f"tokenizer.path={path} cannot be loaded as a tokenizer: {one_line(error)}"
         ) from error

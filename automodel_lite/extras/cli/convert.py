@@ -67,7 +67,9 @@ def convert(argv: list[str]) -> int:
         raise ConfigError(f"{target} exists already: choose another file with --to.")
     try:
         theirs = yaml.safe_load(args.file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeError, yaml.YAMLError) as error:
+    except OSError as error:
+        raise ConfigError(f"{args.file} cannot be read ({error.strerror}).") from None
+    except (UnicodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{args.file} cannot be read as YAML: {one_line(error)}") from None
     if not isinstance(theirs, dict) or not all(isinstance(key, str) for key in theirs):
         raise ConfigError(f"{args.file} is not a configuration: its YAML is no mapping of names.")

@@ -41,7 +41,8 @@ def test_too_many_bad_rows(tmp_path: Path) -> None:
         tokenized(documents, tmp_path, on_bad_row="skip")
     assert str(caught.value) == (
         "train: 10 documents: 1 bad, 0 empty, 0 with nothing trained on (train_on=assistant); max_bad_frac=0.05 "
-        "allows 0. First bad row: given[9]: has no assistant message"
+        "allows 0. First bad row: given[9]: has no assistant message, so nothing is trained on: add one, or set "
+        "tokenize.on_bad_row=skip"
     )
     assert len(tokenized(documents, tmp_path, on_bad_row="skip", max_bad_frac=0.1).train) == 9
 

@@ -208,7 +208,9 @@ def test_labels_of_neither_kind_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_bad_row_stops_by_default(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"^given\[1\]: has no assistant message$"):
+    with pytest.raises(
+        DataError, match=r"^given\[1\]: has no assistant message, so nothing is trained on"
+    ):
         tokenized(chats([HI, HELLO], [HI]), tmp_path)
 
 
@@ -273,7 +275,9 @@ def test_no_socket_where_the_temporary_path_is_too_long(monkeypatch: pytest.Monk
 def test_a_bad_row_is_named_from_another_process(tmp_path: Path) -> None:
     fork_server()
     documents = chats(*[[HI, HELLO]] * 1500, [HI])
-    with pytest.raises(DataError, match=r"^given\[1500\]: has no assistant message$"):
+    with pytest.raises(
+        DataError, match=r"^given\[1500\]: has no assistant message, so nothing is trained on"
+    ):
         tokenized(documents, tmp_path, num_proc=2)
 
 
