@@ -148,7 +148,7 @@ def _schema_problems(node: Mapping[str, Any], schema: type, prefix: str) -> Iter
             is_extra = schema is not Config and prefix.startswith("extra.")
             known = known_keys(schema, prefix) if is_extra else known_keys()
             hint = did_you_mean(leaf, known) or "."
-            if found := ELSEWHERE.get(leaf.rpartition(".")[2]):
+            if not is_extra and (found := ELSEWHERE.get(leaf.rpartition(".")[2])):
                 hint = f"; did you mean {found}?"
             yield f"{leaf}={format_value(leaf_value)}: unknown key{hint}"
             continue
