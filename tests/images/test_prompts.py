@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -118,7 +119,8 @@ def test_held_out_questions_are_answered_by_what_is_seen(
     assert train_ft.main(config) == 0
     screen = capsys.readouterr().out
     assert "held-out questions: 3 of 3 exactly right" in screen, screen[-3000:]
-    assert "3.png)what? (image 3.png cannot be read" in screen
+    # the question is cut, as its picture's folder may be long
+    assert re.search(r"not asked: question 4, .*\(image 3\.png cannot be read", screen)
     asked = tmp_path / "asked.jsonl"
     asked.write_text("\n".join((folder / "chats.jsonl").read_text().splitlines()[:3]))
     for row in range(2):
