@@ -116,9 +116,11 @@ class SizeTable:
         """The processor with its settings merged once: that is most of what a count takes."""
         counting = copy(self.own)
         merged = counting._merge_kwargs()
-        counting._merge_kwargs = lambda *given, **options: {
-            name: copy(settings) for name, settings in merged.items()
-        }
+
+        def merge_kwargs(*given: Any, **options: Any) -> dict[str, Any]:
+            return {name: copy(settings) for name, settings in merged.items()}
+
+        counting._merge_kwargs = merge_kwargs
         return counting
 
     def _asked(self, width: int, height: int) -> ImageTokens:
