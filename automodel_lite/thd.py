@@ -634,8 +634,8 @@ def to_thd(batch: dict[str, Any], with_mixers: bool = True) -> ThdBatch:
            tokens and slots of each document, of which the slots sum to T. Optional columns of
            COLUMNS, [T] or [T, K]. Or all with a dim of rows before, see `flat_row`
     with_mixers  False for a model of attention alone: 21 bytes per token less on the device, 43
-                 less under context
-           parallelism; at a million tokens 70 ms of the host, 190 under context parallelism
+                 less under context parallelism; at a million tokens 70 ms of the host, 190 under
+                 context parallelism
     Raises ValueError for slots that do not fill the stream, or are shorter than their documents.
     """
     if batch["input_ids"].ndim == 2:

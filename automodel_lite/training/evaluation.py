@@ -21,6 +21,7 @@ from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.progress import Progress
 from automodel_lite.training.engine import Engine
 
+WITH_IMAGES = "automodel_lite.parts.evaluation.questions.with_images"
 SAMPLE_ANSWERS = "automodel_lite.parts.evaluation.samples.sample_answers"
 
 
@@ -125,8 +126,10 @@ def questions_of(documents: Documents) -> Iterator[Question]:
     for rows in documents.val.values() or [documents.train]:
         for index in range(len(rows)):
             try:
-                question = question_of(rows[index])
+                document = rows[index]
+                question = question_of(document)
             except DataError:  # counted where the documents were tokenized
                 continue
             if question and question.answer is not None:
-                yield question
+                images = document.get("images")
+                yield locate(WITH_IMAGES)(question, images) if images else question

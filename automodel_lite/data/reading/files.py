@@ -107,7 +107,7 @@ class FilesDataset:
     train: DocumentSet = field(init=False)
     val: dict[str, DocumentSet] = field(init=False)
     kind: str = field(init=False)
-    questions: Sequence[Question] = field(init=False, default_factory=list)
+    questions: list[Question] = field(init=False, default_factory=list)
     description: str = field(init=False)
     identity: str = field(init=False)
     train_files: list[FileStamp] = field(init=False)

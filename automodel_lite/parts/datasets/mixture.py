@@ -25,7 +25,6 @@ from automodel_lite.data.tokens.token_rows import DocumentReader, TokenizedData
 from automodel_lite.data.tokens.tokenize import Job
 from automodel_lite.errors import ConfigError, format_value
 from automodel_lite.parts.datasets.streams import StreamingDataset
-from automodel_lite.parts.evaluation.questions import HeldOutQuestions
 
 Stop = Literal["first_exhausted", "all_exhausted"]
 MOST_REPEATS = 1000  # more is a typing mistake, and takes memory for each time
@@ -82,13 +81,7 @@ class Mixture:
             name: source.dataset for name, source in self.sources.items()
         }
         self._check_held_out()
-        # The documents of all datasets, one after the other, as a tokenizer is trained on them.
-        self.train: DocumentSet = ConcatenatedRows(
-            [dataset.train for dataset in self.datasets.values()]
-        )
-        self.val: dict[str, DocumentSet] = _prefixed(
-            {name: dataset.val for name, dataset in self.datasets.items()}
-        )
+        self._join()
         self.questions: Sequence[Question] = [
             q for dataset in self.datasets.values() for q in dataset.questions
         ]
@@ -125,20 +118,23 @@ class Mixture:
                         "source of their own, or name other files."
                     )
 
+    def _join(self) -> None:
+        """Takes the documents of all datasets, one after the other, as a tokenizer is trained on
+        them.
+        """
+        sets = self.datasets
+        self.train: DocumentSet = ConcatenatedRows([dataset.train for dataset in sets.values()])
+        self.val = _prefixed({name: dataset.val for name, dataset in sets.items()})
+
     def adapt(self, config: Config, job: Job, packer: Packer) -> tuple[Documents, Job, Packer]:
         """See `AdaptingDataset`: what one dataset asks for, such as images, reads them all."""
-        given = packer
         adapted = copy(self)
         adapted.datasets = {}
         for name, dataset in self.datasets.items():
             if isinstance(dataset, AdaptingDataset):
                 dataset, job, packer = dataset.adapt(config, job, packer)
             adapted.datasets[name] = dataset
-        sets = adapted.datasets
-        adapted.val = _prefixed({name: dataset.val for name, dataset in sets.items()})
-        if packer is not given:
-            own = [*adapted.val.values()] or [dataset.train for dataset in sets.values()]
-            adapted.questions = HeldOutQuestions(own)
+        adapted._join()
         return adapted, job, packer
 
     def combine(self, datasets: Mapping[str, TokenizedData], vocab_size: int) -> TokenizedData:

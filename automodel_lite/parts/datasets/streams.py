@@ -174,7 +174,7 @@ class StreamingDataset:
     stream: RawStream = field(init=False)
     val: dict[str, DocumentSet] = field(init=False)
     kind: str = field(init=False)
-    questions: Sequence[Question] = field(init=False, default_factory=list)
+    questions: list[Question] = field(init=False, default_factory=list)
     description: str = field(init=False)
     identity: str = field(init=False)
     content: str = field(init=False)

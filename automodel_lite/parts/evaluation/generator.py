@@ -73,7 +73,8 @@ class Generator:
         of_chats = tools or [None] * len(chats)
         if any(map(has_images, chats)):
             read = locate(_INPUTS_OF_IMAGES)
-            batches = [read(self, chat, is_chat, own) for chat, own in zip(chats, of_chats)]
+            # one after the other: pixels of many images fit no GPU
+            batches = (read(self, chat, is_chat, own) for chat, own in zip(chats, of_chats))
         else:
             prompts = [
                 torch.tensor(prompt_ids(self.tokenizer, chat, is_chat, own))
@@ -83,9 +84,8 @@ class Generator:
             # short by its neighbor.
             has_room = min(map(self._room_tokens, prompts)) >= max_new_tokens
             is_batch = len(prompts) == 1 or (has_room and self.takes_padding)
-            batches = [
-                self._padded(batch) for batch in ([prompts] if is_batch else [[p] for p in prompts])
-            ]
+            together = [prompts] if is_batch else [[ids] for ids in prompts]
+            batches = (self._padded(batch) for batch in together)
         streamer: Any = None
         if write:  # gets the text as soon as it is whole words
             streamer = TextStreamer(

@@ -1,40 +1,16 @@
-"""What held-out documents ask, with their images."""
+"""What documents with images ask: the images are parts of their turns."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from automodel_lite.data.reading.documents import IMAGE, DocumentSet, Question, question_of
-from automodel_lite.errors import DataError
+from automodel_lite.data.reading.documents import IMAGE, Question
 
 IMAGES = "images"
 """The key of a document: its images, in the order of the marks in its text."""
-
-
-@dataclass(frozen=True)
-class HeldOutQuestions(Sequence[Question]):
-    """What the documents of some sets ask; those that cannot be read are left out."""
-
-    sets: Sequence[DocumentSet]
-
-    def __len__(self) -> int:
-        return sum(map(len, self.sets))
-
-    def __getitem__(self, index: Any) -> Any:
-        return list(self)[index]
-
-    def __iter__(self) -> Iterator[Question]:
-        for documents in self.sets:
-            for index in range(len(documents)):
-                with suppress(DataError):  # counted where the documents were tokenized
-                    document = documents[index]
-                    question = question_of(document)
-                    if question is not None and question.answer is not None:
-                        yield with_images(question, document.get(IMAGES, ()))
 
 
 def with_images(question: Question, images: Sequence[Any]) -> Question:

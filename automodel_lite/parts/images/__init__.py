@@ -27,11 +27,13 @@ def images_lines(data: PackSource) -> list[tuple[str, str]]:
     """
     if not isinstance(data, PlannedPacks) or "image" not in data.columns:
         return []
+    from automodel_lite.parts.datasets.mixture import MixedRows  # each part can be deleted
     from automodel_lite.parts.images.sources import PIXEL_BITS  # with Pillow
 
     num_images = num_pixels = num_places = 0
     rows = data.tokens.train
-    for source in getattr(rows, "sources", [rows]):
+    sources = rows.sources if isinstance(rows, MixedRows) else [rows]
+    for source in sources:
         image, stamp = (source.flat.columns[name] for name in ("image", "image_stamp"))
         lengths = np.diff(np.append(image.at, image.num_tokens))
         num_places += int(lengths[image.values > 0].sum())
@@ -49,7 +51,7 @@ def images_lines(data: PackSource) -> list[tuple[str, str]]:
 
 
 def counted_with(parts: AnyParts, data: PackSource) -> AnyParts:
-    """Returns the parts with the data whose images count in the memory of a step."""
+    """Returns the parts with the data whose heaviest packs count in the memory of a step."""
     return replace(parts, data=data)
 
 

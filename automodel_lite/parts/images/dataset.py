@@ -22,7 +22,6 @@ from automodel_lite.data.reading.readers import RawRows
 from automodel_lite.data.tokens.tokenize import Job
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.models.source import CausalLM
-from automodel_lite.parts.evaluation.questions import HeldOutQuestions
 from automodel_lite.parts.images.archives import index_archive, index_name
 from automodel_lite.parts.images.rows import ImageDocuments, MarkedRows, PlacedImage
 from automodel_lite.parts.images.sources import COLUMNS, FIRST_TEXTS, ImageLimits, sources_in
@@ -147,7 +146,6 @@ class ImageFiles(ImageSettings, FilesDataset):
         ]
         adapted.train, *val = adapted.sets
         adapted.val = dict(zip(self.val, val))
-        adapted.questions = HeldOutQuestions(val or [adapted.train])
         adapted.identity += f"(processor {processor.own.to_json_string()}, set {len(others)})"
         made = image_job(job, processor)
         check_sample(made, adapted.sets[0])

@@ -22,7 +22,7 @@ from automodel_lite.data.reading.readers import ConcatenatedRows, Placed, RawRow
 from automodel_lite.data.tokens.tokenize import Job
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.parts.datasets.streams import ReadShard, StreamingDataset
-from automodel_lite.parts.evaluation.questions import IMAGES, HeldOutQuestions
+from automodel_lite.parts.evaluation.questions import IMAGES
 from automodel_lite.parts.images.archives import KEY, rows_of_hub_sample
 from automodel_lite.parts.images.dataset import (
     ImageSettings,
@@ -173,7 +173,6 @@ class ImageStream(ImageSettings, StreamingDataset):
             name: ImageDocuments(documents, self.num_shards + number, self.limits, True)
             for number, (name, documents) in enumerate(self.val.items())
         }
-        adapted.questions = HeldOutQuestions([*adapted.val.values()])
         adapted.identity += f"(processor {processor.own.to_json_string()})"
         made = image_job(job, processor)
         head = [one for _, one in adapted.head(NUM_SAMPLED) if not isinstance(one, DataError)]
