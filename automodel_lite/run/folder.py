@@ -150,12 +150,13 @@ class RunFolder:
                 return os.path.relpath(self.path)
         return str(self.path)
 
-    def write_facts(self, lines: Sequence[tuple[str, str]]) -> None:
-        """run.json: the command line, and the (topic, text) lines that the run printed at its
-        start.
+    def write_facts(self, lines: Sequence[tuple[str, str]], kind: str = "") -> None:
+        """run.json: the command line, the kind of the documents, and the (topic, text) lines that
+        the run printed at its start.
         """
         facts = {
             "command": scrub(command_line()),
+            "kind": kind,
             "lines": [[topic, scrub(text)] for topic, text in lines],
         }
         write_atomically(self.facts, json.dumps(facts, indent=2) + "\n")
@@ -164,7 +165,8 @@ class RunFolder:
         """What to type next, by how the run ended; `generate` and vLLM get an export of the newest
         checkpoint only.
         """
-        command = str(json_object(self.facts).get("command", ""))
+        facts = json_object(self.facts)
+        command = str(facts.get("command", ""))
         if state in ("preempted", "interrupted", "failed") and command:
             checkpoint = self.read_status().get("checkpoint")
             return [
@@ -184,7 +186,8 @@ class RunFolder:
             for name in ("hf", "adapter")
             if (self.path / name).is_dir() and not is_stale(self.path / name)
         ]
-        generate = f'{ours} generate {run} "..."'
+        raw = " --raw" if facts.get("kind") == "text" else ""  # no chat template, as it was trained
+        generate = f'{ours} generate {run} "..."{raw}'
         export = f"{ours} export {run}"
         if not fresh:
             return [f"{export}   # writes the newest checkpoint as a Hugging Face folder", generate]

@@ -14,6 +14,7 @@ import torch
 from automodel_lite.config.components import locate
 from automodel_lite.config.schema import Config, SamplesConfig
 from automodel_lite.data.feeding.feed import validation_steps
+from automodel_lite.data.feeding.planned import document_kind
 from automodel_lite.data.feeding.source import PackSource
 from automodel_lite.data.packing.packs import PackedDataset
 from automodel_lite.data.reading.documents import Documents, Question, question_of
@@ -110,10 +111,19 @@ def check_held_out(config: Config, data: PackSource) -> None:
                 f"callbacks.{name} waits for {metric}, which training.val_every_steps=0 computes "
                 "only at the end: set training.val_every_steps."
             )
-    if config.evaluation and not data.documents.questions and data.documents.kind == "text":
+    if config.evaluation and not has_questions(data.documents):
         raise ConfigError(
-            "evaluation asks held-out questions, and plain text has none: set evaluation=none."
+            "evaluation asks held-out questions, and the data has none, as plain text, token ids "
+            "and chats without a last answer: set evaluation=none, or dataset.val_path to chats "
+            "that end with an answer."
         )
+
+
+def has_questions(documents: Documents) -> bool:
+    """Returns whether there is anything to ask; text and token ids are not read for it."""
+    if document_kind(documents) in ("text", "tokens", "rows"):
+        return bool(documents.questions)
+    return next(questions_of(documents), None) is not None
 
 
 def questions_of(documents: Documents) -> Iterator[Question]:

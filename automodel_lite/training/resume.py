@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from automodel_lite.config.components import locate
 from automodel_lite.config.schema import Config
+from automodel_lite.data.feeding.planned import document_kind
 from automodel_lite.data.feeding.source import Cursor, PackSource, TrainingPlan
 from automodel_lite.data.packing.report import PackingReport
 from automodel_lite.data.prepare import check_same_data
@@ -209,7 +210,7 @@ def _open_folder(
         folder.open(guards.config, data.shape.global_batch_size, data.packer.slot_multiple)
         with folder.explain_os_errors():
             folder.write_status("running", step, checkpoint=guards.checkpointer.newest_name)
-            folder.write_facts(lines)
+            folder.write_facts(lines, document_kind(data.documents))
             if report:
                 folder.packing.write_text(json.dumps(asdict(report), indent=2) + "\n")
                 folder.lengths.write_text(json.dumps(data.lengths()))

@@ -104,6 +104,24 @@ def test_a_setting_that_changes_on_the_disk_is_noticed(
     assert not (tmp_path / "hf").exists()
 
 
+def test_a_model_trained_in_fp32_is_compared_in_fp32(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The folder is bf16, as its base was: a forward pass in bf16 would differ by its rounding,
+    here 0.02 standard deviations, and in 30 layers by more than is allowed.
+    """
+    trained = load_trained(base)
+    with torch.no_grad():
+        for weight in trained.model.lm.parameters():
+            weight.copy_((weight * 8).bfloat16())
+    monkeypatch.setattr(export, "tolerance_std", lambda dtype: 1e-3)
+    export.export_hf(
+        tmp_path / "hf", trained.model, trained.tokenizer, torch.bfloat16, trained.model.logits, 3
+    )
+    (dtype,) = {value.dtype for value in load_file(tmp_path / "hf/model.safetensors").values()}
+    assert dtype == torch.bfloat16
+
+
 def test_a_weight_that_changes_on_the_disk_is_noticed(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

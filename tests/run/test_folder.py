@@ -152,6 +152,8 @@ def test_only_an_export_of_the_newest_checkpoint_is_offered(
     export, generate = folder.next_commands("finished")
     assert "export runs/a   # writes the newest checkpoint" in export
     assert generate.endswith('generate runs/a "..."')
+    folder.write_facts([], kind="text")
+    assert folder.next_commands("finished")[1].endswith('generate runs/a "..." --raw')
 
 
 TYPED = {

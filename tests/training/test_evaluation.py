@@ -2,7 +2,11 @@
 
 from pathlib import Path
 
+import pytest
+
+from automodel_lite.config.components import build
 from automodel_lite.parts.evaluation.exact_match import f1
+from automodel_lite.training.evaluation import has_questions
 from tests.runs import Row, train
 
 
@@ -11,6 +15,25 @@ def test_scores_of_an_answer():
     assert f1("Lima", "the city of Lima") == 0.5  # 1 word of 1, 1 of 3 (the article does not count)
     assert f1("Quito", "Lima") == 0.0
     assert f1("", "") == 1.0
+
+
+FILES = "automodel_lite.data.reading.files.FilesDataset"
+MIXTURE = "automodel_lite.parts.datasets.mixture.Mixture"
+DATASETS = {
+    "chat": ('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}', True),
+    "no answer last": ('{"messages": [{"role": "assistant", "content": "b"}, {"role": "user", "content": "a"}]}', False),
+    "text": ('{"text": "a"}', False),
+    "token ids": ('{"input_ids": [1, 2]}', False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("row", "has"), DATASETS.values(), ids=DATASETS)
+def test_data_without_questions_is_known_before_the_training(row: str, has: bool, tmp_path: Path):
+    (tmp_path / "a.jsonl").write_text(f"{row}\n" * 2)
+    node = {"_target_": FILES, "path": str(tmp_path / "a.jsonl")}
+    assert has_questions(build(node)) == has
+    sources = {name: {"dataset": node, "weight": 0.5} for name in ("one", "two")}
+    assert has_questions(build({"_target_": MIXTURE, "sources": sources})) == has
 
 
 ASKED = [

@@ -88,9 +88,10 @@ def epochs_of(config: TrainingConfig, num_documents: int) -> tuple[int, str]:
 
 
 def document_kind(documents: Documents) -> str:
-    """Returns "text" for a dataset of text, and a mixture whose datasets all are; else "other"."""
+    """Returns the kind of a dataset, or of all in a mixture; "other" where they differ."""
     datasets = documents.datasets.values() if isinstance(documents, RowDataset) else [documents]
-    return "text" if all(dataset.kind == "text" for dataset in datasets) else "other"
+    kinds = {dataset.kind for dataset in datasets}
+    return kinds.pop() if len(kinds) == 1 else "other"
 
 
 @dataclass(frozen=True)
