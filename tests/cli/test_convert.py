@@ -54,6 +54,39 @@ def test_the_keys_of_trl_have_an_answer() -> None:
     assert [key for key in USES_OF_TRL if answer_to("trl", key) is None] == []
 
 
+PAGE = (Path(__file__).parents[2] / "docs/moving.md").read_text()
+HEADINGS = {
+    "NeMo AutoModel": "nemo_automodel",
+    "TRL (SFTTrainer)": "trl",
+    "axolotl": "axolotl",
+    "LLaMA-Factory": "llama_factory",
+    "torchtune": "torchtune",
+}
+NO_KEYS = {"eval_dataset", "target_modules", "modules_to_save", "r", "chat", "dataset_info.json"}
+
+
+@pytest.mark.parametrize(("heading", "peer"), HEADINGS.items(), ids=HEADINGS.values())
+def test_what_the_page_says_of_a_key_is_what_convert_does(heading: str, peer: str) -> None:
+    table = PAGE.split(f"## {heading}\n")[1].split("\n## ")[0].split("\n\nCode that calls")[0]
+    wrong = []
+    for line in table.splitlines()[4:]:
+        theirs, _, ours = line.partition(" | ")
+        prefix = ""
+        for key, value in re.findall(r"`([a-z][a-z_0-9.]*)((?:[:=] ?[^`]*)?)`", theirs):
+            prefix = key.rpartition(".")[0] or prefix
+            names = (key, f"{prefix}.{key}", f"{key}._target_", f"{key}[].path", f"{key}.x")
+            found = [answer for name in names if (answer := answer_to(peer, name)) is not None]
+            if not found and key not in NO_KEYS:
+                wrong.append(f"{key}: not known to convert")
+            plain = found[0] if found and isinstance(found[0], str) else ""
+            for setting in re.findall(r"(?:^| )([a-z_]+\.[a-z_.]+)", plain):
+                if plain[:2] not in ("- ", "= ") and ":" not in plain and setting not in ours:
+                    wrong.append(f"{key}: {plain} is not on the page, {ours}")
+            if value:  # the spans behind it are others of its values
+                break
+    assert wrong == []
+
+
 def test_an_axolotl_file_becomes_a_preset(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
