@@ -653,6 +653,9 @@ def to_thd(batch: dict[str, Any], with_mixers: bool = True) -> ThdBatch:
     cu_padded = cumulative(slots)
     max_seqlen = int(slots.max())
     nodes = find_nodes(cu_padded, positions, lens)
+    starts = slots.cumsum(0) - slots
+    # bool [T]: False for the padding behind each document
+    is_real = torch.arange(len(positions)) < (starts + lens).repeat_interleave(slots)
     label_rows = labeled_rows(batch["labels"])
     columns = {name: batch[name] for name, c in COLUMNS.items() if c.is_optional and name in batch}
     weights = columns.get("loss_weights")
@@ -660,7 +663,11 @@ def to_thd(batch: dict[str, Any], with_mixers: bool = True) -> ThdBatch:
     attention = AttentionPlan(Segments(cu_padded, cu_padded, max_seqlen, max_seqlen))
     if nodes is not None:
         attention = attention_of_trees(nodes, positions)
-        document_lens = _longest_rows(lens, slots, positions)
+        # those of the longest row of each tree: positions say how far a row has come
+        document = torch.repeat_interleave(slots)
+        firsts = positions[starts.clamp(max=len(positions) - 1)][document]
+        places = torch.where(is_real, positions - firsts + 1, 0)
+        document_lens = torch.zeros_like(lens).scatter_reduce(0, document, places, "amax")
     images: TowerInputs | None = batch.get("images")
     if images is not None:
         attention = replace(attention, ahead=images.ahead)
@@ -668,7 +675,7 @@ def to_thd(batch: dict[str, Any], with_mixers: bool = True) -> ThdBatch:
         input_ids=batch["input_ids"],
         labels=batch["labels"],
         # Those of padding run on, in a pack, beyond what a table of learned positions may hold.
-        position_ids=positions.where(_is_real(lens, slots), 0),
+        position_ids=positions.where(is_real, 0),
         label_rows=label_rows,
         document_lens=document_lens.to(torch.int32).repeat_interleave(slots),
         cu_seqlens=cumulative(lens),
@@ -711,21 +718,6 @@ def flat_row(batch: dict[str, Any]) -> dict[str, Any]:
         "seq_lens_padded": slots[slots != SEQ_LENS_PADDING],
     }
     return {**batch, **tokens, **boundaries}
-
-
-def _is_real(lens: Tensor, slots: Tensor) -> Tensor:
-    """Returns bool [T]: False for the padding behind each document."""
-    ends = slots.cumsum(0) - slots + lens
-    return torch.arange(int(slots.sum())) < ends.repeat_interleave(slots)
-
-
-def _longest_rows(lens: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
-    """Returns int64 [N]: tokens of each document, or of the longest row of a tree."""
-    document = torch.repeat_interleave(slots)
-    starts = slots.cumsum(0) - slots
-    firsts = positions[starts.clamp(max=len(positions) - 1)][document]
-    places = torch.where(_is_real(lens, slots), positions - firsts + 1, 0)
-    return torch.zeros_like(lens).scatter_reduce(0, document, places, "amax")
 
 
 def stream_of(

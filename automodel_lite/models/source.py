@@ -314,11 +314,12 @@ class CausalLM:
             str(key[0] if isinstance(key, tuple) else key) for key in report["mismatched_keys"]
         )
         if missing or mismatched:
+            of_heads = self.mtp_loss and any(re.search("mtp|eh_proj", name) for name in missing)
+            cure = " The checkpoint has no such heads: set model.mtp_loss=0." if of_heads else ""
             raise ConfigError(
                 f"model.pretrained={self.pretrained}: {len(missing)} weights are missing and "
                 f"{len(mismatched)} have a different shape than in the config, "
-                f"{(missing + mismatched)[0]} first; they would be initialized at random."
-                + self._mtp_cure(missing)
+                f"{(missing + mismatched)[0]} first; they would be initialized at random.{cure}"
             )
         # forgotten: otherwise the export would quantize again, as the checkpoint was
         if quantization:
@@ -351,10 +352,6 @@ class CausalLM:
         """
         weight = self.router_aux_loss
         return locate(FAMILIES["balance"])(lm, weight) if weight else None
-
-    def _mtp_cure(self, missing: list[str]) -> str:
-        of_heads = self.mtp_loss and any(re.search("mtp|eh_proj", name) for name in missing)
-        return " The checkpoint has no such heads: set model.mtp_loss=0." if of_heads else ""
 
     def freeze_weights(self, lm: transformers.PreTrainedModel) -> None:
         """Freezes what is not trained, in place; adds to `notes` what `freeze` names."""

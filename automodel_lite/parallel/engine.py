@@ -6,11 +6,9 @@ Imported only with mesh.tp or mesh.ep over 1: the engine has both since transfor
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers.distributed import DistributedConfig
 from transformers.distributed.expert_parallel import apply_expert_parallelism
@@ -69,24 +67,13 @@ def split_layers(model: LossModel, mesh: Mesh, policy: MixedPrecisionPolicy) -> 
         reason = one_line(error)
         raise ConfigError(f"mesh.tp={shape.tp} mesh.ep={shape.ep}: {reason}") from None
     if shape.ep > 1:
-        modules = [
-            module
-            for name, module in lm.named_modules()
-            if ep_plan.get(name) == "ep_dispatch_experts"
-        ]
-        _shard_experts(modules, experts[tuple(sharded)], axes, policy)
-
-
-def _shard_experts(
-    modules: Iterable[Any], mesh: DeviceMesh, axes: DistributedConfig, policy: MixedPrecisionPolicy
-) -> None:
-    """Gives experts units of their own, so that the layers' FSDP leaves them alone.
-
-    An expert has seen the tokens of all batches: its gradient is divided by their number, after a
-    sum where copies of it exist, as in transformers' engine.
-    """
-    for module in modules:
-        fully_shard(module, mesh=mesh, mp_policy=policy)
-        module.set_gradient_divide_factor(float(axes.dp_size))
-        if axes.efsdp_size > 1:
-            module.set_force_sum_reduction_for_comms(True)
+        # Experts are units of their own, so that the layers' FSDP leaves them alone. An expert has
+        # seen the tokens of all batches: its gradient is divided by their number, after a sum where
+        # copies of it exist, as in transformers' engine.
+        modules: list[tuple[str, Any]] = list(lm.named_modules())
+        for name, module in modules:
+            if ep_plan.get(name) == "ep_dispatch_experts":
+                fully_shard(module, mesh=experts[tuple(sharded)], mp_policy=policy)
+                module.set_gradient_divide_factor(float(axes.dp_size))
+                if axes.efsdp_size > 1:
+                    module.set_force_sum_reduction_for_comms(True)

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -210,12 +209,21 @@ def fully_shard_model(
 
         split_layers(model, mesh, policy)
     held = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if offloads else OffloadPolicy()
-    shard = partial(fully_shard, mesh=_fsdp_mesh(mesh), mp_policy=policy, offload_policy=held)
+    assert mesh.root is not None
+    # parameters are sharded over dp_shard x cp, and replicated over dp_replicate (HSDP)
+    axes = ("dp_replicate", SHARDS) if mesh.shape.dp_replicate > 1 else (SHARDS,)
+    shard = partial(fully_shard, mesh=mesh.root[axes], mp_policy=policy, offload_policy=held)
     # Experts first: a unit inside another one keeps its own, wider mesh.
     experts, num_experts = _stacked_experts(model.lm)
     copies = copies_of_experts(num_experts, mesh.shape.dp_shard * mesh.shape.cp)
     if copies > 1 and not is_split:
-        of_experts = _experts_mesh(mesh, copies)
+        # Ranks of a shard group stand side by side, on one host where it has room: gathers are the
+        # larger traffic.
+        sizes = {
+            "dp_replicate": mesh.shape.dp_replicate * copies,
+            SHARDS: mesh.shape.dp_shard * mesh.shape.cp // copies,
+        }
+        of_experts = open_axes(mesh.device, sizes, mesh.timeout)
         for module in experts:
             shard(module, mesh=of_experts)
     layers = decoder_layers(model.lm)
@@ -284,18 +292,3 @@ def _stacked_experts(lm: nn.Module) -> tuple[list[nn.Module], int]:
     ]
     rows = [p.shape[0] for module in modules for p in module.parameters() if p.ndim == 3]
     return (modules, min(rows)) if rows else ([], 0)
-
-
-def _fsdp_mesh(mesh: Mesh) -> DeviceMesh:
-    """Parameters are sharded over dp_shard x cp, and replicated over dp_replicate (HSDP)."""
-    assert mesh.root is not None
-    return mesh.root[("dp_replicate", SHARDS) if mesh.shape.dp_replicate > 1 else (SHARDS,)]
-
-
-def _experts_mesh(mesh: Mesh, copies: int) -> DeviceMesh:
-    """The same for experts that lie on those ranks `copies` times."""
-    # Ranks of a shard group stand side by side, on one host where it has room: gathers are the
-    # larger traffic.
-    num_shards = mesh.shape.dp_shard * mesh.shape.cp // copies
-    sizes = {"dp_replicate": mesh.shape.dp_replicate * copies, SHARDS: num_shards}
-    return open_axes(mesh.device, sizes, mesh.timeout)

@@ -20,7 +20,7 @@ from automodel_lite.parallel.exchange import choose_exchange
 from automodel_lite.parallel.mesh import MeshShape
 from automodel_lite.parallel.sharding import choose_precision, choose_strategy
 from automodel_lite.telemetry.metrics import STARTUP
-from automodel_lite.training.memory import gib, gpu_bytes, gradient_bytes, num_shards
+from automodel_lite.training.memory import gib, gpu_bytes, num_shards
 from automodel_lite.training.plan import (
     Decided,
     Parts,
@@ -134,7 +134,9 @@ def decide_reduction(decided: Decided, adapter: int | None, available: float | N
     available  bytes of the GPU; None = not known, as on a CPU
     """
     wish = decided.advanced.reduce_every_micro_batch
-    whole = gradient_bytes(decided, adapter)
+    towers = 0 if decided.model.train_towers else decided.size.towers
+    trained = decided.size.parameters - towers if adapter is None else adapter
+    whole = 4.0 * trained  # bytes of all gradients in fp32, not sharded
     micro_steps = batch_shape(decided.training, decided.shape.dp).micro_steps
     # A sum of a quarter of the GPU leaves too little for a micro-batch; reducing a smaller one
     # early gains little.

@@ -66,12 +66,6 @@ class TrainState:
     # digests of model files and validation sets
     sources: dict[str, str] = field(default_factory=dict)
 
-    def advance(self, after: Cursor) -> None:
-        """A step is finished, and `after` is the position in the data."""
-        self.num_steps = self.num_steps + 1
-        self.cursor = after
-        self.val_loss = None
-
     def to_json(self, data: PackSource, mesh: Mesh, extra: dict[str, Any]) -> dict[str, Any]:
         """The content of state.json; every rank calls it. `extra` is what the callbacks keep."""
         return {

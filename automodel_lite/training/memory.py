@@ -170,13 +170,6 @@ def num_shards(decided: Decided) -> int:
     return shape.world_size // shape.dp_replicate if decided.strategy == "fsdp" else 1
 
 
-def gradient_bytes(decided: Decided, adapter: int | None) -> float:
-    """Returns the bytes of all gradients in fp32, whole."""
-    towers = 0 if decided.model.train_towers else decided.size.towers
-    trained = decided.size.parameters - towers if adapter is None else adapter
-    return _FP32 * trained
-
-
 def usable(num_bytes: int) -> int:
     """Returns what a step may hold on a GPU of this size: less what the driver, the allocator and
     workspaces take. By the size that it is sold with, so that GPUs of one kind agree.
@@ -225,7 +218,7 @@ def optimizer_bytes(optimizer: Callable[[nn.Module], Optimizer], master: int = _
     weight.grad = torch.zeros_like(weight)
     stepped = optimizer(nn.ParameterList([weight]))
     # asked whether a stream is being recorded, torch opens GPU 0: half a GiB of it for each rank
-    stepped._accelerator_graph_capture_health_check = _no_check  # type: ignore[method-assign]
+    stepped._accelerator_graph_capture_health_check = lambda: None  # type: ignore[method-assign]
     stepped.step()
     state = (
         value
@@ -233,10 +226,6 @@ def optimizer_bytes(optimizer: Callable[[nn.Module], Optimizer], master: int = _
         if isinstance(value, torch.Tensor) and value.ndim
     )
     return sum(value.nbytes for value in state) / weight.numel()
-
-
-def _no_check() -> None:
-    """Does nothing."""
 
 
 def remedies(parts: Parts) -> list[str]:

@@ -353,7 +353,12 @@ def fill_slots(
         padding = {name: column.padding for name, column in COLUMNS.items()} | {
             "input_ids": padding_idx
         }
-        tokens = {name: _spread(values, real, padding[name]) for name, values in tokens.items()}
+        padded = {}
+        for name, values in tokens.items():
+            shape = len(real), *values.shape[1:]
+            padded[name] = np.full(shape, padding[name], values.dtype)
+            padded[name][real] = values
+        tokens = padded
     if "branches" in tokens:
         # From a branch to the next, or to the end of the slot, all positions are off by as much as
         # its first.
@@ -366,15 +371,6 @@ def fill_slots(
         **{name: x for name, x in tokens.items() if name != "branches"},
         "position_ids": position_ids,
     }
-
-
-def _spread(values: np.ndarray, places: np.ndarray, filler: float) -> np.ndarray:
-    """Returns the values [n, ...], in order, where `places` [T] is True, and the filler elsewhere:
-    [T, ...].
-    """
-    out = np.full((len(places), *values.shape[1:]), filler, values.dtype)
-    out[places] = values
-    return out
 
 
 def join_packs(packs: Sequence[Mapping[str, Any]] | PackBatch) -> Batch:

@@ -382,13 +382,6 @@ def rows_key(identity: str, job: Job) -> Key:
     }
 
 
-def may_share(rows: TokenizedDocuments, mode: str) -> bool:
-    """Whether some of the rows may be put together: those of one group, or any (`all`); pairs in
-    every mode.
-    """
-    return mode == "all" or (rows.groups is not None and (mode == "auto" or PAIRED in rows.columns))
-
-
 def tokenize_sets(
     sets: Mapping[str, DocumentSet],
     identity: str,
@@ -412,7 +405,9 @@ def tokenize_sets(
         found = read_findings(entry.folder)
         flat = load_rows(entry.folder)
         counts[name] = found.counts
-        if may_share(flat, job.tree):
+        # rows of one group may share a beginning, or any rows; pairs in every mode
+        is_paired = PAIRED in flat.columns
+        if job.tree == "all" or (flat.groups is not None and (job.tree == "auto" or is_paired)):
             of_rows = {"rows": (entry.folder / CONTENT_HASH).read_text(), "rules": RULES_VERSION}
             of_rows |= {"tree": job.tree, "most_tokens": str(job.most_tokens)}
             write_trees = locate(WRITE_TREES)

@@ -13,6 +13,7 @@ import re
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -89,9 +90,10 @@ def peer_of(theirs: Mapping[str, Any]) -> str:
     """Returns the framework that knows most of the keys, the first of equals; raises ConfigError
     when none does.
     """
+    given = [key for key, _ in leaves(dict(theirs))]
     hits = {
-        peer: sum(_own_answer(peer, key) is not None for key, _ in leaves(dict(theirs)))
-        for peer in _ANSWERS
+        peer: sum(any(fits(pattern, key) for pattern in answers) for key in given)
+        for peer, answers in _ANSWERS.items()
     }
     peer = max(hits, key=lambda name: hits[name])
     if not hits[peer]:
@@ -103,16 +105,11 @@ def peer_of(theirs: Mapping[str, Any]) -> str:
 
 def answer_to(peer: str, key: str) -> Any:
     """Returns the first answer that fits a key; None for a key that nobody has thought of."""
-    found = _own_answer(peer, key)
-    # LLaMA-Factory takes HF Trainer's keys too
-    return _own_answer("trl", key) if found is None and peer == "llama_factory" else found
-
-
-def _own_answer(peer: str, key: str) -> Any:
     for pattern, answer in _ANSWERS[peer].items():
         if fits(pattern, key):
             return answer
-    return None
+    # LLaMA-Factory takes HF Trainer's keys too
+    return answer_to("trl", key) if peer == "llama_factory" else None
 
 
 def fits(pattern: str, key: str) -> bool:
@@ -168,6 +165,11 @@ class Preset:
         self.settings[key] = plain_number(value)
         self.origin[key] = why
 
+    def answer_all(self, theirs: Any, prefix: str = "") -> None:
+        """Sets what the keys of a tree are here, each on its own."""
+        for key, value in leaves(theirs, prefix):
+            self.answer(key, value)
+
     def answer(self, key: str, value: Any, is_default: bool = False) -> None:
         """Sets what a key is here, or notes that it is not here."""
         answer = answer_to(self.peer, key)
@@ -203,7 +205,9 @@ class Preset:
         if ours.endswith("~"):
             self.soft[ours.removesuffix("~")] = (new, why)
             return
-        if is_default and self._is_decided(ours):
+        rivals = next((group for group in RIVALS if ours in group), (ours,))
+        is_decided = any(self.settings.get(name) is not None for name in rivals)
+        if is_default and (is_decided or ours in self.soft):
             return
         if needs_the_command_line(ours):
             self.unsaid.append(
@@ -219,11 +223,6 @@ class Preset:
             return
         self.settings[ours] = new
         self.origin[ours] = why
-
-    def _is_decided(self, ours: str) -> bool:
-        rivals = next((group for group in RIVALS if ours in group), (ours,))
-        is_soft = ours in self.soft
-        return is_soft or any(self.settings.get(name) is not None for name in rivals)
 
     def add_soft(self) -> None:
         """Sets what nothing else has set."""
@@ -275,42 +274,35 @@ class Preset:
         lines = [f"# From a configuration of {self.peer}."]
         lines += [f"# Left to you: {line}" for line in self.unsaid]
         lines.append(yaml.safe_dump({"defaults": [*defaults, "_self_"]}, sort_keys=False).rstrip())
-        tree: dict[str, Any] = {}
+        tree: dict[str, Any] = {}  # of the lines of each setting
         for key, value in self.settings.items():
             *path, last = key.split(".")
             node = tree
             for step in path:
                 node = node.setdefault(step, {})
-            node[last] = _Leaf(key, value)
-        lines += self._lines(tree, "")
-        return "\n".join(lines) + "\n"
+            node[last] = self._written(key, last, value)
+        return "\n".join([*lines, *_indented(tree)]) + "\n"
 
-    def _lines(self, tree: Mapping[str, Any], indent: str) -> Iterator[str]:
-        for name, node in tree.items():
-            if isinstance(node, dict):
-                yield f"{indent}{name}:"
-                yield from self._lines(node, indent + "  ")
-                continue
-            is_flat = isinstance(node.value, list)
-            written = yaml.safe_dump(
-                {name: None if is_flat else node.value},
-                sort_keys=False,
-                allow_unicode=True,
-                width=1000,
-            )
-            first, *others = written.rstrip().splitlines()
-            if is_flat:
-                items = yaml.safe_dump(node.value, default_flow_style=True, width=1000)
-                first = f"{name}: {items.rstrip()}"
-            why = self.origin.get(node.key, "")
-            yield f"{indent}{first}" + (f" # {why}" if why and why != node.key else "")
-            yield from (f"{indent}{line}" for line in others)
+    def _written(self, key: str, name: str, value: Any) -> list[str]:
+        """Returns the lines of one setting; a list is on one line."""
+        dump = partial(yaml.safe_dump, sort_keys=False, allow_unicode=True, width=1000)
+        if isinstance(value, list):
+            lines = [f"{name}: {dump(value, default_flow_style=True).rstrip()}"]
+        else:
+            lines = dump({name: value}).rstrip().splitlines()
+        why = self.origin.get(key, key)
+        if why not in ("", key):
+            lines[0] += f" # {why}"
+        return lines
 
 
-@dataclass(frozen=True)
-class _Leaf:
-    key: str
-    value: Any
+def _indented(tree: Mapping[str, Any], indent: str = "") -> Iterator[str]:
+    for name, node in tree.items():
+        if isinstance(node, list):
+            yield from (f"{indent}{line}" for line in node)
+        else:
+            yield f"{indent}{name}:"
+            yield from _indented(node, f"{indent}  ")
 
 
 def plain_number(value: Any) -> Any:
@@ -334,20 +326,20 @@ def preset_of(
     for key in SOURCES.get(peer, ()):
         items = own.get(key)
         if isinstance(items, list) and len(items) > 1:
-            sources += [_source_of(peer, f"{key}[]", item, preset.groups) for item in items]
+            for item in items:
+                sources.append(Preset(peer, preset.groups))
+                sources[-1].answer_all(item, f"{key}[]")
             del own[key]
     if peer == "llama_factory":
-        found, unsaid = peers.named_datasets(theirs, folder)
+        named, unsaid = peers.named_datasets(theirs, folder)
         preset.unsaid += unsaid
-        if len(found) == 1:
-            for key, value in found[0].items():
-                preset.put(f"dataset.{key}", value, "dataset")
-        for settings in found if len(found) > 1 else []:
-            dataset = {f"dataset.{key}": value for key, value in settings.items()}
-            sources.append(Preset(peer, preset.groups, settings=dataset))
+        for settings in named:
+            source = preset if len(named) == 1 else Preset(peer, preset.groups)
+            for key, value in settings.items():
+                source.put(f"dataset.{key}", value, "dataset")
+            sources += [source] if len(named) > 1 else []
     given = dict(leaves(own))
-    for key, value in leaves(own):
-        preset.answer(key, value)
+    preset.answer_all(own)
     preset.unsaid += peers.combine(peer, with_defaults(peer, given, theirs), num_gpus, preset.put)
     if sources:
         _mix(preset, sources)
@@ -427,13 +419,6 @@ def with_defaults(
         if "." not in key and given.get(key) in EMPTY
     }
     return {**{key: value for key, value in theirs.items() if value not in EMPTY}, **flat}
-
-
-def _source_of(peer: str, prefix: str, item: Any, groups: Mapping[str, Any]) -> Preset:
-    source = Preset(peer, groups)
-    for key, value in leaves(item, prefix):
-        source.answer(key, value)
-    return source
 
 
 def _mix(preset: Preset, sources: list[Preset]) -> None:

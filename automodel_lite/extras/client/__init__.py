@@ -165,7 +165,9 @@ class TrainingClient:
         """Computes the log-probabilities of the labels, without gradients and dropout; columns of
         the loss are not looked at.
         """
-        bare = [[_bare(row) for row in group] for group in _as_groups(groups)]
+        bare = []
+        for group in _as_groups(groups):
+            bare.append([{x: row[x] for x in ("input_ids", "labels") if x in row} for row in group])
         packed = self._pack(bare, CrossEntropy())
         values_T = np.full(packed.num_tokens, np.nan, np.float32)
         for _, places, values in self._scorer.values(packed.packs, _column_of_log_probs):
@@ -543,10 +545,6 @@ def _as_groups(groups: Iterable[Any]) -> list[list[Any]]:
         raise TypeError("one row was given where a list of rows or groups belongs: [row].")
     found = [[group] if isinstance(group, Mapping) else list(group) for group in groups]
     return [group for group in found if group]
-
-
-def _bare(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: row[name] for name in ("input_ids", "labels") if name in row}
 
 
 def _check_settings(config: Config, parts: Parts) -> None:

@@ -514,8 +514,15 @@ class _UnloadedSource(CausalLM):
         turn: Any = None,
     ) -> transformers.PreTrainedModel:
         model = describe(self._model_config)
+        # rotations that a document's length chooses read it; each choice has as many frequencies
+        rotation: Any
         for rotation in length_dependent_rotations(model):
-            _make_plain(rotation)
+            rope = rotation.config.rope_parameters
+            kinds = rotation.rope_type
+            is_nested = isinstance(kinds, dict)  # by kind of layer
+            rotation.rope_type = dict.fromkeys(kinds, "default") if is_nested else "default"
+            for parameters in rope.values() if is_nested else [rope]:
+                parameters["rope_type"] = "default"
         self.add_heads(model)
         self.freeze_weights(model)
         spread(model)
@@ -526,16 +533,6 @@ class _UnloadedSource(CausalLM):
             # the one that is read
             torch.empty(max(p.numel() for p in model.parameters()), device=device)
         return model.train()
-
-
-def _make_plain(rotation: Any) -> None:
-    """Rotations that a document's length chooses read it; each choice has as many frequencies."""
-    kinds = rotation.rope_type
-    rope = rotation.config.rope_parameters
-    is_nested = isinstance(kinds, dict)  # by kind of layer
-    rotation.rope_type = dict.fromkeys(kinds, "default") if is_nested else "default"
-    for parameters in rope.values() if is_nested else [rope]:
-        parameters["rope_type"] = "default"
 
 
 class _CountedAttention(VarlenAttention):

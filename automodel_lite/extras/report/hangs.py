@@ -33,17 +33,17 @@ def hangs_of(logs: Path) -> list[str]:
             ranks.add(rank)
     found = []
     for key, of_ranks in calls.items():
-        waiting = {rank: call for rank, call in of_ranks.items() if not _is_done(call)}
+        waiting = {
+            rank: call
+            for rank, call in of_ranks.items()
+            if not call.get("retired") and call["state"] != "completed"
+        }
         if waiting:
             # a group of gloo does not list its ranks; the first group has all of them
             known = members.get(key) or (sorted(ranks) if key[1] == "0" else sorted(of_ranks))
             began = min(call["time_created_ns"] for call in waiting.values())
             found.append((began, _sentence(key[0], known, of_ranks, waiting)))
     return [text for _, text in sorted(found)]
-
-
-def _is_done(call: Call) -> bool:
-    return bool(call.get("retired")) or call["state"] == "completed"
 
 
 def _sentence(
