@@ -29,8 +29,9 @@ from automodel_lite.errors import ConfigError
 ROOT = Path(__file__).resolve().parent.parent.parent
 SKILL = ROOT / "skills/automodel-lite/SKILL.md"
 PAGES = [ROOT / "README.md", SKILL, *sorted((ROOT / "docs").glob("*.md"))]
-# the page about images makes its own model, and runs in tests/images/test_page.py
-OTHERS = ("README.md", "images.md")
+# the pages about images and policies have no file of data: they run in tests/images/test_page.py
+# and tests/examples/test_examples.py
+OTHERS = ("README.md", "images.md", "policies.md")
 IMAGES = ROOT / "docs/cookbook/images.md"
 COOKBOOK = [
     page for page in sorted((ROOT / "docs/cookbook").glob("*.md")) if page.name not in OTHERS
