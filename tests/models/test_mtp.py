@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from automodel_lite.models.loss import FusedLinearCrossEntropy, Loss, LossModel
 from automodel_lite.parallel.context_parallel import cp_shard
 from automodel_lite.parallel.mesh import MeshShape, open_mesh
 from automodel_lite.parallel.sharding import parallelize
-from automodel_lite.parts.losses.distillation import Distill
+from automodel_lite.parts.losses.distillation import Distill, DistillTopK
 from automodel_lite.parts.mtp import HeadsAhead, add_heads
 from automodel_lite.run.weight_files import as_saved
 from automodel_lite.thd import IGNORE_INDEX, ThdBatch, to_thd
@@ -235,9 +236,17 @@ def test_packed_heads_are_those_of_plain_transformers(kind: str, tmp_path: Path)
     check_gradients(lm, main, mtp)
 
 
-def test_heads_train_beside_a_teacher() -> None:
+@pytest.mark.parametrize(
+    "distilled", [Distill(), DistillTopK("stored", top_k=3)], ids=["in memory", "stored"]
+)
+def test_heads_train_beside_a_teacher(distilled: Loss) -> None:
     """Their gradients add to those of the distillation; the teacher's own heads are not asked."""
     batch = pack(draw([9, 2, 12, 3]))
+    with_values = batch
+    if isinstance(distilled, DistillTopK):
+        ids = torch.arange(batch.num_tokens)[:, None] % 5 + torch.arange(distilled.top_k)
+        stored = {"teacher_ids": ids, "teacher_log_probs": -1.5 - torch.rand(ids.shape)}
+        with_values = replace(batch, columns={**batch.columns, **stored})
     teacher = loss_model(build("glm4_moe").requires_grad_(False))
     with torch.no_grad():
         teacher.lm.get_output_embeddings().weight.mul_(0.8)
@@ -249,11 +258,11 @@ def test_heads_train_beside_a_teacher() -> None:
         if loss.needs_teacher:
             model.set_teacher(teacher)
         with InFloat64():
-            model(model.look_ahead(batch)).sum.backward()
+            model(model.look_ahead(with_values if loss is distilled else batch)).sum.backward()
         named = model.lm.named_parameters()
         return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in named}
 
-    plain, distilled = FusedLinearCrossEntropy(), Distill()
+    plain = FusedLinearCrossEntropy()
     of_both = gradients(distilled, has_heads=True)
     of_loss = gradients(distilled, has_heads=False)
     with_heads = gradients(plain, has_heads=True)
