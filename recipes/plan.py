@@ -74,6 +74,12 @@ from automodel_lite.training.start import build_on_meta, resolve_auto
 POSITIVE = argument(float, Range(above=0))
 NOT_READ = "not read"
 UNNAMED = "unnamed-plan"
+# what gpu_check measures -> the field of `Gpu`, and its unit; one card has no links to measure
+MEASURED = (
+    ("bf16_tflops", "flops", 1e12),
+    ("memory_tb_per_s", "bytes_per_s", 1e12),
+    ("link_gb_per_s", "node_bytes_per_s", 1e9),
+)
 LEGEND = """\
 peak, states, rest   GiB of a GPU at its fullest: weights, gradients and moments, and all else
 step s               the least seconds of an optimizer step; tok/s per GPU and MFU are at most these
@@ -176,18 +182,17 @@ def missing(config: Config) -> list[str]:
 
 
 def calibrated(gpu: Gpu, path: Path) -> Gpu:
-    """Returns the GPU with the rates of a file: `ceilings` as gpu_check writes them, or fields of
-    `Gpu`.
+    """Returns the GPU with the rates of a file: gpu_calibration.json, as gpu_check writes it, or
+    fields of `Gpu`.
     """
     found = json.loads(path.read_text())
-    ceilings = found.get("ceilings", {})
     values = {key: value for key, value in found.items() if key in {f.name for f in fields(Gpu)}}
-    for key, name in (("flops", "product_tflops"), ("bytes_per_s", "copy_tb_per_s")):
-        if ceilings.get(name):
-            values[key] = ceilings[name] * 1e12
+    for name, key, unit in MEASURED:
+        if found.get(name):
+            values[key] = found[name] * unit
     if not values:
         raise ConfigError(
-            f"{path}: neither `ceilings` of gpu_check nor rates such as flops and bytes_per_s."
+            f"{path}: neither gpu_check's bf16_tflops nor rates such as flops and bytes_per_s."
         )
     return replace(gpu, **{"source": f"measured, {path}", **values})
 
@@ -516,7 +521,9 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--nodes", type=argument(int, Range(1, 10**5)), default=1)
     found.add_argument("--gpu", default="h100-80", help="a100-80, h100-80, h200-141, b200-192 ...")
     found.add_argument(
-        "--calibration", type=argument(Path), help="results.json of gpu_check, or a file of rates"
+        "--calibration",
+        type=argument(Path),
+        help="gpu_calibration.json of gpu_check, or a file of rates",
     )
     found.add_argument(
         "--document-tokens", type=argument(int, Range(1, 10**8)), default=1024, help="without data"

@@ -141,11 +141,11 @@ def test_layouts_divide_what_they_share() -> None:
 def test_rates_of_a_calibration(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     path.write_text(
-        '{"ceilings": {"product_tflops": 600, "copy_tb_per_s": 3.0}, "latency_s": 1e-5}'
+        '{"bf16_tflops": 600, "memory_tb_per_s": 3.0, "link_gb_per_s": null, "latency_s": 1e-5}'
     )
     gpu = calibrated(GPUS["h100-80"], path)
     assert (gpu.flops, gpu.bytes_per_s, gpu.latency_s) == (600e12, 3e12, 1e-5)
     assert gpu.source.startswith("measured, ")
     path.write_text("{}")
-    with pytest.raises(ConfigError, match="neither `ceilings`"):
+    with pytest.raises(ConfigError, match="neither gpu_check's"):
         calibrated(gpu, path)
