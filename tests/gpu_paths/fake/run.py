@@ -7,6 +7,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from automodel_lite.cli.hydra_app import choose_allocator
 from tests.gpu_paths.fake.build import main as build
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -26,12 +27,12 @@ def environment(**more: str) -> dict[str, str]:
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
         "TORCHINDUCTOR_CACHE_DIR": str(library.parent / "inductor"),
         "TRITON_CACHE_DIR": str(library.parent / "triton"),
-        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
         "TORCH_CUDNN_SDPA_DEPRIORITIZED": "1",  # there is no cuDNN whose graphs could be built
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
     }
+    choose_allocator(settings)
     always = {name: settings[name] for name in ("LD_PRELOAD", "PYTHONPATH")}
     return {**settings, **os.environ, **always, **more}
 

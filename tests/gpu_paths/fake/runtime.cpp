@@ -4,7 +4,8 @@
 // counted, runs out at FAKE_GPU_GB, and holds nothing but small copies of the host's (boundaries, sizes, places), which
 // come back as they went until another copy or a zeroing hits them: no kernel is seen. All else that is copied back is
 // the same each time: a bool is true (a program asks whether all is finite), a number is 0, and in larger tensors each
-// value is another one between 1 and 2, the same in fp32 and in bf16 but for what bf16 leaves out.
+// value is another one between 1 and 2, the same in fp32 and in bf16 but for what bf16 leaves out. Page-locked copies of
+// more than 64 MB stay as they are.
 #include "device.h"
 #include <dlfcn.h>
 #include <sys/mman.h>
@@ -284,6 +285,9 @@ static void copy(void* to, const void* from, size_t bytes) {
   if (!card.holds(from)) memmove(to, from, bytes);
   else if (bytes == 1) *(unsigned char*)to = 1;
   else if (bytes <= 8) memset(to, 0, bytes);
+  // Page-locked memory stays address space: inductor, which measures its choices, saves what a kernel overwrites there,
+  // matrices of gigabytes.
+  else if (bytes > (64 << 20) && pinned.holds(to)) return;
   else if (!kept.get(to, from, bytes)) {
     uint16_t* halves = (uint16_t*)to;
     memset(to, 0, bytes);

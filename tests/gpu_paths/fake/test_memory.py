@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from packaging.version import Version
 
 from automodel_lite.config.check import check_config
 from automodel_lite.data.prepare import check_sizes, prepare_data
@@ -139,6 +140,16 @@ def test_the_allocator_holds_what_was_counted_of_trees(tmp_path: Path) -> None:
     options = (*LLAMA, *RUN, f"dataset.path={path}", EAGER, "training.global_batch_size=1")
     train(tmp_path / "run", *options)
     check(tmp_path / "run", options)
+
+
+def test_page_locked_copies_are_no_larger_than_the_weights() -> None:
+    if Version(torch.__version__) < Version("2.13"):
+        pytest.skip("torch rounds each up to a power of two")
+    torch.empty(1, pin_memory=True)  # before the first one there are no numbers
+    before = torch.cuda.host_memory_stats()["allocated_bytes.current"]
+    copy = torch.empty(40 << 20, dtype=torch.uint8, pin_memory=True)
+    held = torch.cuda.host_memory_stats()["allocated_bytes.current"] - before
+    assert held == copy.numel()
 
 
 OUT_OF_MEMORY = """
