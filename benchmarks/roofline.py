@@ -292,7 +292,7 @@ def page(ceilings: Ceilings) -> str:
         "reached in practice: `--calibration gpu_calibration.json` takes the rates that `gpu_check.py` measured on a card.",
         "",
         "**The two bounds are never reached.** The best published compiled row for this 8B, 6,667, is 45 % MFU where the fused bound is 92 %; the highest",
-        "bf16 MFU on record for a model of this size is 57.8 % (7B, one H200). What stands to be beaten, per H100: **14,451** tokens/s for Llama-3 8B at",
+        "bf16 MFU on record for a model of this size is 57.8 % (7B, one H200). Figures to beat, per H100: **14,451** tokens/s for Llama-3 8B at",
         "8k (fp8, 8 GPUs, Megatron-Bridge 25.11), and **13,011** for Qwen3-30B-A3B at 4k on mock data (bf16, 16 GPUs, its model card of July 2026).",
         "",
         "| job | assumes | published tokens/s/GPU | bound, eager: never reached | bound, fused: never reached | MFU of the eager bound | MFU of the fused bound | TFLOP per step | GB outside products | traffic s | optimizer and casts s |",

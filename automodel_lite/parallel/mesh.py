@@ -211,9 +211,8 @@ def threads_of(num_threads: int) -> tuple[int, str]:
     quota = cgroup_cores()
     if quota < cores:
         return max(1, int(quota) // ranks), f"the container's limit of {quota:g} cores"
-    return max(
-        1, cores // ranks
-    ), f"{cores} cores" if ranks == 1 else f"{cores} cores, {ranks} processes"
+    of_ranks = f", {ranks} processes" if ranks > 1 else ""
+    return max(1, cores // ranks), f"{cores} cores{of_ranks}"
 
 
 def cgroup_cores(root: Path = Path("/sys/fs/cgroup")) -> float:

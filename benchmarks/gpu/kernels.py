@@ -1,6 +1,6 @@
 """Every attention kernel on this GPU against the fp32 reference: outputs and gradients, context parallelism, speed.
 
-Random packed documents; cases are grouped heads, head dims, sliding window, softcap, sinks and latent attention's head
+Random packed documents; cases (plan.yaml) are grouped heads, head dims, sliding window, softcap, sinks and latent attention's head
 dims. Context-parallel ranks are emulated in one process: each rank's queries against its prefixes, gradients of keys
 and values summed. A kernel that refuses a case says so; that is no failure.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
 
@@ -26,7 +26,8 @@ from automodel_lite.parallel.context_parallel import (
     shard_indices,
 )
 from automodel_lite.thd import AttentionOptions, Segments
-from benchmarks.gpu.machine import clocks
+from benchmarks.gpu.machine import check_computes, clocks
+from benchmarks.gpu.plan import read_table
 
 KERNELS = {
     "varlen": "automodel_lite.parts.kernels.varlen.VarlenAttention",
@@ -55,59 +56,51 @@ class Case:
     sinks: bool = False
 
 
-CASES = [
-    Case("grouped heads"),
-    Case("equal heads", num_kv_heads=8),
-    Case("head dim 128", head_dim=128, value_head_dim=128),
-    Case("head dim 256", head_dim=256, value_head_dim=256),
-    Case("window 50", window=50),
-    Case("softcap 30", softcap=30.0),
-    Case("sinks, window", sinks=True, window=50),
-    Case("latent 192/128", num_kv_heads=8, head_dim=192, value_head_dim=128),
-]
-
-
-@dataclass(frozen=True)
-class Row:
-    """One line of the table."""
-
-    kernel: str
-    case: str
-    largest: float | None  # relative error, over outputs and gradients, plain and context parallel
-    verdict: str
-
-
 def run(kernel_name: str, case_name: str, device: str) -> dict[str, Any]:
-    """One case of one kernel."""
+    """One case of one kernel: plain packing, then every context-parallel size."""
+    case = Case(case_name, **read_table()["cases"][case_name])
+    on_cpu = device == "cpu"
+    # the fp32 reference on CUDA shows its own error; everything else runs in bf16 there
+    dtype = torch.float32 if on_cpu or kernel_name == "reference" else torch.bfloat16
+    dims = case.head_dim, case.value_head_dim
+    spec = AttentionSpec(case.name, torch.device(device), dtype, *dims, case.softcap, case.sinks)
+    graphs = compiled_graphs()
     try:
         kernel = load(KERNELS[kernel_name])
     except ConfigError as error:
         return {"verdict": "missing", "why": str(error)}
-    graphs = compiled_graphs()
-    row = check(
-        kernel_name,
-        kernel,
-        next(case for case in CASES if case.name == case_name),
-        torch.device(device),
-    )
-    found = {
-        "verdict": "FAIL" if row.verdict.startswith("FAIL") else "pass",
-        "largest_error": row.largest,
-    }
-    return found | {"why": row.verdict, "graphs": compiled_graphs() - graphs}
+    try:
+        if not on_cpu:
+            kernel.check(spec)
+        # flex has no backward on a CPU
+        problem = Problem.random(case, device, dtype, not (on_cpu and kernel_name == "flex"))
+        plain, over_cp = problem.largest_errors(kernel)
+    except ConfigError as error:
+        return {"verdict": "pass", "largest_error": None, "why": f"refuses: {error}"[:110]}
+    check_computes(device)
+    largest, why = max(plain, over_cp), "ok"
+    if largest >= TOLERANCE[dtype]:
+        why = f"FAIL: plain packing {plain:.1e}, context parallel {over_cp:.1e}"
+    found = {"verdict": "pass" if why == "ok" else "FAIL", "largest_error": largest, "why": why}
+    return found | {"graphs": compiled_graphs() - graphs}
 
 
 def speed(kernel_name: str, device: str, tokens: int = 32768) -> dict[str, Any]:
-    """Milliseconds of a forward and backward on one long stream."""
+    """Milliseconds of a forward and backward on one stream of 80 documents, 32 heads on 8, head dim 128, bf16."""
     try:
         kernel = load(KERNELS[kernel_name])
     except ConfigError as error:
         return {"verdict": "missing", "why": str(error)}
-    found = {
-        "verdict": "pass",
-        "forward_backward_ms": speed_ms(kernel, tokens, torch.device(device)),
-    }
-    return found | {"tokens": tokens, **clocks(device)}
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    weights = torch.rand(80) + 0.2
+    lengths = (weights / weights.sum() * tokens).long() // 16 * 16
+    lengths[-1] += tokens - int(lengths.sum())
+    case = Case("speed", 32, 8, 128, 128)
+    problem = Problem.random(case, device, torch.bfloat16, True, lengths)
+    milliseconds = device_ms(lambda: problem.attend(kernel))
+    found = {"verdict": "pass", "forward_backward_ms": milliseconds, "tokens": tokens}
+    return found | clocks(device)
 
 
 def load(path: str) -> AttentionKernel:
@@ -116,135 +109,101 @@ def load(path: str) -> AttentionKernel:
     return kernel
 
 
-def check(name: str, kernel: AttentionKernel, case: Case, device: torch.device) -> Row:
-    """One kernel on one case: plain packing, then every context-parallel size."""
-    # the fp32 reference on CUDA shows its own error; everything else runs in bf16 there
-    dtype = torch.float32 if device.type == "cpu" or name == "reference" else torch.bfloat16
-    with_gradients = not (device.type == "cpu" and name == "flex")  # which has no backward on CPU
-    dims = case.head_dim, case.value_head_dim
-    spec = AttentionSpec(case.name, device, dtype, *dims, case.softcap, case.sinks)
-    try:
-        if device.type == "cuda":
-            kernel.check(spec)
-        plain, over_cp = largest_errors(kernel, case, device, dtype, with_gradients)
-    except ConfigError as error:
-        return Row(name, case.name, None, f"refuses: {error}"[:110])
-    except Exception as error:
-        return Row(
-            name,
-            case.name,
-            None,
-            f"FAIL: {type(error).__name__}: {str(error).splitlines()[0]}"[:110],
+@dataclass(frozen=True)
+class Problem:
+    """Random inputs of a stream [T, H, D], in fp32, and the gradient of its output."""
+
+    case: Case
+    dtype: (
+        torch.dtype
+    )  # of the kernel; the inputs are rounded to it, so that only the arithmetic differs
+    with_gradients: bool
+    cu: Tensor  # boundaries, on the host
+    segments: Segments
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    grad: Tensor
+    sinks: Tensor | None
+
+    @classmethod
+    def random(
+        cls,
+        case: Case,
+        device: str,
+        dtype: torch.dtype,
+        with_gradients: bool,
+        lengths: Tensor | None = None,
+    ) -> Problem:
+        torch.manual_seed(0)
+        cu = boundaries(torch.tensor(LENGTHS) if lengths is None else lengths)
+        heads = (case.num_heads, case.num_kv_heads, case.num_kv_heads, case.num_heads)
+        dims = (case.head_dim, case.head_dim, case.value_head_dim, case.value_head_dim)
+        inputs = (
+            torch.randn(int(cu[-1]), *shape, device=device).to(dtype).float()
+            for shape in zip(heads, dims)
         )
-    largest = max(plain, over_cp)
-    failed = f"FAIL: plain packing {plain:.1e}, context parallel {over_cp:.1e}"
-    return Row(name, case.name, largest, "ok" if largest < TOLERANCE[dtype] else failed)
+        segments = segments_of(cu, cu, device)
+        sinks = torch.randn(case.num_heads, device=device) if case.sinks else None
+        return cls(case, dtype, with_gradients, cu, segments, *inputs, sinks)
+
+    def largest_errors(self, kernel: AttentionKernel) -> tuple[float, float]:
+        """Relative, over outputs and gradients: of plain packing, and of all context-parallel sizes."""
+        want = replace(self, dtype=torch.float32).attend(ReferenceAttention())
+        errors = []
+        for cp in (1, *CP_SIZES):
+            got = self.attend(kernel) if cp == 1 else self.attend_over_ranks(kernel, cp)
+            errors.append(max(float((a - b).norm() / b.norm()) for a, b in zip(got, want)))
+        return errors[0], max(errors[1:])
+
+    def attend(self, kernel: AttentionKernel) -> list[Tensor]:
+        """fp32 output and gradients of q, k, v (and sinks)."""
+        leaves = [x.to(self.dtype).detach() for x in (self.q, self.k, self.v)]
+        sinks = None
+        if self.sinks is not None:
+            sinks = self.sinks.to(self.dtype).detach()
+        learned = leaves if sinks is None else [*leaves, sinks]
+        for leaf in learned:
+            leaf.requires_grad_(self.with_gradients)
+        case = self.case
+        options = AttentionOptions(case.head_dim**-0.5, case.window, case.softcap, sinks)
+        out = kernel(*leaves, self.segments, options)
+        if not self.with_gradients:
+            return [out.float()]
+        out.backward(self.grad.to(self.dtype))
+        return [out.detach().float(), *(leaf.grad.float() for leaf in learned)]
+
+    def attend_over_ranks(self, kernel: AttentionKernel, cp: int) -> list[Tensor]:
+        """What the ranks compute after the all-gather of keys and values, put together again."""
+        device = self.q.device
+        total = [torch.zeros_like(self.grad)]
+        if self.with_gradients:
+            inputs = (self.q, self.k, self.v, self.sinks)
+            total += [torch.zeros_like(x) for x in inputs if x is not None]
+        for rank in range(cp):
+            owned = owned_segments(self.cu, cp, rank)
+            mine = shard_indices(self.cu, cp, rank).to(device)
+            keys = concatenated_ranges(owned.document_start, owned.end).to(device)
+            cu_q = boundaries(owned.end - owned.start)
+            cu_k = boundaries(owned.end - owned.document_start)
+            part = replace(
+                self,
+                segments=segments_of(cu_q, cu_k, device),
+                q=self.q[mine],
+                k=self.k[keys],
+                v=self.v[keys],
+                grad=self.grad[mine],
+            )
+            places = (mine, mine, keys, keys, slice(None))  # of the output, q, k, v and sinks
+            for whole, place, found in zip(total, places, part.attend(kernel)):
+                if isinstance(place, Tensor):
+                    whole.index_add_(0, place, found)
+                else:
+                    whole += found
+        return total
 
 
-def largest_errors(
-    kernel: AttentionKernel,
-    case: Case,
-    device: torch.device,
-    dtype: torch.dtype,
-    with_gradients: bool,
-) -> tuple[float, float]:
-    """Relative, over outputs and gradients: of plain packing, and of all context-parallel sizes."""
-    torch.manual_seed(0)
-    cu = boundaries(torch.tensor(LENGTHS))
-    whole, total = segments_of(cu, cu, device), sum(LENGTHS)
-    shapes = [(total, case.num_heads, case.head_dim), (total, case.num_kv_heads, case.head_dim)]
-    shapes += [
-        (total, case.num_kv_heads, case.value_head_dim),
-        (total, case.num_heads, case.value_head_dim),
-    ]
-    q, k, v, grad = (torch.randn(shape, device=device) for shape in shapes)
-    sinks = torch.randn(case.num_heads, device=device) if case.sinks else None
-    # bf16 inputs are rounded for both, so that only the arithmetic differs
-    q, k, v, grad = (x.to(dtype).float() for x in (q, k, v, grad))
-    want = attend(
-        ReferenceAttention(), q, k, v, sinks, whole, grad, case, torch.float32, with_gradients
-    )
-    errors = []
-    for cp in (1, *CP_SIZES):
-        if cp == 1:
-            got = attend(kernel, q, k, v, sinks, whole, grad, case, dtype, with_gradients)
-        else:
-            got = over_ranks(kernel, cp, q, k, v, sinks, cu, grad, case, dtype, with_gradients)
-        errors.append(max(float((a - b).norm() / b.norm()) for a, b in zip(got, want)))
-    return errors[0], max(errors[1:])
-
-
-def attend(
-    kernel: AttentionKernel,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    segments: Segments,
-    grad: Tensor,
-    case: Case,
-    dtype: torch.dtype,
-    with_gradients: bool,
-) -> list[Tensor]:
-    """fp32 output and gradients of q, k, v (and sinks)."""
-    leaves = [x.to(dtype).detach().requires_grad_(with_gradients) for x in (q, k, v)]
-    sink_leaf = None if sinks is None else sinks.to(dtype).detach().requires_grad_(with_gradients)
-    options = AttentionOptions(q.shape[-1] ** -0.5, case.window, case.softcap, sink_leaf)
-    out = kernel(*leaves, segments, options)
-    if not with_gradients:
-        return [out.float()]
-    out.backward(grad.to(dtype))
-    of_sinks = [] if sink_leaf is None else [sink_leaf.grad.float()]
-    return [out.detach().float(), *(x.grad.float() for x in leaves), *of_sinks]
-
-
-def over_ranks(
-    kernel: AttentionKernel,
-    cp: int,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    cu: Tensor,
-    grad: Tensor,
-    case: Case,
-    dtype: torch.dtype,
-    with_gradients: bool,
-) -> list[Tensor]:
-    """What the ranks compute after the all-gather of keys and values, put together again."""
-    out = grad.new_zeros(len(q), case.num_heads, case.value_head_dim)
-    grads = [torch.zeros_like(x) for x in (q, k, v)] + (
-        [] if sinks is None else [torch.zeros_like(sinks)]
-    )
-    for rank in range(cp):
-        owned = owned_segments(cu, cp, rank)
-        mine = shard_indices(cu, cp, rank).to(q.device)
-        keys = concatenated_ranges(owned.document_start, owned.end).to(q.device)
-        cu_q = boundaries(owned.end - owned.start)
-        cu_k = boundaries(owned.end - owned.document_start)
-        got = attend(
-            kernel,
-            q[mine],
-            k[keys],
-            v[keys],
-            sinks,
-            segments_of(cu_q, cu_k, q.device),
-            grad[mine],
-            case,
-            dtype,
-            with_gradients,
-        )
-        out[mine] = got[0]
-        if with_gradients:
-            grads[0][mine] = got[1]
-            grads[1].index_add_(0, keys, got[2])
-            grads[2].index_add_(0, keys, got[3])
-            for total, part in zip(grads[3:], got[4:]):
-                total += part
-    return [out, *grads] if with_gradients else [out]
-
-
-def segments_of(cu_q: Tensor, cu_k: Tensor, device: torch.device) -> Segments:
+def segments_of(cu_q: Tensor, cu_k: Tensor, device: torch.device | str) -> Segments:
     """Of boundaries on the host: one object on the device where they are one."""
     there = cu_q.to(device)
     keys = there if cu_k is cu_q else cu_k.to(device)
@@ -253,25 +212,6 @@ def segments_of(cu_q: Tensor, cu_k: Tensor, device: torch.device) -> Segments:
 
 def boundaries(lengths: Tensor) -> Tensor:
     return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
-
-
-def speed_ms(kernel: AttentionKernel, tokens: int, device: torch.device) -> float:
-    """Forward and backward of one stream of 80 documents, 32 heads on 8, head dim 128, bf16."""
-    torch.manual_seed(0)
-    torch._dynamo.reset()
-    weights = torch.rand(80) + 0.2
-    lengths = (weights / weights.sum() * tokens).long() // 16 * 16
-    lengths[-1] += tokens - int(lengths.sum())
-    cu = boundaries(lengths)
-    segments = segments_of(cu, cu, device)
-    q, k, v, grad = (
-        torch.randn(tokens, heads, 128, device=device, dtype=torch.bfloat16)
-        for heads in (32, 8, 8, 32)
-    )
-    case = Case("speed", 32, 8, 128, 128)
-    return device_ms(
-        lambda: attend(kernel, q, k, v, None, segments, grad, case, torch.bfloat16, True)
-    )
 
 
 def device_ms(run: Callable[[], object], repeats: int = 5) -> float:

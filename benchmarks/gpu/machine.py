@@ -9,19 +9,25 @@ import time
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-PACKAGES = (
-    "torch",
-    "transformers",
-    "triton",
-    "peft",
-    "torchao",
-    "liger-kernel",
-    "bitsandbytes",
-    "trl",
-    "flash-attn",
-)
-PACKAGES += ("transformer-engine", "flash-linear-attention")
+from benchmarks.gpu.plan import read_table
+
 COPY_BYTES = 2**31
+
+
+class NothingComputedError(Exception):
+    """A part has run to where it compares numbers, on a card whose kernels compute none."""
+
+
+def check_computes(device: str) -> None:
+    """Called by a part where it is about to compare; raises NothingComputedError on a fake card."""
+    if not computes(device):
+        raise NothingComputedError("this card computes nothing: three ones add up to 0")
+
+
+def computes(device: str) -> bool:
+    import torch
+
+    return float(torch.ones(3, device=device).sum()) != 0
 
 
 def header(device: str) -> dict[str, Any]:
@@ -33,34 +39,26 @@ def header(device: str) -> dict[str, Any]:
 
     found = {
         "verdict": "pass",
-        "versions": {name: _version(name) for name in PACKAGES},
+        "computes": computes(device),
+        "versions": {name: _version(name) for name in read_table()["packages"]},
         "seed": SEED,
         "fp32_products": torch.get_float32_matmul_precision(),
-    }
-    found |= {
         "commit": _output("git", "describe", "--always", "--dirty") or "unknown",
         "documents": described("chat"),
     }
     if device == "cuda":
         properties = torch.cuda.get_device_properties(0)
-        found |= {
-            "memory_gib": properties.total_memory / 2**30,
-            "capability": f"{properties.major}.{properties.minor}",
-        }
-        found |= {
-            "cuda": torch.version.cuda,
-            "driver": _smi("driver_version"),
-            "power_limit": _smi("power.limit"),
-        }
+        found |= {"capability": f"{properties.major}.{properties.minor}"}
+        found |= {"memory_gib": properties.total_memory / 2**30, "cuda": torch.version.cuda}
+        found |= {"driver": _smi("driver_version"), "power_limit": _smi("power.limit")}
     return found
 
 
 def _output(*command: str) -> str:
     """Of a command, on one line; empty where it is missing or fails."""
+    where = os.path.dirname(__file__)
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=10, cwd=os.path.dirname(__file__)
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, cwd=where)
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return " ".join(done.stdout.split()) if done.returncode == 0 else ""
@@ -89,12 +87,12 @@ def _version(name: str) -> str | None:
 
 def expandable_segments(device: str) -> dict[str, Any]:
     """Does the allocator get memory in expandable segments? Sandboxed kernels may refuse them."""
-    os.environ["PYTORCH_ALLOC_CONF"] = os.environ["PYTORCH_CUDA_ALLOC_CONF"] = (
-        "expandable_segments:True"
-    )
+    setting = "expandable_segments:True"
+    os.environ["PYTORCH_ALLOC_CONF"] = os.environ["PYTORCH_CUDA_ALLOC_CONF"] = setting
     import torch
 
     total = sum(float(torch.ones(2**20 * size, device=device).sum()) for size in (1, 17, 3))
+    check_computes(device)
     wanted = 21 * 2**20
     verdict = "pass" if total == wanted else "FAIL"
     return {"verdict": verdict, "why": f"ones in its memory add up to {total:.0f} of {wanted}"}
@@ -110,24 +108,24 @@ def ceilings(device: str, size: int = 8192) -> dict[str, Any]:
     from benchmarks.gpu.kernels import device_ms
 
     is_cuda = device == "cuda"
+    dtype, copy_bytes, repeats, milliseconds = torch.bfloat16, COPY_BYTES, (20, 10), device_ms
     if not is_cuda:
-        size = 1024
-    copy_bytes = COPY_BYTES if is_cuda else 2**28
-    a, b = (
-        torch.randn(size, size, device=device, dtype=torch.bfloat16 if is_cuda else torch.float32)
-        for _ in "ab"
-    )
+        size, dtype, copy_bytes, repeats, milliseconds = (
+            1024,
+            torch.float32,
+            2**28,
+            (3, 3),
+            _host_ms,
+        )
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in "ab")
     source = torch.empty(copy_bytes, dtype=torch.uint8, device=device).fill_(1)
     target = torch.empty_like(source).fill_(0)
-    milliseconds = device_ms if is_cuda else _host_ms
-    products = [milliseconds(lambda: a @ b, repeats=20 if is_cuda else 3) for _ in range(3)]
+    products = [milliseconds(lambda: a @ b, repeats=repeats[0]) for _ in range(3)]
     if is_cuda:
         for _ in range(200):  # a quarter of a second of work behind which the clocks are read
             a @ b
     meanwhile = clocks(device)
-    copies = [
-        milliseconds(lambda: target.copy_(source), repeats=10 if is_cuda else 3) for _ in range(3)
-    ]
+    copies = [milliseconds(lambda: target.copy_(source), repeats=repeats[1]) for _ in range(3)]
     peak = peak_of(torch.cuda.get_device_name()) if is_cuda else None
     return meanwhile | {
         "verdict": "pass",

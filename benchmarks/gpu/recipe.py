@@ -14,49 +14,27 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, redirect_stdout
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks.gpu.documents import SEED, lengths
+from benchmarks.gpu.machine import check_computes
 from benchmarks.gpu.steps import SHAPES
 from benchmarks.gpu.workers import ROOT, environment
 
 PLAIN = "training.compile=false"  # unless a part asks for it: every process would make its graphs
-TINY = [
-    PLAIN,
-    "training.max_steps=8",
-    "training.log_every_steps=1",
-    "checkpoint.every_steps=4",
-    "checkpoint.export_hf=false",
-]
-SAVES = [
-    "checkpoint.every_steps=2",
-    "checkpoint.keep_last=1",
-    "training.activation_checkpointing=full",
-]
 # multiples of 16 in every dim, for fp8; a vocabulary that the built-in tokenizer has
-SMALL = [
-    "model.config.hidden_size=256",
-    "model.config.intermediate_size=512",
-    "packed_sequence.packed_sequence_size=512",
-]
-
-
-def command(recipe: str, *arguments: str) -> tuple[int, str]:
-    """Exit code and screen of `python recipes/<recipe>.py ...`."""
-    done = subprocess.run(
-        [sys.executable, f"recipes/{recipe}.py", *arguments],
-        cwd=ROOT,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    return done.returncode, done.stdout
+SMALL = """
+    training.max_steps=8 training.log_every_steps=1 checkpoint.every_steps=4
+    checkpoint.export_hf=false model.config.hidden_size=256 model.config.intermediate_size=512
+    packed_sequence.packed_sequence_size=512
+""".split()  # noqa: SIM905
+SAVES = "checkpoint.every_steps=2 checkpoint.keep_last=1 training.activation_checkpointing=full"
 
 
 def failed(screen: str) -> dict[str, Any]:
@@ -66,74 +44,83 @@ def failed(screen: str) -> dict[str, Any]:
 def built_in_job(device: str, steps: int = 200) -> dict[str, Any]:
     """`llama_packed` from the data to held-out questions: 24 of 24."""
     with tempfile.TemporaryDirectory() as folder:
-        code, screen = command(
-            "train_ft",
-            "--config-name",
-            "llama_packed",
-            f"output_dir={folder}/run",
-            f"training.max_steps={steps}",
+        command = [sys.executable, "recipes/train_ft.py", "--config-name", "llama_packed"]
+        done = subprocess.run(
+            [*command, f"output_dir={folder}/run", f"training.max_steps={steps}"],
+            cwd=ROOT,
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
-        answers = next(
-            (line for line in screen.splitlines() if line.startswith("held-out questions")), ""
-        )
-    if code or (steps == 200 and "24 of 24" not in answers):
-        return failed(screen)
-    return {"verdict": "pass", "answers": answers}
+    answers = [line for line in done.stdout.splitlines() if line.startswith("held-out questions")]
+    if answers:
+        check_computes(device)
+    if done.returncode or (steps == 200 and "24 of 24" not in "".join(answers)):
+        return failed(done.stdout)
+    return {"verdict": "pass", "answers": "".join(answers[:1])}
 
 
-def job(recipe: str, preset: str, *overrides: str) -> tuple[int, str]:
+def job(recipe: str, config: Any) -> tuple[int, str]:
     """Exit code and screen of a recipe in this process."""
-    from importlib import import_module
+    screen = io.StringIO()
+    with redirect_stdout(screen):
+        code = import_module(f"recipes.{recipe}").main(config)
+    return int(code or 0), screen.getvalue()
 
+
+def config(preset: str, folder: str, *overrides: str) -> Any:
+    """The checked configuration of a preset, whose run and caches are in `folder`."""
     from automodel_lite.cli import compose_config
     from automodel_lite.config.check import check_config
 
-    screen = io.StringIO()
-    with redirect_stdout(screen):
-        code = import_module(f"recipes.{recipe}").main(
-            check_config(compose_config(preset, [*overrides]))
-        )
-    return int(code or 0), screen.getvalue()
+    where = [f"output_dir={folder}/run", f"cache_dir={folder}/cache"]
+    is_plain = not any(text.startswith("training.compile") for text in overrides)
+    return check_config(compose_config(preset, [*where, *[PLAIN][:is_plain], *overrides]))
 
 
 def verify(device: str) -> dict[str, Any]:
     """`recipes/verify.py`: packing and padding, gradients, on this device."""
     with tempfile.TemporaryDirectory() as folder:
-        code, screen = job(
-            "verify", "smoke", f"output_dir={folder}/run", f"cache_dir={folder}/cache"
-        )
+        try:
+            code, screen = job("verify", config("smoke", folder))
+        except ZeroDivisionError:  # the first of its rows compares with a loss of 0
+            check_computes(device)
+            raise
     return failed(screen) if code else {"verdict": "pass", "screen": screen.splitlines()[-3:]}
 
 
 def feature(device: str, overrides: list[str]) -> dict[str, Any]:
     """Eight steps or more, stopped after some and continued from the checkpoint: the same losses as in one go."""
     with tempfile.TemporaryDirectory() as folder:
-        tiny = TINY if "training.compile=true" not in overrides else TINY[1:]
         run = Path(folder, "run")
-        shared = [*tiny, *SMALL, *overrides, f"cache_dir={folder}/cache", f"output_dir={run}"]
-        code, screen = job("train_ft", "smoke", *shared)
+        code, screen = job("train_ft", config("smoke", folder, *SMALL, *overrides))
         saved = sorted((run / "checkpoints").glob("step_*")) if not code else []
         if len(saved) < 2:
             return failed(screen)
         whole = losses(run)
         shutil.rmtree(saved[-1])  # as if the run had ended after an earlier checkpoint
         (run / "STATUS.json").unlink(missing_ok=True)
-        code, screen = job("train_ft", "smoke", *shared, "checkpoint.accept_changes=true")
-        again = losses(run)
+        again = [*SMALL, *overrides, "checkpoint.accept_changes=true"]
+        code, screen = job("train_ft", config("smoke", folder, *again))
+        resumed = losses(run)
     if code or f"continues from {saved[-2].name}" not in screen:
         return failed(screen)
-    worst = max(abs(again[step] - whole[step]) / abs(whole[step]) for step in whole)
+    check_computes(device)
+    worst = max(abs(resumed[step] - whole[step]) / abs(whole[step]) for step in whole)
     # FlashAttention adds up gradients in any order
-    return {
-        "verdict": "pass" if worst < 0.02 else "FAIL",
-        "resumed_off_by": worst,
-        "loss": [whole[1], whole[8]],
-    }
+    verdict = "pass" if worst < 0.02 else "FAIL"
+    return {"verdict": verdict, "resumed_off_by": worst, "loss": [whole[1], whole[8]]}
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    """What a run has written of its steps."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if "loss" in row]
 
 
 def losses(folder: Path) -> dict[int, float]:
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return {row["step"]: row["loss"] for row in rows if "loss" in row}
+    return {row["step"]: row["loss"] for row in rows_of(folder)}
 
 
 # -------------------------------------------------------------------------------------------------- inside of one run
@@ -149,46 +136,23 @@ def write_documents(path: Path, num_documents: int, longest: int) -> None:
             file.write(json.dumps({"text": " ".join(rng.choice(words, next(source)))}) + "\n")
 
 
-def config_of(folder: str, shape: str, pack: int, steps: int, overrides: list[str]) -> Any:
+def config_of(folder: str, shape: str, steps: int, *overrides: str, pack: int = 0) -> Any:
     """The preset `finetune` on a model from scratch."""
-    from automodel_lite.cli import compose_config
-    from automodel_lite.config.check import check_config
-
+    pack = pack or (256 if shape == "tiny" else 8192)
     data = Path(folder, "documents.jsonl")
     write_documents(data, max(200, steps * pack // 300), pack)
     settings = {"max_position_embeddings": 131072} | SHAPES[shape]
-    return check_config(
-        compose_config(
-            "finetune",
-            [
-                "name=gpu_check",
-                f"output_dir={folder}/run",
-                f"cache_dir={folder}/cache",
-                f"dataset.path={data}",
-                "tokenizer=bpe",
-                "tokenizer.vocab_size=1500",
-                "tokenize.train_on=all",
-                "model=llama_smoke",
-                *(f"model.config.{key}={str(value).lower()}" for key, value in settings.items()),
-                f"packed_sequence.packed_sequence_size={pack}",
-                "training.global_batch_size=1",
-                "training.num_epochs=null",
-                f"training.max_steps={steps}",
-                "checkpoint.every_steps=0",
-                "checkpoint.export_hf=false",
-                "report=false",
-                *(
-                    []
-                    if any(text.startswith("training.compile") for text in overrides)
-                    else [PLAIN]
-                ),
-                *overrides,
-            ],
-        )
-    )
+    model = [f"model.config.{key}={str(value).lower()}" for key, value in settings.items()]
+    run = f"""
+        name=gpu_check dataset.path={data} tokenizer=bpe tokenizer.vocab_size=1500
+        tokenize.train_on=all model=llama_smoke packed_sequence.packed_sequence_size={pack}
+        training.global_batch_size=1 training.num_epochs=null training.max_steps={steps}
+        checkpoint.every_steps=0 checkpoint.export_hf=false report=false
+    """
+    return config("finetune", folder, *run.split(), *model, *overrides)
 
 
-def measured(config: Any) -> int:
+def measured(settings: Any) -> int:
     """Trains as the recipe does, and saves nothing: the last step of an 8B model would be 96 GB."""
     from recipes.train_ft import TrainFinetuneRecipe
 
@@ -205,7 +169,7 @@ def measured(config: Any) -> int:
             self.mesh.close()
             return 0
 
-    return Measured.launch(config)
+    return Measured.launch(settings)
 
 
 def rate(
@@ -214,96 +178,55 @@ def rate(
     """Tokens per second of the recipe as shipped, by its own metrics after the warm-up: beside the bare step, its tax."""
     every = max(2, steps // 6)
     with tempfile.TemporaryDirectory() as folder:
-        options = [f"training.log_every_steps={every}", *(overrides or [])]
-        config = config_of(folder, shape, 256 if shape == "tiny" else 8192, steps, options)
-        if measured(config):
+        logs = f"training.log_every_steps={every}"
+        if measured(config_of(folder, shape, steps, logs, *(overrides or []))):
             return {"verdict": "FAIL"}
-        rows = [
-            json.loads(line)
-            for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()
-        ]
-    rows = [row for row in rows if "loss" in row and row["step"] > 2 * every]
+        rows = [row for row in rows_of(Path(folder, "run")) if row["step"] > 2 * every]
     rates = [row["tokens_per_s"] for row in rows]
-    median = statistics.median(rates)
-    found = {
-        "verdict": "pass",
-        "tokens_per_s": median,
-        "spread_frac": (max(rates) - min(rates)) / median,
-    }
-    found |= {"mfu_frac": rows[-1].get("mfu_frac"), "tflops_per_s": rows[-1]["tflops_per_s"]}
-    return found | {"peak_gib": rows[-1]["memory_gib"], "data_wait_s": rows[-1]["data_wait_s"]}
+    found = {"verdict": "pass", "tokens_per_s": statistics.median(rates)}
+    found["spread_frac"] = (max(rates) - min(rates)) / found["tokens_per_s"]
+    last = rows[-1]
+    found |= {"mfu_frac": last.get("mfu_frac"), "tflops_per_s": last["tflops_per_s"]}
+    return found | {"peak_gib": last["memory_gib"], "data_wait_s": last["data_wait_s"]}
 
 
 def save_and_resume(device: str, shape: str) -> dict[str, Any]:
     """Two steps, saved, and two more by another start: seconds of each, and the size of a checkpoint and how fast it
     is written (1B: 15 GB, which the disk of a lent machine holds twice).
     """
-    from recipes import train_ft
-
     # two checkpoints of weights and moments in fp32
     needed = 2.2 * 12 * 1.24e9 if shape == "1b" else 0.0
     with tempfile.TemporaryDirectory() as folder:
         if shutil.disk_usage(folder).free < needed:
-            return {
-                "verdict": "missing",
-                "why": f"needs {needed / 1e9:.0f} GB of disk in {Path(folder).parent}",
-            }
-        config = config_of(folder, shape, 256 if shape == "tiny" else 8192, 2, [*SAVES])
-        began = time.perf_counter()
-        if train_ft.main(config):
-            return {"verdict": "FAIL"}
-        first_s, began = time.perf_counter() - began, time.perf_counter()
-        saved = Path(folder, "run", "checkpoints", "step_00000002")
+            why = f"needs {needed / 1e9:.0f} GB of disk in {Path(folder).parent}"
+            return {"verdict": "missing", "why": why}
+        took_s = []
+        for steps in (2, 4):
+            began = time.perf_counter()
+            again = ["checkpoint.accept_changes=true"][: steps > 2]
+            code, screen = job("train_ft", config_of(folder, shape, steps, *SAVES.split(), *again))
+            if code or (again and "continues from step_00000002" not in screen):
+                return failed(screen)
+            took_s.append(time.perf_counter() - began)
+            saved = Path(folder, "run", "checkpoints", f"step_{steps:08d}")
         size = sum(path.stat().st_size for path in saved.rglob("*") if path.is_file())
-        again = config_of(
-            folder,
-            shape,
-            256 if shape == "tiny" else 8192,
-            4,
-            [*SAVES, "checkpoint.accept_changes=true"],
-        )
-        screen = io.StringIO()
-        with redirect_stdout(screen):
-            code = train_ft.main(again)
-        if code or "continues from step_00000002" not in screen.getvalue():
-            return failed(screen.getvalue())
-        second_s = time.perf_counter() - began
-        rows = [
-            json.loads(text) for text in Path(folder, "run/metrics.jsonl").read_text().splitlines()
-        ]
-    saving_s = [row["checkpoint_s"] for row in rows if row.get("checkpoint_s")]
-    found = {"verdict": "pass", "gb": size / 1e9, "first_s": first_s, "resumed_s": second_s}
+        lines = Path(folder, "run/metrics.jsonl").read_text().splitlines()
+    saving_s = [row["checkpoint_s"] for row in map(json.loads, lines) if row.get("checkpoint_s")]
+    found = {"verdict": "pass", "gb": size / 1e9, "first_s": took_s[0], "resumed_s": took_s[1]}
     return found | {"saving_s": saving_s}
 
 
-def strict_step(device: str) -> dict[str, Any]:
-    """Steps under torch's own guard: any wait of the host for the GPU is an error."""
-    import torch
-
+@contextmanager
+def _around_steps(around: Callable[[int], AbstractContextManager[Any]]) -> Iterator[None]:
+    """Each step of the recipe, by its number, is inside of `around`; other parts of this process get the real one again."""
     from recipes import train_ft
 
     real = train_ft.TrainFinetuneRecipe.step
 
     def step(recipe: Any, ready: Any) -> Any:
-        if device != "cuda" or recipe.num_steps < 3:  # the first ones compile and warm up
+        with around(recipe.num_steps):
             return real(recipe, ready)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            return real(recipe, ready)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
-    with tempfile.TemporaryDirectory() as folder, _stepping_by(step):
-        config = config_of(folder, "tiny", 512, 8, ["training.log_every_steps=8"])
-        return {"verdict": "FAIL" if train_ft.main(config) else "pass"}
-
-
-@contextmanager
-def _stepping_by(step: Any) -> Iterator[None]:
-    """The recipe's step is `step`; other parts of this process get the real one again."""
-    from recipes import train_ft
-
-    real = train_ft.TrainFinetuneRecipe.step
     train_ft.TrainFinetuneRecipe.step = step  # type: ignore[method-assign]
     try:
         yield
@@ -311,38 +234,51 @@ def _stepping_by(step: Any) -> Iterator[None]:
         train_ft.TrainFinetuneRecipe.step = real  # type: ignore[method-assign]
 
 
+def strict_step(device: str) -> dict[str, Any]:
+    """Steps under torch's own guard: any wait of the host for the GPU is an error."""
+    import torch
+
+    @contextmanager
+    def guard(number: int) -> Iterator[None]:
+        is_strict = device == "cuda" and number >= 3  # the first ones compile and warm up
+        if is_strict:
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            if is_strict:
+                torch.cuda.set_sync_debug_mode("default")
+
+    with tempfile.TemporaryDirectory() as folder, _around_steps(guard):
+        settings = config_of(folder, "tiny", 8, "training.log_every_steps=8", pack=512)
+        code, screen = job("train_ft", settings)
+    return failed(screen) if code else {"verdict": "pass"}
+
+
 def idle(device: str, shape: str = "1b") -> dict[str, Any]:
     """The share of the time between the first and the last kernel in which the GPU ran none, over 6 steps."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
-    from recipes import train_ft
-
-    real, profiler = train_ft.TrainFinetuneRecipe.step, profile(activities=[ProfilerActivity.CUDA])
+    profiler = profile(activities=[ProfilerActivity.CUDA])
     first = 10 if shape != "tiny" else 3
 
-    def step(recipe: Any, ready: Any) -> Any:
-        if device == "cuda" and recipe.num_steps == first:
+    @contextmanager
+    def watch(number: int) -> Iterator[None]:
+        if device == "cuda" and number == first:
             torch.cuda.synchronize()
             profiler.start()
-        result = real(recipe, ready)
-        if device == "cuda" and recipe.num_steps == first + 5:
+        yield
+        if device == "cuda" and number == first + 5:
             torch.cuda.synchronize()
             profiler.stop()
-        return result
 
-    with tempfile.TemporaryDirectory() as folder, _stepping_by(step):
-        config = config_of(
-            folder,
-            shape,
-            256 if shape == "tiny" else 8192,
-            first + 8,
-            ["training.log_every_steps=1000"],
-        )
-        if measured(config):
+    with tempfile.TemporaryDirectory() as folder, _around_steps(watch):
+        if measured(config_of(folder, shape, first + 8, "training.log_every_steps=1000")):
             return {"verdict": "FAIL"}
     if device != "cuda":
         return {"verdict": "pass", "idle_frac": None}
+    check_computes(device)
     return {"verdict": "pass", "idle_frac": idle_frac(kernel_spans(profiler.events()))}
 
 

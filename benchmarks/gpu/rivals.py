@@ -58,12 +58,11 @@ def trl(device: str, is_tiny: bool = False, liger: bool = False) -> dict[str, An
         model = LlamaForCausalLM(LlamaConfig(**shape, attn_implementation=attention))
         # TRL wants a tokenizer; the data has ids
         words = Tokenizer(WordLevel({"<end>": 0}, unk_token="<end>"))
+        special = {"pad_token": "<end>", "eos_token": "<end>"}
         trainer = SFTTrainer(
             model=model,
             args=settings,
-            processing_class=PreTrainedTokenizerFast(
-                tokenizer_object=words, pad_token="<end>", eos_token="<end>"
-            ),
+            processing_class=PreTrainedTokenizerFast(tokenizer_object=words, **special),
             train_dataset=Dataset.from_dict({"input_ids": [row.tolist() for row in rows]}),
             callbacks=[Clock()],
         )
@@ -77,9 +76,5 @@ def trl(device: str, is_tiny: bool = False, liger: bool = False) -> dict[str, An
         trainer.data_collator = counting
         trainer.train()
     half = len(marks) // 2  # the first half warms up
-    done = sum(tokens[half : len(marks)])
-    return {
-        "verdict": "pass",
-        "tokens_per_s": done / (marks[-1] - marks[half - 1]),
-        "attention": attention,
-    }
+    rate = sum(tokens[half : len(marks)]) / (marks[-1] - marks[half - 1])
+    return {"verdict": "pass", "tokens_per_s": rate, "attention": attention}

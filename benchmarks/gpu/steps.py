@@ -17,55 +17,9 @@ import numpy as np
 
 from benchmarks.gpu.documents import SEED, batches_of
 from benchmarks.gpu.machine import clocks
+from benchmarks.gpu.plan import read_table
 
-LLAMA = (
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "intermediate_size",
-)
-SHAPES: dict[str, dict[str, Any]] = {
-    "tiny": dict(zip(LLAMA, (64, 2, 4, 2, 128)), vocab_size=512, tie_word_embeddings=True),
-    "small": dict(zip(LLAMA, (512, 8, 8, 4, 1536)), vocab_size=8192, tie_word_embeddings=True),
-    # Llama-3.2-1B
-    "1b": dict(zip(LLAMA, (2048, 16, 32, 8, 8192)), vocab_size=128256, tie_word_embeddings=True),
-    # Llama-3.1-8B
-    "8b": dict(zip(LLAMA, (4096, 32, 32, 8, 14336)), vocab_size=128256, tie_word_embeddings=False),
-}
-# Qwen3-8B
-SHAPES["qwen3-8b"] = {"model_type": "qwen3", "head_dim": 128} | dict(
-    zip(LLAMA, (4096, 36, 32, 8, 12288)), vocab_size=151936, tie_word_embeddings=False
-)
-EXPERTS = {
-    "model_type": "qwen3_moe",
-    "head_dim": 128,
-    "decoder_sparse_step": 1,
-    "norm_topk_prob": True,
-}
-SHAPES["moe"] = EXPERTS | dict(  # Qwen3-30B-A3B, of 48 layers the first 4
-    zip(LLAMA, (2048, 4, 32, 4, 6144)),
-    vocab_size=151936,
-    num_experts=128,
-    num_experts_per_tok=8,
-    moe_intermediate_size=768,
-)
-SHAPES["tiny-moe"] = (
-    SHAPES["tiny"] | EXPERTS | {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2}
-)
-SHAPES["tiny-moe"] |= {"moe_intermediate_size": 32}
-DELTA = {
-    "model_type": "qwen3_5_text",
-    "head_dim": 256,
-    "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 2,
-}
-# Qwen3.5's layers, 8 of them
-SHAPES["hybrid"] = DELTA | dict(zip(LLAMA, (2048, 8, 8, 2, 6144)), vocab_size=151936)
-SHAPES["tiny-hybrid"] = (
-    SHAPES["tiny"] | DELTA | {"head_dim": 16, "layer_types": ["linear_attention", "full_attention"]}
-)
-SHAPES["tiny-hybrid"] |= {"linear_num_value_heads": 4, "linear_num_key_heads": 2}
-SHAPES["tiny-hybrid"] |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
+SHAPES: dict[str, dict[str, Any]] = read_table()["shapes"]
 
 
 @dataclass(frozen=True)
@@ -104,24 +58,17 @@ def build(variant: Variant, device: str) -> Any:
     from automodel_lite.models.source import model_class
     from automodel_lite.thd import stream_of
 
-    settings = {
-        "model_type": "llama",
-        "max_position_embeddings": 131072,
-        "use_cache": False,
-    } | SHAPES[variant.shape]
-    config = AutoConfig.for_model(**settings)
+    settings = {"model_type": "llama", "max_position_embeddings": 131072, "use_cache": False}
+    config = AutoConfig.for_model(**settings | SHAPES[variant.shape])
     compute = compute_dtype(variant, device)
     # an 8B base in fp32 would not fit beside itself
-    dtype = (
-        torch.bfloat16
-        if variant.weights == "bf16" or (variant.lora and device == "cuda")
-        else torch.float32
-    )
+    is_bf16 = variant.weights == "bf16" or (variant.lora and device == "cuda")
+    dtype = torch.bfloat16 if is_bf16 else torch.float32
     torch.manual_seed(SEED)
     attention = "flex_attention" if variant.attention == "flex" else "sdpa"
     with torch.device(device):
-        kind = model_class(config)
-        lm = kind.from_config(config, dtype=dtype, attn_implementation=attention).train()
+        make = model_class(config).from_config
+        lm = make(config, dtype=dtype, attn_implementation=attention).train()
     # as the recipe does: a frozen base in bf16, adapters in fp32, autocast around both
     if variant.lora:
         from automodel_lite.parts.adapters.lora import Lora
@@ -181,11 +128,8 @@ def loss_of(variant: Variant, model: Any, inputs: Any, device: str) -> Any:
         return model(inputs.to(device)).sum
     inputs = {key: value.to(device, non_blocking=True) for key, value in inputs.items()}
     rows, labels = inputs.pop("rows"), inputs.pop("labels")
-    hidden = (
-        model.lm.model(**inputs, use_cache=False)
-        .last_hidden_state.flatten(0, 1)
-        .index_select(0, rows)
-    )
+    hidden = model.lm.model(**inputs, use_cache=False).last_hidden_state
+    hidden = hidden.flatten(0, 1).index_select(0, rows)
     weight = model.lm.get_output_embeddings().weight
     if variant.loss == "fused":  # ours, for everyone
         return linear_cross_entropy(hidden, weight, labels, max(512, hidden.shape[1]))
@@ -236,21 +180,12 @@ class Trainer:
 
     def drawn(self, num_steps: int) -> list[list[tuple[Any, int, list[int]]]]:
         """Of each step its micro-batches: inputs on the host, labels, and the lengths of the documents."""
-        steps = []
-        for _ in range(num_steps):
-            made = [next(self.batches) for _ in range(self.variant.micro_steps)]
-            is_cuda = self.device == "cuda"
-            steps.append(
-                [
-                    (
-                        inputs_of(self.variant, batch, is_cuda),
-                        int((batch["labels"] != -100).sum()),
-                        lens,
-                    )
-                    for batch, lens in made
-                ]
-            )
-        return steps
+        return [[self._draw() for _ in range(self.variant.micro_steps)] for _ in range(num_steps)]
+
+    def _draw(self) -> tuple[Any, int, list[int]]:
+        batch, lens = next(self.batches)
+        inputs = inputs_of(self.variant, batch, self.device == "cuda")
+        return inputs, int((batch["labels"] != -100).sum()), lens
 
     def step(self, micro_batches: list[tuple[Any, int, list[int]]]) -> None:
         import torch
@@ -304,44 +239,38 @@ def measure(
     is_cuda = device == "cuda"
     trainer = Trainer(variant, device)
     _, first_step_s = trainer.timed(1)
-    trainer.timed(variant.warmup - 1) if variant.warmup > 1 else None
+    if variant.warmup > 1:
+        trainer.timed(variant.warmup - 1)
     graphs = compiled_graphs()
-    reserved = torch.cuda.memory_reserved() / 2**30 if is_cuda else None
+    held: dict[str, float | None] = dict.fromkeys(("reserved_gib_warm", "reserved_gib", "peak_gib"))
     if is_cuda:
+        held["reserved_gib_warm"] = torch.cuda.memory_reserved() / 2**30
         torch.cuda.reset_peak_memory_stats()
     timed = [trainer.timed(variant.steps) for _ in range(variant.repeats)]
-    found = {
-        "reserved_gib": torch.cuda.memory_reserved() / 2**30 if is_cuda else None,
-        "reserved_gib_warm": reserved,
-    }
-    found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30 if is_cuda else None
-    last = trainer.drawn(2)
-    for micro_batches in last:  # launched, and not waited for
+    if is_cuda:
+        held["reserved_gib"] = torch.cuda.memory_reserved() / 2**30
+        held["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    for micro_batches in trainer.drawn(2):  # launched, and not waited for
         trainer.step(micro_batches)
-    found |= clocks(device)
+    found = asdict(variant) | held | clocks(device) | {"verdict": "pass"}
     rates = [work.tokens / seconds for work, seconds in timed]
     rate = statistics.median(rates)
     tflops = statistics.median(work.flops / seconds for work, seconds in timed) / 1e12
     works = [work for work, _ in timed]
     num_documents = sum(work.documents for work in works)
-    return (
-        asdict(variant)
-        | found
-        | {
-            "verdict": "pass",
-            "tokens_per_s": rate,
-            "spread_frac": (max(rates) - min(rates)) / rate,
-            "tflops_per_s": tflops,
-            "mfu_frac": tflops / peak_tflops if peak_tflops else None,
-            "of_ceiling_frac": tflops / ceiling_tflops if ceiling_tflops else None,
-            "first_step_s": first_step_s,
-            "graphs_after_warmup": compiled_graphs() - graphs,
-            "mean_loss": float(trainer.mean_loss),
-            "mean_document": sum(work.tokens for work in works) / num_documents,
-            "longest_document": max(work.longest for work in works),
-            "visible_pairs": sum(work.pairs for work in works),
-        }
-    )
+    return found | {
+        "tokens_per_s": rate,
+        "spread_frac": (max(rates) - min(rates)) / rate,
+        "tflops_per_s": tflops,
+        "mfu_frac": tflops / peak_tflops if peak_tflops else None,
+        "of_ceiling_frac": tflops / ceiling_tflops if ceiling_tflops else None,
+        "first_step_s": first_step_s,
+        "graphs_after_warmup": compiled_graphs() - graphs,
+        "mean_loss": float(trainer.mean_loss),
+        "mean_document": sum(work.tokens for work in works) / num_documents,
+        "longest_document": max(work.longest for work in works),
+        "visible_pairs": sum(work.pairs for work in works),
+    }
 
 
 def wait(device: str) -> None:

@@ -46,20 +46,22 @@ def _header(found: dict[str, Any]) -> str:
     documents, card = found["documents"], ""
     if found.get("driver"):
         card = f", driver {found['driver']}, CUDA {found['cuda']}, power limit {found['power_limit']} W"
-    return (
+    text = (
         f"Commit {found['commit']}, transformers {found['versions']['transformers']}{card}. Documents: seed "
         f"{found['seed']}, mean {documents['mean_tokens']:.0f} tokens, median {documents['median_tokens']:.0f}, longest "
         f"{documents['longest']}. Batches are drawn before the clock starts; tokens are those of documents."
     )
+    if not found.get("computes", True):
+        text += "\n\n**This card computes nothing: no number below is one of a GPU.**"
+    return text
 
 
 def _ceilings(found: dict[str, Any]) -> str:
     if not found.get("bf16_tflops"):
         return ""
-    sheet = found["data_sheet_tflops"]
-    of_sheet = (
-        f", {found['bf16_tflops'] / sheet:.0%} of the data sheet's {sheet:.0f}" if sheet else ""
-    )
+    sheet, of_sheet = found["data_sheet_tflops"], ""
+    if sheet:
+        of_sheet = f", {found['bf16_tflops'] / sheet:.0%} of the data sheet's {sheet:.0f}"
     return (
         f"Ceilings: a product of square matrices at {found['bf16_tflops']:.3g} TFLOP/s{of_sheet}; a copy at "
         f"{found['memory_tb_per_s']:.3g} TB/s read and written{_clocks(found)}."
@@ -67,23 +69,17 @@ def _ceilings(found: dict[str, Any]) -> str:
 
 
 def _clocks(found: dict[str, Any]) -> str:
-    return (
-        f" (at {found['clock_mhz']:.0f} MHz, {found['power_w']:.0f} W)"
-        if found.get("clock_mhz")
-        else ""
-    )
+    if not found.get("clock_mhz"):
+        return ""
+    return f" (at {found['clock_mhz']:.0f} MHz, {found['power_w']:.0f} W)"
 
 
 def _verdicts(names: list[str], results: Results) -> str:
     rows = ["| part | verdict | seconds | |", "|---|---|---|---|"]
     for name in names:
-        found = results.get(name)
-        if (
-            found is None
-            or found.get("tokens_per_s")
-            or name.startswith("step-")
-            or found["verdict"] in ("missing", "no time")
-        ):
+        found = results.get(name, {"verdict": "missing"})
+        has_rate = found.get("tokens_per_s") or name.startswith("step-")
+        if has_rate or found["verdict"] in ("missing", "no time"):
             continue
         note = last_words(found.get("why")) or ", ".join(found.get("failed") or [])
         if found.get("largest_error") is not None:
@@ -104,25 +100,27 @@ def last_words(screen: str | None) -> str:
 
 def _speeds(names: list[str], results: Results) -> str:
     base = results.get("step-packed", {}).get("tokens_per_s")
-    rows = [
-        "| step | tokens/s | spread | of packed | MFU, data sheet | of the product | GiB | reserved, warm to end | counted GiB "
-        "| 1st step s | MHz, W |"
-    ]
-    rows += ["|---|---|---|---|---|---|---|---|---|---|---|"]
+    head = (
+        "step | tokens/s | spread | of packed | MFU, data sheet | of the product | GiB | "
+        "reserved, warm to end | counted GiB | 1st step s | MHz, W"
+    )
+    rows = [f"| {head} |", "|---" * (head.count("|") + 1) + "|"]
     for name in names:
         found = results.get(name, {})
         if not found.get("tokens_per_s"):
             if name.startswith("step-") and found.get("verdict") in ("FAIL", "timeout"):
-                rows.append(f"| {name} | {found['verdict']} | | | | | | | | | |")
+                rows.append(f"| {name} | {found['verdict']}" + " |" * head.count("|"))
             continue
+        rate = found["tokens_per_s"]
+        reserved = f"{_number(found.get('reserved_gib_warm'))} {_number(found.get('reserved_gib'))}"
         cells = [
-            f"{found['tokens_per_s']:,.0f}",
+            f"{rate:,.0f}",
             _percent(found.get("spread_frac")),
-            f"{found['tokens_per_s'] / base:.2f}" if base and "8b" not in name else "",
+            f"{rate / base:.2f}" if base and "8b" not in name else "",
             _percent(found.get("mfu_frac")),
             _percent(found.get("of_ceiling_frac")),
             _number(found.get("peak_gib")),
-            f"{_number(found.get('reserved_gib_warm'))} {_number(found.get('reserved_gib'))}".strip(),
+            reserved.strip(),
             _number(COUNTED_GIB.get(name)),
             _number(found.get("first_step_s")),
             f"{found['clock_mhz']:.0f}, {found['power_w']:.0f}" if found.get("clock_mhz") else "",
@@ -134,12 +132,9 @@ def _speeds(names: list[str], results: Results) -> str:
 def _tax(results: Results) -> str:
     sentences = []
     for bare, recipe in (("step-packed", "recipe-1b"), ("step-compiled", "recipe-1b-compiled")):
-        both = (
-            results.get(bare, {}).get("tokens_per_s"),
-            results.get(recipe, {}).get("tokens_per_s"),
-        )
-        if all(both):
-            sentences.append(f"{recipe} reaches {both[1] / both[0]:.1%} of {bare}")  # type: ignore[operator]
+        rates = [results.get(name, {}).get("tokens_per_s") or 0.0 for name in (bare, recipe)]
+        if all(rates):
+            sentences.append(f"{recipe} reaches {rates[1] / rates[0]:.1%} of {bare}")
     ways = "on a GPU the bare step computes under autocast, the recipe through FSDP over a group of one rank"
     return f"Recipe tax ({ways}): " + "; ".join(sentences) + "." if sentences else ""
 

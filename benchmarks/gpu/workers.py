@@ -18,21 +18,22 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.machine import NothingComputedError
 from benchmarks.gpu.plan import Part
 
 ROOT = Path(__file__).resolve().parents[2]
 Found = dict[str, Any]
 CACHE_BYTES = 16 * 2**20
+NO_NUMBERS = "no numbers"
+"""Of a part that ran to where it compares numbers, on a card that computes none: neither passed nor failed."""
 
 
 def environment() -> dict[str, str]:
     """Of every process: the checkout is found where the package is not installed, nobody waits for a hub that cannot be
     reached, and memory comes in growing segments, as the recipe's own start chooses.
     """
-    known = os.environ | {
-        "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
-        "HF_HUB_OFFLINE": "1",
-    }
+    known = os.environ | {"HF_HUB_OFFLINE": "1"}
+    known["PYTHONPATH"] = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
     known.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     return known
 
@@ -63,22 +64,11 @@ def run_group(
 
 class _Worker:
     def __init__(self, parts: list[Part], arguments: Namespace) -> None:
-        command = [
-            sys.executable,
-            str(ROOT / "benchmarks" / "gpu_check.py"),
-            "--parts",
-            *(part.name for part in parts),
-        ]
-        command += [
-            "--out",
-            str(arguments.out),
-            "--device",
-            arguments.device,
-            "--plan",
-            arguments.plan,
-        ]
+        command = [sys.executable, str(ROOT / "benchmarks" / "gpu_check.py"), "--parts"]
+        command += [part.name for part in parts]
+        command += ["--out", str(arguments.out), "--device", arguments.device]
         self.process = subprocess.Popen(
-            command,
+            [*command, "--plan", arguments.plan],
             cwd=ROOT,
             env=environment(),
             stdout=subprocess.PIPE,
@@ -104,18 +94,15 @@ class _Worker:
                 line = self.lines.get(timeout=max(0.0, ends - time.monotonic()))
             except queue.Empty:
                 verdict = "timeout" if began + part.limit_s < deadline else "no time"
-                return {
-                    "verdict": verdict,
-                    "seconds": time.monotonic() - began,
-                    "why": screen[-1500:],
-                }
-            seconds = time.monotonic() - began
+                break
             if line is None:
-                return {"verdict": "FAIL", "seconds": seconds, "why": screen[-1500:]}
+                verdict = "FAIL"
+                break
             if line.startswith("RESULT "):
                 found: Found = json.loads(line.removeprefix("RESULT "))
-                return {**found, "seconds": seconds}
+                return {**found, "seconds": time.monotonic() - began}
             screen += line
+        return {"verdict": verdict, "seconds": time.monotonic() - began, "why": screen[-1500:]}
 
     def end(self) -> None:
         """Ends the process and its children, if they have not ended by themselves."""
@@ -136,13 +123,13 @@ def run_here(parts: list[Part], device: str, results: dict[str, Found], caches: 
         module, name = part.call.split(".")
         options = {**part.arguments, "device": device}
         if module == "steps":
-            options |= {
-                "peak_tflops": ceilings.get("data_sheet_tflops"),
-                "ceiling_tflops": ceilings.get("bf16_tflops"),
-            }
+            options["peak_tflops"] = ceilings.get("data_sheet_tflops")
+            options["ceiling_tflops"] = ceilings.get("bf16_tflops")
         worked_s = _cpu_s()
         try:
             found = getattr(import_module(f"benchmarks.gpu.{module}"), name)(**options)
+        except NothingComputedError as error:
+            found = {"verdict": NO_NUMBERS, "why": str(error)}
         except Exception:
             found = {"verdict": "FAIL", "why": traceback.format_exc()[-1500:]}
         found["cpu_s"] = _cpu_s() - worked_s

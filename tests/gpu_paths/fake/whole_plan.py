@@ -19,19 +19,10 @@ from typing import Any
 
 from benchmarks import gpu_check
 from benchmarks.gpu.plan import Part, full_plan
+from benchmarks.gpu.workers import NO_NUMBERS
 
 PATIENCE = 20
 """Times the limit of a part: the limits are those of a machine whose cores wait for its card."""
-# what compares numbers that a card has computed, and how that ends: all before it has run
-NUMBERS = {
-    "expandable-segments": "add up to 0 of",
-    "curves": "apart_frac",
-    "gradients": r"norms\.values.*ZeroDivisionError",
-    "idle-1b": "in idle_frac.*IndexError",  # no kernel is seen
-    "built-in-job": "wrong, expected '",  # 24 questions are asked and answered
-    "feature-.*": r"whole\[step\].*ZeroDivisionError",  # a loss of 0, after both runs
-    "verify": r"want\.loss.*ZeroDivisionError",  # the first of its rows
-}
 # what this card, its disk or its packages do not have
 MISSING = r"needs \d+ GiB, this GPU has|a larger card has a row|not installed: |GB of disk"
 
@@ -46,15 +37,11 @@ def chosen(names: list[str]) -> list[Part]:
 
 def outcome(part: str, found: dict[str, Any]) -> str:
     """passed | numbers: it ran to where numbers are compared | missing | BROKEN."""
-    why = str(found.get("why"))
-    if found["verdict"] == "pass":
-        return "passed"
-    if found["verdict"] == "missing" and re.search(MISSING, why):
+    if found["verdict"] == NO_NUMBERS:  # the part says so itself, where all of it has run
+        return "numbers"
+    if found["verdict"] == "missing" and re.search(MISSING, str(found.get("why"))):
         return "missing"
-    ends = next((end for name, end in NUMBERS.items() if re.fullmatch(name, part)), None)
-    said = f"{why} {' '.join(found)}"
-    is_expected = found["verdict"] == "FAIL" and ends is not None and re.search(ends, said, re.S)
-    return "numbers" if is_expected else "BROKEN"
+    return "passed" if found["verdict"] == "pass" else "BROKEN"
 
 
 def run(folder: Path, names: list[str]) -> dict[str, dict[str, Any]]:
