@@ -10,7 +10,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from automodel_lite.attention.kernel import AttentionKernel, ReferenceAttention
 from automodel_lite.attention.spec import AttentionSpec
+from automodel_lite.config.components import locate
 from automodel_lite.errors import ConfigError
 from automodel_lite.graphs import compiled_graphs
 from automodel_lite.parallel.context_parallel import (
@@ -66,7 +66,7 @@ def run(kernel_name: str, case_name: str, device: str) -> dict[str, Any]:
     spec = AttentionSpec(case.name, torch.device(device), dtype, *dims, case.softcap, case.sinks)
     graphs = compiled_graphs()
     try:
-        kernel = load(KERNELS[kernel_name])
+        kernel: AttentionKernel = locate(KERNELS[kernel_name])()
     except ConfigError as error:
         return {"verdict": "missing", "why": str(error)}
     try:
@@ -88,7 +88,7 @@ def run(kernel_name: str, case_name: str, device: str) -> dict[str, Any]:
 def speed(kernel_name: str, device: str, tokens: int = 32768) -> dict[str, Any]:
     """Milliseconds of a forward and backward on one stream of 80 documents, 32 heads on 8, head dim 128, bf16."""
     try:
-        kernel = load(KERNELS[kernel_name])
+        kernel: AttentionKernel = locate(KERNELS[kernel_name])()
     except ConfigError as error:
         return {"verdict": "missing", "why": str(error)}
     torch.manual_seed(0)
@@ -101,12 +101,6 @@ def speed(kernel_name: str, device: str, tokens: int = 32768) -> dict[str, Any]:
     milliseconds = device_ms(lambda: problem.attend(kernel))
     found = {"verdict": "pass", "forward_backward_ms": milliseconds, "tokens": tokens}
     return found | clocks(device)
-
-
-def load(path: str) -> AttentionKernel:
-    module, name = path.rsplit(".", 1)
-    kernel: AttentionKernel = getattr(import_module(module), name)()
-    return kernel
 
 
 @dataclass(frozen=True)

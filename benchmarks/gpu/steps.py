@@ -65,7 +65,8 @@ def build(variant: Variant, device: str) -> Any:
     is_bf16 = variant.weights == "bf16" or (variant.lora and device == "cuda")
     dtype = torch.bfloat16 if is_bf16 else torch.float32
     torch.manual_seed(SEED)
-    attention = "flex_attention" if variant.attention == "flex" else "sdpa"
+    # a family chooses its own, which the kernel of packs replaces
+    attention = {"flex": "flex_attention", "packed": None}.get(variant.attention, "sdpa")
     with torch.device(device):
         make = model_class(config).from_config
         lm = make(config, dtype=dtype, attn_implementation=attention).train()
@@ -101,6 +102,8 @@ def compute_dtype(variant: Variant, device: str) -> Any:
 
 def inputs_of(variant: Variant, batch: dict[str, Any], is_cuda: bool) -> Any:
     """What the contestant's forward takes, on the host, ready to be copied."""
+    import torch
+
     from automodel_lite.thd import to_thd
 
     if variant.attention == "packed":
@@ -108,7 +111,9 @@ def inputs_of(variant: Variant, batch: dict[str, Any], is_cuda: bool) -> Any:
         return thd.pin_memory() if is_cuda else thd
     inputs = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"]}
     if variant.attention in ("padded", "sorted"):
-        inputs = {"input_ids": batch["input_ids"], "attention_mask": padding_mask(batch)}
+        places = torch.arange(batch["input_ids"].shape[1])[None]
+        mask = (places < batch["seq_lens"][:, :1]).long()
+        inputs = {"input_ids": batch["input_ids"], "attention_mask": mask}
     elif variant.attention == "mask":
         inputs["attention_mask"] = document_mask(batch)
     else:  # one row: transformers finds the documents by their positions
@@ -134,13 +139,6 @@ def loss_of(variant: Variant, model: Any, inputs: Any, device: str) -> Any:
     if variant.loss == "fused":  # ours, for everyone
         return linear_cross_entropy(hidden, weight, labels, max(512, hidden.shape[1]))
     return torch.nn.functional.cross_entropy((hidden @ weight.t()).float(), labels, reduction="sum")
-
-
-def padding_mask(batch: dict[str, Any]) -> Any:
-    import torch
-
-    width = batch["input_ids"].shape[1]
-    return (torch.arange(width)[None] < batch["seq_lens"][:, :1]).long()
 
 
 def document_mask(batch: dict[str, Any]) -> Any:

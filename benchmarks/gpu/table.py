@@ -5,12 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 Results = dict[str, dict[str, Any]]
-COUNTED_GIB = {
-    "step-8b": 119.9,
-    "step-8b-accumulated": 130.2,
-    "recipe-8b": 123.6,
-    "step-8b-bf16": 117.0,
-}
 NOTES = {
     "forward_backward_ms": " {:.1f} ms of a stream of 32,768 tokens",
     "apart_frac": " largest distance of a loss from fp32: {}",
@@ -20,8 +14,6 @@ NOTES = {
     "first_s": ", {:.0f} s until two steps are saved",
     "resumed_s": ", {:.0f} s until two more are",
 }
-"""Live bytes of one 8B step at 8,192 tokens under autocast, every layer recomputed, no cache of cast weights: constants,
-counted once with FakeTensors on torch 2.11. No test counts them again; `dry_run=true` counts a step of the recipe."""
 
 
 def table(names: list[str], results: Results, machine: dict[str, Any]) -> str:
@@ -102,7 +94,7 @@ def _speeds(names: list[str], results: Results) -> str:
     base = results.get("step-packed", {}).get("tokens_per_s")
     head = (
         "step | tokens/s | spread | of packed | MFU, data sheet | of the product | GiB | "
-        "reserved, warm to end | counted GiB | 1st step s | MHz, W"
+        "reserved, warm to end | 1st step s | MHz, W"
     )
     rows = [f"| {head} |", "|---" * (head.count("|") + 1) + "|"]
     for name in names:
@@ -121,7 +113,6 @@ def _speeds(names: list[str], results: Results) -> str:
             _percent(found.get("of_ceiling_frac")),
             _number(found.get("peak_gib")),
             reserved.strip(),
-            _number(COUNTED_GIB.get(name)),
             _number(found.get("first_step_s")),
             f"{found['clock_mhz']:.0f}, {found['power_w']:.0f}" if found.get("clock_mhz") else "",
         ]
