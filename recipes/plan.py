@@ -41,7 +41,7 @@ from automodel_lite.config.rules import Range, argument
 from automodel_lite.config.schema import Config
 from automodel_lite.data.feeding.planned import PlannedPacks, epochs_of
 from automodel_lite.data.prepare import check_sizes, prepare_data
-from automodel_lite.errors import ConfigError, DataError
+from automodel_lite.errors import ConfigError, DataError, one_line
 from automodel_lite.extras.plan.planner import (
     AXES,
     GPUS,
@@ -185,14 +185,19 @@ def calibrated(gpu: Gpu, path: Path) -> Gpu:
     """Returns the GPU with the rates of a file: gpu_calibration.json, as gpu_check writes it, or
     fields of `Gpu`.
     """
-    found = json.loads(path.read_text())
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        cure = "give the gpu_calibration.json that gpu_check wrote"
+        raise ConfigError(f"--calibration {path}: {one_line(error, 120)}: {cure}.") from None
     values = {key: value for key, value in found.items() if key in {f.name for f in fields(Gpu)}}
     for name, key, unit in MEASURED:
         if found.get(name):
             values[key] = found[name] * unit
     if not values:
         raise ConfigError(
-            f"{path}: neither gpu_check's bf16_tflops nor rates such as flops and bytes_per_s."
+            f"--calibration {path}: it has neither bf16_tflops, as the gpu_calibration.json of "
+            "gpu_check, nor a rate such as flops."
         )
     return replace(gpu, **{"source": f"measured, {path}", **values})
 

@@ -147,5 +147,8 @@ def test_rates_of_a_calibration(tmp_path: Path) -> None:
     assert (gpu.flops, gpu.bytes_per_s, gpu.latency_s) == (600e12, 3e12, 1e-5)
     assert gpu.source.startswith("measured, ")
     path.write_text("{}")
-    with pytest.raises(ConfigError, match="neither gpu_check's"):
+    with pytest.raises(ConfigError, match="it has neither bf16_tflops"):
+        calibrated(gpu, path)
+    path.write_text("{")
+    with pytest.raises(ConfigError, match=r"--calibration .*Expecting property name.*: give the"):
         calibrated(gpu, path)
