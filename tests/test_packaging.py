@@ -7,9 +7,13 @@ import os
 import subprocess
 import sys
 import zipfile
+from email.parser import Parser
 from pathlib import Path
 
 import pytest
+
+from docs.site_links import repository
+from tests.test_release import LINK
 
 ROOT = Path(__file__).resolve().parent.parent
 PRESET = """\
@@ -58,6 +62,16 @@ def test_the_wheel_carries_recipes_configs_types_and_licence(unpacked: Path):
     assert {
         name.split("/")[0] for name in names if not name.split("/")[0].endswith(".dist-info")
     } == {"automodel_lite"}
+
+
+def test_the_index_of_packages_gets_absolute_links(unpacked: Path):
+    (read,) = unpacked.glob("*.dist-info/METADATA")
+    metadata = Parser().parsestr(read.read_text(encoding="utf-8"))
+    text = metadata.get_payload()
+    assert isinstance(text, str)
+    assert LINK.findall(text) == []
+    assert f"({repository()}/blob/main/docs/architecture.md)" in text
+    assert metadata["Author"] == "automodel_lite developers"
 
 
 @pytest.mark.system

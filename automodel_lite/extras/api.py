@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import transformers
 from transformers import PreTrainedTokenizerFast
 
@@ -20,8 +21,10 @@ from automodel_lite.config.check import check_config
 from automodel_lite.config.schema import TRAIN_ON, TokenizeConfig, TrainOn
 from automodel_lite.data.packing.packs import join_packs
 from automodel_lite.data.reading.documents import DocumentList
+from automodel_lite.data.reading.readers import placed
+from automodel_lite.data.tokens.findings import check_set
 from automodel_lite.data.tokens.token_rows import TokenizedDocuments
-from automodel_lite.data.tokens.tokenize import Job, tokenize_in_memory
+from automodel_lite.data.tokens.tokenize import DocumentTokenizer, Job
 from automodel_lite.errors import ConfigError, RunStoppedError
 from automodel_lite.run.folder import RunFolder
 from automodel_lite.thd import to_thd
@@ -70,7 +73,10 @@ def tokenize_chats(
         if messages is None:
             raise ConfigError("tokenize_chats takes a list of chats, and got a message: [chat].")
         documents.append({"messages": [dict(message) for message in messages]})
-    return tokenize_in_memory(DocumentList(documents, "chats"), Job(tokenizer, settings))
+    tokenizing = DocumentTokenizer(Job(tokenizer, settings))
+    chunk = tokenizing.chunk(placed(DocumentList(documents, "chats")))
+    check_set("train", "messages", chunk.found, settings, tokenizer)
+    return TokenizedDocuments(chunk.columns, np.append(0, np.cumsum(chunk.lengths)))
 
 
 def hf_collater(packs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -69,14 +69,6 @@ class StopSignals:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup, tmux
                 signal.signal(number, handle)
 
-    def defer(self) -> None:
-        """From now on signals do not end the process: `received` is checked at every
-        step boundary.
-        """
-        self._is_deferred = True
-        if self.received:
-            raise StoppedEarly(self.received)
-
     def cause_of(self, error: BaseException) -> BaseException:
         """Returns the signal, where one has come: libraries that were importing or composing then
         turn any exception into one of their own, which reads as a mistake in the settings.
@@ -85,11 +77,14 @@ class StopSignals:
             return StoppedEarly(self.received)
         return error
 
-    def watch(self, record: Callable[[str, str], None]) -> None:
-        """From now on a second Ctrl-C ends this process wherever it is, after
-        `record(state, reason)`. In a thread: where the main thread waits in a collective, no Python
-        handler runs.
+    def defer(self, record: Callable[[str, str], None]) -> None:
+        """From now on signals do not end the process: `received` is checked at every step boundary.
+        A second Ctrl-C ends it wherever it is, after `record(state, reason)`. In a thread: where
+        the main thread waits in a collective, no Python handler runs.
         """
+        self._is_deferred = True
+        if self.received:
+            raise StoppedEarly(self.received)
         ours, theirs = os.pipe()
         os.set_blocking(theirs, False)
         signal.set_wakeup_fd(theirs, warn_on_full_buffer=False)

@@ -165,8 +165,7 @@ class Guards:
         self.stragglers = Stragglers(
             layers[len(layers) // 2], device, self.ranks.on_all(socket.gethostname), rank()
         )
-        SIGNALS.defer()
-        SIGNALS.watch(self._record_end)
+        SIGNALS.defer(self._record_end)
 
     def after_step(self, ready: DeviceStep, numbers: StepOutcome) -> Counts:
         """Looks at the numbers of the step before, which the device has finished; returns the

@@ -20,7 +20,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from itertools import islice
 from pathlib import Path
 
 import torch
@@ -228,14 +227,10 @@ def optimizer_bytes(optimizer: Callable[[nn.Module], Optimizer], master: int = _
     return sum(value.nbytes for value in state) / weight.numel()
 
 
-def remedies(parts: Parts) -> list[str]:
-    """Returns what to change when memory ran out: the first three that these parts have left, the
-    cheapest first.
+def remedies(parts: Parts) -> Iterator[str]:
+    """Yields what to change when memory ran out, of what these parts have left, the cheapest
+    first.
     """
-    return list(islice(_remedies(parts), 3))
-
-
-def _remedies(parts: Parts) -> Iterator[str]:
     training = parts.training
     mesh = parts.mesh
     micro = training.micro_batch_size
@@ -264,8 +259,8 @@ def _remedies(parts: Parts) -> Iterator[str]:
 def out_of_memory_text(parts: Parts, estimate: MemoryEstimate | None = None) -> str:
     """Says what a rank holds, and three things to change."""
     held = f"The run is estimated to need {estimate}.\n" if estimate else ""
-    numbered = [f"  {number}. {text}" for number, text in enumerate(remedies(parts), start=1)]
-    return held + "\n".join(["Try, in this order:", *numbered])
+    first = [f"  {number}. {text}" for number, text in zip((1, 2, 3), remedies(parts))]
+    return held + "\n".join(["Try, in this order:", *first])
 
 
 def gib(num_bytes: float) -> str:

@@ -22,7 +22,7 @@ def ours(job: Job, is_pairs: bool) -> None:
     """Our recipe as shipped; imports what the other environment does not have."""
     from automodel_lite.cli import compose_config
     from automodel_lite.config.check import check_config
-    from benchmarks.peers.recipe import TimedRecipe
+    from benchmarks.peers.recipe import TimedRecipe, shared_overrides
     from recipes import train_ft
 
     class Counting(TimedRecipe):
@@ -42,27 +42,10 @@ def ours(job: Job, is_pairs: bool) -> None:
         else [f"teacher.pretrained={job.folder}/teacher", "loss.kind=jsd", "loss.beta=0.5"]
     )
     train_ft.TrainFinetuneRecipe = Counting  # type: ignore[misc]
-    overrides = [
-        "name=peers",
-        f"output_dir={job.scratch}/run",
-        f"cache_dir={job.folder}/cache",
-        f"dataset.path={job.data}",
-        f"model.pretrained={job.folder}/model",
-        f"packed_sequence.packed_sequence_size={PACK_TOKENS}",
-        "training.precision=fp32",
-        "training.num_epochs=null",
-        f"training.max_steps={job.all_steps}",
-        "training.global_batch_size=1",
-        "training.num_threads=1",
-        f"optimizer.lr={LR}",
-        "lr_scheduler.warmup_steps=1",
-        "checkpoint.export_hf=false",
-        *method,
-    ]
-    assert (
-        train_ft.main(check_config(compose_config("dpo" if is_pairs else "distill", overrides)))
-        == 0
-    )
+    model = [f"model.pretrained={job.folder}/model", "training.precision=fp32"]
+    overrides = [*shared_overrides(job, PACK_TOKENS), *model, *method]
+    preset = "dpo" if is_pairs else "distill"
+    assert train_ft.main(check_config(compose_config(preset, overrides))) == 0
     Counting.clock.report(job, Counting.items)
 
 

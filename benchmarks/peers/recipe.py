@@ -27,28 +27,26 @@ def recipe_config(job: Job, *more: str) -> Config:
         }
         model = ["tokenizer=bpe", "tokenizer.vocab_size=8192", "model=llama_smoke"]
         model += [f"model.config.{key}={value}" for key, value in settings.items()]
-    return check_config(
-        compose_config(
-            "finetune",
-            [
-                "name=peers",
-                f"output_dir={job.scratch}/run",
-                f"cache_dir={job.folder}/cache",
-                f"dataset.path={job.data}",
-                *model,
-                f"packed_sequence.packed_sequence_size={PACK_TOKENS}",
-                f"training.precision={job.precision}",
-                "training.num_epochs=null",
-                f"training.max_steps={job.all_steps}",
-                "training.global_batch_size=1",
-                "training.num_threads=1",
-                f"optimizer.lr={LR}",
-                "lr_scheduler.warmup_steps=1",
-                "checkpoint.export_hf=false",
-                *more,
-            ],
-        )
-    )
+    overrides = [*shared_overrides(job), *model, f"training.precision={job.precision}", *more]
+    return check_config(compose_config("finetune", overrides))
+
+
+def shared_overrides(job: Job, pack_tokens: int = PACK_TOKENS) -> list[str]:
+    """What every preset is given: the job's data and number of steps, one pack per step."""
+    return [
+        "name=peers",
+        f"output_dir={job.scratch}/run",
+        f"cache_dir={job.folder}/cache",
+        f"dataset.path={job.data}",
+        f"packed_sequence.packed_sequence_size={pack_tokens}",
+        "training.num_epochs=null",
+        f"training.max_steps={job.all_steps}",
+        "training.global_batch_size=1",
+        "training.num_threads=1",
+        f"optimizer.lr={LR}",
+        "lr_scheduler.warmup_steps=1",
+        "checkpoint.export_hf=false",
+    ]
 
 
 class TimedRecipe(train_ft.TrainFinetuneRecipe):

@@ -27,7 +27,7 @@ def test_gpus_of_a_node(
 
 
 def test_the_slurm_script_takes_the_numbers_of_the_partition(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sinfo = tmp_path / "sinfo"
     sinfo.write_text(
@@ -35,7 +35,8 @@ def test_the_slurm_script_takes_the_numbers_of_the_partition(
     )
     sinfo.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    lines = slurm._script(2, None, None).splitlines()
+    slurm.slurm(["--nodes", "2"])
+    lines = capsys.readouterr().out.splitlines()
     asked = {line for line in lines if line.startswith("#SBATCH")}
     assert {"#SBATCH --partition=main", "#SBATCH --nodes=2", "#SBATCH --ntasks-per-node=8"} < asked
     assert {
@@ -47,11 +48,11 @@ def test_the_slurm_script_takes_the_numbers_of_the_partition(
     with pytest.raises(
         ConfigError, match="--nodes 5 must be at most 4: the nodes of partition main"
     ):
-        slurm._script(5, None, None)
+        slurm.slurm(["--nodes", "5"])
     with pytest.raises(
         ConfigError, match=r"--partition man: there is no such partition; did you mean main\?"
     ):
-        slurm._script(1, "man", None)
+        slurm.slurm(["--partition", "man"])
 
 
 def test_the_slurm_script_runs_a_recipe_of_ones_own(

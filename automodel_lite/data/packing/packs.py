@@ -380,21 +380,20 @@ def join_packs(packs: Sequence[Mapping[str, Any]] | PackBatch) -> Batch:
     if isinstance(packs, PackBatch):
         return packs.row
     row: Batch = {}
-    known = [*COLUMNS, "position_ids", "seq_lens", "seq_lens_padded"]
-    for name in [name for name in known if any(name in pack for pack in packs)]:
+    for name in (*COLUMNS, "position_ids", "seq_lens", "seq_lens_padded"):
         dtype = getattr(torch, COLUMNS[name].batched) if name in COLUMNS else torch.int64
         brought = [torch.as_tensor(pack[name], dtype=dtype) for pack in packs if name in pack]
-        parts = iter(brought)
-        row[name] = torch.cat(
-            [
-                next(parts)
-                if name in pack
-                else brought[0].new_full(
-                    (len(pack["input_ids"]), *brought[0].shape[1:]), COLUMNS[name].padding
-                )
-                for pack in packs
-            ]
-        )
+        if not brought:
+            continue
+        following = iter(brought)
+        parts = []
+        for pack in packs:
+            if name in pack:
+                parts.append(next(following))
+            else:
+                shape = len(pack["input_ids"]), *brought[0].shape[1:]
+                parts.append(brought[0].new_full(shape, COLUMNS[name].padding))
+        row[name] = torch.cat(parts)
     if "images" in packs[0]:  # a stream's pack, which is alone
         row["images"] = packs[0]["images"]
     return row

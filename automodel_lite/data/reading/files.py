@@ -119,59 +119,27 @@ class FilesDataset:
                 "dataset.val_path, dataset.val_split and dataset.val_frac: set only one of them."
             )
         options = ReadOptions(self.encoding, self.text_unit)
-        if self.val_split is not None:
-            val_sources = {
-                "val": open_rows(self.path, self.name, self.val_split, "dataset.val_split", options)
-            }
-        else:
-            val_sources = open_validation(self.val_path, self.split, options)
-        val_sources = {
-            name: replace(opened, rows=self.view(opened)) for name, opened in val_sources.items()
-        }
-        # Files of validation are known first: training leaves them out of its folders.
-        self.val_files = [one for opened in val_sources.values() for one in opened.files]
-        held_out = self.val_files if self.val_path is not None else ()
-        source = open_rows(self.path, self.name, self.split, "dataset.path", options, held_out)
-        source = replace(source, rows=self.view(source))
-        self.train_files = list(source.files)
+        source, val_sources = self._open(options)
         columns = sniff_columns(placed(source.rows), f"{source.description}: the file")
-        detected = detect(columns, self.format, self.columns)
-        labels = ""
-        every = range(len(source.rows))
-        if detected.format.kind == "tokens":
-            alignment = self.labels or find_alignment(
-                placed(NormalizedRows(source.rows, detected, every))
-            )
-            detected = replace(detected, labels=alignment, is_checked=self.labels is None)
-            how = {"aligned": "next-token aligned", "unshifted": "unshifted (shifted once here)"}
-            labels = f", labels {how[detected.labels]}"
-        val = {
+        detected, labels = self._detect(columns, source.rows)
+        self.val = {
             name: NormalizedRows(of.rows, detected, range(len(of.rows)))
             for name, of in val_sources.items()
         }
         num = min(len(source.rows), self.max_documents or len(source.rows))
-        indices: Sequence[int] | np.ndarray = every[:num]
         unit = "documents"
         if self.val_frac:
-            number = drawn = np.random.default_rng(self.seed).permutation(num)
+            # Documents of one group share their beginning: what is held out shares none.
             column = detected.renames.get(GROUP, GROUP)
+            groups = None
             if column in columns:
-                # Documents of one group share their beginning: what is held out shares none.
-                drawn = groups_of(placed(source.rows, range(num)), column)[drawn]
+                groups = groups_of(placed(source.rows, range(num)), column)
                 unit = "groups"
-            units = list(dict.fromkeys(drawn.tolist()))
-            # At least one is held out; both parts keep the file's order.
-            num_val = max(1, round(self.val_frac * len(units)))
-            if num_val >= len(units):
-                raise ConfigError(
-                    f"dataset.val_frac={self.val_frac} of {len(units)} {unit} leaves none to train "
-                    "on."
-                )
-            is_val = np.isin(drawn, units[:num_val])
-            indices = np.sort(number[~is_val])
-            val["val"] = NormalizedRows(source.rows, detected, np.sort(number[is_val]))
-        self.train = NormalizedRows(source.rows, detected, indices)
-        self.val = {**val}
+            trained, held_out = self._hold_out(num, groups)
+            self.train = NormalizedRows(source.rows, detected, trained)
+            self.val["val"] = NormalizedRows(source.rows, detected, held_out)
+        else:
+            self.train = NormalizedRows(source.rows, detected, range(num))
         self.kind = kind_of_documents(detected, placed(self.train))
         self.description = (
             f"{source.description}: {len(self.train):,} documents, {detected.description}{labels}"
@@ -186,6 +154,50 @@ class FilesDataset:
             f"val_frac={self.val_frac} of {unit}, max_documents={self.max_documents}, "
             f"seed={self.seed}, {options})"
         )
+
+    def _open(self, options: ReadOptions) -> tuple[OpenedRows, dict[str, OpenedRows]]:
+        """Opens what is trained on, and the validation sets by name."""
+        if self.val_split is not None:
+            val = {
+                "val": open_rows(self.path, self.name, self.val_split, "dataset.val_split", options)
+            }
+        else:
+            val = open_validation(self.val_path, self.split, options)
+        val = {name: replace(opened, rows=self.view(opened)) for name, opened in val.items()}
+        # Files of validation are known first: training leaves them out of its folders.
+        self.val_files = [one for opened in val.values() for one in opened.files]
+        held_out = self.val_files if self.val_path is not None else ()
+        source = open_rows(self.path, self.name, self.split, "dataset.path", options, held_out)
+        self.train_files = list(source.files)
+        return replace(source, rows=self.view(source)), val
+
+    def _detect(self, columns: Sequence[str], rows: RawRows) -> tuple[Detected, str]:
+        """Finds the format, and, of token rows, how their labels stand, with words for it."""
+        detected = detect(columns, self.format, self.columns)
+        if detected.format.kind != "tokens":
+            return detected, ""
+        alignment = self.labels or find_alignment(
+            placed(NormalizedRows(rows, detected, range(len(rows))))
+        )
+        how = {"aligned": "next-token aligned", "unshifted": "unshifted (shifted once here)"}
+        found = replace(detected, labels=alignment, is_checked=self.labels is None)
+        return found, f", labels {how[alignment]}"
+
+    def _hold_out(self, num: int, groups: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+        """Draws `val_frac` of `num` documents, or of their groups; returns those that are trained
+        on, and those held out, in the file's order.
+        """
+        number = np.random.default_rng(self.seed).permutation(num)
+        drawn = number if groups is None else groups[number]
+        units = list(dict.fromkeys(drawn.tolist()))
+        num_val = max(1, round(self.val_frac * len(units)))  # at least one is held out
+        if num_val >= len(units):
+            unit = "documents" if groups is None else "groups"
+            raise ConfigError(
+                f"dataset.val_frac={self.val_frac} of {len(units)} {unit} leaves none to train on."
+            )
+        is_val = np.isin(drawn, units[:num_val])
+        return np.sort(number[~is_val]), np.sort(number[is_val])
 
     def view(self, opened: OpenedRows) -> RawRows:
         """Returns the rows of opened files; a subclass reads more than text in them."""

@@ -50,7 +50,6 @@ from automodel_lite.data.tokens.token_rows import (
     RowDataset,
     RowsWriter,
     TokenizedData,
-    TokenizedDocuments,
     flatten,
     load_rows,
     next_token_labels,
@@ -353,13 +352,6 @@ def tokenize_documents(
         notes=notes,
         fingerprint=(Path(str(train.flat.folder)) / CONTENT_HASH).read_text()[:16],
     )
-
-
-def tokenize_in_memory(rows: DocumentSet, job: Job) -> TokenizedDocuments:
-    """Returns token rows of a set that need no cache; checked as those of a file are."""
-    chunk = DocumentTokenizer(job).chunk(placed(rows))
-    check_set("train", "messages", chunk.found, job.settings, job.tokenizer)
-    return TokenizedDocuments(chunk.columns, np.append(0, np.cumsum(chunk.lengths)))
 
 
 def rows_key(identity: str, job: Job) -> Key:

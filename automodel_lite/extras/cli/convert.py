@@ -321,23 +321,8 @@ def preset_of(
     theirs = resolved(dict(theirs), theirs)
     _check_trains(peer, theirs)
     preset = Preset(peer, groups_of(Sources()), settings={"name": name})
-    sources: list[Preset] = []
     own = dict(theirs)
-    for key in SOURCES.get(peer, ()):
-        items = own.get(key)
-        if isinstance(items, list) and len(items) > 1:
-            for item in items:
-                sources.append(Preset(peer, preset.groups))
-                sources[-1].answer_all(item, f"{key}[]")
-            del own[key]
-    if peer == "llama_factory":
-        named, unsaid = peers.named_datasets(theirs, folder)
-        preset.unsaid += unsaid
-        for settings in named:
-            source = preset if len(named) == 1 else Preset(peer, preset.groups)
-            for key, value in settings.items():
-                source.put(f"dataset.{key}", value, "dataset")
-            sources += [source] if len(named) > 1 else []
+    sources = _take_sources(preset, own, folder)
     given = dict(leaves(own))
     preset.answer_all(own)
     preset.unsaid += peers.combine(peer, with_defaults(peer, given, theirs), num_gpus, preset.put)
@@ -349,19 +334,48 @@ def preset_of(
     preset.add_soft()
     if preset.chosen.get("loss") in PAIRS:
         _pack_pairs(preset)
-    if (peers.number(preset.settings.get("training.max_steps")) or 0) < 0:
-        del preset.settings["training.max_steps"]  # -1: by the epochs
-    if peer in ("trl", "llama_factory", "axolotl") and preset.settings.get("training.max_steps"):
-        preset.settings.pop("training.num_epochs", None)  # HF Trainer's steps win
-    for group in ("peft", "loss"):
-        if group not in preset.chosen:
-            extra = [key for key in preset.settings if key.startswith(f"{group}.")]
-            for key in extra:
-                value = preset.settings.pop(key)
-                if preset.origin.get(key, "").endswith("default"):
-                    continue
-                preset.unsaid.append(f"{key}={format_value(value)}: without {group}")
+    _drop_what_does_not_count(preset)
     return preset
+
+
+def _take_sources(preset: Preset, own: dict[str, Any], folder: Path) -> list[Preset]:
+    """Takes several data sets out of a configuration, each with its own settings; one alone becomes
+    settings of the preset.
+    """
+    peer = preset.peer
+    sources: list[Preset] = []
+    for key in SOURCES.get(peer, ()):
+        items = own.get(key)
+        if isinstance(items, list) and len(items) > 1:
+            for item in items:
+                sources.append(Preset(peer, preset.groups))
+                sources[-1].answer_all(item, f"{key}[]")
+            del own[key]
+    if peer == "llama_factory":
+        named, unsaid = peers.named_datasets(own, folder)
+        preset.unsaid += unsaid
+        for settings in named:
+            source = preset if len(named) == 1 else Preset(peer, preset.groups)
+            for key, value in settings.items():
+                source.put(f"dataset.{key}", value, "dataset")
+            sources += [source] if len(named) > 1 else []
+    return sources
+
+
+def _drop_what_does_not_count(preset: Preset) -> None:
+    """Takes out lengths that another one overrules, and settings of a group that is not chosen."""
+    settings = preset.settings
+    if (peers.number(settings.get("training.max_steps")) or 0) < 0:
+        del settings["training.max_steps"]  # -1: by the epochs
+    if preset.peer in ("trl", "llama_factory", "axolotl") and settings.get("training.max_steps"):
+        settings.pop("training.num_epochs", None)  # HF Trainer's steps win
+    for group in ("peft", "loss"):
+        if group in preset.chosen:
+            continue
+        for key in [key for key in settings if key.startswith(f"{group}.")]:
+            value = settings.pop(key)
+            if not preset.origin.get(key, "").endswith("default"):
+                preset.unsaid.append(f"{key}={format_value(value)}: without {group}")
 
 
 def _pack_pairs(preset: Preset) -> None:

@@ -131,21 +131,21 @@ def _part(group: str, known: dict[str, list[str]], sources: Sources) -> dict[str
 
 
 def _value(hint: Any) -> dict[str, Any]:
+    """Returns what a value of this type may be; any text of an interpolation stands for it."""
     if get_origin(hint) is Annotated:
         plain, *rules = get_args(hint)
         value = _value(plain)
         for rule in rules:
             if isinstance(rule, OneOf):
-                # booleans there
-                in_yaml = [
-                    choice == "true" for choice in rule.choices if choice in ("true", "false")
-                ]
-                value = {"anyOf": [{"enum": [*rule.choices, *in_yaml]}, _INTERPOLATION]}
+                choices: list[Any] = [*rule.choices]
+                choices += [True] if "true" in choices else []  # as YAML reads them
+                choices += [False] if "false" in choices else []
+                value = {"anyOf": [{"enum": choices}, _INTERPOLATION]}
             elif isinstance(rule, Range):
                 bounds = {"minimum": rule.least, "maximum": rule.most}
                 bounds |= {"exclusiveMinimum": rule.above, "exclusiveMaximum": rule.below}
-                own = next(iter(_alternatives(value)))
-                own.update({name: bound for name, bound in bounds.items() if bound is not None})
+                number = next(iter(_alternatives(value)))
+                number.update({name: bound for name, bound in bounds.items() if bound is not None})
         return value
     if get_origin(hint) in (Union, UnionType):
         return {

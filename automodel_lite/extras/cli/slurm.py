@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator
 
 from automodel_lite.cli.line import argument_parser
 from automodel_lite.config.components import CONF_DIR, IS_INSTALLED
@@ -67,79 +67,75 @@ def slurm(argv: list[str]) -> int:
         )
     if args.nodes < 1:
         raise ConfigError(f"--nodes {args.nodes} must be at least 1.")
-    print(_script(**vars(args)), end="")
+    print(_script(args), end="")
     return 0
 
 
-def _script(
-    nodes: int,
-    partition: str | None = None,
-    time: str | None = None,
-    account: str | None = None,
-    module: Sequence[str] = (),
-    container: str | None = None,
-    recipe: str | None = None,
-    qos: str | None = None,
-    constraint: str | None = None,
-    mem: str = "0",
-    mount: Sequence[str] = (),
-    prepare: int | None = None,
-) -> str:
+def _script(args: argparse.Namespace) -> str:
     """The numbers of a partition, the Python and the package of this process; launch/slurm.sbatch
     does the rest.
     """
-    part, limit, gpus, cpus, num_nodes = _partition(partition)
-    if nodes > num_nodes:
+    part, limit, gpus, cpus, num_nodes = _partition(args.partition)
+    if args.nodes > num_nodes:
         raise ConfigError(
-            f"--nodes {nodes} must be at most {num_nodes}: the nodes of partition {part}."
+            f"--nodes {args.nodes} must be at most {num_nodes}: the nodes of partition {part}."
         )
-    gpus = 0 if prepare else gpus
+    gpus = 0 if args.prepare else gpus
     tasks = gpus or 1
-    resources: dict[str, Any] = {"partition": part, "account": account}
-    resources |= {"qos": qos, "constraint": constraint}
-    resources |= {"nodes": nodes, "ntasks-per-node": tasks, "mem": mem}
-    resources |= {
+    resources = {
+        "partition": part,
+        "account": args.account,
+        "qos": args.qos,
+        "constraint": args.constraint,
+        "nodes": args.nodes,
+        "ntasks-per-node": tasks,
+        "mem": args.mem,
         "gpus-per-node": gpus,
         "cpus-per-task": max(1, cpus // tasks),
-        "time": time or limit,
+        "time": args.time or limit,
     }
     script = LAUNCH_DIR / "slurm.sbatch"
-    root = LAUNCH_DIR.parent
-    always = re.findall(r"(?m)^#SBATCH --(?!nodes|ntasks-per-node|time).*\n", script.read_text())
     purpose = "Trains on SLURM, one task per GPU"
     call = f'exec bash {shlex.quote(str(script))} "$@"'
-    command = f"run {recipe}" if recipe else "train"
-    if prepare:
-        command = "prepare"
-        resources["array"] = f"1-{prepare}"
-        purpose = f"Tokenizes in {prepare} tasks; once they have ended, --array=0 merges them"
+    if args.prepare:
+        resources["array"] = f"1-{args.prepare}"
+        purpose = f"Tokenizes in {args.prepare} tasks; once they have ended, --array=0 merges them"
         call = (
             '[[ $SLURM_ARRAY_TASK_ID == 0 ]] || set -- "$@" --task "$SLURM_ARRAY_TASK_ID"\n'
-            f"{call} --tasks {prepare}"
+            f"{call} --tasks {args.prepare}"
         )
-    exports = {
-        "LAUNCH": str(LAUNCH_DIR),
-        "RECIPE": f"-m automodel_lite {command}",
-    }
-    if container:  # with the Python and the package in it
-        kind = "APPTAINER_IMAGE" if container.endswith(".sif") else "PYXIS_IMAGE"
-        exports |= {kind: container, "MOUNT": ",".join(mount)}
-    if home := os.environ.get("HF_HOME"):  # the models' folder of this shell
-        exports["HF_HOME"] = home
-    defaults = {"PYTHON": "python" if container else sys.executable}
-    if not IS_INSTALLED and not container:
-        defaults["PYTHONPATH"] = str(root)
+    always = re.findall(r"(?m)^#SBATCH --(?!nodes|ntasks-per-node|time).*\n", script.read_text())
     lines = [
         "#!/bin/bash",
         f"# {purpose} (partition {part}): sbatch job.sbatch --config-name ...",
         *(f"#SBATCH --{key}={value}" for key, value in resources.items() if value),
         "".join(always).rstrip(),
-        *(f"module load {name}" for name in module),
-        *(f"export {key}={shlex.quote(value)}" for key, value in exports.items()),
-        *(f"export {key}=${{{key}:-{shlex.quote(value)}}}" for key, value in defaults.items()),
+        *(f"module load {name}" for name in args.module),
+        *_exports(args),
         call,
     ]
     return "\n".join(lines) + "\n"
+
+
+def _exports(args: argparse.Namespace) -> Iterator[str]:
+    """Yields the variables that launch/slurm.sbatch reads; the Python may be set from outside."""
+    command = f"run {args.recipe}" if args.recipe else "train"
+    fixed = {
+        "LAUNCH": str(LAUNCH_DIR),
+        "RECIPE": f"-m automodel_lite {'prepare' if args.prepare else command}",
+    }
+    if args.container:  # with the Python and the package in it
+        kind = "APPTAINER_IMAGE" if args.container.endswith(".sif") else "PYXIS_IMAGE"
+        fixed |= {kind: args.container, "MOUNT": ",".join(args.mount)}
+    if home := os.environ.get("HF_HOME"):  # the models' folder of this shell
+        fixed["HF_HOME"] = home
+    for key, value in fixed.items():
+        yield f"export {key}={shlex.quote(value)}"
+    defaults = {"PYTHON": "python" if args.container else sys.executable}
+    if not IS_INSTALLED and not args.container:
+        defaults["PYTHONPATH"] = str(LAUNCH_DIR.parent)
+    for key, value in defaults.items():
+        yield f"export {key}=${{{key}:-{shlex.quote(value)}}}"
 
 
 def _partition(wanted: str | None) -> tuple[str, str, int, int, int]:

@@ -394,13 +394,18 @@ class StreamedPacks(PackSource):
             began = time.perf_counter()
             taken = list(islice(turns, per_step))
             has_ended = len(taken) < per_step
-            taken += [None] * (per_step - len(taken))
-            packs = [turn[1] for turn in taken if turn is not None and turn[1] is not None]
-            filled = [empty if turn is None or turn[1] is None else turn[1] for turn in taken]
+            packs = []
+            filled = [empty] * per_step
+            for place, turn in enumerate(taken):
+                if turn is None:  # of a shard that has ended
+                    continue
+                shard, pack, state = turn
+                if pack is not None:
+                    packs.append(pack)
+                    filled[place] = pack
+                if state is not None:
+                    states[str(shard)] = state
             batches = [join_packs(filled[i : i + size]) for i in range(0, per_step, size)]
-            states |= {
-                str(turn[0]): turn[2] for turn in taken if turn is not None and turn[2] is not None
-            }
             # One message for the packs of this step and for what the shards have read until then.
             own = [
                 state

@@ -7,11 +7,10 @@ import re
 import pytest
 
 from automodel_lite.config.schema import TokenizeConfig
-from automodel_lite.data.reading.documents import DocumentList
 from automodel_lite.data.tokens.encode import ChatRenderer, Renderer, Rendering
-from automodel_lite.data.tokens.tokenize import Job, tokenize_in_memory
 from automodel_lite.data.tokens.tokenizer import CHAT_TEMPLATE
 from automodel_lite.errors import ConfigError, DataError
+from automodel_lite.extras.api import tokenize_chats
 from tests.data.templates import FAMILIES, LLAMA3, MARKED, MISTRAL, QWEN3, Family, byte_tokenizer
 
 SYSTEM = {"role": "system", "content": "Be kind."}
@@ -109,9 +108,7 @@ def test_all_trains_up_to_the_last_stop_token(family: str) -> None:
     assert text.rstrip().endswith("⟧")
     assert text.count("⟦") == 1
     (chat,) = ([HI, HELLO],)
-    found = tokenize_in_memory(
-        DocumentList([{"messages": chat}], "x"), Job(byte_tokenizer(FAMILIES[family]), ALL)
-    )
+    found = tokenize_chats([chat], byte_tokenizer(FAMILIES[family]), train_on="all")
     assert int(found[0]["labels"][found[0]["labels"] != -100][-1]) >= 256  # a special token
 
 
