@@ -278,9 +278,9 @@ def open_json(path: Path, name: str, encoding: str) -> RawRows:
         raise DataError(f"{name}:{line}: {undecodable(content[error.start], encoding)}") from error
     except ValueError as error:
         raise DataError(f"{name}: not JSON: {error}.") from error
-    arrays = (
-        [whole] if isinstance(whole, list) else _rows_in(whole) if isinstance(whole, dict) else []
-    )
+    arrays = [whole] if isinstance(whole, list) else []
+    if isinstance(whole, dict):
+        arrays = _rows_in(whole)
     if len(arrays) != 1:
         raise DataError(
             f"{name}: must be an array of JSON objects, an object with one such array, or JSON "

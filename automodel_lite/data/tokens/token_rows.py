@@ -350,15 +350,13 @@ class RowsWriter:
         self._hashes[name].update(data)
 
     def close(self) -> None:
+        """Closes the files, and writes one hash of where rows begin and of all columns."""
         for file in self._files.values():
             file.close()
         whole = self._hashes["offsets"]
-        for name in [
-            name
-            for name in self._dtypes
-            if name in self._files and name not in ("lengths", "offsets", "groups")
-        ]:
-            whole.update(self._hashes[name].digest())
+        for name in self._dtypes:
+            if name in self._files and name not in ("lengths", "offsets", "groups"):
+                whole.update(self._hashes[name].digest())
         (self._folder / CONTENT_HASH).write_text(whole.hexdigest())
 
 

@@ -451,17 +451,16 @@ def _mix(preset: Preset, sources: list[Preset]) -> None:
         source.add_soft()
         settings = shared | source.settings
         stem = re.sub(r"\W+", "_", Path(str(settings.get("dataset.path", "data"))).stem) or "data"
-        name = stem if stem not in names else f"{stem}_{len(names)}"
-        names.append(name)
+        names.append(stem if stem not in names else f"{stem}_{len(names)}")
         weight = settings.pop("dataset.weight", None)
-        dataset: dict[str, Any] = {"_target_": FILES_DATASET}
-        for key, value in settings.items():
-            if key.startswith("dataset."):
-                dataset[key.removeprefix("dataset.")] = value
         share = {"repeat": 1} if weight is None else {"weight": weight}
-        preset.put(f"dataset.sources.{name}", {"dataset": dataset, **share}, "")
+        dataset: dict[str, Any] = {"_target_": FILES_DATASET}
+        preset.put(f"dataset.sources.{names[-1]}", {"dataset": dataset, **share}, "")
         for key, value in settings.items():
-            if not key.startswith("dataset.") and preset.settings.setdefault(key, value) != value:
+            group, _, name = key.partition(".")
+            if group == "dataset":
+                dataset[name] = value
+            elif preset.settings.setdefault(key, value) != value:
                 preset.unsaid.append(f"{key}={format_value(value)}: differs between the data sets")
         preset.unsaid += [line for line in source.unsaid if line not in preset.unsaid]
         preset.chosen.update(source.chosen)
