@@ -9,6 +9,7 @@ and torch with it.
 from __future__ import annotations
 
 import os
+import re
 import sys
 from argparse import Namespace
 from collections.abc import MutableMapping, Sequence
@@ -41,9 +42,12 @@ from automodel_lite.errors import ConfigError
 from automodel_lite.progress import activity, is_shown, print_above_bars
 from automodel_lite.results import open_json
 from automodel_lite.run.ending import LAUNCHED_BY_US
+from automodel_lite.run.folder import RunFolder
 from automodel_lite.run.stopping import SIGNALS
 
 FILES = "automodel_lite.data.reading.files.FilesDataset"
+_PLACES = re.compile(r"((.+)\.(?:val_)?path)(?:\..+)?")
+"""`dataset.path`, that of a source of a mixture, and `dataset.val_path.easy` of several sets."""
 
 
 def run_recipe(main: str, argv: list[str] | None = None) -> NoReturn:
@@ -152,6 +156,8 @@ def run(
     config = check_config(raw, recipe.extra_type())
     if recipe.is_ours:
         check_places(config, has_data=recipe.name != "plan")
+    if recipe.writes_a_run:
+        RunFolder(config.output_dir).check_place()
     if is_shown():
         for text in overridden_options(raw, sources, overrides):
             print_above_bars(f"settings   {text}")
@@ -170,11 +176,16 @@ def check_places(config: Config, has_data: bool) -> None:
     """Raises ConfigError for a model or data that are not there, before torch is imported."""
     if pretrained := config.model.get("pretrained"):
         check_folder("model.pretrained", pretrained)
-    path = config.dataset.get("path")
-    if not has_data or config.dataset["_target_"] != FILES or not isinstance(path, str):
+    if not has_data:
         return
-    if "://" not in path and not Path(path).exists():
-        find_files([path], "dataset.path")
+    leaves = dict(flatten(config.dataset, "dataset"))
+    for key, given in leaves.items():
+        place = _PLACES.fullmatch(key)
+        if not place or not given or leaves.get(f"{place[2]}._target_") != FILES:
+            continue
+        paths = given if isinstance(given, list) else [given]
+        if any("://" not in path and not Path(path).exists() for path in paths):
+            find_files(paths, place[1])
 
 
 def show(hydra: Hydra, line: Namespace) -> int:

@@ -70,10 +70,8 @@ class RunFolder:
         self.bad_steps = self.path / "bad_steps"
         self.lock = self.path / "run.lock"
 
-    def check(self, config: Config) -> None:
-        """Raises ConfigError when the folder belongs to something else, or to a run with other
-        settings.
-        """
+    def check_place(self) -> None:
+        """Raises ConfigError when the folder belongs to something else than a run."""
         if self.path.exists() and not self.path.is_dir():
             raise ConfigError(f"output_dir={self.path} is a file.")
         if self.logs.is_symlink():  # a run of a stranger's: nothing is written through it
@@ -85,6 +83,13 @@ class RunFolder:
                     f"output_dir={self.path} is not empty and is not the folder of a run: choose "
                     "another name=... ."
                 )
+
+    def check(self, config: Config) -> None:
+        """Raises ConfigError when the folder belongs to something else, or to a run with other
+        settings.
+        """
+        self.check_place()
+        if not self.config.is_file():
             return
         if not self.checkpoints.is_dir() or config.checkpoint.accept_changes:
             return

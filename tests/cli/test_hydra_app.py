@@ -175,8 +175,18 @@ MISNAMED = """
 import sys
 from automodel_lite.cli.hydra_app import run_command_line
 from automodel_lite.errors import ConfigError
-for model, data in (("./nothing", "x.jsonl"), (".", "chat.jsonl"), (".", "/sys/x")):
-    command = ["--config-name", "finetune", "name=a", f"model.pretrained={model}", f"dataset.path={data}"]
+source = "{dataset: {_target_: automodel_lite.data.reading.files.FilesDataset, path: no.txt}, weight: 1}"
+for words in (
+    ["model.pretrained=./nothing", "dataset.path=x.jsonl"],
+    ["dataset.path=chat.jsonl"],
+    ["dataset.path=/sys/x"],
+    ["dataset.path=[chats.jsonl,chat.jsonl]"],
+    ["dataset.path=chats.jsonl", "dataset.val_path={easy: chats.jsonl, hard: chat.jsonl}"],
+    ["dataset=mixture", f"dataset.sources.a={source}"],
+    ["dataset.path=chats.jsonl", "output_dir=chats.jsonl"],
+    ["dataset.path=chats.jsonl", "output_dir=other"],
+):
+    command = ["--config-name", "finetune", "name=a", "model.pretrained=.", *words]
     try:
         run_command_line("recipes.train_ft:main", command)
     except ConfigError as error:
@@ -187,13 +197,22 @@ assert "torch" not in sys.modules
 
 def test_what_is_not_there_is_named_before_torch_is_imported(tmp_path: Path) -> None:
     (tmp_path / "chats.jsonl").touch()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/thesis.tex").touch()
     done = subprocess.run(
         [sys.executable, "-c", MISNAMED], cwd=tmp_path, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     looked = f"does not exist (looked in {tmp_path})"
+    meant = f"chat.jsonl {looked}; did you mean chats.jsonl?"
     assert done.stdout.splitlines() == [
         "model.pretrained=./nothing: there is no such folder.",
-        f"dataset.path=chat.jsonl {looked}; did you mean chats.jsonl?",
+        f"dataset.path={meant}",
         f"dataset.path=/sys/x {looked}.",
+        f"dataset.path={meant}",
+        f"dataset.val_path={meant}",
+        f"dataset.sources.a.dataset.path=no.txt {looked}.",
+        f"output_dir={tmp_path}/chats.jsonl is a file.",
+        f"output_dir={tmp_path}/other is not empty and is not the folder of a run: choose another "
+        "name=... .",
     ]

@@ -24,6 +24,7 @@ stratum of cost.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
@@ -93,9 +94,13 @@ def pack_costs(
     row_lengths  of the longest row of each document that is a tree, else its length: no query of a
                  tree sees more keys
     """
-    multiple = plan.slot_multiple
-    attention = np.empty(len(plan), np.float64)
-    used = np.empty(len(plan), np.int64)
+
+    @cache
+    def of_padding(tail: int) -> float:
+        widths = np.array(padding_segments(tail, plan.slot_multiple), np.int64)
+        return float(model.pairs(widths).sum())
+
+    costs = np.empty(len(plan), np.float64)  # of 10^9 documents the largest array, a byte of each
     for packs, part, begins in pack_blocks(plan.offsets):
         slots = plan.slots(lengths, part)
         pairs = model.pairs(slots)
@@ -105,19 +110,16 @@ def pack_costs(
             longest = row_lengths[ids].astype(np.float64)
             along_paths = model.pairs(longest) + (slots - longest) * longest
             pairs = np.where(longest < lengths[ids], np.minimum(pairs, along_paths), pairs)
-        attention[packs] = np.add.reduceat(pairs, begins)
-        used[packs] = np.add.reduceat(slots, begins)
-    if plan.ragged:
-        return model.per_token * used + model.per_pair * attention + of_towers
-    # Tails repeat: the pairs of each width are counted once.
-    tails, which = np.unique(plan.packed_sequence_size - used, return_inverse=True)
-    padding = np.array(
-        [model.pairs(np.array(padding_segments(int(t), multiple), np.int64)).sum() for t in tails]
-    )
-    of_text = model.per_token * plan.packed_sequence_size + model.per_pair * (
-        attention + padding[which]
-    )
-    return of_text + of_towers
+        attention = np.add.reduceat(pairs, begins)
+        used = np.add.reduceat(slots, begins)
+        if not plan.ragged:
+            # Tails repeat: the pairs of each width are counted once.
+            tails, which = np.unique(plan.packed_sequence_size - used, return_inverse=True)
+            attention = attention + np.array([of_padding(int(tail)) for tail in tails])[which]
+            used = plan.packed_sequence_size
+        costs[packs] = model.per_token * used + model.per_pair * attention
+    costs += of_towers
+    return costs
 
 
 def assign_packs(costs: np.ndarray, balance: str, shape: BatchShape, seed: int = 0) -> np.ndarray:

@@ -231,14 +231,12 @@ class PlannedPacks(PackSource):
             packs = self.packs_of(epoch)
             # Shuffled, then distributed over the ranks by their cost.
             order = epoch_order(len(packs), self.seed, epoch, self.dataloader.shuffle)
+            rows = packs.rows
             costs_of_packs = pack_costs(
-                packs.plan,
-                packs.rows.lengths,
-                costs,
-                packs.rows.row_lengths,
-                packs.tower_flops(),
+                packs.plan, rows.lengths, costs, rows.row_lengths, packs.tower_flops()
             )[order]
             order = order[assign_packs(costs_of_packs, self.packer.balance, self.shape, self.seed)]
+            del costs_of_packs  # of many packs, as large as their order
             starts = range(cursor.packs, len(order), size)
             steps = [assign_to_ranks(order[start : start + size], self.shape) for start in starts]
             batches = iter(read_batches(packs, steps, mesh.dp_rank, self.dataloader))
