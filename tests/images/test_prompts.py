@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +14,10 @@ from transformers import AutoModelForImageTextToText
 
 from automodel_lite.errors import ConfigError
 from automodel_lite.extras.report import pieces_of
-from automodel_lite.parts.evaluation.exact_match import asked_by
+from automodel_lite.parts.evaluation.exact_match import ExactMatch, asked_by
 from automodel_lite.parts.evaluation.generator import Generator
 from automodel_lite.parts.images.answer import inputs_of
+from automodel_lite.parts.images.sources import ImageSource
 from automodel_lite.parts.images.tokens import ImageProcessor
 from automodel_lite.training.evaluation import questions_of
 from recipes import generate, train_ft
@@ -97,8 +99,25 @@ def test_questions_bring_their_images(folder: Path) -> None:
         ids, _ = data.packer.prompt(data.job, prompt)
         inputs = inputs_of(generator, question.messages)
         assert inputs["input_ids"][0].tolist() == ids
-        assert generator.refusal(question.messages) == ""
-    assert "image 3.png cannot be read" in generator.refusal(asked[3].messages)
+
+
+def test_an_image_of_a_question_is_read_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = data_of(config_of_images(folder, *LOST))
+    model = AutoModelForImageTextToText.from_pretrained(folder)
+    generator = Generator(model, data.tokenizer, str(folder))
+    decoded: list[str] = []
+    plain = ImageSource.pixels
+
+    def counted(source: ImageSource, *how: Any) -> Any:
+        decoded.append(source.name)
+        return plain(source, *how)
+
+    monkeypatch.setattr(ImageSource, "pixels", counted)
+    text, row = ExactMatch(max_new_tokens=2).ask(generator, questions_of(data.documents))
+    assert sorted(decoded) == ["0.png", "1.png", "3.png"]
+    assert (row["answers"], row["answers_refused"]) == (3, 1)
+    assert "not asked: question 4" in text
+    assert "image 3.png cannot be read" in text
 
 
 @pytest.mark.system

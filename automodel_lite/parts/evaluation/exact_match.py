@@ -13,8 +13,8 @@ from typing import Any
 
 from automodel_lite.config.rules import Count, Size
 from automodel_lite.data.reading.documents import Question
-from automodel_lite.errors import one_line
-from automodel_lite.parts.evaluation.generator import Generator
+from automodel_lite.errors import ConfigError, one_line
+from automodel_lite.parts.evaluation.generator import Generator, has_images
 from automodel_lite.progress import Progress
 
 
@@ -54,18 +54,19 @@ class ExactMatch:
         if not questions:
             return "held-out questions: the data has none", {"answers_right": 0, "answers": 0}
         # One that the model cannot be asked ends no run, and is not counted as wrong.
-        refusals = [generator.refusal(q.messages, q.is_chat, q.tools) for q in questions]
-        refused = [
-            f"  not asked: question {number}, {one_line(asked_by(question), 60)} ({reason})"
-            for number, (question, reason) in enumerate(zip(questions, refusals), start=1)
-            if reason
-        ]
-        questions = [question for question, reason in zip(questions, refusals) if not reason]
-        if not questions:
+        reasons: dict[int, str] = {}
+        options = (self.batch_size, self.max_new_tokens)
+        texts = answers_to(questions, generator, *options, refused=reasons)
+        refused = []
+        for place, reason in sorted(reasons.items()):
+            asked = one_line(asked_by(questions[place]), 60)
+            refused.append(f"  not asked: question {place + 1}, {asked} ({reason})")
+        answered = [place for place in range(len(questions)) if place not in reasons]
+        if not answered:
             head = f"held-out questions: none of {len(refused)} can be asked"
             return "\n".join([head, *refused]), {"answers_right": 0, "answers": 0}
-        texts = answers_to(questions, generator, self.batch_size, self.max_new_tokens)
-        given = [text.strip() for text in texts]
+        questions = [questions[place] for place in answered]
+        given = [texts[place].strip() for place in answered]
         expected = [str(question.answer) for question in questions]
         is_right = [one == other.strip() for one, other in zip(given, expected)]
         scores = {name: mean(map(metric, given, expected)) for name, metric in self.metrics.items()}
@@ -101,30 +102,52 @@ def answers_to(
     max_new_tokens: int,
     temperature: float = 0.0,
     progress: Progress | None = None,  # of all questions, when these are a part of them
+    refused: dict[int, str] | None = None,
 ) -> list[str]:
     """Returns the model's answers, in the order of the questions; those of like length share a
     batch.
+
+    refused  gets the places of those that the model cannot be asked, and why; None: such a question
+             raises ConfigError
     """
     lengths = [
         sum(len(str(turn["content"])) for turn in question.messages) for question in questions
     ]
     order = sorted(range(len(questions)), key=lengths.__getitem__)
+    groups = []
+    of_text = []
+    for place in order:
+        if has_images(questions[place].messages):
+            groups.append([place])  # read one at a time, and once
+        else:
+            of_text.append(place)
+    for start in range(0, len(of_text), batch_size):
+        groups.append(of_text[start : start + batch_size])
     answers = [""] * len(questions)
     with (
         nullcontext(progress)
         if progress
         else Progress("answering", len(questions), "questions") as shown
     ):
-        for start in range(0, len(order), batch_size):
-            places = order[start : start + batch_size]
+        while groups:
+            places = groups.pop()
             asked = [questions[place] for place in places]
-            texts = generator.answers(
-                [question.messages for question in asked],
-                max_new_tokens=max_new_tokens,
-                temperature=temperature,
-                is_chat=asked[0].is_chat,
-                tools=[question.tools for question in asked],
-            )
+            try:
+                texts = generator.answers(
+                    [question.messages for question in asked],
+                    max_new_tokens=max_new_tokens,
+                    temperature=temperature,
+                    is_chat=asked[0].is_chat,
+                    tools=[question.tools for question in asked],
+                )
+            except ConfigError as error:
+                if refused is None:
+                    raise
+                if len(places) > 1:  # each alone
+                    groups += [[place] for place in places]
+                    continue
+                refused[places[0]] = str(error)
+                texts = [""]
             for place, text in zip(places, texts):
                 answers[place] = text
             shown.add(len(places))

@@ -109,20 +109,6 @@ class Generator:
             answers += self.tokenizer.batch_decode(new, skip_special_tokens=True)
         return answers
 
-    def refusal(
-        self, chat: list[dict[str, Any]], is_chat: bool = True, tools: list[Any] | None = None
-    ) -> str:
-        """Returns why `answers` would refuse this chat; empty where it would not."""
-        try:
-            if has_images(chat):
-                ids = locate(_INPUTS_OF_IMAGES)(self, chat, is_chat, tools)["input_ids"][0]
-            else:
-                ids = torch.tensor(prompt_ids(self.tokenizer, chat, is_chat, tools))
-            self._room_tokens(ids)
-        except ConfigError as error:
-            return str(error)
-        return ""
-
     @cached_property
     def processor(self) -> Any:
         """The processor of images."""
