@@ -164,7 +164,9 @@ EXPLAINED = (
     "deepseek_vl_hybrid: its own tower, called in plain transformers for seven images at once and for each alone, "
     "differs by 2e-6 in its features and by 1.4e-5 in its gradients (most in `high_res_vision_alpha`, one number that "
     "sums over all pixels) in fp32, and by 2e-16 in fp64: rounding of larger products, which a pack takes over. "
-    "paligemma: its layers as such; a run refuses prompts that see themselves.\n\n"
+    "paligemma: its layers as such; a run refuses prompts that see themselves: every token before the answer is one "
+    "block, with a start token between image and question and a line break behind it, which the family's processor "
+    "writes for one question with one answer and no chat has.\n\n"
     "fast_vlm and gemma3n have small stand-ins of timm for their towers; fuyu's images are cut as its processor does."
 )
 _GAPS = ("loss", "language", "projector", "tower")
