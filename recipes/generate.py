@@ -167,7 +167,10 @@ def read_questions(path: str, generator: Generator) -> Iterator[tuple[dict[str, 
     rows: Any = source.rows
     sees = bool(towers(generator.model))
     if sees:
-        from automodel_lite.parts.images.dataset import marked_rows, placed_images  # with Pillow
+        # with Pillow
+        from automodel_lite.parts.images.dataset import marked_rows
+        from automodel_lite.parts.images.rows import placed_images
+        from automodel_lite.parts.images.sources import ImageLimits
 
         rows = marked_rows(source)
     columns = sniff_columns(placed(rows), f"{source.description}: the file")
@@ -187,7 +190,9 @@ def read_questions(path: str, generator: Generator) -> Iterator[tuple[dict[str, 
                 f"--prompts {path}: {detected.description} has no question: it needs prompt or "
                 "messages."
             )
-        images = placed_images(rows, index) if sees else []
+        images: Sequence[Any] = ()
+        if sees:
+            images = placed_images(0, index, rows.images(index), ImageLimits(Path.cwd()))
         yield source.rows[index], with_images(question, images)
 
 

@@ -233,7 +233,7 @@ def images_of(data: PlannedPacks, base: Parts) -> Callable[[Parts], ThdBatch | N
     def of(size: int, cp: int) -> Any:
         most = np.argsort(work, kind="stable")[-size:]
         shared = copy(packs)
-        shared.share = Share(0, cp) if cp > 1 else None
+        shared.reader = replace(packs.reader, share=Share(0, cp) if cp > 1 else None)
         return shared.__getitems__(most).row["images"]
 
     def batch(parts: Parts) -> ThdBatch:

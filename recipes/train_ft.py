@@ -18,6 +18,8 @@ from automodel_lite.cli import run_recipe
 if __name__ == "__main__":
     run_recipe("recipes.train_ft:main")
 
+from dataclasses import replace
+
 import torch
 
 from automodel_lite.config.components import build
@@ -29,7 +31,7 @@ from automodel_lite.models.flops import cost_model
 from automodel_lite.parallel.mesh import world_size
 from automodel_lite.parallel.peers import Peers
 from automodel_lite.parts.ema import WeightAverage
-from automodel_lite.parts.images import check_images, counted_with, images_lines
+from automodel_lite.parts.images import check_images, images_lines
 from automodel_lite.parts.losses import label_values
 from automodel_lite.progress import Progress, activity
 from automodel_lite.run.nonfinite import StepOutcome
@@ -99,7 +101,7 @@ class TrainFinetuneRecipe:
         tokenizer = self.data.tokenizer
         costs = cost_model(parts.model.config(tokenizer))
         report = None if self.console.is_silent else self.data.report(costs)
-        decided = resume.agree_on_settings(guards, counted_with(parts, self.data), tokenizer)
+        decided = resume.agree_on_settings(guards, replace(parts, data=self.data), tokenizer)
         self.mesh = start.open_world(config)
         self.console.show(start.plan_lines(report, self.plan, config))
         with activity("loading the model"):

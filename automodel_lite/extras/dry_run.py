@@ -8,7 +8,7 @@ any mesh: set mesh.dp_shard to the processes meant.
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from automodel_lite.config.schema import Config
 from automodel_lite.data.prepare import check_positions, check_sizes, prepare_data
@@ -17,7 +17,7 @@ from automodel_lite.extras.plan.heaviest import heaviest_batch
 from automodel_lite.extras.plan.simulation import simulate
 from automodel_lite.models.flops import cost_model
 from automodel_lite.parallel.mesh import mesh_shape, rank, world_size
-from automodel_lite.parts.images import counted_with, images_lines
+from automodel_lite.parts.images import images_lines
 from automodel_lite.progress import activity
 from automodel_lite.results import RESULTS
 from automodel_lite.telemetry.console import Console
@@ -61,7 +61,7 @@ def dry_run(config: Config) -> int:
     model_config = parts.model.config(data.tokenizer)
     check_positions(data, parts.model, parts.teacher)
     report = data.report(cost_model(model_config))
-    parts = counted_with(parts, data)
+    parts = replace(parts, data=data)
     made = decide(parts, data.tokenizer, shape, device, gpu_bytes(device) or PLANNED_GPU)
     adapter = adapter_weights(made, device)
     name = str(made.dtype).removeprefix("torch.")

@@ -26,7 +26,6 @@ from automodel_lite.models.layers import towers
 from automodel_lite.models.source import CausalLM
 from automodel_lite.parallel.mesh import MeshShape, init_mesh
 from automodel_lite.parts.datasets.mixture import MixedRows
-from automodel_lite.parts.images import counted_with
 from automodel_lite.parts.images.costs import TowerCosts
 from automodel_lite.parts.images.packs import document_flops
 from automodel_lite.parts.images.tower import encode
@@ -186,7 +185,7 @@ def test_recomputation_is_chosen_with_the_images(folder: Path) -> None:
     between = (text + seen) // 2 + SLACK
     decisions = [
         decide(one, data.tokenizer, shape, torch.device("cpu"), gpu=between)
-        for one in (parts, counted_with(parts, data))
+        for one in (parts, replace(parts, data=data))
     ]
     assert what_is_trained(decisions[1], None) == (decisions[1].size.parameters, "all trained")
     without = copy(parts.model)

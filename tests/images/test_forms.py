@@ -145,11 +145,16 @@ def test_a_form_gives_the_numbers_of_chats_with_paths(
     out = tmp_path / "data"
     out.mkdir()
     path = write(folder, out)
+    how = [f"dataset={kind}", f"dataset.path={path}"]
+    how += ["dataset.num_shards=1"] if kind == "images_streaming" else []
     if kind == "images_streaming" and write is as_webdataset:
         with pytest.raises(ConfigError, match="is a folder without data"):
-            train(folder, tmp_path / "run", f"dataset={kind}", f"dataset.path={path}")
+            train(folder, tmp_path / "run", *how)
         return
-    found = train(folder, tmp_path / "run", f"dataset={kind}", f"dataset.path={path}")
-    assert len(found) == 3
+    found = train(folder, tmp_path / "run", *how)
     if kind == "images":
         assert found == expected
+        return
+    # an epoch is a pack, of documents in another order
+    for of_stream, of_files in zip(found, expected, strict=True):
+        assert of_stream == pytest.approx(of_files, rel=1e-5)

@@ -11,7 +11,7 @@ from transformers import AutoConfig
 
 from automodel_lite.parts.images import tokens as of_tokens
 from automodel_lite.parts.images.sizes import SizeTable
-from automodel_lite.parts.images.tokens import ImageProcessor, shift_of
+from automodel_lite.parts.images.tokens import ImageProcessor, axes_of
 from tests.images.families import FAMILIES, write_chats, write_model
 from tests.images.test_exact import config_of_images, data_of
 
@@ -60,4 +60,4 @@ def test_positions_are_joined_as_the_rule_gives_them(
         data: Any = data_of(config_of_images(tmp_path, f"cache_dir={tmp_path}/{number}"))
         shifts.append(np.concatenate([row["rope_shift"] for row in data.tokens.train]))
     assert np.array_equal(*shifts)
-    assert len(np.unique(shift_of(shifts[0], 3))) > 4
+    assert len(np.unique(axes_of(shifts[0], 3))) > 4

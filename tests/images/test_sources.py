@@ -168,6 +168,12 @@ def test_a_question_with_an_image() -> None:
             "has 1 image markers in its text and 0 images",
         ),
         ({"answer": "a", "image": "a.png"}, "no text of a user before which they would stand"),
+        (
+            {"messages": [{"role": "user", "content": None}], "image": "a.png"},
+            "no text of a user before which they would stand",
+        ),
+        ({"texts": ["q"], "images": ["a.png"]}, r"texts\[0\] must have user and assistant"),
+        ({"texts": [{"user": "q"}]}, r"texts\[0\] must have user and assistant"),
         ({"question": f"q{IMAGE}", "answer": "a"}, "has the character U\\+FDD2"),
         ({"question": "q", "image": 7}, r"image\[0\] must be an image: a path.*, not int"),
         (

@@ -144,7 +144,7 @@ def names_of(packs: Any) -> list[str]:
         batch = packs.__getitems__([number])
         for image in np.unique(batch.row["image"])[1:]:
             which, row, place = find(int(image))
-            names.append(packs.sets[which].name(row, place).split()[1])
+            names.append(packs.reader.sets[which].name(row, place).split()[1])
     return names
 
 
@@ -230,5 +230,5 @@ def test_towers_that_no_data_reach_are_refused(folder: Path, tmp_path: Path) -> 
 def test_a_family_whose_prompts_see_themselves_is_refused(tmp_path: Path) -> None:
     write_chats(tmp_path, num=4)
     write_model("paligemma", tmp_path)
-    with pytest.raises(ConfigError, match="this family is not supported"):
+    with pytest.raises(ConfigError, match="model_type=paligemma: its prompts see themselves"):
         train(tmp_path, tmp_path / "run")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,7 +12,6 @@ from automodel_lite.data.feeding.source import PackSource
 from automodel_lite.errors import ConfigError
 from automodel_lite.parallel.mesh import Mesh
 from automodel_lite.training.build import BuiltModel
-from automodel_lite.training.plan import AnyParts
 
 if TYPE_CHECKING:
     from automodel_lite.parts.images.show import Picture
@@ -37,9 +35,9 @@ def images_lines(data: PackSource) -> list[tuple[str, str]]:
         image, stamp = (source.flat.columns[name] for name in ("image", "image_stamp"))
         lengths = np.diff(np.append(image.at, image.num_tokens))
         num_places += int(lengths[image.values > 0].sum())
-        num_images += len(np.unique(image.values[image.values > 0]))
-        stamps = np.unique(stamp.values[stamp.values > 0])
-        num_pixels += int((stamps & ((1 << PIXEL_BITS) - 1)).sum())
+        num_images += np.count_nonzero(np.unique(image.values))
+        of_images = np.unique(stamp.values) & ((1 << PIXEL_BITS) - 1)
+        num_pixels += int(of_images.sum())
     num_text = rows.num_tokens - num_places
     if not num_images:
         return [("images", NONE)]
@@ -48,11 +46,6 @@ def images_lines(data: PackSource) -> list[tuple[str, str]]:
         f"({num_places / max(1, rows.num_tokens):.0%}), text is {num_text:,}"
     )
     return [("images", text)]
-
-
-def counted_with(parts: AnyParts, data: PackSource) -> AnyParts:
-    """Returns the parts with the data whose heaviest packs count in the memory of a step."""
-    return replace(parts, data=data)
 
 
 def shown_pictures(data: PlannedPacks, row: Mapping[str, np.ndarray]) -> list[Picture]:

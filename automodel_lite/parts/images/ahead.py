@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from automodel_lite.attention.interface import install
@@ -101,10 +101,7 @@ def find_rules(described: transformers.PreTrainedModel) -> Rules:
         ]
     finally:
         hook.remove()
-    of_images, of_prompt = (
-        None if found is None else {kind: rule for kind, rule in found.items() if rule is not None}
-        for found in answers
-    )
+    of_images, of_prompt = answers
     if of_images is not None:
         return of_images
     # where two images see each other (Molmo 2), the second question has an answer, but is none
@@ -116,9 +113,7 @@ def find_rules(described: transformers.PreTrainedModel) -> Rules:
     )
 
 
-def _answer(
-    model: transformers.PreTrainedModel, types: Tensor, window: int | None
-) -> dict[bool, Rule | None] | None:
+def _answer(model: transformers.PreTrainedModel, types: Tensor, window: int | None) -> Rules | None:
     """Returns the rule of each kind of layer, or None where no rule explains a mask."""
     found: dict[bool, Rule | None] = {}
     unknown: list[bool] = []
@@ -151,7 +146,9 @@ def _answer(
             model(**inputs)
     finally:
         del type(ALL_MASK_ATTENTION_FUNCTIONS)._global_mapping[_Asked.name]
-    return None if unknown else found
+    if unknown:
+        return None
+    return {kind: rule for kind, rule in found.items() if rule is not None}
 
 
 class _Asked(ReferenceAttention):
@@ -169,11 +166,9 @@ def _stop(*call: Any) -> None:
 def _fill_with_zeros(described: transformers.PreTrainedModel) -> None:
     """Gives a model on the meta device weights of zeros on the host, which take no memory."""
     for module in described.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                zeros = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
-                module._parameters[name] = nn.Parameter(zeros, requires_grad=False)
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                zeros = torch.zeros((), dtype=buffer.dtype).expand(buffer.shape)
-                module._buffers[name] = zeros
+        tables: list[dict[str, Any]] = [module._parameters, module._buffers]
+        for table in tables:
+            for name, tensor in table.items():
+                if tensor is not None:
+                    zeros = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
+                    table[name] = zeros.as_subclass(type(tensor))

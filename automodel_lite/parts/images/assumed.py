@@ -118,9 +118,7 @@ def with_images(batch: ThdBatch, images: PackedImages, config: PretrainedConfig)
     places = torch.zeros_like(ids)
     places[:num_places] = 1
     columns = {**batch.columns, "image": places}
-    if getattr(processor.described.base_model, "get_rope_index", None) is not None:
+    if processor.rope_rule is not None:
         columns["rope_shift"] = torch.zeros_like(ids)
-    types = places if images.types is not None else None
-    return replace(
-        batch, input_ids=ids, columns=columns, images=replace(images, types=types, seen={})
-    )
+    images = replace(images, types=places, seen={})
+    return replace(batch, input_ids=ids, columns=columns, images=images)

@@ -15,15 +15,15 @@ from automodel_lite.config.rules import OneOf, PathStr, Positive
 from automodel_lite.config.schema import Config
 from automodel_lite.data.cache import build_once, cache_root
 from automodel_lite.data.packing.packs import Packer
-from automodel_lite.data.reading.documents import NAMES, Documents
+from automodel_lite.data.reading.documents import NAMES, Documents, DocumentSet
 from automodel_lite.data.reading.files import FilesDataset, OpenedRows
 from automodel_lite.data.reading.paths import KINDS, kind_of, stamp
-from automodel_lite.data.reading.readers import RawRows
+from automodel_lite.data.reading.readers import RawRow, RawRows
 from automodel_lite.data.tokens.tokenize import Job
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.models.source import CausalLM
 from automodel_lite.parts.images.archives import index_archive, index_name
-from automodel_lite.parts.images.rows import ImageDocuments, MarkedRows, PlacedImage
+from automodel_lite.parts.images.rows import ImageDocuments, ImageSet, MarkedRows
 from automodel_lite.parts.images.sources import COLUMNS, FIRST_TEXTS, ImageLimits, sources_in
 from automodel_lite.parts.readers.tables import DatasetRows
 
@@ -90,9 +90,12 @@ class ImageFiles(ImageSettings, FilesDataset):
         self.sets = [ImageDocuments(self.train, 0, limits)]
         for number, documents in enumerate(self.val.values(), start=1):
             self.sets.append(ImageDocuments(documents, number, limits))
+        self._name_sets()
+        self.identity += f"(images, {limits}, {named})"
+
+    def _name_sets(self) -> None:
         self.train, *val = self.sets
         self.val = dict(zip(self.val, val))
-        self.identity += f"(images, {limits}, {named})"
 
     def _indexed(self, path: str | Sequence[str]) -> str | list[str]:
         """Returns the files to read in place of a path: of archives, the lines of their samples."""
@@ -119,77 +122,91 @@ class ImageFiles(ImageSettings, FilesDataset):
         return [str(one) for one in lines]
 
     def view(self, opened: OpenedRows) -> RawRows:
-        folders: list[Path] = []
-        if self.image_dir is None:
-            for path in opened.paths:
-                folders.append(self._folders.get(path, path.absolute().parent))
-        rows = undecoded(opened.rows)
-        return MarkedRows(rows, self._image_columns, self._first_texts, tuple(folders))
+        marked = marked_rows(opened, self.image_dir, self._folders)
+        return replace(marked, columns=self._image_columns, first_texts=self._first_texts)
 
     def adapt(self, config: Config, job: Job, packer: Packer) -> tuple[Documents, Job, Packer]:
         """Returns the documents, the job and the packer of a run that read images; raises
         ConfigError for settings that do not go with images.
         """
-        # with the models' code
-        from automodel_lite.parts.images.costs import work_of_towers
-        from automodel_lite.parts.images.packs import ImagePacker, share_of
-        from automodel_lite.parts.images.tokens import check_sample, image_job
+        from automodel_lite.parts.images.packs import ImagePacker  # with the models' code
 
         check_settings(config, packer)
         processor = processor_of(config, job, self.processor)
         adapted = copy(self)
         # of a mixture, other datasets of images may have come before
-        others = packer.sets if isinstance(packer, ImagePacker) else []
+        others = packer.reader.sets if isinstance(packer, ImagePacker) else ()
         adapted.sets = [
             replace(of_set, is_adapted=True, number=len(others) + of_set.number)
             for of_set in self.sets
         ]
-        adapted.train, *val = adapted.sets
-        adapted.val = dict(zip(self.val, val))
+        adapted._name_sets()
         adapted.identity += f"(processor {processor.own.to_json_string()}, set {len(others)})"
-        made = image_job(job, processor)
-        check_sample(made, adapted.sets[0])
         sets = [*others, *adapted.sets]
-        costs = work_of_towers(config, processor, adapted.sets[0])
-        return adapted, made, ImagePacker.of(packer, processor, sets, share_of(config), costs)
+        of_run = image_packing(config, job, packer, processor, sets, adapted.sets[0])
+        return adapted, *of_run
 
 
-def marked_rows(opened: OpenedRows) -> MarkedRows:
-    """Returns the rows of files with marks in place of images, whose relative paths begin beside
-    their file.
+def image_packing(
+    config: Config,
+    job: Job,
+    packer: Packer,
+    processor: ImageProcessor,
+    sets: Sequence[ImageSet],
+    sample: DocumentSet,
+) -> tuple[Job, Packer]:
+    """Returns the job and the packer of a run that reads the images of these sets; raises
+    ConfigError where the processor makes other tokens of the sample.
     """
-    folders = tuple(path.absolute().parent for path in opened.paths)
-    return MarkedRows(undecoded(opened.rows), folders=folders)
+    # with the models' code
+    from automodel_lite.parts.images.costs import work_of_towers
+    from automodel_lite.parts.images.packs import ImagePacker, ImageReader, share_of
+    from automodel_lite.parts.images.tokens import check_sample, image_job
+
+    if any(rule.of_prompt for rule in processor.rules.values()):
+        raise ConfigError(
+            f"model_type={processor.config.model_type}: its prompts see themselves, which is not "
+            "trained: take another family, docs/models.md lists them."
+        )
+    made = image_job(job, processor)
+    check_sample(made, sample)
+    costs = work_of_towers(config, processor, sample)
+    reader = ImageReader(processor, sets, share_of(config), costs)
+    return made, ImagePacker.of(packer, reader)
 
 
-def placed_images(rows: MarkedRows, index: int) -> list[PlacedImage]:
-    """Returns the images of a row that is of no training data."""
-    limits = ImageLimits(Path.cwd())
-    return [PlacedImage(0, source, limits) for source in rows.images(index)]
+def marked_rows(
+    opened: OpenedRows, image_dir: str | None = None, folders: Mapping[Path, Path] | None = None
+) -> MarkedRows:
+    """Returns the rows of files with marks in place of images, whose relative paths begin in
+    `image_dir`, or beside their file, or in the folder that `folders` has for it.
+    """
+    begin: list[Path] = []
+    if image_dir is None:
+        for path in opened.paths:
+            begin.append((folders or {}).get(path, path.absolute().parent))
+    return MarkedRows(undecoded(opened.rows), folders=tuple(begin))
+
+
+@dataclass(frozen=True)
+class Undecoded:
+    """Rows of a `datasets.Dataset` as it holds them: images are their bytes and paths."""
+
+    table: Any
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def __getitem__(self, index: int) -> RawRow:
+        (row,) = self.table[index].to_pylist()
+        return dict(row)
 
 
 def undecoded(rows: RawRows) -> RawRows:
     """Returns the rows of `datasets` with the bytes of their images, which it would decode."""
     if not isinstance(rows, DatasetRows):
         return rows
-    import datasets
-
-    def encoded(feature: Any) -> Any:
-        if isinstance(feature, datasets.Image):
-            return datasets.Image(decode=False)
-        if isinstance(feature, datasets.List):
-            return datasets.List(encoded(feature.feature), length=feature.length)
-        if isinstance(feature, dict):
-            return type(feature)({name: encoded(one) for name, one in feature.items()})
-        if isinstance(feature, list):
-            return [encoded(one) for one in feature]
-        return feature
-
-    table = rows.rows
-    for name, feature in table.features.items():
-        if (plain := encoded(feature)) != feature:
-            table = table.cast_column(name, plain)
-    return replace(rows, rows=table)
+    return replace(rows, rows=Undecoded(rows.rows.with_format("arrow")))
 
 
 def processor_of(config: Config, job: Job, path: str | None) -> ImageProcessor:

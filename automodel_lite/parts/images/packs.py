@@ -33,14 +33,13 @@ from automodel_lite.parts.datasets.mixture import MixedRows
 from automodel_lite.parts.evaluation.samples import Prompt, text_prompt
 from automodel_lite.parts.images.ahead import Rules, ahead_of, types_of
 from automodel_lite.parts.images.costs import TowerCosts
-from automodel_lite.parts.images.rows import ImageDocuments, PlacedImage, find, number_of
+from automodel_lite.parts.images.rows import find, placed_images
 from automodel_lite.parts.images.sources import IN_PROMPT, blank_image, sources_in
 from automodel_lite.parts.images.tokens import (
     ImageEncoder,
     ImageJob,
     ImageProcessor,
     ImageRenderer,
-    rope_shifts,
 )
 from automodel_lite.parts.images.tower import PackedImages
 from automodel_lite.thd import IGNORE_INDEX, ThdBatch, to_thd
@@ -73,26 +72,87 @@ def share_of(config: Config) -> Share | None:
     return Share(rank() // config.mesh.tp % cp, cp) if is_shared else None
 
 
+@dataclass(frozen=True)
+class ImageReader:
+    """Reads the images of packs.
+
+    sets   that their documents are of
+    share  of this rank; None: all images
+    costs  by which images are shared
+    """
+
+    processor: ImageProcessor
+    sets: Sequence[Any]
+    share: Share | None = None
+    costs: TowerCosts = FREE
+
+    def with_images(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns a batch of packs with its images; raises ImageError."""
+        try:
+            return {**row, "images": self.read(row)}
+        except DataError as error:
+            raise ImageError(str(error)) from error
+
+    def read(
+        self, columns: Mapping[str, Tensor], processed: PackedImages | None = None
+    ) -> PackedImages:
+        """Decodes the images of a batch of packs, each once, or a rank's share of them; of none, a
+        blank one of which no row is taken. `processed` has what was made of the same images before.
+
+        Raises DataError for an image that is not what it was when its tokens were counted.
+        """
+        processor = self.processor
+        if "image" not in columns:
+            columns = {**columns, "image": torch.zeros_like(columns["input_ids"])}
+        numbers, nth = rows_of_images(columns)
+        order, first, which = np.unique(numbers, return_index=True, return_inverse=True)
+        by_place = np.argsort(first)
+        order = order[by_place]
+        place = np.argsort(by_place)[which]
+        lens = np.zeros(len(order), np.int64)
+        np.maximum.at(lens, place, nth + 1)
+        starts = np.cumsum(lens) - lens
+        rows = starts[place] + np.where(nth < 0, lens[place] - 1, nth)
+        owners = np.zeros(len(order), np.int64)
+        work = self.costs.of(lens)
+        if self.share is not None:
+            shared = [int(flops) or num for flops, num in zip(work.tolist(), lens.tolist())]
+            owners = np.array(document_owners(shared, self.share.size), np.int64)
+        own = np.flatnonzero(owners == (self.share.rank if self.share else 0))
+        if processed is None:
+            stamps = stamps_of(columns)
+            images = []
+            for number in order[own].tolist():
+                which_set, row, image = find(number)
+                images.append(self.sets[which_set].pixels(row, image, stamps.get(number)))
+            record, texts = processor.process(images or [blank_image(*BLANK)])
+            counts = [text.count(processor.token) for text in texts]
+            assert not images or counts == lens[own].tolist()
+            num_rows = sum(counts)
+        else:
+            record = processed.record
+            num_rows = processed.num_rows
+        types, seen = _types_and_ahead(columns, processor.rules)
+        return PackedImages(
+            record,
+            num_rows,
+            torch.from_numpy(rows),
+            types,
+            seen,
+            work=float(work.sum()),
+            owner=torch.from_numpy(np.repeat(owners, lens)) if self.share else None,
+        )
+
+
 class ImagePacker(Packer):
     """A packer whose packs hold images."""
 
-    processor: ImageProcessor
-    sets: list[ImageDocuments]
-    share: Share | None
-    costs: TowerCosts
+    reader: ImageReader
 
     @classmethod
-    def of(
-        cls,
-        packer: Packer,
-        processor: ImageProcessor,
-        sets: list[ImageDocuments],
-        share: Share | None = None,
-        costs: TowerCosts = FREE,
-    ) -> ImagePacker:
+    def of(cls, packer: Packer, reader: ImageReader) -> ImagePacker:
         made = cls.__new__(cls)
-        own = {"processor": processor, "sets": sets, "share": share, "costs": costs}
-        vars(made).update(vars(packer) | own)
+        vars(made).update(vars(packer) | {"reader": reader})
         return made
 
     def for_document_kind(self, kind: str, padding_id: int = 0) -> Packer:
@@ -101,29 +161,21 @@ class ImagePacker(Packer):
 
     def pack_of(self, rows: TokenizedDocuments) -> dict[str, Any]:
         """See `Packer`; a pack of a stream brings its images."""
-        pack = super().pack_of(rows)
-        try:
-            images = read_images(pack, self.processor, self.sets, self.share, self.costs)
-            return {**pack, "images": images}
-        except DataError as error:
-            raise ImageError(str(error)) from error
+        return self.reader.with_images(super().pack_of(rows))
 
     def prompt(self, job: Job, text: str) -> Prompt:
         """See `PromptPacker`; `![](a.png) What is it?` has an image."""
-        limits = self.sets[0].limits
+        processor = self.reader.processor
+        limits = self.reader.sets[0].limits
         sources = sources_in(text)
         if not sources:
             return text_prompt(job, text)
         assert isinstance(job, ImageJob)
-        images = [
-            PlacedImage(number_of(0, place, 0), source, limits)
-            for place, source in enumerate(sources)
-        ]
+        images = placed_images(0, 0, sources, limits)
         rendering = ImageRenderer(job).question(IN_PROMPT.sub(IMAGE, text), images)
-        columns, _ = ImageEncoder(job).encode([rendering])
-        pictures = Pictures([source.pixels(limits) for source in sources])
-        grids = [tokens.grid for *_, tokens in rendering.images]
-        rule = getattr(self.processor.described.base_model, "get_rope_index", None)
+        encoder = ImageEncoder(job)
+        columns, _ = encoder.encode([rendering])
+        pictures = Pictures([[source.pixels(limits) for source in sources]])
         processed: list[PackedImages] = []
 
         def stream(ids: list[int]) -> ThdBatch:
@@ -131,9 +183,9 @@ class ImagePacker(Packer):
             image[: len(columns["image"])] = columns["image"]
             row = {"input_ids": np.array(ids), "labels": np.full(len(ids), IGNORE_INDEX)}
             row["image"] = image
-            if rule is not None:
-                row["rope_shift"] = rope_shifts(rule, row["input_ids"], image > 0, grids)
-            batch = stream_of_rows([row], self.processor, pictures, *processed)
+            for shift in encoder.shifts([rendering.images], row, np.array([len(ids)])):
+                row["rope_shift"] = shift
+            batch = stream_of_rows([row], processor, pictures, *processed)
             assert isinstance(batch.images, PackedImages)
             processed[:] = [batch.images]  # once for all new tokens
             return batch
@@ -144,53 +196,39 @@ class ImagePacker(Packer):
         self, rows: DocumentReader, epoch: int = 0, shared: tuple[Path, str] | None = None
     ) -> PackedDataset:
         packs = super().packs(rows, epoch, shared)
-        return ImagePacks(packs, self.processor, self.sets, self.share, self.costs)
+        return ImagePacks(packs, self.reader)
 
 
 class ImagePacks(PackedDataset):
     """Packs that bring the images of their documents."""
 
-    def __init__(
-        self,
-        packs: PackedDataset,
-        processor: ImageProcessor,
-        sets: list[ImageDocuments],
-        share: Share | None = None,
-        costs: TowerCosts = FREE,
-    ) -> None:
+    def __init__(self, packs: PackedDataset, reader: ImageReader) -> None:
         super().__init__(packs.rows, packs.plan, packs.padding_idx)
-        self.processor = processor
-        self.sets = sets
-        self.share = share
-        self.costs = costs
+        self.reader = reader
 
     def tower_flops(self) -> np.ndarray:
-        of_documents = document_flops(self.rows, self.costs)[self.plan.doc_ids]
+        of_documents = document_flops(self.rows, self.reader.costs)[self.plan.doc_ids]
         if not len(self.plan):
             return np.zeros(0)
         return np.add.reduceat(of_documents, self.plan.offsets[:-1])
 
     def __getitems__(self, indices: Sequence[int]) -> PackBatch:
         batch = super().__getitems__(indices)
-        try:
-            images = read_images(batch.row, self.processor, self.sets, self.share, self.costs)
-        except DataError as error:
-            raise ImageError(str(error)) from error
-        return PackBatch({**batch.row, "images": images}, batch.num_segments)
+        return PackBatch(self.reader.with_images(batch.row), batch.num_segments)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         """A pack for looking at: its tokens alone."""
-        return copy_of_tokens(self)[index]
+        return PackedDataset(self.rows, self.plan, self.padding_idx)[index]
 
 
 @dataclass(frozen=True)
 class Pictures:
-    """Images in memory as a set, one of each row."""
+    """Images in memory as a set, those of each row."""
 
-    images: Sequence[Any]
+    rows: Sequence[Sequence[Any]]
 
     def pixels(self, row: int, place: int, stamp: int | None = None) -> Any:
-        return self.images[row]
+        return self.rows[row][place]
 
 
 def stream_of_rows(
@@ -203,7 +241,7 @@ def stream_of_rows(
     flat = flatten(rows)
     size = int(flat.lengths.sum())
     batch = lay_out_packs(flat, flat.offsets[:-1], flat.lengths, np.array([len(flat)]), size)
-    images = read_images(batch.row, processor, [pictures], processed=processed)
+    images = ImageReader(processor, [pictures]).read(batch.row, processed)
     return to_thd({**batch.row, "images": images})
 
 
@@ -225,72 +263,11 @@ def document_flops(rows: DocumentReader, costs: TowerCosts) -> np.ndarray:
     numbers = runs.values[is_image]
     documents = np.searchsorted(flat.offsets, runs.at[is_image], side="right") - 1
     # runs of one image of a document are neighbors
-    begins = np.ones(len(numbers), bool)
-    begins[1:] = (np.diff(numbers) != 0) | (np.diff(documents) != 0)
-    first = np.flatnonzero(begins)
+    first = np.flatnonzero(run_starts(documents, numbers))
     if not len(first):
         return np.zeros(len(rows))
     work = costs.of(np.add.reduceat(lengths, first))
     return np.bincount(documents[first], weights=work, minlength=len(rows))
-
-
-def copy_of_tokens(packs: PackedDataset) -> PackedDataset:
-    """Returns the same packs without their images."""
-    return PackedDataset(packs.rows, packs.plan, packs.padding_idx)
-
-
-def read_images(
-    columns: Mapping[str, Tensor],
-    processor: ImageProcessor,
-    sets: list[ImageDocuments],
-    share: Share | None = None,
-    costs: TowerCosts = FREE,
-    processed: PackedImages | None = None,
-) -> PackedImages:
-    """Decodes the images of a batch of packs, each once, or a rank's share of them; of none, a
-    blank one of which no row is taken. `processed` has what was made of the same images before.
-
-    Raises DataError for an image that is not what it was when its tokens were counted.
-    """
-    if "image" not in columns:
-        columns = {**columns, "image": torch.zeros_like(columns["input_ids"])}
-    numbers, nth = rows_of_images(columns)
-    order = np.array(list(dict.fromkeys(numbers.tolist())), np.int64)
-    which = np.argsort(order, kind="stable")
-    place = which[np.searchsorted(order, numbers, sorter=which)] if len(order) else numbers
-    lens = np.zeros(len(order), np.int64)
-    np.maximum.at(lens, place, nth + 1)
-    starts = np.cumsum(lens) - lens
-    rows = starts[place] + np.where(nth < 0, lens[place] - 1, nth) if len(order) else numbers
-    owners = np.zeros(len(order), np.int64)
-    work = costs.of(lens)
-    if share is not None:
-        shared = [int(flops) or rows for flops, rows in zip(work.tolist(), lens.tolist())]
-        owners = np.array(document_owners(shared, share.size), np.int64)
-    own = np.flatnonzero(owners == (share.rank if share else 0))
-    if processed is None:
-        stamps = stamps_of(columns)
-        images = []
-        for number in order[own].tolist():
-            which_set, row, image = find(number)
-            images.append(sets[which_set].pixels(row, image, stamps.get(number)))
-        record, texts = processor.process(images or [blank_image(*BLANK)])
-        counts = [text.count(processor.token) for text in texts]
-        assert not images or counts == lens[own].tolist()
-        num_rows = sum(counts)
-    else:
-        record = processed.record
-        num_rows = processed.num_rows
-    types, seen = _types_and_ahead(columns, processor.rules)
-    return PackedImages(
-        record,
-        num_rows,
-        torch.from_numpy(rows.astype(np.int64)),
-        types,
-        seen,
-        work=float(work.sum()),
-        owner=torch.from_numpy(np.repeat(owners, lens)) if share else None,
-    )
 
 
 def _types_and_ahead(
@@ -305,6 +282,15 @@ def _types_and_ahead(
     starts[1:] = positions.diff() < 1
     types = types_of(image, labels, starts, any(rule.of_prompt for rule in rules.values()))
     return types, {kind: ahead_of(types, starts, rule) for kind, rule in rules.items()}
+
+
+def run_starts(*keys: np.ndarray) -> np.ndarray:
+    """Returns bool [N]: where one of some keys is another than before."""
+    starts = np.zeros(len(keys[0]), bool)
+    starts[:1] = True
+    for key in keys:
+        starts[1:] |= np.diff(key) != 0
+    return starts
 
 
 def stamps_of(columns: Mapping[str, Tensor]) -> dict[int, int]:
@@ -326,18 +312,16 @@ def rows_of_images(columns: Mapping[str, Tensor]) -> tuple[np.ndarray, np.ndarra
     image, positions = (columns[name].reshape(-1).numpy() for name in ("image", "position_ids"))
     at = np.flatnonzero(image)
     numbers = image[at]
-    if not len(at):
-        return numbers, numbers
     # positions go back where a document, or a branch of one, begins
-    node = np.concatenate([[0], np.cumsum(np.diff(positions) < 1)])[at]
-    begins = np.concatenate([[True], (np.diff(node) != 0) | (np.diff(numbers) != 0)])
+    node = np.cumsum(np.diff(positions, prepend=-1) < 1)[at]
+    begins = run_starts(node, numbers)
     first = np.flatnonzero(begins)
     run = np.cumsum(begins) - 1
     nth = np.arange(len(at)) - first[run]
     sizes = np.diff(np.append(first, len(at)))
     # a run of one token, of an image that has more, is such a copy
-    largest: dict[int, int] = {}
-    for number, size in zip(numbers[first].tolist(), sizes.tolist()):
-        largest[number] = max(size, largest.get(number, 0))
-    whole = np.array([largest[number] for number in numbers[first].tolist()])
-    return numbers, np.where((sizes == 1) & (whole > 1), -1, 0)[run] + nth
+    images, which = np.unique(numbers[first], return_inverse=True)
+    largest = np.zeros_like(images)
+    np.maximum.at(largest, which, sizes)
+    is_copy = (sizes == 1) & (largest[which] > 1)
+    return numbers, nth - is_copy[run]

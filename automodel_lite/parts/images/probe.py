@@ -31,7 +31,7 @@ from automodel_lite.parallel.mesh import Mesh
 from automodel_lite.parts.evaluation.questions import IMAGES
 from automodel_lite.parts.images.ahead import Rules
 from automodel_lite.parts.images.packs import Pictures, stream_of_rows
-from automodel_lite.parts.images.rows import PlacedImage, number_of
+from automodel_lite.parts.images.rows import placed_images
 from automodel_lite.parts.images.sources import ImageLimits, noise_image, source_of
 from automodel_lite.parts.images.tokens import ImageJob
 from automodel_lite.thd import ThdBatch
@@ -123,14 +123,13 @@ def check_images_apart(
 
 def _stream(job: ImageJob, *seeds: int) -> ThdBatch:
     sizes = (SIZES[1], SIZES[0], SIZES[1])
-    pictures = Pictures([noise_image(*size, seed) for size, seed in zip(sizes, seeds)])
+    pictures = [noise_image(*size, seed) for size, seed in zip(sizes, seeds)]
     limits = ImageLimits(Path(), most_pixels=max(width * height for width, height in SIZES))
     tokenizer = DocumentTokenizer(job)
     rows = []
-    for row, image in enumerate(pictures.images):
-        source = source_of(image, "picture")
-        placed = [PlacedImage(number_of(0, row, 0), source, limits)]
+    for row, image in enumerate(pictures):
+        placed = placed_images(0, row, [source_of(image, "picture")], limits)
         said = [{"role": "user", "content": f"{IMAGE}a"}, {"role": "assistant", "content": "b"}]
         chunk = tokenizer.chunk([("start-up", {"messages": said, IMAGES: placed})])
         rows.append({name: np.asarray(x) for name, x in chunk.columns.items()})
-    return stream_of_rows(rows, job.processor, pictures)
+    return stream_of_rows(rows, job.processor, Pictures([[image] for image in pictures]))

@@ -6,8 +6,11 @@ of the row, from which whoever serves a pack finds its bytes again. Pixels are n
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,10 +43,27 @@ class PlacedImage:
     source: ImageSource
     limits: ImageLimits
 
+    def bytes_hash(self) -> bytes:
+        """Returns what only an image of the same bytes has."""
+        if self.source.known:
+            return self.source.known
+        with self.source.read(self.limits) as file:
+            return blake2b(file.read()).digest()
+
     def __str__(self) -> str:
         """Names its file, from any folder."""
         folder = self.source.folder or self.limits.folder
         return str(folder / self.source.path) if self.source.path else self.source.name
+
+
+def placed_images(
+    which: int, row: int, sources: Sequence[ImageSource], limits: ImageLimits
+) -> list[PlacedImage]:
+    """Returns the images of a row of a set with their numbers."""
+    return [
+        PlacedImage(number_of(which, row, place), source, limits)
+        for place, source in enumerate(sources)
+    ]
 
 
 def first_alike(known: list[PlacedImage], image: PlacedImage) -> PlacedImage:
@@ -51,9 +71,8 @@ def first_alike(known: list[PlacedImage], image: PlacedImage) -> PlacedImage:
     like none.
     """
     for other in known:
-        if image.source == other.source:
-            return other
-        if image.source.bytes_hash(image.limits) == other.source.bytes_hash(other.limits):
+        is_same = image.source == other.source
+        if is_same or image.bytes_hash() == other.bytes_hash():
             return other
     known.append(image)
     return image
@@ -90,26 +109,62 @@ class MarkedRows:
     def where(self, index: int) -> str:
         return self.raw.where(index)
 
+    def mark(self, row: RawRow, index: int, where: str) -> tuple[RawRow, list[ImageSource]]:
+        """Returns the row of an index with marks, and its images; raises DataError with its
+        place.
+        """
+        try:
+            if KEY in row:
+                row = rows_of_hub_sample(row)
+            marked, sources = take_images(row, self.columns, self.first_texts)
+        except DataError as error:
+            raise DataError(f"{where}: {error}") from error
+        if self.folders:
+            file = 0
+            if isinstance(self.raw, ConcatenatedRows):
+                file = bisect_right(self.raw.cumulative_sizes, index)
+            sources = [replace(source, folder=self.folders[file]) for source in sources]
+        return marked, sources
+
     def _read(self, index: int) -> tuple[int, RawRow, list[ImageSource]]:
         if self._last is None or self._last[0] != index:
-            row = self.raw[index]
-            try:
-                if KEY in row:
-                    row = rows_of_hub_sample(row)
-                marked, sources = take_images(row, self.columns, self.first_texts)
-            except DataError as error:
-                raise DataError(f"{self.where(index)}: {error}") from error
-            if self.folders:
-                file = 0
-                if isinstance(self.raw, ConcatenatedRows):
-                    file = bisect_right(self.raw.cumulative_sizes, index)
-                sources = [replace(source, folder=self.folders[file]) for source in sources]
-            self._last = (index, marked, sources)
+            self._last = (index, *self.mark(self.raw[index], index, self.where(index)))
         return self._last
 
 
+class ImageSet(ABC):
+    """A set whose images are found by their row and their place in it.
+
+    limits  what an image may be
+    """
+
+    limits: ImageLimits
+
+    @abstractmethod
+    def where(self, row: int) -> str:
+        """Names a row: `chats.jsonl:17`."""
+
+    @abstractmethod
+    def source(self, row: int, place: int) -> ImageSource:
+        """Returns where an image is."""
+
+    def name(self, row: int, place: int) -> str:
+        """Names an image: `chats.jsonl:17 a.png`."""
+        return f"{self.where(row)} {self.source(row, place).name}"
+
+    def pixels(self, row: int, place: int, stamp: int | None = None) -> Image:
+        """Decodes an image of a row; raises DataError with the place of the row, also for an image
+        that is another than the one of this stamp.
+        """
+        source = self.source(row, place)
+        try:
+            return source.pixels(self.limits, stamp)
+        except DataError as error:
+            raise DataError(f"{self.where(row)}: {error}") from error
+
+
 @dataclass(frozen=True)
-class ImageDocuments:
+class ImageDocuments(ImageSet):
     """Documents of a set with their images.
 
     normalized  the same documents, whose images are marks in their text
@@ -141,26 +196,14 @@ class ImageDocuments:
                 f"{self.where(index)}: has {len(sources)} images, over the {MOST_IMAGES} that a "
                 "row may hold."
             )
-        numbers = (number_of(self.number, index, place) for place in range(len(sources)))
-        placed = [PlacedImage(n, source, self.limits) for n, source in zip(numbers, sources)]
-        return {**document, IMAGES: placed}
+        return {**document, IMAGES: placed_images(self.number, index, sources, self.limits)}
+
+    def source(self, row: int, place: int) -> ImageSource:
+        return self._sources(row)[place]
 
     def _sources(self, index: int) -> list[ImageSource]:
         raw: MarkedRows = self.normalized.raw
         return raw.images(int(self.normalized.indices[index]))
-
-    def name(self, row: int, place: int) -> str:
-        """Names an image: `chats.jsonl:17 a.png`."""
-        return f"{self.where(row)} {self._sources(row)[place].name}"
-
-    def pixels(self, row: int, place: int, stamp: int | None = None) -> Image:
-        """Decodes an image of a row; raises DataError with the place of the row, also for an image
-        that is another than the one of this stamp.
-        """
-        try:
-            return self._sources(row)[place].pixels(self.limits, stamp)
-        except DataError as error:
-            raise DataError(f"{self.where(row)}: {error}") from error
 
 
 def number_of(which: int, row: int, place: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -23,16 +24,14 @@ class Picture:
 
 def pictures_of(data: PlannedPacks, row: Mapping[str, np.ndarray]) -> list[Picture]:
     """Returns the images of a token row, in the order of their places."""
-    if "image" not in row or not isinstance(data.packer, ImagePacker):
-        return []
-    numbers, counts = np.unique(row["image"], return_counts=True)
-    of_number = dict(zip(numbers.tolist(), counts.tolist()))
+    assert isinstance(data.packer, ImagePacker)
     pictures = []
-    for number in dict.fromkeys(row["image"][row["image"] > 0].tolist()):
+    counts = Counter(row["image"][row["image"] > 0].tolist())
+    for number, num_tokens in counts.items():
         which, place, image = find(number)
-        documents = data.packer.sets[which]
+        documents = data.packer.reader.sets[which]
         pixels = documents.pixels(place, image)
         width, height = pixels.size
-        caption = f"{documents.name(place, image)}: {width} × {height}, {of_number[number]} tokens"
+        caption = f"{documents.name(place, image)}: {width} × {height}, {num_tokens} tokens"
         pictures.append(Picture(caption, thumbnail(pixels)))
     return pictures

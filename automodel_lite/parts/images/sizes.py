@@ -143,12 +143,8 @@ class SizeTable:
         return ImageTokens(text, sum(runs), grid, self._run.sub(self.token, text), runs)
 
 
-class _Resized(Exception):
-    """The size to which an image processor resizes an image first."""
-
-
-class _Checked(Exception):
-    """The settings of an image processor, completed and checked."""
+class _Seen(Exception):
+    """What an image processor calls a function of its own with."""
 
 
 def resize_question(own: Any) -> Callable[[int, int], tuple[int, int] | None]:
@@ -162,23 +158,23 @@ def resize_question(own: Any) -> Callable[[int, int], tuple[int, int] | None]:
         return lambda width, height: None
 
     def resize(self: Any, image: Any, size: Any, *args: Any, **kwargs: Any) -> Any:
-        raise _Resized(size.height, size.width)
+        raise _Seen(size.height, size.width)
 
     def check(self: Any, images: Any, *args: Any, **kwargs: Any) -> Any:
-        raise _Checked(kwargs)
+        raise _Seen(kwargs)
 
     # behind the family's class, which computes the size, and before the library's, which resizes
     first = type("First", (backends[0],), {"resize": resize})
     asked = copy(processor)
     asked.__class__ = type("Asked", (kind, first), {})
+    checking = copy(processor)
+    checking.__class__ = type("Checking", (kind,), {"_preprocess_image_like_inputs": check})
     how = own._merge_kwargs(tokenizer_init_kwargs={})["images_kwargs"]
     how = {**how, "input_data_format": "channels_last"}
     ask: Callable[..., Any] = partial(asked, **how)
-    checking = copy(processor)
-    checking.__class__ = type("Checking", (kind,), {"_preprocess_image_like_inputs": check})
     try:
         checking([_unseen(1, 1)], **how)
-    except _Checked as found:  # once for all sizes
+    except _Seen as found:  # once for all sizes
         ask = partial(asked._preprocess_image_like_inputs, **found.args[0])
     except Exception:  # of what a family's code has not thought of
         return lambda width, height: None
@@ -186,7 +182,7 @@ def resize_question(own: Any) -> Callable[[int, int], tuple[int, int] | None]:
     def resized(width: int, height: int) -> tuple[int, int] | None:
         try:
             ask([_unseen(width, height)])
-        except _Resized as found:
+        except _Seen as found:
             return None if None in found.args else found.args
         except Exception:  # of what a family's code has not thought of
             return None

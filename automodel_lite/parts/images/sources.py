@@ -107,13 +107,6 @@ class ImageSource:
             return self
         return replace(self, content=b"", known=blake2b(self.content).digest())
 
-    def bytes_hash(self, limits: ImageLimits) -> bytes:
-        """Returns what only an image of the same bytes has."""
-        if self.known:
-            return self.known
-        with self.read(limits) as file:
-            return blake2b(file.read()).digest()
-
     def read(self, limits: ImageLimits) -> io.BytesIO | io.BufferedReader:
         """Opens the bytes; raises DataError when there is no such file."""
         if not self.path:
@@ -175,7 +168,8 @@ class ImageSource:
                 return shown if size == shown.size else shown.resize(size)
             except (OSError, SyntaxError, ValueError) as error:
                 raise DataError(
-                    f"image {self.name} cannot be decoded ({one_line(error)})."
+                    f"image {self.name} cannot be decoded ({one_line(error)}): repair it, or take "
+                    "its row out."
                 ) from error
 
     def _opened(self, file: Any) -> Image.Image:
@@ -364,8 +358,13 @@ def _flat(values: Any) -> list[Any]:
 
 def _turns_of_pairs(pairs: list[Any]) -> list[dict[str, Any]]:
     turns = []
-    for pair in pairs:
+    for place, pair in enumerate(pairs):
         for role in ("user", "assistant"):
+            if not isinstance(pair, dict) or role not in pair:
+                raise DataError(
+                    f"texts[{place}] must have user and assistant: name them so, or write the row "
+                    "as messages."
+                )
             turns.append({"role": role, "content": pair[role]})
     return turns
 
@@ -381,10 +380,13 @@ def _in_front(row: RawRow, num: int, first_texts: Sequence[str]) -> RawRow:
             ]
             if asks:
                 key = "content" if "content" in asks[0] else "value"
-                said = asks[0][key]
-                first = [{"type": "text", "text": IMAGE * num}]
-                asks[0][key] = IMAGE * num + said if isinstance(said, str) else [*first, *said]
-                return {**row, name: turns}
+                said = asks[0].get(key)
+                if isinstance(said, str):
+                    asks[0][key] = IMAGE * num + said
+                    return {**row, name: turns}
+                if isinstance(said, list):
+                    asks[0][key] = [{"type": "text", "text": IMAGE * num}, *said]
+                    return {**row, name: turns}
     for name in first_texts:
         if isinstance(row.get(name), str):
             return {**row, name: IMAGE * num + row[name]}

@@ -6,40 +6,39 @@ latest documents are; those of an earlier one are found by reading its row again
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from automodel_lite.config.schema import Config
 from automodel_lite.data.packing.packs import Packer
 from automodel_lite.data.reading.documents import DocumentList, Documents
 from automodel_lite.data.reading.files import OpenedRows, ReadOptions
-from automodel_lite.data.reading.readers import ConcatenatedRows, Placed, RawRows
+from automodel_lite.data.reading.readers import Placed, RawRows
 from automodel_lite.data.tokens.tokenize import Job
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.parts.datasets.streams import ReadShard, StreamingDataset
 from automodel_lite.parts.evaluation.questions import IMAGES
-from automodel_lite.parts.images.archives import KEY, rows_of_hub_sample
 from automodel_lite.parts.images.dataset import (
     ImageSettings,
     check_settings,
+    image_packing,
     marked_rows,
     processor_of,
     undecoded,
 )
 from automodel_lite.parts.images.rows import (
     ImageDocuments,
+    ImageSet,
+    MarkedRows,
     PlacedImage,
     number_of,
+    placed_images,
 )
-from automodel_lite.parts.images.sources import ImageLimits, ImageSource, take_images
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
+from automodel_lite.parts.images.sources import ImageLimits, ImageSource
 
 MOST_KEPT = 8192
 MOST_KEPT_BYTES = 2**28
@@ -55,38 +54,27 @@ class MarkedRow(dict[str, Any]):
 
 def read_marked(
     read: ReadShard,
-    files: OpenedRows | None,
+    rows: MarkedRows,
     limits: ImageLimits,
-    has_folder: bool,
     shard: int,
     num_shards: int,
     start: int,
 ) -> Iterator[Placed]:
     """Reads a shard with marks in place of images.
 
-    files       that `read` reads, beside which relative paths begin; None of other streams
-    has_folder  of relative paths, in the limits
+    rows  of the files that `read` reads; of other streams, none
     """
     for number, (place, row) in enumerate(read(shard, num_shards, start), start):
         if isinstance(row, DataError):
             yield place, row
             continue
         try:
-            marked, sources = take_images(rows_of_hub_sample(row) if KEY in row else row)
+            marked, sources = rows.mark(row, shard + number * num_shards, place)
         except DataError as error:
-            yield place, DataError(f"{place}: {error}")
+            yield place, error
             continue
-        if files is not None and not has_folder:
-            file = 0
-            if isinstance(files.rows, ConcatenatedRows):
-                file = bisect_right(files.rows.cumulative_sizes, shard + number * num_shards)
-            folder = files.paths[file].absolute().parent
-            sources = [replace(source, folder=folder) for source in sources]
         found = MarkedRow(marked)
-        found.images = [
-            PlacedImage(number_of(shard, number, image), source, limits)
-            for image, source in enumerate(sources)
-        ]
+        found.images = placed_images(shard, number, sources, limits)
         yield place, found
 
 
@@ -111,14 +99,14 @@ class ImageStream(ImageSettings, StreamingDataset):
         return undecoded(opened.rows)
 
     def view_held_out(self, opened: OpenedRows) -> RawRows:
-        marked = marked_rows(opened)
-        return replace(marked, folders=()) if self.image_dir else marked
+        return marked_rows(opened, self.image_dir)
 
     def _open(self, options: ReadOptions, held_out: Any) -> Any:
         stream = super()._open(options, held_out)
-        files = self.opened
-        read = partial(read_marked, stream.read, files, self.limits, self.image_dir is not None)
-        return replace(stream, read=read)
+        rows = MarkedRows(DocumentList([], "stream"))
+        if self.opened is not None:
+            rows = marked_rows(self.opened, self.image_dir)
+        return replace(stream, read=partial(read_marked, stream.read, rows, self.limits))
 
     def _document(self, one: Placed) -> Placed:
         place, document = super()._document(one)
@@ -153,11 +141,6 @@ class ImageStream(ImageSettings, StreamingDataset):
         """Returns the documents, the job and the packer of a run that read images; raises
         ConfigError for settings that do not go with images.
         """
-        # with the models' code
-        from automodel_lite.parts.images.costs import work_of_towers
-        from automodel_lite.parts.images.packs import ImagePacker, share_of
-        from automodel_lite.parts.images.tokens import check_sample, image_job
-
         check_settings(config, packer)
         if config.training.micro_batch_size > 1:
             raise ConfigError(
@@ -174,39 +157,24 @@ class ImageStream(ImageSettings, StreamingDataset):
             for number, (name, documents) in enumerate(self.val.items())
         }
         adapted.identity += f"(processor {processor.own.to_json_string()})"
-        made = image_job(job, processor)
         head = [one for _, one in adapted.head(NUM_SAMPLED) if not isinstance(one, DataError)]
         sample = DocumentList(head, self.stream.name)
-        check_sample(made, sample)
-        shards: list[Any] = [ShardImages(adapted, shard) for shard in range(self.num_shards)]
-        sets = [*shards, *adapted.val.values()]
-        costs = work_of_towers(config, processor, sample)
-        return adapted, made, ImagePacker.of(packer, processor, sets, share_of(config), costs)
+        shards = [ShardImages(adapted, shard, self.limits) for shard in range(self.num_shards)]
+        sets: list[Any] = [*shards, *adapted.val.values()]
+        return adapted, *image_packing(config, job, packer, processor, sets, sample)
 
 
 @dataclass(frozen=True)
-class ShardImages:
-    """The images of a shard, as a set."""
+class ShardImages(ImageSet):
+    """The images of a shard."""
 
     stream: ImageStream
     shard: int
-
-    @property
-    def limits(self) -> ImageLimits:
-        return self.stream.limits
+    limits: ImageLimits
 
     def where(self, row: int) -> str:
         """Names a row: `stream.jsonl, shard 2, row 17`."""
         return f"{self.stream.stream.name}, shard {self.shard}, row {row + 1}"
 
-    def name(self, row: int, place: int) -> str:
-        """Names an image."""
-        return f"{self.where(row)} {self.stream.source(self.shard, row, place).name}"
-
-    def pixels(self, row: int, place: int, stamp: int | None = None) -> Image:
-        """See `ImageDocuments`."""
-        source = self.stream.source(self.shard, row, place)
-        try:
-            return source.pixels(self.stream.limits, stamp)
-        except DataError as error:
-            raise DataError(f"{self.where(row)}: {error}") from error
+    def source(self, row: int, place: int) -> ImageSource:
+        return self.stream.source(self.shard, row, place)

@@ -144,6 +144,11 @@ class ImageProcessor:
         """Which tokens see those behind them."""
         return find_rules(describe(self.config))
 
+    @property
+    def rope_rule(self) -> Any:
+        """The model's own rule for positions of several axes; None of a family without one."""
+        return getattr(self.described.base_model, "get_rope_index", None)
+
     def process(self, images: Sequence[Any], **options: Any) -> tuple[dict[str, Tensor], list[str]]:
         """Returns what the tower takes for some images in one call, and the text of each."""
         made, texts = self.own._process_images(list(images), **self._settings | options)
@@ -373,7 +378,7 @@ class ImageEncoder(Encoder):
         columns, lengths = super().encode(renderings)
         images = [getattr(rendering, IMAGES, ()) for rendering in renderings]
         columns, lengths = self._with_runs(images, columns, lengths)
-        shifts = list(self._shifts(images, columns, lengths))
+        shifts = list(self.shifts(images, columns, lengths))
         if shifts:
             columns["rope_shift"] = np.concatenate(shifts)
         return columns, lengths
@@ -418,11 +423,11 @@ class ImageEncoder(Encoder):
         of_documents = np.append(0, ends)[np.append(0, np.cumsum(lengths))]
         return columns, np.diff(of_documents)
 
-    def _shifts(
+    def shifts(
         self, images: Sequence[Images], columns: Mapping[str, np.ndarray], lengths: np.ndarray
     ) -> Iterator[np.ndarray]:
         """Yields int64 [L] of each document; nothing of a family without a rule of its own."""
-        rule = getattr(self.processor.described.base_model, "get_rope_index", None)
+        rule = self.processor.rope_rule
         if rule is None:
             return
         ends = np.cumsum(lengths)
@@ -431,16 +436,13 @@ class ImageEncoder(Encoder):
                 yield np.zeros(stop - start, np.int64)
                 continue
             ids, numbers = (columns[name][start:stop] for name in ("input_ids", "image"))
-            is_checked = self._num_checked >= NUM_COMPARED
             joined = self._joined(rule, own, numbers > 0) if self._joins else None
-            if joined is not None and is_checked:
-                yield joined
-                continue
-            whole = rope_shifts(rule, ids, numbers > 0, [tokens.grid for *_, tokens in own])
-            self._num_checked += 1
-            if joined is not None:
-                self._joins = np.array_equal(joined, whole)
-            yield whole
+            if joined is None or self._num_checked < NUM_COMPARED:
+                whole = rope_shifts(rule, ids, numbers > 0, [tokens.grid for *_, tokens in own])
+                self._num_checked += 1
+                self._joins &= joined is None or np.array_equal(joined, whole)
+                joined = whole
+            yield joined
 
     def _joined(self, rule: Any, images: Images, is_image: np.ndarray) -> np.ndarray | None:
         """Returns what `rope_shifts` does, joined from what the rule gives each image between two
@@ -456,7 +458,8 @@ class ImageEncoder(Encoder):
             if id(tokens) not in self._pieces:
                 ids = np.full(tokens.num_rows + 2, self.processor.token_id)
                 ids[[0, -1]] = self.text_id
-                piece = shift_of(rope_shifts(rule, ids, ids != self.text_id, [tokens.grid]), axes)
+                packed = rope_shifts(rule, ids, ids != self.text_id, [tokens.grid])
+                piece = np.stack(axes_of(packed, axes))
                 # tokens stay while they are a key
                 self._pieces[id(tokens)] = tokens, piece[:, 1:-1], int(piece[0, -1])
             _, piece, grown = self._pieces[id(tokens)]
@@ -500,11 +503,12 @@ def packed_shift(shifts: np.ndarray) -> np.ndarray:
     return packed
 
 
-def shift_of(packed: np.ndarray, num_axes: int) -> np.ndarray:
-    """int64 [L] -> [axes, L]."""
+def axes_of(packed: Any, num_axes: int) -> list[Any]:
+    """Returns the shifts of `packed_shift` along each axis, of arrays or tensors."""
     bits = axis_bits(num_axes)
     ups = [64 - bits * (axis + 1) for axis in range(num_axes)]
-    return np.stack([(packed << up) >> (64 - bits) for up in ups])
+    # the sign of each part, by shifts of the whole
+    return [(packed << up) >> (64 - bits) for up in ups]
 
 
 def axis_bits(num_axes: int) -> int:
@@ -518,17 +522,6 @@ def num_axes(config: PretrainedConfig) -> int:
     nested = [found, *(value for value in found.values() if isinstance(value, dict))]
     sections = [part["mrope_section"] for part in nested if part.get("mrope_section")]
     return len(sections[0]) if sections else 3
-
-
-def rope_positions(shift_T: Tensor, position_ids: Tensor, num_axes: int) -> Tensor:
-    """Returns int64 [axes, T] of a stream."""
-    axes = []
-    bits = axis_bits(num_axes)
-    for axis in range(num_axes):
-        up = 64 - bits * (axis + 1)
-        # the sign of each part, by shifts of the whole
-        axes.append((shift_T << up) >> (64 - bits))
-    return torch.stack(axes) + position_ids
 
 
 @dataclass(frozen=True)

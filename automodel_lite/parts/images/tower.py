@@ -8,12 +8,11 @@ Legend: T tokens of the stream, R rows of image features, C model dim.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import transformers
@@ -24,7 +23,7 @@ from automodel_lite.models.layers import towers
 from automodel_lite.parallel.context_parallel import inverse_permutation, rank_order
 from automodel_lite.parallel.exchange import AllToAll
 from automodel_lite.parts.images.ahead import TYPES
-from automodel_lite.parts.images.tokens import num_axes, rope_positions
+from automodel_lite.parts.images.tokens import axes_of, num_axes
 from automodel_lite.thd import Tensors, ThdBatch, TowerInputs
 
 
@@ -56,7 +55,7 @@ class PackedImages(TowerInputs):
     num_rows  that the tower makes of it
     rows      int64 [R]: the feature row of each placeholder, in the order of the stream; those of
               all ranks' images are counted
-    types     int64 [T]: what a token is, in the family's words; None where it asks for none
+    types     int64 [T]: what a token is, in the family's words
     seen      see `AttentionPlan.ahead`
     work      FLOPs of the towers for all images of the stream
     owner     int64: the rank of each feature row; None where each rank has all images
@@ -66,7 +65,7 @@ class PackedImages(TowerInputs):
     record: dict[str, Tensor]
     num_rows: int
     rows: Tensor
-    types: Tensor | None = None
+    types: Tensor
     seen: dict[bool, Tensor] = field(default_factory=dict)
     work: float = 0.0
     owner: Tensor | None = None
@@ -88,10 +87,9 @@ class PackedImages(TowerInputs):
         known = inspect.signature(type(lm).forward).parameters
         shift_T = batch.columns.get("rope_shift")
         if shift_T is not None:
-            positions = rope_positions(shift_T, batch.position_ids, num_axes(lm.config))
-            inputs["position_ids"] = positions[:, None]
-        if self.types is not None:
-            inputs |= {name: self.types[None] for name in TYPES if name in known}
+            shifts = torch.stack(axes_of(shift_T, num_axes(lm.config)))
+            inputs["position_ids"] = (shifts + batch.position_ids)[:, None]
+        inputs |= {name: self.types[None] for name in TYPES if name in known}
         assert (self.owner is None) == (self.exchange is None), "not sharded"
         features = encode(lm, self)
         return {**inputs, "mm_encoder_outputs": {"image": features}}
@@ -101,7 +99,7 @@ class PackedImages(TowerInputs):
         tokens; or runs them on all images and takes its own rows. What the gradients of all ranks
         sum up to is that of one.
         """
-        types = None if self.types is None else self.types[mine]
+        types = self.types[mine]
         row_T = torch.full_like(batch.input_ids, -1)
         if len(self.rows):
             row_T[batch.columns["image"] > 0] = self.rows
@@ -154,23 +152,14 @@ def encode(lm: transformers.PreTrainedModel, images: PackedImages) -> Any:
     return put([part.index_select(0, images.rows) for part in parts])
 
 
-_PATCHES: WeakKeyDictionary[nn.Module, list[nn.Conv3d]] = WeakKeyDictionary()
-
-
-def _patch_embeddings(lm: transformers.PreTrainedModel) -> list[nn.Conv3d]:
-    """Returns convolutions whose kernel steps by its own size; looks for them once."""
-    if lm in _PATCHES:
-        return _PATCHES[lm]
-    _PATCHES[lm] = [
-        module
-        for tower in towers(lm)
-        for module in tower.modules()
-        if type(module) is nn.Conv3d
-        and module.kernel_size == module.stride
-        and module.groups == 1
-        and "forward" not in vars(module)
-    ]
-    return _PATCHES[lm]
+def _patch_embeddings(lm: transformers.PreTrainedModel) -> Iterator[nn.Conv3d]:
+    """Yields convolutions whose kernel steps by its own size."""
+    for tower in towers(lm):
+        for module in tower.modules():
+            if type(module) is not nn.Conv3d or "forward" in vars(module):
+                continue
+            if module.kernel_size == module.stride and module.groups == 1:
+                yield module
 
 
 def _embed_patches(conv: nn.Conv3d, patches: Tensor) -> Tensor:
@@ -202,9 +191,9 @@ def _flattened(
     """
 
     def visit(value: Any) -> Callable[[Sequence[Tensor]], Any]:
-        is_list = isinstance(value, (list, tuple)) and all(isinstance(x, Tensor) for x in value)
-        tensors = [value] if isinstance(value, Tensor) else list(value) if is_list else []
-        rows = [x.flatten(0, -2) for x in tensors if x.ndim > 1]
+        is_list = isinstance(value, (list, tuple))
+        tensors = value if is_list else [value]
+        rows = [x.flatten(0, -2) for x in tensors if isinstance(x, Tensor) and x.ndim > 1]
         if rows and sum(map(len, rows)) == num_rows:
             at = len(parts)
             parts.append(torch.cat(rows))
@@ -217,7 +206,7 @@ def _flattened(
                 return given[at][None] if is_by_image else given[at]
 
             return one_image
-        if isinstance(value, (list, tuple)):
+        if is_list:
             made = [visit(x) for x in value]
             return lambda given: type(value)(x(given) for x in made)
         if isinstance(value, Tensor):
