@@ -107,6 +107,20 @@ def test_a_file_that_was_replaced_is_named(tmp_path: Path, folder: Path) -> None
         next(iter(read_batches(data.packs_of(0), one_pack, 0, DataloaderConfig(num_workers=1))))
 
 
+def test_held_out_rows_of_the_same_words_are_others_by_their_pictures(
+    tmp_path: Path, folder: Path
+) -> None:
+    for name, seeds in {"train": [0, 1], "val": [1, 2]}.items():
+        lines = []
+        for seed in seeds:
+            draw(tmp_path / f"{name}{seed}.png", 56, 56, seed=seed)
+            lines.append(json.dumps({"messages": SAID, "image": f"{name}{seed}.png"}))
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    given = [f"dataset.path={tmp_path}/train.jsonl", f"dataset.val_path={tmp_path}/val.jsonl"]
+    notes = "\n".join(data_of(config_of_images(folder, *given)).notes)
+    assert "val: 1 of 2 rows are also trained on" in notes
+
+
 def test_a_mixture_of_images_and_text(folder: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.jsonl"
     text.write_text("\n".join(json.dumps({"prompt": "ab", "completion": "c"}) for _ in range(9)))

@@ -437,7 +437,9 @@ def write_part(
         for chunk in tokenize_chunks(documents, job, part):
             progress.add(chunk.found.counts.num_documents)
             writer.append(chunk.columns, chunk.lengths, chunk.groups)
-            hashes.write(hash_rows(chunk.columns["input_ids"], chunk.lengths).data)
+            # rows of the same words differ by their images
+            ids = chunk.columns["input_ids"] ^ chunk.columns.get("image_stamp", 0)
+            hashes.write(hash_rows(ids, chunk.lengths).data)
             found += chunk.found
     writer.close()
     (folder / FINDINGS).write_text(json.dumps(asdict(found)))
