@@ -8,7 +8,8 @@ from collections import Counter
 from collections.abc import Iterator
 
 import pytest
-import torch
+
+gc.disable()  # until all is imported: a quarter of the CPU time that collecting the suite takes
 
 LONG = (
     "test_context_parallel.py",
@@ -28,6 +29,7 @@ def pytest_collection_finish() -> None:
     """Collections of garbage look through what tests make, and not through what was imported."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -35,6 +37,8 @@ def pytest_runtest_setup() -> None:
     """Workers share the cores: with a thread for each core, threads wait for each other, five times as long as they
     compute. What the test before has set does not count.
     """
+    import torch  # only here: who hands out the tests needs none
+
     torch.set_num_threads(1)
 
 

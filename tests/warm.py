@@ -1,6 +1,9 @@
 """Loaded by the fork server before the ranks of a test are forked: modules, and tables that are made once per process."""
 
+# ruff: noqa: E402
 import gc
+
+gc.disable()  # nothing that is imported here is garbage
 
 import datasets  # noqa: F401
 import hypothesis  # noqa: F401
@@ -27,3 +30,4 @@ for config in FAMILIES.values():
 gc.collect()
 # a rank's collections neither look through what is loaded here nor copy its pages: a fifth of its CPU time
 gc.freeze()
+gc.enable()

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 from transformers import LlamaConfig
 
-from automodel_lite.cli import compose_config
 from automodel_lite.config.check import check_config
 from automodel_lite.training.plan import Parts, build_parts
 from benchmarks.formulas import Hardware, estimate
+from tests.runs import composed
 
 HARDWARE = Hardware(1e12, 0.5, in_node_bytes_per_s=1e9, between_nodes_bytes_per_s=1e8)
 MODEL = LlamaConfig(
@@ -29,7 +29,7 @@ PARAMETERS = 2730
 
 def parts_of(*overrides: str) -> Parts:
     sizes = ["packed_sequence.packed_sequence_size=64", "training.micro_batch_size=1"]
-    return build_parts(check_config(compose_config("smoke", [*sizes, *overrides])))
+    return build_parts(check_config(composed("smoke", *sizes, *overrides)))
 
 
 def test_one_gpu_moves_nothing() -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from automodel_lite.cli import compose_config, run_recipe
 from automodel_lite.cli.compose import Loader, compose, overridden_options
@@ -14,6 +15,7 @@ from automodel_lite.cli.hydra_app import run_command_line
 from automodel_lite.cli.sources import Sources, groups_of, presets_of
 from automodel_lite.errors import ConfigError
 from tests.ranks import in_a_process
+from tests.runs import composed
 
 SGD = "_target_: torch.optim.SGD\nlr: 0.1\nmomentum: 0.9\n"
 
@@ -38,6 +40,35 @@ def test_the_preset_wins_and_the_line_names_both_values(folder: Path) -> None:
     assert lines(folder, "pretrain", "optimizer=sgd") == [line]
     # fine-tuning leaves the rate to the optimizer
     assert compose_config("finetune", ["optimizer=sgd"], config_dir=str(folder)).optimizer.lr == 0.1
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("optimizer=adamw_8bit", "optimizer.lr=0.1", "training.max_steps=null", "name='a b'"),
+        ("dataset=streaming", "dataset.path=a.jsonl", "dataset.num_shards=4"),
+        ("~model.config", "model.config.model_type=gpt2", "model.config.layers=[1,2]"),
+        ("model=pretrained", "peft=lora", "peft.target_modules=[q_proj]", "model.pretrained=x"),
+        (
+            "dataset.path='${output_dir}/a,b'",
+            "dataset._target_=own.data.Rows",
+            "dataset.own={a: 1}",
+        ),
+        ("optimizer.lr='", "training.max_steps=1"),
+    ],
+)
+def test_values_set_afterwards_are_those_of_the_command_line(overrides: tuple[str, ...]) -> None:
+    """What the other tests' runs are made of."""
+
+    def outcome(compose: Callable[[], DictConfig]) -> object:
+        try:
+            return OmegaConf.to_container(compose())
+        except ConfigError as error:
+            return str(error)
+
+    assert outcome(lambda: composed("smoke", *overrides)) == outcome(
+        lambda: compose_config("smoke", overrides)
+    )
 
 
 def test_an_option_inherits_from_another(folder: Path) -> None:

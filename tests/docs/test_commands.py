@@ -20,11 +20,11 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from automodel_lite.__main__ import TOOLS
-from automodel_lite.cli import compose_config
 from automodel_lite.cli.line import RECIPES, is_sweep, read_line
 from automodel_lite.config.check import check_config
 from automodel_lite.config.schema import Config
 from automodel_lite.errors import ConfigError
+from tests.runs import composed
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SKILL = ROOT / "skills/automodel-lite/SKILL.md"
@@ -113,7 +113,7 @@ def one_value(override: str, which: int) -> str:
 
 def problems(preset: str | None, overrides: list[str]) -> list[str]:
     try:
-        check_config(compose_config(preset, overrides))
+        check_config(composed(preset, *overrides))
     except ConfigError as error:
         return str(error).splitlines()
     return []

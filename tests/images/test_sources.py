@@ -5,7 +5,9 @@ from __future__ import annotations
 import base64
 import io
 import json
+import struct
 import tarfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -231,6 +233,15 @@ def animated() -> bytes:
 
 
 noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (60, 60, 3), np.uint8))
+
+
+def huge() -> bytes:
+    """A PNG of one pixel whose header says 20,000 x 20,000."""
+    small = encoded(Image.new("1", (1, 1)))
+    header = b"IHDR" + struct.pack(">II", 20_000, 20_000) + small[24:29]
+    return small[:12] + header + struct.pack(">I", zlib.crc32(header)) + small[33:]
+
+
 BAD = {
     "text": (b"not an image", "image x is not an image that Pillow can read"),
     "empty": (b"", "image x is not an image that Pillow can read"),
@@ -238,7 +249,7 @@ BAD = {
     "cut png": (encoded(noise)[:-200], "image x is cut off"),
     "animated": (animated(), "image x is animated: keep one of its frames"),
     "a bomb": (
-        encoded(Image.new("1", (20_000, 20_000))),
+        huge(),
         r"image x (has 20000 x 20000 pixels, over|is too large)",
     ),
 }

@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from automodel_lite.cli import compose_config
 from automodel_lite.config.check import check_config
 from automodel_lite.errors import ConfigError
 from automodel_lite.extras.plan.planner import (
@@ -28,10 +27,11 @@ from automodel_lite.parallel.mesh import MeshShape
 from automodel_lite.training.memory import usable
 from automodel_lite.training.plan import Parts, build_parts, with_layers
 from recipes.plan import as_json, calibrated, fits, overrides_of
+from tests.runs import composed
 
 
 def parts_of(more: Sequence[str] = ()) -> Parts:
-    config = check_config(compose_config("qwen3_0_6b", ["dataset.path=any", *more]))
+    config = check_config(composed("qwen3_0_6b", "dataset.path=any", *more))
     return build_parts(replace(config, attention={}))
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from automodel_lite.cli import compose_config
 from automodel_lite.config.check import check_config
 from automodel_lite.config.schema import TrainingConfig
 from automodel_lite.graphs import compiled_graphs
@@ -15,7 +14,7 @@ from automodel_lite.models.fused_head import linear_cross_entropy
 from automodel_lite.training import build
 from automodel_lite.training.build import compiles
 from automodel_lite.training.plan import build_parts
-from tests.runs import losses_by_step, train_quick
+from tests.runs import composed, losses_by_step, train_quick
 
 
 def test_auto_compiles_on_a_gpu() -> None:
@@ -35,7 +34,7 @@ def test_the_batch_that_is_tried_has_whole_documents(
     """Of at most 1,024 tokens, in multiples of 2 x cp where ranks share them; a pack may have an odd number of tokens."""
     overrides = [f"packed_sequence.packed_sequence_size={size}", f"mesh.cp={cp}"]
     batch = build.worst_case_batch(
-        build_parts(check_config(compose_config("smoke", overrides))), num_ids=7
+        build_parts(check_config(composed("smoke", *overrides))), num_ids=7
     )
     assert batch.cu_seqlens.diff().tolist() == lengths
     assert batch.num_label_tokens == size

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from automodel_lite.cli import compose_config
 from automodel_lite.config.check import check_config
 from automodel_lite.errors import ConfigError
 from automodel_lite.extras.plan import recompute
@@ -19,10 +18,11 @@ from automodel_lite.training.decide import decide_layout
 from automodel_lite.training.memory import usable
 from automodel_lite.training.plan import Decided, build_parts, with_recomputation
 from tests.ranks import in_a_process
+from tests.runs import composed
 
 
 def planned(preset: str, gpus: int, *overrides: str) -> Decided:
-    config = check_config(compose_config(preset, ["dataset.path=any", *overrides]))
+    config = check_config(composed(preset, "dataset.path=any", *overrides))
     parts = build_parts(replace(config, attention={}))
     return decide_layout(
         replace(parts, attention=None),

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from automodel_lite.cli import compose_config
 from automodel_lite.config.check import check_config
 from automodel_lite.errors import ConfigError
 from automodel_lite.extras.plan.simulation import CountError, simulate
 from automodel_lite.parallel.mesh import MeshShape
 from automodel_lite.training.plan import Parts, build_parts
 from benchmarks.tiny_models import COMPOSITES, decoder_families, tiny_config
+from tests.runs import composed
 
 IN_FP32 = {"minimax", "openai-gpt", "xlstm"}
 """Families whose own code mixes fp32 into bf16, which torch refuses on a GPU as well."""
@@ -35,7 +35,7 @@ def parts_of(precision: str) -> Parts:
         "mesh.dp_shard=2",
         f"training.precision={precision}",
     ]
-    return build_parts(check_config(compose_config("smoke", settings)))
+    return build_parts(check_config(composed("smoke", *settings)))
 
 
 def counted(families: list[str]) -> dict[str, str]:

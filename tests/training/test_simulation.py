@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from automodel_lite.attention.interface import install
 from automodel_lite.attention.kernel import ReferenceAttention
-from automodel_lite.cli import compose_config
 from automodel_lite.config.check import check_config
 from automodel_lite.config.schema import Config
 from automodel_lite.errors import ConfigError
@@ -51,6 +50,7 @@ from automodel_lite.training.plan import (
 )
 from benchmarks.tiny_models import tiny_config
 from tests.ranks import in_a_process
+from tests.runs import composed
 
 LAYERS = 2
 AXIS_NAMES = ("dp_replicate", "dp_shard", "cp", "tp", "ep")
@@ -77,7 +77,7 @@ def in_ci(names: Iterable[str], *always: str) -> list[ParameterSet]:
 
 def config(*overrides: str) -> Config:
     sizes = ["packed_sequence.packed_sequence_size=2048", "training.activation_checkpointing=none"]
-    return check_config(compose_config("smoke", [*sizes, *overrides]))
+    return check_config(composed("smoke", *sizes, *overrides))
 
 
 def parts(*overrides: str) -> Parts:

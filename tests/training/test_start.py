@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 
-from automodel_lite.cli import compose_config
 from automodel_lite.config.check import check_config
 from automodel_lite.config.schema import TrainingConfig
 from automodel_lite.data.feeding.order import BatchShape
@@ -27,11 +26,11 @@ from automodel_lite.training.plan import build_parts
 from automodel_lite.training.start import build_on_meta, prepare_process, steps_text, try_settings
 from tests.attention.families import FAMILIES
 from tests.data.templates import MARKED, byte_tokenizer
-from tests.runs import rows_of, train_quick
+from tests.runs import composed, rows_of, train_quick
 
 
 def tried(*overrides: str) -> str:
-    config = check_config(compose_config("smoke", list(overrides)))
+    config = check_config(composed("smoke", *overrides))
     try:
         try_settings(config, build_parts(config))
     except ConfigError as error:

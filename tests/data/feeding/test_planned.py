@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from automodel_lite.cli import compose_config
 from automodel_lite.config.check import check_config
 from automodel_lite.config.schema import MeshConfig, TokenizeConfig
 from automodel_lite.data.feeding.order import BatchShape
@@ -26,7 +25,7 @@ from automodel_lite.parallel.mesh import init_mesh
 from automodel_lite.parts.datasets.mixture import Mixture
 from automodel_lite.thd import to_thd
 from tests.recipes.test_trees import answered_prompts, settings
-from tests.runs import config_of
+from tests.runs import composed, config_of
 
 
 def plan_of(folder: Path, *overrides: str) -> tuple[int, int]:
@@ -44,7 +43,7 @@ def plan_of(folder: Path, *overrides: str) -> tuple[int, int]:
         f"dataset.path={folder}/chats.jsonl",
         f"cache_dir={folder}/cache",
     ]
-    config = check_config(compose_config("finetune", [*chosen, "name=x", *overrides]))
+    config = check_config(composed("finetune", *chosen, "name=x", *overrides))
     data = prepare_data(config, check_sizes(config, 1), build_packer(config))
     plan = data.plan(config.training)
     return plan.max_steps, plan.shape.global_batch_size
