@@ -163,7 +163,9 @@ class Checkpointer:
             if key not in self._copies:
                 # page-locked memory takes a GPU's copy at 25 GB/s and more, other at 3 to 6; to
                 # lock it takes longer
-                self._copies[key] = torch.empty_like(part, device="cpu", pin_memory=part.is_cuda)
+                self._copies[key] = torch.empty(
+                    part.shape, dtype=part.dtype, pin_memory=part.is_cuda
+                )
             self._copies[key].copy_(part, non_blocking=True)
         if any(part.is_cuda for part in parts.values()):
             # the next step changes the weights, and the writer reads the copies: both wait for the
