@@ -18,6 +18,7 @@ from automodel_lite.extras.plan.simulation import simulate
 from automodel_lite.models.flops import cost_model
 from automodel_lite.parallel.mesh import mesh_shape, rank, world_size
 from automodel_lite.parts.images import images_lines
+from automodel_lite.parts.losses import label_values
 from automodel_lite.progress import activity
 from automodel_lite.results import RESULTS
 from automodel_lite.telemetry.console import Console
@@ -57,6 +58,7 @@ def dry_run(config: Config) -> int:
     parts = checked_parts(config)
     data = prepare_data(config, check_sizes(config, shape.world_size), parts.packer)
     check_held_out(config, data)
+    label_values.check_loss(data, parts.loss)
     plan = data.plan(config.training)
     model_config = parts.model.config(data.tokenizer)
     check_positions(data, parts.model, parts.teacher)

@@ -116,7 +116,7 @@ def pack_costs(
             # Tails repeat: the pairs of each width are counted once.
             tails, which = np.unique(plan.packed_sequence_size - used, return_inverse=True)
             attention = attention + np.array([of_padding(int(tail)) for tail in tails])[which]
-            used = plan.packed_sequence_size
+            used = np.full(len(used), plan.packed_sequence_size)
         costs[packs] = model.per_token * used + model.per_pair * attention
     costs += of_towers
     return costs
