@@ -181,7 +181,7 @@ def check_places(config: Config, has_data: bool) -> None:
     leaves = dict(flatten(config.dataset, "dataset"))
     for key, given in leaves.items():
         place = _PLACES.fullmatch(key)
-        if not place or not given or leaves.get(f"{place[2]}._target_") != FILES:
+        if not (place and given) or leaves.get(f"{place[2]}._target_") != FILES:
             continue
         paths = given if isinstance(given, list) else [given]
         if any("://" not in path and not Path(path).exists() for path in paths):

@@ -115,8 +115,8 @@ def pack_costs(
         if not plan.ragged:
             # Tails repeat: the pairs of each width are counted once.
             tails, which = np.unique(plan.packed_sequence_size - used, return_inverse=True)
-            attention = attention + np.array([of_padding(int(tail)) for tail in tails])[which]
-            used = np.full(len(used), plan.packed_sequence_size)
+            attention += np.array([of_padding(int(tail)) for tail in tails])[which]
+            used += tails[which]
         costs[packs] = model.per_token * used + model.per_pair * attention
     costs += of_towers
     return costs
