@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
+from packaging.version import Version
 
 from automodel_lite.cli.compose import (
     Loader,
@@ -80,8 +81,8 @@ def run_command_line(main: str, argv: Sequence[str]) -> int:
     if line.version:
         print(versions())
         return 0
-    is_launched = LAUNCHED_BY_US in os.environ  # a rank gets the whole command line
-    if line.nproc and not (line.is_question or line.is_multirun or is_launched):
+    # a rank that we launched gets the whole command line
+    if line.nproc and not (line.is_question or line.is_multirun or LAUNCHED_BY_US in os.environ):
         with activity("importing torch"):
             from automodel_lite.cli.launcher import launch  # imports torch
         return launch(main, line.nproc, list(argv))
@@ -121,7 +122,7 @@ def choose_allocator(environment: MutableMapping[str, str]) -> None:
     """
     # packs of changing documents ask for changing sizes, which cut fixed segments into small pieces
     chosen = "expandable_segments:True"
-    if version("torch") >= "2.13":
+    if Version(version("torch")) >= Version("2.13"):
         # copies of weights would be rounded up to a power of two: 235 MB to 268
         chosen += ",pinned_max_round_threshold_mb:16"
     if "PYTORCH_CUDA_ALLOC_CONF" not in environment:
@@ -153,7 +154,8 @@ def run(
     ]
     if not recipe.is_ours and any(target.startswith(package) for target in targets):
         raw.security.allow_targets = [*raw.security.allow_targets, package.rstrip(".")]
-    config = check_config(raw, recipe.extra_type())
+    kind = recipe.extra_type()  # its own keys, as an object of its dataclass
+    config = check_config(raw, kind)
     if recipe.is_ours:
         check_places(config, has_data=recipe.name != "plan")
     if recipe.writes_a_run:
@@ -163,7 +165,6 @@ def run(
             print_above_bars(f"settings   {text}")
     with activity("importing torch and transformers"):
         main = recipe.function()
-    kind = recipe.extra_type()  # its own keys, as an object of its dataclass
     own = (
         [OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), config.extra))]
         if kind
