@@ -48,7 +48,7 @@ class Watchdog:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self._file = open(self.log, "a", buffering=1)  # noqa: SIM115 - open as long as the process
         faulthandler.register(_SIGNAL, self._file, all_threads=False)
-        facts = json.dumps([str(self.run), self.rank, token, self.after_s])
+        facts = json.dumps([str(self.run), self.rank, token, self.after_s, os.getpid()])
         command = [sys.executable, "-I", "-S", __file__, facts]
         pipe = subprocess.PIPE
         null = subprocess.DEVNULL
@@ -115,11 +115,12 @@ class Watchdog:
                 write_collectives(self.log.with_name(f"collectives_{self.rank:05d}.json"))
 
 
-def watch_rank(run: Path, rank: int, token: str, after_s: float) -> None:
+def watch_rank(run: Path, rank: int, token: str, after_s: float, parent: int) -> None:
     """The other process: reads lines from stdin, until the rank has sent an empty one,
     or is gone.
+
+    parent  the rank's process, which may be gone before this one has begun
     """
-    parent = os.getppid()
     doing = "setting up"
     text = b""
     due = time.monotonic() + after_s

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import multiprocessing
 import re
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
 
+from automodel_lite.run import watchdog as watchdog_module
 from automodel_lite.run.watchdog import Watchdog
 from tests.ranks import in_a_process
 from tests.run.jobs import finish, launch, status_of
@@ -49,6 +53,18 @@ def test_a_killed_process_does_not_leave_a_running_run(tmp_path: Path, cause: st
     )
     assert train_quick(tmp_path / "run")[0] == 0
     assert status_of(tmp_path / "run")["state"] == "finished"
+
+
+def test_a_rank_that_was_killed_before_it_was_watched_is_seen(tmp_path: Path) -> None:
+    """Whoever inherits the watchdog then is not its rank: no signal to it, and no waiting for its end."""
+    (tmp_path / "STATUS.json").write_text('{"state": "running"}')
+    (tmp_path / "run.lock").write_text('{"token": "t"}')
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    facts = json.dumps([str(tmp_path), 0, "t", 0.01, gone.pid])
+    command = [sys.executable, "-I", "-S", watchdog_module.__file__, facts]
+    subprocess.run(command, stdin=subprocess.PIPE, timeout=20, check=True)
+    assert status_of(tmp_path)["state"] == "failed"
 
 
 def _busy(folder: Path, after_s: float, num_dumps: int) -> None:
