@@ -18,8 +18,6 @@ from automodel_lite.cli import run_recipe
 if __name__ == "__main__":
     run_recipe("recipes.train_ft:main")
 
-from dataclasses import replace
-
 import torch
 
 from automodel_lite.config.components import build
@@ -98,14 +96,13 @@ class TrainFinetuneRecipe:
         self.plan = self.data.plan(config.training)
         resume.compare_data(guards, self.data, self.plan, parts)
         check_positions(self.data, parts.model, parts.teacher)
-        tokenizer = self.data.tokenizer
-        costs = cost_model(parts.model.config(tokenizer))
+        costs = cost_model(parts.model.config(self.data.tokenizer))
         report = None if self.console.is_silent else self.data.report(costs)
-        decided = resume.agree_on_settings(guards, replace(parts, data=self.data), tokenizer)
+        decided = resume.agree_on_settings(guards, parts, self.data)
         self.mesh = start.open_world(config)
         self.console.show(start.plan_lines(report, self.plan, config))
         with activity("loading the model"):
-            self.built = build_model(decided, tokenizer, self.mesh, seed=config.seed)
+            self.built = build_model(decided, self.data.tokenizer, self.mesh, seed=config.seed)
         self.model = self.built.model
         self.engine = TrainingEngine.of(self.built, self.mesh)
         check_images(self.data, self.built, self.mesh)

@@ -9,12 +9,11 @@ import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import PreTrainedTokenizerBase
 
 from automodel_lite.config.components import locate
 from automodel_lite.config.schema import Config
@@ -129,10 +128,12 @@ def _files(model: CausalLM) -> dict[str, str]:
     return model_files(model.pretrained, str(model.source["revision"]))
 
 
-def agree_on_settings(guards: Guards, parts: Parts, tokenizer: PreTrainedTokenizerBase) -> Decided:
+def agree_on_settings(guards: Guards, parts: Parts, data: PackSource) -> Decided:
     """Decides what depends on the model and the device, and compares it between the ranks."""
     shape = mesh_shape(guards.config.mesh, world_size())
-    decided = decide(parts, tokenizer, shape, start.default_device())
+    # its heaviest packs count in the memory of a step
+    of_run = replace(parts, data=data)
+    decided = decide(of_run, data.tokenizer, shape, start.default_device())
     guards.peers.compare("recomputation", {"why": decided.recomputation_text})
     return decided
 

@@ -413,8 +413,9 @@ def tokenize_sets(
         notes.append(f"{name}: {counts[name]} · cache: {entry.note}")
         special += tokenization_notes(name, found)
         hashes = np.fromfile(entry.folder / HASHES, np.uint64)
-        trained = hashes if name == "train" else trained
-        if name != "train":
+        if name == "train":
+            trained = hashes
+        else:
             special += also_trained(name.removeprefix("val/"), hashes, trained)
     return rows, counts, (*notes, *special, *of_trees)
 
