@@ -201,7 +201,7 @@ class ChatRenderer:
         for place, message in enumerate(messages):
             if message.get("weight", 1) == 0:
                 start, stop = self._silent_span(render, messages, text, place)
-                ends.append(self._behind_a_stop(messages, text, place, start))
+                ends.append(self._header_of(render, messages[:place], text, start))
                 begins.append(stop)
         stops = [text.rfind(token) + len(token) for token in self.stop_tokens if token in text]
         end = max(stops, default=len(text))
@@ -312,16 +312,20 @@ class ChatRenderer:
         ]
         return start, min(len(text), max(stops, default=len(after)))
 
-    def _behind_a_stop(self, messages: list[Message], text: str, place: int, start: int) -> int:
-        """Returns where a turn's header begins: behind the stop token of the turn before it, if the
-        template writes one there.
+    def _header_of(
+        self, render: Callable[..., str], before: list[Message], text: str, start: int
+    ) -> int:
+        """Returns where the header of a turn begins, whose words begin at `start`: behind the last
+        stop token, or where a turn before it ends without one, or with the text.
         """
-        stops = [text.rfind(token, 0, start) + len(token) for token in self.stop_tokens]
-        behind = max((stop for stop in stops if stop <= start), default=start)
-        said = messages[place - 1]["content"].strip() if place else ""
-        is_between = bool(said) and said in text[behind:start]
-        has_stop = any(text[:behind].endswith(token) for token in self.stop_tokens)
-        return behind if has_stop and not is_between else start
+        ends = [
+            text.rfind(token, 0, start) + len(token)
+            for token in self.stop_tokens
+            if token in text[:start]
+        ]
+        if before:
+            ends.append(len(text[: _common_prefix(render(before), text)].rstrip()))
+        return max(ends, default=0)
 
     def _silent_span(
         self, render: Callable[..., str], messages: list[Message], text: str, place: int
@@ -331,17 +335,18 @@ class ChatRenderer:
         """
         message = messages[place]
         before = messages[:place]
-        is_answer = message["role"] in _ASSISTANTS
         content = message["content"].strip()
-        if is_answer and (span := self._span(render, messages, text, place)):
+        at = -1
+        if message["role"] not in _ASSISTANTS:
+            # of what is written up to its end token, which may hold its words too, the last
+            said = text[: _common_prefix(render(messages[: place + 1]), text)].rstrip()
+            for token in self.stop_tokens:
+                said = said.removesuffix(token)
+            at = said.rfind(content)
+        elif span := self._span(render, messages, text, place):
             return span
-        start = _common_prefix(render(before, prompt=is_answer), text) if before else 0
-        at = text.find(content, start)
-        if not is_answer:
-            # The turn before it was written as the last one without it, and as history with it.
-            with_it = render(messages[: place + 1])
-            at = text.rfind(content, 0, _common_prefix(with_it, text))
-            start = start if before and start == len(render(before)) else at
+        elif before and text.startswith(render(before)):  # no turn before it is rewritten
+            at = text.find(content, _common_prefix(render(before, prompt=True), text))
         if not content or at < 0:
             raise DataError(
                 f"message {place} has weight 0, and the chat template does not show where it is: "
@@ -350,7 +355,7 @@ class ChatRenderer:
         end = at + len(content)
         rest = text[end:]
         stop = next((t for t in self.stop_tokens if rest.lstrip().startswith(t)), "")
-        return start, len(text) - len(rest.lstrip()) + len(stop) if stop else end
+        return at, len(text) - len(rest.lstrip()) + len(stop) if stop else end
 
     def _rendering_of_last_turn(
         self, render: Callable[..., str], messages: list[Message]

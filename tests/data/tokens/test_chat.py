@@ -283,6 +283,23 @@ def test_a_message_of_weight_zero_is_not_trained_among_all(family: str, silent: 
         assert (content in trained) == (place != silent), (text, content)
 
 
+def test_the_header_of_a_silent_turn_is_silent() -> None:
+    """A question of a letter stands in headers and end tokens too; before the first turn nothing ends."""
+    question = {"role": "user", "content": "a"}
+    silent = {**HELLO, "weight": 0}
+    (text,) = rendered("marked", [question, silent, SUM, FOUR], "all")
+    assert text == (
+        "⟦<|user|>a<|end|>⟧<|assistant|>Hello!<|end|>⟦<|user|>2+2?<|end|><|assistant|>4<|end|>⟧"
+    )
+    for said in ("Hi", "e"):  # in the header and in the end token
+        hi = {"role": "user", "content": said, "weight": 0}
+        (text,) = rendered("marked", [hi, HELLO], "all")
+        assert text == f"<|user|>{said}<|end|>⟦<|assistant|>Hello!<|end|>⟧"
+    thoughts = {**HELLO, "reasoning_content": "A"}  # which the history leaves out
+    with pytest.raises(DataError, match=r"^message 2 has weight 0, and the chat template does not"):
+        rendered("qwen3", [HI, thoughts, silent, SUM, FOUR], "all")
+
+
 def test_markers_give_what_prefixes_give() -> None:
     template = MARKED.template.replace("{%- generation %}", "").replace("{%- endgeneration %}", "")
     unmarked = Family(template, MARKED.specials, MARKED.eos)
