@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +82,17 @@ def is_out_of_memory(error: BaseException) -> bool:
 def is_out_of_threads(error: BaseException) -> bool:
     """Returns whether a thread could not be started: under `ulimit -v` its stack has no room."""
     return isinstance(error, RuntimeError) and bool(_NO_THREAD.search(str(error)))
+
+
+@contextmanager
+def system_errors() -> Iterator[None]:
+    """Raises OSError for what a package in Rust raises, any Exception with the system's number."""
+    try:
+        yield
+    except Exception as error:
+        if number := re.search(r"\(os error (\d+)\)", str(error)):
+            raise OSError(int(number[1]), one_line(error)) from error
+        raise
 
 
 def printable(text: str, kept: str = "") -> str:

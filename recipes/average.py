@@ -49,7 +49,8 @@ def main(argv: list[str] | None = None) -> int:
     from automodel_lite.parallel.mesh import rank
     from automodel_lite.run.checkpoint_folder import survey
     from automodel_lite.run.folder import RunFolder
-    from automodel_lite.telemetry.console import quiet_libraries  # --help needs no torch
+    from automodel_lite.telemetry.console import Console, quiet_libraries  # --help needs no torch
+    from automodel_lite.tools.finish import without_undoing
 
     quiet_libraries()
     target = args.to or args.run / "averaged"
@@ -75,7 +76,8 @@ def main(argv: list[str] | None = None) -> int:
     trained = load_trained(args.run, names[0], averaged_with=names[1:], **own)
     trained.export(target)
     if rank() == 0:
-        write_card(args.run, target)
+        with without_undoing("card", Console(is_silent=False)):  # the model is written
+            write_card(args.run, target)
         print(f"the mean of {', '.join(names)} written to {target}")
     return 0
 

@@ -66,6 +66,7 @@ def main(argv: list[str] | None = None) -> int:
 
         # --help needs no torch
         from automodel_lite.telemetry.console import Console, quiet_libraries
+        from automodel_lite.tools.finish import without_undoing
 
         quiet_libraries()
         trained = load_trained(
@@ -79,7 +80,8 @@ def main(argv: list[str] | None = None) -> int:
     merged = " (adapter merged)" if trained.was_merged else ""
     if rank() == 0:
         console = Console(is_silent=False)
-        write_card(args.run, target, args.push)
+        with without_undoing("card", console):  # the model is written
+            write_card(args.run, target, args.push)
         console.say(
             "exported", f"{trained.checkpoint.name} of {args.run} written to {target}{merged}"
         )

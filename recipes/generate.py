@@ -24,6 +24,7 @@ from automodel_lite.errors import ConfigError, harmless
 from automodel_lite.launched import check_alone
 from automodel_lite.progress import Progress, activity
 from automodel_lite.run.checkpoint_folder import exported_folder
+from automodel_lite.run.durable import rename, sync
 
 if TYPE_CHECKING:
     from automodel_lite.data.reading.documents import Question
@@ -124,8 +125,8 @@ def chat(generator: Generator, args: argparse.Namespace) -> None:
 
 
 def answer_file(generator: Generator, args: argparse.Namespace) -> None:
-    """Writes each row of --prompts with what the model says to it, in their order and
-    as they come.
+    """Writes each row of --prompts with what the model says to it, in their order: as they come
+    to FILE.part, which is --out once it is whole.
     """
     from automodel_lite.parts.evaluation.exact_match import (
         answers_to,  # torch is not imported for --help
@@ -134,9 +135,10 @@ def answer_file(generator: Generator, args: argparse.Namespace) -> None:
     # and a bad row is named before the first answer
     num_rows = sum(1 for _ in read_questions(args.prompts, generator))
     rows = read_questions(args.prompts, generator)
+    part = args.out.with_name(f"{args.out.name}.part")
     with (
         Progress("answering", num_rows, "questions") as progress,
-        args.out.open("x", encoding="utf-8") as file,
+        part.open("w", encoding="utf-8") as file,
     ):
         while window := list(islice(rows, args.batch_size * _SORTED_BATCHES)):
             questions = [asked_by(question, args) for _, question in window]
@@ -146,6 +148,8 @@ def answer_file(generator: Generator, args: argparse.Namespace) -> None:
                     json.dumps({**row, "generated": text}, ensure_ascii=False, default=str) + "\n"
                 )
             file.flush()
+    sync(part)
+    rename(part, args.out)
     print(f"{num_rows:,} answers written to {args.out}")
 
 

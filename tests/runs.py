@@ -7,11 +7,12 @@ import json
 import multiprocessing
 import os
 import re
+import resource
 import signal
 import subprocess
 import time
-from collections.abc import Callable
-from contextlib import redirect_stdout
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,17 @@ DROPOUT = [
     "model.config.resid_pdrop=0.1",
     "model.config.embd_pdrop=0.1",
 ]
+
+
+@contextmanager
+def files_end_at(num_bytes: int) -> Iterator[None]:
+    """Lets no file of this process grow beyond, as a full disk would."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def config_of(preset: str, folder: Path, *overrides: str) -> Config:

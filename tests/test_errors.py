@@ -17,6 +17,7 @@ from automodel_lite.errors import (
     is_out_of_memory,
     one_line,
     printable,
+    system_errors,
 )
 from automodel_lite.run.ending import ending_of
 
@@ -135,3 +136,12 @@ def test_torchs_own_message_is_recognized() -> None:
     with pytest.raises(RuntimeError) as error:
         torch.empty(2**60, dtype=torch.uint8)
     assert is_out_of_memory(error.value)
+
+
+def test_an_error_of_a_package_in_rust_is_the_systems() -> None:
+    with pytest.raises(OSError, match="No space left") as raised, system_errors():
+        raise Exception("No space left on device (os error 28)")
+    assert ending_of(raised.value).text.startswith("No space left on device (os error 28): make")
+    with pytest.raises(Exception, match=r"^data did not match$") as other, system_errors():
+        raise Exception("data did not match")
+    assert not isinstance(other.value, OSError)

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from automodel_lite.attention.interface import tolerance_std
+from automodel_lite.errors import system_errors
 from automodel_lite.interpreter import trim_malloc
 from automodel_lite.models.layers import has_fp8, local
 from automodel_lite.models.loss import CrossEntropy, LossModel
@@ -83,7 +84,8 @@ def _replace_folder(folder: Path, step: int) -> Iterator[Path]:
     ranks = all_ranks()
     try:
         ranks.on_first(begin)
-        yield temporary
+        with system_errors():
+            yield temporary
         ranks.on_first(end)
     except BaseException:
         if ranks.is_first:

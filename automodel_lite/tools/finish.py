@@ -80,13 +80,13 @@ def finish(
             f"{run.folder.display_path}/{exported.name}: loads with {loader}.from_pretrained",
         )
         if run.ranks.is_first and run.config.evaluation:
-            with _without_undoing("evaluated", console):
+            with without_undoing("evaluated", console):
                 _ask(run, built, data, metrics, console, exported)
         if run.ranks.is_first:
-            with _without_undoing("card", console):
+            with without_undoing("card", console):
                 locate(f"{_HUB}.write_card")(run.folder.path, exported, hub.push)
         if run.ranks.is_first and hub.push:
-            with _without_undoing("uploaded", console):
+            with without_undoing("uploaded", console):
                 address = locate(f"{_HUB}.push")(run.folder.path, exported, hub.push, hub.private)
                 console.say("uploaded", address)
         metrics.exported(exported)
@@ -105,7 +105,7 @@ def finish(
 
 
 @contextmanager
-def _without_undoing(stage: str, console: Console) -> Iterator[None]:
+def without_undoing(stage: str, console: Console) -> Iterator[None]:
     """Says what a stage behind the export meets, on the one rank that runs it: what was trained and
     exported is finished.
     """

@@ -18,9 +18,9 @@ from automodel_lite.parts.evaluation.exact_match import ExactMatch, answers_to
 from automodel_lite.parts.evaluation.generator import Generator, load_generator
 from automodel_lite.thd import IGNORE_INDEX
 from automodel_lite.training.plan import build_parts
-from recipes import evaluate, generate
+from recipes import evaluate, export_hf, generate
 from tests.ranks import run_ranks
-from tests.runs import config_of, train
+from tests.runs import config_of, files_end_at, train
 
 CHATS = [
     [{"role": "user", "content": text}]
@@ -121,7 +121,12 @@ def test_a_file_of_prompts_is_answered_row_by_row(run: Path, tmp_path: Path, gen
         "--batch-size",
         "3",
     ]
+    # a file of answers is whole or not there, and the same command begins again
+    with files_end_at(100), pytest.raises(OSError, match="File too large"):
+        generate.main([str(run), *options])
+    assert not answered.exists()
     assert generate.main([str(run), *options]) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"]
     rows = [json.loads(line) for line in answered.read_text().splitlines()]
     assert [row["id"] for row in rows] == [0, 1, 2, 3]
     assert [row["generated"] for row in rows] == [
@@ -133,6 +138,18 @@ def test_a_file_of_prompts_is_answered_row_by_row(run: Path, tmp_path: Path, gen
         ConfigError, match=r"--prompts in.jsonl and --out out.jsonl must be given together"
     ):
         generate.main([str(run), "--prompts", str(asked)])
+
+
+def test_an_export_that_finds_no_room_is_a_sentence(run: Path, tmp_path: Path):
+    """The tokenizer's file is the first that does not fit; it is written in Rust, which has no OSError."""
+    to = tmp_path / "model"
+    with files_end_at(4_000), pytest.raises(ConfigError, match=r"written \(File too large"):
+        export_hf.main([str(run), "--to", str(to)])
+    assert list(tmp_path.iterdir()) == []
+    assert export_hf.main([str(run), "--to", str(to)]) == 0
+    assert {path.name: path.stat().st_size for path in (run / "hf").glob("*.json")}.items() >= {
+        path.name: path.stat().st_size for path in to.glob("*.json")
+    }.items()
 
 
 def test_what_a_document_asks():

@@ -203,8 +203,7 @@ class ChatRenderer:
                 start, stop = self._silent_span(render, messages, text, place)
                 ends.append(self._header_of(render, messages[:place], text, start))
                 begins.append(stop)
-        stops = [text.rfind(token) + len(token) for token in self.stop_tokens if token in text]
-        end = max(stops, default=len(text))
+        end = max(self._behind_stops(text), default=len(text))
         ends.append(len(text) if text[end:].strip() else end)
         return tuple((start, stop) for start, stop in zip(begins, ends) if start < stop)
 
@@ -305,12 +304,15 @@ class ChatRenderer:
             start = _common_prefix(prompt, text)
             if start < len(prompt) and not text.startswith(render(before)):
                 return None
-        stops = [
-            after.rfind(token, start) + len(token)
+        return start, min(len(text), max(self._behind_stops(after, start), default=len(after)))
+
+    def _behind_stops(self, text: str, start: int = 0) -> list[int]:
+        """Returns where the last stop token of each kind in text[start:] ends."""
+        return [
+            text.rfind(token, start) + len(token)
             for token in self.stop_tokens
-            if token in after[start:]
+            if token in text[start:]
         ]
-        return start, min(len(text), max(stops, default=len(after)))
 
     def _header_of(
         self, render: Callable[..., str], before: list[Message], text: str, start: int
@@ -318,11 +320,7 @@ class ChatRenderer:
         """Returns where the header of a turn begins, whose words begin at `start`: behind the last
         stop token, or where a turn before it ends without one, or with the text.
         """
-        ends = [
-            text.rfind(token, 0, start) + len(token)
-            for token in self.stop_tokens
-            if token in text[:start]
-        ]
+        ends = self._behind_stops(text[:start])
         if before:
             ends.append(len(text[: _common_prefix(render(before), text)].rstrip()))
         return max(ends, default=0)
@@ -353,9 +351,9 @@ class ChatRenderer:
                 "use tokenize.train_on=assistant, or another template."
             )
         end = at + len(content)
-        rest = text[end:]
-        stop = next((t for t in self.stop_tokens if rest.lstrip().startswith(t)), "")
-        return at, len(text) - len(rest.lstrip()) + len(stop) if stop else end
+        rest = text[end:].lstrip()
+        stop = next((t for t in self.stop_tokens if rest.startswith(t)), "")
+        return at, len(text) - len(rest) + len(stop) if stop else end
 
     def _rendering_of_last_turn(
         self, render: Callable[..., str], messages: list[Message]

@@ -15,7 +15,7 @@ from automodel_lite.config.rules import PathStr, Range, looks_local
 from automodel_lite.data.cache import build_once, cache_root, short_hash
 from automodel_lite.data.reading.documents import Documents, DocumentSet
 from automodel_lite.data.reading.readers import placed
-from automodel_lite.errors import ConfigError, DataError, one_line
+from automodel_lite.errors import ConfigError, DataError, one_line, system_errors
 from automodel_lite.redact import secret_in
 
 TokenCount = Annotated[int, Range(262, 1_000_000)]
@@ -139,6 +139,7 @@ def train_bpe_tokenizer(
         "template": short_hash(CHAT_TEMPLATE),
     }
 
+    @system_errors()
     def build(folder: Path) -> None:
         backend = Tokenizer(models.BPE())
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
