@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import TypeVar
 
@@ -27,7 +27,7 @@ from automodel_lite import compat
 from automodel_lite.config.schema import MeshConfig
 from automodel_lite.config.sizes import MeshShape, mesh_shape
 from automodel_lite.errors import ConfigError, one_line
-from automodel_lite.launched import launch_variable, rank, world_size
+from automodel_lite.launched import is_first_here, launch_variable, rank, world_size
 
 T = TypeVar("T")
 # ranks in this order, those of tp next to each other
@@ -129,40 +129,53 @@ def launchers_store() -> dist.Store:
         raise ConfigError(
             f"MASTER_ADDR={host} is no host that this one knows ({error.strerror})."
         ) from None
-    began = time.monotonic()
-    timeout = timedelta(seconds=LINE_EVERY_S)
+    timeout = timedelta(seconds=_START_S)
+    try:
+        if _has_agent():
+            store: dist.Store = next(dist.rendezvous("env://", timeout=timeout))[0]
+            return store
+        if not holds_store():
+            _wait_for_store(host, port)
+        # nobody waits in there for all ranks: who is missing is named by `Peers`
+        return dist.TCPStore(
+            host,
+            port,
+            world_size(),
+            holds_store(),
+            timeout,
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    except (OSError, dist.DistError) as error:
+        cause = (
+            "does not answer"
+            if rank()
+            else "is taken by another program, or two processes have RANK=0"
+        )
+        raise ConfigError(
+            f"MASTER_ADDR={host} MASTER_PORT={port} {cause} ({one_line(error, 120)}): set "
+            "the same free port on every node."
+        ) from None
+
+
+def _wait_for_store(host: str, port: int) -> None:
+    """Returns when rank 0 listens: torch's client, which waits too, prints pages of C++ meanwhile.
+    Raises OSError when it is too late.
+    """
+    latest = time.monotonic() + _START_S
+    next_line = time.monotonic() + LINE_EVERY_S
     while True:
         try:
-            if _has_agent():
-                store: dist.Store = next(dist.rendezvous("env://", timeout=timeout))[0]
-            else:  # nobody waits in there for all ranks: who is missing is named by `Peers`
-                store = dist.TCPStore(
-                    host,
-                    port,
-                    world_size(),
-                    holds_store(),
-                    timeout,
-                    wait_for_workers=False,
-                    multi_tenant=True,
-                )
-        except dist.DistError as error:
-            waited_s = time.monotonic() - began
-            if rank() == 0 or waited_s >= _START_S:
-                cause = (
-                    "does not answer"
-                    if rank()
-                    else "is taken by another program, or two processes have RANK=0"
-                )
-                raise ConfigError(
-                    f"MASTER_ADDR={host} MASTER_PORT={port} {cause} ({one_line(error, 120)}): set "
-                    "the same free port on every node."
-                ) from None
-            if launch_variable("LOCAL_RANK", 0) == 0:
-                text = f"[rank {rank()}] waiting for rank 0 at {host}:{port} ({waited_s:.0f} s)"
-                print(text, file=sys.stderr, flush=True)
-        else:
-            store.set_timeout(timedelta(seconds=_START_S))
-            return store
+            return socket.create_connection((host, port), LINE_EVERY_S).close()
+        except OSError:
+            if time.monotonic() > latest:
+                raise
+        if time.monotonic() > next_line and is_first_here():
+            next_line += LINE_EVERY_S
+            print(
+                f"[rank {rank()}] waiting for rank 0 at {host}:{port}", file=sys.stderr, flush=True
+            )
+        time.sleep(1)
 
 
 @contextlib.contextmanager
@@ -230,39 +243,40 @@ def init_mesh(config: MeshConfig) -> Mesh:
     for: its numbers are then those of many ranks.
     """
     shape = mesh_shape(config, world_size())
-    local_rank = launch_variable("LOCAL_RANK", 0)
+    has_gpu = torch.cuda.is_available()
     # SLURM may show each task its own GPU alone (--gpus-per-task=1): then it is number 0 to all of
     # them
-    index = local_rank % max(torch.cuda.device_count(), 1)
-    device = torch.device("cuda", index) if torch.cuda.is_available() else torch.device("cpu")
-    if device.type == "cuda":
+    index = launch_variable("LOCAL_RANK", 0) % max(torch.cuda.device_count(), 1)
+    device = torch.device("cuda", index) if has_gpu else torch.device("cpu")
+    timeout = timedelta(seconds=config.timeout_s)
+    if has_gpu:
         torch.cuda.set_device(device)
     is_alone = "RANK" not in os.environ
-    is_grouped = config.strategy in ("fsdp", "ddp") or (
-        config.strategy == "auto" and device.type == "cuda"
-    )
+    is_grouped = config.strategy in ("fsdp", "ddp") or (config.strategy == "auto" and has_gpu)
     if is_alone and not is_grouped:
         return Mesh(shape, device, None)
     if not dist.is_initialized():
         # NCCL is given its device and connects at once: a bad link shows before the weights are
         # read, and the mesh's groups are split off this one.
-        backend, device_id = (
-            ("cpu:gloo,cuda:nccl", device) if device.type == "cuda" else ("gloo", None)
-        )
-        timeout = timedelta(seconds=config.timeout_s)
-        open_group = partial(dist.init_process_group, backend, timeout=timeout, device_id=device_id)
-        if is_alone:
-            open_group(store=dist.HashStore(), rank=0, world_size=1)
-        else:
+        backend, device_id = ("cpu:gloo,cuda:nccl", device) if has_gpu else ("gloo", None)
+        store: dist.Store = dist.HashStore()
+        if not is_alone:
             allow_sockets(world_size())
             store = dist.PrefixStore("groups", launchers_store())
-            open_group(store=store, rank=rank(), world_size=world_size())
-            # a rank that fails at once would close connections that others still open: theirs would
-            # be the first error
-            if store.add("connected", 1) == world_size():
-                store.set("all_connected", "")
-            store.wait(["all_connected"], timeout)
-    return open_mesh(shape, device, timedelta(seconds=config.timeout_s))
+        dist.init_process_group(
+            backend,
+            timeout=timeout,
+            device_id=device_id,
+            store=store,
+            rank=rank(),
+            world_size=world_size(),
+        )
+        # a rank that fails at once would close connections that others still open: theirs would
+        # be the first error
+        if store.add("connected", 1) == world_size():
+            store.set("all_connected", "")
+        store.wait(["all_connected"], timeout)
+    return open_mesh(shape, device, timeout)
 
 
 def open_mesh(shape: MeshShape, device: torch.device, timeout: timedelta | None = None) -> Mesh:

@@ -6,6 +6,8 @@ import inspect
 import math
 import os
 import resource
+import threading
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from automodel_lite.attention.interface import install
 from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.config.schema import MeshConfig
+from automodel_lite.errors import ConfigError
 from automodel_lite.models.layers import decoder_layers
 from automodel_lite.models.loss import FusedLinearCrossEntropy, LossModel
 from automodel_lite.parallel import mesh
@@ -38,7 +41,7 @@ from automodel_lite.parallel.sharding import (
     parallelize,
 )
 from automodel_lite.thd import stream_of
-from tests.ranks import run_ranks
+from tests.ranks import free_port, run_ranks
 from tests.runs import losses_by_step, train_on, train_quick
 
 
@@ -57,6 +60,38 @@ def test_a_rank_takes_a_gpu_that_it_sees(
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
     assert init_mesh(MeshConfig(strategy="none")).device == torch.device("cuda", index)
     assert taken == [torch.device("cuda", index)]
+
+
+def test_a_rank_waits_for_rank_0_in_a_line(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Torch's own client would print a page of C++ for each try."""
+    port = free_port()
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    monkeypatch.setattr(mesh, "LINE_EVERY_S", 0.5)
+    of_rank_0: list[dist.Store] = []
+
+    def start_late() -> None:
+        time.sleep(1.2)
+        of_rank_0.append(dist.TCPStore("127.0.0.1", port, 2, True, wait_for_workers=False))
+
+    thread = threading.Thread(target=start_late)
+    thread.start()
+    store = mesh.launchers_store.__wrapped__()
+    thread.join()
+    store.set("rank 1", "is here")
+    assert of_rank_0[0].get("rank 1") == b"is here"
+    line = f"[rank 1] waiting for rank 0 at 127.0.0.1:{port}"
+    assert set(capfd.readouterr().err.splitlines()) == {line}
+    monkeypatch.setattr(mesh, "_START_S", 0.5)
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    with pytest.raises(ConfigError, match=r"does not answer .*Connection refused"):
+        mesh.launchers_store.__wrapped__()
 
 
 def test_nccl_connects_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
