@@ -43,7 +43,9 @@ def use_deterministic(is_wanted: bool) -> None:
     if is_wanted:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(is_wanted)
-    torch.utils.deterministic.fill_uninitialized_memory = not is_wanted  # type: ignore[attr-defined]
+    torch.utils.deterministic.fill_uninitialized_memory = (  # type: ignore[attr-defined]
+        not is_wanted
+    )
 
 
 BLOCK = 1 << 20  # keys are made in blocks that stay in the cache

@@ -206,9 +206,7 @@ class TrainFinetuneRecipe:
         self.page.update()
 
     def validate(self) -> None:
-        """Mean loss over the label tokens of each validation set; every document is counted once. A
-        stop signal interrupts it; the resumed run validates first.
-        """
+        """Mean loss over the labels of each validation set; a run stopped in it resumes with it."""
         self.state.pending_validation = True
         self.guards.watchdog.enter(f"validating after step {self.num_steps}")
         must_stop = self.guards.boundary.must_stop

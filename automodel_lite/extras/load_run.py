@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from omegaconf import OmegaConf
+from torch import Tensor
 from torch.optim.swa_utils import get_swa_multi_avg_fn
 from transformers import PreTrainedTokenizerBase
 
@@ -28,6 +29,7 @@ from automodel_lite.run.checkpoint import load_weights
 from automodel_lite.run.checkpoint_folder import broken_files, step_of, survey
 from automodel_lite.run.export import export_hf, probe_logits
 from automodel_lite.run.folder import RunFolder, saved_config
+from automodel_lite.thd import ThdBatch
 from automodel_lite.training.build import assemble
 from automodel_lite.training.plan import build_parts
 
@@ -73,12 +75,7 @@ def load_trained(
     folder = RunFolder(run)
     config = load_run_config(folder, allow_targets, trust_remote_code)
     checkpoint = find_checkpoint(folder, checkpoint_name)
-    # the exported tokenizer, or the one that the configuration makes
-    exported = [str(path) for path in (folder.path / "adapter", folder.hf) if path.is_dir()]
-    made = (
-        {"documents": build(config.dataset), "cache_dir": config.cache_dir} if not exported else {}
-    )
-    tokenizer = load_tokenizer(exported[0]) if exported else build_with(config.tokenizer, **made)
+    tokenizer = _tokenizer_of(folder, config)
     parts = build_parts(replace(config, attention={}))
     alone = Mesh(MeshShape(1, 1, 1), torch.device("cpu"), None)
     # of torchrun's ranks, whatever mesh the run had
@@ -95,35 +92,55 @@ def load_trained(
             "the mean of an adapter's two factors is not the mean of the models: average runs "
             "that train all weights, or keep an average while training, training.ema_decay=0.999."
         )
-    # each checkpoint is loaded over the weights, and goes into the mean; on each rank its part
-    weights = (
-        [local(parameter.detach()) for parameter in model.loss_model.parameters()]
-        if averaged_with
-        else []
-    )
-    means = [weight.clone() for weight in weights]
-    for number, name in enumerate(averaged_with, start=1):
-        load_weights(find_checkpoint(folder, name), model.loss_model)
-        get_swa_multi_avg_fn()(means, weights, torch.tensor(number))
-    for weight, mean in zip(weights, means):
-        weight.copy_(mean)
-    logits: Logits = lambda batch: model.loss_model.plain_logits(batch.input_ids)  # noqa: E731 - of one document
+    if averaged_with:
+        others = [find_checkpoint(folder, name) for name in averaged_with]
+        _average(model.loss_model, others)
+
+    adapted_TV: Tensor | None = None
+
+    def logits(batch: ThdBatch) -> Tensor:
+        """Of one document; those of an adapter are kept from before it was merged."""
+        if adapted_TV is not None:
+            return adapted_TV
+        return model.loss_model.plain_logits(batch.input_ids)
+
     if adapter:
-        # to be those of the merged one
         adapted_TV = probe_logits(model.loss_model, logits, mesh.device)
-        logits = lambda _: adapted_TV  # noqa: E731
         model.free_gathered()
         adapter.merge()
-    was_merged = adapter is not None
     return Trained(
         model.loss_model,
         tokenizer,
         parts.model.dtype,
         checkpoint,
-        was_merged,
-        logits,
-        model.sharded_over,
+        was_merged=adapter is not None,
+        logits=logits,
+        mesh=model.sharded_over,
     )
+
+
+def _tokenizer_of(folder: RunFolder, config: Config) -> PreTrainedTokenizerBase:
+    """The exported one, or the one that the configuration makes."""
+    for exported in (folder.path / "adapter", folder.hf):
+        if exported.is_dir():
+            return load_tokenizer(str(exported))
+    made: PreTrainedTokenizerBase = build_with(
+        config.tokenizer, documents=build(config.dataset), cache_dir=config.cache_dir
+    )
+    return made
+
+
+def _average(model: LossModel, checkpoints: Sequence[Path]) -> None:
+    """Gives the model the mean over its own weights and those of the checkpoints: each is loaded
+    over the weights, and goes into the mean; on each rank its part.
+    """
+    weights = [local(parameter.detach()) for parameter in model.parameters()]
+    means = [weight.clone() for weight in weights]
+    for number, checkpoint in enumerate(checkpoints, start=1):
+        load_weights(checkpoint, model)
+        get_swa_multi_avg_fn()(means, weights, torch.tensor(number))
+    for weight, mean in zip(weights, means):
+        weight.copy_(mean)
 
 
 def load_run_config(

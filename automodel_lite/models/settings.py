@@ -54,15 +54,17 @@ def check_described(config: PretrainedConfig, overrides: dict[str, Any]) -> None
 
 def experts_per_token(text: PretrainedConfig) -> int | None:
     """Experts that each token is sent to; None where the config names no number."""
-    names = (
-        "num_experts_per_tok",
-        "moe_topk",
-        "moe_top_k",
-        "moe_k",
-        "top_k_experts",
-        "num_selected_experts",
+    return _number(
+        text,
+        (
+            "num_experts_per_tok",
+            "moe_topk",
+            "moe_top_k",
+            "moe_k",
+            "top_k_experts",
+            "num_selected_experts",
+        ),
     )
-    return _number(text, names)
 
 
 def _number(config: PretrainedConfig, keys: Sequence[str]) -> int | None:
@@ -70,11 +72,11 @@ def _number(config: PretrainedConfig, keys: Sequence[str]) -> int | None:
     raise errors.
     """
     written = config.to_dict()
-    renamed = config.attribute_map
-    return next(
-        (value for key in keys if isinstance(value := written.get(renamed.get(key, key)), int)),
-        None,
-    )
+    for key in keys:
+        value = written.get(config.attribute_map.get(key, key))
+        if isinstance(value, int):
+            return value
+    return None
 
 
 def apply_settings(config: PretrainedConfig, overrides: dict[str, Any]) -> None:
@@ -84,21 +86,7 @@ def apply_settings(config: PretrainedConfig, overrides: dict[str, Any]) -> None:
         if key in inner and isinstance(value, dict):
             apply_settings(inner[key], value)
         elif key in OF_ROPE and key not in config.to_dict():
-            old: dict[str, Any] = config.rope_parameters
-            if any(isinstance(of_a_kind, dict) for of_a_kind in old.values()):
-                raise ValueError(
-                    f"rope_parameters of {config.model_type} differ by kind of layer: set them, "
-                    f"not {key}."
-                )
-            if key == "rope_theta":
-                config.rope_parameters = {**old, key: value}
-            else:  # scaling is replaced, or removed by null
-                kept = {
-                    name: old[name]
-                    for name in ("rope_theta", "partial_rotary_factor")
-                    if name in old
-                }
-                config.rope_parameters = kept | (value or {"rope_type": "default"})
+            config.rope_parameters = _rope_with(config, key, value)
         else:
             setattr(config, key, value)
     # Frequencies follow from several keys, which transformers completes and checks only when it is
@@ -106,6 +94,20 @@ def apply_settings(config: PretrainedConfig, overrides: dict[str, Any]) -> None:
     if not overrides.keys().isdisjoint({*OF_ROPE, "rope_parameters"}):
         config.standardize_rope_params()
         config.validate_rope()
+
+
+def _rope_with(config: PretrainedConfig, key: str, value: Any) -> dict[str, Any]:
+    """Returns the `rope_parameters` of a config whose rope_theta or rope_scaling is `value`."""
+    old: dict[str, Any] = config.rope_parameters
+    if any(isinstance(of_a_kind, dict) for of_a_kind in old.values()):
+        raise ValueError(
+            f"rope_parameters of {config.model_type} differ by kind of layer: set them, not {key}."
+        )
+    if key == "rope_theta":
+        return {**old, key: value}
+    # scaling is replaced, or removed by null
+    kept = {name: old[name] for name in ("rope_theta", "partial_rotary_factor") if name in old}
+    return kept | (value or {"rope_type": "default"})
 
 
 OF_ROPE = ("rope_theta", "rope_scaling")
@@ -139,7 +141,8 @@ def check_settings(
     that it has.
     """
     known = [*config.to_dict(), *config.attribute_map]
-    known += OF_ROPE if "rope_parameters" in known else ()
+    if "rope_parameters" in known:
+        known += OF_ROPE
     inner = _inner_configs(config)
     for key, value in settings.items():
         if key in inner and isinstance(value, dict):

@@ -187,7 +187,10 @@ def reading_turn() -> Iterator[None]:
     if world_size() <= ahead:
         yield
         return
-    store = dist.PrefixStore("has read weights", launchers_store().clone())  # type: ignore[attr-defined]
+    store = dist.PrefixStore(
+        "has read weights",
+        launchers_store().clone(),  # type: ignore[attr-defined]
+    )
     if rank() >= ahead:
         with contextlib.suppress(dist.DistError):  # too late to wait longer
             store.wait([str(rank() - ahead)], timedelta(seconds=_TURN_S))

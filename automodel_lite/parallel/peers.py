@@ -312,7 +312,12 @@ def open_peers() -> Peers:
     if world_size() == 1:
         return Peers(None)
     # a client of its own: one that waits in a `get` holds its lock, and `check` would wait with it
-    return Peers(dist.PrefixStore(f"peers of job {number}", launchers_store().clone()))  # type: ignore[attr-defined]
+    return Peers(
+        dist.PrefixStore(
+            f"peers of job {number}",
+            launchers_store().clone(),  # type: ignore[attr-defined]
+        )
+    )
 
 
 @contextmanager

@@ -234,7 +234,9 @@ def fully_shard_model(
         # torch gathers one layer ahead; two take no more memory where all are held, and hide a late
         # host
         for number, layer in enumerate(layers):
-            layer.set_modules_to_forward_prefetch(layers[number + 1 : number + 3])  # type: ignore[operator]
+            layer.set_modules_to_forward_prefetch(  # type: ignore[operator]
+                layers[number + 1 : number + 3]
+            )
     embedding = model.lm.get_input_embeddings()
     head = output_head(model.lm)
     # A tied weight must be one unit: FSDP would shard and reduce it twice.

@@ -134,11 +134,10 @@ def write_error_file(message: str, code: int) -> None:
     """
     if path := os.environ.get(ERROR_FILE):
         text = scrub(message)
-        now = str(int(time.time()))
         error = {
             "message": text,
             "errorCode": code,
-            "extraInfo": {"py_callstack": text, "timestamp": now},
+            "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))},
         }
         with contextlib.suppress(OSError):
             Path(path).write_text(json.dumps({"message": error}))

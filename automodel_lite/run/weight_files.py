@@ -195,8 +195,8 @@ def take_over(lm: transformers.PreTrainedModel, folder: Path) -> None:
     save_file(weights, folder / names[-1], metadata={"format": "pt"})
     renamed = dict(zip(files, names))
     places = {key: renamed[path] for key, path in ours.items()} | dict.fromkeys(weights, names[-1])
-    total = sum((folder / name).stat().st_size for name in names)
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+    metadata = {"total_size": sum((folder / name).stat().st_size for name in names)}
+    index = {"metadata": metadata, "weight_map": dict(sorted(places.items()))}
     (folder / INDEX).write_text(json.dumps(index, indent=2))
 
 

@@ -47,8 +47,12 @@ def cosine(
 ) -> LambdaLR:
     """Half a cosine from the peak to min_lr_frac of it."""
     warmup = num_warmup(warmup_steps, warmup_frac, max_steps)
-    down = lambda step: 0.5 * (1 + math.cos(math.pi * progress_frac(step, warmup, max_steps)))  # noqa: E731
-    return _warmed_up(optimizer, warmup, lambda step: min_lr_frac + (1 - min_lr_frac) * down(step))
+
+    def factor(step: int) -> float:
+        half = 0.5 * (1 + math.cos(math.pi * progress_frac(step, warmup, max_steps)))
+        return min_lr_frac + (1 - min_lr_frac) * half
+
+    return _warmed_up(optimizer, warmup, factor)
 
 
 def wsd(

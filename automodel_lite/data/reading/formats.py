@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -36,18 +36,16 @@ class Format:
         return locate(self.reader) if isinstance(self.reader, str) else self.reader
 
 
-def _known_formats() -> tuple[Format, ...]:
-    found = []
+def _known_formats() -> Iterator[Format]:
     listed = yaml.safe_load(Path(__file__).with_name("formats.yaml").read_text(encoding="utf-8"))
     for name, row in listed.items():
         optional = tuple(row.get("optional", ()))
-        found.append(Format(name, row["kind"], tuple(row["columns"]), row["reader"], optional))
-    return tuple(found)
+        yield Format(name, row["kind"], tuple(row["columns"]), row["reader"], optional)
 
 
 # column of any format: rows of one name may share their beginning (parts/trees.py)
 GROUP = "group"
-FORMATS = _known_formats()
+FORMATS = tuple(_known_formats())
 
 
 def own_format(name: str, function: Callable[[RawRow], Any]) -> Format:

@@ -195,7 +195,9 @@ class MemoryTracker(TorchDispatchMode):
         their extent.
         """
         if group_name not in self._axes:
-            group = dist.distributed_c10d._resolve_process_group(group_name)  # type: ignore[arg-type]
+            group = dist.distributed_c10d._resolve_process_group(
+                group_name  # type: ignore[arg-type]
+            )
             ranks = dist.get_process_group_ranks(group)
             names: list[str] = []
             stride = 1

@@ -287,8 +287,11 @@ class LoraAdapter:
             if isinstance(child, _LAYERS)
         ]
         for parent, name, layer in places:
-            is_copy = isinstance(layer, ModulesToSaveWrapper)
-            setattr(parent, name, layer.original_module if is_copy else layer.get_base_layer())  # type: ignore[union-attr]
+            if isinstance(layer, ModulesToSaveWrapper):
+                base = layer.original_module
+            else:
+                base = layer.get_base_layer()
+            setattr(parent, name, base)
         yield
         for parent, name, layer in places:
             setattr(parent, name, layer)

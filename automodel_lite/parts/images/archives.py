@@ -80,7 +80,8 @@ def index_name(archive: Path) -> str:
 
 def _files(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
     for member in archive:
-        archive.members = []  # type: ignore[attr-defined]  # which would be as many as there are files
+        # which would be as many as there are files
+        archive.members = []  # type: ignore[attr-defined]
         if member.isfile():
             yield member
 

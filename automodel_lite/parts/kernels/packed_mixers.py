@@ -82,7 +82,9 @@ class _DocumentConv(torch.autograd.Function):
         return out_TC
 
     @staticmethod
-    def backward(ctx: Any, grad_TC: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:  # type: ignore[override]
+    def backward(  # type: ignore[override]
+        ctx: Any, grad_TC: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None, None]:
         x_TC, weight_CK, seq_idx = ctx.saved_tensors
         taps = at_least_fp32(weight_CK).flip(1).unbind(1)
         x_grad = torch.empty_like(x_TC)
@@ -357,7 +359,9 @@ class _DeltaStates(torch.autograd.Function):
         return states, outs
 
     @staticmethod
-    def backward(ctx: Any, grad_states: Tensor, grad_outs: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(  # type: ignore[override]
+        ctx: Any, grad_states: Tensor, grad_outs: Tensor
+    ) -> tuple[Any, ...]:
         read, keys, decay, states, outs = ctx.saved_tensors
         by_state = grad_states.clone()
         by_out = grad_outs.clone()

@@ -127,7 +127,9 @@ class VarlenAttention:
         more: dict[str, Any] = {"scale": options.scale, "window_size": window_size}
         if self.compares_heads:
             more["enable_gqa"] = q_THD.shape[1] != k_THD.shape[1]
-        return self.varlen_attn(q_THD, k_THD, v_THD, *_without_decoding(segments), **more)  # type: ignore[no-any-return]
+        boundaries = _without_decoding(segments)
+        out: Tensor = self.varlen_attn(q_THD, k_THD, v_THD, *boundaries, **more)
+        return out
 
     def block(self, inputs: AttentionInputs, causal: bool) -> tuple[Tensor, Tensor]:
         """See `BlockKernel`; the operation under `varlen_attn`, whose backward does not take the

@@ -64,7 +64,9 @@ class LocalAdamW(torch.optim.AdamW):
     checkpoints need it.
     """
 
-    def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:  # type: ignore[override]
+    def _init_group(  # type: ignore[override]
+        self, group: dict[str, Any], *lists: list[Tensor]
+    ) -> bool:
         has_complex = super()._init_group(group, *lists)  # type: ignore[arg-type]
         for tensors in lists:
             tensors[:] = map(local, tensors)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import tensorboard  # noqa: F401 - torch's writer imports it late; a missing one is named when the config is checked
+# torch's writer imports it late; a missing one is named when the config is checked
+import tensorboard  # noqa: F401
 from torch.utils.tensorboard import SummaryWriter
 
 from automodel_lite.config.rules import Positive
