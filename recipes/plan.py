@@ -31,6 +31,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from omegaconf import OmegaConf
 
 from automodel_lite.cli import argument_parser, compose_config, run_tool
@@ -92,8 +93,9 @@ def main(argv: list[str] | None = None) -> int:
     args, overrides = parser().parse_known_args(argv)
     check_alone()
     quiet_libraries()
-    # advice on a simulated step
+    # advice on simulated steps, of each layout again
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    transformers.logging.set_verbosity_error()
     config = composed(args.config_name, overrides)
     if config.packed_sequence.get("packed_sequence_size") == AUTO:
         overrides = [*overrides, f"{SIZE}={pack_size(config)}"]

@@ -196,3 +196,18 @@ def test_recomputation_is_chosen_with_the_images(folder: Path) -> None:
     chosen = [one.training.activation_checkpointing for one in decisions]
     assert chosen[0] == "none"
     assert chosen[1] != "none"
+
+
+@pytest.mark.system
+def test_images_are_counted_over_ranks_of_tp(tmp_path: Path) -> None:
+    """This family divides its embedding over the ranks: ids that have values meet weights that have none."""
+    write_chats(tmp_path, num=8)
+    config = config_of_images(write_model("qwen3_5", tmp_path), "training.precision=fp32")
+    parts = build_parts(config)
+    data = data_of(config)
+    model_config = parts.model.config(data.tokenizer)
+    batch = most_work_of_towers(data, parts)
+    one, two = (simulate(parts, model_config, MeshShape(1, 1, 1, tp), batch) for tp in (1, 2))
+    assert two.weights < one.weights
+    assert two.sent["tp"] > 0
+    assert two.peaks["forward"] < one.peaks["forward"]

@@ -435,19 +435,19 @@ def peak_of_step(found: Simulation) -> int:
     return max(peak for phase, peak in found.peaks.items() if phase not in ("save", "export"))
 
 
-# Two kinds of layers in turns, a mixture (whose layers hold much more than their inputs), a model whose gradients are more
+# Every fourth layer of another kind, a mixture (whose layers hold much more than their inputs), a model whose gradients are more
 # than its activations, and one with micro-batches.
 RUNGS: dict[str, tuple[transformers.PretrainedConfig, int, tuple[str, ...]]] = {
     "kinds": (
         transformers.Gemma3TextConfig(
             hidden_size=128,
             intermediate_size=512,
-            num_hidden_layers=12,
+            num_hidden_layers=16,
             num_attention_heads=4,
             num_key_value_heads=2,
             head_dim=32,
             vocab_size=2048,
-            layer_types=["sliding_attention", "full_attention"] * 6,
+            layer_types=[*["sliding_attention"] * 3, "full_attention"] * 4,
         ),
         2,
         (),
@@ -484,8 +484,10 @@ RUNGS: dict[str, tuple[transformers.PretrainedConfig, int, tuple[str, ...]]] = {
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param("gradients", marks=pytest.mark.system),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in RUNGS if name != "gradients"),
+        pytest.param(
+            name, marks=pytest.mark.system if name in ("gradients", "kinds") else pytest.mark.slow
+        )
+        for name in RUNGS
     ],
 )
 def test_rungs_in_between_are_those_of_the_whole(name: str) -> None:

@@ -244,9 +244,9 @@ def simulate_by_layers(
     between them is on the line from one to the next.
     """
     period = math.lcm(pattern.period, parts.advanced.recompute_every_layers)
-    # three layers at least: the first, the last, and one whose neighbors are gathered ahead and
-    # reduced behind it
-    few = pattern.first + period * math.ceil(3 / period)
+    # the first, the last, and one of each kind whose neighbors are gathered ahead and reduced
+    # behind it
+    few = pattern.first + period * math.ceil((2 + period) / period)
 
     def of_layers(number: int) -> Simulation:
         with _counting(model_config, shape):

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from automodel_lite.compat import TorchDispatchMode, disable_current_modes
@@ -79,7 +80,7 @@ class ValuesKept(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = args, kwargs or {}
-        tensors = _tensors(given)
+        tensors = [getattr(tensor, "_local_tensor", tensor) for tensor in _tensors(given)]
         if any(map(self.is_there, tensors)):
             is_index = "index" in func.overloadpacket.__name__
             args, kwargs = self._brought(given, is_index)
@@ -99,6 +100,9 @@ class ValuesKept(TorchDispatchMode):
         """Returns the arguments with all tensors there; a mask among indices becomes the places
         that it lets through, whose number is a shape.
         """
+        if isinstance(value, DTensor):
+            own = self._brought(value._local_tensor, is_index)
+            return DTensor.from_local(own, value.device_mesh, value.placements, run_check=False)
         if isinstance(value, Tensor):
             if self.is_there(value):
                 return value
