@@ -131,10 +131,13 @@ def launchers_store() -> dist.Store:
         ) from None
     timeout = timedelta(seconds=_START_S)
     try:
-        if _has_agent():
-            store: dist.Store = next(dist.rendezvous("env://", timeout=timeout))[0]
+        if _has_agent():  # which opened it before it started this rank, or is gone
+            store: dist.Store = next(
+                dist.rendezvous("env://", timeout=timedelta(seconds=LINE_EVERY_S))
+            )[0]
+            store.set_timeout(timeout)
             return store
-        if not holds_store():
+        if rank():
             _wait_for_store(host, port)
         # nobody waits in there for all ranks: who is missing is named by `Peers`
         return dist.TCPStore(
@@ -148,9 +151,9 @@ def launchers_store() -> dist.Store:
         )
     except (OSError, dist.DistError) as error:
         cause = (
-            "does not answer"
-            if rank()
-            else "is taken by another program, or two processes have RANK=0"
+            "is taken by another program, or two processes have RANK=0"
+            if holds_store()
+            else "does not answer"
         )
         raise ConfigError(
             f"MASTER_ADDR={host} MASTER_PORT={port} {cause} ({one_line(error, 120)}): set "
@@ -206,9 +209,9 @@ def allow_sockets(num_ranks: int) -> None:
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 4 * num_ranks + 1024
-    if hard != resource.RLIM_INFINITY:
+    if hard >= 0:  # -1 is no limit
         wanted = min(wanted, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
+    if 0 <= soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import islice
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import ClassVar
@@ -87,14 +87,13 @@ class Job:
         return Encoder(self.tokenizer)
 
 
-def tokenize_chunks(rows: DocumentSet, job: Job, documents: range | None = None) -> Iterator[Chunk]:
-    """Yields the chunks of `rows`, or of some of its documents from a chunk's first on, in order,
+def tokenize_chunks(rows: DocumentSet, job: Job, documents: range) -> Iterator[Chunk]:
+    """Yields the chunks of some documents of `rows`, from a chunk's first on, in order,
     whatever the number of processes.
 
     Small sets are tokenized here, where the tokenizer's own threads use all cores; large ones in
     processes of one thread each, which render chat templates (Python) on all cores too.
     """
-    documents = range(len(rows)) if documents is None else documents
     ranges = [
         range(start, min(start + CHUNK_DOCUMENTS, documents.stop))
         for start in range(documents.start, documents.stop, CHUNK_DOCUMENTS)
@@ -108,13 +107,11 @@ def tokenize_chunks(rows: DocumentSet, job: Job, documents: range | None = None)
         return
     pool = ProcessPoolExecutor(num_proc, _process_context(), _start_process, (rows, job, COLUMNS))
     try:
-        waiting = iter(ranges)
-        pending = deque(
-            pool.submit(_chunk_in_process, wanted) for wanted in islice(waiting, 4 * num_proc)
-        )
+        submitted = (pool.submit(_chunk_in_process, wanted) for wanted in ranges)
+        pending = deque(islice(submitted, 4 * num_proc))
         while pending:
             yield pending.popleft().result()
-            pending.extend(pool.submit(_chunk_in_process, wanted) for wanted in islice(waiting, 1))
+            pending.extend(islice(submitted, 1))
     except BrokenProcessPool as error:
         raise ConfigError(
             f"tokenize.num_proc={num_proc}: a worker was killed, probably out of memory: lower "
@@ -211,8 +208,9 @@ class DocumentTokenizer:
         )
         if given:
             rows = [{name: d[name] for name in COLUMNS if name in d} for d in given]
-            columns = flatten(rows).columns
-            lengths = np.array([len(document["input_ids"]) for document in given], np.int64)
+            flat = flatten(rows)
+            columns = flat.columns
+            lengths = flat.lengths
         else:
             columns, lengths = self._encoder.encode(renderings)
         shared = None if set(groups) <= {ALONE} else np.array(groups, np.int64)
@@ -294,7 +292,14 @@ def _start_process(rows: DocumentSet, job: Job, columns: Mapping[str, Column]) -
     global _worker
     COLUMNS.update(columns)  # a process that has not imported the loss
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    threading.Thread(target=_leave_with_parent, daemon=True).start()
     _worker = rows, DocumentTokenizer(job)
+
+
+def _leave_with_parent() -> None:
+    """Ends a process whose parent was killed: it would wait for work for ever."""
+    parent_process().join()  # type: ignore[union-attr]
+    os._exit(1)
 
 
 def _chunk_in_process(wanted: range) -> Chunk:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
+import signal
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +19,15 @@ from automodel_lite.data.reading.documents import DocumentList
 from automodel_lite.data.reading.files import FilesDataset
 from automodel_lite.data.tokens.findings import mark_trained
 from automodel_lite.data.tokens.token_rows import TokenizedDocuments
-from automodel_lite.data.tokens.tokenize import Job, _process_context, tokenize_documents
+from automodel_lite.data.tokens.tokenize import (
+    Job,
+    _process_context,
+    tokenize_chunks,
+    tokenize_documents,
+)
 from automodel_lite.data.tokens.tokenizer import train_bpe_tokenizer
 from automodel_lite.errors import DataError
+from automodel_lite.launched import start_ticks
 from automodel_lite.parts.datasets.toy_chat import ToyChat
 from tests.data.templates import FAMILIES, LLAMA3, MARKED, Family, byte_tokenizer
 from tests.data.tokens.given import HELLO, HI, Given, chats, token_file, tokenized
@@ -263,6 +273,29 @@ def test_processes_give_the_rows_of_one(tmp_path: Path) -> None:
     assert np.array_equal(alone.columns["input_ids"], two.columns["input_ids"])
     assert np.array_equal(alone.columns["labels"], two.columns["labels"])
     assert np.array_equal(alone.offsets, two.offsets)
+
+
+def tokenize_and_die(noted: Path) -> None:
+    documents = chats(*[[HI, HELLO]] * 1500).train
+    job = Job(byte_tokenizer(MARKED), TokenizeConfig(num_proc=2))
+    next(tokenize_chunks(documents, job, range(1500)))
+    noted.write_text(json.dumps([worker.pid for worker in multiprocessing.active_children()]))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.system
+def test_no_process_outlives_a_job_that_is_killed(tmp_path: Path) -> None:
+    noted = tmp_path / "workers.json"
+    job = fork_server().Process(target=tokenize_and_die, args=(noted,))
+    job.start()
+    job.join()
+    assert job.exitcode == -signal.SIGKILL
+    workers = json.loads(noted.read_text())
+    assert len(workers) == 2
+    latest = time.monotonic() + 20
+    while any(start_ticks(worker) for worker in workers):
+        assert time.monotonic() < latest
+        time.sleep(0.1)
 
 
 def test_no_socket_where_the_temporary_path_is_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
