@@ -62,7 +62,7 @@ from automodel_lite.extras.plan.simulation import layer_pattern, simulate_by_lay
 from automodel_lite.launched import check_alone
 from automodel_lite.models.source import describe
 from automodel_lite.parallel.mesh import MeshShape
-from automodel_lite.parts.auto import MOST_PACK, SIZE
+from automodel_lite.parts.auto import MOST_PACK, SIZE, with_micro_batch
 from automodel_lite.results import RESULTS
 from automodel_lite.run.durable import write_atomically
 from automodel_lite.telemetry.console import quiet_libraries
@@ -164,7 +164,9 @@ def composed(preset: str, overrides: Sequence[str]) -> Config:
         raw.name = UNNAMED
     if OmegaConf.is_missing(raw.dataset, "path"):
         raw.dataset.path = NOT_READ
-    return check_config(raw)
+    config = check_config(raw)
+    # 0: each layout has its own
+    return with_micro_batch(config, config.training.micro_batch_size or 1)
 
 
 def pack_size(config: Config) -> int:

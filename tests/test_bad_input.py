@@ -52,7 +52,10 @@ NO_ANSWER = "\n".join(
 SHORT = "packed_sequence.packed_sequence_size=8"
 CASES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "corrupt line": (rows(LINES + '\n{"messages": [{]\n'), r"chats.jsonl:31:16: not JSON: .*near '\{\"messages\": \[\{\]'"),
-    "truncated file": (rows(LINES[:-20]), r"chats.jsonl:30:81: not JSON: Unterminated string"),
+    "truncated file": (rows(LINES[:-20]), r"chats.jsonl:30:81: not JSON: Unterminated string.*: it ends too soon, as a file that was cut off"),
+    "array in lines": (rows("[\n" + ",\n".join(GOOD) + "\n]"), r"chats.jsonl:1:2: not JSON: .*: an array of rows belongs in a file named .json\.$"),
+    "array in a line": (rows(f"[{', '.join(GOOD)}]"), r"chats.jsonl:1: a row must be a JSON object, not list: an array of rows belongs"),
+    "truncated array": (rows("[\n" + ",\n".join(GOOD), name="chats.json"), r"chats.json: not JSON: .*: it ends too soon, as a file that was cut off"),
     "empty file": (rows(""), r"chats.jsonl: the file is empty"),
     "binary file": (rows(bytes([0x7B, 0xF8, 0x00] * 50)), r"chats.jsonl:1:2: byte 0xf8 is not UTF-8"),
     "mixed types": (rows(f"{LINES}\n{json.dumps({'messages': 5})}"), r"chats.jsonl:31: .*must be a list of messages, not int"),
@@ -76,6 +79,7 @@ CASES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "missing folder": (settings("model=pretrained", "~model.config", "model.pretrained=./nothing"), r"model.pretrained=./nothing: there is no such folder"),
     "hub unreachable": (settings("model=pretrained", "~model.config", "model.pretrained=someone/nothing"), r"model.pretrained=someone/nothing cannot be loaded: .*hf download someone/nothing"),
     "unwritable folder": (settings("output_dir=/proc/x"), r"output_dir=/proc/x cannot be written"),
+    "unwritable folder of a dry run": (settings("output_dir=/proc/x", "dry_run=true"), r"output_dir=/proc/x cannot be written: /proc: .*: choose another"),
 }  # fmt: skip
 
 

@@ -8,7 +8,7 @@ file would run code are refused. Whether the keys exist is checked afterwards (c
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -27,13 +27,11 @@ from omegaconf.errors import OmegaConfBaseException
 
 from automodel_lite.cli.line import (
     allow_new_key,
-    group_of,
     is_choice,
     option_problem,
-    options_in,
     split,
 )
-from automodel_lite.cli.sources import Sources, check_preset, groups_of, read
+from automodel_lite.cli.sources import Sources, check_preset, groups_of, presets_of, read
 from automodel_lite.compat import ConfigLoaderImpl, create_config_search_path
 from automodel_lite.config.components import CONF_DIR, flatten
 from automodel_lite.config.permissions import (
@@ -44,7 +42,7 @@ from automodel_lite.config.permissions import (
 )
 from automodel_lite.config.schema import Config
 from automodel_lite.config.signatures import with_options
-from automodel_lite.errors import ConfigError, format_value
+from automodel_lite.errors import ConfigError, did_you_mean
 
 # As plain values: against the dataclass itself Hydra would stop at the first wrong type,
 # config.check lists them all.
@@ -113,6 +111,14 @@ class Loader(ConfigLoaderImpl):
                 text = f"~{found[1]}: no file sets it, so there is nothing to remove."
             if (found := _NO_OPTION.search(text)) and found[1] in self.known:
                 text = option_problem(f"{found[1]}={found[2]}", self.known, False) or text
+            if found := _NO_PRESET.search(text):
+                near = did_you_mean(found[2], presets_of(self.sources)) or "."
+                text = f"{found[1]}.yaml: defaults: {found[2]}: no such preset{near}"
+            elif _NO_DEFAULTS.search(text):
+                text = (
+                    f"{config_name}.yaml: defaults: must be a list of presets and options, such as "
+                    "[finetune, override peft: lora, _self_], and other keys stand below it."
+                )
             raise ConfigError(text.partition(" Config search path:")[0]) from None
         except yaml.MarkedYAMLError as error:
             mark = error.problem_mark
@@ -204,6 +210,8 @@ def is_of_sweeps(key: str) -> bool:
 
 
 _NO_OPTION = re.compile(r"Could not find '([\w/]+)/(\w+)'")
+_NO_PRESET = re.compile(r"In '(\w+)': Could not load '([\w/]+)'")
+_NO_DEFAULTS = re.compile("nvalid defaults list|type in defaults|in default item|ListConfig")
 _NOT_THERE = re.compile(r"Could not delete (?:from config\. )?'(.+)'(?: does not exist)?\.")
 
 
@@ -279,28 +287,3 @@ def _unreadable(error: OverrideParseException) -> str:
         f"{text}: cannot be read as key=value: close every bracket and quote, or put a text with "
         f"brackets into quotes, '{key}=\"...\"'."
     )
-
-
-def overridden_options(
-    raw: DictConfig, sources: Sources, overrides: Sequence[str]
-) -> Iterator[str]:
-    """Yields a line for each key of an option that was chosen on the command line and that a preset
-    sets otherwise.
-
-    >>> optimizer.lr=0.003 (the preset's, over 0.001 of optimizer/adamw_8bit.yaml)
-    """
-    known = groups_of(sources)
-    values = dict(flatten(OmegaConf.to_container(raw, resolve=False)))
-    for text in overrides:
-        group = group_of(text, known)
-        if group not in known:
-            continue
-        others = [other for other in overrides if other != text]
-        for option in options_in(text):
-            path = sources.file(f"{group}/{option}")
-            own = OmegaConf.to_container(read(path), resolve=False) if path else {}
-            for key, value in flatten(own, str(group).replace("/", ".")):
-                if key in values and values[key] != value and not is_typed(key, others):
-                    now = format_value(values[key])
-                    own_value = format_value(value)
-                    yield f"{key}={now} (the preset's, over {own_value} of {group}/{option}.yaml)"

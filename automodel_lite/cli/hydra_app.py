@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import re
 import sys
-from argparse import Namespace
 from collections.abc import MutableMapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -24,9 +23,7 @@ from packaging.version import Version
 
 from automodel_lite.cli.compose import (
     Loader,
-    check_overrides,
     compose,
-    overridden_options,
     without_hydra,
 )
 from automodel_lite.cli.exit_codes import end, hide_secrets
@@ -100,7 +97,7 @@ def run_command_line(main: str, argv: Sequence[str]) -> int:
     hydra = Hydra(recipe.name, loader)
     GlobalHydra.instance().initialize(hydra)
     if line.is_question:
-        return show(hydra, line)
+        return int(locate(COMMANDS["questions"])(hydra, line))
     if line.json and line.is_multirun:
         raise ConfigError("--json FILE holds the numbers of one run, not of a sweep.")
     if line.json:
@@ -161,7 +158,7 @@ def run(
     if recipe.writes_a_run:
         RunFolder(config.output_dir).check_place()
     if is_shown():
-        for text in overridden_options(raw, sources, overrides):
+        for text in locate(COMMANDS["overridden"])(raw, sources, overrides):
             print_above_bars(f"settings   {text}")
     with activity("importing torch and transformers"):
         main = recipe.function()
@@ -187,19 +184,3 @@ def check_places(config: Config, has_data: bool) -> None:
         paths = given if isinstance(given, list) else [given]
         if any("://" not in path and not Path(path).exists() for path in paths):
             find_files(paths, place[1])
-
-
-def show(hydra: Hydra, line: Namespace) -> int:
-    """Answers Hydra's own questions: --shell-completion and --cfg."""
-    typed = list(line.overrides)
-    if line.shell_completion:
-        sys.argv[0] = sys.argv[0].split()[0]  # not `automodel-lite train`
-        if "install=zsh" in typed:  # Hydra's script is bash's
-            print("(( $+functions[compdef] )) || { autoload -Uz compinit; compinit }")
-            print("autoload -Uz bashcompinit; bashcompinit")
-        hydra.shell_completion(line.config_name or "base", typed)
-        return 0
-    assert isinstance(hydra.config_loader, Loader)
-    check_overrides(hydra.config_loader, typed, line.is_multirun)
-    hydra.show_cfg(line.config_name, typed, line.cfg, None, line.resolve)
-    return 0

@@ -76,6 +76,10 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         flag = message.removeprefix("unrecognized arguments: ").split(" ")[0].partition("=")[0]
         near = did_you_mean(flag, self._option_string_actions) if flag.startswith("--") else ""
+        from automodel_lite.config.check import key_of  # of a mistake alone
+
+        if setting := key_of(flag.lstrip("-").replace("-", "_")):
+            near = f": a setting has no dashes, {setting}=..."
         raise ConfigError(f"{message}{near.rstrip('?')} (--help lists the arguments).")
 
 

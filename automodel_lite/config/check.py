@@ -28,7 +28,7 @@ from automodel_lite.config.components import (
     target_problem,
     walk,
 )
-from automodel_lite.config.rules import RULES
+from automodel_lite.config.rules import RULES, OneOf
 from automodel_lite.config.schema import Config, Part
 from automodel_lite.config.signatures import arguments_of, missing_extra, options_of, with_options
 from automodel_lite.errors import ConfigError, did_you_mean, format_value
@@ -146,11 +146,11 @@ def _schema_problems(node: Mapping[str, Any], schema: type, prefix: str) -> Iter
             leaf, leaf_value = _first_leaf(path, value)
             # `extra` is a recipe's own group: the keys of Config are none of it
             is_extra = schema is not Config and prefix.startswith("extra.")
-            known = known_keys(schema, prefix) if is_extra else known_keys()
-            hint = did_you_mean(leaf, known) or "."
-            if not is_extra and (found := ELSEWHERE.get(leaf.rpartition(".")[2])):
-                hint = f"; did you mean {found}?"
-            yield f"{leaf}={format_value(leaf_value)}: unknown key{hint}"
+            if is_extra:
+                hint = did_you_mean(leaf, known_keys(schema, prefix))
+            else:
+                hint = _did_you_mean_key(leaf, [*known_keys(), *_options(node)])
+            yield f"{leaf}={format_value(leaf_value)}: unknown key{hint or '.'}"
             continue
         is_group = is_dataclass(hints[key])
         if not is_group and hints[key] != Part:
@@ -165,6 +165,32 @@ def _schema_problems(node: Mapping[str, Any], schema: type, prefix: str) -> Iter
                 yield f"{given}: {path} is a part with options, such as {path}.{option}=..."
         elif is_group:
             yield from _schema_problems(value, hints[key], f"{path}.")
+
+
+def _options(config: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the options of the chosen parts: `peft.r`."""
+    for key, part in walk(config):
+        if key and isinstance(part, dict) and "_target_" in part:
+            yield from (f"{key}.{name}" for name in {**part, **options_of(str(part["_target_"]))})
+
+
+def key_of(name: str, known: Sequence[str] = ()) -> str | None:
+    """Returns the key that is called so elsewhere (elsewhere.yaml), or that ends so: `max_steps` ->
+    training.max_steps.
+
+    known   options of parts, which are looked at too
+    """
+    ours = (key for key in [*known_keys(), *known] if key.rpartition(".")[2] == name)
+    return ELSEWHERE.get(name) or next(ours, None)
+
+
+def _did_you_mean_key(path: str, known: Sequence[str]) -> str:
+    """Returns `; did you mean X?` or ""."""
+    name = path.rpartition(".")[2]
+    found = ELSEWHERE.get(path) or ELSEWHERE.get(name)
+    if path == name:
+        found = key_of(name, known)
+    return f"; did you mean {found}?" if found else did_you_mean(path, known)
 
 
 def _unsound_values(plain: dict[str, Any]) -> Iterator[str]:
@@ -206,7 +232,8 @@ def _missing_parts(plain: dict[str, Any]) -> Iterator[str]:
         elif isinstance(part, dict) and (group in SEVERAL or not is_part):
             for name, value in part.items():
                 if group not in SEVERAL or not isinstance(value, dict) or "_target_" not in value:
-                    yield _unknown_argument(group, name, value, [])
+                    chosen = [*_options({group: part})] if group in SEVERAL else []
+                    yield _unknown_argument(group, name, value, chosen)
 
 
 def _target_problems(parts: list[tuple[str, dict[str, Any]]], allowed: Sequence[str]) -> list[str]:
@@ -260,7 +287,7 @@ def _unknown_argument(key: str, name: str, value: Any, options: Sequence[str]) -
     """
     path = f"{key}.{name}"
     value = format_value(value)
-    if near := did_you_mean(path, options):
+    if near := _did_you_mean_key(path, options):
         return f"{path}={value}: unknown key{near}"
     takers = []
     for file in sorted((CONF_DIR / key).glob("*.yaml")):
@@ -295,7 +322,9 @@ def _first_leaf(path: str, value: Any) -> tuple[str, Any]:
 def value_problems(path: str, value: Any, hint: Any) -> Iterator[str]:
     """Yields what is wrong with a value: its type, or a rule that stands in the type."""
     if not matches(value, hint):
-        yield f"{path}={format_value(value)} must be {describe(hint)}."
+        choices = [rule for rule in getattr(hint, "__metadata__", ()) if isinstance(rule, OneOf)]
+        wanted = choices[0] if choices else describe(hint)
+        yield f"{path}={format_value(value)} must be {wanted}."
         return
     origin = typing.get_origin(hint)
     args = typing.get_args(hint)

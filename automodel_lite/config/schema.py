@@ -106,7 +106,8 @@ class TrainingConfig:
         None
     )
     allow_few_steps: bool = resumable(False)  # epochs may be fewer than 10 optimizer steps
-    micro_batch_size: Size = resumable(1)  # packs per forward pass of a data-parallel rank
+    # packs per forward pass of a data-parallel rank; 0 = as many as have at most 4,096 tokens
+    micro_batch_size: Annotated[int, Range(0, 2**17)] = resumable(1)
     global_batch_size: Annotated[int, Range(1, 10**6)] | Auto | None = (
         # packs per optimizer step; null = micro_batch_size x ranks; auto = 8, or fewer for at least
         # 50 steps

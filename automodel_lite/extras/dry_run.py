@@ -2,17 +2,19 @@
 
 The data is read and tokenized (the cache is kept for the run), packs are planned, the kernel is
 chosen and checked, parameters are counted on the meta device, and a step of rank 0 is run under
-fake tensors. No weights are loaded, nothing is written to the run's folder. One process answers for
+fake tensors. No weights are loaded, nothing stays in the run's folder. One process answers for
 any mesh: set mesh.dp_shard to the processes meant.
 """
 
 from __future__ import annotations
 
 from dataclasses import asdict, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from automodel_lite.config.schema import Config
 from automodel_lite.data.prepare import check_positions, check_sizes, prepare_data
-from automodel_lite.errors import one_line
+from automodel_lite.errors import ConfigError, one_line
 from automodel_lite.extras.plan.heaviest import heaviest_batch
 from automodel_lite.extras.plan.simulation import simulate
 from automodel_lite.models.flops import cost_model
@@ -50,6 +52,7 @@ def dry_run(config: Config) -> int:
     would.
     """
     console = Console(is_silent=rank() != 0)
+    check_writable(Path(config.output_dir))
     device = default_device()
     mesh = config.mesh
     requested = mesh.dp_replicate * max(mesh.dp_shard, 1) * mesh.cp * mesh.tp
@@ -102,6 +105,21 @@ def dry_run(config: Config) -> int:
         "dry run: the settings, the data and the model fit together; nothing was trained or written"
     )
     return 0
+
+
+def check_writable(folder: Path) -> None:
+    """Raises ConfigError unless the run could write its folder: an empty one is made and removed
+    beside it, or in the closest folder that exists.
+    """
+    there = next(path for path in (folder.resolve(), *folder.resolve().parents) if path.exists())
+    try:
+        with TemporaryDirectory(prefix=".dry_run_", dir=there):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"output_dir={folder} cannot be written: {there}: {error.strerror}: choose another "
+            "with output_dir=... ."
+        ) from None
 
 
 def what_is_trained(decided: Decided, adapter: int | None) -> tuple[int, str]:

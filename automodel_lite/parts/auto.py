@@ -5,25 +5,33 @@ numbers, and resumes with them.
 
     packed_sequence.packed_sequence_size   from the lengths of the documents
     optimizer.lr                           from the kind of training and the width of the model
+    training.micro_batch_size (0)          from the size of a pack and a rank's packs in a step
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
 from automodel_lite.attention.spec import config_value
 from automodel_lite.config.components import build
 from automodel_lite.config.schema import Config, TrainingConfig
-from automodel_lite.config.sizes import AUTO_BATCH_SIZE, LEAST_STEPS
+from automodel_lite.config.sizes import (
+    AUTO_BATCH_SIZE,
+    LEAST_STEPS,
+    fitted_batch_size,
+    global_batch_size_of,
+    mesh_shape,
+)
 from automodel_lite.data.feeding.planned import document_kind, epochs_of
 from automodel_lite.data.feeding.source import AdaptingDataset, PackingDataset
 from automodel_lite.data.tokens.tokenize import job_of, tokenize_documents
 from automodel_lite.errors import ConfigError
+from automodel_lite.launched import world_size
 from automodel_lite.models.loss import Loss
 from automodel_lite.models.source import CausalLM
 from automodel_lite.telemetry.console import Console
@@ -51,24 +59,50 @@ def resolve_auto(config: Config, console: Console, has_data: bool) -> Config:
     is_auto = config.packed_sequence.get("packed_sequence_size") == AUTO
     least = 2 * config.mesh.cp if config.mesh.cp > 1 else 1
     multiple = config.packed_sequence.get("slot_multiple") or least
+    # packs this long are passed one by one, whatever the data are
+    is_long = not is_auto and config.packed_sequence["packed_sequence_size"] > MOST_PACK // 2
+    is_micro_open = not config.training.micro_batch_size and not is_long
+    config = with_micro_batch(config, config.training.micro_batch_size or 1)
     # a size that any slots divide, to try the other settings with
     trial = with_pack_size(config, -(-MOST_PACK // multiple) * multiple) if is_auto else config
     parts = build_parts(trial)
-    if config.optimizer.get("lr") == AUTO:
-        lr, reason = learning_rate(parts.model, parts.loss, config.peft)
-        config = replace(config, optimizer=config.optimizer | {"lr": lr})
-        console.say("auto", f"optimizer.lr: {lr:g} ({reason})")
-    if is_auto:
+    if "lr" in config.optimizer:
+        rate = _rate_of(config, parts, console)
+        config = replace(config, optimizer=config.optimizer | {"lr": rate})
+    data = None
+    if is_auto or is_micro_open:
         try_settings(trial, parts)
+        data = data_of(config, parts) if has_data else None
+    if is_auto:
         if has_data:
-            size, reason = pack_size_of(config, parts, multiple)
+            size, reason = pack_size_of(data, config, parts, multiple)
         else:
             model_config = parts.model.resolve_model_config({"vocab_size": LEAST_PACK})
             size, reason = _within_positions(model_config, MOST_PACK, "of rows in memory")
             size = size // multiple * multiple
         config = with_pack_size(config, size)
         console.say("auto", f"{SIZE}: {size:,} ({reason})")
+    if is_micro_open:
+        parts = build_parts(config)
+        micro = micro_batch_of(config, parts, data)
+        config = with_micro_batch(config, micro)
+        if micro > 1:
+            tokens = micro * parts.packed_sequence_size
+            reason = f"a forward pass of {tokens:,} tokens, of packs of a step"
+            console.say("auto", f"training.micro_batch_size: {micro} ({reason})")
     return config
+
+
+def _rate_of(config: Config, parts: Parts, console: Console) -> Any:
+    """Returns the learning rate, and prints one that is chosen, or given and far from it."""
+    usual, reason = learning_rate(parts.model, parts.loss, config.peft)
+    given = config.optimizer["lr"]
+    if given == AUTO:
+        console.say("auto", f"optimizer.lr: {usual:g} ({reason})")
+        return usual
+    if given and not usual / FAR <= given <= usual * FAR:
+        console.say("NOTE", f"optimizer.lr={given:g} is far from the usual {usual:g} ({reason})")
+    return given
 
 
 def with_pack_size(config: Config, size: int) -> Config:
@@ -76,16 +110,27 @@ def with_pack_size(config: Config, size: int) -> Config:
     return replace(config, packed_sequence=config.packed_sequence | {"packed_sequence_size": size})
 
 
-def pack_size_of(config: Config, parts: Parts, multiple: int) -> tuple[int, str]:
-    """Returns the tokens of a pack, and why: see `fitted_pack_size`; a multiple of `multiple`, and
-    at most the positions of the model and its teacher.
+def with_micro_batch(config: Config, size: int) -> Config:
+    """Returns the configuration with this many packs in a forward pass."""
+    return replace(config, training=replace(config.training, micro_batch_size=size))
+
+
+@dataclass(frozen=True)
+class Known:
+    """What the data of a run say before they are packed."""
+
+    lengths: np.ndarray  # tokens of each document, int [documents]
+    is_split: bool  # documents may be cut, so that no pack has to hold one whole
+    tokenizer: PreTrainedTokenizerFast
+
+
+def data_of(config: Config, parts: Parts) -> Known | None:
+    """Tokenizes the documents, or finds them in the cache; None for a stream, whose lengths are
+    not known.
     """
     documents = build(config.dataset)
     if isinstance(documents, PackingDataset):
-        raise ConfigError(
-            f"{SIZE}=auto needs the lengths of all documents, which a stream does not know: set "
-            f"{SIZE}={MOST_PACK}."
-        )
+        return None
     # trees that documents share would be as long as the pack: of `tree=all`, each document's own
     tree = "auto" if parts.packer.tree == "all" else parts.packer.tree
     job = job_of(config, documents, tree)
@@ -94,12 +139,51 @@ def pack_size_of(config: Config, parts: Parts, multiple: int) -> tuple[int, str]
         documents, job, packer = documents.adapt(config, job, packer)
     lengths = tokenize_documents(documents, job, config.cache_dir).train.lengths
     packer = packer.for_document_kind(document_kind(documents))
-    is_split = packer.overlong == "split" or packer.cuts_documents
-    size, reason = fitted_pack_size(lengths, config.training, is_split)
+    return Known(lengths, packer.overlong == "split" or packer.cuts_documents, job.tokenizer)
+
+
+def pack_size_of(
+    data: Known | None, config: Config, parts: Parts, multiple: int
+) -> tuple[int, str]:
+    """Returns the tokens of a pack, and why: see `fitted_pack_size`; a multiple of `multiple`, and
+    at most the positions of the model and its teacher.
+    """
+    if data is None:
+        raise ConfigError(
+            f"{SIZE}=auto needs the lengths of all documents, which a stream does not know: set "
+            f"{SIZE}={MOST_PACK}."
+        )
+    size, reason = fitted_pack_size(data.lengths, config.training, data.is_split)
     for model in (parts.model, parts.teacher):
         if model:
-            size, reason = _within_positions(model.config(job.tokenizer), size, reason)
+            size, reason = _within_positions(model.config(data.tokenizer), size, reason)
     return max(multiple, size // multiple * multiple), reason
+
+
+def micro_batch_of(config: Config, parts: Parts, data: Known | None) -> int:
+    """Returns the packs of a forward pass: as many of a rank's packs in a step as together have at
+    most `MOST_PACK` tokens. Passes of a few hundred tokens leave a device idle.
+
+    One, where documents are padded, where a stream packs them, and where the processes do not fit
+    the mesh, which the run explains.
+    """
+    packer = parts.packer
+    most = MOST_PACK // packer.packed_sequence_size
+    if most < 2 or packer.is_ragged or data is None:
+        return 1
+    try:
+        dp = mesh_shape(config.mesh, world_size()).dp
+        batch = global_batch_size_of(parts.training, dp)
+    except ConfigError:
+        return 1
+    training = config.training
+    if training.global_batch_size == "auto" and training.max_steps is None:
+        tokens = int(data.lengths.sum(dtype=np.int64))
+        num_packs = -(-tokens // packer.packed_sequence_size)
+        epochs, _ = epochs_of(training, len(data.lengths))
+        batch = fitted_batch_size(dp, batch, min(packer.max_packs or num_packs, num_packs), epochs)
+    share = batch // dp
+    return max(size for size in range(1, most + 1) if share % size == 0)
 
 
 def _within_positions(model_config: PretrainedConfig, size: int, reason: str) -> tuple[int, str]:
@@ -149,6 +233,7 @@ def fitted_pack_size(
 # AdamW's rates for a hidden size of 4,096, where most published recipes are
 RATES = {"the whole model": 2e-5, "an adapter": 2e-4, "a model from scratch": 3e-4}
 RATE_WIDTH = 4096
+FAR = 50  # times the usual rate, or a part of it: a slip more often than a choice
 PAIRS_FRAC = 1 / 20  # of these for pairs of answers, whose loss pushes the answers apart
 
 

@@ -309,7 +309,7 @@ def gathered_files(
     """Gathers one group after the other (a collective); yields the files of `rank`, with their
     weights on the host.
     """
-    state = _unique(lm)
+    state = unique_weights(lm)
     # In rounds of a file for each rank, the first group of each, then the second: all are full at
     # the same time, so that a rank which writes keeps nobody waiting for its part of the next
     # gather.
@@ -336,23 +336,7 @@ def gathered_files(
         yield from ((file, weights) for file in now if file.writer == rank)
 
 
-def whole_weights(
-    lm: transformers.PreTrainedModel, dtypes: dict[str, torch.dtype]
-) -> Iterator[tuple[str, Tensor]]:
-    """Yields name and whole tensor of every weight, as files have them, one after the other; every
-    rank of the job iterates.
-    """
-    state = _unique(lm)
-    for group in groups_of(lm, dtypes):
-        whole = {}
-        for name in group.parameters:
-            value = state[name].to(dtypes.get(name, state[name].dtype))
-            whole[name] = value.full_tensor() if isinstance(value, DTensor) else value
-        saved = as_saved(lm, whole)
-        yield from ((name, saved[name].to(meta.dtype)) for name, meta in group.weights.items())
-
-
-def _unique(lm: transformers.PreTrainedModel) -> dict[str, Tensor]:
+def unique_weights(lm: transformers.PreTrainedModel) -> dict[str, Tensor]:
     """Parameters and persistent buffers; of tied ones the first."""
     ignored = lm._keys_to_ignore_on_save or set()
     seen = set()
@@ -370,7 +354,7 @@ def groups_of(lm: transformers.PreTrainedModel, dtypes: dict[str, torch.dtype]) 
     """
     described = {
         name: torch.empty(x.shape, dtype=dtypes.get(name, x.dtype), device="meta")
-        for name, x in _unique(lm).items()
+        for name, x in unique_weights(lm).items()
     }
     together = as_saved(lm, described)
     of_layers: dict[str, list[str]] = {}

@@ -10,10 +10,11 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from automodel_lite.cli import compose_config, run_recipe
-from automodel_lite.cli.compose import Loader, compose, overridden_options
+from automodel_lite.cli.compose import Loader, compose
 from automodel_lite.cli.hydra_app import run_command_line
 from automodel_lite.cli.sources import Sources, groups_of, presets_of
 from automodel_lite.errors import ConfigError
+from automodel_lite.extras.cli.ls import overridden_options
 from tests.ranks import in_a_process
 from tests.runs import composed
 

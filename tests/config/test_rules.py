@@ -29,7 +29,7 @@ WRONG = {
     "training.max_time=0": "training.max_time=0 must be over 0.",
     "training.hang_timeout_s=-1": "training.hang_timeout_s=-1 must be at least 0 and at most 10,000,000.",
     "samples.max_new_tokens=100000000": "samples.max_new_tokens=100000000 must be at least 1 and at most 131,072.",
-    "training.micro_batch_size=1000000000000000000": "training.micro_batch_size=1000000000000000000 must be at least 1 and at most 131,072.",
+    "training.micro_batch_size=1000000000000000000": "training.micro_batch_size=1000000000000000000 must be at least 0 and at most 131,072.",
     "training.max_steps=1000000000000000000": "training.max_steps=1000000000000000000 must be at most 1,000,000,000.",
     "advanced.stop_margin_s=1e18": "advanced.stop_margin_s=1e+18 must be at least 0 and at most 10,000,000.",
     "mesh.reduce_every_micro_batch=true": "mesh.reduce_every_micro_batch=true: unknown key; did you mean advanced.reduce_every_micro_batch?",

@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -86,7 +87,7 @@ REPORT = (
 LINE = re.compile(r"Wind \w+ at \d+ knots, gusts to \d+\.")
 
 
-def facts(rng: random.Random) -> dict[str, object]:
+def facts(rng: random.Random) -> dict[str, Any]:
     """Returns what one order or one report is about."""
     count = rng.randint(2, 60)
     return {
@@ -116,12 +117,16 @@ def write_chats(path: Path, count: int, seed: int) -> Path:
     return write_rows(path, rows)
 
 
-def write_short_chats(path: Path, count: int, seed: int) -> Path:
-    """Writes chats of 30 tokens: thousands are trained on in an hour of one thread."""
+def write_short_chats(path: Path, count: int, seed: int, more: int = 0) -> Path:
+    """Writes chats of 30 tokens: thousands are trained on in an hour of one thread.
+
+    more   is added to each number, so that no such order is trained on
+    """
     rng = random.Random(seed)
     rows = []
     for _ in range(count):
         order = facts(rng)
+        order["count"] += more
         rows.append({"messages": [{"role": "system", "content": "Orders"},
                                   {"role": "user", "content": ASKED.format(**order)},
                                   {"role": "assistant", "content": SHORT.format(**order)}]})  # fmt: skip
@@ -155,7 +160,7 @@ def write_rows(path: Path, rows: list[dict]) -> Path:
     return path
 
 
-def command(*arguments: str, folder: Path, codes: tuple[int, ...] = (0,)) -> str:
+def command(*arguments: str, folder: Path) -> str:
     """Runs a command as a user does, in an empty folder; returns what it printed."""
     done = subprocess.run(
         [sys.executable, "-m", "automodel_lite", *arguments],
@@ -164,7 +169,7 @@ def command(*arguments: str, folder: Path, codes: tuple[int, ...] = (0,)) -> str
         stdout=subprocess.PIPE,
         text=True,
     )
-    assert done.returncode in codes, done.stdout[-3000:]
+    assert done.returncode == 0, done.stdout[-3000:]
     print(done.stdout)
     return done.stdout
 
@@ -185,7 +190,7 @@ def test_a_first_job_learns_with_default_settings(job: str, model: Path, tmp_pat
         held_out = write_pairs(tmp_path / "held_out.jsonl", 40, seed=2)
     elif job == "chats-5000":
         data = write_short_chats(tmp_path / "chats.jsonl", 5000, seed=1)
-        held_out = write_short_chats(tmp_path / "held_out.jsonl", 40, seed=2)
+        held_out = write_short_chats(tmp_path / "held_out.jsonl", 40, seed=2, more=100)
     else:
         data = write_chats(tmp_path / "chats.jsonl", int(job.split("-")[1]), seed=1)
         held_out = write_chats(tmp_path / "held_out.jsonl", 40, seed=2)
@@ -197,19 +202,11 @@ def test_a_first_job_learns_with_default_settings(job: str, model: Path, tmp_pat
     ]
     base = held_out_loss(preset, model, settings, tmp_path)
     trained = [f"model.pretrained={model}", *settings]
-    if job == "chats-5000":  # three epochs are 50 minutes of a free core: what 35 have taught
-        trained.append("training.max_time=0:35:00")
-    said = command(
-        "train", "--config-name", preset, "name=job", *trained, folder=tmp_path, codes=(0, 75)
-    )
+    command("train", "--config-name", preset, "name=job", *trained, folder=tmp_path)
     rows = [
         json.loads(line) for line in (tmp_path / "runs/job/metrics.jsonl").read_text().splitlines()
     ]
-    if "finished at step" in said:
-        after = [row["val_loss/val"] for row in rows if "val_loss/val" in row][-1]
-    else:
-        command("export", "runs/job", folder=tmp_path)
-        after = held_out_loss(preset, tmp_path / "runs/job/hf", settings, tmp_path)
+    after = [row["val_loss/val"] for row in rows if "val_loss/val" in row][-1]
     print(f"{job}: held-out loss {base:.3f} -> {after:.3f}")
     assert after < base * 2 / 3
     if job == "pairs":

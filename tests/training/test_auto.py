@@ -110,6 +110,14 @@ def test_a_pretrained_model_learns_slowest(tmp_path: Path):
     assert learning_rate(model, loss, {}) == (2e-5, "trains the whole model, hidden size 4,096")
 
 
+@pytest.mark.parametrize(("lr", "is_noted"), [(0.05, True), (1e-9, True), (1e-3, False)])
+def test_a_rate_far_from_the_usual_one_is_noted(tmp_path: Path, capsys, lr: float, is_noted: bool):
+    few = ["training.micro_batch_size=0", "model.config.hidden_size=2048"]
+    resolve_auto(quick_config(tmp_path, f"optimizer.lr={lr}", *few))
+    noted = f"optimizer.lr={lr:g} is far from the usual 0.0006 (trains a model from scratch"
+    assert (noted in capsys.readouterr().out) == is_noted
+
+
 def test_a_stream_has_no_lengths(tmp_path: Path):
     chats = tmp_path / "chats.jsonl"
     turns = [{"role": "user", "content": "count"}, {"role": "assistant", "content": "one"}]
@@ -123,6 +131,35 @@ def test_a_mistake_of_the_settings_is_named_before_anything_is_tokenized(tmp_pat
     with pytest.raises(ConfigError, match="teacher=none: loss=Distill"):
         resolved(tmp_path, "dataset.path=nothing.jsonl", "dataset=files", "~dataset.num_chats",
                  "loss=distill")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("overrides", "micro"),
+    [
+        # 8 packs of 128 are one pass of 1,024 tokens; of 1,024, two passes of four
+        (["packed_sequence.packed_sequence_size=128", "training.max_steps=2"], 8),
+        (["packed_sequence.packed_sequence_size=1024", "training.max_steps=2"], 4),
+        (["packed_sequence.packed_sequence_size=1024", "training.global_batch_size=6"], 3),
+        (["packed_sequence.packed_sequence_size=4096", "training.max_steps=2"], 1),
+        # a step of as few packs as give 50 steps
+        (["packed_sequence.packed_sequence_size=256", "training.num_epochs=3"], 2),
+        (["packed_sequence.packed_sequence_size=256", "training.global_batch_size=null"], 1),
+        (["packed_sequence=none", "training.max_steps=2"], 1),
+        # of two ranks, each has four of the eight packs
+        (["packed_sequence.packed_sequence_size=128", "training.max_steps=2", "mesh.cp=2"], 8),
+        (["packed_sequence.packed_sequence_size=128", "training.max_steps=2", "2 ranks"], 4),
+    ],
+)
+def test_a_forward_pass_has_packs_of_the_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], micro: int
+):
+    """The step stays what it is: the passes of a rank divide its packs."""
+    if "mesh.cp=2" in overrides or "2 ranks" in overrides:
+        monkeypatch.setenv("WORLD_SIZE", "2")
+    options = ["training.global_batch_size=auto", "training.max_steps=null"]
+    overrides = [text for text in overrides if text != "2 ranks"]
+    config = quick_config(tmp_path, *options, "training.micro_batch_size=0", *overrides)
+    assert resolve_auto(config).training.micro_batch_size == micro
 
 
 def test_an_unresolved_size_is_refused(tmp_path: Path):

@@ -194,13 +194,25 @@ def parse_json_object(line: bytes, where: str, encoding: str = UTF_8) -> RawRow:
     except json.JSONDecodeError as error:
         shown = error.doc[max(0, error.pos - 20) : error.pos + 20]
         raise DataError(
-            f"{where}:{error.pos + 1}: not JSON: {error.msg}, near {shown!r}."
+            f"{where}:{error.pos + 1}: not JSON: {error.msg}, near {shown!r}: "
+            f"{_AS_JSON if error.doc.startswith('[') else _json_cure(error)}."
         ) from error
     except ValueError as error:  # a number of thousands of digits, a key that is there twice
         raise DataError(f"{where}: not JSON that can be read: {error}.") from error
     if not isinstance(row, dict):
-        raise DataError(f"{where}: a row must be a JSON object, not {type(row).__name__}.")
+        raise DataError(
+            f"{where}: a row must be a JSON object, not {type(row).__name__}: {_AS_JSON}."
+        )
     return row
+
+
+_AS_JSON = "an array of rows belongs in a file named .json"
+
+
+def _json_cure(error: json.JSONDecodeError) -> str:
+    if error.msg.startswith("Unterminated") or len(error.doc) == error.pos:
+        return "it ends too soon, as a file that was cut off: write the file again"
+    return "mend it there, or leave bad rows out with tokenize.on_bad_row=skip"
 
 
 def _object(pairs: list[tuple[str, Any]]) -> RawRow:
@@ -277,7 +289,8 @@ def open_json(path: Path, name: str, encoding: str) -> RawRows:
         line = content.count(b"\n", 0, error.start) + 1
         raise DataError(f"{name}:{line}: {undecodable(content[error.start], encoding)}") from error
     except ValueError as error:
-        raise DataError(f"{name}: not JSON: {error}.") from error
+        cure = f": {_json_cure(error)}" if isinstance(error, json.JSONDecodeError) else ""
+        raise DataError(f"{name}: not JSON: {error}{cure}.") from error
     arrays = [whole] if isinstance(whole, list) else []
     if isinstance(whole, dict):
         arrays = _rows_in(whole)

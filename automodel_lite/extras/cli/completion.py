@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import os
 import re
+import sys
+from argparse import Namespace
 from collections.abc import Iterator
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from automodel_lite.cli.compose import Loader, compose, without_hydra
+from automodel_lite.cli.compose import Loader, check_overrides, compose, without_hydra
 from automodel_lite.cli.line import RECIPES, parser
 from automodel_lite.cli.sources import Sources, groups_of, presets_of
+from automodel_lite.compat import Hydra
 from automodel_lite.config.schema import Config
 from automodel_lite.errors import ConfigError, format_value
 
@@ -94,3 +97,19 @@ def _settings(
             else f"={format_value(value).replace(' ', '') if is_set else ''}"
         )
         yield f"{prefix}{name}{after}"
+
+
+def show(hydra: Hydra, line: Namespace) -> int:
+    """Answers Hydra's own questions: --shell-completion and --cfg."""
+    typed = list(line.overrides)
+    if line.shell_completion:
+        sys.argv[0] = sys.argv[0].split()[0]  # not `automodel-lite train`
+        if "install=zsh" in typed:  # Hydra's script is bash's
+            print("(( $+functions[compdef] )) || { autoload -Uz compinit; compinit }")
+            print("autoload -Uz bashcompinit; bashcompinit")
+        hydra.shell_completion(line.config_name or "base", typed)
+        return 0
+    assert isinstance(hydra.config_loader, Loader)
+    check_overrides(hydra.config_loader, typed, line.is_multirun)
+    hydra.show_cfg(line.config_name, typed, line.cfg, None, line.resolve)
+    return 0

@@ -1,19 +1,28 @@
-"""What there is to choose: `automodel-lite ls`, and `--help` of a recipe."""
+"""What there is to choose: `automodel-lite ls`, `--help` of a recipe, and what a preset sets over a
+chosen option.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Sequence
 
+from omegaconf import DictConfig, OmegaConf
+
+from automodel_lite.cli.compose import is_typed
 from automodel_lite.cli.line import (
     EXAMPLES,
     JSON_HELP,
     argument_parser,
+    group_of,
+    options_in,
     parser,
     rewrite_program_name,
 )
 from automodel_lite.cli.recipes import Recipe
-from automodel_lite.cli.sources import Sources, groups_of, presets_of
-from automodel_lite.errors import ConfigError, did_you_mean
+from automodel_lite.cli.sources import Sources, groups_of, presets_of, read
+from automodel_lite.config.components import flatten
+from automodel_lite.errors import ConfigError, did_you_mean, format_value
 
 
 def ls(argv: list[str]) -> int:
@@ -92,3 +101,28 @@ def first_comment(preset: str, sources: Sources) -> str:
     assert path is not None
     line = next(iter(path.read_text(errors="replace").splitlines()), "")
     return re.split(r"[:;] ", line.lstrip("# "))[0].rstrip(".") if line.startswith("#") else ""
+
+
+def overridden_options(
+    raw: DictConfig, sources: Sources, overrides: Sequence[str]
+) -> Iterator[str]:
+    """Yields a line for each key of an option that was chosen on the command line and that a preset
+    sets otherwise.
+
+    >>> optimizer.lr=0.003 (the preset's, over 0.001 of optimizer/adamw_8bit.yaml)
+    """
+    known = groups_of(sources)
+    values = dict(flatten(OmegaConf.to_container(raw, resolve=False)))
+    for text in overrides:
+        group = group_of(text, known)
+        if group not in known:
+            continue
+        others = [other for other in overrides if other != text]
+        for option in options_in(text):
+            path = sources.file(f"{group}/{option}")
+            own = OmegaConf.to_container(read(path), resolve=False) if path else {}
+            for key, value in flatten(own, str(group).replace("/", ".")):
+                if key in values and values[key] != value and not is_typed(key, others):
+                    now = format_value(values[key])
+                    own_value = format_value(value)
+                    yield f"{key}={now} (the preset's, over {own_value} of {group}/{option}.yaml)"

@@ -48,6 +48,7 @@ from automodel_lite.extras.client.rows import (
     check_rows,
     pack_rows,
 )
+from automodel_lite.extras.client.weights import whole_weights
 from automodel_lite.launched import rank, world_size
 from automodel_lite.models.loss import (
     CrossEntropy,
@@ -65,7 +66,7 @@ from automodel_lite.run.checkpoint import Checkpointer
 from automodel_lite.run.export import export_adapter, export_hf
 from automodel_lite.run.folder import RunFolder, plain
 from automodel_lite.run.lock import RunLock
-from automodel_lite.run.weight_files import stored_dtypes, whole_weights
+from automodel_lite.run.weight_files import stored_dtypes
 from automodel_lite.seed import seed_all
 from automodel_lite.telemetry.console import Console, quiet_libraries
 from automodel_lite.training import start
