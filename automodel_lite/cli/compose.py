@@ -112,8 +112,8 @@ class Loader(ConfigLoaderImpl):
             if (found := _NO_OPTION.search(text)) and found[1] in self.known:
                 text = option_problem(f"{found[1]}={found[2]}", self.known, False) or text
             if found := _NO_PRESET.search(text):
-                near = did_you_mean(found[2], presets_of(self.sources)) or "."
-                text = f"{found[1]}.yaml: defaults: {found[2]}: no such preset{near}"
+                text = f"{found[1]}.yaml: defaults: {found[2]}: no such preset"
+                text += did_you_mean(found[2], presets_of(self.sources))
             elif _NO_DEFAULTS.search(text):
                 text = (
                     f"{config_name}.yaml: defaults: must be a list of presets and options, such as "

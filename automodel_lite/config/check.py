@@ -190,7 +190,7 @@ def _did_you_mean_key(path: str, known: Sequence[str]) -> str:
     found = ELSEWHERE.get(path) or ELSEWHERE.get(name)
     if path == name:
         found = key_of(name, known)
-    return f"; did you mean {found}?" if found else did_you_mean(path, known)
+    return f"; did you mean {found}?" if found not in (None, path) else did_you_mean(path, known)
 
 
 def _unsound_values(plain: dict[str, Any]) -> Iterator[str]:

@@ -88,7 +88,7 @@ def resolve_auto(config: Config, console: Console, has_data: bool) -> Config:
         config = with_micro_batch(config, micro)
         if micro > 1:
             tokens = micro * parts.packed_sequence_size
-            reason = f"a forward pass of {tokens:,} tokens, of packs of a step"
+            reason = f"packs of a step share forward passes of {tokens:,} tokens"
             console.say("auto", f"training.micro_batch_size: {micro} ({reason})")
     return config
 

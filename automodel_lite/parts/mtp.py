@@ -54,6 +54,12 @@ def add_heads(lm: transformers.PreTrainedModel) -> None:
     checkpoints. Raises ConfigError for a family without any that are known here.
     """
     text = lm.config.get_text_config()
+    if text.model_type not in BEHIND + BESIDE:  # others' layers may have another name
+        raise ConfigError(
+            "model.mtp_loss trains heads that predict further tokens, which are known of "
+            f"{', '.join(sorted(BEHIND + BESIDE))}, not of {text.model_type}: set "
+            "model.mtp_loss=0."
+        )
     layers: Any = text_decoder(lm).layers
     kind = type(layers[0])
     device = next(lm.parameters()).device
@@ -67,17 +73,11 @@ def add_heads(lm: transformers.PreTrainedModel) -> None:
         with torch.device(device):
             heads = [made(text, layer) for layer in range(len(layers), len(layers) + depth)]
         layers.extend(heads)
-    elif text.model_type in BESIDE:
+    else:
         attending = len(layers) - 1 - text.layer_types[::-1].index("full_attention")
         with torch.device(device):
             heads = [HeadBeside(text, kind, attending)]
         lm.mtp = heads[0]
-    else:
-        raise ConfigError(
-            "model.mtp_loss trains heads that predict further tokens, which are known of "
-            f"{', '.join(sorted(BEHIND + BESIDE))}, not of {text.model_type}: set "
-            "model.mtp_loss=0."
-        )
     for head in heads:
         head.to(next(lm.parameters()).dtype)
         if device.type != "meta":  # else its weights are read

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
@@ -19,10 +20,14 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import transformers
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from transformers.modeling_layers import MtpModel
 
 from automodel_lite.models.source import model_class
+from automodel_lite.parts.mtp import add_heads, heads_of
+from automodel_lite.run.weight_files import as_saved
 from benchmarks.survey_models import InDouble
 from benchmarks.tiny_models import random_model, tiny_config
 from recipes import score, train_ft
@@ -31,6 +36,7 @@ from tests.runs import Row, config_of, rows_of
 
 NUM_PROMPTS, VAL_PROMPTS = 4, 2
 BALANCE, CROSS_ENTROPY, TOP_K, LORA_SCALE = 0.5, 0.25, 5, 2.0
+MTP = 0.3  # times the mean loss of the heads
 SIMPO = {"beta": 2.0, "gamma": 1.0}
 FILES = "automodel_lite.data.reading.files.FilesDataset"
 STREAM = "automodel_lite.parts.datasets.streams.StreamingDataset"
@@ -57,6 +63,7 @@ class Job:
     has_lora: bool = False
     resumes: bool = False
     simulates: bool = False
+    has_heads: bool = False
     num_ranks: int = 1
     settings: list[str] = field(default_factory=list)
 
@@ -149,6 +156,12 @@ def _experts(job: Job) -> None:
         job.family = "qwen3_moe"
 
 
+def _heads(job: Job) -> None:
+    job.has_heads = True
+    if job.family in ("llama", "deepseek_v3"):
+        job.family = "deepseek_v3_heads"
+
+
 FEATURES: dict[str, Callable[[Job], None]] = {
     "trees": _trees,
     "pairs": _pairs,
@@ -171,6 +184,7 @@ FEATURES: dict[str, Callable[[Job], None]] = {
     "tp": _axis("tp"),
     "cp": _axis("cp"),
     "ep": _experts,
+    "heads ahead": _heads,
 }
 """What is added here is crossed with all others."""
 ON_RANKS = ("fsdp", "tp", "cp", "ep")
@@ -262,6 +276,26 @@ def save_models(folder: Path) -> None:
             model = random_model(config, seed=padding).float()
             model.save_pretrained(folder / family / kind)
             the_tokenizer().save_pretrained(folder / family / kind)
+    save_heads(folder / "deepseek_v3", folder / "deepseek_v3_heads")
+
+
+def save_heads(plain: Path, folder: Path) -> None:
+    """The same student with two heads for further tokens, under the names of its family's
+    checkpoints, beside the same teacher.
+    """
+    shutil.copytree(plain, folder)
+    student = folder / "student"
+    config = transformers.AutoConfig.from_pretrained(student)
+    config.num_nextn_predict_layers = 2
+    lm = model_class(config).from_pretrained(student, config=config, dtype=torch.float32)
+    add_heads(lm)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in (p for head in heads_of(lm) for p in head.parameters()):
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
+    config.save_pretrained(student)
+    saved = {name: value.contiguous() for name, value in as_saved(lm, lm.state_dict()).items()}
+    save_file(saved, student / "model.safetensors", metadata={"format": "pt"})
 
 
 def load(folder: Path) -> transformers.PreTrainedModel:
@@ -350,6 +384,7 @@ def overrides_of(job: Job, models: Path, folder: Path) -> list[str]:
         *data,
         f"model.pretrained={model / 'student'}",
         f"model.router_aux_loss={job.balance}",
+        f"model.mtp_loss={MTP if job.has_heads else 0}",
         f"loss={job.loss}",
         "packed_sequence.packed_sequence_size=512",
         f"packed_sequence.tree={job.tree}",
@@ -424,6 +459,12 @@ def truth(job: Job, models: Path, seen: Seen, numbers: range) -> tuple[float, fl
         # A branch of a tree begins inside its answer; what shares a tree is held out together.
         shares = job.form != "completion" or job.is_grouped
         own = [x for x in own if (x.prompt if shares else x.answer) in seen.screen]
+    heads = None
+    if job.has_heads:
+        # those of the published size, else
+        own_heads = rf"layers\.[{model.config.num_hidden_layers}-9]\."
+        model._keys_to_ignore_on_load_unexpected = [own_heads]
+        heads = MtpModel.from_pretrained(model).double()
     with InDouble():
         if job.form == "pairs":
             sums = [_of_pair(job, model, *pair) for pair in zip(own[::2], own[1::2])]
@@ -435,13 +476,39 @@ def truth(job: Job, models: Path, seen: Seen, numbers: range) -> tuple[float, fl
         if job.balance:
             of_labels = sum(labels for _, _, _, labels in sums)
             balanced = loss + torch.stack([b for _, _, b, _ in sums]).sum() / of_labels
+        if heads is not None:
+            ahead = torch.stack([_of_heads(job, model, heads, text) for text in own]).sum()
+            balanced = loss + MTP * ahead / sum(count for _, count, _, _ in sums)
     balanced.backward()
-    return float(loss), _norm(job, model, seen.start)
+    parts = [model] if heads is None else [model, heads.layers]
+    return float(loss), _norm(job, parts, seen.start)
 
 
-def _norm(job: Job, model: Any, start: dict[str, Tensor]) -> float:
+def _of_heads(job: Job, model: Any, heads: MtpModel, text: Text) -> Tensor:
+    """The sum over a row's labels of the heads' mean cross-entropy."""
+    ids, labels = (torch.tensor(values) for values in text.tokens)
+    weights = torch.tensor(text.weights if job.is_weighted else [1.0] * len(ids)).double()
+    hidden = model.get_decoder()(input_ids=ids[None], use_cache=False).last_hidden_state
+    total = torch.zeros((), dtype=torch.float64)
+    for k in range(1, heads.num_mtp_layers + 1):
+        positions = torch.arange(k, len(ids))[None]
+        hidden = heads.forward_layer(
+            k - 1, hidden[:, : len(ids) - k], positions, None, input_ids=ids[None, k:]
+        )
+        logits = heads._project_to_logits(hidden)[0]
+        losses = F.cross_entropy(logits, labels[k:], reduction="none", ignore_index=-100)
+        total = total + (losses * weights[k:]).sum() / heads.num_mtp_layers
+    return total
+
+
+def _norm(job: Job, parts: list[Any], start: dict[str, Tensor]) -> float:
     """Of all gradients; of adapters that begin at zero, `scale * dW @ A.T` of B."""
-    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    grads = {
+        f"{number} {name}".removeprefix("0 "): p.grad
+        for number, part in enumerate(parts)
+        for name, p in part.named_parameters()
+        if p.grad is not None
+    }
     if not job.has_lora:
         return float(torch.stack([grad.norm() for grad in grads.values()]).norm())
     found = []

@@ -29,6 +29,7 @@ from tests.ranks import run_ranks
 
 NOT_KNOWN = "a stream, whose tokens are not known|when a stream is not known"
 NO_BALANCE = "router_aux_loss=0.5: transformers has no load-balancing loss"
+NO_HEADS = "model.mtp_loss trains heads that predict further tokens, which are known of"
 REFUSED: dict[tuple[str, str], str] = {
     ("stored teacher", "stream"): NOT_KNOWN,
     ("mixture", "stream"): NOT_KNOWN,
@@ -48,6 +49,11 @@ REFUSED: dict[tuple[str, str], str] = {
     ("lora", "ep"): "with peft is not supported",
     ("val_frac", "stream"): "dataset.val_frac=0.25: unknown key",
     ("val_frac", "validation"): "set only one of them",
+    ("pairs", "heads ahead"): "and loss=SimPo compares answers",
+    ("lora", "heads ahead"): "an adapter holds no such heads",
+    ("router balance", "heads ahead"): NO_HEADS,
+    ("by rows", "heads ahead"): NO_HEADS,
+    ("ep", "heads ahead"): NO_HEADS,
 }
 """What cannot be, and a part of the sentence that says so; all others train."""
 

@@ -18,7 +18,7 @@ LAUNCH_DIR = CONF_DIR.parent / "launch"
 
 
 def slurm(argv: list[str]) -> int:
-    """Print an sbatch script for this cluster; what sinfo says of its nodes is filled in.
+    """Print an sbatch script for this cluster; with the sizes of its nodes as sinfo has them.
 
     automodel-lite slurm > job.sbatch
     sbatch job.sbatch --config-name finetune name=mine model.pretrained=... dataset.path=...
@@ -148,7 +148,8 @@ def _partition(wanted: str | None) -> tuple[str, str, int, int, int]:
             "there is no SLURM here (no sinfo): run this on the cluster's login node."
         ) from None
     if found.returncode:
-        raise ConfigError(f"sinfo: {' '.join(found.stderr.split())}")
+        last = found.stderr.strip().rpartition("\n")[2]
+        raise ConfigError(f"{last}: SLURM does not answer: run this on the cluster's login node.")
     rows = [line.split("|") for line in found.stdout.splitlines() if line.count("|") == 4]
     names = list(dict.fromkeys(row[0].rstrip("*") for row in rows))
     default = next(

@@ -146,7 +146,8 @@ class MemmapCorpus:
     def _open(self, path: str, key: str) -> MemmapRows:
         file = _bin_path(path)
         if not file.is_file():
-            raise ConfigError(f"{key}={path}: there is no file {file}.")
+            cure = "dataset=memmap reads tokens; for text or chats set dataset=files"
+            raise ConfigError(f"{key}={path}: there is no file {file}: {cure}.")
         index = file.with_suffix(".idx")
         if index.is_file():
             return MemmapRows(file, *read_megatron_index(index))
