@@ -31,7 +31,7 @@ from automodel_lite.models.layers import local
 Rate = Annotated[float, Range(0)]
 # Adam moves each weight by about the rate in every step
 PLAUSIBLE_RATE = Condition(
-    lambda value: "at most 0.1; 1e-5 to 1e-3 are usual." if value > 0.1 else None, "at most 0.1"
+    lambda value: "at most 1; 1e-5 to 1e-3 are usual." if value > 1 else None, "at most 1"
 )
 # auto (resolved before) = by the kind of training
 LearningRate = Annotated[float, Range(0), PLAUSIBLE_RATE] | Auto
