@@ -14,7 +14,7 @@
 MAKES(cublasCreate_v2) MAKES(cublasLtCreate) MAKES(cudnnCreate) MAKES(cusolverDnCreate) MAKES(cusparseCreate)
 API size_t cublasLtGetVersion() { return 130100; }
 API int cublasLtMatmulAlgoGetHeuristic(void*, void*, void*, void*, void*, void*, void*, int, void*, int* found) { *found = 1; return 0; }
-static const int CUDNN[] = {9, 24, 0};
+static const int CUDNN[] = {9, 99, 0};  // torch refuses one older than it was built with
 API size_t cudnnGetVersion() { return 10000 * CUDNN[0] + 100 * CUDNN[1] + CUDNN[2]; }
 API int cudnnGetProperty(int which, int* value) { *value = CUDNN[which]; return 0; }  // major, minor, patch level
 API size_t cudnnGetCudartVersion() { return 13000; }
