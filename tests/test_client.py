@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from safetensors.torch import load_file
 
@@ -45,6 +49,22 @@ def open_client(folder: str, runs: Path, *overrides: str) -> TrainingClient:
 def client(folder: str, tmp_path_factory: pytest.TempPathFactory) -> Any:
     with open_client(folder, tmp_path_factory.mktemp("run")) as opened:
         yield opened
+
+
+def test_a_program_may_close_the_groups_that_a_client_opened(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_exit: list[Callable[[], None]] = []
+    monkeypatch.setattr(atexit, "register", lambda *call: at_exit.append(partial(*call)))
+    open_client(folder, tmp_path, "mesh.strategy=fsdp")
+    assert dist.is_initialized()
+    dist.destroy_process_group()
+    for call in at_exit:
+        call()
+    open_client(folder, tmp_path / "again", "mesh.strategy=fsdp")
+    for call in at_exit:
+        call()
+    assert not dist.is_initialized()
 
 
 def test_a_step_is_that_of_the_mean_over_all_calls(folder: str, tmp_path: Path) -> None:

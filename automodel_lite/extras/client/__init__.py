@@ -60,7 +60,7 @@ from automodel_lite.models.loss import (
 )
 from automodel_lite.models.source import embedding_rows
 from automodel_lite.parallel.control import all_ranks, open_control
-from automodel_lite.parallel.mesh import mesh_shape
+from automodel_lite.parallel.mesh import Mesh, mesh_shape
 from automodel_lite.parallel.peers import flat
 from automodel_lite.run.checkpoint import Checkpointer
 from automodel_lite.run.export import export_adapter, export_hf
@@ -136,7 +136,7 @@ class TrainingClient:
         is_first = not dist.is_initialized()
         self.mesh = start.open_world(self.config)
         if is_first and self.mesh.root:
-            atexit.register(self.mesh.close)
+            atexit.register(_close, self.mesh)
         self._ranks = all_ranks()
         self._same(flat(plain(self.config)), "settings")
         self.built = build_model(decided, self.tokenizer, self.mesh, seed=self.config.seed)
@@ -546,6 +546,12 @@ def _as_groups(groups: Iterable[Any]) -> list[list[Any]]:
         raise TypeError("one row was given where a list of rows or groups belongs: [row].")
     found = [[group] if isinstance(group, Mapping) else list(group) for group in groups]
     return [group for group in found if group]
+
+
+def _close(mesh: Mesh) -> None:
+    """At the end of the process, whose program may have closed its groups itself."""
+    if dist.is_initialized():
+        mesh.close()
 
 
 def _check_settings(config: Config, parts: Parts) -> None:
