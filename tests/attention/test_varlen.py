@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -66,8 +67,14 @@ def test_what_varlen_attn_is_given(parameters: str, given: dict[str, Any]) -> No
             "FlashAttention needs compute capability 8.0",
         ),
         ("FA4", f"{VARLEN} scale window_size enable_gqa", (10, 0), None),
+        (
+            "cuDNN",
+            f"{VARLEN} scale window_size enable_gqa",
+            (8, 0),
+            r"on this GPU \(8.0\): it needs .* 9.x or 10.x",
+        ),
     ],
-    ids=["FA4 on 2.11", "FA4 on A100", "FA3 on B200", "T4", "FA4 on B200"],
+    ids=["FA4 on 2.11", "FA4 on A100", "FA3 on B200", "T4", "FA4 on B200", "cuDNN on A100"],
 )
 def test_an_implementation_is_refused_where_it_fails(
     implementation: str | None,
@@ -113,6 +120,51 @@ def test_an_fa4_that_this_torch_cannot_unpack_is_refused(
             kernel.check(ON_GPU)
     else:
         kernel.check(ON_GPU)
+
+
+@pytest.mark.parametrize(
+    ("changes", "torch_version", "cudnn", "is_deterministic", "sentence"),
+    [
+        ({}, "2.15.0+cu132", 92600, False, None),
+        ({}, "2.14.1", 92600, False, r"implementation=cuDNN on torch 2.14.1: torch>=2.15 can"),
+        ({}, "2.15.0", 91900, False, "with cuDNN 91900: it needs 92400"),
+        ({}, "2.15.0", None, False, "with cuDNN None: it needs 92400"),
+        (
+            {"head_dim": 256, "value_head_dim": 256},
+            "2.15.0",
+            92600,
+            False,
+            "with head dim 256: at most 128",
+        ),
+        ({}, "2.15.0", 92600, True, "with training.deterministic: leave attention.implementation"),
+    ],
+    ids=["all is there", "torch 2.14", "old cuDNN", "no cuDNN", "Gemma", "deterministic"],
+)
+def test_cudnn_is_refused_where_torch_would_take_another(
+    changes: dict[str, int],
+    torch_version: str,
+    cudnn: int | None,
+    is_deterministic: bool,
+    sentence: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch, "__version__", torch_version)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: is_deterministic)
+    kernel = VarlenAttention("cuDNN")
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+    if sentence is None:
+        kernel.check(replace(ON_GPU, **changes))
+        return
+    with pytest.raises(ConfigError, match=sentence):
+        kernel.check(replace(ON_GPU, **changes))
+
+
+def test_cudnn_is_off_where_nobody_asks_for_it() -> None:
+    """torch 2.15 would take it for plain packs, another of its graphs for most of them."""
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    VarlenAttention()
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
 
 
 def test_varlen_of_this_torch_takes_what_it_is_given() -> None:

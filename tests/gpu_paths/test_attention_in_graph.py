@@ -44,7 +44,7 @@ def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any
 ) -> Any:
-    cu_q, cu_k, max_q, max_k, is_causal, _, scale, window = rest
+    cu_q, cu_k, max_q, max_k, is_causal, _, scale, window, *_ = rest  # from 2.15 on a backend, too
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
 
     def differentiate() -> Any:

@@ -2,6 +2,11 @@
 
 The CUDA default: it needs no further package. Its arguments grow from version to version (2.12:
 enable_gqa), so they are looked up once, when the kernel is built.
+
+From 2.15 on torch prefers cuDNN for causal packs on Hopper and Blackwell. cuDNN aligns queries to
+the first key, so torch takes it only where both boundaries are one object, as in plain packs
+(`Segments`). It has no deterministic backward there, and torch builds one of its graphs for each
+number of documents and longest document, most packs another: it is off unless it is asked for.
 """
 
 from __future__ import annotations
@@ -25,8 +30,11 @@ from automodel_lite.thd import AttentionInputs, AttentionOptions, Segments
 LARGEST_HEAD_DIM = 256
 # of flash-attn-4, whose function inside gave two values until then: torch before 2.14 unpacks two
 NEWEST_OF_TWO_VALUES = Version("4.0.0b18")
+CUDNN = "cuDNN"
 # major compute capability of the GPUs that they run on
-CAPABILITIES = {"FA3": (9,), "FA4": (9, 10)}
+CAPABILITIES = {"FA3": (9,), "FA4": (9, 10), CUDNN: (9, 10)}
+OLDEST_OF_CUDNN = 92400  # for causal packs whose longest document has 128 tokens or less
+LARGEST_HEAD_DIM_OF_CUDNN = 128
 
 
 class VarlenAttention:
@@ -34,7 +42,8 @@ class VarlenAttention:
 
     implementation  None for the FlashAttention-2 that torch bundles, "FA3" or "FA4" for the package
                     of that name, through torch's `activate_flash_attention_impl` (which switches it
-                    for the whole process)
+                    for the whole process), "cuDNN" for the attention of that library, but with
+                    windows and between context-parallel ranks (for the whole process, too)
     """
 
     name = "thd_varlen"
@@ -42,7 +51,7 @@ class VarlenAttention:
 
     def __init__(
         self,
-        # null = the FlashAttention-2 inside torch; FA3 or FA4 = that package
+        # null = the FlashAttention-2 inside torch; FA3 or FA4 = that package; cuDNN (torch >= 2.15)
         implementation: str | None = None,
         varlen_attn: Callable[..., Any] = varlen_attn,
     ) -> None:
@@ -50,7 +59,8 @@ class VarlenAttention:
         # before 2.12 heads were not compared, and FlashAttention groups them by itself
         self.compares_heads = "enable_gqa" in inspect.signature(varlen_attn).parameters
         self.implementation = implementation
-        if implementation is not None:
+        torch.backends.cuda.enable_cudnn_sdp(implementation == CUDNN)
+        if implementation not in (None, CUDNN):
             try:
                 activate_flash_attention_impl(implementation)  # type: ignore[arg-type]
             except (ImportError, ValueError, RuntimeError) as error:
@@ -100,6 +110,8 @@ class VarlenAttention:
                     f"it needs compute capability {needs}: leave attention.implementation at null"
                 )
                 raise refuse(self, asked, cure)
+        if self.implementation == CUDNN:
+            _check_cudnn(self, spec)
         if self.implementation == "FA4" and not self.compares_heads:
             # there its backward refuses every window, and "no window, but causal" is one to it
             cure = "torch>=2.12 can; or leave attention.implementation at null"
@@ -165,6 +177,26 @@ class VarlenAttention:
             scale=options.scale,
         )
         return grads
+
+
+def _check_cudnn(kernel: VarlenAttention, spec: AttentionSpec) -> None:
+    """Where torch would take FlashAttention instead, without a word, or cuDNN other bits."""
+    found = torch.backends.cudnn.version()
+    cure = "leave attention.implementation at null"
+    asked = None
+    if Version(torch.__version__) < Version("2.15"):
+        asked = f"on torch {torch.__version__}"
+        cure = f"torch>=2.15 can, or {cure}"
+    elif found is None or found < OLDEST_OF_CUDNN:
+        asked = f"with cuDNN {found}"
+        cure = f"it needs {OLDEST_OF_CUDNN}, or {cure}"
+    elif spec.head_dim > LARGEST_HEAD_DIM_OF_CUDNN:
+        asked = f"with head dim {spec.head_dim}"
+        cure = f"at most {LARGEST_HEAD_DIM_OF_CUDNN}, or {cure}"
+    elif torch.are_deterministic_algorithms_enabled():
+        asked = "with training.deterministic"
+    if asked is not None:
+        raise refuse(kernel, f"implementation={CUDNN} {asked}", cure)
 
 
 def _without_decoding(segments: Segments) -> Segments:
