@@ -4,7 +4,8 @@
     python -m tests.gpu_paths.fake.run -m tests.gpu_paths.fake.cubins llama3_1_8b      one of them
 
 Each case compiles in a process of its own with empty caches: what it makes is what it needs. Spilled bytes are of the
-stack of a thread; ptxas chose them, as it would on a machine with the card.
+stack of a thread; ptxas chose them, as it would on a machine with the card. The cases of flash-attn-4 are there where it
+is installed (`pip install --pre flash-attn-4`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -54,12 +56,12 @@ GEMMA_2 = {
 
 @dataclass(frozen=True)
 class Kernel:
-    """registers  of a thread; `stack` and `shared` in bytes, of a thread and of a block"""
+    """registers  of a thread; `stack` and `shared` in bytes, of a thread and of a block; None is chosen at the launch"""
 
     name: str
     registers: int
     stack: int
-    shared: int
+    shared: int | None
 
 
 def shape_of(preset: str) -> dict[str, Any]:
@@ -126,6 +128,29 @@ def flex(
     FlexAttention()(q, k, v, segments, options).sum().backward()
 
 
+def flash_4(
+    softcap: float | None = None,
+    window: int | None = None,
+    sinks: bool = False,
+    dims: tuple[int, int] = (128, 128),
+) -> None:
+    """The same of `attention=flash` by flash-attn-4, which compiles for tensors without memory, and launches nothing."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from automodel_lite.parts.kernels.flash import FlashAttention
+    from automodel_lite.thd import AttentionOptions
+
+    with FakeTensorMode():
+        q, k, v, segments = _stream(8, 2 if dims[0] == dims[1] else 8, *dims, torch.bfloat16)
+        heads = None
+        if sinks:
+            heads = torch.empty(8, device="cuda", dtype=torch.bfloat16).requires_grad_(True)
+        options = AttentionOptions(dims[0] ** -0.5, window, softcap, heads)
+        FlashAttention()(q, k, v, segments, options).sum().backward()
+        assert q.grad is not None
+
+
 def flex_tree() -> None:
     import torch
 
@@ -169,12 +194,23 @@ CASES: dict[str, Callable[[], None]] = {
     "flex, trees": flex_tree,
     "flex, fp32": lambda: flex(dtype="float32"),
 }
+if find_spec("flash_attn") and find_spec("flash_attn.cute"):
+    CASES |= {
+        "flash-attn-4": flash_4,
+        "flash-attn-4, window": lambda: flash_4(window=256),
+        "flash-attn-4, softcap": lambda: flash_4(softcap=30.0),
+        "flash-attn-4, softcap, head dim 256": lambda: flash_4(softcap=50.0, dims=(256, 256)),
+        "flash-attn-4, sinks, window": lambda: flash_4(window=128, sinks=True, dims=(64, 64)),
+        "flash-attn-4, latent 192/128": lambda: flash_4(dims=(192, 128)),
+    }
 
 
 def compiled(case: str) -> dict[str, Any]:
     """Compiles a case in a process of its own; returns its seconds, its graphs and its kernels."""
     with tempfile.TemporaryDirectory() as folder:
         caches = {"TRITON_CACHE_DIR": f"{folder}/t", "TORCHINDUCTOR_CACHE_DIR": f"{folder}/i"}
+        # of the compiler of flash-attn-4
+        caches |= {"CUTE_DSL_KEEP": "cubin", "CUTE_DSL_DUMP_DIR": folder}
         began = time.monotonic()
         done = subprocess.run(
             [sys.executable, "-m", "tests.gpu_paths.fake.cubins", "--here", case],
@@ -199,9 +235,15 @@ def used(cubin: Path) -> Kernel:
     text = subprocess.run([tool, "-res-usage", cubin], capture_output=True, text=True).stdout
     found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+)", text)
     assert found, text
-    described = json.loads(cubin.with_suffix(".json").read_text())
-    assert described["target"]["arch"] == 90
-    return Kernel(cubin.stem, int(found[1]), int(found[2]), int(described["shared"]))
+    name = cubin.stem
+    shared = None
+    if class_ := re.search(r"(FlashAttention[A-Z]\w+?)_object_at.*\.sm_90a", name):
+        name = class_[1]
+    else:
+        described = json.loads(cubin.with_suffix(".json").read_text())
+        assert described["target"]["arch"] == 90
+        shared = int(described["shared"])
+    return Kernel(name, int(found[1]), int(found[2]), shared)
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -219,8 +261,9 @@ def table(rows: list[dict[str, Any]]) -> str:
         spills = sum(kernel.stack > 0 for kernel in kernels)
         most = f"{worst.stack:,}, `{worst.name[:60]}`" if worst.stack else "0"
         registers = max(kernel.registers for kernel in kernels)
-        shared = max(kernel.shared for kernel in kernels) / 1024
-        cells = [row["case"], row["graphs"], len(kernels), registers, spills, most, f"{shared:.0f}"]
+        shared = [kernel.shared for kernel in kernels if kernel.shared is not None]
+        largest = f"{max(shared) / 1024:.0f}" if shared else "at the launch"
+        cells = [row["case"], row["graphs"], len(kernels), registers, spills, most, largest]
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
 
