@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks import roofline
 from benchmarks.roofline import Ceilings, Job, counted, seconds, step
 
 TINY = (64, 3, 4, 2, 96, 128)  # hidden, layers, heads, kv heads, inner, vocabulary
@@ -51,3 +52,14 @@ def test_a_faster_card_is_faster_and_fusing_never_slower() -> None:
     assert seconds(
         [("mm", 1e15, 3e12), ("mul", 0.0, 6e12)], Ceilings(1e15, 3e12, 1.0), False
     ) == pytest.approx(3.0)
+
+
+def test_the_page_calls_its_bounds_never_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And shows what was measured elsewhere; its rows aside, it is the text that is written today."""
+    names = tuple(f"| {job.name} " for job in roofline.JOBS)
+    monkeypatch.setattr(roofline, "JOBS", ())
+    written = roofline.page(Ceilings(989e12, 3.35e12, 300e9))
+    rows = [line for line in roofline.PAGE.read_text().splitlines() if not line.startswith(names)]
+    assert rows == written.splitlines()
+    for text in ("**The two bounds are never reached.**", "**14,451**", "**13,011**"):
+        assert text in written
