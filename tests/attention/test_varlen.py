@@ -12,6 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from automodel_lite.errors import ConfigError
+from automodel_lite.extras.plan.simulation import _CountedAttention
 from automodel_lite.parts.kernels.varlen import VarlenAttention
 from automodel_lite.thd import AttentionInputs, AttentionOptions, Segments
 from tests.attention.signatures import CU_K, CU_Q, K_THD, ON_GPU, PLAIN, Q_THD, V_THD, recorder
@@ -165,6 +166,10 @@ def test_cudnn_is_off_where_nobody_asks_for_it() -> None:
     torch.backends.cuda.enable_cudnn_sdp(True)
     VarlenAttention()
     assert not torch.backends.cuda.cudnn_sdp_enabled()
+    VarlenAttention("cuDNN")
+    _CountedAttention()  # of a simulation before the run
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def test_varlen_of_this_torch_takes_what_it_is_given() -> None:

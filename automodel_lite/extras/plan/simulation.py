@@ -24,6 +24,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import Optimizer
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
@@ -540,6 +541,12 @@ class _CountedAttention(VarlenAttention):
     keys (latent attention) are counted as filled up to one width.
     """
 
+    def __init__(self) -> None:
+        """Torch's switch stays as the run's own kernel has set it."""
+        is_on = torch.backends.cuda.cudnn_sdp_enabled()
+        super().__init__()
+        torch.backends.cuda.enable_cudnn_sdp(is_on)
+
     def check(self, spec: AttentionSpec) -> None:
         """Nothing is refused."""
 
@@ -630,7 +637,10 @@ def _as_on_a_gpu(held: MemoryTracker) -> Iterator[None]:
 
     gather = fsdp_param_group.foreach_all_gather
     reduce = fsdp_param_group.foreach_reduce
+    # cuDNN's version and the card would be asked for
+    without_cudnn = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     with (
+        sdpa_kernel(without_cudnn),
         patch.object(torch.UntypedStorage, "resize_", resize),
         patch.object(torch, "tensor", made_there),
         patch.object(fully_shard_module, "_get_device_from_mesh", lambda mesh: GPU),
