@@ -6,6 +6,7 @@
 #include <unistd.h>
 #include <cstdio>
 #include <cstring>
+#include <ctime>
 #include <map>
 #include <mutex>
 #include <string>
@@ -60,7 +61,7 @@ API int ncclGetVersion(int* version) { *version = 22809; return 0; }
 API const char* ncclGetErrorString(int) { return "an error of the fake NCCL"; }
 API const char* ncclGetLastError(void*) { return ""; }
 API int ncclGetUniqueId(Id* id) {
-  static uint64_t number = (uint64_t)getpid() << 32;
+  static uint64_t number = ((uint64_t)getpid() << 32) + time(nullptr);
   memset(id, 7, sizeof *id);
   std::lock_guard<std::mutex> guard(mutex);
   number++;
@@ -70,14 +71,40 @@ API int ncclGetUniqueId(Id* id) {
 API int ncclCommInitRank(void** made, int size, Id id, int rank) { return open(made, name_of(id), size, rank); }
 API int ncclCommInitRankConfig(void** made, int size, Id id, int rank, void*) { return open(made, name_of(id), size, rank); }
 API int ncclCommInitRankScalable(void** made, int size, int rank, int, Id* ids, void*) { return open(made, name_of(ids[0]), size, rank); }
+// How many ranks of the parent give this color: each leaves a file with its own, and reads those of all. -1 after a minute.
+static int members(const Communicator* parent, int number, int color) {
+  const char* logs = getenv("FAKE_NCCL_LOG");
+  std::string start = std::string(logs ? logs : "/tmp") + "/split." + parent->name + "." + std::to_string(number) + ".";
+  std::string own = start + std::to_string(parent->rank);
+  FILE* made = fopen((own + ".new").c_str(), "w");
+  if (!made) return -1;
+  fprintf(made, "%d", color);
+  fclose(made);
+  if (rename((own + ".new").c_str(), own.c_str())) return -1;
+  int found = 0;
+  for (int rank = 0, waited = 0; rank < parent->size; waited++) {
+    FILE* file = fopen((start + std::to_string(rank)).c_str(), "r");
+    if (!file) {
+      if (waited > 60000) return -1;
+      usleep(1000);
+      continue;
+    }
+    int other;
+    if (fscanf(file, "%d", &other) == 1) found += other == color;
+    fclose(file);
+    rank++;
+  }
+  return found;
+}
 API int ncclCommSplit(void* of, int color, int key, void** made, void*) {
   auto* parent = (Communicator*)of;
   int number;
   { std::lock_guard<std::mutex> guard(mutex); number = parent->splits[0]++; }
   *made = nullptr;
+  int size = parent->size == 1 ? 1 : members(parent, number, color);
+  if (size < 0) return 2;  // ncclSystemError: a rank of the parent does not take part
   if (color < 0) return 0;
-  // how many others gave the same color is known to nobody here: torch asks for no more than the name
-  return open(made, parent->name + "." + std::to_string(number) + "." + std::to_string(color), 0, key);
+  return open(made, parent->name + "." + std::to_string(number) + "." + std::to_string(color), size, key);
 }
 API int ncclCommGetAsyncError(void*, int* error) { *error = 0; return 0; }
 API int ncclCommCount(void* of, int* size) { *size = ((Communicator*)of)->size; return 0; }
