@@ -23,7 +23,6 @@ from contextvars import ContextVar
 from itertools import chain
 from typing import Any
 
-import torch
 import transformers
 from torch import Tensor, nn
 
@@ -142,22 +141,23 @@ class DecoderByRows:
             return self.forward(*args, **kwargs)
         assert documents.mixers is not None
         ids_T = (args[0] if args else kwargs["input_ids"])[0]
+        num_own = documents.mixers.num_calls
+        most_calls = vars(self.module).get("most_calls")
+        num_more = most_calls(num_own) - num_own if most_calls else 0
         kinds: list[Any] = []  # of output, which families have their own of
 
         def mix(of_rows: list[Tensor]) -> Tensor:
             out = self.forward(input_ids=of_rows[0], use_cache=False, return_dict=True)
             kinds.append(type(out))
-            return out.last_hidden_state
+            hidden = out.last_hidden_state
+            # now, before ranks of one document wait for its rows; their gradients are zero
+            for _ in range(num_more if len(kinds) == num_own else 0):
+                hidden = hidden + 0 * mix([ids_T[None, :1]])
+            return hidden
 
-        num_own = documents.mixers.num_calls
-        most_calls = vars(self.module).get("most_calls")
-        num_more = most_calls(num_own) - num_own if most_calls else 0
         before = NOW.set(None)
         try:
             hidden_TC = documents.mixers.map_rows(mix, [ids_T])
-            # Behind the stream, from where they are taken off, they have gradients of zero.
-            more = [mix([ids_T[None, :1]]).flatten(0, 1) for _ in range(num_more)]
-            hidden_TC = torch.cat([hidden_TC, *more])[: len(hidden_TC)]
         finally:
             NOW.reset(before)
         return kinds[0](last_hidden_state=hidden_TC[None])
