@@ -12,12 +12,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from automodel_lite.errors import ConfigError
-from automodel_lite.extras.plan.simulation import _CountedAttention
 from automodel_lite.parts.kernels.varlen import VarlenAttention
 from automodel_lite.thd import AttentionInputs, AttentionOptions, Segments
 from tests.attention.signatures import CU_K, CU_Q, K_THD, ON_GPU, PLAIN, Q_THD, V_THD, recorder
 
 VARLEN = "query key value cu_seq_q cu_seq_k max_q max_k"
+VARLEN_OF_2_12 = f"{VARLEN} return_aux scale window_size enable_gqa seqused_k block_table"
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,6 @@ def test_cudnn_is_refused_where_torch_would_take_another(
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: is_deterministic)
     kernel = VarlenAttention("cuDNN")
-    assert torch.backends.cuda.cudnn_sdp_enabled()
     if sentence is None:
         kernel.check(replace(ON_GPU, **changes))
         return
@@ -163,13 +162,16 @@ def test_cudnn_is_refused_where_torch_would_take_another(
 
 def test_cudnn_is_off_where_nobody_asks_for_it() -> None:
     """torch 2.15 would take it for plain packs, another of its graphs for most of them."""
-    torch.backends.cuda.enable_cudnn_sdp(True)
-    VarlenAttention()
-    assert not torch.backends.cuda.cudnn_sdp_enabled()
-    VarlenAttention("cuDNN")
-    _CountedAttention()  # of a simulation before the run
-    assert torch.backends.cuda.cudnn_sdp_enabled()
-    torch.backends.cuda.enable_cudnn_sdp(False)
+    given = (Q_THD, K_THD, V_THD, Segments(CU_Q, CU_K, 5, 8), PLAIN)
+    kernels = [
+        VarlenAttention(
+            name, varlen_attn=recorder(VARLEN_OF_2_12.split(), [], lambda a: a["query"])
+        )
+        for name in ("cuDNN", None)
+    ]
+    for kernel, is_on in zip(kernels, (True, False)):
+        kernel(*given)
+        assert torch.backends.cuda.cudnn_sdp_enabled() == is_on
 
 
 def test_varlen_of_this_torch_takes_what_it_is_given() -> None:

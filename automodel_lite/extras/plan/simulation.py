@@ -541,12 +541,6 @@ class _CountedAttention(VarlenAttention):
     keys (latent attention) are counted as filled up to one width.
     """
 
-    def __init__(self) -> None:
-        """Torch's switch stays as the run's own kernel has set it."""
-        is_on = torch.backends.cuda.cudnn_sdp_enabled()
-        super().__init__()
-        torch.backends.cuda.enable_cudnn_sdp(is_on)
-
     def check(self, spec: AttentionSpec) -> None:
         """Nothing is refused."""
 
@@ -637,7 +631,7 @@ def _as_on_a_gpu(held: MemoryTracker) -> Iterator[None]:
 
     gather = fsdp_param_group.foreach_all_gather
     reduce = fsdp_param_group.foreach_reduce
-    # cuDNN's version and the card would be asked for
+    # cuDNN's version and the card would be asked for; the run's own choice is there again behind it
     without_cudnn = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     with (
         sdpa_kernel(without_cudnn),

@@ -59,7 +59,6 @@ class VarlenAttention:
         # before 2.12 heads were not compared, and FlashAttention groups them by itself
         self.compares_heads = "enable_gqa" in inspect.signature(varlen_attn).parameters
         self.implementation = implementation
-        torch.backends.cuda.enable_cudnn_sdp(implementation == CUDNN)
         if implementation not in (None, CUDNN):
             try:
                 activate_flash_attention_impl(implementation)  # type: ignore[arg-type]
@@ -134,6 +133,8 @@ class VarlenAttention:
         """See `AttentionKernel`."""
         if options.softcap is not None or options.sinks is not None:
             raise refuse(self, "softcap or attention sinks", "use attention=flex")
+        if not torch.compiler.is_compiling():  # a layer is called uncompiled first
+            torch.backends.cuda.enable_cudnn_sdp(self.implementation == CUDNN)
         # (w, 0) sees w keys besides the query's own
         window_size = (-1, 0) if options.window is None else (options.window - 1, 0)
         more: dict[str, Any] = {"scale": options.scale, "window_size": window_size}
