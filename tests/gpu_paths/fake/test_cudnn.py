@@ -25,6 +25,7 @@ pytestmark = [
 ]
 FLASH = SDPBackend.FLASH_ATTENTION
 CUDNN = SDPBackend.CUDNN_ATTENTION
+REAL = ExitStack()  # open while torch's own operations run
 ASKED = ("attention=varlen", "attention.implementation=cuDNN")
 WINDOW = ("model.config.model_type=mistral", "model.config.sliding_window=32")
 
@@ -51,16 +52,15 @@ def chosen() -> Iterator[set[SDPBackend]]:
         note(q, k, args)
         return tuple(torch.empty_like(x) for x in args[1:4])
 
+    REAL.close()
     kernels = {varlen._varlen_attn: forward, varlen._varlen_attn_backward: backward}
     for operation, kernel in kernels.items():
         operation.register_kernel("cuda")(kernel)
     try:
         yield found
     finally:
-        ends = ExitStack()
         for operation in kernels:
-            ends.enter_context(operation.set_kernel_enabled("cuda", False))
-        ends.pop_all()
+            REAL.enter_context(operation.set_kernel_enabled("cuda", False))
         torch.backends.cuda.enable_cudnn_sdp(False)
 
 
