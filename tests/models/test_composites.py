@@ -24,7 +24,7 @@ from automodel_lite.models.layers import (
 )
 from automodel_lite.models.source import CausalLM, describe
 from automodel_lite.parts.adapters.lora import Lora
-from automodel_lite.run.weight_files import _unique, as_saved, groups_of, stored_dtypes
+from automodel_lite.run.weight_files import as_saved, groups_of, stored_dtypes, unique_weights
 from benchmarks.survey_models import load, run, save, separate, step_of, weights_of
 from benchmarks.tiny_models import tiny_model
 from tests.ranks import run_ranks
@@ -114,7 +114,7 @@ def test_fused_weights_are_written_layer_by_layer() -> None:
     assert all(".layers.1." in name for name in together.parameters)
     names = [name for group in groups for name in group.weights]
     assert len(names) == len({*names})
-    assert {*names} == as_saved(model, _unique(model)).keys()
+    assert {*names} == as_saved(model, unique_weights(model)).keys()
 
 
 @pytest.mark.parametrize("family", FAMILIES)

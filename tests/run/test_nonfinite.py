@@ -83,11 +83,11 @@ def test_too_many_bad_steps_in_a_row_end_the_run(tmp_path: Path) -> None:
     ("overrides", "said"),
     [
         (
-            ["optimizer.lr=1e38", "training.max_steps=3"],
+            ["optimizer.lr=1", "optimizer.weight_decay=1e38", "training.max_steps=3"],
             "step 3 is the last one, and .* not finite: ",
         ),
         (
-            ["optimizer.lr=1e39", "training.max_steps=1"],
+            ["optimizer.lr=1", "optimizer.weight_decay=1e45", "training.max_steps=1"],
             "step 1 is the last one, and the trained weights are not finite",
         ),
     ],

@@ -24,17 +24,14 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from automodel_lite.compat import local_shape_and_offset
-from automodel_lite.config.rules import PAIR, Auto, Condition, OneOf, Range
+from automodel_lite.config.rules import PAIR, Auto, OneOf, Range
 from automodel_lite.graphs import compiled
 from automodel_lite.models.layers import local
 
 Rate = Annotated[float, Range(0)]
-# Adam moves each weight by about the rate in every step
-PLAUSIBLE_RATE = Condition(
-    lambda value: "at most 1; 1e-5 to 1e-3 are usual." if value > 1 else None, "at most 1"
-)
-# auto (resolved before) = by the kind of training
-LearningRate = Annotated[float, Range(0), PLAUSIBLE_RATE] | Auto
+# Adam moves each weight by about the rate in every step: 1e-5 to 1e-3 are usual, and above 1 no
+# model is left; auto (resolved before) = by the kind of training
+LearningRate = Annotated[float, Range(0, 1)] | Auto
 Betas = Annotated[Sequence[Annotated[float, Range(0, below=1)]], PAIR]
 Eps = Annotated[float, Range(0)]
 
