@@ -63,7 +63,7 @@ def test_a_part_that_is_refused_hides_no_mistake_of_another() -> None:
     assert str(error.value).splitlines() == [
         "attention=null: attention is a part with options, such as attention._target_=...",
         "packed_sequence.slot_multiple= must be a whole number or null.",
-        "optimizer.lr=-1 must be at least 0.",
+        "optimizer.lr=-1 must be at least 0 and at most 1.",
     ]
 
 

@@ -12,7 +12,7 @@ from tests.runs import problems
 
 WRONG = {
     "optimizer.lr=inf": "optimizer.lr=inf must be a finite number.",
-    "optimizer.lr=-1": "optimizer.lr=-1 must be at least 0.",
+    "optimizer.lr=-1": "optimizer.lr=-1 must be at least 0 and at most 1.",
     "optimizer.betas=[0.9]": "optimizer.betas=[0.9] must be a list of 2 values.",
     "optimizer.betas=[0.9,1.0]": "optimizer.betas.1=1.0 must be at least 0 and below 1.",
     "optimizer.eps=-1": "optimizer.eps=-1 must be at least 0.",
