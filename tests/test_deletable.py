@@ -37,14 +37,12 @@ def core(folder):
                     raise
 
 def train(folder):
-    from automodel_lite.cli import compose_config
-    from automodel_lite.config.check import check_config
-    from recipes import train_ft
+    from automodel_lite.cli.hydra_app import run_command_line
     places = [f"output_dir={folder}/run", f"cache_dir={folder.parent}/cache"]
     overrides = ["optimizer=sgd", "security.allow_targets=[mine]", "training.max_steps=1", "checkpoint.export_hf=false", "checkpoint.every_steps=0"]
     overrides += ["~dataset.num_chats", "dataset=pairs"]
-    raw = compose_config("smoke", [*places, *overrides], config_dir=str(folder.parent / "conf"))
-    assert train_ft.main(check_config(raw)) == 0
+    preset = ["--config-dir", str(folder.parent / "conf"), "--config-name", "smoke"]
+    assert run_command_line("recipes.train_ft:main", [*preset, *places, *overrides]) == 0
 
 for line in sys.stdin:
     folder, what = line.split()
@@ -110,13 +108,17 @@ def pieces() -> list[str]:
 
 
 def copy_without(gone: list[str], to: Path) -> Path:
-    """A checkout in `to` whose package lacks those pieces."""
+    """A checkout in `to` whose package lacks those pieces, and the lines of commands.yaml that name them."""
     ignored = shutil.ignore_patterns("__pycache__")
     for name in ("automodel_lite", "recipes", "conf"):
         shutil.copytree(ROOT / name, to / name, ignore=ignored)
     for piece in gone:
         path = to / "automodel_lite" / piece
         shutil.rmtree(path) if path.is_dir() else path.unlink()
+    commands = to / "automodel_lite/cli/commands.yaml"
+    modules = [f"automodel_lite.{piece.removesuffix('.py').replace('/', '.')}" for piece in gone]
+    lines = commands.read_text().splitlines(keepends=True)
+    commands.write_text("".join(x for x in lines if not any(name in x for name in modules)))
     return to
 
 

@@ -143,21 +143,21 @@ def run(
         raw.name = "unnamed"
     # who names a package as the recipe lets its code run; the run's folder remembers what the model
     # needs of it
-    package = recipe.main.split(":")[0].split(".")[0] + "."
+    package = recipe.main.split(":")[0].split(".")[0]
     targets = [
         str(value)
         for key, value in flatten(OmegaConf.to_container(raw))
         if key.endswith("_target_")
     ]
-    if not recipe.is_ours and any(target.startswith(package) for target in targets):
-        raw.security.allow_targets = [*raw.security.allow_targets, package.rstrip(".")]
+    if not recipe.is_ours and any(target.startswith(f"{package}.") for target in targets):
+        raw.security.allow_targets = [*raw.security.allow_targets, package]
     kind = recipe.extra_type()  # its own keys, as an object of its dataclass
     config = check_config(raw, kind)
     if recipe.is_ours:
         check_places(config, has_data=recipe.name != "plan")
     if recipe.writes_a_run:
         RunFolder(config.output_dir).check_place()
-    if is_shown():
+    if is_shown() and "overridden" in COMMANDS:
         for text in locate(COMMANDS["overridden"])(raw, sources, overrides):
             print_above_bars(f"settings   {text}")
     with activity("importing torch and transformers"):
