@@ -29,6 +29,7 @@ import torch
 from automodel_lite.cli import compose_config
 from automodel_lite.config.check import check_config
 from automodel_lite.errors import ConfigError
+from automodel_lite.extras.plan.capacity import usable
 from automodel_lite.extras.plan.planner import (
     GPUS,
     Job,
@@ -47,7 +48,6 @@ from automodel_lite.extras.plan.simulation import (
     simulate_by_layers,
 )
 from automodel_lite.training.decide import decide_layout
-from automodel_lite.training.memory import usable
 from automodel_lite.training.plan import Decided, build_parts, with_recomputation
 
 EIGHT_B = "model.pretrained=meta-llama/Llama-3.1-8B-Instruct"

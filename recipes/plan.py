@@ -43,6 +43,7 @@ from automodel_lite.config.schema import Config
 from automodel_lite.data.feeding.planned import PlannedPacks, epochs_of
 from automodel_lite.data.prepare import check_sizes, prepare_data
 from automodel_lite.errors import ConfigError, DataError, one_line
+from automodel_lite.extras.plan.capacity import usable
 from automodel_lite.extras.plan.planner import (
     AXES,
     GPUS,
@@ -51,13 +52,11 @@ from automodel_lite.extras.plan.planner import (
     Job,
     Outcome,
     Plan,
-    coarse_bytes,
+    coarsely,
     make_plans,
-    placed,
     plain_documents,
-    possible,
 )
-from automodel_lite.extras.plan.recompute import HOPELESS, OFFLOAD, recomputation_text
+from automodel_lite.extras.plan.recompute import HOPELESS, recomputation_text
 from automodel_lite.extras.plan.simulation import layer_pattern, simulate_by_layers
 from automodel_lite.launched import check_alone
 from automodel_lite.models.source import describe
@@ -68,8 +67,8 @@ from automodel_lite.run.durable import write_atomically
 from automodel_lite.telemetry.console import quiet_libraries
 from automodel_lite.thd import ThdBatch
 from automodel_lite.training.build import worst_case_batch
-from automodel_lite.training.memory import estimate_memory, three_digits, usable
-from automodel_lite.training.plan import AUTO, Decided, Parts, build_parts, with_recomputation
+from automodel_lite.training.memory import three_digits
+from automodel_lite.training.plan import AUTO, Parts, build_parts
 from automodel_lite.training.start import build_on_meta, resolve_auto
 
 POSITIVE = argument(float, Range(above=0))
@@ -149,11 +148,15 @@ def main(argv: list[str] | None = None) -> int:
 
 def coarse_text(job: Job) -> str:
     """A first answer, at once."""
-    least = coarse_bytes(job)
+    least = min((held for held, _, _ in coarsely(job)), default=0.0)
     most = usable(int(job.gpu.gigabytes * 1e9))
-    verdict = "no: does not fit" if least > most else "may fit"
+    verdict = "likely fits"
+    if least > HOPELESS * most:
+        verdict = "no: does not fit"
+    elif least > most:
+        verdict = "hardly fits"
     return (
-        f"by arithmetic: {verdict}; weights, gradients and moments take at least "
+        f"by arithmetic: {verdict}; the smallest layout takes about "
         f"{three_digits(least / 2**30)} of {most / 2**30:.1f} GiB; simulating layouts:"
     )
 
@@ -474,22 +477,9 @@ def fits(job: Job, tried: int = 2) -> bool:
     pattern = layer_pattern(job.config)
     capacity = usable(int(job.gpu.gigabytes * 1e9))
     one_or_several: dict[bool, list[tuple[float, Parts, MeshShape]]] = {True: [], False: []}
-    for layout in possible(job):
-        parts = with_recomputation(placed(job, layout), *OFFLOAD)
-        is_one = layout.micro_steps == 1
-        if parts.advanced.reduce_every_micro_batch == "auto" and not is_one:
-            parts = replace(parts, advanced=replace(parts.advanced, reduce_every_micro_batch=True))
-        plan = Decided.of(
-            parts,
-            config=job.config,
-            size=job.size,
-            shape=layout.shape,
-            strategy="fsdp",
-            dtype=torch.bfloat16,
-        )
-        estimate = estimate_memory(plan, 0 if parts.peft else None).total
-        if estimate <= HOPELESS * capacity:
-            one_or_several[is_one].append((estimate, parts, layout.shape))
+    for held, layout, parts in coarsely(job):
+        if held <= HOPELESS * capacity:
+            one_or_several[layout.micro_steps == 1].append((held, parts, layout.shape))
     for found in one_or_several.values():
         for _, parts, shape in sorted(found, key=lambda one: one[0])[:tried]:
             with suppress(ConfigError, NotImplementedError):

@@ -15,6 +15,7 @@ from tempfile import TemporaryDirectory
 from automodel_lite.config.schema import Config
 from automodel_lite.data.prepare import check_positions, check_sizes, prepare_data
 from automodel_lite.errors import ConfigError, one_line
+from automodel_lite.extras.plan.capacity import GPUS_GB, PLANNED_GPU, usable
 from automodel_lite.extras.plan.heaviest import heaviest_batch
 from automodel_lite.extras.plan.simulation import simulate
 from automodel_lite.models.flops import cost_model
@@ -28,12 +29,9 @@ from automodel_lite.thd import ThdBatch
 from automodel_lite.training.decide import adapter_weights, decide
 from automodel_lite.training.evaluation import check_held_out
 from automodel_lite.training.memory import (
-    GPUS_GB,
-    PLANNED_GPU,
     estimate_memory,
     gpu_bytes,
     out_of_memory_text,
-    usable,
 )
 from automodel_lite.training.plan import Decided
 from automodel_lite.training.start import (

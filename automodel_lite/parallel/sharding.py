@@ -215,13 +215,14 @@ def fully_shard_model(
     shard = partial(fully_shard, mesh=mesh.root[axes], mp_policy=policy, offload_policy=held)
     # Experts first: a unit inside another one keeps its own, wider mesh.
     experts, num_experts = _stacked_experts(model.lm)
-    copies = copies_of_experts(num_experts, mesh.shape.dp_shard * mesh.shape.cp)
+    num_shards = mesh.shape.dp_shard * mesh.shape.cp
+    copies = copies_of_experts(num_experts, num_shards)
     if copies > 1 and not is_split:
         # Ranks of a shard group stand side by side, on one host where it has room: gathers are the
         # larger traffic.
         sizes = {
             "dp_replicate": mesh.shape.dp_replicate * copies,
-            SHARDS: mesh.shape.dp_shard * mesh.shape.cp // copies,
+            SHARDS: num_shards // copies,
         }
         of_experts = open_axes(mesh.device, sizes, mesh.timeout)
         for module in experts:
@@ -293,4 +294,4 @@ def _stacked_experts(lm: nn.Module) -> tuple[list[nn.Module], int]:
         m for name, m in of_layers if name.endswith("experts") and not isinstance(m, nn.ModuleList)
     ]
     rows = [p.shape[0] for module in modules for p in module.parameters() if p.ndim == 3]
-    return (modules, min(rows)) if rows else ([], 0)
+    return modules, min(rows, default=0)

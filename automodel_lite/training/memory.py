@@ -1,8 +1,8 @@
 """What a rank holds in memory, roughly, before anything is built; and what to change when it was
 too much.
 
-    weights       masters in fp32 or bf16 (a frozen base: the compute dtype), over the ranks that
-                  shard them
+    weights       masters in fp32 or bf16 (a frozen base: the compute dtype, or 4 bits), over the
+                  ranks that shard them
     gradients     like masters; with several micro-batches FSDP2 adds them up unsharded, in fp32
     optimizer     its state, AdamW's two moments: fp32, bf16 or 8 bits
     working copy  what is gathered or cast for the layer at work, and its gradients
@@ -35,9 +35,7 @@ from automodel_lite.parallel.sharding import copies_of_experts
 from automodel_lite.training.plan import Decided, Parts
 
 _FP32 = 4  # bytes
-GPUS_GB = (16, 24, 40, 48, 80, 96, 141, 192)  # that are sold
-SLACK = 3 << 30  # bytes of a GPU that the driver, the allocator and the kernels' workspaces take
-PLANNED_GPU = 80 * 10**9  # bytes of a GPU that is only planned
+_NF4 = 0.52  # with its scales, themselves in 8 bits
 _TRIED = 256  # rows and columns of the matrix that an optimizer is tried on
 
 
@@ -84,6 +82,9 @@ def estimate_memory(decided: Decided, adapter: int | None) -> MemoryEstimate:
     towers = 0 if decided.model.train_towers else size.towers
     trained = size.parameters - towers + copied if adapter is None else adapter
     frozen = towers if adapter is None else size.parameters + copied
+    # embedding, head, towers and stacked experts are not quantized
+    in_layers = size.parameters - size.embedding - size.towers - size.all_experts
+    spared = (compute - _NF4) * in_layers * decided.is_quantized
     on_gpu = 0.0 if decided.mesh.cpu_offload else 1.0
     gradients = master * trained / shards * on_gpu
     accumulates = batch_shape(decided.training, shape.dp).micro_steps > 1
@@ -100,7 +101,7 @@ def estimate_memory(decided: Decided, adapter: int | None) -> MemoryEstimate:
         decided.tokens / shape.cp, text.vocab_size, text.hidden_size, compute, head_gradient
     )
     return MemoryEstimate(
-        weights=(master * trained + compute * frozen) / shards * on_gpu,
+        weights=(master * trained + compute * frozen - spared) / shards * on_gpu,
         gradients=gradients,
         optimizer=optimizer_bytes(decided.optimizer, master) * trained / shards * on_gpu,
         working_copy=_working_copy(decided, master, trains_all=adapter is None),
@@ -118,7 +119,10 @@ def _working_copy(decided: Decided, master: int, trains_all: bool) -> float:
     size = decided.size
     compute = decided.dtype.itemsize
     layer = (size.largest_layer - size.expert_weights) / shape.tp + size.expert_weights / shape.ep
-    if decided.strategy != "fsdp":  # autocast's casts live until the backward pass of their layer
+    if decided.strategy != "fsdp":
+        if not trains_all:  # the frozen layer at work is unpacked from its 4 bits
+            return compute * layer * decided.is_quantized
+        # autocast's casts live until the backward pass of their layer
         plain = size.num_layers if decided.training.activation_checkpointing == "none" else 1
         return (compute if compute < master else 0) * (plain * layer + size.head_weights)
     # one layer at work and one that is gathered ahead, the gradient of a third in fp32
@@ -167,16 +171,6 @@ def num_shards(decided: Decided) -> int:
     """Returns over how many ranks the weights are sharded."""
     shape = decided.shape
     return shape.world_size // shape.dp_replicate if decided.strategy == "fsdp" else 1
-
-
-def usable(num_bytes: int) -> int:
-    """Returns what a step may hold on a GPU of this size: less what the driver, the allocator and
-    workspaces take. By the size that it is sold with, so that GPUs of one kind agree.
-    """
-    nominal = max(
-        (size * 10**9 for size in GPUS_GB if size * 10**9 <= num_bytes), default=num_bytes
-    )
-    return nominal - SLACK
 
 
 def gpu_bytes(device: torch.device) -> int | None:

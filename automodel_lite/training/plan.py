@@ -271,7 +271,7 @@ class Decided(Parts):
     @classmethod
     def of(cls, parts: Parts, **decisions: Any) -> Decided:
         """Returns these parts with the decisions about them."""
-        return cls(**{x.name: getattr(parts, x.name) for x in fields(Parts)}, **decisions)
+        return cls(**_settings_of(parts), **decisions)
 
     @property
     def tokens(self) -> int:
@@ -291,9 +291,12 @@ def with_recomputation(parts: AnyParts, how: str, every: int) -> AnyParts:
 
 def as_teacher(parts: Parts, teacher: CausalLM) -> Parts:
     """Returns the parts of a frozen second model: the same but for what is trained."""
-    own = {x.name: getattr(parts, x.name) for x in fields(Parts)}
-    untrained = {"teacher": None, "peft": None, "loss": FusedLinearCrossEntropy()}
-    return Parts(**own | untrained | {"model": teacher})
+    changed = {"model": teacher, "teacher": None, "peft": None, "loss": FusedLinearCrossEntropy()}
+    return Parts(**_settings_of(parts) | changed)
+
+
+def _settings_of(parts: Parts) -> dict[str, Any]:
+    return {x.name: getattr(parts, x.name) for x in fields(Parts)}
 
 
 def layer_settings(config: PretrainedConfig, num_layers: int) -> dict[str, Any]:

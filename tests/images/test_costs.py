@@ -19,6 +19,7 @@ from automodel_lite.data.feeding.order import BatchShape, assign_packs, pack_cos
 from automodel_lite.data.packing.plan import plan_packs
 from automodel_lite.data.tokens.token_rows import TokenizedDocuments
 from automodel_lite.extras.dry_run import what_is_trained
+from automodel_lite.extras.plan.capacity import SLACK
 from automodel_lite.extras.plan.heaviest import most_work_of_towers
 from automodel_lite.extras.plan.simulation import simulate
 from automodel_lite.models.flops import CostModel
@@ -31,7 +32,6 @@ from automodel_lite.parts.images.packs import document_flops
 from automodel_lite.parts.images.tower import encode
 from automodel_lite.telemetry.metrics import count_own, counts_of
 from automodel_lite.training.decide import decide
-from automodel_lite.training.memory import SLACK
 from automodel_lite.training.plan import build_parts
 from tests.images.families import write_chats, write_model
 from tests.images.test_exact import batches_of, config_of_images, data_of

@@ -13,6 +13,7 @@ import pytest
 
 from automodel_lite.config.check import check_config
 from automodel_lite.errors import ConfigError
+from automodel_lite.extras.plan.capacity import usable
 from automodel_lite.extras.plan.planner import (
     GPUS,
     Job,
@@ -24,9 +25,8 @@ from automodel_lite.extras.plan.planner import (
 )
 from automodel_lite.extras.plan.simulation import simulate
 from automodel_lite.parallel.mesh import MeshShape
-from automodel_lite.training.memory import usable
 from automodel_lite.training.plan import Parts, build_parts, with_layers
-from recipes.plan import as_json, calibrated, fits, overrides_of
+from recipes.plan import as_json, calibrated, coarse_text, fits, overrides_of
 from tests.runs import composed
 
 
@@ -115,6 +115,13 @@ def test_nothing_fits_a_gpu_that_is_too_small() -> None:
 def test_a_world_fits_where_a_plan_of_it_does(gigabytes: int) -> None:
     job = job_of(gigabytes=gigabytes)
     assert fits(job) == bool(make_plans(job, most=1).plans) == (gigabytes > 6)
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "verdict"), [(24, "likely fits"), (7, "hardly fits"), (4, "no: does not fit")]
+)
+def test_a_verdict_before_anything_is_simulated(gigabytes: float, verdict: str) -> None:
+    assert f"by arithmetic: {verdict}; " in coarse_text(job_of(gigabytes=gigabytes))
 
 
 def test_a_query_sees_half_of_its_document() -> None:

@@ -1,6 +1,9 @@
+import sys
 from dataclasses import replace
+from importlib.machinery import ModuleSpec
 from itertools import islice
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -90,6 +93,24 @@ def test_sharding_an_8b_model():
     states = [(e.weights + e.optimizer) / 2**30 for e in (alone, sharded, lora)]
     assert states == pytest.approx([89.74, 11.22, 1.92], abs=0.01)
     assert alone.gradients / 2**30 == pytest.approx(29.91, abs=0.01)
+
+
+def test_a_frozen_model_in_4_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers take 0.52 bytes a weight, measured of bitsandbytes; nothing is cast, as of a LoRA."""
+    monkeypatch.setitem(sys.modules, "bitsandbytes", ModuleType("bitsandbytes"))
+    vars(sys.modules["bitsandbytes"])["__spec__"] = ModuleSpec("bitsandbytes", None)
+    config = config_with()
+    estimates = []
+    for kind in ("Lora", "QLora"):
+        config.peft = {"_target_": f"automodel_lite.parts.adapters.lora.{kind}"}
+        estimates.append(estimate_memory(plan_of(config), 1000))
+    lora, quantized = estimates
+    size = model_size(LLAMA)
+    in_layers = size.parameters - 2 * 64 * 64 - 64  # without the embedding, the head and their norm
+    assert lora.weights == 2 * size.parameters + 4 * 1000
+    assert quantized.weights == pytest.approx(lora.weights - 1.48 * in_layers)
+    assert lora.working_copy == 0
+    assert quantized.working_copy == 2 * size.largest_layer
 
 
 def test_shards_that_wait_in_fp8_take_a_byte_per_weight():

@@ -429,12 +429,11 @@ def _cut_at(
     piece_stops = piece_starts + piece_lengths
     offsets = np.append(np.searchsorted(starts, pack_starts), len(starts)).astype(np.int64)
     # What trains nothing stays in its pack, as packs are cut from one stream of all documents.
-    cut = np.flatnonzero(piece_lengths < lengths[doc_ids]) if has_labels else ()
-    num_unlabeled = (
-        int((~has_labels(doc_ids[cut], piece_starts[cut], piece_stops[cut])).sum())
-        if has_labels
-        else 0
-    )
+    num_unlabeled = 0
+    if has_labels:
+        cut = np.flatnonzero(piece_lengths < lengths[doc_ids])
+        is_trained = has_labels(doc_ids[cut], piece_starts[cut], piece_stops[cut])
+        num_unlabeled = int((~is_trained).sum())
     return Pieces(doc_ids, piece_starts, piece_stops), offsets, {"unlabeled_pieces": num_unlabeled}
 
 

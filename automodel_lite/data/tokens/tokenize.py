@@ -275,11 +275,9 @@ def _given_tokens(document: Document, train_on: str, vocab_size: int) -> Documen
             "set tokenizer.path to it."
         )
     if train_on == "all":
-        lengths = np.array([len(input_ids)])
-        return {
-            **document,
-            "labels": next_token_labels(input_ids, np.ones(len(input_ids), bool), lengths),
-        }
+        length = len(input_ids)
+        labels = next_token_labels(input_ids, np.ones(length, bool), np.array([length]))
+        return document | {"labels": labels}
     if document["labels"] is None:
         raise DataError("has input_ids without labels: set train_on=all to train on every token.")
     return document

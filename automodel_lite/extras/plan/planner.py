@@ -24,7 +24,8 @@ from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.attention.spec import layer_shapes
 from automodel_lite.config.sizes import AUTO_BATCH_SIZE
 from automodel_lite.errors import ConfigError, one_line
-from automodel_lite.extras.plan.recompute import least_recomputation
+from automodel_lite.extras.plan.capacity import usable
+from automodel_lite.extras.plan.recompute import OFFLOAD, least_recomputation
 from automodel_lite.extras.plan.simulation import CountError, Simulation, layer_pattern, simulate
 from automodel_lite.extras.plan.tracker import Message, Work
 from automodel_lite.models.flops import CostModel, ModelSize, StepFlops, model_size, step_flops
@@ -33,8 +34,8 @@ from automodel_lite.parallel.mesh import MeshShape
 from automodel_lite.telemetry.metrics import peak_of
 from automodel_lite.thd import ThdBatch
 from automodel_lite.training.decide import decide_layout
-from automodel_lite.training.memory import usable
-from automodel_lite.training.plan import Parts
+from automodel_lite.training.memory import estimate_memory
+from automodel_lite.training.plan import Decided, Parts, with_recomputation
 
 AXES = ("dp_replicate", "dp_shard", "cp", "tp", "ep")
 SHOWN = 10
@@ -163,18 +164,23 @@ class Outcome:
     lost: Counter[str]
 
 
-def coarse_bytes(job: Job) -> int:
-    """Returns what no layout takes less of a GPU than: weights, gradients and the smallest moments,
-    sharded over all GPUs.
+def coarsely(job: Job) -> Iterator[tuple[float, Layout, Parts]]:
+    """Yields the layouts of the job's world with the settings that hold least, and the bytes that
+    they hold by the coarse formulas.
     """
-    bytes_of_weight = 10.0  # fp32 weights and gradients, moments in 8 bits
-    if job.parts.training.master_weights == "bf16":
-        bytes_of_weight = 6.0
-    if job.parts.peft:
-        bytes_of_weight = 0.5  # frozen, in 4 bits
-    if job.parts.mesh.cpu_offload:
-        bytes_of_weight = 0.0
-    return int(job.size.parameters * bytes_of_weight / job.world)
+    for layout in possible(job):
+        parts = with_recomputation(placed(job, layout), *OFFLOAD)
+        if parts.advanced.reduce_every_micro_batch == "auto" and layout.micro_steps > 1:
+            parts = replace(parts, advanced=replace(parts.advanced, reduce_every_micro_batch=True))
+        plan = Decided.of(
+            parts,
+            config=job.config,
+            size=job.size,
+            shape=layout.shape,
+            strategy="fsdp",
+            dtype=torch.bfloat16,
+        )
+        yield estimate_memory(plan, 0 if parts.peft else None).total, layout, parts
 
 
 def make_plans(

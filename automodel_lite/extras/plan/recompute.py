@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from automodel_lite.data.feeding.order import batch_shape
 from automodel_lite.errors import one_line
+from automodel_lite.extras.plan.capacity import usable
 from automodel_lite.extras.plan.heaviest import heaviest_batch
 from automodel_lite.extras.plan.simulation import (
     CountError,
@@ -25,7 +26,7 @@ from automodel_lite.extras.plan.simulation import (
     simulate_by_layers,
 )
 from automodel_lite.thd import ThdBatch
-from automodel_lite.training.memory import estimate_memory, gib, usable
+from automodel_lite.training.memory import estimate_memory, gib
 from automodel_lite.training.plan import Decided, Parts, with_recomputation
 
 NONE = ("none", 1)

@@ -41,6 +41,7 @@ from automodel_lite.compat import (
 )
 from automodel_lite.config.sizes import global_batch_size_of
 from automodel_lite.errors import ConfigError, one_line
+from automodel_lite.extras.plan.capacity import GPUS_GB, usable
 from automodel_lite.extras.plan.tracker import (
     GPU,
     MemoryTracker,
@@ -64,7 +65,7 @@ from automodel_lite.thd import AttentionInputs, AttentionOptions, Segments, ThdB
 from automodel_lite.training.build import assemble, worst_case_batch
 from automodel_lite.training.decide import decide_layout
 from automodel_lite.training.engine import TrainingEngine
-from automodel_lite.training.memory import GPUS_GB, gib, usable
+from automodel_lite.training.memory import gib
 from automodel_lite.training.plan import Decided, Parts, as_teacher, with_layers
 
 if TYPE_CHECKING:
