@@ -214,45 +214,52 @@ def plan_lines(report: PackingReport | None, plan: TrainingPlan, config: Config)
 def model_lines(config: Config, built: BuiltModel, mesh: Mesh) -> list[Line]:
     """What is trained, how, and what it takes."""
     decided = built.decided
-    lm = built.model.loss_model.lm
-    dtype = str(decided.dtype).removeprefix("torch.")
-    device = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "cpu"
-    device += f": {processes_text(decided)}"
-    if mesh.device.type == "cpu":
-        num_threads = torch.get_num_threads()
-        each = " each" if mesh.shape.world_size > 1 else ""
-        why = threads_of(config.training.num_threads)[1]
-        device += f", {num_threads} thread{'s' if num_threads > 1 else ''}{each} ({why})"
-    has_experts = any("Experts" in type(module).__name__ for module in lm.modules())
-    experts = (
-        f", experts {lm.config.get_text_config()._experts_implementation}" if has_experts else ""
-    )
-    masters = f"{config.training.master_weights} master weights"
-    model = (
-        f"{lm.config.model_type} {decided.model.pretrained or 'from scratch'}: "
-        f"{count(decided.size.parameters)} parameters, {dtype} compute, "
-        f"{f'frozen in {dtype}, adapter in fp32' if built.adapter else masters}, loss "
-        f"{built.loss}{experts}"
-    )
-    max_norm = config.training.max_grad_norm
-    decay = config.training.ema_decay
-    clipping = f"gradients clipped to {max_norm}" if max_norm else "no clipping"
-    lines = [("device", device), ("model", model)]
+    training = decided.training
+    lines = [("device", device_text(decided, mesh.device)), ("model", model_text(built))]
     lines += [("", note) for note in decided.model.notes]
     if built.adapter:
         lines.append(("peft", built.adapter.description))
     lines.append(("attention", built.attention))
-    if config.training.deterministic:
+    if training.deterministic:
         lines.append(("kernels", "deterministic: the same bits in each run"))
     if built.compiled != "off":
         lines.append(("compile", built.compiled))
+    max_norm = training.max_grad_norm
+    clipping = f"gradients clipped to {max_norm}" if max_norm else "no clipping"
     learning = f"{text_of(config.optimizer)}, {text_of(config.lr_scheduler)}, {clipping}"
     lines.append(("optimizer", learning))
-    if decay:
+    if decay := training.ema_decay:
         steps = f"about {1 / (1 - decay):,.0f} steps (decay {decay})"
         lines.append(("average", f"of the weights of {steps}: validated, sampled and exported"))
     lines.append(("memory", f"{built.memory}\n{decided.reduction_text}".strip()))
     return lines + recomputation_lines(decided)
+
+
+def device_text(decided: Decided, device: torch.device) -> str:
+    """A GPU's name, or a CPU's threads and who chose their number; processes and mesh."""
+    if device.type == "cuda":
+        return f"{torch.cuda.get_device_name(device)}: {processes_text(decided)}"
+    num_threads = torch.get_num_threads()
+    plural = "s" if num_threads > 1 else ""
+    each = " each" if decided.shape.world_size > 1 else ""
+    why = threads_of(decided.training.num_threads)[1]
+    return f"cpu: {processes_text(decided)}, {num_threads} thread{plural}{each} ({why})"
+
+
+def model_text(built: BuiltModel) -> str:
+    decided = built.decided
+    lm = built.model.loss_model.lm
+    dtype = str(decided.dtype).removeprefix("torch.")
+    held = f"{decided.training.master_weights} master weights"
+    if built.adapter:
+        held = f"frozen in {dtype}, adapter in fp32"
+    text = (
+        f"{lm.config.model_type} {decided.model.pretrained or 'from scratch'}: "
+        f"{count(decided.size.parameters)} parameters, {dtype} compute, {held}, loss {built.loss}"
+    )
+    if any("Experts" in type(module).__name__ for module in lm.modules()):
+        text += f", experts {lm.config.get_text_config()._experts_implementation}"
+    return text
 
 
 def recomputation_lines(decided: Decided) -> list[Line]:

@@ -288,6 +288,14 @@ def test_every_answer_is_well_formed(peer: str) -> None:
             ), text
 
 
+@pytest.mark.parametrize(("text", "problem"), [("{", "is no JSON: "), ("[]", "is no object")])
+def test_a_broken_list_of_data_sets_is_a_sentence(tmp_path: Path, text: str, problem: str) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "dataset_info.json").write_text(text)
+    with pytest.raises(ConfigError, match=problem):
+        convert.preset_of("llama_factory", {"dataset": "one"}, "mine", folder=tmp_path)
+
+
 def test_a_file_that_is_no_mapping_is_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "a.yml").write_text(yaml.safe_dump([1, 2]))
     with pytest.raises(ConfigError, match="its YAML is no mapping of names"):

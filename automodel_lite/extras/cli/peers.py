@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from automodel_lite.errors import format_value
+from automodel_lite.errors import ConfigError, format_value, one_line
 
 Tree = Mapping[str, Any]
 Set = Callable[[str, Any, str], None]  # (setting, value, where it comes from)
@@ -200,45 +200,59 @@ def named_datasets(theirs: Tree, folder: Path) -> tuple[list[dict[str, Any]], li
     """
     named = theirs.get("dataset") or theirs.get("train_dataset")
     names = named if isinstance(named, list) else str(named or "").split(",")
-    listed: dict[str, Any] = {}
     data = str(theirs.get("dataset_dir") or "data")
-    for root in (Path(), folder, *folder.parents):
-        path = root / data / "dataset_info.json"
-        if path.is_file():
-            listed = json.loads(path.read_text(encoding="utf-8"))
-            folder = path.parent
-            break
+    listed, folder = _listed_datasets(data, folder)
     found = []
     unsaid = []
     for name in filter(None, (str(name).strip() for name in names)):
         entry = listed.get(name)
-        if not isinstance(entry, Mapping):
-            found.append({"path": name})
-            if not Path(name).suffix and "/" not in name:
-                unsaid.append(
-                    f"dataset={name}: a name of {data}/dataset_info.json, which does not have it "
-                    "here: dataset.path=FILE"
-                )
+        if isinstance(entry, Mapping):
+            found.append(_listed_source(name, entry, folder))
+            if entry.get("tags"):
+                unsaid.append(f"dataset={name}: tags: {_tags(entry['tags'])}")
             continue
-        hub = entry.get("hf_hub_url") or entry.get("ms_hub_url") or name
-        file = entry.get("file_name")
-        source: dict[str, Any] = {"path": str(folder / str(file)) if file else hub}
-        if entry.get("ranking"):
-            source["format"] = "preference"
-        standard = {"prompt": "instruction", "query": "input", "response": "output"}
-        if entry.get("formatting") == "sharegpt":
-            standard = {"messages": "conversations"}
-        columns = {
-            standard.get(key, key): column
-            for key, column in (entry.get("columns") or {}).items()
-            if column not in (standard.get(key, key), "messages", "conversations")
-        }
-        if columns:
-            source["columns"] = columns
-        if entry.get("tags"):
-            unsaid.append(f"dataset={name}: tags: {_tags(entry['tags'])}")
-        found.append(source)
+        found.append({"path": name})
+        if not Path(name).suffix and "/" not in name:
+            unsaid.append(
+                f"dataset={name}: a name of {data}/dataset_info.json, which does not have it "
+                "here: dataset.path=FILE"
+            )
     return found, unsaid
+
+
+def _listed_datasets(data: str, folder: Path) -> tuple[Tree, Path]:
+    """Returns the list of datasets, empty where none is found, and the folder of their files."""
+    for root in (Path(), folder, *folder.parents):
+        path = root / data / "dataset_info.json"
+        if not path.is_file():
+            continue
+        try:
+            listed = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ConfigError(f"{path} is no JSON: {one_line(error, 120)}.") from error
+        if not isinstance(listed, Mapping):
+            raise ConfigError(f"{path} is no object with an entry for each dataset.")
+        return listed, path.parent
+    return {}, folder
+
+
+def _listed_source(name: str, entry: Tree, folder: Path) -> dict[str, Any]:
+    hub = entry.get("hf_hub_url") or entry.get("ms_hub_url") or name
+    file = entry.get("file_name")
+    source: dict[str, Any] = {"path": str(folder / str(file)) if file else hub}
+    if entry.get("ranking"):
+        source["format"] = "preference"
+    standard = {"prompt": "instruction", "query": "input", "response": "output"}
+    if entry.get("formatting") == "sharegpt":
+        standard = {"messages": "conversations"}
+    columns = {
+        standard.get(key, key): column
+        for key, column in (entry.get("columns") or {}).items()
+        if column not in (standard.get(key, key), "messages", "conversations")
+    }
+    if columns:
+        source["columns"] = columns
+    return source
 
 
 def _tags(tags: Tree) -> str:
