@@ -271,7 +271,7 @@ class Decided(Parts):
     @classmethod
     def of(cls, parts: Parts, **decisions: Any) -> Decided:
         """Returns these parts with the decisions about them."""
-        return cls(**_settings_of(parts), **decisions)
+        return cls(**{x.name: getattr(parts, x.name) for x in fields(Parts)}, **decisions)
 
     @property
     def tokens(self) -> int:
@@ -291,12 +291,9 @@ def with_recomputation(parts: AnyParts, how: str, every: int) -> AnyParts:
 
 def as_teacher(parts: Parts, teacher: CausalLM) -> Parts:
     """Returns the parts of a frozen second model: the same but for what is trained."""
+    own = {x.name: getattr(parts, x.name) for x in fields(Parts)}
     changed = {"model": teacher, "teacher": None, "peft": None, "loss": FusedLinearCrossEntropy()}
-    return Parts(**_settings_of(parts) | changed)
-
-
-def _settings_of(parts: Parts) -> dict[str, Any]:
-    return {x.name: getattr(parts, x.name) for x in fields(Parts)}
+    return Parts(**own | changed)
 
 
 def layer_settings(config: PretrainedConfig, num_layers: int) -> dict[str, Any]:

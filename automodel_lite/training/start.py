@@ -215,7 +215,15 @@ def model_lines(config: Config, built: BuiltModel, mesh: Mesh) -> list[Line]:
     """What is trained, how, and what it takes."""
     decided = built.decided
     training = decided.training
-    lines = [("device", device_text(decided, mesh.device)), ("model", model_text(built))]
+    if mesh.device.type == "cuda":
+        device = f"{torch.cuda.get_device_name(mesh.device)}: {processes_text(decided)}"
+    else:
+        num_threads = torch.get_num_threads()
+        plural = "s" if num_threads > 1 else ""
+        each = " each" if mesh.shape.world_size > 1 else ""
+        why = threads_of(training.num_threads)[1]
+        device = f"cpu: {processes_text(decided)}, {num_threads} thread{plural}{each} ({why})"
+    lines = [("device", device), ("model", model_text(built))]
     lines += [("", note) for note in decided.model.notes]
     if built.adapter:
         lines.append(("peft", built.adapter.description))
@@ -233,17 +241,6 @@ def model_lines(config: Config, built: BuiltModel, mesh: Mesh) -> list[Line]:
         lines.append(("average", f"of the weights of {steps}: validated, sampled and exported"))
     lines.append(("memory", f"{built.memory}\n{decided.reduction_text}".strip()))
     return lines + recomputation_lines(decided)
-
-
-def device_text(decided: Decided, device: torch.device) -> str:
-    """A GPU's name, or a CPU's threads and who chose their number; processes and mesh."""
-    if device.type == "cuda":
-        return f"{torch.cuda.get_device_name(device)}: {processes_text(decided)}"
-    num_threads = torch.get_num_threads()
-    plural = "s" if num_threads > 1 else ""
-    each = " each" if decided.shape.world_size > 1 else ""
-    why = threads_of(decided.training.num_threads)[1]
-    return f"cpu: {processes_text(decided)}, {num_threads} thread{plural}{each} ({why})"
 
 
 def model_text(built: BuiltModel) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -36,16 +36,13 @@ class Format:
         return locate(self.reader) if isinstance(self.reader, str) else self.reader
 
 
-def _known_formats() -> Iterator[Format]:
-    listed = yaml.safe_load(Path(__file__).with_name("formats.yaml").read_text(encoding="utf-8"))
-    for name, row in listed.items():
-        optional = tuple(row.get("optional", ()))
-        yield Format(name, row["kind"], tuple(row["columns"]), row["reader"], optional)
-
-
+_LISTED = yaml.safe_load(Path(__file__).with_name("formats.yaml").read_text(encoding="utf-8"))
 # column of any format: rows of one name may share their beginning (parts/trees.py)
 GROUP = "group"
-FORMATS = tuple(_known_formats())
+FORMATS = tuple(
+    Format(name, row["kind"], tuple(row["columns"]), row["reader"], tuple(row.get("optional", ())))
+    for name, row in _LISTED.items()
+)
 
 
 def own_format(name: str, function: Callable[[RawRow], Any]) -> Format:
