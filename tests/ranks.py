@@ -9,16 +9,19 @@ import multiprocessing
 import os
 import random
 import socket
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
+
+from tests.forked import INTERPRETER
 
 TIMEOUT_S = 300
 PROCESS_LIMIT_S = 240  # of one that shares the machine with others; alone it takes two
@@ -29,7 +32,10 @@ def fork_server() -> ForkServerContext:
     """The context whose server has loaded `tests.warm`; it is started here, as the program would start it with less."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
+    resource_tracker.ensure_running()
+    context.set_executable(os.environ.get(INTERPRETER, sys.executable))
     forkserver.ensure_running()
+    context.set_executable(sys.executable)
     return context
 
 
