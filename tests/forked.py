@@ -11,6 +11,7 @@ import io
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -27,7 +28,8 @@ INTERPRETER = "INTERPRETER_OF_TESTS"  # in the environment: the path of that int
 ORDER = ["--dist", "loadfile", "--no-loadscope-reorder", "--max-worker-restart", "3"]
 MAX_FILES = 200
 CLIENT = """#!{python} -IS
-import json, os, socket, sys
+import json, os, signal, socket, sys
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # the copy has its own
 files = [int(name) for name in os.listdir("/proc/self/fd")]
 files = [fd for fd in files if os.path.exists(f"/proc/self/fd/{{fd}}")]  # all but the listing's own
 with socket.socket(socket.AF_UNIX) as server:
@@ -44,7 +46,7 @@ def main(num_workers: str, *arguments: str) -> int:
         pytest.main([*arguments, "--collect-only"])
     if "tests.ranks" in sys.modules:
         importlib.import_module("tests.warm")
-    folder = Path(tempfile.mkdtemp())
+    folder = Path(tempfile.mkdtemp(dir="/tmp"))  # a path that a socket may have
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(folder / "socket"))
         listener.listen()
@@ -56,6 +58,7 @@ def main(num_workers: str, *arguments: str) -> int:
             [sys.executable, "-m", "pytest", *arguments, *workers, *ORDER],
             env={**os.environ, INTERPRETER: str(python)},
         )
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the session ends, and then this process
         is_over = os.pidfd_open(session.pid)
         while is_over not in select([listener, is_over], [], [])[0]:
             client, _ = listener.accept()
@@ -80,6 +83,7 @@ def become_copy(client: socket.socket) -> None:
             client.sendall(str(code).encode())
         os._exit(0)
     client.detach()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     _take_files(files, names)
     os.chdir(folder)
     os.environ.clear()
