@@ -125,7 +125,7 @@ def main(argv: list[str] | None = None) -> int:
         data.batch,
     )
     print(
-        f"{job.world} GPUs ({args.nodes} x {args.gpus} {args.gpu}), rates of {gpu.source}; "
+        f"{job.world} GPU{'s' if job.world > 1 else ''} ({args.nodes} x {args.gpus} {args.gpu}), rates of {gpu.source}; "
         f"{data.text}"
     )
     print(coarse_text(job), flush=True)
