@@ -125,8 +125,8 @@ def main(argv: list[str] | None = None) -> int:
         data.batch,
     )
     print(
-        f"{job.world} GPU{'s' if job.world > 1 else ''} ({args.nodes} x {args.gpus} {args.gpu}), rates of {gpu.source}; "
-        f"{data.text}"
+        f"{job.world} GPU{'s' if job.world > 1 else ''} ({args.nodes} x {args.gpus} {args.gpu}), "
+        f"rates of {gpu.source}; {data.text}"
     )
     print(coarse_text(job), flush=True)
     outcome = make_plans(job, say=lambda line: print(f"  {line}", flush=True))
