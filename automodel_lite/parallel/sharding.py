@@ -168,7 +168,8 @@ def parallelize(
     `choose_strategy` gave it.
     """
     if strategy == "fsdp" and mesh.root is not None:
-        fully_shard_model(model, mesh, compute_dtype, offloads, reshards)
+        gathered = None if compute_dtype == torch.float32 else compute_dtype
+        fully_shard_model(model, mesh, gathered, offloads, reshards)
         # FSDP averages over all ranks that hold tokens; context-parallel ranks hold parts of one
         # batch.
         num_batches = mesh.shape.dp * mesh.shape.cp
@@ -186,7 +187,7 @@ def parallelize(
 def fully_shard_model(
     model: LossModel,
     mesh: Mesh,
-    compute_dtype: torch.dtype,
+    gathered: torch.dtype | None,
     offloads: bool = False,
     reshards: bool = True,
 ) -> None:
@@ -197,12 +198,11 @@ def fully_shard_model(
     and fp8 layers stand between the bare model and its shards, and families without an `fsdp_plan`
     are sharded too.
 
+    gathered  the dtype that weights have while they are whole; None = that of the shards
     offloads  shards and their gradients are held in host memory
     reshards  layers are freed after their forward pass, and gathered again for the backward pass
     """
-    policy = MixedPrecisionPolicy()
-    if compute_dtype != torch.float32:
-        policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    policy = MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=torch.float32)
     is_split = mesh.shape.tp > 1 or mesh.shape.ep > 1
     if is_split:
         from automodel_lite.parallel.engine import split_layers  # which transformers has since 5.21

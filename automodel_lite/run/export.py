@@ -144,7 +144,9 @@ def export_hf(
     dtypes = stored_dtypes(model.lm, dtype)
 
     def check() -> None:
-        loaded = _load_again(temporary, model, tokenizer, dtypes, mesh)
+        # rounding on the way is not the export's
+        is_exact = expected_TV.dtype == torch.float32
+        loaded = _load_again(temporary, model, tokenizer, dtype, dtypes, mesh, is_exact)
         weights = loaded.lm.state_dict()
         for name, value in lm.state_dict().items():  # this rank's parts, bit for bit
             want = local(value)
@@ -152,7 +154,7 @@ def export_hf(
             kept = dtypes.get(name, want.dtype)
             if not torch.equal(want.to(kept), got.to(want.device, kept)):
                 raise RuntimeError(f"the exported weight {name} differs from the trained one.")
-        if expected_TV.dtype == torch.float32:  # rounding on the way is not the export's
+        if is_exact and mesh is None:  # shards are widened as they are gathered
             loaded.lm.float()
         got_TV = loaded.plain_logits(_probe(model, device).input_ids).cpu().float()
         # the median token: in low precision single tokens of a mixture of experts take other
@@ -160,10 +162,7 @@ def export_hf(
         off = float(
             ((got_TV - expected_TV.float()).abs().amax(1) / expected_TV.float().std()).median()
         )
-        limits = [
-            tolerance_std(min(dtypes.values(), key=lambda d: d.itemsize)),
-            tolerance_std(expected_TV.dtype),
-        ]
+        limits = [tolerance_std(dtype), tolerance_std(expected_TV.dtype)]
         if not off <= max(*limits, _FP8_STD if has_fp8(lm) else 0.0):
             raise RuntimeError(
                 f"the exported model differs from the trained one: its logits are off by {off:.1e} "
@@ -173,7 +172,7 @@ def export_hf(
 
     with _replace_folder(folder, step) as temporary:
         ranks = all_ranks()
-        on_each: Callable[[Callable[[], None]], object] = ranks.on_all if mesh else ranks.on_first
+        on_each: Any = ranks.on_all if mesh else ranks.on_first
         ranks.on_first(lambda: _write_settings(temporary, lm, tokenizer, dtype))
         on_each(lambda: write_weights(temporary, lm, dtypes, is_alone=mesh is None))
         ranks.on_first(lambda: take_over(lm, temporary))
@@ -197,12 +196,10 @@ def generation_config(
         dict.fromkeys(token for token in [tokenizer.eos_token_id, *own] if token is not None)
     )
     result.eos_token_id = stops if len(stops) > 1 else stops[0] if stops else None
-    result.bos_token_id = (
-        tokenizer.bos_token_id if result.bos_token_id is None else result.bos_token_id
-    )
-    result.pad_token_id = (
-        tokenizer.pad_token_id if result.pad_token_id is None else result.pad_token_id
-    )
+    if result.bos_token_id is None:
+        result.bos_token_id = tokenizer.bos_token_id
+    if result.pad_token_id is None:
+        result.pad_token_id = tokenizer.pad_token_id
     try:
         result.validate(strict=True)
     except ValueError:
@@ -230,11 +227,15 @@ def _load_again(
     folder: Path,
     model: LossModel,
     tokenizer: PreTrainedTokenizerBase,
+    dtype: torch.dtype,
     dtypes: dict[str, torch.dtype],
     mesh: Mesh | None,
+    is_exact: bool,
 ) -> LossModel:
     """Returns the model of the folder in the dtypes of its files, without any kernel of ours;
     sharded like `model`.
+
+    is_exact  shards are gathered in fp32: whole in it, they would be a second trained model
     """
     lm = model.lm
     source = CausalLM(
@@ -242,18 +243,21 @@ def _load_again(
         trust_remote_code=is_remote_code(type(lm)),
         mtp_loss=model.heads.coefficient if model.heads else 0.0,
     )
-    bare = describe(lm.config, min(dtypes.values(), key=lambda d: d.itemsize))
+    bare = describe(lm.config, dtype)
     # those that no file holds, too
     dtypes = {name: buffer.dtype for name, buffer in bare.named_buffers()} | dtypes
     made: list[LossModel] = []
 
     def spread(read: transformers.PreTrainedModel) -> None:
         read.requires_grad_(False)  # FSDP mixes dtypes of frozen parameters only
-        for name, value in (*read.named_parameters(), *read.named_buffers()):
+        rounded: dict[str, Tensor] = dict(read.named_parameters())
+        if not is_exact:
+            rounded |= read.named_buffers()
+        for name, value in rounded.items():
             value.data = value.data.to(dtypes.get(name, value.dtype))
         made.append(LossModel(read, CrossEntropy()))
         if mesh:
-            fully_shard_model(made[-1], mesh, torch.float32)
+            fully_shard_model(made[-1], mesh, torch.float32 if is_exact else None)
 
     if mesh:
         torch.nn.Module.to(source.build_sharded(tokenizer, spread, mesh.device), mesh.device)

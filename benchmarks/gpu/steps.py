@@ -20,6 +20,10 @@ from benchmarks.gpu.machine import clocks
 from benchmarks.gpu.plan import read_table
 
 SHAPES: dict[str, dict[str, Any]] = read_table()["shapes"]
+LORA_TARGETS: dict[str, str | list[str]] = {
+    "all-linear": "all-linear",
+    "attention": ["q_proj", "k_proj", "v_proj", "o_proj"],
+}
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,8 @@ class Variant:
     loss: str = "fused"
     compiled: bool = False
     recompute: str = "none"
-    lora: bool = False
+    # rank 8: attention | all-linear; empty = every weight is trained
+    lora: str = ""
     weights: str = "fp32"  # bf16: no masters, moments in bf16, too
     moments: str = ""  # of the optimizer, fp32, bf16 or 8bit; empty = as the weights
     published: str = ""  # who reported how many tokens per second and GPU for this job
@@ -62,7 +67,7 @@ def build(variant: Variant, device: str) -> Any:
     config = AutoConfig.for_model(**settings | SHAPES[variant.shape])
     compute = compute_dtype(variant, device)
     # an 8B base in fp32 would not fit beside itself
-    is_bf16 = variant.weights == "bf16" or (variant.lora and device == "cuda")
+    is_bf16 = variant.weights == "bf16" or (bool(variant.lora) and device == "cuda")
     dtype = torch.bfloat16 if is_bf16 else torch.float32
     torch.manual_seed(SEED)
     # a family chooses its own, which the kernel of packs replaces
@@ -74,7 +79,7 @@ def build(variant: Variant, device: str) -> Any:
     if variant.lora:
         from automodel_lite.parts.adapters.lora import Lora
 
-        Lora(r=8).adapt(lm, "random weights")
+        Lora(r=8, target_modules=LORA_TARGETS[variant.lora]).adapt(lm, "random weights")
     if variant.attention == "packed":
         kernel, _ = choose_attention(None, attention_specs(config, torch.device(device), compute))
         install(lm, kernel)

@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 import recipes.verify
+from automodel_lite.attention import kernel
 from automodel_lite.errors import ConfigError
 from automodel_lite.thd import IGNORE_INDEX, ThdBatch, labeled_rows
 from automodel_lite.thd import to_thd as right_to_thd
@@ -100,6 +103,25 @@ def test_a_leaking_kernel_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(recipes.verify, "ReferenceAttention", LeakingAttention)
     with pytest.raises(ConfigError, match="documents of a pack see each other"):
         verify(tmp_path / "run")
+
+
+def test_a_fused_kernel_does_not_give_its_own_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """FA3, FA4 and cuDNN are taken for the whole process: the reference in bf16 was the kernel that it judged."""
+    attention = F.scaled_dot_product_attention
+
+    def wrong_where_fused(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        out = attention(query, *args, **kwargs)
+        is_fused = torch.backends.cuda.flash_sdp_enabled() and query.dtype == torch.bfloat16
+        return out * 1.5 if is_fused else out
+
+    monkeypatch.setattr(kernel, "SHORT_TOKENS", 0)  # a CPU widens shorter documents
+    settings = ["training.precision=bf16", "attention=reference"]
+    assert verify(tmp_path / "run", *settings) == 0
+    monkeypatch.setattr(F, "scaled_dot_product_attention", wrong_where_fused)
+    assert verify(tmp_path / "run", *settings) == 1
+    assert "FAIL: 1 of" in capsys.readouterr().out
 
 
 def test_positions_that_run_on_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
