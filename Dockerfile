@@ -5,7 +5,8 @@
 #       torchrun --nproc-per-node 8 -m automodel_lite train --config-name finetune name=mine model.pretrained=... dataset.path=...
 FROM pytorch/pytorch:2.13.0-cuda13.0-cudnn9-devel
 
-ENV PIP_NO_CACHE_DIR=1 PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True MAX_JOBS=8 NVTE_FRAMEWORK=pytorch
+# images whose Python is Ubuntu's own refuse pip without the second
+ENV PIP_NO_CACHE_DIR=1 PIP_BREAK_SYSTEM_PACKAGES=1 PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True MAX_JOBS=8 NVTE_FRAMEWORK=pytorch
 
 RUN pip install ninja packaging wheel setuptools \
  && pip install --no-build-isolation flash-attn==2.8.3 \
