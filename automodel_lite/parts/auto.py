@@ -171,8 +171,12 @@ def micro_batch_of(config: Config, parts: Parts, data: Known | None) -> int:
     most = MOST_PACK // packer.packed_sequence_size
     if most < 2 or packer.is_ragged or data is None:
         return 1
+    mesh = config.mesh
+    num_processes = world_size()
+    if config.dry_run and num_processes == 1:  # one process answers for any mesh
+        num_processes = mesh.dp_replicate * max(mesh.dp_shard, 1) * mesh.cp * mesh.tp
     try:
-        dp = mesh_shape(config.mesh, world_size()).dp
+        dp = mesh_shape(mesh, num_processes).dp
         batch = global_batch_size_of(parts.training, dp)
     except ConfigError:
         return 1

@@ -41,6 +41,7 @@ SIMPO = {"beta": 2.0, "gamma": 1.0}
 FILES = "automodel_lite.data.reading.files.FilesDataset"
 STREAM = "automodel_lite.parts.datasets.streams.StreamingDataset"
 ADDED = ["<note>", "<sum>"]
+SHARED = "training.micro_batch_size=0"
 
 
 @dataclass
@@ -162,6 +163,11 @@ def _heads(job: Job) -> None:
         job.family = "deepseek_v3_heads"
 
 
+def _shared_passes(job: Job) -> None:
+    """Packs of a step go through one forward pass, as many as 4,096 tokens hold."""
+    job.settings.append(SHARED)
+
+
 FEATURES: dict[str, Callable[[Job], None]] = {
     "trees": _trees,
     "pairs": _pairs,
@@ -185,6 +191,7 @@ FEATURES: dict[str, Callable[[Job], None]] = {
     "cp": _axis("cp"),
     "ep": _experts,
     "heads ahead": _heads,
+    "shared passes": _shared_passes,
 }
 """What is added here is crossed with all others."""
 ON_RANKS = ("fsdp", "tp", "cp", "ep")
@@ -431,6 +438,10 @@ def run(job: Job, models: Path, folder: Path) -> Seen:
         if job.loss == "distill_topk" and not job.simulates and job.num_ranks == 1:
             assert score.main(config) == 0
         assert Watched.launch(config) == 0
+    said = screen.getvalue()
+    if said:  # on the first rank; a stream passes its packs one by one
+        are_shared = SHARED in job.settings and job.dataset != "streaming"
+        assert are_shared == ("share forward passes of 4,096 tokens" in said)
     rows = [] if job.simulates else rows_of(folder / "run")
     return Seen(rows, Watched.start, Watched.trained or screen.getvalue())
 
