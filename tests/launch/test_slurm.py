@@ -305,6 +305,55 @@ def test_the_script_that_is_written_for_a_cluster_runs_on_it(
     assert "2 processes" in (tmp_path / "job.log").read_text()
 
 
+@pytest.mark.system
+def test_an_array_tokenizes_and_one_more_task_merges(cluster: Cluster, tmp_path: Path) -> None:
+    """As docs/slurm.md says it: the merge waits for the array, and training finds the rows."""
+    told = subprocess.run(
+        [sys.executable, "-m", "automodel_lite", "slurm", "--prepare", "2", "--time", "10"],
+        cwd=ROOT,
+        env=cluster.environment,
+        capture_output=True,
+        text=True,
+    )
+    assert told.returncode == 0, told.stderr
+    assert "#SBATCH --array=1-2" in told.stdout.splitlines()
+    (tmp_path / "prepare.sbatch").write_text(told.stdout)
+    rows = [{"text": f"Ship {number} came with a cargo of salt."} for number in range(300)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = [
+        *("--config-name", "smoke", "dataset=files", f"dataset.path={tmp_path}/data.jsonl"),
+        *("~dataset.num_chats", f"cache_dir={tmp_path}/cache"),
+    ]
+
+    def sbatch(*options: str) -> str:
+        output = f"--output={tmp_path}/job.log"
+        done = subprocess.run(
+            ["sbatch", "--parsable", output, *options, "prepare.sbatch", *arguments],
+            cwd=tmp_path,
+            env=cluster.environment,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    array = sbatch()
+    merge = sbatch(f"--dependency=afterok:{array}", "--array=0")
+    for job in (f"{array}_1", f"{array}_2", f"{merge}_0"):
+        wait_for_state(cluster, job, tmp_path, "COMPLETED")
+    one_step = [f"output_dir={tmp_path}/run", *QUICK, "training.max_steps=1"]
+    trained = subprocess.run(
+        [sys.executable, "-m", "automodel_lite", "train", *arguments, *one_step],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert trained.returncode == 0, trained.stderr
+    assert "train: 300 documents → 300 rows" in trained.stdout
+    assert "cache: hit" in trained.stdout
+
+
 @pytest.fixture(scope="module")
 def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if reason := pyxis.missing():
