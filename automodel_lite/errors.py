@@ -133,6 +133,8 @@ def did_you_mean_path(path: str) -> str:
     plain name a run's too.
     """
     wanted = Path(path).expanduser()
+    if wanted.is_symlink():
+        return f": it is a link to {wanted.readlink()}, where nothing is."
     folders = [wanted.parent]
     if wanted.name == path:
         folders.append(Path("runs"))

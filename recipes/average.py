@@ -57,6 +57,8 @@ def main(argv: list[str] | None = None) -> int:
     if target.exists():
         raise ConfigError(f"{target} exists already: choose another folder with --to.")
     names = sorted(args.checkpoints or (), reverse=True)
+    if len(names) == 1:
+        raise ConfigError(f"--checkpoints {names[0]}: a mean is of two or more: name another.")
     if not names:
         complete, skipped = survey(RunFolder(args.run).checkpoints)
         names = [path.name for path in complete]

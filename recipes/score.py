@@ -21,6 +21,7 @@ if __name__ == "__main__":
     run_recipe("recipes.score:main")
 
 
+from automodel_lite.config.rules import check_folder
 from automodel_lite.config.schema import Config
 from automodel_lite.data.feeding.planned import PlannedPacks
 from automodel_lite.data.prepare import check_positions, check_sizes, prepare_data
@@ -66,6 +67,7 @@ def compute_values(config: Config) -> int:
     check_loss(data, loss)
     mesh = open_world(config)
     if isinstance(loss, DistillTopK):
+        check_folder("loss.teacher", loss.teacher)
         parts = as_teacher(parts, CausalLM(loss.teacher))
         check_same_vocabulary(parts, data.tokenizer)
         check_positions(data, parts.model)

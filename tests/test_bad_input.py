@@ -77,7 +77,7 @@ CASES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
         r"packed_sequence.packed_sequence_size=63 must be a multiple of 2",
     ),
     "missing folder": (settings("model=pretrained", "~model.config", "model.pretrained=./nothing"), r"model.pretrained=./nothing: there is no such folder"),
-    "hub unreachable": (settings("model=pretrained", "~model.config", "model.pretrained=someone/nothing"), r"model.pretrained=someone/nothing cannot be loaded: .*hf download someone/nothing"),
+    "hub unreachable": (settings("model=pretrained", "~model.config", "model.pretrained=someone/nothing"), r"the model someone/nothing cannot be loaded: .*hf download someone/nothing"),
     "unwritable folder": (settings("output_dir=/proc/x"), r"output_dir=/proc/x cannot be written"),
     "unwritable folder of a dry run": (settings("output_dir=/proc/x", "dry_run=true"), r"output_dir=/proc/x cannot be written: /proc: .*: choose another"),
 }  # fmt: skip
@@ -164,11 +164,11 @@ def _no_weights(folder: Path) -> None:
 
 
 WEIGHTS: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "truncated": (_truncated, r"model.pretrained=.*: the weights are truncated or not safetensors .*download them again"),
+    "truncated": (_truncated, r"the model .*: the weights are truncated or not safetensors .*download them again"),
     "a layer is missing": (lambda f: _without(f, "model.layers.1.mlp.up_proj.weight"), r"1 weights are missing .*model.layers.1.mlp.up_proj.weight first; they would be initialized at random"),
     "a different shape": (_another_shape, r"1 have a different shape than in the config, model.norm.weight first"),
     "no config": (_no_config, r"the folder has no config.json"),
-    "no weights": (_no_weights, r"model.pretrained=.*no file named"),
+    "no weights": (_no_weights, r"the model .*no file named"),
     "no chat template": (_no_template, r"chat template"),
 }  # fmt: skip
 

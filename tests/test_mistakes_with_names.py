@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import re
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
+import huggingface_hub
 import pytest
+from omegaconf import OmegaConf
 
 from automodel_lite.cli.compose import compose_config
 from automodel_lite.cli.line import read_line
 from automodel_lite.config.check import ELSEWHERE, check_config, known_keys
-from automodel_lite.config.components import CONF_DIR
+from automodel_lite.config.components import CONF_DIR, build
 from automodel_lite.config.signatures import arguments_of
 from automodel_lite.data.reading.files import FilesDataset
+from automodel_lite.data.tokens.tokenizer import load_tokenizer
 from automodel_lite.errors import ConfigError, did_you_mean_path
-from automodel_lite.models.source import check_source
+from automodel_lite.models.flops import model_size
+from automodel_lite.models.source import CausalLM, check_source
 from tests.runs import train_quick
 
 
@@ -35,9 +42,7 @@ def test_the_closest_file_folder_or_run_is_named(
         FilesDataset("chtas.jsonl")
     with pytest.raises(ConfigError, match=r"did you mean runs/mine\?$"):
         check_source("model", "runs/mien")
-    with pytest.raises(
-        ConfigError, match=r"^model=chats\.jsonl is a file, and a model is a folder"
-    ):
+    with pytest.raises(ConfigError, match=r"^model=chats\.jsonl is a file: give a model's folder"):
         check_source("model", "chats.jsonl")
     assert did_you_mean_path("mien") == "; did you mean runs/mine?"
     assert did_you_mean_path("something_else.jsonl") == ""
@@ -118,20 +123,13 @@ def test_a_value_of_another_kind_is_answered_with_what_to_write(typed: str, sent
 
 
 @pytest.mark.parametrize(
-    ("flag", "setting"),
-    [("--dry-run", "dry_run"), ("--max-steps", "training.max_steps"), ("--lr", "optimizer.lr")],
-)
-def test_a_setting_typed_as_a_flag(flag: str, setting: str) -> None:
-    with pytest.raises(ConfigError, match=rf"{flag}: a setting has no dashes, {setting}=\.\.\. \("):
-        read_line(["--config-name", "finetune", flag])
-
-
-@pytest.mark.parametrize(
     "text", ["defaults: finetune", "defaults: {finetune: x}", "defaults: [5]", "- finetune"]
 )
 def test_defaults_that_are_no_list_are_a_sentence(tmp_path: Path, text: str) -> None:
     (tmp_path / "mine.yaml").write_text(text)
-    with pytest.raises(ConfigError, match=r"^mine\.yaml: defaults: must be a list of presets and "):
+    with pytest.raises(
+        ConfigError, match=r"^mine\.yaml: defaults: must be a list of other presets and "
+    ):
         compose_config("mine", [], config_dir=str(tmp_path))
 
 
@@ -139,3 +137,149 @@ def test_a_preset_that_defaults_misspell(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("defaults: [finetun]")
     with pytest.raises(ConfigError, match=r"no such preset; did you mean finetune\?$"):
         compose_config("mine", [], config_dir=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("flag", "setting"),
+    [
+        ("--dryrun", "dry_run=true"),
+        ("--dry-run", "dry_run=true"),
+        ("--cpu-offload", "mesh.cpu_offload=true"),
+        ("--max-steps", r"training.max_steps=\.\.\."),
+        ("--maxsteps", r"training.max_steps=\.\.\."),
+        ("--lr", r"optimizer.lr=\.\.\."),
+        ("--optimizer.lr=1e-4", r"optimizer.lr=\.\.\."),
+    ],
+)
+def test_a_flag_is_answered_with_the_setting_to_write(flag: str, setting: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{flag}: a setting has no dashes, {setting} \("):
+        read_line(["--config-name", "finetune", flag])
+
+
+@pytest.mark.parametrize(
+    "typed",
+    ["mesh=[1]", "model.config=[]", "tokenize.template_kwargs=[1]", "security.allow_env={a: b}"],
+)
+def test_a_list_in_place_of_keys_and_keys_in_place_of_a_list(typed: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        compose_config("finetune", [typed])
+    assert str(caught.value) == (
+        f"{typed} must be of the kind that the key has: a group of keys, {{name: value}}, or a "
+        "list, [value]."
+    )
+
+
+@pytest.mark.parametrize("target", ["files", "memmap", "streaming", "images"])
+def test_a_list_without_a_path(target: str, tmp_path: Path) -> None:
+    part = OmegaConf.to_container(OmegaConf.load(CONF_DIR / f"dataset/{target}.yaml"))
+    assert isinstance(part, dict)
+    with pytest.raises(
+        ConfigError, match=r"^dataset\.path= is empty: was a shell variable not set"
+    ):
+        build({"_target_": part["_target_"], "path": []})
+
+
+def test_validation_files_without_a_path(tmp_path: Path) -> None:
+    data = tmp_path / "a.jsonl"
+    data.write_text('{"text": "a"}\n')
+    with pytest.raises(ConfigError, match=r"^dataset\.val_path= is empty: was a shell"):
+        FilesDataset(str(data), val_path=[])
+
+
+def test_a_link_to_nothing_is_told(tmp_path: Path) -> None:
+    link = tmp_path / "chats.jsonl"
+    link.symlink_to("elsewhere.jsonl")
+    told = r": it is a link to elsewhere\.jsonl, where nothing is\.$"
+    with pytest.raises(ConfigError, match=r"does not exist \(looked in .*\)" + told):
+        FilesDataset(str(link))
+    with pytest.raises(ConfigError, match="there is no such folder" + told):
+        check_source("model", str(link))
+
+
+CHECKED_EARLY = """\
+import sys
+from automodel_lite.cli.compose import compose_config
+from automodel_lite.cli.hydra_app import check_places
+from automodel_lite.config.check import check_config
+from automodel_lite.errors import ConfigError
+
+config = check_config(compose_config("distill", ["name=a", *sys.argv[1:]]))
+try:
+    check_places(config, has_data=False)
+except ConfigError as error:
+    print(error, "torch" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize(
+    ("setting", "sentence"),
+    [
+        ("teacher.pretrained=./none", "teacher.pretrained=./none: there is no such folder."),
+        ("tokenizer.path=./none", "tokenizer.path=./none: there is no such folder."),
+        (
+            "tokenizer.chat_template=none.jinja",
+            "tokenizer.chat_template=none.jinja cannot be read (No such file or directory).",
+        ),
+    ],
+)
+def test_what_is_not_there_is_told_before_torch_is_imported(
+    setting: str, sentence: str, tmp_path: Path
+) -> None:
+    places = [f"model.pretrained={tmp_path}", f"teacher.pretrained={tmp_path}"]
+    places += [f"dataset.path={tmp_path}", setting]  # of two values the later one
+    done = subprocess.run(
+        [sys.executable, "-c", CHECKED_EARLY, *places], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == f"{sentence} False\n"
+
+
+def test_a_tokenizer_of_the_hub_is_not_asked_for_without_a_network(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def unknown(*_: object) -> None:
+        raise OSError("Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    with pytest.raises(ConfigError, match=r"no-one/nothing .*: the hub cannot be reached, and"):
+        load_tokenizer("no-one/nothing")
+    assert huggingface_hub.constants.HF_HUB_OFFLINE
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("[]", "Unrecognized model"),
+        ("null", "NoneType"),
+        ('{"model_type": "of_tomorrow"}', "model type `of_tomorrow` but Transformers does not"),
+        ('{"model_type": 5}', "model type `5`"),
+    ],
+)
+def test_a_config_of_no_known_model(tmp_path: Path, text: str, reason: str) -> None:
+    """Most of all one that is newer than the transformers here."""
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=rf"^the model {tmp_path} cannot be loaded: .*{reason}"):
+        CausalLM(str(tmp_path)).resolve_model_config({})
+
+
+def test_a_preset_that_is_based_on_itself(tmp_path: Path) -> None:
+    (tmp_path / "one.yaml").write_text("defaults: [two]")
+    (tmp_path / "two.yaml").write_text("defaults: [one]")
+    with pytest.raises(ConfigError, match=r"^one\.yaml: defaults: must be a list of other presets"):
+        compose_config("one", [], config_dir=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ('{"model_type": "t5"}', "Unrecognized configuration class .*T5Config"),
+        ('{"model_type": "llama", "rope_scaling": {"type": "none"}}', "'none' is not known"),
+    ],
+)
+def test_a_config_that_no_model_for_texts_can_be_made_of(
+    tmp_path: Path, text: str, reason: str
+) -> None:
+    (tmp_path / "config.json").write_text(text)
+    config = CausalLM(str(tmp_path)).resolve_model_config({})
+    with pytest.raises(ConfigError, match=rf"^a model with .*: {reason}.* \(its config\.json\)$"):
+        model_size(config)

@@ -105,19 +105,25 @@ class Loader(ConfigLoaderImpl):
             raw = super().load_configuration(
                 config_name, texts, run_mode, from_shell, validate_sweep_overrides
             )
-        except (HydraException, OmegaConfBaseException, ValueError) as error:
+        except (HydraException, OmegaConfBaseException, ValueError, RecursionError) as error:
             text = " ".join(str(error if str(error) else error.__cause__).split())
             if found := _NOT_THERE.search(text):
                 text = f"~{found[1]}: no file sets it, so there is nothing to remove."
             if (found := _NO_OPTION.search(text)) and found[1] in self.known:
                 text = option_problem(f"{found[1]}={found[2]}", self.known, False) or text
+            if found := _MERGED.search(text):
+                text = (
+                    f"{found[1]} must be of the kind that the key has: a group of keys, "
+                    "{name: value}, or a list, [value]."
+                )
             if found := _NO_PRESET.search(text):
                 text = f"{found[1]}.yaml: defaults: {found[2]}: no such preset"
                 text += did_you_mean(found[2], presets_of(self.sources))
             elif _NO_DEFAULTS.search(text):
                 text = (
-                    f"{config_name}.yaml: defaults: must be a list of presets and options, such as "
-                    "[finetune, override peft: lora, _self_], and other keys stand below it."
+                    f"{config_name}.yaml: defaults: must be a list of other presets and options, "
+                    "such as [finetune, override peft: lora, _self_], and other keys stand below "
+                    "it."
                 )
             raise ConfigError(text.partition(" Config search path:")[0]) from None
         except yaml.MarkedYAMLError as error:
@@ -209,9 +215,12 @@ def is_of_sweeps(key: str) -> bool:
     return bool(_OF_SWEEPS.fullmatch(key)) and not needs_the_command_line(of_job)
 
 
+_MERGED = re.compile(r"Error merging override \+*(.+)")
 _NO_OPTION = re.compile(r"Could not find '([\w/]+)/(\w+)'")
 _NO_PRESET = re.compile(r"In '(\w+)': Could not load '([\w/]+)'")
-_NO_DEFAULTS = re.compile("nvalid defaults list|type in defaults|in default item|ListConfig")
+_NO_DEFAULTS = re.compile(
+    "nvalid defaults list|type in defaults|in default item|ListConfig|recursion"
+)
 _NOT_THERE = re.compile(r"Could not delete (?:from config\. )?'(.+)'(?: does not exist)?\.")
 
 

@@ -33,7 +33,7 @@ from automodel_lite.cli.sources import Sources, check_preset
 from automodel_lite.compat import Hydra
 from automodel_lite.config.check import check_config
 from automodel_lite.config.components import flatten, locate
-from automodel_lite.config.rules import check_folder
+from automodel_lite.config.rules import check_folder, read_template
 from automodel_lite.config.schema import Config
 from automodel_lite.data.reading.paths import find_files
 from automodel_lite.errors import ConfigError
@@ -172,8 +172,16 @@ def run(
 
 def check_places(config: Config, has_data: bool) -> None:
     """Raises ConfigError for a model or data that are not there, before torch is imported."""
-    if pretrained := config.model.get("pretrained"):
-        check_folder("model.pretrained", pretrained)
+    folders = {
+        "model.pretrained": config.model.get("pretrained"),
+        "teacher.pretrained": config.teacher.get("pretrained"),
+        "tokenizer.path": config.tokenizer.get("path"),
+    }
+    for key, source in folders.items():
+        if source:
+            check_folder(key, source)
+    if template := config.tokenizer.get("chat_template"):
+        read_template(template)
     if not has_data:
         return
     leaves = dict(flatten(config.dataset, "dataset"))

@@ -76,10 +76,13 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         flag = message.removeprefix("unrecognized arguments: ").split(" ")[0].partition("=")[0]
         near = did_you_mean(flag, self._option_string_actions) if flag.startswith("--") else ""
-        from automodel_lite.config.check import key_of  # of a mistake alone
+        # of a mistake alone
+        from automodel_lite.config.check import Config, OmegaConf, key_of
 
-        if setting := key_of(flag.lstrip("-").replace("-", "_")):
-            near = f": a setting has no dashes, {setting}=..."
+        name = flag.lstrip("-").replace("-", "_")
+        if setting := key_of(name) or ("." in name and name):
+            is_off = OmegaConf.select(OmegaConf.structured(Config), setting) is False
+            near = f": a setting has no dashes, {setting}={'true' if is_off else '...'}"
         raise ConfigError(f"{message}{near.rstrip('?')} (--help lists the arguments).")
 
 

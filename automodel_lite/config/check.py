@@ -174,22 +174,21 @@ def _options(config: Mapping[str, Any]) -> Iterator[str]:
             yield from (f"{key}.{name}" for name in {**part, **options_of(str(part["_target_"]))})
 
 
-def key_of(name: str, known: Sequence[str] = ()) -> str | None:
-    """Returns the key that is called so elsewhere (elsewhere.yaml), or that ends so: `max_steps` ->
-    training.max_steps.
+def key_of(path: str, known: Sequence[str] = ()) -> str | None:
+    """Returns the key that is called so elsewhere (elsewhere.yaml), or that ends so, underscores
+    aside: `maxsteps` -> training.max_steps.
 
     known   options of parts, which are looked at too
     """
-    ours = (key for key in [*known_keys(), *known] if key.rpartition(".")[2] == name)
-    return ELSEWHERE.get(name) or next(ours, None)
+    last = f".{path}".replace("_", "")
+    ours = (key for key in [*known_keys(), *known] if f".{key}".replace("_", "").endswith(last))
+    name = path.rpartition(".")[2]
+    return ELSEWHERE.get(path) or ELSEWHERE.get(name) or next(ours, None)
 
 
 def _did_you_mean_key(path: str, known: Sequence[str]) -> str:
     """Returns `; did you mean X?` or ""."""
-    name = path.rpartition(".")[2]
-    found = ELSEWHERE.get(path) or ELSEWHERE.get(name)
-    if path == name:
-        found = key_of(name, known)
+    found = key_of(path, known)
     return f"; did you mean {found}?" if found not in (None, path) else did_you_mean(path, known)
 
 

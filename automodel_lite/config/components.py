@@ -117,7 +117,6 @@ CodePath = NewType("CodePath", str)
 """The type of a setting that names a function, `package.module:function`: it needs the same
 permission as a target.
 """
-PREFIXES = ("torch.optim",)  # beside what conf/ names
 PACKAGE = Path(__file__).resolve().parents[1]
 # a wheel carries conf/ and recipes/ inside, a checkout beside the package
 IS_INSTALLED = (PACKAGE / "conf").is_dir()
@@ -141,7 +140,7 @@ def target_problem(path: object, allowed: Sequence[str]) -> str | None:
     """
     if not isinstance(path, str) or not _PATH.fullmatch(path):
         return f"_target_={path}: not the dotted path of a function or class."
-    if path in own_targets() or _is_below(path, (*PREFIXES, *allowed)):
+    if path in own_targets() or _is_below(path, allowed):
         return None
     near = difflib.get_close_matches(path, own_targets(), n=1, cutoff=0.8)
     return (
@@ -156,10 +155,9 @@ def check_origin(path: str, found: Callable[..., Any], allowed: Sequence[str]) -
     `my_package.module.os.system`.
     """
     origin = f"{found.__module__}.{found.__qualname__}"
-    if path not in own_targets() and not _is_below(origin, (*PREFIXES, *allowed)):
+    if path not in own_targets() and not _is_below(origin, allowed):
         raise ConfigError(
-            f"_target_={path} is not allowed: it is {origin}, outside "
-            f"{', '.join((*PREFIXES, *allowed))}."
+            f"_target_={path} is not allowed: it is {origin}, outside {', '.join(allowed)}."
         )
 
 

@@ -187,8 +187,8 @@ def seconds_of(duration: str | int) -> float:
     )
     if found is None:
         raise ConfigError(
-            f"training.max_time={duration} must be hours:minutes:seconds, such as 1:30:00, or a "
-            "number of seconds."
+            "training.max_time must be hours:minutes:seconds, such as 1:30:00, or a number of "
+            "seconds."
         )
     days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
     return ((days * 24 + hours) * 60 + minutes) * 60.0 + seconds
@@ -214,13 +214,28 @@ def looks_local(path: str) -> bool:
     return by_form or given.exists() or ("/" in path and given.parent.is_dir())
 
 
+def read_template(template: str) -> str:
+    """Returns a chat template, which is given as its text or as a file; raises ConfigError for a
+    file that is not there.
+    """
+    if "{" in template:
+        return template
+    try:
+        return Path(template).expanduser().read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise ConfigError(
+            f"tokenizer.chat_template={template} cannot be read ({reason})."
+        ) from error
+
+
 def check_folder(key: str, source: str) -> bool:
     """Returns whether a model's folder is there; raises ConfigError for what looks like a local
     path and is none, before it is tried as a hub name.
     """
     folder = Path(source).expanduser()
     if folder.is_file():
-        raise ConfigError(f"{key}={source} is a file, and a model is a folder with a config.json.")
+        raise ConfigError(f"{key}={source} is a file: give a model's folder, or a hub name.")
     if looks_local(source) and not folder.is_dir():
         raise ConfigError(
             f"{key}={source}: there is no such folder{did_you_mean_path(source) or '.'}"

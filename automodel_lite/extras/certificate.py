@@ -36,7 +36,9 @@ LIMITS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # of an export's loss, rel
 
 
 def check_export(run: Path) -> None:
-    """Raises ConfigError where a run has no exported folder."""
+    """Raises ConfigError where a run has no exported folder, or is none."""
+    if not RunFolder(run).config.is_file():
+        raise ConfigError(f"--card {run} is not the folder of a run: it has no config.yaml.")
     if not (run / "hf" / "config.json").is_file():
         raise ConfigError(f"--card {run}: it has no hf/: automodel-lite export {run}.")
 

@@ -21,7 +21,7 @@ from transformers import PretrainedConfig
 
 from automodel_lite.attention.spec import layer_shapes
 from automodel_lite.models.layers import decoder_layers, output_head, text_decoder
-from automodel_lite.models.settings import experts_per_token
+from automodel_lite.models.settings import describe_with, experts_per_token
 from automodel_lite.models.source import describe
 
 
@@ -132,7 +132,8 @@ class StepFlops:
 
 def model_size(config: PretrainedConfig) -> ModelSize:
     """Counts a model config, mixture-of-experts layers by the experts that a token visits."""
-    return size_of(describe(config))
+    # the first that makes the model of a config.json
+    return size_of(describe_with({}, lambda: describe(config)))
 
 
 def size_of(lm: transformers.PreTrainedModel) -> ModelSize:

@@ -537,7 +537,12 @@ class LossModel(nn.Module):
         if teacher_rows is None:
             output = self._at_head(rows, evaluate, loss)
         else:
-            output = self._beside_teacher(rows, teacher_rows, evaluate, loss)
+
+            def at_own_head(teacher_head: Head) -> Any:
+                return self._at_head(rows, partial(evaluate, teacher=teacher_head), loss)
+
+            # inside the teacher's: both weights are whole there, and in the backward pass
+            output = self._teacher[0]._at_head(teacher_rows, at_own_head)
         if balance is None:
             return output
         # gradients in training, but no part of the value
@@ -555,21 +560,6 @@ class LossModel(nn.Module):
         # removed where the model raises, too
         with self._decoder_and_head[0].register_forward_hook(record):
             return self.before_head(batch, loss, heads, output_router_logits=True)
-
-    def _beside_teacher(
-        self,
-        rows: Tensor,
-        teacher_rows: Tensor,
-        evaluate: Callable[..., LossOutput],
-        loss: Loss,
-    ) -> Any:
-        """Evaluates the loss at the heads of the model and its teacher."""
-
-        def at_own_head(teacher_head: Head) -> Any:
-            return self._at_head(rows, partial(evaluate, teacher=teacher_head), loss)
-
-        # inside the teacher's: both weights are whole there, and in the backward pass
-        return self._teacher[0]._at_head(teacher_rows, at_own_head)
 
     def _evaluate(
         self,

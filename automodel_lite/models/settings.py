@@ -120,7 +120,8 @@ def cannot_work(reason: object, overrides: dict[str, Any]) -> ConfigError:
     is_name = isinstance(reason, KeyError) and " " not in str(reason.args[0])
     text = f"{reason} is not known." if is_name else one_line(reason).strip('"')
     return ConfigError(
-        f"a model with these settings does not work: {text or type(reason).__name__} ({settings})"
+        f"a model with these settings does not work: {text or type(reason).__name__} "
+        f"({settings or 'its config.json'})"
     )
 
 

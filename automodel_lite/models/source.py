@@ -317,7 +317,7 @@ class CausalLM:
             of_heads = self.mtp_loss and any(re.search("mtp|eh_proj", name) for name in missing)
             cure = " The checkpoint has no such heads: set model.mtp_loss=0." if of_heads else ""
             raise ConfigError(
-                f"model.pretrained={self.pretrained}: {len(missing)} weights are missing and "
+                f"the model {self.pretrained}: {len(missing)} weights are missing and "
                 f"{len(mismatched)} have a different shape than in the config, "
                 f"{(missing + mismatched)[0]} first; they would be initialized at random.{cure}"
             )
@@ -481,12 +481,12 @@ def embedding_rows(model: transformers.PreTrainedModel) -> int:
 def check_source(key: str, source: str) -> None:
     """Raises ConfigError for a folder that holds no model, or that is not there."""
     if not check_folder(key, source):
-        _ask_no_hub_without_network()
+        ask_no_hub_without_network()
     elif not (Path(source).expanduser() / "config.json").is_file():
         raise ConfigError(f"{key}={source}: the folder has no config.json.")
 
 
-def _ask_no_hub_without_network() -> None:
+def ask_no_hub_without_network() -> None:
     """Lets the hub's library answer from its cache alone where the hub's name does not resolve: it
     would ask for half a minute.
     """
@@ -513,9 +513,9 @@ def _load_config(source: str, options: dict[str, Any]) -> PretrainedConfig:
             raise _not_there(source, error) from None
         config = transformers.AutoConfig.from_pretrained(shape)
         config._name_or_path = source
-    except ValueError as error:
-        if options["trust_remote_code"] or "trust_remote_code" not in str(error):
-            raise
+    except Exception as error:  # whatever a damaged or unknown config.json makes of its reader
+        if "trust_remote_code" not in str(error):
+            raise ConfigError(f"the model {source} cannot be loaded: {one_line(error)}") from error
         raise ConfigError(
             f"model.pretrained={source} runs its own code: review it, and allow it on the command "
             "line with model.trust_remote_code=true and its commit as model.revision=... ."
@@ -523,7 +523,7 @@ def _load_config(source: str, options: dict[str, Any]) -> PretrainedConfig:
     return config
 
 
-def hub_reason(error: OSError) -> str:
+def hub_reason(error: Exception) -> str:
     """Returns a sentence on why the hub has no such model."""
     reason = one_line(error)
     if "couldn't connect" in reason:
@@ -533,7 +533,7 @@ def hub_reason(error: OSError) -> str:
 
 def _not_there(source: str, error: OSError) -> ConfigError:
     return ConfigError(
-        f"model.pretrained={source} cannot be loaded: {hub_reason(error)} Use a folder, or "
+        f"the model {source} cannot be loaded: {hub_reason(error)} Use a folder, or "
         f"download the model where there is a network: hf download {source}."
     )
 
@@ -552,27 +552,27 @@ def _loading_errors(
         raise _not_there(source, error) from None
     except SafetensorError as error:
         raise ConfigError(
-            f"model.pretrained={source}: the weights are truncated or not safetensors ({error}): "
+            f"the model {source}: the weights are truncated or not safetensors ({error}): "
             "download them again."
         ) from None
     except pickle.UnpicklingError:
         # torch's own text explains how to run the code that is in the file
         raise ConfigError(
-            f"model.pretrained={source}: its weights are a pickle that holds more than tensors, "
+            f"the model {source}: its weights are a pickle that holds more than tensors, "
             "which may be a program: use a checkpoint in safetensors."
         ) from None
     except ValueError as error:  # converters of the family that the quantizer cannot extend
         if isinstance(error, ConfigError) or not quantization:
             raise
         raise ConfigError(
-            f"model.pretrained={source}: transformers cannot read {quantization['quant_method']} "
+            f"the model {source}: transformers cannot read {quantization['quant_method']} "
             f"weights of {config.model_type} ({one_line(error, 100)}): use the original checkpoint."
         ) from None
     except RuntimeError as error:  # shapes that do not fit
         if is_out_of_memory(error) or is_out_of_threads(error) or is_lost_peer(error):
             # no setting is at fault: these have exit codes of their own, and a job may start again
             raise
-        raise ConfigError(f"model.pretrained={source}: {one_line(error, 500)}") from None
+        raise ConfigError(f"the model {source}: {one_line(error, 500)}") from None
     finally:
         transformers_logging.set_verbosity(verbosity)
 

@@ -280,8 +280,8 @@ class Checkpointer:
         if reasons := [*reasons, *skipped]:
             raise ConfigError(
                 f"{self.run.checkpoints} has no loadable checkpoint ({'; '.join(reasons)}): "
-                "restore one from a backup, move the folder away to start from step 0, or start a "
-                "new run with name=... ."
+                "set back the settings that changed, restore one from a backup, move the folder "
+                "away to start from step 0, or start a new run with name=... ."
             )
         return None
 

@@ -182,9 +182,14 @@ def take_over(lm: transformers.PreTrainedModel, folder: Path) -> None:
         with safe_open(path, "pt") as file:
             weights |= {key: file.get_tensor(key) for key in sorted(left) if theirs[key] == path}
     if any(".eh_proj." in key for key in ours):  # trained: their copies of these are, too
+        embedding = next(key for key in ours if key.endswith("model.embed_tokens.weight"))
+        # a tied head is the embedding
+        head = "lm_head.weight" if "lm_head.weight" in ours else embedding
         for key in weights:
             if key.endswith((".embed_tokens.weight", ".shared_head.head.weight")):
-                weights[key] = _trained_copy(ours, "embed" if "embed" in key else "head")
+                name = embedding if "embed" in key else head
+                with safe_open(ours[name], "pt") as file:
+                    weights[key] = file.get_tensor(name)
     files = sorted(set(ours.values()))
     names = [
         f"model-{number:05d}-of-{len(files) + 1:05d}.safetensors"
@@ -198,16 +203,6 @@ def take_over(lm: transformers.PreTrainedModel, folder: Path) -> None:
     metadata = {"total_size": sum((folder / name).stat().st_size for name in names)}
     index = {"metadata": metadata, "weight_map": dict(sorted(places.items()))}
     (folder / INDEX).write_text(json.dumps(index, indent=2))
-
-
-def _trained_copy(ours: dict[str, Path], kind: str) -> Tensor:
-    """Returns the embedding or the head of an export; a tied head is the embedding."""
-    name = "lm_head.weight"
-    if kind == "embed" or name not in ours:
-        name = next(key for key in ours if key.endswith("model.embed_tokens.weight"))
-    with safe_open(ours[name], "pt") as file:
-        found: Tensor = file.get_tensor(name)
-    return found
 
 
 def _settings(config: dict[str, Any]) -> dict[str, Any]:

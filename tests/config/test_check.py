@@ -42,7 +42,7 @@ MISTAKES = [
     ("callbacks.patience=3", "callbacks.patience=3 is an option of callbacks=early_stopping or callbacks=loss_leap: choose that, or remove it, ~callbacks.patience."),
     ("evaluation.nothing=1", "evaluation.nothing=1: unknown key; if the preset sets it, ~evaluation.nothing removes it."),
     ("packed_sequence.strategy=best", "packed_sequence.strategy=best must be one of exact_fill, best_fit, next_fit, wrapped, none; did you mean best_fit?"),
-    ("optimizer._target_=torch.optim.AdamWW", "optimizer._target_=torch.optim.AdamWW: torch.optim has no AdamWW; did you mean AdamW?"),
+    ("optimizer._target_=torch.optim.AdamWW", "optimizer._target_=torch.optim.AdamWW is not allowed. A configuration may only call what conf/ names; allow your own code on the command line, security.allow_targets=[torch]."),
 ]  # fmt: skip
 
 

@@ -31,6 +31,7 @@ def check(*overrides: str) -> None:
         "automodel_lite.run.durable.write_file",
         "automodel_lite.parts.optimizers.adamw.torch.load",
         "torch.optimism",
+        "torch.optim.SGD",
         "automodel_lite.data.reading.files.FilesDataset.__init__",
         "automodel_lite.data.reading.files.os",
         "notes/evil.py",
@@ -53,7 +54,10 @@ def test_foreign_targets_are_refused_before_they_are_imported(
 
 def test_an_allowed_module_does_not_lead_elsewhere() -> None:
     with pytest.raises(ConfigError, match=r"it is functools.partial, outside torch.optim"):
-        check("optimizer._target_=torch.optim.optimizer.functools.partial")
+        check(
+            "optimizer._target_=torch.optim.optimizer.functools.partial",
+            "security.allow_targets=[torch.optim]",
+        )
 
 
 def test_a_nested_target_is_seen() -> None:
@@ -72,7 +76,7 @@ def test_own_code_is_allowed_on_the_command_line(
     with pytest.raises(ConfigError, match=r"security.allow_targets=\[my_schedules\]"):
         check(*mine)
     check(*mine, "security.allow_targets=[my_schedules]")
-    with pytest.raises(ConfigError, match=r"outside torch.optim, my_schedules"):
+    with pytest.raises(ConfigError, match=r"outside my_schedules"):
         check(
             *mine[:2],
             "lr_scheduler._target_=my_schedules.os.system",

@@ -70,6 +70,13 @@ def test_wrong_arguments(run: Path, tool: str, arguments: list[str], sentence: s
     assert sentence in answer(tool, *(text.replace("{run}", str(run)) for text in arguments))
 
 
+def test_an_export_without_its_tokenizer(run: Path, tmp_path: Path) -> None:
+    shutil.copytree(run / "hf", tmp_path / "hf")
+    (tmp_path / "hf/tokenizer.json").unlink()
+    told = answer("generate", str(tmp_path / "hf"), "Hi")
+    assert "hf: the folder has no tokenizer.json: copy it from the model that was trained." in told
+
+
 @pytest.mark.parametrize("tool", ["generate", "report", "plan"])
 def test_work_of_one_process_is_refused_to_several(
     run: Path, monkeypatch: pytest.MonkeyPatch, tool: str

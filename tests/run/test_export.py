@@ -292,5 +292,9 @@ def test_checkpoints_are_averaged(tmp_path: Path):
             )
     with pytest.raises(ConfigError, match="averaged exists already"):
         average.main([str(run)])
+    with pytest.raises(
+        ConfigError, match="--checkpoints step_9: a mean is of two or more: name an"
+    ):
+        average.main([str(run), "--checkpoints", "step_9", "--to", str(tmp_path / "four")])
     with pytest.raises(ConfigError, match="has 3 complete checkpoints to average"):
         average.main([str(run), "--last", "4", "--to", str(tmp_path / "four")])

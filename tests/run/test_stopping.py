@@ -83,7 +83,7 @@ def test_durations() -> None:
     assert seconds_of("1:30:00") == 5400
     assert seconds_of("2-01:00:00") == 176400
     assert seconds_of(90) == 90
-    with pytest.raises(ConfigError, match=r"training.max_time=soon must be hours:minutes:seconds"):
+    with pytest.raises(ConfigError, match=r"training.max_time must be hours:minutes:seconds"):
         seconds_of("soon")
 
 

@@ -15,8 +15,13 @@ from tests.runs import quick_config, train_quick
 
 def test_a_certificate_holds_hashes_and_comparisons(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    with pytest.raises(ConfigError, match=r"--card .*run: it has no hf/: automodel-lite export"):
+    with pytest.raises(ConfigError, match=r"--card .*run is not the folder of a run"):
         verify.main(quick_config(run), run)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.yaml").touch()
+    with pytest.raises(ConfigError, match=r"--card .*other: it has no hf/: automodel-lite export"):
+        verify.main(quick_config(run), other)
     assert train_quick(run, "checkpoint.export_hf=true", "training.max_steps=2")[0] == 0
     assert verify.main(quick_config(run), run) == 0
     found = json.loads((run / "hf" / "certificate.json").read_text())

@@ -152,13 +152,13 @@ class DeviceFeed(Iterator[DeviceStep]):
         if self._copies is not None:
             compute = torch.cuda.current_stream(self._device)
             compute.wait_stream(self._copies)
+
+            # the other stream allocated it, and must not take it back while this one reads
+            def keep(tensor: Tensor) -> Tensor:
+                if tensor.is_cuda:
+                    tensor.record_stream(compute)
+                return tensor
+
             for batch in ready.inputs:
-                batch.map_tensors(lambda tensor: _used_on(tensor, compute))
+                batch.map_tensors(keep)
         return ready
-
-
-def _used_on(tensor: Tensor, stream: torch.cuda.Stream) -> Tensor:
-    """Keeps the memory of a tensor that another stream allocated until `stream` is done with it."""
-    if tensor.is_cuda:
-        tensor.record_stream(stream)
-    return tensor

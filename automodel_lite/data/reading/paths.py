@@ -145,7 +145,7 @@ def find_files(
     left_out: dict[str, list[str]] = defaultdict(list)
     taken: dict[tuple[int, int], Path] = {}
     missing = []
-    for path in paths:
+    for path in paths or [""]:
         files, is_named = _found(path, key, left_out)
         if not files:
             missing.append(path)
@@ -188,7 +188,7 @@ def kind_of(path: Path) -> str:
 def _found(path: str, key: str, left_out: dict[str, list[str]]) -> tuple[Sequence[Path], bool]:
     """Returns the files of one path, and whether it names one, not a folder or a pattern."""
     if not path.strip():
-        raise ConfigError(f"{key}={path} is empty: was a shell variable not set?")
+        raise ConfigError(f"{key}= is empty: was a shell variable not set?")
     expanded = Path(path).expanduser()
     try:
         if expanded.is_dir():

@@ -201,7 +201,13 @@ class ChatRenderer:
         for place, message in enumerate(messages):
             if message.get("weight", 1) == 0:
                 start, stop = self._silent_span(render, messages, text, place)
-                ends.append(self._header_of(render, messages[:place], text, start))
+                # its header begins behind the last stop token, or where a turn before it ends
+                # without one, or with the text
+                before = self._behind_stops(text[:start])
+                if place:
+                    shared = _common_prefix(render(messages[:place]), text)
+                    before.append(len(text[:shared].rstrip()))
+                ends.append(max(before, default=0))
                 begins.append(stop)
         end = max(self._behind_stops(text), default=len(text))
         ends.append(len(text) if text[end:].strip() else end)
@@ -313,17 +319,6 @@ class ChatRenderer:
             for token in self.stop_tokens
             if token in text[start:]
         ]
-
-    def _header_of(
-        self, render: Callable[..., str], before: list[Message], text: str, start: int
-    ) -> int:
-        """Returns where the header of a turn begins, whose words begin at `start`: behind the last
-        stop token, or where a turn before it ends without one, or with the text.
-        """
-        ends = self._behind_stops(text[:start])
-        if before:
-            ends.append(len(text[: _common_prefix(render(before), text)].rstrip()))
-        return max(ends, default=0)
 
     def _silent_span(
         self, render: Callable[..., str], messages: list[Message], text: str, place: int

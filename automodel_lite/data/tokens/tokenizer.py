@@ -11,11 +11,12 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from automodel_lite.config.rules import PathStr, Range, looks_local
+from automodel_lite.config.rules import PathStr, Range, check_folder, read_template
 from automodel_lite.data.cache import build_once, cache_root, short_hash
 from automodel_lite.data.reading.documents import Documents, DocumentSet
 from automodel_lite.data.reading.readers import placed
-from automodel_lite.errors import ConfigError, DataError, one_line, system_errors
+from automodel_lite.errors import ConfigError, DataError, system_errors
+from automodel_lite.models.source import ask_no_hub_without_network, hub_reason
 from automodel_lite.redact import secret_in
 
 TokenCount = Annotated[int, Range(262, 1_000_000)]
@@ -40,34 +41,22 @@ def load_tokenizer(
     """Loads a fast tokenizer by folder or hub name; `chat_template` may also be the text of a
     template.
     """
-    is_local = looks_local(path)
-    source = str(Path(path).expanduser()) if is_local else path
-    if is_local and not Path(source).is_dir():
-        raise ConfigError(
-            f"tokenizer.path={path} is not a folder: give a folder with tokenizer.json, or a hub "
-            "name."
-        )
+    if not check_folder("tokenizer.path", path):
+        ask_no_hub_without_network()
+    source = str(Path(path).expanduser())
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # whatever a damaged file makes of its reader
-        if is_local and "instantiate the backend tokenizer" in str(error):
+        if "instantiate the backend tokenizer" in str(error):
             raise ConfigError(
-                f"tokenizer.path={path}: the folder has no tokenizer.json: set tokenizer.path to a "
+                f"tokenizer.path={path} has no tokenizer.json: set tokenizer.path to a "
                 "folder or a hub name that has one."
             ) from None
         raise ConfigError(
-            f"tokenizer.path={path} cannot be loaded as a tokenizer: {one_line(error)}"
+            f"tokenizer.path={path} cannot be loaded as a tokenizer: {hub_reason(error)}"
         ) from error
     if chat_template is not None:
-        if "{" not in chat_template:
-            try:
-                chat_template = Path(chat_template).expanduser().read_text()
-            except (OSError, UnicodeDecodeError) as error:
-                reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-                raise ConfigError(
-                    f"tokenizer.chat_template={chat_template[:200]} cannot be read ({reason})."
-                ) from error
-        tokenizer.chat_template = chat_template
+        tokenizer.chat_template = read_template(chat_template)
         if name := secret_in(tokenizer.chat_template):
             raise ConfigError(
                 f"tokenizer.chat_template holds the value of {name}, which would be trained on and "

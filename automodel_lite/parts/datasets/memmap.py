@@ -101,6 +101,8 @@ class MemmapCorpus:
 
     def __post_init__(self) -> None:
         paths = [self.path] if isinstance(self.path, str) else list(self.path)
+        if not paths:
+            raise ConfigError("dataset.path= is empty: was a shell variable not set?")
         corpora = [self._open(path, "dataset.path") for path in paths]
         self.rows = corpora[0] if len(corpora) == 1 else JoinedRows(corpora)
         named = (

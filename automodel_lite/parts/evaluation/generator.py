@@ -215,6 +215,11 @@ def load_generator(source: str, trust_remote_code: bool = False, on_cpu: bool = 
                 f"model={source}: no folder has that name{did_you_mean_path(source) or '.'} As a "
                 f"name of the hub: {hub_reason(error)}"
             ) from error
+        if "instantiate the backend tokenizer" in str(error):
+            raise ConfigError(
+                f"{source}: the folder has no tokenizer.json: copy it from the model that was "
+                "trained."
+            ) from None
         raise ConfigError(f"{source} cannot be loaded as a tokenizer: {one_line(error)}") from error
     has_gpu = torch.cuda.is_available() and not on_cpu
     # by its path: without peft, ConfigError has the pip line
