@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
+from omegaconf import OmegaConf
 
 from automodel_lite.config.components import IS_INSTALLED
 from automodel_lite.errors import ConfigError, did_you_mean
@@ -77,7 +78,8 @@ class _Parser(argparse.ArgumentParser):
         flag = message.removeprefix("unrecognized arguments: ").split(" ")[0].partition("=")[0]
         near = did_you_mean(flag, self._option_string_actions) if flag.startswith("--") else ""
         # of a mistake alone
-        from automodel_lite.config.check import Config, OmegaConf, key_of
+        from automodel_lite.config.check import key_of
+        from automodel_lite.config.schema import Config
 
         name = flag.lstrip("-").replace("-", "_")
         if setting := key_of(name) or ("." in name and name):

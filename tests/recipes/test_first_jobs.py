@@ -1,7 +1,8 @@
 """A newcomer's first jobs on a real pretrained model with default settings: each one learns.
 
 Orders that come as mails become records of four lines; a reader sees at once whether the model has
-learned the form. Nothing is set but the names of the files.
+learned the form. Nothing is set but the names of the files; of 5,000 chats, whose 246 steps would
+take an hour of two cores, 10 are trained: the job has learned by then.
 """
 
 from __future__ import annotations
@@ -84,6 +85,7 @@ REPORT = (
     "STATION {city} | {day} {month}\nObserver: {name}\nWind {wind} at {count} knots, gusts to "
     "{gusts}.\nVisibility {miles} miles. Outlook: {outlook}.\n\n"
 )
+BOUND = 10  # steps of the longest job
 LINE = re.compile(r"Wind \w+ at \d+ knots, gusts to \d+\.")
 
 
@@ -118,7 +120,7 @@ def write_chats(path: Path, count: int, seed: int) -> Path:
 
 
 def write_short_chats(path: Path, count: int, seed: int, more: int = 0) -> Path:
-    """Writes chats of 30 tokens: thousands are trained on in an hour of one thread.
+    """Writes chats of 30 tokens.
 
     more   is added to each number, so that no such order is trained on
     """
@@ -203,7 +205,7 @@ def test_a_first_job_learns_with_default_settings(job: str, model: Path, tmp_pat
     base = held_out_loss(preset, model, settings, tmp_path)
     trained = [f"model.pretrained={model}", *settings]
     if job == "chats-5000":
-        trained.append("training.micro_batch_size=0")  # packs of 256 tokens, eight at a time
+        trained.append(f"training.max_steps={BOUND}")
     command("train", "--config-name", preset, "name=job", *trained, folder=tmp_path)
     rows = [
         json.loads(line) for line in (tmp_path / "runs/job/metrics.jsonl").read_text().splitlines()
