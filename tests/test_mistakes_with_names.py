@@ -262,6 +262,14 @@ def test_a_config_of_no_known_model(tmp_path: Path, text: str, reason: str) -> N
         CausalLM(str(tmp_path)).resolve_model_config({})
 
 
+def test_a_preset_in_utf_16(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("defaults: [finetune]", encoding="utf-16")
+    with pytest.raises(
+        ConfigError, match=r"^mine\.yaml, or a file that it is based on, is not UTF"
+    ):
+        compose_config("mine", [], config_dir=str(tmp_path))
+
+
 def test_a_preset_that_is_based_on_itself(tmp_path: Path) -> None:
     (tmp_path / "one.yaml").write_text("defaults: [two]")
     (tmp_path / "two.yaml").write_text("defaults: [one]")

@@ -116,6 +116,8 @@ class Loader(ConfigLoaderImpl):
                     f"{found[1]} must be of the kind that the key has: a group of keys, "
                     "{name: value}, or a list, [value]."
                 )
+            if "codec can't decode" in text:
+                text = f"{config_name}.yaml, or a file that it is based on, is not UTF-8."
             if found := _NO_PRESET.search(text):
                 text = f"{found[1]}.yaml: defaults: {found[2]}: no such preset"
                 text += did_you_mean(found[2], presets_of(self.sources))
