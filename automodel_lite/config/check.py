@@ -48,6 +48,7 @@ _NAMES: dict[Any, str] = {
     type(None): "null",
 }
 ELSEWHERE = yaml.safe_load(Path(__file__).with_name("elsewhere.yaml").read_text(encoding="utf-8"))
+_SCHEMA = OmegaConf.structured(Config)  # a quarter of a check, and each merge copies it
 _FIRST_OPTION = {"model": "pretrained", "dataset": "path", "optimizer": "lr"}
 
 
@@ -65,13 +66,11 @@ def check_config(raw: DictConfig, extra: type | None = None) -> Config:
         raw.extra = OmegaConf.merge(
             OmegaConf.to_container(OmegaConf.structured(extra)), raw.get("extra", {})
         )
-    problems = list(_unresolved(raw))
-    if problems:
+    if problems := list(_unresolved(raw)):
         # what is missing may be there under a misspelled name
         literal: Any = OmegaConf.to_container(raw, resolve=False)
         typos = [line for line in _schema_problems(literal, Config, "") if ": unknown key" in line]
-        problems = typos + problems
-        raise ConfigError("\n".join(problems))
+        raise ConfigError("\n".join(typos + problems))
     plain: Any = OmegaConf.to_container(raw, resolve=True)
     problems = list(_schema_problems(plain, Config, ""))
     if is_dataclass(extra) and isinstance(plain.get("extra"), dict):
@@ -98,9 +97,7 @@ def check_config(raw: DictConfig, extra: type | None = None) -> Config:
             problems += _part_problems(key, part, allowed)
     if problems:
         raise ConfigError("\n".join(problems))
-    config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), plain))
-    assert isinstance(config, Config)
-    return config
+    return typing.cast(Config, OmegaConf.to_object(OmegaConf.merge(_SCHEMA, plain)))
 
 
 def _unresolved(raw: DictConfig) -> Iterator[str]:
@@ -145,8 +142,7 @@ def _schema_problems(node: Mapping[str, Any], schema: type, prefix: str) -> Iter
         if key not in hints:
             leaf, leaf_value = _first_leaf(path, value)
             # `extra` is a recipe's own group: the keys of Config are none of it
-            is_extra = schema is not Config and prefix.startswith("extra.")
-            if is_extra:
+            if schema is not Config and prefix.startswith("extra."):
                 hint = did_you_mean(leaf, known_keys(schema, prefix))
             else:
                 hint = _did_you_mean_key(leaf, [*known_keys(), *_options(node)])

@@ -97,6 +97,7 @@ class Checkpointer:
 
     def __post_init__(self) -> None:
         self._token = self.control.on_first(lambda: uuid.uuid4().hex[:8])
+        self._config_text = config_yaml(self.run_config)  # 30 ms, in which a step could be taken
 
     @property
     def newest_name(self) -> str | None:
@@ -132,7 +133,7 @@ class Checkpointer:
         texts = {  # as they are now: what the training changes later stays out of them
             f"{on_disk.TENSORS}/{INDEX}": index_text(layouts),
             on_disk.STATE: json.dumps({**state, "optimizer_scalars": scalars}, indent=1),
-            "config.yaml": config_yaml(self.run_config),
+            "config.yaml": self._config_text,
         }
         current = _Save(
             step, path, began, sum(t.numel() * t.element_size() for t in tensors.values())
