@@ -20,6 +20,7 @@ import recipes.train_ft  # noqa: F401
 from automodel_lite.cli import compose_config
 from automodel_lite.config.check import check_config
 from tests.attention.families import FAMILIES
+from tests.conftest import SELDOM
 
 torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()
@@ -30,4 +31,5 @@ for config in FAMILIES.values():
 gc.collect()
 # a rank's collections neither look through what is loaded here nor copy its pages: a fifth of its CPU time
 gc.freeze()
+gc.set_threshold(*SELDOM)
 gc.enable()
