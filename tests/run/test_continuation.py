@@ -10,7 +10,14 @@ import pytest
 from automodel_lite.errors import ConfigError
 from automodel_lite.extras.load_run import load_run_config
 from automodel_lite.run.folder import RunFolder
-from tests.runs import DROPOUT, losses_by_step, quick_config, train_on, train_quick
+from tests.runs import (
+    DROPOUT,
+    losses_by_step,
+    quick_config,
+    rows_of,
+    train_on,
+    train_quick,
+)
 
 OVER_AN_EPOCH = [*DROPOUT, "dataset.num_chats=100", "training.max_steps=12"]
 
@@ -243,3 +250,16 @@ def test_a_mixture_continues_with_the_same_documents(tmp_path: Path) -> None:
     assert train_quick(run, *overrides, stop_at=9)[0] == 75
     assert train_quick(run, *overrides)[0] == 0
     assert losses_by_step(run) == losses_by_step(tmp_path / "whole")
+
+
+def test_a_run_continues_on_fewer_data_than_its_epoch_has_read(tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    row = json.dumps({"text": "Ship and cargo. " * 8}) + "\n"
+    files = ["dataset=files", "~dataset.num_chats", f"dataset.path={data}"]
+    data.write_text(row * 60)
+    assert train_quick(tmp_path / "run", *files, "training.max_steps=2")[0] == 0
+    data.write_text(row * 6)
+    more = ["training.max_steps=4", "checkpoint.accept_changes=true"]
+    assert train_quick(tmp_path / "run", *files, *more)[0] == 0
+    steps = [(row["step"], row["epoch"]) for row in rows_of(tmp_path / "run") if "loss" in row]
+    assert steps[-2:] == [(3, 1), (4, 2)]

@@ -250,6 +250,8 @@ class PlannedPacks(PackSource):
                 yield HostStep(
                     micro_batches, order[start : start + size].tolist(), epoch, cursor, waited_s
                 )
+            # also of an epoch that has read more packs than there are by now, and makes no step
+            cursor = Cursor(epoch + 1, 0)
 
     def report(self, costs: CostModel | None = None) -> PackingReport:
         packs = self.packs_of(0)
