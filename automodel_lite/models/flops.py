@@ -13,6 +13,7 @@ same costs balance packs over ranks and give the utilization.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import transformers
@@ -133,7 +134,7 @@ class StepFlops:
 def model_size(config: PretrainedConfig) -> ModelSize:
     """Counts a model config, mixture-of-experts layers by the experts that a token visits."""
     # the first that makes the model of a config.json
-    return size_of(describe_with({}, lambda: describe(config)))
+    return size_of(describe_with({}, partial(describe, config)))
 
 
 def size_of(lm: transformers.PreTrainedModel) -> ModelSize:
