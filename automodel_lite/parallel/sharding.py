@@ -202,8 +202,14 @@ def fully_shard_model(
     offloads  shards and their gradients are held in host memory
     reshards  layers are freed after their forward pass, and gathered again for the backward pass
     """
-    policy = MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=torch.float32)
-    is_split = mesh.shape.tp > 1 or mesh.shape.ep > 1
+    shape = mesh.shape
+    # without a dtype, gradients are reduced in their own
+    policy = (
+        MixedPrecisionPolicy()
+        if gathered is None
+        else MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=torch.float32)
+    )
+    is_split = shape.tp > 1 or shape.ep > 1
     if is_split:
         from automodel_lite.parallel.engine import split_layers  # which transformers has since 5.21
 
@@ -211,17 +217,17 @@ def fully_shard_model(
     held = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if offloads else OffloadPolicy()
     assert mesh.root is not None
     # parameters are sharded over dp_shard x cp, and replicated over dp_replicate (HSDP)
-    axes = ("dp_replicate", SHARDS) if mesh.shape.dp_replicate > 1 else (SHARDS,)
+    axes = ("dp_replicate", SHARDS) if shape.dp_replicate > 1 else (SHARDS,)
     shard = partial(fully_shard, mesh=mesh.root[axes], mp_policy=policy, offload_policy=held)
     # Experts first: a unit inside another one keeps its own, wider mesh.
     experts, num_experts = _stacked_experts(model.lm)
-    num_shards = mesh.shape.dp_shard * mesh.shape.cp
+    num_shards = shape.dp_shard * shape.cp
     copies = copies_of_experts(num_experts, num_shards)
     if copies > 1 and not is_split:
         # Ranks of a shard group stand side by side, on one host where it has room: gathers are the
         # larger traffic.
         sizes = {
-            "dp_replicate": mesh.shape.dp_replicate * copies,
+            "dp_replicate": shape.dp_replicate * copies,
             SHARDS: num_shards // copies,
         }
         of_experts = open_axes(mesh.device, sizes, mesh.timeout)

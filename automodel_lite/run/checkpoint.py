@@ -281,8 +281,8 @@ class Checkpointer:
         if reasons := [*reasons, *skipped]:
             raise ConfigError(
                 f"{self.run.checkpoints} has no loadable checkpoint ({'; '.join(reasons)}): "
-                "set back the settings that changed, restore one from a backup, move the folder "
-                "away to start from step 0, or start a new run with name=... ."
+                "restore one from a backup, move the folder away to start from step 0, or start a "
+                "new run with name=... ."
             )
         return None
 
