@@ -11,7 +11,20 @@ import pytest
 
 gc.disable()  # until all is imported: a quarter of the CPU time that collecting the suite takes
 
-SELDOM = (20_000, 20, 20)  # Python's own: (700, 10, 10)
+OFTEN = gc.get_threshold()
+SELDOM = (20_000, 20, 20)
+# what they count depends on when garbage goes, and no user's run has it wait so long
+COUNTS_MEMORY = (
+    "test_costs.py",
+    "test_crossings.py",
+    "test_memory.py",
+    "test_plan.py",
+    "test_planner.py",
+    "test_recompute.py",
+    "test_simulated_families.py",
+    "test_simulation.py",
+    "test_tracker.py",
+)
 LONG = (
     "test_context_parallel.py",
     "test_plan.py",
@@ -32,18 +45,18 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(*SELDOM)
     gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup() -> None:
+def pytest_runtest_setup(item: pytest.Item) -> None:
     """Workers share the cores: with a thread for each core, threads wait for each other, five times as long as they
     compute. What the test before has set does not count.
     """
     import torch  # only here: who hands out the tests needs none
 
     torch.set_num_threads(1)
+    gc.set_threshold(*(OFTEN if item.path.name in COUNTS_MEMORY else SELDOM))
 
 
 @pytest.hookimpl(trylast=True)
