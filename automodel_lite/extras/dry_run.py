@@ -19,7 +19,8 @@ from automodel_lite.extras.plan.capacity import GPUS_GB, PLANNED_GPU, usable
 from automodel_lite.extras.plan.heaviest import heaviest_batch
 from automodel_lite.extras.plan.simulation import simulate
 from automodel_lite.models.flops import cost_model
-from automodel_lite.parallel.mesh import mesh_shape, rank, world_size
+from automodel_lite.parallel.mesh import rank
+from automodel_lite.parts.auto import shape_of
 from automodel_lite.parts.images import images_lines
 from automodel_lite.parts.losses import label_values
 from automodel_lite.progress import activity
@@ -52,10 +53,7 @@ def dry_run(config: Config) -> int:
     console = Console(is_silent=rank() != 0)
     check_writable(Path(config.output_dir))
     device = default_device()
-    mesh = config.mesh
-    requested = mesh.dp_replicate * max(mesh.dp_shard, 1) * mesh.cp * mesh.tp
-    # one process answers for any mesh
-    shape = mesh_shape(mesh, world_size() if world_size() > 1 else requested)
+    shape = shape_of(config)
     parts = checked_parts(config)
     data = prepare_data(config, check_sizes(config, shape.world_size), parts.packer)
     check_held_out(config, data)

@@ -23,6 +23,7 @@ from automodel_lite.config.schema import Config, TrainingConfig
 from automodel_lite.config.sizes import (
     AUTO_BATCH_SIZE,
     LEAST_STEPS,
+    MeshShape,
     fitted_batch_size,
     global_batch_size_of,
     mesh_shape,
@@ -160,6 +161,17 @@ def pack_size_of(
     return max(multiple, size // multiple * multiple), reason
 
 
+def shape_of(config: Config) -> MeshShape:
+    """Returns the mesh of the run; of a dry run, in which one process answers for any mesh, the one
+    that is asked for. Raises ConfigError as `mesh_shape`.
+    """
+    mesh = config.mesh
+    num_processes = world_size()
+    if config.dry_run and num_processes == 1:
+        num_processes = mesh.dp_replicate * max(mesh.dp_shard, 1) * mesh.cp * mesh.tp
+    return mesh_shape(mesh, num_processes)
+
+
 def micro_batch_of(config: Config, parts: Parts, data: Known | None) -> int:
     """Returns the packs of a forward pass: as many of a rank's packs in a step as together have at
     most `MOST_PACK` tokens. Passes of a few hundred tokens leave a device idle.
@@ -171,12 +183,8 @@ def micro_batch_of(config: Config, parts: Parts, data: Known | None) -> int:
     most = MOST_PACK // packer.packed_sequence_size
     if most < 2 or packer.is_ragged or data is None:
         return 1
-    mesh = config.mesh
-    num_processes = world_size()
-    if config.dry_run and num_processes == 1:  # one process answers for any mesh
-        num_processes = mesh.dp_replicate * max(mesh.dp_shard, 1) * mesh.cp * mesh.tp
     try:
-        dp = mesh_shape(mesh, num_processes).dp
+        dp = shape_of(config).dp
         batch = global_batch_size_of(parts.training, dp)
     except ConfigError:
         return 1
