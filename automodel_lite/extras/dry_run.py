@@ -20,7 +20,7 @@ from automodel_lite.extras.plan.heaviest import heaviest_batch
 from automodel_lite.extras.plan.simulation import simulate
 from automodel_lite.models.flops import cost_model
 from automodel_lite.parallel.mesh import rank
-from automodel_lite.parts.auto import shape_of
+from automodel_lite.parts.auto import shape_of_dry_run
 from automodel_lite.parts.images import images_lines
 from automodel_lite.parts.losses import label_values
 from automodel_lite.progress import activity
@@ -53,7 +53,7 @@ def dry_run(config: Config) -> int:
     console = Console(is_silent=rank() != 0)
     check_writable(Path(config.output_dir))
     device = default_device()
-    shape = shape_of(config)
+    shape = shape_of_dry_run(config.mesh)
     parts = checked_parts(config)
     data = prepare_data(config, check_sizes(config, shape.world_size), parts.packer)
     check_held_out(config, data)

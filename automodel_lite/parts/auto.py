@@ -19,7 +19,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
 from automodel_lite.attention.spec import config_value
 from automodel_lite.config.components import build
-from automodel_lite.config.schema import Config, TrainingConfig
+from automodel_lite.config.schema import Config, MeshConfig, TrainingConfig
 from automodel_lite.config.sizes import (
     AUTO_BATCH_SIZE,
     LEAST_STEPS,
@@ -161,13 +161,12 @@ def pack_size_of(
     return max(multiple, size // multiple * multiple), reason
 
 
-def shape_of(config: Config) -> MeshShape:
-    """Returns the mesh of the run; of a dry run, in which one process answers for any mesh, the one
-    that is asked for. Raises ConfigError as `mesh_shape`.
+def shape_of_dry_run(mesh: MeshConfig) -> MeshShape:
+    """Returns `mesh_shape` of this job's processes; one alone answers for any mesh. Raises its
+    ConfigError.
     """
-    mesh = config.mesh
     num_processes = world_size()
-    if config.dry_run and num_processes == 1:
+    if num_processes == 1:
         num_processes = mesh.dp_replicate * max(mesh.dp_shard, 1) * mesh.cp * mesh.tp
     return mesh_shape(mesh, num_processes)
 
@@ -184,7 +183,9 @@ def micro_batch_of(config: Config, parts: Parts, data: Known | None) -> int:
     if most < 2 or packer.is_ragged or data is None:
         return 1
     try:
-        dp = shape_of(config).dp
+        mesh = config.mesh
+        shape = shape_of_dry_run(mesh) if config.dry_run else mesh_shape(mesh, world_size())
+        dp = shape.dp
         batch = global_batch_size_of(parts.training, dp)
     except ConfigError:
         return 1
