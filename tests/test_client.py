@@ -143,6 +143,29 @@ def test_a_loss_brings_columns_of_its_own(client: TrainingClient) -> None:
             own_columns = {"colors": Column("float32", "float32", 0.0)}  # noqa: RUF012
 
 
+@pytest.mark.parametrize("average", ["labels", "rows"])
+def test_the_balance_of_experts_is_a_mean_over_labels_beside_any_loss(
+    average: str, tmp_path: Path
+) -> None:
+    """Rows without advantages learn nothing but the balance, whatever their loss is divided by."""
+    experts = save_model("qwen3_moe", tmp_path / "model")
+    rows = [row | {"advantages": [0.0] * len(row["labels"])} for group in GROUPS for row in group]
+    lm = transformers.AutoModelForCausalLM.from_pretrained(experts, dtype=torch.float64)
+    lm.config._experts_implementation = "eager"
+    num_labels = 0
+    for row in rows:
+        own = sum(label != -100 for label in row["labels"])
+        ids = torch.tensor([list(row["input_ids"])])
+        (lm(input_ids=ids, output_router_logits=True).aux_loss * own).backward()
+        num_labels += own
+    norms = [p.grad.norm() for p in lm.parameters() if p.grad is not None]
+    norm = 0.5 * float(torch.stack(norms).norm()) / num_labels
+    settings = ("model.router_aux_loss=0.5", f"loss.average={average}", "training.precision=fp32")
+    with open_client(experts, tmp_path / "run", *settings) as client:
+        client.forward_backward(rows)
+        assert client.optim_step().grad_norm == pytest.approx(norm, rel=1e-4)
+
+
 # ---------------------------------------------- answers
 def sample_on(rank: int, world: int, folder: str, runs: Path, *overrides: str) -> list[Any]:
     with open_client(folder, runs, *overrides) as client:

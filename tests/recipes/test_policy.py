@@ -66,13 +66,18 @@ def rewarded() -> list[dict]:
     return rows
 
 
-@pytest.mark.parametrize("tree", ["auto", "off"])
-def test_advantages_are_made_of_rewards(tree: str, folder: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("tree", "kl"), [("auto", 0.0), ("off", 0.0), ("auto", 0.5)])
+def test_advantages_are_made_of_rewards(tree: str, kl: float, folder: str, tmp_path: Path) -> None:
+    """Beside a reference, too, whose values are kept for the rows as the file has them."""
     rows = rewarded()
     chosen = [*settings(folder, tmp_path / "rows.jsonl", rows), f"packed_sequence.tree={tree}"]
+    chosen += [f"loss.kl={kl}", "loss.kl_kind=k1"]
     quick = ("training.max_steps=1", "training.global_batch_size=64", "checkpoint.export_hf=false")
     (_, grad_norm), *_ = losses(train("policy", tmp_path / "run", *chosen, *quick, "name=x"))
     with TrainingClient("policy", *chosen, f"output_dir={tmp_path / 'client'}") as client:
+        if kl:
+            reference = client.forward(rows).log_probs
+            rows = [row | {"reference_log_probs": own} for row, own in zip(rows, reference)]
         out = client.forward_backward(rows)
         assert client.optim_step().grad_norm == pytest.approx(grad_norm, rel=1e-4)
     assert out.num_items == len(rows)

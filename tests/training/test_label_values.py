@@ -103,6 +103,19 @@ def test_ranks_score_together_what_one_scores(
     np.testing.assert_allclose(*logs, atol=2e-2)
 
 
+def test_values_are_those_of_the_same_cuts(models: Path, tmp_path: Path) -> None:
+    """A teacher that has read the other half of a document says other things of its labels."""
+    wrapped = ("packed_sequence=wrapped", LENGTH.replace("1024", "256"))
+    assert scored(models, tmp_path, *wrapped)["teacher_ids"].any()
+    for elsewhere in ("packed_sequence.seed=5", "packed_sequence.slot_multiple=8"):
+        arguments = settings(models, tmp_path, *wrapped, elsewhere)
+        with pytest.raises(ConfigError, match="for these rows, packs and teacher"):
+            train("finetune", tmp_path / "run", *arguments)
+    anew = settings(models, tmp_path, *wrapped, "packed_sequence.repack_each_epoch=true")
+    with pytest.raises(ConfigError, match="cuts documents elsewhere in each epoch"):
+        score.main(config_of("finetune", tmp_path / "run", *anew))
+
+
 MANY = (
     "dataset.num_chats=400",
     "packed_sequence.packed_sequence_size=256",

@@ -125,15 +125,27 @@ class Values:
     packer: Packer
     cache_dir: str | None
 
+    def __post_init__(self) -> None:
+        if self.packer.cuts_documents and self.packer.repack_each_epoch:
+            raise ConfigError(
+                f"packed_sequence.strategy={self.packer.strategy} with "
+                "packed_sequence.repack_each_epoch=true cuts documents elsewhere in each epoch, "
+                f"and {self.name} values are those of one cut: set "
+                "packed_sequence.repack_each_epoch=false."
+            )
+
     def key(self, rows: DocumentReader) -> Key:
         """Returns what the values of these rows follow from."""
-        of_rows = rows.flat.folder
+        # of the token cache, whatever columns have come to them since
+        of_rows = Path(str(rows.flat.files[0].name)).parent
         packer = self.packer
-        assert of_rows is not None  # rows of the token cache
+        cuts = f"{packer.packed_sequence_size} {packer.strategy} {packer.overlong}"
+        if packer.cuts_documents:  # where, follows from their order and their slots
+            cuts += f" {packer.seed} {packer.slot_multiple}"
         return {
             "rows": (of_rows / CONTENT_HASH).read_text(),
             "model": self.model,
-            "packs": f"{packer.packed_sequence_size} {packer.strategy} {packer.overlong}",
+            "packs": cuts,
             "columns": json.dumps({column: list(shape) for column, shape in self.columns.items()}),
             "format": "2",  # a manifest of checksums, and NaN for what was not computed
         }
