@@ -21,6 +21,7 @@ from automodel_lite import TrainingClient
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.loss import CrossEntropy, Loss, LossInputs, LossOutput
 from automodel_lite.parts.losses.policy import ImportanceSampling, Ppo
+from automodel_lite.parts.losses.preference import SimPo
 from automodel_lite.thd import Column
 from tests.attention.families import VOCAB
 from tests.models.test_policy import Row, make_groups, plain, save_model
@@ -435,6 +436,17 @@ def test_wrong_rows_get_a_sentence(rows: list[Row], sentence: str, client: Train
     assert sentence in str(caught.value)
     with pytest.raises(RuntimeError, match="optim_step without gradients"):
         client.optim_step()
+
+
+@pytest.mark.parametrize("answers", [[1], [2], [1, 1], [1, 2, 1, 2], [1, 2, 2], [0, 2]], ids=str)
+def test_a_group_that_is_not_a_pair_is_refused(answers: list[int], client: TrainingClient) -> None:
+    """Rows of two pairs, or a row alone, would be compared with whatever lies beside them."""
+    bare = {"input_ids": ROW["input_ids"], "labels": ROW["labels"]}
+    pair, group = ([bare | {"answers": [x] * LENGTH} for x in given] for given in ([1, 2], answers))
+    assert client.forward_backward([pair], SimPo()).num_items == 1
+    client.zero_grad()
+    with pytest.raises(ValueError, match=rf"group 1 of {len(answers)} rows must be one pair"):
+        client.forward_backward([pair, group], SimPo())
 
 
 def test_wrong_arguments_get_a_sentence(client: TrainingClient) -> None:

@@ -24,7 +24,7 @@ from automodel_lite.data.tokens.token_rows import PAIRED, TokenizedDocuments, fl
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.loss import Loss, check_columns
 from automodel_lite.parts.trees import cut_tree, grow_trees
-from automodel_lite.thd import COLUMNS, IGNORE_INDEX
+from automodel_lite.thd import CHOSEN, COLUMNS, IGNORE_INDEX, REJECTED
 
 Row = dict[str, np.ndarray]
 GRAIN_TOKENS = 128  # packs are made as short as their rows, in steps of so many tokens
@@ -84,6 +84,8 @@ def check_rows(
         [_checked_row(row, columns, loss, num_ids, next(numbers)) for row in group]
         for group in groups
     ]
+    if PAIRED in loss.required:
+        _check_pairs(checked)
     rows = [row for group in checked for row in group]
     for number, row in enumerate(rows):
         if (length := len(row["input_ids"])) > most_tokens:
@@ -98,6 +100,19 @@ def check_rows(
             f"the target of position i, {IGNORE_INDEX} where there is none."
         )
     return checked
+
+
+def _check_pairs(groups: Sequence[Sequence[Row]]) -> None:
+    """Raises ValueError for a group that is not a chosen and a rejected row: what is compared with
+    what follows from the groups.
+    """
+    for number, group in enumerate(groups):
+        found = [np.unique(row[PAIRED][row["labels"] != IGNORE_INDEX]).tolist() for row in group]
+        if sorted(found) != [[CHOSEN], [REJECTED]]:
+            raise ValueError(
+                f"group {number} of {len(group)} rows must be one pair, [chosen, rejected], whose "
+                f"labels have answers={CHOSEN} in the one and {REJECTED} in the other."
+            )
 
 
 def _checked_row(
