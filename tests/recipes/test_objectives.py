@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from automodel_lite.errors import ConfigError
+from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.parallel.mesh import init_mesh
 from automodel_lite.training.build import build_model
 from automodel_lite.training.decide import decide
@@ -198,6 +198,22 @@ def test_a_loss_that_does_not_fit_is_refused_first(
             f"loss={loss}",
             f"dataset.format={'null' if chats else 'preference'}",
         )
+
+
+@pytest.mark.parametrize("kind", ["chats", "pairs"])
+def test_pairs_beside_other_documents_are_refused(kind: str, pairs: Path, tmp_path: Path) -> None:
+    """In one pack, where the first pack has both: the chats were packed and trained nothing."""
+    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, CHATS)))
+    given = {"pairs": (pairs, "preference"), "chats": (tmp_path / "chats.jsonl", "null")}
+    sources = [
+        f"dataset.sources.{name}={{repeat:1,dataset:{{format:{form},path:{path},"
+        "_target_:automodel_lite.data.reading.files.FilesDataset}}"
+        for name, (path, form) in given.items()
+    ]
+    where = ("name=x", "dataset=mixture", *sources, *SMALL, f"dataset.seed={len(kind)}")
+    loss = "simpo" if kind == "pairs" else "fused_linear_cross_entropy"
+    with pytest.raises(DataError, match="train: some documents bring answers, and others do not"):
+        train("finetune", tmp_path / "run", *where, f"loss={loss}")
 
 
 def test_the_model_card_names_the_method(trained: Path) -> None:

@@ -108,6 +108,24 @@ def test_wrong_rewards_of_a_file_get_a_sentence(folder: str, tmp_path: Path) -> 
             )
 
 
+@pytest.mark.parametrize("column", ["advantages", "old_log_probs"])
+@pytest.mark.parametrize("place", [0, 3])
+def test_a_row_without_what_others_bring_is_refused(
+    column: str, place: int, folder: str, tmp_path: Path
+) -> None:
+    """It was trained as if it had been sure to be sampled, or neither good nor bad."""
+    bare = {name: value for name, value in ROWS[place].items() if name != column}
+    rows = [*ROWS[:place], bare, *ROWS[place + 1 :]]
+    chosen = settings(folder, tmp_path / "rows.jsonl", rows)
+    with pytest.raises(DataError, match=rf"train: some documents bring {column}, and others"):
+        train_ft.main(config_of("policy", tmp_path / "run", *chosen, "name=x"))
+    with (
+        TrainingClient("policy", *chosen, f"output_dir={tmp_path / 'client'}") as client,
+        pytest.raises(ValueError, match=f"row {place} lacks {column}"),
+    ):
+        client.forward_backward(rows)
+
+
 def test_wrong_columns_of_a_file_get_a_sentence(folder: str, tmp_path: Path) -> None:
     bad = [*ROWS[:2], ROWS[2] | {"advantages": [1.0]}]
     chosen = [*settings(folder, tmp_path / "bad.jsonl", bad), "name=x"]

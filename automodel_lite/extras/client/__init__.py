@@ -522,12 +522,15 @@ class _Recording(Loss):
     def __init__(self, loss: Loss) -> None:
         self.loss = loss
         self.columns = loss.columns | {"row_place"}  # type: ignore[misc]
-        self.required = loss.required  # type: ignore[misc]
-        self.needs_logits = loss.needs_logits  # type: ignore[misc]
-        self.needs_documents = loss.needs_documents  # type: ignore[misc]
-        self.needs_teacher = loss.needs_teacher  # type: ignore[misc]
-        self.num_items = loss.num_items  # type: ignore[method-assign]
-        self.example_columns = loss.example_columns  # type: ignore[method-assign]
+        for name in (
+            "required",
+            "needs_logits",
+            "needs_documents",
+            "needs_teacher",
+            "num_items",
+            "example_columns",
+        ):
+            setattr(self, name, getattr(loss, name))
         self.found: list[tuple[Tensor, Tensor]] = []
 
     def __call__(self, inputs: LossInputs) -> LossOutput:

@@ -119,7 +119,8 @@ def _checked_row(
     row: Mapping[str, Any], columns: set[str], loss: Loss, num_ids: int, number: int
 ) -> Row:
     """Returns the row's arrays; columns that it does not bring get their padding."""
-    if missing := sorted({"input_ids", "labels", *loss.required} - row.keys()):
+    whole = {name for name in columns if COLUMNS[name].padding == -math.inf}
+    if missing := sorted({"input_ids", "labels", *loss.required, *whole} - row.keys()):
         raise ValueError(f"row {number} lacks {', '.join(missing)}.")
     ids = np.asarray(row["input_ids"])
     if ids.ndim != 1 or not len(ids):

@@ -16,6 +16,7 @@ any mesh. What is finished survives a stop: the same command goes on where it wa
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import shutil
@@ -38,7 +39,7 @@ from automodel_lite.data.cache import Key, cache_root, entry_folder, find_damage
 from automodel_lite.data.feeding.planned import PlannedPacks
 from automodel_lite.data.feeding.source import PackSource
 from automodel_lite.data.packing.packs import PackedDataset, Packer
-from automodel_lite.data.tokens.token_rows import CONTENT_HASH, DocumentReader
+from automodel_lite.data.tokens.token_rows import CONTENT_HASH, PAIRED, DocumentReader
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.launched import is_first_here, rank
 from automodel_lite.models.fused_head import RowFunction
@@ -48,7 +49,7 @@ from automodel_lite.parts.losses.distillation import DistillTopK
 from automodel_lite.progress import Progress, print_above_bars
 from automodel_lite.run import durable
 from automodel_lite.run.weight_files import adapter_files, model_files
-from automodel_lite.thd import IGNORE_INDEX
+from automodel_lite.thd import COLUMNS, IGNORE_INDEX
 from automodel_lite.training.build import BuiltModel
 from automodel_lite.training.engine import Engine
 
@@ -64,9 +65,36 @@ def check_loss(data: PackSource, loss: Loss) -> None:
     """
     if data.columns is None:
         return
+    assert isinstance(data, PlannedPacks)
+    for of_set, packs in {"train": data.packs_of(0), **data.val_packs}.items():
+        _check_whole(of_set, packs.rows)
     made = set(loss.required & MADE_HERE)
     made |= loss.derived(data.columns)
     check_columns(loss, {*data.columns, *made})
+
+
+def _check_whole(of_set: str, rows: DocumentReader) -> None:
+    """Raises DataError where some documents bring a column and others do not, and nothing can stand
+    in for it: pairs of answers, and what is padded with -inf.
+    """
+    sources = [source for source in getattr(rows, "sources", [rows]) if len(source)]
+    for name in sorted({name for source in sources for name in source[0]}):
+        column = COLUMNS[name]
+        is_needed = name == PAIRED or (column.padding == -math.inf and not column.of_row)
+        if is_needed and any(_lacks(source, name) for source in sources):
+            raise DataError(
+                f"{of_set}: some documents bring {name}, and others do not: add it to them, or "
+                "train on one kind alone."
+            )
+
+
+def _lacks(rows: DocumentReader, name: str) -> bool:
+    """Returns whether a label has no value of this column."""
+    if name not in rows[0]:
+        return True
+    columns = rows.flat.columns
+    is_padding = np.asarray(columns[name][:]) == -math.inf
+    return bool((is_padding & (np.asarray(columns["labels"]) != IGNORE_INDEX)).any())
 
 
 def with_values(data: PackSource, engine: Engine, built: BuiltModel, config: Config) -> PackSource:

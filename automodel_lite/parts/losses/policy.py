@@ -62,10 +62,10 @@ class PolicyLoss(Loss):
     """
 
     own_columns: ClassVar[Mapping[str, Column]] = {
-        "advantages": Column("float32", "float32", 0.0),
-        "old_log_probs": Column("float32", "float32", 0.0),
-        "sampler_log_probs": Column("float32", "float32", 0.0),
         # -inf tells rows that bring none; NaN would be no equal beginning of two rows
+        "advantages": Column("float32", "float32", -math.inf),
+        "old_log_probs": Column("float32", "float32", -math.inf),
+        "sampler_log_probs": Column("float32", "float32", -math.inf),
         "reward": Column("float32", "float32", -math.inf, of_row="value"),
         "row_group": Column("int64", "int64", 0, of_row="group"),
         "row_number": Column("int64", "int64", 0, of_row="number"),
@@ -148,6 +148,11 @@ class PolicyLoss(Loss):
             return batch.num_label_tokens
         row_T, _ = row_of_tokens(batch)
         return len(row_T[batch.label_rows].unique())
+
+    def example_columns(self, batch: ThdBatch) -> dict[str, Tensor]:
+        """Makes values that any row could bring."""
+        made = super().example_columns(batch)
+        return {name: torch.zeros_like(values) for name, values in made.items()}
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
         new_R = inputs.log_probs()
