@@ -11,26 +11,23 @@ from typing import Any
 import pytest
 
 from automodel_lite import results
+from automodel_lite.__main__ import main
 from automodel_lite.errors import ConfigError
+from tests.ranks import in_a_process
 
 RUN = ["--config-name", "smoke", "name=a", "cache_dir=cache", "training.num_threads=1"]
 SHORT = ["training.max_steps=2", "training.global_batch_size=1"]
 TEACHER = ["loss=distill_topk", "loss.top_k=4", "loss.teacher=runs/a/hf"]
 
 
-def command(folder: Path, *arguments: str) -> tuple[str, str]:
-    done = subprocess.run(
-        [sys.executable, "-m", "automodel_lite", *arguments],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout, done.stderr
+def typed(*arguments: str) -> None:
+    sys.argv = ["automodel-lite", *arguments]
+    main()
 
 
 def numbers(folder: Path, *arguments: str) -> dict[str, Any]:
-    command(folder, *arguments, "--json", "found.json")
+    code, screen = in_a_process(typed, folder, *arguments, "--json", "found.json")
+    assert code == 0, screen
     found = json.loads((folder / "found.json").read_text())
     (folder / "found.json").unlink()
     assert isinstance(found, dict)
@@ -78,9 +75,10 @@ def test_every_command_with_numbers_writes_them(tmp_path: Path) -> None:
     assert verified["num_failed"] == 0
     assert all(check["passed"] for check in verified["checks"])
 
-    printed, screen = command(tmp_path, "doctor", "--json", "-")
-    checked = json.loads(printed)
-    assert "reference: ok" in screen
+    command = [sys.executable, "-m", "automodel_lite", "doctor", "--json", "-"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    checked = json.loads(done.stdout)
+    assert "reference: ok" in done.stderr
     assert checked["problems"] == []
     assert checked["ranks"][0]["tflops"] > 0
 

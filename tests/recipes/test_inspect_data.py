@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from automodel_lite.config.check import check_config
 from automodel_lite.config.schema import Config
 from automodel_lite.errors import ConfigError, DataError
 from recipes import inspect_data
+from tests.ranks import in_a_process
 
 
 def config_of(tmp_path: Path, *overrides: str, preset: str = "smoke") -> Config:
@@ -50,19 +51,15 @@ def test_the_page_shows_samples_first_and_is_self_contained(
     assert screen.endswith("deep/data.html\n")
 
 
-@pytest.mark.system
+def _started(options: list[str]) -> None:
+    sys.argv = ["recipes/inspect_data.py", *options]
+    runpy.run_module("recipes.inspect_data", run_name="__main__")
+
+
 def test_the_page_is_a_flag_of_this_recipe(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "recipes/inspect_data.py",
-        "--config-name",
-        "smoke",
-        f"cache_dir={tmp_path}",
-    ]
-    done = subprocess.run(
-        [*command, "--html", str(tmp_path / "x.html")], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    options = ["--config-name", "smoke", f"cache_dir={tmp_path}", "--html", "x.html"]
+    code, screen = in_a_process(_started, tmp_path, options)
+    assert code == 0, screen
     assert (tmp_path / "x.html").is_file()
     with pytest.raises(ConfigError, match=r"--html: automodel-lite inspect alone takes it"):
         hydra_app.run_command_line(

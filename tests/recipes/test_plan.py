@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,12 +13,13 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from automodel_lite.cli import compose_config
+from automodel_lite.cli import compose_config, run_recipe
 from automodel_lite.config.check import check_config
 from automodel_lite.errors import ConfigError
 from automodel_lite.results import write_results
 from automodel_lite.training.plan import build_parts
 from recipes import plan
+from tests.ranks import in_a_process
 
 ROOT = Path(__file__).resolve().parents[2]
 CITIES = ("Rome", "Oslo", "Lima", "Cairo", "Quito")
@@ -52,18 +51,16 @@ def chats(folder: Path, num: int = 120) -> Path:
     return path
 
 
-def recipe(folder: Path, *arguments: str) -> str:
-    """A command of the checkout in a process of its own -> its screen."""
-    command = [sys.executable, *arguments]
-    shown = subprocess.run(
-        command,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
-    assert shown.returncode == 0, shown.stdout + shown.stderr
-    return shown.stdout
+def train(folder: Path, *options: str) -> str:
+    """The screen of the recipe, started in the checkout."""
+    code, screen = in_a_process(_in_checkout, folder, list(options))
+    assert code == 0, screen
+    return screen
+
+
+def _in_checkout(options: list[str]) -> None:
+    os.chdir(ROOT)
+    run_recipe("recipes.train_ft:main", options)
 
 
 @pytest.mark.system
@@ -118,12 +115,11 @@ def test_data_become_hours_and_a_preset_that_runs_dry(
     assert gpu_hours == pytest.approx(4 * hours, rel=0.01)
     assert money == round(2 * gpu_hours, 2)
 
-    where = ["recipes/train_ft.py", "--config-dir", str(preset.parent), "--config-name", "mine"]
-    composed = recipe(tmp_path, *where, "--cfg", "job")
+    where = ["--config-dir", str(preset.parent), "--config-name", "mine"]
+    composed = train(tmp_path, *where, "--cfg", "job")
     assert all(text.split("=")[1] in composed for text in plans[0]["overrides"])
-    assert "dry run: the settings, the data and the model fit together" in recipe(
-        tmp_path, *where, "dry_run=true"
-    )
+    fit = "dry run: the settings, the data and the model fit together"
+    assert fit in train(tmp_path, *where, "dry_run=true")
 
 
 CUT: dict[str, tuple[dict[str, object], str, list[int]]] = {
