@@ -46,9 +46,9 @@ def main(argv: list[str] | None = None) -> int:
 
     from automodel_lite.extras.hub import write_card
     from automodel_lite.extras.load_run import load_trained
+    from automodel_lite.extras.runs import existing_run
     from automodel_lite.parallel.mesh import rank
     from automodel_lite.run.checkpoint_folder import survey
-    from automodel_lite.run.folder import RunFolder
     from automodel_lite.telemetry.console import Console, quiet_libraries  # --help needs no torch
     from automodel_lite.tools.finish import without_undoing
 
@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
     if len(names) == 1:
         raise ConfigError(f"--checkpoints {names[0]}: a mean is of two or more: name another.")
     if not names:
-        complete, skipped = survey(RunFolder(args.run).checkpoints)
+        complete, skipped = survey(existing_run(args.run).checkpoints)
         names = [path.name for path in complete]
         if skipped:  # a mean without one of them is another model
             raise ConfigError(

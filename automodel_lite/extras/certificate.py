@@ -25,6 +25,7 @@ from automodel_lite.errors import ConfigError
 from automodel_lite.extras.hub import write_card
 from automodel_lite.extras.load_run import load_run_config, load_trained
 from automodel_lite.extras.report import read_run
+from automodel_lite.extras.runs import existing_run
 from automodel_lite.extras.verify import Check, Sample
 from automodel_lite.run.checkpoint_folder import step_of
 from automodel_lite.run.folder import RunFolder
@@ -37,8 +38,7 @@ LIMITS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # of an export's loss, rel
 
 def check_export(run: Path) -> None:
     """Raises ConfigError where a run has no exported folder, or is none."""
-    if not RunFolder(run).config.is_file():
-        raise ConfigError(f"--card {run} is not the folder of a run: it has no config.yaml.")
+    existing_run(run, "--card ")
     if not (run / "hf" / "config.json").is_file():
         raise ConfigError(f"--card {run}: it has no hf/: automodel-lite export {run}.")
 

@@ -21,6 +21,7 @@ from automodel_lite.config.permissions import environment_problems
 from automodel_lite.config.schema import Config, MeshConfig
 from automodel_lite.data.tokens.tokenizer import load_tokenizer
 from automodel_lite.errors import ConfigError
+from automodel_lite.extras.runs import existing_run
 from automodel_lite.models.layers import local
 from automodel_lite.models.loss import CrossEntropy, LossModel
 from automodel_lite.parallel.mesh import Mesh, MeshShape, init_mesh, world_size
@@ -72,7 +73,7 @@ def load_trained(
     Raises ConfigError when the folder is not a run's, has no such checkpoint, or asks for code that
     is not allowed.
     """
-    folder = RunFolder(run)
+    folder = existing_run(run)
     config = load_run_config(folder, allow_targets, trust_remote_code)
     checkpoint = find_checkpoint(folder, checkpoint_name)
     tokenizer = _tokenizer_of(folder, config)
@@ -147,8 +148,6 @@ def load_run_config(
     folder: RunFolder, allow_targets: Sequence[str] = (), trust_remote_code: bool = False
 ) -> Config:
     """Returns a run's config.yaml, checked; it allows itself nothing."""
-    if not folder.config.is_file():
-        raise ConfigError(f"{folder.path} is not the folder of a run: it has no config.yaml.")
     raw = OmegaConf.create(saved_config(folder.config))
     wanted = OmegaConf.select(raw, "security.allow_targets") or []
     if foreign := [package for package in wanted if package not in allow_targets]:

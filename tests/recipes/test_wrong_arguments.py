@@ -58,7 +58,9 @@ ARGUMENTS = [
     ("plan", ["--config-name", "smoke", "mesh.cp=3"], "must be a multiple of 6 (2 * mesh.cp): use 132."),
     ("plan", ["--config-name", "smoke", "training.max_stepz=3"], "training.max_stepz=3: unknown key"),
     ("plan", ["--config-name", "finetune", "model.pretrained=./nothing", "dataset.path=x"], "./nothing: there is no such folder"),
-    ("report", ["./nothing"], "nothing is not a run's folder: it has no config.yaml."),
+    ("report", ["./nothing"], "nothing is not the folder of a run: it has no config.yaml."),
+    ("report", ["{run}s"], "is not the folder of a run: it has no config.yaml; did you mean /"),
+    ("average", ["{run}s"], "is not the folder of a run: it has no config.yaml; did you mean /"),
     ("report", ["{run}", "--to", "/proc/x"], "/proc/x cannot be read or written"),
 ]  # fmt: skip
 

@@ -131,7 +131,7 @@ def test_a_folder_stands_for_the_runs_in_it(tmp_path: Path):
     text = (tmp_path / "report.html").read_text()
     assert "<h1>2 runs</h1>" in text
     assert "<th>a&lt;i&gt;</th><th>b</th>" in text
-    with pytest.raises(ConfigError, match="notes is not a run's folder"):
+    with pytest.raises(ConfigError, match="notes is not the folder of a run"):
         report_recipe.main([str(tmp_path / "notes")])
 
 
@@ -189,7 +189,7 @@ def test_several_runs_side_by_side(tmp_path: Path):
 
 
 def test_folders_that_cannot_be_drawn_are_named(tmp_path: Path):
-    with pytest.raises(ConfigError, match="is not a run's folder"):
+    with pytest.raises(ConfigError, match="is not the folder of a run"):
         read_run(tmp_path)
     empty = run_folder(tmp_path / "a")
     (empty / "metrics.jsonl").write_text("")

@@ -18,6 +18,7 @@ from typing import Any
 from automodel_lite.config.components import flatten
 from automodel_lite.errors import ConfigError
 from automodel_lite.extras.report.hangs import hangs_of
+from automodel_lite.extras.runs import existing_run
 from automodel_lite.progress import duration
 from automodel_lite.redact import scrub
 from automodel_lite.run.durable import write_atomically
@@ -96,9 +97,7 @@ class RunRecord:
 
 def read_run(path: Path) -> RunRecord:
     """Raises ConfigError for a folder that is not a run's, or that has logged nothing yet."""
-    folder = RunFolder(path)
-    if not folder.config.is_file():
-        raise ConfigError(f"{path} is not a run's folder: it has no config.yaml.")
+    folder = existing_run(path)
     rows = [_leaves(row) for row in folder.rows()]
     if not rows:
         hangs = "".join(f" {text}" for text in hangs_of(folder.logs))
