@@ -135,9 +135,7 @@ class Checkpointer:
             on_disk.STATE: json.dumps({**state, "optimizer_scalars": scalars}, indent=1),
             "config.yaml": self._config_text,
         }
-        current = _Save(
-            step, path, began, sum(t.numel() * t.element_size() for t in tensors.values())
-        )
+        current = _Save(step, path, began, sum(tensor.nbytes for tensor in tensors.values()))
         self._current = current
         self._is_pending = False
         if self.run_config.checkpoint.mode == "sync" or wait:
@@ -329,10 +327,10 @@ def load_weights(path: Path, model: nn.Module) -> None:
     """
     index = read_index(path / on_disk.TENSORS)
     weights: dict[str, Any] = dict(_weights(model))
-    averages = {name: f"optimizer.state.{name}.ema" for name in weights}
-    stored = {
-        name: average if average in index else f"model.{name}" for name, average in averages.items()
-    }
+    stored = {}
+    for name in weights:
+        average = f"optimizer.state.{name}.ema"
+        stored[name] = average if average in index else f"model.{name}"
     if missing := sorted(set(stored.values()) - index.keys()):
         raise BrokenCheckpointError(
             f"{path}: {len(missing)} weights are missing, {missing[0]} first"

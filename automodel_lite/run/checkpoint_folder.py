@@ -156,16 +156,11 @@ def complete(
     durable.sync(temporary)
     # a network disk may lose what it has taken without an error: what is not read back as it was
     # gets no name
-    differing = [
-        name
-        for name, text in texts.items()
-        if (temporary / name).read_text(encoding="utf-8") != text
-    ]
-    if (
-        reason := f"{differing[0]} has different content"
-        if differing
-        else why_incomplete(temporary)
-    ):
+    reason = why_incomplete(temporary)
+    for name, text in texts.items():
+        if (temporary / name).read_text(encoding="utf-8") != text:
+            reason = f"{name} has different content"
+    if reason:
         raise OSError(errno.EIO, f"the checkpoint does not read back as it was written: {reason}")
     fence()
     if final.exists():  # incomplete, or it did not load: for a person to look at

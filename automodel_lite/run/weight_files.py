@@ -191,10 +191,7 @@ def take_over(lm: transformers.PreTrainedModel, folder: Path) -> None:
                 with safe_open(ours[name], "pt") as file:
                     weights[key] = file.get_tensor(name)
     files = sorted(set(ours.values()))
-    names = [
-        f"model-{number:05d}-of-{len(files) + 1:05d}.safetensors"
-        for number in range(1, len(files) + 2)
-    ]
+    names = _file_names(len(files) + 1)
     for path, name in zip(files, names):
         path.rename(folder / name)
     save_file(weights, folder / names[-1], metadata={"format": "pt"})
@@ -288,10 +285,15 @@ def plan_files(groups: list[Group], ranks: int) -> list[WeightFile]:
         parts[min(before * wanted // max(total, 1), wanted - 1)].append(group)
         before += group.num_bytes
     parts = [part for part in parts if part]
-    names = ["model.safetensors"]
-    if len(parts) > 1:
-        names = [f"model-{i:05d}-of-{len(parts):05d}.safetensors" for i in range(1, len(parts) + 1)]
+    names = _file_names(len(parts))
     return [WeightFile(name, i % ranks, part) for i, (name, part) in enumerate(zip(names, parts))]
+
+
+def _file_names(count: int) -> list[str]:
+    """Returns those that transformers gives to a model in so many files."""
+    if count == 1:
+        return ["model.safetensors"]
+    return [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
 
 
 def gathered_files(

@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.cuda._pin_memory_utils
 
-from automodel_lite.run import checkpoint_folder, durable, sharded_files
+from automodel_lite.run import checkpoint_folder, durable
 from automodel_lite.run.checkpoint import Checkpointer
 from tests.run.test_checkpoint import Trained, checkpointer, same
 
@@ -26,9 +24,6 @@ OPERATIONS = [
 ]
 
 
-SHARDS = (sharded_files, "save_file")
-
-
 class Faults:
     """Counts what touches the disk below a folder, and does something at the n-th: no space, or the end of the process.
 
@@ -39,13 +34,13 @@ class Faults:
         self, monkeypatch: pytest.MonkeyPatch, folder: Path, at: int, what: Callable[[], None]
     ) -> None:
         self.count, self.folder, self.at, self.what, self.is_on = 0, folder, at, what, False
-        for module, name in [*OPERATIONS, SHARDS]:
+        for module, name in OPERATIONS:
             monkeypatch.setattr(module, name, self._wrap(getattr(module, name), name))
 
     def _wrap(self, real: Callable[..., Any], name: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             writes = name != "open" or (len(args) > 1 and str(args[1])[0] in "wx")
-            where = args[1] if name == "save_file" else kwargs.get("dir_fd", args[0])
+            where = kwargs.get("dir_fd", args[0])
             if self.is_on and writes and _touches(self.folder, where):
                 self.count += 1
                 if self.count == self.at:
@@ -171,15 +166,16 @@ def test_a_checkpoint_that_does_not_read_back_gets_no_name(
 def test_weights_that_do_not_read_back_get_no_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = sharded_files.save_file
+    real = durable.sync
 
-    def save_file(tensors: dict[str, torch.Tensor], path: Path) -> None:
-        real(tensors, path)
-        data = bytearray(path.read_bytes())
-        data[-5] ^= 1
-        path.write_bytes(data)
+    def sync(path: Path) -> None:
+        real(path)
+        if path.suffix == ".safetensors":
+            data = bytearray(path.read_bytes())
+            data[-5] ^= 1
+            path.write_bytes(data)
 
-    monkeypatch.setattr(sharded_files, "save_file", save_file)
+    monkeypatch.setattr(durable, "sync", sync)
     trained, said = Trained(2), list[str]()
     assert not checkpointer(tmp_path, said).save(2, trained.model, trained.optimizer, {"step": 2})
     assert "rank_00000.safetensors does not read back as it was written" in said[0]

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
+import threading
 import time
+import zlib
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend "fake"
@@ -97,6 +102,63 @@ def test_any_layout_is_read_into_any_other(tmp_path: Path) -> None:
         ["v@0,0", "x@0,3", "y@3,0"],
         ["v@3,0", "x@3,3"],
     )
+
+
+def test_a_file_is_the_one_that_safetensors_writes(tmp_path: Path) -> None:
+    numbers = torch.randn(4, 6)
+    parts = {
+        "columns@0,3": numbers[:, 3:],
+        "transposed@0,0": numbers.t(),
+        "every other@0": numbers[0, ::2],
+        "number@": torch.tensor(7.0),
+        "wie für@0": numbers[1],
+        "double@0": numbers.double(),
+        "half@0": numbers.bfloat16(),
+        "fp8@0": numbers.to(torch.float8_e4m3fn),
+        "bytes@0": torch.arange(5, dtype=torch.uint8),
+        "bools@0": numbers > 0,
+        "long@0": torch.tensor([1 << 40]),
+        "none@0": torch.tensor([math.nan]),
+    }
+    name, checksum = write_parts(tmp_path, 3, parts) or ("", "")
+    assert name == "rank_00003.safetensors"
+    written = (tmp_path / name).read_bytes()
+    theirs = save({key: part.contiguous() for key, part in parts.items()})
+    assert _header_and_rest(written) == _header_and_rest(theirs)
+    assert checksum == f"{zlib.crc32(written):08x}"
+    with safe_open(tmp_path / name, "pt") as file:
+        assert file.get_tensor("wie für@0").equal(numbers[1])
+
+
+def _header_and_rest(file: bytes) -> tuple[list, bytes]:
+    """Its tensors in their order, with the places of their bytes; these begin where 8 divides, as doubles must."""
+    end = 8 + int.from_bytes(file[:8], "little")
+    assert end % 8 == 0
+    return list(json.loads(file[8:end]).items()), file[end:]
+
+
+def test_one_part_at_a_time_is_copied(tmp_path: Path) -> None:
+    """Of 8 parts of 48 MiB that cannot be written as they lie: a rank's share may be as large as the host's memory."""
+    parts = {f"part{at}@0": torch.ones(1).expand(12 << 20) for at in range(8)}
+    before, held, is_over = _own_mib(), [0.0], threading.Event()
+
+    def watch() -> None:
+        while not is_over.wait(0.001):
+            held.append(_own_mib())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    write_parts(tmp_path, 0, parts)
+    is_over.set()
+    watcher.join()
+    assert len(held) > 10
+    assert max(held) - before < 90
+
+
+def _own_mib() -> float:
+    """Memory of this process that is not of files."""
+    status = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+    return int(status["RssAnon"].split()[0]) / 2**10
 
 
 def test_another_format_is_named(tmp_path: Path) -> None:
