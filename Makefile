@@ -126,6 +126,7 @@ lint: $(READY)
 
 # torch comes first and alone, so that no other package chooses its build
 $(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "$(PYTHON) is Python %d.%d, and 3.11 or newer is needed: name another, make PYTHON=python3.12 ..." % sys.version_info[:2])'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
+import tomllib
 from pathlib import Path
 from pydoc import locate
 
 import pytest
-import tomllib
 
 from automodel_lite import compat
 
@@ -69,3 +71,31 @@ def test_the_tested_versions_are_the_range_of_the_package_and_the_pins() -> None
         least = declared.partition(">=")[2].split(",")[0]
         assert f"{oldest}.".startswith(f"{least}.")
         assert f"{package}=={newest}" in pins
+
+
+def test_the_oldest_python_is_the_same_everywhere() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    oldest = project["project"]["requires-python"].removeprefix(">=")
+    said = {
+        "README.md": f"Python ≥ {oldest},",
+        "docs/install.md": f"Python {oldest} or newer",
+        "Makefile": f"and {oldest} or newer is needed",
+        ".github/workflows/ci.yml": f'python: ["{oldest}", ',
+    }
+    assert [name for name, text in said.items() if text not in (ROOT / name).read_text()] == []
+    assert project["tool"]["mypy"]["python_version"] == oldest
+    assert project["tool"]["ruff"]["target-version"] == "py" + oldest.replace(".", "")
+
+
+def test_an_older_python_is_told_before_anything_is_installed(tmp_path: Path) -> None:
+    older = tmp_path / "python3.10"
+    older.write_text(
+        f"#!/bin/sh\nexec {sys.executable} -c 'import sys; sys.version_info = (3, 10, 4); '\"$2\"\n"
+    )
+    older.chmod(0o755)
+    command = ["make", f"VENV={tmp_path}/venv", f"PYTHON={older}"]
+    done = subprocess.run(
+        [*command, f"{tmp_path}/venv/.ready"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert f"{older} is Python 3.10, and 3.11 or newer is needed" in done.stderr
+    assert not (tmp_path / "venv").exists()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,7 @@ def write_certificate(run: Path, checks: Sequence[Check], sample: Sample) -> Pat
     files = [stamp.path for stamp in getattr(documents, "train_files", [])]
     base = Path(str(config.model.get("pretrained") or ""))
     found = {
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "trained": {
             "command": str(record.facts.get("command", "")),
             "steps": record.rows[-1].get("step"),

@@ -35,7 +35,7 @@ def images_lines(data: PackSource) -> list[tuple[str, str]]:
         image, stamp = (source.flat.columns[name] for name in ("image", "image_stamp"))
         lengths = np.diff(np.append(image.at, image.num_tokens))
         num_places += int(lengths[image.values > 0].sum())
-        num_images += np.count_nonzero(np.unique(image.values))
+        num_images += int(np.count_nonzero(np.unique(image.values)))
         of_images = np.unique(stamp.values) & ((1 << PIXEL_BITS) - 1)
         num_pixels += int(of_images.sum())
     num_text = rows.num_tokens - num_places
