@@ -379,7 +379,7 @@ def check_packing_isolation(
     logits   how a model that is spread over ranks is called (by all of them); None = directly
     Raises ConfigError when logits change by more than `tolerance_std`.
     """
-    vocab = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
+    vocab = len(model.get_input_embeddings().weight)  # type: ignore[operator]
     generator = torch.Generator().manual_seed(0)
     first, second = torch.randint(
         min(3, vocab - 1), vocab, (2, DOCUMENT_TOKENS), generator=generator
@@ -395,7 +395,7 @@ def check_packing_isolation(
         stream = [second, first, second, first.flip(0), second, ending, tree]
         branched = {len(stream) - 1: torch.cat([whole, whole[half - 1 :]])}
         result_TV = logits(stream_of(stream, device, branched))
-        if not torch.isfinite(result_TV).all():
+        if not result_TV.isfinite().all():
             raise ConfigError(
                 f"{type(model).__name__}: its logits are not finite, though loaded weights are: a "
                 "sum overflows, set training.precision=fp32, or check the weights."

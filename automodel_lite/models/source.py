@@ -475,7 +475,7 @@ def is_remote_code(kind: type) -> bool:
 def embedding_rows(model: transformers.PreTrainedModel) -> int:
     """Returns how many token ids the model knows."""
     embedding: Any = model.get_input_embeddings()
-    return int(embedding.weight.shape[0])
+    return len(embedding.weight)
 
 
 def check_source(key: str, source: str) -> None:

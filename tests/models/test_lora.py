@@ -8,7 +8,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from automodel_lite.attention.interface import install
+from automodel_lite.attention.interface import check_packing_isolation, install
 from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.layers import cast_weights
@@ -95,6 +95,20 @@ def test_inputs_of_adapters_are_not_cast_to_fp32(use_dora: bool):
         )
     ours, pefts = gradients
     assert (ours - pefts).norm() < 0.02 * pefts.norm()  # bf16 rounds either way
+
+
+def test_an_adapter_of_the_embedding_is_trained_and_one_of_tied_weights_refused():
+    """The first ended in a traceback of the isolation probe, the second in one when it was merged."""
+    model = tiny_llama()
+    install(model, ReferenceAttention())
+    Lora(r=4, target_modules=["embed_tokens", "lm_head"]).adapt(model, "base")
+    give_the_adapter_weight(model)
+    check_packing_isolation(model)
+    for end in ("embed_tokens", "lm_head"):
+        tied = tiny_llama()
+        tied.lm_head.weight = tied.model.embed_tokens.weight
+        with pytest.raises(ConfigError, match=f"named {end} .embedding and head share a weight"):
+            Lora(r=4, target_modules=["q_proj", end]).adapt(tied, "base")
 
 
 def test_saved_adapter_loads_in_plain_peft(tmp_path: Path):

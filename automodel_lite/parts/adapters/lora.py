@@ -394,7 +394,10 @@ def lora_targets(
     names = {module: name for name, module in model.named_modules()}
     linear, fused = _candidates(model, names, experts)
     if isinstance(wanted, list):
-        linear += [names[end] for end in {model.get_input_embeddings(), output_head(model)}]
+        ends = [model.get_input_embeddings(), output_head(model)]
+        is_tied = ends[0].weight is ends[1].weight
+        # merged into a weight that both have, an adapter of one would change the other
+        linear += [] if is_tied else [names[end] for end in ends]
         of_towers = [
             names[module]
             for tower in towers(model)
@@ -406,7 +409,9 @@ def lora_targets(
         linear += [name for name in of_towers if any(_ends(name, end) for end in chosen)]
         if unknown := [end for end in wanted if not any(_ends(name, end) for name in linear)]:
             raise ConfigError(
-                f"peft.target_modules={wanted}: no layer that can be adapted is named {unknown[0]}."
+                f"peft.target_modules={wanted}: no layer that can be adapted is named {unknown[0]}"
+                + (is_tied * " (embedding and head share a weight: peft.modules_to_save trains it)")
+                + "."
             )
         linear = [name for name in linear if any(_ends(name, end) for end in wanted)]
     # Only beside fused experts does peft misread these names; elsewhere modules are adapted as
