@@ -126,6 +126,14 @@ def test_a_row_without_what_others_bring_is_refused(
         client.forward_backward(rows)
 
 
+@pytest.mark.parametrize("cut", ["packed_sequence.overlong=split", "packed_sequence=wrapped"])
+def test_rows_are_not_cut_apart(cut: str, folder: str, tmp_path: Path) -> None:
+    """The second piece was compared with log-probabilities that had seen the first: ratios of 1 became 1.1."""
+    chosen = [cut, *settings(folder, tmp_path / "rows.jsonl", ROWS), "name=x"]
+    with pytest.raises(ConfigError, match="rows of loss=Ppo stay whole"):
+        train_ft.main(config_of("policy", tmp_path / "run", *chosen))
+
+
 def test_wrong_columns_of_a_file_get_a_sentence(folder: str, tmp_path: Path) -> None:
     bad = [*ROWS[:2], ROWS[2] | {"advantages": [1.0]}]
     chosen = [*settings(folder, tmp_path / "bad.jsonl", bad), "name=x"]

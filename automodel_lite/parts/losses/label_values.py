@@ -65,6 +65,14 @@ def check_loss(data: PackSource, loss: Loss) -> None:
     """
     if data.columns is None:
         return
+    packer = data.packer
+    if loss.separates_rows and (packer.cuts_documents or packer.overlong == "split"):
+        raise ConfigError(
+            f"packed_sequence.strategy={packer.strategy} overlong={packer.overlong}: rows of "
+            f"loss={type(loss).__name__} stay whole, as what they were sampled with follows from "
+            "all that stands before: use exact_fill, best_fit or next_fit, and overlong=drop, "
+            "truncate or error."
+        )
     assert isinstance(data, PlannedPacks)
     for of_set, packs in {"train": data.packs_of(0), **data.val_packs}.items():
         _check_whole(of_set, packs.rows)
