@@ -86,7 +86,10 @@ def test_advantages_are_made_of_rewards(tree: str, kl: float, folder: str, tmp_p
 def test_wrong_rewards_of_a_file_get_a_sentence(folder: str, tmp_path: Path) -> None:
     rows = rewarded()
     cases = {
-        "equal": ([row | {"reward": 1.0} for row in rows], "there is nothing to learn"),
+        "equal": (
+            [row | {"reward": 1.0} for row in rows],
+            r"equal.jsonl, train: the rewards of .* there is nothing to learn",
+        ),
         "none": (
             [*rows[:3], {**rows[3], "reward": None}, *rows[4:]],
             "1 rows bring no `reward` or no `group`",

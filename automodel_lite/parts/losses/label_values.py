@@ -113,12 +113,14 @@ def with_values(data: PackSource, engine: Engine, built: BuiltModel, config: Con
     """
     loss = engine.model.loss_model.loss
     if loss.derived(data.columns or ()):
-        try:
-            data = data.with_columns(
-                lambda _, rows: loss.derive(rows.flat.columns, rows.flat.offsets)
-            )
-        except ValueError as error:
-            raise DataError(f"{config.dataset.get('path')}: {error}") from None
+
+        def derive(name: str, rows: DocumentReader) -> Columns:
+            try:
+                return loss.derive(rows.flat.columns, rows.flat.offsets)
+            except ValueError as error:
+                raise DataError(f"{config.dataset.get('path')}, {name}: {error}") from None
+
+        data = data.with_columns(derive)
     if loss.needs_reference:
         reference = reference_values(built, data.packer, config.cache_dir, config.seed)
         if rank() == 0:
