@@ -24,7 +24,7 @@ from benchmarks import gpu_check
 from benchmarks.gpu import workers
 from benchmarks.gpu.documents import TREE, batches_of, lengths, padded_batches
 from benchmarks.gpu.plan import Part, full_plan, groups, smoke_plan
-from benchmarks.gpu.recipe import idle_frac, kernel_spans
+from benchmarks.gpu.recipe import idle_frac, kernel_spans, save_and_resume
 from benchmarks.gpu.steps import Trainer, Variant, build, inputs_of, loss_of, measure
 from benchmarks.gpu.table import last_words
 from recipes.plan import calibrated
@@ -283,6 +283,13 @@ def test_a_full_8b_is_measured_on_cards_of_both_sizes(gib: float) -> None:
     assert wanted <= {*found}
     assert {"save-1b", "step-8b-lora-compiled", "step-qwen3-8b-lora-2k"} <= {*found}
     assert ("step-8b-bf16-8bit" in found) == (gib < 100)
+
+
+def test_the_seconds_of_each_save_are_told() -> None:
+    found = save_and_resume("cpu", "tiny")
+    assert found["verdict"] == "pass"
+    assert len(found["saving_s"]) == 2
+    assert all(0 <= seconds < found["first_s"] for seconds in found["saving_s"])
 
 
 def test_a_damaged_cache_is_left_alone(tmp_path: Path) -> None:
