@@ -389,7 +389,7 @@ def but(**changes: Any) -> Row:
 LENGTH = len(ROW["input_ids"])
 SENTENCES: dict[str, tuple[list[Row], str]] = {
     "longer than a pack": (
-        [ROW, {name: [2] * 300 for name in ("input_ids", "labels", "advantages")}],
+        [ROW, {name: [2] * 300 for name in COLUMNS}],
         "row 1 has 300 tokens, and a pack holds packed_sequence.packed_sequence_size=256",
     ),
     "nothing to learn": (
@@ -405,6 +405,7 @@ SENTENCES: dict[str, tuple[list[Row], str]] = {
         "loss=Ppo needs the per-token column advantages",
     ),
     "a column is missing in one row": ([ROW, but(advantages=None)], "row 1 lacks advantages"),
+    "one that others bring": ([ROW, but(old_log_probs=None)], "row 1 lacks old_log_probs"),
     "a column is ignored": (
         [but(answers=[0] * LENGTH)],
         "the per-token column answers, which loss=Ppo does not use",
