@@ -43,7 +43,11 @@ with socket.socket(socket.AF_UNIX) as server:
 
 def main(num_workers: str, *arguments: str) -> int:
     with redirect_stdout(io.StringIO()):  # what cannot be collected is told by the session below
-        pytest.main([*arguments, "--collect-only"])
+        code = pytest.main([*arguments, "--collect-only"])
+    if (
+        code == pytest.ExitCode.USAGE_ERROR
+    ):  # a file that is not there was named: its workers would say "no tests ran"
+        return code
     if "tests.ranks" in sys.modules:
         importlib.import_module("tests.warm")
     folder = Path(tempfile.mkdtemp(dir="/tmp"))  # a path that a socket may have
