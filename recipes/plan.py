@@ -43,6 +43,7 @@ from automodel_lite.config.schema import Config
 from automodel_lite.data.feeding.planned import PlannedPacks, epochs_of
 from automodel_lite.data.prepare import check_sizes, prepare_data
 from automodel_lite.errors import ConfigError, DataError, one_line
+from automodel_lite.extras.named_files import write_named
 from automodel_lite.extras.plan.capacity import usable
 from automodel_lite.extras.plan.planner import (
     AXES,
@@ -63,7 +64,6 @@ from automodel_lite.models.source import describe
 from automodel_lite.parallel.mesh import MeshShape
 from automodel_lite.parts.auto import MOST_PACK, SIZE, with_micro_batch
 from automodel_lite.results import RESULTS
-from automodel_lite.run.durable import write_atomically
 from automodel_lite.telemetry.console import quiet_libraries
 from automodel_lite.thd import ThdBatch
 from automodel_lite.training.build import worst_case_batch
@@ -505,9 +505,8 @@ def write_preset(path: Path, preset: str, config: Config, overrides: Sequence[st
         [f"{key}={value}" for key, value in chosen.items() if key not in groups]
     )
     OmegaConf.update(values, "name", path.stem)
-    path.parent.mkdir(parents=True, exist_ok=True)
     text = "\n".join([*lines, "  - _self_"])
-    write_atomically(path, f"{text}\n\n{OmegaConf.to_yaml(values)}")
+    write_named(path, f"{text}\n\n{OmegaConf.to_yaml(values)}")
     print(f"\nwritten: --config-dir {path.parent} --config-name {path.stem}")
 
 

@@ -185,6 +185,53 @@ def test_a_full_disk_leaves_no_half_of_a_preset(
     assert list((tmp_path / "a").iterdir()) == []
 
 
+DAMAGED = {
+    "empty": (b"", "its YAML is no mapping of names"),
+    "binary": (bytes([0xDE, 0x00] * 50), "cannot be read as YAML: 'utf-8' codec can't decode"),
+    "zero bytes": (bytes(5), "cannot be read as YAML: unacceptable character"),
+    "list": (b"- a", "its YAML is no mapping of names"),
+    "deep": (b"a: " + b"[" * 5000, "cannot be read as YAML: maximum recursion depth exceeded"),
+    "code": (b"a: !!python/object/apply:os.getcwd []", "could not determine a constructor"),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGED)
+def test_a_file_that_is_no_configuration(case: str, tmp_path: Path) -> None:
+    content, sentence = DAMAGED[case]
+    (tmp_path / "theirs.yml").write_bytes(content)
+    with pytest.raises(ConfigError, match=re.escape(sentence)):
+        convert.convert([str(tmp_path / "theirs.yml"), "--to", str(tmp_path / "mine.yaml")])
+    assert not (tmp_path / "mine.yaml").exists()
+
+
+def test_a_place_where_no_preset_can_be(tmp_path: Path) -> None:
+    theirs = tmp_path / "axolotl.yml"
+    theirs.write_text(AXOLOTL)
+    (tmp_path / "loop.yaml").symlink_to("loop.yaml")
+    for to, sentence in (
+        (theirs / "mine.yaml", "cannot be written (File exists): choose another place."),
+        ("/proc/nothing/mine.yaml", "cannot be written (No such file or directory): choose"),
+        (tmp_path / "mine.yml", "a preset is found by its name, which ends in .yaml."),
+        (tmp_path / "loop.yaml", "exists already: choose another file with --to."),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(sentence)):
+            convert.convert([str(theirs), "--to", str(to)])
+    with pytest.raises(ConfigError, match=r"--gpus: 0 must be at least 1"):
+        convert.convert([str(theirs), "--gpus", "0"])
+
+
+@pytest.mark.parametrize("value", ["1e400", ".inf", ".nan", "two", "-1", "[2]"])
+def test_a_number_of_rows_that_is_none_is_listed(
+    value: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = AXOLOTL.replace("micro_batch_size: 2", f"micro_batch_size: {value}")
+    (tmp_path / "axolotl.yml").write_text(text)
+    convert.convert([str(tmp_path / "axolotl.yml"), "--to", str(tmp_path / "mine.yaml")])
+    assert "gradient_accumulation_steps=4: by hand: training.global_batch_size" in (
+        capsys.readouterr().out
+    )
+
+
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_a_whole_example_becomes_a_preset_that_composes(
     example: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

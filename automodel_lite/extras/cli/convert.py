@@ -24,9 +24,10 @@ from automodel_lite.cli.line import argument_parser
 from automodel_lite.cli.sources import Sources, groups_of
 from automodel_lite.config.check import check_config
 from automodel_lite.config.permissions import needs_the_command_line
+from automodel_lite.config.rules import Range, argument
 from automodel_lite.errors import ConfigError, format_value, one_line
 from automodel_lite.extras.cli import peers
-from automodel_lite.run.durable import write_atomically
+from automodel_lite.extras.named_files import write_named
 
 _PEERS: dict[str, dict[str, Any]] = yaml.safe_load(
     Path(__file__).with_name("peers.yaml").read_text(encoding="utf-8")
@@ -60,25 +61,29 @@ def convert(argv: list[str]) -> int:
     )
     parser.add_argument("--to", type=Path, help="default: my_conf/<name of the file>.yaml")
     parser.add_argument(
-        "--gpus", type=int, default=1, help="that it ran on: the batch of a step follows from them"
+        "--gpus",
+        type=argument(int, Range(1, 10**6)),
+        default=1,
+        help="that it ran on: the batch of a step follows from them",
     )
     args = parser.parse_args(argv)
     target: Path = args.to or Path("my_conf") / f"{args.file.stem}.yaml"
-    if target.exists():
+    if target.exists() or target.is_symlink():
         raise ConfigError(f"{target} exists already: choose another file with --to.")
+    if target.suffix != ".yaml":
+        raise ConfigError(f"--to {target}: a preset is found by its name, which ends in .yaml.")
     try:
         theirs = yaml.safe_load(args.file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{args.file} cannot be read ({error.strerror}).") from None
-    except (UnicodeError, yaml.YAMLError) as error:
+    except (UnicodeError, yaml.YAMLError, RecursionError) as error:
         raise ConfigError(f"{args.file} cannot be read as YAML: {one_line(error)}") from None
     if not isinstance(theirs, dict) or not all(isinstance(key, str) for key in theirs):
         raise ConfigError(f"{args.file} is not a configuration: its YAML is no mapping of names.")
     peer = args.peer or peer_of(theirs)
     preset = preset_of(peer, theirs, target.stem, args.gpus, args.file.absolute().parent)
     preset.leave_what_is_refused()
-    target.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(target, preset.text())
+    write_named(target, preset.text())
     check = f"automodel-lite validate --config-dir {target.parent} --config-name {target.stem}"
     print(f"{target}: from {peer}; check it with {check}")
     for line in preset.unsaid:

@@ -7,8 +7,10 @@ adapted modules, files by the names that another framework has given them.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +39,15 @@ def value_at(tree: Tree, path: str) -> Any:
 
 
 def number(value: Any) -> float | None:
-    """Returns a number, of text such as 1e-5 too, which YAML reads as text; None of others."""
+    """Returns a finite number, of text such as 1e-5 too, which YAML reads as text; None of
+    others.
+    """
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
-    try:
-        return float(value)
-    except ValueError:
-        return None
+    with suppress(ValueError, OverflowError):
+        found = float(value)
+        return found if math.isfinite(found) else None
+    return None
 
 
 def combine(peer: str, theirs: Tree, num_gpus: int, put: Set) -> Iterator[str]:
@@ -68,8 +72,10 @@ def _batch(peer: str, theirs: Tree, num_gpus: int, put: Set) -> Iterator[str]:
     names = FLAT_SIZES.get(peer)
     if not names or theirs.get("global_batch_size"):
         return
-    size, passes = (number(theirs.get(name)) for name in names)
-    if size is None or passes is None or size < 1 or passes < 1:
+    size, passes = ((number(theirs.get(name)) or 0) for name in names)
+    if size < 1 or passes < 1:
+        given = ", ".join(f"{name}={format_value(theirs.get(name))}" for name in names)
+        yield f"{given}: by hand: training.global_batch_size, as these are no numbers of rows"
         return
     shared = 1
     for name in ("context_parallel_size", "sequence_parallel_degree", "tensor_parallel_size",

@@ -17,11 +17,11 @@ from typing import Any
 
 from automodel_lite.config.components import flatten
 from automodel_lite.errors import ConfigError
+from automodel_lite.extras.named_files import write_named
 from automodel_lite.extras.report.hangs import hangs_of
 from automodel_lite.extras.runs import existing_run
 from automodel_lite.progress import duration
 from automodel_lite.redact import scrub
-from automodel_lite.run.durable import write_atomically
 from automodel_lite.run.folder import RunFolder, json_object, saved_config
 
 # What a run's folder holds is read back without trust: its files may be cut by a kill, or be
@@ -172,8 +172,7 @@ def draw_run(run: Path, refresh_s: int | None) -> None:
 def write_report(records: list[RunRecord], to: Path, refresh_s: int | None = None) -> Path:
     """Writes `to`/report.html, which reloads itself every `refresh_s`; returns its path."""
     page = page_of(records, refresh_s)
-    to.mkdir(parents=True, exist_ok=True)
-    write_atomically(to / "report.html", page)
+    write_named(to / "report.html", page)
     return to / "report.html"
 
 
@@ -245,8 +244,7 @@ def write_inspection(
     page = _template("inspection.html.j2").render(
         name=name, sections=shown, pictures=pictures, data={"runs": [data]}
     )
-    to.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(to, page)
+    write_named(to, page)
     return to
 
 

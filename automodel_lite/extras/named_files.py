@@ -1,0 +1,24 @@
+"""Files that a command writes where its user has said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from automodel_lite.errors import ConfigError
+from automodel_lite.run.durable import write_atomically
+
+NO_PLACE = (FileExistsError, FileNotFoundError, IsADirectoryError, NotADirectoryError)
+
+
+def write_named(path: Path, text: str) -> None:
+    """Writes a text file and its folders; raises ConfigError where there can be none.
+
+    A disk that is full or may not be written has sentences of its own (run/limits.yaml).
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, text)
+    except NO_PLACE as error:
+        raise ConfigError(
+            f"{path} cannot be written ({error.strerror}): choose another place."
+        ) from error
