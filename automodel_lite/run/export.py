@@ -94,9 +94,10 @@ def _replace_folder(folder: Path, step: int) -> Iterator[Path]:
 
 
 _PROBE_TOKENS = 16
-_FP8_STD = 0.5
-"""Standard deviations that a model whose products round to fp8 may be off from its own weights in
-bf16: an 80-step llama_tiny is off by 0.17; another model by 3 and more.
+_ROUNDED_STD = 0.5
+"""Standard deviations that a model may be off from its own weights where either rounds: in bf16
+SmolLM2-135M is off by 0.06 to 0.15, and by 0.21 after 90 steps on texts of one form; in fp8 an
+80-step llama_tiny by 0.17. With GELU in place of SiLU it is off by 1.6, without a layer by 8.
 """
 
 
@@ -162,8 +163,8 @@ def export_hf(
         off = float(
             ((got_TV - expected_TV.float()).abs().amax(1) / expected_TV.float().std()).median()
         )
-        limits = [tolerance_std(dtype), tolerance_std(expected_TV.dtype)]
-        if not off <= max(*limits, _FP8_STD if has_fp8(lm) else 0.0):
+        is_rounded = has_fp8(lm) or not dtype == expected_TV.dtype == torch.float32
+        if not off <= (_ROUNDED_STD if is_rounded else tolerance_std(dtype)):
             raise RuntimeError(
                 f"the exported model differs from the trained one: its logits are off by {off:.1e} "
                 "standard deviations, although its weights are equal. Its config.json does not "
