@@ -28,11 +28,11 @@ from automodel_lite.data.prepare import check_positions, check_sizes, prepare_da
 from automodel_lite.errors import ConfigError
 from automodel_lite.launched import rank, world_size
 from automodel_lite.models.source import CausalLM
-from automodel_lite.parts.losses.distillation import DistillTopK
+from automodel_lite.parts.losses.distillation import DistillTopK, check_same_vocabulary
 from automodel_lite.parts.losses.label_values import check_loss, reference_values, teacher_values
 from automodel_lite.results import RESULTS
 from automodel_lite.telemetry.console import Console, quiet_libraries
-from automodel_lite.training.build import build_model, check_same_vocabulary
+from automodel_lite.training.build import build_model
 from automodel_lite.training.decide import decide
 from automodel_lite.training.engine import Engine
 from automodel_lite.training.plan import as_teacher

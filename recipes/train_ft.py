@@ -100,7 +100,7 @@ class TrainFinetuneRecipe:
         report = None if self.console.is_silent else self.data.report(costs)
         decided = resume.agree_on_settings(guards, parts, self.data)
         self.mesh = start.open_world(config)
-        self.console.show(start.plan_lines(report, self.plan, config))
+        self.console.show(start.plan_lines(report, self.plan, config, self.data))
         with activity("loading the model"):
             self.built = build_model(decided, self.data.tokenizer, self.mesh, seed=config.seed)
         self.model = self.built.model

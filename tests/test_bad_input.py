@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,11 @@ from typing import Any
 import pytest
 import torch
 
+from automodel_lite.config.rules import check_folder
 from automodel_lite.errors import ConfigError, DataError
+from automodel_lite.parts.evaluation.generator import load_generator
+from automodel_lite.parts.model_files import NAMES
+from automodel_lite.run.weight_files import model_files
 from tests.runs import train_quick
 
 
@@ -175,8 +180,6 @@ WEIGHTS: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 @pytest.mark.parametrize("case", WEIGHTS)
 def test_a_model_folder_that_is_not_whole(case: str, model_folder: Path, tmp_path: Path) -> None:
-    import shutil
-
     damage, sentence = WEIGHTS[case]
     folder = tmp_path / "model"
     shutil.copytree(model_folder, folder)
@@ -188,10 +191,75 @@ def test_a_model_folder_that_is_not_whole(case: str, model_folder: Path, tmp_pat
     assert re.search(sentence, str(error.value)), str(error.value)
 
 
+DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "list": (lambda path: path.write_text("[1]"), "no object with names and values"),
+    "number": (lambda path: path.write_text("3"), "no object with names and values"),
+    "empty": (lambda path: path.write_text(""), "Expecting value"),
+    "cut": (lambda path: path.write_text('{"a": [1, 2'), "Expecting ',' delimiter"),
+    "binary": (lambda path: path.write_bytes(bytes([0xF8, 0x00] * 50)), "codec can't decode"),
+    "folder": (lambda path: path.mkdir(), "Is a directory"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_small_file_of_a_model_that_is_damaged(name: str, damage: str, tmp_path: Path) -> None:
+    """Their readers fail without its name, or leave it out: an export would then have other settings for generation."""
+    harm, reason = DAMAGES[damage]
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / name).unlink(missing_ok=True)
+    harm(tmp_path / name)
+    for key in ("model.pretrained", "teacher.pretrained", "tokenizer.path"):
+        with pytest.raises(ConfigError) as error:
+            check_folder(key, str(tmp_path))
+        found = str(error.value)
+        assert found.startswith(f"{key}={tmp_path}: {name} is damaged ("), found
+        assert reason in found
+        assert found.endswith("): download it again.")
+
+
+@pytest.mark.parametrize("damage", ["list", "cut"])
+def test_an_adapter_whose_settings_are_damaged(damage: str, tmp_path: Path) -> None:
+    DAMAGES[damage][0](tmp_path / "adapter_config.json")
+    with pytest.raises(ConfigError, match=rf"^model={tmp_path}: adapter_config.json is damaged"):
+        load_generator(str(tmp_path))
+
+
+def test_a_folder_named_as_a_file_is_no_file_of_the_model(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(model_folder, tmp_path / "model")
+    (tmp_path / "model" / "results.json").mkdir()
+    assert "results.json" not in model_files(str(tmp_path / "model"))
+
+
+def test_a_teacher_is_named_by_its_own_settings(model_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(model_folder, folder)
+    options = ["loss=distill", "teacher=pretrained", f"teacher.pretrained={folder}"]
+    unknown = "teacher.config.hidden_siz=3"
+    with pytest.raises(ConfigError, match=rf"^{unknown}: llama has no such setting"):
+        train_quick(tmp_path / "run", *options, unknown)
+    (folder / "config.json").unlink()
+    with pytest.raises(ConfigError, match=rf"^teacher.pretrained={folder}: the folder has no"):
+        train_quick(tmp_path / "run", *options)
+
+
+def test_validation_without_anything_held_out_is_noted(tmp_path: Path) -> None:
+    make = rows(LINES, "training.max_steps=1", "checkpoint.every_steps=0")
+    note = "NOTE: training.val_every_steps=5 has nothing to validate on: hold out a part, "
+    for more, is_noted in (
+        (["training.val_every_steps=5"], True),
+        (["training.val_every_steps=0"], False),
+        (["training.val_every_steps=5", "dataset.val_frac=0.2"], False),
+        (["training.val_every_steps=5", "samples.prompts=[hi]"], False),
+    ):
+        options = [*make(tmp_path), "dataset.val_frac=0", *more, "dry_run=true"]
+        assert (note in train_quick(tmp_path / "run", *options)[1]) == is_noted, more
+
+
 def test_a_tokenizer_without_a_pad_token_trains(model_folder: Path, tmp_path: Path) -> None:
     """Padding is masked by length, never by an id: there is nothing to set."""
-    import shutil
-
     folder = tmp_path / "model"
     shutil.copytree(model_folder, folder)
     path = folder / "tokenizer_config.json"

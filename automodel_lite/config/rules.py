@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+from automodel_lite.config.components import locate
 from automodel_lite.errors import ConfigError, did_you_mean, did_you_mean_path
 
 MAX_PATH_BYTES = 4096  # of Linux
@@ -231,7 +232,7 @@ def read_template(template: str) -> str:
 
 def check_folder(key: str, source: str) -> bool:
     """Returns whether a model's folder is there; raises ConfigError for what looks like a local
-    path and is none, before it is tried as a hub name.
+    path and is none, before it is tried as a hub name, and for a damaged file in the folder.
     """
     folder = Path(source).expanduser()
     if folder.is_file():
@@ -240,4 +241,5 @@ def check_folder(key: str, source: str) -> bool:
         raise ConfigError(
             f"{key}={source}: there is no such folder{did_you_mean_path(source) or '.'}"
         )
+    locate("automodel_lite.parts.model_files.check_model_files")(key, folder)
     return folder.is_dir()

@@ -79,7 +79,7 @@ def dry_run(config: Config) -> int:
         *recomputation_lines(made),
         *data_lines(data),
         *images_lines(data),
-        *plan_lines(report, plan, config),
+        *plan_lines(report, plan, config, data),
     ]
     for topic, text in lines:
         console.say(topic, text)

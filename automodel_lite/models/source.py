@@ -329,7 +329,7 @@ class CausalLM:
             model.is_quantized = False
             model._weight_conversions = None
             model.float()
-        check_finite(model, f"model.pretrained={self.pretrained}")
+        check_finite(model, f"the model {self.pretrained}")
         taken_over = heads_apart(report["unexpected_keys"], config)
         if unknown := sorted(set(report["unexpected_keys"]) - taken_over):
             names = ", ".join(unknown[:3]) + (" ..." if len(unknown) > 3 else "")
@@ -440,9 +440,6 @@ def _place_to_draw(config: PretrainedConfig, device: torch.device | None) -> Ite
         needed = sum(parameter.nbytes for parameter in describe(config).parameters())
         if needed < 0.8 * torch.cuda.mem_get_info(device)[0]:
             place = device
-    if place.type == "cpu":
-        yield place
-        return
     with place:
         yield place
 
@@ -501,12 +498,13 @@ def ask_no_hub_without_network() -> None:
 
 def _load_config(source: str, options: dict[str, Any]) -> PretrainedConfig:
     shape = SHAPES / f"{source.replace('/', '--')}.json"
-    # Without a network each question to the hub is retried for 26 s: the stored shape answers where
-    # nothing is cached.
-    is_local = shape.is_file() and options["revision"] == "main"
     try:
+        # Without a network each question to the hub is retried for 26 s: the stored shape answers
+        # where nothing is cached.
         config: PretrainedConfig = transformers.AutoConfig.from_pretrained(
-            source, local_files_only=is_local, **options
+            source,
+            local_files_only=shape.is_file() and options["revision"] == "main",
+            **options,
         )
     except OSError as error:
         if not shape.is_file():
@@ -514,7 +512,8 @@ def _load_config(source: str, options: dict[str, Any]) -> PretrainedConfig:
         config = transformers.AutoConfig.from_pretrained(shape)
         config._name_or_path = source
     except Exception as error:  # whatever a damaged or unknown config.json makes of its reader
-        if "trust_remote_code" not in str(error):
+        # trusted code fails for reasons of its own, whatever its words
+        if options["trust_remote_code"] or "trust_remote_code" not in str(error):
             raise ConfigError(f"the model {source} cannot be loaded: {one_line(error)}") from error
         raise ConfigError(
             f"model.pretrained={source} runs its own code: review it, and allow it on the command "

@@ -73,7 +73,7 @@ def model_files(pretrained: str | None, revision: str | None = None) -> dict[str
     return {
         path.name: _sampled_digest(path)
         for path in found
-        if not path.name.startswith(("tokenizer", "special_"))
+        if path.is_file() and not path.name.startswith(("tokenizer", "special_"))
     }
 
 

@@ -58,6 +58,8 @@ from automodel_lite.training.plan import Decided, Parts
 if TYPE_CHECKING:
     from automodel_lite.parts.adapters.lora import LoraAdapter  # which brings peft
 
+CHECK_VOCABULARY = "automodel_lite.parts.losses.distillation.check_same_vocabulary"
+
 
 @dataclass(frozen=True)
 class BuiltModel:
@@ -107,7 +109,7 @@ def build_model(
         STARTUP.lap("probe")
     of_teacher = 0  # bytes on each device
     if decided.of_teacher:
-        check_same_vocabulary(decided.of_teacher, tokenizer)
+        locate(CHECK_VOCABULARY)(decided.of_teacher, tokenizer)
         teacher = build_model(decided.of_teacher, tokenizer, mesh, trains=False)
         model.loss_model.set_teacher(teacher.model.loss_model)
         if not decided.mesh.cpu_offload:
@@ -140,30 +142,6 @@ def rows_reason(parts: Parts, lm: transformers.PreTrainedModel) -> str:
         f"rows: {type(lm).__name__} mixes tokens in its own code: documents go through it as "
         "right-padded rows"
     )
-
-
-def check_same_vocabulary(teacher: Parts, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises ConfigError for a teacher with another tokenizer; one without tokenizer files is taken
-    at its word.
-    """
-    # a second to import, which a run without a teacher does not wait for
-    from transformers import AutoTokenizer
-
-    name = str(teacher.model.pretrained)
-    try:
-        theirs = AutoTokenizer.from_pretrained(
-            name, revision=teacher.model.source["revision"]
-        ).get_vocab()
-    except (OSError, ValueError):
-        return
-    ours = tokenizer.get_vocab()
-    tokens = {token for token, _ in ours.items() ^ theirs.items()}
-    if differing := sorted(tokens):
-        raise ConfigError(
-            f"teacher.pretrained={name} has another vocabulary than the student "
-            f"({len(differing):,} tokens differ, as {differing[0]!r}), and probabilities are "
-            "compared token by token: take a teacher of the same family."
-        )
 
 
 def assemble(

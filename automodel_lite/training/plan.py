@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -69,7 +70,14 @@ class Parts:
 def build_parts(config: Config) -> Parts:
     """Raises ConfigError for what a part refuses, and for a package that is missing."""
     loss = checked_loss(build(config.loss))
-    teacher = build(config.teacher) if config.teacher else None
+    teacher = None
+    if config.teacher:
+        try:
+            teacher = build(config.teacher)
+            teacher.resolve_model_config({})
+        except ConfigError as error:  # of a class that both models share, and that knows one name
+            named = re.sub(r"\bmodel\.(?=[a-z_.]+=)", "teacher.", str(error))
+            raise ConfigError(named) from error
     if loss.needs_teacher != (teacher is not None):
         name = type(loss).__name__
         cure = (

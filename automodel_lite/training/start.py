@@ -136,18 +136,19 @@ def from_run(config: Config) -> Config:
     tokenizer = {
         key: folder if value == pretrained else value for key, value in config.tokenizer.items()
     }
+    model = folder
+    peft = config.peft
     settings = Path(folder) / "adapter_config.json"
-    if not settings.is_file():
-        return replace(config, model=config.model | {"pretrained": folder}, tokenizer=tokenizer)
-    if not config.peft:
-        raise ConfigError(
-            f"model.pretrained={pretrained} holds an adapter: peft=lora continues it; to train the "
-            "whole model, automodel-lite export merges it into its base first."
-        )
-    base = json.loads(settings.read_text())["base_model_name_or_path"]
-    peft = config.peft | {"adapter": config.peft.get("adapter") or folder}
+    if settings.is_file():
+        if not peft:
+            raise ConfigError(
+                f"model.pretrained={pretrained} holds an adapter: peft=lora continues it; to train "
+                "the whole model, automodel-lite export merges it into its base first."
+            )
+        model = json.loads(settings.read_text())["base_model_name_or_path"]
+        peft = peft | {"adapter": peft.get("adapter") or folder}
     return replace(
-        config, model=config.model | {"pretrained": base}, tokenizer=tokenizer, peft=peft
+        config, model=config.model | {"pretrained": model}, tokenizer=tokenizer, peft=peft
     )
 
 
@@ -183,7 +184,9 @@ def version_line() -> Line:
     return "version", f"automodel_lite {__version__} ({versions})"
 
 
-def plan_lines(report: PackingReport | None, plan: TrainingPlan, config: Config) -> list[Line]:
+def plan_lines(
+    report: PackingReport | None, plan: TrainingPlan, config: Config, data: PackSource
+) -> list[Line]:
     """How the documents are packed, and how long the run is."""
     packing = "while it is read: exact_fill over the next 256 documents"
     if report:
@@ -202,6 +205,12 @@ def plan_lines(report: PackingReport | None, plan: TrainingPlan, config: Config)
         lines += (
             f"\nNOTE: {plan.max_steps} steps are few to learn from: {LEAST_STEPS} or more need a "
             "larger training.num_epochs, or more data"
+        )
+    every = config.training.val_every_steps
+    if every and not data.val_packs and not config.samples.prompts:
+        lines += (
+            f"\nNOTE: training.val_every_steps={every} has nothing to validate on: hold out a "
+            "part, dataset.val_frac=0.05, or name a file, dataset.val_path=..."
         )
     if config.training.global_batch_size == "auto":
         lines += (
@@ -286,7 +295,7 @@ def position_line(guards: Guards, max_steps: int) -> str:
 
 def processes_text(decided: Decided) -> str:
     shape = decided.shape
-    plural = "es" if decided.shape.world_size > 1 else ""
+    plural = "es" if shape.world_size > 1 else ""
     more = f" x tp {shape.tp}, ep {shape.ep}" if shape.tp * shape.ep > 1 else ""
     axes = f"dp_replicate {shape.dp_replicate} x dp_shard {shape.dp_shard} x cp {shape.cp}{more}"
     return f"{shape.world_size} process{plural} ({axes}, {decided.strategy})"

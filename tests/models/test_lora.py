@@ -1,4 +1,5 @@
 import json
+import os
 from pathlib import Path
 
 import peft
@@ -50,6 +51,37 @@ def test_an_adapter_that_is_not_finite_is_named(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"peft.adapter=.*: .*lora_A.weight holds values that are not finite"
     ):
+        Lora(adapter=str(tmp_path)).adapt(tiny_llama(), "base")
+
+
+def _of_another_kind(folder: Path) -> None:
+    settings = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(settings | {"peft_type": "IA3"}))
+
+
+DAMAGES = {
+    "no settings": (lambda f: (f / "adapter_config.json").unlink(), "cannot be read: Can't find"),
+    "a list": (lambda f: (f / "adapter_config.json").write_text("[]"), "config.json is damaged"),
+    "no weights": (lambda f: (f / "adapter_model.safetensors").unlink(), "cannot be read: No such"),
+    "cut weights": (
+        lambda f: os.truncate(f / "adapter_model.safetensors", 100),
+        "cannot be read: Error while deserializing header",
+    ),
+    "settings without a base": (
+        lambda f: (f / "adapter_config.json").write_text("{}"),
+        "does not fit model.pretrained=base",
+    ),
+    "another kind": (_of_another_kind, "does not fit model.pretrained=base"),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGES)
+def test_an_adapter_that_is_not_whole_is_told(case: str, tmp_path: Path) -> None:
+    damage, sentence = DAMAGES[case]
+    wrapped = peft.get_peft_model(tiny_llama(), peft.LoraConfig(target_modules=["q_proj"]))
+    wrapped.save_pretrained(str(tmp_path))
+    damage(tmp_path)
+    with pytest.raises(ConfigError, match=rf"^peft.adapter={tmp_path}.*{sentence}"):
         Lora(adapter=str(tmp_path)).adapt(tiny_llama(), "base")
 
 

@@ -52,6 +52,22 @@ def test_it_is_refused_unless_it_is_trusted(model_folder: Path, tmp_path: Path) 
         load_generator(str(model_folder))
 
 
+def test_a_trusted_one_that_fails_is_told_by_its_own_cause(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "mine"
+    shutil.copytree(model_folder, folder)
+    cause = "Pass trust_remote_code=True to the tokenizer too"
+    (folder / "modeling_mine.py").write_text(f"raise ValueError({cause!r})\n{CODE}")
+    with pytest.raises(ConfigError, match=f"^the model {folder} cannot be loaded: {cause}"):
+        train_quick(
+            tmp_path / "run",
+            "model=pretrained",
+            f"model.pretrained={folder}",
+            "model.trust_remote_code=true",
+        )
+
+
 def test_a_trusted_one_goes_the_whole_way(model_folder: Path, tmp_path: Path) -> None:
     chosen = [
         "model=pretrained",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -83,12 +84,7 @@ def check_vocabulary(pretrained: str, tokenizer: PreTrainedTokenizerFast) -> Non
 
     A model without tokenizer files is taken at its word.
     """
-    try:
-        models_own = transformers.AutoTokenizer.from_pretrained(
-            pretrained, trust_remote_code=False
-        ).get_vocab()
-    except Exception:  # no files, or none that can be read
-        return
+    models_own = vocabulary_of(pretrained)
     ours = tokenizer.get_vocab()
     if moved := sorted(token for token, i in models_own.items() if ours.get(token) != i):
         raise ConfigError(
@@ -97,6 +93,17 @@ def check_vocabulary(pretrained: str, tokenizer: PreTrainedTokenizerFast) -> Non
             "embeddings would stand for other tokens. Remove the tokenizer settings (the model's "
             "own is the default), or train from scratch, model.config.model_type=..."
         )
+
+
+def vocabulary_of(pretrained: str, revision: str = "main") -> dict[str, int]:
+    """Returns token -> id of a model; none without tokenizer files that can be read."""
+    with suppress(Exception):
+        return dict(
+            transformers.AutoTokenizer.from_pretrained(
+                pretrained, revision=revision, trust_remote_code=False
+            ).get_vocab()
+        )
+    return {}
 
 
 def padding_id(tokenizer: PreTrainedTokenizerFast) -> int:

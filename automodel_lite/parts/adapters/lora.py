@@ -27,6 +27,7 @@ import torch
 import transformers
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -40,6 +41,7 @@ from automodel_lite.errors import ConfigError, one_line
 from automodel_lite.models.layers import decoder_layers, local, output_head, towers
 from automodel_lite.models.sharded import keep_part
 from automodel_lite.models.source import load_whole
+from automodel_lite.parts.model_files import check_model_files
 
 _PREFIX = "base_model.model."  # peft's names of the weights of the model that it wraps
 
@@ -129,11 +131,14 @@ class Lora:
         folder = Path(str(self.adapter)).expanduser()
         if (folder / "adapter").is_dir():  # a run's
             folder /= "adapter"
-        if not (folder / "adapter_config.json").is_file():
+        check_model_files("peft.adapter", folder)
+        try:
+            config = peft.LoraConfig.from_pretrained(str(folder))
+            weights = load_file(folder / "adapter_model.safetensors")
+        except (OSError, KeyError, TypeError, ValueError, SafetensorError) as error:
             raise ConfigError(
-                f"peft.adapter={self.adapter}: the folder has no adapter_config.json."
-            )
-        config = peft.LoraConfig.from_pretrained(str(folder))
+                f"peft.adapter={self.adapter} cannot be read: {one_line(error)}."
+            ) from error
         config.inference_mode = False
         if config.modules_to_save:
             raise ConfigError(
@@ -143,7 +148,6 @@ class Lora:
             )
         wrapped = self._wrap(model, config, base)
         # Before the base is read or sharded: FSDP then cuts the adapter's weights with all others.
-        weights = load_file(folder / "adapter_model.safetensors")
         # the parameters, as files name them
         own = peft.get_peft_model_state_dict(wrapped, save_embedding_layers=False)
         shapes = {name: weight.shape for name, weight in own.items()}

@@ -24,12 +24,14 @@ from automodel_lite.errors import (
     one_line,
 )
 from automodel_lite.models.source import (
+    ask_no_hub_without_network,
     check_finite,
     check_source,
     embedding_rows,
     hub_reason,
     load_whole,
 )
+from automodel_lite.parts.model_files import check_model_files
 
 _PROBE_TOKENS = 12
 _INPUTS_OF_IMAGES = "automodel_lite.parts.images.answer.inputs_of"
@@ -203,7 +205,10 @@ def load_generator(source: str, trust_remote_code: bool = False, on_cpu: bool = 
     Raises ConfigError for a model of code that is not trusted.
     """
     is_adapter = (Path(source) / "adapter_config.json").is_file()
-    if not is_adapter:
+    if is_adapter:
+        check_model_files("model", Path(source))
+        ask_no_hub_without_network()  # for its base
+    else:
         check_source("model", source)
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
@@ -231,7 +236,9 @@ def load_generator(source: str, trust_remote_code: bool = False, on_cpu: bool = 
         if is_out_of_memory(error) or is_out_of_threads(error):
             raise
         if trust_remote_code or "trust_remote_code" not in str(error):
-            raise ConfigError(f"{source} cannot be loaded as a model: {one_line(error)}") from error
+            raise ConfigError(
+                f"{source} cannot be loaded as a model: {hub_reason(error)}"
+            ) from error
         raise ConfigError(
             f"{source} runs its own code: review it, and allow it with --trust-remote-code."
         ) from None
