@@ -412,10 +412,12 @@ def lora_targets(
         chosen = [end for end in wanted if not any(_ends(name, end) for name in linear)]
         linear += [name for name in of_towers if any(_ends(name, end) for end in chosen)]
         if unknown := [end for end in wanted if not any(_ends(name, end) for name in linear)]:
+            why = ""
+            if is_tied and any(_ends(names[end], unknown[0]) for end in ends):
+                why = " (embedding and head share a weight: peft.modules_to_save trains it)"
             raise ConfigError(
                 f"peft.target_modules={wanted}: no layer that can be adapted is named {unknown[0]}"
-                + (is_tied * " (embedding and head share a weight: peft.modules_to_save trains it)")
-                + "."
+                f"{why}."
             )
         linear = [name for name in linear if any(_ends(name, end) for end in wanted)]
     # Only beside fused experts does peft misread these names; elsewhere modules are adapted as
