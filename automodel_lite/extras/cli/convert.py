@@ -238,6 +238,14 @@ class Preset:
 
     def leave_what_is_refused(self) -> None:
         """Takes out each setting that a run would refuse, and lists it with the sentence."""
+        patience = "callbacks.early_stopping.patience"
+        if patience in self.settings and "training.val_every_steps" not in self.settings:
+            value = self.settings.pop(patience)
+            self.chosen.pop("callbacks")
+            self.unsaid.append(
+                f"{patience}={value}: validations are once an epoch there: "
+                "callbacks=early_stopping, and training.val_every_steps of an epoch"
+            )
         for _ in range(len(self.settings) + 1):
             problem = self._problem()
             subject = problem.partition("=")[0]
@@ -269,7 +277,10 @@ class Preset:
                 raw.logger = {}
                 check_config(raw)
             except ConfigError as error:
-                return str(error).splitlines()[0]
+                lines = str(error).splitlines()
+                # another setting may have its value from one of these
+                own = [line for line in lines if line.partition("=")[0] in self.settings]
+                return [*own, *lines][0]
         return ""
 
     def text(self) -> str:
