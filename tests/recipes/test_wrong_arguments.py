@@ -61,7 +61,7 @@ ARGUMENTS = [
     ("report", ["./nothing"], "nothing is not the folder of a run: it has no config.yaml."),
     ("report", ["{run}s"], "is not the folder of a run: it has no config.yaml; did you mean /"),
     ("average", ["{run}s"], "is not the folder of a run: it has no config.yaml; did you mean /"),
-    ("report", ["{run}", "--to", "/proc/x"], "/proc/x cannot be read or written"),
+    ("report", ["{run}", "--to", "/proc/x"], "/proc/x/report.html cannot be written (No such file or directory): choose another place."),
 ]  # fmt: skip
 
 
@@ -124,7 +124,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], dict[str, str]]] = {
     "packing of garbage": (_write("packing.json", b"[1"), {"report": ""}),
     "weights cut": (_write("hf/model.safetensors", b"12345678"), {"generate": "cannot be loaded as a model"}),
     "weights of nan": (_weights_of_nan, {"generate": "1 weights hold values that are not finite"}),
-    "model config of garbage": (_write("hf/config.json", b"{"), {"generate": "cannot be loaded as a"}),
+    "model config of garbage": (_write("hf/config.json", b"{"), {"generate": "config.json is damaged (Expecting property name"}),
     "tokenizer of garbage": (_write("hf/tokenizer.json", b"{"), {"generate": "cannot be loaded as a tokenizer"}),
     "template that raises": (_write("hf/chat_template.jinja", b"{{ 1 / 0 }}"), {"generate": "the chat template refuses the prompt"}),
 }  # fmt: skip

@@ -73,7 +73,7 @@ def check_loss(data: PackSource, loss: Loss) -> None:
             "all that stands before: use exact_fill, best_fit or next_fit, and overlong=drop, "
             "truncate or error."
         )
-    if isinstance(data, PlannedPacks) and (loss.required or loss.own_columns):
+    if isinstance(data, PlannedPacks):
         for of_set, packs in {"train": data.packs_of(0), **data.val_packs}.items():
             _check_whole(of_set, packs.rows)
     made = set(loss.required & MADE_HERE)
