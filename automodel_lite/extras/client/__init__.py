@@ -195,9 +195,11 @@ class TrainingClient:
         whole = list(self.engine.micro_batches(packed.packs, loss))
         placed = [self.engine.place(batch).to(self.mesh.device) for batch in whole]
         num_items = self.engine.count_items(whole, loss)
-        # a balance counts labels, and is divided by the items with the loss
-        num_labels = self.engine.count_items(whole, CrossEntropy())
-        loss_model.items_per_label = num_items / (num_labels or 1)
+        if (
+            loss_model.balance is not None
+        ):  # it counts labels, and is divided by the items with the loss
+            num_labels = self.engine.count_items(whole, CrossEntropy())
+            loss_model.items_per_label = num_items / (num_labels or 1)
         sums = self.engine.forward_backward(placed, loss=recording)
         totals = {name: float(value) for name, value in self.engine.total(sums).items()}
         log_probs = self._of_rows(packed, recording.found)

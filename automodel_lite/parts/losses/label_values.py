@@ -100,6 +100,8 @@ def _lacks(rows: DocumentReader, name: str) -> bool:
     """Returns whether a label has no value of this column."""
     if name not in rows[0]:
         return True
+    if COLUMNS[name].padding != -math.inf:
+        return False
     columns = rows.flat.columns
     is_padding = np.asarray(columns[name][:]) == -math.inf
     return bool((is_padding & (np.asarray(columns["labels"]) != IGNORE_INDEX)).any())
