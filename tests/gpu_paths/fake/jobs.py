@@ -25,6 +25,13 @@ only_on_fake_gpu = [
         reason="needs torch's CUDA wheel: python -m tests.gpu_paths.fake.run -m pytest tests/gpu_paths/fake",
     ),
 ]
+# a card that computes runs the same jobs, and its numbers are compared
+only_on_gpu = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not (ON_FAKE_GPU or torch.cuda.is_available()), reason="needs a GPU, a fake one will do"
+    ),
+]
 if ON_FAKE_GPU:
     # there is no cuDNN whose graphs could be built
     torch.backends.cuda.enable_cudnn_sdp(False)

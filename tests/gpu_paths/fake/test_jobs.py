@@ -1,4 +1,4 @@
-"""Every kind of job on one fake GPU, from its data to its export."""
+"""Every kind of job on one GPU, fake or not, from its data to its export."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu_paths.fake.jobs import COMPILED, EAGER, only_on_fake_gpu, rows_of, train
+from tests.gpu_paths.fake.jobs import COMPILED, EAGER, only_on_gpu, rows_of, train
 
-pytestmark = only_on_fake_gpu
+pytestmark = only_on_gpu
 BF16 = ("training.master_weights=bf16", "training.precision=bf16")
 # of sizes that fp8 products, 4-bit blocks and 8-bit moments divide
 WIDE = ("model.config.hidden_size=256", "model.config.intermediate_size=512")
