@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.forked import warm_python
 from tests.runs import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -167,7 +168,7 @@ def is_left(group: int) -> bool:
 
 @pytest.mark.system
 def test_a_reader_that_leaves_early_sees_no_traceback(tmp_path: Path) -> None:
-    recipe = f"{sys.executable} recipes/inspect_data.py --config-name smoke cache_dir={tmp_path} | head -1"
+    recipe = f"{warm_python()} recipes/inspect_data.py --config-name smoke cache_dir={tmp_path} | head -1"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     done = subprocess.run(
         recipe, shell=True, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300

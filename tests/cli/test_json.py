@@ -13,6 +13,7 @@ import pytest
 from automodel_lite import results
 from automodel_lite.__main__ import main
 from automodel_lite.errors import ConfigError
+from tests.forked import warm_python
 from tests.ranks import in_a_process
 
 RUN = ["--config-name", "smoke", "name=a", "cache_dir=cache", "training.num_threads=1"]
@@ -75,7 +76,7 @@ def test_every_command_with_numbers_writes_them(tmp_path: Path) -> None:
     assert verified["num_failed"] == 0
     assert all(check["passed"] for check in verified["checks"])
 
-    command = [sys.executable, "-m", "automodel_lite", "doctor", "--json", "-"]
+    command = [warm_python(), "-m", "automodel_lite", "doctor", "--json", "-"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     checked = json.loads(done.stdout)
     assert "reference: ok" in done.stderr

@@ -15,6 +15,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from automodel_lite.cli.launcher import _report_first_failure, launch, num_processes
 from automodel_lite.errors import ConfigError, RunStoppedError
+from tests.forked import warm_python
 from tests.runs import QUICK, wait_for_rows, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,10 +61,10 @@ def test_the_first_failure_is_told(seconds: int, sentence: str, tmp_path: Path) 
         _report_first_failure(ChildFailedError("main", failures), [])
 
 
-def start(*arguments: str) -> subprocess.Popen[str]:
+def start(*arguments: str, python: str = sys.executable) -> subprocess.Popen[str]:
     nproc = [] if "--nproc" in arguments else ["--nproc", "2"]
     command = [
-        sys.executable,
+        python,
         "-m",
         "automodel_lite",
         "train",
@@ -85,7 +86,12 @@ def start(*arguments: str) -> subprocess.Popen[str]:
 
 @pytest.mark.system
 def test_a_mistake_is_the_only_sentence_on_the_screen(tmp_path: Path) -> None:
-    process = start(f"output_dir={tmp_path}/run", "training.max_stepz=3", "optimizr.lr=1")
+    process = start(
+        f"output_dir={tmp_path}/run",
+        "training.max_stepz=3",
+        "optimizr.lr=1",
+        python=warm_python(),
+    )
     out, err = process.communicate(timeout=300)
     assert (process.returncode, out) == (2, "")
     assert err == (

@@ -14,6 +14,7 @@ from automodel_lite.cli.hydra_app import run_command_line
 from automodel_lite.cli.recipes import Recipe
 from automodel_lite.config.check import check_config
 from automodel_lite.errors import ConfigError
+from tests.forked import warm_python
 from tests.ranks import in_a_process
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -86,7 +87,7 @@ def command(site: Path, *words: str) -> subprocess.CompletedProcess[str]:
         "OMP_NUM_THREADS": "1",
     }
     return subprocess.run(
-        [sys.executable, *words],
+        [warm_python(), *words],
         cwd=site.parent / "empty",
         env=environment,
         capture_output=True,

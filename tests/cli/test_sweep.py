@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ from omegaconf import OmegaConf
 from automodel_lite.cli.hydra_app import run_command_line
 from automodel_lite.errors import ConfigError
 from automodel_lite.extras.cli.sweep import results_of, table
+from tests.forked import warm_python
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -75,7 +75,7 @@ def test_the_folder_of_a_run_is_not_a_sweeps(tmp_path: Path):
 
 def sweep(folder: Path, flags: list[str], *overrides: str) -> subprocess.CompletedProcess[str]:
     options = [*flags, "--config-name", "smoke", f"output_dir={folder}", "--multirun", *overrides]
-    command = [sys.executable, "recipes/train_ft.py", *options]
+    command = [warm_python(), "recipes/train_ft.py", *options]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300

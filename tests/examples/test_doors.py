@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +13,7 @@ import pytest
 from automodel_lite.cli import compose_config
 from automodel_lite.config.check import check_config
 from automodel_lite.errors import ConfigError
+from tests.forked import warm_python
 from tests.runs import losses, problems, rows_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -73,7 +73,7 @@ def test_a_packer_and_an_exchange_of_ones_own_train(tmp_path: Path) -> None:
         "own": own,
     }.items():
         command = [
-            sys.executable,
+            warm_python(),
             "-m",
             "automodel_lite",
             "train",
@@ -134,7 +134,7 @@ def test_a_source_of_packs_of_ones_own_trains_and_continues(tmp_path: Path) -> N
     ):
         for more in runs:
             done = subprocess.run(
-                [sys.executable, "-m", "automodel_lite", "train", *settings, *more.split()],
+                [warm_python(), "-m", "automodel_lite", "train", *settings, *more.split()],
                 cwd=tmp_path,
                 env=os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"},
                 capture_output=True,

@@ -8,13 +8,13 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.data.templates import MARKED, byte_tokenizer
+from tests.forked import warm_python
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE, PARTS = ROOT / "examples/own_recipe", ROOT / "examples/own_parts"
@@ -69,7 +69,7 @@ def run(site: Path, name: str, ranks: int, *overrides: str) -> list[dict]:
     }
     flags = ["--nproc", str(ranks)] if ranks > 1 else []
     command = [
-        sys.executable,
+        warm_python(),
         "-m",
         "automodel_lite",
         "run",
@@ -136,7 +136,7 @@ def train(site: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
         "OMP_NUM_THREADS": "1",
     }
     command = [
-        sys.executable,
+        warm_python(),
         "-m",
         "automodel_lite",
         "train",

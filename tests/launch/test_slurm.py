@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.forked import warm_python
 from tests.launch import pyxis
 from tests.launch.slurm_cluster import Cluster, missing
 from tests.ranks import free_port
@@ -64,14 +65,12 @@ def python_that_waits(folder: Path) -> str:
     """An interpreter whose first job stays before its step 61 until it gets a signal."""
     (folder / "held.py").write_text(HELD)
     python = folder / "python"
-    python.write_text(f'#!/bin/bash\nexec {sys.executable} {folder}/held.py "${{@:2}}"\n')
+    python.write_text(f'#!/bin/bash\nexec {warm_python()} {folder}/held.py "${{@:2}}"\n')
     python.chmod(0o755)
     return str(python)
 
 
-def submit(
-    cluster: Cluster, script: str, folder: Path, *overrides: str, python: str = sys.executable
-) -> str:
+def submit(cluster: Cluster, script: str, folder: Path, *overrides: str, python: str = "") -> str:
     arguments = ["--config-name", "smoke", f"output_dir={folder}/run", *STEPS, *overrides]
     command = [
         "sbatch",
@@ -81,7 +80,11 @@ def submit(
         f"--output={folder}/job.log",
         "--time=10",
     ]
-    settings = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "PYTHON": python}
+    settings = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "PYTHON": python or warm_python(),
+    }
     done = subprocess.run(
         [*command, f"launch/{script}", *arguments],
         cwd=ROOT,
@@ -309,7 +312,7 @@ def test_the_script_that_is_written_for_a_cluster_runs_on_it(
 def test_an_array_tokenizes_and_one_more_task_merges(cluster: Cluster, tmp_path: Path) -> None:
     """As docs/slurm.md says it: the merge waits for the array, and training finds the rows."""
     told = subprocess.run(
-        [sys.executable, "-m", "automodel_lite", "slurm", "--prepare", "2", "--time", "10"],
+        [warm_python(), "-m", "automodel_lite", "slurm", "--prepare", "2", "--time", "10"],
         cwd=ROOT,
         env=cluster.environment,
         capture_output=True,
@@ -343,7 +346,7 @@ def test_an_array_tokenizes_and_one_more_task_merges(cluster: Cluster, tmp_path:
         wait_for_state(cluster, job, tmp_path, "COMPLETED")
     one_step = [f"output_dir={tmp_path}/run", *QUICK, "training.max_steps=1"]
     trained = subprocess.run(
-        [sys.executable, "-m", "automodel_lite", "train", *arguments, *one_step],
+        [warm_python(), "-m", "automodel_lite", "train", *arguments, *one_step],
         cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.run import get_args_parser
 
+from tests.forked import warm_python
 from tests.runs import QUICK
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,7 +43,7 @@ def launch(folder: Path, hook: str, *overrides: str, world_size: int = 2) -> sub
         ["training.max_steps=100000", "training.log_every_steps=1"] if world_size > 1 else []
     )
     return subprocess.Popen(
-        [sys.executable, *(torchrun if world_size > 1 else []), str(script), *settings, *overrides],
+        [warm_python(), *(torchrun if world_size > 1 else []), str(script), *settings, *overrides],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,

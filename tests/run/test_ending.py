@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ import torch
 
 from automodel_lite.run.ending import ending_of
 from tests.cli.test_exit_codes import ROOT
+from tests.forked import warm_python
 
 SIZES = [
     (
@@ -39,7 +39,7 @@ def test_under_torchrun_the_summary_quotes_the_sentence(
     overrides: str, message: str, tmp_path: Path
 ) -> None:
     command = [
-        sys.executable,
+        warm_python(),
         "-m",
         "torch.distributed.run",
         "--standalone",

@@ -24,6 +24,7 @@ import pytest
 
 from automodel_lite.run import checkpoint_folder
 from recipes import train_ft  # everything is imported once, before the forks
+from tests.forked import warm_python
 from tests.ranks import free_port
 from tests.runs import DROPOUT, losses_by_step, quick_config
 
@@ -148,7 +149,7 @@ def _compare(folder: Path, want: dict[int, tuple[float, float]], found: dict[str
 
 def run_fuzz(folder: Path, kills: int, worlds: str, seed: int, *overrides: str) -> dict[str, Any]:
     command = [
-        sys.executable,
+        warm_python(),
         "-m",
         "tests.run.test_kill_fuzz",
         str(folder),

@@ -7,7 +7,6 @@ import os
 import resource
 import shutil
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from automodel_lite.errors import ConfigError
 from automodel_lite.parts.losses import label_values
 from automodel_lite.training.engine import Engine
 from recipes import score
+from tests.forked import warm_python
 from tests.ranks import fork_server, run_ranks
 from tests.recipes.test_objectives import SMALL, curve, dpo, pairs
 from tests.runs import config_of, train, wait_until
@@ -210,7 +210,7 @@ def test_a_full_disk_under_one_rank_is_one_sentence(models: Path, tmp_path: Path
     """The other rank waits in a collective: it ended in a traceback of the transport, the last thing on the screen."""
     (tmp_path / "full.py").write_text(FULL_DISK)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = [sys.executable, *torchrun, str(tmp_path / "full.py"), "--config-name", "finetune"]
+    command = [warm_python(), *torchrun, str(tmp_path / "full.py"), "--config-name", "finetune"]
     done = subprocess.run(
         [*command, f"output_dir={tmp_path}/run", *settings(models, tmp_path, *MANY)],
         cwd=ROOT,
