@@ -501,9 +501,7 @@ def test_rungs_in_between_are_those_of_the_whole(name: str) -> None:
         *overrides,
     )
     kept = simulate_by_layers(asked, model, shape, pattern)
-    full = simulate_by_layers(
-        with_recomputation(asked, "full", 1), model, shape, pattern, like=kept
-    )
+    full = simulate_by_layers(with_recomputation(asked, "full", 1), model, shape, pattern)
     for every in (1, 2, 3, 4, 8):
         found = recompute_every(every, kept, full, pattern) if every > 1 else full
         whole = simulate(with_recomputation(asked, "full", every), model, shape)
@@ -511,32 +509,6 @@ def test_rungs_in_between_are_those_of_the_whole(name: str) -> None:
         if pattern.period == 1:
             for part in ("micro", "last", "update"):
                 assert totals(found.work[part]) == pytest.approx(totals(whole.work[part]), rel=0.01)
-
-
-@cache
-def experts_by_layers(how: str, like: str | None = None) -> Simulation:
-    model, shape = RUNGS["experts"][0], MeshShape(1, 4, 1)
-    asked = parts("mesh.dp_shard=4", "training.global_batch_size=8", "training.precision=bf16")
-    known = experts_by_layers(like) if like else None
-    return simulate_by_layers(
-        with_recomputation(asked, how, 1), model, shape, layer_pattern(model), like=known
-    )
-
-
-@pytest.mark.parametrize("how", in_ci(["none", "full", "offload"]))
-def test_what_is_known_of_another_recomputation(how: str) -> None:
-    """One model of few layers, beside what is known of another rung, tells what two of them do."""
-    alone = experts_by_layers(how)
-    for other in {"none", "full", "offload"} - {how}:
-        found = experts_by_layers(how, like=other)
-        assert found.peaks == pytest.approx(alone.peaks, rel=1e-3)
-        assert (found.weights, found.gradients, found.optimizer) == (
-            alone.weights,
-            alone.gradients,
-            alone.optimizer,
-        )
-        for part in ("micro", "last", "update"):
-            assert totals(found.work[part]) == pytest.approx(totals(alone.work[part]), rel=1e-6)
 
 
 def totals(work: Work) -> list[float]:

@@ -66,8 +66,8 @@ def least_recomputation(
     """
     rungs = {rung: with_recomputation(plan, *rung) for rung in LADDER}
 
-    def counted(rung: tuple[str, int], like: Simulation | None = None) -> Simulation:
-        return simulate_by_layers(rungs[rung], plan.config, plan.shape, pattern, batch, like)
+    def counted(rung: tuple[str, int]) -> Simulation:
+        return simulate_by_layers(rungs[rung], plan.config, plan.shape, pattern, batch)
 
     def may_fit(rung: tuple[str, int]) -> bool:
         return estimate_memory(rungs[rung], adapter).total <= HOPELESS * capacity
@@ -76,14 +76,14 @@ def least_recomputation(
     if kept and kept.peak <= capacity:
         return rungs[NONE], kept
     # Full recomputation tells at once whether only offloading is left.
-    full = counted(FULL, kept) if may_fit(FULL) else None
+    full = counted(FULL) if may_fit(FULL) else None
     if full and full.peak <= capacity:
-        kept = kept or counted(NONE, full)
+        kept = kept or counted(NONE)
         for rung in LADDER[1:-2]:
             if (step := recompute_every(rung[1], kept, full, pattern)).peak <= capacity:
                 return rungs[rung], step
         return rungs[FULL], full
-    if may_fit(OFFLOAD) and (offloaded := counted(OFFLOAD, full)).peak <= capacity:
+    if may_fit(OFFLOAD) and (offloaded := counted(OFFLOAD)).peak <= capacity:
         return rungs[OFFLOAD], offloaded
     advanced = plan.advanced
     training = plan.training

@@ -25,7 +25,6 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.optim import Optimizer
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from automodel_lite.attention.interface import install
@@ -51,7 +50,6 @@ from automodel_lite.extras.plan.tracker import (
     gpu_tensors,
 )
 from automodel_lite.models.layers import decoder_layers, recompute_layers
-from automodel_lite.models.loss import LossModel
 from automodel_lite.models.settings import experts_per_token
 from automodel_lite.models.sharded import Spread
 from automodel_lite.models.source import CausalLM, describe
@@ -91,7 +89,6 @@ class Simulation:
     # of a micro-batch, of the last one, of the update
     work: dict[str, Work] = field(default_factory=dict)
     after_layers: tuple[int, ...] = ()  # held when the forward pass of each layer is done
-    few: Simulation | None = None  # of the few layers from which this was extrapolated
 
     @property
     def peak(self) -> int:
@@ -161,69 +158,65 @@ def simulate(
     cannot be counted. No process group may exist: one is made, and destroyed.
     """
     with _counting(model_config, shape):
-        return _simulate(parts, model_config, shape, batch, is_whole)
-
-
-def _simulate(
-    parts: Parts,
-    model_config: PretrainedConfig,
-    shape: MeshShape,
-    batch: ThdBatch | None,
-    is_whole: bool,
-) -> Simulation:
-    plan = decide_layout(
-        replace(parts, attention=_CountedAttention()), model_config, shape, torch.device("cuda")
-    )
-    if plan.strategy != "fsdp":
-        raise NotImplementedError(f"only FSDP is counted, not mesh.strategy={plan.strategy}")
-    parts = plan
-    # The most that a step can hold; boundaries of documents do not change it, keys along the paths
-    # of trees do.
-    batch = batch or worst_case_batch(parts, num_ids=1)
-    if batch.attention.ahead:  # what tokens of images see behind them is no memory
-        batch = replace(batch, attention=replace(batch.attention, ahead={}))
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
-    text = model_config.get_text_config()
-    # how many times a token goes from one rank to another's experts in a layer, if all experts are
-    # asked equally often
-    routed = len(batch.labels) * (experts_per_token(text) or 1) // (shape.cp * shape.tp * shape.ep)
-    held = MemoryTracker(
-        shape, routed if shape.ep > 1 else 0, text.vocab_size, tells_layers=not is_whole
-    )
-    with _fake_world(shape) as mesh, _as_on_a_gpu(held):
-        adapted = parts
-        if parts.peft:
-            adapted = replace(parts, peft=_Adapters(parts.peft))  # type: ignore[arg-type]
-        model = _sharded(adapted, plan, mesh, fake, held)
-        model = replace(model, reduces_every=parts.advanced.reduce_every_micro_batch is True)
-        if parts.teacher:
-            teacher = _sharded(
-                as_teacher(parts, parts.teacher), plan, mesh, fake, held, trains=False
-            )
-            install(teacher.loss_model.lm, _CountedAttention())
-            model.loss_model.set_teacher(teacher.loss_model)
-        optimizer = parts.optimizer(model.loss_model)  # looks up where its shards lie
-        engine = TrainingEngine(mesh, model, plan, optimizer)
-        sharded = engine.place(batch)
-        with fake, held:
-            without = replace(sharded, images=None)
-            inputs = without.map_tensors(lambda tensor: fake.from_tensor(tensor).to(GPU))
-            around: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-            if sharded.images is not None:
-                inputs, around = _with_values(inputs, sharded, held)
-            gradients = _step(engine, inputs, held, around)
-            if is_whole:
-                _save_and_export(parts, model.loss_model, optimizer, held, shape)
-            states = (value for state in optimizer.state.values() for value in state.values())
-            return Simulation(
-                weights=_local_bytes(model.parameters()),
-                gradients=gradients,
-                optimizer=_local_bytes(states),
-                peaks=dict(held.peaks),
-                at_peak=held.at_peak(),
-                work=held.work,
-                after_layers=tuple(held.after_layers.values()),
-            )
+        plan = decide_layout(
+            replace(parts, attention=_CountedAttention()), model_config, shape, torch.device("cuda")
+        )
+        if plan.strategy != "fsdp":
+            raise NotImplementedError(f"only FSDP is counted, not mesh.strategy={plan.strategy}")
+        parts = plan
+        # The most that a step can hold; boundaries of documents do not change it, keys along the
+        # paths of trees do.
+        batch = batch or worst_case_batch(parts, num_ids=1)
+        if batch.attention.ahead:  # what tokens of images see behind them is no memory
+            batch = replace(batch, attention=replace(batch.attention, ahead={}))
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        text = model_config.get_text_config()
+        # how many times a token goes from one rank to another's experts in a layer, if all experts
+        # are asked equally often
+        routed = (
+            len(batch.labels) * (experts_per_token(text) or 1) // (shape.cp * shape.tp * shape.ep)
+        )
+        held = MemoryTracker(
+            shape, routed if shape.ep > 1 else 0, text.vocab_size, tells_layers=not is_whole
+        )
+        with _fake_world(shape) as mesh, _as_on_a_gpu(held):
+            adapted = parts
+            if parts.peft:
+                adapted = replace(parts, peft=_Adapters(parts.peft))  # type: ignore[arg-type]
+            model = _sharded(adapted, plan, mesh, fake, held)
+            model = replace(model, reduces_every=parts.advanced.reduce_every_micro_batch is True)
+            if parts.teacher:
+                teacher = _sharded(
+                    as_teacher(parts, parts.teacher), plan, mesh, fake, held, trains=False
+                )
+                install(teacher.loss_model.lm, _CountedAttention())
+                model.loss_model.set_teacher(teacher.loss_model)
+            optimizer = parts.optimizer(model.loss_model)  # looks up where its shards lie
+            engine = TrainingEngine(mesh, model, plan, optimizer)
+            sharded = engine.place(batch)
+            with fake, held:
+                without = replace(sharded, images=None)
+                inputs = without.map_tensors(lambda tensor: fake.from_tensor(tensor).to(GPU))
+                around: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+                if sharded.images is not None:
+                    inputs, around = _with_values(inputs, sharded, held)
+                gradients = _step(engine, inputs, held, around)
+                if is_whole:
+                    held.enter("save")
+                    flat_state(model.loss_model, optimizer)
+                    held.enter("export")
+                    if parts.peft is None:
+                        _export(model.loss_model.lm, shape.world_size)
+                states = (value for state in optimizer.state.values() for value in state.values())
+                return Simulation(
+                    weights=_local_bytes(model.parameters()),
+                    gradients=gradients,
+                    optimizer=_local_bytes(states),
+                    peaks=dict(held.peaks),
+                    at_peak=held.at_peak(),
+                    work=held.work,
+                    after_layers=tuple(held.after_layers.values()),
+                )
 
 
 def simulate_by_layers(
@@ -232,13 +225,10 @@ def simulate_by_layers(
     shape: MeshShape,
     pattern: LayerPattern,
     batch: ThdBatch | None = None,
-    like: Simulation | None = None,
 ) -> Simulation:
     """`simulate` of a step alone, in about a second: models of few layers are run, and what one
-    more pattern of them adds is added as often as the whole model has it.
-
-    like  the same with another recomputation of all layers, which differs by as much in each of
-          them
+    more pattern of them adds is added as often as the whole model has it; `after_layers` are those
+    of the few.
 
     All that is held and done grows linearly with the layers, and so does the peak of each place of
     the backward pass: most may be held at its begin, where all activations are left, or at its end,
@@ -265,20 +255,8 @@ def simulate_by_layers(
         return of_layers(pattern.num_layers)
     one = of_layers(few)
     times = (pattern.num_layers - few) / period
-    if like is None or like.few is None or pattern.first:
-        return replace(interpolate(one, of_layers(few + period), times), few=one)
-    of_all = interpolate(like.few, one, pattern.num_layers / few)  # the difference of all layers
-    found = interpolate(like.few, interpolate(like, of_all, 0.5), 2.0)  # like + of_all - few
-    # beyond `like`, as layers go by
-    held = [0, *np.subtract(one.after_layers, like.few.after_layers)]
-    grown = times * (held[-1] - held[-1 - period])
-    peaks = {
-        phase: like.peaks[phase] + one.peaks[phase] - like.few.peaks[phase] for phase in one.peaks
-    }
-    # where the activations of most layers are held
-    for phase in ("forward", "backward", *PLACES[2:]):
-        peaks[phase] = round(peaks[phase] + grown)
-    return replace(found, peaks=peaks, few=one)
+    whole = interpolate(one, of_layers(few + period), times)
+    return replace(whole, after_layers=one.after_layers)
 
 
 def recompute_every(
@@ -292,8 +270,7 @@ def recompute_every(
     layers were alike.
     """
     total = pattern.num_layers
-    few = [step.few or step for step in (kept, recomputed)]
-    spared = list(np.diff(np.subtract(few[0].after_layers, few[1].after_layers), prepend=0))
+    spared = list(np.diff(np.subtract(kept.after_layers, recomputed.after_layers), prepend=0))
     while len(spared) < total:
         spared += spared[-pattern.period :]
     is_recomputed = np.arange(total) % every == 0
@@ -381,7 +358,7 @@ def _with_values(
     """Returns the inputs with the values that a composite's code reads, of ids and of the grids of
     images, and what their step runs in.
     """
-    from automodel_lite.parts.images.costs import ValuesAside  # with Pillow
+    from automodel_lite.parts.images.costs import ValuesKept  # with Pillow
 
     assert batch.images is not None
 
@@ -393,7 +370,7 @@ def _with_values(
         return tensor
 
     images = batch.images.map_tensors(with_values)
-    values = ValuesAside(GPU, lambda tensor: type(tensor) not in (Tensor, nn.Parameter), held.watch)
+    values = ValuesKept(GPU, lambda tensor: type(tensor) not in (Tensor, nn.Parameter), held.watch)
     return replace(inputs, input_ids=batch.input_ids, images=images), values
 
 
@@ -458,19 +435,13 @@ def _step(
     return gradients
 
 
-def _save_and_export(
-    parts: Parts, model: LossModel, optimizer: Optimizer, held: MemoryTracker, shape: MeshShape
-) -> None:
-    held.enter("save")
-    flat_state(model, optimizer)
-    held.enter("export")
-    if parts.peft is None:
-        dtypes = {name: value.dtype for name, value in model.lm.state_dict().items()}
-        with disable_current_modes():  # names and shapes, on no device
-            groups = groups_of(model.lm, dtypes)
-        files = plan_files(groups, shape.world_size)
-        for _ in gathered_files(model.lm, files, dtypes, rank=0, ranks=shape.world_size):
-            pass
+def _export(lm: transformers.PreTrainedModel, num_ranks: int) -> None:
+    dtypes = {name: value.dtype for name, value in lm.state_dict().items()}
+    with disable_current_modes():  # names and shapes, on no device
+        groups = groups_of(lm, dtypes)
+    files = plan_files(groups, num_ranks)
+    for _ in gathered_files(lm, files, dtypes, rank=0, ranks=num_ranks):
+        pass
 
 
 class _Adapters:

@@ -71,12 +71,19 @@ class ValuesKept(TorchDispatchMode):
 
     device    of what has none
     is_there  of a tensor: has it none?
+    watch     gets what is made, and what made it, beside fake tensors, whose mode knows no values
     """
 
-    def __init__(self, device: torch.device, is_there: Callable[[Tensor], bool]) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        is_there: Callable[[Tensor], bool],
+        watch: Callable[[Tensor, Any], None] | None = None,
+    ) -> None:
         super().__init__()
         self.device = device
         self.is_there = is_there
+        self.watch = watch
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = args, kwargs or {}
@@ -94,7 +101,13 @@ class ValuesKept(TorchDispatchMode):
 
     def of_values(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Runs what has values."""
-        return func(*args, **kwargs)
+        if self.watch is None:
+            return func(*args, **kwargs)
+        with disable_current_modes():
+            result = func(*args, **kwargs)
+        for tensor in _tensors(result):
+            self.watch(tensor, func)
+        return result
 
     def _brought(self, value: Any, is_index: bool) -> Any:
         """Returns the arguments with all tensors there; a mask among indices becomes the places
@@ -121,29 +134,6 @@ class ValuesKept(TorchDispatchMode):
         if isinstance(value, dict):
             return {name: self._brought(each, is_index) for name, each in value.items()}
         return value
-
-
-class ValuesAside(ValuesKept):
-    """The same beside fake tensors, whose mode knows no values.
-
-    watch  gets what is made, and what made it
-    """
-
-    def __init__(
-        self,
-        device: torch.device,
-        is_there: Callable[[Tensor], bool],
-        watch: Callable[[Tensor, Any], None],
-    ) -> None:
-        super().__init__(device, is_there)
-        self.watch = watch
-
-    def of_values(self, func: Any, args: Any, kwargs: Any) -> Any:
-        with disable_current_modes():
-            result = func(*args, **kwargs)
-        for tensor in _tensors(result):
-            self.watch(tensor, func)
-        return result
 
 
 def _num_true(mask: Tensor) -> int:
@@ -191,12 +181,12 @@ def work_of_towers(config: Config, processor: ImageProcessor, documents: Documen
     """Returns what the towers do for images of some rows, as far as they are trained: counted for
     the smallest and the largest of some of the documents' images.
     """
-    sizes: dict[int, tuple[int, int]] = {}
+    sizes: dict[int, list[int]] = {}  # by their rows
     step = max(1, len(documents) // MOST_MEASURED)
     for index in range(0, len(documents), step):
         with suppress(DataError):  # named later
             for image in documents[index][IMAGES]:
-                size = image.source.size(image.limits)
+                *size, _ = image.source.header(image.limits)
                 sizes[processor.sizes.of_size(*size).num_rows] = size
     source: CausalLM = build(config.model)
     described = describe(processor.config)

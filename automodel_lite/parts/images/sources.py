@@ -128,10 +128,6 @@ class ImageSource:
                 "set dataset.image_dir, or dataset.bad_image=drop."
             ) from error
 
-    def size(self, limits: ImageLimits) -> tuple[int, int]:
-        """Returns the width and height of `header`."""
-        return self.header(limits)[:2]
-
     def header(self, limits: ImageLimits) -> tuple[int, int, int]:
         """Returns width and height as the processor gets the image, from its header, and its stamp;
         nothing is decoded.
