@@ -8,7 +8,6 @@ import numpy as np
 import torch
 
 from automodel_lite.data.feeding.planned import PlannedPacks
-from automodel_lite.data.feeding.source import PackSource
 from automodel_lite.data.packing.packs import join_packs
 from automodel_lite.thd import ThdBatch, to_thd
 from automodel_lite.training.plan import Parts
@@ -21,16 +20,16 @@ def heaviest_batch(parts: Parts) -> ThdBatch | None:
     """Returns the micro-batch of the data that a step is counted with; None where plain documents
     stand for it.
     """
-    if parts.data is None:
+    if not isinstance(parts.data, PlannedPacks):  # packs of a stream are not known
         return None
     return most_work_of_towers(parts.data, parts) or most_branched(parts.data, parts)
 
 
-def most_branched(data: PackSource, parts: Parts) -> ThdBatch | None:
+def most_branched(data: PlannedPacks, parts: Parts) -> ThdBatch | None:
     """Returns the micro-batch whose trees have the most keys, every token labeled, with ids of 0;
-    None where nothing branches, and of a stream, whose packs are not known.
+    None where nothing branches.
     """
-    if not isinstance(data, PlannedPacks) or not data.has_trees:
+    if not data.has_trees:
         return None
     packs = data.packs_of(0)
     size = parts.training.micro_batch_size
@@ -40,12 +39,10 @@ def most_branched(data: PackSource, parts: Parts) -> ThdBatch | None:
     return all_labeled(replace(batch, input_ids=ids, columns={}), parts)
 
 
-def most_work_of_towers(data: PackSource, parts: Parts) -> ThdBatch | None:
+def most_work_of_towers(data: PlannedPacks, parts: Parts) -> ThdBatch | None:
     """Returns the micro-batch of the first epoch's packs whose images are the most work, every
     token labeled; None where no document has one.
     """
-    if not isinstance(data, PlannedPacks):
-        return None
     packs = data.packs_of(0)
     work = np.zeros(len(packs)) + packs.tower_flops()
     if not work.any():
