@@ -162,15 +162,13 @@ def neat_packed_collater(
     as a bool mask [B, 1, S, S]. `_packed_seq_ids` is that index, added when a row has more than one
     document.
     """
-    indexed = torch.stack(
-        [torch.as_tensor(row["attention_mask"], dtype=torch.long) for row in batch]
-    )
     collated = {
         key: torch.stack([torch.as_tensor(row[key], dtype=torch.long) for row in batch])
-        for key in ("input_ids", "labels", "position_ids")
+        for key in ("input_ids", "labels", "position_ids", "attention_mask")
     }
-    two_dims = attn_implementation in FLASH_IMPLEMENTATIONS
-    collated["attention_mask"] = indexed if two_dims else _indexed_mask_to_4d_block_causal(indexed)
+    indexed = collated["attention_mask"]
+    if attn_implementation not in FLASH_IMPLEMENTATIONS:
+        collated["attention_mask"] = _indexed_mask_to_4d_block_causal(indexed)
     return collated | {"_packed_seq_ids": indexed} if int(indexed.max()) > 1 else collated
 
 
@@ -213,14 +211,12 @@ def find_last_non_pad_token(lst: Sequence[int], value: int) -> int | None:
     """
     if not lst or lst[-1] != value:
         return None
-    return next((i for i in range(len(lst) - 1, -1, -1) if lst[i] != value), None)
+    return next((i for i in reversed(range(len(lst))) if lst[i] != value), None)
 
 
 def get_pad_token_from_key(val: str, pad_token_ids: Mapping[str, Any] | None = None) -> Any | None:
     """What to pad the field `val` with: the dataset's choice, else PAD_TOKEN_IDS, else None."""
-    if pad_token_ids is not None and val in pad_token_ids:
-        return pad_token_ids[val]
-    return PAD_TOKEN_IDS.get(val)
+    return {**PAD_TOKEN_IDS, **(pad_token_ids or {})}.get(val)
 
 
 def make_attention_mask_from_labels(

@@ -8,7 +8,6 @@ position_ids 0 1 2 0 1 0
 from __future__ import annotations
 
 import heapq
-import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,9 +18,7 @@ import torch
 from automodel_lite.data.packing.packs import fill_slots
 from automodel_lite.data.tokens.token_rows import flatten
 from automodel_lite.errors import ConfigError, DataError
-from automodel_lite.nemo_api.packed_sequence import flat_samples, split_of
-
-logger = logging.getLogger(__name__)
+from automodel_lite.nemo_api.packed_sequence import fitting_samples, split_of
 
 
 def greedy_knapsack(lengths: Sequence[int] | np.ndarray, max_length: int) -> list[list[int]]:
@@ -65,21 +62,14 @@ def neat_pack_dataset(
     """
     if max_packs is not None and max_packs < 1:
         raise ConfigError(f"max_packs={max_packs} must be at least 1: use None for all packs.")
-    rows = flat_samples(split_of(dataset, split))
-    lengths = rows.lengths
-    long = lengths > pack_size
-    if long.any() and not drop_long_samples:
-        too_long = f"Sample is too long ({int(lengths[long][0])} > {pack_size})."
-        raise DataError(f"{too_long} Set drop_long_samples=True or increase pack_size.")
-    if long.any():
-        logger.warning("Dropped %d samples longer than pack_size=%d.", int(long.sum()), pack_size)
-    kept = np.flatnonzero(~long & (lengths > 0))
-    if not len(kept):
+    sentence = "Sample is too long ({}). Set drop_long_samples=True or increase pack_size."
+    samples = split_of(dataset, split)
+    rows, _ = fitting_samples(samples, ("pack_size", pack_size), 1, drop_long_samples, sentence)
+    if not len(rows):
         raise DataError("No samples remaining after filtering.")
-    packs = greedy_knapsack(lengths[kept], pack_size)[:max_packs]
+    packs = greedy_knapsack(rows.lengths, pack_size)[:max_packs]
     packed = [
-        _build_packed_sample([rows[kept[i]] for i in pack], pack_size, padding_idx)
-        for pack in packs
+        _build_packed_sample([rows[i] for i in pack], pack_size, padding_idx) for pack in packs
     ]
     return datasets.Dataset.from_dict(
         {name: [row[name].numpy() for row in packed] for name in packed[0]}

@@ -56,21 +56,16 @@ def pack_dataset(
     if max_packs is not None and max_packs < 1:
         raise ConfigError(f"max_packs={max_packs} must be at least 1: use None for all packs.")
     multiple = 2 * cp_size if cp_size > 1 else 1
-    rows, num_dropped = _fitting_samples(
-        split_of(dataset, split), packed_sequence_size, multiple, drop_long_samples
-    )
-    lengths = np.diff(rows.offsets)
+    limit = ("packed_sequence_size", packed_sequence_size)
+    sentence = "Dataset sample is too long ({}). Please increase `packed_sequence_size`."
+    samples = split_of(dataset, split)
+    rows, num_dropped = fitting_samples(samples, limit, multiple, drop_long_samples, sentence)
+    lengths = rows.lengths
     if not len(lengths):
         raise DataError(
             "No packs were produced: every sample was longer than "
             f"packed_sequence_size={packed_sequence_size} and was dropped ({num_dropped} were), or "
             "the dataset is empty: raise the size or check the dataset."
-        )
-    if num_dropped:
-        logger.warning(
-            "Dropped %d samples longer than packed_sequence_size=%d.",
-            num_dropped,
-            packed_sequence_size,
         )
     slots = -(-lengths // multiple) * multiple
     offsets = next_fit(slots, packed_sequence_size)[: None if max_packs is None else max_packs + 1]
@@ -186,28 +181,32 @@ def flat_samples(samples: Any) -> TokenizedDocuments:
     return flatten(map(masked, each))
 
 
-def _fitting_samples(
-    samples: Any, size: int, multiple: int, drop_long: bool
+def fitting_samples(
+    samples: Any, limit: tuple[str, int], multiple: int, drop_long: bool, sentence: str
 ) -> tuple[TokenizedDocuments, int]:
-    """Returns the samples that fit a pack, and how many were too long."""
+    """Returns the samples that fit a pack, and how many were too long.
+
+    limit     name and tokens of a pack; slots are multiples of `multiple`
+    sentence  of the error for one that is too long, with a place for both numbers
+    """
     rows = flat_samples(samples)
-    lengths = np.diff(rows.offsets)
+    lengths = rows.lengths
+    name, size = limit
     slots = -(-lengths // multiple) * multiple
     long = slots > size
     if long.any() and not drop_long:
-        n = int(slots[long][0]) if lengths[long][0] <= size else int(lengths[long][0])
-        raise DataError(
-            f"Dataset sample is too long ({n} > {size}). Please increase `packed_sequence_size`."
-        )
+        first = np.flatnonzero(long)[0]
+        n = slots[first] if lengths[first] <= size else lengths[first]
+        raise DataError(sentence.format(f"{n} > {size}"))
+    if long.any():
+        logger.warning("Dropped %d samples longer than %s=%d.", long.sum(), name, size)
     empty = lengths == 0
     if empty.any():
-        logger.warning("Left out %d samples without a token.", int(empty.sum()))
+        logger.warning("Left out %d samples without a token.", empty.sum())
     kept = ~long & ~empty
-    if kept.all():
-        return rows, 0
     tokens = np.repeat(kept, lengths)
-    offsets = np.concatenate([[0], np.cumsum(lengths[kept])])
     columns = {name: values[tokens] for name, values in rows.columns.items()}
+    offsets = np.append(0, np.cumsum(lengths[kept]))
     return TokenizedDocuments(columns, offsets), int(long.sum())
 
 
