@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from packaging.version import Version
+from torch.utils.benchmark import Timer
 
 from automodel_lite.attention.kernel import AttentionKernel, ReferenceAttention
 from automodel_lite.attention.spec import FAMILIES, AttentionSpec
@@ -142,28 +143,19 @@ def measure_product(device: torch.device) -> tuple[float, str]:
     size = 8192 if is_cuda else 512
     dtype = torch.bfloat16 if is_cuda else torch.float32
     a = torch.ones(size, size, device=device, dtype=dtype)
-    rates = []
-    for _ in range(6):  # the first one loads libraries
-        seconds = _timed(lambda: a @ a, device, 20 if is_cuda else 2)
-        rates.append(2 * size**3 / seconds / 1e12)
+    seconds = _timed(lambda: a @ a, 20 if is_cuda else 2, rounds=5)
     clocks = ""
     if is_cuda:
         for _ in range(200):  # behind which the clocks are read
             a @ a
         clocks = _smi("clocks.sm,clocks_event_reasons.active,temperature.gpu", device)
-    return statistics.median(rates[1:]), clocks
+    return 2 * size**3 / seconds / 1e12, clocks
 
 
-def _timed(run: Callable[[], Any], device: torch.device, times: int) -> float:
-    """Returns the seconds of one call."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    began = time.perf_counter()
-    for _ in range(times):
-        run()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return (time.perf_counter() - began) / times
+def _timed(run: Callable[[], Any], times: int, rounds: int) -> float:
+    """Returns the seconds of one call, the median of the rounds; each of them is warmed up."""
+    timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
+    return statistics.median(timer.timeit(times).mean for _ in range(rounds))
 
 
 def _smi(query: str, device: torch.device) -> str:
@@ -265,11 +257,8 @@ def _all_reduce_gb_per_s(group: Any, num_ranks: int, device: torch.device) -> fl
     """Returns the GB/s that leave a rank, as NCCL's tests count it."""
     num_bytes = 2**28 if device.type == "cuda" else 2**20
     values = torch.zeros(num_bytes // 4, device=device)
-    rates = []
-    for _ in range(4):
-        seconds = _timed(lambda: dist.all_reduce(values, group=group), device, 3)
-        rates.append(2 * (num_ranks - 1) / num_ranks * num_bytes / seconds / 1e9)
-    return statistics.median(rates[1:])
+    seconds = _timed(lambda: dist.all_reduce(values, group=group), 3, rounds=3)
+    return 2 * (num_ranks - 1) / num_ranks * num_bytes / seconds / 1e9
 
 
 def outliers(rates: Mapping[str, float], least_frac: float) -> dict[str, float]:
