@@ -171,8 +171,8 @@ class TrainingClient:
             bare.append([{x: row[x] for x in ("input_ids", "labels") if x in row} for row in group])
         packed = self._pack(bare, CrossEntropy())
         values_T = np.full(packed.num_tokens, np.nan, np.float32)
-        for _, places, values in self._scorer.values(packed.packs, _column_of_log_probs):
-            values_T[places] = values[:, 0]
+        for _, places, values in self._scorer.values(packed.packs, label_log_probs):
+            values_T[places] = values
         return Output(packed.of_rows(values_T), 0.0, 0.0, {}, packed.num_tokens)
 
     def forward_backward(self, groups: Iterable[Any], loss: Loss | None = None) -> Output:
@@ -239,16 +239,9 @@ class TrainingClient:
         loss_sum = torch.tensor(mean, device=self.mesh.device)
         norm = float(self.engine.step(loss_sum, max_grad_norm, self._num_items))
         self.num_steps += 1
-        step = Step(
-            self.num_steps,
-            mean,
-            norm,
-            self._num_items,
-            is_skipped=not (math.isfinite(norm) and math.isfinite(mean)),
-        )
-        self._num_items = 0.0
-        self._loss = 0.0
-        self._has_gradients = False
+        is_skipped = not math.isfinite(norm + mean)
+        step = Step(self.num_steps, mean, norm, self._num_items, is_skipped)
+        self.zero_grad()
         return step
 
     def zero_grad(self) -> None:
@@ -296,11 +289,12 @@ class TrainingClient:
         )
         model = self._scorer.model
         mesh = self.mesh
+        lengths = list(map(len, prompts))
         order = [number for number in range(len(prompts)) for _ in range(num_samples)]
-        order.sort(key=lambda number: len(prompts[number]))
+        order.sort(key=lengths.__getitem__)
         batches = [
             list(group)[start : start + batch_size]
-            for _, alike in itertools.groupby(order, key=lambda number: len(prompts[number]))
+            for _, alike in itertools.groupby(order, key=lengths.__getitem__)
             for group in [list(alike)]
             for start in range(0, len(group), batch_size)
         ]
@@ -308,9 +302,7 @@ class TrainingClient:
         model.module.eval()
         # where weights are gathered for each forward, all ranks make as many of them
         rounds = -(-len(batches) // mesh.shape.dp)
-        for number in range(rounds * mesh.shape.dp):
-            if number % mesh.shape.dp != mesh.dp_rank:
-                continue
+        for number in range(mesh.dp_rank, rounds * mesh.shape.dp, mesh.shape.dp):
             own = batches[number] if number < len(batches) else [0]
             seed_all(self.config.seed, "sample", seed, number)
             ids = torch.tensor([list(prompts[of]) for of in own], device=mesh.device)
@@ -414,10 +406,15 @@ class TrainingClient:
         if built.adapter:
             export_adapter(path, model.loss_model, built.adapter, self.tokenizer, self.num_steps)
             return
-        dtype = built.decided.model.dtype
-        mesh = model.sharded_over
-        of_model = (path, model.loss_model, self.tokenizer, dtype, model.logits)
-        export_hf(*of_model, self.num_steps, mesh)
+        export_hf(
+            path,
+            model.loss_model,
+            self.tokenizer,
+            built.decided.model.dtype,
+            model.logits,
+            self.num_steps,
+            model.sharded_over,
+        )
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yields name and whole tensor of each weight, one at a time, as `save_weights` writes
@@ -542,10 +539,6 @@ class _Recording(Loss):
         if "row_place" in inputs.columns:
             self.found.append((inputs.columns["row_place"], log_probs_R))
         return output
-
-
-def _column_of_log_probs(logits: Tensor, labels: Tensor) -> Tensor:
-    return label_log_probs(logits, labels)[:, None]
 
 
 def _as_groups(groups: Iterable[Any]) -> list[list[Any]]:

@@ -194,15 +194,16 @@ def pack_rows(
 
 def _grow(group: Sequence[Row], loss: Loss, packer: Packer) -> list[Row]:
     """Returns the trees of a group, whose rows share no label where the loss separates them."""
-    if packer.tree == "off" and PAIRED not in group[0]:
+    shares = packer.tree != "off"
+    if not shares and PAIRED not in group[0]:
         return [dict(row) for row in group]
     if not loss.separates_rows:
-        return grow_trees(group, shares=packer.tree != "off")
+        return grow_trees(group, shares=shares)
     numbered = [
         row | {OF_ROW: np.where(row["labels"] == IGNORE_INDEX, 0, number)}
         for number, row in enumerate(group, start=1)
     ]
-    trees = grow_trees(numbered, shares=packer.tree != "off")
+    trees = grow_trees(numbered, shares=shares)
     return [{name: tree[name] for name in tree if name != OF_ROW} for tree in trees]
 
 
