@@ -24,9 +24,7 @@ def tokens(row: dict[str, Any]) -> Document:
             np.int32
         )
     columns = {}
-    if row.get("loss_weights") is not None:
-        columns["loss_weights"] = _weights(row, len(input_ids))
-    for name in declared_columns():
+    for name in ("loss_weights", *declared_columns()):
         if row.get(name) is not None and COLUMNS[name].of_row in ("", "value"):
             columns[name] = _numbers(row, name, len(input_ids))
     if row.get("attention_mask") is not None:
@@ -46,7 +44,7 @@ def packed_tokens(row: dict[str, Any]) -> Document:
     input_ids = integers_of(row, "input_ids")
     columns = {"input_ids": input_ids, "labels": integers_of(row, "labels", len(input_ids))}
     if row.get("loss_weights") is not None:
-        columns["loss_weights"] = _weights(row, len(input_ids))
+        columns["loss_weights"] = _numbers(row, "loss_weights", len(input_ids))
     lengths = integers_of(row, "seq_lens")
     slots = (
         integers_of(row, "seq_lens_padded", len(lengths))
@@ -67,28 +65,11 @@ def packed_tokens(row: dict[str, Any]) -> Document:
     return {"documents": documents}
 
 
-def _weights(row: dict[str, Any], length: int) -> np.ndarray:
-    """Column `loss_weights`; raises DataError for what is no finite number from 0 on, or not one
-    per token.
-    """
-    try:
-        weights = np.asarray(row["loss_weights"], COLUMNS["loss_weights"].stored)
-        is_sound = weights.shape == (length,) and bool(
-            (np.isfinite(weights) & (weights >= 0)).all()
-        )
-    except (TypeError, ValueError):
-        is_sound = False
-    if not is_sound:
-        raise DataError(
-            f"column loss_weights must be a list of {length} numbers from 0 on, one per input id."
-        )
-    return weights
-
-
 def _numbers(row: dict[str, Any], name: str, length: int) -> np.ndarray:
-    """A column that a loss declares; raises DataError for what is not one finite number per token,
-    or one of the row.
+    """`loss_weights`, or a column that a loss declares; raises DataError for what is not one finite
+    number per token, or one of the row, and for weights under 0.
     """
+    is_weight = name == "loss_weights"
     if COLUMNS[name].of_row:
         value = row[name]
         if not isinstance(value, int | float) or not np.isfinite(value):
@@ -96,13 +77,14 @@ def _numbers(row: dict[str, Any], name: str, length: int) -> np.ndarray:
         return np.full(length, value, COLUMNS[name].stored)
     try:
         values = np.asarray(row[name], COLUMNS[name].stored)
-        is_sound = values.shape[:1] == (length,) and bool(np.isfinite(values).all())
+        shape = values.shape if is_weight else values.shape[:1]
+        least = 0 if is_weight else -np.inf
+        is_sound = shape == (length,) and (np.isfinite(values) & (values >= least)).all()
     except (TypeError, ValueError, OverflowError):
         is_sound = False
     if not is_sound:
-        raise DataError(
-            f"column {name} must be a list of {length} finite numbers, one per input id."
-        )
+        kind = "numbers from 0 on" if is_weight else "finite numbers"
+        raise DataError(f"column {name} must be a list of {length} {kind}, one per input id.")
     return values
 
 
