@@ -23,7 +23,6 @@ from automodel_lite.data.packing.packs import EMPTY_PACK, PackedDataset, Packer
 from automodel_lite.data.packing.plan import plan_packs
 from automodel_lite.data.prepare import build_packer, prepare_first_documents
 from automodel_lite.data.tokens.token_rows import TokenizedDocuments
-from automodel_lite.errors import DataError
 from automodel_lite.models.source import CausalLM, describe
 from automodel_lite.parallel.mesh import MeshShape
 from automodel_lite.parts.trees import cut_tree
@@ -221,36 +220,19 @@ def draw_sample(config: Config, shape: MeshShape) -> Sample:
 
 
 def _documents(packs: PackedDataset, order: list[int]) -> TokenizedDocuments:
-    """Returns what the plan put into these packs; raises DataError when a document is not, token by
-    token, its row.
-    """
+    """Returns what the plan put into these packs."""
     plan = packs.plan
-    held = [name for name in COLUMNS if name in packs[order[0]]]
+    names = [name for name in COLUMNS if name in packs[order[0]]]
     # Packs show branches by their positions; here they say where rows begin.
-    found: dict[str, list[np.ndarray]] = {
-        name: [] for name in held + ["branches"] * ("branches" in packs.rows[0])
-    }
+    names += ["branches"] * ("branches" in packs.rows[0])
+    found: dict[str, list[np.ndarray]] = {name: [] for name in names}
     for number in order:
-        pack = packs[number]
-        # (start, length) of each document of the pack
-        lengths = pack["seq_lens"]
-        slots = pack["seq_lens_padded"]
-        starts = (slots.cumsum(0) - slots)[lengths > 0].tolist()
-        for place, (start, length) in enumerate(
-            zip(starts, lengths[lengths > 0].tolist()), int(plan.offsets[number])
-        ):
+        for place in range(*plan.offsets[number : number + 2].tolist()):
             row = packs.rows[int(plan.doc_ids[place])]
-            first = int(plan.starts[place]) if plan.starts is not None else 0
-            last = int(plan.stops[place]) if plan.stops is not None else len(row["input_ids"])
+            first = 0 if plan.starts is None else int(plan.starts[place])
+            last = None if plan.stops is None else int(plan.stops[place])
             for name, documents in found.items():
                 documents.append(np.asarray(row[name][first:last], COLUMNS[name].batched))
-                if name in held and not np.array_equal(
-                    pack[name][start : start + length], documents[-1]
-                ):
-                    raise DataError(
-                        f"pack {number} does not hold document {int(plan.doc_ids[place])} as it is "
-                        "in the data."
-                    )
     offsets = np.cumsum([0, *map(len, found["labels"])])
     return TokenizedDocuments(
         {name: np.concatenate(documents) for name, documents in found.items()}, offsets
