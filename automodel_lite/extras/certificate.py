@@ -78,11 +78,8 @@ def hashes(paths: Iterable[Path]) -> dict[str, str]:
     """Returns the SHA-256 of each file by its name."""
     found = {}
     for path in paths:
-        digest = hashlib.sha256()
         with path.open("rb") as file:
-            while block := file.read(2**20):
-                digest.update(block)
-        found[path.name] = digest.hexdigest()
+            found[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
     return found
 
 

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median_high
 from typing import Any
 
 from automodel_lite.config.components import flatten
@@ -61,8 +62,8 @@ class RunRecord:
 
     def typical(self, key: str) -> float | None:
         """Returns the median, which the first slow steps do not move."""
-        values = sorted(self.curve(key)[1])
-        return values[len(values) // 2] if values else None
+        values = self.curve(key)[1]
+        return median_high(values) if values else None
 
     def validation_keys(self) -> list[str]:
         return sorted({key for row in self.rows for key in row if key.startswith("val_loss/")})
@@ -260,29 +261,30 @@ def facts_of(record: RunRecord) -> list[tuple[str, str]]:
     """Returns the numbers that one looks for first."""
     last = record.last
     typical = record.typical
-
-    def known(name: str, value: float | None, form: str) -> list[tuple[str, str]]:
-        return [] if value is None else [(name, form.format(value))]
-
-    facts = [("step", f"{record.rows[-1]['step']:,}"), *known("loss", last("loss"), "{:.4f}")]
+    facts: list[tuple[str, Any, str]] = [
+        ("step", record.rows[-1]["step"], "{:,}"),
+        ("loss", last("loss"), "{:.4f}"),
+    ]
     for key in record.validation_keys():
         _, _, val_set = key.partition("/")
         name = val_set.replace("_", " ")
-        facts += known(f"validation ({name})", last(key), "{:.4f}")
-        facts += known(f"perplexity ({name})", last(f"val_perplexity/{val_set}"), "{:,.2f}")
-        facts += known(f"tokens right ({name})", last(f"val_token_accuracy/{val_set}"), "{:.1%}")
-    facts += known(
-        "answers right", last("answers_right"), f"{{:.0f}} of {last('answers') or 0:.0f}"
-    )
-    facts.append(("tokens", f"{record.axes()['tokens'][1][-1]:,.0f}"))
-    facts.append(("time", duration(sum(record.time_s().values()))))
-    facts += known("tokens/s", typical("tokens_per_s"), "{:,.0f}")
-    facts += known("MFU", typical("mfu_frac"), "{:.1%}")
-    facts += known("memory", last("memory_gib"), "{:.1f} GiB")
-    facts += known("fill", record.packing.get("fill_frac"), "{:.1%}")
+        facts += [
+            (f"validation ({name})", last(key), "{:.4f}"),
+            (f"perplexity ({name})", last(f"val_perplexity/{val_set}"), "{:,.2f}"),
+            (f"tokens right ({name})", last(f"val_token_accuracy/{val_set}"), "{:.1%}"),
+        ]
+    facts += [
+        ("answers right", last("answers_right"), f"{{:.0f}} of {last('answers') or 0:.0f}"),
+        ("tokens", record.axes()["tokens"][1][-1], "{:,.0f}"),
+        ("time", duration(sum(record.time_s().values())), "{}"),
+        ("tokens/s", typical("tokens_per_s"), "{:,.0f}"),
+        ("MFU", typical("mfu_frac"), "{:.1%}"),
+        ("memory", last("memory_gib"), "{:.1f} GiB"),
+        ("fill", record.packing.get("fill_frac"), "{:.1%}"),
+    ]
     if (eta := last("eta_s")) is not None and record.status.get("state") == "running":
-        facts.append(("left", duration(eta)))
-    return facts
+        facts.append(("left", duration(eta), "{}"))
+    return [(name, form.format(value)) for name, value, form in facts if value is not None]
 
 
 def samples_of(record: RunRecord) -> list[tuple[str, list[tuple[int, str]]]]:
