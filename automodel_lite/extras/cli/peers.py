@@ -18,12 +18,13 @@ from automodel_lite.errors import ConfigError, format_value, one_line
 
 Tree = Mapping[str, Any]
 Set = Callable[[str, Any, str], None]  # (setting, value, where it comes from)
-FLAT_SIZES = {  # peer -> packs or rows of a forward pass, passes of a step, by whose defaults
-    "axolotl": ("micro_batch_size", "gradient_accumulation_steps"),
-    "llama_factory": ("per_device_train_batch_size", "gradient_accumulation_steps"),
-    "trl": ("per_device_train_batch_size", "gradient_accumulation_steps"),
-    "torchtune": ("batch_size", "gradient_accumulation_steps"),
+ROWS = {  # peer -> packs or rows of a forward pass
+    "axolotl": "micro_batch_size",
+    "llama_factory": "per_device_train_batch_size",
+    "trl": "per_device_train_batch_size",
+    "torchtune": "batch_size",
 }
+PASSES = "gradient_accumulation_steps"
 BETAS = ("adam_beta1", "adam_beta2")
 # layers of torchtune -> their names in transformers
 MLP = ["gate_proj", "up_proj", "down_proj"]
@@ -69,9 +70,9 @@ def combine(peer: str, theirs: Tree, num_gpus: int, put: Set) -> Iterator[str]:
 
 def _batch(peer: str, theirs: Tree, num_gpus: int, put: Set) -> Iterator[str]:
     """The rows of a step, where the other framework multiplies them."""
-    names = FLAT_SIZES.get(peer)
-    if not names or theirs.get("global_batch_size"):
+    if peer not in ROWS or theirs.get("global_batch_size"):
         return
+    names = (ROWS[peer], PASSES)
     size, passes = ((number(theirs.get(name)) or 0) for name in names)
     if size < 1 or passes < 1:
         given = ", ".join(f"{name}={format_value(theirs.get(name))}" for name in names)
@@ -87,7 +88,7 @@ def _batch(peer: str, theirs: Tree, num_gpus: int, put: Set) -> Iterator[str]:
     put(
         "training.global_batch_size",
         total,
-        f"{names[0]} {int(size)} x {names[1]} {int(passes)} x {ranks} data-parallel ranks",
+        f"{names[0]} {int(size)} x {PASSES} {int(passes)} x {ranks} data-parallel ranks",
     )
     if num_gpus == 1:
         yield (

@@ -89,17 +89,16 @@ def _object(kind: type, known: dict[str, list[str]], sources: Sources) -> dict[s
             properties[item.name] = _part(item.name, known, sources)
         else:
             properties[item.name] = _value(hint)
-            default = item.default if item.default is not NO_DEFAULT else None
-            if default is not None and default != MISSING:
-                properties[item.name]["default"] = default
+            if item.default not in (NO_DEFAULT, None, MISSING):
+                properties[item.name]["default"] = item.default
         if text := comments.get(item.name):
             properties[item.name]["description"] = text
-    found: dict[str, Any] = {
+    return {
         "type": "object",
         "properties": properties,
         "additionalProperties": False,
+        "description": kind.__doc__,
     }
-    return {**found, "description": kind.__doc__} if kind.__doc__ else found
 
 
 def _part(group: str, known: dict[str, list[str]], sources: Sources) -> dict[str, Any]:

@@ -166,6 +166,5 @@ def _partition(wanted: str | None) -> tuple[str, str, int, int, int]:
     gpus = min(sum(map(int, re.findall(r"gpu(?::[^:,(]+)?:(\d+)", row[2]))) for row in mine)
     cpus = min(int(re.sub(r"\D", "", row[3]) or 1) for row in mine)
     limit = mine[0][1]
-    days = re.match(r"(\d+)-", mine[0][1])
-    is_long = limit in ("infinite", "n/a") or (days and int(days[1]) >= 1)
+    is_long = limit in ("infinite", "n/a") or re.match(r"0*[1-9]\d*-", limit)
     return name, "24:00:00" if is_long else limit, gpus, cpus, sum(int(row[4]) for row in mine)

@@ -67,10 +67,10 @@ def run_sweep(loader: Loader, main: str, line: Namespace) -> int:
     if (folder / "config.yaml").is_file():
         raise ConfigError(f"{folder} is the folder of a run: give the sweep another name=... .")
     if launcher.get("nodes", 1) * launcher.get("tasks_per_node", 1) > 1:
-        text = (
-            "hydra.launcher.nodes and tasks_per_node must be 1: --nproc ranks of one node run a job"
+        raise ConfigError(
+            "hydra.launcher.nodes and tasks_per_node must be 1: --nproc ranks of one node run a "
+            "job; launch/slurm_array.sbatch starts jobs of several nodes."
         )
-        raise ConfigError(f"{text}; launch/slurm_array.sbatch starts jobs of several nodes.")
     # the table is of this sweep; finished jobs report again
     shutil.rmtree(folder / "jobs", ignore_errors=True)
     with read_write(config), open_dict(config):
