@@ -52,12 +52,11 @@ class MemmapRows(DocumentReader):
         self.tokens = _map_tokens(path, dtype)
         # Documents lie one behind the other inside the file. Blocks of them bound the memory of
         # 10^8.
-        is_flat = offsets.ndim == 1 and offsets.dtype.kind in "iu" and len(offsets) > 0
         self._offsets = offsets
         self.lengths = self.row_lengths = np.empty(max(0, len(offsets) - 1), np.int32)
-        is_rising = is_flat and offsets[0] >= 0 and offsets[-1] <= len(self.tokens)
+        is_rising = len(offsets) > 0 and offsets[0] >= 0 and offsets[-1] <= len(self.tokens)
         for start in range(0, len(self.lengths) if is_rising else 0, BLOCK):
-            lengths = np.diff(offsets[start : start + BLOCK + 1].astype(np.int64, copy=False))
+            lengths = np.diff(offsets[start : start + BLOCK + 1])
             is_rising = is_rising and not (lengths < 0).any()
             self.lengths[start : start + BLOCK] = lengths
         if not is_rising:
@@ -243,6 +242,4 @@ def _map_tokens(path: Path, dtype: str) -> np.ndarray:
 
 
 def _bin_path(path: str) -> Path:
-    return (
-        Path(path).expanduser() if path.endswith(".bin") else Path(f"{Path(path).expanduser()}.bin")
-    )
+    return Path(path if path.endswith(".bin") else f"{path}.bin").expanduser()

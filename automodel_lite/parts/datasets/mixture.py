@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 
@@ -63,8 +63,6 @@ class Mixture:
         stop: Stop = "first_exhausted",
         seed: Seed = 0,  # samples partly used datasets, and shuffles the order
     ):
-        if stop not in get_args(Stop):
-            raise ConfigError(f"dataset.stop={stop} must be {' or '.join(get_args(Stop))}.")
         self.sources = {name: _source(name, source) for name, source in sources.items()}
         if not self.sources:
             raise ConfigError("dataset.sources={} must name at least one dataset.")
@@ -77,9 +75,7 @@ class Mixture:
         self.stop = stop
         self.seed = seed
         self.kind = "mixture"
-        self.datasets: dict[str, Documents] = {
-            name: source.dataset for name, source in self.sources.items()
-        }
+        self.datasets = {name: source.dataset for name, source in self.sources.items()}
         self._check_held_out()
         self._join()
         self.questions: Sequence[Question] = [
@@ -277,13 +273,12 @@ def _source(name: str, settings: Mapping[str, Any]) -> Source:
             f"dataset.sources.{name} has weight={source.weight} and repeat={source.repeat}: give "
             "one of them."
         )
-    for key in [key for key in _RULES if settings.get(key) is not None]:
-        value = settings[key]
-        rule = _RULES[key]
-        is_number = (
-            isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        )
-        if not is_number or rule.problem(value):
+    for key, rule in _RULES.items():
+        value = settings.get(key)
+        if value is None:
+            continue
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not math.isfinite(value) or rule.problem(value):
             raise ConfigError(
                 f"dataset.sources.{name}.{key}={format_value(value)} must be a number {rule}."
             )

@@ -196,23 +196,16 @@ class StreamingDataset:
                 f"{self.stream.name} contains token ids, but streams are tokenized during "
                 "training: use dataset=files."
             )
-        opened = {
-            name: (self.view_held_out(one), range(len(one.rows)))
+        self.val = {
+            name: NormalizedRows(self.view_held_out(one), self._detected, range(len(one.rows)))
             for name, one in val_sources.items()
         }
-        self.val = {
-            name: NormalizedRows(rows, self._detected, every)
-            for name, (rows, every) in opened.items()
-        }
-        self.description = (
-            f"{self.stream.name}: a stream in {self.num_shards} shards, "
-            f"{self._detected.description}"
-        )
-        self.description += "".join(f"; {note}" for note in self.notes)
+        shown = f"{self.stream.name}: a stream in {self.num_shards} shards"
+        self.description = "; ".join([f"{shown}, {self._detected.description}", *self.notes])
         read_as = (
             f"{self._detected.format.name}{self._detected.source}; {dict(self._detected.renames)}; "
+            f"num_shards={self.num_shards}"
         )
-        read_as += f"num_shards={self.num_shards}"
         val = "; ".join(f"{name}: {one.identity}" for name, one in val_sources.items())
         self.content = f"stream({self.stream.content}; {read_as})"
         self.identity = f"stream({self.stream.identity}; {read_as}; {val}; {options})"
@@ -454,11 +447,8 @@ class StreamedPacks(PackSource):
         own = range(dp_rank, self.documents.num_shards, self.shape.dp_size)
         first = cursor.packs // self.shape.dp_size % len(own)
         shards = [*own[first:], *own[:first]]
-        states = {
-            shard: (cursor.shards or {})[str(shard)]
-            for shard in own
-            if str(shard) in (cursor.shards or {})
-        }
+        known = cursor.shards or {}
+        states = {shard: known[str(shard)] for shard in own if str(shard) in known}
         turns = ShardTurns(self.documents, self.job, self.packer, shards, states)
         options = worker_options(self.dataloader)
         read = iter(

@@ -118,7 +118,7 @@ def _answer(model: transformers.PreTrainedModel, types: Tensor, window: int | No
     found: dict[bool, Rule | None] = {}
     unknown: list[bool] = []
     places = torch.arange(len(types))
-    starts = torch.arange(len(types)) == 0
+    starts = places == 0
 
     def read(mask_function: Any, q_length: int, **kwargs: Any) -> None:
         zero = torch.zeros((), dtype=torch.long)

@@ -30,7 +30,6 @@ from pathlib import Path
 from secrets import token_hex
 
 import numpy as np
-import torch
 from filelock import FileLock, Timeout
 from torch import Tensor
 
@@ -43,7 +42,7 @@ from automodel_lite.data.tokens.token_rows import CONTENT_HASH, PAIRED, Document
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.launched import is_first_here, rank
 from automodel_lite.models.fused_head import RowFunction
-from automodel_lite.models.loss import Loss, check_columns
+from automodel_lite.models.loss import Loss, check_columns, label_log_probs
 from automodel_lite.parallel.mesh import Mesh
 from automodel_lite.parts.losses.distillation import DistillTopK
 from automodel_lite.progress import Progress, print_above_bars
@@ -274,7 +273,7 @@ def reference_values(built: BuiltModel, packer: Packer, cache_dir: str | None, s
     """
 
     def log_probs(logits: Tensor, labels: Tensor) -> Tensor:
-        return -torch.nn.functional.cross_entropy(logits, labels, reduction="none")[:, None]
+        return label_log_probs(logits, labels)[:, None]
 
     parts = built.decided
     files = (
@@ -282,7 +281,7 @@ def reference_values(built: BuiltModel, packer: Packer, cache_dir: str | None, s
         or parts.model.pretrained
     )
     model = (
-        f"{files} {built.decided.config.to_json_string()} {seed} {built.model.compute_dtype} "
+        f"{files} {parts.config.to_json_string()} {seed} {built.model.compute_dtype} "
         f"{parts.training.fp8}"
     )
     model += f" {parts.training.master_weights} {parts.is_quantized}"

@@ -86,8 +86,8 @@ def param_groups(
     trainable = [p for p in model.parameters() if p.requires_grad]
     if not trainable:
         raise ValueError("no parameter of the model is trainable.")
-    others = set(map(id, left_out))
-    decay = [p for p in trainable if p.ndim >= 2 and id(p) not in others]
+    others = set(left_out)
+    decay = [p for p in trainable if p.ndim >= 2 and p not in others]
     keep = [p for p in trainable if p.ndim < 2]
     groups = [
         {"params": decay, "weight_decay": weight_decay},

@@ -59,16 +59,16 @@ def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
     """Trained matrices but the embeddings and the output heads, of which each row stands for
     itself.
     """
-    ends = set()
+    ends: set[Tensor] = set()
     for module in model.modules():
         if isinstance(module, nn.Embedding):
-            ends.add(id(module.weight))
+            ends.add(module.weight)
         if (
             isinstance(module, transformers.PreTrainedModel)
             and (head := module.get_output_embeddings()) is not None
         ):
-            ends.update(map(id, head.parameters()))
-    return [p for p in model.parameters() if p.requires_grad and p.ndim == 2 and id(p) not in ends]
+            ends.update(head.parameters())
+    return [p for p in model.parameters() if p.requires_grad and p.ndim == 2 and p not in ends]
 
 
 class Muon(SmallAdamW):
