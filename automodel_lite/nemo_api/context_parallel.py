@@ -78,13 +78,14 @@ def _shard_thd_chunk_for_te(
     padding_mask = batch.get("padding_mask")
     if padding_mask is None:
         padding_mask = batch["input_ids"] == padding_token_id
+    # [T]; positions are [R, 1, T] with several rotary axes
+    along_stream = {
+        name: None if batch.get(name) is None else batch[name].index_select(-1, indices)
+        for name in ("labels", "position_ids")
+    }
     sharded = {
+        **along_stream,
         "input_ids": batch["input_ids"].index_select(0, indices),
-        "labels": None if batch.get("labels") is None else batch["labels"].index_select(0, indices),
-        # [T], or [R, 1, T] with several rotary axes
-        "position_ids": None
-        if batch.get("position_ids") is None
-        else batch["position_ids"].index_select(-1, indices),
         "padding_mask": padding_mask.index_select(0, indices),
         "cu_seqlens": cu,
         "max_seqlen": cu.diff().max().to(torch.int32),

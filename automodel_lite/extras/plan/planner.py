@@ -201,6 +201,7 @@ def make_plans(
         if len(plans) >= most or layout.bound_s > third:
             lost["slower"] += 1
             continue
+        what = f"{layout}, micro-batch {layout.micro_batch}"
         try:
             plan = decide_layout(
                 placed(job, layout), job.config, layout.shape, torch.device("cuda")
@@ -210,20 +211,19 @@ def make_plans(
         except CountError as error:
             lost["not counted"] += 1
             not_counted = error
-            say(f"{layout}, micro-batch {layout.micro_batch}: cannot be counted")
+            say(f"{what}: cannot be counted")
             continue
         except (ConfigError, NotImplementedError) as error:
             lost["unsupported"] += 1
-            say(f"{layout}, micro-batch {layout.micro_batch}: {one_line(error, 100)}")
+            say(f"{what}: {one_line(error, 100)}")
             continue
         if found is None:
             lost["memory"] += 1
-            say(f"{layout}, micro-batch {layout.micro_batch}: too large")
+            say(f"{what}: too large")
             continue
         plans.append(priced(job, layout, *found))
         say(
-            f"{layout}, micro-batch {layout.micro_batch}: fits, "
-            f"{plans[-1].step.peak / 2**30:.1f} GiB, at most "
+            f"{what}: fits, {plans[-1].step.peak / 2**30:.1f} GiB, at most "
             f"{plans[-1].tokens_per_s_per_gpu:,.0f} tokens/s per GPU"
         )
         plans.sort(key=lambda plan: plan.step_s / plan.layout.global_batch)
