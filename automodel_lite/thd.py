@@ -27,6 +27,7 @@ Legend: T tokens of the stream, N documents (slots), B rows, S row length, H hea
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -251,7 +252,7 @@ COLUMNS = {
     "reference_log_probs": Column("float32", "float32", 0.0),
     "teacher_ids": Column("int32", "int64", 0),
     "teacher_log_probs": Column("float32", "float32", 0.0),
-    "teacher_rest": Column("float32", "float32", 0.0),
+    "teacher_rest": Column("float32", "float32", -math.inf),
     "row_place": Column("int64", "int64", -1),
     "image": Column("int64", "int64", 0, in_runs=True, is_for_loss=False),
     "image_stamp": Column("int64", "int64", 0, in_runs=True, is_for_loss=False),

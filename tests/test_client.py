@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import signal
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from safetensors.torch import load_file
 from automodel_lite import TrainingClient
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.loss import CrossEntropy, Loss, LossInputs, LossOutput
+from automodel_lite.parts.losses.distillation import DistillTopK
 from automodel_lite.parts.losses.policy import ImportanceSampling, Ppo
 from automodel_lite.parts.losses.preference import SimPo
 from automodel_lite.thd import Column
@@ -448,6 +450,21 @@ def test_a_group_that_is_not_a_pair_is_refused(answers: list[int], client: Train
     client.zero_grad()
     with pytest.raises(ValueError, match=rf"group 1 of {len(answers)} rows must be one pair"):
         client.forward_backward([pair, group], SimPo())
+
+
+def test_what_a_teacher_leaves_to_the_rest_is_brought_by_all_rows_or_none(
+    client: TrainingClient,
+) -> None:
+    """Where it is missing it follows from the stored tokens, and not from those of one row."""
+    stored = {"teacher_ids": ROW["input_ids"], "teacher_log_probs": [-0.5] * LENGTH}
+    row = {name: ROW[name] for name in ("input_ids", "labels")} | stored
+    whole = row | {"teacher_rest": [1 - math.exp(-0.5)] * LENGTH}
+    loss = DistillTopK(teacher="another", top_k=1)
+    losses = [client.forward_backward(rows, loss).loss for rows in ([row, row], [whole, whole])]
+    client.zero_grad()
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    with pytest.raises(ValueError, match="row 1 lacks teacher_rest"):
+        client.forward_backward([whole, row], loss)
 
 
 def test_wrong_arguments_get_a_sentence(client: TrainingClient) -> None:

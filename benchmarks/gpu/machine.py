@@ -122,7 +122,7 @@ def ceilings(device: str, size: int = 8192) -> dict[str, Any]:
     target = torch.empty_like(source).fill_(0)
     products = [milliseconds(lambda: a @ b, repeats=repeats[0]) for _ in range(3)]
     if is_cuda:
-        for _ in range(200):  # a quarter of a second of work behind which the clocks are read
+        for _ in range(2000):  # seconds of work, as the clocks are read by a program that takes one
             a @ b
     meanwhile = clocks(device)
     copies = [milliseconds(lambda: target.copy_(source), repeats=repeats[1]) for _ in range(3)]

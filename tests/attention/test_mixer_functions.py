@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -21,8 +22,10 @@ from transformers.integrations import use_kernel_func_from_hub_with_fallback
 from automodel_lite.attention.documents import mixers_of
 from automodel_lite.attention.interface import install
 from automodel_lite.attention.kernel import ReferenceAttention
+from automodel_lite.errors import ConfigError
 from automodel_lite.parts.mixers.functions import (
     Recorded,
+    check_gradients,
     running,
     split_at_documents,
     takes_boundaries,
@@ -278,3 +281,22 @@ def test_sources_of_the_mixers_kernels(function: str) -> None:
         assert [name for name in known if name != "kwargs"] == names
     if function == "causal_conv1d_fn":
         assert "seq_idx.contiguous()" in source
+
+
+@pytest.mark.parametrize("version", ["3.3.1", "3.4.0", "3.6.0", "3.7.0", "3.7.1"])
+def test_a_triton_whose_gradients_are_wrong_on_hopper_is_refused(
+    version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    about = tmp_path / f"triton-{version}.dist-info/METADATA"
+    about.parent.mkdir()
+    about.write_text(f"Metadata-Version: 2.1\nName: triton\nVersion: {version}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    check_gradients.cache_clear()
+    rule = "torch_chunk_gated_delta_rule"
+    check_gradients(rule, (10, 0))
+    check_gradients("causal_conv1d_fn", (9, 0))
+    if version in ("3.3.1", "3.7.1"):
+        check_gradients(rule, (9, 0))
+        return
+    with pytest.raises(ConfigError, match=f"Triton {version} compiles its gradients wrongly"):
+        check_gradients(rule, (9, 0))

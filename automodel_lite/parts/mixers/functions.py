@@ -20,12 +20,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from importlib.metadata import version
+from importlib.util import find_spec
 from typing import Any
 
+import torch
+from packaging.version import Version
 from torch import Tensor, nn
 
 from automodel_lite.attention.spec import FAMILIES
 from automodel_lite.config.components import locate
+from automodel_lite.errors import ConfigError
 from automodel_lite.thd import NEAR_TOKENS, DocumentRows, MixerPlan
 
 
@@ -43,6 +48,8 @@ class Layout:
 
 FUNCTIONS = {name: Layout(**layout) for name, layout in FAMILIES["mixer_functions"].items()}
 FUSED: dict[str, str | None] = FAMILIES["fused_functions"]
+# from the first version that does so to the first that does not
+WRONG_ON_HOPPER = (Version("3.4.0"), Version("3.7.1"))
 _BOUNDARIES = frozenset({"seq_idx", "cu_seqlens", "cu_seqlens_cpu"})
 
 
@@ -149,6 +156,27 @@ def takes_boundaries(function: Callable[..., Any], boundary: str | None) -> bool
     """
     known = resolved_implementation(function)
     return bool(known.get("is_new_implementation")) and boundary in known["applicable_params"]
+
+
+@functools.cache
+def check_gradients(name: str, capability: tuple[int, int]) -> None:
+    """Raises ConfigError where flash-linear-attention refuses the backward pass of a gated rule, by
+    a traceback and after minutes of tuning: these Tritons compile it wrongly for Hopper.
+    """
+    if (
+        name != "torch_chunk_gated_delta_rule"
+        or capability[0] != 9
+        or find_spec("tilelang") is not None
+    ):
+        return
+    found = version("triton")
+    if WRONG_ON_HOPPER[0] <= Version(found) < WRONG_ON_HOPPER[1]:
+        raise ConfigError(
+            f"flash-linear-attention cannot train on this GPU: Triton {found} compiles its "
+            f"gradients wrongly for Hopper. Install Triton {WRONG_ON_HOPPER[1]} or newer, which "
+            "comes with newer releases of torch, or tilelang, or uninstall flash-linear-attention "
+            "(slower)."
+        )
 
 
 @functools.cache
@@ -266,6 +294,8 @@ def _on_documents(
     if layout.in_trees == "near" and tree and weights["weight"].shape[-1] <= NEAR_TOKENS:
         stream = tree.near or stream
     if takes_boundaries(call.function, layout.boundary):
+        if torch.is_grad_enabled() and streams[0].is_cuda:
+            check_gradients(call.name, torch.cuda.get_device_capability(streams[0].device))
         # transformers leaves out what a kernel lacks; some versions of fla read the boundaries on
         # the host.
         boundaries = {"cu_seqlens": stream.cu_seqlens, "cu_seqlens_cpu": stream.cu_host}
