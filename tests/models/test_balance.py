@@ -8,6 +8,7 @@ import json
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -139,7 +140,9 @@ def _on_rank(rank: int, cp: int, exchange: str) -> float:
     return difference(found, want("qwen3_moe", rows))
 
 
-@pytest.mark.parametrize("exchange", ["all_gather", "all_to_all"])
+@pytest.mark.parametrize(
+    "exchange", ["all_gather", pytest.param("all_to_all", marks=pytest.mark.system)]
+)
 def test_the_balance_of_trees_over_two_ranks(exchange: str) -> None:
     assert max(run_ranks(_on_rank, 2, exchange)) < 1e-9
 
@@ -218,12 +221,12 @@ RANKS = {
 }
 
 
+MARKS: dict[str, Any] = {"cp": (), "dp": pytest.mark.system}
+
+
 @pytest.mark.parametrize(
     "settings",
-    [
-        pytest.param(RANKS[name], id=name, marks=() if name in ("dp", "cp") else pytest.mark.slow)
-        for name in RANKS
-    ],
+    [pytest.param(RANKS[name], id=name, marks=MARKS.get(name, pytest.mark.slow)) for name in RANKS],
 )
 def test_the_balancing_loss_over_two_ranks(settings: list[str], tmp_path: Path) -> None:
     save(tiny_model("qwen3_moe"), tmp_path / "model")

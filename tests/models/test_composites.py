@@ -169,6 +169,7 @@ def _train_on_rank(rank: int, world_size: int, folder: Path) -> str:
     return run(folder, "two", "mesh.cp=2")
 
 
+@pytest.mark.system
 def test_two_ranks_train_and_write_the_composite_of_one(tmp_path: Path) -> None:
     save(tiny_model("gemma3"), tmp_path / "model")
     want = step_of(separate(load(tmp_path)))

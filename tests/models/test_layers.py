@@ -70,9 +70,9 @@ def gradients(model: LossModel, batch: ThdBatch) -> list[torch.Tensor]:
         ("full", 2, False),
         ("selective", 1, False),
         ("offload", 1, False),
-        ("none", 1, True),
+        pytest.param("none", 1, True, marks=pytest.mark.system),
         ("full", 1, True),
-        ("offload", 1, True),
+        pytest.param("offload", 1, True, marks=pytest.mark.system),
     ],
     ids=[
         "full",

@@ -61,7 +61,7 @@ REFUSED: dict[tuple[str, str], str] = {
 def marks(one: str, other: str, number: int) -> list[pytest.MarkDecorator]:
     if {one, other} & {*ON_RANKS}:
         return [pytest.mark.system if number % 4 == 0 else pytest.mark.slow]
-    return [] if number % 6 == 0 else [pytest.mark.system]
+    return [] if number % 12 == 0 else [pytest.mark.system]
 
 
 PAIRS = [

@@ -53,7 +53,7 @@ def test_the_built_in_job_learns_to_answer_held_out_questions(tmp_path: Path) ->
             marks=pytest.mark.system,
         ),
         pytest.param(2, ["mesh.cp=2"], id="cp-2", marks=pytest.mark.system),
-        pytest.param(4, ["mesh.cp=2"], id="dp-2-cp-2"),
+        pytest.param(4, ["mesh.cp=2"], id="dp-2-cp-2", marks=pytest.mark.system),
         pytest.param(4, ["mesh.dp_replicate=2"], id="hsdp-2x2", marks=pytest.mark.system),
         pytest.param(
             4,

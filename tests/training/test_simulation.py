@@ -411,7 +411,7 @@ BY_LAYERS = {
 @pytest.mark.parametrize("name", in_ci(BY_LAYERS, "every-second"))
 def test_few_layers_tell_what_all_of_them_hold_and_do(name: str) -> None:
     shape, axes, overrides = BY_LAYERS[name]
-    model, mesh = shipped(shape, num_hidden_layers=10), MeshShape(*axes)
+    model, mesh = shipped(shape, num_hidden_layers=8), MeshShape(*axes)
     asked = parts(
         *(f"mesh.{axis}={size}" for axis, size in zip(AXIS_NAMES, axes)),
         "training.precision=bf16",
@@ -420,7 +420,7 @@ def test_few_layers_tell_what_all_of_them_hold_and_do(name: str) -> None:
     if not any("global_batch_size" in text for text in overrides):
         asked = replace(asked, training=replace(asked.training, global_batch_size=None))
     pattern = layer_pattern(model)
-    assert (pattern.num_layers, pattern.period) == (10, 1)
+    assert (pattern.num_layers, pattern.period) == (8, 1)
     whole, few = simulate(asked, model, mesh), simulate_by_layers(asked, model, mesh, pattern)
     assert few.peak == pytest.approx(peak_of_step(whole), rel=0.01)
     states = [(found.weights, found.gradients, found.optimizer) for found in (few, whole)]
@@ -502,7 +502,8 @@ def test_rungs_in_between_are_those_of_the_whole(name: str) -> None:
     )
     kept = simulate_by_layers(asked, model, shape, pattern)
     full = simulate_by_layers(with_recomputation(asked, "full", 1), model, shape, pattern)
-    for every in (1, 2, 3, 4, 8):
+    # with a period of four: all, across the period, and along it
+    for every in (1, 2, 3, 4, 8) if pattern.period == 1 else (1, 3, 4):
         found = recompute_every(every, kept, full, pattern) if every > 1 else full
         whole = simulate(with_recomputation(asked, "full", every), model, shape)
         assert found.peak == pytest.approx(peak_of_step(whole), rel=0.01), every
