@@ -1,12 +1,11 @@
 """Packs with images against padded batches of plain transformers, on the same rows: CPU time per token, in turns.
 
-    OMP_NUM_THREADS=1 python benchmarks/images.py [--rows 64] [--turns 5] [--tokens 2048] [--batch 8] [--frozen-tower]
-        [--trl]
+    OMP_NUM_THREADS=1 python -m benchmarks.images [--rows 64] [--turns 5] [--batch 8] [--frozen-tower] [--trl]
 
 A model in the shape of Qwen3-VL (all of it trained, or the language model alone) meets chats of long-tailed lengths
 with no, one or two images of mixed sizes. Padded: rows in batches of `--batch`, in their order, right-padded to the
-longest, transformers' own sdpa, cross-entropy of the logits. Packed: the same rows in packs of at most `--tokens`. A
-turn is forward and backward of all rows; both must give the same loss. Decoding of images is not part of it. `--trl`:
+longest, transformers' own sdpa, cross-entropy of the logits. Packed: the same rows in packs of at most 2,048
+tokens. A turn is forward and backward of all rows; both must give the same loss. Decoding of images is not part of it. `--trl`:
 the padded batches also go through TRL's own training step (`pip install trl`), with its default loss.
 """
 
@@ -15,14 +14,9 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
-import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 import torch.nn.functional as F
@@ -40,9 +34,11 @@ from automodel_lite.parts.images.tokens import rope_shifts
 from automodel_lite.parts.images.tower import PackedImages
 from automodel_lite.thd import IGNORE_INDEX, ThdBatch, to_thd
 from benchmarks.image_families import random_image
+from benchmarks.turns import ratio, take_turns
 
 VOCAB, IMAGE, START, END = 4096, 4, 5, 6
 PATCH, MERGE = 16, 2
+PACK_TOKENS = 2048
 SIDES = [64, 96, 128, 192, 256, 384, 512]
 
 
@@ -225,7 +221,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--frozen-tower", action="store_true")
     parser.add_argument("--trl", action="store_true")
@@ -243,7 +238,7 @@ def main() -> None:
     made = rows(arguments.rows)
     of_batch = arguments.batch
     batches = [padded(made[i : i + of_batch]) for i in range(0, len(made), of_batch)]
-    streams = [packed(chosen, own.model.get_rope_index) for chosen in packs(made, arguments.tokens)]
+    streams = [packed(chosen, own.model.get_rope_index) for chosen in packs(made, PACK_TOKENS)]
 
     def of_padded() -> float:
         total = 0.0
@@ -271,26 +266,15 @@ def main() -> None:
         f"torch {torch.__version__}, transformers {transformers.__version__}: {len(made)} rows, {tokens:,} tokens, "
         f"{of_images / tokens:.0%} of images; padded to {slots:,} ({tokens / slots:.0%} filled)"
     )
-    losses: dict[str, float] = {}
     ways: dict[str, Callable[[], float]] = {"padded": of_padded, "packed": of_packed}
     if arguments.trl:
         ways["trl"] = trl_step(plain, batches)
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for turn in range(arguments.turns + 1):
-        for name, way in ways.items():
-            start = time.process_time()
-            losses[name] = way()
-            if turn:  # the first warms up
-                times[name].append(time.process_time() - start)
+    times, losses = take_turns(ways, arguments.turns)
     gap = max(abs(loss - losses["padded"]) / losses["padded"] for loss in losses.values())
     assert gap < 1e-5, gap
-    for name in ways:
-        speed = tokens / statistics.median(times[name])
-        print(f"{name}: {speed:,.0f} tokens per CPU-s")
-    for name in times.keys() - {"packed"}:
-        ratios = [a / b for a, b in zip(times[name], times["packed"])]
-        of_turns = ", ".join(f"{ratio:.2f}" for ratio in ratios)
-        print(f"packed / {name}: {statistics.median(ratios):.2f} (turns: {of_turns})")
+    for name, seconds in times.items():
+        speed = tokens / statistics.median(seconds)
+        print(f"{name}: {speed:,.0f} tokens per CPU-s; packed is {ratio(seconds, times['packed'])}")
     print(f"losses differ by {gap:.0e}")
 
 

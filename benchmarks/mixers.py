@@ -1,7 +1,7 @@
 """Packed documents in a hybrid model with the reference mixers, against the same model as transformers runs it.
 
-    python benchmarks/mixers.py
-    python benchmarks/mixers.py --families nemotron_h lfm2 --tokens 4096 --spread 1.5
+    python -m benchmarks.mixers
+    python -m benchmarks.mixers --families nemotron_h lfm2 --tokens 4096 --spread 1.5
 
 Two rivals, without anything of ours: `sorted`, the same documents as padded rows of nearly one length, and `uniform`,
 as many tokens in documents of one length without padding: what it would cost if packing were free. Forward and
@@ -13,57 +13,49 @@ from __future__ import annotations
 import argparse
 import copy
 import statistics
-import sys
-import time
 import warnings
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 from automodel_lite.attention.interface import install
 from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.data.packing.packs import join_packs
 from automodel_lite.thd import IGNORE_INDEX, ThdBatch, to_thd
+from benchmarks.turns import take_turns
 
 VOCAB = 512
 BASE = {
-    **{
-        "vocab_size": VOCAB,
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_hidden_layers": 4,
-        "head_dim": 32,
-    },
-    **{
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 8192,
-        "pad_token_id": 0,
-    },
+    "vocab_size": VOCAB,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "head_dim": 32,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 8192,
+    "pad_token_id": 0,
 }
 THREE_TO_ONE = ["linear_attention"] * 3 + ["full_attention"]
 FAMILIES = {
     "qwen3_5_text": {
         "layer_types": THREE_TO_ONE,
-        **{"linear_num_value_heads": 8, "linear_num_key_heads": 4, "linear_key_head_dim": 32},
-        **{"linear_value_head_dim": 32},
+        "linear_num_value_heads": 8,
+        "linear_num_key_heads": 4,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
     },
     "nemotron_h": {
         "layer_types": THREE_TO_ONE,
-        **{
-            "mamba_num_heads": 8,
-            "mamba_head_dim": 64,
-            "ssm_state_size": 32,
-            "n_groups": 1,
-            "chunk_size": 64,
-        },
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 64,
+        "ssm_state_size": 32,
+        "n_groups": 1,
+        "chunk_size": 64,
     },
     "lfm2": {"layer_types": ["conv"] * 3 + ["full_attention"]},
     "jamba": {
@@ -147,13 +139,9 @@ def microseconds(
         sum(int(mask.sum()) for _, mask in padded),
         uniform.numel() * len(packs),
     )
-    best = [float("inf")] * len(steps)
-    for number in range(rounds + 1):
-        for contestant, its_steps in enumerate(steps):
-            elapsed = time_of(its_steps)
-            if number:
-                best[contestant] = min(best[contestant], elapsed)
-    return [elapsed / num_tokens * 1e6 for elapsed, num_tokens in zip(best, tokens)]
+    ways = {str(number): partial(run_all, its_steps) for number, its_steps in enumerate(steps)}
+    times, _ = take_turns(ways, rounds)
+    return [min(of_way) / n * 1e6 for of_way, n in zip(times.values(), tokens)]
 
 
 def sorted_rows(lengths: list[int], tokens: int) -> list[Rows]:
@@ -191,11 +179,9 @@ def packed_step(model: PreTrainedModel, batch: ThdBatch) -> None:
     F.cross_entropy(model(**batch.model_inputs()).logits[0], batch.labels).backward()
 
 
-def time_of(steps: list[Callable[[], None]]) -> float:
-    start = time.process_time()
+def run_all(steps: list[Callable[[], None]]) -> None:
     for step in steps:
         step()
-    return time.process_time() - start
 
 
 if __name__ == "__main__":

@@ -64,8 +64,7 @@ def markdown(findings: Iterable[Finding]) -> str:
         "",
         "## Parts of a model",
         "",
-        '- `model.freeze=[embed_tokens, "layers.[0-7]"]` freezes weights by parts of their names; the startup block counts '
-        "them. The memory estimate still counts them as trained.",
+        "- `model.freeze` freezes weights by parts of their names ([lora.md](lora.md)).",
         '- `tokenizer.added_tokens=["<think>", "</think>"]` adds tokens. Many embeddings have spare rows for them; where '
         "they do not, `model.resize_embeddings=true` adds rows, each the mean of the others. Each rank then reads the whole "
         "model before it is sharded.",

@@ -4,7 +4,6 @@
     python -m benchmarks.packing growth   CPU seconds from 10^4 to 10^7 documents
     python -m benchmarks.packing read     plan + lazy read through the collater, and pack_dataset, beside the reference
     python -m benchmarks.packing memory   peak memory of plans of 10^7 documents, and of reading
-    python -m benchmarks.packing hard     column generation on narrow mixes
     python -m benchmarks.packing balance  slowest rank over the mean, before and after dealing
 
 Seconds are CPU seconds of this process. Peers that are not installed are named and left out; they install with
@@ -22,6 +21,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ from automodel_lite.data.feeding.order import (
     imbalance,
     pack_costs,
 )
-from automodel_lite.data.packing.histogram import ExactFiller, assign, best_fit
+from automodel_lite.data.packing.histogram import assign, best_fit
 from automodel_lite.data.packing.packs import PackedDataset
 from automodel_lite.data.packing.plan import plan_packs
 from automodel_lite.data.tokens.token_rows import TokenizedDocuments
@@ -51,6 +51,7 @@ from automodel_lite.seed import seeded_order
 
 Mix = tuple[str, np.ndarray, int]  # name, lengths, pack size
 Prepared = Callable[[], int]  # packs everything that it was prepared for -> number of packs
+Prepare = Callable[[np.ndarray, int], Prepared]  # of lengths and a pack size
 
 
 def lower_bound(histogram: np.ndarray, size: int) -> int:
@@ -152,7 +153,7 @@ def light_bin_pack(lengths: np.ndarray, size: int) -> Prepared:
     return lambda: len(obfd(as_list, size))
 
 
-PEERS: dict[str, tuple[str, Callable[[np.ndarray, int], Prepared]]] = {
+PEERS: dict[str, tuple[str, Prepare]] = {
     "TRL, all at once": ("trl", trl_whole),
     "TRL, as shipped": ("trl", trl_shipped),
     "axolotl": ("axolotl", axolotl),
@@ -173,7 +174,7 @@ def thousands(lengths: np.ndarray) -> list[np.ndarray]:
     return [lengths[i : i + 1000] for i in range(0, len(lengths), 1000)]
 
 
-def present_peers() -> dict[str, Callable[[np.ndarray, int], Prepared]]:
+def present_peers() -> dict[str, Prepare]:
     absent = sorted(
         {package for package, _ in PEERS.values() if importlib.util.find_spec(package) is None}
     )
@@ -217,68 +218,51 @@ def _status_kib(field: str) -> int:
     return int(found[1])
 
 
+def compare(lengths: np.ndarray, size: int, peers: dict[str, Prepare]) -> None:
+    """Prints packs and CPU seconds of each strategy and peer on the same lengths."""
+    histogram = np.bincount(lengths, minlength=size + 1)
+    bound = lower_bound(histogram, size)
+    ways: dict[str, Prepared] = {
+        "best-fit, count only": lambda: (
+            best_fit(np.bincount(lengths, minlength=size + 1), size).num_bins
+        ),
+        "best-fit, assigned": lambda: best_fit_assigned(lengths, size),
+    }
+    for strategy in ("best_fit", "exact_fill", "next_fit"):
+        ways[strategy] = partial(packs_of, lengths, size, strategy)
+    for peer, prepare in peers.items():
+        ways[peer] = prepare(lengths, size)
+    print(f"{len(lengths):,} documents, lower bound {bound:,} packs")
+    for label, count in ways.items():
+        packs, seconds = cpu_seconds(count)
+        fill = 100 * int(lengths.sum()) / (packs * size)
+        print(f"  {label:<22}{packs - bound:>+9,} packs  {fill:7.3f} %  {seconds:9.3f} s")
+
+
+def packs_of(lengths: np.ndarray, size: int, strategy: str) -> int:
+    return len(plan_packs(lengths, size, strategy=strategy))
+
+
+def best_fit_assigned(lengths: np.ndarray, size: int) -> int:
+    """What peers' best-fit does: a list of documents for each pack."""
+    plan = best_fit(np.bincount(lengths, minlength=size + 1), size)
+    _, offsets = assign(plan, lengths, size, 0, 0)
+    return len(offsets) - 1
+
+
 def plans(n: int) -> None:
     peers = present_peers() if n <= 100_000 else {}  # an hour at a million; see `growth`
-    print(f"{n:,} documents: packs over the lower bound (fill), CPU seconds")
     for name, lengths, size in mixes(n):
-        histogram = np.bincount(lengths, minlength=size + 1)
-        bound, tokens = lower_bound(histogram, size), int(lengths.sum())
-        plain, plain_s = cpu_seconds(lambda h=histogram, s=size: best_fit(h, s).num_bins)
-        rows = [("best-fit (histogram, count only)", plain, plain_s)]
-        for strategy in ("exact_fill", "best_fit", "next_fit"):
-            plan, s = cpu_seconds(
-                lambda x=lengths, c=size, st=strategy: plan_packs(x, c, strategy=st)
-            )
-            rows.append((strategy + (" -> best_fit" if plan.note else ""), len(plan), s))
-        for peer, prepare in peers.items():
-            rows.append((peer, *cpu_seconds(prepare(lengths, size))))
-        print(f"\n{name}: lower bound {bound:,}")
-        for label, packs, s in rows:
-            fill = 100 * tokens / (packs * size)
-            against = 100 * (packs / plain - 1)
-            print(
-                f"  {label:<34}{packs - bound:>+8,}  {fill:7.3f} %  {against:+7.3f} % of best-fit  {s:9.3f} s"
-            )
+        print(f"\n{name}: ", end="")
+        compare(lengths, size, peers)
 
 
 def growth(most: int) -> None:
     peers = present_peers()
-    print("log-normal 200 in 2k: CPU seconds")
-    for n in (n for n in (10**4, 10**5, 10**6, 10**7) if n <= most):
-        lengths, size = log_normal(np.random.default_rng(0), n, 200, 0.9, 8, 2048), 2048
-        bound = lower_bound(np.bincount(lengths, minlength=size + 1), size)
-        _, plain_s = cpu_seconds(
-            lambda x=lengths, c=size: best_fit(np.bincount(x, minlength=c + 1), c)
-        )
-        print(
-            f"\n{n:,} documents, lower bound {bound:,}\n  best-fit (histogram, count only)  {plain_s:9.3f} s"
-        )
-        found = {
-            "best-fit decreasing, assigned": cpu_seconds(
-                lambda x=lengths, c=size: best_fit_plan(x, c)
-            )
-        }
-        for strategy in ("best_fit", "exact_fill"):
-            plan, s = cpu_seconds(
-                lambda x=lengths, c=size, st=strategy: plan_packs(x, c, strategy=st)
-            )
-            found[strategy] = (len(plan), s)
-        for peer, prepare in peers.items():
-            found[peer] = cpu_seconds(prepare(lengths, size))
-        own_s = found["best_fit"][1]
-        for label, (packs, s) in found.items():
-            print(
-                f"  {label:<30}{packs - bound:>+8,} packs  {s:9.3f} s  {s / own_s:8.1f} x best_fit  "
-                f"{s / plain_s:8.1f} x count only  {n / s / 1e6:7.2f} M documents/s"
-            )
-
-
-def best_fit_plan(lengths: np.ndarray, size: int) -> int:
-    """What peers' best-fit does: a list of documents for each pack."""
-    _, offsets = assign(
-        best_fit(np.bincount(lengths, minlength=size + 1), size), lengths, size, 0, 0
-    )
-    return len(offsets) - 1
+    n = 10**4
+    while n <= most:
+        compare(read_lengths(n), READ_SIZE, peers)
+        n *= 10
 
 
 def read(n: int) -> None:
@@ -316,30 +300,30 @@ def readers() -> dict[str, tuple[Callable[[Any], Any], Callable[[int], Any]]]:
     found: dict[str, tuple[Callable[[Any], Any], Callable[[int], Any]]] = {
         "plan + lazy read": (lambda rows: each(lazy(rows)), token_arrays),
         "plan + lazy read + collater": (lambda rows: loaded(lazy(rows)), token_arrays),
-        "pack_dataset of lists": (lambda rows: pack_dataset(rows, "train", READ_SIZE), samples),
-        "pack_dataset of Arrow": (lambda rows: pack_dataset(rows, "train", READ_SIZE), arrow),
-        "pack_dataset of Arrow + collater": (
-            lambda rows: collated(pack_dataset(rows, "train", READ_SIZE)),
-            arrow,
-        ),
+        "pack_dataset of lists": (packed, samples),
+        "pack_dataset of Arrow": (packed, arrow),
     }
     if importlib.util.find_spec("nemo_automodel"):
-        from nemo_automodel.components.datasets.llm.packed_sequence import pack_dataset as reference
+        from nemo_automodel.components.datasets.llm.packed_sequence import pack_dataset as theirs
 
-        found["reference, lists"] = (lambda rows: reference(rows, "train", READ_SIZE), samples)
-        found["reference, Arrow"] = (lambda rows: reference(rows, "train", READ_SIZE), arrow)
-        found["reference, Arrow + collater"] = (
-            lambda rows: collated(reference(rows, "train", READ_SIZE)),
-            arrow,
-        )
+        def reference(rows: Any) -> Any:
+            return theirs(rows, "train", READ_SIZE)
+
+        found["reference, lists"] = (reference, samples)
+        found["reference, Arrow"] = (reference, arrow)
+        found["reference, Arrow + collater"] = (lambda rows: collated(reference(rows)), arrow)
     if importlib.util.find_spec("torchtune"):
         from torchtune.datasets import PackedDataset as TorchtunePacked
 
-        found["torchtune, lists"] = (
-            lambda rows: TorchtunePacked(rows, max_seq_len=READ_SIZE),
-            lambda n: samples(n, "tokens"),
-        )
+        def torchtune(rows: Any) -> Any:
+            return TorchtunePacked(rows, max_seq_len=READ_SIZE)
+
+        found["torchtune, lists"] = (torchtune, lambda n: samples(n, "tokens"))
     return found
+
+
+def packed(rows: Any) -> Any:
+    return pack_dataset(rows, "train", READ_SIZE)
 
 
 def token_arrays(n: int) -> TokenizedDocuments:
@@ -386,29 +370,6 @@ def collated(packs: Any) -> None:
         packed_sequence_thd_collater([packs[i] for i in range(start, start + 4)])
 
 
-def hard(n: int) -> None:
-    for name, lengths, size in mixes(n):
-        if name.startswith(("N(", "U(600")):
-            histogram = np.bincount(lengths, minlength=size + 1)
-            plain = best_fit(histogram, size).num_bins
-            print(
-                f"{name}, {n:,} documents: best-fit {plain:,}, volume bound {lower_bound(histogram, size):,}"
-            )
-            searched = lengths[seeded_order(len(lengths), 0, 0)].tolist()
-            for label, packs_of in (
-                ("exact_fill", lambda x=lengths, c=size: len(plan_packs(x, c))),
-                ("best_fit", lambda x=lengths, c=size: len(plan_packs(x, c, strategy="best_fit"))),
-                (
-                    "exact fill to the end",
-                    lambda x=searched, c=size: sum(1 for _ in ExactFiller(x, c, read_ahead=512)),
-                ),
-            ):
-                packs, s = cpu_seconds(packs_of)
-                print(
-                    f"  {label:<22}{packs:>10,}  {100 * (packs / plain - 1):+.2f} % of best-fit decreasing  {s:.2f} s"
-                )
-
-
 def balance(n: int) -> None:
     # weights without the input embedding
     llama_3_8b = CostModel(per_token=6 * 7.504e9, per_pair=12.0 * 32 * 4096)
@@ -434,7 +395,6 @@ PARTS: dict[str, tuple[Callable[[int], None], int]] = {
     "growth": (growth, 10_000_000),
     "read": (read, 50_000),
     "memory": (memory, 10_000_000),
-    "hard": (hard, 100_000),
     "balance": (balance, 1_000_000),
 }
 

@@ -23,7 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from automodel_lite.data.reading.files import FilesDataset
 from automodel_lite.data.tokens.tokenizer import train_bpe_tokenizer
 from benchmarks.peers.job import SHAPES, Job
-from benchmarks.peers_cpu import ROOT, Contestant, print_table, start
+from benchmarks.peers_cpu import ROOT, Contestant, contest, print_table
 
 PAIRS = {
     "recipe": Contestant("pairs", "recipe"),
@@ -72,9 +72,8 @@ def write_model(folder: Path, shape: str, seed: int, tokenizer: Any) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def main(argv: list[str] | None = None) -> dict[str, list[float]]:
-    """Prints the table; returns the rates of each contestant, a value a step."""
-    args = parser().parse_args(argv)
+def main() -> None:
+    args = parser().parse_args()
     is_pairs = args.method == "dpo"
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -85,19 +84,8 @@ def main(argv: list[str] | None = None) -> dict[str, list[float]]:
         for seed, which in enumerate(("model", "teacher")):
             write_model(folder / which, args.shape, seed, tokenizer)
         job = Job(name, args.shape, "fp32", args.steps, args.warmup_steps, str(data), name)
-        contestants = PAIRS if is_pairs else DISTILL
-        running = {
-            name: start(name, contestant, job, args.peers)
-            for name, contestant in contestants.items()
-        }
-        names = list(running)
-        for _ in range(job.all_steps - 1):  # the first is part of the start
-            names = names[1:] + names[:1]
-            for which in names:
-                running[which].take_turn()
-        results = {name: contestant.result() for name, contestant in running.items()}
+        results = contest(PAIRS if is_pairs else DISTILL, job, args.peers)
     print_table(results, "pairs" if is_pairs else "chats")
-    return {name: result.get("tokens_per_cpu_s", []) for name, result in results.items()}
 
 
 def parser() -> argparse.ArgumentParser:

@@ -73,21 +73,29 @@ def main(argv: list[str] | None = None) -> dict[str, list[float]]:
         # links to environments stay links
         peers = str(Path(args.peers).absolute()) if args.peers else None
         steps = (args.steps, args.warmup_steps)
-        job = Job(args.work or folder, args.shape, args.precision, *steps, data, folder, pretrained)
+        job = Job(folder, args.shape, args.precision, *steps, data, folder, pretrained)
         subprocess.run(
             [sys.executable, "-m", "benchmarks.peers.prepare", job.to_argv()],
             env=environment(),
             check=True,
         )
         names = [n for n in args.only or CONTESTANTS if CONTESTANTS[n].environment is None or peers]
-        running = {name: start(name, CONTESTANTS[name], job, peers) for name in names}
-        for _ in range(job.all_steps - 1):  # the first is part of the start
-            names = names[1:] + names[:1]
-            for name in names:
-                running[name].take_turn()
-        results = {name: contestant.result() for name, contestant in running.items()}
+        results = contest({name: CONTESTANTS[name] for name in names}, job, peers)
     print_table(results)
     return {name: result.get("tokens_per_cpu_s", []) for name, result in results.items()}
+
+
+def contest(contestants: dict[str, Contestant], job: Job, peers: str | None) -> dict[str, Result]:
+    """Starts all contestants, and gives each its turn until all steps are done."""
+    running = {
+        name: start(name, contestant, job, peers) for name, contestant in contestants.items()
+    }
+    names = list(running)
+    for _ in range(job.all_steps - 1):  # the first is part of the start
+        names = names[1:] + names[:1]
+        for name in names:
+            running[name].take_turn()
+    return {name: contestant.result() for name, contestant in running.items()}
 
 
 @dataclass(frozen=True)
@@ -204,7 +212,6 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--steps", type=int, default=12, help="turns that are timed")
     found.add_argument("--warmup-steps", type=int, default=3)
     found.add_argument("--only", nargs="*", choices=list(CONTESTANTS))
-    found.add_argument("--work", help="keep the tokenized rows in this folder")
     return found
 
 

@@ -1,6 +1,6 @@
 """Planning of packs with images from their headers: CPU time and memory until every pack is known, in one process.
 
-    OMP_NUM_THREADS=1 python benchmarks/planning_images.py FOLDER [--rows 1000000] [--files 3000] [--profile]
+    OMP_NUM_THREADS=1 python -m benchmarks.planning_images FOLDER [--rows 1000000] [--files 3000]
 
 Draws JPEG files of different sizes and writes chats with an image each, once; then tokenizes, checks and packs them, with
 the processor of Qwen3-VL. Nothing is decoded but the images of a few documents that are compared with the whole processor.
@@ -9,17 +9,12 @@ the processor of Qwen3-VL. Nothing is decoded but the images of a few documents 
 from __future__ import annotations
 
 import argparse
-import cProfile
 import json
-import pstats
 import random
 import resource
 import shutil
-import sys
 import time
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from PIL import Image
 
@@ -50,7 +45,6 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--files", type=int, default=3000)
-    parser.add_argument("--profile", action="store_true")
     arguments = parser.parse_args()
     folder = arguments.folder
     if not folder.exists():
@@ -63,13 +57,9 @@ def main() -> None:
         "packed_sequence.packed_sequence_size=2048",
         "tokenize.num_proc=1",
     )
-    profile = cProfile.Profile()
     start = time.process_time()
-    if arguments.profile:
-        profile.enable()
     data = data_of(config)
     packs = data.packs_of(0)
-    profile.disable()
     spent = time.process_time() - start
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
     num_rows = data.counts["data/train/num_rows"]
@@ -77,8 +67,6 @@ def main() -> None:
         f"{num_rows:,} rows with an image of {arguments.files:,} files in {len(packs):,} packs: {spent:,.0f} CPU-s, "
         f"{1e3 * spent / num_rows:.2f} ms per row, at most {peak:,.0f} MiB"
     )
-    if arguments.profile:
-        pstats.Stats(profile).sort_stats("tottime").print_stats(40)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
     python -m benchmarks.plans                      all cases, each in a process of its own: about an hour of one core
     python -m benchmarks.plans 8b-8 moe-8           some of them
-    python -m benchmarks.plans --results plans.jsonl    cases that the file has are not run again
 
 A case passes when the chosen plan fits as a whole (checkpoint and export included), the memory predicted of each of the
 first three plans is within 3 % of the whole simulation, and the first three of all layouts, simulated whole and priced,
@@ -13,13 +12,11 @@ too slow even if nothing is recomputed.
 from __future__ import annotations
 
 import argparse
-import json
+import multiprocessing
 import resource
-import subprocess
-import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import huggingface_hub
@@ -202,39 +199,27 @@ def row(found: dict[str, Any]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+def alone(name: str) -> str:
+    """Returns the row of a case, in a process of its own."""
+    resource.setrlimit(resource.RLIMIT_AS, (BYTES, BYTES))
+    huggingface_hub.constants.HF_HUB_OFFLINE = True
+    return row(case(name))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("cases", nargs="*", choices=[*CASES, []])
-    parser.add_argument("--results", type=Path, default=Path("plans.jsonl"))
-    parser.add_argument("--alone", action="store_true", help="one case, in this process")
     args = parser.parse_args()
-    if args.alone:
-        resource.setrlimit(resource.RLIMIT_AS, (BYTES, BYTES))
-        huggingface_hub.constants.HF_HUB_OFFLINE = True
-        with args.results.open("a") as file:
-            file.write(json.dumps(case(args.cases[0])) + "\n")
-        return
-    for name in args.cases or CASES:
-        done = args.results.read_text().splitlines() if args.results.is_file() else []
-        if not any(json.loads(line)["case"] == name for line in done):
-            subprocess.run(
-                [
-                    sys.executable,
-                    "-m",
-                    "benchmarks.plans",
-                    name,
-                    "--alone",
-                    "--results",
-                    args.results,
-                ]
-            )
     print(
         "| case | GPUs | best plan | GiB, whole | memory off % | seconds off % | first three of all | CPU-s (of all) |"
     )
     print("|---|---|---|---|---|---|---|---|")
-    print(*(row(json.loads(line)) for line in args.results.read_text().splitlines()), sep="\n")
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, context, max_tasks_per_child=1) as pool:
+        for line in pool.map(alone, args.cases or CASES):
+            print(line, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """A step of the training client beside one of TRL's GRPOTrainer: the same rows, loss and model, in turns.
 
-    .venv-trl/bin/python -m benchmarks.policies [--rounds 3] [--hidden 128] [--layers 2]
+    .venv-trl/bin/python -m benchmarks.policies [--rounds 3]
 
 A group is one prompt and its sampled answers of 16 to 48 tokens. TRL pads prompts and answers and computes the prompt once for
 each answer; the client packs the group as a tree. One thread; CPU seconds of forward, backward and the optimizer's step.
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-import time
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +18,7 @@ import transformers
 
 from automodel_lite import TrainingClient
 from automodel_lite.parts.losses.policy import Ppo
+from benchmarks.turns import ratio, take_turns
 from tests.models.test_policy import row_of, save_tokenizer
 from tests.models.test_policy_trl import padded, trainer_of
 
@@ -40,8 +40,6 @@ def groups_of(num_rows: int, num_prompt: int) -> list[list[dict]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--hidden", type=int, default=128)
-    parser.add_argument("--layers", type=int, default=2)
     args = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as root:
@@ -49,11 +47,11 @@ def main() -> None:
         torch.manual_seed(0)
         config = transformers.LlamaConfig(
             vocab_size=VOCAB,
-            hidden_size=args.hidden,
-            intermediate_size=3 * args.hidden,
-            num_hidden_layers=args.layers,
-            num_attention_heads=args.hidden // 32,
-            num_key_value_heads=args.hidden // 64,
+            hidden_size=128,
+            intermediate_size=384,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
             max_position_embeddings=4096,
         )
         transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
@@ -82,21 +80,12 @@ def main() -> None:
                     client.optim_step(lr=1e-6)
                     return out.loss / out.num_items
 
-                spent: dict[str, list[float]] = {"TRL": [], "client": []}
-                for number in range(args.rounds + 1):  # the first warms up
-                    for name, step in (("TRL", step_theirs), ("client", step_ours)):
-                        began = time.process_time()
-                        loss = step()
-                        if number:
-                            spent[name].append(time.process_time() - began)
-                        else:
-                            print(f"{name}: loss {loss:.6f}", flush=True)
-                ratios = [a / b for a, b in zip(spent["TRL"], spent["client"])]
+                ways = {"TRL": step_theirs, "client": step_ours}
+                spent, losses = take_turns(ways, args.rounds)
+                cpu_s = [f"{np.median(seconds):.2f}" for seconds in spent.values()]
+                print(f"losses {losses}")
                 print(
-                    f"| {num_rows} | {num_prompt:,} | {np.median(spent['TRL']):.2f} | "
-                    f"{np.median(spent['client']):.2f} | {np.median(ratios):.1f} x "
-                    f"({min(ratios):.1f} to {max(ratios):.1f}) |",
-                    flush=True,
+                    f"| {num_rows} | {num_prompt:,} | {' | '.join(cpu_s)} | {ratio(*spent.values())} |"
                 )
 
 

@@ -11,7 +11,6 @@ scipy, which transformers imports wherever it is installed.
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import resource
 import subprocess
@@ -22,8 +21,8 @@ from pathlib import Path
 
 from automodel_lite.telemetry.callbacks import Callback, Row, RunInfo
 from benchmarks.peers.job import Job, say_first_step
+from benchmarks.peers_cpu import ROOT, environment
 
-ROOT = Path(__file__).resolve().parent.parent
 IMPORTS = "from automodel_lite.cli import Recipe; Recipe('recipes.train_ft:main').function()"
 NEMO_IMPORTS = "import nemo_automodel.recipes.llm.train_ft"
 LLAMA = "from transformers import LlamaForCausalLM"
@@ -55,50 +54,37 @@ def cpu_seconds(*command: str) -> float:
 
 def run(*command: str) -> str:
     """What it said on stdout; stops with what it said on stderr when it fails."""
-    environment = os.environ | {
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
     return done.stdout
 
 
 def recipe_command(job: Job, run: str, cache: str) -> list[str]:
-    model = [
-        f"model.config.{key}={value}"
-        for key, value in job.model_settings().items()
-        if key != "vocab_size"
-    ]
+    model = job.model_settings()
+    del model["vocab_size"]
     return [
-        *(
-            sys.executable,
-            RECIPE,
-            "--config-name",
-            "finetune",
-            "name=start",
-            "model=llama_smoke",
-            *model,
-        ),
-        *(
-            f"output_dir={job.scratch}/{run}",
-            f"cache_dir={job.scratch}/{cache}",
-            f"dataset.path={job.data}",
-        ),
-        *(f"tokenizer.path={job.folder}/tokenizer", "packed_sequence.packed_sequence_size=2048"),
-        *(
-            "training.max_steps=1",
-            "training.num_epochs=null",
-            "training.global_batch_size=1",
-            "training.num_threads=1",
-        ),
-        *("checkpoint.export_hf=false", "tokenize.num_proc=1", "lr_scheduler.warmup_steps=0"),
-        *(
-            "callbacks.first_step._target_=benchmarks.start_up.FirstStep",
-            "security.allow_targets=[benchmarks]",
-        ),
+        sys.executable,
+        RECIPE,
+        "--config-name",
+        "finetune",
+        "name=start",
+        "model=llama_smoke",
+        *(f"model.config.{key}={value}" for key, value in model.items()),
+        f"output_dir={job.scratch}/{run}",
+        f"cache_dir={job.scratch}/{cache}",
+        f"dataset.path={job.data}",
+        f"tokenizer.path={job.folder}/tokenizer",
+        "packed_sequence.packed_sequence_size=2048",
+        "training.max_steps=1",
+        "training.num_epochs=null",
+        "training.global_batch_size=1",
+        "training.num_threads=1",
+        "checkpoint.export_hf=false",
+        "tokenize.num_proc=1",
+        "lr_scheduler.warmup_steps=0",
+        "callbacks.first_step._target_=benchmarks.start_up.FirstStep",
+        "security.allow_targets=[benchmarks]",
     ]
 
 

@@ -18,11 +18,8 @@ import argparse
 import contextlib
 import inspect
 import json
-import os
 import random
 import re
-import resource
-import signal
 import sys
 import tempfile
 import time
@@ -64,7 +61,7 @@ from benchmarks.image_families import (
     pixels,
     random_image,
 )
-from benchmarks.survey_models import InDouble
+from benchmarks.survey_models import InDouble, forked, wait
 
 DOCUMENTS = ["t8 i t5", "t9", "t4 i t3 i t6", "t3 i", "i t7", "t5 i i t4"]
 """i is an image, t8 a text of 8 tokens. One document ends with an image and the next begins with one."""
@@ -74,7 +71,7 @@ LARGEST_OWN = 1e-4
 KINDS = ("language", "projector", "tower")
 _SWITCHES = {"return_dict", "output_hidden_states", "vision_feature_layer"}
 _SWITCHES |= {"vision_feature_select_strategy"}
-BYTES, SECONDS = 12 << 30, 240
+BYTES = 12 << 30
 PROJECTING = re.compile(
     "projector|merger|connector|aligner|newline|embed_vision|resampler|adapter|projection|qformer|perceiver|embedder"
 )
@@ -187,20 +184,9 @@ def in_process(family: str) -> Finding:
     start = time.time()
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "finding.json"
-        pid = os.fork()
-        if not pid:
-            try:
-                resource.setrlimit(resource.RLIMIT_AS, (BYTES, BYTES))
-                signal.alarm(SECONDS)
-                with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
-                    result.write_text(json.dumps(asdict(survey(family))))
-            finally:
-                os._exit(0)
-        status = os.waitpid(pid, 0)[1]
-        if result.is_file():
-            finding = Finding(**json.loads(result.read_text()))
-        else:
-            finding = Finding(family, broken=f"its process ended with {status} and no word")
+        pid = forked(lambda: json.dumps(asdict(survey(family))), result, BYTES)
+        text = wait(pid, result)
+    finding = Finding(**json.loads(text)) if text.startswith("{") else Finding(family, broken=text)
     finding.seconds = time.time() - start
     return finding
 

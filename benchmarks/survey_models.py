@@ -3,7 +3,6 @@
     python benchmarks/survey_models.py                          print one line per family
     python benchmarks/survey_models.py --write docs/models.md   and write the page (half an hour on two cores)
     python benchmarks/survey_models.py --families llama qwen3_5 mistral3
-    python benchmarks/survey_models.py --json found.jsonl --step trees    one more step of what was found before
 
 Every decoder-only causal LM of the installed transformers, and the composites (vision, audio) that text is trained on,
 as a tiny random bf16 checkpoint that is then *run*: by the recipe, in fp32 on CPU, on one process, on four (mesh.cp=4,
@@ -34,7 +33,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -132,9 +131,6 @@ def main() -> int:
         help="findings, one JSON object per line; those of this transformers are kept",
     )
     parser.add_argument("--jobs", type=int, default=2, help="families at a time")
-    parser.add_argument(
-        "--step", default="", help="run this step alone, where the findings have none of the name"
-    )
     arguments = parser.parse_args()
     quiet()
     known = kept(arguments.json)
@@ -145,17 +141,9 @@ def main() -> int:
             with arguments.json.open("a") as file:
                 file.write(json.dumps(asdict(finding)) + "\n")
 
-    step = arguments.step
-    wanted = [
-        family
-        for family in arguments.families
-        if family not in known
-        or (step and known[family].verdict != "refused" and step not in known[family].steps)
-    ]
-    for finding in survey(wanted, arguments.jobs, step, tell):
-        known[finding.family] = (
-            finding if finding.family not in known else joined(known[finding.family], finding)
-        )
+    wanted = [family for family in arguments.families if family not in known]
+    for finding in survey(wanted, arguments.jobs, tell):
+        known[finding.family] = finding
     findings = [known[family] for family in arguments.families]
     if arguments.write:
         from benchmarks.models_page import images_section, markdown
@@ -175,14 +163,8 @@ def kept(path: Path | None) -> dict[str, Finding]:
     found: dict[str, Finding] = {}
     for finding in (Finding(**json.loads(line)) for line in lines):
         if finding.version == transformers.__version__:
-            known = found.get(finding.family)
-            found[finding.family] = joined(known, finding) if known else finding
+            found[finding.family] = finding
     return found
-
-
-def joined(first: Finding, later: Finding) -> Finding:
-    """A finding and the steps that were run later."""
-    return replace(first, steps=first.steps | later.steps)
 
 
 def quiet() -> None:
@@ -198,13 +180,11 @@ def show(finding: Finding) -> None:
     )
 
 
-def survey(
-    families: list[str], jobs: int, step: str, tell: Callable[[Finding], None]
-) -> list[Finding]:
+def survey(families: list[str], jobs: int, tell: Callable[[Finding], None]) -> list[Finding]:
     """Each family in processes of its own, forked from this one: a crash, or a model too large, is that family's."""
 
     def one(family: str) -> Finding:
-        finding = in_processes(family, step)
+        finding = in_processes(family)
         tell(finding)
         return finding
 
@@ -212,10 +192,10 @@ def survey(
         return list(pool.map(one, families))
 
 
-def in_processes(family: str, step: str) -> Finding:
+def in_processes(family: str) -> Finding:
     start = time.time()
     for seed in SEEDS:
-        finding = of_seed(family, seed, step)
+        finding = of_seed(family, seed)
         finding.near_ties = seed
         if not is_near_tie(finding):
             break
@@ -237,12 +217,12 @@ def is_near_tie(finding: Finding) -> bool:
     )
 
 
-def of_seed(family: str, seed: int, only: str) -> Finding:
+def of_seed(family: str, seed: int) -> Finding:
     with tempfile.TemporaryDirectory(prefix=f"survey_{family}_") as name:
         folder = Path(name)
         finding = read(
             family,
-            forked(lambda: alone(family, folder, seed, only), folder / "finding.json"),
+            forked(lambda: alone(family, folder, seed), folder / "finding.json"),
             folder,
         )
         if not finding.refused and "step" in finding.steps:
@@ -269,13 +249,13 @@ def read(family: str, pid: int, folder: Path) -> Finding:
     )
 
 
-def forked(work: Callable[[], str], result: Path) -> int:
+def forked(work: Callable[[], str], result: Path, max_bytes: int = BYTES) -> int:
     """The process that runs `work` and writes what it returns."""
     pid = os.fork()
     if pid:
         return pid
     try:
-        resource.setrlimit(resource.RLIMIT_AS, (BYTES, BYTES))
+        resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
         signal.alarm(SECONDS)
         with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
             result.write_text(work())
@@ -294,8 +274,8 @@ def wait(pid: int, result: Path) -> str:
 
 
 # ------------------------------------------------------------------------------------------------------- one process
-def alone(family: str, folder: Path, seed: int, only: str) -> str:
-    """The steps of one process, or `only` one of them -> the finding as JSON."""
+def alone(family: str, folder: Path, seed: int) -> str:
+    """The steps of one process -> the finding as JSON."""
     finding = Finding(family)
     try:
         save(tiny_model(family, seed), folder / "model")
@@ -308,7 +288,7 @@ def alone(family: str, folder: Path, seed: int, only: str) -> str:
         finding.native = first_line(error)
         return json.dumps(asdict(finding))
     (folder / "truth.json").write_text(json.dumps(step_of(truth)))
-    finding.native = "" if only else native_packing(folder, truth)
+    finding.native = native_packing(folder, truth)
     try:
         attention_specs(model.config, "cpu", torch.float32)
         install(model, ReferenceAttention())
@@ -330,8 +310,6 @@ def alone(family: str, folder: Path, seed: int, only: str) -> str:
         "fp8": lambda: from_fp8(folder),
     }
     for name, step in steps.items():
-        if only not in ("", name):
-            continue
         try:
             finding.steps[name] = step()
         except ConfigError as error:

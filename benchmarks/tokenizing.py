@@ -1,7 +1,7 @@
 """How fast are documents tokenized, against the tokenizer alone and against other trainers' `datasets.map`?
 
-    python benchmarks/tokenizing.py train.jsonl [--vocab-size 4096] [--repeats 5]
-    PYTHONPATH=P python benchmarks/tokenizing.py chats.jsonl --peers trl axolotl
+    python -m benchmarks.tokenizing train.jsonl [--repeats 5]
+    PYTHONPATH=P python -m benchmarks.tokenizing chats.jsonl --peers trl axolotl
     (pip install --target P --no-deps trl axolotl colorama addict)
 
 All sides get the same documents, tokenizer and template, and use the same threads. `tokenizer alone` is one call of the
@@ -15,10 +15,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +25,7 @@ from automodel_lite.data.reading.files import FilesDataset
 from automodel_lite.data.tokens.encode import Renderer
 from automodel_lite.data.tokens.tokenize import Job, tokenize_documents
 from automodel_lite.data.tokens.tokenizer import train_bpe_tokenizer
+from benchmarks.turns import ratio, take_turns
 
 Count = Callable[[], int]  # tokenizes everything; the number of tokens
 
@@ -36,14 +35,13 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("path")
-    parser.add_argument("--vocab-size", type=int, default=4096)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--peers", nargs="*", choices=("trl", "axolotl"), default=[])
     args = parser.parse_args()
 
     with tempfile.TemporaryDirectory() as cache_dir:
         documents = FilesDataset(args.path)
-        tokenizer = train_bpe_tokenizer(documents, args.vocab_size, cache_dir=cache_dir)
+        tokenizer = train_bpe_tokenizer(documents, 4096, cache_dir=cache_dir)
         renderer = Renderer(tokenizer, "assistant", {})
         rows = documents.train
         texts = [
@@ -63,31 +61,19 @@ def main() -> None:
         if args.peers:
             lines = Path(args.path).read_text().splitlines()
             chats = [{"messages": json.loads(line)["messages"]} for line in lines]
-            sides |= {
-                name: {"trl": trl, "axolotl": axolotl}[name](tokenizer, chats)
-                for name in args.peers
-            }
-        used: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
-        counts = set()
-        for _ in range(args.repeats):
-            for name, count in sides.items():
-                num_tokens, seconds = timed(count)
-                counts.add(num_tokens)
-                used[name].append(seconds)
-        assert len(counts) == 1, counts
-    cores = len(os.sched_getaffinity(0))
-    print(
-        f"{len(texts):,} documents, {num_tokens:,} tokens, {cores} cores, {args.repeats} repeats each"
-    )
-    print("                    wall s: tokens/s, of ours        CPU s: tokens/s, of ours  (spread)")
-    first = {kind: statistics.median(run[kind] for run in used["ours"]) for kind in (0, 1)}
-    for name, runs in used.items():
-        shown = f"{name:<16}"
-        for kind in (0, 1):
-            middle = statistics.median(run[kind] for run in runs)
-            shown += f"  {middle:8.2f}: {num_tokens / middle:>9,.0f} {first[kind] / middle:5.2f}"
-        spread = sorted(run[1] for run in runs)
-        print(f"{shown}  ({spread[0]:.2f} to {spread[-1]:.2f})")
+            peers = {"trl": trl, "axolotl": axolotl}
+            for name in args.peers:
+                sides[name] = peers[name](tokenizer, chats)
+        seconds, counts = take_turns(sides, args.repeats)
+    (num_tokens,) = set(counts.values())
+    print(f"{len(texts):,} documents, {num_tokens:,} tokens, {args.repeats} repeats")
+    for name, of_side in seconds.items():
+        middle = statistics.median(of_side)
+        spread = f"{min(of_side):.2f} to {max(of_side):.2f}"
+        print(
+            f"{name:<16} {middle:6.2f} CPU-s ({spread})  {num_tokens / middle:>9,.0f} tokens per CPU-s  "
+            f"ours is {ratio(of_side, seconds['ours'])}"
+        )
 
 
 def trl(tokenizer: Any, chats: list[dict[str, Any]]) -> Count:
@@ -131,13 +117,6 @@ def in_memory(chats: list[dict[str, Any]]) -> Any:
     datasets.disable_caching()
     datasets.disable_progress_bars()
     return datasets.Dataset.from_list(chats)
-
-
-def timed(call: Callable[[], Any]) -> tuple[Any, tuple[float, float]]:
-    """The result of a call, its wall seconds and CPU seconds (all threads)."""
-    wall, cpu = time.perf_counter(), time.process_time()
-    result = call()
-    return result, (time.perf_counter() - wall, time.process_time() - cpu)
 
 
 if __name__ == "__main__":

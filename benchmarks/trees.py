@@ -1,9 +1,8 @@
 """Rows that begin alike, against the same rows as trees: the step's time and tokens, in turns in one process.
 
-    OMP_NUM_THREADS=1 python benchmarks/trees.py [--models qwen3 qwen3_5] [--cases chat agent pair] [--turns 5]
-    python benchmarks/trees.py --plan 1000000      so many chats: trees made of some, lengths packed as rows and as trees
-    python benchmarks/trees.py --memory            of a step of an 8B model on 8 GPUs, a plain pack against packs of trees
-    python benchmarks/trees.py --traffic           bytes that gathered keys move, against one call per depth
+    OMP_NUM_THREADS=1 python -m benchmarks.trees [--turns 5]
+    python -m benchmarks.trees --plan 1000000      so many chats: trees made of some, lengths packed as rows and as trees
+    python -m benchmarks.trees --memory            of a step of an 8B model on 8 GPUs, a plain pack against packs of trees
 
 A step is forward and backward of the sum of the losses. `share` is the FLOPs of the rows over those of the trees, by
 the cost model that counts a run's TFLOP/s: layers per token, the head per labeled token (as many in both), attention
@@ -13,9 +12,9 @@ per query and key.
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -35,6 +34,7 @@ from automodel_lite.parts.trees import grow_trees
 from automodel_lite.telemetry.metrics import visible_pairs
 from automodel_lite.thd import IGNORE_INDEX, ThdBatch, to_thd
 from automodel_lite.training.plan import build_parts
+from benchmarks.turns import ratio, take_turns
 
 VOCAB = 2048
 MADE_CHATS = 500
@@ -90,32 +90,30 @@ def batch_of(rows: list[Row]) -> ThdBatch:
     return to_thd(join_packs(packs))
 
 
-def build(name: str, layers: int) -> torch.nn.Module:
+def build(name: str) -> torch.nn.Module:
     torch.manual_seed(0)
-    base = {**SIZES, "vocab_size": VOCAB, "num_hidden_layers": layers}
+    base = {**SIZES, "vocab_size": VOCAB, "num_hidden_layers": 4}
     if name == "qwen3":
         config = Qwen3Config(**base)
     else:
-        kinds = ["full_attention" if i % 4 == 3 else "linear_attention" for i in range(layers)]
+        kinds = ["linear_attention"] * 3 + ["full_attention"]
         config = Qwen3_5TextConfig(**base, **STATES, layer_types=kinds)
     model = AutoModelForCausalLM.from_config(config).train()
     install_attention(model)
     return model
 
 
-def step(model: torch.nn.Module, batch: ThdBatch) -> tuple[float, float]:
-    """Seconds and loss."""
+def step(model: torch.nn.Module, batch: ThdBatch) -> float:
+    """Returns the loss."""
     model.zero_grad()
-    start = time.process_time()
     hidden = model.model(**batch.model_inputs()).last_hidden_state[0]
     # only labeled rows meet the head, as in training
     logits = model.lm_head(hidden[batch.label_rows])
     weights = batch.columns.get("loss_weights", torch.ones(len(batch.labels)))[batch.label_rows]
-    loss = (
-        F.cross_entropy(logits, batch.labels[batch.label_rows], reduction="none") * weights
-    ).sum()
+    losses = F.cross_entropy(logits, batch.labels[batch.label_rows], reduction="none")
+    loss = (losses * weights).sum()
     loss.backward()
-    return time.process_time() - start, loss.item()
+    return loss.item()
 
 
 def flops(model: torch.nn.Module, batch: ThdBatch) -> float:
@@ -126,21 +124,17 @@ def flops(model: torch.nn.Module, batch: ThdBatch) -> float:
     return of_layers + head * len(batch.label_rows)
 
 
-def compare(name: str, layers: int, turns: int, chosen: list[str]) -> None:
-    model = build(name, layers)
+def compare(name: str, turns: int) -> None:
+    model = build(name)
     for case, rows in cases(np.random.default_rng(0)).items():
-        if case not in chosen:
-            continue
-        contestants = [batch_of(rows), batch_of(grow_trees(rows))]
-        losses = [step(model, batch)[1] for batch in contestants]
-        times = [[step(model, batch)[0] for batch in contestants] for _ in range(turns)]
-        ratio = statistics.median(a / b for a, b in times)
-        tokens = [batch.num_tokens for batch in contestants]
-        share = flops(model, contestants[0]) / flops(model, contestants[1])
+        of_rows, of_trees = batch_of(rows), batch_of(grow_trees(rows))
+        ways = {"rows": partial(step, model, of_rows), "trees": partial(step, model, of_trees)}
+        times, losses = take_turns(ways, turns)
+        share = flops(model, of_rows) / flops(model, of_trees)
         print(
-            f"{name:8s} {case:6s} {tokens[0]:6,} -> {tokens[1]:5,} tokens ({tokens[0] / tokens[1]:.2f})  "
-            f"share {share:.2f}  measured {ratio:.2f} ({ratio / share - 1:+.0%})  "
-            f"loss differs {abs(losses[0] / losses[1] - 1):.0e}",
+            f"{name:8s} {case:6s} {of_rows.num_tokens:6,} -> {of_trees.num_tokens:5,} tokens  "
+            f"share {share:.2f}  measured {ratio(times['rows'], times['trees'])}  "
+            f"loss differs {abs(losses['rows'] / losses['trees'] - 1):.0e}",
             flush=True,
         )
 
@@ -212,51 +206,19 @@ def full_of(rows: list[Row]) -> ThdBatch:
     return replace(batch, labels=labels, label_rows=torch.arange(MEMORY_TOKENS), columns={})
 
 
-def traffic() -> None:
-    """Bytes of keys, values, queries and outputs of a layer (bf16; Llama-3-8B's heads), forward and backward."""
-    num_q, num_kv, dim = 32, 8, 128
-    kv, q = 2 * num_kv * dim * 2, num_q * dim * 2
-    for case, rows in cases(np.random.default_rng(0)).items():
-        batch = batch_of(grow_trees(rows))
-        segments = batch.attention.segments
-        num_q_tokens, num_k_tokens = int(segments.cu_q[-1]), int(segments.cu_k[-1])
-        # gathered: keys written, read by the kernel, their gradients written and added up
-        gathered = num_k_tokens * kv * 4
-        depth = max_depth(batch)
-        # per depth: queries, outputs and fp32 sums read and written at each depth, keys where they lie
-        by_depth = depth * num_q_tokens * (2 * q + 4 * num_q * dim * 2) + 2 * num_q_tokens * kv
-        print(
-            f"{case:6s} keys gathered {gathered / 2**20:7.1f} MiB, one call per depth ({depth}) {by_depth / 2**20:7.1f} MiB"
-        )
-
-
-def max_depth(batch: ThdBatch) -> int:
-    """Most runs of the stream on any path."""
-    tree = batch.attention.tree
-    assert tree is not None
-    paths = tree.paths.split(batch.attention.segments.cu_k.diff().tolist())
-    return max(int((path.diff() != 1).sum()) + 1 for path in paths)
-
-
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--models", nargs="+", default=["qwen3", "qwen3_5"])
-    parser.add_argument("--cases", nargs="+", default=["chat", "agent", "pair"])
-    parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--plan", type=int)
     parser.add_argument("--memory", action="store_true")
-    parser.add_argument("--traffic", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     if arguments.plan:
         plan(arguments.plan)
     elif arguments.memory:
         memory()
-    elif arguments.traffic:
-        traffic()
     else:
-        for model_name in arguments.models:
-            compare(model_name, arguments.layers, arguments.turns, arguments.cases)
+        for model_name in ("qwen3", "qwen3_5"):
+            compare(model_name, arguments.turns)

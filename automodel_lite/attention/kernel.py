@@ -2,7 +2,7 @@
 
 The reference is SDPA per document, on any device and in any dtype: the CPU default, and the twin
 that every other kernel is tested against. No [T, T] mask exists at any time: at T = 4096 with 20
-documents that is several times less work (benchmarks/attention.py).
+documents that is several times less work.
 
 Legend: T tokens, H heads (Hq of the queries, Hkv of keys and values), D head dim; L tokens of one
 segment (Lq queries, Lk keys).
