@@ -10,7 +10,6 @@ loading and logging included. `--peers` holds one virtual environment a peer (to
 chooses its build):
 
     python -m venv P/trl     P/trl/bin/pip install torch==2.13.0;     P/trl/bin/pip install trl accelerate
-    python -m venv P/litgpt  P/litgpt/bin/pip install torch==2.13.0;  P/litgpt/bin/pip install litgpt
     python -m venv P/nemo    P/nemo/bin/pip install torch==2.13.0;    P/nemo/bin/pip install --no-deps nemo_automodel megatron-fsdp flashoptim
                              P/nemo/bin/pip install datasets mistral-common tiktoken torchao torchdata transformers
 """
@@ -59,7 +58,6 @@ CONTESTANTS = {
     "trl_packed": Contestant("trainers", "trl_packed", "trl"),
     "trl_padded": Contestant("trainers", "trl_padded", "trl"),
     "hf_padded": Contestant("trainers", "hf_padded", "trl"),
-    "litgpt_padded": Contestant("litgpt_padded", None, "litgpt"),
     "nemo_padded": Contestant("nemo_recipe", None, "nemo"),
 }
 
@@ -202,7 +200,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--data", required=True, help="JSON lines with question and answer")
     found.add_argument(
         "--peers",
-        help="folder with the environments trl, litgpt, nemo; left out: our own and the loops",
+        help="folder with the environments trl and nemo; left out: our own and the loops",
     )
     found.add_argument("--shape", default="small", choices=list(SHAPES))
     found.add_argument(
