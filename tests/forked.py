@@ -229,7 +229,8 @@ def _run_program(argv: list[str]) -> None:
             spec = find_spec(f"{what}.__main__")
         assert spec
         assert spec.origin
-        code = spec.loader.get_code(spec.name)  # type: ignore[union-attr]
+        # pytest's own loader, of modules of tests, has no get_code
+        code = compile(Path(spec.origin).read_bytes(), spec.origin, "exec")
         main.__spec__, main.__package__, main.__file__ = spec, spec.parent, spec.origin
         what = spec.origin
     sys.argv = [what, *rest]
