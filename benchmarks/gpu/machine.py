@@ -122,7 +122,8 @@ def ceilings(device: str, size: int = 8192) -> dict[str, Any]:
     target = torch.empty_like(source).fill_(0)
     products = [milliseconds(lambda: a @ b, repeats=repeats[0]) for _ in range(3)]
     if is_cuda:
-        for _ in range(2000):  # seconds of work, as the clocks are read by a program that takes one
+        # two seconds of work, as the clocks are read by a program that takes one
+        for _ in range(min(2000, int(2000 / statistics.median(products)))):
             a @ b
     meanwhile = clocks(device)
     copies = [milliseconds(lambda: target.copy_(source), repeats=repeats[1]) for _ in range(3)]

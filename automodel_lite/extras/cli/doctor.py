@@ -146,7 +146,8 @@ def measure_product(device: torch.device) -> tuple[float, str]:
     seconds = _timed(lambda: a @ a, 20 if is_cuda else 2, rounds=5)
     clocks = ""
     if is_cuda:
-        for _ in range(200):  # behind which the clocks are read
+        # two seconds of work, as the clocks are read by a program that takes one
+        for _ in range(min(2000, int(2 / seconds))):
             a @ a
         clocks = _smi("clocks.sm,clocks_event_reasons.active,temperature.gpu", device)
     return 2 * size**3 / seconds / 1e12, clocks
