@@ -167,6 +167,14 @@ def test_the_balance_of_experts_is_a_mean_over_labels_beside_any_loss(
     with open_client(experts, tmp_path / "run", *settings) as client:
         client.forward_backward(rows)
         assert client.optim_step().grad_norm == pytest.approx(norm, rel=1e-4)
+        # in two calls it is that of all labels where both count alike, or is refused
+        client.forward_backward(rows[:1])
+        if average == "rows":
+            with pytest.raises(ValueError, match="give all rows of a step to one forward_backward"):
+                client.forward_backward(rows[1:])
+            return
+        client.forward_backward(rows[1:])
+        assert client.optim_step(lr=0.0).grad_norm == pytest.approx(norm, rel=1e-4)
 
 
 # ---------------------------------------------- answers

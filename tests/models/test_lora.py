@@ -143,6 +143,18 @@ def test_an_adapter_of_the_embedding_is_trained_and_one_of_tied_weights_refused(
             Lora(r=4, target_modules=["q_proj", end]).adapt(tied, "base")
 
 
+@pytest.mark.parametrize("end", ["embed_tokens", "lm_head"])
+def test_a_saved_adapter_of_tied_weights_is_not_continued(end: str, tmp_path: Path):
+    """Trained and saved it was itself; merged it changed the other end, too."""
+    wrapped = peft.get_peft_model(tiny_llama(), peft.LoraConfig(target_modules=["q_proj", end]))
+    wrapped.save_pretrained(str(tmp_path), save_embedding_layers=False)
+    Lora(adapter=str(tmp_path)).adapt(tiny_llama(), "base")
+    tied = tiny_llama()
+    tied.lm_head.weight = tied.model.embed_tokens.weight
+    with pytest.raises(ConfigError, match="embedding and head share a weight"):
+        Lora(adapter=str(tmp_path)).adapt(tied, "base")
+
+
 def test_saved_adapter_loads_in_plain_peft(tmp_path: Path):
     tiny_llama().save_pretrained(tmp_path / "base")
     model = tiny_llama()

@@ -111,6 +111,27 @@ def test_wrong_rewards_of_a_file_get_a_sentence(folder: str, tmp_path: Path) -> 
             )
 
 
+def test_a_held_out_set_of_equal_rewards_is_validated(folder: str, tmp_path: Path) -> None:
+    """It has nothing to teach and ended the run, although only the training rows are learnt from."""
+    equal = tmp_path / "equal.jsonl"
+    equal.write_text("\n".join(json.dumps(row | {"reward": 1.0}) for row in rewarded()))
+    chosen = [*settings(folder, tmp_path / "rows.jsonl", rewarded()), f"+dataset.val_path={equal}"]
+    quick = ("training.max_steps=1", "training.val_every_steps=1", "checkpoint.export_hf=false")
+    rows = train("policy", tmp_path / "run", *chosen, *quick, "name=x")
+    assert [row["val_loss/val"] for row in rows if "val_loss/val" in row] == [0.0]
+
+
+def test_a_mixture_of_rewards_gets_a_sentence(folder: str, tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    chosen = settings(folder, file, rewarded())
+    target = "automodel_lite.data.reading.files.FilesDataset"
+    source = f"{{dataset:{{_target_:{target},path:{file}}}}}"
+    chosen = [x for x in chosen if not x.startswith("dataset")]
+    chosen += ["dataset=mixture", f"dataset.sources={{a:{source},b:{source}}}"]
+    with pytest.raises(ConfigError, match=r"bring `advantages` in place of `reward`"):
+        train_ft.main(config_of("policy", tmp_path / "run", *chosen, "name=x"))
+
+
 @pytest.mark.parametrize("column", ["advantages", "old_log_probs"])
 @pytest.mark.parametrize("place", [0, 3])
 def test_a_row_without_what_others_bring_is_refused(

@@ -189,17 +189,18 @@ class TrainingClient:
         loss = loss_model.loss if loss is None else self._checked(loss)
         packed = self._pack(_as_groups(groups), loss)
         recording = _Recording(loss)
+        whole = list(self.engine.micro_batches(packed.packs, loss))
+        num_items = self.engine.count_items(whole, loss)
+        if loss_model.balance is not None:
+            # it counts labels, and is divided by the items with the loss
+            num_labels = self.engine.count_items(whole, CrossEntropy())
+            if num_labels:
+                self._check_balance(num_items / num_labels)
+                loss_model.items_per_label = num_items / num_labels
         self._num_calls += 1
         seed_all(self.config.seed, self._num_calls, self.mesh.token_rank)
         self._is_broken = True
-        whole = list(self.engine.micro_batches(packed.packs, loss))
         placed = [self.engine.place(batch).to(self.mesh.device) for batch in whole]
-        num_items = self.engine.count_items(whole, loss)
-        if (
-            loss_model.balance is not None
-        ):  # it counts labels, and is divided by the items with the loss
-            num_labels = self.engine.count_items(whole, CrossEntropy())
-            loss_model.items_per_label = num_items / (num_labels or 1)
         sums = self.engine.forward_backward(placed, loss=recording)
         totals = {name: float(value) for name, value in self.engine.total(sums).items()}
         log_probs = self._of_rows(packed, recording.found)
@@ -490,6 +491,18 @@ class TrainingClient:
                 "teacher=pretrained teacher.pretrained=... and this loss."
             )
         return loss
+
+    def _check_balance(self, items_per_label: float) -> None:
+        """Raises ValueError where the balance of all calls of a step would not be a mean over
+        their labels.
+        """
+        own = self.engine.model.loss_model.items_per_label
+        if self._has_gradients and not math.isclose(items_per_label, own, rel_tol=1e-6):
+            raise ValueError(
+                f"model.router_aux_loss is a mean over the labels of a step, and this loss counts "
+                f"{items_per_label:.3g} items per label of these rows, {own:.3g} of the call "
+                "before: give all rows of a step to one forward_backward."
+            )
 
     def _check_whole(self, doing: str) -> None:
         if self._is_broken:

@@ -180,7 +180,10 @@ class Lora:
     def _wrap(
         self, model: transformers.PreTrainedModel, config: peft.LoraConfig, base: str
     ) -> peft.PeftModel:
-        """Puts the adapter's layers into `model`, in place."""
+        """Puts the adapter's layers into `model`, in place. Raises ConfigError for one of an
+        embedding and a head that share a weight: merged, it would change the other, too.
+        """
+        is_tied = model.get_input_embeddings().weight is output_head(model).weight
         try:
             # peft makes its own layers where the base's are, and on the meta device their numbers
             # would be lost: there, one number is expanded, of the right shape and dtype and without
@@ -198,6 +201,15 @@ class Lora:
             lambda p: p.untyped_storage().nbytes() < p.numel() * p.element_size(),
             lambda p: torch.empty(p.shape, dtype=p.dtype, device="meta"),
         )
+        ends = {"embedding": model.get_input_embeddings(), "head": output_head(model)}
+        for name, module in ends.items():
+            if is_tied and isinstance(module, BaseTunerLayer):
+                raise ConfigError(
+                    f"peft.adapter={self.adapter} adapts the {name} of model.pretrained={base}, "
+                    "whose embedding and head share a weight, so that it could not be merged: "
+                    "begin a new adapter with peft.modules_to_save=[lm_head], or take a base whose "
+                    "config.json has tie_word_embeddings=false."
+                )
         # Without peft's cast of a layer's input to its adapter's fp32, which autocast casts back: a
         # 1B model at 8,192 tokens moves 289 GB per step with both casts and 225 without (counted).
         for module in model.modules():

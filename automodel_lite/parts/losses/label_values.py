@@ -45,6 +45,7 @@ from automodel_lite.models.fused_head import RowFunction
 from automodel_lite.models.loss import Loss, check_columns, label_log_probs
 from automodel_lite.parallel.mesh import Mesh
 from automodel_lite.parts.losses.distillation import DistillTopK
+from automodel_lite.parts.losses.policy import check_something_to_learn
 from automodel_lite.progress import Progress, print_above_bars
 from automodel_lite.run import durable
 from automodel_lite.run.weight_files import adapter_files, model_files
@@ -75,6 +76,12 @@ def check_loss(data: PackSource, loss: Loss) -> None:
     if isinstance(data, PlannedPacks):
         for of_set, packs in {"train": data.packs_of(0), **data.val_packs}.items():
             _check_whole(of_set, packs.rows)
+        if loss.derived(data.columns) and hasattr(data.tokens.train, "sources"):
+            raise ConfigError(
+                "dataset=mixture: the rewards of one set of rows are compared, and a mixture draws "
+                "from several: bring `advantages` in place of `reward` (policy.advantages_of makes "
+                "them), or train on one of the sets."
+            )
     made = set(loss.required & MADE_HERE)
     made |= loss.derived(data.columns)
     check_columns(loss, {*data.columns, *made})
@@ -117,9 +124,12 @@ def with_values(data: PackSource, engine: Engine, built: BuiltModel, config: Con
 
         def derive(name: str, rows: DocumentReader) -> Columns:
             try:
-                return loss.derive(rows.flat.columns, rows.flat.offsets)
+                made = loss.derive(rows.flat.columns, rows.flat.offsets)
+                if name == "train":
+                    check_something_to_learn(made["advantages"])
             except ValueError as error:
                 raise DataError(f"{config.dataset.get('path')}, {name}: {error}") from None
+            return made
 
         data = data.with_columns(derive)
     if loss.needs_reference:

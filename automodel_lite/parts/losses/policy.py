@@ -113,7 +113,9 @@ class PolicyLoss(Loss):
     def derive(
         self, columns: Mapping[str, np.ndarray], offsets: np.ndarray
     ) -> dict[str, np.ndarray]:
-        """Returns the advantages at the labels of rows that bring rewards and groups."""
+        """Returns the advantages at the labels of rows that bring rewards and groups; all 0 where
+        the rewards of each group are equal, which a held-out set may have.
+        """
         at_R = np.flatnonzero(np.asarray(columns["labels"]) != IGNORE_INDEX)
         # rows of a tree share no label, as their numbers differ there
         _, first_M, row_R = np.unique(
@@ -128,7 +130,7 @@ class PolicyLoss(Loss):
                 "rewards are compared among the rows that answer the same prompt."
             )
         advantages_T = np.zeros(int(offsets[-1]), np.float32)
-        advantages_T[at_R] = advantages_of(rewards_M, groups_M, self.advantage)[row_R]
+        advantages_T[at_R] = _compared(rewards_M, groups_M, self.advantage)[row_R]
         return {"advantages": advantages_T}
 
     @abstractmethod
@@ -270,6 +272,22 @@ def advantages_of(rewards: ArrayLike, groups: ArrayLike, kind: Advantage = "grpo
     >>> advantages_of([1.0, 0.0, 0.0, 0.0], "aabb", "dr_grpo")
     array([ 0.5, -0.5,  0. ,  0. ])
     """
+    advantages_M = _compared(rewards, groups, kind)
+    check_something_to_learn(advantages_M)
+    return advantages_M
+
+
+def check_something_to_learn(advantages: np.ndarray) -> None:
+    """Raises ValueError where all are 0."""
+    if not advantages.any():
+        raise ValueError(
+            "the rewards of each group are equal, so all advantages are 0 and there is nothing to "
+            "learn: draw several answers to a prompt, and prompts of which some answers are right "
+            "and some wrong."
+        )
+
+
+def _compared(rewards: ArrayLike, groups: ArrayLike, kind: Advantage) -> np.ndarray:
     rewards_M = np.asarray(rewards, np.float64)
     if not np.isfinite(rewards_M).all():
         row = int(np.argmin(np.isfinite(rewards_M)))
@@ -280,12 +298,6 @@ def advantages_of(rewards: ArrayLike, groups: ArrayLike, kind: Advantage = "grpo
     means = np.bincount(group_M, rewards_M)[group_M] / sizes
     distances = rewards_M - means
     distances[np.abs(distances) < 1e-12] = 0.0
-    if not distances.any():
-        raise ValueError(
-            f"the rewards of each of {group_M.max() + 1} groups are equal, so all advantages are 0 "
-            "and there is nothing to learn: draw several answers to a prompt, and prompts of which "
-            "some answers are right and some wrong."
-        )
     others = np.maximum(sizes - 1, 1)
     if kind == "leave_one_out":
         return distances * sizes / others
