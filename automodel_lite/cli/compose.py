@@ -138,7 +138,7 @@ class Loader(ConfigLoaderImpl):
         # to choose an option is to take another file, whatever it holds
         values = [text for text in self.typed if not is_choice(text, self.known)]
         own = without_hydra(raw)
-        plain = OmegaConf.to_container(own, resolve=False)
+        plain = OmegaConf.to_container(own)
         typed = partial(is_typed, overrides=values)
         problems = [*permission_problems(own, typed), *environment_problems(own, typed)]
         if problems:
@@ -207,7 +207,7 @@ def _of_base() -> list[tuple[str, Any]]:
 
 def _of_hydra(file: Any) -> list[tuple[str, Any]]:
     """Returns the settings of Hydra in a file: keys with dots, and their values."""
-    block = OmegaConf.to_container(OmegaConf.masked_copy(file, "hydra"), resolve=False)
+    block = OmegaConf.to_container(OmegaConf.masked_copy(file, "hydra"))
     return [*flatten(block)]
 
 

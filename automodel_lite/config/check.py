@@ -48,7 +48,6 @@ _NAMES: dict[Any, str] = {
     type(None): "null",
 }
 ELSEWHERE = yaml.safe_load(Path(__file__).with_name("elsewhere.yaml").read_text(encoding="utf-8"))
-_SCHEMA = OmegaConf.structured(Config)  # a quarter of a check, and each merge copies it
 _FIRST_OPTION = {"model": "pretrained", "dataset": "path", "optimizer": "lr"}
 
 
@@ -61,14 +60,14 @@ def check_config(raw: DictConfig, extra: type | None = None) -> Config:
     Finds unknown keys, wrong types, missing values, unset environment variables and broken `${}`
     before anything is loaded.
     """
-    raw = OmegaConf.create(with_options(OmegaConf.to_container(raw, resolve=False)))
+    raw = OmegaConf.create(with_options(OmegaConf.to_container(raw)))
     if is_dataclass(extra) and isinstance(raw.get("extra", {}), Mapping):
         raw.extra = OmegaConf.merge(
             OmegaConf.to_container(OmegaConf.structured(extra)), raw.get("extra", {})
         )
     if problems := list(_unresolved(raw)):
         # what is missing may be there under a misspelled name
-        literal: Any = OmegaConf.to_container(raw, resolve=False)
+        literal: Any = OmegaConf.to_container(raw)
         typos = [line for line in _schema_problems(literal, Config, "") if ": unknown key" in line]
         raise ConfigError("\n".join(typos + problems))
     plain: Any = OmegaConf.to_container(raw, resolve=True)
@@ -81,12 +80,12 @@ def check_config(raw: DictConfig, extra: type | None = None) -> Config:
             f"{leaf}={format_value(value)}: unknown key: this recipe has no keys of its own."
         )
     problems.sort(key=lambda line: ": unknown key" not in line)  # typos first
-    allowed = OmegaConf.select(raw, "security.allow_targets", throw_on_missing=False) or []
+    allowed = OmegaConf.select(raw, "security.allow_targets") or []
     parts = [
         (key, node) for key, node in walk(plain) if isinstance(node, dict) and "_target_" in node
     ]
     problems += _target_problems(parts, allowed)
-    exchange = OmegaConf.select(raw, "mesh.cp_exchange", throw_on_missing=False)
+    exchange = OmegaConf.select(raw, "mesh.cp_exchange")
     if ":" in str(exchange) and (text := code_problem("mesh.cp_exchange", exchange, allowed)):
         problems.append(text)
     problems += [*_unsound_values(plain), *_missing_parts(plain)]
@@ -97,16 +96,31 @@ def check_config(raw: DictConfig, extra: type | None = None) -> Config:
             problems += _part_problems(key, part, allowed)
     if problems:
         raise ConfigError("\n".join(problems))
-    return typing.cast(Config, OmegaConf.to_object(OmegaConf.merge(_SCHEMA, plain)))
+    config = Config()
+    _set_values(config, plain)
+    return config
+
+
+def _set_values(group: Any, values: Mapping[str, Any]) -> None:
+    """Sets values, which were checked, in a group: an int may stand for a float.
+
+    OmegaConf, which checks each once more, takes half of a whole check.
+    """
+    for key, value in values.items():
+        default = getattr(group, key)
+        if is_dataclass(default):
+            _set_values(default, value)
+        else:
+            setattr(group, key, float(value) if isinstance(default, float) else value)
 
 
 def _unresolved(raw: DictConfig) -> Iterator[str]:
     """Missing values (`???`) and interpolations that do not resolve, each with its key; not those
     that point to one.
     """
-    literal = OmegaConf.to_container(raw, resolve=False)
+    literal: Any = OmegaConf.to_container(raw)
     missing = [key for key, value in walk(literal) if value == "???"]
-    missing += [] if "name" in list(raw) else ["name"]
+    missing += [] if "name" in literal else ["name"]
     broken: dict[str, str] = {}  # key -> `value: cause`
     for key, value in walk(literal):
         if isinstance(value, str) and "${" in value:
@@ -142,7 +156,7 @@ def _schema_problems(node: Mapping[str, Any], schema: type, prefix: str) -> Iter
         if key not in hints:
             leaf, leaf_value = _first_leaf(path, value)
             # `extra` is a recipe's own group: the keys of Config are none of it
-            if schema is not Config and prefix.startswith("extra."):
+            if prefix.startswith("extra."):
                 hint = did_you_mean(leaf, known_keys(schema, prefix))
             else:
                 hint = _did_you_mean_key(leaf, [*known_keys(), *_options(node)])
@@ -215,11 +229,9 @@ def _missing_parts(plain: dict[str, Any]) -> Iterator[str]:
     """Groups that name no code: those that a run cannot be without, `~optimizer`, and options of
     none, `peft.r=8`.
     """
-    for group in [
-        key
-        for key, hint in typing.get_type_hints(Config).items()
-        if hint == Part and key != "extra"
-    ]:
+    for group, hint in typing.get_type_hints(Config).items():
+        if hint != Part or group == "extra":
+            continue
         part = plain.get(group)
         is_part = isinstance(part, dict) and "_target_" in part
         if group in NEEDED and not is_part:

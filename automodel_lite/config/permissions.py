@@ -50,7 +50,7 @@ def permission_problems(raw: DictConfig, is_typed: IsTyped) -> Iterator[str]:
     """Yields a sentence for each permission that a file grants, and each place that it sends
     results to.
     """
-    for key, value in flatten(OmegaConf.to_container(raw, resolve=False)):
+    for key, value in flatten(OmegaConf.to_container(raw)):
         if value and needs_the_command_line(key) and not is_typed(key):
             yield f"{key} is set in a file, but only the command line may set it: {key}=... ."
 

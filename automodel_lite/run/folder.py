@@ -89,9 +89,8 @@ class RunFolder:
         settings.
         """
         self.check_place()
-        if not self.config.is_file():
-            return
-        if not self.checkpoints.is_dir() or config.checkpoint.accept_changes:
+        is_run = self.config.is_file() and self.checkpoints.is_dir()
+        if config.checkpoint.accept_changes or not is_run:
             return
         if changes := self._changes(config):
             lines = [f"{self.path} was started with different settings:"]
@@ -107,7 +106,7 @@ class RunFolder:
         """Settings that shape the numbers and differ; one that the run's version did not know yet
         had its default.
         """
-        defaults = OmegaConf.to_container(OmegaConf.structured(Config))
+        defaults = asdict(Config())
         saved: Any = OmegaConf.to_container(
             OmegaConf.merge(defaults, with_options(saved_config(self.config)))
         )
@@ -387,7 +386,7 @@ def _choices() -> frozenset[str]:
 
 def config_yaml(config: Config) -> str:
     """Returns the resolved configuration as it is kept beside results."""
-    return OmegaConf.to_yaml(OmegaConf.create(plain(config)))
+    return OmegaConf.to_yaml(plain(config))
 
 
 def saved_config(path: Path) -> dict[str, Any]:

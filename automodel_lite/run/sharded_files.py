@@ -20,12 +20,14 @@ import json
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from automodel_lite.compat import StridedShard
@@ -100,7 +102,7 @@ def own_parts(
         if isinstance(tensor, DTensor):
             # of meshes side by side (tensor parallelism replicates norms) the one that rank 0 is in
             # writes
-            first = int(tensor.device_mesh.mesh.flatten()[0])
+            first = int(_ranks_of(tensor.device_mesh).flatten()[0])
             is_mine = first == 0
         for size, stride, dim, coordinate in _axes(tensor):
             if dim is not None:
@@ -122,19 +124,22 @@ def _axes(tensor: Tensor) -> Iterator[tuple[int, int, int | None, int]]:
     """
     if not isinstance(tensor, DTensor):
         return
-    ranks = tensor.device_mesh.mesh
+    ranks = _ranks_of(tensor.device_mesh)
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None
     placements = tensor.placements
     # False sorts first
     for axis in sorted(range(ranks.ndim), key=lambda at: isinstance(placements[at], StridedShard)):
-        size = ranks.shape[axis]
-        # ranks that differ in this coordinate alone
-        along = ranks.movedim(axis, 0).reshape(size, -1)[:, 0]
-        stride = int(along[-1] - along[0]) // max(size - 1, 1)
+        # between ranks that differ in this coordinate alone; the sum of none is 0
+        stride = int(ranks.diff(dim=axis).flatten()[:1].sum())
         placement = placements[axis]
         dim = placement.dim if isinstance(placement, (Shard, StridedShard)) else None
-        yield size, stride, dim, coordinate[axis]
+        yield ranks.shape[axis], stride, dim, coordinate[axis]
+
+
+@cache  # torch computes it anew each time: a millisecond of each tensor
+def _ranks_of(mesh: DeviceMesh) -> Tensor:
+    return mesh.mesh
 
 
 def write_parts(folder: Path, rank: int, parts: Mapping[str, Tensor]) -> tuple[str, str] | None:
