@@ -81,7 +81,7 @@ class Case:
 
 def case_of(family: str, path: Path, names: tuple[str, ...]) -> Case:
     folder, groups = save_model(family, path), make_groups()
-    return Case(folder, {name: truth(folder, LOSSES[name], groups) for name in names})
+    return Case(folder, truths(folder, names, groups))
 
 
 def make_groups() -> list[list[Row]]:
@@ -166,27 +166,30 @@ def plain(lm: Any, row: Row) -> Tensor:
     return logits.log_softmax(-1)[labels != -100].gather(1, labels[labels != -100][:, None])[:, 0]
 
 
-def truth(
-    folder: str, loss: Loss, groups: list[list[Row]]
-) -> tuple[float, int, dict[str, Tensor], list[Tensor]]:
-    """Loss, the sum of what rows add to it by size, what it counts, gradients and log-probabilities of plain transformers in fp64."""
+def truths(folder: str, names: tuple[str, ...], groups: list[list[Row]]) -> dict[str, Truth]:
+    """Of each loss: its value, the sum of what rows add to it by size, what it counts, gradients and log-probabilities of plain
+    transformers in fp64. All losses are of the same forward passes, a row at a time.
+    """
     lm = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float64, experts_implementation="eager"
     )
-    total, size, num_items, found = 0.0, 0.0, 0, []
-    for row in (row for group in groups for row in group):
-        found.append(plain(lm, row))
-        value, counted = textbook(loss, row, found[-1])
-        value.backward()
-        total, size = total + float(value.detach()), size + abs(float(value.detach()))
-        num_items += counted
-    return (
-        total,
-        size,
-        num_items,
-        {n: p.grad.numpy() for n, p in lm.named_parameters() if p.grad is not None},
-        [x.detach().numpy() for x in found],
-    )
+    rows = [row for group in groups for row in group]
+    found = [plain(lm, row) for row in rows]
+    log_probs = [x.detach().numpy() for x in found]
+    by_name = {}
+    for name in names:
+        values, counted = zip(*(textbook(LOSSES[name], row, x) for row, x in zip(rows, found)))
+        total = torch.stack(values).sum()
+        lm.zero_grad()
+        total.backward(retain_graph=True)
+        by_name[name] = (
+            total.item(),
+            sum(abs(value.item()) for value in values),
+            sum(counted),
+            {n: p.grad.numpy().copy() for n, p in lm.named_parameters() if p.grad is not None},
+            log_probs,
+        )
+    return by_name
 
 
 def gradients(client: TrainingClient) -> dict[str, Tensor]:
