@@ -144,8 +144,7 @@ class Loader(ConfigLoaderImpl):
         if problems:
             raise ConfigError("\n".join(problems))
         with open_dict(raw):
-            for key, value in with_options(plain).items():
-                raw[key] = value
+            raw.update(with_options(plain))
         return raw
 
     def _remove_keys(self, raw: DictConfig) -> None:

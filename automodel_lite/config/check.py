@@ -23,6 +23,7 @@ from automodel_lite.config.components import (
     CodePath,
     check_origin,
     code_problem,
+    flatten,
     locate,
     own_targets,
     target_problem,
@@ -321,9 +322,7 @@ def known_keys(schema: type = Config, prefix: str = "") -> Iterator[str]:
 
 def _first_leaf(path: str, value: Any) -> tuple[str, Any]:
     """`optimizr`, {"lr": 1} -> `optimizr.lr`, 1: the key as it was typed."""
-    return next(
-        (key, leaf) for key, leaf in walk(value, path) if not isinstance(leaf, dict) or not leaf
-    )
+    return next(flatten(value, path))
 
 
 def value_problems(path: str, value: Any, hint: Any) -> Iterator[str]:

@@ -353,8 +353,8 @@ def versions() -> dict[str, str]:
         if path.suffix in (".py", ".yaml", ".json", ".jinja"):
             code.update(path.relative_to(package).as_posix().encode() + path.read_bytes())
     libraries = ("torch", "transformers", "tokenizers", "datasets", "numpy")
-    found = {f"version of {name}": metadata.version(name) for name in libraries}
-    return found | {
+    return {
+        **{f"version of {name}": metadata.version(name) for name in libraries},
         "version of python": platform.python_version(),
         "files of automodel_lite": code.hexdigest()[:12],
     }
