@@ -59,6 +59,9 @@ with socket.socket(socket.AF_UNIX) as server:
 
 
 def main(num_workers: str, *arguments: str) -> int:
+    # interpreters that tests start read the compiled files of this process: each would compile all again
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
     with redirect_stdout(io.StringIO()):  # what cannot be collected is told by the session below
         code = pytest.main([*arguments, "--collect-only"])
     if (
