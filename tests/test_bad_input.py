@@ -246,16 +246,18 @@ def test_a_teacher_is_named_by_its_own_settings(model_folder: Path, tmp_path: Pa
 
 
 def test_validation_without_anything_held_out_is_noted(tmp_path: Path) -> None:
-    make = rows(LINES, "training.max_steps=1", "checkpoint.every_steps=0")
+    make = rows(LINES, "training.max_steps=1", "checkpoint.every_steps=0", "dataset.val_frac=0")
     note = "NOTE: training.val_every_steps=5 has nothing to validate on: hold out a part, "
     for more, is_noted in (
         (["training.val_every_steps=5"], True),
+        (["training.val_every_steps=5", "dry_run=true"], True),
         (["training.val_every_steps=0"], False),
         (["training.val_every_steps=5", "dataset.val_frac=0.2"], False),
-        (["training.val_every_steps=5", "samples.prompts=[hi]"], False),
+        (["training.val_every_steps=5", "samples.prompts=[hi]", "samples.max_new_tokens=1"], False),
     ):
-        options = [*make(tmp_path), "dataset.val_frac=0", *more, "dry_run=true"]
-        assert (note in train_quick(tmp_path / "run", *options)[1]) == is_noted, more
+        run = tmp_path / "-".join(more).replace("/", "")
+        screen = train_quick(run, *make(tmp_path), *more)[1]
+        assert (note in screen) == is_noted, more
 
 
 def test_a_tokenizer_without_a_pad_token_trains(model_folder: Path, tmp_path: Path) -> None:

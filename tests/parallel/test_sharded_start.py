@@ -228,6 +228,7 @@ def test_a_rank_without_an_expert(tmp_path: Path) -> None:
     ]
     settings += [
         "training.num_epochs=null",
+        "training.max_steps=3",
         "optimizer.lr=1e-4",
         "checkpoint.export_hf=true",
         "lr_scheduler=constant",

@@ -46,6 +46,9 @@ SMALL = (
 )
 
 
+NO_EXPORT = "checkpoint.export_hf=false"
+
+
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Pairs with prompts of several lengths."""
@@ -99,7 +102,7 @@ def test_dpo_begins_at_ln_2_and_learns_to_prefer(trained: Path) -> None:
 
 @pytest.mark.parametrize("loss", ["loss=simpo", "loss=orpo"])
 def test_losses_without_a_reference_learn_to_prefer(loss: str, pairs: Path, tmp_path: Path) -> None:
-    rows = dpo(tmp_path / "run", pairs, loss)
+    rows = dpo(tmp_path / "run", pairs, loss, NO_EXPORT)
     assert curve(rows)[-1] < curve(rows)[0] - 0.01
     margins = curve(rows, "loss/reward_margin")
     assert margins[-1] > margins[0]
@@ -109,9 +112,10 @@ def test_losses_without_a_reference_learn_to_prefer(loss: str, pairs: Path, tmp_
 @pytest.fixture(scope="module")
 def one(pairs: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
     folder = tmp_path_factory.mktemp("one") / "run"
-    return dpo(folder, pairs, "packed_sequence.slot_multiple=4")
+    return dpo(folder, pairs, *OF_LAYOUTS)
 
 
+OF_LAYOUTS = ("packed_sequence.slot_multiple=4", "training.max_steps=2", NO_EXPORT)
 LAYOUTS = {"dp 2": "mesh.strategy=ddp", "fsdp 2": "mesh.strategy=fsdp", "cp 2": "mesh.cp=2"}
 
 
@@ -124,7 +128,8 @@ LAYOUTS = {"dp 2": "mesh.strategy=ddp", "fsdp 2": "mesh.strategy=fsdp", "cp 2": 
 )
 def test_two_ranks_prefer_as_one(layout: str, one: list[Row], pairs: Path, tmp_path: Path) -> None:
     """Slots of a multiple of 4 give the packs that context parallelism needs to all."""
-    two = dpo(tmp_path / "two", pairs, "packed_sequence.slot_multiple=4", layout, world_size=2)
+    two = dpo(tmp_path / "two", pairs, *OF_LAYOUTS, layout, world_size=2)
+    assert len(curve(two)) == 2
     assert curve(two) == pytest.approx(curve(one), abs=1e-5)
     assert curve(two, "loss/reward_margin") == pytest.approx(
         curve(one, "loss/reward_margin"), abs=1e-4
@@ -138,7 +143,7 @@ def test_a_resumed_run_is_the_same_bit_for_bit(trained: Path, pairs: Path, tmp_p
     shutil.rmtree(tmp_path / "parts" / "checkpoints" / "step_00000004")
     shutil.rmtree(tmp_path / "parts" / "hf")
     (tmp_path / "parts" / "STATUS.json").unlink()
-    parts = curve(dpo(tmp_path / "parts", pairs))
+    parts = curve(dpo(tmp_path / "parts", pairs, NO_EXPORT))
     assert len(whole) == len(parts) == 4
     assert parts == whole
 

@@ -16,13 +16,19 @@ from recipes.train_ft import TrainFinetuneRecipe, main
 from tests.ranks import run_ranks
 from tests.runs import config_of, losses, rows_of, train
 
-LAYOUT = ("training.global_batch_size=8", "packed_sequence.slot_multiple=8", "training.max_steps=3")
+NO_EXPORT = "checkpoint.export_hf=false"
+LAYOUT = (
+    "training.global_batch_size=8",
+    "packed_sequence.slot_multiple=8",
+    "training.max_steps=2",
+    NO_EXPORT,
+)
 EVERY_2_LAYERS = ("advanced.recompute_every_layers=2",)
 
 
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[float, float]]:
-    """Losses and gradient norms of three steps on one process, micro-batches of one pack."""
+    """Losses and gradient norms of two steps on one process, micro-batches of one pack."""
     return losses(train("smoke", tmp_path_factory.mktemp("one") / "run", *LAYOUT))
 
 
@@ -87,6 +93,7 @@ def test_every_layout_gives_the_same_loss_and_gradient_norm(
 
 def test_packed_and_unpacked_documents_give_the_same_loss_and_gradient_norm(tmp_path: Path) -> None:
     whole_set = ["dataset.num_chats=40", "training.global_batch_size=64", "training.max_steps=2"]
+    whole_set.append(NO_EXPORT)
     packed = losses(train("smoke", tmp_path / "packed", *whole_set))
     unpacked = losses(train("smoke", tmp_path / "unpacked", *whole_set, "packed_sequence=none"))
     padded = ["packed_sequence=none", "training.micro_batch_size=8"]
@@ -101,6 +108,7 @@ def test_a_short_last_step_counts_every_document_once(tmp_path: Path) -> None:
         "training.num_epochs=1",
         "training.global_batch_size=12",
         "training.allow_few_steps=true",
+        NO_EXPORT,
     ]
     alone = train("smoke", tmp_path / "alone", *epoch)
     pair = train("smoke", tmp_path / "pair", *epoch, "training.micro_batch_size=3", world_size=2)
@@ -138,7 +146,7 @@ def _run_until_stopped(
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.system)])
 def test_a_stopped_run_continues_bit_for_bit(tmp_path: Path, world_size: int) -> None:
     # several epochs in six steps
-    overrides = ("packed_sequence.repack_each_epoch=true", "dataset.num_chats=30")
+    overrides = ("packed_sequence.repack_each_epoch=true", "dataset.num_chats=30", NO_EXPORT)
     whole = losses(train("smoke", tmp_path / "whole", *overrides, world_size=world_size))
     folder = tmp_path / "stopped"
     run_ranks(_run_until_stopped, world_size, folder, overrides)
@@ -169,7 +177,7 @@ def test_the_exported_folder_is_the_trained_model(tmp_path: Path) -> None:
 
 
 def test_an_exported_folder_is_fine_tuned_further(tmp_path: Path) -> None:
-    train("smoke", tmp_path / "first")
+    train("smoke", tmp_path / "first", "training.max_steps=1")
     csv = tmp_path / "sums.csv"
     csv.write_text(
         "question,answer\n" + "".join(f"What is {a} plus one?,{a + 1}\n" for a in range(200))
@@ -203,7 +211,7 @@ def test_options_that_no_preset_chooses_train(option: str, tmp_path: Path) -> No
         option,
         *size,
         "training.max_steps=1",
-        "checkpoint.export_hf=false",
+        NO_EXPORT,
     )
     assert rows[-1]["step"] == 1
     if size:
@@ -215,9 +223,9 @@ def test_a_finished_run_says_so_and_a_changed_setting_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "run"
-    train("smoke", folder)
-    assert main(config_of("smoke", folder)) == 0
-    assert f"{folder} is finished (step 6): nothing to do." in capsys.readouterr().out
+    train("smoke", folder, "training.max_steps=2")
+    assert main(config_of("smoke", folder, "training.max_steps=2")) == 0
+    assert f"{folder} is finished (step 2): nothing to do." in capsys.readouterr().out
     free = [
         "dataloader.num_workers=1",
         "tokenize.num_proc=2",
@@ -225,11 +233,11 @@ def test_a_finished_run_says_so_and_a_changed_setting_is_refused(
         "checkpoint.keep_last=9",
     ]
     with pytest.raises(ConfigError) as refused:
-        main(config_of("smoke", folder, "optimizer.lr=0.5", "training.max_steps=8", *free))
+        main(config_of("smoke", folder, "optimizer.lr=0.5", "training.max_steps=3", *free))
     assert str(refused.value) == (
         f"{folder} was started with different settings:\n  optimizer.lr: was 0.003, now 0.5\n"
-        "  training.max_steps: was 6, now 8\n"
+        "  training.max_steps: was 2, now 3\n"
         "Start a new run with name=..., or continue this one with checkpoint.accept_changes=true."
     )
-    longer = train("smoke", folder, "training.max_steps=8", "checkpoint.accept_changes=true")
-    assert [row["step"] for row in longer if "loss" in row] == [1, 2, 3, 4, 5, 6, 7, 8]
+    longer = train("smoke", folder, "training.max_steps=3", "checkpoint.accept_changes=true")
+    assert [row["step"] for row in longer if "loss" in row] == [1, 2, 3]

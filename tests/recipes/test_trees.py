@@ -64,7 +64,7 @@ def settings(path: Path, *more: str) -> list[str]:
     size = [
         "packed_sequence.packed_sequence_size=1024",
         "training.global_batch_size=64",
-        "training.max_steps=3",
+        "training.max_steps=2",
     ]
     return [
         *QUICK,
@@ -78,13 +78,13 @@ def settings(path: Path, *more: str) -> list[str]:
 
 
 def test_trees_train_as_their_rows(tmp_path: Path) -> None:
-    """Every step sees all data: the losses of three steps are those of the rows, of two ranks and of ranks that share."""
+    """Every step sees all data: the losses of two steps are those of the rows, of two ranks and of ranks that share."""
     path = answered_prompts(tmp_path / "a.jsonl")
     rows = steps(tmp_path / "off", *settings(path, "packed_sequence.tree=off"))
     trees = steps(tmp_path / "auto", *settings(path))
     shared = steps(tmp_path / "cp", *settings(path, "mesh.cp=2"), world_size=2)
     sharded = steps(tmp_path / "dp", *settings(path, "mesh.dp_shard=2"), world_size=2)
-    assert len(rows) == len(trees) == 3
+    assert len(rows) == len(trees) == 2
     for run in (trees, shared, sharded):
         for row, want in zip(run, rows):
             assert row["num_label_tokens"] == want["num_label_tokens"]
@@ -129,7 +129,7 @@ def test_experts_train_on_trees_as_on_rows(tmp_path: Path, axis: str) -> None:
     path = answered_prompts(tmp_path / "a.jsonl")
     rows = steps(tmp_path / "off", *settings(path, *MIXTURE, "packed_sequence.tree=off"))
     trees = steps(tmp_path / axis, *settings(path, *MIXTURE, f"mesh.{axis}=2"), world_size=2)
-    assert len(rows) == len(trees) == 3
+    assert len(rows) == len(trees) == 2
     for row, want in zip(trees, rows):
         assert row["num_label_tokens"] == want["num_label_tokens"]
         assert row["loss"] == pytest.approx(want["loss"], rel=1e-5)
@@ -156,12 +156,12 @@ SOURCES = {
 @pytest.mark.parametrize("kind", SOURCES)
 def test_runs_on_trees_resume_bit_for_bit(tmp_path: Path, kind: str) -> None:
     a, b = (answered_prompts(tmp_path / f"{name}.jsonl", 12) for name in "ab")
-    more = ["training.global_batch_size=1", "training.max_steps=6", "checkpoint.every_steps=4"]
+    more = ["training.global_batch_size=1", "training.max_steps=5", "checkpoint.every_steps=4"]
     given = [x for x in settings(a, *more) if not x.startswith("dataset")]
     source = [x.replace("{a}", str(a)).replace("{b}", str(b)) for x in SOURCES[kind]]
     whole = losses(train("smoke", tmp_path / "run", *given, *source))
-    assert len(whole) == 6
-    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_00000006")
+    assert len(whole) == 5
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_00000005")
     (tmp_path / "run" / "STATUS.json").unlink()
     assert losses(train("smoke", tmp_path / "run", *given, *source)) == whole
 

@@ -19,15 +19,18 @@ from tests.runs import (
     train_quick,
 )
 
-OVER_AN_EPOCH = [*DROPOUT, "dataset.num_chats=100", "training.max_steps=12"]
+OVER_AN_EPOCH = [*DROPOUT, "dataset.num_chats=50", "training.max_steps=7"]
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two ranks, dropout on, 12 steps of 4 packs: over the edge of an epoch (34 packs)."""
+    """Two ranks, dropout on, 7 steps of 4 packs: over the edge of an epoch, in step 5."""
     folder = tmp_path_factory.mktemp("whole")
     assert train_on(2, folder, *OVER_AN_EPOCH)[0] == 0
-    assert len(losses_by_step(folder)) == 12
+    epochs = {row["step"]: row["epoch"] for row in rows_of(folder) if "loss" in row}
+    assert list(epochs) == [1, 2, 3, 4, 5, 6, 7]
+    assert epochs[3] == 0
+    assert epochs[6] == 1
     return folder
 
 
@@ -44,22 +47,22 @@ def test_the_same_layout_continues_bit_for_bit(
 ) -> None:
     run = tmp_path / "run"
     overrides = [*OVER_AN_EPOCH, *options]
-    code, screen = train_on(2, run, *overrides, stop_at=5, on_rank=1)
+    code, screen = train_on(2, run, *overrides, stop_at=3, on_rank=1)
     assert code == 75
     assert (
-        "stopped after step 5 of 12 (SIGTERM); run the same command again to continue from step_00000005"
+        "stopped after step 3 of 7 (SIGTERM); run the same command again to continue from step_00000003"
         in screen
     )
     status = json.loads((run / "STATUS.json").read_text())
     assert status == {
         "state": "preempted",
-        "step": 5,
+        "step": 3,
         "reason": "SIGTERM",
-        "checkpoint": "step_00000005",
+        "checkpoint": "step_00000003",
     }
-    code, screen = train_on(2, run, *overrides, stop_at=10)  # past the edge of the epoch
+    code, screen = train_on(2, run, *overrides, stop_at=6)  # past the edge of the epoch
     assert code == 75
-    assert "continues from step_00000005, steps 6 to 12" in screen
+    assert "continues from step_00000003, steps 4 to 7" in screen
     code, screen = train_on(2, run, *overrides)
     assert code == 0
     assert json.loads((run / "STATUS.json").read_text())["state"] == "finished"
@@ -104,8 +107,9 @@ def test_another_layout_continues_with_the_same_batches(tmp_path: Path) -> None:
 
 def test_a_signal_to_every_process_spares_the_workers(tmp_path: Path) -> None:
     """SLURM signals the data workers too."""
-    assert train_on(1, tmp_path, "dataloader.num_workers=2", stop_at=-3)[0] == 75
-    assert train_quick(tmp_path)[0] == 0
+    options = ["training.max_steps=3"]
+    assert train_on(1, tmp_path, "dataloader.num_workers=2", *options, stop_at=-2)[0] == 75
+    assert train_quick(tmp_path, *options)[0] == 0
 
 
 def test_a_validation_that_a_signal_ends_is_made_up_for(
@@ -116,7 +120,7 @@ def test_a_validation_that_a_signal_ends_is_made_up_for(
 
     from recipes import train_ft
 
-    options = ["training.val_every_steps=3", "checkpoint.every_steps=0"]
+    options = ["training.val_every_steps=1", "training.max_steps=2", "checkpoint.every_steps=0"]
     assert train_quick(tmp_path / "whole", *options)[0] == 0
     real = train_ft.TrainFinetuneRecipe.validate
 
@@ -128,7 +132,7 @@ def test_a_validation_that_a_signal_ends_is_made_up_for(
         patch.setattr(train_ft.TrainFinetuneRecipe, "validate", validate)
         code, screen = train_quick(tmp_path / "run", *options)
     assert code == 75
-    assert "stopped after step 3 of 6 (SIGUSR1)" in screen
+    assert "stopped after step 1 of 2 (SIGUSR1)" in screen
     assert "validation (held_out)" not in screen
     assert train_quick(tmp_path / "run", *options)[0] == 0
     read = [
@@ -143,16 +147,16 @@ def test_time_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import time
 
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 3600))
-    code, screen = train_quick(tmp_path, "advanced.stop_margin_s=3600")
+    code, screen = train_quick(tmp_path, "advanced.stop_margin_s=3600", "training.max_steps=2")
     assert code == 75
     assert "(the time is nearly up)" in screen
-    assert train_quick(tmp_path, "advanced.stop_margin_s=60")[0] == 0
+    assert train_quick(tmp_path, "advanced.stop_margin_s=60", "training.max_steps=2")[0] == 0
 
 
 def test_packs_that_cannot_be_shared_are_refused(tmp_path: Path) -> None:
-    assert train_quick(tmp_path, "training.max_steps=2")[0] == 0
+    assert train_quick(tmp_path, "training.max_steps=1")[0] == 0
     with pytest.raises(ConfigError) as refusal:
-        train_quick(tmp_path, "training.max_steps=4", "mesh.cp=2", "checkpoint.accept_changes=true")
+        train_quick(tmp_path, "training.max_steps=2", "mesh.cp=2", "checkpoint.accept_changes=true")
     assert str(refusal.value) == (
         f"mesh.cp=2 needs documents padded to multiples of 4, and {tmp_path} was started with "
         "packed_sequence.slot_multiple=1: use another mesh.cp, or start a new run with name=... "
@@ -197,10 +201,10 @@ def test_changed_data_is_refused(tmp_path: Path) -> None:
     options = [
         "dataset=files",
         f"dataset.path={data}",
-        "training.max_steps=4",
+        "training.max_steps=2",
         "~dataset.num_chats",
     ]
-    assert train_quick(tmp_path / "run", *options, stop_at=2)[0] == 75
+    assert train_quick(tmp_path / "run", *options, stop_at=1)[0] == 75
     data.write_text("\n".join([*lines, lines[0]]))
     with pytest.raises(ConfigError, match="the data changed since the checkpoint was written"):
         train_quick(tmp_path / "run", *options)
@@ -209,11 +213,11 @@ def test_changed_data_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_torn_metrics_line_is_written_again(tmp_path: Path) -> None:
-    assert train_quick(tmp_path, stop_at=3)[0] == 75
+    assert train_quick(tmp_path, "training.max_steps=4", stop_at=2)[0] == 75
     with open(tmp_path / "metrics.jsonl", "a") as file:
-        file.write('{"step": 4, "loss": 1.0, "grad_norm": 1.0}\n{"step": 5, "lo')
-    assert train_quick(tmp_path)[0] == 0
-    assert sorted(losses_by_step(tmp_path)) == [1, 2, 3, 4, 5, 6]
+        file.write('{"step": 3, "loss": 1.0, "grad_norm": 1.0}\n{"step": 4, "lo')
+    assert train_quick(tmp_path, "training.max_steps=4")[0] == 0
+    assert sorted(losses_by_step(tmp_path)) == [1, 2, 3, 4]
 
 
 @pytest.mark.slow
@@ -237,17 +241,19 @@ def test_tensor_parallel_ranks_continue_and_are_continued(tmp_path: Path) -> Non
 def test_a_mixture_continues_with_the_same_documents(tmp_path: Path) -> None:
     """Each epoch draws its own: stopped in the second epoch, the run goes on with those that it would have drawn."""
     chats = "{_target_: automodel_lite.parts.datasets.toy_chat.ToyChat, num_chats: %d, seed: %d}"
-    first, second = chats % (60, 1), chats % (60, 2)
+    first, second = chats % (30, 1), chats % (30, 2)
     parts = f"{{one: {{dataset: {first}, weight: 0.8}}, two: {{dataset: {second}, weight: 0.2}}}}"
     overrides = [
         "dataset=mixture",
         "~dataset.num_chats",
         f"dataset.sources={parts}",
-        "training.max_steps=16",
+        "training.max_steps=7",
     ]
     assert train_quick(tmp_path / "whole", *overrides)[0] == 0
+    epochs = {row["step"]: row["epoch"] for row in rows_of(tmp_path / "whole") if "loss" in row}
+    assert (epochs[3], epochs[5]) == (0, 1)
     run = tmp_path / "run"
-    assert train_quick(run, *overrides, stop_at=9)[0] == 75
+    assert train_quick(run, *overrides, stop_at=5)[0] == 75
     assert train_quick(run, *overrides)[0] == 0
     assert losses_by_step(run) == losses_by_step(tmp_path / "whole")
 
