@@ -465,6 +465,15 @@ class StreamedPacks(PackSource):
             ahead = next(read, None)
 
 
+class WorkerError(DataError):
+    """What a worker cannot read: its sentence, without the worker's traceback, which a DataLoader
+    puts in front of it.
+    """
+
+    def __str__(self) -> str:
+        return super().__str__().rpartition("WorkerError: ")[2].strip()
+
+
 @dataclass
 class ShardTurns(IterableDataset):
     """The packs of some shards in turns; in a worker, of the worker's part of them.
@@ -479,6 +488,12 @@ class ShardTurns(IterableDataset):
     states: dict[int, ShardState]
 
     def __iter__(self) -> Iterator[Turn]:
+        try:
+            yield from self._turns()
+        except (ConfigError, DataError) as error:
+            raise WorkerError(str(error)) from error
+
+    def _turns(self) -> Iterator[Turn]:
         worker = get_worker_info()
         shards = self.shards[worker.id :: worker.num_workers] if worker else self.shards
         tokenizer = DocumentTokenizer(self.job)

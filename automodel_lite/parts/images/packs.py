@@ -30,6 +30,7 @@ from automodel_lite.errors import DataError
 from automodel_lite.launched import rank, world_size
 from automodel_lite.parallel.context_parallel import document_owners
 from automodel_lite.parts.datasets.mixture import MixedRows
+from automodel_lite.parts.datasets.streams import WorkerError
 from automodel_lite.parts.evaluation.samples import Prompt, text_prompt
 from automodel_lite.parts.images.ahead import Rules, ahead_of, types_of
 from automodel_lite.parts.images.costs import TowerCosts
@@ -47,15 +48,6 @@ from automodel_lite.thd import IGNORE_INDEX, ThdBatch, to_thd
 FREE = TowerCosts()
 BLANK = (64, 64)
 """Pixels of what a tower gets where no image is: it runs as often on all ranks."""
-
-
-class ImageError(DataError):
-    """An image that a worker cannot read: its sentence, without the worker's traceback, which a
-    DataLoader puts in front of it.
-    """
-
-    def __str__(self) -> str:
-        return super().__str__().rpartition("ImageError: ")[2].strip()
 
 
 class Share(NamedTuple):
@@ -87,11 +79,11 @@ class ImageReader:
     costs: TowerCosts = FREE
 
     def with_images(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns a batch of packs with its images; raises ImageError."""
+        """Returns a batch of packs with its images; raises WorkerError."""
         try:
             return {**row, "images": self.read(row)}
         except DataError as error:
-            raise ImageError(str(error)) from error
+            raise WorkerError(str(error)) from error
 
     def read(
         self, columns: Mapping[str, Tensor], processed: PackedImages | None = None

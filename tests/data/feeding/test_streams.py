@@ -293,8 +293,9 @@ def test_bad_rows_are_named_or_counted(tmp_path: Path) -> None:
     lines = [json.dumps(row) for row in rows()]
     lines[5] = "broken"
     path.write_text("\n".join(lines) + "\n")
-    with pytest.raises(DataError, match=r"a.jsonl:6:1: not JSON"):
-        epoch_of(loader_of(str(path)), Cursor())
+    for num_workers in (0, 1):  # without the traceback of a worker
+        with pytest.raises(DataError, match=r"^a.jsonl:6:1: not JSON"):
+            epoch_of(loader_of(str(path), num_workers=num_workers), Cursor())
     loader = loader_of(str(path))
     job = Job(byte_tokenizer(MARKED), TokenizeConfig(on_bad_row="skip"))
     steps = epoch_of(replace(loader, job=job), Cursor())
