@@ -218,6 +218,37 @@ def test_a_small_file_of_a_model_that_is_damaged(name: str, damage: str, tmp_pat
         assert found.endswith("): download it again.")
 
 
+WRONG_TYPES = {
+    "an index of no files": ("model.safetensors.index.json", {}, "its weight_map does not name"),
+    "an index of numbers": (
+        "model.safetensors.index.json",
+        {"weight_map": {"a": "a.safetensors", "b": 3}},
+        "its weight_map does not name a file for each weight",
+    ),
+    "a length": ("tokenizer_config.json", {"model_max_length": [1]}, "must be a number"),
+    "an id": ("generation_config.json", {"eos_token_id": [1, "2"]}, "must be a token id or a list"),
+    "a switch": ("generation_config.json", {"output_scores": "x"}, "must be true or false"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_TYPES)
+def test_a_small_file_of_wrong_types(case: str, tmp_path: Path) -> None:
+    """Its reader ended in a traceback."""
+    name, found, reason = WRONG_TYPES[case]
+    (tmp_path / name).write_text(json.dumps(found))
+    with pytest.raises(ConfigError, match=rf"^teacher.pretrained={tmp_path}: {name} .*{reason}"):
+        check_folder("teacher.pretrained", str(tmp_path))
+
+
+def test_an_adapter_beside_a_model_is_refused(tmp_path: Path) -> None:
+    """transformers loads both and freezes the model: the run then has nothing to train."""
+    for name in ("config.json", "adapter_config.json"):
+        (tmp_path / name).write_text("{}")
+    check_folder("tokenizer.path", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"holds a model and an adapter, and would load both"):
+        check_folder("model.pretrained", str(tmp_path))
+
+
 @pytest.mark.parametrize("damage", ["list", "cut"])
 def test_an_adapter_whose_settings_are_damaged(damage: str, tmp_path: Path) -> None:
     DAMAGES[damage][0](tmp_path / "adapter_config.json")

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ from automodel_lite.data.packing.packs import EMPTY_PACK, PackedDataset, Packer
 from automodel_lite.data.packing.plan import plan_packs
 from automodel_lite.data.prepare import build_packer, prepare_first_documents
 from automodel_lite.data.tokens.token_rows import TokenizedDocuments
+from automodel_lite.models.settings import describe_with
 from automodel_lite.models.source import CausalLM, describe
 from automodel_lite.parallel.mesh import MeshShape
 from automodel_lite.parts.trees import cut_tree
@@ -137,7 +139,7 @@ def first_layers(
     num_layers = config.num_hidden_layers
     largest = LARGEST_PARAMETERS[device.type]
     whole, of_one = (
-        sum(p.numel() for p in describe(one).parameters())
+        sum(p.numel() for p in describe_with(source.overrides, partial(describe, one)).parameters())
         for one in (config, with_layers(config, 1))
     )
     if whole <= largest or num_layers <= LEAST_LAYERS:

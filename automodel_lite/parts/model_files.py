@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from automodel_lite.errors import ConfigError, one_line
 
+INDEX = "model.safetensors.index.json"
 # What transformers and peft read as a mapping: a damaged one ends in a traceback of theirs, or is
 # left out in silence, as generation_config.json. tokenizer.json is large, and its reader says so.
 NAMES = (
@@ -18,19 +20,55 @@ NAMES = (
     "preprocessor_config.json",
     "processor_config.json",
     "adapter_config.json",
-    "model.safetensors.index.json",
+    INDEX,
 )
 
 
+_IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
+
+
 def check_model_files(key: str, folder: Path) -> None:
-    """Raises ConfigError for one that is no JSON object."""
+    """Raises ConfigError for one that is no JSON object, or holds what its reader cannot use; and
+    for an adapter beside a model, with which transformers would load both.
+    """
     for path in filter(Path.exists, map(folder.joinpath, NAMES)):
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
-            problem = "" if isinstance(found, dict) else "no object with names and values"
+            problem = _problem(path.name, found)
         except (OSError, ValueError, RecursionError) as error:
             problem = one_line(error)
         if problem:
             raise ConfigError(
                 f"{key}={folder}: {path.name} is damaged ({problem}): download it again."
             )
+    is_model = (folder / "config.json").is_file()
+    if key.endswith(".pretrained") and is_model and (folder / "adapter_config.json").is_file():
+        raise ConfigError(
+            f"{key}={folder} holds a model and an adapter, and would load both: move "
+            "adapter_config.json and adapter_model.safetensors to a folder of their own, which "
+            "peft.adapter continues, or remove config.json and the model's weights."
+        )
+
+
+def _problem(name: str, found: Any) -> str:
+    """Returns what makes the reader of a file fail, or nothing."""
+    if not isinstance(found, dict):
+        return "no object with names and values"
+    if name == INDEX:
+        files = found.get("weight_map")
+        if not isinstance(files, dict) or not all(isinstance(x, str) for x in files.values()):
+            return "its weight_map does not name a file for each weight"
+    if name == "tokenizer_config.json":
+        most = found.get("model_max_length", 0)
+        if most is not None and not isinstance(most, int | float):
+            return f"model_max_length is {one_line(most)}, and must be a number"
+    if name == "generation_config.json":
+        for key in _IDS:
+            value = found.get(key)
+            ids = value if isinstance(value, list) else [value]
+            if not all(one is None or isinstance(one, int) for one in ids):
+                return f"{key} is {one_line(value)}, and must be a token id or a list of ids"
+        for key, value in found.items():
+            if key.startswith("output_") and not isinstance(value, bool | None):
+                return f"{key} is {one_line(value)}, and must be true or false"
+    return ""

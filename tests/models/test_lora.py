@@ -1,5 +1,6 @@
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import peft
@@ -59,6 +60,14 @@ def _of_another_kind(folder: Path) -> None:
     (folder / "adapter_config.json").write_text(json.dumps(settings | {"peft_type": "IA3"}))
 
 
+def _with(key: str, value: object) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        path = folder / "adapter_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+
+    return change
+
+
 DAMAGES = {
     "no settings": (lambda f: (f / "adapter_config.json").unlink(), "cannot be read: Can't find"),
     "a list": (lambda f: (f / "adapter_config.json").write_text("[]"), "config.json is damaged"),
@@ -72,6 +81,8 @@ DAMAGES = {
         "does not fit model.pretrained=base",
     ),
     "another kind": (_of_another_kind, "does not fit model.pretrained=base"),
+    "a wrong type": (_with("rank_pattern", ""), "adapter_config.json: .* no attribute 'keys'"),
+    "a number for layers": (_with("layer_replication", True), "adapter_config.json: 'bool' object"),
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from automodel_lite.errors import ConfigError
 from automodel_lite.extras import verify
 from automodel_lite.extras.verify import Check, Difference, Step, difference, first_layers, table
 from automodel_lite.models.source import CausalLM
@@ -64,6 +65,13 @@ def test_a_small_model_is_whole() -> None:
     same, words = first_layers(source, Tokenizer(), torch.device("cpu"))  # type: ignore[arg-type]
     assert same.overrides == source.overrides
     assert words.startswith("all 6 layers")
+
+
+def test_a_model_that_cannot_be_built_gets_a_sentence() -> None:
+    rope = {"rope_type": [1], "rope_theta": 10000.0}
+    source = CausalLM(config={**SETTINGS, "rope_parameters": rope})
+    with pytest.raises(ConfigError, match=r"a model with these settings does not work"):
+        first_layers(source, Tokenizer(), torch.device("cpu"))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

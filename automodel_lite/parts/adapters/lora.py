@@ -192,10 +192,11 @@ class Lora:
                 model, lambda p: p.is_meta, lambda p: p.new_zeros(1, device="cpu").expand(p.shape)
             )
             wrapped = peft.get_peft_model(model, config)
-        except ValueError as error:
-            raise ConfigError(
-                f"peft.target_modules={self.target_modules}: {one_line(error)}"
-            ) from None
+        except (ValueError, TypeError, AttributeError, KeyError) as error:
+            named = f"peft.target_modules={self.target_modules}"
+            if self.adapter:
+                named = f"peft.adapter={self.adapter}: adapter_config.json"
+            raise ConfigError(f"{named}: {one_line(error)}") from None
         _replace(
             model,
             lambda p: p.untyped_storage().nbytes() < p.numel() * p.element_size(),
