@@ -192,12 +192,19 @@ def calibrated(gpu: Gpu, path: Path) -> Gpu:
     """Returns the GPU with the rates of a file: gpu_calibration.json, as gpu_check writes it, or
     fields of `Gpu`.
     """
+    cure = "give the gpu_calibration.json that gpu_check wrote"
     try:
         found = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        cure = "give the gpu_calibration.json that gpu_check wrote"
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"--calibration {path}: {one_line(error, 120)}: {cure}.") from None
-    values = {key: value for key, value in found.items() if key in {f.name for f in fields(Gpu)}}
+    if not isinstance(found, dict):
+        raise ConfigError(f"--calibration {path}: no object with names and values: {cure}.")
+    known = {field.name for field in fields(Gpu)}
+    values = {key: value for key, value in found.items() if key in known}
+    for key in (*values, *(name for name, _, _ in MEASURED)):
+        if not isinstance(found.get(key, 0.0), int | float | None) and key != "source":
+            value = one_line(found[key], 60)
+            raise ConfigError(f"--calibration {path}: {key} is {value}, and must be a number.")
     for name, key, unit in MEASURED:
         if found.get(name):
             values[key] = found[name] * unit

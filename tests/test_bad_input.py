@@ -15,12 +15,13 @@ from typing import Any
 import pytest
 import torch
 
+from automodel_lite.cli.hydra_app import check_places
 from automodel_lite.config.rules import check_folder
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.parts.evaluation.generator import load_generator
 from automodel_lite.parts.model_files import NAMES
 from automodel_lite.run.weight_files import model_files
-from tests.runs import train_quick
+from tests.runs import config_of, train_quick
 
 
 def chat(number: int, answer: str = "it is {}.") -> str:
@@ -238,6 +239,28 @@ def test_a_small_file_of_wrong_types(case: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(json.dumps(found))
     with pytest.raises(ConfigError, match=rf"^teacher.pretrained={tmp_path}: {name} .*{reason}"):
         check_folder("teacher.pretrained", str(tmp_path))
+
+
+@pytest.mark.parametrize("case", ["none", "a file", "a setting", "in its settings", "no chats"])
+def test_chats_without_a_template_are_told_before_anything_is_imported(
+    case: str, tmp_path: Path
+) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    settings = {"chat_template": "{{ messages }}"} if case == "in its settings" else {}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    if case == "a file":
+        (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+    data = tmp_path / "a.jsonl"
+    data.write_text('{"text": "a"}' if case == "no chats" else LINES)
+    more = ["tokenizer.chat_template='{{ messages }}'"] if case == "a setting" else []
+    given = [f"tokenizer.path={tmp_path}", f"dataset.path={data}", "tokenizer=pretrained"]
+    model = f"model.pretrained={tmp_path}"
+    config = config_of("finetune", tmp_path / "run", "name=x", model, *given, *more)
+    if case == "none":
+        with pytest.raises(ConfigError, match=r"the data are chats, and the tokenizer .* has no"):
+            check_places(config, has_data=True)
+    else:
+        check_places(config, has_data=True)
 
 
 def test_an_adapter_beside_a_model_is_refused(tmp_path: Path) -> None:

@@ -105,7 +105,13 @@ class Loader(ConfigLoaderImpl):
             raw = super().load_configuration(
                 config_name, texts, run_mode, from_shell, validate_sweep_overrides
             )
-        except (HydraException, OmegaConfBaseException, ValueError, RecursionError) as error:
+        except (
+            HydraException,
+            OmegaConfBaseException,
+            ValueError,
+            RecursionError,
+            yaml.reader.ReaderError,
+        ) as error:
             text = " ".join(str(error if str(error) else error.__cause__).split())
             if found := _NOT_THERE.search(text):
                 text = f"~{found[1]}: no file sets it, so there is nothing to remove."

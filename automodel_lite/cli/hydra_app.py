@@ -192,3 +192,5 @@ def check_places(config: Config, has_data: bool) -> None:
         paths = given if isinstance(given, list) else [given]
         if any("://" not in path and not Path(path).exists() for path in paths):
             find_files(paths, place[1])
+    if folders["tokenizer.path"]:
+        locate("automodel_lite.parts.model_files.check_template")(config)

@@ -49,16 +49,17 @@ class Sources:
 
 def presets_of(sources: Sources) -> list[str]:
     """Names for --config-name."""
-    return sorted(
-        {path.stem for folder in sources.folders for path in folder.glob("*.yaml")} - {"base"}
-    )
+    found: set[str] = set()
+    for folder in sources.folders:
+        found |= {path.stem for path in folder.glob("*.yaml") if path.is_file()}
+    return sorted(found - {"base"})
 
 
 def groups_of(sources: Sources) -> dict[str, list[str]]:
     """Group -> its options: {"attention": ["auto", "flash", ...]}."""
     found: dict[str, set[str]] = {}
     for folder in sources.folders:
-        for path in folder.glob("*/**/*.yaml"):
+        for path in filter(Path.is_file, folder.glob("*/**/*.yaml")):
             found.setdefault(path.parent.relative_to(folder).as_posix(), set()).add(path.stem)
     return {group: sorted(options) for group, options in sorted(found.items())}
 

@@ -408,16 +408,6 @@ def heads_apart(keys: Collection[str], config: PretrainedConfig) -> set[str]:
     return found
 
 
-def load_whole(
-    folder: str, dtype: torch.dtype, trust_remote_code: bool = False
-) -> transformers.PreTrainedModel:
-    """Loads a folder or hub name by plain `from_pretrained`, under its own class."""
-    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    return model_class(config).from_pretrained(
-        folder, dtype=dtype, trust_remote_code=trust_remote_code
-    )
-
-
 def quantization_of(config: PretrainedConfig) -> dict[str, Any] | None:
     """Returns `quantization_config` of a checkpoint whose weights are quantized, also of a
     composite's text part.

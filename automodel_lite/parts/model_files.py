@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from automodel_lite.config.schema import Config
 from automodel_lite.errors import ConfigError, one_line
 
 INDEX = "model.safetensors.index.json"
@@ -72,3 +73,41 @@ def _problem(name: str, found: Any) -> str:
             if key.startswith("output_") and not isinstance(value, bool | None):
                 return f"{key} is {one_line(value)}, and must be true or false"
     return ""
+
+
+_MOST_BYTES = 2**20  # of a line that is looked at
+_TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
+
+
+def check_template(config: Config) -> None:
+    """Raises ConfigError for a file of chats and a tokenizer's folder without a chat template,
+    before anything is imported that reads them.
+    """
+    path = config.tokenizer.get("path")
+    folder = Path(str(path)).expanduser()
+    settings = folder / "tokenizer_config.json"
+    if not path or not settings.is_file() or not (folder / "tokenizer.json").is_file():
+        return
+    is_given = "chat_template" in json.loads(settings.read_text(encoding="utf-8"))
+    is_given = is_given or any((folder / name).exists() for name in _TEMPLATES)
+    if not is_given and not config.tokenizer.get("chat_template") and _begins_with_a_chat(config):
+        raise ConfigError(
+            f"the data are chats, and the tokenizer {folder} has no chat template: set "
+            "tokenizer.chat_template=template.jinja, or tokenizer.path to a chat model's tokenizer."
+        )
+
+
+def _begins_with_a_chat(config: Config) -> bool:
+    """Returns whether the data are a file of lines, of which the first is plainly a chat."""
+    data = config.dataset
+    path = Path(str(data.get("path")))
+    is_lines = path.suffix == ".jsonl" and path.is_file()
+    if not is_lines or data.get("format") or data.get("columns"):
+        return False
+    with path.open("rb") as file:
+        first = file.readline(_MOST_BYTES)
+    try:
+        row = json.loads(first)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(row, dict) and isinstance(row.get("messages", row.get("conversations")), list)

@@ -72,6 +72,12 @@ def test_values_set_afterwards_are_those_of_the_command_line(overrides: tuple[st
     )
 
 
+def test_a_preset_of_zero_bytes_gets_a_sentence(folder: Path) -> None:
+    (folder / "mine.yaml").write_bytes(bytes(9))
+    with pytest.raises(ConfigError, match="unacceptable character"):
+        compose_config("mine", [], config_dir=str(folder))
+
+
 def test_an_option_inherits_from_another(folder: Path) -> None:
     chosen = compose_config("finetune", ["optimizer=fast"], config_dir=str(folder))
     assert chosen.optimizer.momentum == 0.95

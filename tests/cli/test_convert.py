@@ -279,6 +279,13 @@ def test_false_and_null_are_answers_too() -> None:
     assert "training.precision" in preset("axolotl", bf16=False)
 
 
+def test_half_a_character_is_written_escaped(tmp_path: Path) -> None:
+    (tmp_path / "theirs.yml").write_text('sample_packing: true\nlearning_rate: "\\udc00"\n')
+    given = [str(tmp_path / "theirs.yml"), "--from", "axolotl", "--to", str(tmp_path / "mine.yaml")]
+    convert.convert(given)
+    assert r"\udc00" in (tmp_path / "mine.yaml").read_text()
+
+
 def test_what_a_file_leaves_out_is_what_they_would_have_taken() -> None:
     """TRL's values: 8 rows on each of 8 GPUs, 1,024 tokens, cut at the end, all tokens trained."""
     found = preset("trl", model_name_or_path="x", dataset_name="y")

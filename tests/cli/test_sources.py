@@ -26,6 +26,8 @@ def test_presets_and_options_of_all_folders_are_known(tmp_path: Path) -> None:
     (tmp_path / "optimizer").mkdir()
     (tmp_path / "optimizer/own.yaml").write_text("lr: 0.1\n")
     (tmp_path / "mine.yaml").write_text("name: x\n")
+    (tmp_path / "folder.yaml").mkdir()
+    (tmp_path / "optimizer" / "folder.yaml").mkdir()
     both, alone = Sources.of(str(tmp_path)), Sources.of(None, str(tmp_path))
     assert presets_of(alone) == ["mine"]
     assert groups_of(alone) == {"optimizer": ["own"]}

@@ -160,3 +160,12 @@ def test_rates_of_a_calibration(tmp_path: Path) -> None:
     path.write_text("{")
     with pytest.raises(ConfigError, match=r"--calibration .*Expecting property name.*: give the"):
         calibrated(gpu, path)
+    for text, reason in {
+        "[1]": "no object with names and values: give the",
+        "[" * 5000: "maximum recursion depth exceeded",
+        '{"bf16_tflops": "fast"}': "bf16_tflops is fast, and must be a number",
+        '{"flops": [1]}': r"flops is \[1\], and must be a number",
+    }.items():
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=rf"--calibration .*{reason}"):
+            calibrated(gpu, path)

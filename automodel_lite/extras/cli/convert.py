@@ -25,7 +25,7 @@ from automodel_lite.cli.sources import Sources, groups_of
 from automodel_lite.config.check import check_config
 from automodel_lite.config.permissions import needs_the_command_line
 from automodel_lite.config.rules import Range, argument
-from automodel_lite.errors import ConfigError, format_value, one_line
+from automodel_lite.errors import ConfigError, format_value, one_line, printable
 from automodel_lite.extras.cli import peers
 from automodel_lite.extras.named_files import write_named
 
@@ -297,7 +297,7 @@ class Preset:
             for step in path:
                 node = node.setdefault(step, {})
             node[last] = self._written(key, last, value)
-        return "\n".join([*lines, *_indented(tree)]) + "\n"
+        return printable("\n".join([*lines, *_indented(tree)]), kept="\n") + "\n"
 
     def _written(self, key: str, name: str, value: Any) -> list[str]:
         """Returns the lines of one setting; a list is on one line."""

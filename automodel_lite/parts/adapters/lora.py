@@ -40,8 +40,8 @@ from automodel_lite.config.rules import PathStr, Positive, Range, Size
 from automodel_lite.errors import ConfigError, one_line
 from automodel_lite.models.layers import decoder_layers, local, output_head, towers
 from automodel_lite.models.sharded import keep_part
-from automodel_lite.models.source import load_whole
 from automodel_lite.parts.model_files import check_model_files
+from automodel_lite.parts.whole_model import load_whole
 
 _PREFIX = "base_model.model."  # peft's names of the weights of the model that it wraps
 

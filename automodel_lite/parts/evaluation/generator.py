@@ -29,9 +29,9 @@ from automodel_lite.models.source import (
     check_source,
     embedding_rows,
     hub_reason,
-    load_whole,
 )
 from automodel_lite.parts.model_files import check_model_files
+from automodel_lite.parts.whole_model import load_whole
 
 _PROBE_TOKENS = 12
 _INPUTS_OF_IMAGES = "automodel_lite.parts.images.answer.inputs_of"

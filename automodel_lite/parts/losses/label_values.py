@@ -33,6 +33,7 @@ import numpy as np
 from filelock import FileLock, Timeout
 from torch import Tensor
 
+from automodel_lite.config.components import locate
 from automodel_lite.config.schema import Config
 from automodel_lite.data.cache import Key, cache_root, entry_folder, find_damage, seal
 from automodel_lite.data.feeding.planned import PlannedPacks
@@ -45,7 +46,6 @@ from automodel_lite.models.fused_head import RowFunction
 from automodel_lite.models.loss import Loss, check_columns, label_log_probs
 from automodel_lite.parallel.mesh import Mesh
 from automodel_lite.parts.losses.distillation import DistillTopK
-from automodel_lite.parts.losses.policy import check_something_to_learn
 from automodel_lite.progress import Progress, print_above_bars
 from automodel_lite.run import durable
 from automodel_lite.run.weight_files import adapter_files, model_files
@@ -54,6 +54,7 @@ from automodel_lite.training.build import BuiltModel
 from automodel_lite.training.engine import Engine
 
 SAVE_EVERY_S = 60.0
+CHECK_ADVANTAGES = "automodel_lite.parts.losses.policy.check_something_to_learn"
 _BLOCK_TOKENS = 2**24
 MADE_HERE = frozenset({"reference_log_probs"}) | DistillTopK.required
 Columns = Mapping[str, np.ndarray]
@@ -126,7 +127,7 @@ def with_values(data: PackSource, engine: Engine, built: BuiltModel, config: Con
             try:
                 made = loss.derive(rows.flat.columns, rows.flat.offsets)
                 if name == "train":
-                    check_something_to_learn(made["advantages"])
+                    locate(CHECK_ADVANTAGES)(made["advantages"])
             except ValueError as error:
                 raise DataError(f"{config.dataset.get('path')}, {name}: {error}") from None
             return made
