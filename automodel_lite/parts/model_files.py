@@ -57,7 +57,7 @@ def _problem(name: str, found: Any) -> str:
         return "no object with names and values"
     if name == INDEX:
         files = found.get("weight_map")
-        if not isinstance(files, dict) or not all(isinstance(x, str) for x in files.values()):
+        if not isinstance(files, dict) or not all(map(_is_name, files.values())):
             return "its weight_map does not name a file for each weight"
     if name == "tokenizer_config.json":
         most = found.get("model_max_length", 0)
@@ -73,6 +73,10 @@ def _problem(name: str, found: Any) -> str:
             if key.startswith("output_") and not isinstance(value, bool | None):
                 return f"{key} is {one_line(value)}, and must be true or false"
     return ""
+
+
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str) and value.isprintable()
 
 
 _MOST_BYTES = 2**20  # of a line that is looked at
