@@ -208,8 +208,11 @@ def _composed(preset: str, folder: Path, *overrides: str) -> DictConfig:
 def _placed(preset: str, overrides: tuple[str, ...], **places: str) -> DictConfig:
     """Folders that are not among the overrides differ by run."""
     typed = {text.partition("=")[0] for text in overrides}
-    own = {key: value for key, value in places.items() if key not in typed}
-    return OmegaConf.merge(composed(preset, *overrides), own)  # type: ignore[return-value]
+    raw = composed(preset, *overrides)
+    for key, value in places.items():
+        if key not in typed:
+            raw[key] = value
+    return raw
 
 
 _PLAIN_VALUE = re.compile(r"(?!.*_target_)[a-z_]\w*(\.\w+)+=")  # no choice of an option, no removal

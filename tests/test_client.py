@@ -246,12 +246,12 @@ def test_saved_weights_are_those_that_are_handed_over(
 
 
 def train_on(folder: str, runs: Path, kill_in: int = 0) -> list[float]:
-    """Continues to step 4, saving each; killed in the middle of a step after its gradients were there."""
+    """Continues to step 3, saving each; killed in the middle of a step after its gradients were there."""
     with open_client(folder, runs) as client:
         done = client.load_state() or {"losses": []}
         losses = done["losses"]
         assert client.num_steps == len(losses)
-        while client.num_steps < 4:
+        while client.num_steps < 3:
             client.forward_backward(GROUPS, Ppo())
             if client.num_steps + 1 == kill_in:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -261,7 +261,7 @@ def train_on(folder: str, runs: Path, kill_in: int = 0) -> list[float]:
 
 
 def test_a_killed_loop_loses_nothing_that_was_saved(folder: str, tmp_path: Path) -> None:
-    process = fork_server().Process(target=train_on, args=(folder, tmp_path / "killed", 3))
+    process = fork_server().Process(target=train_on, args=(folder, tmp_path / "killed", 2))
     process.start()
     process.join(600)
     assert process.exitcode == -signal.SIGKILL

@@ -17,7 +17,7 @@ from tests.runs import wait_until
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.mark.parametrize("name", ["tests/nothing.py", "tests/test_seed.py::nothing"])
+@pytest.mark.parametrize("name", ["tests/nothing.py", "tests/test_version.py::nothing"])
 def test_a_test_that_is_not_there_is_named(name: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.forked", "1", name],

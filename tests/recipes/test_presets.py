@@ -12,7 +12,8 @@ from tests.runs import config_of, rows_of, train
 
 
 def test_a_handful_of_documents_is_learned_by_heart(tmp_path: Path) -> None:
-    train("smoke", tmp_path / "start", "training.max_steps=1", "training.val_every_steps=0")
+    few = ["training.max_steps=1", "training.global_batch_size=1", "dataset.num_chats=50"]
+    train("smoke", tmp_path / "start", *few)
     chats = tmp_path / "chats.jsonl"
     pairs = [("Which port?", "The harbor of Oslo."), ("Who sails?", "Two brothers.")] + [
         ("Never?", "Not seen.")
