@@ -215,7 +215,10 @@ def _placed(preset: str, overrides: tuple[str, ...], **places: str) -> DictConfi
     return raw
 
 
-_PLAIN_VALUE = re.compile(r"(?!.*_target_)[a-z_]\w*(\.\w+)+=")  # no choice of an option, no removal
+# no choice of an option, no removal; of the keys without a group those that differ by test
+_PLAIN_VALUE = re.compile(
+    r"(?!.*_target_)([a-z_]\w*(\.\w+)+|name|seed|output_dir|cache_dir|dry_run)="
+)
 
 
 def composed(preset: str, *overrides: str) -> DictConfig:

@@ -47,6 +47,7 @@ def test_the_preset_wins_and_the_line_names_both_values(folder: Path) -> None:
     "overrides",
     [
         ("optimizer=adamw_8bit", "optimizer.lr=0.1", "training.max_steps=null", "name='a b'"),
+        ("name=x", "seed=5", "output_dir=/a/b", "cache_dir=null", "dry_run=true"),
         ("dataset=streaming", "dataset.path=a.jsonl", "dataset.num_shards=4"),
         ("~model.config", "model.config.model_type=gpt2", "model.config.layers=[1,2]"),
         ("model=pretrained", "peft=lora", "peft.target_modules=[q_proj]", "model.pretrained=x"),

@@ -149,7 +149,12 @@ SOURCES = {
         f"dataset.sources.half={{dataset:{{_target_:{FILES},path:{{a}}}},repeat:0.5}}",
         f"dataset.sources.whole={{dataset:{{_target_:{FILES},path:{{b}}}},repeat:1}}",
     ],
-    "stream": ["dataset=streaming", "dataset.path={a}", "dataset.num_shards=2"],
+    "stream": [
+        "dataset=streaming",
+        "dataset.path={a}",
+        "dataset.num_shards=2",
+        "checkpoint.every_steps=3",  # after step 4 it begins anew: a run without its place would do the same
+    ],
 }
 
 

@@ -26,7 +26,13 @@ from tests.runs import train
 IDS = torch.tensor([[5, 9, 3, 7, 1, 2]])
 
 
-FEW = ["training.max_steps=3", "training.val_every_steps=0", "optimizer.lr=1e-2"]
+FEW = [
+    "dataset.num_chats=100",
+    "training.global_batch_size=2",
+    "training.max_steps=3",
+    "training.val_every_steps=0",
+    "optimizer.lr=1e-2",
+]
 
 
 @pytest.fixture(scope="module")

@@ -85,17 +85,18 @@ def test_a_disk_that_is_full_at_the_start_is_a_sentence(tmp_path: Path, at: int)
 @pytest.mark.parametrize("content", ["5", "[]", '{"state"', ""])
 def test_small_files_that_are_damaged(tmp_path: Path, content: str) -> None:
     """A damaged STATUS.json or metrics line is written again; a damaged config.yaml is a sentence."""
-    assert train_quick(tmp_path, stop_at=3)[0] == 75
+    short = "training.max_steps=2"
+    assert train_quick(tmp_path, short, stop_at=1)[0] == 75
     (tmp_path / "STATUS.json").write_text(content)
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write(content + "\n")
     (tmp_path / "config.yaml").write_text(content or "a: [")
     with pytest.raises(ConfigError, match=r"config.yaml cannot be read .*restore it"):
-        train_quick(tmp_path)
-    (newest,) = RunFolder(tmp_path).checkpoints.glob("*3/config.yaml")
+        train_quick(tmp_path, short)
+    (newest,) = RunFolder(tmp_path).checkpoints.glob("*1/config.yaml")
     shutil.copy(newest, tmp_path)
-    assert train_quick(tmp_path)[0] == 0
-    assert sorted(losses_by_step(tmp_path)) == [1, 2, 3, 4, 5, 6]
+    assert train_quick(tmp_path, short)[0] == 0
+    assert sorted(losses_by_step(tmp_path)) == [1, 2]
 
 
 def _begin_a_run(folder: RunFolder, config: Config) -> None:

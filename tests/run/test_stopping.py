@@ -196,6 +196,7 @@ def test_signals_reach_a_run_that_sets_up(tmp_path: Path) -> None:
     _, errors = process.communicate(timeout=300)
     assert process.returncode == 75, errors
     assert "stopped by SIGTERM before the first step: nothing to save" in errors
+    assert not (tmp_path / "run").exists()  # it has not waited for the imports
 
 
 def _catches(pid: int, number: signal.Signals) -> bool:
