@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import T5Config
 
 from automodel_lite.cli.hydra_app import check_places
 from automodel_lite.config.rules import check_folder
@@ -301,6 +302,9 @@ def test_a_teacher_is_named_by_its_own_settings(model_folder: Path, tmp_path: Pa
         train_quick(tmp_path / "run", *options, unknown)
     (folder / "config.json").unlink()
     with pytest.raises(ConfigError, match=rf"^teacher.pretrained={folder}: the folder has no"):
+        train_quick(tmp_path / "run", *options)
+    T5Config(num_layers=1, d_model=8, vocab_size=384).save_pretrained(folder)
+    with pytest.raises(ConfigError, match="does not work: Unrecognized configuration class"):
         train_quick(tmp_path / "run", *options)
 
 

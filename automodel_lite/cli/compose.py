@@ -111,6 +111,7 @@ class Loader(ConfigLoaderImpl):
             ValueError,
             RecursionError,
             yaml.reader.ReaderError,
+            OSError,
         ) as error:
             text = " ".join(str(error if str(error) else error.__cause__).split())
             if found := _NOT_THERE.search(text):
@@ -124,6 +125,8 @@ class Loader(ConfigLoaderImpl):
                 )
             if "codec can't decode" in text:
                 text = f"{config_name}.yaml, or a file that it is based on, is not UTF-8."
+            if "loaded object type" in text:
+                text = f"{config_name}.yaml, or a file that it is based on, holds no keys."
             if found := _NO_PRESET.search(text):
                 text = f"{found[1]}.yaml: defaults: {found[2]}: no such preset"
                 text += did_you_mean(found[2], presets_of(self.sources))

@@ -49,10 +49,8 @@ class Sources:
 
 def presets_of(sources: Sources) -> list[str]:
     """Names for --config-name."""
-    found: set[str] = set()
-    for folder in sources.folders:
-        found |= {path.stem for path in folder.glob("*.yaml") if path.is_file()}
-    return sorted(found - {"base"})
+    paths = [path for folder in sources.folders for path in folder.glob("*.yaml")]
+    return sorted({path.stem for path in paths if path.is_file()} - {"base"})
 
 
 def groups_of(sources: Sources) -> dict[str, list[str]]:

@@ -5,6 +5,7 @@ anything is built: `decide` is called by a run and its dry run.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -15,6 +16,7 @@ from automodel_lite.attention.spec import attention_specs, layer_shapes
 from automodel_lite.config.components import locate
 from automodel_lite.data.feeding.order import batch_shape
 from automodel_lite.models.flops import size_of
+from automodel_lite.models.settings import describe_with
 from automodel_lite.models.source import describe
 from automodel_lite.parallel.exchange import choose_exchange
 from automodel_lite.parallel.mesh import MeshShape
@@ -87,7 +89,7 @@ def decide_layout(
     check_parts(parts, strategy, device)
     kernel, reason = choose_attention(parts.attention, attention_specs(config, device, dtype))
     parts, exchange = with_exchange(parts, config, kernel, dtype)
-    described = describe(config)
+    described = describe_with(parts.model.overrides, partial(describe, config))
     parts.model.add_heads(described)
     parts.model.balance(described)  # a model without routers is refused
     return Decided.of(

@@ -73,9 +73,16 @@ def test_values_set_afterwards_are_those_of_the_command_line(overrides: tuple[st
     )
 
 
-def test_a_preset_of_zero_bytes_gets_a_sentence(folder: Path) -> None:
-    (folder / "mine.yaml").write_bytes(bytes(9))
-    with pytest.raises(ConfigError, match="unacceptable character"):
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [(bytes(9), "unacceptable character"), (b"3", r"mine.yaml, or a file .* holds no keys")],
+    ids=["zero bytes", "a number"],
+)
+def test_a_preset_of_something_else_gets_a_sentence(
+    content: bytes, sentence: str, folder: Path
+) -> None:
+    (folder / "mine.yaml").write_bytes(content)
+    with pytest.raises(ConfigError, match=sentence):
         compose_config("mine", [], config_dir=str(folder))
 
 
