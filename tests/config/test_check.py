@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import pytest
@@ -12,7 +13,7 @@ from automodel_lite.cli.sources import Sources, presets_of
 from automodel_lite.config.check import check_config
 from automodel_lite.config.rules import Range
 from automodel_lite.errors import ConfigError
-from tests.runs import problems
+from tests.runs import problems, quick_config
 
 FILLED = ["name=x", "model.pretrained=x", "dataset.path=x"]
 
@@ -125,3 +126,9 @@ def test_an_infinite_limit_of_a_model_is_its_own_affair() -> None:
 )  # fmt: skip
 def test_a_wrong_dataset(override: str, sentence: str) -> None:
     assert sentence in problems("dataset=files", "~dataset.num_chats", *override.split(" ", 1))
+
+
+def test_a_whole_number_stands_for_a_float(tmp_path: Path) -> None:
+    """Whoever types 2 for 2.0 gets the same config.yaml."""
+    config = quick_config(tmp_path, "training.max_grad_norm=2", "training.max_steps=2")
+    assert (repr(config.training.max_grad_norm), config.training.max_steps) == ("2.0", 2)
