@@ -232,6 +232,11 @@ WRONG_TYPES = {
         {"weight_map": {"a": "\udc00"}},
         "its weight_map does not name a file for each weight",
     ),
+    "an index of a number": (
+        "model.safetensors.index.json",
+        {"weight_map": {}, "metadata": 0},
+        "its metadata are no object",
+    ),
     "a length": ("tokenizer_config.json", {"model_max_length": [1]}, "must be a number"),
     "an id": ("generation_config.json", {"eos_token_id": [1, "2"]}, "must be a token id or a list"),
     "a switch": ("generation_config.json", {"output_scores": "x"}, "must be true or false"),
