@@ -232,6 +232,11 @@ WRONG_TYPES = {
         {"weight_map": {"a": "\udc00"}},
         "its weight_map does not name a file for each weight",
     ),
+    "an index without metadata": (
+        "model.safetensors.index.json",
+        {"weight_map": {}},
+        "its metadata are no object",
+    ),
     "an index of a number": (
         "model.safetensors.index.json",
         {"weight_map": {}, "metadata": 0},

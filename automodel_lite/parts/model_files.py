@@ -59,7 +59,7 @@ def _problem(name: str, found: Any) -> str:
         files = found.get("weight_map")
         if not isinstance(files, dict) or not all(map(_is_name, files.values())):
             return "its weight_map does not name a file for each weight"
-        if not isinstance(found.get("metadata", {}), dict):
+        if not isinstance(found.get("metadata"), dict):
             return "its metadata are no object with names and values"
     if name == "tokenizer_config.json":
         most = found.get("model_max_length", 0)
