@@ -253,11 +253,12 @@ class Loss(ABC):
         return frozenset()
 
     def derive(
-        self, columns: Mapping[str, np.ndarray], offsets: np.ndarray
+        self, columns: Mapping[str, np.ndarray], offsets: np.ndarray, trains: bool
     ) -> dict[str, np.ndarray]:
         """Returns columns [tokens of all rows] that follow from those of a whole set of rows.
 
         offsets  where rows begin, and the end of the last one
+        trains   are these the rows that are learned from, or is their loss looked at?
         """
         return {}
 

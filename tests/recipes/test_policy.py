@@ -121,14 +121,19 @@ def test_a_held_out_set_of_equal_rewards_is_validated(folder: str, tmp_path: Pat
     assert [row["val_loss/val"] for row in rows if "val_loss/val" in row] == [0.0]
 
 
-def test_a_mixture_of_rewards_gets_a_sentence(folder: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("computed", ["advantages", "reference"])
+def test_a_mixture_of_what_is_computed_gets_a_sentence(
+    computed: str, folder: str, tmp_path: Path
+) -> None:
+    """Before a model is loaded."""
     file = tmp_path / "rows.jsonl"
-    chosen = settings(folder, file, rewarded())
+    chosen = settings(folder, file, ROWS if computed == "reference" else rewarded())
     target = "automodel_lite.data.reading.files.FilesDataset"
     source = f"{{dataset:{{_target_:{target},path:{file}}}}}"
     chosen = [x for x in chosen if not x.startswith("dataset")]
     chosen += ["dataset=mixture", f"dataset.sources={{a:{source},b:{source}}}"]
-    with pytest.raises(ConfigError, match=r"bring `advantages` in place of `reward`"):
+    chosen += ["loss.kl=0.1"] if computed == "reference" else []
+    with pytest.raises(ConfigError, match=r"^values per label, and advantages of rewards, are"):
         train_ft.main(config_of("policy", tmp_path / "run", *chosen, "name=x"))
 
 

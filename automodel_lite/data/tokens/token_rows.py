@@ -72,8 +72,9 @@ class DocumentReader(ABC):
         sets.
         """
         raise ConfigError(
-            "values per label are computed for one set of documents (dataset=files, toy_chat "
-            "...): make one of the mixture's sets, or score each alone."
+            "values per label, and advantages of rewards, are computed for one set of documents "
+            "(dataset=files, toy_chat ...): make one of the mixture's sets, or bring `advantages` "
+            "in place of `reward`, which policy.advantages_of makes."
         )
 
     def with_columns(self, columns: Mapping[str, np.ndarray]) -> DocumentReader:

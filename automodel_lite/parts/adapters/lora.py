@@ -84,7 +84,7 @@ class Lora:
         """
         if self.adapter:
             return self._continue(model, base)
-        is_tied = model.get_input_embeddings().weight is output_head(model).weight
+        is_tied = _is_tied(model)
         modules, weights = lora_targets(model, self.target_modules, self.experts)
         # peft adapts a weight by replacing it (parametrization): there is no input to drop from,
         # and no column norm.
@@ -118,7 +118,7 @@ class Lora:
                 f"peft.modules_to_save={self.modules_to_save}: the model has no module "
                 f"{missing[0]}."
             )
-        unties = is_tied and model.get_input_embeddings().weight is not output_head(model).weight
+        unties = is_tied and not _is_tied(model)
         how = (
             "; the embedding and the head are no longer tied: each is trained and saved apart"
             if unties
@@ -183,7 +183,7 @@ class Lora:
         """Puts the adapter's layers into `model`, in place. Raises ConfigError for one of an
         embedding and a head that share a weight: merged, it would change the other, too.
         """
-        is_tied = model.get_input_embeddings().weight is output_head(model).weight
+        is_tied = _is_tied(model)
         try:
             # peft makes its own layers where the base's are, and on the meta device their numbers
             # would be lost: there, one number is expanded, of the right shape and dtype and without
@@ -412,7 +412,7 @@ def lora_targets(
     linear, fused = _candidates(model, names, experts)
     if isinstance(wanted, list):
         ends = [model.get_input_embeddings(), output_head(model)]
-        is_tied = ends[0].weight is ends[1].weight
+        is_tied = _is_tied(model)
         # merged into a weight that both have, an adapter of one would change the other
         linear += [] if is_tied else [names[end] for end in ends]
         of_towers = [
@@ -451,6 +451,11 @@ def lora_targets(
             dict(model.named_parameters()),
         ),
     )
+
+
+def _is_tied(model: transformers.PreTrainedModel) -> bool:
+    """Returns whether the embedding and the head are one weight."""
+    return model.get_input_embeddings().weight is output_head(model).weight
 
 
 def _ends(name: str, end: str) -> bool:

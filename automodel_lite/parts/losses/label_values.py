@@ -33,7 +33,6 @@ import numpy as np
 from filelock import FileLock, Timeout
 from torch import Tensor
 
-from automodel_lite.config.components import locate
 from automodel_lite.config.schema import Config
 from automodel_lite.data.cache import Key, cache_root, entry_folder, find_damage, seal
 from automodel_lite.data.feeding.planned import PlannedPacks
@@ -54,7 +53,6 @@ from automodel_lite.training.build import BuiltModel
 from automodel_lite.training.engine import Engine
 
 SAVE_EVERY_S = 60.0
-CHECK_ADVANTAGES = "automodel_lite.parts.losses.policy.check_something_to_learn"
 _BLOCK_TOKENS = 2**24
 MADE_HERE = frozenset({"reference_log_probs"}) | DistillTopK.required
 Columns = Mapping[str, np.ndarray]
@@ -74,17 +72,12 @@ def check_loss(data: PackSource, loss: Loss) -> None:
             "all that stands before: use exact_fill, best_fit or next_fit, and overlong=drop, "
             "truncate or error."
         )
+    made = loss.required & MADE_HERE | loss.derived(data.columns)
     if isinstance(data, PlannedPacks):
         for of_set, packs in {"train": data.packs_of(0), **data.val_packs}.items():
             _check_whole(of_set, packs.rows)
-        if loss.derived(data.columns) and hasattr(data.tokens.train, "sources"):
-            raise ConfigError(
-                "dataset=mixture: the rewards of one set of rows are compared, and a mixture draws "
-                "from several: bring `advantages` in place of `reward` (policy.advantages_of makes "
-                "them), or train on one of the sets."
-            )
-    made = set(loss.required & MADE_HERE)
-    made |= loss.derived(data.columns)
+            if made - data.columns:
+                packs.rows.with_columns({})  # what is made belongs to the rows of one set
     check_columns(loss, {*data.columns, *made})
 
 
@@ -125,12 +118,9 @@ def with_values(data: PackSource, engine: Engine, built: BuiltModel, config: Con
 
         def derive(name: str, rows: DocumentReader) -> Columns:
             try:
-                made = loss.derive(rows.flat.columns, rows.flat.offsets)
-                if name == "train":
-                    locate(CHECK_ADVANTAGES)(made["advantages"])
+                return loss.derive(rows.flat.columns, rows.flat.offsets, trains=name == "train")
             except ValueError as error:
                 raise DataError(f"{config.dataset.get('path')}, {name}: {error}") from None
-            return made
 
         data = data.with_columns(derive)
     if loss.needs_reference:

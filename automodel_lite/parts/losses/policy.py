@@ -111,10 +111,10 @@ class PolicyLoss(Loss):
         return frozenset({"advantages"} if is_made else ())
 
     def derive(
-        self, columns: Mapping[str, np.ndarray], offsets: np.ndarray
+        self, columns: Mapping[str, np.ndarray], offsets: np.ndarray, trains: bool
     ) -> dict[str, np.ndarray]:
-        """Returns the advantages at the labels of rows that bring rewards and groups; all 0 where
-        the rewards of each group are equal, which a held-out set may have.
+        """Returns the advantages at the labels of rows that bring rewards and groups; rows that
+        are not learned from may have equal rewards, and advantages of 0.
         """
         at_R = np.flatnonzero(np.asarray(columns["labels"]) != IGNORE_INDEX)
         # rows of a tree share no label, as their numbers differ there
@@ -130,7 +130,8 @@ class PolicyLoss(Loss):
                 "rewards are compared among the rows that answer the same prompt."
             )
         advantages_T = np.zeros(int(offsets[-1]), np.float32)
-        advantages_T[at_R] = _compared(rewards_M, groups_M, self.advantage)[row_R]
+        compare = advantages_of if trains else _compared
+        advantages_T[at_R] = compare(rewards_M, groups_M, self.advantage)[row_R]
         return {"advantages": advantages_T}
 
     @abstractmethod
@@ -273,18 +274,13 @@ def advantages_of(rewards: ArrayLike, groups: ArrayLike, kind: Advantage = "grpo
     array([ 0.5, -0.5,  0. ,  0. ])
     """
     advantages_M = _compared(rewards, groups, kind)
-    check_something_to_learn(advantages_M)
-    return advantages_M
-
-
-def check_something_to_learn(advantages: np.ndarray) -> None:
-    """Raises ValueError where all are 0."""
-    if not advantages.any():
+    if not advantages_M.any():
         raise ValueError(
             "the rewards of each group are equal, so all advantages are 0 and there is nothing to "
             "learn: draw several answers to a prompt, and prompts of which some answers are right "
             "and some wrong."
         )
+    return advantages_M
 
 
 def _compared(rewards: ArrayLike, groups: ArrayLike, kind: Advantage) -> np.ndarray:
