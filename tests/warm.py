@@ -19,12 +19,14 @@ import automodel_lite.models.sharded  # noqa: F401
 import recipes.train_ft  # noqa: F401
 from automodel_lite.cli import compose_config
 from automodel_lite.config.check import check_config
+from automodel_lite.parallel.peers import versions
 from tests.attention.families import FAMILIES
 from tests.conftest import SELDOM
 
 torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()
 check_config(compose_config("smoke", []))  # Hydra's plugins, the code of the options
+versions()
 get_checkpoint_conversion_mapping("llama")
 for config in FAMILIES.values():
     transformers.AutoModelForCausalLM._model_mapping[type(config())]

@@ -26,6 +26,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -345,6 +346,7 @@ def end_together(peers: Peers) -> Iterator[None]:
             peers.keep_store()
 
 
+@cache
 def versions() -> dict[str, str]:
     """Returns the versions of what computes the numbers; this package's by its files, too."""
     package = Path(automodel_lite.__file__).parent

@@ -38,7 +38,7 @@ from automodel_lite.errors import ConfigError, RunStoppedError, one_line
 from automodel_lite.parallel.control import Control
 from automodel_lite.redact import scrub
 from automodel_lite.run import checkpoint_folder as on_disk
-from automodel_lite.run.folder import RunFolder, config_yaml
+from automodel_lite.run.folder import RunFolder
 from automodel_lite.run.sharded_files import (
     INDEX,
     BrokenCheckpointError,
@@ -97,7 +97,6 @@ class Checkpointer:
 
     def __post_init__(self) -> None:
         self._token = self.control.on_first(lambda: uuid.uuid4().hex[:8])
-        self._config_text = config_yaml(self.run_config)  # 30 ms, in which a step could be taken
 
     @property
     def newest_name(self) -> str | None:
@@ -133,7 +132,7 @@ class Checkpointer:
         texts = {  # as they are now: what the training changes later stays out of them
             f"{on_disk.TENSORS}/{INDEX}": index_text(layouts),
             on_disk.STATE: json.dumps({**state, "optimizer_scalars": scalars}, indent=1),
-            "config.yaml": self._config_text,
+            "config.yaml": self.run.config_text,
         }
         current = _Save(step, path, began, sum(tensor.nbytes for tensor in tensors.values()))
         self._current = current

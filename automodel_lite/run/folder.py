@@ -59,6 +59,7 @@ class RunFolder:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path).resolve()
         self.config = self.path / "config.yaml"
+        self.config_text = ""  # what this process wrote there; each checkpoint keeps it
         self.metrics = self.path / "metrics.jsonl"
         self.packing = self.path / "packing.json"
         self.lengths = self.path / "lengths.json"
@@ -129,7 +130,8 @@ class RunFolder:
         )
         with self.explain_os_errors():
             self.logs.mkdir(parents=True, exist_ok=True)
-            write_atomically(self.config, config_yaml(config))
+            self.config_text = config_yaml(config)
+            write_atomically(self.config, self.config_text)
             self.checkpoints.mkdir(exist_ok=True)  # last: it says that a run has begun
 
     @contextmanager

@@ -84,18 +84,22 @@ def test_a_disk_that_is_full_at_the_start_is_a_sentence(tmp_path: Path, at: int)
 
 @pytest.mark.parametrize("content", ["5", "[]", '{"state"', ""])
 def test_small_files_that_are_damaged(tmp_path: Path, content: str) -> None:
-    """A damaged STATUS.json or metrics line is written again; a damaged config.yaml is a sentence."""
-    short = "training.max_steps=2"
-    assert train_quick(tmp_path, short, stop_at=1)[0] == 75
+    """A damaged STATUS.json or metrics line is written again; a damaged config.yaml is a sentence, whose cure brings back
+    what followed from the layout too.
+    """
+    short = ("training.max_steps=2", "training.global_batch_size=null")
+    assert train_quick(tmp_path, *short, stop_at=1)[0] == 75
+    kept = (tmp_path / "config.yaml").read_bytes()
     (tmp_path / "STATUS.json").write_text(content)
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write(content + "\n")
     (tmp_path / "config.yaml").write_text(content or "a: [")
     with pytest.raises(ConfigError, match=r"config.yaml cannot be read .*restore it"):
-        train_quick(tmp_path, short)
+        train_quick(tmp_path, *short)
     (newest,) = RunFolder(tmp_path).checkpoints.glob("*1/config.yaml")
+    assert newest.read_bytes() == kept
     shutil.copy(newest, tmp_path)
-    assert train_quick(tmp_path, short)[0] == 0
+    assert train_quick(tmp_path, *short)[0] == 0
     assert sorted(losses_by_step(tmp_path)) == [1, 2]
 
 

@@ -64,7 +64,7 @@ from automodel_lite.parallel.mesh import Mesh, mesh_shape
 from automodel_lite.parallel.peers import flat
 from automodel_lite.run.checkpoint import Checkpointer
 from automodel_lite.run.export import export_adapter, export_hf
-from automodel_lite.run.folder import RunFolder, plain
+from automodel_lite.run.folder import RunFolder, config_yaml, plain
 from automodel_lite.run.lock import RunLock
 from automodel_lite.run.weight_files import stored_dtypes
 from automodel_lite.seed import seed_all
@@ -519,6 +519,7 @@ class TrainingClient:
         if self._checkpointer is None:
             config = self.config
             folder = RunFolder(self.config.output_dir)
+            folder.config_text = config_yaml(config)
             lock = RunLock(folder.lock)
             lock.token = self._ranks.on_first(lock.acquire)
             self._lock = lock
