@@ -232,7 +232,18 @@ def test_a_number_of_rows_that_is_none_is_listed(
     )
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+ONE_OF_EACH = {path.stem.split("_")[0]: path for path in EXAMPLES}
+
+
+@pytest.mark.parametrize(
+    "example",
+    [
+        pytest.param(
+            path, marks=() if path in ONE_OF_EACH.values() else pytest.mark.system, id=path.stem
+        )
+        for path in EXAMPLES
+    ],
+)
 def test_a_whole_example_becomes_a_preset_that_composes(
     example: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -43,7 +43,13 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize(
+    "option",
+    [
+        pytest.param(name, marks=() if name in ("gspo", "cispo") else pytest.mark.system)
+        for name in OPTIONS
+    ],
+)
 def test_rows_of_a_file_train_as_from_python(option: str, folder: str, tmp_path: Path) -> None:
     chosen = settings(folder, tmp_path / "rows.jsonl", ROWS)
     quick = ("training.max_steps=1", "training.global_batch_size=64", "checkpoint.export_hf=false")

@@ -38,7 +38,11 @@ def auto(plan: Decided) -> Decided:
 
 @pytest.mark.parametrize(
     ("gigabytes", "wish", "is_resharded"),
-    [(80, "auto", "auto"), (141, "auto", False), (141, "true", True)],
+    [
+        pytest.param(80, "auto", "auto", marks=pytest.mark.system),
+        (141, "auto", False),
+        pytest.param(141, "true", True, marks=pytest.mark.system),
+    ],
 )
 def test_weights_stay_gathered_where_they_fit(
     gigabytes: int, wish: str, is_resharded: bool | str

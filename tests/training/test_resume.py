@@ -27,7 +27,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("peft=lora", "model.safetensors", True),
         pytest.param("peft=none", "model.safetensors", False, marks=pytest.mark.system),
-        ("peft=none", "config", True),
+        pytest.param("peft=none", "config", True, marks=pytest.mark.system),
     ],
     ids=["lora-weights", "whole-weights", "whole-config"],
 )

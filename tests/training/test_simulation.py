@@ -207,7 +207,12 @@ def test_loading_and_export_hold_the_shards_and_one_tensor() -> None:
 
 
 @pytest.mark.parametrize(
-    ("axes", "sent_over"), [((1, 4, 1, 2), "tp"), ((1, 2, 2, 2), "cp"), ((2, 2, 1, 2), "tp")]
+    ("axes", "sent_over"),
+    [
+        pytest.param((1, 4, 1, 2), "tp", marks=pytest.mark.system),
+        ((1, 2, 2, 2), "cp"),
+        ((2, 2, 1, 2), "tp"),
+    ],
 )
 def test_tensor_parallel_ranks_hold_a_part_of_each_layer(
     axes: tuple[int, ...], sent_over: str
@@ -268,7 +273,7 @@ def test_the_dry_run_of_one_process_answers_for_a_world(capsys: pytest.CaptureFi
     assert "fits GPUs of 16 GB and more" in shown
 
 
-@pytest.mark.parametrize("peft", ["lora", "dora"])
+@pytest.mark.parametrize("peft", [pytest.param("lora", marks=pytest.mark.system), "dora"])
 def test_adapters_alone_have_gradients_and_states(peft: str) -> None:
     # of the four matrices of attention, on each of which sit two
     rank = 8 * LAYERS * (4 * 256 + 2 * 256 + 2 * 128)
@@ -389,7 +394,7 @@ def test_real_ddp_holds_what_is_estimated(micro_batches: int) -> None:
     assert living.sent == {"allreduce_"}
 
 
-@pytest.mark.parametrize("name", in_ci(WORLDS, "dense", "cp", "ep"))
+@pytest.mark.parametrize("name", in_ci(WORLDS, "dense", "ep"))
 def test_coarse_memory_of_sharded_models(name: str) -> None:
     """Of models as wide as those that are trained, of four layers; mixtures of two, where no layer is behind another."""
     shape, overrides = WORLDS[name]
@@ -580,7 +585,9 @@ def test_offloading_holds_inputs_on_the_host() -> None:
     assert offloaded.peaks["forward"] <= whole.peaks["forward"] - (LAYERS - 1) * 1024 * 256 * 2
 
 
-@pytest.mark.parametrize(("experts", "ranks"), [(6, 4), (160, 64)])
+@pytest.mark.parametrize(
+    ("experts", "ranks"), [(6, 4), pytest.param(160, 64, marks=pytest.mark.system)]
+)
 def test_ranks_without_an_expert_are_counted(experts: int, ranks: int) -> None:
     """160 experts in chunks of 3 fill 54 ranks of 64; rank 0 holds 3 of them."""
     sizes = {
@@ -600,7 +607,9 @@ def test_ranks_without_an_expert_are_counted(experts: int, ranks: int) -> None:
     assert found.weights == pytest.approx(of_experts + 4 * dense / ranks, rel=0.02)
 
 
-@pytest.mark.parametrize("axes", [(1, 2, 1), (1, 1, 2)], ids=["fsdp 2", "cp 2"])
+@pytest.mark.parametrize(
+    "axes", [pytest.param((1, 2, 1), marks=pytest.mark.system), (1, 1, 2)], ids=["fsdp 2", "cp 2"]
+)
 def test_values_narrower_than_keys_are_counted(axes: tuple[int, int, int]) -> None:
     """Latent attention, whatever goes around its kernel."""
     latent = tiny_config("deepseek_v3")
