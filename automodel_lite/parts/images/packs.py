@@ -93,38 +93,22 @@ class ImageReader:
 
         Raises DataError for an image that is not what it was when its tokens were counted.
         """
-        processor = self.processor
         if "image" not in columns:
             columns = {**columns, "image": torch.zeros_like(columns["input_ids"])}
         numbers, nth = rows_of_images(columns)
-        order, first, which = np.unique(numbers, return_index=True, return_inverse=True)
-        by_place = np.argsort(first)
-        order = order[by_place]
-        place = np.argsort(by_place)[which]
-        lens = np.zeros(len(order), np.int64)
-        np.maximum.at(lens, place, nth + 1)
+        images, which = _as_they_come(numbers)
+        lens = np.zeros(len(images), np.int64)
+        np.maximum.at(lens, which, nth + 1)
         starts = np.cumsum(lens) - lens
-        rows = starts[place] + np.where(nth < 0, lens[place] - 1, nth)
-        owners = np.zeros(len(order), np.int64)
+        rows = starts[which] + np.where(nth < 0, lens[which] - 1, nth)
         work = self.costs.of(lens)
-        if self.share is not None:
-            shared = [int(flops) or num for flops, num in zip(work.tolist(), lens.tolist())]
-            owners = np.array(document_owners(shared, self.share.size), np.int64)
-        own = np.flatnonzero(owners == (self.share.rank if self.share else 0))
+        owners = self._owners(work, lens)
         if processed is None:
-            stamps = stamps_of(columns)
-            images = []
-            for number in order[own].tolist():
-                which_set, row, image = find(number)
-                images.append(self.sets[which_set].pixels(row, image, stamps.get(number)))
-            record, texts = processor.process(images or [blank_image(*BLANK)])
-            counts = [text.count(processor.token) for text in texts]
-            assert not images or counts == lens[own].tolist()
-            num_rows = sum(counts)
+            own = owners == (self.share.rank if self.share else 0)
+            record, num_rows = self._decoded(columns, images[own], lens[own])
         else:
-            record = processed.record
-            num_rows = processed.num_rows
-        types, seen = _types_and_ahead(columns, processor.rules)
+            record, num_rows = processed.record, processed.num_rows
+        types, seen = _types_and_ahead(columns, self.processor.rules)
         return PackedImages(
             record,
             num_rows,
@@ -134,6 +118,27 @@ class ImageReader:
             work=float(work.sum()),
             owner=torch.from_numpy(np.repeat(owners, lens)) if self.share else None,
         )
+
+    def _owners(self, work: np.ndarray, lens: np.ndarray) -> np.ndarray:
+        """Returns the rank that reads each image, int64 [images]."""
+        if self.share is None:
+            return np.zeros(len(lens), np.int64)
+        costs = [int(flops) or num for flops, num in zip(work.tolist(), lens.tolist())]
+        return np.array(document_owners(costs, self.share.size), np.int64)
+
+    def _decoded(
+        self, columns: Mapping[str, Tensor], numbers: np.ndarray, lens: np.ndarray
+    ) -> tuple[Any, int]:
+        """Returns what the tower gets for these images, and its feature rows."""
+        stamps = stamps_of(columns)
+        pixels = []
+        for number in numbers.tolist():
+            which_set, row, place = find(number)
+            pixels.append(self.sets[which_set].pixels(row, place, stamps.get(number)))
+        record, texts = self.processor.process(pixels or [blank_image(*BLANK)])
+        counts = [text.count(self.processor.token) for text in texts]
+        assert not pixels or counts == lens.tolist()
+        return record, sum(counts)
 
 
 class ImagePacker(Packer):
@@ -260,6 +265,15 @@ def document_flops(rows: DocumentReader, costs: TowerCosts) -> np.ndarray:
         return np.zeros(len(rows))
     work = costs.of(np.add.reduceat(lengths, first))
     return np.bincount(documents[first], weights=work, minlength=len(rows))
+
+
+def _as_they_come(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the different ones of some numbers in the order in which they come, and which of
+    these each number is.
+    """
+    different, first, which = np.unique(numbers, return_index=True, return_inverse=True)
+    order = np.argsort(first)
+    return different[order], np.argsort(order)[which]
 
 
 def _types_and_ahead(
