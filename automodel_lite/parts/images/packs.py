@@ -107,7 +107,8 @@ class ImageReader:
             own = owners == (self.share.rank if self.share else 0)
             record, num_rows = self._decoded(columns, images[own], lens[own])
         else:
-            record, num_rows = processed.record, processed.num_rows
+            record = processed.record
+            num_rows = processed.num_rows
         types, seen = _types_and_ahead(columns, self.processor.rules)
         return PackedImages(
             record,
