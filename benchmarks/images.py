@@ -1,12 +1,11 @@
 """Packs with images against padded batches of plain transformers, on the same rows: CPU time per token, in turns.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.images [--rows 64] [--turns 5] [--batch 8] [--frozen-tower] [--trl]
+    OMP_NUM_THREADS=1 python -m benchmarks.images [--rows 64] [--turns 5] [--batch 8] [--frozen-tower]
 
 A model in the shape of Qwen3-VL (all of it trained, or the language model alone) meets chats of long-tailed lengths
 with no, one or two images of mixed sizes. Padded: rows in batches of `--batch`, in their order, right-padded to the
 longest, transformers' own sdpa, cross-entropy of the logits. Packed: the same rows in packs of at most 2,048
-tokens. A turn is forward and backward of all rows; both must give the same loss. Decoding of images is not part of it. `--trl`:
-the padded batches also go through TRL's own training step (`pip install trl`), with its default loss.
+tokens. A turn is forward and backward of all rows; both must give the same loss. Decoding of images is not part of it.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -169,61 +167,12 @@ def packs(chosen: list[Row], most_tokens: int) -> list[list[Row]]:
     return found
 
 
-def trl_step(model: Any, batches: list[dict[str, Any]]) -> Callable[[], float]:
-    """Returns what puts the batches through the training step of TRL's trainer, whose labels are not shifted yet."""
-    from datasets import Dataset
-    from tokenizers import Tokenizer, models
-    from trl import SFTConfig, SFTTrainer
-
-    class OfThese(SFTTrainer):
-        _signature_columns = None
-
-    given = []
-    for batch in batches:
-        shifted = F.pad(batch["labels"], (1, 0), value=IGNORE_INDEX)[:, :-1]
-        given.append({**batch, "labels": shifted})
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel({"<pad>": 0, "<e>": 1}, "<pad>")),
-        pad_token="<pad>",
-        eos_token="<e>",
-    )
-    settings = SFTConfig(
-        output_dir="/tmp/trl",
-        use_cpu=True,
-        report_to=[],
-        gradient_checkpointing=False,
-        bf16=False,
-        dataset_kwargs={"skip_prepare_dataset": True},
-        max_length=None,
-    )
-    trainer = OfThese(
-        model=model,
-        args=settings,
-        train_dataset=Dataset.from_dict({"input_ids": [[1]]}),
-        processing_class=tokenizer,
-        data_collator=list,
-    )
-    trainer.current_gradient_accumulation_steps = 1
-
-    def of_all() -> float:
-        total = 0.0
-        model.train()
-        for batch in given:
-            labels = int((batch["labels"][:, 1:] != IGNORE_INDEX).sum())
-            loss = trainer.training_step(model, dict(batch), torch.tensor(labels))
-            total += float(loss) * labels
-        return total
-
-    return of_all
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--frozen-tower", action="store_true")
-    parser.add_argument("--trl", action="store_true")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     kind = transformers.Qwen3VLForConditionalGeneration
@@ -266,11 +215,8 @@ def main() -> None:
         f"torch {torch.__version__}, transformers {transformers.__version__}: {len(made)} rows, {tokens:,} tokens, "
         f"{of_images / tokens:.0%} of images; padded to {slots:,} ({tokens / slots:.0%} filled)"
     )
-    ways: dict[str, Callable[[], float]] = {"padded": of_padded, "packed": of_packed}
-    if arguments.trl:
-        ways["trl"] = trl_step(plain, batches)
-    times, losses = take_turns(ways, arguments.turns)
-    gap = max(abs(loss - losses["padded"]) / losses["padded"] for loss in losses.values())
+    times, losses = take_turns({"padded": of_padded, "packed": of_packed}, arguments.turns)
+    gap = abs(losses["packed"] - losses["padded"]) / losses["padded"]
     assert gap < 1e-5, gap
     for name, seconds in times.items():
         speed = tokens / statistics.median(seconds)

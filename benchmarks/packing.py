@@ -1,29 +1,21 @@
-"""Pack counts, CPU seconds and memory of the packing engine beside its peers, on the same lengths in one run.
+"""Pack counts and CPU seconds of the packing engine beside its peers, on the same lengths in one run.
 
     python -m benchmarks.packing plans    packs of every strategy and peer on nine mixes of lengths
     python -m benchmarks.packing growth   CPU seconds from 10^4 to 10^7 documents
     python -m benchmarks.packing read     plan + lazy read through the collater, and pack_dataset, beside the reference
-    python -m benchmarks.packing memory   peak memory of plans of 10^7 documents, and of reading
-    python -m benchmarks.packing balance  slowest rank over the mean, before and after dealing
 
 Seconds are CPU seconds of this process. Peers that are not installed are named and left out; they install with
-`pip install --no-deps trl axolotl llamafactory lightbinpack torchtune nemo_automodel` (and numba for axolotl).
+`pip install --no-deps trl axolotl lightbinpack nemo_automodel` (and numba for axolotl).
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
-import gc
 import importlib.util
-import multiprocessing
-import re
-import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import datasets
@@ -32,22 +24,13 @@ import torch
 
 from automodel_lite.config.schema import DataloaderConfig
 from automodel_lite.data.feeding.feed import read_batches
-from automodel_lite.data.feeding.order import (
-    BatchShape,
-    assign_packs,
-    assign_to_ranks,
-    epoch_order,
-    imbalance,
-    pack_costs,
-)
+from automodel_lite.data.feeding.order import BatchShape, assign_to_ranks, epoch_order
 from automodel_lite.data.packing.histogram import assign, best_fit
 from automodel_lite.data.packing.packs import PackedDataset
 from automodel_lite.data.packing.plan import plan_packs
 from automodel_lite.data.tokens.token_rows import TokenizedDocuments
-from automodel_lite.models.flops import CostModel
 from automodel_lite.nemo_api.collaters import packed_sequence_thd_collater
 from automodel_lite.nemo_api.packed_sequence import pack_dataset
-from automodel_lite.seed import seeded_order
 
 Mix = tuple[str, np.ndarray, int]  # name, lengths, pack size
 Prepared = Callable[[], int]  # packs everything that it was prepared for -> number of packs
@@ -130,22 +113,6 @@ def axolotl(lengths: np.ndarray, size: int) -> Prepared:
     )
 
 
-def llama_factory(lengths: np.ndarray, size: int) -> Prepared:
-    root = importlib.util.find_spec("llamafactory")
-    assert root is not None
-    assert root.submodule_search_locations is not None
-    file = Path(root.submodule_search_locations[0], "data/processor/processor_utils.py")
-    # the package itself wants audio libraries
-    spec = importlib.util.spec_from_file_location("processor_utils", file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look themselves up there
-    spec.loader.exec_module(module)
-    parts = [part.tolist() for part in thousands(lengths)]
-    return lambda: sum(len(module.greedy_knapsack(list(part), size)) for part in parts)
-
-
 def light_bin_pack(lengths: np.ndarray, size: int) -> Prepared:
     from lightbinpack import obfd
 
@@ -157,7 +124,6 @@ PEERS: dict[str, tuple[str, Prepare]] = {
     "TRL, all at once": ("trl", trl_whole),
     "TRL, as shipped": ("trl", trl_shipped),
     "axolotl": ("axolotl", axolotl),
-    "LLaMA-Factory": ("llamafactory", llama_factory),
     "LightBinPack": ("lightbinpack", light_bin_pack),
 }
 
@@ -187,35 +153,6 @@ def cpu_seconds(run: Callable[[], Any]) -> tuple[Any, float]:
     start = time.process_time()
     result = run()
     return result, time.process_time() - start
-
-
-def peak_mib(run: Callable[[Any], Any], make: Callable[[int], Any], n: int) -> float:
-    """Peak resident memory of run(input) above what was there with its input, in a process of its own."""
-    context = multiprocessing.get_context("fork")
-    pipe, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_measured, args=(run, make, n, theirs))
-    process.start()
-    theirs.close()
-    grown = pipe.recv()
-    process.join()
-    return grown
-
-
-def _measured(run: Callable[[Any], Any], make: Callable[[int], Any], n: int, pipe: Any) -> None:
-    rows = make(n)
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # freed memory would be used again and hide the growth
-    Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
-    before = _status_kib("VmRSS")
-    keep = run(rows)
-    pipe.send((_status_kib("VmHWM") - before) / 1024)
-    del keep
-
-
-def _status_kib(field: str) -> int:
-    found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1])
 
 
 def compare(lengths: np.ndarray, size: int, peers: dict[str, Prepare]) -> None:
@@ -275,19 +212,6 @@ def read(n: int) -> None:
         print(f"  {name:<34}{s:8.2f} s  {total / s / 1e6:8.2f} M tokens/s")
 
 
-def memory(n: int) -> None:
-    for strategy in ("best_fit", "exact_fill"):
-        mib = peak_mib(
-            lambda lengths, st=strategy: plan_packs(lengths, READ_SIZE, strategy=st),
-            read_lengths,
-            n,
-        )
-        print(f"  plan of {n:,} documents, {strategy}: {mib:,.0f} MiB above the lengths")
-    few = n // 200
-    for name, (run, make) in readers().items():
-        print(f"  {few:,} documents, {name}: {peak_mib(run, make, few):,.0f} MiB above its input")
-
-
 READ_SIZE = 2048
 
 
@@ -296,9 +220,8 @@ def read_lengths(n: int) -> np.ndarray:
 
 
 def readers() -> dict[str, tuple[Callable[[Any], Any], Callable[[int], Any]]]:
-    """What `read` and `memory` measure: name -> (run on the input, make the input of n documents)."""
+    """Returns what `read` measures: name -> (run on the input, make the input of n documents)."""
     found: dict[str, tuple[Callable[[Any], Any], Callable[[int], Any]]] = {
-        "plan + lazy read": (lambda rows: each(lazy(rows)), token_arrays),
         "plan + lazy read + collater": (lambda rows: loaded(lazy(rows)), token_arrays),
         "pack_dataset of lists": (packed, samples),
         "pack_dataset of Arrow": (packed, arrow),
@@ -312,13 +235,6 @@ def readers() -> dict[str, tuple[Callable[[Any], Any], Callable[[int], Any]]]:
         found["reference, lists"] = (reference, samples)
         found["reference, Arrow"] = (reference, arrow)
         found["reference, Arrow + collater"] = (lambda rows: collated(reference(rows)), arrow)
-    if importlib.util.find_spec("torchtune"):
-        from torchtune.datasets import PackedDataset as TorchtunePacked
-
-        def torchtune(rows: Any) -> Any:
-            return TorchtunePacked(rows, max_seq_len=READ_SIZE)
-
-        found["torchtune, lists"] = (torchtune, lambda n: samples(n, "tokens"))
     return found
 
 
@@ -334,15 +250,10 @@ def token_arrays(n: int) -> TokenizedDocuments:
     return TokenizedDocuments({"input_ids": tokens, "labels": labels}, offsets)
 
 
-def samples(n: int, ids: str = "input_ids") -> list[dict[str, list[int]]]:
+def samples(n: int) -> list[dict[str, list[int]]]:
     flat = token_arrays(n)
-    return [
-        {
-            ids: flat.columns["input_ids"][a:b].tolist(),
-            "labels": flat.columns["labels"][a:b].tolist(),
-        }
-        for a, b in pairwise(flat.offsets)
-    ]
+    spans = list(pairwise(flat.offsets))
+    return [{name: x[a:b].tolist() for name, x in flat.columns.items()} for a, b in spans]
 
 
 def arrow(n: int) -> datasets.Dataset:
@@ -351,11 +262,6 @@ def arrow(n: int) -> datasets.Dataset:
 
 def lazy(rows: TokenizedDocuments) -> PackedDataset:
     return PackedDataset(rows, plan_packs(np.diff(rows.offsets), READ_SIZE))
-
-
-def each(packs: PackedDataset) -> None:
-    for i in range(len(packs)):
-        packs[i]
 
 
 def loaded(packs: PackedDataset) -> None:
@@ -370,32 +276,10 @@ def collated(packs: Any) -> None:
         packed_sequence_thd_collater([packs[i] for i in range(start, start + 4)])
 
 
-def balance(n: int) -> None:
-    # weights without the input embedding
-    llama_3_8b = CostModel(per_token=6 * 7.504e9, per_pair=12.0 * 32 * 4096)
-    for name, lengths, size in mixes(n):
-        if name.startswith(("web", "90 %")):
-            plan = plan_packs(lengths, size)
-            costs = pack_costs(plan, lengths, llama_3_8b)[seeded_order(len(plan), 0, 0)]
-            print(f"{name}: {len(plan):,} packs, slowest rank over the mean (Llama-3-8B, causal)")
-            for ranks, micro_steps in ((8, 8), (64, 1), (64, 8)):
-                shape = BatchShape(ranks * micro_steps, 1, ranks)
-                dealt = {
-                    b: imbalance(costs[assign_packs(costs, b, shape)], shape)
-                    for b in ("none", "step", "window")
-                }
-                print(
-                    f"  {ranks:>3} ranks x {micro_steps} micro-steps  "
-                    + "  ".join(f"{b} {v:.4f}" for b, v in dealt.items())
-                )
-
-
 PARTS: dict[str, tuple[Callable[[int], None], int]] = {
     "plans": (plans, 1_000_000),
     "growth": (growth, 10_000_000),
     "read": (read, 50_000),
-    "memory": (memory, 10_000_000),
-    "balance": (balance, 1_000_000),
 }
 
 if __name__ == "__main__":

@@ -1,17 +1,15 @@
 """Real tokens per CPU-second of our recipe beside its peers: same model, data, tokens a step, one thread, in one run.
 
     python -m benchmarks.peers_cpu --data gsm8k_train.jsonl --peers /path/to/environments
-    python -m benchmarks.peers_cpu --data gsm8k_train.jsonl --shape 32m --only recipe bare sorted
+    python -m benchmarks.peers_cpu --data gsm8k_train.jsonl --shape 32m --only recipe sorted
     python -m benchmarks.peers_cpu --data gsm8k_train.jsonl --pretrained .cache/real/smollm2 --precision bf16 --peers P
 
 Each contestant is a process of its own. They share a core and take turns, one step each, so that a slow minute of the
 machine is slow for all of them. A step is timed by the CPU time of its process, from the end of the one before it: data
-loading and logging included. `--peers` holds one virtual environment a peer (torch first and alone, so that no package
+loading and logging included. `--peers` holds the virtual environment of TRL (torch first and alone, so that no package
 chooses its build):
 
-    python -m venv P/trl     P/trl/bin/pip install torch==2.13.0;     P/trl/bin/pip install trl accelerate
-    python -m venv P/nemo    P/nemo/bin/pip install torch==2.13.0;    P/nemo/bin/pip install --no-deps nemo_automodel megatron-fsdp flashoptim
-                             P/nemo/bin/pip install datasets mistral-common tiktoken torchao torchdata transformers
+    python -m venv P/trl; P/trl/bin/pip install torch==2.13.0; P/trl/bin/pip install trl accelerate
 """
 
 from __future__ import annotations
@@ -19,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -50,15 +47,9 @@ class Contestant:
 CONTESTANTS = {
     "recipe": Contestant("recipe"),
     "compiled": Contestant("recipe", "training.compile=true"),
-    "bare": Contestant("bare"),
-    "sorted": Contestant("loops", "sorted"),
-    "sorted_compiled": Contestant("loops", "sorted_compiled"),
-    "mask": Contestant("loops", "mask"),
-    "random": Contestant("loops", "random"),
-    "trl_packed": Contestant("trainers", "trl_packed", "trl"),
-    "trl_padded": Contestant("trainers", "trl_padded", "trl"),
-    "hf_padded": Contestant("trainers", "hf_padded", "trl"),
-    "nemo_padded": Contestant("nemo_recipe", None, "nemo"),
+    "sorted": Contestant("sorted"),
+    "trl_packed": Contestant("trl", "packed", "trl"),
+    "trl_padded": Contestant("trl", "padded", "trl"),
 }
 
 
@@ -72,11 +63,8 @@ def main(argv: list[str] | None = None) -> dict[str, list[float]]:
         peers = str(Path(args.peers).absolute()) if args.peers else None
         steps = (args.steps, args.warmup_steps)
         job = Job(folder, args.shape, args.precision, *steps, data, folder, pretrained)
-        subprocess.run(
-            [sys.executable, "-m", "benchmarks.peers.prepare", job.to_argv()],
-            env=environment(),
-            check=True,
-        )
+        prepare = [sys.executable, "-m", "benchmarks.peers.recipe", job.to_argv(), "prepare"]
+        subprocess.run(prepare, env=environment(), check=True)
         names = [n for n in args.only or CONTESTANTS if CONTESTANTS[n].environment is None or peers]
         results = contest({name: CONTESTANTS[name] for name in names}, job, peers)
     print_table(results)
@@ -167,16 +155,14 @@ def environment() -> dict[str, str]:
     }
 
 
-def print_table(results: dict[str, Result], unit: str = "real tokens") -> None:
+def print_table(results: dict[str, Result]) -> None:
     """Prints median rates with quartiles, peaks, and our ratio to each: the median of the ratios of each turn."""
-    print(
-        f"\n| contestant | {unit} per CPU-second | quartiles | peak memory | recipe is | quartiles |"
+    head = (
+        "contestant | real tokens per CPU-second | quartiles | peak memory | recipe is | quartiles"
     )
-    print("| --- | --- | --- | --- | --- | --- |")
+    print(f"\n| {head} |\n| --- | --- | --- | --- | --- | --- |")
     ours = results.get("recipe", {}).get("tokens_per_cpu_s", [])
-    for name, result in sorted(
-        results.items(), key=lambda i: -statistics.median(i[1].get("tokens_per_cpu_s") or [0])
-    ):
+    for name, result in results.items():
         if not result:
             print(f"| {name} | failed | | | | |")
             continue
@@ -200,7 +186,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--data", required=True, help="JSON lines with question and answer")
     found.add_argument(
         "--peers",
-        help="folder with the environments trl and nemo; left out: our own and the loops",
+        help="folder with the environment trl; left out: our own and the sorted rows",
     )
     found.add_argument("--shape", default="small", choices=list(SHAPES))
     found.add_argument(

@@ -3,7 +3,7 @@
     python benchmarks/survey_images.py                            print one line per family
     python benchmarks/survey_images.py --json images.jsonl        keep what was found, and continue there
     python benchmarks/survey_images.py --families qwen3_vl gemma3
-    python benchmarks/survey_images.py --json images.jsonl --write docs/models.md    replace the page's section on images
+    python benchmarks/survey_images.py --json images.jsonl --write docs/models.md    write the page's blocks on images
 
 Every family of AutoModelForImageTextToText, as a tiny random model with its own image processor. Truth is plain
 transformers on each document alone, with its own processor call; against it stands one pack of all documents, with one
@@ -14,7 +14,6 @@ that differs by more than rounding should is computed again in fp64.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import inspect
 import json
@@ -23,8 +22,6 @@ import re
 import sys
 import tempfile
 import time
-import traceback
-import warnings
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -61,7 +58,9 @@ from benchmarks.image_families import (
     pixels,
     random_image,
 )
-from benchmarks.survey_models import InDouble, forked, wait
+from benchmarks.models_page import of_images
+from benchmarks.survey import forked, survey, wait, words
+from benchmarks.survey_models import InDouble
 
 DOCUMENTS = ["t8 i t5", "t9", "t4 i t3 i t6", "t3 i", "i t7", "t5 i i t4"]
 """i is an image, t8 a text of 8 tokens. One document ends with an image and the next begins with one."""
@@ -134,39 +133,6 @@ def is_exact(gaps: dict[str, float]) -> bool:
     return gaps["loss"] <= EXACT_LOSS and all(gaps.get(kind, 0.0) <= EXACT for kind in KINDS)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--families", nargs="*", default=FAMILIES)
-    parser.add_argument("--json", type=Path, help="findings, one JSON object per line")
-    parser.add_argument("--write", type=Path, help="the Markdown file with a section on images")
-    arguments = parser.parse_args()
-    warnings.filterwarnings("ignore")
-    transformers.logging.set_verbosity_error()
-    torch.set_num_threads(1)
-    known = kept(arguments.json)
-    for family in arguments.families:
-        if family not in known:
-            known[family] = in_process(family)
-            if arguments.json:
-                with arguments.json.open("a") as file:
-                    file.write(json.dumps(asdict(known[family])) + "\n")
-        print(line(known[family]), flush=True)
-    findings = [known[family] for family in arguments.families]
-    verdicts = [finding.verdict for finding in findings]
-    print(", ".join(f"{verdicts.count(name)} {name}" for name in sorted(set(verdicts))))
-    if arguments.write:
-        from benchmarks.models_page import with_images
-
-        arguments.write.write_text(with_images(arguments.write.read_text(), findings))
-    return int("WRONG" in verdicts)
-
-
-def kept(path: Path | None) -> dict[str, Finding]:
-    lines = path.read_text().splitlines() if path and path.is_file() else []
-    found = [Finding(**json.loads(line)) for line in lines]
-    return {x.family: x for x in found if x.version == transformers.__version__}
-
-
 def line(finding: Finding) -> str:
     gaps = " ".join(f"{name} {gap:.0e}" for name, gap in finding.gaps.items())
     if finding.fp64:
@@ -184,14 +150,14 @@ def in_process(family: str) -> Finding:
     start = time.time()
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "finding.json"
-        pid = forked(lambda: json.dumps(asdict(survey(family))), result, BYTES)
+        pid = forked(lambda: json.dumps(asdict(found(family))), result, BYTES)
         text = wait(pid, result)
     finding = Finding(**json.loads(text)) if text.startswith("{") else Finding(family, broken=text)
     finding.seconds = time.time() - start
     return finding
 
 
-def survey(family: str) -> Finding:
+def found(family: str) -> Finding:
     finding = Finding(family)
     try:
         refuse_encoders(family)
@@ -223,15 +189,6 @@ def survey(family: str) -> Finding:
     except Exception as error:
         finding.broken = words(error)
     return finding
-
-
-def words(error: Exception) -> str:
-    """The first line of an error, and where it was raised."""
-    said = [line for line in str(error).splitlines() if line.strip()]
-    at = traceback.extract_tb(error.__traceback__)[-1]
-    return (
-        f"{type(error).__name__}: {said[0] if said else ''} ({Path(at.filename).name}:{at.lineno})"
-    )
 
 
 class PlainError(Exception):
@@ -485,4 +442,4 @@ def differences(model: Any, one: dict[str, Tensor], other: dict[str, Tensor]) ->
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(survey(Finding, FAMILIES, in_process, line, of_images))

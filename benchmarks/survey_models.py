@@ -1,7 +1,7 @@
 """Which model families train here end to end, exactly, and which are refused, and why: docs/models.md.
 
     python benchmarks/survey_models.py                          print one line per family
-    python benchmarks/survey_models.py --write docs/models.md   and write the page (half an hour on two cores)
+    python benchmarks/survey_models.py --write docs/models.md   and write its blocks of the page (half an hour on two cores)
     python benchmarks/survey_models.py --families llama qwen3_5 mistral3
 
 Every decoder-only causal LM of the installed transformers, and the composites (vision, audio) that text is trained on,
@@ -16,23 +16,17 @@ computed again in fp64, and counts as a fault only if models of other random wei
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
 import json
 import os
 import re
-import resource
 import shutil
-import signal
 import socket
 import sys
 import tempfile
 import time
-import traceback
-import warnings
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -68,6 +62,8 @@ from automodel_lite.parts.trees import grow_trees
 from automodel_lite.prefix_trees import find_nodes
 from automodel_lite.run.weight_files import stored_dtypes
 from automodel_lite.thd import IGNORE_INDEX, ThdBatch, to_thd
+from benchmarks.models_page import of_models
+from benchmarks.survey import forked, survey, wait, words
 from benchmarks.tiny_models import COMPOSITES, VOCAB, decoder_families, tiny_model
 
 LENGTHS = [23, 5, 14]
@@ -81,15 +77,7 @@ NEAR_TIE = 1e-3
 SEEDS = range(3)
 FP8_BLOCK = 16
 NUM_RANKS = 4
-MOST_USED = """
-    qwen3_5 qwen3_5_moe nemotron_h deepseek_v3 gemma4 qwen2_5_vl qwen3_vl mistral3 kimi_k25 qwen3 llama olmo3 phi3 qwen2
-    glm4 cohere2 smollm3 granite exaone4 seed_oss apertus arcee gpt_oss glm4_moe glm4_moe_lite mimo_v2_flash
-    ernie4_5_moe kimi_linear bailing_hybrid granitemoehybrid falcon_h1 lfm2 qwen3_next qwen3_moe minimax_m2 mixtral
-    olmoe gemma3 gemma3n llama4
-"""
-"""The forty that are fine-tuned most in 2026, by commits that name them in eleven public code bases."""
 BYTES = 8 << 30
-SECONDS = 240
 
 
 @dataclass
@@ -108,88 +96,19 @@ class Finding:
 
     @property
     def verdict(self) -> str:
-        words = list(self.steps.values())
-        if any(word.startswith("WRONG") for word in words):
-            return "WRONG"
-        if any(word.startswith("BROKEN") for word in words):
-            return "BROKEN"
-        if self.refused or not words:
+        for verdict in ("WRONG", "BROKEN"):
+            if any(word.startswith(verdict) for word in self.steps.values()):
+                return verdict
+        if self.refused or not self.steps:
             return "refused" if self.refused else "not tried"
-        needed = [
-            word for name, word in self.steps.items() if name != "fp8"
-        ]  # refused where transformers cannot read it
-        return "exact" if all(not word.startswith("refused") for word in needed) else "in part"
+        # fp8 is refused where transformers cannot read it
+        needed = [word for name, word in self.steps.items() if name != "fp8"]
+        return "in part" if any(word.startswith("refused") for word in needed) else "exact"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--families", nargs="*", default=[*decoder_families(), *COMPOSITES])
-    parser.add_argument("--write", type=Path, help="a Markdown file to write")
-    parser.add_argument(
-        "--json",
-        type=Path,
-        help="findings, one JSON object per line; those of this transformers are kept",
-    )
-    parser.add_argument("--jobs", type=int, default=2, help="families at a time")
-    arguments = parser.parse_args()
-    quiet()
-    known = kept(arguments.json)
-
-    def tell(finding: Finding) -> None:
-        show(finding)
-        if arguments.json:
-            with arguments.json.open("a") as file:
-                file.write(json.dumps(asdict(finding)) + "\n")
-
-    wanted = [family for family in arguments.families if family not in known]
-    for finding in survey(wanted, arguments.jobs, tell):
-        known[finding.family] = finding
-    findings = [known[family] for family in arguments.families]
-    if arguments.write:
-        from benchmarks.models_page import images_section, markdown
-
-        written = arguments.write.read_text() if arguments.write.is_file() else ""
-        arguments.write.write_text(markdown(findings) + images_section(written))
-    counts = {
-        verdict: sum(f.verdict == verdict for f in findings)
-        for verdict in sorted({f.verdict for f in findings})
-    }
-    print(", ".join(f"{number} {verdict}" for verdict, number in counts.items()))
-    return int(any(finding.verdict in ("WRONG", "BROKEN") for finding in findings))
-
-
-def kept(path: Path | None) -> dict[str, Finding]:
-    lines = path.read_text().splitlines() if path and path.is_file() else []
-    found: dict[str, Finding] = {}
-    for finding in (Finding(**json.loads(line)) for line in lines):
-        if finding.version == transformers.__version__:
-            found[finding.family] = finding
-    return found
-
-
-def quiet() -> None:
-    warnings.filterwarnings("ignore")
-    transformers.logging.set_verbosity_error()
-    torch.set_num_threads(1)
-
-
-def show(finding: Finding) -> None:
+def line(finding: Finding) -> str:
     detail = finding.refused or ", ".join(f"{name}: {word}" for name, word in finding.steps.items())
-    print(
-        f"{finding.family:22s} {finding.verdict:9s} {finding.seconds:4.0f} s  {detail}", flush=True
-    )
-
-
-def survey(families: list[str], jobs: int, tell: Callable[[Finding], None]) -> list[Finding]:
-    """Each family in processes of its own, forked from this one: a crash, or a model too large, is that family's."""
-
-    def one(family: str) -> Finding:
-        finding = in_processes(family)
-        tell(finding)
-        return finding
-
-    with ThreadPoolExecutor(jobs) as pool:
-        return list(pool.map(one, families))
+    return f"{finding.family:22s} {finding.verdict:9s} {finding.seconds:4.0f} s  {detail}"
 
 
 def in_processes(family: str) -> Finding:
@@ -220,57 +139,22 @@ def is_near_tie(finding: Finding) -> bool:
 def of_seed(family: str, seed: int) -> Finding:
     with tempfile.TemporaryDirectory(prefix=f"survey_{family}_") as name:
         folder = Path(name)
-        finding = read(
-            family,
-            forked(lambda: alone(family, folder, seed), folder / "finding.json"),
-            folder,
-        )
+        result = folder / "finding.json"
+        text = wait(forked(lambda: alone(family, folder, seed), result, BYTES), result)
+        if not text.startswith("{"):
+            return Finding(family, steps={"start": text})
+        finding = Finding(**json.loads(text))
         if not finding.refused and "step" in finding.steps:
-            each = range(NUM_RANKS)
             with socket.create_server(("127.0.0.1", 0)) as server:
                 port = server.getsockname()[1]
-            ranks = [
-                forked(lambda rank=rank: of_rank(rank, folder, port), folder / f"rank{rank}")
-                for rank in each
+            results = [folder / f"rank{rank}" for rank in range(NUM_RANKS)]
+            pids = [
+                forked(lambda rank=rank: of_rank(rank, folder, port), result, BYTES)
+                for rank, result in enumerate(results)
             ]
-            words = [wait(pid, folder / f"rank{rank}") for rank, pid in zip(each, ranks)]
-            finding.steps["cp 4"] = (
-                against_truth(words[0], folder) if words[0].startswith("{") else words[0]
-            )
+            row, *_ = [wait(pid, result) for pid, result in zip(pids, results)]
+            finding.steps["cp 4"] = against_truth(row, folder) if row.startswith("{") else row
     return finding
-
-
-def read(family: str, pid: int, folder: Path) -> Finding:
-    text = wait(pid, folder / "finding.json")
-    return (
-        Finding(**json.loads(text))
-        if text.startswith("{")
-        else Finding(family, steps={"start": text})
-    )
-
-
-def forked(work: Callable[[], str], result: Path, max_bytes: int = BYTES) -> int:
-    """The process that runs `work` and writes what it returns."""
-    pid = os.fork()
-    if pid:
-        return pid
-    try:
-        resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
-        signal.alarm(SECONDS)
-        with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
-            result.write_text(work())
-    finally:
-        os._exit(0)
-    raise AssertionError
-
-
-def wait(pid: int, result: Path) -> str:
-    status = os.waitpid(pid, 0)[1]
-    return (
-        result.read_text()
-        if result.is_file()
-        else f"BROKEN: its process ended with {status} and no word"
-    )
 
 
 # ------------------------------------------------------------------------------------------------------- one process
@@ -283,9 +167,7 @@ def alone(family: str, folder: Path, seed: int) -> str:
         finding.is_mixture = experts_per_token(model.config.get_text_config()) is not None
         truth = separate(model)
     except Exception as error:
-        finding.steps["start"] = f"not tried: {first_line(error)}"
-        finding.steps.clear()
-        finding.native = first_line(error)
+        finding.native = words(error)
         return json.dumps(asdict(finding))
     (folder / "truth.json").write_text(json.dumps(step_of(truth)))
     finding.native = native_packing(folder, truth)
@@ -297,7 +179,7 @@ def alone(family: str, folder: Path, seed: int) -> str:
         finding.refused = str(error)
         return json.dumps(asdict(finding))
     except Exception as error:
-        finding.steps["packed"] = broken(error)
+        finding.steps["packed"] = f"BROKEN: {words(error)}"
         return json.dumps(asdict(finding))
     steps = {
         "costs": lambda: positive(cost_model(model.config).per_token),
@@ -315,7 +197,7 @@ def alone(family: str, folder: Path, seed: int) -> str:
         except ConfigError as error:
             finding.steps[name] = f"refused: {error}"
         except Exception as error:
-            finding.steps[name] = broken(error)
+            finding.steps[name] = f"BROKEN: {words(error)}"
     return json.dumps(asdict(finding))
 
 
@@ -541,7 +423,7 @@ def of_rank(rank: int, folder: Path, port: int) -> str:
     except ConfigError as error:
         return f"refused: {error}"
     except Exception as error:
-        return broken(error)
+        return f"BROKEN: {words(error)}"
 
 
 def against_truth(row: str, folder: Path, with_norm: bool = True) -> str:
@@ -636,15 +518,6 @@ def relative(difference: float, limit: float = EXACT) -> str:
     return f"exact, {difference:.0e}" if difference < limit else f"WRONG by {difference:.0e}"
 
 
-def broken(error: Exception) -> str:
-    where = traceback.extract_tb(error.__traceback__)[-1]
-    return f"BROKEN: {first_line(error)} ({Path(where.filename).name}:{where.lineno})"
-
-
-def first_line(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text}"[:240]
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    every = [*decoder_families(), *COMPOSITES]
+    sys.exit(survey(Finding, every, in_processes, line, of_models))

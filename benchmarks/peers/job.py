@@ -46,7 +46,7 @@ STEP_DONE, RESULT = "STEP DONE", "RESULT "
 class Job:
     """One contestant's run."""
 
-    folder: str  # tokenizer/ and rows.npz, written by benchmarks.peers.prepare
+    folder: str  # tokenizer/ and rows.npz, written by benchmarks.peers.recipe
     shape: str
     precision: str  # fp32 | bf16 (autocast over fp32 weights)
     steps: int  # optimizer steps that are timed
@@ -109,39 +109,28 @@ class Clock:
             raise SystemExit("nobody gives turns")
         self._began = cpu_seconds()
 
-    def report(self, job: Job, tokens_of_step: list[int], **more: object) -> None:
+    def report(self, job: Job, tokens_of_step: list[int]) -> None:
         """Prints the rates of the timed steps as one JSON line."""
-        assert len(self.seconds) >= job.all_steps, (
-            f"{len(self.seconds)} steps were timed, not {job.all_steps}"
-        )
+        assert len(self.seconds) >= job.all_steps, f"{len(self.seconds)} steps were timed"
         timed = slice(job.warmup_steps, job.all_steps)
-        rates = [
-            tokens / seconds
-            for tokens, seconds in zip(tokens_of_step[timed], self.seconds[timed], strict=True)
-        ]
+        pairs = zip(tokens_of_step[timed], self.seconds[timed], strict=True)
+        rates = [tokens / seconds for tokens, seconds in pairs]
         peak_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-        print(
-            RESULT + json.dumps({"tokens_per_cpu_s": rates, "peak_gib": peak_gib, **more}),
-            flush=True,
-        )
+        print(RESULT + json.dumps({"tokens_per_cpu_s": rates, "peak_gib": peak_gib}), flush=True)
 
 
 def cpu_seconds() -> float:
-    times = os.times()
-    return times.user + times.system + times.children_user + times.children_system
-
-
-def use_one_thread() -> None:
-    import torch
-
-    torch.set_num_threads(1)
+    return sum(os.times()[:4])
 
 
 def llama(job: Job) -> Any:
-    """The Hugging Face model as contestants get it that know nothing of our kernels: fp32, SDPA, the same weights."""
+    """The Hugging Face model as contestants get it that know nothing of our kernels: fp32, SDPA, the same weights; on
+    one thread.
+    """
     import torch
     from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+    torch.set_num_threads(1)
     if job.pretrained:
         return AutoModelForCausalLM.from_pretrained(
             job.pretrained, dtype=torch.float32, use_cache=False
@@ -149,8 +138,3 @@ def llama(job: Job) -> Any:
     torch.manual_seed(0)
     config = LlamaConfig(**job.model_settings(), use_cache=False, attn_implementation="sdpa")
     return LlamaForCausalLM(config).train()
-
-
-def say_first_step() -> None:
-    """The CPU seconds of this process until now, with those of the children that have ended."""
-    print(f"first step after {cpu_seconds():.2f} CPU-s", flush=True)

@@ -1,17 +1,23 @@
 """Our recipe as shipped: raw JSON lines in, a run folder with metrics out; the clock only looks on.
 
 python -m benchmarks.peers.recipe JOB [an override]
+python -m benchmarks.peers.recipe JOB prepare    tokenizes the lines, for contestants that are given token rows
 """
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import ClassVar
+
+import numpy as np
 
 from automodel_lite.cli import compose_config
 from automodel_lite.config.check import check_config
+from automodel_lite.config.components import build
 from automodel_lite.config.schema import Config
 from automodel_lite.data.feeding.feed import DeviceStep
+from automodel_lite.data.tokens.tokenize import job_of, tokenize_documents
 from automodel_lite.telemetry.metrics import StepResult
 from benchmarks.peers.job import LR, PACK_TOKENS, Clock, Job
 from recipes import train_ft
@@ -22,31 +28,26 @@ def recipe_config(job: Job, *more: str) -> Config:
     if job.pretrained:
         model = [f"model.pretrained={job.pretrained}"]
     else:
-        settings = {
-            key: value for key, value in job.model_settings().items() if key != "vocab_size"
-        }
-        model = ["tokenizer=bpe", "tokenizer.vocab_size=8192", "model=llama_smoke"]
+        settings = job.model_settings()
+        size = settings.pop("vocab_size")
+        model = ["tokenizer=bpe", f"tokenizer.vocab_size={size}", "model=llama_smoke"]
         model += [f"model.config.{key}={value}" for key, value in settings.items()]
-    overrides = [*shared_overrides(job), *model, f"training.precision={job.precision}", *more]
-    return check_config(compose_config("finetune", overrides))
-
-
-def shared_overrides(job: Job, pack_tokens: int = PACK_TOKENS) -> list[str]:
-    """What every preset is given: the job's data and number of steps, one pack per step."""
-    return [
+    overrides = [
         "name=peers",
         f"output_dir={job.scratch}/run",
         f"cache_dir={job.folder}/cache",
         f"dataset.path={job.data}",
-        f"packed_sequence.packed_sequence_size={pack_tokens}",
+        f"packed_sequence.packed_sequence_size={PACK_TOKENS}",
         "training.num_epochs=null",
         f"training.max_steps={job.all_steps}",
         "training.global_batch_size=1",
         "training.num_threads=1",
+        f"training.precision={job.precision}",
         f"optimizer.lr={LR}",
         "lr_scheduler.warmup_steps=1",
         "checkpoint.export_hf=false",
     ]
+    return check_config(compose_config("finetune", [*overrides, *model, *more]))
 
 
 class TimedRecipe(train_ft.TrainFinetuneRecipe):
@@ -62,8 +63,24 @@ class TimedRecipe(train_ft.TrainFinetuneRecipe):
         return result
 
 
+def prepare(job: Job) -> None:
+    """Writes tokenizer/ and rows.npz."""
+    config = recipe_config(job)
+    documents = build(config.dataset)
+    tokenizing = job_of(config, documents)
+    rows = tokenize_documents(documents, tokenizing, config.cache_dir).train
+    folder = Path(job.folder)
+    tokenizing.tokenizer.save_pretrained(folder / "tokenizer")
+    np.savez(folder / "rows.npz", **rows.columns, offsets=rows.offsets)
+    share = (np.asarray(rows.columns["labels"]) != -100).mean()
+    print(f"{len(rows)} documents, {rows.num_tokens} tokens, {share:.1%} carry a label")
+
+
 if __name__ == "__main__":
     job = Job.from_argv()
-    train_ft.TrainFinetuneRecipe = TimedRecipe
-    assert train_ft.main(recipe_config(job, *sys.argv[2:])) == 0
-    TimedRecipe.clock.report(job, TimedRecipe.tokens_of_step)
+    if sys.argv[2:] == ["prepare"]:
+        prepare(job)
+    else:
+        train_ft.TrainFinetuneRecipe = TimedRecipe
+        assert train_ft.main(recipe_config(job, *sys.argv[2:])) == 0
+        TimedRecipe.clock.report(job, TimedRecipe.tokens_of_step)

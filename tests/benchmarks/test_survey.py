@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from transformers.utils import is_timm_available
 
-from benchmarks.models_page import exact_of
-from benchmarks.survey_models import MOST_USED, Finding, is_near_tie
+from benchmarks.models_page import MOST_USED, exact_of
+from benchmarks.survey_models import Finding, is_near_tie
 from benchmarks.tiny_models import COMPOSITES, decoder_families
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.models_page import IMAGES, images_section
+from benchmarks.models_page import of_images, of_models
+from benchmarks.survey import block, with_blocks
 from benchmarks.survey_images import Finding
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -18,7 +19,7 @@ NEED_MORE |= {"fast_vlm", "gemma3n", "perception_lm"}
 
 
 def exact_of_page() -> list[str]:
-    table = images_section((ROOT / "docs" / "models.md").read_text()).partition("### Refused")[0]
+    table = block((ROOT / "docs" / "models.md").read_text(), "images")
     lines = [line for line in table.splitlines() if line.startswith("| ")]
     return [line.split("|")[1].strip() for line in lines[1:]]
 
@@ -32,7 +33,17 @@ def test_a_family_of_the_page_is_exact(family: str, tmp_path: Path) -> None:
     assert Finding(**json.loads(found.read_text())).verdict == "exact"
 
 
-def test_the_page_of_models_keeps_its_section_on_images() -> None:
-    assert images_section("# Models\n") == ""
-    assert images_section(f"# Models\n{IMAGES}\nA table.\n") == f"{IMAGES}\nA table.\n"
+def test_blocks_of_the_page_are_replaced_and_the_rest_is_kept() -> None:
+    page = "# Models\n\n<!-- a -->\n\n<!-- end -->\n\nBy hand.\n<!-- b -->\n\nold\n\n<!-- end -->\n"
+    written = with_blocks(page, {"a": ["| 1 |", "| 2 |"], "b": []})
+    assert block(written, "a").split() == ["|", "1", "|", "|", "2", "|"]
+    assert block(written, "b") == ""
+    assert "\n\nBy hand.\n" in written
+    assert with_blocks(written, {"a": [], "b": ["old"]}) == page
+
+
+def test_the_page_has_the_blocks_of_both_surveys() -> None:
+    page = (ROOT / "docs" / "models.md").read_text()
+    blocks = of_models([]) | of_images([])
+    assert with_blocks(page, {name: block(page, name).split("\n")[1:-1] for name in blocks}) == page
     assert len(exact_of_page()) >= 55
