@@ -2,10 +2,9 @@
 
     python -m benchmarks.packing plans    packs of every strategy and peer on nine mixes of lengths
     python -m benchmarks.packing growth   CPU seconds from 10^4 to 10^7 documents
-    python -m benchmarks.packing read     plan + lazy read through the collater, and pack_dataset, beside the reference
 
 Seconds are CPU seconds of this process. Peers that are not installed are named and left out; they install with
-`pip install --no-deps trl axolotl lightbinpack nemo_automodel` (and numba for axolotl).
+`pip install --no-deps trl axolotl lightbinpack` (and numba for axolotl).
 """
 
 from __future__ import annotations
@@ -15,22 +14,12 @@ import importlib.util
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
-import datasets
 import numpy as np
-import torch
 
-from automodel_lite.config.schema import DataloaderConfig
-from automodel_lite.data.feeding.feed import read_batches
-from automodel_lite.data.feeding.order import BatchShape, assign_to_ranks, epoch_order
 from automodel_lite.data.packing.histogram import assign, best_fit
-from automodel_lite.data.packing.packs import PackedDataset
 from automodel_lite.data.packing.plan import plan_packs
-from automodel_lite.data.tokens.token_rows import TokenizedDocuments
-from automodel_lite.nemo_api.collaters import packed_sequence_thd_collater
-from automodel_lite.nemo_api.packed_sequence import pack_dataset
 
 Mix = tuple[str, np.ndarray, int]  # name, lengths, pack size
 Prepared = Callable[[], int]  # packs everything that it was prepared for -> number of packs
@@ -149,12 +138,6 @@ def present_peers() -> dict[str, Prepare]:
     return {name: prepare for name, (package, prepare) in PEERS.items() if package not in absent}
 
 
-def cpu_seconds(run: Callable[[], Any]) -> tuple[Any, float]:
-    start = time.process_time()
-    result = run()
-    return result, time.process_time() - start
-
-
 def compare(lengths: np.ndarray, size: int, peers: dict[str, Prepare]) -> None:
     """Prints packs and CPU seconds of each strategy and peer on the same lengths."""
     histogram = np.bincount(lengths, minlength=size + 1)
@@ -171,7 +154,9 @@ def compare(lengths: np.ndarray, size: int, peers: dict[str, Prepare]) -> None:
         ways[peer] = prepare(lengths, size)
     print(f"{len(lengths):,} documents, lower bound {bound:,} packs")
     for label, count in ways.items():
-        packs, seconds = cpu_seconds(count)
+        began = time.process_time()
+        packs = count()
+        seconds = time.process_time() - began
         fill = 100 * int(lengths.sum()) / (packs * size)
         print(f"  {label:<22}{packs - bound:>+9,} packs  {fill:7.3f} %  {seconds:9.3f} s")
 
@@ -198,88 +183,13 @@ def growth(most: int) -> None:
     peers = present_peers()
     n = 10**4
     while n <= most:
-        compare(read_lengths(n), READ_SIZE, peers)
+        compare(log_normal(np.random.default_rng(0), n, 200, 0.9, 8, 2048), 2048, peers)
         n *= 10
-
-
-def read(n: int) -> None:
-    torch.set_num_threads(1)
-    total = int(read_lengths(n).sum())
-    print(f"{n:,} documents, {total:,} tokens, packs of {READ_SIZE}, batches of 4 packs")
-    for name, (run, make) in readers().items():
-        rows = make(n)
-        _, s = cpu_seconds(lambda run=run, rows=rows: run(rows))
-        print(f"  {name:<34}{s:8.2f} s  {total / s / 1e6:8.2f} M tokens/s")
-
-
-READ_SIZE = 2048
-
-
-def read_lengths(n: int) -> np.ndarray:
-    return log_normal(np.random.default_rng(0), n, 200, 0.9, 8, 2048)
-
-
-def readers() -> dict[str, tuple[Callable[[Any], Any], Callable[[int], Any]]]:
-    """Returns what `read` measures: name -> (run on the input, make the input of n documents)."""
-    found: dict[str, tuple[Callable[[Any], Any], Callable[[int], Any]]] = {
-        "plan + lazy read + collater": (lambda rows: loaded(lazy(rows)), token_arrays),
-        "pack_dataset of lists": (packed, samples),
-        "pack_dataset of Arrow": (packed, arrow),
-    }
-    if importlib.util.find_spec("nemo_automodel"):
-        from nemo_automodel.components.datasets.llm.packed_sequence import pack_dataset as theirs
-
-        def reference(rows: Any) -> Any:
-            return theirs(rows, "train", READ_SIZE)
-
-        found["reference, lists"] = (reference, samples)
-        found["reference, Arrow"] = (reference, arrow)
-        found["reference, Arrow + collater"] = (lambda rows: collated(reference(rows)), arrow)
-    return found
-
-
-def packed(rows: Any) -> Any:
-    return pack_dataset(rows, "train", READ_SIZE)
-
-
-def token_arrays(n: int) -> TokenizedDocuments:
-    offsets = np.concatenate([[0], np.cumsum(read_lengths(n))])
-    tokens = np.random.default_rng(1).integers(1, 32_000, int(offsets[-1])).astype(np.int32)
-    labels = np.roll(tokens, -1)
-    labels[offsets[1:] - 1] = -100
-    return TokenizedDocuments({"input_ids": tokens, "labels": labels}, offsets)
-
-
-def samples(n: int) -> list[dict[str, list[int]]]:
-    flat = token_arrays(n)
-    spans = list(pairwise(flat.offsets))
-    return [{name: x[a:b].tolist() for name, x in flat.columns.items()} for a, b in spans]
-
-
-def arrow(n: int) -> datasets.Dataset:
-    return datasets.Dataset.from_list(samples(n))
-
-
-def lazy(rows: TokenizedDocuments) -> PackedDataset:
-    return PackedDataset(rows, plan_packs(np.diff(rows.offsets), READ_SIZE))
-
-
-def loaded(packs: PackedDataset) -> None:
-    """As the recipe reads an epoch: shuffled, by its StatefulDataLoader and collater, without workers."""
-    steps = [assign_to_ranks(epoch_order(len(packs), 0, 0, True), BatchShape(len(packs), 4, 1))]
-    for _ in read_batches(packs, steps, 0, DataloaderConfig()):
-        pass
-
-
-def collated(packs: Any) -> None:
-    for start in range(0, len(packs) // 4 * 4, 4):
-        packed_sequence_thd_collater([packs[i] for i in range(start, start + 4)])
 
 
 PARTS: dict[str, tuple[Callable[[int], None], int]] = {
     "plans": (plans, 1_000_000),
     "growth": (growth, 10_000_000),
-    "read": (read, 50_000),
 }
 
 if __name__ == "__main__":

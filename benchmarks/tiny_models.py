@@ -102,7 +102,6 @@ ZAMBA = {"layers_block_type": ["linear_attention", "hybrid", "hybrid"], "num_hid
 ZAMBA |= {"n_mamba_heads": 8, "mamba_headdim": 8}
 SPECIAL: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
-    "bailing_hybrid": {"mlp_layer_types": ["dense", "sparse"]},
     "cohere_compass_text": {
         **SLIDING_THEN_FULL,
         "rope_parameters": {
@@ -120,16 +119,14 @@ SPECIAL: dict[str, dict[str, Any]] = {
         },
     },
     "dots1": SLIDING_THEN_FULL,
-    "dots3_note_text": {"num_key_value_heads": 4},
     "gemma3n_text": {"layer_types": SHARING, "num_hidden_layers": 4},
-    "gemma4_text": {"use_cache": True, "layer_types": SHARING, "num_hidden_layers": 4},
+    "gemma4_text": {"layer_types": SHARING, "num_hidden_layers": 4},
     "gemma4_unified_text": {"layer_types": SHARING, "num_hidden_layers": 4},
-    "glm_moe_dsa": {"mlp_layer_types": ["dense", "sparse"]},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": WINDOW},
     "granitemoehybrid": LINEAR_THEN_FULL,
     "internlm3": {"rope_parameters": DYNAMIC_ROPE},
-    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2},
-    "kimi_linear": {"q_lora_rank": None, "mlp_layer_types": ["dense", "sparse"]},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "kimi_linear": {"q_lora_rank": None},
     "laguna": SLIDING_THEN_FULL,
     "lfm2": CONV_THEN_FULL,
     "lfm2_moe": CONV_THEN_FULL,
@@ -148,10 +145,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "qwen3": WINDOWED,
     "qwen3_moe": WINDOWED,
     "qwen4_exp_text": {
-        "layer_types": ["linear_attention", "indexed_attention"],
         "hc_count": 2,
         "hc_lowrank": 8,
-        "ple_layer_ids": None,
         "indexer_n_heads": 2,
         "indexer_kv_heads": 1,
         "indexer_head_dim": 8,
@@ -159,7 +154,6 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "indexer_compress_ratio": 4,
     },
     "recurrent_gemma": {"block_types": ["recurrent", "attention"], "attention_window_size": WINDOW},
-    "smollm3": {"use_sliding_window": False},
     "starcoder2": {"sliding_window": WINDOW},
     "qwen2_vl_text": {"rope_parameters": {**ROPE, "mrope_section": [2, 1, 1]}},
     "qwen2_5_vl_text": {"rope_parameters": {**ROPE, "mrope_section": [2, 1, 1]}},

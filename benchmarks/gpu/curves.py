@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import torch
 
 from benchmarks.gpu.documents import SEED, batches_of
 from benchmarks.gpu.machine import check_computes
-from benchmarks.gpu.steps import Trainer, Variant
+from benchmarks.gpu.steps import Trainer, Variant, loss_of
 
 WAYS = {
     "bf16": {},
@@ -21,8 +22,6 @@ WAYS = {
 
 def learnable(variant: Variant, vocabulary: int) -> Iterator[tuple[dict[str, Any], list[int]]]:
     """Each token is followed by one of four: the loss falls from the logarithm of the vocabulary towards that of 4."""
-    import torch
-
     rng = np.random.default_rng(SEED)
     next_of = torch.from_numpy(rng.integers(3, vocabulary, (vocabulary, 4)))
     for batch, lens in batches_of(variant, vocabulary):
@@ -71,10 +70,6 @@ def gradients(device: str, shape: str = "1b") -> dict[str, Any]:
     """Of one pack of a whole model in bf16 against fp32: the relative norm of the difference, of all weights together
     and of the worst.
     """
-    import torch
-
-    from benchmarks.gpu.steps import loss_of
-
     found = []
     for computes in ("fp32", "bf16"):
         variant = Variant(shape, 256 if shape == "tiny" else 4096, computes=computes)

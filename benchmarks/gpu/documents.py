@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 if TYPE_CHECKING:
     from benchmarks.gpu.steps import Variant
@@ -57,8 +58,6 @@ def batches_of(variant: Variant, vocabulary: int) -> Iterator[tuple[dict[str, An
     """Collated batches of one micro-batch, and the lengths of their documents."""
     if variant.documents in ("trees", "rows of trees"):
         yield from _shared_beginnings(variant, vocabulary)
-    import torch
-
     source = lengths(variant.documents, variant.pack)
     padded = padded_batches(variant, source)
     generator = torch.Generator().manual_seed(SEED)
@@ -82,8 +81,6 @@ def batches_of(variant: Variant, vocabulary: int) -> Iterator[tuple[dict[str, An
 
 
 def _collated(ids: Any, rows: list[list[int]]) -> dict[str, Any]:
-    import torch
-
     width = ids.shape[1]
     labels, positions = ids.roll(-1, 1), torch.zeros_like(ids)
     slots = [[*row[:-1], row[-1] + width - sum(row)] for row in rows]
@@ -108,8 +105,6 @@ def _shared_beginnings(
     """Rows that share their beginning: as trees, whose branches begin with a copy of its last token, or one by one. Both
     count the tokens of rows.
     """
-    import torch
-
     shared, num_rows, own = TREE
     generator = torch.Generator().manual_seed(SEED)
     branch = torch.arange(shared - 1, shared + own)

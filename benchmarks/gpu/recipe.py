@@ -22,11 +22,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
+from automodel_lite.cli import compose_config
+from automodel_lite.config.check import check_config
 from benchmarks.gpu.documents import SEED, lengths
 from benchmarks.gpu.machine import check_computes
 from benchmarks.gpu.steps import SHAPES
 from benchmarks.gpu.workers import ROOT, environment
+from recipes import train_ft
 
 PLAIN = "training.compile=false"  # unless a part asks for it: every process would make its graphs
 # multiples of 16 in every dim, for fp8; a vocabulary that the built-in tokenizer has
@@ -72,9 +78,6 @@ def job(recipe: str, config: Any) -> tuple[int, str]:
 
 def config(preset: str, folder: str, *overrides: str) -> Any:
     """The checked configuration of a preset, whose run and caches are in `folder`."""
-    from automodel_lite.cli import compose_config
-    from automodel_lite.config.check import check_config
-
     where = [f"output_dir={folder}/run", f"cache_dir={folder}/cache"]
     is_plain = not any(text.startswith("training.compile") for text in overrides)
     return check_config(compose_config(preset, [*where, *[PLAIN][:is_plain], *overrides]))
@@ -155,9 +158,8 @@ def config_of(folder: str, shape: str, steps: int, *overrides: str, pack: int = 
 
 def measured(settings: Any) -> int:
     """Trains as the recipe does, and saves nothing: the last step of an 8B model would be 96 GB."""
-    from recipes.train_ft import TrainFinetuneRecipe
 
-    class Measured(TrainFinetuneRecipe):
+    class Measured(train_ft.TrainFinetuneRecipe):
         def save(self, wait: bool = False) -> None:
             pass
 
@@ -219,8 +221,6 @@ def save_and_resume(device: str, shape: str) -> dict[str, Any]:
 @contextmanager
 def _around_steps(around: Callable[[int], AbstractContextManager[Any]]) -> Iterator[None]:
     """Each step of the recipe, by its number, is inside of `around`; other parts of this process get the real one again."""
-    from recipes import train_ft
-
     real = train_ft.TrainFinetuneRecipe.step
 
     def step(recipe: Any, ready: Any) -> Any:
@@ -236,7 +236,6 @@ def _around_steps(around: Callable[[int], AbstractContextManager[Any]]) -> Itera
 
 def strict_step(device: str) -> dict[str, Any]:
     """Steps under torch's own guard: any wait of the host for the GPU is an error."""
-    import torch
 
     @contextmanager
     def guard(number: int) -> Iterator[None]:
@@ -257,9 +256,6 @@ def strict_step(device: str) -> dict[str, Any]:
 
 def idle(device: str, shape: str = "1b") -> dict[str, Any]:
     """The share of the time between the first and the last kernel in which the GPU ran none, over 6 steps."""
-    import torch
-    from torch.profiler import ProfilerActivity, profile
-
     profiler = profile(activities=[ProfilerActivity.CUDA])
     first = 10 if shape != "tiny" else 3
 
@@ -284,8 +280,6 @@ def idle(device: str, shape: str = "1b") -> dict[str, Any]:
 
 def kernel_spans(events: Any) -> list[tuple[float, float]]:
     """Of what ran on the GPU, by start: launches by the host are events of this activity too."""
-    from torch.autograd import DeviceType
-
     on_gpu = [e for e in events if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
     return sorted((event.time_range.start, event.time_range.end) for event in on_gpu)
 

@@ -7,6 +7,8 @@ import time
 from typing import Any
 
 import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback
 
 from benchmarks.gpu.documents import SEED, lengths
 from benchmarks.gpu.steps import SHAPES
@@ -14,11 +16,9 @@ from benchmarks.gpu.steps import SHAPES
 
 def trl(device: str, is_tiny: bool = False, liger: bool = False) -> dict[str, Any]:
     """SFTTrainer, packed; tokens of documents per second in the second half of its steps."""
-    import torch
     from datasets import Dataset
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback
     from trl import SFTConfig, SFTTrainer
 
     is_cuda = device == "cuda"

@@ -1,4 +1,4 @@
-"""Our step on one GPU beside random padding, sorted padding, a [T, T] mask and transformers' own packing.
+"""Our step on one GPU beside random padding, sorted padding and transformers' own packing.
 
 Random weights, bf16 compute over fp32 masters (or weights in bf16), lengths of documents like GSM8K's or long-tailed
 chats. Batches are drawn and laid out before the clock starts, for every contestant, and the tokens of documents are
@@ -14,7 +14,21 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+import torch
+from transformers import AutoConfig
 
+from automodel_lite.attention.interface import choose_attention, install
+from automodel_lite.attention.spec import attention_specs
+from automodel_lite.graphs import compiled_graphs
+from automodel_lite.models.flops import cost_model
+from automodel_lite.models.fused_head import linear_cross_entropy
+from automodel_lite.models.layers import compile_layers, decoder_layers, recompute_layers
+from automodel_lite.models.loss import CrossEntropy, FusedLinearCrossEntropy, LossModel
+from automodel_lite.models.source import model_class
+from automodel_lite.parts.adapters.lora import Lora
+from automodel_lite.parts.optimizers.adamw import adamw
+from automodel_lite.thd import stream_of, to_thd
+from automodel_lite.training.optimizers import apply_gradients
 from benchmarks.gpu.documents import SEED, batches_of
 from benchmarks.gpu.machine import clocks
 from benchmarks.gpu.plan import read_table
@@ -33,7 +47,7 @@ class Variant:
     shape: str
     pack: int
     micro: int = 1  # packs per step
-    # packed (ours) | padded | sorted (padded) | mask | position_ids | flex (transformers')
+    # packed (ours) | padded | sorted (padded) | position_ids | flex (transformers')
     attention: str = "packed"
     documents: str = "chat"
     loss: str = "fused"
@@ -53,16 +67,6 @@ class Variant:
 
 def build(variant: Variant, device: str) -> Any:
     """The loss-returning model on the device, in the order in which the recipe builds it."""
-    import torch
-    from transformers import AutoConfig
-
-    from automodel_lite.attention.interface import choose_attention, install
-    from automodel_lite.attention.spec import attention_specs
-    from automodel_lite.models.layers import compile_layers, decoder_layers, recompute_layers
-    from automodel_lite.models.loss import CrossEntropy, FusedLinearCrossEntropy, LossModel
-    from automodel_lite.models.source import model_class
-    from automodel_lite.thd import stream_of
-
     settings = {"model_type": "llama", "max_position_embeddings": 131072, "use_cache": False}
     config = AutoConfig.for_model(**settings | SHAPES[variant.shape])
     compute = compute_dtype(variant, device)
@@ -77,8 +81,6 @@ def build(variant: Variant, device: str) -> Any:
         lm = make(config, dtype=dtype, attn_implementation=attention).train()
     # as the recipe does: a frozen base in bf16, adapters in fp32, autocast around both
     if variant.lora:
-        from automodel_lite.parts.adapters.lora import Lora
-
         Lora(r=8, target_modules=LORA_TARGETS[variant.lora]).adapt(lm, "random weights")
     if variant.attention == "packed":
         kernel, _ = choose_attention(None, attention_specs(config, torch.device(device), compute))
@@ -99,18 +101,12 @@ def build(variant: Variant, device: str) -> Any:
 
 
 def compute_dtype(variant: Variant, device: str) -> Any:
-    import torch
-
     is_rounded = variant.weights == "bf16" or (device == "cuda" and variant.computes == "bf16")
     return torch.bfloat16 if is_rounded else torch.float32
 
 
 def inputs_of(variant: Variant, batch: dict[str, Any], is_cuda: bool) -> Any:
     """What the contestant's forward takes, on the host, ready to be copied."""
-    import torch
-
-    from automodel_lite.thd import to_thd
-
     if variant.attention == "packed":
         thd = to_thd(batch)
         return thd.pin_memory() if is_cuda else thd
@@ -119,8 +115,6 @@ def inputs_of(variant: Variant, batch: dict[str, Any], is_cuda: bool) -> Any:
         places = torch.arange(batch["input_ids"].shape[1])[None]
         mask = (places < batch["seq_lens"][:, :1]).long()
         inputs = {"input_ids": batch["input_ids"], "attention_mask": mask}
-    elif variant.attention == "mask":
-        inputs["attention_mask"] = document_mask(batch)
     else:  # one row: transformers finds the documents by their positions
         inputs = {key: value.reshape(1, -1) for key, value in inputs.items()}
     labels = batch["labels"].reshape(-1)
@@ -130,10 +124,6 @@ def inputs_of(variant: Variant, batch: dict[str, Any], is_cuda: bool) -> Any:
 
 def loss_of(variant: Variant, model: Any, inputs: Any, device: str) -> Any:
     """Summed loss of a micro-batch."""
-    import torch
-
-    from automodel_lite.models.fused_head import linear_cross_entropy
-
     if variant.attention == "packed":
         return model(inputs.to(device)).sum
     inputs = {key: value.to(device, non_blocking=True) for key, value in inputs.items()}
@@ -144,15 +134,6 @@ def loss_of(variant: Variant, model: Any, inputs: Any, device: str) -> Any:
     if variant.loss == "fused":  # ours, for everyone
         return linear_cross_entropy(hidden, weight, labels, max(512, hidden.shape[1]))
     return torch.nn.functional.cross_entropy((hidden @ weight.t()).float(), labels, reduction="sum")
-
-
-def document_mask(batch: dict[str, Any]) -> Any:
-    """bool [B, 1, S, S]."""
-    import torch
-
-    slots = batch["seq_lens_padded"].clamp(min=0)
-    documents = torch.stack([torch.repeat_interleave(torch.arange(len(row)), row) for row in slots])
-    return (documents[:, :, None] == documents[:, None]).tril()[:, None]
 
 
 @dataclass
@@ -170,9 +151,6 @@ class Trainer:
     """The variant's model, its optimizer and endless micro-batches; `step` is one optimizer step."""
 
     def __init__(self, variant: Variant, device: str, batches: Any = None) -> None:
-        from automodel_lite.models.flops import cost_model
-        from automodel_lite.parts.optimizers.adamw import adamw
-
         self.variant, self.device = variant, device
         self.model = build(variant, device)
         self.optimizer: Any = adamw(self.model, lr=1e-5, moments=variant.moments or variant.weights)
@@ -191,10 +169,6 @@ class Trainer:
         return inputs, int((batch["labels"] != -100).sum()), lens
 
     def step(self, micro_batches: list[tuple[Any, int, list[int]]]) -> None:
-        import torch
-
-        from automodel_lite.training.optimizers import apply_gradients
-
         num_labels = sum(number for _, number, _ in micro_batches)
         total = torch.zeros((), device=self.device)
         # no cache of cast weights: with recomputation it is 13 GiB of an 8B model that nobody reads
@@ -234,10 +208,6 @@ def measure(
     """Tokens per second (median of the repeats, and their spread), MFU, memory, recompilations after warm-up; clocks
     and power in the middle of a step more.
     """
-    import torch
-
-    from automodel_lite.graphs import compiled_graphs
-
     variant = Variant(**settings)
     is_cuda = device == "cuda"
     trainer = Trainer(variant, device)
@@ -277,7 +247,5 @@ def measure(
 
 
 def wait(device: str) -> None:
-    import torch
-
     if device == "cuda":
         torch.cuda.synchronize()

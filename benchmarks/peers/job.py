@@ -16,26 +16,8 @@ from typing import Any
 
 import numpy as np
 
-SHAPES = {
-    "small": {
-        "hidden_size": 256,
-        "num_hidden_layers": 6,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-    },
-    "32m": {
-        "hidden_size": 512,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-    },
-    "tiny": {
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    },
-}
+# width, layers, heads (half as many of keys and values)
+SHAPES = {"small": (256, 6, 8), "32m": (512, 8, 8), "tiny": (64, 2, 4)}
 PACK_TOKENS = 2048
 LR = 1e-4
 # lines that a contestant prints for benchmarks.peers_cpu
@@ -69,10 +51,14 @@ class Job:
 
     def model_settings(self) -> dict[str, int | bool]:
         """Settings of a Llama; 8,192 tokens, feed-forward 8/3 of the hidden size."""
-        shape = SHAPES[self.shape]
-        return shape | {
+        width, num_layers, num_heads = SHAPES[self.shape]
+        return {
+            "hidden_size": width,
+            "num_hidden_layers": num_layers,
+            "num_attention_heads": num_heads,
+            "num_key_value_heads": num_heads // 2,
             "vocab_size": 8192,
-            "intermediate_size": -(-shape["hidden_size"] * 8 // 3 // 64) * 64,
+            "intermediate_size": -(-width * 8 // 3 // 64) * 64,
             "max_position_embeddings": PACK_TOKENS,
             "tie_word_embeddings": True,
         }

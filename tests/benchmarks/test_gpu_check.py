@@ -139,7 +139,7 @@ def test_a_call_goes_on_where_the_last_one_ended(
     out = tmp_path / "results.jsonl"
     shared = ["--plan", "smoke", "--device", "cpu", "--out", str(out)]
     assert gpu_check.main([*shared, "--only", "step-packed"]) == 0
-    assert "- step-mask: not asked for" in capsys.readouterr().out
+    assert "- step-sorted: not asked for" in capsys.readouterr().out
     assert gpu_check.main([*shared, "--minutes", "0"]) == 0
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [row["verdict"] for row in rows if row["part"] == "step-packed"] == ["pass"]  # not again
@@ -149,7 +149,7 @@ def test_a_call_goes_on_where_the_last_one_ended(
     }
     screen = capsys.readouterr().out
     assert "| step-packed |" in screen
-    assert "- step-mask: no time was left" in screen
+    assert "- step-sorted: no time was left" in screen
 
 
 def test_the_wheels_are_named(capsys: pytest.CaptureFixture[str]) -> None:
@@ -187,7 +187,7 @@ def test_a_part_that_fails_costs_itself_alone(tmp_path: Path) -> None:
     """The second of three takes too long, so its process ends, and the third gets another one."""
     plan = {part.name: part for part in smoke_plan()}
     slow = replace(plan["step-packed"], limit_s=0.1)
-    found = results_of([plan["ceilings"], slow, plan["step-mask"]], tmp_path)
+    found = results_of([plan["ceilings"], slow, plan["step-sorted"]], tmp_path)
     assert [row["verdict"] for row in found.values()] == ["pass", "timeout", "pass"]
     found = results_of([Part("no such part", "machine.header", 60)], tmp_path)
     assert found["no such part"]["verdict"] == "FAIL"
