@@ -22,8 +22,10 @@ from transformers.models.auto.image_processing_auto import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
+from automodel_lite.parts.images.tower import PackedImages
+from automodel_lite.thd import ThdBatch, to_thd
 from benchmarks import tiny_models
-from benchmarks.tiny_models import VOCAB, random_model, tiny_config
+from benchmarks.tiny_models import MROPE, ROPE, VOCAB, random_model, tiny_config
 
 FAMILIES = list(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
 IMAGE, FIRST_TEXT, LAST_TEXT = 60, 3, 50
@@ -41,12 +43,7 @@ PROCESSED_AS = {
     "fast_vlm": "vipllava",
 }
 """Families without an entry of their own among the image processors."""
-_MROPE = {
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
-}
-_FOUR_AXES = {
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 1, 1]}
-}
+_FOUR_AXES = {"rope_parameters": {**ROPE, "mrope_section": [1, 1, 1, 1]}}
 _SAM = {
     "hidden_size": 32,
     "output_channels": 16,
@@ -71,19 +68,17 @@ _CODES = {f"IMGIMG{chr(ord('A') + i)}Z": LAST_TEXT + 1 + i for i in range(8)}
 _VISUAL_TOKENS = {f"<|visual token {i:06d}|>": LAST_TEXT + 1 + i for i in range(8)}
 _SPECIAL: dict[str, dict[str, Any]] = {
     "aria": {"vision_config": {"image_size": 490}},
-    "blip-2": {"image_token_index": IMAGE, "num_query_tokens": 4},
     "chameleon": {
         "vocabulary_map": {"<image>": IMAGE, **_CODES},
         "vq_config": {"num_embeddings": len(_CODES)},
     },
-    "cosmos3_edge": {"text_config": _MROPE},
+    "cosmos3_edge": {"text_config": MROPE},
     "deepseek_ocr2": {
         "text_config": {"mlp_layer_types": ["dense", "sparse"]},
         "vision_config": {"sam_config": _SAM, "encoder_config": _ENCODER},
     },
     "deepseek_vl_hybrid": {"high_res_vision_config": {"global_attn_indexes": [0, 1]}},
     "dots3_note": {
-        "text_config": {"num_key_value_heads": 4, "head_dim": 16},
         "audio_config": {"adapter_input_size": 32, "adapter_out_dim": 32},
         "vision_config": {
             "mlp_layer_types": ["dense", "dense"],
@@ -115,10 +110,9 @@ _SPECIAL: dict[str, dict[str, Any]] = {
             "layer_types": ["linear_attention", "indexed_attention"],
         }
     },
-    "glm_ocr": {"text_config": _MROPE},
+    "glm_ocr": {"text_config": MROPE},
     "granite4_vision": {
         "deepstack_layer_map": [[-1, 0], [-2, 1]],
-        "spatial_target_layers": [0, 1],
         "downsample_rate": "1/2",
         "projector_dropout": 0.0,
         "vision_config": {"hidden_size": 64},
@@ -145,7 +139,7 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "muse_spark": {"out_hidden_size": 128, "projector_hidden_size": 32},
     "nemotron_h_omni": {"projector_hidden_size": 32, "vision_hidden_size": 32},
     "ovis2": {"hidden_size": 32, "visual_indicator_token_ids": [61, 62, 63, 64, 65]},
-    "paddleocr_vl": {"text_config": _MROPE},
+    "paddleocr_vl": {"text_config": MROPE},
     "paligemma": {"projection_dim": 32},
     "perception_lm": {
         "vision_config": {
@@ -161,8 +155,8 @@ _SPECIAL: dict[str, dict[str, Any]] = {
         }
     },
     "qianfan_ocr": {"vision_config": {"drop_path_rate": 0.0}},
-    "qwen2_5_omni_thinker": {"text_config": _MROPE},
-    "qwen3_omni_moe_thinker": {"text_config": _MROPE},
+    "qwen2_5_omni_thinker": {"text_config": MROPE},
+    "qwen3_omni_moe_thinker": {"text_config": MROPE},
     "shieldgemma2": {"mm_tokens_per_image": 4, "vision_config": {"image_size": 56}},
     "vipllava": {"vision_feature_layer": [-1, -2]},
 }
@@ -317,3 +311,12 @@ def _patches(processor: Any, made: Any) -> Tensor:
         cut = np.asarray(padded)[:, :height, :width]
         patches.append(torch.as_tensor(processor.patchify_image(cut[None])).flatten(0, -2))
     return torch.cat(patches)[None]
+
+
+def image_stream(columns: dict[str, list[Tensor]], images: PackedImages) -> ThdBatch:
+    """Returns the stream of documents, whose parts stand in `columns`."""
+    lens = [len(ids) for ids in columns["input_ids"]]
+    row = {name: torch.cat(parts)[None] for name, parts in columns.items()}
+    row["position_ids"] = torch.cat([torch.arange(n) for n in lens])[None]
+    row["seq_lens"] = row["seq_lens_padded"] = torch.tensor([lens])
+    return to_thd({**row, "images": images})

@@ -11,15 +11,20 @@ tokens. A turn is forward and backward of all rows; both must give the same loss
 from __future__ import annotations
 
 import argparse
+import copy
 import random
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor
+from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 from transformers.models.auto.image_processing_auto import (
     IMAGE_PROCESSOR_MAPPING_NAMES,
     get_image_processor_class_from_name,
@@ -27,11 +32,12 @@ from transformers.models.auto.image_processing_auto import (
 
 from automodel_lite.attention.interface import install
 from automodel_lite.attention.kernel import ReferenceAttention
+from automodel_lite.data.packing.plan import plan_packs
 from automodel_lite.models.loss import FusedLinearCrossEntropy, LossModel
 from automodel_lite.parts.images.tokens import rope_shifts
 from automodel_lite.parts.images.tower import PackedImages
-from automodel_lite.thd import IGNORE_INDEX, ThdBatch, to_thd
-from benchmarks.image_families import random_image
+from automodel_lite.thd import IGNORE_INDEX, ThdBatch
+from benchmarks.image_families import image_stream, random_image
 from benchmarks.turns import ratio, take_turns
 
 VOCAB, IMAGE, START, END = 4096, 4, 5, 6
@@ -50,7 +56,7 @@ class Row:
 
 def config() -> Any:
     rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [8, 4, 4]}
-    return transformers.Qwen3VLConfig(
+    return Qwen3VLConfig(
         text_config={
             "vocab_size": VOCAB,
             "hidden_size": 256,
@@ -131,8 +137,6 @@ def padded(chosen: list[Row]) -> dict[str, Any]:
 
 
 def packed(chosen: list[Row], rule: Any) -> ThdBatch:
-    lens = torch.tensor([[len(row.ids) for row in chosen]])
-    ids = torch.cat([row.ids for row in chosen])
     shifts = []
     for row in chosen:
         shift = torch.zeros_like(row.ids)
@@ -142,29 +146,15 @@ def packed(chosen: list[Row], rule: Any) -> ThdBatch:
             shift = torch.from_numpy(rope_shifts(rule, ids_of_row, ids_of_row == IMAGE, grids))
         shifts.append(shift)
     num_rows = sum(row.num_rows for row in chosen)
-    types = (ids == IMAGE).long()
-    images = PackedImages(joined(chosen), num_rows, torch.arange(num_rows), types)
-    batch = {
-        "input_ids": ids[None],
-        "labels": torch.cat([row.labels for row in chosen])[None],
-        "position_ids": torch.cat([torch.arange(len(row.ids)) for row in chosen])[None],
-        "image": types[None],
-        "rope_shift": torch.cat(shifts)[None],
+    types = [(row.ids == IMAGE).long() for row in chosen]
+    columns = {
+        "input_ids": [row.ids for row in chosen],
+        "labels": [row.labels for row in chosen],
+        "image": types,
+        "rope_shift": shifts,
     }
-    return to_thd({**batch, "seq_lens": lens, "seq_lens_padded": lens, "images": images})
-
-
-def packs(chosen: list[Row], most_tokens: int) -> list[list[Row]]:
-    """First fit of the rows, the longest first."""
-    found: list[list[Row]] = []
-    for row in sorted(chosen, key=lambda row: -len(row.ids)):
-        for pack in found:
-            if sum(len(x.ids) for x in pack) + len(row.ids) <= most_tokens:
-                pack.append(row)
-                break
-        else:
-            found.append([row])
-    return found
+    places = torch.arange(num_rows)
+    return image_stream(columns, PackedImages(joined(chosen), num_rows, places, torch.cat(types)))
 
 
 def main() -> None:
@@ -175,39 +165,35 @@ def main() -> None:
     parser.add_argument("--frozen-tower", action="store_true")
     arguments = parser.parse_args()
     torch.manual_seed(0)
-    kind = transformers.Qwen3VLForConditionalGeneration
-    plain = kind._from_config(config(), attn_implementation="sdpa")
-    own = kind._from_config(config(), attn_implementation="sdpa")
-    own.load_state_dict(plain.state_dict())
-    if arguments.frozen_tower:
-        plain.model.visual.requires_grad_(False)
-        own.model.visual.requires_grad_(False)
+    plain = Qwen3VLForConditionalGeneration._from_config(config(), attn_implementation="sdpa")
+    plain.model.visual.requires_grad_(not arguments.frozen_tower)
+    own = copy.deepcopy(plain)
     install(own, ReferenceAttention())
     model = LossModel(own, FusedLinearCrossEntropy())
     made = rows(arguments.rows)
     of_batch = arguments.batch
     batches = [padded(made[i : i + of_batch]) for i in range(0, len(made), of_batch)]
-    streams = [packed(chosen, own.model.get_rope_index) for chosen in packs(made, PACK_TOKENS)]
+    plan = plan_packs(np.array([len(row.ids) for row in made]), PACK_TOKENS, strategy="best_fit")
+    packs = np.split(plan.doc_ids, plan.offsets[1:-1])
+    streams = [packed([made[i] for i in pack], own.model.get_rope_index) for pack in packs]
 
-    def of_padded() -> float:
+    def padded_loss(batch: dict[str, Any]) -> Tensor:
+        inputs = {name: x for name, x in batch.items() if name != "labels"}
+        logits = plain(**inputs, use_cache=False).logits
+        return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+
+    def of_all(loss_of: Callable[[Any], Tensor], batches: list[Any]) -> float:
         total = 0.0
         for batch in batches:
-            labels = batch["labels"]
-            given = {name: x for name, x in batch.items() if name != "labels"}
-            logits = plain(**given, use_cache=False).logits
-            loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+            loss = loss_of(batch)
             loss.backward()
             total += loss.item()
         return total
 
-    def of_packed() -> float:
-        total = 0.0
-        for stream in streams:
-            loss = model(stream).sum
-            loss.backward()
-            total += loss.item()
-        return total
-
+    ways = {
+        "padded": partial(of_all, padded_loss, batches),
+        "packed": partial(of_all, lambda stream: model(stream).sum, streams),
+    }
     tokens = sum(len(row.ids) for row in made)
     slots = sum(batch["input_ids"].numel() for batch in batches)
     of_images = sum(row.num_rows for row in made)
@@ -215,7 +201,7 @@ def main() -> None:
         f"torch {torch.__version__}, transformers {transformers.__version__}: {len(made)} rows, {tokens:,} tokens, "
         f"{of_images / tokens:.0%} of images; padded to {slots:,} ({tokens / slots:.0%} filled)"
     )
-    times, losses = take_turns({"padded": of_padded, "packed": of_packed}, arguments.turns)
+    times, losses = take_turns(ways, arguments.turns)
     gap = abs(losses["packed"] - losses["padded"]) / losses["padded"]
     assert gap < 1e-5, gap
     for name, seconds in times.items():

@@ -1,10 +1,9 @@
-"""Pack counts and CPU seconds of the packing engine beside its peers, on the same lengths in one run.
+"""Pack counts and CPU seconds of the packing engine beside TRL's, on the same lengths in one run.
 
-    python -m benchmarks.packing plans    packs of every strategy and peer on nine mixes of lengths
+    python -m benchmarks.packing plans    packs of every strategy and of TRL on nine mixes of lengths
     python -m benchmarks.packing growth   CPU seconds from 10^4 to 10^7 documents
 
-Seconds are CPU seconds of this process. Peers that are not installed are named and left out; they install with
-`pip install --no-deps trl axolotl lightbinpack` (and numba for axolotl).
+Seconds are CPU seconds of this process. TRL takes part where it is installed (`pip install --no-deps trl`).
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import argparse
 import importlib.util
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,7 +21,7 @@ from automodel_lite.data.packing.plan import plan_packs
 
 Mix = tuple[str, np.ndarray, int]  # name, lengths, pack size
 Prepared = Callable[[], int]  # packs everything that it was prepared for -> number of packs
-Prepare = Callable[[np.ndarray, int], Prepared]  # of lengths and a pack size
+HAS_TRL = importlib.util.find_spec("trl") is not None
 
 
 def lower_bound(histogram: np.ndarray, size: int) -> int:
@@ -75,46 +73,12 @@ def log_normal(
     return np.clip(rng.lognormal(np.log(mean) - sigma**2 / 2, sigma, n).astype(np.int64), low, high)
 
 
-# peers: (lengths, size) -> what to time; their inputs are made outside of the clock
-
-
-def trl_whole(lengths: np.ndarray, size: int) -> Prepared:
+def trl(lengths: np.ndarray, size: int, rows_at_once: int) -> Prepared:
     from trl.data_utils import _pack_bfd
 
-    table = one_byte_tokens(lengths)
-    return lambda: len(_pack_bfd(table, size))
-
-
-def trl_shipped(lengths: np.ndarray, size: int) -> Prepared:
-    from trl.data_utils import _pack_bfd
-
-    parts = [one_byte_tokens(part) for part in thousands(lengths)]
+    starts = range(0, len(lengths), rows_at_once)
+    parts = [one_byte_tokens(lengths[start : start + rows_at_once]) for start in starts]
     return lambda: sum(len(_pack_bfd(part, size)) for part in parts)
-
-
-def axolotl(lengths: np.ndarray, size: int) -> Prepared:
-    from axolotl.utils.samplers.multipack import pack_parallel
-
-    # compiles
-    pack_parallel(lengths[:100], size, group_size=100_000, bin_size=200, num_processes=1)
-    return lambda: len(
-        pack_parallel(lengths, size, group_size=100_000, bin_size=200, num_processes=1)
-    )
-
-
-def light_bin_pack(lengths: np.ndarray, size: int) -> Prepared:
-    from lightbinpack import obfd
-
-    as_list = lengths.tolist()
-    return lambda: len(obfd(as_list, size))
-
-
-PEERS: dict[str, tuple[str, Prepare]] = {
-    "TRL, all at once": ("trl", trl_whole),
-    "TRL, as shipped": ("trl", trl_shipped),
-    "axolotl": ("axolotl", axolotl),
-    "LightBinPack": ("lightbinpack", light_bin_pack),
-}
 
 
 def one_byte_tokens(lengths: np.ndarray) -> Any:
@@ -125,21 +89,8 @@ def one_byte_tokens(lengths: np.ndarray) -> Any:
     return pa.table({"input_ids": pa.LargeListArray.from_arrays(offsets, values)})
 
 
-def thousands(lengths: np.ndarray) -> list[np.ndarray]:
-    return [lengths[i : i + 1000] for i in range(0, len(lengths), 1000)]
-
-
-def present_peers() -> dict[str, Prepare]:
-    absent = sorted(
-        {package for package, _ in PEERS.values() if importlib.util.find_spec(package) is None}
-    )
-    if absent:
-        print(f"not installed, left out: {', '.join(absent)}")
-    return {name: prepare for name, (package, prepare) in PEERS.items() if package not in absent}
-
-
-def compare(lengths: np.ndarray, size: int, peers: dict[str, Prepare]) -> None:
-    """Prints packs and CPU seconds of each strategy and peer on the same lengths."""
+def compare(lengths: np.ndarray, size: int, with_trl: bool) -> None:
+    """Prints packs and CPU seconds of each strategy, and of TRL, on the same lengths."""
     histogram = np.bincount(lengths, minlength=size + 1)
     bound = lower_bound(histogram, size)
     ways: dict[str, Prepared] = {
@@ -149,9 +100,10 @@ def compare(lengths: np.ndarray, size: int, peers: dict[str, Prepare]) -> None:
         "best-fit, assigned": lambda: best_fit_assigned(lengths, size),
     }
     for strategy in ("best_fit", "exact_fill", "next_fit"):
-        ways[strategy] = partial(packs_of, lengths, size, strategy)
-    for peer, prepare in peers.items():
-        ways[peer] = prepare(lengths, size)
+        ways[strategy] = lambda name=strategy: len(plan_packs(lengths, size, strategy=name))
+    if with_trl:  # its inputs are made outside of the clock
+        ways["TRL, all at once"] = trl(lengths, size, len(lengths))
+        ways["TRL, as shipped"] = trl(lengths, size, 1000)
     print(f"{len(lengths):,} documents, lower bound {bound:,} packs")
     for label, count in ways.items():
         began = time.process_time()
@@ -159,10 +111,6 @@ def compare(lengths: np.ndarray, size: int, peers: dict[str, Prepare]) -> None:
         seconds = time.process_time() - began
         fill = 100 * int(lengths.sum()) / (packs * size)
         print(f"  {label:<22}{packs - bound:>+9,} packs  {fill:7.3f} %  {seconds:9.3f} s")
-
-
-def packs_of(lengths: np.ndarray, size: int, strategy: str) -> int:
-    return len(plan_packs(lengths, size, strategy=strategy))
 
 
 def best_fit_assigned(lengths: np.ndarray, size: int) -> int:
@@ -173,17 +121,17 @@ def best_fit_assigned(lengths: np.ndarray, size: int) -> int:
 
 
 def plans(n: int) -> None:
-    peers = present_peers() if n <= 100_000 else {}  # an hour at a million; see `growth`
+    with_trl = HAS_TRL and n <= 100_000  # an hour at a million; see `growth`
     for name, lengths, size in mixes(n):
         print(f"\n{name}: ", end="")
-        compare(lengths, size, peers)
+        compare(lengths, size, with_trl)
 
 
 def growth(most: int) -> None:
-    peers = present_peers()
     n = 10**4
     while n <= most:
-        compare(log_normal(np.random.default_rng(0), n, 200, 0.9, 8, 2048), 2048, peers)
+        lengths = log_normal(np.random.default_rng(0), n, 200, 0.9, 8, 2048)
+        compare(lengths, 2048, HAS_TRL)
         n *= 10
 
 

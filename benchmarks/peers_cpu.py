@@ -1,7 +1,7 @@
-"""Real tokens per CPU-second of our recipe beside its peers: same model, data, tokens a step, one thread, in one run.
+"""Real tokens per CPU-second of our recipe beside TRL's trainers: same model, data, tokens a step, one thread, in one run.
 
     python -m benchmarks.peers_cpu --data gsm8k_train.jsonl --peers /path/to/environments
-    python -m benchmarks.peers_cpu --data gsm8k_train.jsonl --shape 32m --only recipe sorted
+    python -m benchmarks.peers_cpu --data gsm8k_train.jsonl --shape 32m --only recipe compiled
     python -m benchmarks.peers_cpu --data gsm8k_train.jsonl --pretrained .cache/real/smollm2 --precision bf16 --peers P
 
 Each contestant is a process of its own. They share a core and take turns, one step each, so that a slow minute of the
@@ -37,19 +37,17 @@ Result = dict[str, Any]  # tokens_per_cpu_s: one value a timed step; peak_gib: o
 
 @dataclass(frozen=True)
 class Contestant:
-    """A module of benchmarks.peers; `environment` is a folder below --peers, None = this interpreter's."""
+    """A module of benchmarks.peers; `trl` runs in its environment, below --peers."""
 
     module: str
     variant: str | None = None
-    environment: str | None = None
 
 
 CONTESTANTS = {
     "recipe": Contestant("recipe"),
     "compiled": Contestant("recipe", "training.compile=true"),
-    "sorted": Contestant("sorted"),
-    "trl_packed": Contestant("trl", "packed", "trl"),
-    "trl_padded": Contestant("trl", "padded", "trl"),
+    "trl_packed": Contestant("trl", "packed"),
+    "trl_padded": Contestant("trl", "padded"),
 }
 
 
@@ -65,7 +63,7 @@ def main(argv: list[str] | None = None) -> dict[str, list[float]]:
         job = Job(folder, args.shape, args.precision, *steps, data, folder, pretrained)
         prepare = [sys.executable, "-m", "benchmarks.peers.recipe", job.to_argv(), "prepare"]
         subprocess.run(prepare, env=environment(), check=True)
-        names = [n for n in args.only or CONTESTANTS if CONTESTANTS[n].environment is None or peers]
+        names = [n for n in args.only or CONTESTANTS if CONTESTANTS[n].module != "trl" or peers]
         results = contest({name: CONTESTANTS[name] for name in names}, job, peers)
     print_table(results)
     return {name: result.get("tokens_per_cpu_s", []) for name, result in results.items()}
@@ -120,26 +118,17 @@ class Running:
 def start(name: str, contestant: Contestant, job: Job, peers: str | None) -> Running:
     """Its process, after its first step."""
     python = sys.executable
-    if contestant.environment is not None:
-        python = str(Path(peers or "") / contestant.environment / "bin" / "python")
+    if contestant.module == "trl":
+        python = str(Path(peers or "") / "trl" / "bin" / "python")
     scratch = Path(job.scratch) / name
     scratch.mkdir()
-    command = [
-        python,
-        "-m",
-        f"benchmarks.peers.{contestant.module}",
-        replace(job, scratch=str(scratch)).to_argv(),
-    ]
+    job = replace(job, scratch=str(scratch))
+    command = [python, "-m", f"benchmarks.peers.{contestant.module}", job.to_argv()]
+    if contestant.variant:
+        command.append(contestant.variant)
     errors = (scratch / "stderr").open("w+")
-    process = subprocess.Popen(
-        [*command, *([contestant.variant] if contestant.variant else [])],
-        env=environment(),
-        cwd=scratch,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=errors,
-        text=True,
-    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors}
+    process = subprocess.Popen(command, env=environment(), cwd=scratch, text=True, **pipes)
     # that of all: cores have other neighbours
     os.sched_setaffinity(process.pid, {max(os.sched_getaffinity(0))})
     running = Running(name, process, errors)
@@ -148,11 +137,8 @@ def start(name: str, contestant: Contestant, job: Job, peers: str | None) -> Run
 
 
 def environment() -> dict[str, str]:
-    return os.environ | {
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
+    ours = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    return os.environ | ours
 
 
 def print_table(results: dict[str, Result]) -> None:
@@ -184,14 +170,9 @@ def parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     found.add_argument("--data", required=True, help="JSON lines with question and answer")
-    found.add_argument(
-        "--peers",
-        help="folder with the environment trl; left out: our own and the sorted rows",
-    )
+    found.add_argument("--peers", help="folder with the environment trl; left out: our own alone")
     found.add_argument("--shape", default="small", choices=list(SHAPES))
-    found.add_argument(
-        "--pretrained", help="a folder with a real model, trained in place of a shape"
-    )
+    found.add_argument("--pretrained", help="folder with a model to train in place of a shape")
     found.add_argument("--precision", default="fp32", choices=["fp32", "bf16"])
     found.add_argument("--steps", type=int, default=12, help="turns that are timed")
     found.add_argument("--warmup-steps", type=int, default=3)

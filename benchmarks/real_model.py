@@ -19,7 +19,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,7 @@ class Outcome:
 
 
 def main(argv: list[str] | None = None) -> list[Outcome]:
-    """Prints the table, and writes real_model.json into --work; returns its rows."""
+    """Prints the table, and returns its rows."""
     args = parser().parse_args(argv)
     work = args.work.resolve()
     model = fetch(work)
@@ -63,8 +63,6 @@ def main(argv: list[str] | None = None) -> list[Outcome]:
     questions.write_text("\n".join(rows) + "\n")
     before = score(model, questions, work, args.max_new_tokens)
     outcomes = [train(method, model, before, questions, work, args) for method in args.methods]
-    found = [asdict(row) for row in outcomes]
-    (work / "real_model.json").write_text(json.dumps(found, indent=1))
     print_table(outcomes, args.questions)
     return outcomes
 
@@ -155,11 +153,7 @@ def score(folder: Path, questions: Path, work: Path, max_new_tokens: int) -> Sco
 
 
 def final_number(text: str) -> str | None:
-    """The number after `####`; None without one.
-
-    >>> final_number("2 * 4 = 8\\n#### 1,008")
-    '1008'
-    """
+    """The number after `####`, without commas; None without one."""
     found = FINAL_NUMBER.search(text)
     return found[1].replace(",", "").rstrip(".") if found else None
 

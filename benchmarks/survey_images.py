@@ -45,7 +45,7 @@ from automodel_lite.parts.images.ahead import TYPES, ahead_of, find_rules
 from automodel_lite.parts.images.probe import check_family, check_forward, check_images_apart
 from automodel_lite.parts.images.tokens import check_tower, rope_shifts
 from automodel_lite.parts.images.tower import PackedImages, placed_fields
-from automodel_lite.thd import IGNORE_INDEX, ThdBatch, stream_of, to_thd
+from automodel_lite.thd import IGNORE_INDEX, ThdBatch, stream_of
 from benchmarks.image_families import (
     FAMILIES,
     FIRST_TEXT,
@@ -55,6 +55,7 @@ from benchmarks.image_families import (
     image_config,
     image_model,
     image_processor,
+    image_stream,
     pixels,
     random_image,
 )
@@ -74,9 +75,8 @@ BYTES = 12 << 30
 PROJECTING = re.compile(
     "projector|merger|connector|aligner|newline|embed_vision|resampler|adapter|projection|qformer|perceiver|embedder"
 )
-_BATCH_NORMS = "its stand-in for the tower has batch norms, which mix images"
-EVALUATED = {"gemma3n": _BATCH_NORMS, "fast_vlm": _BATCH_NORMS}
-"""Families that are compared in evaluation mode."""
+EVALUATED = {"gemma3n", "fast_vlm"}
+"""Families whose stand-ins for towers have batch norms, which mix images: compared in evaluation mode."""
 
 
 def accepted_names(lm: Any) -> set[str]:
@@ -270,14 +270,13 @@ class Document:
         self.images: list[Any] = []
         self.records: list[dict[str, Tensor]] = []
         self.image_lens: list[int] = []
-        ids: list[int] = []
-        numbers: list[int] = []
-        is_text: list[bool] = []
         known = vars(model.config)
         edges = [
             known.get(f"vision_{x}_token_id", known.get(f"image_{x}_id")) for x in ("start", "end")
         ]
         start, end = ([], []) if None in edges else ([edges[0]], [edges[1]])
+        # ids, the number of their image or 0, and whether they are words
+        parts: list[tuple[list[int], int, bool]] = []
         for part in layout.split():
             if part == "i":
                 image = random_image(rng, size)
@@ -286,16 +285,15 @@ class Document:
                 self.images.append(image)
                 self.records.append(record)
                 self.image_lens.append(num_rows)
-                ids += [*start, *[IMAGE] * num_rows, *end]
-                number = len(self.images)
-                numbers += [*[0] * len(start), *[number] * num_rows, *[0] * len(end)]
-                is_text += [False] * (len(start) + num_rows + len(end))
+                rows = [IMAGE] * num_rows
+                parts += [(start, 0, False), (rows, len(self.images), False), (end, 0, False)]
             else:
-                num = int(part[1:])
-                ids += [rng.randint(FIRST_TEXT, LAST_TEXT) for _ in range(num)]
-                numbers += [0] * num
-                is_text += [True] * num
-        self.ids, self.numbers = torch.tensor(ids), torch.tensor(numbers)
+                text = [rng.randint(FIRST_TEXT, LAST_TEXT) for _ in range(int(part[1:]))]
+                parts.append((text, 0, True))
+        ids = [token for tokens, _, _ in parts for token in tokens]
+        self.ids = torch.tensor(ids)
+        self.numbers = torch.tensor([number for tokens, number, _ in parts for _ in tokens])
+        is_text = [is_word for tokens, _, is_word in parts for _ in tokens]
         chosen = torch.rand(len(ids), generator=torch.Generator().manual_seed(len(ids))) < 0.7
         trained = torch.tensor(is_text) & chosen
         self.types = (self.numbers > 0).long()
@@ -345,25 +343,23 @@ def packed(
     model: Any, processor: Any, documents: list[Document], rules: Any, dtype: torch.dtype
 ) -> ThdBatch:
     """Returns the stream of documents; one call of the processor makes the record of all images."""
-    names = accepted_names(model)
     images = [image for document in documents for image in document.images]
-    lens = torch.tensor([[len(document.ids) for document in documents]])
     types = torch.cat([document.types for document in documents])
-    positions = torch.cat([torch.arange(len(document.ids)) for document in documents])
-    row = {
-        "input_ids": torch.cat([document.ids for document in documents])[None],
-        "labels": torch.cat([document.labels for document in documents])[None],
-        "position_ids": positions[None],
-        "image": torch.cat([document.numbers for document in documents])[None],
-    }
+    is_first = torch.cat([torch.arange(len(document.ids)) for document in documents]) == 0
     rule = getattr(model.base_model, "get_rope_index", None)
-    if rule is not None:
-        row["rope_shift"] = torch.cat([shifts_of(rule, document) for document in documents])[None]
     num_rows = sum(sum(document.image_lens) for document in documents)
-    record = in_dtype(pixels(processor, images, names), dtype)
-    seen = {kind: ahead_of(types, positions == 0, rule) for kind, rule in rules.items()}
-    packed_images = PackedImages(record, num_rows, torch.arange(num_rows), types, seen)
-    return to_thd({**row, "seq_lens": lens, "seq_lens_padded": lens, "images": packed_images})
+    record = in_dtype(pixels(processor, images, accepted_names(model)), dtype)
+    seen = {kind: ahead_of(types, is_first, rule) for kind, rule in rules.items()}
+    columns = {
+        "input_ids": [document.ids for document in documents],
+        "labels": [document.labels for document in documents],
+        "image": [document.numbers for document in documents],
+    }
+    if rule is not None:
+        columns["rope_shift"] = [shifts_of(rule, document) for document in documents]
+    return image_stream(
+        columns, PackedImages(record, num_rows, torch.arange(num_rows), types, seen)
+    )
 
 
 def shifts_of(rule: Any, document: Document) -> Tensor:

@@ -182,7 +182,7 @@ def alone(family: str, folder: Path, seed: int) -> str:
         finding.steps["packed"] = f"BROKEN: {words(error)}"
         return json.dumps(asdict(finding))
     steps = {
-        "costs": lambda: positive(cost_model(model.config).per_token),
+        "costs": lambda: "exact" if cost_model(model.config).per_token > 0 else "WRONG",
         "packed": lambda: compare_packed(model, folder, documents(), packed),
         "trees": lambda: compare_packed(model, folder, rows_of_trees(), as_trees),
         "step": lambda: against_truth(run(folder, "full"), folder),
@@ -473,45 +473,31 @@ def from_fp8(folder: Path) -> str:
     """The checkpoint in fp8 with a scale for each block of 16 x 16, ragged at its ends, is loaded as the weights that
     it stands for: those of a plain checkpoint, dequantized here.
     """
-    loaded = []
-    for name in ("blocks", "plain"):
-        shutil.copytree(folder / "model", folder / name)
-        generator, num_blocks = torch.Generator().manual_seed(0), 0
-        path = folder / name / "model.safetensors"
-        weights = load_file(path)
-        for key in [
-            key for key in weights if key.endswith("_proj.weight") and weights[key].ndim == 2
-        ]:
-            rows, columns = weights[key].shape
-            scale = (
-                torch.rand(-(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK), generator=generator)
-                + 0.5
-            )
-            stored, num_blocks = weights[key].to(torch.float8_e4m3fn), num_blocks + scale.numel()
-            of_each = scale.repeat_interleave(FP8_BLOCK, 0)[:rows].repeat_interleave(FP8_BLOCK, 1)[
-                :, :columns
-            ]
-            weights[key] = stored if name == "blocks" else stored.float() * of_each
-            if name == "blocks":
-                weights[f"{key}_scale_inv"] = scale
-        save_file(weights, path, metadata={"format": "pt"})
-        if name == "blocks":
-            settings = json.loads((folder / name / "config.json").read_text())
-            block = [FP8_BLOCK, FP8_BLOCK]
-            settings["quantization_config"] = {"quant_method": "fp8", "weight_block_size": block}
-            (folder / name / "config.json").write_text(json.dumps(settings))
-        source = CausalLM(str(folder / name))
-        loaded.append(
-            source.build(transformers.AutoTokenizer.from_pretrained(folder / name)).state_dict()
-        )
-    if not num_blocks:
+    blocks, plain = folder / "blocks", folder / "plain"
+    for copied in (blocks, plain):
+        shutil.copytree(folder / "model", copied)
+    generator, side = torch.Generator().manual_seed(0), FP8_BLOCK
+    stored = load_file(plain / "model.safetensors")
+    meant = dict(stored)
+    names = [key for key in stored if key.endswith("_proj.weight") and stored[key].ndim == 2]
+    for name in names:
+        rows, columns = meant[name].shape
+        scale = torch.rand(-(-rows // side), -(-columns // side), generator=generator) + 0.5
+        of_each = scale.repeat_interleave(side, 0).repeat_interleave(side, 1)[:rows, :columns]
+        stored[name] = meant[name].to(torch.float8_e4m3fn)
+        stored[f"{name}_scale_inv"] = scale
+        meant[name] = stored[name].float() * of_each
+    for weights, copied in ((stored, blocks), (meant, plain)):
+        save_file(weights, copied / "model.safetensors", metadata={"format": "pt"})
+    settings = json.loads((blocks / "config.json").read_text())
+    settings["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [side, side]}
+    (blocks / "config.json").write_text(json.dumps(settings))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(plain)
+    got, want = (CausalLM(str(copied)).build(tokenizer).state_dict() for copied in (blocks, plain))
+    if not names:
         return "exact, none"
-    wrong = [key for key, value in loaded[1].items() if not torch.equal(loaded[0][key], value)]
+    wrong = [key for key, value in want.items() if not torch.equal(got[key], value)]
     return f"WRONG: {wrong[:3]}" if wrong else "exact"
-
-
-def positive(number: float) -> str:
-    return "exact" if 0 < number < float("inf") else f"WRONG: {number}"
 
 
 def relative(difference: float, limit: float = EXACT) -> str:

@@ -86,6 +86,7 @@ SMALL: dict[str, Any] = {name: size for names, size in _NAMES.items() for name i
 
 WINDOWED = {"use_sliding_window": True, "sliding_window": WINDOW}
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+MROPE = {"rope_parameters": {**ROPE, "mrope_section": [2, 1, 1]}}
 LONG_ROPE = {
     "rope_type": "longrope",
     "rope_theta": 1e4,
@@ -94,13 +95,22 @@ LONG_ROPE = {
 LONG_ROPE |= {"short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 4.0, 8.0]}
 DYNAMIC_ROPE = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
 # the second two take keys and values of the first two
-SHARING = ["sliding_attention", "full_attention"] * 2
+SHARING = {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4}
 LINEAR_THEN_FULL = {"layer_types": ["linear_attention", "full_attention"]}
 SLIDING_THEN_FULL = {"layer_types": ["sliding_attention", "full_attention"]}
-CONV_THEN_FULL = {"layer_types": ["conv", "full_attention"]}
 ZAMBA = {"layers_block_type": ["linear_attention", "hybrid", "hybrid"], "num_hidden_layers": 3}
 ZAMBA |= {"n_mamba_heads": 8, "mamba_headdim": 8}
+_ALIKE: dict[str, dict[str, Any]] = {
+    "dots1 laguna mellum": SLIDING_THEN_FULL,
+    "gemma3n_text gemma4_text gemma4_unified_text": SHARING,
+    "lfm2 lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "mixtral starcoder2 step3p5": {"sliding_window": WINDOW},
+    "qwen2 qwen2_moe qwen3 qwen3_moe": WINDOWED,
+    "qwen2_vl_text qwen2_5_vl_text glm4v_text": MROPE,
+    "zamba zamba2": ZAMBA,
+}
 SPECIAL: dict[str, dict[str, Any]] = {
+    **{family: its for families, its in _ALIKE.items() for family in families.split()},
     "bamba": {"attn_layer_indices": [1]},
     "cohere_compass_text": {
         **SLIDING_THEN_FULL,
@@ -118,32 +128,19 @@ SPECIAL: dict[str, dict[str, Any]] = {
             "hidden_size": 32,
         },
     },
-    "dots1": SLIDING_THEN_FULL,
-    "gemma3n_text": {"layer_types": SHARING, "num_hidden_layers": 4},
-    "gemma4_text": {"layer_types": SHARING, "num_hidden_layers": 4},
-    "gemma4_unified_text": {"layer_types": SHARING, "num_hidden_layers": 4},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": WINDOW},
     "granitemoehybrid": LINEAR_THEN_FULL,
     "internlm3": {"rope_parameters": DYNAMIC_ROPE},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "kimi_linear": {"q_lora_rank": None},
-    "laguna": SLIDING_THEN_FULL,
-    "lfm2": CONV_THEN_FULL,
-    "lfm2_moe": CONV_THEN_FULL,
     "mamba": {"num_heads": None},
     "mamba2": {"num_heads": 8},
-    "mellum": SLIDING_THEN_FULL,
     "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"]},
-    "mixtral": {"sliding_window": WINDOW},
     "phi3": {"sliding_window": WINDOW, "rope_parameters": LONG_ROPE},
     "phimoe": {
         "sliding_window": WINDOW,
         "rope_parameters": LONG_ROPE | {"short_mscale": 1.1, "long_mscale": 1.3},
     },
-    "qwen2": WINDOWED,
-    "qwen2_moe": WINDOWED,
-    "qwen3": WINDOWED,
-    "qwen3_moe": WINDOWED,
     "qwen4_exp_text": {
         "hc_count": 2,
         "hc_lowrank": 8,
@@ -154,21 +151,14 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "indexer_compress_ratio": 4,
     },
     "recurrent_gemma": {"block_types": ["recurrent", "attention"], "attention_window_size": WINDOW},
-    "starcoder2": {"sliding_window": WINDOW},
-    "qwen2_vl_text": {"rope_parameters": {**ROPE, "mrope_section": [2, 1, 1]}},
-    "qwen2_5_vl_text": {"rope_parameters": {**ROPE, "mrope_section": [2, 1, 1]}},
     "ernie4_5_vl_moe_text": {
         "moe_intermediate_size": [16, 16],
         "rope_parameters": {**ROPE, "mrope_section": [1, 1, 2]},
     },
-    "glm4v_text": {"rope_parameters": {**ROPE, "mrope_section": [2, 1, 1]}},
     "glm4v_moe_text": {
         "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 0]}
     },
-    "step3p5": {"sliding_window": WINDOW},
     "youtu": {"pad_token_id": None},  # transformers zeroes its row when it loads the checkpoint
-    "zamba": ZAMBA,
-    "zamba2": ZAMBA,
     "zaya": {
         "num_experts_per_tok": 1,
         "sliding_window": WINDOW,
@@ -236,16 +226,8 @@ TOWERS_OF: dict[str, dict[str, Any]] = {
     },
     "radio": {"video_temporal_patch_size": 2},
 }
-NO_DECODERS = {
-    "git",
-    "trocr",
-    "moshi",
-    "musicgen",
-    "musicgen_melody",
-    "bert-generation",
-    "xlnet",
-    "blt",
-}
+_NO_DECODERS = "git trocr moshi musicgen musicgen_melody bert-generation xlnet blt"
+NO_DECODERS = set(_NO_DECODERS.split())
 
 
 def tiny_config(family: str) -> PretrainedConfig:

@@ -15,7 +15,7 @@ from functools import partial
 import numpy as np
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM, Qwen3_5TextConfig, Qwen3Config
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from automodel_lite import install_attention
 from automodel_lite.data.packing.packs import join_packs, lay_out_packs
@@ -28,6 +28,8 @@ from benchmarks.turns import ratio, take_turns
 
 VOCAB = 2048
 SIZES = {
+    "vocab_size": VOCAB,
+    "num_hidden_layers": 4,
     "hidden_size": 256,
     "intermediate_size": 768,
     "num_attention_heads": 8,
@@ -35,11 +37,13 @@ SIZES = {
     "head_dim": 32,
 }
 STATES = {
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
     "linear_num_value_heads": 8,
     "linear_num_key_heads": 4,
     "linear_key_head_dim": 32,
     "linear_value_head_dim": 32,
 }
+MODELS = {"qwen3": SIZES, "qwen3_5_text": SIZES | STATES}
 Row = dict[str, np.ndarray]
 
 
@@ -81,12 +85,7 @@ def batch_of(rows: list[Row]) -> ThdBatch:
 
 def build(name: str) -> torch.nn.Module:
     torch.manual_seed(0)
-    base = {**SIZES, "vocab_size": VOCAB, "num_hidden_layers": 4}
-    if name == "qwen3":
-        config = Qwen3Config(**base)
-    else:
-        kinds = ["linear_attention"] * 3 + ["full_attention"]
-        config = Qwen3_5TextConfig(**base, **STATES, layer_types=kinds)
+    config = AutoConfig.for_model(name, **MODELS[name])
     model = AutoModelForCausalLM.from_config(config).train()
     install_attention(model)
     return model
@@ -135,5 +134,5 @@ if __name__ == "__main__":
     parser.add_argument("--turns", type=int, default=5)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    for model_name in ("qwen3", "qwen3_5"):
+    for model_name in MODELS:
         compare(model_name, arguments.turns)

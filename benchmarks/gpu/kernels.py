@@ -7,8 +7,6 @@ and values summed. A kernel that refuses a case says so; that is no failure.
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,7 +24,7 @@ from automodel_lite.parallel.context_parallel import (
     shard_indices,
 )
 from automodel_lite.thd import AttentionOptions, Segments
-from benchmarks.gpu.machine import check_computes
+from benchmarks.gpu.machine import check_computes, median_ms
 from benchmarks.gpu.plan import read_table
 
 KERNELS = {
@@ -98,7 +96,7 @@ def speed(kernel_name: str, device: str, tokens: int = 32768) -> dict[str, Any]:
     lengths[-1] += tokens - int(lengths.sum())
     case = Case("speed", 32, 8, 128, 128)
     problem = Problem.random(case, device, torch.bfloat16, True, lengths)
-    milliseconds = device_ms(lambda: problem.attend(kernel))
+    milliseconds = median_ms(lambda: problem.attend(kernel), device)
     return {"verdict": "pass", "forward_backward_ms": milliseconds, "tokens": tokens}
 
 
@@ -205,18 +203,3 @@ def segments_of(cu_q: Tensor, cu_k: Tensor, device: torch.device | str) -> Segme
 
 def boundaries(lengths: Tensor) -> Tensor:
     return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
-
-
-def device_ms(run: Callable[[], object], repeats: int = 5) -> float:
-    """Median of `repeats`, by the device's own clock."""
-    for _ in range(2):
-        run()
-    times = []
-    for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        run()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return statistics.median(times)

@@ -6,6 +6,7 @@ import os
 import statistics
 import subprocess
 import time
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -105,28 +106,21 @@ def ceilings(device: str, size: int = 8192) -> dict[str, Any]:
     import torch
 
     from automodel_lite.telemetry.metrics import peak_of
-    from benchmarks.gpu.kernels import device_ms
 
     is_cuda = device == "cuda"
-    dtype, copy_bytes, repeats, milliseconds = torch.bfloat16, COPY_BYTES, (20, 10), device_ms
+    dtype, copy_bytes, repeats = torch.bfloat16, COPY_BYTES, (20, 10)
     if not is_cuda:
-        size, dtype, copy_bytes, repeats, milliseconds = (
-            1024,
-            torch.float32,
-            2**28,
-            (3, 3),
-            _host_ms,
-        )
+        size, dtype, copy_bytes, repeats = 1024, torch.float32, 2**28, (3, 3)
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in "ab")
     source = torch.empty(copy_bytes, dtype=torch.uint8, device=device).fill_(1)
     target = torch.empty_like(source).fill_(0)
-    products = [milliseconds(lambda: a @ b, repeats=repeats[0]) for _ in range(3)]
+    products = [median_ms(lambda: a @ b, device, repeats[0]) for _ in range(3)]
     if is_cuda:
         # two seconds of work, as the clocks are read by a program that takes one
         for _ in range(min(2000, int(2000 / statistics.median(products)))):
             a @ b
     meanwhile = clocks(device)
-    copies = [milliseconds(lambda: target.copy_(source), repeats=repeats[1]) for _ in range(3)]
+    copies = [median_ms(lambda: target.copy_(source), device, repeats[1]) for _ in range(3)]
     peak = peak_of(torch.cuda.get_device_name()) if is_cuda else None
     return meanwhile | {
         "verdict": "pass",
@@ -137,11 +131,23 @@ def ceilings(device: str, size: int = 8192) -> dict[str, Any]:
     }
 
 
-def _host_ms(run: Any, repeats: int) -> float:
-    run()
+def median_ms(run: Callable[[], object], device: str, repeats: int = 5) -> float:
+    """The median of `repeats`, by the device's own clock."""
+    import torch
+
+    for _ in range(2):
+        run()
     times = []
     for _ in range(repeats):
         began = time.perf_counter()
-        run()
-        times.append(1e3 * (time.perf_counter() - began))
+        if device == "cuda":
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            run()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end))
+        else:
+            run()
+            times.append(1e3 * (time.perf_counter() - began))
     return statistics.median(times)

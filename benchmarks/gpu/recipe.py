@@ -285,11 +285,7 @@ def kernel_spans(events: Any) -> list[tuple[float, float]]:
 
 
 def idle_frac(spans: list[tuple[float, float]]) -> float:
-    """Of spans sorted by their start: the uncovered share between the first start and the last end.
-
-    >>> idle_frac([(0, 4), (2, 5), (6, 10)])
-    0.1
-    """
+    """Of spans sorted by their start: the uncovered share between the first start and the last end."""
     busy, reached = 0.0, spans[0][0]
     for start, end in spans:
         busy += max(0.0, end - max(start, reached))

@@ -8,18 +8,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from benchmarks.gpu.documents import SEED, lengths
-from benchmarks.gpu.steps import SHAPES
+from benchmarks.gpu.steps import SHAPES, wait
 
 
 def trl(device: str, is_tiny: bool = False, liger: bool = False) -> dict[str, Any]:
     """SFTTrainer, packed; tokens of documents per second in the second half of its steps."""
-    from datasets import Dataset
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from trl import SFTConfig, SFTTrainer
+    from benchmarks.peers.trl import fine_tune
 
     is_cuda = device == "cuda"
     shape, pack, steps = (SHAPES["tiny"], 256, 4) if is_tiny else (SHAPES["1b"], 8192, 24)
@@ -27,16 +26,23 @@ def trl(device: str, is_tiny: bool = False, liger: bool = False) -> dict[str, An
     rng = np.random.default_rng(SEED)
     rows = [rng.integers(3, shape["vocab_size"], next(source)) for _ in range(steps * pack // 200)]
     marks: list[float] = []
-    tokens: list[int] = []
 
-    class Clock(TrainerCallback):  # type: ignore[misc]
-        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            if is_cuda:
-                torch.cuda.synchronize()
-            marks.append(time.perf_counter())
+    def step_done() -> None:
+        wait(device)
+        marks.append(time.perf_counter())
 
+    torch.manual_seed(SEED)
+    # flex has no backward on a CPU
+    attention = "flex_attention" if is_cuda else "sdpa"
+    # TRL wants a tokenizer; the data has ids
+    words = Tokenizer(WordLevel({"<end>": 0}, unk_token="<end>"))
+    special = {"pad_token": "<end>", "eos_token": "<end>"}
     with tempfile.TemporaryDirectory() as folder:
-        settings = SFTConfig(
+        tokens = fine_tune(
+            LlamaForCausalLM(LlamaConfig(**shape, attn_implementation=attention)),
+            {"input_ids": [row.tolist() for row in rows]},
+            PreTrainedTokenizerFast(tokenizer_object=words, **special),
+            step_done,
             output_dir=folder,
             per_device_train_batch_size=1,
             max_steps=steps,
@@ -45,36 +51,8 @@ def trl(device: str, is_tiny: bool = False, liger: bool = False) -> dict[str, An
             max_length=pack,
             bf16=is_cuda,
             use_cpu=not is_cuda,
-            report_to=[],
-            save_strategy="no",
-            gradient_checkpointing=False,
-            optim="adamw_torch_fused",
-            disable_tqdm=True,
             use_liger_kernel=liger,
         )
-        torch.manual_seed(SEED)
-        # flex has no backward on a CPU
-        attention = "flex_attention" if is_cuda else "sdpa"
-        model = LlamaForCausalLM(LlamaConfig(**shape, attn_implementation=attention))
-        # TRL wants a tokenizer; the data has ids
-        words = Tokenizer(WordLevel({"<end>": 0}, unk_token="<end>"))
-        special = {"pad_token": "<end>", "eos_token": "<end>"}
-        trainer = SFTTrainer(
-            model=model,
-            args=settings,
-            processing_class=PreTrainedTokenizerFast(tokenizer_object=words, **special),
-            train_dataset=Dataset.from_dict({"input_ids": [row.tolist() for row in rows]}),
-            callbacks=[Clock()],
-        )
-        collate = trainer.data_collator
-
-        def counting(samples: Any) -> Any:
-            # packs are not padded yet
-            tokens.append(sum(len(sample["input_ids"]) for sample in samples))
-            return collate(samples)
-
-        trainer.data_collator = counting
-        trainer.train()
     half = len(marks) // 2  # the first half warms up
     rate = sum(tokens[half : len(marks)]) / (marks[-1] - marks[half - 1])
     return {"verdict": "pass", "tokens_per_s": rate, "attention": attention}

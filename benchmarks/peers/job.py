@@ -1,6 +1,6 @@
 """What every contestant of `benchmarks/peers_cpu.py` trains: the same rows, model shape, steps and clock.
 
-Runs in each peer's own environment: torch, transformers and numpy are all it needs.
+Runs in each peer's own environment.
 """
 
 from __future__ import annotations
@@ -10,11 +10,6 @@ import os
 import resource
 import sys
 from dataclasses import asdict, dataclass
-from itertools import pairwise
-from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 # width, layers, heads (half as many of keys and values)
 SHAPES = {"small": (256, 6, 8), "32m": (512, 8, 8), "tiny": (64, 2, 4)}
@@ -28,7 +23,7 @@ STEP_DONE, RESULT = "STEP DONE", "RESULT "
 class Job:
     """One contestant's run."""
 
-    folder: str  # tokenizer/ and rows.npz, written by benchmarks.peers.recipe
+    folder: str  # tokenizer/ and rows.json, written by benchmarks.peers.recipe
     shape: str
     precision: str  # fp32 | bf16 (autocast over fp32 weights)
     steps: int  # optimizer steps that are timed
@@ -63,22 +58,6 @@ class Job:
             "tie_word_embeddings": True,
         }
 
-    def rows(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """(input_ids, labels) of each document as Hugging Face models take them: labels[i] belongs to input_ids[i]."""
-        stored = np.load(Path(self.folder) / "rows.npz")
-        ids, aligned, offsets = stored["input_ids"], stored["labels"], stored["offsets"]
-        rows = []
-        for start, stop in pairwise(offsets):
-            labels = np.full(stop - start, -100, dtype=np.int64)
-            labels[1:] = aligned[start : stop - 1]
-            rows.append((ids[start:stop].astype(np.int64), labels))
-        return rows
-
-    def documents_a_step(self) -> int:
-        """Of a padded contestant: as many documents as a pack holds on average."""
-        offsets = np.load(Path(self.folder) / "rows.npz")["offsets"]
-        return round(PACK_TOKENS / np.diff(offsets).mean())
-
 
 class Clock:
     """CPU seconds of every step (children included), each begun when benchmarks.peers_cpu says that it is its turn."""
@@ -107,20 +86,3 @@ class Clock:
 
 def cpu_seconds() -> float:
     return sum(os.times()[:4])
-
-
-def llama(job: Job) -> Any:
-    """The Hugging Face model as contestants get it that know nothing of our kernels: fp32, SDPA, the same weights; on
-    one thread.
-    """
-    import torch
-    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
-
-    torch.set_num_threads(1)
-    if job.pretrained:
-        return AutoModelForCausalLM.from_pretrained(
-            job.pretrained, dtype=torch.float32, use_cache=False
-        ).train()
-    torch.manual_seed(0)
-    config = LlamaConfig(**job.model_settings(), use_cache=False, attn_implementation="sdpa")
-    return LlamaForCausalLM(config).train()

@@ -6,11 +6,10 @@ python -m benchmarks.peers.recipe JOB prepare    tokenizes the lines, for contes
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import ClassVar
-
-import numpy as np
 
 from automodel_lite.cli import compose_config
 from automodel_lite.config.check import check_config
@@ -19,6 +18,7 @@ from automodel_lite.config.schema import Config
 from automodel_lite.data.feeding.feed import DeviceStep
 from automodel_lite.data.tokens.tokenize import job_of, tokenize_documents
 from automodel_lite.telemetry.metrics import StepResult
+from automodel_lite.thd import IGNORE_INDEX
 from benchmarks.peers.job import LR, PACK_TOKENS, Clock, Job
 from recipes import train_ft
 
@@ -64,16 +64,20 @@ class TimedRecipe(train_ft.TrainFinetuneRecipe):
 
 
 def prepare(job: Job) -> None:
-    """Writes tokenizer/ and rows.npz."""
+    """Writes tokenizer/ and rows.json: ids, and which of them are trained on."""
     config = recipe_config(job)
     documents = build(config.dataset)
     tokenizing = job_of(config, documents)
     rows = tokenize_documents(documents, tokenizing, config.cache_dir).train
-    folder = Path(job.folder)
-    tokenizing.tokenizer.save_pretrained(folder / "tokenizer")
-    np.savez(folder / "rows.npz", **rows.columns, offsets=rows.offsets)
-    share = (np.asarray(rows.columns["labels"]) != -100).mean()
-    print(f"{len(rows)} documents, {rows.num_tokens} tokens, {share:.1%} carry a label")
+    tokenizing.tokenizer.save_pretrained(f"{job.folder}/tokenizer")
+    found: dict[str, list] = {"input_ids": [], "completion_mask": []}
+    for index in range(len(rows)):
+        row = rows[index]
+        found["input_ids"].append(row["input_ids"].tolist())
+        # labels[i] is the token behind i
+        found["completion_mask"].append([0, *(row["labels"][:-1] != IGNORE_INDEX).tolist()])
+    Path(job.folder, "rows.json").write_text(json.dumps(found))
+    print(f"{len(rows)} documents, {rows.num_tokens} tokens")
 
 
 if __name__ == "__main__":

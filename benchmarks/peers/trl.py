@@ -5,23 +5,19 @@ python -m benchmarks.peers.trl JOB packed | padded
 
 from __future__ import annotations
 
+import json
+import statistics
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from datasets import Dataset
-from transformers import AutoTokenizer, TrainerCallback
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
-from benchmarks.peers.job import LR, PACK_TOKENS, Clock, Job, llama
-
-
-class StepClock(TrainerCallback):
-    def __init__(self) -> None:
-        self.clock = Clock()
-
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        self.clock.step_done()
+from benchmarks.peers.job import LR, PACK_TOKENS, Clock, Job
 
 
 class CountingCollator:
@@ -36,42 +32,67 @@ class CountingCollator:
         return self.collator(rows)
 
 
-def main(job: Job, variant: str) -> None:
-    is_packed = variant == "packed"
-    rows, clock = job.rows(), StepClock()
-    data = {
-        "input_ids": [ids for ids, _ in rows],
-        "completion_mask": [(labels != -100).astype(int) for _, labels in rows],
-    }
-    settings = SFTConfig(
-        output_dir=str(Path(job.scratch) / "run"),
-        per_device_train_batch_size=1 if is_packed else job.documents_a_step(),
-        max_steps=job.all_steps,
-        learning_rate=LR,
-        max_grad_norm=1.0,
-        bf16=job.precision == "bf16",
-        use_cpu=True,
-        logging_steps=10,
-        save_strategy="no",
+def fine_tune(
+    model: Any, data: dict[str, Any], tokenizer: Any, step_done: Callable[[], None], **settings: Any
+) -> list[int]:
+    """Trains on columns of token rows, and returns the tokens of each step; `settings` are SFTConfig's."""
+
+    class Watch(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            step_done()
+
+    arguments = SFTConfig(
         report_to=[],
+        save_strategy="no",
         gradient_checkpointing=False,
         optim="adamw_torch_fused",
-        dataloader_num_workers=0,
         disable_tqdm=True,
+        **settings,
+    )
+    trainer = SFTTrainer(
+        model=model,
+        args=arguments,
+        train_dataset=Dataset.from_dict(data),
+        processing_class=tokenizer,
+        callbacks=[Watch()],
+    )
+    trainer.data_collator = CountingCollator(trainer.data_collator)
+    trainer.train()
+    return trainer.data_collator.tokens_of_step
+
+
+def llama(job: Job) -> Any:
+    """The Hugging Face model, which knows nothing of our kernels: fp32, SDPA."""
+    kind = AutoModelForCausalLM
+    if job.pretrained:
+        return kind.from_pretrained(job.pretrained, dtype=torch.float32, use_cache=False).train()
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("llama", **job.model_settings(), use_cache=False)
+    return kind.from_config(config, attn_implementation="sdpa").train()
+
+
+def main(job: Job, variant: str) -> None:
+    torch.set_num_threads(1)
+    is_packed = variant == "packed"
+    clock, folder = Clock(), Path(job.folder)
+    data = json.loads((folder / "rows.json").read_text())
+    mean = statistics.mean(map(len, data["input_ids"]))
+    tokens_of_step = fine_tune(
+        llama(job),
+        data,
+        AutoTokenizer.from_pretrained(folder / "tokenizer"),
+        clock.step_done,
+        output_dir=str(Path(job.scratch) / "run"),
+        per_device_train_batch_size=1 if is_packed else round(PACK_TOKENS / mean),
+        max_steps=job.all_steps,
+        learning_rate=LR,
+        bf16=job.precision == "bf16",
+        use_cpu=True,
         packing=is_packed,
         max_length=PACK_TOKENS,
         completion_only_loss=True,
     )
-    trainer = SFTTrainer(
-        model=llama(job),
-        args=settings,
-        train_dataset=Dataset.from_dict(data),
-        processing_class=AutoTokenizer.from_pretrained(Path(job.folder) / "tokenizer"),
-        callbacks=[clock],
-    )
-    trainer.data_collator = CountingCollator(trainer.data_collator)
-    trainer.train()
-    clock.clock.report(job, trainer.data_collator.tokens_of_step)
+    clock.report(job, tokens_of_step)
 
 
 if __name__ == "__main__":

@@ -25,9 +25,10 @@ def test_contestants_take_turns_and_one_that_fails_is_said(
     data = tmp_path / "rows.jsonl"
     data.write_text("\n".join(map(json.dumps, rows)))
     monkeypatch.setitem(CONTESTANTS, "broken", Contestant("no_such_module"))
+    monkeypatch.setitem(CONTESTANTS, "again", Contestant("recipe", "training.log_every_steps=2"))
     monkeypatch.chdir(tmp_path)
     cores = os.sched_getaffinity(0)
-    names = ["recipe", "sorted", "broken"]
+    names = ["recipe", "again", "broken"]
     sizes = ["--shape", "tiny", "--steps", "2", "--warmup-steps", "1"]
     rates = main(["--data", data.name, *sizes, "--only", *names])
     assert rates.keys() == set(names)
