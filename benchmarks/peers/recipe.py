@@ -75,7 +75,8 @@ def prepare(job: Job) -> None:
         row = rows[index]
         found["input_ids"].append(row["input_ids"].tolist())
         # labels[i] is the token behind i
-        found["completion_mask"].append([0, *(row["labels"][:-1] != IGNORE_INDEX).tolist()])
+        is_label = row["labels"][:-1] != IGNORE_INDEX
+        found["completion_mask"].append([0, *is_label.astype(int).tolist()])
     Path(job.folder, "rows.json").write_text(json.dumps(found))
     print(f"{len(rows)} documents, {rows.num_tokens} tokens")
 
