@@ -25,7 +25,6 @@ from automodel_lite.models.fused_head import linear_cross_entropy
 from automodel_lite.models.layers import compile_layers, decoder_layers, recompute_layers
 from automodel_lite.models.loss import CrossEntropy, FusedLinearCrossEntropy, LossModel
 from automodel_lite.models.source import model_class
-from automodel_lite.parts.adapters.lora import Lora
 from automodel_lite.parts.optimizers.adamw import adamw
 from automodel_lite.thd import stream_of, to_thd
 from automodel_lite.training.optimizers import apply_gradients
@@ -81,6 +80,8 @@ def build(variant: Variant, device: str) -> Any:
         lm = make(config, dtype=dtype, attn_implementation=attention).train()
     # as the recipe does: a frozen base in bf16, adapters in fp32, autocast around both
     if variant.lora:
+        from automodel_lite.parts.adapters.lora import Lora  # its peft may be missing here
+
         Lora(r=8, target_modules=LORA_TARGETS[variant.lora]).adapt(lm, "random weights")
     if variant.attention == "packed":
         kernel, _ = choose_attention(None, attention_specs(config, torch.device(device), compute))

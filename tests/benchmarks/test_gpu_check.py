@@ -170,6 +170,22 @@ def test_what_it_cannot_do_without_is_asked_for_at_once(
     )
 
 
+@pytest.mark.system
+def test_a_missing_package_costs_only_the_parts_that_need_it() -> None:
+    """Every module of the check is imported where none of the optional packages is installed."""
+    script = """
+import sys
+from benchmarks.gpu_check import OPTIONAL
+absent = {name.split("==")[0].replace("-", "_") for name in OPTIONAL}
+sys.modules |= dict.fromkeys(absent)
+from benchmarks.gpu import curves, documents, kernels, machine, recipe, rivals, steps
+print(sorted(absent))
+"""
+    root = Path(gpu_check.__file__).resolve().parents[1]
+    done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True)
+    assert "'peft'" in done.stdout, done.stderr[-2000:]
+
+
 def results_of(parts: list[Part], folder: Path, seconds: float = 300) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     arguments = argparse.Namespace(out=folder / "results.jsonl", device="cpu", plan="smoke")
