@@ -19,12 +19,7 @@ from tests.ranks import free_port
 from tests.runs import QUICK, losses_by_step, train_on, wait_for_rows
 
 ROOT = Path(__file__).resolve().parents[2]
-STEPS = [
-    *QUICK,
-    "training.max_steps=150",
-    "training.log_every_steps=1",
-    "checkpoint.every_steps=50",
-]
+STEPS = [*QUICK, "training.log_every_steps=1", "checkpoint.every_steps=50"]
 WAIT_S = 240
 
 
@@ -38,13 +33,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     cluster.down()
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("whole") / "run"
-    assert train_on(2, folder, *STEPS)[0] == 0
-    return folder
-
-
 HELD = """
 import os, sys, time
 if "--cfg" not in sys.argv and "SLURM_RESTART_COUNT" not in os.environ:
@@ -52,7 +40,7 @@ if "--cfg" not in sys.argv and "SLURM_RESTART_COUNT" not in os.environ:
     from recipes import train_ft
     real = train_ft.TrainFinetuneRecipe.step
     def step(recipe, *given):
-        while recipe.num_steps == 60 and not SIGNALS.received:
+        while recipe.num_steps == 12 and not SIGNALS.received:
             time.sleep(0.05)
         return real(recipe, *given)
     train_ft.TrainFinetuneRecipe.step = step
@@ -62,7 +50,7 @@ run_recipe("recipes.train_ft:main")
 
 
 def python_that_waits(folder: Path) -> str:
-    """An interpreter whose first job stays before its step 61 until it gets a signal."""
+    """An interpreter whose first job stays before its step 13 until it gets a signal."""
     (folder / "held.py").write_text(HELD)
     python = folder / "python"
     python.write_text(f'#!/bin/bash\nexec {warm_python()} {folder}/held.py "${{@:2}}"\n')
@@ -128,26 +116,31 @@ def start_now(cluster: Cluster, job: str) -> None:
 
 @pytest.mark.system
 @pytest.mark.parametrize(
-    "script", ["slurm.sbatch", pytest.param("slurm_torchrun.sbatch", marks=pytest.mark.slow)]
+    ("script", "num_steps"),
+    [
+        ("slurm.sbatch", 30),
+        pytest.param("slurm_torchrun.sbatch", 150, marks=pytest.mark.slow),
+    ],
 )
 def test_stopped_requeued_and_finished(
-    cluster: Cluster, uninterrupted: Path, tmp_path: Path, script: str
+    cluster: Cluster, tmp_path: Path, script: str, num_steps: int
 ) -> None:
-    is_srun = script == "slurm.sbatch"  # the other starts torchrun
-    job = submit(
-        cluster, script, tmp_path, python=python_that_waits(tmp_path) if is_srun else sys.executable
-    )
-    wait_for_rows(tmp_path / "run", 20, WAIT_S, tmp_path / "job.log")
+    steps = [f"training.max_steps={num_steps}", f"checkpoint.every_steps={num_steps // 3}"]
+    is_srun = script == "slurm.sbatch"  # the other starts torchrun, and does not wait for a signal
+    python = python_that_waits(tmp_path) if is_srun else sys.executable
+    job = submit(cluster, script, tmp_path, *steps, python=python)
+    wait_for_rows(tmp_path / "run", 8, WAIT_S, tmp_path / "job.log")
     cluster.call("scancel", "--signal=TERM", job)  # what --signal=TERM@300 sends before the limit
     wait_for_state(cluster, job, tmp_path, "PENDING")
     status = json.loads((tmp_path / "run" / "STATUS.json").read_text())
     assert (status["state"], status["reason"]) == ("preempted", "SIGTERM")
-    assert 20 <= status["step"] < 150
+    assert 8 <= status["step"] < num_steps
     start_now(cluster, job)
     wait_for_state(cluster, job, tmp_path, "COMPLETED")
     log = (tmp_path / "job.log").read_text()
     assert f"continues from step_{status['step']:08d}" in log
-    assert losses_by_step(tmp_path / "run") == losses_by_step(uninterrupted)
+    assert train_on(2, tmp_path / "whole", *STEPS, *steps)[0] == 0
+    assert losses_by_step(tmp_path / "run") == losses_by_step(tmp_path / "whole")
 
 
 @pytest.mark.system
