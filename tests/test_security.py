@@ -22,6 +22,7 @@ from automodel_lite.config.check import check_config
 from automodel_lite.data.tokens.tokenizer import load_tokenizer
 from automodel_lite.errors import ConfigError, DataError
 from tests.data.templates import LLAMA3, byte_tokenizer
+from tests.forked import warm_python
 from tests.ranks import in_a_process
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -282,7 +283,7 @@ def _train_with_canaries(options: list[str]) -> None:
 def test_no_canary_in_what_a_sweep_writes(tmp_path: Path) -> None:
     """Typed as they are, not as ${oc.env:...}: Hydra keeps the command line in files of its own."""
     command = [
-        sys.executable,
+        warm_python(),
         "recipes/train_ft.py",
         "--config-name",
         "smoke",

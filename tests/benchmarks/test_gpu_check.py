@@ -28,6 +28,14 @@ from benchmarks.gpu.recipe import idle_frac, kernel_spans, save_and_resume
 from benchmarks.gpu.steps import Trainer, Variant, build, inputs_of, loss_of, measure
 from benchmarks.gpu.table import last_words
 from recipes.plan import calibrated
+from tests.forked import warm_python
+
+
+@pytest.fixture
+def _warm_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they import is not what is tested."""
+    monkeypatch.setattr(sys, "executable", warm_python())
+
 
 STEPS = [part for part in smoke_plan() if part.call == "steps.measure"]
 
@@ -133,6 +141,7 @@ def test_launches_and_annotations_are_no_kernels() -> None:
 
 
 @pytest.mark.system
+@pytest.mark.usefixtures("_warm_workers")
 def test_a_call_goes_on_where_the_last_one_ended(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -199,6 +208,7 @@ def results_of(parts: list[Part], folder: Path, seconds: float = 300) -> dict[st
 
 
 @pytest.mark.system
+@pytest.mark.usefixtures("_warm_workers")
 def test_a_part_that_fails_costs_itself_alone(tmp_path: Path) -> None:
     """The second of three takes too long, so its process ends, and the third gets another one."""
     plan = {part.name: part for part in smoke_plan()}
@@ -240,6 +250,7 @@ def test_each_result_is_written_at_once(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.system
+@pytest.mark.usefixtures("_warm_workers")
 def test_the_card_is_described_for_the_planner(tmp_path: Path) -> None:
     gpu_check.main(
         [

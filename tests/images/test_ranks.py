@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -158,12 +159,12 @@ def errors_over_ranks(
     found = {}
     for folder in folders:
         slots = f"packed_sequence.slot_multiple={2 * cp}"
-        data = data_of(config_of_images(folder, slots))
         config = config_of_images(folder, slots, f"mesh.cp={cp}")
         shared = prepare_data(config, check_sizes(config, cp), build_packer(config))
         with InFloat64():
-            model = packed_model(folder, data)
+            model = packed_model(folder, shared)
             if rank == 0:
+                data = data_of(config_of_images(folder, slots))
                 want_loss = sum(model(batch).sum for batch in batches_of(data))
                 want = gradients(model.lm, want_loss)
         of_text = {id(p) for p in text_decoder(model.lm).parameters()}
@@ -175,8 +176,11 @@ def errors_over_ranks(
                 got = gradients(model.lm, loss)
             for batch in own:
                 num_own += int((batch.images.owner == rank).sum())  # type: ignore[union-attr]
-            for tensor in (loss.detach(), *got.values()):
-                dist.all_reduce(tensor)
+            dist.all_reduce(loss.detach())
+            together = torch.cat([gradient.flatten() for gradient in got.values()])
+            dist.all_reduce(together)
+            sums = together.split([gradient.numel() for gradient in got.values()])
+            got = {name: total.view_as(got[name]) for name, total in zip(got, sums, strict=True)}
             worst = {True: 0.0, False: 0.0}
             relative = 0.0
             if rank == 0:

@@ -20,11 +20,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import transformers
+from omegaconf import DictConfig
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import MtpModel
 
+from automodel_lite.config.check import check_config
 from automodel_lite.models.source import model_class
 from automodel_lite.parts.mtp import add_heads, heads_of
 from automodel_lite.run.weight_files import as_saved
@@ -32,7 +34,7 @@ from benchmarks.survey_models import InDouble
 from benchmarks.tiny_models import random_model, tiny_config
 from recipes import score, train_ft
 from tests.data.templates import MARKED, byte_tokenizer
-from tests.runs import Row, config_of, rows_of
+from tests.runs import Row, composed, rows_of
 
 NUM_PROMPTS, VAL_PROMPTS = 4, 2
 BALANCE, CROSS_ENTROPY, TOP_K, LORA_SCALE = 0.5, 0.25, 5, 2.0
@@ -351,7 +353,9 @@ class Watched(train_ft.TrainFinetuneRecipe):
 
 
 def overrides_of(job: Job, models: Path, folder: Path) -> list[str]:
-    """The command line, without the folder of the run."""
+    """The command line, without the folder of the run. Those that choose an option are few: each
+    further one takes longer to compose than a run takes.
+    """
     model = models / job.family
     folder.mkdir(parents=True, exist_ok=True)
     files = {"a": range(NUM_PROMPTS)}
@@ -381,11 +385,12 @@ def overrides_of(job: Job, models: Path, folder: Path) -> list[str]:
         target = STREAM if job.dataset == "streaming" else FILES
         data = ["dataset=mixture"]
         for name in "ab":
-            keys = ",".join(f"{k}:{v}" for k, v in {"_target_": target, **source(name)}.items())
-            data.append(f"dataset.sources.{name}={{dataset:{{{keys}}},repeat:1}}")
+            at = f"dataset.sources.{name}"
+            data.append(f"{at}={{dataset:{{_target_:{target}}},repeat:1}}")
+            data += [f"{at}.dataset.{key}={value}" for key, value in source(name).items()]
     else:
         data = [f"dataset={job.dataset}"]
-        data += [f"+dataset.{key}={value}" for key, value in source("a").items()]
+        data += [f"dataset.{key}={value}" for key, value in source("a").items()]
     settings = [
         "name=x",
         *data,
@@ -408,7 +413,6 @@ def overrides_of(job: Job, models: Path, folder: Path) -> list[str]:
         f"checkpoint.every_steps={int(job.resumes)}",
         "checkpoint.export_hf=false",
         "report=false",
-        f"cache_dir={folder / 'cache'}",
         *job.settings,
     ]
     if job.has_teacher:
@@ -429,10 +433,16 @@ def overrides_of(job: Job, models: Path, folder: Path) -> list[str]:
     return settings
 
 
-def run(job: Job, models: Path, folder: Path) -> Seen:
+def settings_of(job: Job, models: Path, folder: Path) -> DictConfig:
+    """Composed once, and not by every rank."""
+    own = overrides_of(job, models, folder)
+    places = [f"output_dir={folder / 'run'}", f"cache_dir={folder / 'cache'}"]
+    return composed("finetune", *own, *places)
+
+
+def run(job: Job, raw: DictConfig, folder: Path) -> Seen:
     """Trains the job, or counts it; on every rank of a group. Raises ConfigError or DataError as the program does."""
-    overrides = overrides_of(job, models, folder)
-    config, screen = config_of("finetune", folder / "run", *overrides), io.StringIO()
+    config, screen = check_config(raw), io.StringIO()
     Watched.start, Watched.trained = {}, ""
     with contextlib.redirect_stdout(screen):
         if job.loss == "distill_topk" and not job.simulates and job.num_ranks == 1:
@@ -446,11 +456,10 @@ def run(job: Job, models: Path, folder: Path) -> Seen:
     return Seen(rows, Watched.start, Watched.trained or screen.getvalue())
 
 
-def store_teacher(job: Job, models: Path, folder: Path) -> None:
+def store_teacher(job: Job, raw: DictConfig, folder: Path) -> None:
     """Scores on every rank of a group, before the ranks of another one train."""
-    config = config_of("finetune", folder / "run", *overrides_of(job, models, folder))
     with contextlib.redirect_stdout(io.StringIO()):
-        assert score.main(config) == 0
+        assert score.main(check_config(raw)) == 0
 
 
 # ------------------------------------------------------------------------------------------------------------- truth

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from omegaconf import DictConfig
 
 from automodel_lite.errors import ConfigError, DataError
 from tests.properties.crossings import (
@@ -21,6 +22,7 @@ from tests.properties.crossings import (
     job_of,
     run,
     save_models,
+    settings_of,
     store_teacher,
     truth,
 )
@@ -78,21 +80,22 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _on_rank(
-    rank: int, world_size: int, work: Callable[..., Any], job: Job, models: Path, folder: Path
+    rank: int, world_size: int, work: Callable[..., Any], job: Job, raw: DictConfig, folder: Path
 ) -> Any:
     try:
-        return work(job, models, folder)
+        return work(job, raw, folder)
     except (ConfigError, DataError) as error:
         return str(error)
 
 
 def seen_of(job: Job, models: Path, folder: Path) -> Seen:
     """The run on its ranks; raises ConfigError for what each of them refuses in a sentence."""
+    raw = settings_of(job, models, folder)
     if job.num_ranks == 1 or job.simulates:  # one process answers for any mesh
-        return run(job, models, folder)
+        return run(job, raw, folder)
     if job.loss == "distill_topk":
-        run_ranks(_on_rank, job.num_ranks, store_teacher, job, models, folder)
-    first, *others = run_ranks(_on_rank, job.num_ranks, run, job, models, folder)
+        run_ranks(_on_rank, job.num_ranks, store_teacher, job, raw, folder)
+    first, *others = run_ranks(_on_rank, job.num_ranks, run, job, raw, folder)
     if isinstance(first, str):
         assert all(isinstance(other, str) for other in others)
         raise ConfigError(first)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import multiprocessing
 import re
 import subprocess
 import sys
@@ -16,7 +15,7 @@ import pytest
 
 from automodel_lite.run import watchdog as watchdog_module
 from automodel_lite.run.watchdog import Watchdog
-from tests.ranks import in_a_process
+from tests.ranks import fork_server, in_a_process
 from tests.run.jobs import finish, launch, status_of
 from tests.runs import train_quick, wait_until
 
@@ -90,9 +89,7 @@ def _busy(folder: Path, after_s: float, num_dumps: int) -> None:
 
 
 def dump(folder: Path, num_dumps: int) -> None:
-    process = multiprocessing.get_context("spawn").Process(
-        target=_busy, args=(folder, 0.0005, num_dumps)
-    )
+    process = fork_server().Process(target=_busy, args=(folder, 0.0005, num_dumps))
     process.start()
     process.join(500)
     assert process.exitcode == 0

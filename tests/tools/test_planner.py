@@ -114,7 +114,8 @@ def test_nothing_fits_a_gpu_that_is_too_small() -> None:
     ],
 )
 def test_a_world_fits_where_a_plan_of_it_does(gigabytes: int) -> None:
-    job = job_of(gigabytes=gigabytes)
+    """On two ranks, in micro-batches of one pack or of two; each further layout takes ten seconds."""
+    job = replace(job_of(gigabytes=gigabytes), parts=parts_of(["training.global_batch_size=4"]))
     assert fits(job) == bool(make_plans(job, most=1).plans) == (gigabytes > 6)
 
 

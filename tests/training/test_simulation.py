@@ -426,18 +426,14 @@ def test_few_layers_tell_what_all_of_them_hold_and_do(name: str) -> None:
         asked = replace(asked, training=replace(asked.training, global_batch_size=None))
     pattern = layer_pattern(model)
     assert (pattern.num_layers, pattern.period) == (8, 1)
-    whole, few = simulate(asked, model, mesh), simulate_by_layers(asked, model, mesh, pattern)
-    assert few.peak == pytest.approx(peak_of_step(whole), rel=0.01)
+    whole = simulate(asked, model, mesh, is_whole=False)
+    few = simulate_by_layers(asked, model, mesh, pattern)
+    assert few.peak == pytest.approx(whole.peak, rel=0.01)
     states = [(found.weights, found.gradients, found.optimizer) for found in (few, whole)]
     assert states[0] == pytest.approx(states[1], rel=1e-3)
     for step_part in ("micro", "last", "update"):
         sums = [totals(found.work[step_part]) for found in (few, whole)]
         assert sums[0] == pytest.approx(sums[1], rel=1e-3)
-
-
-def peak_of_step(found: Simulation) -> int:
-    """Without checkpoint and export."""
-    return max(peak for phase, peak in found.peaks.items() if phase not in ("save", "export"))
 
 
 # Every fourth layer of another kind, a mixture (whose layers hold much more than their inputs), a model whose gradients are more
@@ -508,10 +504,10 @@ def test_rungs_in_between_are_those_of_the_whole(name: str) -> None:
     kept = simulate_by_layers(asked, model, shape, pattern)
     full = simulate_by_layers(with_recomputation(asked, "full", 1), model, shape, pattern)
     # with a period of four: all, across the period, and along it
-    for every in (1, 2, 3, 4, 8) if pattern.period == 1 else (1, 3, 4):
+    for every in (1, 2, 3, 8) if pattern.period == 1 else (1, 3, 4):
         found = recompute_every(every, kept, full, pattern) if every > 1 else full
-        whole = simulate(with_recomputation(asked, "full", every), model, shape)
-        assert found.peak == pytest.approx(peak_of_step(whole), rel=0.01), every
+        whole = simulate(with_recomputation(asked, "full", every), model, shape, is_whole=False)
+        assert found.peak == pytest.approx(whole.peak, rel=0.01), every
         if pattern.period == 1:
             for part in ("micro", "last", "update"):
                 assert totals(found.work[part]) == pytest.approx(totals(whole.work[part]), rel=0.01)
