@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.forked import warm_python
 from tests.runs import QUICK, losses_by_step, wait_for_rows
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,8 +44,24 @@ def hosts() -> Iterator[list[str]]:
         subprocess.run(["ip", "netns", "delete", name], capture_output=True)
 
 
+ENTERS = """
+import ctypes, os, sys
+with open(sys.argv.pop(1)) as namespace:
+    assert ctypes.CDLL(None).setns(namespace.fileno(), 0x40000000) == 0  # CLONE_NEWNET
+if "LOCAL_RANK" in os.environ:
+    from automodel_lite.cli import run_recipe
+    run_recipe("recipes.train_ft:main")
+else:
+    from torch.distributed.run import main
+    main()
+"""
+"""torchrun, or a rank that it starts: copies of a process that is in no namespace, which enter theirs."""
+
+
 def start(hosts: list[str], folder: Path, *overrides: str) -> list[subprocess.Popen[bytes]]:
-    """One torchrun a host, each in a process group of its own."""
+    """One torchrun a host."""
+    program = folder / "enters.py"
+    program.write_text(ENTERS)
     processes = []
     for number, host in enumerate(hosts):
         interface = subprocess.check_output(
@@ -56,42 +71,36 @@ def start(hosts: list[str], folder: Path, *overrides: str) -> list[subprocess.Po
             "PYTHONPATH": str(ROOT),
             "GLOO_SOCKET_IFNAME": interface.split()[1],
         }
-        launcher = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--nnodes=2",
-            "--nproc-per-node=1",
-        ]
+        entering = [str(program), f"/var/run/netns/{host}"]
+        launcher = ["--nnodes=2", "--nproc-per-node=1"]
         launcher += [f"--node-rank={number}", "--master-addr=10.77.0.1", "--master-port=29571"]
-        recipe = [
-            "recipes/train_ft.py",
-            "--config-name",
-            "smoke",
-            f"output_dir={folder}/run",
-            *QUICK,
-            *overrides,
-        ]
+        settings = ["--config-name", "smoke", f"output_dir={folder}/run", *QUICK, *overrides]
         with open(folder / f"host{number}.log", "ab") as log:
             processes.append(
                 subprocess.Popen(
-                    ["ip", "netns", "exec", host, *launcher, *recipe],
+                    [warm_python(), *entering, *launcher, *entering, *settings],
                     cwd=ROOT,
                     env=environment,
                     stdout=log,
                     stderr=log,
-                    start_new_session=True,
                 )
             )
     return processes
 
 
-def end(processes: list[subprocess.Popen[bytes]]) -> None:
+def lose(host: str) -> int:
+    """SIGKILL for all that runs on it, torchrun and ranks; returns how many that are."""
+    pids = subprocess.check_output(["ip", "netns", "pids", host], text=True).split()
+    for pid in pids:
+        subprocess.run(["kill", "-9", pid], capture_output=True)
+    return len(pids)
+
+
+def end(hosts: list[str], processes: list[subprocess.Popen[bytes]]) -> None:
+    for host in hosts:
+        lose(host)
     for process in processes:
-        try:
-            os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
+        process.kill()
         process.wait()
 
 
@@ -105,14 +114,7 @@ def test_a_lost_host_ends_the_job_and_it_goes_on_with_a_new_one(
     try:
         wait_for_rows(tmp_path / "run", more_than=12, seconds=180, log=tmp_path / "host0.log")
         started_s = time.monotonic() - launched  # tells how slow the machine is
-        children = subprocess.run(
-            ["pgrep", "-g", str(first[1].pid)], capture_output=True, text=True
-        ).stdout.split()
-        workers = subprocess.run(
-            ["pgrep", "-P", children[-1]], capture_output=True, text=True
-        ).stdout.split()
-        for pid in {*children, *workers}:  # the second host is gone, torchrun and ranks
-            subprocess.run(["kill", "-9", pid], capture_output=True)
+        assert lose(hosts[1]) >= 2
         began = time.monotonic()
         first[0].wait(timeout=120)
         took_s = time.monotonic() - began
@@ -120,7 +122,7 @@ def test_a_lost_host_ends_the_job_and_it_goes_on_with_a_new_one(
         assert first[0].returncode != 0
         assert took_s < 30 + started_s
     finally:
-        end(first)
+        end(hosts, first)
     last = max(losses_by_step(tmp_path / "run")) + 20
     again = start(
         hosts, tmp_path, *options, f"training.max_steps={last}", "checkpoint.accept_changes=true"
@@ -130,6 +132,6 @@ def test_a_lost_host_ends_the_job_and_it_goes_on_with_a_new_one(
             tmp_path / "host0.log"
         ).read_text()[-2000:]
     finally:
-        end(again)
+        end(hosts, again)
     assert sorted(losses_by_step(tmp_path / "run")) == list(range(1, last + 1))
     assert "continues from step_" in (tmp_path / "host0.log").read_text()
