@@ -136,7 +136,9 @@ def test_what_towers_keep_is_simulated(folder: Path) -> None:
         data = data_of(config)
         batch = most_work_of_towers(data, parts)
         assert batch is not None
-        step = simulate(parts, parts.model.config(data.tokenizer), MeshShape(1, 1, 1), batch)
+        step = simulate(
+            parts, parts.model.config(data.tokenizer), MeshShape(1, 1, 1), batch, is_whole=False
+        )
         after[trains] = step.after_layers[0] - step.optimizer
         lm = CausalLM(pretrained=str(folder), train_towers=trains).build(data.tokenizer)
         images: Any = batch.images
@@ -159,7 +161,8 @@ def test_a_step_with_images_is_counted_with_inputs_on_the_host(folder: Path) -> 
         data = data_of(config)
         batch = most_work_of_towers(data, parts)
         model_config = parts.model.config(data.tokenizer)
-        peaks.append(simulate(parts, model_config, MeshShape(1, 1, 1), batch).peaks["forward"])
+        found = simulate(parts, model_config, MeshShape(1, 1, 1), batch, is_whole=False)
+        peaks.append(found.peaks["forward"])
     assert 0 < peaks[1] <= peaks[0]
 
 
@@ -180,7 +183,9 @@ def test_recomputation_is_chosen_with_the_images(folder: Path) -> None:
     shape = MeshShape(1, 1, 1)
     plain = replace(parts, training=replace(parts.training, activation_checkpointing="none"))
     batch = most_work_of_towers(data, plain)
-    text, seen = (simulate(plain, model_config, shape, x).peak for x in (None, batch))
+    text, seen = (
+        simulate(plain, model_config, shape, x, is_whole=False).peak for x in (None, batch)
+    )
     assert seen > 1.2 * text
     between = (text + seen) // 2 + SLACK
     decisions = [
@@ -207,7 +212,10 @@ def test_images_are_counted_over_ranks_of_tp(tmp_path: Path) -> None:
     data = data_of(config)
     model_config = parts.model.config(data.tokenizer)
     batch = most_work_of_towers(data, parts)
-    one, two = (simulate(parts, model_config, MeshShape(1, 1, 1, tp), batch) for tp in (1, 2))
+    one, two = (
+        simulate(parts, model_config, MeshShape(1, 1, 1, tp), batch, is_whole=False)
+        for tp in (1, 2)
+    )
     assert two.weights < one.weights
     assert two.sent["tp"] > 0
     assert two.peaks["forward"] < one.peaks["forward"]
