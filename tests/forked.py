@@ -9,6 +9,7 @@ an interpreter named `python` that is a client of this process. A copy has its c
 from __future__ import annotations
 
 import importlib
+import inspect
 import io
 import json
 import multiprocessing
@@ -39,6 +40,7 @@ import json, os, signal, socket, sys
 if "-I" in sys.argv:  # a small program that imports next to nothing
     os.execv({python!r}, [{python!r}, *sys.argv[1:]])
 signal.signal(signal.SIGINT, signal.SIG_IGN)  # the copy has its own
+signal.pthread_sigmask(signal.SIG_BLOCK, {signals})  # until it is known whom they are for
 files = [int(name) for name in os.listdir("/proc/self/fd")]
 files = [fd for fd in files if os.path.exists(f"/proc/self/fd/{{fd}}")]  # all but the listing's own
 with socket.socket(socket.AF_UNIX) as server:
@@ -50,6 +52,7 @@ with socket.socket(socket.AF_UNIX) as server:
     copy = int(answers.readline())
     for number in {signals}:
         signal.signal(number, lambda number, _: os.kill(copy, number))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signals})
     code = int(answers.readline() or 1)
     if code < 0:
         signal.signal(-code, signal.SIG_DFL) if -code != signal.SIGKILL else None
@@ -173,6 +176,9 @@ def become_copy(client: socket.socket, run: Callable[[list[str]], None]) -> None
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
+    # of no module, as in an interpreter's own `-c`: torchrun asks for the frames of all that it logs,
+    # and each time all modules would be looked through
+    inspect.modulesbyfile[os.path.abspath("<string>")] = ""
     run(argv)
 
 
