@@ -45,12 +45,12 @@ def job_of(gigabytes: float = 24, gpus: int = 2, layers: int = 10) -> Job:
 @cache
 def outcome() -> Outcome:
     """Of four layers, which are simulated whole; those of a longer model are told from them."""
-    return make_plans(job_of(gigabytes=12, layers=4), most=3)
+    return make_plans(job_of(gigabytes=12, layers=4), most=2)
 
 
 def test_plans_fit_and_the_best_is_first() -> None:
     plans, capacity = outcome().plans, usable(12 * 10**9)
-    assert len(plans) >= 3
+    assert len(plans) >= 2
     rates = [plan.tokens_per_s_per_gpu for plan in plans]
     assert rates == sorted(rates, reverse=True)
     assert all(plan.step.peak <= capacity for plan in plans)
