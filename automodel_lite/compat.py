@@ -99,6 +99,11 @@ IMPORTED = {
         "compute_local_shape_and_global_offset",
         "random bits by the place of a value in the whole weight",
     ),
+    "record_registry": (
+        "transformers.utils.output_capturing",
+        "_CAN_RECORD_REGISTRY",
+        "what a class returns of its inner layers, by its name; a sharded one has another",
+    ),
     "pytree": ("torch.utils", "_pytree", "tensors inside the arguments of a model's forward"),
     "muon": (
         "torch.optim._muon",

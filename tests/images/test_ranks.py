@@ -127,6 +127,12 @@ def test_two_ranks_of_other_layouts(
 
 
 @pytest.mark.system
+@pytest.mark.parametrize("folder", ["llava_next"], indirect=True)
+def test_a_sharded_tower_still_returns_an_inner_layer(folder: Path, tmp_path: Path) -> None:
+    check_two_ranks(folder, tmp_path, "mesh.dp_shard=2", TRAINED)
+
+
+@pytest.mark.system
 @pytest.mark.parametrize("folder", ["qwen3_vl_moe"], indirect=True)
 def test_experts_of_two_ranks(folder: Path, tmp_path: Path) -> None:
     check_two_ranks(folder, tmp_path, "mesh.ep=2", TRAINED)

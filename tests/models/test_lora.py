@@ -164,6 +164,9 @@ def test_a_saved_adapter_of_tied_weights_is_not_continued(end: str, tmp_path: Pa
     tied.lm_head.weight = tied.model.embed_tokens.weight
     with pytest.raises(ConfigError, match="embedding and head share a weight"):
         Lora(adapter=str(tmp_path)).adapt(tied, "base")
+    wrapped.save_pretrained(str(tmp_path))  # with what it adapts, as peft saves it without a word
+    with pytest.raises(ConfigError, match=rf"holds \S+{end}.base_layer.weight as a whole"):
+        Lora(adapter=str(tmp_path)).adapt(tiny_llama(), "base")
 
 
 def test_saved_adapter_loads_in_plain_peft(tmp_path: Path):

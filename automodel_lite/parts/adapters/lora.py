@@ -140,11 +140,13 @@ class Lora:
                 f"peft.adapter={self.adapter} cannot be read: {one_line(error)}."
             ) from error
         config.inference_mode = False
-        if config.modules_to_save:
+        # peft saves a whole embedding beside its adapter
+        beside = [name for name in weights if ".base_layer." in name]
+        if whole := [*(config.modules_to_save or []), *beside]:
             raise ConfigError(
-                f"peft.adapter={self.adapter} trains {', '.join(config.modules_to_save)} as a "
-                "whole, which is not continued: merge it into its base with python "
-                "automodel-lite export, and begin a new adapter on that."
+                f"peft.adapter={self.adapter} holds {', '.join(whole)} as a whole, which is not "
+                "continued: merge it into its base, of a run with automodel-lite export, else with "
+                "peft's merge_and_unload, and begin a new adapter on that."
             )
         wrapped = self._wrap(model, config, base)
         # Before the base is read or sharded: FSDP then cuts the adapter's weights with all others.
@@ -155,7 +157,7 @@ class Lora:
             only = sorted(own.keys() ^ weights.keys()) or ["a shape"]
             raise ConfigError(
                 f"peft.adapter={self.adapter} does not fit model.pretrained={base}: {only[0]} "
-                "differs."
+                f"differs: take the base that it was made for, {config.base_model_name_or_path}."
             )
         if damaged := [name for name, weight in weights.items() if not weight.isfinite().all()]:
             raise ConfigError(

@@ -17,7 +17,9 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
+from automodel_lite import compat
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.layers import towers
 from automodel_lite.parallel.context_parallel import inverse_permutation, rank_order
@@ -140,6 +142,7 @@ def encode(lm: transformers.PreTrainedModel, images: PackedImages) -> Any:
     dtype = next(p.dtype for part in (*towers(lm), lm) for p in part.parameters())
     given = {n: x.to(dtype) if x.is_floating_point() else x for n, x in images.record.items()}
     base: Any = lm.base_model
+    _keep_outputs(lm)
     with ExitStack() as around:
         for patches in _patch_embeddings(lm):
             around.callback(vars(patches).pop, "forward")
@@ -150,6 +153,18 @@ def encode(lm: transformers.PreTrainedModel, images: PackedImages) -> Any:
     if images.exchange is not None:
         return put([images.exchange(part) for part in parts])
     return put([part.index_select(0, images.rows) for part in parts])
+
+
+def _keep_outputs(lm: transformers.PreTrainedModel) -> None:
+    """Lets sharded towers return what they could before, the outputs of inner layers: transformers
+    looks that up by the name of a class, and FSDP gives a module another one.
+    """
+    for tower in towers(lm):
+        for kind in {type(module) for module in tower.modules()}:
+            if issubclass(kind, FSDPModule):
+                own = next(base for base in kind.__mro__ if not issubclass(base, FSDPModule))
+                known = dict.get(compat.record_registry, str(own))
+                dict.__setitem__(compat.record_registry, str(kind), known)
 
 
 def _patch_embeddings(lm: transformers.PreTrainedModel) -> Iterator[nn.Conv3d]:
