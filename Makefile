@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: train test test-numbers test-system test-slow test-newest test-gpu-paths test-serving test-trl real survey newest site lint clean
+.PHONY: train test test-numbers test-numbers-plain test-numbers-avx2 test-system test-slow test-newest test-gpu-paths test-serving test-trl real survey newest site lint clean
 
 train: $(READY)
 	$(BIN)/torchrun recipes/train_ft.py --config-name llama_packed
@@ -24,11 +24,16 @@ NUMBERS := $(patsubst %,tests/models/test_%.py,balance distillation layers lora 
 	$(patsubst %,tests/parallel/test_%.py,sharding) \
 	$(patsubst %,tests/training/test_%.py,muon optimizers) \
 	tests/test_client.py tests/recipes/test_objectives.py tests/recipes/test_trees.py tests/properties/test_crossings.py
-# of these files, tests of sentences, of graphs, and of a run against itself: no instruction changes them
+# of these files, tests of sentences, of graphs, of steps that are only counted, and of a run against itself: no instruction
+# changes them
 ALIKE := resume_bit_for_bit or resumed_run or refused or killed_loop or get_a_sentence or no_new_graph or two_graphs or \
-	not_compiled or dry_run or masks_of_chunks or learn_to_prefer or model_card or mean_nothing_here or all_say_so
+	not_compiled or dry_run or simulation or masks_of_chunks or learn_to_prefer or model_card or mean_nothing_here or all_say_so
+# side by side: each imports and collects on one core
 test-numbers: $(READY)
+	$(MAKE) --jobs=2 --output-sync=target test-numbers-plain test-numbers-avx2
+test-numbers-plain:
 	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE $(MAKE) test FILES="$(NUMBERS) -k 'not ($(ALIKE))'"
+test-numbers-avx2:
 	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_CBWR=AVX2 $(MAKE) test FILES="$(NUMBERS) -k 'not ($(ALIKE))'"
 
 test-slow: $(READY)
