@@ -221,7 +221,8 @@ def towers(lm: nn.Module) -> list[nn.Module]:
         for child in stack.pop().children():
             if child in of_text:
                 continue
-            if of_text.isdisjoint(child.modules()):
+            # a list has no forward that FSDP could gather for
+            if of_text.isdisjoint(child.modules()) and not isinstance(child, nn.ModuleList):
                 found += [child] if next(child.parameters(), None) is not None else []
             else:
                 stack.append(child)

@@ -172,13 +172,18 @@ def parallelize(
         fully_shard_model(model, mesh, gathered, offloads, reshards)
         # FSDP averages over all ranks that hold tokens; context-parallel ranks hold parts of one
         # batch.
-        num_batches = mesh.shape.dp * mesh.shape.cp
-        return ParallelModel(model, model, num_batches, compute_dtype, sharded_over=mesh)
+        return ParallelModel(
+            model, model, mesh.shape.dp * mesh.shape.cp, compute_dtype, sharded_over=mesh
+        )
     if not any(p.is_meta for p in model.parameters()):
         model.to(mesh.device)
     if strategy == "ddp":
         wrapped = DistributedDataParallel(
-            model, gradient_as_bucket_view=True, broadcast_buffers=False
+            model,
+            gradient_as_bucket_view=True,
+            broadcast_buffers=False,
+            # a tower may have a head, or last layers, behind the one that is read
+            find_unused_parameters=bool(towers(model.lm)),
         )
         return ParallelModel(wrapped, model, mesh.shape.world_size, compute_dtype)
     return ParallelModel(model, model, 1, compute_dtype)

@@ -89,13 +89,12 @@ class Checkpointer:
     newest: Path | None = None  # loaded or written by this process
     failed_step: int | None = None  # of the last save, when it failed
     longest_s: float = 0.0  # of a save, from its start to the rename
-    # of this process' temporary folders: a job that was thought dead has others
-    _token: str = field(init=False)
     _is_pending: bool = False
     _current: _Save | None = None
-    _copies: dict[str, Tensor] = field(default_factory=dict, repr=False)  # see _stage
+    _copies: dict[str, Tensor] = field(default_factory=dict)  # see _stage
 
     def __post_init__(self) -> None:
+        # of this process' temporary folders: a job that was thought dead has others
         self._token = self.control.on_first(lambda: uuid.uuid4().hex[:8])
 
     @property

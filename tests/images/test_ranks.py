@@ -128,8 +128,12 @@ def test_two_ranks_of_other_layouts(
 
 @pytest.mark.system
 @pytest.mark.parametrize("folder", ["llava_next"], indirect=True)
-def test_a_sharded_tower_still_returns_an_inner_layer(folder: Path, tmp_path: Path) -> None:
-    check_two_ranks(folder, tmp_path, "mesh.dp_shard=2", TRAINED)
+@pytest.mark.parametrize("mesh", ["mesh.dp_shard=2", "mesh.strategy=ddp"])
+def test_a_tower_returns_an_inner_layer_and_no_more_is_trained(
+    mesh: str, folder: Path, tmp_path: Path
+) -> None:
+    """Sharded, it returned none; of a replicated one, layers without a gradient ended the second step."""
+    check_two_ranks(folder, tmp_path, mesh, TRAINED)
 
 
 @pytest.mark.system

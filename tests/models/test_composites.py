@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.utils import is_timm_available
 
@@ -25,6 +26,7 @@ from automodel_lite.models.layers import (
 from automodel_lite.models.source import CausalLM, describe
 from automodel_lite.parts.adapters.lora import Lora
 from automodel_lite.run.weight_files import as_saved, groups_of, stored_dtypes, unique_weights
+from benchmarks.image_families import image_config, image_model
 from benchmarks.survey_models import load, run, save, separate, step_of, weights_of
 from benchmarks.tiny_models import tiny_model
 from tests.ranks import run_ranks
@@ -92,6 +94,16 @@ def test_a_head_of_several_layers_is_no_tower() -> None:
     freeze_towers(model, torch.bfloat16)
     assert towers(model) == []
     assert all(p.requires_grad and p.dtype == torch.float32 for p in model.parameters())
+
+
+def test_towers_in_a_list_are_told_apart() -> None:
+    """FSDP gathers for a forward, and a list has none."""
+    model = image_model("granite4_vision", image_config("granite4_vision"))
+    found = towers(model)
+    assert not any(isinstance(tower, nn.ModuleList) for tower in found)
+    of_text = {*text_decoder(model).parameters(), *output_head(model).parameters()}
+    of_towers = {p for tower in found for p in tower.parameters()}
+    assert {*model.parameters()} - of_text - of_towers == {model.model.image_newline}
 
 
 def test_the_head_of_a_language_model_inside_a_composite() -> None:

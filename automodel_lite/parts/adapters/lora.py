@@ -193,6 +193,8 @@ class Lora:
             _replace(
                 model, lambda p: p.is_meta, lambda p: p.new_zeros(1, device="cpu").expand(p.shape)
             )
+            # a base that is read whole drew numbers before its weights came, a sharded one none
+            torch.manual_seed(torch.initial_seed())
             wrapped = peft.get_peft_model(model, config)
         except (ValueError, TypeError, AttributeError, KeyError) as error:
             named = f"peft.target_modules={self.target_modules}"
