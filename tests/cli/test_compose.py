@@ -111,7 +111,7 @@ FILLED = ["name=x", "model.pretrained=x", "dataset.path=x"]
 @pytest.mark.parametrize(
     "preset",
     [
-        name if name == "smoke" else pytest.param(name, marks=pytest.mark.slow)
+        pytest.param(name, marks=pytest.mark.system if name == "smoke" else pytest.mark.slow)
         for name in presets_of(Sources())
     ],
 )

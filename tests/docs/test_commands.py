@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from _pytest.mark.structures import ParameterSet
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
@@ -83,11 +84,20 @@ def commands(pages: list[Path]) -> list[Command]:
 COMMANDS = commands(PAGES)
 
 
-@pytest.mark.parametrize(
-    "command",
-    [*COMMANDS, *commands([*COOKBOOK, IMAGES])],
-    ids=lambda command: f"{command.page}: {command.text}"[:90],
-)
+def in_ci(found: list[Command]) -> list[ParameterSet]:
+    """Commands of which `make test` composes those that a reader meets first, and CI all."""
+    first = ("README.md", "first_run.md")
+    return [
+        pytest.param(
+            command,
+            marks=() if command.page in first else pytest.mark.system,
+            id=f"{command.page}: {command.text}"[:90],
+        )
+        for command in found
+    ]
+
+
+@pytest.mark.parametrize("command", in_ci([*COMMANDS, *commands([*COOKBOOK, IMAGES])]))
 def test_it_composes(command: Command):
     assert command.recipe or command.text.split()[1] in TOOLS
     if command.recipe not in WITH_CONFIG or "--help" in command.arguments or "..." in command.text:

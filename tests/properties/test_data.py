@@ -154,7 +154,10 @@ def bad_rows(draw: st.DrawFn) -> list[Any]:
     return rows
 
 
-@pytest.mark.parametrize("num_cases", [150, pytest.param(6000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "num_cases",
+    [50, pytest.param(150, marks=pytest.mark.system), pytest.param(6000, marks=pytest.mark.slow)],
+)
 def test_other_rows_are_trained_or_named(num_cases: int, tmp_path: Path) -> None:
     def attempt(rows: list[Any]) -> None:
         try:

@@ -92,7 +92,10 @@ def expected(root: Path, held: dict[Path, str]) -> list[str]:
     return sorted(set(readable.values()))
 
 
-@pytest.mark.parametrize("num_cases", [80, pytest.param(3000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "num_cases",
+    [30, pytest.param(80, marks=pytest.mark.system), pytest.param(3000, marks=pytest.mark.slow)],
+)
 def test_a_folder_trains_what_it_holds(
     num_cases: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

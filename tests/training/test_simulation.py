@@ -413,7 +413,7 @@ BY_LAYERS = {
 }
 
 
-@pytest.mark.parametrize("name", in_ci(BY_LAYERS, "every-second"))
+@pytest.mark.parametrize("name", in_ci(BY_LAYERS, "dense"))
 def test_few_layers_tell_what_all_of_them_hold_and_do(name: str) -> None:
     shape, axes, overrides = BY_LAYERS[name]
     model, mesh = shipped(shape, num_hidden_layers=8), MeshShape(*axes)
