@@ -139,12 +139,13 @@ def encode(lm: transformers.PreTrainedModel, images: PackedImages) -> Any:
     placeholders.
     """
     # of Chameleon, the tower is a part of the language model
-    dtype = next(p.dtype for part in (*towers(lm), lm) for p in part.parameters())
+    encoders = towers(lm)
+    dtype = next(p.dtype for part in (*encoders, lm) for p in part.parameters())
     given = {n: x.to(dtype) if x.is_floating_point() else x for n, x in images.record.items()}
     base: Any = lm.base_model
-    _keep_outputs(lm)
+    _keep_outputs(encoders)
     with ExitStack() as around:
-        for patches in _patch_embeddings(lm):
+        for patches in _patch_embeddings(encoders):
             around.callback(vars(patches).pop, "forward")
             vars(patches)["forward"] = partial(_embed_patches, patches)
         output = base.get_image_features(**given, return_dict=True)
@@ -155,11 +156,11 @@ def encode(lm: transformers.PreTrainedModel, images: PackedImages) -> Any:
     return put([part.index_select(0, images.rows) for part in parts])
 
 
-def _keep_outputs(lm: transformers.PreTrainedModel) -> None:
+def _keep_outputs(encoders: Sequence[nn.Module]) -> None:
     """Lets sharded towers return what they could before, the outputs of inner layers: transformers
     looks that up by the name of a class, and FSDP gives a module another one.
     """
-    for tower in towers(lm):
+    for tower in encoders:
         for kind in {type(module) for module in tower.modules()}:
             if issubclass(kind, FSDPModule):
                 own = next(base for base in kind.__mro__ if not issubclass(base, FSDPModule))
@@ -167,9 +168,9 @@ def _keep_outputs(lm: transformers.PreTrainedModel) -> None:
                 dict.__setitem__(compat.record_registry, str(kind), known)
 
 
-def _patch_embeddings(lm: transformers.PreTrainedModel) -> Iterator[nn.Conv3d]:
+def _patch_embeddings(encoders: Sequence[nn.Module]) -> Iterator[nn.Conv3d]:
     """Yields convolutions whose kernel steps by its own size."""
-    for tower in towers(lm):
+    for tower in encoders:
         for module in tower.modules():
             if type(module) is not nn.Conv3d or "forward" in vars(module):
                 continue
