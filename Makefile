@@ -11,7 +11,7 @@ train: $(READY)
 
 SUITE ?= not slow and not system
 test: $(READY)
-	$(BIN)/python -m tests.forked 3 -m "$(SUITE)" $(FILES)
+	$(BIN)/python -m tests.forked 4 -m "$(SUITE)" $(FILES)
 
 # whole jobs: killed, requeued, on SLURM, on two hosts; they wait more than they compute
 test-system:

@@ -22,28 +22,28 @@ from automodel_lite.training.plan import build_parts
 PAGE = Path(__file__).resolve().parent / "planning.md"
 BEGIN, END = "<!-- written by docs/write_sizes.py -->\n", "<!-- end -->\n"
 SIZES = {
-    "llama3_1_8b_lora": (1,),
-    "llama3_1_8b_bf16": (1,),
-    "llama3_1_8b": (8, 64),
-    "qwen3_30b_a3b": (8, 64),
-    "qwen3_32b": (8, 64),
-    "llama3_1_70b_lora": (8,),
-    "llama3_1_70b": (64, 1024),
-    "llama3_1_405b": (256, 1024),
-    "qwen3_8b_1m": (8,),
-    "qwen3_32b_131k": (64,),
-    "llama3_1_70b_131k": (64,),
+    "llama3_1_8b_lora": 1,
+    "llama3_1_8b_bf16": 1,
+    "llama3_1_8b": 8,
+    "qwen3_30b_a3b": 8,
+    "qwen3_32b": 8,
+    "llama3_1_70b_lora": 8,
+    "llama3_1_70b": 64,
+    "llama3_1_405b": 256,
+    "qwen3_8b_1m": 8,
+    "qwen3_32b_131k": 64,
+    "llama3_1_70b_131k": 64,
 }
-"""Preset -> numbers of GPUs; the first is the one that its comment names."""
+"""Preset -> number of GPUs, the one that its comment names."""
 HEAD = (
-    "| preset | GPUs | mesh | micro x steps | recomputed | peak | states | step s | tokens/s | "
-    "MFU |",
-    "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    "| preset | GPUs | mesh | micro x steps | recomputed | peak | tokens/s | MFU |",
+    "| --- | --- | --- | --- | --- | --- | --- | --- |",
 )
 
 
-def row(preset: str, gpus: int) -> str:
-    """Sizes in GiB of a GPU, rates of one."""
+def row(preset: str) -> str:
+    """The peak in GiB of a GPU, and the rate of one."""
+    gpus = SIZES[preset]
     config = check_config(compose_config(preset, ["dataset.path=any"]))
     # a kernel may need the GPU that is only planned
     parts = build_parts(replace(config, attention={}))
@@ -52,17 +52,15 @@ def row(preset: str, gpus: int) -> str:
     job = Job(parts, parts.model.resolve_model_config({}), GPUS["h100-80"], *world, length, length)
     plans = make_plans(job).plans
     if not plans:
-        return f"| `{preset}` | {gpus} | fits no H100s |" + " |" * 7
-    best, step = plans[0], plans[0].step
-    states = step.weights + step.gradients + step.optimizer
+        return f"| `{preset}` | {gpus} | fits no H100s |" + " |" * 5
+    best = plans[0]
     cells = (
         f"`{preset}`",
         str(gpus),
         str(best.layout),
         f"{best.layout.micro_batch} x {best.layout.micro_steps}",
         recomputation_text(best.parts),
-        *(f"{size / 2**30:.1f}" for size in (step.peak, states)),
-        f"{best.step_s:.3g}",
+        f"{best.step.peak / 2**30:.1f}",
         f"{best.tokens_per_s_per_gpu:,.0f}",
         f"{best.mfu:.0%}",
     )
@@ -73,11 +71,9 @@ if __name__ == "__main__":
     # the shapes that ship with the package are taken at once
     huggingface_hub.constants.HF_HUB_OFFLINE = True
     for preset in sys.argv[1:] or SIZES:
-        found = [row(preset, gpus) for gpus in SIZES[preset]]
         before, rest = PAGE.read_text().split(BEGIN)
         table, after = rest.split(END)
-        others = {
-            name: [line for line in table.splitlines() if f"| `{name}` |" in line] for name in SIZES
-        }
-        rows = [line for of_preset in ({**others, preset: found}).values() for line in of_preset]
-        PAGE.write_text(before + BEGIN + "\n".join([*HEAD, *rows]) + "\n" + END + after)
+        rows = {line.split("`")[1]: line for line in table.splitlines()[len(HEAD) :]}
+        rows[preset] = row(preset)
+        in_order = [rows[name] for name in SIZES if name in rows]
+        PAGE.write_text(before + BEGIN + "\n".join([*HEAD, *in_order]) + "\n" + END + after)

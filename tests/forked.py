@@ -36,7 +36,7 @@ ORDER = ["--dist", "loadfile", "--no-loadscope-reorder", "--max-worker-restart",
 MAX_FILES = 200
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2]
 CLIENT = """#!{python} -IS
-import json, os, signal, socket, sys
+import json, os, select, signal, socket, sys
 if "-I" in sys.argv:  # a small program that imports next to nothing
     os.execv({python!r}, [{python!r}, *sys.argv[1:]])
 signal.signal(signal.SIGINT, signal.SIG_IGN)  # the copy has its own
@@ -53,6 +53,8 @@ with socket.socket(socket.AF_UNIX) as server:
     for number in {signals}:
         signal.signal(number, lambda number, _: os.kill(copy, number))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signals})
+    while not select.select([server], [], [], 1)[0]:
+        pass  # a signal that comes just before a wait begins is handled when it ends
     code = int(answers.readline() or 1)
     if code < 0:
         signal.signal(-code, signal.SIG_DFL) if -code != signal.SIGKILL else None

@@ -60,7 +60,7 @@ def test_a_copy_finds_modules_where_its_program_would(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_a_signal_to_the_client_reaches_the_copy(number: signal.Signals) -> None:
-    code = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
+    code = "import os, time; print(os.getpid(), flush=True)\nwhile True: time.sleep(1)"
     client = subprocess.Popen(
         [warm_python(), "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     )

@@ -237,13 +237,13 @@ def freeze_towers(lm: nn.Module, dtype: torch.dtype) -> None:
     meets_text = [module for module in lm.modules() if decoder in module.modules()]
     for tower in towers(lm):
         tower.requires_grad_(False)
-        kept = tower.state_dict().keys()
+        kept = tower.state_dict()
         for name, tensor in [*tower.named_parameters(), *tower.named_buffers()]:
             if tensor.is_floating_point() and name in kept:
                 tensor.data = tensor.data.to(dtype)
         # what a composite holds by itself mixes its towers' outputs: text does not meet that either
         for module in meets_text:
-            if decoder is not lm and module is not decoder:
+            if module is not decoder:
                 for parameter in module.parameters(recurse=False):
                     parameter.requires_grad_(False)
 

@@ -178,12 +178,13 @@ def parallelize(
     if not any(p.is_meta for p in model.parameters()):
         model.to(mesh.device)
     if strategy == "ddp":
+        of_towers = [p for tower in towers(model.lm) for p in tower.parameters()]
         wrapped = DistributedDataParallel(
             model,
             gradient_as_bucket_view=True,
             broadcast_buffers=False,
             # a tower may have a head, or last layers, behind the one that is read
-            find_unused_parameters=bool(towers(model.lm)),
+            find_unused_parameters=any(p.requires_grad for p in of_towers),
         )
         return ParallelModel(wrapped, model, mesh.shape.world_size, compute_dtype)
     return ParallelModel(model, model, 1, compute_dtype)
@@ -231,11 +232,11 @@ def fully_shard_model(
     if copies > 1 and not is_split:
         # Ranks of a shard group stand side by side, on one host where it has room: gathers are the
         # larger traffic.
-        sizes = {
-            "dp_replicate": shape.dp_replicate * copies,
-            SHARDS: num_shards // copies,
-        }
-        of_experts = open_axes(mesh.device, sizes, mesh.timeout)
+        of_experts = open_axes(
+            mesh.device,
+            {"dp_replicate": shape.dp_replicate * copies, SHARDS: num_shards // copies},
+            mesh.timeout,
+        )
         for module in experts:
             shard(module, mesh=of_experts)
     layers = decoder_layers(model.lm)

@@ -97,8 +97,8 @@ class Stragglers:
                 f"ranks/{kind}_min": min(found),
                 f"ranks/{kind}_median": usual,
                 f"ranks/{kind}_max": most,
+                f"ranks/{kind}_slowest": slowest,
             }
-            self._row[f"ranks/{kind}_slowest"] = slowest
             # a layer is compared with the layers of other ranks, a wait with the step that it holds
             # up
             if most > usual + SLOW_FRAC * (usual if found is layers else step_s):
