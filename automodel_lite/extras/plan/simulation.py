@@ -228,7 +228,7 @@ def simulate_by_layers(
 ) -> Simulation:
     """`simulate` of a step alone, in about a second: models of few layers are run, and what one
     more pattern of them adds is added as often as the whole model has it; `after_layers` are those
-    of the few.
+    of the few. A model that is hardly longer is run as it is, and has a peak for each layer.
 
     All that is held and done grows linearly with the layers, and so does the peak of each place of
     the backward pass: most may be held at its begin, where all activations are left, or at its end,
@@ -252,7 +252,7 @@ def simulate_by_layers(
         return found
 
     if pattern.num_layers <= few + period:
-        return of_layers(pattern.num_layers)
+        return simulate(parts, model_config, shape, batch, is_whole=False)
     one = of_layers(few)
     times = (pattern.num_layers - few) / period
     whole = interpolate(one, of_layers(few + period), times)
@@ -278,18 +278,29 @@ def recompute_every(
         np.cumsum(np.where(of, spared[:total], 0)) for of in (is_recomputed, ~is_recomputed)
     )
     # a layer's backward pass begins with what the layers before it hold, and it itself
-    places = (0, 1, max(total - 2, 1), max(total - 1, 2))
-    of_kept, of_recomputed = (
-        np.interp(range(total), places, [step.peaks[place] for place in PLACES])
-        for step in (kept, recomputed)
+    held = np.where(
+        is_recomputed,
+        _peaks_of_layers(recomputed, total) + by_kept,
+        _peaks_of_layers(kept, total) - by_recomputed,
     )
-    held = np.where(is_recomputed, of_recomputed + by_kept, of_kept - by_recomputed)
     found = interpolate(kept, recomputed, is_recomputed.mean())
     # the end of the forward pass has the last layer behind it
     step, more = (recomputed, by_kept[-1]) if is_recomputed[-1] else (kept, -by_recomputed[-1])
     ends = {phase: round(step.peaks[phase] + more) for phase in ("forward", "backward")}
-    peaks = {phase: peak for phase, peak in found.peaks.items() if phase not in PLACES} | ends
-    return replace(found, peaks=peaks | {"backward": max(ends["backward"], round(held.max()))})
+    others = {
+        phase: peak for phase, peak in found.peaks.items() if not phase.startswith("backward ")
+    }
+    ends["backward"] = max(ends["backward"], round(held.max()))
+    return replace(found, peaks=others | ends)
+
+
+def _peaks_of_layers(step: Simulation, total: int) -> np.ndarray:
+    """Returns the peak of each layer's backward pass."""
+    if PLACES[0] not in step.peaks:
+        return np.array([step.peaks.get(f"backward {layer}", 0) for layer in range(total)])
+    return np.interp(
+        range(total), (0, 1, total - 2, total - 1), [step.peaks[place] for place in PLACES]
+    )
 
 
 @dataclass(frozen=True)
