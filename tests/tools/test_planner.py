@@ -73,11 +73,6 @@ def test_whole_simulations_agree_in_memory_and_order() -> None:
     assert seconds == sorted(seconds)
 
 
-def test_the_bound_is_below_what_is_predicted() -> None:
-    for plan in outcome().plans:
-        assert plan.layout.bound_s < plan.step_s / plan.layout.global_batch
-
-
 def test_the_command_of_a_plan_is_a_configuration() -> None:
     plan = outcome().plans[0]
     parts = parts_of(overrides_of(plan))
@@ -95,7 +90,6 @@ def test_frozen_weights_have_no_states() -> None:
     (plan,) = make_plans(job, most=1).plans
     # Their gradients are not computed either: counted, they made the share of the peak rate 3 / 2 of what it is.
     assert job.flops.per_token == pytest.approx(job_of().flops.per_token * 2 / 3)
-    assert plan.layout.bound_s < plan.step_s / plan.layout.global_batch
     assert 0 < plan.mfu < 1
 
 

@@ -1,10 +1,9 @@
 """From a model, data and GPUs to the mesh, micro-batch and recomputation that fit and are fast.
 
-Each layout has a bound that no step can beat (products at the peak rate, and the traffic that they
-cannot hide), and is tried in the order of the same at half of that rate. The least recomputation
-that fits is searched by simulating steps, and the seconds of a step are those of its counted
-operations and messages at the rates of the GPU. A layout whose bound is above the third best plan
-is not simulated once there are enough to show: it cannot become one of the first three.
+Layouts are tried in the order of an estimate: products at half of the peak rate, and the traffic
+that they cannot hide. The least recomputation that fits is searched by simulating steps, and the
+seconds of a step are those of its counted operations and messages at the rates of the GPU. Once
+enough layouts fit, the others are not simulated.
 """
 
 from __future__ import annotations
@@ -122,8 +121,7 @@ class Layout:
     shape: MeshShape
     micro_batch: int
     global_batch: int
-    bound_s: float = 0.0  # of a step, for each of its packs
-    # the same where products reach half of the peak: layouts are tried in this order
+    # estimate of a step, for each of its packs: layouts are tried in this order
     likely_s: float = 0.0
 
     @property
@@ -189,6 +187,7 @@ def make_plans(
     """Searches the layouts of the job's world; the best plan was simulated whole, checkpoint and
     export included.
 
+    most  layouts that fit, at which the search ends
     say   gets a line per layout that is simulated
     """
     pattern = layer_pattern(job.config)
@@ -197,8 +196,7 @@ def make_plans(
     lost: Counter[str] = Counter()
     not_counted: CountError | None = None
     for layout in sorted(possible(job), key=lambda one: one.likely_s):
-        third = plans[2].step_s / plans[2].layout.global_batch if len(plans) >= SHOWN else np.inf
-        if len(plans) >= most or layout.bound_s > third:
+        if len(plans) >= most:
             lost["slower"] += 1
             continue
         what = f"{layout}, micro-batch {layout.micro_batch}"
@@ -289,31 +287,22 @@ def possible(job: Job) -> Iterator[Layout]:
                     batch = dp if micro == 1 and asked % dp and asked <= job.world else asked
                     if batch % (micro * dp) == 0:
                         layout = Layout(shape, micro, batch)
-                        bound_s, likely_s = (
-                            _bound_s(job, layout, frac) / batch for frac in (1.0, 0.5)
-                        )
-                        yield replace(layout, bound_s=bound_s, likely_s=likely_s)
+                        yield replace(layout, likely_s=_likely_s(job, layout) / batch)
 
 
-def _bound_s(job: Job, layout: Layout, reached: float) -> float:
-    """Returns seconds that no step of this layout can beat. reached: share of the peak rate that
-    products have.
-    """
+def _likely_s(job: Job, layout: Layout) -> float:
+    """Returns the seconds of a step whose products have half of the peak rate."""
     shape = layout.shape
     size = job.size
     # that a data-parallel rank has at a time
     tokens = layout.micro_batch * job.parts.packed_sequence_size
-    pairs = tokens * job.visible(
-        job.flops.attention.window if job.flops.attention.window_frac == 1 else None
-    )
+    pairs = tokens * job.visible(job.flops.attention.window)
     work_s = (
-        job.flops.of(tokens, tokens, pairs * 0.5)
-        / (shape.cp * shape.tp)
-        / (reached * job.gpu.flops)
+        job.flops.of(tokens, tokens, pairs * 0.5) / (shape.cp * shape.tp) / (0.5 * job.gpu.flops)
     )
-    # Beside the products, bf16 weights are gathered twice (those outside the layers once),
-    # gradients reduced once in fp32, over replicas too. Experts are sharded over what ep leaves, or
-    # over no more ranks than there are experts.
+    # Beside the products, bf16 weights are gathered twice, gradients reduced once in fp32, over
+    # replicas too. Experts are sharded over what ep leaves, or over no more ranks than there are
+    # experts.
     shards = shape.dp_shard * shape.cp
     replicas = shape.dp_replicate
     experts = size.all_experts * (shape.ep > 1 or shards > size.num_experts)
@@ -321,9 +310,7 @@ def _bound_s(job: Job, layout: Layout, reached: float) -> float:
     sharded = (size.parameters - experts) / shape.tp * (
         shards - 1
     ) / shards + experts / shape.ep * (copies - 1) / copies
-    outside = size.embedding / shape.tp * (shards - 1) / shards
-    link = job.bandwidth(shards * shape.tp)
-    gather_s = (4.0 * sharded - 2.0 * outside) / link if job.gpu.overlaps else 0.0
+    gather_s = 4.0 * sharded / job.bandwidth(shards * shape.tp)
     of_copies_s = (
         8.0
         * size.parameters
@@ -332,7 +319,7 @@ def _bound_s(job: Job, layout: Layout, reached: float) -> float:
         / replicas
         / job.bandwidth(job.world)
     )
-    reduce_s = 0.0 if job.parts.peft or not job.gpu.overlaps else 4.0 * sharded / link + of_copies_s
+    reduce_s = 0.0 if job.parts.peft else gather_s + of_copies_s
     # what tp reduces, and tokens on their way to experts and back, are waited for
     text = job.config.get_text_config()
     hidden = 2.0 * tokens / shape.cp * text.hidden_size

@@ -181,9 +181,7 @@ class MemoryTracker(TorchDispatchMode):
             else next(x for x in reversed(given) if isinstance(x, str))
         )
         axes, ranks, extent = self._axes_of(group_name)
-        largest = max(
-            (t.numel() * t.element_size() for t in gpu_tensors([*given, result])), default=0
-        )
+        largest = max((t.nbytes for t in gpu_tensors([*given, result])), default=0)
         # a reduce-scatter and an all-gather
         times = 2 if "allreduce" in name or "all_reduce" in name else 1
         sent = times * largest * (ranks - 1) // ranks
@@ -250,13 +248,9 @@ _FREE |= {"resize_", "device", "lift_fresh", "split_with_sizes", "unbind", "chun
 """What moves no bytes: views, and memory that is not written yet."""
 
 
-def operation(
-    func: Any, args: Any, kwargs: Any, result: Any, tensors_of: Any = None
-) -> Operation | None:
+def operation(func: Any, args: Any, kwargs: Any, result: Any) -> Operation | None:
     """Returns what a kernel computes, and the bytes that it reads and writes; None for what is
     none.
-
-    tensors_of  finds the tensors that count: by default those on the fake GPU
     """
     name = func.overloadpacket.__name__
     if name in _FREE or func.namespace in ("prim", "profiler"):
@@ -265,8 +259,8 @@ def operation(
     result = _own_parts(result)
     # a look-up reads the rows that it gives, not the table; a gather the places that it takes
     read = {"embedding": result, "index_select": result, "gather": args[1:]}.get(name, args)
-    touched = (tensors_of or gpu_tensors)((read, kwargs, result))
-    moved = sum(x.numel() * x.element_size() for x in touched)
+    touched = gpu_tensors((read, kwargs, result))
+    moved = sum(x.nbytes for x in touched)
     if not moved:
         return None
     if "scaled_dot_product" in name:  # of a tower, whose images are apart: all pairs are visible
