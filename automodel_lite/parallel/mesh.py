@@ -95,7 +95,8 @@ class Mesh:
             dist.barrier()
 
     def close(self) -> None:
-        if self.root:
+        # a client's program may have closed its groups itself
+        if self.root and dist.is_initialized():
             dist.destroy_process_group()
 
 

@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import atexit
 import hashlib
-import itertools
 import json
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,11 +28,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import transformers
 from omegaconf import OmegaConf
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import GenerationConfig
 
 from automodel_lite.cli import compose_config
 from automodel_lite.config.check import check_config
@@ -60,7 +59,7 @@ from automodel_lite.models.loss import (
 )
 from automodel_lite.models.source import embedding_rows
 from automodel_lite.parallel.control import all_ranks, open_control
-from automodel_lite.parallel.mesh import Mesh, mesh_shape
+from automodel_lite.parallel.mesh import mesh_shape
 from automodel_lite.parallel.peers import flat
 from automodel_lite.run.checkpoint import Checkpointer
 from automodel_lite.run.export import export_adapter, export_hf
@@ -136,7 +135,7 @@ class TrainingClient:
         is_first = not dist.is_initialized()
         self.mesh = start.open_world(self.config)
         if is_first and self.mesh.root:
-            atexit.register(_close, self.mesh)
+            atexit.register(self.mesh.close)
         self._ranks = all_ranks()
         self._same(flat(plain(self.config)), "settings")
         self.built = build_model(decided, self.tokenizer, self.mesh, seed=self.config.seed)
@@ -195,8 +194,15 @@ class TrainingClient:
             # it counts labels, and is divided by the items with the loss
             num_labels = self.engine.count_items(whole, CrossEntropy())
             if num_labels:
-                self._check_balance(num_items / num_labels)
-                loss_model.items_per_label = num_items / num_labels
+                own = num_items / num_labels
+                before = loss_model.items_per_label
+                if self._has_gradients and not math.isclose(own, before, rel_tol=1e-6):
+                    raise ValueError(
+                        "model.router_aux_loss is a mean over the labels of a step, and this loss "
+                        f"counts {own:.3g} items per label of these rows, {before:.3g} of the call "
+                        "before: give all rows of a step to one forward_backward."
+                    )
+                loss_model.items_per_label = own
         self._num_calls += 1
         seed_all(self.config.seed, self._num_calls, self.mesh.token_rank)
         self._is_broken = True
@@ -271,14 +277,19 @@ class TrainingClient:
         if any(isinstance(prompt, str) for prompt in prompts):
             raise TypeError("prompts are lists of ids: client.tokenizer.encode(text).")
         self._same([list(map(int, prompt)) for prompt in prompts], "prompts")
-        num_ids = embedding_rows(self.engine.model.loss_model.lm)
+        lm = self.engine.model.loss_model.lm
+        num_ids = embedding_rows(lm)
         for number, prompt in enumerate(prompts):
             if not len(prompt) or not all(0 <= token < num_ids for token in prompt):
                 raise ValueError(
                     f"prompt {number} must be at least one id, each below the {num_ids} rows of "
                     "the model's embedding: tokenize with the client's own tokenizer."
                 )
-        ends = _end_tokens(self.engine.model.loss_model.lm, self.tokenizer)
+        # the ids that end an answer: the tokenizer's, and the model's own
+        of_model = lm.generation_config.eos_token_id if lm.generation_config else None
+        ends = [self.tokenizer.eos_token_id]
+        ends += of_model if isinstance(of_model, list) else [of_model]
+        ends = [*dict.fromkeys(end for end in ends if end is not None)]
         settings = GenerationConfig(
             max_new_tokens=max_new_tokens,
             do_sample=temperature > 0,
@@ -290,16 +301,13 @@ class TrainingClient:
         )
         model = self._scorer.model
         mesh = self.mesh
-        lengths = list(map(len, prompts))
-        order = [number for number in range(len(prompts)) for _ in range(num_samples)]
-        order.sort(key=lengths.__getitem__)
-        batches = [
-            list(group)[start : start + batch_size]
-            for _, alike in itertools.groupby(order, key=lengths.__getitem__)
-            for group in [list(alike)]
-            for start in range(0, len(group), batch_size)
-        ]
-        drawn: list[tuple[int, list[int]]] = []
+        by_length = defaultdict[int, list[int]](list)
+        for number, prompt in enumerate(prompts):
+            by_length[len(prompt)] += [number] * num_samples
+        batches = []
+        for _, alike in sorted(by_length.items()):
+            batches += [alike[i : i + batch_size] for i in range(0, len(alike), batch_size)]
+        drawn = []
         model.module.eval()
         # where weights are gathered for each forward, all ranks make as many of them
         rounds = -(-len(batches) // mesh.shape.dp)
@@ -314,13 +322,16 @@ class TrainingClient:
                 synced_gpus=model.sharded_over is not None and mesh.shape.world_size > 1,
             )
             if number < len(batches):
-                drawn += zip(own, (_until(row, ends) for row in out[:, ids.shape[1] :].tolist()))
+                for of, answer in zip(own, out[:, ids.shape[1] :].tolist()):
+                    # up to the first end token, with it
+                    places = (place for place, token in enumerate(answer, 1) if token in ends)
+                    drawn.append((of, answer[: next(places, None)]))
         model.module.train()
         answers: list[list[list[int]]] = [[] for _ in prompts]
         # ranks of one dp rank have drawn the same
-        every = mesh.gather(drawn)[:: mesh.shape.cp * mesh.shape.tp]
-        for of, answer in itertools.chain.from_iterable(every):
-            answers[of].append(answer)
+        for of_rank in mesh.gather(drawn)[:: mesh.shape.cp * mesh.shape.tp]:
+            for of, answer in of_rank:
+                answers[of].append(answer)
         return answers
 
     @contextmanager
@@ -492,18 +503,6 @@ class TrainingClient:
             )
         return loss
 
-    def _check_balance(self, items_per_label: float) -> None:
-        """Raises ValueError where the balance of all calls of a step would not be a mean over
-        their labels.
-        """
-        own = self.engine.model.loss_model.items_per_label
-        if self._has_gradients and not math.isclose(items_per_label, own, rel_tol=1e-6):
-            raise ValueError(
-                f"model.router_aux_loss is a mean over the labels of a step, and this loss counts "
-                f"{items_per_label:.3g} items per label of these rows, {own:.3g} of the call "
-                "before: give all rows of a step to one forward_backward."
-            )
-
     def _check_whole(self, doing: str) -> None:
         if self._is_broken:
             raise RuntimeError(
@@ -563,12 +562,6 @@ def _as_groups(groups: Iterable[Any]) -> list[list[Any]]:
     return [group for group in found if group]
 
 
-def _close(mesh: Mesh) -> None:
-    """At the end of the process, whose program may have closed its groups itself."""
-    if dist.is_initialized():
-        mesh.close()
-
-
 def _check_settings(config: Config, parts: Parts) -> None:
     """Raises ConfigError for settings of which the client would make something else."""
     if parts.packer.cuts_documents:
@@ -586,20 +579,6 @@ def _check_settings(config: Config, parts: Parts) -> None:
             f"model.mtp_loss={parts.model.mtp_loss}: the client's losses train no heads that "
             "predict further tokens: set model.mtp_loss=0."
         )
-
-
-def _end_tokens(lm: transformers.PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Returns the ids that end an answer: the tokenizer's, and the model's own."""
-    own = lm.generation_config.eos_token_id if lm.generation_config else None
-    own = own if isinstance(own, list) else [own]
-    ends = [tokenizer.eos_token_id, *own]
-    return [*dict.fromkeys(int(end) for end in ends if end is not None)]
-
-
-def _until(ids: list[int], ends: list[int]) -> list[int]:
-    """Returns the ids up to the first end token, with it."""
-    stop = next((place for place, token in enumerate(ids, 1) if token in ends), len(ids))
-    return ids[:stop]
 
 
 def _compare(digests: list[str], what: str) -> None:

@@ -125,7 +125,7 @@ def _checked_row(
     ids = np.asarray(row["input_ids"])
     if ids.ndim != 1 or not len(ids):
         raise ValueError(f"row {number}: input_ids must be a flat list of at least one id.")
-    arrays: Row = {}
+    arrays = {}
     for name in ["input_ids", "labels", *sorted(columns)]:
         column = COLUMNS[name]
         value = np.asarray(row[name]) if name in row else np.full(len(ids), column.padding)
@@ -172,7 +172,7 @@ def pack_rows(
     Raises ValueError for answers that belong together and do not fit a pack.
     """
     rows = [row for group in groups for row in group]
-    trees: list[Row] = []
+    trees = []
     paths: dict[bytes, list[np.ndarray]] = {}
     num_tokens = 0
     most_tokens = packer.packed_sequence_size
