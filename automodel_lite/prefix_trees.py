@@ -79,7 +79,7 @@ def _with_paths(starts: Tensor, ends: Tensor, depths: list[int], num_tokens: int
     until = torch.empty(num_tokens, dtype=torch.int64)
     # the path to the token that was read last: what the next branch may cut off
     path: list[Range] = []
-    ranges: list[Range] = []
+    ranges = []
     path_lens = []
     before = []
     length = 0

@@ -31,7 +31,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -50,7 +50,6 @@ more call of the mixer, which costs a small model on a CPU as much as some hundr
 """
 
 
-_Self = TypeVar("_Self", bound="Tensors")
 _ON_HOST = {"stays": "on the host"}
 
 
@@ -58,12 +57,11 @@ _ON_HOST = {"stays": "on the host"}
 class Tensors:
     """A dataclass of tensors, plain values, and more of its kind."""
 
-    def map_tensors(self: _Self, function: Callable[[Tensor], Tensor]) -> _Self:
+    def map_tensors(self, function: Callable[[Tensor], Tensor]) -> Self:
         """The same with `function` of its tensors, but for what stays on the host; what was one
         tensor stays one.
         """
-        mapped: _Self = _mapped(self, function, {})
-        return mapped
+        return _mapped(self, function, {})
 
 
 def _mapped(value: Any, function: Callable[[Tensor], Tensor], known: dict[int, Tensor]) -> Any:

@@ -144,7 +144,7 @@ class DecoderByRows:
         num_own = documents.mixers.num_calls
         most_calls = vars(self.module).get("most_calls")
         num_more = most_calls(num_own) - num_own if most_calls else 0
-        kinds: list[Any] = []  # of output, which families have their own of
+        kinds = []  # of output, which families have their own of
 
         def mix(of_rows: list[Tensor]) -> Tensor:
             out = self.forward(input_ids=of_rows[0], use_cache=False, return_dict=True)

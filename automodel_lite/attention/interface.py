@@ -107,7 +107,7 @@ def first_able(
     """The first of `kernels` that supports `spec`, and why those before it do not; the last one
     supports everything.
     """
-    refused: list[str] = []
+    refused = []
     for kernel in kernels[:-1]:
         try:
             kernel.check(spec)

@@ -38,7 +38,7 @@ def length_dependent_rotations(model: nn.Module) -> Iterator[nn.Module]:
     with.
     """
     for module in model.modules():
-        kind: Any = vars(module).get("rope_type")
+        kind = vars(module).get("rope_type")
         # some families have one for each kind of layer
         kinds = kind.values() if isinstance(kind, dict) else [kind]
         if any(isinstance(name, str) and name in LENGTH_DEPENDENT for name in kinds):
@@ -88,7 +88,7 @@ def short_lengths(model: nn.Module) -> Iterator[bool]:
     Attention reads windows when it is installed: install a kernel inside, and again behind.
     """
     holders: dict[int, dict[str, Any]] = {}
-    configs: list[PretrainedConfig] = []
+    configs = []
     for module in model.modules():
         holders[id(module)] = vars(module)
         config = vars(module).get("config")

@@ -97,13 +97,13 @@ def run_command_line(main: str, argv: Sequence[str]) -> int:
     hydra = Hydra(recipe.name, loader)
     GlobalHydra.instance().initialize(hydra)
     if line.is_question:
-        return int(locate(COMMANDS["questions"])(hydra, line))
+        return locate(COMMANDS["questions"])(hydra, line)
     if line.json and line.is_multirun:
         raise ConfigError("--json FILE holds the numbers of one run, not of a sweep.")
     if line.json:
         open_json(line.json)
     if line.is_multirun:
-        return int(locate(COMMANDS["sweep"])(loader, main, line))
+        return locate(COMMANDS["sweep"])(loader, main, line)
     if useless := [text for text in line.overrides if text.startswith("hydra")]:
         raise ConfigError(
             f"{useless[0]}: settings of Hydra are for --multirun; the folder of a run is "

@@ -18,7 +18,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from torch.cuda import device_count
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
@@ -99,7 +98,7 @@ def _forwarding() -> Iterator[list[int]]:
     """Forwards signals to the ranks, which save and exit, and lists them; before there are any,
     ends this process.
     """
-    forwarded: list[int] = []
+    forwarded = []
 
     def forward(number: int, frame: FrameType | None) -> None:
         forwarded.append(number)
@@ -147,7 +146,7 @@ def _report_first_failure(error: ChildFailedError, forwarded: Sequence[int]) -> 
         )
 
     rank, first = min(error.failures.items(), key=order)
-    message: Any = first.message if first.error_file != "<N/A>" else ""
+    message = first.message if first.error_file != "<N/A>" else ""
     text = str(message["message"] if isinstance(message, dict) else message)
     if first.exitcode in (PREEMPTED_EXIT, INTERRUPTED_EXIT):
         if text and text != SAVED:

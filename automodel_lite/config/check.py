@@ -387,7 +387,7 @@ def describe(hint: Any) -> str:
     if origin is typing.Literal:
         return "one of " + ", ".join(map(str, args))
     if (origin or hint) in _LISTS:
-        item: Any = args[0] if args else None
+        item = args[0] if args else None
         item = typing.get_args(item)[0] if typing.get_origin(item) is Annotated else item
         of: dict[Any, str] = {int: " of whole numbers", float: " of numbers", str: " of texts"}
         return f"a list{of.get(item, '')}"

@@ -78,7 +78,7 @@ def missing_extra(target: str) -> str | None:
     source = source_of(target.rpartition(".")[0])
     if source is None:
         return None
-    tops: set[str] = set()
+    tops = set()
     for node in source.body:
         if isinstance(node, ast.ImportFrom):
             tops.add(str(node.module).split(".")[0])

@@ -29,8 +29,7 @@ def check_sizes(config: Config, num_processes: int) -> BatchShape:
 
 def build_packer(config: Config) -> Packer:
     """Raises ConfigError for sizes that do not divide."""
-    packer: Packer = build_with(config.packed_sequence, cp_size=config.mesh.cp)
-    return packer
+    return build_with(config.packed_sequence, cp_size=config.mesh.cp)
 
 
 def prepare_data(config: Config, batches: BatchShape, packer: Packer) -> PackSource:

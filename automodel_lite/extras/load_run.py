@@ -125,10 +125,8 @@ def _tokenizer_of(folder: RunFolder, config: Config) -> PreTrainedTokenizerBase:
     for exported in (folder.path / "adapter", folder.hf):
         if exported.is_dir():
             return load_tokenizer(str(exported))
-    made: PreTrainedTokenizerBase = build_with(
-        config.tokenizer, documents=build(config.dataset), cache_dir=config.cache_dir
-    )
-    return made
+    documents = build(config.dataset)
+    return build_with(config.tokenizer, documents=documents, cache_dir=config.cache_dir)
 
 
 def _average(model: LossModel, checkpoints: Sequence[Path]) -> None:

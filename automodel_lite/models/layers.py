@@ -215,7 +215,7 @@ def towers(lm: nn.Module) -> list[nn.Module]:
         lm.get_input_embeddings(),
         *_heads_beside(lm),
     }
-    found: list[nn.Module] = []
+    found = []
     stack: list[nn.Module] = [lm]
     while stack:
         for child in stack.pop().children():

@@ -491,7 +491,7 @@ class LossModel(nn.Module):
         def forward(hidden: Tensor, compute: Callable[[Head], Any] | None = None) -> Any:
             if compute is None:
                 return product(hidden)
-            weight: Any = head.weight
+            weight = head.weight
             if isinstance(weight, DTensor):
                 weight = weight.full_tensor()
             return compute(Head(hidden, weight, self.softcap, self.loss_backend))
@@ -621,7 +621,7 @@ class LossModel(nn.Module):
             # features of images take their places inside the composite's own forward
             output = self.lm.base_model(**inputs)
         else:  # Llama 4 has its head in there, too
-            outputs: list[Any] = []
+            outputs = []
             hook = decoder.register_forward_hook(lambda *call: outputs.append(call[2]))
             with hook:
                 self.lm(**inputs, logits_to_keep=1)
@@ -655,8 +655,7 @@ class LossModel(nn.Module):
         def evaluate(head: Head) -> Tensor:
             return LossInputs(head, labels_R).rows(function, labels_R)
 
-        values: Tensor = self._at_head(self.before_head(batch), evaluate)
-        return values
+        return self._at_head(self.before_head(batch), evaluate)
 
     def logits(self, batch: ThdBatch, num_last: int = 0) -> Tensor:
         """Returns those of the stream's last tokens, [num_last, V]; 0 = of all."""
@@ -692,8 +691,8 @@ class LossModel(nn.Module):
         """
         # What enters the head and leaves the layers in a forward of the model itself, scaled or
         # not.
-        inputs: list[Tensor] = []
-        outputs: list[Tensor] = []
+        inputs = []
+        outputs = []
         head = self._decoder_and_head[1]
         hooks = [
             head.register_forward_pre_hook(lambda _, args: inputs.append(args[0])),

@@ -288,9 +288,7 @@ class CausalLM:
         quantization = quantization_of(config)
         arguments = {**self.source, **more}
         if quantization and "quantization_config" not in arguments:
-            kind: Any = (
-                Mxfp4Config if quantization["quant_method"] == "mxfp4" else FineGrainedFP8Config
-            )
+            kind = Mxfp4Config if quantization["quant_method"] == "mxfp4" else FineGrainedFP8Config
             arguments["quantization_config"] = kind.from_dict({**quantization, "dequantize": True})
         load = partial(
             model_class(config).from_pretrained,
@@ -413,7 +411,7 @@ def quantization_of(config: PretrainedConfig) -> dict[str, Any] | None:
     composite's text part.
     """
     for part in (config, config.get_text_config()):
-        found: Any = config_value(part, "quantization_config")
+        found = config_value(part, "quantization_config")
         if found:
             return dict(found if isinstance(found, dict) else found.to_dict())
     return None

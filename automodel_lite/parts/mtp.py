@@ -104,7 +104,7 @@ class HeadBehind(nn.Module):
 
     def forward(self, hidden: Tensor, embeds: Tensor, **arguments: Any) -> Tensor:
         joined = torch.cat([self.enorm(embeds), self.hnorm(hidden)], -1)
-        mixed: Any = super().forward(self.eh_proj(joined), **arguments)  # type: ignore[misc]
+        mixed = super().forward(self.eh_proj(joined), **arguments)  # type: ignore[misc]
         return self.shared_head.norm(mixed)  # type: ignore[no-any-return, operator]
 
 
@@ -127,7 +127,7 @@ class HeadBeside(nn.Module):
         joined = torch.cat(
             [self.pre_fc_norm_embedding(embeds), self.pre_fc_norm_hidden(hidden)], -1
         )
-        mixed: Any = self.layers[0](self.fc(joined), **arguments)
+        mixed = self.layers[0](self.fc(joined), **arguments)
         return self.norm(mixed)  # type: ignore[no-any-return]
 
 

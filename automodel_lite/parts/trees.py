@@ -249,7 +249,7 @@ def write_trees(folder: Path, rows: TokenizedDocuments, mode: str, most_tokens: 
         )
     )
     while block := list(islice(grown, BLOCK_TREES)):
-        parts: list[Tree] = []
+        parts = []
         for tree in block:
             cut = cut_tree(tree, most_tokens or 0) if is_cut and "branches" in tree else [tree]
             parts += cut

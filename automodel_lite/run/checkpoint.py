@@ -346,7 +346,7 @@ def flat_state(
     configuration's).
     """
     tensors = {f"model.{name}": value for name, value in _weights(model).items()}
-    scalars: JsonState = {}
+    scalars = {}
     for name, value in get_optimizer_state_dict(model, optimizer, options=_FLAT).items():
         if isinstance(value, Tensor):
             tensors[f"optimizer.{name}"] = value

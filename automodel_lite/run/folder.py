@@ -108,7 +108,7 @@ class RunFolder:
         had its default.
         """
         defaults = asdict(Config())
-        saved: Any = OmegaConf.to_container(
+        saved = OmegaConf.to_container(
             OmegaConf.merge(defaults, with_options(saved_config(self.config)))
         )
         old = dict(flatten(saved))
@@ -366,8 +366,7 @@ def plain(config: Config) -> dict[str, Any]:
     # what names something of the program stays: a run whose `optimizer._target_` was scrubbed could
     # not be read
     targets = {value for key, value in flatten(values) if key.endswith("_target_")}
-    scrubbed: dict[str, Any] = scrub_tree(values, kept=_choices() | targets)
-    return scrubbed
+    return scrub_tree(values, kept=_choices() | targets)
 
 
 @lru_cache(maxsize=1)

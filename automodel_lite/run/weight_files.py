@@ -146,8 +146,7 @@ def as_saved(model: transformers.PreTrainedModel, weights: dict[str, Tensor]) ->
     """Weights of the model under the names, and in the parts, that its checkpoints have."""
     from transformers.core_model_loading import revert_weight_conversion  # brings the models' code
 
-    saved: dict[str, Tensor] = revert_weight_conversion(model, weights)
-    return saved
+    return revert_weight_conversion(model, weights)
 
 
 def take_over(lm: transformers.PreTrainedModel, folder: Path) -> None:

@@ -53,7 +53,7 @@ def launch(recipe: Callable[..., Any], config: Config, *more: object) -> int:
     quiet_libraries()
     config = start.from_run(config)
     if config.dry_run:
-        return int(locate(DRY_RUN)(start.resolve_auto(config)))
+        return locate(DRY_RUN)(start.resolve_auto(config))
     with join_ranks(config) as (config, peers, finished):
         if finished:
             Console().print(finished)

@@ -56,8 +56,7 @@ def resolve_auto(config: Config, console: Console | None = None, has_data: bool 
     open_settings = (config.packed_sequence.get("packed_sequence_size"), config.optimizer.get("lr"))
     if AUTO not in open_settings and config.training.micro_batch_size:
         return config
-    resolved: Config = locate(AUTO_SETTINGS)(config, console or Console(), has_data)
-    return resolved
+    return locate(AUTO_SETTINGS)(config, console or Console(), has_data)
 
 
 NUM_TOKENS = 4

@@ -119,8 +119,8 @@ class ExactFiller(Iterator[list[int]]):
         lengths = self._lengths
         head = self._head
         free = 1 << room
-        before: list[int] = []  # `free` before each document that reached a new remainder
-        useful: list[int] = []
+        before = []  # `free` before each document that reached a new remainder
+        useful = []
         at = head
         end = head + self.lookahead
         while at < end and not free & 1 and (at < len(lengths) or self._pull()):
@@ -138,7 +138,7 @@ class ExactFiller(Iterator[list[int]]):
         # could not be reached before it. So the oldest documents that reach it are taken.
         self.num_searched += at - head
         rest = (free & -free).bit_length() - 1
-        chosen: list[int] = []
+        chosen = []
         for k in range(len(useful) - 1, -1, -1):
             if not (before[k] >> rest) & 1:
                 chosen.append(useful[k])

@@ -379,7 +379,7 @@ def join_packs(packs: Sequence[Mapping[str, Any]] | PackBatch) -> Batch:
     """
     if isinstance(packs, PackBatch):
         return packs.row
-    row: Batch = {}
+    row = {}
     for name in (*COLUMNS, "position_ids", "seq_lens", "seq_lens_padded"):
         dtype = getattr(torch, COLUMNS[name].batched) if name in COLUMNS else torch.int64
         brought = [torch.as_tensor(pack[name], dtype=dtype) for pack in packs if name in pack]

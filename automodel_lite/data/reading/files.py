@@ -321,8 +321,7 @@ def open_rows(
 def _open_file(path: Path, split: str, options: ReadOptions) -> RawRows:
     name = printable(path.name)
     if path.is_dir():
-        saved: RawRows = locate(f"{READERS}.tables.open_saved")(path, name, split)
-        return saved
+        return locate(f"{READERS}.tables.open_saved")(path, name, split)
     if split != "train":
         raise ConfigError(
             f"dataset.split={split}: {name} has no splits: name its files in path or val_path."
@@ -345,8 +344,7 @@ def _open_file(path: Path, split: str, options: ReadOptions) -> RawRows:
         return open_csv(plain, name, "\t" if kind == ".tsv" else ",", options.encoding)
     if kind == ".parquet":
         plain = _in_cache(plain, name, locate(f"{READERS}.tables.parquet_to_arrow"))
-    table: RawRows = locate(f"{READERS}.tables.TableRows")(plain, name)
-    return table
+    return locate(f"{READERS}.tables.TableRows")(plain, name)
 
 
 def _in_cache(path: Path, name: str, write: Callable[[Path, str, Path], None]) -> Path:

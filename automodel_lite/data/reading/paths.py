@@ -264,7 +264,7 @@ def select_files(
     """Leaves out what a folder or a pattern holds beside the data that is meant."""
     kept = []
     unpacked = {file for file in files if file.suffix.lower() not in COMPRESSIONS}
-    stems: set[Path] = set()
+    stems = set()
     for file in sorted(files, key=lambda file: (file not in unpacked, file)):
         stem = file if file in unpacked else file.with_suffix("")
         if stem in stems:

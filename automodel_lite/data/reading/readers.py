@@ -411,4 +411,4 @@ class ConcatenatedRows(ConcatDataset):
 
     def where(self, index: int) -> str:
         part = bisect_right(self.cumulative_sizes, index)
-        return str(self.datasets[part].where(index - [0, *self.cumulative_sizes][part]))
+        return self.datasets[part].where(index - [0, *self.cumulative_sizes][part])

@@ -32,7 +32,7 @@ from automodel_lite.config.schema import Config, TokenizeConfig
 from automodel_lite.data.cache import Key, build_once, cache_root, short_hash
 from automodel_lite.data.reading.documents import Document, Documents, DocumentSet
 from automodel_lite.data.reading.readers import Placed, placed
-from automodel_lite.data.tokens.encode import Encoder, Renderer, Rendering
+from automodel_lite.data.tokens.encode import Encoder, Renderer
 from automodel_lite.data.tokens.findings import (
     Chunk,
     Findings,
@@ -150,10 +150,10 @@ class DocumentTokenizer:
         Raises DataError: a bad row, unless they are skipped.
         """
         # that each document becomes, before those without a label are left out
-        num_rows: list[int] = []
-        groups: list[int] = []  # of each row
-        renderings: list[Rendering] = []
-        given: list[Document] = []
+        num_rows = []
+        groups = []  # of each row
+        renderings = []
+        given = []
         errors = []
         specials = []
         num_split = 0

@@ -359,7 +359,7 @@ def _take_sources(preset: Preset, own: dict[str, Any], folder: Path) -> list[Pre
     settings of the preset.
     """
     peer = preset.peer
-    sources: list[Preset] = []
+    sources = []
     for key in SOURCES.get(peer, ()):
         items = own.get(key)
         if isinstance(items, list) and len(items) > 1:

@@ -276,7 +276,7 @@ def outliers(rates: Mapping[str, float], least_frac: float) -> dict[str, float]:
 
 def judge(found: list[Findings]) -> tuple[list[str], list[str]]:
     """Returns sentences for what has to be mended first, and for what may be meant."""
-    problems: list[str] = []
+    problems = []
     notes: list[str] = []
     on_gpu = [each for each in found if each.device != "cpu"]
     if len({each.device for each in found}) > 1:

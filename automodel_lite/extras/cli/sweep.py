@@ -106,7 +106,7 @@ def run_job(main: str, nproc: str, flags: Sequence[str], raw: DictConfig) -> flo
     from automodel_lite.cli.launcher import launch  # imports torch
 
     hide_secrets()
-    hydra: Any = HydraConfig.get()
+    hydra = HydraConfig.get()
     folder = Path(hydra.runtime.output_dir)
     base = Path(str(hydra.sweep.dir)).resolve()
     _scrub_yaml(base)

@@ -347,7 +347,7 @@ def _thin(steps: list[int], values: list[float]) -> Curve:
     if len(steps) <= MOST_POINTS:
         return steps, values
     width = math.ceil(len(steps) / (MOST_POINTS // 2))
-    kept: list[int] = []
+    kept = []
     for start in range(0, len(steps), width):
         stretch = range(start, min(start + width, len(steps)))
         kept += sorted({min(stretch, key=values.__getitem__), max(stretch, key=values.__getitem__)})

@@ -371,7 +371,7 @@ def _whole(layer: nn.Module) -> Iterator[None]:
         module._parameters[name] = nn.Parameter(shard.full_tensor().detach(), requires_grad=False)
     yield
     for module, name, shard in shards:
-        whole: Any = module._parameters[name]
+        whole = module._parameters[name]
         keep_part(shard, whole.detach())
         module._parameters[name] = shard
 

@@ -77,7 +77,7 @@ class ToyChat:
 
 
 def _chats(rng: random.Random, turns: list[tuple[str, str]], num_chats: int) -> list[Document]:
-    chats: list[Document] = []
+    chats = []
     for _ in range(num_chats):
         num_turns = min(MAX_TURNS, max(1, round(rng.lognormvariate(MEAN_LOG_TURNS, SD_LOG_TURNS))))
         texts = chain.from_iterable(rng.choice(turns) for _ in range(num_turns))

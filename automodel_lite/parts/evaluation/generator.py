@@ -96,11 +96,7 @@ class Generator:
             streamer.on_finalized_text = lambda text, stream_end=False: write(
                 text + "\n" * stream_end
             )
-        choice = (
-            {"do_sample": True, "temperature": temperature}
-            if temperature > 0
-            else {"do_sample": False}
-        )
+        choice = {"do_sample": temperature > 0, "temperature": temperature or None}
         generate = cast(Any, self.model.generate)
         answers = list[str]()
         for inputs in batches:
@@ -186,7 +182,7 @@ def prompt_ids(
     the last message's text.
     """
     if not is_chat or tokenizer.chat_template is None:
-        return list(tokenizer(messages[-1]["content"])["input_ids"])
+        return tokenizer(messages[-1]["content"])["input_ids"]
     try:
         inputs = tokenizer.apply_chat_template(
             messages, tools=tools, add_generation_prompt=True, return_dict=True
@@ -196,7 +192,7 @@ def prompt_ids(
         raise ConfigError(
             f"the chat template refuses the prompt ({reason}): use --raw to skip the template."
         ) from error
-    return list(inputs["input_ids"])
+    return inputs["input_ids"]
 
 
 def load_generator(source: str, trust_remote_code: bool = False, on_cpu: bool = False) -> Generator:
@@ -231,7 +227,7 @@ def load_generator(source: str, trust_remote_code: bool = False, on_cpu: bool = 
     load = locate("automodel_lite.parts.adapters.lora.load_adapted") if is_adapter else load_whole
     dtype = torch.bfloat16 if has_gpu else torch.float32
     try:
-        model: Any = load(source, dtype=dtype, trust_remote_code=trust_remote_code)
+        model = load(source, dtype=dtype, trust_remote_code=trust_remote_code)
     except Exception as error:
         if is_out_of_memory(error) or is_out_of_threads(error):
             raise

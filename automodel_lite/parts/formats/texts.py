@@ -35,7 +35,7 @@ def alpaca(row: RawRow) -> Document:
     history = row.get("history")
     if not history:
         return answered(row, prompt, "output")
-    texts: list[str] = []
+    texts = []
     for place, pair in enumerate(history if isinstance(history, list) else [history]):
         if (
             not isinstance(pair, list)

@@ -88,7 +88,8 @@ def find_rules(described: transformers.PreTrainedModel) -> Rules:
     if not any(name in known for name in TYPES):
         return {}
     install(described, _Asked())
-    _fill_with_zeros(described)
+    # weights of zeros on the host, which take no memory
+    described._apply(lambda weight: torch.zeros((), dtype=weight.dtype).expand(weight.shape))
     # What the composite makes of images is made before its language model is called.
     hook = text_decoder(described).register_forward_pre_hook(_stop)
     window = getattr(described.config.get_text_config(), "sliding_window", None)
@@ -116,7 +117,7 @@ def find_rules(described: transformers.PreTrainedModel) -> Rules:
 def _answer(model: transformers.PreTrainedModel, types: Tensor, window: int | None) -> Rules | None:
     """Returns the rule of each kind of layer, or None where no rule explains a mask."""
     found: dict[bool, Rule | None] = {}
-    unknown: list[bool] = []
+    unknown = []
     places = torch.arange(len(types))
     starts = places == 0
 
@@ -161,14 +162,3 @@ class _StoppedError(Exception):
 
 def _stop(*call: Any) -> None:
     raise _StoppedError
-
-
-def _fill_with_zeros(described: transformers.PreTrainedModel) -> None:
-    """Gives a model on the meta device weights of zeros on the host, which take no memory."""
-    for module in described.modules():
-        tables: list[dict[str, Any]] = [module._parameters, module._buffers]
-        for table in tables:
-            for name, tensor in table.items():
-                if tensor is not None:
-                    zeros = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
-                    table[name] = zeros.as_subclass(type(tensor))

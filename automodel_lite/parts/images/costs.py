@@ -121,7 +121,7 @@ class ValuesKept(TorchDispatchMode):
                 return value
             return torch.empty(value.shape, dtype=value.dtype, device=self.device)
         if isinstance(value, (list, tuple)):
-            brought: list[Any] = []
+            brought = []
             for each in value:
                 is_mask = is_index and isinstance(each, Tensor) and each.dtype == torch.bool
                 if is_mask and not self.is_there(each):

@@ -100,7 +100,7 @@ class ImageFiles(ImageSettings, FilesDataset):
     def _indexed(self, path: str | Sequence[str]) -> str | list[str]:
         """Returns the files to read in place of a path: of archives, the lines of their samples."""
         if not isinstance(path, str):
-            files: list[str] = []
+            files = []
             for one in path:
                 indexed = self._indexed(one)
                 files += [indexed] if isinstance(indexed, str) else indexed
@@ -181,7 +181,7 @@ def marked_rows(
     """Returns the rows of files with marks in place of images, whose relative paths begin in
     `image_dir`, or beside their file, or in the folder that `folders` has for it.
     """
-    begin: list[Path] = []
+    begin = []
     if image_dir is None:
         for path in opened.paths:
             begin.append((folders or {}).get(path, path.absolute().parent))

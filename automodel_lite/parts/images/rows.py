@@ -182,7 +182,7 @@ class ImageDocuments(ImageSet):
         return len(self.normalized)
 
     def where(self, index: int) -> str:
-        return str(self.normalized.where(index))
+        return self.normalized.where(index)
 
     def __getitem__(self, index: int) -> Document:
         if not self.is_adapted:

@@ -346,7 +346,7 @@ class _Found:
 
 
 def _flat(values: Any) -> list[Any]:
-    flat: list[Any] = []
+    flat = []
     for value in values:
         flat += _flat(value) if isinstance(value, (list, tuple)) else [value]
     return [value for value in flat if value is not None]

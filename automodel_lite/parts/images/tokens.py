@@ -107,7 +107,7 @@ class ImageProcessor:
     @cached_property
     def marker(self) -> str:
         """What stands for an image in a text before it is expanded."""
-        return str(self.own.image_token)
+        return self.own.image_token
 
     @cached_property
     def token_id(self) -> int:
@@ -124,13 +124,13 @@ class ImageProcessor:
     @cached_property
     def token(self) -> str:
         """The placeholder's text."""
-        return str(self.own.tokenizer.convert_ids_to_tokens(self.token_id))
+        return self.own.tokenizer.convert_ids_to_tokens(self.token_id)
 
     @cached_property
     def accepted(self) -> tuple[str, ...]:
         """Names of what the model's tower takes."""
         check_tower(self.described)
-        model: Any = self.described.base_model
+        model = self.described.base_model
         known = inspect.signature(model.get_image_features).parameters
         return tuple(n for n, p in known.items() if p.kind is not p.VAR_KEYWORD)
 
@@ -162,7 +162,7 @@ class ImageProcessor:
     def _settings(self) -> dict[str, Any]:
         """Settings of the image processor, which are the same for all images."""
         merged = self.own._merge_kwargs(tokenizer_init_kwargs={}, return_tensors="pt")
-        return dict(merged["images_kwargs"])
+        return merged["images_kwargs"]
 
     @cached_property
     def sizes(self) -> SizeTable:
@@ -388,8 +388,8 @@ class ImageEncoder(Encoder):
     ) -> tuple[dict[str, np.ndarray], np.ndarray]:
         """Writes the runs of placeholders, for each of which a document has one so far."""
         places = np.flatnonzero(columns["input_ids"] == self.processor.token_id)
-        numbers: list[int] = []
-        stamps: list[int] = []
+        numbers = []
+        stamps = []
         runs: list[int] = []
         # an image that several of these documents have is read once; one document's are apart
         of_stamp: dict[tuple[int, str, int], list[PlacedImage]] = {}

@@ -140,7 +140,7 @@ class FlashAttention:
             if not self.is_4:
                 raise refuse(self, "attention sinks", "use attention=flex")
             more[SINKS] = options.sinks
-        every: Any = (None, None) if self.is_4 else (-1, -1)
+        every = (None, None) if self.is_4 else (-1, -1)
         window = options.window
         found = self.attend(
             q_THD,

@@ -141,8 +141,7 @@ class VarlenAttention:
         if self.compares_heads:
             more["enable_gqa"] = q_THD.shape[1] != k_THD.shape[1]
         boundaries = _without_decoding(segments)
-        out: Tensor = self.varlen_attn(q_THD, k_THD, v_THD, *boundaries, **more)
-        return out
+        return self.varlen_attn(q_THD, k_THD, v_THD, *boundaries, **more)
 
     def block(self, inputs: AttentionInputs, causal: bool) -> tuple[Tensor, Tensor]:
         """See `BlockKernel`; the operation under `varlen_attn`, whose backward does not take the
@@ -168,7 +167,7 @@ class VarlenAttention:
         tensors = (x.contiguous() for x in (grad_THD, *qkv, out_THD, lse_TH.t()))
         no_dropout = torch.zeros(2, dtype=torch.uint64, device=grad_THD.device)
         unused = torch.empty(0, device=grad_THD.device)
-        grads: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
+        return torch.ops.aten._flash_attention_backward(
             *tensors,
             *_without_decoding(segments),
             0.0,
@@ -177,7 +176,6 @@ class VarlenAttention:
             unused,
             scale=options.scale,
         )
-        return grads
 
 
 def _check_cudnn(kernel: VarlenAttention, spec: AttentionSpec) -> None:

@@ -310,8 +310,7 @@ def _on_documents(
     taken = _parameters(ours)
     known = {name: value for name, value in call.arguments.items() if name in taken} | weights
     if layout.in_trees == "states" and stream.tree and stream.tree.pieces is not None:
-        out: Tensor = ours(stream.tree, **known | dict(zip(on_rows.given, streams)))
-        return out
+        return ours(stream.tree, **known | dict(zip(on_rows.given, streams)))
     document = stream.document
     return _on_paths(
         stream, streams, lambda xs: ours(document, **known | dict(zip(on_rows.given, xs)))

@@ -59,7 +59,7 @@ def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
     """Trained matrices but the embeddings and the output heads, of which each row stands for
     itself.
     """
-    ends: set[Tensor] = set()
+    ends = set()
     for module in model.modules():
         if isinstance(module, nn.Embedding):
             ends.add(module.weight)

@@ -47,7 +47,7 @@ class TableRows:
         return TableRows, (self.path, self.name)
 
     def __len__(self) -> int:
-        return int(self._table.num_rows)
+        return self._table.num_rows
 
     def __getitem__(self, index: int) -> RawRow:
         number, place = divmod(int(index), self._block_rows)
