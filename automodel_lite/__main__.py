@@ -43,7 +43,7 @@ def main() -> None:
         tool = import_module(f"automodel_lite.extras.cli.{name}")
         run_tool(vars(tool)[name], rest)
     if name not in RECIPES and not name.startswith("-"):
-        near = did_you_mean(name, [*RECIPES, *TOOLS]) or "."
+        near = did_you_mean(name, [*RECIPES, *TOOLS])
         print(
             f"automodel-lite {name[:80]!a}: no such command{near} automodel-lite --help lists "
             "them.",

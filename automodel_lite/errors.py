@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -114,6 +114,12 @@ def harmless(text: str) -> str:
     return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
+def listed(items: Sequence[object], most: int = 8) -> str:
+    """Returns `3, 5, 7`, of more than `most` items `3, 5 and 4 more`."""
+    shown = ", ".join(map(str, items[:most]))
+    return f"{shown} and {len(items) - most} more" if items[most:] else shown
+
+
 def one_line(error: object, limit: int = 300) -> str:
     """Returns the message of an error that is quoted in a sentence; its type where it has no
     message.
@@ -129,7 +135,7 @@ def format_value(value: Any) -> str:
 
 
 def did_you_mean_path(path: str) -> str:
-    """Returns `; did you mean X?` or "": the entry of the same folder with the closest name, of a
+    """Returns `; did you mean X?` or ".": the entry of the same folder with the closest name, of a
     plain name a run's too.
     """
     wanted = Path(path).expanduser()
@@ -143,11 +149,11 @@ def did_you_mean_path(path: str) -> str:
             names = sorted(entry.name for entry in folder.iterdir())
             if close := difflib.get_close_matches(wanted.name, names, n=1, cutoff=0.6):
                 return f"; did you mean {folder / close[0]}?"
-    return ""
+    return "."
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """`; did you mean X?` or "": the closest last part in the same group, the closest group, then
+    """`; did you mean X?` or ".": the closest last part in the same group, the closest group, then
     any group.
     """
     known = [k for k in known if not k.split(".")[-1].startswith("_")]
@@ -160,4 +166,4 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     for word, names, cutoff in ((last, here, 0.6), (top, groups, 0.6), (last, anywhere, 0.75)):
         if close := difflib.get_close_matches(word, names, n=1, cutoff=cutoff):
             return f"; did you mean {names[close[0]]}?"
-    return ""
+    return "."

@@ -8,10 +8,11 @@ from __future__ import annotations
 import os
 import re
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from automodel_lite.errors import ConfigError
+from automodel_lite.errors import ConfigError, listed
 
 _VARIABLES = ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -31,6 +32,11 @@ def is_first_here() -> bool:
     prints it.
     """
     return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+def named_ranks(ranks: Sequence[int]) -> str:
+    """Returns `rank 3`, `ranks 3, 5`, at most eight of them."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {listed(ranks)}"
 
 
 def launch_variable(name: str, default: int) -> int:

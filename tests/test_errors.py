@@ -47,11 +47,11 @@ def test_the_closest_key_is_named(name: str, found: str) -> None:
 
 @pytest.mark.parametrize("name", ["training.zzz", "xyz", "optimizer.", ""])
 def test_what_is_like_no_key_gets_no_proposal(name: str) -> None:
-    assert did_you_mean(name, KEYS) == ""
+    assert did_you_mean(name, KEYS) == "."
 
 
 def test_private_names_are_not_proposed() -> None:
-    assert did_you_mean("_targt_", ["_target_"]) == ""
+    assert did_you_mean("_targt_", ["_target_"]) == "."
 
 
 @pytest.mark.parametrize("kind", [ConfigError, DataError])

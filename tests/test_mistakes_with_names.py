@@ -45,7 +45,7 @@ def test_the_closest_file_folder_or_run_is_named(
     with pytest.raises(ConfigError, match=r"^model=chats\.jsonl is a file: give a model's folder"):
         check_source("model", "chats.jsonl")
     assert did_you_mean_path("mien") == "; did you mean runs/mine?"
-    assert did_you_mean_path("something_else.jsonl") == ""
+    assert did_you_mean_path("something_else.jsonl") == "."
 
 
 def test_a_tab_in_a_preset_is_a_sentence(tmp_path: Path) -> None:

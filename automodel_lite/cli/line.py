@@ -76,7 +76,7 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         flag = message.removeprefix("unrecognized arguments: ").split(" ")[0].partition("=")[0]
-        near = did_you_mean(flag, self._option_string_actions) if flag.startswith("--") else ""
+        near = did_you_mean(flag, self._option_string_actions)[:-1] if flag[:2] == "--" else ""
         # of a mistake alone
         from automodel_lite.config.check import key_of
         from automodel_lite.config.schema import Config
@@ -85,7 +85,7 @@ class _Parser(argparse.ArgumentParser):
         if setting := key_of(name) or ("." in name and name):
             is_off = OmegaConf.select(OmegaConf.structured(Config), setting) is False
             near = f": a setting has no dashes, {setting}={'true' if is_off else '...'}"
-        raise ConfigError(f"{message}{near.rstrip('?')} (--help lists the arguments).")
+        raise ConfigError(f"{message}{near} (--help lists the arguments).")
 
 
 _UNQUOTED = re.compile(r"[\w/\\+.$%*@?|: \t-]*", re.ASCII)
@@ -153,7 +153,7 @@ def option_problem(
     for option in options_in(text):
         folder, _, name = option.rpartition("/")
         if name not in known.get("/".join(filter(None, [group, folder])), ()):
-            near = did_you_mean(option, known[group]) or "."
+            near = did_you_mean(option, known[group])
             more = (
                 " pip install 'automodel-lite[sweep]' brings others."
                 if group.startswith("hydra/")

@@ -92,8 +92,7 @@ class Recipe:
         if not inspect.isroutine(found):
             known = [key for key, value in vars(loaded).items() if inspect.isroutine(value)]
             raise ConfigError(
-                f"{self.main}: {self.module} has no function "
-                f"{name}{did_you_mean(name, known) or '.'}"
+                f"{self.main}: {self.module} has no function {name}{did_you_mean(name, known)}"
             )
         return typing.cast(Callable[..., "int | None"], found)
 

@@ -81,7 +81,7 @@ def check_preset(sources: Sources, preset: str | None, overrides: Sequence[str] 
             f"{path.parent} --config-name {path.stem}."
         )
     if sources.file(preset) is None:
-        near = did_you_mean(preset, known) or "."
+        near = did_you_mean(preset, known)
         raise ConfigError(
             f"--config-name {preset}: no such preset{near} The presets are {', '.join(known)}."
         )
@@ -103,7 +103,7 @@ def read(path: Path) -> DictConfig:
         loaded = OmegaConf.load(path)
     except OSError as error:
         raise ConfigError(
-            f"{path} cannot be read ({error.strerror}){did_you_mean_path(str(path)) or '.'}"
+            f"{path} cannot be read ({error.strerror}){did_you_mean_path(str(path))}"
         ) from None
     except Exception as error:
         raise ConfigError(

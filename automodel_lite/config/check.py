@@ -161,7 +161,7 @@ def _schema_problems(node: Mapping[str, Any], schema: type, prefix: str) -> Iter
                 hint = did_you_mean(leaf, known_keys(schema, prefix))
             else:
                 hint = _did_you_mean_key(leaf, [*known_keys(), *_options(node)])
-            yield f"{leaf}={format_value(leaf_value)}: unknown key{hint or '.'}"
+            yield f"{leaf}={format_value(leaf_value)}: unknown key{hint}"
             continue
         is_group = is_dataclass(hints[key])
         if not is_group and hints[key] != Part:
@@ -198,7 +198,7 @@ def key_of(path: str, known: Sequence[str] = ()) -> str | None:
 
 
 def _did_you_mean_key(path: str, known: Sequence[str]) -> str:
-    """Returns `; did you mean X?` or ""."""
+    """Returns `; did you mean X?` or "."."""
     found = key_of(path, known)
     return f"; did you mean {found}?" if found not in (None, path) else did_you_mean(path, known)
 
@@ -295,7 +295,8 @@ def _unknown_argument(key: str, name: str, value: Any, options: Sequence[str]) -
     """
     path = f"{key}.{name}"
     value = format_value(value)
-    if near := _did_you_mean_key(path, options):
+    near = _did_you_mean_key(path, options)
+    if near != ".":
         return f"{path}={value}: unknown key{near}"
     takers = []
     for file in sorted((CONF_DIR / key).glob("*.yaml")):

@@ -106,7 +106,7 @@ def locate(path: str) -> Callable[..., Any]:
             if name not in dir(found):
                 raise ConfigError(
                     f"_target_={path}: {found.__name__} has no "
-                    f"{name}{did_you_mean(name, dir(found)) or '.'}"
+                    f"{name}{did_you_mean(name, dir(found))}"
                 )
             found = getattr(found, name)
         return found

@@ -69,7 +69,7 @@ class OneOf:
             return None
         if self.takes_code and ":" in value:
             return None
-        return f"{self}{did_you_mean(value, self.choices) or '.'}"
+        return f"{self}{did_you_mean(value, self.choices)}"
 
     def __str__(self) -> str:
         own = ", package.module:function" if self.takes_code else ""
@@ -238,8 +238,6 @@ def check_folder(key: str, source: str) -> bool:
     if folder.is_file():
         raise ConfigError(f"{key}={source} is a file: give a model's folder, or a hub name.")
     if looks_local(source) and not folder.is_dir():
-        raise ConfigError(
-            f"{key}={source}: there is no such folder{did_you_mean_path(source) or '.'}"
-        )
+        raise ConfigError(f"{key}={source}: there is no such folder{did_you_mean_path(source)}")
     locate("automodel_lite.parts.model_files.check_model_files")(key, folder)
     return folder.is_dir()

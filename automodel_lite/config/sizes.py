@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from automodel_lite.config.schema import MeshConfig, TrainingConfig
 from automodel_lite.errors import ConfigError
+from automodel_lite.rounding import ceil_div, round_up
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ def mesh_shape(config: MeshConfig, num_processes: int) -> MeshShape:
             raise ConfigError(
                 f"mesh.dp_replicate={config.dp_replicate} x mesh.cp={config.cp}{tp} = {fixed} must "
                 f"divide the number of processes, {num_processes}: start "
-                f"{fixed * -(-num_processes // fixed)} (--nproc), or lower these."
+                f"{round_up(num_processes, fixed)} (--nproc), or lower these."
             )
         dp_shard = num_processes // fixed
     elif dp_shard < 1:
@@ -96,7 +97,7 @@ def fitted_batch_size(smallest: int, largest: int, num_packs: int, num_epochs: i
     """
     sizes = range(largest // smallest * smallest, smallest, -smallest)
     return next(
-        (size for size in sizes if num_epochs * -(-num_packs // size) >= LEAST_STEPS), smallest
+        (size for size in sizes if num_epochs * ceil_div(num_packs, size) >= LEAST_STEPS), smallest
     )
 
 
@@ -109,12 +110,12 @@ def slot_multiple_of(size: int, slot_multiple: int | None, cp_size: int) -> int:
     if multiple < 1 or multiple % needed:
         raise ConfigError(
             f"packed_sequence.slot_multiple={multiple} must be a multiple of {needed} (2 * "
-            f"mesh.cp): use {max(1, -(-multiple // needed)) * needed}, or null."
+            f"mesh.cp): use {max(1, ceil_div(multiple, needed)) * needed}, or null."
         )
     if size % multiple:
         rule = "2 * mesh.cp" if slot_multiple is None else "packed_sequence.slot_multiple"
         raise ConfigError(
             f"packed_sequence.packed_sequence_size={size} must be a multiple of {multiple} "
-            f"({rule}): use {-(-size // multiple) * multiple}."
+            f"({rule}): use {round_up(size, multiple)}."
         )
     return multiple

@@ -12,8 +12,6 @@ def existing_run(path: Path, flag: str = "") -> RunFolder:
     """Raises ConfigError, which begins with `flag`, for a folder that is not a run's."""
     folder = RunFolder(path)
     if not folder.config.is_file():
-        near = "" if path.exists() else did_you_mean_path(str(path))
-        raise ConfigError(
-            f"{flag}{path} is not the folder of a run: it has no config.yaml{near or '.'}"
-        )
+        near = "." if path.exists() else did_you_mean_path(str(path))
+        raise ConfigError(f"{flag}{path} is not the folder of a run: it has no config.yaml{near}")
     return folder

@@ -30,7 +30,8 @@ from automodel_lite.data.tokens.tokenize import (
     rows_key,
     write_part,
 )
-from automodel_lite.errors import ConfigError
+from automodel_lite.errors import ConfigError, listed
+from automodel_lite.rounding import ceil_div
 from automodel_lite.seed import BLOCK
 
 
@@ -38,7 +39,7 @@ def part_of(num_documents: int, task: int, tasks: int) -> range:
     """Returns the documents of a task, from 1 on: whole chunks, so that rows are those of one
     process.
     """
-    num_chunks = -(-num_documents // CHUNK_DOCUMENTS)
+    num_chunks = ceil_div(num_documents, CHUNK_DOCUMENTS)
     first = num_chunks * (task - 1) // tasks * CHUNK_DOCUMENTS
     last = num_chunks * task // tasks * CHUNK_DOCUMENTS
     return range(min(first, num_documents), min(last, num_documents))
@@ -76,11 +77,10 @@ def merge_tasks(config: Config, tasks: int) -> None:
             continue
         missing = [str(i) for i, folder in enumerate(folders, start=1) if find_damage(folder)]
         if missing:
-            shown = ", ".join(missing[:8]) + (" ..." if len(missing) > 8 else "")
             raise ConfigError(
-                f"{name}: {len(missing)} of {tasks} tasks have not ended, or are damaged: {shown}. "
-                f"Run them again, automodel-lite prepare ... --task {missing[0]} --tasks {tasks}, "
-                "with the same cache_dir, data and settings."
+                f"{name}: {len(missing)} of {tasks} tasks have not ended, or are damaged: "
+                f"{listed(missing)}. Run them again, automodel-lite prepare ... --task "
+                f"{missing[0]} --tasks {tasks}, with the same cache_dir, data and settings."
             )
         join = partial(_join, folders=folders, name=name.partition("-")[2], kind=kind, job=job)
         build_once(root, "tokens", name, key, join)

@@ -28,6 +28,7 @@ from automodel_lite.models.settings import describe_with
 from automodel_lite.models.source import CausalLM, describe
 from automodel_lite.parallel.mesh import MeshShape
 from automodel_lite.parts.trees import cut_tree
+from automodel_lite.rounding import round_up
 from automodel_lite.thd import COLUMNS
 from automodel_lite.training.plan import layer_settings, with_layers
 
@@ -190,7 +191,7 @@ class Sample:
     def packed_otherwise(self) -> list[Pack]:
         """Returns the same documents in other company and order, in packs half as large again."""
         multiple = self.packer.slot_multiple
-        size = -(-self.packer.packed_sequence_size * 3 // 2 // multiple) * multiple
+        size = round_up(self.packer.packed_sequence_size * 3 // 2, multiple)
         plan = plan_packs(
             np.diff(self.documents.offsets), size, strategy="best_fit", slot_multiple=multiple
         )

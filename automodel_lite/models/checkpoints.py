@@ -20,6 +20,7 @@ from transformers.core_model_loading import WeightConverter
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from automodel_lite.errors import CPU_MEMORY, ConfigError, one_line
+from automodel_lite.rounding import ceil_div
 
 FP8_DTYPES = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
 
@@ -52,7 +53,7 @@ def _dequantize(
     # grid.
     if quantized.dtype not in FP8_DTYPES or not block or scales.numel() == 1:
         return _dequantize_by_grid(op, quantized, scales, output_dtype)
-    num_blocks = [-(-size // step) for size, step in zip(quantized.shape[-2:], block)]
+    num_blocks = [ceil_div(size, step) for size, step in zip(quantized.shape[-2:], block)]
     if list(scales.shape[-2:]) != num_blocks:
         raise ValueError(
             f"a weight of {list(quantized.shape)} in blocks of {block} has {num_blocks} scales, "

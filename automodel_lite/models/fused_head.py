@@ -20,6 +20,7 @@ from torch import Tensor
 
 from automodel_lite.graphs import compiled
 from automodel_lite.precision import at_least_fp32, wide_dtype
+from automodel_lite.rounding import round_up
 
 LEAST_CHUNK_TOKENS = 512
 MAX_CHUNK_LOGITS = 2**30
@@ -63,7 +64,7 @@ def linear_cross_entropy(
         labels_R = F.pad(labels_R, (0, added))
         weights_R = F.pad(weights_R, (0, added))
         hidden_RC = F.pad(hidden_RC, (0, 0, 0, added))
-        chunk_tokens = -(-chunk_tokens // ROW_MULTIPLE) * ROW_MULTIPLE
+        chunk_tokens = round_up(chunk_tokens, ROW_MULTIPLE)
     with torch.autocast(hidden_RC.device.type, enabled=False):
         total: Tensor = _LinearCrossEntropy.apply(
             hidden_RC, weight_VC, labels_R, weights_R, chunk_tokens, softcap, backend

@@ -150,11 +150,7 @@ def check_settings(
             check_settings(value, inner[key], f"{prefix}{key}.")
         elif key not in known:
             of_text = [f"{name}.{key}" for name, part in inner.items() if key in part.to_dict()]
-            near = (
-                f"; did you mean {prefix}{of_text[0]}?"
-                if of_text
-                else did_you_mean(key, known) or "."
-            )
+            near = f"; did you mean {prefix}{of_text[0]}?" if of_text else did_you_mean(key, known)
             raise ConfigError(
                 f"{prefix}{key}={value}: {config.model_type} has no such setting{near}"
             )

@@ -35,6 +35,7 @@ from automodel_lite.errors import (
     is_lost_peer,
     is_out_of_memory,
     is_out_of_threads,
+    listed,
     one_line,
 )
 from automodel_lite.models.layers import freeze_named, freeze_towers, local, output_head
@@ -176,9 +177,7 @@ class CausalLM:
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
         if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
-            near = (
-                did_you_mean(str(kind), CONFIG_MAPPING) or ", such as llama, qwen3 or gemma3_text."
-            )
+            near = did_you_mean(str(kind), CONFIG_MAPPING)
             raise ConfigError(
                 f"model.config.model_type={kind}: transformers has no such model{near}"
             )
@@ -330,10 +329,9 @@ class CausalLM:
         check_finite(model, f"the model {self.pretrained}")
         taken_over = heads_apart(report["unexpected_keys"], config)
         if unknown := sorted(set(report["unexpected_keys"]) - taken_over):
-            names = ", ".join(unknown[:3]) + (" ..." if len(unknown) > 3 else "")
             self.notes.append(
                 f"{len(unknown)} weights of the checkpoint are not part of the model and not "
-                f"exported: {names}"
+                f"exported: {listed(unknown, 3)}"
             )
         return model
 

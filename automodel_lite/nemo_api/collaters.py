@@ -17,6 +17,7 @@ from transformers import PretrainedConfig
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from automodel_lite.data.packing.packs import join_packs
+from automodel_lite.rounding import round_up
 from automodel_lite.thd import COLUMNS, IGNORE_INDEX, SEQ_LENS_PADDING
 
 PAD_TOKEN_IDS = {"labels": IGNORE_INDEX, "attention_mask": 0, "loss_mask": 0, "input_ids": 0}
@@ -321,7 +322,7 @@ class SFTSingleTurnPreprocessor:
         if not self.pad_to_max_length:
             return tokenized
         longest = max((len(ids) for ids in tokenized["input_ids"]), default=0)
-        width = -(-longest // PAD_MULTIPLE) * PAD_MULTIPLE
+        width = round_up(longest, PAD_MULTIPLE)
         width = min(width, self.block_size) if self.block_size is not None else width
         return apply(
             tokenized,

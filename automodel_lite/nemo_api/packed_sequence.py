@@ -24,6 +24,7 @@ from automodel_lite.data.packing.packs import fill_slots
 from automodel_lite.data.packing.plan import next_fit
 from automodel_lite.data.tokens.token_rows import TokenizedDocuments, flatten
 from automodel_lite.errors import ConfigError, DataError
+from automodel_lite.rounding import ceil_div, round_up
 from automodel_lite.thd import IGNORE_INDEX
 
 CROSS_ENTROPY_IGNORE_IDX = IGNORE_INDEX
@@ -67,7 +68,7 @@ def pack_dataset(
             f"packed_sequence_size={packed_sequence_size} and was dropped ({num_dropped} were), or "
             "the dataset is empty: raise the size or check the dataset."
         )
-    slots = -(-lengths // multiple) * multiple
+    slots = round_up(lengths, multiple)
     offsets = next_fit(slots, packed_sequence_size)[: None if max_packs is None else max_packs + 1]
     return _materialize(rows, slots, offsets, packed_sequence_size, padding_idx)
 
@@ -89,7 +90,7 @@ def tokenize_dataset_parallel(dataset: Any, num_proc: int) -> datasets.Dataset:
         )
     if num_proc == 1:
         return datasets.Dataset.from_list([dict(dataset[i]) for i in range(len(dataset))])
-    chunk = min(CHUNK_ROWS, -(-len(dataset) // num_proc))
+    chunk = min(CHUNK_ROWS, ceil_div(len(dataset), num_proc))
     # by fork, so that any dataset serves, also one that cannot be pickled
     # with a generator of its own: it draws a seed, and what the caller draws does not depend on
     # `num_proc`
@@ -192,7 +193,7 @@ def fitting_samples(
     rows = flat_samples(samples)
     lengths = rows.lengths
     name, size = limit
-    slots = -(-lengths // multiple) * multiple
+    slots = round_up(lengths, multiple)
     long = slots > size
     if long.any() and not drop_long:
         first = np.flatnonzero(long)[0]

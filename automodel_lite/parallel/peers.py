@@ -44,7 +44,14 @@ from automodel_lite.errors import (
     is_lost_peer,
     one_line,
 )
-from automodel_lite.launched import ProcessId, launch_variable, rank, this_process, world_size
+from automodel_lite.launched import (
+    ProcessId,
+    launch_variable,
+    named_ranks,
+    rank,
+    this_process,
+    world_size,
+)
 from automodel_lite.parallel.mesh import LINE_EVERY_S, holds_store, launchers_store
 from automodel_lite.redact import scrub
 
@@ -149,9 +156,9 @@ class Peers:
             late = [number for number in ranks if not store.check([f"{topic}/{number}"])]
             absent = [number for number in late if not store.check([f"process/{number}"])]
             text = (
-                f"{_format_ranks(absent)}: not started"
+                f"{named_ranks(absent)}: not started"
                 if absent
-                else f"{_format_ranks(late)}: still reading"
+                else f"{named_ranks(late)}: still reading"
             )
             if now >= began + (_START_S if absent else _LATEST_S):
                 raise PeerError(
@@ -370,11 +377,3 @@ def flat(values: Mapping[str, Any]) -> dict[str, Any]:
 def _no_store(error: BaseException) -> PeerError:
     gone = f"the launcher's store is gone, as rank 0 or the launcher has ended: {one_line(error)}"
     return PeerError(gone, 1, is_printed=False)
-
-
-def _format_ranks(ranks: list[int]) -> str:
-    """`rank 3`, `ranks 3, 5`, at most eight of them."""
-    shown = ", ".join(map(str, ranks[:8])) + (
-        f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-    )
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"

@@ -35,6 +35,7 @@ from automodel_lite.errors import ConfigError
 from automodel_lite.launched import world_size
 from automodel_lite.models.loss import Loss
 from automodel_lite.models.source import CausalLM
+from automodel_lite.rounding import ceil_div, round_up
 from automodel_lite.telemetry.console import Console
 from automodel_lite.training.plan import AUTO, Parts, build_parts
 from automodel_lite.training.start import try_settings
@@ -65,7 +66,7 @@ def resolve_auto(config: Config, console: Console, has_data: bool) -> Config:
     is_micro_open = not config.training.micro_batch_size and not is_long
     config = with_micro_batch(config, config.training.micro_batch_size or 1)
     # a size that any slots divide, to try the other settings with
-    trial = with_pack_size(config, -(-MOST_PACK // multiple) * multiple) if is_auto else config
+    trial = with_pack_size(config, round_up(MOST_PACK, multiple)) if is_auto else config
     parts = build_parts(trial)
     if "lr" in config.optimizer:
         rate = _rate_of(config, parts, console)
@@ -192,7 +193,7 @@ def micro_batch_of(config: Config, parts: Parts, data: Known | None) -> int:
     training = config.training
     if training.global_batch_size == "auto" and training.max_steps is None:
         tokens = int(data.lengths.sum(dtype=np.int64))
-        num_packs = -(-tokens // packer.packed_sequence_size)
+        num_packs = ceil_div(tokens, packer.packed_sequence_size)
         epochs, _ = epochs_of(training, len(data.lengths))
         batch = fitted_batch_size(dp, batch, min(packer.max_packs or num_packs, num_packs), epochs)
     share = batch // dp

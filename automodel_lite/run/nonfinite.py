@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from automodel_lite.errors import RunStoppedError
+from automodel_lite.errors import RunStoppedError, listed
 from automodel_lite.models.layers import local
 from automodel_lite.parallel.control import Control
 from automodel_lite.run.durable import json_line
@@ -115,9 +115,7 @@ class NonfiniteSteps:
             save_file(tensors, where / f"{name}.safetensors")
         except (OSError, SafetensorError) as error:
             self.say(f"WARNING: {where} cannot be written: {error}")
-        packs = ", ".join(map(str, pack_ids[:8])) + (
-            f" and {len(pack_ids) - 8} more" if len(pack_ids) > 8 else ""
-        )
+        packs = listed(pack_ids)
         what = f"step {step}: the loss or the gradient is not finite (gradient norm {grad_norm})"
         if self.in_a_row > self.max_in_a_row:
             raise RunStoppedError(

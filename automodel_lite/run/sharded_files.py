@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from automodel_lite.compat import StridedShard
 from automodel_lite.models.layers import local
+from automodel_lite.rounding import ceil_div
 from automodel_lite.run import durable
 
 INDEX = "index.json"
@@ -66,12 +67,12 @@ class Layout:
             for rank, box in found:
                 (start, end) = box[dim]
                 (low, high) = wanted[dim]
-                length = max(1, -(-(end - start) // size))
+                length = max(1, ceil_div(end - start, size))
                 # only what overlaps is visited: a thousand ranks times a thousand tensors would
                 # take seconds
                 for c in range(
                     max(0, (low - start) // length),
-                    min(size, -(-(min(high, end) - start) // length)),
+                    min(size, ceil_div(min(high, end) - start, length)),
                 ):
                     cuts.append(
                         (
@@ -249,7 +250,7 @@ def _own_box(tensor: Tensor) -> Box:
 
 def _chunk(start: int, end: int, size: int, number: int) -> tuple[int, int]:
     """Returns what `torch.chunk` into `size` gives as the chunk of this number."""
-    length = -(-(end - start) // size)
+    length = ceil_div(end - start, size)
     return min(start + number * length, end), min(start + (number + 1) * length, end)
 
 

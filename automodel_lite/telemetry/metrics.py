@@ -17,6 +17,7 @@ import torch
 import yaml
 
 from automodel_lite.config.components import locate
+from automodel_lite.data.tokens.token_rows import places_within
 from automodel_lite.errors import DataError
 from automodel_lite.models.flops import CostModel, StepFlops
 from automodel_lite.parallel.mesh import Mesh
@@ -327,6 +328,6 @@ def visible_pairs(batch: ThdBatch, costs: CostModel) -> float:
         return float(costs.pairs(lengths).sum())
     # Each real token sees as many keys as its place in its row says, its own included.
     starts = batch.cu_seqlens_padded.numpy()[:-1]
-    places = np.arange(lengths.sum()) + (starts - (lengths.cumsum() - lengths)).repeat(lengths)
+    places = starts.repeat(lengths) + places_within(lengths)
     depths = batch.position_ids.numpy()[places]
     return float((costs.pairs(depths + 1) - costs.pairs(depths)).sum())

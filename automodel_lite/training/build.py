@@ -45,6 +45,7 @@ from automodel_lite.parallel.sharding import (
     ParallelModel,
     parallelize,
 )
+from automodel_lite.rounding import ceil_div
 from automodel_lite.seed import seed_all
 from automodel_lite.telemetry.metrics import STARTUP
 from automodel_lite.thd import ThdBatch, stream_of
@@ -317,7 +318,7 @@ def worst_case_batch(parts: Parts, num_ids: int) -> ThdBatch:
     tokens = parts.training.micro_batch_size * parts.packed_sequence_size
     cp = parts.mesh.cp
     multiple = 2 * cp if cp > 1 else 1
-    least = -(-tokens // DOCUMENT_TOKENS)
+    least = ceil_div(tokens, DOCUMENT_TOKENS)
     number = next(
         n for n in range(least, tokens + 1) if tokens % n == 0 and (tokens // n) % multiple == 0
     )

@@ -20,6 +20,7 @@ from automodel_lite.data.packing.packs import PackedDataset
 from automodel_lite.data.reading.documents import Documents, Question, question_of
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.progress import Progress
+from automodel_lite.rounding import ceil_div
 from automodel_lite.training.engine import Engine
 
 WITH_IMAGES = "automodel_lite.parts.evaluation.questions.with_images"
@@ -67,7 +68,7 @@ def validation_losses(
     steps = validation_steps(packs, source.shape, mesh.dp_rank, source.dataloader)
     feed = engine.feed(steps)
     packs_per_forward = source.shape.dp_size * source.shape.micro_batch_size
-    with Progress("validating", -(-len(packs) // packs_per_forward), "batches") as progress:
+    with Progress("validating", ceil_div(len(packs), packs_per_forward), "batches") as progress:
         for ready in feed:
             output = model(ready.inputs[0])
             # Sums and counts stay apart to the end: means of batches would weigh short ones too

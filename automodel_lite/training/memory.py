@@ -32,6 +32,7 @@ from automodel_lite.errors import ConfigError
 from automodel_lite.launched import launch_variable
 from automodel_lite.models.loss import LossShape
 from automodel_lite.parallel.sharding import copies_of_experts
+from automodel_lite.rounding import ceil_div
 from automodel_lite.training.plan import Decided, Parts
 
 _FP32 = 4  # bytes
@@ -157,7 +158,7 @@ def _activations(decided: Decided, stream: int) -> float:
     layer = local * (products + (4 * stream + 12) * hidden)
     how = decided.training.activation_checkpointing
     num_recomputed = (
-        0 if how == "none" else -(-size.num_layers // decided.advanced.recompute_every_layers)
+        0 if how == "none" else ceil_div(size.num_layers, decided.advanced.recompute_every_layers)
     )
     kept = 0.0 if how == "offload" else local * stream * hidden
     return (

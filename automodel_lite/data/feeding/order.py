@@ -33,6 +33,7 @@ from automodel_lite.config.sizes import global_batch_size_of
 from automodel_lite.data.packing.packs import EMPTY_PACK
 from automodel_lite.data.packing.plan import PackPlan, pack_blocks, padding_segments
 from automodel_lite.models.flops import CostModel
+from automodel_lite.rounding import ceil_div
 from automodel_lite.seed import derive_seed, seeded_order
 
 
@@ -72,7 +73,7 @@ def assign_to_ranks(pack_ids: np.ndarray, shape: BatchShape) -> np.ndarray:
     with EMPTY_PACK.
     """
     width = shape.dp_size * shape.micro_batch_size
-    num_micro = -(-len(pack_ids) // width)
+    num_micro = ceil_div(len(pack_ids), width)
     filled = np.full(num_micro * width, EMPTY_PACK, dtype=np.int64)
     filled[: len(pack_ids)] = pack_ids
     return filled.reshape(num_micro, shape.dp_size, shape.micro_batch_size)

@@ -47,6 +47,7 @@ from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.models.flops import CostModel
 from automodel_lite.parallel.mesh import Mesh
 from automodel_lite.prefix_trees import find_nodes
+from automodel_lite.rounding import ceil_div
 from automodel_lite.thd import COLUMNS, cumulative
 
 
@@ -201,15 +202,15 @@ class PlannedPacks(PackSource):
         are too short.
         """
         size = self.shape.global_batch_size
-        first = -(-len(self.packs_of(0)) // size)  # the short last step counts
+        first = ceil_div(len(self.packs_of(0)), size)  # the short last step counts
         num_epochs, why = epochs_of(config, len(self.tokens.train))
         if config.max_steps is not None and config.num_epochs is None:
             return TrainingPlan(config.max_steps, first, self.shape)
-        steps = sum(-(-len(self.packs_of(epoch)) // size) for epoch in range(num_epochs))
+        steps = sum(ceil_div(len(self.packs_of(epoch)), size) for epoch in range(num_epochs))
         # a number of steps that somebody typed is meant; epochs of few documents end within the
         # warm-up, "finished"
         if config.max_steps is None and steps < FEWEST_STEPS and not config.allow_few_steps:
-            needed = -(-FEWEST_STEPS * num_epochs // max(1, steps))
+            needed = ceil_div(FEWEST_STEPS * num_epochs, max(1, steps))
             suggestions = [f"training.num_epochs={needed}", "training.allow_few_steps=true"]
             smallest = self.shape.micro_batch_size * self.shape.dp_size
             if size > smallest:

@@ -46,6 +46,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from automodel_lite.rounding import ceil_div
 from automodel_lite.seed import BLOCK, seeded_order
 
 LOOKAHEAD = 256
@@ -221,7 +222,7 @@ def best_fit(histogram: np.ndarray, size: int) -> Placements:
                 space = size
                 slot = 0
                 first = num_bins
-                bins = -(-left // (size // length))
+                bins = ceil_div(left, size // length)
                 num_bins += bins
             # One by one, best-fit would fill a bin of this class before it touches the next: after
             # the first document the bin is tighter than its class. So whole bins take `fit`

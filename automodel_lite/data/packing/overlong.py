@@ -9,7 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from automodel_lite.data.tokens.token_rows import places_within
 from automodel_lite.errors import DataError
+from automodel_lite.rounding import ceil_div
 
 Part = slice | np.ndarray
 HasLabels = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
@@ -80,14 +82,13 @@ def fit_documents(
         return Pieces(np.flatnonzero(~long)), counts
     counts = {}
     # a document gives all of its pieces, or its first one
-    num_pieces = -(-lengths // size)
+    num_pieces = ceil_div(lengths, size)
     if overlong == "truncate":
         num_pieces = np.ones(len(lengths), np.int64)
         counts["truncated_documents"] = int(long.sum())
         counts["cut_tokens"] = int((lengths[long] - size).sum())
     doc_ids = np.repeat(np.arange(len(lengths)), num_pieces)
-    nth = np.arange(len(doc_ids)) - np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces)
-    starts = nth * size
+    starts = places_within(num_pieces) * size
     stops = np.minimum(starts + size, lengths[doc_ids])
     pieces = Pieces(doc_ids, starts, stops)
     if has_labels is None:

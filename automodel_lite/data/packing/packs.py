@@ -36,8 +36,14 @@ from automodel_lite.data.packing.plan import (
     plan_packs,
     strategy_of,
 )
-from automodel_lite.data.tokens.token_rows import DocumentReader, LabelSpans, TokenizedDocuments
+from automodel_lite.data.tokens.token_rows import (
+    DocumentReader,
+    LabelSpans,
+    TokenizedDocuments,
+    places_within,
+)
 from automodel_lite.errors import ConfigError, DataError
+from automodel_lite.rounding import round_up
 from automodel_lite.thd import COLUMNS
 
 StrategyName = Annotated[str, OneOf(STRATEGY_NAMES)]
@@ -189,7 +195,7 @@ def pack_size_for_coverage(lengths: np.ndarray, frac: float = 0.99) -> int:
     rising = np.sort(lengths)
     total = np.cumsum(rising, dtype=np.int64)
     longest = int(rising[np.searchsorted(total, frac * total[-1])])
-    return -(-longest // 128) * 128
+    return round_up(longest, 128)
 
 
 # PackedDataset[EMPTY_PACK] is padding only, for ranks that run short in the last step
@@ -249,7 +255,7 @@ class PackedDataset(torch.utils.data.Dataset):
         size = plan.packed_sequence_size
         multiple = plan.slot_multiple
         if plan.ragged:
-            size = -(-max(1, int(lengths.max(initial=0))) // multiple) * multiple
+            size = round_up(max(1, int(lengths.max(initial=0))), multiple)
         num_documents = np.array([stop - start for start, stop in spans], np.int64)
         return lay_out_packs(rows, starts, lengths, num_documents, size, multiple, self.padding_idx)
 
@@ -320,7 +326,7 @@ def lay_out_packs(
     if len(tokens["input_ids"]) != num_packs * size:
         # Segments: each document in its slot, and where a pack is not full, padding of length 0 at
         # its tail.
-        slots = -(-lengths // slot_multiple) * slot_multiple
+        slots = round_up(lengths, slot_multiple)
         last = np.cumsum(num_documents)
         used = np.diff(np.append(0, np.cumsum(slots))[last], prepend=0)
         tails = [padding_segments(free, slot_multiple) for free in (size - used).tolist()]
@@ -346,8 +352,7 @@ def fill_slots(
     """
     # Positions count from the start of their slot, so a position is real when it is under the
     # segment's length.
-    position_ids = np.arange(slots.sum())
-    position_ids -= (slots.cumsum() - slots).repeat(slots)
+    position_ids = places_within(slots)
     if lengths is not slots:
         real = position_ids < lengths.repeat(slots)
         padding = {name: column.padding for name, column in COLUMNS.items()} | {

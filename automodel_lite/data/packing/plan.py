@@ -46,7 +46,9 @@ from automodel_lite.data.packing.overlong import (
     check_overlong,
     fit_documents,
 )
+from automodel_lite.data.tokens.token_rows import places_within
 from automodel_lite.errors import ConfigError, DataError
+from automodel_lite.rounding import ceil_div, round_up
 from automodel_lite.seed import BLOCK, seeded_order
 
 WORSE_THAN_BEST_FIT = 1.002  # above it exact_fill gives way to best_fit
@@ -284,7 +286,7 @@ class PackPlan(Pieces):
 
     def slots(self, lengths: np.ndarray, part: Part = slice(None)) -> np.ndarray:
         """Returns `piece_lengths`, rounded up to slot_multiple."""
-        return -(-self.piece_lengths(lengths, part) // self.slot_multiple) * self.slot_multiple
+        return round_up(self.piece_lengths(lengths, part), self.slot_multiple)
 
     def fingerprint(self) -> str:
         """Returns 16 hex digits that are equal for equal plans: ranks compare it, a resumed run
@@ -344,7 +346,7 @@ def plan_packs(
                 "packed_sequence.overlong=split."
             )
     fitting = lengths if pool is None else pool.piece_lengths(lengths)
-    slots = -(-fitting // slot_multiple) if slot_multiple > 1 else fitting
+    slots = ceil_div(fitting, slot_multiple) if slot_multiple > 1 else fitting
     size = packed_sequence_size // slot_multiple
     packed = pack(slots, size, seed, epoch)
     num_packs = len(packed.offsets) - 1
@@ -373,7 +375,7 @@ def plan_packs(
         seed=seed,
         epoch=epoch,
         num_packs_made=num_packs,
-        lower_bound=-(-int(slots.sum(dtype=np.int64)) // size),
+        lower_bound=ceil_div(int(slots.sum(dtype=np.int64)), size),
         counts=_count(lengths, pieces, int(tokens_per_pack.sum()), counts),
         note=packed.note,
     )
@@ -445,9 +447,8 @@ def _sample(
     """
     chosen = np.sort(seeded_order(len(offsets) - 1, seed, epoch)[:max_packs])
     sizes = np.diff(offsets)[chosen]
-    kept = np.zeros(max_packs + 1, np.int64)
-    np.cumsum(sizes, out=kept[1:])
-    return pieces.take(np.arange(kept[-1]) + np.repeat(offsets[chosen] - kept[:-1], sizes)), kept
+    kept = pieces.take(places_within(sizes) + offsets[chosen].repeat(sizes))
+    return kept, np.append(0, np.cumsum(sizes))
 
 
 def _count(

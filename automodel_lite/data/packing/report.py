@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from automodel_lite.data.packing.plan import PackPlan, PlanCounts, pack_blocks
+from automodel_lite.rounding import round_up
 from automodel_lite.seed import BLOCK, seeded_order
 
 
@@ -168,7 +169,7 @@ def _padded_positions(plan: PackPlan, lengths: np.ndarray, batch: int) -> int:
     """
     # Blocks of whole batches: none is padded to the longest of a part of it.
     order = seeded_order(len(plan.doc_ids), plan.seed, plan.epoch)
-    block = -(-BLOCK // batch) * batch
+    block = round_up(BLOCK, batch)
     positions = 0
     for first in range(0, len(order), block):
         slots = plan.slots(lengths, order[first : first + block])

@@ -221,7 +221,7 @@ def detect(
     for name in [name for name in typed if name not in has]:
         raise ConfigError(
             f"dataset.columns.{name}: the data are taken for {found.name}, which has no {name}"
-            f"{did_you_mean(name, has) or '.'} It has {', '.join(has)}."
+            f"{did_you_mean(name, has)} It has {', '.join(has)}."
         )
     untyped = [name for name in columns if name not in typed.values()]
     verdict = next((name for name in VERDICTS if name in untyped), None)

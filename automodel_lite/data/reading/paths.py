@@ -27,12 +27,11 @@ from pathlib import Path
 
 from automodel_lite.config.rules import looks_local
 from automodel_lite.data.cache import cache_root
-from automodel_lite.errors import ConfigError, DataError, did_you_mean_path, printable
+from automodel_lite.errors import ConfigError, DataError, did_you_mean_path, listed, printable
 
 KINDS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt", ".parquet", ".arrow")
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".lzma", ".zst")
 MAX_ENTRIES = 200_000  # of a folder: more is a whole disk, named by mistake
-SHOWN_NAMES = 3  # of the files that are left out for one reason
 _HELD_OUT = re.compile(
     r"(?<![a-z])(val|valid|validation|dev|eval|evaluation|test|testing|held.?out)(?![a-z])", re.I
 )
@@ -123,10 +122,8 @@ def left_out_note(left_out: Mapping[str, Sequence[str]]) -> str:
     """
     parts = []
     for reason, names in left_out.items():
-        shown = ", ".join(map(printable, names[:SHOWN_NAMES])) + (
-            ", ..." if len(names) > SHOWN_NAMES else ""
-        )
-        parts += [f"{len(names):,} {reason} ({shown})"] if names else []
+        if names:
+            parts.append(f"{len(names):,} {reason} ({listed([*map(printable, names)], 3)})")
     return f"left out: {', '.join(parts)}" if parts else ""
 
 
@@ -169,7 +166,7 @@ def find_files(
     if missing and not is_hub:
         raise ConfigError(
             f"{key}={', '.join(missing)} does not exist (looked in {Path.cwd()})"
-            f"{did_you_mean_path(missing[0]) or '.'}"
+            f"{did_you_mean_path(missing[0])}"
         )
     if left_out["held out for validation"] and not taken:
         raise ConfigError(

@@ -11,7 +11,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from automodel_lite.config.schema import TokenizeConfig
-from automodel_lite.data.tokens.token_rows import RowCounts
+from automodel_lite.data.tokens.token_rows import RowCounts, places_within
 from automodel_lite.errors import DataError, harmless
 from automodel_lite.thd import IGNORE_INDEX
 
@@ -123,7 +123,7 @@ def check_rows(
 def hash_rows(input_ids: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """Returns uint64 [N] of rows that lie end to end, none of them empty: equal for equal ids."""
     starts = np.cumsum(lengths) - lengths
-    places = (np.arange(len(input_ids)) - starts.repeat(lengths)).astype(np.uint64)
+    places = places_within(lengths).astype(np.uint64)
     # splitmix64 of place and id; the sum over a row wraps around
     mixed = (places << np.uint64(32)) ^ input_ids.astype(np.uint64)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):

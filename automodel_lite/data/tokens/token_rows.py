@@ -99,6 +99,15 @@ class DocumentReader(ABC):
         return rows, rows.offsets[:-1], rows.lengths
 
 
+def places_within(lengths: np.ndarray) -> np.ndarray:
+    """Returns the places inside runs of these lengths, int64 [sum(lengths)].
+
+    >>> places_within(np.array([2, 3]))
+    array([0, 1, 0, 1, 2])
+    """
+    return np.arange(lengths.sum()) - (lengths.cumsum() - lengths).repeat(lengths)
+
+
 @dataclass(frozen=True)
 class LabelSpans:
     """A column of few changes: values[i] from token at[i] on, up to the next; a slice of it is an
@@ -129,8 +138,7 @@ class LabelSpans:
     def positive(self) -> tuple[np.ndarray, np.ndarray]:
         """Returns the tokens whose value is over 0, and their values."""
         lengths = np.diff(np.append(self.at, self.num_tokens)) * (self.values > 0)
-        within = np.arange(lengths.sum()) - (lengths.cumsum() - lengths).repeat(lengths)
-        return self.at.repeat(lengths) + within, self.values.repeat(lengths)
+        return self.at.repeat(lengths) + places_within(lengths), self.values.repeat(lengths)
 
 
 class TokenizedDocuments(DocumentReader):

@@ -55,7 +55,7 @@ from automodel_lite.data.tokens.token_rows import (
     next_token_labels,
 )
 from automodel_lite.data.tokens.tokenizer import check_vocabulary
-from automodel_lite.errors import ConfigError, DataError, DroppedError, printable
+from automodel_lite.errors import ConfigError, DataError, DroppedError, listed, printable
 from automodel_lite.progress import Progress
 from automodel_lite.thd import COLUMNS, IGNORE_INDEX, Column, declared_columns
 
@@ -473,6 +473,5 @@ def tokenization_notes(name: str, found: Findings) -> list[str]:
         )
     if found.unused:
         places = [f"{printable(what)} ({place})" for what, place in found.unused.items()]
-        more = f" and {len(places) - 5} more" if len(places) > 5 else ""
-        notes.append(f"NOTE: {name}: ignored, as nothing uses them: {', '.join(places[:5])}{more}")
+        notes.append(f"NOTE: {name}: ignored, as nothing uses them: {listed(places, 5)}")
     return notes

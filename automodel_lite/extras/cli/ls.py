@@ -58,7 +58,7 @@ def ls(argv: list[str]) -> int:
                 *(f"{group}/{option}" for group in known for option in known[group]),
             ]
             raise ConfigError(
-                f"{args.name}: no such preset or option{did_you_mean(args.name, names) or '.'}"
+                f"{args.name}: no such preset or option{did_you_mean(args.name, names)}"
             )
         lines = [f"# {path}", path.read_text().rstrip()]
     print("\n".join(lines))

@@ -159,7 +159,7 @@ def _partition(wanted: str | None) -> tuple[str, str, int, int, int]:
     mine = [row for row in rows if row[0].rstrip("*") == name]
     if not mine:
         raise ConfigError(
-            f"--partition {name}: there is no such partition{did_you_mean(name, names) or '.'} "
+            f"--partition {name}: there is no such partition{did_you_mean(name, names)} "
             f"The partitions are {', '.join(names)}."
         )
     # `gpu:h100:8(S:0-1)` are 8; a day, or the partition's limit where it is shorter

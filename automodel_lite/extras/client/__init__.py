@@ -61,6 +61,7 @@ from automodel_lite.models.source import embedding_rows
 from automodel_lite.parallel.control import all_ranks, open_control
 from automodel_lite.parallel.mesh import mesh_shape
 from automodel_lite.parallel.peers import flat
+from automodel_lite.rounding import ceil_div
 from automodel_lite.run.checkpoint import Checkpointer
 from automodel_lite.run.export import export_adapter, export_hf
 from automodel_lite.run.folder import RunFolder, config_yaml, plain
@@ -310,7 +311,7 @@ class TrainingClient:
         drawn = []
         model.module.eval()
         # where weights are gathered for each forward, all ranks make as many of them
-        rounds = -(-len(batches) // mesh.shape.dp)
+        rounds = ceil_div(len(batches), mesh.shape.dp)
         for number in range(mesh.dp_rank, rounds * mesh.shape.dp, mesh.shape.dp):
             own = batches[number] if number < len(batches) else [0]
             seed_all(self.config.seed, "sample", seed, number)

@@ -24,6 +24,7 @@ from automodel_lite.data.tokens.token_rows import PAIRED, TokenizedDocuments, fl
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.loss import Loss, check_columns
 from automodel_lite.parts.trees import cut_tree, grow_trees
+from automodel_lite.rounding import ceil_div, round_up
 from automodel_lite.thd import CHOSEN, COLUMNS, IGNORE_INDEX, REJECTED
 
 Row = dict[str, np.ndarray]
@@ -234,10 +235,10 @@ def _packs(
     most_tokens = packer.packed_sequence_size
     multiple = packer.slot_multiple
     if grain and not packer.is_ragged:
-        slots = -(-documents.lengths // multiple) * multiple
+        slots = round_up(documents.lengths, multiple)
         step = math.lcm(grain, multiple)
-        least = max(int(slots.max()), -(-int(slots.sum()) // num_ranks))
-        for size in range(-(-least // step) * step, most_tokens, step):
+        least = max(int(slots.max()), ceil_div(int(slots.sum()), num_ranks))
+        for size in range(round_up(least, step), most_tokens, step):
             if len(plan := plan_of(size)) <= num_ranks:
                 return PackedDataset(documents, plan, packer.padding_idx)
     return PackedDataset(documents, plan_of(most_tokens), packer.padding_idx)

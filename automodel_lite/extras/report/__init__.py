@@ -17,7 +17,7 @@ from statistics import median_high
 from typing import Any
 
 from automodel_lite.config.components import flatten
-from automodel_lite.errors import ConfigError
+from automodel_lite.errors import ConfigError, listed
 from automodel_lite.extras.named_files import write_named
 from automodel_lite.extras.report.hangs import hangs_of
 from automodel_lite.extras.runs import existing_run
@@ -318,7 +318,7 @@ def warnings_of(record: RunRecord) -> list[str]:
     # of the ranks; the last of them
     slow = [str(row["warning"]) for row in record.rows if "warning" in row][-3:]
     if bad:
-        slow.append(f"the loss was not finite at steps {', '.join(bad[:10])}")
+        slow.append(f"the loss was not finite at steps {listed(bad)}")
     return noted + slow + hangs_of(RunFolder(record.path).logs)
 
 

@@ -10,6 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from automodel_lite.launched import named_ranks
+
 Call = dict[str, Any]  # an entry of torch's flight recorder
 
 
@@ -61,12 +63,15 @@ def _sentence(
     alike = [rank for rank in waiting if _number(waiting[rank]) == number]
     behind = [rank for rank in members if rank not in calls or _number(calls[rank]) < number]
     if behind:
-        return f"{_named(behind)} did not come to {where}, where {_named(alike)} waited."
+        return f"{named_ranks(behind)} did not come to {where}, where {named_ranks(alike)} waited."
     others = [rank for rank in calls if _what(calls[rank]) != _what(call)]
     if others:
         other = calls[others[0]]
-        return f"{_named(others[:1])} called {_what(other)} where {_named([first])} called {where}."
-    return f"{_named(alike)} waited in {where}, which all of them had called: a link or a GPU hung."
+        return f"rank {others[0]} called {_what(other)} where rank {first} called {where}."
+    return (
+        f"{named_ranks(alike)} waited in {where}, which all of them had called: a link or a GPU "
+        "hung."
+    )
 
 
 def _number(call: Call) -> int:
@@ -78,8 +83,3 @@ def _what(call: Call) -> str:
     shapes = ", ".join(map(str, call["input_sizes"][:2]))
     dtype = "".join(call["input_dtypes"][:1]).lower()
     return f"{call['profiling_name'].rpartition(':')[2]} of {dtype} {shapes}".rstrip()
-
-
-def _named(ranks: list[int]) -> str:
-    some = ", ".join(map(str, ranks[:4])) + (f" and {len(ranks) - 4} more" if ranks[4:] else "")
-    return f"rank {some}" if len(ranks) == 1 else f"ranks {some}"

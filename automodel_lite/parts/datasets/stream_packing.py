@@ -20,6 +20,7 @@ from automodel_lite.data.packing.overlong import check_overlong, fit_documents
 from automodel_lite.data.packing.packs import Packer
 from automodel_lite.data.tokens.token_rows import flatten
 from automodel_lite.errors import DataError
+from automodel_lite.rounding import ceil_div
 from automodel_lite.thd import COLUMNS, IGNORE_INDEX
 
 Row = dict[str, np.ndarray]
@@ -102,7 +103,7 @@ class PackStream(Iterator[dict[str, Any]]):
             # All rows of a document are held before the first is packed: a position is never within
             # a document.
             yield from [
-                -(-len(row["input_ids"]) // self.packer.slot_multiple) for _, row in arrived
+                ceil_div(len(row["input_ids"]), self.packer.slot_multiple) for _, row in arrived
             ]
             if self._cursor == stop:
                 return

@@ -72,6 +72,7 @@ from automodel_lite.parallel.mesh import Mesh
 from automodel_lite.parts.datasets.stream_packing import STREAM_COUNTS, PackStream, Row
 from automodel_lite.parts.readers.tables import without_nulls
 from automodel_lite.parts.trees import trees_of
+from automodel_lite.rounding import round_up
 
 AHEAD_DOCUMENTS = 16  # tokenized at once; never part of the position
 MIN_JUDGED_DOCUMENTS = 200  # before the cap on bad rows counts
@@ -334,7 +335,7 @@ class StreamedPacks(PackSource):
                 f"dataset.num_shards={num_shards} must be a multiple of {readers} "
                 f"({self.shape.dp_size} data-parallel ranks x "
                 f"dataloader.num_workers={self.dataloader.num_workers}): use "
-                f"{-(-num_shards // readers) * readers}."
+                f"{round_up(num_shards, readers)}."
             )
 
     @property

@@ -213,7 +213,7 @@ def load_generator(source: str, trust_remote_code: bool = False, on_cpu: bool = 
             raise
         if isinstance(error, OSError) and not Path(source).is_dir():
             raise ConfigError(
-                f"model={source}: no folder has that name{did_you_mean_path(source) or '.'} As a "
+                f"model={source}: no folder has that name{did_you_mean_path(source)} As a "
                 f"name of the hub: {hub_reason(error)}"
             ) from error
         if "instantiate the backend tokenizer" in str(error):

@@ -22,6 +22,7 @@ from automodel_lite.parts.images.costs import count_tower
 from automodel_lite.parts.images.sources import blank_image
 from automodel_lite.parts.images.tokens import ImageProcessor
 from automodel_lite.parts.images.tower import PackedImages
+from automodel_lite.rounding import ceil_div
 from automodel_lite.thd import ThdBatch
 
 PIXELS = 1 << 20  # of an image, where nothing limits them
@@ -60,7 +61,7 @@ class AssumedImages:
         runs its part.
         """
         num_images = max(1, num_tokens // 2 // self.num_rows)
-        num_own = -(-num_images // num_ranks)
+        num_own = ceil_div(num_images, num_ranks)
         owner = torch.arange(num_images * self.num_rows) // self.num_rows % num_ranks
         return PackedImages(
             self._of_many(num_own),

@@ -36,6 +36,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from automodel_lite.compat import FakeTensor
 from automodel_lite.precision import at_least_fp32
+from automodel_lite.rounding import ceil_div
 from automodel_lite.thd import TreeRows
 
 CHUNK = 64
@@ -165,7 +166,7 @@ class Chunks:
         """
         assert tree.pieces is not None
         starts, lens, parents = tree.pieces
-        counts = -(-lens // length)
+        counts = ceil_div(lens, length)
         first = counts.cumsum(0) - counts
         piece = torch.repeat_interleave(counts)  # of each chunk
         # tokens of the piece before each chunk

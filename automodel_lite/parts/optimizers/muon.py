@@ -29,6 +29,7 @@ from automodel_lite.parts.optimizers.adamw import (
     SmallAdamW,
     param_groups,
 )
+from automodel_lite.rounding import ceil_div
 
 
 def muon(
@@ -155,7 +156,7 @@ def orthogonal(matrices: list[nn.Parameter], updates: list[Tensor]) -> list[Tens
     me = dist.get_rank(group)
     # of each matrix on each rank, as FSDP cuts: the first ranks have ceil(rows / ranks), the last
     # what is left
-    chunks = [-(-len(matrix) // size) for matrix in matrices]
+    chunks = [ceil_div(len(matrix), size) for matrix in matrices]
     rows = [
         [max(0, min(c, len(m) - rank * c)) for rank in range(size)]
         for m, c in zip(matrices, chunks)

@@ -67,9 +67,7 @@ def fetch(address: str, key: str) -> tuple[str, str]:
         raise
     except Exception as error:
         # of any protocol's package: no such file, no permission, no network, not installed
-        raise ConfigError(
-            f"{key}={address} cannot be read ({one_line(error) or type(error).__name__})."
-        ) from error
+        raise ConfigError(f"{key}={address} cannot be read ({one_line(error)}).") from error
     folder = entry.folder / "files"
     return str(folder / copies[root]) if [*copies] == [root] else str(folder), note
 
