@@ -312,6 +312,7 @@ def test_a_full_8b_is_measured_on_cards_of_both_sizes(gib: float) -> None:
     assert ("step-8b-bf16-8bit" in found) == (gib < 100)
 
 
+@pytest.mark.system
 def test_the_seconds_of_each_save_are_told() -> None:
     found = save_and_resume("cpu", "tiny")
     assert found["verdict"] == "pass"

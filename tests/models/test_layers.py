@@ -113,7 +113,7 @@ def test_inputs_of_layers_wait_elsewhere(how: str, num_alive: int) -> None:
     loss.backward()
 
 
-@pytest.mark.parametrize("how", ["none", "full"])
+@pytest.mark.parametrize("how", [pytest.param("none", marks=pytest.mark.system), "full"])
 def test_packs_of_other_documents_need_no_new_graph(how: str) -> None:
     model = small_model()
     layers = list(model.lm.model.layers)

@@ -97,7 +97,11 @@ def _train_otherwise(rank: int, world_size: int, folder: str, overrides: list[li
     ("override", "said"),
     [
         ("seed=7", "seed: 0 on rank 0 .*, 7 on rank 1"),
-        ("mesh.timeout_s=17", "mesh.timeout_s: 600 on rank 0 .*, 17 on rank 1"),
+        pytest.param(
+            "mesh.timeout_s=17",
+            "mesh.timeout_s: 600 on rank 0 .*, 17 on rank 1",
+            marks=pytest.mark.system,
+        ),
     ],
 )
 def test_a_run_of_different_settings_does_not_start(
@@ -343,6 +347,7 @@ def _fall_silent(rank: int, world_size: int) -> str:
     return heard[0] if heard else ""
 
 
+@pytest.mark.system
 def test_a_host_without_heartbeats_is_taken_for_dead() -> None:
     first, _ = run_ranks(_fall_silent, 2)
     assert re.fullmatch(r"rank 1 on \S+: no heartbeat for \d+ s: its host may be down", first)

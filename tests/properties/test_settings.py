@@ -121,7 +121,7 @@ def check(case: tuple[tuple[str, ...], dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize(
     "num_cases",
-    [20, pytest.param(100, marks=pytest.mark.system), pytest.param(4000, marks=pytest.mark.slow)],
+    [10, pytest.param(100, marks=pytest.mark.system), pytest.param(4000, marks=pytest.mark.slow)],
 )
 def test_settings_work_or_are_named(num_cases: int) -> None:
     counts = explore(drawn_settings(), check, num_cases)

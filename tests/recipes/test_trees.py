@@ -171,6 +171,7 @@ def test_runs_on_trees_resume_bit_for_bit(tmp_path: Path, kind: str) -> None:
     assert losses(train("smoke", tmp_path / "run", *given, *source)) == whole
 
 
+@pytest.mark.system
 def test_a_dry_run_counts_the_keys_of_trees(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

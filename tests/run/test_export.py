@@ -81,6 +81,7 @@ def test_the_exported_model_is_the_trained_one(
         torch.testing.assert_close(loaded(IDS).logits, trained.model.lm.eval()(IDS).logits)
 
 
+@pytest.mark.system
 def test_a_tied_model_is_tuned_again_from_its_export(tmp_path: Path):
     train("smoke", tmp_path / "base", *FEW, "model.config.tie_word_embeddings=true")
     base = ["model=pretrained", f"model.pretrained={tmp_path}/base/hf"]

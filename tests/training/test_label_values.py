@@ -298,6 +298,7 @@ def test_references_computed_ahead_are_taken(
     assert "training.max_steps=1 trains on" in capsys.readouterr().out
 
 
+@pytest.mark.system
 def test_a_continued_adapter_has_a_reference_of_its_own(
     models: Path, pairs: Path, tmp_path: Path
 ) -> None:

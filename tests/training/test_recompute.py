@@ -36,13 +36,10 @@ def auto(plan: Decided) -> Decided:
     return replace(with_recomputation(plan, "auto", 1), dtype=torch.bfloat16)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("gigabytes", "wish", "is_resharded"),
-    [
-        pytest.param(80, "auto", "auto", marks=pytest.mark.system),
-        (141, "auto", False),
-        pytest.param(141, "true", True, marks=pytest.mark.system),
-    ],
+    [(80, "auto", "auto"), (141, "auto", False), (141, "true", True)],
 )
 def test_weights_stay_gathered_where_they_fit(
     gigabytes: int, wish: str, is_resharded: bool | str

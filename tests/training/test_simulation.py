@@ -130,6 +130,7 @@ def test_weights_that_stay_gathered_are_sent_once() -> None:
     assert once.peaks["forward"] - twice.peaks["forward"] >= 2 * (LAYERS - 3) * of_layers / LAYERS
 
 
+@pytest.mark.system
 def test_memory_falls_with_ranks_and_with_recomputation() -> None:
     few, many = world(1, 2, 1), world(1, 16, 1)
     assert many.peak < few.peak
@@ -175,6 +176,7 @@ def test_a_failed_compilation_leaves_no_logits_behind(tmp_path: Path) -> None:
     assert code == 0, screen
 
 
+@pytest.mark.system
 def test_context_parallel_ranks_share_the_tokens() -> None:
     alone, shared = world(1, 4, 1), world(1, 1, 4)
     assert shared.weights == alone.weights
@@ -183,6 +185,7 @@ def test_context_parallel_ranks_share_the_tokens() -> None:
     assert "cp" not in alone.sent
 
 
+@pytest.mark.system
 def test_an_exchange_of_heads_knows_the_share_of_tp() -> None:
     """Two of eight heads are left to a rank of tp 4, which four ranks cannot exchange: the step once ended in a traceback."""
     model = transformers.LlamaConfig(
@@ -223,6 +226,7 @@ def test_tensor_parallel_ranks_hold_a_part_of_each_layer(
     assert found.sent[sent_over] > 0
 
 
+@pytest.mark.system
 def test_experts_are_dealt_over_ranks() -> None:
     experts = transformers.Qwen3MoeConfig(
         hidden_size=64,
@@ -243,13 +247,17 @@ def test_experts_are_dealt_over_ranks() -> None:
     assert found.weights == pytest.approx(4 * whole / 4, rel=0.01)
 
 
+@pytest.mark.system
 def test_one_process_holds_the_whole_model() -> None:
     found = simulate(parts("training.global_batch_size=1"), LLAMA, MeshShape(1, 1, 1))
     assert found.weights == found.gradients == 4 * PARAMETERS
     assert found.optimizer == pytest.approx(8 * PARAMETERS, rel=1e-3)
 
 
-@pytest.mark.parametrize(("optimizer", "bytes_per_weight"), [("adamw_bf16", 4), ("adamw_8bit", 2)])
+@pytest.mark.parametrize(
+    ("optimizer", "bytes_per_weight"),
+    [pytest.param("adamw_bf16", 4, marks=pytest.mark.system), ("adamw_8bit", 2)],
+)
 def test_small_states(optimizer: str, bytes_per_weight: int) -> None:
     """Their update in place is one kernel on a GPU, so that the optimizer is no peak; a real one works afterwards."""
     bf16 = ("training.master_weights=bf16", "training.precision=bf16")
@@ -588,6 +596,7 @@ def counted(
     return simulate(asked, model, shape), estimate_memory(plan, None)
 
 
+@pytest.mark.system
 def test_offloading_holds_inputs_on_the_host() -> None:
     """It takes one bf16 input per layer off the device."""
     whole = world(1, 1, 2, overrides=(FULL,))

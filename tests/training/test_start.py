@@ -159,6 +159,7 @@ def test_products_in_tf32_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None
         torch.set_num_threads(threads)
 
 
+@pytest.mark.system
 def test_the_seconds_of_the_start_are_told_by_phase(tmp_path: Path) -> None:
     """Printed in a line, and kept for comparison between hosts and jobs. A second run of a process has imported all."""
     options = ["training.max_steps=1", "checkpoint.export_hf=false", "report=false"]

@@ -304,6 +304,7 @@ def test_bad_rows_are_named_or_counted(tmp_path: Path) -> None:
     assert sum(state["num_empty"] for state in (steps[-1][1].shards or {}).values()) == 1
 
 
+@pytest.mark.system
 def test_too_many_bad_rows_end_a_stream(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps(row) + "\nbroken\n" for row in rows()) * 10)
