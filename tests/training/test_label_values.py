@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from automodel_lite.data.cache import seal
 from automodel_lite.errors import ConfigError
 from automodel_lite.parts.losses import label_values
 from automodel_lite.training.engine import Engine
@@ -251,6 +252,15 @@ def test_damaged_values_are_refused_and_computed_again(
         for column, values in again.items():
             np.testing.assert_array_equal(values, one[column])
         assert "was damaged: it is computed again" in capsys.readouterr().out
+    # and a value that nobody computed, whatever its checksum
+    values = np.lib.format.open_memmap(folder / "teacher_log_probs.npy", mode="r+")
+    label = np.flatnonzero(values[:, 0])[5]
+    values[label] = np.nan
+    values.flush()
+    (folder / "key.json").unlink()
+    seal(folder, "x", {})
+    with pytest.raises(ConfigError, match="has no value for 1 labels: remove it"):
+        train("finetune", tmp_path / "run", *settings(models, tmp_path, *step))
 
 
 def test_two_jobs_with_one_cache_compute_once(

@@ -198,7 +198,8 @@ class Values:
     def stored(self, name: str, rows: DocumentReader) -> Columns:
         """Maps the columns, [tokens of the flat rows] or [tokens, K].
 
-        Raises ConfigError where the cache has none, or other bytes than were written.
+        Raises ConfigError where the cache has none, other bytes than were written, or no value of a
+        label that a pack holds.
         """
         folder = self.folder(name, rows)
         if not folder.is_dir():
@@ -211,10 +212,16 @@ class Values:
                 f"{folder} is damaged ({damage}): run recipes/score.py with the same arguments "
                 "again."
             )
-        return self._mapped(folder)
+        return self._mapped(folder, rows)
 
-    def _mapped(self, folder: Path) -> Columns:
-        return {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in self.columns}
+    def _mapped(self, folder: Path, rows: DocumentReader) -> Columns:
+        columns = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in self.columns}
+        if num_missing := self._num_missing(rows, columns):
+            raise ConfigError(
+                f"{folder} has no value for {num_missing:,} labels: remove it, and its values are "
+                "computed again."
+            )
+        return columns
 
     def computed(self, name: str, rows: DocumentReader, engine: Engine) -> Columns:
         """Maps the columns, after computing what the cache does not have; every rank calls it. Of
@@ -235,7 +242,30 @@ class Values:
                     if is_writer:
                         part.finish(f"{self.name}-{name}", self.key(rows))
                 mesh.barrier()
-        return self._mapped(folder)
+        return self._mapped(folder, rows)
+
+    def _num_missing(self, rows: DocumentReader, columns: Columns) -> int:
+        """Returns the number of labels in packs that have no value."""
+        flat = rows.flat
+        missing = []
+        values = next(columns[name] for name, (dtype, _) in self.columns.items() if "f" in dtype)
+        for start in range(0, flat.num_tokens, _BLOCK_TOKENS):
+            block = slice(start, start + _BLOCK_TOKENS)
+            of_label = np.asarray(values[block]).reshape(-1, values.size // len(values))[:, 0]
+            is_missing = np.isnan(of_label) & (flat.columns["labels"][block] != IGNORE_INDEX)
+            missing.append(start + np.flatnonzero(is_missing))
+        places = np.concatenate([np.zeros(0, np.int64), *missing])
+        if not len(places):
+            return 0
+        # Those of documents that no pack holds are meant to be missing.
+        plan = self.packer.packs(rows).plan
+        begins = flat.offsets[plan.doc_ids] + (0 if plan.starts is None else plan.starts)
+        ends = flat.offsets[plan.doc_ids + 1]
+        if plan.stops is not None:
+            ends = flat.offsets[plan.doc_ids] + plan.stops
+        order = np.argsort(begins)
+        piece = np.searchsorted(begins[order], places, side="right") - 1
+        return int(((piece >= 0) & (places < ends[order][piece])).sum())
 
 
 def reference_values(built: BuiltModel, packer: Packer, cache_dir: str | None, seed: int) -> Values:
