@@ -245,6 +245,11 @@ WRONG_TYPES = {
     "a length": ("tokenizer_config.json", {"model_max_length": [1]}, "must be a number"),
     "an id": ("generation_config.json", {"eos_token_id": [1, "2"]}, "must be a token id or a list"),
     "a switch": ("generation_config.json", {"output_scores": "x"}, "must be true or false"),
+    "a prefix": (
+        "tokenizer.json",
+        {"model": {"continuing_subword_prefix": "##", "merges": [["a", "##b"], ["b", "c"]]}},
+        "its merges lack the continuing_subword_prefix",
+    ),
 }
 
 

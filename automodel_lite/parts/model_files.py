@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ from automodel_lite.errors import ConfigError, one_line
 
 INDEX = "model.safetensors.index.json"
 # What transformers and peft read as a mapping: a damaged one ends in a traceback of theirs, or is
-# left out in silence, as generation_config.json. tokenizer.json is large, and its reader says so.
+# left out in silence, as generation_config.json. tokenizer.json is large, and its reader says so,
+# but for a prefix that merges lack: it cuts that off unseen, and ends the process.
 NAMES = (
     "config.json",
     "generation_config.json",
@@ -23,6 +25,8 @@ NAMES = (
     "adapter_config.json",
     INDEX,
 )
+TOKENIZER = "tokenizer.json"
+_PREFIX = re.compile(r'"continuing_subword_prefix"\s*:\s*"[^"]')
 
 
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
@@ -32,10 +36,12 @@ def check_model_files(key: str, folder: Path) -> None:
     """Raises ConfigError for one that is no JSON object, or holds what its reader cannot use; and
     for an adapter beside a model, with which transformers would load both.
     """
-    for path in filter(Path.exists, map(folder.joinpath, NAMES)):
+    for path in filter(Path.exists, map(folder.joinpath, (*NAMES, TOKENIZER))):
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-            problem = _problem(path.name, found)
+            text = path.read_text(encoding="utf-8")
+            if path.name == TOKENIZER and not _PREFIX.search(text):
+                continue
+            problem = _problem(path.name, json.loads(text))
         except (OSError, ValueError, RecursionError) as error:
             problem = one_line(error)
         if problem:
@@ -55,6 +61,8 @@ def _problem(name: str, found: Any) -> str:
     """Returns what makes the reader of a file fail, or nothing."""
     if not isinstance(found, dict):
         return "no object with names and values"
+    if name == TOKENIZER and not _have_prefix(found.get("model")):
+        return "its merges lack the continuing_subword_prefix"
     if name == INDEX:
         files = found.get("weight_map")
         if not isinstance(files, dict) or not all(map(_is_name, files.values())):
@@ -75,6 +83,22 @@ def _problem(name: str, found: Any) -> str:
             if key.startswith("output_") and not isinstance(value, bool | None):
                 return f"{key} is {one_line(value)}, and must be true or false"
     return ""
+
+
+def _have_prefix(model: Any) -> bool:
+    """Returns whether the second part of each merge begins with the prefix; True for other models
+    than BPE, and for kinds that the reader refuses.
+    """
+    if not isinstance(model, dict):
+        return True
+    prefix = str(model.get("continuing_subword_prefix") or "")
+    merges = model.get("merges")
+    for merge in merges if isinstance(merges, list) else []:
+        parts = merge.split(" ") if isinstance(merge, str) else merge
+        second = parts[-1] if isinstance(parts, list) and parts else None
+        if isinstance(second, str) and not second.startswith(prefix):
+            return False
+    return True
 
 
 def _is_name(value: Any) -> bool:
