@@ -26,6 +26,7 @@ from automodel_lite.data.prepare import check_positions, check_sizes, prepare_da
 from automodel_lite.errors import ConfigError
 from automodel_lite.parallel.mesh import Mesh, rank, world_size
 from automodel_lite.parts.evaluation.generator import load_generator
+from automodel_lite.parts.evaluation.held_out import questions_of
 from automodel_lite.progress import activity
 from automodel_lite.results import RESULTS
 from automodel_lite.run.checkpoint_folder import exported_folder
@@ -33,7 +34,7 @@ from automodel_lite.telemetry.console import Console, quiet_libraries
 from automodel_lite.training.build import build_model
 from automodel_lite.training.decide import decide
 from automodel_lite.training.engine import Engine
-from automodel_lite.training.evaluation import questions_of, validation_losses
+from automodel_lite.training.evaluation import validation_losses
 from automodel_lite.training.plan import Parts
 from automodel_lite.training.resume import watch_ranks
 from automodel_lite.training.start import checked_parts, data_lines, open_world, resolve_auto

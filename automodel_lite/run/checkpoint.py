@@ -23,13 +23,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
-    set_model_state_dict,
     set_optimizer_state_dict,
 )
 
@@ -53,10 +53,6 @@ from automodel_lite.run.sharded_files import (
 JsonState = dict[str, Any]
 _OPTIMIZER = "optimizer.state."  # and the parameter's name, and that of its state
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True, ignore_frozen_params=True)
-_TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
-"""Frozen weights (the base of an adapter) come from where the model came from; `check_fits` misses
-a trained one.
-"""
 _BROKEN = (SafetensorError, OSError, ValueError, LookupError, TypeError, RuntimeError)
 
 
@@ -320,23 +316,17 @@ def _with_gradients(tensors: dict[str, Tensor], index: Iterable[str]) -> dict[st
 
 
 def load_weights(path: Path, model: nn.Module) -> None:
-    """Restores the trained weights alone, in one process, for export; with training.ema_decay their
-    average.
-    """
+    """Restores the weights alone, for export; with training.ema_decay their average."""
     index = read_index(path / on_disk.TENSORS)
-    weights: dict[str, Any] = dict(_weights(model))
     stored = {}
-    for name in weights:
+    for name, weight in _weights(model).items():
         average = f"optimizer.state.{name}.ema"
-        stored[name] = average if average in index else f"model.{name}"
-    if missing := sorted(set(stored.values()) - index.keys()):
+        stored[average if average in index else f"model.{name}"] = weight
+    if missing := sorted(stored.keys() - index.keys()):
         raise BrokenCheckpointError(
             f"{path}: {len(missing)} weights are missing, {missing[0]} first"
         )
-    read_tensors(
-        path / on_disk.TENSORS, index, {stored[name]: value for name, value in weights.items()}
-    )
-    set_model_state_dict(model, weights, options=_TRAINED)
+    read_tensors(path / on_disk.TENSORS, index, stored)
 
 
 def flat_state(
@@ -356,10 +346,15 @@ def flat_state(
 
 
 def _weights(model: nn.Module) -> dict[str, Tensor]:
-    """Returns what is trained; of tied weights one copy, chosen by identity, so that all ranks find
-    the same one.
+    """Returns what is trained, and the frozen weights of a model from scratch, which no file has;
+    of tied weights one copy, chosen by identity, so that all ranks find the same one.
     """
-    state: dict[str, Any] = get_model_state_dict(model, options=_TRAINED)
+    is_loaded = any(
+        isinstance(module, transformers.PreTrainedModel) and module.name_or_path
+        for module in model.modules()
+    )
+    options = StateDictOptions(ignore_frozen_params=is_loaded, strict=False)
+    state: dict[str, Any] = get_model_state_dict(model, options=options)
     first: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if first.setdefault(id(parameter), name) != name:

@@ -50,18 +50,21 @@ class Layout:
     """How the ranks hold a tensor: the part with the coordinates (c, ...) is in the file of rank
     `first` + c x stride + ... .
 
-    axes  [size, stride, dim] of each axis of the mesh that cuts the tensor, in this order, as
-          `torch.chunk` does
+    axes   [size, stride, dim] of each axis of the mesh that cuts the tensor, in this order, as
+           `torch.chunk` does
+    fused  [dim, number] of matrices that lie side by side, [gate | up]: tensor parallelism cuts
+           each of them, so that a rank holds as many boxes
     """
 
     dtype: str
     shape: list[int]
     first: int = 0
     axes: Sequence[Sequence[int]] = ()
+    fused: Sequence[int] = (0, 1)
 
     def parts(self, wanted: Box) -> Iterator[tuple[int, Box]]:
         """Yields (rank, its box) of each part that overlaps the wanted box."""
-        found: list[tuple[int, Box]] = [(self.first, [(0, length) for length in self.shape])]
+        found = [(self.first, box) for box in _matrices(self.shape, *self.fused)]
         for size, stride, dim in self.axes:
             cuts = []
             for rank, box in found:
@@ -74,12 +77,7 @@ class Layout:
                     max(0, (low - start) // length),
                     min(size, ceil_div(min(high, end) - start, length)),
                 ):
-                    cuts.append(
-                        (
-                            rank + c * stride,
-                            [*box[:dim], _chunk(start, end, size, c), *box[dim + 1 :]],
-                        )
-                    )
+                    cuts.append((rank + c * stride, _cut(box, dim, size, c)))
             found = cuts
         yield from found
 
@@ -112,9 +110,10 @@ def own_parts(
             replica, place = divmod(replica, size)
             first += place * stride
             is_mine &= coordinate == place
-        layouts[name] = Layout(_name(tensor.dtype), list(tensor.shape), first, cuts)
-        if is_mine and local(tensor).numel():
-            mine[_key(name, _own_box(tensor))] = local(tensor.detach())
+        layout = Layout(_name(tensor.dtype), list(tensor.shape), first, cuts, _fused(tensor))
+        layouts[name] = layout
+        for box, part in _boxes(tensor) if is_mine else ():
+            mine[_key(name, box)] = part
     return mine, layouts
 
 
@@ -136,6 +135,16 @@ def _axes(tensor: Tensor) -> Iterator[tuple[int, int, int | None, int]]:
         placement = placements[axis]
         dim = placement.dim if isinstance(placement, (Shard, StridedShard)) else None
         yield ranks.shape[axis], stride, dim, coordinate[axis]
+
+
+def _fused(tensor: Tensor) -> Sequence[int]:
+    """Returns the dim and the number of fused matrices that are cut one by one; (0, 1) without."""
+    placements = tensor.placements if isinstance(tensor, DTensor) else ()
+    for placement in placements:
+        # else FSDP's, of what tensor parallelism has cut in the same dim
+        if isinstance(placement, StridedShard) and Shard(placement.dim) not in placements:
+            return placement.dim, placement.split_factor
+    return 0, 1
 
 
 @cache  # torch computes it anew each time: a millisecond of each tensor
@@ -196,26 +205,29 @@ def read_index(folder: Path) -> dict[str, Layout]:
         raise BrokenCheckpointError(
             f"its format is version {index['version']}, and this program reads {_VERSION}"
         )
+    for name, entry in index["tensors"].items():
+        if "fused" not in entry and "gate_up" in name and any(axis[2] for axis in entry["axes"]):
+            raise BrokenCheckpointError(
+                f"an older version saved {name} under mesh.tp, its halves mixed up"
+            )
     return {name: Layout(**entry) for name, entry in index["tensors"].items()}
 
 
 @torch.no_grad()
 def read_tensors(folder: Path, index: Mapping[str, Layout], tensors: Mapping[str, Tensor]) -> None:
     """Copies this rank's boxes into the tensors, whichever ranks wrote them. No collective."""
-    by_file: dict[int, list[tuple[str, Box, Box]]] = {}
+    by_file: dict[int, list[tuple[str, Box, Box, Tensor]]] = {}
     for name, tensor in tensors.items():
-        if not local(tensor).numel():
-            continue
-        wanted = _own_box(tensor)
-        for rank, box in index[name].parts(wanted):
-            by_file.setdefault(rank, []).append((name, box, wanted))
+        for wanted, own in _boxes(tensor):
+            for rank, box in index[name].parts(wanted):
+                by_file.setdefault(rank, []).append((name, box, wanted, own))
     # each file is opened once
     for rank, items in by_file.items():
         with safe_open(folder / _file_of(rank), framework="pt") as file:
-            for name, box, wanted in items:
+            for name, box, wanted, own in items:
                 overlap = [(max(a, low), min(b, high)) for (a, b), (low, high) in zip(box, wanted)]
                 part = file.get_slice(_key(name, box))[_within(overlap, box)]
-                local(tensors[name])[_within(overlap, wanted)].copy_(part)
+                own[_within(overlap, wanted)].copy_(part)
 
 
 def _within(part: Box, whole: Box) -> tuple[slice, ...]:
@@ -240,12 +252,27 @@ def check_fits(index: Mapping[str, Layout], state: Mapping[str, Tensor]) -> None
             raise BrokenCheckpointError(f"{name} is {saved[name]}, the run's is {want}")
 
 
-def _own_box(tensor: Tensor) -> Box:
-    box = [(0, length) for length in tensor.shape]
-    for size, _, dim, coordinate in _axes(tensor):
-        if dim is not None:
-            box[dim] = _chunk(*box[dim], size, coordinate)
-    return box
+def _boxes(tensor: Tensor) -> Iterator[tuple[Box, Tensor]]:
+    """Yields the boxes that this rank holds, each with its values, a view."""
+    dim, number = _fused(tensor)
+    values = local(tensor.detach())
+    parts = values.chunk(number, dim) if number > 1 else [values]
+    for box, part in zip(_matrices(tensor.shape, dim, number), parts):
+        for size, _, along, coordinate in _axes(tensor):
+            if along is not None:
+                box = _cut(box, along, size, coordinate)
+        if part.numel():
+            yield box, part
+
+
+def _matrices(shape: Sequence[int], dim: int, number: int) -> list[Box]:
+    whole = [(0, length) for length in shape]
+    return [_cut(whole, dim, number, place) for place in range(number)]
+
+
+def _cut(box: Box, dim: int, size: int, number: int) -> Box:
+    """Returns a box whose edge in one dim is the chunk of this number."""
+    return [_chunk(*edge, size, number) if place == dim else edge for place, edge in enumerate(box)]
 
 
 def _chunk(start: int, end: int, size: int, number: int) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from automodel_lite.config.components import build, locate
+from automodel_lite.config.components import locate
 from automodel_lite.config.schema import Config
 from automodel_lite.data.feeding.source import PackSource
 from automodel_lite.errors import (
@@ -19,17 +19,16 @@ from automodel_lite.errors import (
     is_out_of_memory,
     one_line,
 )
-from automodel_lite.models.source import is_remote_code, model_class
+from automodel_lite.models.source import model_class
 from automodel_lite.run.export import export_adapter, export_hf, generation_config
 from automodel_lite.telemetry.callbacks import MetricsLog
 from automodel_lite.telemetry.console import Console
 from automodel_lite.telemetry.live_report import LiveReport
 from automodel_lite.training.build import BuiltModel
-from automodel_lite.training.evaluation import questions_of
 from automodel_lite.training.guards import Guards
 
 _HUB = "automodel_lite.extras.hub"  # by name, as what a run exports knows no hub
-_GENERATOR = "automodel_lite.parts.evaluation.generator.load_generator"
+_ASK = "automodel_lite.parts.evaluation.held_out.ask_exported"
 
 
 def check_exportable(config: Config, built: BuiltModel, data: PackSource) -> None:
@@ -81,7 +80,7 @@ def finish(
         )
         if run.ranks.is_first and run.config.evaluation:
             with without_undoing("evaluated", console):
-                _ask(run, built, data, metrics, console, exported)
+                locate(_ASK)(run, built, data, metrics, console, exported)
         if run.ranks.is_first:
             with without_undoing("card", console):
                 locate(f"{_HUB}.write_card")(run.folder.path, exported, hub.push)
@@ -114,25 +113,6 @@ def without_undoing(stage: str, console: Console) -> Iterator[None]:
     except Exception as error:
         text = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
         console.say(stage, f"WARNING: {one_line(text, 600)}")
-
-
-def _ask(
-    run: Guards,
-    built: BuiltModel,
-    data: PackSource,
-    metrics: MetricsLog,
-    console: Console,
-    exported: Path,
-) -> None:
-    """Asks the held-out questions with the exported folder, as a user would load it; on the CPU:
-    the GPU is full.
-    """
-    is_remote = is_remote_code(type(built.model.loss_model.lm))
-    generator = locate(_GENERATOR)(str(exported), is_remote, on_cpu=True)
-    questions = questions_of(data.documents)
-    answers, scores = build(run.config.evaluation).ask(generator, questions)
-    console.print(answers)
-    metrics.log({"step": run.state.num_steps, **scores})
 
 
 def _export(run: Guards, built: BuiltModel, data: PackSource) -> Path:

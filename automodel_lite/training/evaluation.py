@@ -7,23 +7,21 @@ held-out questions are answered by parts/evaluation.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 
 from automodel_lite.config.components import locate
 from automodel_lite.config.schema import Config, SamplesConfig
 from automodel_lite.data.feeding.feed import validation_steps
-from automodel_lite.data.feeding.planned import document_kind
 from automodel_lite.data.feeding.source import PackSource
 from automodel_lite.data.packing.packs import PackedDataset
-from automodel_lite.data.reading.documents import Documents, Question, question_of
-from automodel_lite.errors import ConfigError, DataError
+from automodel_lite.errors import ConfigError
 from automodel_lite.progress import Progress
 from automodel_lite.rounding import ceil_div
 from automodel_lite.training.engine import Engine
 
-WITH_IMAGES = "automodel_lite.parts.evaluation.questions.with_images"
+HAS_QUESTIONS = "automodel_lite.parts.evaluation.held_out.has_questions"
 SAMPLE_ANSWERS = "automodel_lite.parts.evaluation.samples.sample_answers"
 
 
@@ -112,35 +110,9 @@ def check_held_out(config: Config, data: PackSource) -> None:
                 f"callbacks.{name} waits for {metric}, which training.val_every_steps=0 computes "
                 "only at the end: set training.val_every_steps."
             )
-    if config.evaluation and not has_questions(data.documents):
+    if config.evaluation and not locate(HAS_QUESTIONS)(data.documents):
         raise ConfigError(
             "evaluation asks held-out questions, and the data has none, as plain text, token ids "
             "and chats without a last answer: set evaluation=none, or dataset.val_path to chats "
             "that end with an answer."
         )
-
-
-def has_questions(documents: Documents) -> bool:
-    """Returns whether there is anything to ask; text and token ids are not read for it."""
-    if document_kind(documents) in ("text", "tokens", "rows"):
-        return bool(documents.questions)
-    return next(questions_of(documents), None) is not None
-
-
-def questions_of(documents: Documents) -> Iterator[Question]:
-    """Yields the dataset's own; where it has none, what its validation documents ask; without any,
-    its documents.
-    """
-    if documents.questions:
-        yield from documents.questions
-        return
-    for rows in documents.val.values() or [documents.train]:
-        for index in range(len(rows)):
-            try:
-                document = rows[index]
-                question = question_of(document)
-            except DataError:  # counted where the documents were tokenized
-                continue
-            if question and question.answer is not None:
-                images = document.get("images")
-                yield locate(WITH_IMAGES)(question, images) if images else question

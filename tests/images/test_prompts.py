@@ -16,10 +16,10 @@ from automodel_lite.errors import ConfigError
 from automodel_lite.extras.report import pieces_of
 from automodel_lite.parts.evaluation.exact_match import ExactMatch, asked_by
 from automodel_lite.parts.evaluation.generator import Generator
+from automodel_lite.parts.evaluation.held_out import questions_of
 from automodel_lite.parts.images.answer import inputs_of
 from automodel_lite.parts.images.sources import ImageSource
 from automodel_lite.parts.images.tokens import ImageProcessor
-from automodel_lite.training.evaluation import questions_of
 from recipes import generate, train_ft
 from tests.attention.hybrids import InFloat64
 from tests.images.families import draw, write_chats, write_model

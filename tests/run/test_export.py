@@ -277,9 +277,34 @@ def merge_on_rank(rank: int, world: int, run: Path, to: Path) -> None:
     assert export_hf.main([str(run), "--to", str(to)]) == 0
 
 
+@pytest.mark.system
+def test_experts_of_tensor_parallel_ranks_are_exported_from_the_checkpoint(tmp_path: Path):
+    """Each rank holds a part of the gates and one of the matrices fused to them."""
+    experts = "{model_type: qwen3_moe, hidden_size: 32, moe_intermediate_size: 16, num_experts: 4}"
+    sizes = ["intermediate_size=64", "num_hidden_layers=2", "num_experts_per_tok=2"]
+    heads = ["num_attention_heads=4", "num_key_value_heads=2"]
+    more = [f"+model.config.{setting}" for setting in (*sizes, *heads)]
+    train(
+        "smoke",
+        tmp_path / "run",
+        *FEW,
+        "~model.config",
+        f"+model.config={experts}",
+        *more,
+        "mesh.tp=2",
+        world_size=2,
+    )
+    assert export_hf.main([str(tmp_path / "run"), "--to", str(tmp_path / "again")]) == 0
+    again = load_file(tmp_path / "again/model.safetensors")
+    for name, weight in load_file(tmp_path / "run/hf/model.safetensors").items():
+        assert torch.equal(again[name], weight), name
+
+
 def test_checkpoints_are_averaged(tmp_path: Path):
     run = tmp_path / "run"
-    train("smoke", run, *FEW, "checkpoint.every_steps=1", "checkpoint.keep_last=3")
+    # of a model from scratch, frozen weights are in no file but the run's
+    frozen = "model.freeze=[embed_tokens,layers.0]"
+    train("smoke", run, *FEW, "checkpoint.every_steps=1", "checkpoint.keep_last=3", frozen)
     for number in (1, 2, 3):
         assert (
             export_hf.main(
@@ -296,6 +321,8 @@ def test_checkpoints_are_averaged(tmp_path: Path):
     assert average.main([str(run)]) == 0
     assert average.main([str(run), "--last", "2", "--to", str(tmp_path / "two")]) == 0
     of_step = [load_file(tmp_path / f"{number}/model.safetensors") for number in (1, 2, 3)]
+    for name, weight in load_file(run / "hf/model.safetensors").items():
+        assert torch.equal(of_step[-1][name], weight), name
     means = {run / "averaged": of_step, tmp_path / "two": of_step[1:]}
     for folder, parts in means.items():
         for name, weight in load_file(folder / "model.safetensors").items():

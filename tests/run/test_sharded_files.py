@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend "fake"
 
+from automodel_lite.compat import StridedShard
 from automodel_lite.run import checkpoint_folder
 from automodel_lite.run.sharded_files import (
     BrokenCheckpointError,
@@ -62,6 +63,8 @@ def _round_trip(rank: int, world_size: int, folder: str) -> tuple[list[str], boo
         name: torch.randn(5, 6, generator=torch.Generator().manual_seed(i))
         for i, name in enumerate("vwxyz")
     }
+    # two fused matrices, each of which "b" cuts
+    whole["zz"] = torch.randn(6, 8, generator=torch.Generator().manual_seed(9))
     # two experts on four ranks: two ranks have none
     whole["u"] = torch.randn(2, 6)[:, :6].copy_(whole["v"][:2])
     cuts = {
@@ -70,6 +73,7 @@ def _round_trip(rank: int, world_size: int, folder: str) -> tuple[list[str], boo
         "w": (mesh, [Replicate(), Shard(1)]),
         "x": (mesh, [Shard(1), Shard(0)]),
         "y": (mesh["a"], [Shard(0)]),
+        "zz": (mesh, [Shard(0), StridedShard(1, split_factor=2)]),
     }
     tensors = {
         "z": whole["z"],
@@ -86,7 +90,11 @@ def _round_trip(rank: int, world_size: int, folder: str) -> tuple[list[str], boo
         )
         for number, (name, value) in enumerate(whole.items())
     }
-    read_tensors(Path(folder), read_index(Path(folder)), fresh)
+    index = read_index(Path(folder))
+    read_tensors(Path(folder), index, fresh)
+    again = distribute_tensor(torch.zeros(6, 8), *cuts["zz"])
+    read_tensors(Path(folder), index, {"zz": again})
+    assert torch.equal(again.to_local(), tensors["zz"].to_local())
     return sorted(mine), all(
         torch.equal(tensor.full_tensor(), whole[name]) for name, tensor in fresh.items()
     )
@@ -97,10 +105,10 @@ def test_any_layout_is_read_into_any_other(tmp_path: Path) -> None:
     assert equal == (True,) * 4
     # w by its first replica, v by its second; u and x by all that have some; y by the mesh of rank 0 alone
     assert keys == (
-        ["u@0,0", "w@0,0", "x@0,0", "y@0,0"],
-        ["u@1,0", "w@0,3", "x@3,0", "z@0,0"],
-        ["v@0,0", "x@0,3", "y@3,0"],
-        ["v@3,0", "x@3,3"],
+        ["u@0,0", "w@0,0", "x@0,0", "y@0,0", "zz@0,0", "zz@0,4"],
+        ["u@1,0", "w@0,3", "x@3,0", "z@0,0", "zz@0,2", "zz@0,6"],
+        ["v@0,0", "x@0,3", "y@3,0", "zz@3,0", "zz@3,4"],
+        ["v@3,0", "x@3,3", "zz@3,2", "zz@3,6"],
     )
 
 
@@ -165,6 +173,16 @@ def test_another_format_is_named(tmp_path: Path) -> None:
     (tmp_path / "index.json").write_text(json.dumps({"version": 1, "tensors": {}}))
     with pytest.raises(
         BrokenCheckpointError, match="its format is version 1, and this program reads 2"
+    ):
+        read_index(tmp_path)
+
+
+def test_experts_that_were_saved_with_mixed_halves_are_refused(tmp_path: Path) -> None:
+    entry = {"dtype": "float32", "shape": [2, 8, 4], "first": 0, "axes": [[2, 1, 1]]}
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    (tmp_path / "index.json").write_text(json.dumps({"version": 2, "tensors": {name: entry}}))
+    with pytest.raises(
+        BrokenCheckpointError, match=r"gate_up_proj under mesh\.tp, its halves mixed"
     ):
         read_index(tmp_path)
 

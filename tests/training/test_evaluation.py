@@ -6,7 +6,7 @@ import pytest
 
 from automodel_lite.config.components import build
 from automodel_lite.parts.evaluation.exact_match import f1
-from automodel_lite.training.evaluation import has_questions
+from automodel_lite.parts.evaluation.held_out import has_questions
 from tests.runs import Row, train
 
 
