@@ -103,6 +103,22 @@ def test_a_batch_answers_as_each_prompt_alone(generator: Generator):
     assert answers_to(questions, generator, batch_size=3, max_new_tokens=12) == alone
 
 
+def test_padding_behind_an_answer_is_not_part_of_it(
+    generator: Generator, monkeypatch: pytest.MonkeyPatch
+):
+    """Some families' pad token is an ordinary one of the tokenizer."""
+    settings = generator.model.generation_config
+    whole = [generator.answers([chat], max_new_tokens=12)[0] for chat in CHATS]
+    one, *others = [generator.tokenizer(text)["input_ids"] for text in whole]
+    stop = next(token for token in one if not any(token in ids for ids in others))
+    monkeypatch.setattr(settings, "pad_token_id", others[0][0])
+    monkeypatch.setattr(settings, "eos_token_id", [stop, settings.eos_token_id])
+    alone = [generator.answers([chat], max_new_tokens=12)[0] for chat in CHATS]
+    assert len(alone[0]) < len(whole[0])
+    assert alone[1:] == whole[1:]
+    assert generator.answers(CHATS, max_new_tokens=12) == alone
+
+
 def test_a_file_of_prompts_is_answered_row_by_row(run: Path, tmp_path: Path, generator: Generator):
     asked, answered = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     asked.write_text(

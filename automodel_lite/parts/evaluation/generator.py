@@ -103,9 +103,19 @@ class Generator:
             room = min(max_new_tokens, *map(self._room_tokens, inputs["input_ids"]))
             output = generate(**inputs, max_new_tokens=room, streamer=streamer, **choice)
             # Prompts are padded on the left, so that all answers begin at the same column.
-            new = output[:, inputs["input_ids"].shape[1] :]
-            answers += self.tokenizer.batch_decode(new, skip_special_tokens=True)
+            new = output[:, inputs["input_ids"].shape[1] :].tolist()
+            answers += self.tokenizer.batch_decode(
+                list(map(self._until_stop, new)), skip_special_tokens=True
+            )
         return answers
+
+    def _until_stop(self, ids: list[int]) -> list[int]:
+        """Returns an answer's tokens with the first that ends it: what a batch has behind that is
+        padding, which may be a word of the tokenizer.
+        """
+        stops = self.model.generation_config.eos_token_id
+        ends = stops if isinstance(stops, list) else [stops]
+        return ids[: next((n for n, token in enumerate(ids, 1) if token in ends), len(ids))]
 
     @cached_property
     def processor(self) -> Any:
