@@ -103,6 +103,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("llama", torch.bfloat16),
         ("qwen3_moe", torch.float32),
         ("gpt_oss_sinks_window", torch.float32),
+        ("gemma3_window", torch.float32),
     ):
         config = FAMILIES[name]()
         config.tie_word_embeddings = name == "llama"
@@ -116,7 +117,7 @@ def test_loaded_weights_are_those_of_one_process(tmp_path: Path, checkpoints: Pa
     """Tied, fused, and with adapters in a frozen base: LoRA, DoRA, and a module that is trained whole."""
     plain = {
         name: ["model=pretrained", f"model.pretrained={checkpoints / name}"]
-        for name in ("llama", "qwen3_moe", "gpt_oss_sinks_window")
+        for name in ("llama", "qwen3_moe", "gpt_oss_sinks_window", "gemma3_window")
     }
     plain["qwen3_5_text"] = [
         "model=pretrained",
@@ -128,6 +129,11 @@ def test_loaded_weights_are_those_of_one_process(tmp_path: Path, checkpoints: Pa
         ([*plain["llama"], "peft=lora"], torch.bfloat16),
         ([*plain["llama"], "peft=dora"], torch.bfloat16),
         ([*plain["qwen3_moe"], "peft=lora", *saved], torch.float32),
+        # whose embedding has a buffer, by which it is scaled
+        (
+            [*plain["gemma3_window"], "peft=lora", "peft.modules_to_save=[embed_tokens]"],
+            torch.float32,
+        ),
         # whose modules draw numbers before their weights come, of which the adapters' are not made
         ([*plain["qwen3_5_text"], "peft=lora"], torch.float32),
     ]

@@ -350,6 +350,9 @@ def _take_from_base(layer: Any) -> None:
         for name, original in layer.original_module.named_parameters():
             module, _, weight = name.rpartition(".")
             setattr(copy.get_submodule(module), weight, nn.Parameter(original.detach().clone()))
+        for name, buffer in layer.original_module.named_buffers():  # Gemma scales its embeddings
+            module, _, own = name.rpartition(".")
+            setattr(copy.get_submodule(module), own, buffer.clone())
         return
     for magnitude in layer.lora_magnitude_vector.values():
         weight = local(layer.get_base_layer().weight)
