@@ -222,6 +222,11 @@ def test_a_small_file_of_a_model_that_is_damaged(name: str, damage: str, tmp_pat
 
 WRONG_TYPES = {
     "an index of no files": ("model.safetensors.index.json", {}, "its weight_map does not name"),
+    "an index of no weights": (
+        "model.safetensors.index.json",
+        {"weight_map": {}, "metadata": {}},
+        "its weight_map does not name a file for each weight",
+    ),
     "an index of numbers": (
         "model.safetensors.index.json",
         {"weight_map": {"a": "a.safetensors", "b": 3}},
@@ -234,12 +239,12 @@ WRONG_TYPES = {
     ),
     "an index without metadata": (
         "model.safetensors.index.json",
-        {"weight_map": {}},
+        {"weight_map": {"a": "a.safetensors"}},
         "its metadata are no object",
     ),
     "an index of a number": (
         "model.safetensors.index.json",
-        {"weight_map": {}, "metadata": 0},
+        {"weight_map": {"a": "a.safetensors"}, "metadata": 0},
         "its metadata are no object",
     ),
     "a length": ("tokenizer_config.json", {"model_max_length": [1]}, "must be a number"),

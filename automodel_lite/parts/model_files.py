@@ -65,7 +65,7 @@ def _problem(name: str, found: Any) -> str:
         return "its merges lack the continuing_subword_prefix"
     if name == INDEX:
         files = found.get("weight_map")
-        if not isinstance(files, dict) or not all(map(_is_name, files.values())):
+        if not isinstance(files, dict) or not files or not all(map(_is_name, files.values())):
             return "its weight_map does not name a file for each weight"
         if not isinstance(found.get("metadata"), dict):
             return "its metadata are no object with names and values"
