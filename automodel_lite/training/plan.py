@@ -179,6 +179,11 @@ def _peft_rules(parts: Parts, strategy: str) -> Iterator[str]:
             f"model.freeze={parts.model.freeze} with peft: an adapter's base is frozen already, "
             "remove one."
         )
+    if parts.peft and parts.model.train_towers:
+        yield (
+            "model.train_towers=true with peft: an adapter's base is frozen: name an encoder or a "
+            "projector in peft.modules_to_save, or layers of them in peft.target_modules."
+        )
     if parts.peft and parts.model.resize_embeddings:
         yield (
             "model.resize_embeddings=true with peft: an adapter's base keeps its rows. First "

@@ -7,6 +7,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
+from automodel_lite.attention.interface import install
+from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.errors import ConfigError
 from automodel_lite.parts.adapters.lora import Lora, load_adapted, lora_targets
 from benchmarks.tiny_models import tiny_model
@@ -155,6 +157,20 @@ def test_towers_are_adapted_where_they_are_named(
     adapted = [name for name in names if any(f".{name}".endswith(f".{end}") for end in modules)]
     parts = {part for name in adapted for part in name.split(".")}
     assert sorted(parts & {"language_model", "visual"}) == places
+
+
+def test_an_encoder_that_is_trained_whole_keeps_its_own_attention() -> None:
+    """Its copy has another config, by which transformers took it for a part of the language model."""
+    lm = tiny_model("gemma3")
+    Lora(modules_to_save=["vision_tower"]).adapt(lm, "base")
+    install(lm, ReferenceAttention())
+    used = {
+        name: module.config._attn_implementation
+        for name, module in lm.named_modules()
+        if isinstance(module, PreTrainedModel) and "modules_to_save" in name
+    }
+    assert used
+    assert set(used.values()) == {"eager"}
 
 
 def test_a_name_that_towers_have_too_is_that_of_the_language_model() -> None:

@@ -106,6 +106,7 @@ class Lora:
             use_rslora=self.use_rslora,
         )
         wrapped = self._wrap(model, config, base)
+        _share_configs(model)
         copied = [
             name
             for name, module in model.named_modules()
@@ -340,6 +341,19 @@ class LoraAdapter:
 
 
 _LAYERS = (BaseTunerLayer, ModulesToSaveWrapper)
+
+
+def _share_configs(model: nn.Module) -> None:
+    """Gives the copies of modules that are trained whole the config of their originals, by which
+    transformers tells encoders of images from the language model.
+    """
+    for wrapper in model.modules():
+        if not isinstance(wrapper, ModulesToSaveWrapper):
+            continue
+        copy: Any = wrapper.modules_to_save["default"]
+        for own, original in zip(copy.modules(), wrapper.original_module.modules()):
+            if "config" in vars(original):
+                own.config = original.config
 
 
 @torch.no_grad()
