@@ -95,6 +95,23 @@ def system_errors() -> Iterator[None]:
         raise
 
 
+@contextmanager
+def explained(
+    sentence: str, *errors: type[Exception], kind: type[ValueError] = ConfigError, cure: str = ""
+) -> Iterator[None]:
+    """Raises `sentence (reason): cure.` for one of `errors`, without any for OSError; what is a
+    sentence already passes.
+    """
+    errors = errors or (OSError,)
+    try:
+        yield
+    except (ConfigError, DataError):
+        raise
+    except errors as error:
+        reason = getattr(error, "strerror", None) or one_line(error)
+        raise kind(f"{sentence} ({reason}){': ' * bool(cure)}{cure}.") from error
+
+
 def printable(text: str, kept: str = "") -> str:
     """The text with everything that no line shows as it is escaped: control characters, halves of
     surrogate pairs.

@@ -86,7 +86,7 @@ CASES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "missing folder": (settings("model=pretrained", "~model.config", "model.pretrained=./nothing"), r"model.pretrained=./nothing: there is no such folder"),
     "hub unreachable": (settings("model=pretrained", "~model.config", "model.pretrained=someone/nothing"), r"the model someone/nothing cannot be loaded: .*hf download someone/nothing"),
     "unwritable folder": (settings("output_dir=/proc/x"), r"output_dir=/proc/x cannot be written"),
-    "unwritable folder of a dry run": (settings("output_dir=/proc/x", "dry_run=true"), r"output_dir=/proc/x cannot be written: /proc: .*: choose another"),
+    "unwritable folder of a dry run": (settings("output_dir=/proc/x", "dry_run=true"), r"output_dir=/proc/x cannot be written in /proc \(.*\): choose another"),
 }  # fmt: skip
 
 

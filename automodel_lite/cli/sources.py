@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from automodel_lite.cli.recipes import Recipe
 from automodel_lite.config.components import CONF_DIR
-from automodel_lite.errors import ConfigError, did_you_mean, did_you_mean_path
+from automodel_lite.errors import ConfigError, did_you_mean, did_you_mean_path, one_line
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,5 @@ def read(path: Path) -> DictConfig:
             f"{path} cannot be read ({error.strerror}){did_you_mean_path(str(path))}"
         ) from None
     except Exception as error:
-        raise ConfigError(
-            f"{path} cannot be read as YAML: {' '.join(str(error).split())[:300]}"
-        ) from None
+        raise ConfigError(f"{path} cannot be read as YAML: {one_line(error)}") from None
     return loaded if isinstance(loaded, DictConfig) else OmegaConf.create({})

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from automodel_lite.config.components import locate
-from automodel_lite.errors import ConfigError, did_you_mean, did_you_mean_path
+from automodel_lite.errors import ConfigError, did_you_mean, did_you_mean_path, explained
 
 MAX_PATH_BYTES = 4096  # of Linux
 MAX_PART_BYTES = 255
@@ -221,13 +221,9 @@ def read_template(template: str) -> str:
     """
     if "{" in template:
         return template
-    try:
+    sentence = f"tokenizer.chat_template={template} cannot be read"
+    with explained(sentence, OSError, UnicodeDecodeError):
         return Path(template).expanduser().read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise ConfigError(
-            f"tokenizer.chat_template={template} cannot be read ({reason})."
-        ) from error
 
 
 def check_folder(key: str, source: str) -> bool:

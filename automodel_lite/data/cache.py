@@ -22,7 +22,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from automodel_lite.errors import ConfigError
+from automodel_lite.errors import ConfigError, explained
 from automodel_lite.redact import scrub
 
 KEY_FILE = "key.json"
@@ -112,13 +112,9 @@ def _build_alone(folder: Path, name: str, key: Key, build: Callable[[Path], None
             return CacheEntry(folder, "hit (built by another process)")
         # Renamed first: who has the old files open keeps them.
         aside = folder.with_name(f".{folder.name}.damaged-{os.getpid()}")
-        try:
+        sentence = f"{folder} is damaged ({damage}) and cannot be replaced"
+        with explained(sentence, cure="remove this folder"):
             os.rename(folder, aside)
-        except OSError as error:
-            raise ConfigError(
-                f"{folder} is damaged ({damage}) and cannot be replaced ({error.strerror}): remove "
-                "this folder."
-            ) from None
         if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1:
             raise ConfigError(
                 f"{folder} was damaged ({damage}) and is removed; others of this job may have "

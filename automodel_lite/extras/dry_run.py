@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 
 from automodel_lite.config.schema import Config
 from automodel_lite.data.prepare import check_positions, check_sizes, prepare_data
-from automodel_lite.errors import ConfigError, one_line
+from automodel_lite.errors import explained, one_line
 from automodel_lite.extras.plan.capacity import GPUS_GB, PLANNED_GPU, usable
 from automodel_lite.extras.plan.heaviest import heaviest_batch
 from automodel_lite.extras.plan.simulation import simulate
@@ -108,14 +108,12 @@ def check_writable(folder: Path) -> None:
     beside it, or in the closest folder that exists.
     """
     there = next(path for path in (folder.resolve(), *folder.resolve().parents) if path.exists())
-    try:
-        with TemporaryDirectory(prefix=".dry_run_", dir=there):
-            pass
-    except OSError as error:
-        raise ConfigError(
-            f"output_dir={folder} cannot be written: {there}: {error.strerror}: choose another "
-            "with output_dir=... ."
-        ) from None
+    sentence = f"output_dir={folder} cannot be written in {there}"
+    with (
+        explained(sentence, cure="choose another with output_dir=... "),
+        TemporaryDirectory(prefix=".dry_run_", dir=there),
+    ):
+        pass
 
 
 def what_is_trained(decided: Decided, adapter: int | None) -> tuple[int, str]:

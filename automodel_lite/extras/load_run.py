@@ -20,7 +20,7 @@ from automodel_lite.config.components import build, build_with, flatten
 from automodel_lite.config.permissions import environment_problems
 from automodel_lite.config.schema import Config, MeshConfig
 from automodel_lite.data.tokens.tokenizer import load_tokenizer
-from automodel_lite.errors import ConfigError
+from automodel_lite.errors import ConfigError, explained
 from automodel_lite.extras.runs import existing_run
 from automodel_lite.models.layers import local
 from automodel_lite.models.loss import CrossEntropy, LossModel
@@ -52,11 +52,8 @@ class Trained:
         cannot be written.
         """
         step = step_of(self.checkpoint) or 0
-        try:
-            with activity("exporting"):
-                export_hf(to, self.model, self.tokenizer, self.dtype, self.logits, step, self.mesh)
-        except OSError as error:
-            raise ConfigError(f"{to} cannot be written ({error.strerror or error}).") from error
+        with activity("exporting"), explained(f"{to} cannot be written"):
+            export_hf(to, self.model, self.tokenizer, self.dtype, self.logits, step, self.mesh)
 
 
 def load_trained(

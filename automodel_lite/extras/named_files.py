@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from automodel_lite.errors import ConfigError
+from automodel_lite.errors import explained
 from automodel_lite.run.durable import write_atomically
 
 NO_PLACE = (FileExistsError, FileNotFoundError, IsADirectoryError, NotADirectoryError)
@@ -15,10 +15,6 @@ def write_named(path: Path, text: str) -> None:
 
     A disk that is full or may not be written has sentences of its own (run/limits.yaml).
     """
-    try:
+    with explained(f"{path} cannot be written", *NO_PLACE, cure="choose another place"):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, text)
-    except NO_PLACE as error:
-        raise ConfigError(
-            f"{path} cannot be written ({error.strerror}): choose another place."
-        ) from error

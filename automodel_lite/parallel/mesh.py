@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from automodel_lite import compat
 from automodel_lite.config.schema import MeshConfig
 from automodel_lite.config.sizes import MeshShape, mesh_shape
-from automodel_lite.errors import ConfigError, one_line
+from automodel_lite.errors import ConfigError, explained, one_line
 from automodel_lite.launched import is_first_here, launch_variable, rank, world_size
 
 T = TypeVar("T")
@@ -124,12 +124,8 @@ def launchers_store() -> dist.Store:
     """
     host = os.environ["MASTER_ADDR"]
     port = launch_variable("MASTER_PORT", 0)
-    try:
+    with explained(f"MASTER_ADDR={host} is no host that this one knows"):
         socket.getaddrinfo(host, port)
-    except OSError as error:
-        raise ConfigError(
-            f"MASTER_ADDR={host} is no host that this one knows ({error.strerror})."
-        ) from None
     timeout = timedelta(seconds=_START_S)
     try:
         if _has_agent():  # which opened it before it started this rank, or is gone

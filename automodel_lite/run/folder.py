@@ -23,8 +23,8 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, is_dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -39,7 +39,7 @@ from automodel_lite.config.permissions import check_yaml
 from automodel_lite.config.rules import OneOf
 from automodel_lite.config.schema import Config, resumable_settings
 from automodel_lite.config.signatures import with_options
-from automodel_lite.errors import ConfigError, format_value, one_line
+from automodel_lite.errors import ConfigError, explained, format_value, one_line
 from automodel_lite.redact import scrub, scrub_tree
 from automodel_lite.run.checkpoint_folder import is_stale
 from automodel_lite.run.durable import write_atomically
@@ -134,17 +134,11 @@ class RunFolder:
             write_atomically(self.config, self.config_text)
             self.checkpoints.mkdir(exist_ok=True)  # last: it says that a run has begun
 
-    @contextmanager
-    def explain_os_errors(self) -> Iterator[None]:
+    def explain_os_errors(self) -> AbstractContextManager[None]:
         """Raises ConfigError for what the file system refuses: a full disk, a folder that is
         read-only.
         """
-        try:
-            yield
-        except OSError as error:
-            raise ConfigError(
-                f"output_dir={self.path} cannot be written: {error.strerror}."
-            ) from None
+        return explained(f"output_dir={self.path} cannot be written")
 
     @property
     def display_path(self) -> str:

@@ -25,7 +25,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from automodel_lite.errors import ConfigError, RunStoppedError
+from automodel_lite.errors import ConfigError, RunStoppedError, explained
 from automodel_lite.launched import ProcessId, this_process
 
 PULSE_S = 5.0
@@ -104,16 +104,12 @@ class RunLock:
                     os.fsync(self._file)
                     self.is_lost = not self.is_held()
 
-        try:
+        with explained(f"output_dir={self.path.parent} cannot be written"):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             while True:
                 dead = self.check(pulse_s)
                 if self._create(self.path) if dead is None else self._take_over(dead):
                     break
-        except OSError as error:
-            raise ConfigError(
-                f"output_dir={self.path.parent} cannot be written: {error.strerror}."
-            ) from None
         self.token = self._mine.token
         threading.Thread(target=beat, daemon=True).start()
         return self.token

@@ -353,7 +353,7 @@ def test_every_answer_is_well_formed(peer: str) -> None:
             ), text
 
 
-@pytest.mark.parametrize(("text", "problem"), [("{", "is no JSON: "), ("[]", "is no object")])
+@pytest.mark.parametrize(("text", "problem"), [("{", r"is no JSON \("), ("[]", "is no object")])
 def test_a_broken_list_of_data_sets_is_a_sentence(tmp_path: Path, text: str, problem: str) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "dataset_info.json").write_text(text)

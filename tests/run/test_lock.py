@@ -124,7 +124,7 @@ def test_a_file_system_without_hard_links_is_a_sentence(
 
     monkeypatch.setattr(os, "link", no_links)
     with pytest.raises(
-        ConfigError, match=r"output_dir=.* cannot be written: Operation not permitted\."
+        ConfigError, match=r"output_dir=.* cannot be written \(Operation not permitted\)\."
     ):
         RunLock(tmp_path / "run.lock").acquire()
     assert list(tmp_path.iterdir()) == []

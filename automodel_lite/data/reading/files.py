@@ -44,7 +44,7 @@ from automodel_lite.data.reading.readers import (
     open_spans,
     placed,
 )
-from automodel_lite.errors import ConfigError, DataError, printable
+from automodel_lite.errors import ConfigError, DataError, explained, printable
 
 NUM_SNIFFED_ROWS = 20
 READERS = "automodel_lite.parts.readers"  # of what is no plain file of text
@@ -293,11 +293,9 @@ def open_rows(
     rows = []
     files = []
     for file in found:
-        try:
+        with explained(f"{file} cannot be read", kind=DataError):
             files += stamps(file)
             rows.append(_open_file(file, split, options))
-        except OSError as error:
-            raise DataError(f"{file} cannot be read ({error.strerror or error}).") from error
     shown = (
         printable(found[0].name)
         if len(rows) == 1

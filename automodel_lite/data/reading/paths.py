@@ -27,7 +27,14 @@ from pathlib import Path
 
 from automodel_lite.config.rules import looks_local
 from automodel_lite.data.cache import cache_root
-from automodel_lite.errors import ConfigError, DataError, did_you_mean_path, listed, printable
+from automodel_lite.errors import (
+    ConfigError,
+    DataError,
+    did_you_mean_path,
+    explained,
+    listed,
+    printable,
+)
 
 KINDS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt", ".parquet", ".arrow")
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".lzma", ".zst")
@@ -187,7 +194,7 @@ def _found(path: str, key: str, left_out: dict[str, list[str]]) -> tuple[Sequenc
     if not path.strip():
         raise ConfigError(f"{key}= is empty: was a shell variable not set?")
     expanded = Path(path).expanduser()
-    try:
+    with explained(f"{key}={path} cannot be read"):
         if expanded.is_dir():
             if (expanded / "state.json").exists() or (expanded / "dataset_dict.json").exists():
                 return [expanded], True
@@ -211,8 +218,6 @@ def _found(path: str, key: str, left_out: dict[str, list[str]]) -> tuple[Sequenc
         return select_files(
             [Path(match) for match in matches if os.path.isfile(match)], Path(), key, left_out
         ), False
-    except OSError as error:
-        raise ConfigError(f"{key}={path} cannot be read ({error.strerror}).") from error
 
 
 def _check_number(num_entries: int, path: str, key: str) -> None:

@@ -25,7 +25,7 @@ from automodel_lite.cli.sources import Sources, groups_of
 from automodel_lite.config.check import check_config
 from automodel_lite.config.permissions import needs_the_command_line
 from automodel_lite.config.rules import Range, argument
-from automodel_lite.errors import ConfigError, format_value, one_line, printable
+from automodel_lite.errors import ConfigError, explained, format_value, printable
 from automodel_lite.extras.cli import peers
 from automodel_lite.extras.named_files import write_named
 
@@ -72,12 +72,9 @@ def convert(argv: list[str]) -> int:
         raise ConfigError(f"{target} exists already: choose another file with --to.")
     if target.suffix != ".yaml":
         raise ConfigError(f"--to {target}: a preset is found by its name, which ends in .yaml.")
-    try:
+    unreadable = (OSError, UnicodeError, yaml.YAMLError, RecursionError)
+    with explained(f"{args.file} cannot be read as YAML", *unreadable):
         theirs = yaml.safe_load(args.file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{args.file} cannot be read ({error.strerror}).") from None
-    except (UnicodeError, yaml.YAMLError, RecursionError) as error:
-        raise ConfigError(f"{args.file} cannot be read as YAML: {one_line(error)}") from None
     if not isinstance(theirs, dict) or not all(isinstance(key, str) for key in theirs):
         raise ConfigError(f"{args.file} is not a configuration: its YAML is no mapping of names.")
     peer = args.peer or peer_of(theirs)

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from automodel_lite.errors import ConfigError, format_value, one_line
+from automodel_lite.errors import ConfigError, explained, format_value
 
 Tree = Mapping[str, Any]
 Set = Callable[[str, Any, str], None]  # (setting, value, where it comes from)
@@ -233,10 +233,8 @@ def _listed_datasets(data: str, folder: Path) -> tuple[Tree, Path]:
         path = root / data / "dataset_info.json"
         if not path.is_file():
             continue
-        try:
+        with explained(f"{path} is no JSON", ValueError):
             listed = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ConfigError(f"{path} is no JSON: {one_line(error, 120)}.") from error
         if not isinstance(listed, Mapping):
             raise ConfigError(f"{path} is no object with an entry for each dataset.")
         return listed, path.parent

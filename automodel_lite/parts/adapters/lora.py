@@ -37,7 +37,7 @@ from transformers.pytorch_utils import Conv1D
 from automodel_lite.attention.spec import FAMILIES
 from automodel_lite.config.components import missing_package
 from automodel_lite.config.rules import PathStr, Positive, Range, Size
-from automodel_lite.errors import ConfigError, one_line
+from automodel_lite.errors import ConfigError, explained
 from automodel_lite.models.layers import decoder_layers, local, output_head, towers
 from automodel_lite.models.sharded import keep_part
 from automodel_lite.parts.model_files import check_model_files
@@ -133,13 +133,12 @@ class Lora:
         if (folder / "adapter").is_dir():  # a run's
             folder /= "adapter"
         check_model_files("peft.adapter", folder)
-        try:
+        with explained(
+            f"peft.adapter={self.adapter} cannot be read",
+            *(OSError, KeyError, TypeError, ValueError, SafetensorError),
+        ):
             config = peft.LoraConfig.from_pretrained(str(folder))
             weights = load_file(folder / "adapter_model.safetensors")
-        except (OSError, KeyError, TypeError, ValueError, SafetensorError) as error:
-            raise ConfigError(
-                f"peft.adapter={self.adapter} cannot be read: {one_line(error)}."
-            ) from error
         config.inference_mode = False
         # peft saves a whole embedding beside its adapter
         beside = [name for name in weights if ".base_layer." in name]
@@ -187,7 +186,11 @@ class Lora:
         embedding and a head that share a weight: merged, it would change the other, too.
         """
         is_tied = _is_tied(model)
-        try:
+        cause = f"target_modules={self.target_modules}"
+        if self.adapter:
+            cause = f"adapter={self.adapter}: adapter_config.json"
+        refusals = (ValueError, TypeError, AttributeError, KeyError)
+        with explained(f"peft.{cause} cannot be used", *refusals):
             # peft makes its own layers where the base's are, and on the meta device their numbers
             # would be lost: there, one number is expanded, of the right shape and dtype and without
             # memory.
@@ -197,11 +200,6 @@ class Lora:
             # a base that is read whole drew numbers before its weights came, a sharded one none
             torch.manual_seed(torch.initial_seed())
             wrapped = peft.get_peft_model(model, config)
-        except (ValueError, TypeError, AttributeError, KeyError) as error:
-            named = f"peft.target_modules={self.target_modules}"
-            if self.adapter:
-                named = f"peft.adapter={self.adapter}: adapter_config.json"
-            raise ConfigError(f"{named}: {one_line(error)}") from None
         _replace(
             model,
             lambda p: p.untyped_storage().nbytes() < p.numel() * p.element_size(),

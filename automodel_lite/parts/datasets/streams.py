@@ -66,7 +66,7 @@ from automodel_lite.data.tokens.tokenize import (
     tokenize_sets,
 )
 from automodel_lite.data.tokens.tokenizer import padding_id
-from automodel_lite.errors import ConfigError, DataError, one_line, printable
+from automodel_lite.errors import ConfigError, DataError, explained, printable
 from automodel_lite.models.flops import CostModel
 from automodel_lite.parallel.mesh import Mesh
 from automodel_lite.parts.datasets.stream_packing import STREAM_COUNTS, PackStream, Row
@@ -109,10 +109,8 @@ def read_hub(
     """
     import datasets
 
-    try:
+    with explained(f"dataset.path={path} cannot be streamed", Exception):
         stream = datasets.load_dataset(path, name, split=split, streaming=True)
-    except Exception as error:
-        raise ConfigError(f"dataset.path={path} cannot be streamed: {one_line(error)}") from error
     shown = f"{path}/{name}" if name else path
     if stream.num_shards >= num_shards:
         rows = stream.shard(num_shards, shard).skip(start)

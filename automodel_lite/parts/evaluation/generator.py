@@ -19,6 +19,7 @@ from automodel_lite.config.components import locate
 from automodel_lite.errors import (
     ConfigError,
     did_you_mean_path,
+    explained,
     is_out_of_memory,
     is_out_of_threads,
     one_line,
@@ -193,15 +194,12 @@ def prompt_ids(
     """
     if not is_chat or tokenizer.chat_template is None:
         return tokenizer(messages[-1]["content"])["input_ids"]
-    try:
+    # whatever a template does wrong
+    cure = "use --raw to skip the template"
+    with explained("the chat template refuses the prompt", Exception, cure=cure):
         inputs = tokenizer.apply_chat_template(
             messages, tools=tools, add_generation_prompt=True, return_dict=True
         )
-    except Exception as error:  # whatever a template does wrong
-        reason = one_line(error)
-        raise ConfigError(
-            f"the chat template refuses the prompt ({reason}): use --raw to skip the template."
-        ) from error
     return inputs["input_ids"]
 
 

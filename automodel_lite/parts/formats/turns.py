@@ -13,7 +13,7 @@ import re
 from typing import Any
 
 from automodel_lite.data.reading.documents import MEDIA, NAMES, NOT_READ, Message, sound_text
-from automodel_lite.errors import DataError
+from automodel_lite.errors import DataError, explained
 
 ROLES = NAMES["roles"]
 TEXT_PARTS = ("text", "input_text", "output_text")
@@ -172,7 +172,5 @@ def maybe_json(value: Any, where: str) -> Any:
     """Returns the value, parsed if it is a text of JSON."""
     if not isinstance(value, str) or value.strip()[:1] not in ("{", "["):
         return value
-    try:
+    with explained(f"{where} is not valid JSON", ValueError, RecursionError, kind=DataError):
         return json.loads(value)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{where} is not valid JSON: {error}.") from error

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from automodel_lite.data.reading.readers import RawRow
-from automodel_lite.errors import DataError, one_line
+from automodel_lite.errors import DataError, explained
 from automodel_lite.parts.images.sources import SPAN
 
 KEY = "__key__"
@@ -59,19 +59,19 @@ def index_archive(path: Path, folder: Path) -> None:
     """Writes a line for each sample of an archive to a folder; raises DataError for one that cannot
     be read.
     """
-    try:
-        with (
-            tarfile.open(path, "r:") as archive,
-            (folder / index_name(path)).open("w", encoding="utf-8") as lines,
-        ):
-            for _, members in groupby(_files(archive), lambda member: _split(member.name)[0]):
-                row = row_of_sample(_content(archive, path, member) for member in members)
-                lines.write(json.dumps(row) + "\n")
-    except (OSError, ValueError, tarfile.TarError) as error:
-        raise DataError(
-            f"{path.name} cannot be read as an archive of samples ({one_line(error)}): it must be "
-            "a .tar, not compressed, of images, .json and .txt files."
-        ) from error
+    with (
+        explained(
+            f"{path.name} cannot be read as an archive of samples",
+            *(OSError, ValueError, tarfile.TarError),
+            kind=DataError,
+            cure="it must be a .tar, not compressed, of images, .json and .txt files",
+        ),
+        tarfile.open(path, "r:") as archive,
+        (folder / index_name(path)).open("w", encoding="utf-8") as lines,
+    ):
+        for _, members in groupby(_files(archive), lambda member: _split(member.name)[0]):
+            row = row_of_sample(_content(archive, path, member) for member in members)
+            lines.write(json.dumps(row) + "\n")
 
 
 def index_name(archive: Path) -> str:

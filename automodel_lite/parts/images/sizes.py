@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from automodel_lite.errors import ConfigError, DataError, one_line
+from automodel_lite.errors import ConfigError, DataError, explained
 from automodel_lite.parts.images.sources import blank_image
 
 MOST_SIZES = 200_000  # that are remembered
@@ -126,13 +126,10 @@ class SizeTable:
     def _asked(self, width: int, height: int) -> ImageTokens:
         """Returns what the processor makes of a blank image."""
         self.num_asked += 1
-        try:
+        sentence = f"an image of {width} x {height} pixels is refused by the processor"
+        # of sizes that a family's code has not thought of
+        with explained(sentence, Exception, kind=DataError):
             record, (text,) = self.process([blank_image(width, height)], **_TEXT_ONLY)
-        except Exception as error:  # of sizes that a family's code has not thought of
-            raise DataError(
-                f"an image of {width} x {height} pixels is refused by the processor "
-                f"({one_line(error)})."
-            ) from error
         runs = tuple(len(found[0]) // len(self.token) for found in self._run.finditer(text))
         if not runs:
             raise ConfigError(

@@ -12,7 +12,6 @@ sources in the order of the marks:
 from __future__ import annotations
 
 import base64
-import binascii
 import io
 import math
 import os
@@ -31,7 +30,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from automodel_lite.data.reading.documents import IMAGE
 from automodel_lite.data.reading.readers import RawRow
-from automodel_lite.errors import DataError, one_line
+from automodel_lite.errors import DataError, explained, one_line
 
 COLUMNS = ("images", "image")
 REJECTED = "rejected"
@@ -155,18 +154,18 @@ class ImageSource:
                     "file was replaced. Restore it, or clear the cache, so that the documents are "
                     "tokenized again."
                 )
-            try:
+            with explained(
+                f"image {self.name} cannot be decoded",
+                *(OSError, SyntaxError, ValueError),
+                kind=DataError,
+                cure="repair it, or take its row out",
+            ):
                 upright = ImageOps.exif_transpose(image)
                 if upright.mode.startswith("I"):  # 16 bits, which PIL clips to white
                     upright = upright.convert("I").point(lambda value: value / 256).convert("L")
                 shown = upright.convert("RGB")
                 size = limits.scaled(*shown.size)
                 return shown if size == shown.size else shown.resize(size)
-            except (OSError, SyntaxError, ValueError) as error:
-                raise DataError(
-                    f"image {self.name} cannot be decoded ({one_line(error)}): repair it, or take "
-                    "its row out."
-                ) from error
 
     def _opened(self, file: Any) -> Image.Image:
         try:
@@ -225,11 +224,11 @@ def _fetched(address: str, limits: ImageLimits) -> bytes:
         )
     import fsspec
 
-    try:
-        with fsspec.open(address, "rb") as file:
-            return bytes(file.read())
-    except Exception as error:  # of any protocol's package
-        raise DataError(f"image {address[:80]} cannot be read ({one_line(error)}).") from error
+    with (  # of any protocol's package
+        explained(f"image {address[:80]} cannot be read", Exception, kind=DataError),
+        fsspec.open(address, "rb") as file,
+    ):
+        return bytes(file.read())
 
 
 def source_of(value: Any, name: str) -> ImageSource:
@@ -257,14 +256,12 @@ def source_of(value: Any, name: str) -> ImageSource:
         path = unquote(value.removeprefix("file://")) if is_address else value
         return ImageSource(value[:200], path=path)
     head, _, content = value.partition(",")
-    try:
+    with explained(f"{name} is a data URI that cannot be read", ValueError, kind=DataError):
         if not head.endswith(";base64"):
             raise ValueError("it is not base64")
         return ImageSource(
             f"{name} ({head[5:40]})", content=base64.b64decode(content, validate=True)
         )
-    except (ValueError, binascii.Error) as error:
-        raise DataError(f"{name} is a data URI that cannot be read ({error}).") from error
 
 
 def take_images(

@@ -30,7 +30,7 @@ from automodel_lite.attention.spec import config_value
 from automodel_lite.data.reading.documents import IMAGE, Document, DocumentSet, Message
 from automodel_lite.data.tokens.encode import ChatRenderer, Encoder, Renderer, Rendering
 from automodel_lite.data.tokens.tokenize import DocumentTokenizer, Job
-from automodel_lite.errors import ConfigError, DataError, DroppedError, one_line
+from automodel_lite.errors import ConfigError, DataError, DroppedError, explained
 from automodel_lite.models.source import describe
 from automodel_lite.parts.evaluation.questions import IMAGES, parts_of
 from automodel_lite.parts.images.ahead import Rules, find_rules
@@ -85,18 +85,17 @@ class ImageProcessor:
             def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
                 """Lets the processors of other senses be missing."""
 
-        try:
+        with explained(  # whatever a family's code asks for
+            f"dataset.processor={self.path} cannot be loaded as the processor of a "
+            f"{self.config.model_type} model",
+            Exception,
+        ):
             parts = [
                 load[name].from_pretrained(self.path, **self.options) if name in load else None
                 for name in kind.get_attributes()
             ]
             settings, _ = kind.get_processor_dict(self.path, **self.options)
             made = OfImages.from_args_and_dict(parts, settings)
-        except Exception as error:  # whatever a family's code asks for
-            raise ConfigError(
-                f"dataset.processor={self.path} cannot be loaded as the processor of a "
-                f"{self.config.model_type} model: {one_line(error)}"
-            ) from error
         if not isinstance(getattr(made, "image_token", None), str):
             raise ConfigError(
                 f"the processor of model_type={self.config.model_type} names no token for the "

@@ -24,7 +24,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from automodel_lite.attention.kernel import refuse, require_cuda
 from automodel_lite.attention.spec import AttentionSpec
-from automodel_lite.errors import ConfigError
+from automodel_lite.errors import explained
 from automodel_lite.thd import AttentionInputs, AttentionOptions, Segments
 
 LARGEST_HEAD_DIM = 256
@@ -60,14 +60,13 @@ class VarlenAttention:
         self.compares_heads = "enable_gqa" in inspect.signature(varlen_attn).parameters
         self.implementation = implementation
         if implementation not in (None, CUDNN):
-            try:
+            with explained(
+                f"attention.implementation={implementation} cannot be activated",
+                *(ImportError, ValueError, RuntimeError),
+                cure="install the package that torch names, or leave attention.implementation at "
+                "null for the FlashAttention-2 inside torch",
+            ):
                 activate_flash_attention_impl(implementation)  # type: ignore[arg-type]
-            except (ImportError, ValueError, RuntimeError) as error:
-                raise ConfigError(
-                    f"attention.implementation={implementation} cannot be activated ({error}): "
-                    "install the package that torch names, or leave attention.implementation at "
-                    "null for the FlashAttention-2 inside torch."
-                ) from error
 
     def check(self, spec: AttentionSpec) -> None:
         """Raises ConfigError off CUDA, outside fp16 / bf16, with softcap or sinks, for unusual head

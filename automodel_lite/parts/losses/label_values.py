@@ -39,7 +39,7 @@ from automodel_lite.data.feeding.planned import PlannedPacks
 from automodel_lite.data.feeding.source import PackSource
 from automodel_lite.data.packing.packs import PackedDataset, Packer
 from automodel_lite.data.tokens.token_rows import CONTENT_HASH, PAIRED, DocumentReader
-from automodel_lite.errors import ConfigError, DataError
+from automodel_lite.errors import ConfigError, DataError, explained
 from automodel_lite.launched import is_first_here, rank
 from automodel_lite.models.fused_head import RowFunction
 from automodel_lite.models.loss import Loss, check_columns, label_log_probs
@@ -356,13 +356,9 @@ class Part:
         self.plan = packs.plan.fingerprint()
         self.done = len(packs)  # packs; those who write nothing wait for nobody
         if is_writer:
-            try:
+            cure = "make room there, or set cache_dir to another folder"
+            with explained(f"{folder.parent} cannot be written", cure=cure):
                 self._open()
-            except OSError as error:
-                raise ConfigError(
-                    f"{folder.parent} cannot be written ({error.strerror or error}): make room "
-                    "there, or set cache_dir to another folder."
-                ) from error
 
     def _open(self) -> None:
         files = {name: self.path / f"{name}.npy" for name in self.values.columns}

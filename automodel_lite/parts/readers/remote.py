@@ -18,7 +18,7 @@ from automodel_lite.data.reading.paths import (
     left_out_note,
     select_files,
 )
-from automodel_lite.errors import ConfigError, DataError, one_line, printable
+from automodel_lite.errors import ConfigError, explained, printable
 from automodel_lite.parts.readers.compressed import MAX_RATIO, max_plain_bytes
 from automodel_lite.progress import activity
 
@@ -51,23 +51,18 @@ def fetch(address: str, key: str) -> tuple[str, str]:
             f"{', '.join(PROTOCOLS)}, an archive at one of them, "
             "zip://a.jsonl::https://host/a.zip, or copy the files to this machine."
         )
-    try:
-        with activity(f"copying {address}"):
-            remote, root = fsspec.url_to_fs(address)
-            found = [root]
-            if protocols[0] not in ("http", "https"):  # whose pages are no folders
-                found = [p for p in remote.expand_path(root, recursive=True) if remote.isfile(p)]
-            if len(found) > MAX_ENTRIES:
-                raise ConfigError(f"{key}={address} holds over {MAX_ENTRIES:,} files.")
-            copies, note = name_copies(found, root, key)
-            # of its size, time or checksum
-            content = {"at": address, "as": "2"} | {path: remote.ukey(path) for path in copies}
-            entry = build_once(cache_root(), "fetched", os.path.basename(root), content, copy)
-    except (ConfigError, DataError):
-        raise
-    except Exception as error:
-        # of any protocol's package: no such file, no permission, no network, not installed
-        raise ConfigError(f"{key}={address} cannot be read ({one_line(error)}).") from error
+    # of any protocol's package: no such file, no permission, no network, not installed
+    with explained(f"{key}={address} cannot be read", Exception), activity(f"copying {address}"):
+        remote, root = fsspec.url_to_fs(address)
+        found = [root]
+        if protocols[0] not in ("http", "https"):  # whose pages are no folders
+            found = [p for p in remote.expand_path(root, recursive=True) if remote.isfile(p)]
+        if len(found) > MAX_ENTRIES:
+            raise ConfigError(f"{key}={address} holds over {MAX_ENTRIES:,} files.")
+        copies, note = name_copies(found, root, key)
+        # of its size, time or checksum
+        content = {"at": address, "as": "2"} | {path: remote.ukey(path) for path in copies}
+        entry = build_once(cache_root(), "fetched", os.path.basename(root), content, copy)
     folder = entry.folder / "files"
     return str(folder / copies[root]) if [*copies] == [root] else str(folder), note
 

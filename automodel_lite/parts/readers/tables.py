@@ -4,6 +4,7 @@ named.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,15 @@ import pyarrow.parquet
 
 from automodel_lite.data.reading.paths import WholeFile, check_not_cut
 from automodel_lite.data.reading.readers import RawRow, RawRows, RowList, check_names
-from automodel_lite.errors import ConfigError, DataError, one_line
+from automodel_lite.errors import ConfigError, DataError, explained
 
 BLOCK_ROWS = 512  # made into Python objects together, of up to as many bytes
 BLOCK_BYTES = 2**22
+
+
+def _read_as(kind: str, name: str) -> AbstractContextManager[None]:
+    """Raises DataError for whatever a damaged file makes of its reader."""
+    return explained(f"{name}: cannot be read as {kind}", Exception, kind=DataError)
 
 
 class TableRows:
@@ -31,14 +37,12 @@ class TableRows:
         self.name = name
         self._block: tuple[int, list[RawRow]] = (-1, [])
         self._file = WholeFile(path)
-        try:
+        with _read_as("arrow", name):
             try:
                 reader = pyarrow.ipc.open_file(pyarrow.memory_map(str(path)))
             except pyarrow.ArrowInvalid:  # written as a stream
                 reader = pyarrow.ipc.open_stream(pyarrow.memory_map(str(path)))
             self._table = reader.read_all()
-        except Exception as error:  # whatever a damaged file makes of its reader
-            raise DataError(f"{name}: cannot be read as arrow: {one_line(error)}") from error
         check_names(self._table.column_names, name)
         row_bytes = self._table.nbytes // max(1, self._table.num_rows)
         self._block_rows = min(BLOCK_ROWS, max(1, BLOCK_BYTES // max(1, row_bytes)))
@@ -54,13 +58,9 @@ class TableRows:
         if number != self._block[0]:
             check_not_cut([self._file])
             part = self._table.slice(number * self._block_rows, self._block_rows)
-            try:
+            with _read_as("arrow", self.where(index)):
                 part.validate(full=True)
                 rows = part.to_pylist()
-            except (pyarrow.ArrowException, ValueError, OverflowError) as error:
-                raise DataError(
-                    f"{self.where(index)}: cannot be read as arrow: {one_line(error)}"
-                ) from error
             self._block = (
                 number,
                 [{name: without_nulls(value) for name, value in row.items()} for row in rows],
@@ -75,28 +75,20 @@ def parquet_to_arrow(path: Path, name: str, folder: Path) -> None:
     """Writes the rows of a Parquet file as an Arrow file, `data`, which any row can be read from at
     once.
     """
-    try:
+    with _read_as("parquet", name):
         parquet = pyarrow.parquet.ParquetFile(path, memory_map=False)
         check_names(parquet.schema_arrow.names, name)
         with pyarrow.ipc.new_file(str(folder / "data"), parquet.schema_arrow) as writer:
             for batch in parquet.iter_batches(BLOCK_ROWS):
                 writer.write_batch(batch)
-    except DataError:
-        raise
-    except Exception as error:  # whatever a damaged file makes of its reader
-        raise DataError(f"{name}: cannot be read as parquet: {one_line(error)}") from error
 
 
 def open_saved(path: Path, name: str, split: str) -> RawRows:
     """Opens a folder that `datasets` saved."""
     import datasets
 
-    try:
+    with _read_as("a saved dataset", name):
         loaded = datasets.load_from_disk(str(path))
-    except Exception as error:  # whatever a damaged file makes of its reader
-        raise DataError(
-            f"{name}: cannot be read as a saved dataset: {one_line(error.__cause__ or error)}"
-        ) from error
     if isinstance(loaded, datasets.DatasetDict):
         if split not in loaded:
             raise ConfigError(
@@ -110,13 +102,12 @@ def open_hub(path: str, name: str | None, split: str, key: str) -> tuple[RawRows
     """Opens a dataset of the hub; returns its rows and what tells its version."""
     import datasets
 
-    try:
+    with explained(
+        f"{key}={path} is not a local file (looked in {Path.cwd()}), and the hub dataset cannot "
+        "be loaded",
+        Exception,
+    ):
         loaded = datasets.load_dataset(path, name, split=split)
-    except Exception as error:
-        raise ConfigError(
-            f"{key}={path} is not a local file (looked in {Path.cwd()}), and the hub dataset "
-            f"cannot be loaded: {one_line(error)}"
-        ) from error
     shown = f"{path}/{name}" if name else path
     return DatasetRows(loaded, shown), f"{shown} {split} {loaded._fingerprint}"
 
