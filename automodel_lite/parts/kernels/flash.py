@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
 
@@ -71,17 +70,10 @@ def installed() -> tuple[Callable[..., Any], bool]:
     if missing := sorted(needed - set(inspect.signature(flash_attn_varlen_func).parameters)):
         package = "flash-attn-4" if is_4 else "flash-attn"
         raise ConfigError(
-            f"attention=flash: flash_attn_varlen_func of {package} {_version(package)} has no "
-            f"argument {', '.join(missing)}: install another release, or use attention=varlen."
+            f"attention=flash: flash_attn_varlen_func of the installed {package} has no argument "
+            f"{', '.join(missing)}: install another release, or use attention=varlen."
         )
     return flash_attn_varlen_func, is_4
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "of an unknown version"
 
 
 class FlashAttention:
