@@ -268,14 +268,12 @@ def _check_preferences(columns: Sequence[str], renames: Mapping[str, str]) -> No
     named.
     """
     rejected = [name for name in columns if REJECTED.search(name)]
-    chosen = [name for name in columns if CHOSEN.search(name) and name not in rejected]
+    others = [name for name in columns if name not in rejected]
+    chosen = [name for name in others if CHOSEN.search(name)]
     named = set(renames.values())
     if not ANSWERS.isdisjoint(renames) and not named & set(rejected):
         return
-    wanted = [*chosen, *(name for name in columns if name not in rejected), "..."][
-        0 if chosen else -2
-    ]
-    wanted = printable(wanted)
+    wanted = printable(next(iter(chosen or others[-1:]), "..."))
     pairs = printable(", ".join([*chosen, *rejected]))
     taken = [name for name in rejected if name in named]
     what = f"{taken[0]} would be trained on" if taken else "this program trains on one answer"

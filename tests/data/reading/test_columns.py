@@ -222,6 +222,7 @@ WHAT_THEY_ARE = {
     "preference texts": (["prompt", "chosen", "rejected"], None, r"the columns chosen, rejected are preference pairs, and this program trains on one answer: select the chosen answers with dataset.columns.completion=chosen \(texts"),
     "the rejected ones": (["prompt", "chosen", "rejected"], {"completion": "rejected"}, r"preference pairs, and rejected would be trained on"),
     "beside messages": (["messages", "chosen", "rejected"], None, r"are preference pairs"),
+    "rejected ones alone": (["rejected"], None, r"the columns rejected are preference pairs, .* dataset.columns.completion=\.\.\. "),
     "other names": (["question", "response_j_better", "response_k_worse"], None, r"dataset.columns.completion=response_j_better"),
     "one bad answer": (["prompt", "answer", "rejected_answer"], None, r"dataset.columns.completion=answer"),
     "kto": (["prompt", "completion", "label"], None, r"column label says which answers are good and which are bad \(KTO\).* dataset.format=prompt_completion to train on all"),
