@@ -187,10 +187,10 @@ def test_a_full_disk_leaves_no_half_of_a_preset(
 
 DAMAGED = {
     "empty": (b"", "its YAML is no mapping of names"),
-    "binary": (bytes([0xDE, 0x00] * 50), "cannot be read as YAML: 'utf-8' codec can't decode"),
-    "zero bytes": (bytes(5), "cannot be read as YAML: unacceptable character"),
+    "binary": (bytes([0xDE, 0x00] * 50), "cannot be read as YAML ('utf-8' codec can't decode"),
+    "zero bytes": (bytes(5), "cannot be read as YAML (unacceptable character"),
     "list": (b"- a", "its YAML is no mapping of names"),
-    "deep": (b"a: " + b"[" * 5000, "cannot be read as YAML: maximum recursion depth exceeded"),
+    "deep": (b"a: " + b"[" * 5000, "cannot be read as YAML (maximum recursion depth exceeded"),
     "code": (b"a: !!python/object/apply:os.getcwd []", "could not determine a constructor"),
 }
 
