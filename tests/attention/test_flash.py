@@ -151,9 +151,7 @@ def test_another_signature_is_refused_before_anything_is_loaded(
     names = [name for name in FLASH_4_VARLEN if name not in ("softcap", "learnable_sink")]
     fake_flash_4(monkeypatch, names)
     flash = importlib.import_module("automodel_lite.parts.kernels.flash")
-    with pytest.raises(
-        ConfigError, match=r"flash-attn-4 has no argument learnable_sink, softcap"
-    ):
+    with pytest.raises(ConfigError, match=r"flash-attn-4 has no argument learnable_sink, softcap"):
         flash.FlashAttention()
 
 

@@ -204,7 +204,8 @@ def test_hub_names_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(datasets, "load_dataset", no_network)
     with pytest.raises(
-        ConfigError, match=r"dataset.path=org/set is not a local file .* \(Couldn't reach the hub\)\."
+        ConfigError,
+        match=r"dataset.path=org/set is not a local file .* \(Couldn't reach the hub\)\.",
     ):
         FilesDataset("org/set")
 
