@@ -73,7 +73,7 @@ def entry_folder(cache_dir: Path, kind: str, name: str, key: Key) -> Path:
 
 
 def build_once(
-    cache_dir: Path, kind: str, name: str, key: Key, build: Callable[[Path], None]
+    cache_dir: Path, kind: str, name: str, key: Key, build: Callable[[Path], object]
 ) -> CacheEntry:
     """Returns the folder that `key` names; when it is missing or damaged, `build(temporary folder)`
     makes it.
@@ -103,7 +103,7 @@ def build_once(
         ) from error
 
 
-def _build_alone(folder: Path, name: str, key: Key, build: Callable[[Path], None]) -> CacheEntry:
+def _build_alone(folder: Path, name: str, key: Key, build: Callable[[Path], object]) -> CacheEntry:
     """Builds an entry in the process that holds its lock."""
     note = ""
     if folder.is_dir():

@@ -53,14 +53,10 @@ def tokenize_task(config: Config, task: int, tasks: int) -> str:
     root = cache_root(config.cache_dir)
     for name, key, rows, _ in _sets(documents, job):
         part = part_of(len(rows), task, tasks)
-
-        def write(folder: Path, name: str = name, rows: DocumentSet = rows) -> None:
-            write_part(folder, name, rows, job, part_of(len(rows), task, tasks))
-
+        write = partial(write_part, name=name, documents=rows, job=job, part=part)
         entry = build_once(root, "parts", name, _part_key(key, task, tasks), write)
-        found = read_findings(entry.folder).counts
+        found = f"{read_findings(entry.folder).counts} · cache: {entry.note}"
         lines.append(f"{name}: task {task} of {tasks}: {len(part):,} documents, {found}")
-        lines[-1] += f" · cache: {entry.note}"
     return "\n".join(lines)
 
 

@@ -72,15 +72,12 @@ def help_of(recipe: Recipe, sources: Sources) -> str:
         f"{purpose[:1].upper()}{purpose[1:]}.",
         "",
         f"usage: {recipe.start} --config-name PRESET [--config-dir FOLDER] [key=value ...]",
-    ]
-    lines += [
         "",
         "presets:",
         *(f"  {name:17s} {first_comment(name, sources)}" for name in presets_of(sources)),
-    ]
-    lines += ["", "groups (group=option):"]
-    lines += [
-        f"  {group:17s} {', '.join(options)}" for group, options in groups_of(sources).items()
+        "",
+        "groups (group=option):",
+        *(f"  {group:17s} {', '.join(options)}" for group, options in groups_of(sources).items()),
     ]
     if recipe.main == "recipes.train_ft:main":
         lines += ["", "examples:", *(f"  {example}" for example in EXAMPLES)]
@@ -88,10 +85,11 @@ def help_of(recipe: Recipe, sources: Sources) -> str:
     lines += [
         "",
         "--cfg job prints the whole configuration and stops; --multirun sweeps, seed=0,1.",
+        f"--json FILE: {JSON_HELP}.",
+        "--nproc 8 (or gpu) starts 8 processes (or one per GPU) on this machine.",
+        "",
+        parser().format_usage().replace("usage", "all flags").rstrip(),
     ]
-    lines += [f"--json FILE: {JSON_HELP}."]
-    lines += ["--nproc 8 (or gpu) starts 8 processes (or one per GPU) on this machine."]
-    lines += ["", parser().format_usage().replace("usage", "all flags").rstrip()]
     return rewrite_program_name("\n".join(lines))
 
 

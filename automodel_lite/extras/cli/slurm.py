@@ -151,11 +151,9 @@ def _partition(wanted: str | None) -> tuple[str, str, int, int, int]:
         last = found.stderr.strip().rpartition("\n")[2]
         raise ConfigError(f"{last}: SLURM does not answer: run this on the cluster's login node.")
     rows = [line.split("|") for line in found.stdout.splitlines() if line.count("|") == 4]
+    rows.sort(key=lambda row: "*" not in row[0])  # the cluster's default, `name*`, first
     names = list(dict.fromkeys(row[0].rstrip("*") for row in rows))
-    default = next(
-        (row[0].rstrip("*") for row in rows if row[0].endswith("*")), names[0] if names else ""
-    )
-    name = wanted or default
+    name = wanted or next(iter(names), "")
     mine = [row for row in rows if row[0].rstrip("*") == name]
     if not mine:
         raise ConfigError(

@@ -110,13 +110,13 @@ def answers_to(
     refused  gets the places of those that the model cannot be asked, and why; None: such a question
              raises ConfigError
     """
-    lengths = [
-        sum(len(str(turn["content"])) for turn in question.messages) for question in questions
-    ]
-    order = sorted(range(len(questions)), key=lengths.__getitem__)
+
+    def length(place: int) -> int:
+        return sum(len(str(turn["content"])) for turn in questions[place].messages)
+
     groups = []
     of_text = []
-    for place in order:
+    for place in sorted(range(len(questions)), key=length):
         if has_images(questions[place].messages):
             groups.append([place])  # read one at a time, and once
         else:
