@@ -27,7 +27,7 @@ from automodel_lite.cli.line import argument_parser
 from automodel_lite.compat import TESTED
 from automodel_lite.config.components import locate
 from automodel_lite.config.schema import MeshConfig
-from automodel_lite.errors import ConfigError, one_line
+from automodel_lite.errors import ConfigError, explained, one_line
 from automodel_lite.parallel.mesh import init_mesh
 from automodel_lite.results import RESULTS
 from automodel_lite.telemetry.console import Console
@@ -219,15 +219,14 @@ def measure_disk(folder: Path) -> tuple[int, float]:
     content = os.urandom(2**20) * 16
     path = folder / f".doctor_{socket.gethostname()}_{os.getpid()}"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        began = time.perf_counter()
-        with path.open("wb") as file:
-            file.write(content)
-            os.fsync(file.fileno())
-        seconds = time.perf_counter() - began
-        free_bytes = shutil.disk_usage(folder).free
-    except OSError as error:
-        raise ConfigError(f"--output-dir {folder} cannot be written: {error}.") from error
+        with explained(f"--output-dir {folder} cannot be written"):
+            folder.mkdir(parents=True, exist_ok=True)
+            began = time.perf_counter()
+            with path.open("wb") as file:
+                file.write(content)
+                os.fsync(file.fileno())
+            seconds = time.perf_counter() - began
+            free_bytes = shutil.disk_usage(folder).free
     finally:
         with suppress(OSError):
             path.unlink()

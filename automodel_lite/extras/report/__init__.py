@@ -55,9 +55,7 @@ class RunRecord:
 
     def last_values(self) -> dict[str, Any]:
         """Returns the newest value of everything that was logged, and how the run ended."""
-        found: dict[str, Any] = {}
-        for row in self.rows:
-            found |= row
+        found = {key: value for row in self.rows for key, value in row.items()}
         return found | {"name": self.name, "state": self.status.get("state")}
 
     def typical(self, key: str) -> float | None:
