@@ -79,16 +79,10 @@ class FlexAttention(RepeatedBlocks):
     def attend_ahead(self, inputs: AttentionInputs, reach: Tensor) -> Tensor:
         """See `AheadKernel`."""
         cu_q, cu_k, *_ = inputs.segments
-        window = inputs.options.window
-
-        def make() -> BlockMask:
-            own, keys = (torch.arange(len(x), device=cu_q.device) for x in inputs[:2])
-            segment_q = torch.bucketize(own, cu_q[1:], right=True)
-            segment_k = torch.bucketize(keys, cu_k[1:], right=True)
-            highest, at = (reach + cu_k[:-1][segment_q][:, None]).unbind(1)
-            return block_mask(highest, cu_q[1:][segment_k], at, keys, window)
-
-        mask = self._known(cu_q, (len(inputs.k), window, "ahead"), make)
+        kind = (len(inputs.q), len(inputs.k), inputs.options.window)
+        mask = self._known(
+            cu_q, (*kind, "ahead"), lambda: packed_block_mask(cu_q, cu_k, *kind, reach=reach)
+        )
         return self._with_sinks(*self._attend(inputs, mask), inputs.options)
 
     def block(self, inputs: AttentionInputs, causal: bool) -> tuple[Tensor, Tensor]:
@@ -139,20 +133,28 @@ class FlexAttention(RepeatedBlocks):
 
 
 def packed_block_mask(
-    cu_q: Tensor, cu_k: Tensor, num_q: int, num_k: int, window: int | None, causal: bool = True
+    cu_q: Tensor,
+    cu_k: Tensor,
+    num_q: int,
+    num_k: int,
+    window: int | None,
+    causal: bool = True,
+    reach: Tensor | None = None,
 ) -> BlockMask:
-    """Returns the mask of segments, from their boundaries alone. A key is seen until its segment's
-    queries end.
+    """Returns the mask of segments, from their boundaries and what a query may `reach` (see
+    `AheadKernel`). A key is seen until its segment's queries end.
     """
     own, keys = (torch.arange(num, device=cu_q.device) for num in (num_q, num_k))
     segment_q, segment_k = (
         torch.bucketize(x, cu[1:], right=True) for x, cu in ((own, cu_q), (keys, cu_k))
     )
-    if causal:
-        highest = own + (cu_k[1:] - cu_q[1:])[segment_q]  # the key a query sits on
+    if reach is not None:
+        highest, at = (reach + cu_k[:-1][segment_q][:, None]).unbind(1)
+    elif causal:
+        highest = at = own + (cu_k[1:] - cu_q[1:])[segment_q]  # the key a query sits on
     else:
-        highest = cu_k[1:][segment_q].long() - 1
-    return block_mask(highest, cu_q[1:][segment_k], highest, keys, window)
+        highest = at = cu_k[1:][segment_q].long() - 1
+    return block_mask(highest, cu_q[1:][segment_k], at, keys, window)
 
 
 def block_mask(
