@@ -21,6 +21,7 @@ on. A token is trained on when it holds a character of a trained span, by the to
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -418,10 +419,7 @@ def _lost(message: Message, text: str) -> str:
 
 def _common_prefix(left: str, right: str) -> int:
     """Returns the number of characters that the two texts have in common at the start."""
-    return next(
-        (place for place, (a, b) in enumerate(zip(left, right)) if a != b),
-        min(len(left), len(right)),
-    )
+    return len(os.path.commonprefix([left, right]))
 
 
 class Renderer:
