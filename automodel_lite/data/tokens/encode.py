@@ -419,7 +419,7 @@ def _lost(message: Message, text: str) -> str:
 
 def _common_prefix(left: str, right: str) -> int:
     """Returns the number of characters that the two texts have in common at the start."""
-    return len(os.path.commonprefix([left, right]))
+    return len(os.path.commonprefix([left, right]))  # noqa: RUF071 - of texts, not paths
 
 
 class Renderer:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from automodel_lite.compat import TorchDispatchMode, disable_current_modes
+from automodel_lite.compat import TorchDispatchMode, disable_current_modes, pytree
 from automodel_lite.config.components import build
 from automodel_lite.config.schema import Config
 from automodel_lite.data.reading.documents import DocumentSet
@@ -141,13 +141,7 @@ def _num_true(mask: Tensor) -> int:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        return [found for each in value for found in _tensors(each)]
-    return []
+    return [found for found in pytree.tree_leaves(value) if isinstance(found, Tensor)]
 
 
 def count_tower(described: Any, record: Mapping[str, Tensor]) -> tuple[int, float]:
