@@ -171,6 +171,20 @@ def test_scales_lie_where_their_weights_do() -> None:
             assert (local(scales).shape, local(scales).device) == ((32, 2), here.device)
 
 
+def test_scales_are_cut_as_rows_are() -> None:
+    """Tensor parallelism cuts rows, too: a checkpoint kept the scales of half of each row."""
+    with _fake_world(MeshShape(1, 2, 1)):
+        mesh = init_device_mesh("cpu", (2,))
+        weight = DTensor.from_local(torch.zeros(3, 4, 256), mesh, [Shard(2)], run_check=False)
+        scales = optimizers._scales_like(weight, 256)
+        assert (scales.shape, local(scales).shape) == ((3, 4, 2), (3, 4, 1))
+        half = DTensor.from_local(torch.zeros(64, 128), mesh, [Shard(1)], run_check=False)
+        with pytest.raises(
+            ConfigError, match=r"of 256 weights to 128, which are not whole blocks of 256: use opt"
+        ):
+            optimizers.check_blocks(half, torch.uint8)
+
+
 def trained(maker: Any, dtype: torch.dtype, lr: float, steps: int) -> float:
     """The loss after a task that takes small steps."""
     model = model_with_gradients().to(dtype)

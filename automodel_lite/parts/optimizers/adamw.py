@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 
 from automodel_lite.compat import local_shape_and_offset
 from automodel_lite.config.rules import PAIR, Auto, OneOf, Range
+from automodel_lite.errors import ConfigError
 from automodel_lite.graphs import compiled
 from automodel_lite.models.layers import local
 
@@ -121,7 +122,9 @@ class SmallAdamW(Optimizer):
         super().__init__(groups, defaults)
         self.moments = moments
         self._step_supports_amp_scaling = True
-        parameters = (p for group in self.param_groups for p in group["params"])
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        for parameter in parameters:
+            check_blocks(parameter, moments)
         self._places = {p: place_of(p, number) for number, p in enumerate(parameters)}
         self._books = {
             p.device: (codebook(True, p.device), codebook(False, p.device)) for p in self._places
@@ -220,23 +223,36 @@ def moments_of(shape: tuple[int, ...], wanted: torch.dtype) -> tuple[torch.dtype
         return torch.float32, 0
     if wanted != torch.uint8:
         return wanted, 0
-    # a common divisor with a row: no block is cut by sharding
-    block = math.gcd(math.prod(shape[1:]), BLOCK)
+    # a common divisor with a row: no block is cut by sharding over rows
+    block = math.gcd(shape[-1], BLOCK)
     return (torch.uint8, block) if block >= LEAST_BLOCK else (torch.float32, 0)
 
 
 def _scales_like(parameter: Tensor, block: int) -> Tensor:
-    """[rows, blocks of a row], sharded over rows as the parameter is."""
-    shape = (parameter.shape[0], math.prod(parameter.shape[1:]) // block)
-    here = local(parameter).new_zeros(len(local(parameter)), shape[1], dtype=torch.float32)
+    """[..., rows, blocks of a row], sharded as the parameter is."""
+    *rows, length = parameter.shape
+    shape = torch.Size((*rows, length // block))
+    mine = local(parameter)
+    here = mine.new_zeros(*mine.shape[:-1], mine.shape[-1] // block, dtype=torch.float32)
     if not isinstance(parameter, DTensor):
         return here
     layout = (parameter.device_mesh, parameter.placements)
-    whole = DTensor.from_local(
-        here, *layout, run_check=False, shape=torch.Size(shape), stride=(shape[1], 1)
-    )
+    stride = torch.empty(shape, device="meta").stride()
+    whole = DTensor.from_local(here, *layout, run_check=False, shape=shape, stride=stride)
     # from_local moves shards of mesh.cpu_offload to the mesh's device
     return whole.to(parameter.device)
+
+
+def check_blocks(parameter: Tensor, moments: torch.dtype) -> None:
+    """Raises ConfigError where tensor parallelism cuts a row inside a block."""
+    _, block = moments_of(tuple(parameter.shape), moments)
+    length = local(parameter).shape[-1] if block else 0
+    if block and length % block:
+        raise ConfigError(
+            f"optimizer=adamw_8bit: mesh.tp cuts rows of {parameter.shape[-1]} weights to {length},"
+            f" which are not whole blocks of {block}: use optimizer=adamw_bf16, or a smaller "
+            "mesh.tp."
+        )
 
 
 def update(
