@@ -11,7 +11,6 @@ segment (Lq queries, Lk keys).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import pairwise
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -220,8 +219,8 @@ class ReferenceAttention(RepeatedBlocks):
         options: AttentionOptions,
     ) -> Tensor:
         """See `AttentionKernel`."""
-        q_lens = _lengths(segments.cu_q)
-        k_lens = q_lens if segments.cu_k is segments.cu_q else _lengths(segments.cu_k)
+        q_lens = segments.cu_q.diff().tolist()
+        k_lens = q_lens if segments.cu_k is segments.cu_q else segments.cu_k.diff().tolist()
         if len(set(zip(q_lens, k_lens))) == 1:  # rows of one length: one call for all of them
             q, k, v = (
                 x.unflatten(0, (len(q_lens), -1)).transpose(1, 2) for x in (q_THD, k_THD, v_THD)
@@ -240,8 +239,8 @@ class ReferenceAttention(RepeatedBlocks):
     def attend_ahead(self, inputs: AttentionInputs, reach: Tensor) -> Tensor:
         """See `AheadKernel`."""
         q_THD, k_THD, v_THD, segments, options = inputs
-        q_lens = _lengths(segments.cu_q)
-        k_lens = _lengths(segments.cu_k)
+        q_lens = segments.cu_q.diff().tolist()
+        k_lens = segments.cu_k.diff().tolist()
         outs = []
         for *parts, seen in zip(
             q_THD.split(q_lens), k_THD.split(k_lens), v_THD.split(k_lens), reach.split(q_lens)
@@ -291,11 +290,6 @@ def _logits(q: Tensor, k: Tensor, mask: Tensor | None, options: AttentionOptions
     if options.softcap is not None:
         logits = options.softcap * torch.tanh(logits / options.softcap)
     return logits if mask is None else logits.masked_fill(~mask, float("-inf"))
-
-
-def _lengths(cu: Tensor) -> list[int]:
-    ends: list[int] = cu.tolist()
-    return [end - start for start, end in pairwise(ends)]
 
 
 def _segment(
