@@ -76,9 +76,9 @@ def check_rows(
     """
     input_ids = columns["input_ids"]
     labels = columns["labels"]
-    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    offsets = np.append(0, np.cumsum(lengths))
     has_label = labels != IGNORE_INDEX
-    num_labels = np.diff(np.concatenate([[0], np.cumsum(has_label)])[offsets])
+    num_labels = np.diff(np.append(0, np.cumsum(has_label))[offsets])
     kept = num_labels > 0
     document = np.repeat(np.arange(len(num_rows)), num_rows)
     if "answers" in columns:

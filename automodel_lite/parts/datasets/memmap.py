@@ -225,7 +225,7 @@ def read_megatron_index(path: Path) -> tuple[str, np.ndarray]:
     lengths = np.frombuffer(data, np.int32, num_sequences, header)
     pointers = np.frombuffer(data, np.int64, num_sequences, header + 4 * num_sequences)
     bounds = np.frombuffer(data, np.int64, num_bounds, header + 12 * num_sequences)
-    ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    ends = np.append(0, np.cumsum(lengths, dtype=np.int64))
     if not np.array_equal(pointers, ends[:-1] * np.dtype(dtype).itemsize):
         raise DataError(f"{path.name}: its sequences are not contiguous in the .bin file.")
     if len(bounds) and not 0 <= bounds.min() <= bounds.max() < len(ends):

@@ -241,10 +241,10 @@ def choose_documents(
     num_whole = int(num_tokens / total + 1e-9)
     whole = np.tile(np.arange(len(lengths)), num_whole)
     drawn = rng.permutation(len(lengths))
-    before = np.concatenate([[0], np.cumsum(lengths[drawn])[:-1]])
+    taken = lengths[drawn]
     rest = num_tokens - num_whole * total
     # a document is in when at least half of it is
-    return np.concatenate([whole, np.sort(drawn[before + lengths[drawn] / 2 <= rest])])
+    return np.concatenate([whole, np.sort(drawn[taken.cumsum() - taken / 2 <= rest])])
 
 
 def _source(name: str, settings: Mapping[str, Any]) -> Source:
