@@ -100,7 +100,7 @@ def export_against_training(run: Path, sample: Sample) -> dict[str, Any]:
     """Compares the loss of the export, in plain transformers, with that of the checkpoint that it
     was made of, each document alone.
     """
-    trained = load_trained(run)
+    trained = load_trained(run, is_alone=True)  # the other ranks wait at the end
     export = transformers.AutoModelForCausalLM.from_pretrained(run / "hf", dtype=torch.float32)
     dtype = transformers.AutoConfig.from_pretrained(run / "hf").dtype or torch.float32
     losses = [mean_loss(model, sample) for model in (trained.model.lm, export)]

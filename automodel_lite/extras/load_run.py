@@ -63,9 +63,11 @@ def load_trained(
     averaged_with: Sequence[str] = (),
     allow_targets: Sequence[str] = (),
     trust_remote_code: bool = False,
+    is_alone: bool = False,
 ) -> Trained:
     """Builds the model of a run's config.yaml, which may be a stranger's, with a checkpoint, the
-    newest by default; or with the mean over it and others, by their names.
+    newest by default; or with the mean over it and others, by their names. `is_alone`: whole, on
+    a rank that no other one joins.
 
     Raises ConfigError when the folder is not a run's, has no such checkpoint, or asks for code that
     is not allowed.
@@ -77,7 +79,7 @@ def load_trained(
     parts = build_parts(replace(config, attention={}))
     alone = Mesh(MeshShape(1, 1, 1), torch.device("cpu"), None)
     # of torchrun's ranks, whatever mesh the run had
-    mesh = init_mesh(MeshConfig()) if world_size() > 1 else alone
+    mesh = init_mesh(MeshConfig()) if world_size() > 1 and not is_alone else alone
     plain = replace(
         parts, loss=CrossEntropy(), training=replace(parts.training, fp8="none"), mesh=MeshConfig()
     )

@@ -10,6 +10,7 @@ import pytest
 
 from automodel_lite.errors import ConfigError
 from recipes import verify
+from tests.ranks import run_ranks
 from tests.runs import quick_config, train_quick
 
 
@@ -50,3 +51,16 @@ def test_an_export_of_other_weights_fails(tmp_path: Path) -> None:
     verify.main(quick_config(run), run)
     last = json.loads((run / "hf" / "certificate.json").read_text())["compared"][-1]
     assert last["passed"] is False
+
+
+def _verify_on_rank(rank: int, world_size: int, folder: Path, run: Path) -> int:
+    return verify.main(quick_config(folder, "mesh.cp=2"), run)
+
+
+@pytest.mark.system
+def test_ranks_certify_together(tmp_path: Path) -> None:
+    """The first one alone reads the checkpoint; the others were waited for without end."""
+    run = tmp_path / "run"
+    assert train_quick(run, "training.max_steps=2", "checkpoint.export_hf=true")[0] == 0
+    assert run_ranks(_verify_on_rank, 2, tmp_path / "verified", run) == [0, 0]
+    assert (run / "hf/certificate.json").is_file()
