@@ -29,7 +29,10 @@ def cpu_seconds(*command: str) -> float:
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], ["--config-name", "llama_packed", "--cfg", "job"]],
+    [
+        ["--help"],
+        pytest.param(["--config-name", "llama_packed", "--cfg", "job"], marks=pytest.mark.system),
+    ],
     ids=["help", "cfg"],
 )
 def test_questions_are_answered_without_torch(arguments: list[str]) -> None:

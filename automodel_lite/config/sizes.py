@@ -6,10 +6,28 @@ the keys, before any process group exists.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from automodel_lite.config.schema import MeshConfig, TrainingConfig
 from automodel_lite.errors import ConfigError
-from automodel_lite.rounding import ceil_div, round_up
+
+
+def ceil_div(number: Any, size: Any) -> Any:
+    """Returns how many parts of this size hold the number.
+
+    >>> ceil_div(9, 4)
+    3
+    """
+    return -(-number // size)
+
+
+def round_up(number: Any, multiple: Any) -> Any:
+    """Returns the next multiple.
+
+    >>> round_up(9, 4)
+    12
+    """
+    return -(-number // multiple) * multiple
 
 
 @dataclass(frozen=True)

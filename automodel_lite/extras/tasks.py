@@ -16,6 +16,7 @@ from pathlib import Path
 
 from automodel_lite.config.components import build
 from automodel_lite.config.schema import Config
+from automodel_lite.config.sizes import ceil_div
 from automodel_lite.data.cache import Key, build_once, cache_root, entry_folder, find_damage
 from automodel_lite.data.reading.documents import Documents, DocumentSet
 from automodel_lite.data.tokens.findings import Findings, check_set
@@ -31,7 +32,6 @@ from automodel_lite.data.tokens.tokenize import (
     write_part,
 )
 from automodel_lite.errors import ConfigError, listed
-from automodel_lite.rounding import ceil_div
 from automodel_lite.seed import BLOCK
 
 

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from automodel_lite.config.schema import Config
+from automodel_lite.config.sizes import round_up
 from automodel_lite.data.feeding.order import epoch_order
 from automodel_lite.data.packing.packs import EMPTY_PACK, PackedDataset, Packer
 from automodel_lite.data.packing.plan import plan_packs
@@ -28,7 +29,6 @@ from automodel_lite.models.settings import describe_with
 from automodel_lite.models.source import CausalLM, describe
 from automodel_lite.parallel.mesh import MeshShape
 from automodel_lite.parts.trees import cut_tree
-from automodel_lite.rounding import round_up
 from automodel_lite.thd import COLUMNS
 from automodel_lite.training.plan import layer_settings, with_layers
 

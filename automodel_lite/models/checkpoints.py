@@ -19,8 +19,8 @@ from transformers import PreTrainedModel, modeling_utils
 from transformers.core_model_loading import WeightConverter
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
+from automodel_lite.config.sizes import ceil_div
 from automodel_lite.errors import CPU_MEMORY, ConfigError, one_line
-from automodel_lite.rounding import ceil_div
 
 FP8_DTYPES = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
 

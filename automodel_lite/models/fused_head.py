@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from automodel_lite.config.sizes import round_up
 from automodel_lite.graphs import compiled
 from automodel_lite.precision import at_least_fp32, wide_dtype
-from automodel_lite.rounding import round_up
 
 LEAST_CHUNK_TOKENS = 512
 MAX_CHUNK_LOGITS = 2**30

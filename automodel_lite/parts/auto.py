@@ -24,9 +24,11 @@ from automodel_lite.config.sizes import (
     AUTO_BATCH_SIZE,
     LEAST_STEPS,
     MeshShape,
+    ceil_div,
     fitted_batch_size,
     global_batch_size_of,
     mesh_shape,
+    round_up,
 )
 from automodel_lite.data.feeding.planned import document_kind, epochs_of
 from automodel_lite.data.feeding.source import AdaptingDataset, PackingDataset
@@ -35,7 +37,6 @@ from automodel_lite.errors import ConfigError
 from automodel_lite.launched import world_size
 from automodel_lite.models.loss import Loss
 from automodel_lite.models.source import CausalLM
-from automodel_lite.rounding import ceil_div, round_up
 from automodel_lite.telemetry.console import Console
 from automodel_lite.training.plan import AUTO, Parts, build_parts
 from automodel_lite.training.start import try_settings

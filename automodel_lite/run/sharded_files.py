@@ -31,8 +31,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from automodel_lite.compat import StridedShard
+from automodel_lite.config.sizes import ceil_div
 from automodel_lite.models.layers import local
-from automodel_lite.rounding import ceil_div
 from automodel_lite.run import durable
 
 INDEX = "index.json"

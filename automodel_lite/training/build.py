@@ -24,6 +24,7 @@ from automodel_lite.attention.positions import short_lengths
 from automodel_lite.attention.spec import FAMILIES
 from automodel_lite.config.components import locate
 from automodel_lite.config.schema import TrainingConfig
+from automodel_lite.config.sizes import ceil_div
 from automodel_lite.errors import ConfigError, one_line
 from automodel_lite.graphs import compiled_graphs, graph_breaks
 from automodel_lite.interpreter import trim_malloc
@@ -45,7 +46,6 @@ from automodel_lite.parallel.sharding import (
     ParallelModel,
     parallelize,
 )
-from automodel_lite.rounding import ceil_div
 from automodel_lite.seed import seed_all
 from automodel_lite.telemetry.metrics import STARTUP
 from automodel_lite.thd import ThdBatch, stream_of

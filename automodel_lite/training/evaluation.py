@@ -13,12 +13,12 @@ import torch
 
 from automodel_lite.config.components import locate
 from automodel_lite.config.schema import Config, SamplesConfig
+from automodel_lite.config.sizes import ceil_div
 from automodel_lite.data.feeding.feed import validation_steps
 from automodel_lite.data.feeding.source import PackSource
 from automodel_lite.data.packing.packs import PackedDataset
 from automodel_lite.errors import ConfigError
 from automodel_lite.progress import Progress
-from automodel_lite.rounding import ceil_div
 from automodel_lite.training.engine import Engine
 
 HAS_QUESTIONS = "automodel_lite.parts.evaluation.held_out.has_questions"

@@ -26,13 +26,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from automodel_lite.config.sizes import global_batch_size_of
+from automodel_lite.config.sizes import ceil_div, global_batch_size_of
 from automodel_lite.data.feeding.order import batch_shape
 from automodel_lite.errors import ConfigError
 from automodel_lite.launched import launch_variable
 from automodel_lite.models.loss import LossShape
 from automodel_lite.parallel.sharding import copies_of_experts
-from automodel_lite.rounding import ceil_div
 from automodel_lite.training.plan import Decided, Parts
 
 _FP32 = 4  # bytes

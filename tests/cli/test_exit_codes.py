@@ -85,6 +85,7 @@ def test_variables_of_a_launcher_are_judged(variables: dict[str, str], sentence:
     assert sentence in screen
 
 
+@pytest.mark.system
 def test_a_port_that_is_taken_is_a_sentence() -> None:
     body = (
         "import socket; s = socket.socket(); s.bind(('127.0.0.1', 0)); s.listen(); "

@@ -90,6 +90,7 @@ def test_hf_trainer_gives_our_loss(example, use_trl: bool, monkeypatch: pytest.M
     assert losses[1] < losses[0]
 
 
+@pytest.mark.system
 def test_parts_of_ones_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -121,6 +121,7 @@ def test_held_out_rows_of_the_same_words_are_others_by_their_pictures(
     assert "val: 1 of 2 rows are also trained on" in notes
 
 
+@pytest.mark.system
 def test_a_mixture_of_images_and_text(folder: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.jsonl"
     text.write_text("\n".join(json.dumps({"prompt": "ab", "completion": "c"}) for _ in range(9)))

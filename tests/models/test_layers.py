@@ -165,6 +165,7 @@ class MemoryOfResults(torch.utils._python_dispatch.TorchDispatchMode):
         return sum(size for ref, size in self.storages.values() if not ref.expired())
 
 
+@pytest.mark.system
 def test_compiled_layers_keep_a_part_and_have_the_same_gradients() -> None:
     """Selective recomputation of compiled layers: what the partitioner keeps falls, and nothing else changes."""
     batch, kept, found = pack_of(20, 17, 11), [], []

@@ -260,7 +260,8 @@ def test_autocast_keeps_no_casts_of_weights() -> None:
     assert all([parallel(batch), parallel.logits(batch), parallel.probe(batch)])
 
 
-@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.system), "bf16"])
+@pytest.mark.system
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_one_rank_alone_has_the_numbers_of_two(precision: str, tmp_path: Path) -> None:
     """The way of one GPU, on gloo: a group of one rank, saved and resumed. Under autocast a step of bf16 is 4e-3."""
     options = [

@@ -218,6 +218,7 @@ def test_experts_fewer_than_ranks_are_those_of_one_process(
         assert differences == [0.0, 0.0]
 
 
+@pytest.mark.system
 def test_a_rank_without_an_expert(tmp_path: Path) -> None:
     """Chunks of two: loaded from files with one weight an expert, trained, saved, resumed and exported."""
     config = FAMILIES["qwen3_moe"]()

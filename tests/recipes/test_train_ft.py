@@ -176,6 +176,7 @@ def test_the_exported_folder_is_the_trained_model(tmp_path: Path) -> None:
     assert len(tokenizer) == exported.config.vocab_size
 
 
+@pytest.mark.system
 def test_an_exported_folder_is_fine_tuned_further(tmp_path: Path) -> None:
     train("smoke", tmp_path / "first", "training.max_steps=1")
     csv = tmp_path / "sums.csv"

@@ -120,7 +120,7 @@ ENGINE = pytest.mark.skipif(
 )
 AXES = [
     pytest.param("tp", marks=[ENGINE, pytest.mark.system]),
-    pytest.param("ep", marks=ENGINE),
+    pytest.param("ep", marks=[ENGINE, pytest.mark.system]),
 ]
 
 

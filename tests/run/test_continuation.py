@@ -238,6 +238,7 @@ def test_tensor_parallel_ranks_continue_and_are_continued(tmp_path: Path) -> Non
         )
 
 
+@pytest.mark.system
 def test_a_mixture_continues_with_the_same_documents(tmp_path: Path) -> None:
     """Each epoch draws its own: stopped in the second epoch, the run goes on with those that it would have drawn."""
     chats = "{_target_: automodel_lite.parts.datasets.toy_chat.ToyChat, num_chats: %d, seed: %d}"

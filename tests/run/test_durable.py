@@ -110,6 +110,7 @@ def test_a_full_disk_at_any_write_costs_a_warning(tmp_path: Path, mode: str) -> 
         assert [p.name for p in (folder / "checkpoints").iterdir()] == ["step_00000003"], at
 
 
+@pytest.mark.system
 def test_a_kill_at_any_write_leaves_old_or_new(tmp_path: Path) -> None:
     num_operations = _count_operations(tmp_path)
     found = []

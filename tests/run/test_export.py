@@ -184,6 +184,7 @@ def _no_space() -> None:
     raise OSError(28, "No space left on device")
 
 
+@pytest.mark.system
 def test_a_run_trained_further_does_not_use_its_old_export(base: Path, tmp_path: Path):
     run = tmp_path / "run"
     lora = [*FEW, "model=pretrained", f"model.pretrained={base}/hf", "peft=lora", "peft.r=2"]

@@ -167,6 +167,7 @@ def test_an_unresolved_size_is_refused(tmp_path: Path):
         build_parts(quick_config(tmp_path, *AUTO))
 
 
+@pytest.mark.system
 def test_every_program_takes_the_same_numbers_and_a_run_keeps_them(tmp_path: Path, capsys):
     """Training, the dry run, inspection and preparation; the numbers are saved, and resumed with."""
     overrides = [*AUTO, "training.max_steps=2"]

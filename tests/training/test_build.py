@@ -68,6 +68,7 @@ def test_a_compiled_run_has_the_numbers_of_an_uncompiled_one(how: str, tmp_path:
         assert values == pytest.approx(losses_by_step(tmp_path / "plain")[step], rel=1e-5)
 
 
+@pytest.mark.system
 def test_auto_trains_uncompiled_what_cannot_be_compiled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

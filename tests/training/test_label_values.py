@@ -284,6 +284,7 @@ def _score_alone(folder: Path, arguments: list[str]) -> None:
     assert score.main(config_of("finetune", folder, *arguments)) == 0
 
 
+@pytest.mark.system
 def test_references_computed_ahead_are_taken(
     pairs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -390,7 +390,11 @@ def test_rounding_by_chance_keeps_what_bf16_rounds_away() -> None:
 
 
 @pytest.mark.parametrize(
-    "maker", [pytest.param(adamw_8bit, marks=pytest.mark.slow, id="8bit"), adamw_bf16]
+    "maker",
+    [
+        pytest.param(adamw_8bit, marks=pytest.mark.slow, id="8bit"),
+        pytest.param(adamw_bf16, marks=pytest.mark.system, id="bf16"),
+    ],
 )
 def test_weights_in_bf16_learn_with_small_steps(maker: Any) -> None:
     """At a rate where rounding to the nearest value learns less than half of what fp32 does."""

@@ -22,12 +22,13 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run" / "hf"
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("adapter", "file", "is_refused"),
     [
         ("peft=lora", "model.safetensors", True),
-        pytest.param("peft=none", "model.safetensors", False, marks=pytest.mark.system),
-        pytest.param("peft=none", "config", True, marks=pytest.mark.system),
+        ("peft=none", "model.safetensors", False),
+        ("peft=none", "config", True),
     ],
     ids=["lora-weights", "whole-weights", "whole-config"],
 )

@@ -402,7 +402,7 @@ def test_real_ddp_holds_what_is_estimated(micro_batches: int) -> None:
     assert living.sent == {"allreduce_"}
 
 
-@pytest.mark.parametrize("name", in_ci(WORLDS, "dense", "ep"))
+@pytest.mark.parametrize("name", in_ci(WORLDS, "dense"))
 def test_coarse_memory_of_sharded_models(name: str) -> None:
     """Of models as wide as those that are trained, of four layers; mixtures of two, where no layer is behind another."""
     shape, overrides = WORLDS[name]

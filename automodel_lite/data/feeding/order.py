@@ -29,11 +29,10 @@ from functools import cache
 import numpy as np
 
 from automodel_lite.config.schema import TrainingConfig
-from automodel_lite.config.sizes import global_batch_size_of
+from automodel_lite.config.sizes import ceil_div, global_batch_size_of
 from automodel_lite.data.packing.packs import EMPTY_PACK
 from automodel_lite.data.packing.plan import PackPlan, pack_blocks, padding_segments
 from automodel_lite.models.flops import CostModel
-from automodel_lite.rounding import ceil_div
 from automodel_lite.seed import derive_seed, seeded_order
 
 

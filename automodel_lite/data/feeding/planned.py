@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from automodel_lite.config.schema import Config, TokenizeConfig, TrainingConfig
-from automodel_lite.config.sizes import fitted_batch_size
+from automodel_lite.config.sizes import ceil_div, fitted_batch_size
 from automodel_lite.data.cache import cache_root
 from automodel_lite.data.feeding.feed import read_batches
 from automodel_lite.data.feeding.order import (
@@ -47,7 +47,6 @@ from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.models.flops import CostModel
 from automodel_lite.parallel.mesh import Mesh
 from automodel_lite.prefix_trees import find_nodes
-from automodel_lite.rounding import ceil_div
 from automodel_lite.thd import COLUMNS, cumulative
 
 

@@ -46,7 +46,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from automodel_lite.rounding import ceil_div
+from automodel_lite.config.sizes import ceil_div
 from automodel_lite.seed import BLOCK, seeded_order
 
 LOOKAHEAD = 256

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from automodel_lite.config.sizes import ceil_div
 from automodel_lite.data.tokens.token_rows import places_within
 from automodel_lite.errors import DataError
-from automodel_lite.rounding import ceil_div
 
 Part = slice | np.ndarray
 HasLabels = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]

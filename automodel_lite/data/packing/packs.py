@@ -27,7 +27,7 @@ import torch
 
 from automodel_lite.config.components import CodePath, locate
 from automodel_lite.config.rules import Auto, OneOf, Positive, Range, Seed
-from automodel_lite.config.sizes import slot_multiple_of
+from automodel_lite.config.sizes import round_up, slot_multiple_of
 from automodel_lite.data.packing.plan import (
     OVERLONG,
     STRATEGY_NAMES,
@@ -43,7 +43,6 @@ from automodel_lite.data.tokens.token_rows import (
     places_within,
 )
 from automodel_lite.errors import ConfigError, DataError
-from automodel_lite.rounding import round_up
 from automodel_lite.thd import COLUMNS
 
 StrategyName = Annotated[str, OneOf(STRATEGY_NAMES)]

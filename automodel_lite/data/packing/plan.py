@@ -31,7 +31,7 @@ from typing import NamedTuple
 import numpy as np
 
 from automodel_lite.config.components import locate
-from automodel_lite.config.sizes import slot_multiple_of
+from automodel_lite.config.sizes import ceil_div, round_up, slot_multiple_of
 from automodel_lite.data.packing.histogram import (
     ExactFiller,
     assign,
@@ -48,7 +48,6 @@ from automodel_lite.data.packing.overlong import (
 )
 from automodel_lite.data.tokens.token_rows import places_within
 from automodel_lite.errors import ConfigError, DataError
-from automodel_lite.rounding import ceil_div, round_up
 from automodel_lite.seed import BLOCK, seeded_order
 
 WORSE_THAN_BEST_FIT = 1.002  # above it exact_fill gives way to best_fit

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
+from automodel_lite.config.sizes import round_up
 from automodel_lite.data.packing.plan import PackPlan, PlanCounts, pack_blocks
-from automodel_lite.rounding import round_up
 from automodel_lite.seed import BLOCK, seeded_order
 
 

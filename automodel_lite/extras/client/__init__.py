@@ -37,6 +37,7 @@ from automodel_lite.cli import compose_config
 from automodel_lite.config.check import check_config
 from automodel_lite.config.components import build
 from automodel_lite.config.schema import Config
+from automodel_lite.config.sizes import ceil_div
 from automodel_lite.data.tokens.tokenize import job_of
 from automodel_lite.data.tokens.tokenizer import padding_id
 from automodel_lite.errors import ConfigError
@@ -61,7 +62,6 @@ from automodel_lite.models.source import embedding_rows
 from automodel_lite.parallel.control import all_ranks, open_control
 from automodel_lite.parallel.mesh import mesh_shape
 from automodel_lite.parallel.peers import flat
-from automodel_lite.rounding import ceil_div
 from automodel_lite.run.checkpoint import Checkpointer
 from automodel_lite.run.export import export_adapter, export_hf
 from automodel_lite.run.folder import RunFolder, config_yaml, plain

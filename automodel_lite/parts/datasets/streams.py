@@ -30,6 +30,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from automodel_lite.config.components import CodePath, locate
 from automodel_lite.config.rules import PathStr, Range, looks_local
 from automodel_lite.config.schema import Config, TrainingConfig
+from automodel_lite.config.sizes import round_up
 from automodel_lite.data.cache import short_hash
 from automodel_lite.data.feeding.feed import worker_options
 from automodel_lite.data.feeding.order import BatchShape
@@ -72,7 +73,6 @@ from automodel_lite.parallel.mesh import Mesh
 from automodel_lite.parts.datasets.stream_packing import STREAM_COUNTS, PackStream, Row
 from automodel_lite.parts.readers.tables import without_nulls
 from automodel_lite.parts.trees import trees_of
-from automodel_lite.rounding import round_up
 
 AHEAD_DOCUMENTS = 16  # tokenized at once; never part of the position
 MIN_JUDGED_DOCUMENTS = 200  # before the cap on bad rows counts

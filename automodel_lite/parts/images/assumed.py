@@ -17,12 +17,12 @@ from transformers.models.auto.image_processing_auto import (
 )
 
 from automodel_lite.attention.spec import config_value
+from automodel_lite.config.sizes import ceil_div
 from automodel_lite.errors import ConfigError
 from automodel_lite.parts.images.costs import count_tower
 from automodel_lite.parts.images.sources import blank_image
 from automodel_lite.parts.images.tokens import ImageProcessor
 from automodel_lite.parts.images.tower import PackedImages
-from automodel_lite.rounding import ceil_div
 from automodel_lite.thd import ThdBatch
 
 PIXELS = 1 << 20  # of an image, where nothing limits them

@@ -35,8 +35,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from automodel_lite.compat import FakeTensor
+from automodel_lite.config.sizes import ceil_div
 from automodel_lite.precision import at_least_fp32
-from automodel_lite.rounding import ceil_div
 from automodel_lite.thd import TreeRows
 
 CHUNK = 64

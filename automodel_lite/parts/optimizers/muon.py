@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from automodel_lite.compat import muon as torch_muon
 from automodel_lite.config.rules import Range
+from automodel_lite.config.sizes import ceil_div
 from automodel_lite.models.layers import local
 from automodel_lite.models.sharded import keep_part
 from automodel_lite.parts.optimizers.adamw import (
@@ -29,7 +30,6 @@ from automodel_lite.parts.optimizers.adamw import (
     SmallAdamW,
     param_groups,
 )
-from automodel_lite.rounding import ceil_div
 
 
 def muon(

@@ -204,6 +204,7 @@ def test_exact_fill_gives_way_to_best_fit_where_that_is_better() -> None:
     assert "best_fit taken" in plan.note
 
 
+@pytest.mark.system
 def test_exact_fill_gives_way_to_best_fit_where_fits_are_rare() -> None:
     lengths = np.clip(np.random.default_rng(0).normal(700, 120, 100_000).astype(int), 1, 2048)
     plan = plan_packs(lengths, 2048)

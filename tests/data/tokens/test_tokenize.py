@@ -360,6 +360,7 @@ def test_empty_answers_are_counted(tmp_path: Path) -> None:
     assert notes[1:] == ("NOTE: train: 1 rows train only the end of an answer, which is empty",)
 
 
+@pytest.mark.system
 def test_a_template_that_never_ends_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch
 ) -> None:
