@@ -444,34 +444,29 @@ def test_few_layers_tell_what_all_of_them_hold_and_do(name: str) -> None:
         assert sums[0] == pytest.approx(sums[1], rel=1e-3)
 
 
-# Every fourth layer of another kind, a mixture (whose layers hold much more than their inputs), a model whose gradients are more
-# than its activations, and one with micro-batches.
+def gemma3(layer_types: list[str]) -> transformers.PretrainedConfig:
+    return transformers.Gemma3TextConfig(
+        hidden_size=128,
+        intermediate_size=512,
+        num_hidden_layers=len(layer_types),
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        vocab_size=2048,
+        layer_types=layer_types,
+    )
+
+
+# Every second layer of another kind, a model too short for a pattern, a mixture (whose layers hold much more than their inputs), a
+# model whose gradients are more than its activations, and one with micro-batches.
 RUNGS: dict[str, tuple[transformers.PretrainedConfig, int, tuple[str, ...]]] = {
     "kinds": (
-        transformers.Gemma3TextConfig(
-            hidden_size=128,
-            intermediate_size=512,
-            num_hidden_layers=10,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=32,
-            vocab_size=2048,
-            layer_types=["sliding_attention", "full_attention"] * 5,
-        ),
+        gemma3(["sliding_attention", "full_attention"] * 5),
         2,
         (),
     ),
     "a short model": (
-        transformers.Gemma3TextConfig(
-            hidden_size=128,
-            intermediate_size=512,
-            num_hidden_layers=5,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=32,
-            vocab_size=2048,
-            layer_types=[*["sliding_attention"] * 4, "full_attention"],
-        ),
+        gemma3([*["sliding_attention"] * 4, "full_attention"]),
         2,
         (),
     ),

@@ -62,6 +62,7 @@ from automodel_lite.models.source import embedding_rows
 from automodel_lite.parallel.control import all_ranks, open_control
 from automodel_lite.parallel.mesh import mesh_shape
 from automodel_lite.parallel.peers import flat
+from automodel_lite.parts.evaluation.generator import until_end
 from automodel_lite.run.checkpoint import Checkpointer
 from automodel_lite.run.export import export_adapter, export_hf
 from automodel_lite.run.folder import RunFolder, config_yaml, plain
@@ -324,9 +325,7 @@ class TrainingClient:
             )
             if number < len(batches):
                 for of, answer in zip(own, out[:, ids.shape[1] :].tolist()):
-                    # up to the first end token, with it
-                    places = (place for place, token in enumerate(answer, 1) if token in ends)
-                    drawn.append((of, answer[: next(places, None)]))
+                    drawn.append((of, until_end(answer, ends)))
         model.module.train()
         answers: list[list[list[int]]] = [[] for _ in prompts]
         # ranks of one dp rank have drawn the same

@@ -105,18 +105,11 @@ class Generator:
             output = generate(**inputs, max_new_tokens=room, streamer=streamer, **choice)
             # Prompts are padded on the left, so that all answers begin at the same column.
             new = output[:, inputs["input_ids"].shape[1] :].tolist()
-            answers += self.tokenizer.batch_decode(
-                list(map(self._until_stop, new)), skip_special_tokens=True
-            )
+            stops = self.model.generation_config.eos_token_id
+            ends = stops if isinstance(stops, list) else [stops]
+            ended = [until_end(ids, ends) for ids in new]
+            answers += self.tokenizer.batch_decode(ended, skip_special_tokens=True)
         return answers
-
-    def _until_stop(self, ids: list[int]) -> list[int]:
-        """Returns an answer's tokens with the first that ends it: what a batch has behind that is
-        padding, which may be a word of the tokenizer.
-        """
-        stops = self.model.generation_config.eos_token_id
-        ends = stops if isinstance(stops, list) else [stops]
-        return ids[: next((n for n, token in enumerate(ids, 1) if token in ends), len(ids))]
 
     @cached_property
     def processor(self) -> Any:
@@ -181,6 +174,14 @@ class Generator:
 def has_images(chat: Sequence[Mapping[str, Any]]) -> bool:
     """Returns whether a turn of a chat is a list of parts, as those with images are."""
     return any(isinstance(turn["content"], list) for turn in chat)
+
+
+def until_end(ids: list[int], ends: Sequence[int]) -> list[int]:
+    """Returns an answer's tokens with the first that ends it: what a batch has behind that is
+    padding, which may be a word of the tokenizer.
+    """
+    places = (place for place, token in enumerate(ids, 1) if token in ends)
+    return ids[: next(places, None)]
 
 
 def prompt_ids(
