@@ -27,7 +27,8 @@ NUMBERS := $(patsubst %,tests/models/test_%.py,balance distillation layers lora 
 # of these files, tests of sentences, of graphs, of steps that are only counted, and of a run against itself: no instruction
 # changes them
 ALIKE := resume_bit_for_bit or resumed_run or refused or killed_loop or get_a_sentence or no_new_graph or two_graphs or \
-	not_compiled or dry_run or simulation or masks_of_chunks or learn_to_prefer or model_card or mean_nothing_here or all_say_so
+	not_compiled or dry_run or simulation or masks_of_chunks or learn_to_prefer or model_card or mean_nothing_here or all_say_so or \
+	part_of_the_memory or close_the_groups
 # side by side: each imports and collects on one core
 test-numbers: $(READY)
 	$(MAKE) --jobs=2 --output-sync=target test-numbers-plain test-numbers-avx2
@@ -129,12 +130,14 @@ lint: $(READY)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# torch comes first and alone, so that no other package chooses its build
+# torch comes first and alone, so that no other package chooses its build; what pip would compile on one core is compiled on
+# all, but for files that are written for a newer Python
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "$(PYTHON) is Python %d.%d, and 3.11 or newer is needed: name another, make PYTHON=python3.12 ..." % sys.version_info[:2])'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable ".[dev]"
+	$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 	touch $(READY)
 
 clean:

@@ -30,6 +30,7 @@ from tests.attention.signatures import (
     recorder,
     words,
 )
+from tests.tiers import rarely
 
 # flash-attn 2.8.3, flash_attn/flash_attn_interface.py
 FLASH_VARLEN = words("""
@@ -184,7 +185,7 @@ def test_flash_without_the_package_names_the_pip_line(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("version", ["2.6.1", "2.8.3.post2"], ids=["oldest", "newest"])
+@pytest.mark.parametrize("version", [*rarely("2.6.1"), "2.8.3.post2"], ids=["oldest", "newest"])
 def test_flash_attn_sources(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel runs against the real signature: an argument that it does not have is a TypeError."""
     archive = downloaded(

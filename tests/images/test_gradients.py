@@ -28,6 +28,7 @@ from tests.images.test_exact import batches_of, config_of_images, data_of, packe
 from tests.images.test_objectives import log_probs, moved, with_columns
 from tests.ranks import run_ranks
 from tests.runs import config_of
+from tests.tiers import rarely
 
 SLOTS = 4
 LAYOUTS: dict[str, tuple[str, tuple[int, ...]]] = {
@@ -171,7 +172,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("layout", ["fsdp", "ddp", "tp", "cp", "hsdp"])
+@pytest.mark.parametrize("layout", ["fsdp", "tp", "cp", *rarely("ddp", "hsdp")])
 def test_every_gradient_is_that_of_one_process(layout: str, folder: Path) -> None:
     """ddp and hsdp sum gradients, whatever the loss; the others divide what a loss reads, or its head."""
     kinds = ["chat"] if layout in ("ddp", "hsdp") else ["chat", "dpo", "distill"]

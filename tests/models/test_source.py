@@ -27,6 +27,7 @@ from benchmarks.survey_models import load, run, save, separate, step_of
 from benchmarks.tiny_models import random_model, tiny_config, tiny_model
 from tests.data.templates import MARKED, byte_tokenizer
 from tests.runs import train
+from tests.tiers import rarely
 
 
 @pytest.mark.parametrize(
@@ -185,7 +186,7 @@ def test_a_run_goes_on_from_a_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("kind", ["lora", "dora"])
+@pytest.mark.parametrize("kind", ["dora", *rarely("lora")])
 def test_an_adapter_is_continued(kind: str, tmp_path: Path) -> None:
     save(tiny_model("llama"), tmp_path / "model")
     run(tmp_path, "one", f"peft={kind}", "peft.r=4", "optimizer.lr=0.05")

@@ -27,6 +27,7 @@ from recipes import train_ft  # everything is imported once, before the forks
 from tests.forked import warm_python
 from tests.ranks import free_port
 from tests.runs import DROPOUT, losses_by_step, quick_config
+from tests.tiers import rarely
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_STEPS = 16
@@ -179,9 +180,7 @@ CASES = [
 
 
 @pytest.mark.system
-@pytest.mark.parametrize(
-    "kills", [20, *(pytest.param(many, marks=pytest.mark.slow) for many in (100, 1000))]
-)
+@pytest.mark.parametrize("kills", [10, *rarely(100, 1000)])
 @pytest.mark.parametrize(("worlds", "overrides", "tolerance", "share"), CASES)
 def test_kills(
     tmp_path: Path, worlds: str, overrides: list[str], tolerance: float, share: float, kills: int

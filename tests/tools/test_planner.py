@@ -57,7 +57,7 @@ def test_plans_fit_and_the_best_is_first() -> None:
     assert plans[0].step.peaks["export"] > 0  # simulated as a whole
 
 
-@pytest.mark.system
+@pytest.mark.slow
 def test_whole_simulations_agree_in_memory_and_order() -> None:
     job, seconds = job_of(), []
     for plan in make_plans(job, most=2).plans:
@@ -103,8 +103,8 @@ def test_nothing_fits_a_gpu_that_is_too_small() -> None:
     "gigabytes",
     [
         pytest.param(6, marks=pytest.mark.slow),
-        pytest.param(8, marks=pytest.mark.system),
-        pytest.param(10, marks=pytest.mark.slow),
+        pytest.param(8, marks=pytest.mark.slow),
+        pytest.param(10, marks=pytest.mark.system),
     ],
 )
 def test_a_world_fits_where_a_plan_of_it_does(gigabytes: int) -> None:

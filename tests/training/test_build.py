@@ -15,6 +15,7 @@ from automodel_lite.training import build
 from automodel_lite.training.build import compiles
 from automodel_lite.training.plan import build_parts
 from tests.runs import composed, losses_by_step, train_quick
+from tests.tiers import rarely
 
 
 def test_auto_compiles_on_a_gpu() -> None:
@@ -53,7 +54,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.system
 @pytest.mark.usefixtures("traced")
-@pytest.mark.parametrize("how", ["none", "full"])
+@pytest.mark.parametrize("how", ["full", *rarely("none")])
 def test_a_compiled_run_has_the_numbers_of_an_uncompiled_one(how: str, tmp_path: Path) -> None:
     """The layers and the loss's chunk; all graphs are made before the first step."""
     options = [f"training.activation_checkpointing={how}", "training.log_every_steps=1"]

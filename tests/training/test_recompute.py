@@ -19,6 +19,7 @@ from automodel_lite.training.decide import decide_layout
 from automodel_lite.training.plan import Decided, build_parts, with_recomputation
 from tests.ranks import in_a_process
 from tests.runs import composed
+from tests.tiers import rarely
 
 
 def planned(preset: str, gpus: int, *overrides: str) -> Decided:
@@ -73,7 +74,7 @@ def _count_rungs(gigabytes: int) -> None:
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("gigabytes", [24, 40, 48])
+@pytest.mark.parametrize("gigabytes", [24, *rarely(40, 48)])
 def test_the_rung_before_the_chosen_one_does_not_fit(gigabytes: int, tmp_path: Path) -> None:
     """In a process of its own, as a run counts: tensors of other tests are not in it."""
     code, screen = in_a_process(_count_rungs, tmp_path, gigabytes)

@@ -68,11 +68,12 @@ LAYER = 256 * (256 + 128 + 128 + 256) + 3 * 256 * 512 + 2 * 256
 PARAMETERS = 2 * EMBEDDING + LAYERS * LAYER + 256
 
 
-def in_ci(names: Iterable[str], *always: str) -> list[ParameterSet]:
-    """Cases of which `make test` runs these, and CI all: a simulation takes seconds."""
-    return [
-        pytest.param(name, marks=() if name in always else pytest.mark.system) for name in names
-    ]
+def in_ci(names: Iterable[str], *always: str, seldom: tuple[str, ...] = ()) -> list[ParameterSet]:
+    """Cases of which `make test` runs these, and CI all but the seldom ones: a simulation takes
+    seconds.
+    """
+    marks = dict.fromkeys(names, pytest.mark.system) | dict.fromkeys(seldom, pytest.mark.slow)
+    return [pytest.param(name, marks=() if name in always else marks[name]) for name in names]
 
 
 def config(*overrides: str) -> Config:
@@ -402,7 +403,9 @@ def test_real_ddp_holds_what_is_estimated(micro_batches: int) -> None:
     assert living.sent == {"allreduce_"}
 
 
-@pytest.mark.parametrize("name", in_ci(WORLDS, "dense"))
+@pytest.mark.parametrize(
+    "name", in_ci(WORLDS, "dense", seldom=("one-gpu", "micro-batches", "fewer-experts-than-ranks"))
+)
 def test_coarse_memory_of_sharded_models(name: str) -> None:
     """Of models as wide as those that are trained, of four layers; mixtures of two, where no layer is behind another."""
     shape, overrides = WORLDS[name]
@@ -421,7 +424,9 @@ BY_LAYERS = {
 }
 
 
-@pytest.mark.parametrize("name", in_ci(BY_LAYERS, "dense"))
+@pytest.mark.parametrize(
+    "name", in_ci(BY_LAYERS, "dense", seldom=("every-second", "micro-batches"))
+)
 def test_few_layers_tell_what_all_of_them_hold_and_do(name: str) -> None:
     shape, axes, overrides = BY_LAYERS[name]
     model, mesh = shipped(shape, num_hidden_layers=8), MeshShape(*axes)
@@ -504,7 +509,7 @@ RUNGS: dict[str, tuple[transformers.PretrainedConfig, int, tuple[str, ...]]] = {
     [
         pytest.param(
             name,
-            marks=pytest.mark.slow if name in ("experts", "micro-batches") else pytest.mark.system,
+            marks=pytest.mark.system if name in ("kinds", "a short model") else pytest.mark.slow,
         )
         for name in RUNGS
     ],
