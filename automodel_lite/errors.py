@@ -170,8 +170,18 @@ def did_you_mean_path(path: str) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """`; did you mean X?` or ".": the closest last part in the same group, the closest group, then
-    any group.
+    """Returns the end of a sentence: `; did you mean X?`, or "." where nothing is close."""
+    return meant(nearest(name, known))
+
+
+def meant(near: str | None) -> str:
+    """Returns the end of a sentence: `; did you mean X?`, or "." for None."""
+    return f"; did you mean {near}?" if near else "."
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """Returns the closest last part in the same group, the closest group, then any group; None
+    where nothing is close.
     """
     known = [k for k in known if not k.split(".")[-1].startswith("_")]
     group, _, last = name.rpartition(".")
@@ -182,5 +192,5 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     groups = {} if not rest or top in tops else {other: f"{other}.{rest}" for other in tops}
     for word, names, cutoff in ((last, here, 0.6), (top, groups, 0.6), (last, anywhere, 0.75)):
         if close := difflib.get_close_matches(word, names, n=1, cutoff=cutoff):
-            return f"; did you mean {names[close[0]]}?"
-    return "."
+            return names[close[0]]
+    return None

@@ -22,7 +22,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from automodel_lite.config.components import IS_INSTALLED
-from automodel_lite.errors import ConfigError, did_you_mean
+from automodel_lite.errors import ConfigError, did_you_mean, nearest
 from automodel_lite.results import open_json
 from automodel_lite.version import __version__
 
@@ -76,7 +76,8 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         flag = message.removeprefix("unrecognized arguments: ").split(" ")[0].partition("=")[0]
-        near = did_you_mean(flag, self._option_string_actions)[:-1] if flag[:2] == "--" else ""
+        close = nearest(flag, self._option_string_actions) if flag[:2] == "--" else None
+        near = f"; did you mean {close}" if close else ""
         # of a mistake alone
         from automodel_lite.config.check import key_of
         from automodel_lite.config.schema import Config

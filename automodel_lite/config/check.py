@@ -32,7 +32,7 @@ from automodel_lite.config.components import (
 from automodel_lite.config.rules import RULES, OneOf
 from automodel_lite.config.schema import Config, Part
 from automodel_lite.config.signatures import arguments_of, missing_extra, options_of, with_options
-from automodel_lite.errors import ConfigError, did_you_mean, format_value
+from automodel_lite.errors import ConfigError, format_value, meant, nearest
 from automodel_lite.redact import secret_in
 
 NEEDED = ("dataset", "tokenizer", "packed_sequence", "model", "loss", "optimizer", "lr_scheduler")
@@ -158,10 +158,10 @@ def _schema_problems(node: Mapping[str, Any], schema: type, prefix: str) -> Iter
             leaf, leaf_value = _first_leaf(path, value)
             # `extra` is a recipe's own group: the keys of Config are none of it
             if prefix.startswith("extra."):
-                hint = did_you_mean(leaf, known_keys(schema, prefix))
+                near = nearest(leaf, known_keys(schema, prefix))
             else:
-                hint = _did_you_mean_key(leaf, [*known_keys(), *_options(node)])
-            yield f"{leaf}={format_value(leaf_value)}: unknown key{hint}"
+                near = _nearest_key(leaf, [*known_keys(), *_options(node)])
+            yield f"{leaf}={format_value(leaf_value)}: unknown key{meant(near)}"
             continue
         is_group = is_dataclass(hints[key])
         if not is_group and hints[key] != Part:
@@ -197,10 +197,10 @@ def key_of(path: str, known: Sequence[str] = ()) -> str | None:
     return ELSEWHERE.get(path) or ELSEWHERE.get(name) or next(ours, None)
 
 
-def _did_you_mean_key(path: str, known: Sequence[str]) -> str:
-    """Returns `; did you mean X?` or "."."""
+def _nearest_key(path: str, known: Sequence[str]) -> str | None:
+    """Returns the key that is called so elsewhere, or the one with the closest name."""
     found = key_of(path, known)
-    return f"; did you mean {found}?" if found not in (None, path) else did_you_mean(path, known)
+    return found if found not in (None, path) else nearest(path, known)
 
 
 def _unsound_values(plain: dict[str, Any]) -> Iterator[str]:
@@ -295,9 +295,8 @@ def _unknown_argument(key: str, name: str, value: Any, options: Sequence[str]) -
     """
     path = f"{key}.{name}"
     value = format_value(value)
-    near = _did_you_mean_key(path, options)
-    if near != ".":
-        return f"{path}={value}: unknown key{near}"
+    if near := _nearest_key(path, options):
+        return f"{path}={value}: unknown key{meant(near)}"
     takers = []
     for file in sorted((CONF_DIR / key).glob("*.yaml")):
         text = file.read_text()

@@ -110,9 +110,9 @@ def own_parts(
             replica, place = divmod(replica, size)
             first += place * stride
             is_mine &= coordinate == place
-        layout = Layout(_name(tensor.dtype), list(tensor.shape), first, cuts, _fused(tensor))
-        layouts[name] = layout
-        for box, part in _boxes(tensor) if is_mine else ():
+        fused = _fused(tensor)
+        layouts[name] = Layout(_name(tensor.dtype), list(tensor.shape), first, cuts, fused)
+        for box, part in _boxes(tensor, *fused) if is_mine else ():
             mine[_key(name, box)] = part
     return mine, layouts
 
@@ -137,7 +137,7 @@ def _axes(tensor: Tensor) -> Iterator[tuple[int, int, int | None, int]]:
         yield ranks.shape[axis], stride, dim, coordinate[axis]
 
 
-def _fused(tensor: Tensor) -> Sequence[int]:
+def _fused(tensor: Tensor) -> tuple[int, int]:
     """Returns the dim and the number of fused matrices that are cut one by one; (0, 1) without."""
     placements = tensor.placements if isinstance(tensor, DTensor) else ()
     for placement in placements:
@@ -218,7 +218,7 @@ def read_tensors(folder: Path, index: Mapping[str, Layout], tensors: Mapping[str
     """Copies this rank's boxes into the tensors, whichever ranks wrote them. No collective."""
     by_file: dict[int, list[tuple[str, Box, Box, Tensor]]] = {}
     for name, tensor in tensors.items():
-        for wanted, own in _boxes(tensor):
+        for wanted, own in _boxes(tensor, *_fused(tensor)):
             for rank, box in index[name].parts(wanted):
                 by_file.setdefault(rank, []).append((name, box, wanted, own))
     # each file is opened once
@@ -252,9 +252,11 @@ def check_fits(index: Mapping[str, Layout], state: Mapping[str, Tensor]) -> None
             raise BrokenCheckpointError(f"{name} is {saved[name]}, the run's is {want}")
 
 
-def _boxes(tensor: Tensor) -> Iterator[tuple[Box, Tensor]]:
-    """Yields the boxes that this rank holds, each with its values, a view."""
-    dim, number = _fused(tensor)
+def _boxes(tensor: Tensor, dim: int, number: int) -> Iterator[tuple[Box, Tensor]]:
+    """Yields the boxes that this rank holds, each with its values, a view.
+
+    dim, number  of fused matrices (`_fused`)
+    """
     values = local(tensor.detach())
     parts = values.chunk(number, dim) if number > 1 else [values]
     for box, part in zip(_matrices(tensor.shape, dim, number), parts):

@@ -204,6 +204,18 @@ def test_a_file_that_is_no_configuration(case: str, tmp_path: Path) -> None:
     assert not (tmp_path / "mine.yaml").exists()
 
 
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "axolotl.yml").write_text(AXOLOTL)
+    near = f"; did you mean {tmp_path}/axolotl.yml?"
+    for file, sentence in (
+        (tmp_path / "axolot.yml", f"{tmp_path}/axolot.yml: there is no such file{near}"),
+        (tmp_path, f"{tmp_path} cannot be read (Is a directory)."),
+    ):
+        with pytest.raises(ConfigError) as error:
+            convert.convert([str(file), "--to", str(tmp_path / "mine.yaml")])
+        assert str(error.value) == sentence
+
+
 def test_a_place_where_no_preset_can_be(tmp_path: Path) -> None:
     theirs = tmp_path / "axolotl.yml"
     theirs.write_text(AXOLOTL)

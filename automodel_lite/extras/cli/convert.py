@@ -25,7 +25,13 @@ from automodel_lite.cli.sources import Sources, groups_of
 from automodel_lite.config.check import check_config
 from automodel_lite.config.permissions import needs_the_command_line
 from automodel_lite.config.rules import Range, argument
-from automodel_lite.errors import ConfigError, explained, format_value, printable
+from automodel_lite.errors import (
+    ConfigError,
+    did_you_mean_path,
+    explained,
+    format_value,
+    printable,
+)
 from automodel_lite.extras.cli import peers
 from automodel_lite.extras.named_files import write_named
 
@@ -72,9 +78,14 @@ def convert(argv: list[str]) -> int:
         raise ConfigError(f"{target} exists already: choose another file with --to.")
     if target.suffix != ".yaml":
         raise ConfigError(f"--to {target}: a preset is found by its name, which ends in .yaml.")
-    unreadable = (OSError, UnicodeError, yaml.YAMLError, RecursionError)
-    with explained(f"{args.file} cannot be read as YAML", *unreadable):
-        theirs = yaml.safe_load(args.file.read_text(encoding="utf-8"))
+    if not args.file.exists():
+        raise ConfigError(f"{args.file}: there is no such file{did_you_mean_path(str(args.file))}")
+    with explained(f"{args.file} cannot be read"):
+        content = args.file.read_bytes()
+    with explained(
+        f"{args.file} cannot be read as YAML", UnicodeError, yaml.YAMLError, RecursionError
+    ):
+        theirs = yaml.safe_load(content.decode())
     if not isinstance(theirs, dict) or not all(isinstance(key, str) for key in theirs):
         raise ConfigError(f"{args.file} is not a configuration: its YAML is no mapping of names.")
     peer = args.peer or peer_of(theirs)
