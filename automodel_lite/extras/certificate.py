@@ -27,7 +27,8 @@ from automodel_lite.extras.load_run import load_run_config, load_trained
 from automodel_lite.extras.report import read_run
 from automodel_lite.extras.runs import existing_run
 from automodel_lite.extras.verify import Check, Sample
-from automodel_lite.run.checkpoint_folder import step_of
+from automodel_lite.parts.whole_model import load_whole
+from automodel_lite.run.checkpoint_folder import MARK, name_of, step_of
 from automodel_lite.run.folder import RunFolder
 from automodel_lite.thd import IGNORE_INDEX
 from automodel_lite.version import __version__
@@ -43,8 +44,10 @@ def check_export(run: Path) -> None:
         raise ConfigError(f"--card {run}: it has no hf/: automodel-lite export {run}.")
 
 
-def write_certificate(run: Path, checks: Sequence[Check], sample: Sample) -> Path:
-    """Writes certificate.json beside the export and the model card again; returns its path."""
+def write_certificate(run: Path, checks: Sequence[Check], sample: Sample) -> dict[str, Any]:
+    """Writes certificate.json beside the export and the model card again; returns the row of the
+    export.
+    """
     check_export(run)
     folder = run / "hf"
     record = read_run(run)
@@ -52,6 +55,7 @@ def write_certificate(run: Path, checks: Sequence[Check], sample: Sample) -> Pat
     documents = build(config.dataset)
     files = [stamp.path for stamp in getattr(documents, "train_files", [])]
     base = Path(str(config.model.get("pretrained") or ""))
+    exported = export_against_training(run, sample)
     found = {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "trained": {
@@ -66,12 +70,11 @@ def write_certificate(run: Path, checks: Sequence[Check], sample: Sample) -> Pat
             "torch": torch.__version__,
             "transformers": transformers.__version__,
         },
-        "compared": [as_json(check) for check in checks] + [export_against_training(run, sample)],
+        "compared": [*map(as_json, checks), exported],
     }
-    path = folder / NAME
-    path.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    (folder / NAME).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     write_card(run, folder)
-    return path
+    return exported
 
 
 def hashes(paths: Iterable[Path]) -> dict[str, str]:
@@ -100,12 +103,13 @@ def export_against_training(run: Path, sample: Sample) -> dict[str, Any]:
     """Compares the loss of the export, in plain transformers, with that of the checkpoint that it
     was made of, each document alone.
     """
-    trained = load_trained(run, is_alone=True)  # the other ranks wait at the end
-    export = transformers.AutoModelForCausalLM.from_pretrained(run / "hf", dtype=torch.float32)
-    dtype = transformers.AutoConfig.from_pretrained(run / "hf").dtype or torch.float32
+    mark = run / "hf" / MARK
+    name = name_of(json.loads(mark.read_text())["step"]) if mark.is_file() else None
+    trained = load_trained(run, name, is_alone=True)  # the other ranks wait at the end
+    export = load_whole(str(run / "hf"), torch.float32)
     losses = [mean_loss(model, sample) for model in (trained.model.lm, export)]
     difference = abs(losses[1] - losses[0]) / losses[0]
-    limit = LIMITS.get(dtype, LIMITS[torch.bfloat16])
+    limit = LIMITS.get(trained.dtype, LIMITS[torch.bfloat16])
     return {
         "what": f"the export in transformers = checkpoint of step {step_of(trained.checkpoint)}",
         "loss": float(f"{difference:.2e}"),

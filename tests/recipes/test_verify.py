@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,23 @@ def test_the_truth_of_a_tree_is_its_rows(
     path = answered_prompts(tmp_path / "a.jsonl")
     assert verify(tmp_path / "run", *settings(path, "training.global_batch_size=2")) == 0
     assert "fault: branches of a tree see each other" in capsys.readouterr().out
+
+
+def test_pairs_are_compared_by_their_labels(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The loss of pairs was compared with the cross-entropy of each document: a right run failed."""
+    path = tmp_path / "pairs.jsonl"
+    rows = [{"prompt": "a ship " * 30, "chosen": "sea " * n, "rejected": "fog"} for n in (3, 5)]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    pairs = settings(path, "dataset.format=preference", "loss=simpo")
+    assert verify(tmp_path / "run", *pairs) == 0
+    assert "next-token cross-entropy, in place of SimPo" in capsys.readouterr().out
+
+
+def test_weights_in_bf16_are_no_truth(tmp_path: Path) -> None:
+    bf16 = ["training.master_weights=bf16", "training.precision=bf16", "optimizer=adamw_bf16"]
+    assert verify(tmp_path / "run", *bf16) == 0
 
 
 def verify_on_rank(rank: int, world_size: int, folder: Path, overrides: list[str]) -> int:

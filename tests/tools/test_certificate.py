@@ -8,10 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from automodel_lite import extras
 from automodel_lite.errors import ConfigError
-from recipes import verify
+from automodel_lite.extras.verify import LARGEST_PARAMETERS
+from recipes import export_hf, verify
+from tests.images.families import write_chats, write_model
+from tests.images.test_exact import config_of_images
 from tests.ranks import run_ranks
-from tests.runs import quick_config, train_quick
+from tests.runs import config_of, quick_config, train, train_quick
 
 
 def test_a_certificate_holds_hashes_and_comparisons(tmp_path: Path) -> None:
@@ -48,9 +52,49 @@ def test_an_export_of_other_weights_fails(tmp_path: Path) -> None:
     path = run / "hf" / "model.safetensors"
     weights = {name: tensor * 1.05 for name, tensor in load_file(path).items()}
     save_file(weights, path, metadata={"format": "pt"})
-    verify.main(quick_config(run), run)
+    assert verify.main(quick_config(run), run) == 1
     last = json.loads((run / "hf" / "certificate.json").read_text())["compared"][-1]
     assert last["passed"] is False
+
+
+def test_an_older_export_is_compared_with_its_own_checkpoint(tmp_path: Path) -> None:
+    """It was compared with the newest one, as which the certificate named it."""
+    run = tmp_path / "run"
+    assert train_quick(run, "training.max_steps=4")[0] == 0
+    export_hf.main([str(run), "--checkpoint", "step_00000002"])
+    assert verify.main(quick_config(run), run) == 0
+    last = json.loads((run / "hf" / "certificate.json").read_text())["compared"][-1]
+    assert last["what"].endswith("checkpoint of step 2")
+
+
+@pytest.mark.system
+def test_a_composite_is_compared_under_its_own_class(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """AutoModelForCausalLM knows no such class, or leaves its towers out; and the number of layers
+    was looked for outside of its language model.
+    """
+    monkeypatch.setitem(LARGEST_PARAMETERS, "cpu", 1000)
+    monkeypatch.setattr(extras.verify, "LEAST_LAYERS", 1)
+    model = write_model("qwen3_vl", tmp_path / "model")
+    rows = [{"prompt": "abc" * (1 + n % 3), "completion": "de" * (1 + n % 5)} for n in range(20)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    run = tmp_path / "run"
+    given = [f"model.pretrained={model}", f"dataset.path={tmp_path}/rows.jsonl", "name=x"]
+    given += ["packed_sequence.packed_sequence_size=128", "training.num_threads=1"]
+    train("finetune", run, *given, "training.max_steps=2")
+    assert verify.main(config_of("finetune", run, *given), run) == 0
+    assert "qwen3_vl, the first 1 of 2 layers" in capsys.readouterr().out
+    last = json.loads((run / "hf" / "certificate.json").read_text())["compared"][-1]
+    assert last["passed"]
+
+
+@pytest.mark.system
+def test_images_are_refused(tmp_path: Path) -> None:
+    write_model("qwen3_vl", tmp_path)
+    write_chats(tmp_path, num=2)
+    with pytest.raises(ConfigError, match="verify compares text, and the data hold images"):
+        verify.main(config_of_images(tmp_path))
 
 
 def _verify_on_rank(rank: int, world_size: int, folder: Path, run: Path) -> int:

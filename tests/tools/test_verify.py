@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -39,6 +41,17 @@ def test_verdicts() -> None:
         "noticed",
         "FAIL: not noticed",
     ]
+
+
+def test_what_is_not_a_number_fails() -> None:
+    """The largest of some numbers was not a NaN among them: a NaN gradient beside a right loss passed."""
+    nan = float("nan")
+    for place in range(3):
+        numbers = Difference(*(nan if place == i else 0.0 for i in range(3)))
+        assert not Check("broken", numbers, 1e-5).passed
+        assert Check("broken on purpose", numbers, 1e-5, is_fault=True).passed
+    got = difference(Step(2.0, {"a": torch.tensor([3.0, 0.0]), "b": torch.tensor([nan])}), WANT)
+    assert math.isnan(got.gradients)
 
 
 class Tokenizer:
