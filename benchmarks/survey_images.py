@@ -39,7 +39,8 @@ from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.attention.spec import attention_specs
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.layers import output_head, text_decoder
-from automodel_lite.models.loss import CrossEntropy, FusedLinearCrossEntropy, LossModel
+from automodel_lite.models.loss import CrossEntropy, FusedLinearCrossEntropy
+from automodel_lite.models.loss_model import LossModel
 from automodel_lite.models.source import describe
 from automodel_lite.parts.images.ahead import TYPES, ahead_of, find_rules
 from automodel_lite.parts.images.probe import check_family, check_forward, check_images_apart

@@ -23,7 +23,8 @@ from automodel_lite.data.tokens.tokenizer import load_tokenizer
 from automodel_lite.errors import ConfigError, explained
 from automodel_lite.extras.runs import existing_run
 from automodel_lite.models.layers import local
-from automodel_lite.models.loss import CrossEntropy, LossModel
+from automodel_lite.models.loss import CrossEntropy
+from automodel_lite.models.loss_model import LossModel
 from automodel_lite.parallel.mesh import Mesh, MeshShape, init_mesh, world_size
 from automodel_lite.progress import activity
 from automodel_lite.run.checkpoint import load_weights

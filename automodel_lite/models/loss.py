@@ -5,9 +5,6 @@ A loss gets `LossInputs` and gives `LossOutput`: the sum, and parts of it for th
 count label tokens; one that counts pairs overrides `num_items`. A value per labeled row is a
 function of logits that `LossInputs.rows` evaluates a chunk at a time; docs/extending.md shows one.
 
-`LossModel` is the module whose forward returns the sum: batch in, sum out. It is the root for FSDP.
-Only rows that carry a label meet the head.
-
 Legend: T tokens of the stream (of this rank), N documents, R rows that carry a label, C model dim,
 V vocabulary.
 """
@@ -15,19 +12,15 @@ V vocabulary.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-import transformers
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
-from automodel_lite.attention.documents import MixerForward, runs_by_rows
 from automodel_lite.config.rules import Positive
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.fused_head import (
@@ -38,7 +31,6 @@ from automodel_lite.models.fused_head import (
     in_compute_dtype,
     linear_cross_entropy,
 )
-from automodel_lite.models.layers import output_head, text_decoder
 from automodel_lite.precision import at_least_fp32
 from automodel_lite.thd import (
     COLUMNS,
@@ -409,12 +401,6 @@ _CURES = {
 }
 
 
-def _loss_and_hit(logits: Tensor, labels: Tensor) -> Tensor:
-    is_hit = logits.argmax(-1) == labels
-    losses = F.cross_entropy(logits, labels, reduction="none")
-    return torch.stack([losses, is_hit.to(logits.dtype)], 1)
-
-
 def document_of_tokens(batch: ThdBatch) -> tuple[Tensor, Tensor]:
     """Returns the documents of this rank's tokens, int64 [T], and their places in them, in tokens
     of the slot.
@@ -441,280 +427,3 @@ def row_of_tokens(batch: ThdBatch) -> tuple[Tensor, int]:
     node_of_stream = stream.document.index_select(0, tree.own)
     places = batch.cu_seqlens_padded.long()[document] + within
     return node_of_stream.index_select(0, places), len(stream.cu_seqlens) - 1
-
-
-class LossModel(nn.Module):
-    """A Hugging Face causal LM and a loss. `forward(batch)` returns the loss and its parts, SUMS
-    over this rank's rows.
-
-    A loss runs inside the head's own forward: only there has FSDP gathered its weight.
-
-    has_plain_head   logits are `softcap(hidden @ weight.T)`; of any other head (`probe` sees it)
-                     every loss takes the logits that the head computes itself
-    loss_backend     of torch.compile, for what a loss compiles; None = nothing
-    items_per_label  of the whole step: what the loss is divided by over what a balance is, which
-                     counts labels
-    """
-
-    def __init__(
-        self,
-        lm: transformers.PreTrainedModel,
-        loss: Loss,
-        balance: Callable[[Sequence[Tensor], ThdBatch], Tensor] | None = None,
-        heads: LookAhead | None = None,
-    ) -> None:
-        super().__init__()
-        self.lm = lm
-        self.loss = loss
-        self.balance = balance
-        self.heads = heads
-        # in a tuple, it is no submodule: neither trained, sharded nor saved
-        self._teacher: tuple[LossModel, ...] = ()
-        self.items_per_label = 1.0
-        self.has_plain_head = True
-        self.loss_backend: str | None = None
-        self.softcap: float | None = getattr(
-            lm.config.get_text_config(), "final_logit_softcapping", None
-        )
-        self.wrap_head()
-
-    def wrap_head(self) -> None:
-        """Lets the head compute a loss in place of its product; again when something else has
-        replaced its forward.
-        """
-        # Both are looked for among all modules, once and not in every forward; in a tuple they are
-        # not registered as submodules a second time.
-        self._decoder_and_head = text_decoder(self.lm), output_head(self.lm)
-        head = self._decoder_and_head[1]
-        product = head.forward
-
-        def forward(hidden: Tensor, compute: Callable[[Head], Any] | None = None) -> Any:
-            if compute is None:
-                return product(hidden)
-            weight = head.weight
-            if isinstance(weight, DTensor):
-                weight = weight.full_tensor()
-            return compute(Head(hidden, weight, self.softcap, self.loss_backend))
-
-        head.forward = forward
-
-    def set_teacher(self, teacher: LossModel) -> None:
-        """Gives the loss the rows of a frozen second model's head."""
-        self._teacher = (teacher,)
-
-    @property
-    def needs_mixer_metadata(self) -> bool:
-        """Whether it reads `ThdBatch.mixers`."""
-        for lm in (self.lm, *(teacher.lm for teacher in self._teacher)):
-            forwards = (vars(module).get("forward") for module in lm.modules())
-            if runs_by_rows(lm) or any(isinstance(x, MixerForward) for x in forwards):
-                return True
-        return self.balance is not None or self.loss.needs_documents
-
-    def look_ahead(self, batch: ThdBatch) -> ThdBatch:
-        """Returns a whole stream with what the heads for further tokens get of it."""
-        return replace(batch, ahead=self.heads.targets(batch)) if self.heads else batch
-
-    def forward(self, batch: ThdBatch, loss: Loss | None = None) -> LossOutput:
-        """Returns the loss, or another `loss` of the same rows. Outside training its parts also
-        hold `token_accuracy`, the number of labels that are the likeliest token, and, where the
-        loss is not plain, `cross_entropy`, its sum over the label tokens. Heads for further tokens
-        are trained beside the model's own loss.
-        """
-        heads = self.heads if self.training and loss is None else None
-        loss = loss or self.loss
-        teacher_rows = None
-        if self._teacher:
-            with torch.no_grad():
-                teacher_rows = self._teacher[0].before_head(batch)
-        balance = self.balance if self.training else None
-        router_logits: list[Tensor] = []
-        if balance is None:
-            rows = self.before_head(batch, loss, heads)
-        else:
-            rows = self._record_routing(router_logits, batch, loss, heads)
-        evaluate = partial(self._evaluate, batch, loss, heads)
-        output: LossOutput
-        if teacher_rows is None:
-            output = self._at_head(rows, evaluate, loss)
-        else:
-
-            def at_own_head(teacher_head: Head) -> Any:
-                return self._at_head(rows, partial(evaluate, teacher=teacher_head), loss)
-
-            # inside the teacher's: both weights are whole there, and in the backward pass
-            output = self._teacher[0]._at_head(teacher_rows, at_own_head)
-        if balance is None:
-            return output
-        # gradients in training, but no part of the value
-        of_experts = self.items_per_label * balance(router_logits, batch)
-        return output._replace(sum=output.sum + (of_experts - of_experts.detach()))
-
-    def _record_routing(
-        self, router_logits: list[Tensor], batch: ThdBatch, loss: Loss, heads: LookAhead | None
-    ) -> Tensor:
-        """Returns what `before_head` does; adds the logits of the routers, layer by layer."""
-
-        def record(module: nn.Module, args: Any, output: Any) -> None:
-            router_logits.extend(output.router_logits)
-
-        # removed where the model raises, too
-        with self._decoder_and_head[0].register_forward_hook(record):
-            return self.before_head(batch, loss, heads, output_router_logits=True)
-
-    def _evaluate(
-        self,
-        batch: ThdBatch,
-        loss: Loss,
-        heads: LookAhead | None,
-        head: Head,
-        teacher: Head | None = None,
-    ) -> LossOutput:
-        """Evaluates the loss at the head."""
-        rows = batch.label_rows
-        # A pack of padding alone, of a rank that runs short, was made of no rows, and brings no
-        # columns.
-        brought = batch.columns if len(rows) else loss.example_columns(batch) | batch.columns
-        check_columns(loss, brought)
-        labels_R = batch.labels.index_select(0, rows)
-        columns = {name: column.index_select(0, rows) for name, column in brought.items()}
-        # rows of the heads that predict further ahead stand behind those of the labels
-        own = replace(head, rows=head.rows[: len(rows)]) if heads else head
-        inputs = LossInputs(own, labels_R, columns, batch, teacher)
-        total, parts = loss(inputs)
-        if heads:
-            # gradients in training, but no part of the value
-            ahead = heads.loss(replace(head, rows=head.rows[len(rows) :]), batch)
-            total = total + heads.coefficient * (ahead - ahead.detach())
-            parts = {**parts, "mtp_loss": ahead}
-        # by which runs of different losses compare
-        if not self.training:
-            losses_R, hits_R = inputs.rows(_loss_and_hit, labels_R).unbind(-1)
-            weights_R = columns.get("loss_weights", torch.ones_like(hits_R))
-            parts = {**parts, "token_accuracy": (hits_R * weights_R).sum()}
-            if not isinstance(loss, PlainLoss):
-                parts["cross_entropy"] = (losses_R * weights_R).sum()
-        return LossOutput(total, {name: part.detach() for name, part in parts.items()})
-
-    def _takes_logits(self, loss: Loss) -> bool:
-        return loss.needs_logits or not self.has_plain_head
-
-    def before_head(
-        self,
-        batch: ThdBatch,
-        loss: Loss | None = None,
-        heads: LookAhead | None = None,
-        **options: Any,
-    ) -> Tensor:
-        """Returns the labeled rows before the head [R, C], behind them those of `heads`; or logits
-        [R, V].
-        """
-        inputs = {**self._inputs(batch), **options}
-        if self._takes_logits(loss or self.loss):
-            logits = self.lm(**inputs, logits_to_keep=batch.label_rows).logits.squeeze(0)
-            is_whole = len(logits) != len(batch.label_rows)  # of families without that argument
-            return logits.index_select(0, batch.label_rows) if is_whole else logits
-        decoder = self._decoder_and_head[0]
-        if batch.images is None:
-            output = decoder(**inputs)
-        elif self.lm.base_model is not self.lm:
-            # features of images take their places inside the composite's own forward
-            output = self.lm.base_model(**inputs)
-        else:  # Llama 4 has its head in there, too
-            outputs = []
-            hook = decoder.register_forward_hook(lambda *call: outputs.append(call[2]))
-            with hook:
-                self.lm(**inputs, logits_to_keep=1)
-            output = outputs[0]
-        hidden_TC: Tensor = output.last_hidden_state.squeeze(0)
-        rows = hidden_TC.index_select(0, batch.label_rows)
-        if heads:  # their rows go through the output head, too
-            rows = torch.cat([rows, heads.hidden(hidden_TC, batch)])
-        return rows
-
-    def _inputs(self, batch: ThdBatch) -> dict[str, Any]:
-        if batch.images is None:
-            return batch.model_inputs()
-        return batch.images.model_inputs(self.lm, batch)
-
-    def _at_head(
-        self, rows: Tensor, compute: Callable[[Head], Any], loss: Loss | None = None
-    ) -> Any:
-        """Evaluates `compute` at the head of such rows: inside its forward, unless
-        they are logits.
-        """
-        if self._takes_logits(loss or self.loss):
-            return compute(Head(rows))
-        return self._decoder_and_head[1](rows, compute=compute)
-
-    @torch.no_grad()
-    def values(self, batch: ThdBatch, function: RowFunction) -> Tensor:
-        """Returns `function(logits, labels)` of the labeled rows, [R, K]."""
-        labels_R = batch.labels.index_select(0, batch.label_rows)
-
-        def evaluate(head: Head) -> Tensor:
-            return LossInputs(head, labels_R).rows(function, labels_R)
-
-        return self._at_head(self.before_head(batch), evaluate)
-
-    def logits(self, batch: ThdBatch, num_last: int = 0) -> Tensor:
-        """Returns those of the stream's last tokens, [num_last, V]; 0 = of all."""
-        return self.lm(**self._inputs(batch), logits_to_keep=num_last).logits.squeeze(0)
-
-    @torch.no_grad()
-    def plain_logits(self, ids_T: Tensor) -> Tensor:
-        """Returns those of one document [T, V], by a model with an attention of
-        transformers' own.
-        """
-        return self.lm(input_ids=ids_T[None], use_cache=False).logits[0]
-
-    @torch.no_grad()
-    def generate(self, **options: Any) -> Tensor:
-        """Returns what transformers' `generate` does, on an attention of its own, with its
-        caches.
-        """
-        configs = {id(x): x for x in (self.lm.config, self.lm.config.get_text_config())}.values()
-        packed = [(config, config._attn_implementation) for config in configs]
-        try:
-            for config in configs:
-                config._attn_implementation = "eager"
-            generate: Any = self.lm.generate
-            return generate(**options)  # type: ignore[no-any-return]
-        finally:
-            for config, name in packed:
-                config._attn_implementation = name
-
-    @torch.no_grad()
-    def probe(self, batch: ThdBatch) -> tuple[Tensor, bool]:
-        """Returns logits [T, V], and whether they are `softcap(hidden @ weight.T)`: those of
-        Granite, Cohere, MiniCPM and of heads with a bias or an adapter are not.
-        """
-        # What enters the head and leaves the layers in a forward of the model itself, scaled or
-        # not.
-        inputs = []
-        outputs = []
-        head = self._decoder_and_head[1]
-        hooks = [
-            head.register_forward_pre_hook(lambda _, args: inputs.append(args[0])),
-            self._decoder_and_head[0].register_forward_hook(
-                lambda *call: outputs.append(call[2].last_hidden_state)
-            ),
-        ]
-        logits_TV: Tensor = self.lm(**batch.model_inputs()).logits[0]
-        for hook in hooks:
-            hook.remove()
-        # a fresh adapter adds no value yet, but its name
-        names = [name for name, _ in head.named_parameters()]
-        # MiniCPM scales in between
-        is_plain = names == ["weight"] and torch.equal(inputs[0], outputs[0])
-        if not is_plain:
-            return logits_TV, False
-        # The product alone: a head that scales or biases its logits gives others.
-        got_TV: Tensor = head(inputs[0][0], compute=lambda own: own.logits(own.rows))
-        # autocast rounds the product of fp32 states to bf16, and two products may round apart
-        is_fp32 = inputs[0].dtype == torch.float32 and not torch.is_autocast_enabled(
-            got_TV.device.type
-        )
-        tolerance = 1e-4 if is_fp32 else 5e-2
-        error = (got_TV - logits_TV.float()).abs().max()
-        return logits_TV, bool(error <= tolerance * logits_TV.abs().max().clamp(min=1))

@@ -16,7 +16,7 @@ from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
 from automodel_lite.attention.spec import config_value
 from automodel_lite.errors import ConfigError, one_line
-from automodel_lite.models.loss import LossModel
+from automodel_lite.models.loss_model import LossModel
 from automodel_lite.parallel.mesh import Mesh, open_axes
 
 

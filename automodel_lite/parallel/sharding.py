@@ -23,7 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 from automodel_lite.compat import FsdpTrainingState
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.layers import decoder_layers, output_head, towers
-from automodel_lite.models.loss import Loss, LossModel, LossOutput
+from automodel_lite.models.loss import Loss, LossOutput
+from automodel_lite.models.loss_model import LossModel
 from automodel_lite.parallel.mesh import SHARDS, Mesh, MeshShape, open_axes
 from automodel_lite.thd import ThdBatch
 

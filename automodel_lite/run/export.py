@@ -28,7 +28,8 @@ from automodel_lite.attention.interface import tolerance_std
 from automodel_lite.errors import system_errors
 from automodel_lite.interpreter import trim_malloc
 from automodel_lite.models.layers import has_fp8, local
-from automodel_lite.models.loss import CrossEntropy, LossModel
+from automodel_lite.models.loss import CrossEntropy
+from automodel_lite.models.loss_model import LossModel
 from automodel_lite.models.source import CausalLM, describe, embedding_rows, is_remote_code
 from automodel_lite.parallel.control import all_ranks
 from automodel_lite.parallel.mesh import Mesh

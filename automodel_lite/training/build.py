@@ -38,7 +38,7 @@ from automodel_lite.models.layers import (
     local,
     recompute_layers,
 )
-from automodel_lite.models.loss import LossModel
+from automodel_lite.models.loss_model import LossModel
 from automodel_lite.models.source import embedding_rows
 from automodel_lite.parallel.context_parallel import check_context_parallel, cp_shard
 from automodel_lite.parallel.mesh import Mesh, reading_turn

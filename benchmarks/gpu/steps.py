@@ -23,7 +23,8 @@ from automodel_lite.graphs import compiled_graphs
 from automodel_lite.models.flops import cost_model
 from automodel_lite.models.fused_head import linear_cross_entropy
 from automodel_lite.models.layers import compile_layers, decoder_layers, recompute_layers
-from automodel_lite.models.loss import CrossEntropy, FusedLinearCrossEntropy, LossModel
+from automodel_lite.models.loss import CrossEntropy, FusedLinearCrossEntropy
+from automodel_lite.models.loss_model import LossModel
 from automodel_lite.models.source import model_class
 from automodel_lite.parts.optimizers.adamw import adamw
 from automodel_lite.thd import stream_of, to_thd

@@ -16,7 +16,8 @@ from automodel_lite.attention.interface import check_packing_isolation, install
 from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.layers import compile_layers, decoder_layers, recompute_layers
-from automodel_lite.models.loss import FusedLinearCrossEntropy, LossModel
+from automodel_lite.models.loss import FusedLinearCrossEntropy
+from automodel_lite.models.loss_model import LossModel
 from automodel_lite.thd import IGNORE_INDEX, ThdBatch, document_rows
 from tests.attention.families import build, documents, gradients, stream
 from tests.attention.hybrids import HYBRIDS, ONE_OF_EACH_KIND, InFloat64, build_hybrid

@@ -25,9 +25,9 @@ from automodel_lite.models.loss import (
     FusedLinearCrossEntropy,
     Loss,
     LossInputs,
-    LossModel,
     LossOutput,
 )
+from automodel_lite.models.loss_model import LossModel
 from automodel_lite.parts.datasets.stream_packing import PackStream
 from automodel_lite.thd import COLUMNS, Column, ThdBatch, to_thd
 from tests.attention.families import build

@@ -15,7 +15,7 @@ from automodel_lite.attention.interface import check_packing_isolation, install
 from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.graphs import compiled_graphs
 from automodel_lite.models.layers import KEPT_FRAC, compile_layers, decoder_layers, recompute_layers
-from automodel_lite.models.loss import LossModel
+from automodel_lite.models.loss_model import LossModel
 from automodel_lite.parts.kernels.varlen import VarlenAttention
 from automodel_lite.thd import AttentionOptions, Segments, ThdBatch, stream_of
 from tests.gpu_paths.test_graphs import FAMILIES as OF_GRAPHS

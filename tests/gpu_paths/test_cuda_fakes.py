@@ -19,7 +19,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from automodel_lite.attention.interface import install
 from automodel_lite.models.layers import from_host, to_host
-from automodel_lite.models.loss import FusedLinearCrossEntropy, LossModel
+from automodel_lite.models.loss import FusedLinearCrossEntropy
+from automodel_lite.models.loss_model import LossModel
 from automodel_lite.parallel.context_parallel import cp_shard
 from automodel_lite.parallel.sharding import ParallelModel
 from automodel_lite.parts.kernels.flex import packed_block_mask

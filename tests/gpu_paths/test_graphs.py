@@ -13,7 +13,8 @@ from automodel_lite.attention.interface import install
 from automodel_lite.attention.kernel import AttentionKernel, ReferenceAttention
 from automodel_lite.graphs import compiled, compiled_graphs
 from automodel_lite.models.layers import compile_layers, decoder_layers, recompute_layers
-from automodel_lite.models.loss import FusedLinearCrossEntropy, LossModel
+from automodel_lite.models.loss import FusedLinearCrossEntropy
+from automodel_lite.models.loss_model import LossModel
 from automodel_lite.parts.kernels.flex import FlexAttention
 from automodel_lite.thd import stream_of
 from tests.models.test_layers import pack_of

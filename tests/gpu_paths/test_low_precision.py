@@ -20,7 +20,8 @@ from automodel_lite.models.layers import (
     decoder_layers,
     recompute_layers,
 )
-from automodel_lite.models.loss import FusedLinearCrossEntropy, LossModel
+from automodel_lite.models.loss import FusedLinearCrossEntropy
+from automodel_lite.models.loss_model import LossModel
 from automodel_lite.parts.optimizers.adamw import adamw, codebook, param_groups
 from tests.models.test_layers import pack_of
 from tests.runs import losses_by_step, train_quick

@@ -18,7 +18,8 @@ from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.data.packing.packs import join_packs
 from automodel_lite.data.prepare import check_sizes, prepare_data
 from automodel_lite.models.layers import text_decoder
-from automodel_lite.models.loss import FusedLinearCrossEntropy, LossModel
+from automodel_lite.models.loss import FusedLinearCrossEntropy
+from automodel_lite.models.loss_model import LossModel
 from automodel_lite.models.source import CausalLM
 from automodel_lite.parts.images.tokens import ImageProcessor
 from automodel_lite.thd import ThdBatch, to_thd

@@ -15,7 +15,8 @@ from PIL import Image
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
-from automodel_lite.models.loss import Loss, LossModel
+from automodel_lite.models.loss import Loss
+from automodel_lite.models.loss_model import LossModel
 from automodel_lite.parts.images.tokens import ImageProcessor
 from automodel_lite.parts.losses.distillation import Distill, DistillTopK
 from automodel_lite.parts.losses.preference import Dpo, OrPo, SimPo

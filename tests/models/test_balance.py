@@ -23,7 +23,8 @@ from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.data.packing.packs import join_packs, lay_out_packs
 from automodel_lite.data.tokens.token_rows import flatten
 from automodel_lite.errors import ConfigError
-from automodel_lite.models.loss import FusedLinearCrossEntropy, LossModel
+from automodel_lite.models.loss import FusedLinearCrossEntropy
+from automodel_lite.models.loss_model import LossModel
 from automodel_lite.models.source import describe
 from automodel_lite.parallel.context_parallel import cp_shard
 from automodel_lite.parts.losses.balance import balance_of

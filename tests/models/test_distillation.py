@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from automodel_lite.attention.interface import install
 from automodel_lite.attention.kernel import ReferenceAttention
-from automodel_lite.models.loss import FusedLinearCrossEntropy, LossModel
+from automodel_lite.models.loss import FusedLinearCrossEntropy
+from automodel_lite.models.loss_model import LossModel
 from automodel_lite.parallel.context_parallel import cp_shard
 from automodel_lite.parallel.mesh import MeshShape, open_mesh
 from automodel_lite.parallel.sharding import parallelize

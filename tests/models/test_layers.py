@@ -13,7 +13,8 @@ from automodel_lite.attention.interface import install
 from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.graphs import compiled_graphs
 from automodel_lite.models.layers import KEPT_FRAC, compile_layers, decoder_layers, recompute_layers
-from automodel_lite.models.loss import FusedLinearCrossEntropy, LossModel
+from automodel_lite.models.loss import FusedLinearCrossEntropy
+from automodel_lite.models.loss_model import LossModel
 from automodel_lite.models.source import describe
 from automodel_lite.thd import ThdBatch, to_thd
 

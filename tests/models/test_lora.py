@@ -14,7 +14,8 @@ from automodel_lite.attention.interface import check_packing_isolation, install
 from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.layers import cast_weights
-from automodel_lite.models.loss import FusedLinearCrossEntropy, LossModel
+from automodel_lite.models.loss import FusedLinearCrossEntropy
+from automodel_lite.models.loss_model import LossModel
 from automodel_lite.parts.adapters import lora
 from automodel_lite.parts.adapters.lora import Lora, load_adapted
 from automodel_lite.thd import stream_of

@@ -22,10 +22,10 @@ from automodel_lite.models.loss import (
     Head,
     Loss,
     LossInputs,
-    LossModel,
     LossOutput,
     checked_loss,
 )
+from automodel_lite.models.loss_model import LossModel
 from tests.attention.families import build, documents, stream
 from tests.attention.hybrids import InFloat64, build_hybrid
 

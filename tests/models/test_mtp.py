@@ -21,7 +21,8 @@ from transformers.modeling_layers import MtpModel
 from automodel_lite.attention.interface import install
 from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.errors import ConfigError
-from automodel_lite.models.loss import FusedLinearCrossEntropy, Loss, LossModel
+from automodel_lite.models.loss import FusedLinearCrossEntropy, Loss
+from automodel_lite.models.loss_model import LossModel
 from automodel_lite.parallel.context_parallel import cp_shard
 from automodel_lite.parallel.mesh import MeshShape, open_mesh
 from automodel_lite.parallel.sharding import parallelize

@@ -15,7 +15,7 @@ from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.data.packing.packs import PackedDataset, join_packs
 from automodel_lite.data.packing.plan import plan_packs
 from automodel_lite.data.tokens.token_rows import flatten
-from automodel_lite.models.loss import LossModel
+from automodel_lite.models.loss_model import LossModel
 from automodel_lite.parallel.context_parallel import cp_shard
 from automodel_lite.parallel.mesh import MeshShape, open_mesh
 from automodel_lite.parallel.sharding import parallelize

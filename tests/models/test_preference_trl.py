@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from automodel_lite.attention.interface import install
 from automodel_lite.attention.kernel import ReferenceAttention
-from automodel_lite.models.loss import LossModel
+from automodel_lite.models.loss_model import LossModel
 from automodel_lite.parts.losses.preference import Dpo
 from automodel_lite.thd import CHOSEN, REJECTED
 from tests.attention.families import VOCAB

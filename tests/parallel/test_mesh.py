@@ -24,7 +24,8 @@ from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.config.schema import MeshConfig
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.layers import decoder_layers
-from automodel_lite.models.loss import FusedLinearCrossEntropy, LossModel
+from automodel_lite.models.loss import FusedLinearCrossEntropy
+from automodel_lite.models.loss_model import LossModel
 from automodel_lite.parallel import mesh
 from automodel_lite.parallel.mesh import (
     MeshShape,

@@ -20,7 +20,8 @@ from torch.distributed.tensor import DTensor
 from automodel_lite.attention.interface import install
 from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.models.layers import decoder_layers, recompute_layers
-from automodel_lite.models.loss import CrossEntropy, FusedLinearCrossEntropy, LossModel
+from automodel_lite.models.loss import CrossEntropy, FusedLinearCrossEntropy
+from automodel_lite.models.loss_model import LossModel
 from automodel_lite.parallel import context_parallel
 from automodel_lite.parallel.context_parallel import cp_shard
 from automodel_lite.parallel.mesh import MeshShape, open_mesh

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
 
 from automodel_lite.errors import ConfigError
 from automodel_lite.extras.load_run import load_trained
-from automodel_lite.models.loss import LossModel
+from automodel_lite.models.loss_model import LossModel
 from automodel_lite.run import export
 from automodel_lite.run.checkpoint_folder import exported_folder
 from recipes import average, export_hf

@@ -34,7 +34,8 @@ from automodel_lite.extras.plan.simulation import (
 from automodel_lite.extras.plan.tracker import _MADE_IN, Message, Operation, Work
 from automodel_lite.models.flops import model_size
 from automodel_lite.models.layers import decoder_layers, recompute_layers
-from automodel_lite.models.loss import LossInputs, LossModel, LossOutput, PlainLoss
+from automodel_lite.models.loss import LossInputs, LossOutput, PlainLoss
+from automodel_lite.models.loss_model import LossModel
 from automodel_lite.models.source import SHAPES, describe
 from automodel_lite.parallel.mesh import Mesh, MeshShape, mesh_shape
 from automodel_lite.parallel.sharding import choose_strategy, parallelize
