@@ -139,6 +139,9 @@ class Detected:
 
 _IGNORED = "would be ignored: "
 _MEANT = "set dataset.format={format} to train without it."
+_REJECTED_ANSWER = (
+    f"is the answer that is not wanted, of a preference pair: keep one answer, or {_MEANT}"
+)
 # of documents that are not token ids: columns, what a row with a value in one of them is told
 _TRAPS = (
     (
@@ -146,10 +149,7 @@ _TRAPS = (
         f"{_IGNORED}{NOT_READ}; {_MEANT}",
     ),
     (re.compile("|".join(VERDICTS)), VERDICT),
-    (
-        REJECTED,
-        f"is the answer that is not wanted, of a preference pair: keep one answer, or {_MEANT}",
-    ),
+    (re.compile(f".*({REJECTED.pattern}).*", re.IGNORECASE | re.DOTALL), _REJECTED_ANSWER),
     (WEIGHTS, f"{_IGNORED}all rows weigh the same; leave rows of weight 0 out, or {_MEANT}"),
     (
         MASKS,
@@ -165,6 +165,11 @@ def _problems(
     """Yields the columns that would change what is trained, and what a row with a value in one of
     them is told.
     """
+    meant = set()
+    if not ANSWERS.isdisjoint(typed):
+        meant.add(_REJECTED_ANSWER)
+    if found.kind not in ("messages", "prompt_completion"):
+        meant.add(VERDICT)
     for name in columns:
         if name in renames.values() or name in found.columns or name in found.optional:
             continue
@@ -174,12 +179,7 @@ def _problems(
                 yield name, f"{_IGNORED}{cure}".format(format=found.name)
             continue
         for pattern, told in _TRAPS:
-            is_meant = (pattern is REJECTED and not ANSWERS.isdisjoint(typed)) or (
-                told is VERDICT and found.kind not in ("messages", "prompt_completion")
-            )
-            if (pattern.search if pattern is REJECTED else pattern.fullmatch)(
-                name
-            ) and not is_meant:
+            if told not in meant and pattern.fullmatch(name):
                 yield name, told.format(format=found.name)
                 break
 
