@@ -104,6 +104,11 @@ IMPORTED = {
         "_CAN_RECORD_REGISTRY",
         "what a class returns of its inner layers, by its name; a sharded one has another",
     ),
+    "ExceptionWrapper": (
+        "torch._utils",
+        "ExceptionWrapper",
+        "what a data worker's queue could not send is told as its other errors are",
+    ),
     "pytree": ("torch.utils", "_pytree", "tensors inside the arguments of a model's forward"),
     "muon": (
         "torch.optim._muon",
@@ -137,6 +142,10 @@ ATTRIBUTES = {
     ),
     "_merge_kwargs": ("transformers.ProcessorMixin", "a processor's own settings for images"),
     "_process_images": ("transformers.ProcessorMixin", "images and their texts, without a prompt"),
+    "_on_queue_feeder_error": (
+        "multiprocessing.queues.Queue",
+        "an item that cannot be sent is dropped, and who waits for it is not told",
+    ),
     "_local_tensor": ("torch.distributed.tensor.DTensor", "a shard, without a node in the graph"),
     "_spec": ("torch.distributed.tensor.DTensor", "a shard on another device than its mesh's"),
     "_get_fsdp_state": ("torch.distributed.fsdp.FSDPModule", "see FsdpTrainingState"),

@@ -57,6 +57,8 @@ LOST_PEER = re.compile(
 )
 # Python's words, and those of C++ for EAGAIN
 _NO_THREAD = re.compile(r"can't start new thread|^Resource temporarily unavailable")
+# of the queue of data workers; where the receiver has no room, a number of what came with a message
+_NO_FILE = re.compile(r"Too many open files|received \d+ items of ancdata")
 _MAPPED_MEMORY = re.compile(r"mmap .*Cannot allocate memory", re.DOTALL)  # of a file of weights
 CPU_MEMORY = re.compile(r"DefaultCPUAllocator: .*you tried to allocate (\d+) bytes")
 
@@ -82,6 +84,13 @@ def is_out_of_memory(error: BaseException) -> bool:
 def is_out_of_threads(error: BaseException) -> bool:
     """Returns whether a thread could not be started: under `ulimit -v` its stack has no room."""
     return isinstance(error, RuntimeError) and bool(_NO_THREAD.search(str(error)))
+
+
+def is_out_of_files(error: BaseException) -> bool:
+    """Returns whether a batch of a data worker could not be opened: each of its tensors is a
+    file.
+    """
+    return isinstance(error, RuntimeError) and bool(_NO_FILE.search(str(error)))
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import difflib
 import importlib
 import inspect
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
@@ -88,7 +89,9 @@ def _build_nested(value: Any) -> Any:
 
 
 def locate(path: str) -> Callable[..., Any]:
-    """Returns the function or class of a dotted path: `torch.optim.AdamW`."""
+    """Returns the function or class of a dotted path: `torch.optim.AdamW`; of a module that is not
+    installed, from the working folder.
+    """
     parts = path.split(".")
     for cut in range(len(parts) - 1, 0, -1):
         module_name = ".".join(parts[:cut])
@@ -110,7 +113,14 @@ def locate(path: str) -> Callable[..., Any]:
                 )
             found = getattr(found, name)
         return found
-    raise ConfigError(f"_target_={path}: there is no module {parts[0]}.")
+    here = str(Path.cwd())
+    if not {"", here} & {*sys.path}:  # an installed command has its own folder there
+        sys.path.append(here)
+        return locate(path)
+    raise ConfigError(
+        f"_target_={path}: there is no module {parts[0]}: install its package, or start from its "
+        "folder."
+    )
 
 
 CodePath = NewType("CodePath", str)

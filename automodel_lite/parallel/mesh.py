@@ -200,16 +200,15 @@ def reading_turn() -> Iterator[None]:
         store.set(str(rank()), "")
 
 
-def allow_sockets(num_ranks: int) -> None:
-    """Raises this process's limit of open files, as far as it may: three groups of gloo connect
-    every two ranks, and the usual soft limit of 1,024 ends at 340 of them.
+def allow_open_files() -> None:
+    """Raises this process's limit of open files, as far as it may: the usual soft limit is 1,024.
+
+    Three groups of gloo connect every two ranks: it ends at 340 of them. A tensor that a data
+    worker has read is an open file, in the worker and here: it ends at a step of 70 packs.
     """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 4 * num_ranks + 1024
-    if hard >= 0:  # -1 is no limit
-        wanted = min(wanted, hard)
-    if 0 <= soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):  # more than the system allows is refused
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def threads_of(num_threads: int) -> tuple[int, str]:
@@ -254,6 +253,7 @@ def init_mesh(config: MeshConfig) -> Mesh:
     timeout = timedelta(seconds=config.timeout_s)
     if has_gpu:
         torch.cuda.set_device(device)
+    allow_open_files()
     is_alone = "RANK" not in os.environ
     is_grouped = config.strategy in ("fsdp", "ddp") or (config.strategy == "auto" and has_gpu)
     if is_alone and not is_grouped:
@@ -264,7 +264,6 @@ def init_mesh(config: MeshConfig) -> Mesh:
         backend, device_id = ("cpu:gloo,cuda:nccl", device) if has_gpu else ("gloo", None)
         store: dist.Store = dist.HashStore()
         if not is_alone:
-            allow_sockets(world_size())
             store = dist.PrefixStore("groups", launchers_store())
         dist.init_process_group(
             backend,

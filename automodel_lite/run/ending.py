@@ -7,7 +7,7 @@
     StoppedEarly               by which signal             75 or 130   this process
     KeyboardInterrupt          interrupted                 130         this process
     a full memory or disk,     the limit and its cure      1           this process
-      no further thread
+      no further thread or file
     SystemExit                 nothing                     its own     who raised it
     the screen's reader left   nothing                     141         nobody
     anything else              the traceback               1           this process
@@ -38,6 +38,7 @@ from automodel_lite.errors import (
     DataError,
     PeerError,
     RunStoppedError,
+    is_out_of_files,
     is_out_of_memory,
     is_out_of_threads,
     one_line,
@@ -90,6 +91,8 @@ def ending_of(error: BaseException) -> Ending:
         return Ending(text, 1)
     if is_out_of_threads(error):
         return Ending(f"no further thread can be started: {_LIMITS['threads']}.", 1)
+    if is_out_of_files(error):
+        return Ending(f"no further file can be opened: {_LIMITS['EMFILE']}.", 1)
     if isinstance(error, OSError):
         if cure := _LIMITS.get(errno.errorcode.get(error.errno or 0, "")):
             where = f"{error.filename}: " if error.filename else ""

@@ -2,7 +2,7 @@
 `_target_` in conf/.
 
     cd examples/own_parts
-    PYTHONPATH=. python ../../recipes/train_ft.py --config-dir conf --config-name mine
+    python ../../recipes/train_ft.py --config-dir conf --config-name mine
     security.allow_targets=[my_parts]
 
 The configuration may only call code that the command line allows. Each option file replaces its

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,16 @@ def test_foreign_targets_are_refused_before_they_are_imported(
         ConfigError, match=r"optimizer\._target_=.*(is not allowed|not the dotted path)"
     ):
         check(f"optimizer._target_={target}")
+
+
+def test_a_module_of_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An installed command has another folder in its path, and the ranks of --nproc have this one."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [path for path in sys.path if path])
+    (tmp_path / "my_optimizers.py").write_text("from torch.optim import SGD as Mine")
+    assert locate("my_optimizers.Mine").__name__ == "SGD"
+    with pytest.raises(ConfigError, match=r"no module my_oddity: install its package, or start"):
+        locate("my_oddity.Mine")
 
 
 def test_an_allowed_module_does_not_lead_elsewhere() -> None:

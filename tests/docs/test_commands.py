@@ -40,7 +40,7 @@ COOKBOOK = [
 WITH_CONFIG = ("train_ft", "prepare_data", "inspect_data", "score", "verify", "evaluate")
 READERS_OWN = re.compile(
     r"/models/|/data/|\.jsonl|\.csv|\.\.\.|<|meta-llama|Qwen/|--nnodes|--nproc(-per-node)? (8|gpu)|attention=(varlen|flash|te|flex)|"
-    r"logger=\S*(wandb|mlflow)|qlora|--config-name (finetune|llama3|qwen3)|--config-dir|te_|runs/(a|b|mine|pictures)\b|automodel-lite slurm"
+    r"logger=\S*(wandb|mlflow)|qlora|--config-name (finetune|llama3|qwen3)|te_|runs/(a|b|mine|pictures)\b|automodel-lite slurm"
 )
 
 

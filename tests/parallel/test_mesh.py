@@ -29,7 +29,7 @@ from automodel_lite.models.loss_model import LossModel
 from automodel_lite.parallel import mesh
 from automodel_lite.parallel.mesh import (
     MeshShape,
-    allow_sockets,
+    allow_open_files,
     cgroup_cores,
     init_mesh,
     open_mesh,
@@ -124,14 +124,12 @@ def test_nccl_connects_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_many_ranks_may_open_their_sockets() -> None:
+def test_many_ranks_and_packs_may_open_their_files() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
-        allow_sockets(16)
-        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (1088, hard)
-        allow_sockets(1)
-        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (1088, hard)
+        allow_open_files()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 

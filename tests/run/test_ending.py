@@ -76,3 +76,14 @@ def test_memory_that_torch_is_not_given_is_a_sentence() -> None:
     assert code == 1
     mapped = RuntimeError("unable to mmap 9 bytes from file <x>: Cannot allocate memory (12)")
     assert ending_of(mapped).text.startswith("the host has no memory left (unable to mmap 9 bytes")
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["received 0 items of ancdata", "Too many open files. Communication with the workers is no"],
+)
+def test_a_batch_that_cannot_be_opened_is_a_sentence(words: str) -> None:
+    assert ending_of(RuntimeError(words)).text == (
+        "no further file can be opened: the limit for open files is too low: raise `ulimit -n`, to "
+        "4096 or more."
+    )

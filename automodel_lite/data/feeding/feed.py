@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from multiprocessing.queues import Queue
 from typing import Any
 
 import numpy as np
@@ -15,10 +16,12 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from automodel_lite.compat import ExceptionWrapper
 from automodel_lite.config.schema import DataloaderConfig
 from automodel_lite.data.feeding.order import BatchShape, assign_to_ranks
 from automodel_lite.data.feeding.source import Cursor, HostStep
 from automodel_lite.data.packing.packs import PackedDataset, join_packs
+from automodel_lite.errors import RunStoppedError, one_line
 from automodel_lite.thd import ThdBatch, to_thd
 
 _NEVER = 1 << 60
@@ -52,11 +55,48 @@ def worker_options(config: DataloaderConfig) -> dict[str, Any]:
         "multiprocessing_context": "fork" if config.num_workers else None,
         "prefetch_factor": _PREFETCHED if config.num_workers else None,
         "snapshot_every_n_steps": _NEVER,
-        "worker_init_fn": delay_worker_exit,
+        "worker_init_fn": start_worker,
     }
 
 
-def delay_worker_exit(worker: int) -> None:
+class FromWorkerError(Exception):
+    """An error of a worker: its sentence, without the worker's traceback, which a DataLoader puts
+    in front of it.
+    """
+
+    def __str__(self) -> str:
+        return super().__str__().rpartition(f"{type(self).__name__}: ")[2].strip()
+
+
+class UnsentBatchError(FromWorkerError, RunStoppedError):
+    """A batch that a worker cannot hand over."""
+
+
+def start_worker(worker: int) -> None:
+    """Makes a new process a worker that stays while its rank is stopped, and that tells what it
+    cannot hand over.
+    """
+    _delay_exit()
+    Queue._on_queue_feeder_error = _send_error  # type: ignore[attr-defined]
+
+
+def _send_error(queue: Queue[Any], error: Exception, item: Any) -> None:
+    """Sends the reason in place of a batch, in the thread of the worker's queue, which only prints
+    it: the rank waited for that batch without end.
+    """
+    (number, (_, worker, state)) = item
+    reason = UnsentBatchError(
+        f"a data worker cannot hand over a batch ({one_line(error)}): make room in /dev/shm (of a "
+        "container: --shm-size=16g or --ipc=host), raise `ulimit -n`, `ulimit -f` and `ulimit -v`, "
+        "or set dataloader.num_workers=0. Run the same command again to continue from the newest "
+        "checkpoint."
+    )
+    where = f"in data worker {worker}"
+    told = ExceptionWrapper((UnsentBatchError, reason, None), where)
+    queue.put((number, (told, worker, state)))
+
+
+def _delay_exit() -> None:
     """SLURM signals every process of a job: a worker stays a while, so that the rank can finish its
     step and save.
     """

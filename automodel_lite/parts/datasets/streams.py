@@ -32,7 +32,7 @@ from automodel_lite.config.rules import PathStr, Range, looks_local
 from automodel_lite.config.schema import Config, TrainingConfig
 from automodel_lite.config.sizes import round_up
 from automodel_lite.data.cache import short_hash
-from automodel_lite.data.feeding.feed import worker_options
+from automodel_lite.data.feeding.feed import FromWorkerError, worker_options
 from automodel_lite.data.feeding.order import BatchShape
 from automodel_lite.data.feeding.source import (
     AdaptingDataset,
@@ -464,13 +464,8 @@ class StreamedPacks(PackSource):
             ahead = next(read, None)
 
 
-class WorkerError(DataError):
-    """What a worker cannot read: its sentence, without the worker's traceback, which a DataLoader
-    puts in front of it.
-    """
-
-    def __str__(self) -> str:
-        return super().__str__().rpartition("WorkerError: ")[2].strip()
+class WorkerError(FromWorkerError, DataError):
+    """What a worker cannot read."""
 
 
 @dataclass

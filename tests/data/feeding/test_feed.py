@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from resource import RLIMIT_FSIZE, setrlimit
 from typing import Any, ClassVar
 
 import pytest
 import torch
+from torch.utils.data import Dataset
+from torchdata.stateful_dataloader import StatefulDataLoader
 
-from automodel_lite.data.feeding.feed import DeviceFeed
+from automodel_lite.config.schema import DataloaderConfig
+from automodel_lite.data.feeding.feed import DeviceFeed, worker_options
 from automodel_lite.data.feeding.source import Cursor, HostStep
+from automodel_lite.errors import RunStoppedError
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
@@ -134,3 +139,24 @@ def test_a_gpu_gets_its_batches_from_page_locked_memory(monkeypatch: pytest.Monk
     assert ready.batches.wait_s == 0.0  # the GPU was at work all the time
     compute.is_idle = True
     assert next(feed).batches.wait_s == 0.5
+
+
+class Unsendable(Dataset):
+    """A batch for which the worker's shared memory has no room, as in a container of 64 MB."""
+
+    def __getitem__(self, number: int) -> torch.Tensor:
+        setrlimit(RLIMIT_FSIZE, (100, -1))
+        return torch.zeros(1000)
+
+    def __len__(self) -> int:
+        return 1
+
+
+def test_a_batch_that_a_worker_cannot_hand_over_is_told() -> None:
+    options = worker_options(DataloaderConfig(num_workers=1)) | {"timeout": 20}
+    batches = iter(StatefulDataLoader(Unsendable(), batch_size=None, **options))
+    with pytest.raises(RunStoppedError) as stopped:
+        next(batches)
+    assert str(stopped.value).startswith("a data worker cannot hand over a batch (unable to ")
+    assert "File too large (27)): make room in /dev/shm" in str(stopped.value)
+    assert "Traceback" not in str(stopped.value)
