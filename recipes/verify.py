@@ -145,9 +145,7 @@ class Verification:
         num_failed = sum(not row["passed"] for row in rows)
         RESULTS.update(checks=rows, num_failed=num_failed)
         self.console.print(
-            f"\nFAIL: {num_failed} of {len(rows)}"
-            if num_failed
-            else f"\nPASS: {len(rows)} checks"
+            f"\nFAIL: {num_failed} of {len(rows)}" if num_failed else f"\nPASS: {len(rows)} checks"
         )
         self.mesh.barrier()
         self.mesh.close()
