@@ -207,11 +207,19 @@ class RunFolder:
         )
         return [row for row in map(_object, lines) if type(row.get("step")) is int]
 
-    def rewind_metrics(self, step: int) -> None:
-        """Drops the rows after `step`, which a continued run writes again, and a torn last line."""
-        if self.metrics.is_file():
-            kept = [json.dumps(row) + "\n" for row in self.rows() if row["step"] <= step]
-            write_atomically(self.metrics, "".join(kept))
+    def rewind_metrics(self, step: int, validates_again: bool = False) -> None:
+        """Drops the rows after `step`, which a continued run writes again, and a torn last line;
+        and those of the validation of `step` where it is made again.
+        """
+        if not self.metrics.is_file():
+            return
+        kept = []
+        for row in self.rows():
+            of_validation = any(name.startswith(("val_", "text/")) for name in row)
+            is_again = validates_again and of_validation and row["step"] == step
+            if row["step"] <= step and not is_again:
+                kept.append(json.dumps(row) + "\n")
+        write_atomically(self.metrics, "".join(kept))
 
     def write_status(
         self,

@@ -215,7 +215,7 @@ def _open_folder(
             if report:
                 folder.packing.write_text(json.dumps(asdict(report), indent=2) + "\n")
                 folder.lengths.write_text(json.dumps(data.lengths()))
-            folder.rewind_metrics(step)
+            folder.rewind_metrics(step, guards.state.pending_validation)
     guards.ranks.barrier()
     assert guards.lock.token
     # from now on the stacks of a rank without progress are written to its log

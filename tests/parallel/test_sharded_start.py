@@ -27,7 +27,7 @@ from automodel_lite.training.build import assemble, build_model, check_model
 from automodel_lite.training.decide import decide
 from automodel_lite.training.plan import build_parts
 from benchmarks.survey_models import save
-from benchmarks.tiny_models import random_model
+from benchmarks.tiny_models import random_model, tiny_config
 from tests.attention.families import FAMILIES, VOCAB, documents, stream
 from tests.attention.hybrids import HYBRIDS
 from tests.models.test_policy import save_model
@@ -114,7 +114,9 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_loaded_weights_are_those_of_one_process(tmp_path: Path, checkpoints: Path) -> None:
-    """Tied, fused, and with adapters in a frozen base: LoRA, DoRA, and a module that is trained whole."""
+    """Tied, fused, and with adapters in a frozen base: LoRA, DoRA, and a module that is trained whole. DoRA took the
+    norms of the rows, and not of the columns, of weights that lie the other way round: square ones without a word.
+    """
     plain = {
         name: ["model=pretrained", f"model.pretrained={checkpoints / name}"]
         for name in ("llama", "qwen3_moe", "gpt_oss_sinks_window", "gemma3_window")
@@ -123,11 +125,17 @@ def test_loaded_weights_are_those_of_one_process(tmp_path: Path, checkpoints: Pa
         "model=pretrained",
         f"model.pretrained={save_model('qwen3_5_text', tmp_path / 'hybrid')}",
     ]
+    gpt2 = tiny_config("gpt2")
+    gpt2.vocab_size = VOCAB
+    random_model(gpt2, seed=0).save_pretrained(tmp_path / "gpt2")
+    conv1d = ["model=pretrained", f"model.pretrained={tmp_path}/gpt2"]
     saved = ["peft.target_modules=[q_proj]", "peft.modules_to_save=[lm_head]"]
     cases = [
         *((overrides, torch.float32) for overrides in plain.values()),
         ([*plain["llama"], "peft=lora"], torch.bfloat16),
         ([*plain["llama"], "peft=dora"], torch.bfloat16),
+        ([*conv1d, "peft=dora", "peft.target_modules=[attn.c_proj]"], torch.float32),
+        ([*plain["qwen3_moe"], "peft=dora", "peft.target_modules=[embed_tokens]"], torch.float32),
         ([*plain["qwen3_moe"], "peft=lora", *saved], torch.float32),
         # whose embedding has a buffer, by which it is scaled
         (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import subprocess
@@ -193,3 +194,20 @@ def test_the_command_of_a_rank_is_its_launchers(monkeypatch: pytest.MonkeyPatch,
         command, executable=sys.executable, capture_output=True, text=True, check=True
     ).stdout
     assert out == f"python {launcher} --nproc 2\n"
+
+
+def test_a_validation_that_is_made_again_is_logged_once(tmp_path: Path) -> None:
+    """A run that stopped between a validation made up for and its next step had its rows twice."""
+    run = RunFolder(tmp_path)
+    rows = [
+        {"step": 2, "val_loss/val": 1.5},
+        {"step": 4, "loss": 1.0},
+        {"step": 4, "val_loss/val": 0.5},
+        {"step": 4, "text/Who?": "I"},
+        {"step": 5, "loss": 0.5},
+    ]
+    run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run.rewind_metrics(4)
+    assert run.rows() == rows[:4]
+    run.rewind_metrics(4, validates_again=True)
+    assert run.rows() == rows[:2]

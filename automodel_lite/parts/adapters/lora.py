@@ -367,8 +367,12 @@ def _take_from_base(layer: Any) -> None:
             setattr(copy.get_submodule(module), own, buffer.clone())
         return
     for magnitude in layer.lora_magnitude_vector.values():
-        weight = local(layer.get_base_layer().weight)
-        local(magnitude.weight).copy_(torch.linalg.norm(weight.float(), dim=1))
+        weight = layer.get_base_layer().weight
+        if magnitude.fan_in_fan_out:  # [in, out] of GPT-2 and embeddings: cut across the columns
+            columns = torch.linalg.norm(weight.full_tensor().float().T, dim=1)
+            keep_part(magnitude.weight, columns)
+        else:
+            local(magnitude.weight).copy_(torch.linalg.norm(local(weight).float(), dim=1))
 
 
 @contextlib.contextmanager
