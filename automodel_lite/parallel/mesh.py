@@ -105,6 +105,8 @@ _START_S = 600.0  # for rank 0 to start
 # read weights: more open thousands of files in one second, which a shared file system may not stand
 HOSTS_AT_ONCE = 16
 _TURN_S = 1800.0  # the longest wait for them
+# containers may have a thousand times as many, and programs that go through all of them are slow
+MOST_OPEN_FILES = 2**20
 
 
 def holds_store() -> bool:
@@ -201,14 +203,17 @@ def reading_turn() -> Iterator[None]:
 
 
 def allow_open_files() -> None:
-    """Raises this process's limit of open files, as far as it may: the usual soft limit is 1,024.
+    """Raises this process's limit of open files, as far as it may, up to 2^20: the usual soft limit
+    is 1,024.
 
     Three groups of gloo connect every two ranks: it ends at 340 of them. A tensor that a data
     worker has read is an open file, in the worker and here: it ends at a step of 70 packs.
     """
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):  # more than the system allows is refused
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = min(hard, MOST_OPEN_FILES) if hard >= 0 else MOST_OPEN_FILES  # -1 is no limit
+    if 0 <= soft < most:
+        with contextlib.suppress(ValueError, OSError):  # more than the system allows is refused
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def threads_of(num_threads: int) -> tuple[int, str]:
