@@ -112,7 +112,8 @@ class Verification:
         )
         self.batches = [self.stream([pack]) for pack in self.sample.packs]
         model_config = source.config(self.sample.tokenizer)
-        parts = replace(parts, model=source, training=exact)
+        peft = parts.peft and parts.peft.unquantized()
+        parts = replace(parts, model=source, training=exact, peft=peft)
         self.decided = decide_layout(parts, model_config, shape, self.mesh.device)
         self.kernel = self.decided.kernel
         self.dtype = self.decided.dtype

@@ -82,7 +82,11 @@ def load_trained(
     # of torchrun's ranks, whatever mesh the run had
     mesh = init_mesh(MeshConfig()) if world_size() > 1 and not is_alone else alone
     plain = replace(
-        parts, loss=CrossEntropy(), training=replace(parts.training, fp8="none"), mesh=MeshConfig()
+        parts,
+        loss=CrossEntropy(),
+        training=replace(parts.training, fp8="none"),
+        mesh=MeshConfig(),
+        peft=parts.peft and parts.peft.unquantized(),  # merged into what is exported
     )
     model, adapter = assemble(
         plain, tokenizer, mesh, "fsdp" if mesh.root else "none", torch.float32

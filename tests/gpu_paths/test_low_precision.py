@@ -23,6 +23,7 @@ from automodel_lite.models.layers import (
 from automodel_lite.models.loss import FusedLinearCrossEntropy
 from automodel_lite.models.loss_model import LossModel
 from automodel_lite.parts.optimizers.adamw import adamw, codebook, param_groups
+from recipes import export_hf
 from tests.models.test_layers import pack_of
 from tests.runs import losses_by_step, train_quick
 
@@ -227,6 +228,7 @@ def test_4_bit_weights_train_and_resume(tmp_path: Path) -> None:
         *loaded,
         "optimizer.lr=0.01",
     )
+    assert export_hf.main([str(tmp_path / "whole")]) == 0  # merged into the weights of the files
     assert ends[6][0] < ends[1][0]
     rows = [
         json.loads(line) for line in (tmp_path / "whole/metrics.jsonl").read_text().splitlines()

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
 from automodel_lite.errors import ConfigError
 from automodel_lite.extras.load_run import load_trained
 from automodel_lite.models.loss_model import LossModel
+from automodel_lite.parts.adapters import lora
 from automodel_lite.run import export
 from automodel_lite.run.checkpoint_folder import exported_folder
 from recipes import average, export_hf
@@ -272,6 +273,23 @@ def test_an_adapter_is_merged_shard_by_shard(base: Path, tmp_path: Path, kind: s
     assert alone.keys() == sharded.keys()
     for name, weight in alone.items():
         torch.testing.assert_close(sharded[name], weight, atol=1e-7, rtol=1e-6)
+
+
+def test_an_adapter_of_4_bit_weights_is_merged_into_those_of_the_files(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """It was merged into the 4-bit ones, which are no export: it ended with that sentence, always."""
+    run = tmp_path / "run"
+    adapter = ["model=pretrained", f"model.pretrained={base}/hf", "peft=lora", "peft.r=4"]
+    train("smoke", run, *FEW, *adapter)
+    assert export_hf.main([str(run), "--to", str(tmp_path / "plain")]) == 0
+    settings = (run / "config.yaml").read_text()
+    assert "lora.Lora\n" in settings
+    (run / "config.yaml").write_text(settings.replace("lora.Lora\n", "lora.QLora\n"))
+    monkeypatch.setattr(lora, "find_spec", lambda name: True)  # as where it was trained
+    assert export_hf.main([str(run), "--to", str(tmp_path / "quantized")]) == 0
+    plain, quantized = (tmp_path / name / "model.safetensors" for name in ("plain", "quantized"))
+    assert plain.read_bytes() == quantized.read_bytes()
 
 
 def merge_on_rank(rank: int, world: int, run: Path, to: Path) -> None:

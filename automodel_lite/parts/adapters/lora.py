@@ -17,7 +17,7 @@ import contextlib
 import fnmatch
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -77,6 +77,10 @@ class Lora:
     def load_arguments(self, device: torch.device) -> dict[str, Any]:
         """Returns more arguments of `from_pretrained` (quantization)."""
         return {}
+
+    def unquantized(self) -> Lora:
+        """Returns the same adapter for weights that are not held in 4 bits."""
+        return Lora(**{setting.name: getattr(self, setting.name) for setting in fields(Lora)})
 
     def adapt(self, model: transformers.PreTrainedModel, base: str) -> LoraAdapter:
         """Puts adapters into `model`, in place, and freezes the rest; `base` is where its weights
