@@ -80,7 +80,7 @@ class Lora:
 
     def unquantized(self) -> Lora:
         """Returns the same adapter for weights that are not held in 4 bits."""
-        return Lora(**{setting.name: getattr(self, setting.name) for setting in fields(Lora)})
+        return self
 
     def adapt(self, model: transformers.PreTrainedModel, base: str) -> LoraAdapter:
         """Puts adapters into `model`, in place, and freezes the rest; `base` is where its weights
@@ -275,6 +275,9 @@ class QLora(Lora):
             bnb_4bit_compute_dtype=torch.bfloat16,
         )
         return {"quantization_config": quantization, "device_map": {"": device}}
+
+    def unquantized(self) -> Lora:
+        return Lora(**{setting.name: getattr(self, setting.name) for setting in fields(Lora)})
 
     def adapt(self, model: transformers.PreTrainedModel, base: str) -> LoraAdapter:
         """Adapts as `Lora.adapt` does. Never packed for the CPU kernel that `eval()` selects
