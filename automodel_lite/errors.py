@@ -55,6 +55,10 @@ LOST_PEER = re.compile(
     r"DistBackend",
     re.IGNORECASE,
 )
+LOST = (
+    "another rank ended without a message (killed, out of memory, or its host is down), or did not "
+    "answer within mesh.timeout_s"
+)
 # Python's words, and those of C++ for EAGAIN
 _NO_THREAD = re.compile(r"can't start new thread|^Resource temporarily unavailable")
 # of the queue of data workers; where the receiver has no room, a number of what came with a message

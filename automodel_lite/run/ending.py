@@ -8,6 +8,7 @@
     KeyboardInterrupt          interrupted                 130         this process
     a full memory or disk,     the limit and its cure      1           this process
       no further thread or file
+    a rank that is gone        that it is                  1           this process
     SystemExit                 nothing                     its own     who raised it
     the screen's reader left   nothing                     141         nobody
     anything else              the traceback               1           this process
@@ -33,11 +34,13 @@ import yaml
 
 from automodel_lite.errors import (
     CPU_MEMORY,
+    LOST,
     MISTAKE_EXIT,
     ConfigError,
     DataError,
     PeerError,
     RunStoppedError,
+    is_lost_peer,
     is_out_of_files,
     is_out_of_memory,
     is_out_of_threads,
@@ -89,6 +92,8 @@ def ending_of(error: BaseException) -> Ending:
         size = f"{int(cpu[1]) / 2**30:.2f} GiB asked for" if cpu else one_line(error, 200)
         text = f"the {where} has no memory left ({size}): give the process more, or less work."
         return Ending(text, 1)
+    if is_lost_peer(error):
+        return Ending(f"{LOST}: {one_line(error)}", 1)
     if is_out_of_threads(error):
         return Ending(f"no further thread can be started: {_LIMITS['threads']}.", 1)
     if is_out_of_files(error):

@@ -19,6 +19,7 @@ import torch
 
 from automodel_lite.errors import (
     CPU_MEMORY,
+    LOST,
     SENTENCES,
     PeerError,
     RunStoppedError,
@@ -69,10 +70,7 @@ def record_failures(
         if is_out_of_memory(error):
             raised = RunStoppedError(_out_of_memory(error, at, memory()))
         elif is_lost_peer(error):
-            raised = peers.first_failure() or RunStoppedError(
-                f"{at}: another rank ended without a message (killed, out of memory, or its host "
-                f"is down), or did not answer within mesh.timeout_s: {one_line(error)}"
-            )
+            raised = peers.first_failure() or RunStoppedError(f"{at}: {LOST}: {one_line(error)}")
         elif _LOST_WORKER.match(str(error)):
             raised = RunStoppedError(
                 f"a data worker of {at}, is gone: {one_line(error)} Most often the host ran out of "

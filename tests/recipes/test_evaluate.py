@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -197,3 +198,14 @@ def test_validation_documents_are_asked_and_scored_by_a_metric_of_ones_own(
         "held-out questions: the data has none",
         {"answers_right": 0, "answers": 0},
     )
+
+
+def test_the_metric_of_the_page_scores_any_answer() -> None:
+    """A model may answer without a number, or nothing at all."""
+    page = Path(__file__).resolve().parents[2] / "docs/evaluation.md"
+    code = re.search(r"```python\n(.*?)```", page.read_text(), re.DOTALL)[1]
+    made: dict = {"__name__": "my_metrics"}
+    exec(code, made)
+    score = made["SameNumber"](0.1)
+    answers = ("12.05", "12.2", "Who knows?", "")
+    assert [score(given, "It is 12") for given in answers] == [1, 0, 0, 0]

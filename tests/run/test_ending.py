@@ -87,3 +87,11 @@ def test_a_batch_that_cannot_be_opened_is_a_sentence(words: str) -> None:
         "no further file can be opened: the limit for open files is too low: raise `ulimit -n`, to "
         "4096 or more."
     )
+
+
+def test_a_rank_that_is_gone_is_a_sentence() -> None:
+    """Outside of training: an export over several ranks ended in a traceback of gloo."""
+    lost = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:5")
+    text, code, _ = ending_of(lost)
+    assert text.startswith("another rank ended without a message (killed, out of memory, or its")
+    assert code == 1
