@@ -80,7 +80,7 @@ class Detected:
                 value = row[column]
                 # A weight or a mask of 1, and anything empty, changes nothing.
                 is_one = value == 1 and (WEIGHTS.fullmatch(column) or MASKS.fullmatch(column))
-                if not is_one and value not in (None, [], {}, ""):
+                if not is_one and value not in _EMPTY:
                     raise DataError(f"column {column} {problem}")
             named = {**row, **{canonical: row.get(column) for canonical, column in renames.items()}}
             document = self.format.normalize(named)
@@ -94,8 +94,8 @@ class Detected:
                     GROUP,
                     *problems,
                 }
-                late = [name for name in row if name not in self.described and name not in used]
-                if late := [name for name in late if row[name] not in (None, [], {}, "")]:
+                known = self.described | used
+                if late := [name for name in row if name not in known and row[name] not in _EMPTY]:
                     document = {**document, UNUSED: late}
             if self.is_checked:
                 for part in document.get("documents", [document]):
@@ -137,6 +137,7 @@ class Detected:
         return self._judged[columns]
 
 
+_EMPTY: tuple[Any, ...] = (None, [], {}, "")
 _IGNORED = "would be ignored: "
 _MEANT = "set dataset.format={format} to train without it."
 _REJECTED_ANSWER = (
