@@ -33,7 +33,7 @@ included, is marked as generated.
 
 
 def load_tokenizer(
-    path: PathStr,
+    path: PathStr | None,
     *,
     chat_template: str | None = None,  # a Jinja file that replaces the tokenizer's own template
     # texts that become tokens of their own; see model.resize_embeddings
@@ -42,6 +42,11 @@ def load_tokenizer(
     """Loads a fast tokenizer by folder or hub name; `chat_template` may also be the text of a
     template.
     """
+    if path is None:
+        raise ConfigError(
+            "tokenizer.path=null: a model from scratch brings no tokenizer: choose tokenizer=bpe, "
+            "which is trained on the data, or name a folder or a hub name, tokenizer.path=..."
+        )
     if not check_folder("tokenizer.path", path):
         ask_no_hub_without_network()
     source = str(Path(path).expanduser())

@@ -11,7 +11,12 @@ import pytest
 from automodel_lite.config.schema import Config
 from automodel_lite.data.reading.files import FilesDataset
 from automodel_lite.data.tokens.tokenize import Job, job_of, tokenize_documents
-from automodel_lite.data.tokens.tokenizer import check_vocabulary, padding_id, train_bpe_tokenizer
+from automodel_lite.data.tokens.tokenizer import (
+    check_vocabulary,
+    load_tokenizer,
+    padding_id,
+    train_bpe_tokenizer,
+)
 from automodel_lite.errors import ConfigError
 from automodel_lite.parts.datasets.toy_chat import ToyChat
 from tests.data.templates import MARKED, byte_tokenizer
@@ -58,6 +63,12 @@ ROW = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "co
 
 
 LINE = json.dumps(ROW).encode() + b"\n"
+
+
+def test_a_model_from_scratch_brings_no_tokenizer() -> None:
+    """`tokenizer=pretrained` takes that of `model.pretrained`, and there is none."""
+    with pytest.raises(ConfigError, match="choose tokenizer=bpe"):
+        load_tokenizer(None)
 
 
 def test_a_tokenizer_is_trained_on_the_good_rows(tmp_path: Path) -> None:
