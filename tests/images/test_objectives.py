@@ -32,12 +32,12 @@ from tests.images.test_exact import (
     gradients,
     packed_model,
 )
-from tests.images.test_trees import others
 from tests.runs import config_of
+from tests.tiers import only_in_ci
 
 BETA = 0.3
-FAMILIES = ["qwen3_vl", *others("gemma3")]
-LOSSES = [Dpo(BETA), *others(SimPo(), OrPo())]
+FAMILIES = ["qwen3_vl", *only_in_ci("gemma3")]
+LOSSES = [Dpo(BETA), *only_in_ci(SimPo(), OrPo())]
 
 
 def write_pairs(folder: Path) -> None:

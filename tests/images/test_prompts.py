@@ -24,15 +24,15 @@ from recipes import generate, train_ft
 from tests.attention.hybrids import InFloat64
 from tests.images.families import draw, write_chats, write_model
 from tests.images.test_exact import config_of_images, data_of, packed_model
-from tests.images.test_trees import others
 from tests.runs import config_of
+from tests.tiers import only_in_ci
 
 
 def config_of_prompt(folder: Path, prompt: str) -> object:
     return config_of_images(folder, f"samples.prompts=['{prompt}']")
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", *others("gemma3", "llava_next")])
+@pytest.mark.parametrize("family", ["qwen3_vl", *only_in_ci("gemma3", "llava_next")])
 def test_an_answer_goes_on_as_plain_transformers_does(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

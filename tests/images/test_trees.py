@@ -22,12 +22,7 @@ from tests.images.test_exact import (
     gradients,
     packed_model,
 )
-from tests.tiers import rarely
-
-
-def others(*families: Any) -> list[Any]:
-    """Families that are left to whole runs of the tests."""
-    return [pytest.param(family, marks=pytest.mark.system) for family in families]
+from tests.tiers import only_in_ci, rarely
 
 
 def write_rows(folder: Path, text: str) -> None:
@@ -122,7 +117,8 @@ def check_shared(folder: Path, tree: str) -> tuple[list[int], Any]:
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen3_vl", *others("idefics3", "qwen3_5", "glm4v"), *rarely("gemma3", "aya_vision")]
+    "family",
+    ["qwen3_vl", *only_in_ci("idefics3", "qwen3_5", "glm4v"), *rarely("gemma3", "aya_vision")],
 )
 def test_answers_to_one_image_share_it(family: str, tmp_path: Path) -> None:
     write_model(family, tmp_path)
@@ -134,7 +130,7 @@ def test_answers_to_one_image_share_it(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "family",
-    ["qwen3_vl", *others("gemma3", "llava_next", "glm4v"), *rarely("internvl", "aya_vision")],
+    ["qwen3_vl", *only_in_ci("gemma3", "llava_next", "glm4v"), *rarely("internvl", "aya_vision")],
 )
 def test_turns_share_the_images_before_them(family: str, tmp_path: Path) -> None:
     write_model(family, tmp_path)
@@ -145,7 +141,7 @@ def test_turns_share_the_images_before_them(family: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen3_vl", *others("gemma3", "aya_vision"), *rarely("idefics3", "glm4v")]
+    "family", ["qwen3_vl", *only_in_ci("gemma3", "aya_vision"), *rarely("idefics3", "glm4v")]
 )
 def test_questions_of_other_rows_share_their_own_image(family: str, tmp_path: Path) -> None:
     """Two images of one size have the same placeholders."""

@@ -21,7 +21,7 @@ from automodel_lite.thd import IGNORE_INDEX, ThdBatch
 from tests.attention.families import DOCUMENT_LENGTHS, FAMILIES, build, documents, gradients, stream
 from tests.attention.hybrids import InFloat64
 from tests.ranks import run_ranks
-from tests.tiers import rarely
+from tests.tiers import only_in_ci, rarely
 
 LARGEST_ERROR = 1e-9
 """fp64, relative to the largest logit or the loss; of gradients, absolute."""
@@ -110,7 +110,7 @@ LAYOUTS = [(2, "all_gather"), (2, "all_to_all")]
     ("cp", "exchange"),
     [
         *LAYOUTS,
-        *(pytest.param(*layout, marks=pytest.mark.system) for layout in IN_CI),
+        *only_in_ci(*IN_CI),
         *rarely(*SLOW),
     ],
 )
