@@ -28,7 +28,7 @@ from automodel_lite.extras.report import read_run
 from automodel_lite.extras.runs import existing_run
 from automodel_lite.extras.verify import Check, Sample
 from automodel_lite.parts.whole_model import load_whole
-from automodel_lite.run.checkpoint_folder import MARK, name_of, step_of
+from automodel_lite.run.checkpoint_folder import exported_step, name_of, step_of
 from automodel_lite.run.folder import RunFolder
 from automodel_lite.thd import IGNORE_INDEX
 from automodel_lite.version import __version__
@@ -103,8 +103,8 @@ def export_against_training(run: Path, sample: Sample) -> dict[str, Any]:
     """Compares the loss of the export, in plain transformers, with that of the checkpoint that it
     was made of, each document alone.
     """
-    mark = run / "hf" / MARK
-    name = name_of(json.loads(mark.read_text())["step"]) if mark.is_file() else None
+    step = exported_step(run / "hf")
+    name = name_of(step) if step else None
     trained = load_trained(run, name, is_alone=True)  # the other ranks wait at the end
     export = load_whole(str(run / "hf"), torch.float32)
     losses = [mean_loss(model, sample) for model in (trained.model.lm, export)]

@@ -217,9 +217,13 @@ def is_stale(folder: Path) -> bool:
     """Is there a checkpoint of a later step than the export's? Of one without a mark
     nobody knows.
     """
-    try:
-        exported = int(json.loads((folder / MARK).read_text(encoding="utf-8"))["step"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        exported = 0
     steps = [step_of(path.parent) or 0 for path in folder.parent.glob(f"checkpoints/*/{MANIFEST}")]
-    return max(steps, default=0) > exported
+    return max(steps, default=0) > exported_step(folder)
+
+
+def exported_step(folder: Path) -> int:
+    """Returns the step of the checkpoint that an export was made of; 0 without a mark."""
+    try:
+        return int(json.loads((folder / MARK).read_text(encoding="utf-8"))["step"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return 0
