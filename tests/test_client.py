@@ -19,12 +19,12 @@ import transformers
 from safetensors.torch import load_file
 
 from automodel_lite import TrainingClient
+from automodel_lite.columns import Column
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.loss import CrossEntropy, Loss, LossInputs, LossOutput
 from automodel_lite.parts.losses.distillation import DistillTopK
 from automodel_lite.parts.losses.policy import ImportanceSampling, Ppo
 from automodel_lite.parts.losses.preference import SimPo
-from automodel_lite.thd import Column
 from tests.attention.families import VOCAB
 from tests.models.test_policy import Row, make_groups, plain, save_model
 from tests.ranks import fork_server, run_ranks

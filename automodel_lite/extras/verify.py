@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from automodel_lite.columns import COLUMNS
 from automodel_lite.config.schema import Config
 from automodel_lite.config.sizes import round_up
 from automodel_lite.data.feeding.order import epoch_order
@@ -26,12 +27,11 @@ from automodel_lite.data.packing.plan import plan_packs
 from automodel_lite.data.prepare import build_packer, prepare_first_documents
 from automodel_lite.data.tokens.token_rows import TokenizedDocuments
 from automodel_lite.errors import ConfigError
+from automodel_lite.extras.short_models import layer_settings, with_layers
 from automodel_lite.models.settings import describe_with
 from automodel_lite.models.source import CausalLM, describe
 from automodel_lite.parallel.mesh import MeshShape
 from automodel_lite.parts.trees import cut_tree
-from automodel_lite.thd import COLUMNS
-from automodel_lite.training.plan import layer_settings, with_layers
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from automodel_lite.columns import COLUMNS, Column, declare_column
 from automodel_lite.config.rules import Positive
+from automodel_lite.document_rows import MixerExchange
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.fused_head import (
     ChunkedRows,
@@ -31,15 +33,8 @@ from automodel_lite.models.fused_head import (
     in_compute_dtype,
     linear_cross_entropy,
 )
-from automodel_lite.precision import at_least_fp32
-from automodel_lite.thd import (
-    COLUMNS,
-    Column,
-    MixerExchange,
-    TargetsAhead,
-    ThdBatch,
-    declare_column,
-)
+from automodel_lite.tensors import at_least_fp32
+from automodel_lite.thd import TargetsAhead, ThdBatch
 
 
 def label_log_probs(logits: Tensor, labels: Tensor) -> Tensor:

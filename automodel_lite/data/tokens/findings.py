@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from automodel_lite.columns import IGNORE_INDEX
 from automodel_lite.config.schema import TokenizeConfig
 from automodel_lite.data.tokens.token_rows import RowCounts, places_within
 from automodel_lite.errors import DataError, harmless
-from automodel_lite.thd import IGNORE_INDEX
 
 MAX_UNSTOPPED_FRAC = 0.01
 SHOWN_TOKENS = 300

@@ -23,10 +23,10 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from automodel_lite.columns import COLUMNS, IGNORE_INDEX
 from automodel_lite.data.reading.documents import Documents
 from automodel_lite.data.reading.paths import WholeFile, check_not_cut
 from automodel_lite.errors import ConfigError, DataError
-from automodel_lite.thd import COLUMNS, IGNORE_INDEX
 
 ID_DTYPE = np.dtype(np.int32)
 CONTENT_HASH = "content.sha256"

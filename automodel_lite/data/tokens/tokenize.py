@@ -27,6 +27,7 @@ from typing import ClassVar
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
+from automodel_lite.columns import COLUMNS, IGNORE_INDEX, Column, declared_columns
 from automodel_lite.config.components import build_with, locate
 from automodel_lite.config.schema import Config, TokenizeConfig
 from automodel_lite.data.cache import Key, build_once, cache_root, short_hash
@@ -57,7 +58,6 @@ from automodel_lite.data.tokens.token_rows import (
 from automodel_lite.data.tokens.tokenizer import check_vocabulary
 from automodel_lite.errors import ConfigError, DataError, DroppedError, listed, printable
 from automodel_lite.progress import Progress
-from automodel_lite.thd import COLUMNS, IGNORE_INDEX, Column, declared_columns
 
 CHUNK_DOCUMENTS = 512
 # a process takes about 2 s to start, in which it tokenizes about that many

@@ -49,6 +49,7 @@ from automodel_lite.extras.plan.tracker import (
     Work,
     gpu_tensors,
 )
+from automodel_lite.extras.short_models import with_layers
 from automodel_lite.models.layers import decoder_layers, recompute_layers
 from automodel_lite.models.settings import experts_per_token
 from automodel_lite.models.sharded import Spread
@@ -64,7 +65,7 @@ from automodel_lite.training.build import assemble, worst_case_batch
 from automodel_lite.training.decide import decide_layout
 from automodel_lite.training.engine import TrainingEngine
 from automodel_lite.training.memory import gib
-from automodel_lite.training.plan import Decided, Parts, as_teacher, with_layers
+from automodel_lite.training.plan import Decided, Parts, as_teacher
 
 if TYPE_CHECKING:
     from automodel_lite.parts.adapters.lora import Lora, LoraAdapter
