@@ -22,15 +22,13 @@ from automodel_lite.config.check import check_config
 from automodel_lite.config.schema import Config
 from automodel_lite.errors import ConfigError
 from automodel_lite.extras.dry_run import dry_run
-from automodel_lite.extras.plan.simulation import (
-    CountError,
+from automodel_lite.extras.plan.by_layers import (
     LayerPattern,
-    Simulation,
     layer_pattern,
     recompute_every,
-    simulate,
     simulate_by_layers,
 )
+from automodel_lite.extras.plan.simulation import CountError, Simulation, simulate
 from automodel_lite.extras.plan.tracker import _MADE_IN, Message, Operation, Work
 from automodel_lite.extras.short_models import with_layers
 from automodel_lite.models.flops import model_size

@@ -52,7 +52,7 @@ def test_a_pack_with_a_bad_document_is_left_out_whole(tmp_path: Path) -> None:
     ids = [[number, 6, 7, 8] for number in range(1, 7)]
     ids[3][0] = 999  # the second document of the second pack
     packs = [
-        {"input_ids": ids[i] + ids[i + 1], "labels": [6, 7, 8, _] * 2, "seq_lens": [4, 4]}
+        {"input_ids": ids[i] + ids[i + 1], "labels": [_, 7, 8, _] * 2, "seq_lens": [4, 4]}
         for i in (0, 2, 4)
     ]
     documents = token_file(tmp_path / "a.jsonl", *packs)
