@@ -128,6 +128,7 @@ class TrainFinetuneRecipe:
         guards.watch_steps(self.plan.max_steps, self.model, self.mesh.device)
         if self.state.pending_validation:
             self.validate()
+            guards.checkpointer.rate(self.state.val_loss)
         self.open_feed()
         before: StepResult | None = None
         while self.feed.num_left and not (guards.boundary.stop_reason or self.metrics.end_reason):

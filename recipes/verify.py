@@ -22,21 +22,21 @@ if __name__ == "__main__":
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from automodel_lite.attention.interface import install
 from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.columns import COLUMNS, IGNORE_INDEX, labeled_rows
 from automodel_lite.config.schema import Config
-from automodel_lite.data.packing.packs import join_packs
 from automodel_lite.extras.certificate import NAME, as_json, check_export, write_certificate
 from automodel_lite.extras.verify import (
     Check,
+    Pack,
     Sample,
     Step,
     difference,
@@ -158,8 +158,9 @@ class Verification:
         num_label_tokens = sum(
             float(weights[labels != IGNORE_INDEX].sum()) for _, labels, weights in documents
         )
-        for ids, labels, weights in documents:
-            logits = lm(input_ids=ids[None].to(self.mesh.device), use_cache=False).logits[0].float()
+        for inputs, labels, weights in documents:
+            placed = {name: x.to(self.mesh.device) for name, x in inputs.items()}
+            logits = lm(**placed, use_cache=False).logits[0].float()
             losses = F.cross_entropy(
                 logits, labels.to(logits.device), reduction="none", ignore_index=IGNORE_INDEX
             )
@@ -215,6 +216,11 @@ class Verification:
                 self.step(engine, straight),
                 is_fault=True,
             )
+        if self.sample.reader is not None:
+            exchanged = [exchanged_images(batch) for batch in self.batches]
+            yield self.check(
+                "fault: images change places", self.step(engine, exchanged), is_fault=True
+            )
         shifted = [shifted_once_more(batch) for batch in self.batches]
         yield self.check(
             "fault: labels shifted once more", self.step(engine, shifted), is_fault=True
@@ -248,7 +254,8 @@ class Verification:
         # the step of training: weights read or drawn shard by shard, packs distributed to the
         # data-parallel ranks, accumulation, reduction
         engine = self.engine(self.mesh, self.decided.strategy)
-        mine = self.batches[self.mesh.dp_rank :: shape.dp]
+        packs = self.sample.packs[self.mesh.dp_rank :: shape.dp]
+        mine = [self.stream([pack], is_shared=True) for pack in packs]
         checks.append((f"the whole mesh: {axes}", self.step(engine, mine), EXACT))
         return [self.check(*check) for check in checks] if self.mesh.rank == 0 else []
 
@@ -278,8 +285,9 @@ class Verification:
         model.loss_model.eval()
         return Engine(mesh, model, self.decided)
 
-    def stream(self, packs: list[dict[str, Tensor]]) -> ThdBatch:
-        batch = to_thd(join_packs(packs))
+    def stream(self, packs: list[Pack], is_shared: bool = False) -> ThdBatch:
+        """Returns packs as a micro-batch; `is_shared`: with this rank's images."""
+        batch = to_thd(self.sample.row(packs, is_shared))
         if self.replaced is None:
             return batch
         kept = {
@@ -343,6 +351,12 @@ def shifted_once_more(batch: ThdBatch) -> ThdBatch:
     """The stream with each label one place too early: the classical mistake."""
     labels = F.pad(batch.labels, (0, 1), value=IGNORE_INDEX)[1:]
     return replace(batch, labels=labels, label_rows=labeled_rows(labels))
+
+
+def exchanged_images(batch: ThdBatch) -> ThdBatch:
+    """The fault of features that go to the places of others."""
+    images: Any = batch.images
+    return replace(batch, images=replace(images, rows=images.rows.flip(0)))
 
 
 def one_segment(batch: ThdBatch) -> AttentionPlan:

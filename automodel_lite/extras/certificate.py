@@ -127,8 +127,8 @@ def mean_loss(model: nn.Module, sample: Sample) -> float:
         model.set_attn_implementation("eager")
     total = torch.zeros(())
     count = torch.zeros(())
-    for ids, labels, weights in sample.each_document():
-        logits: Tensor = model(input_ids=ids[None], use_cache=False).logits[0].float()
+    for inputs, labels, weights in sample.each_document():
+        logits: Tensor = model(**inputs, use_cache=False).logits[0].float()
         each = F.cross_entropy(logits, labels, reduction="none", ignore_index=IGNORE_INDEX)
         total += (each * weights).sum()
         count += weights[labels != IGNORE_INDEX].sum()

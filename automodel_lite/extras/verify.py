@@ -5,12 +5,12 @@ sample of the packs of a training.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,19 +19,23 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from automodel_lite.columns import COLUMNS
+from automodel_lite.config.components import build
 from automodel_lite.config.schema import Config
 from automodel_lite.config.sizes import round_up
 from automodel_lite.data.feeding.order import epoch_order
-from automodel_lite.data.packing.packs import EMPTY_PACK, PackedDataset, Packer
+from automodel_lite.data.feeding.source import AdaptingDataset
+from automodel_lite.data.packing.packs import EMPTY_PACK, PackedDataset, Packer, join_packs
 from automodel_lite.data.packing.plan import plan_packs
-from automodel_lite.data.prepare import build_packer, prepare_first_documents
-from automodel_lite.data.tokens.token_rows import TokenizedDocuments
-from automodel_lite.errors import ConfigError
+from automodel_lite.data.prepare import PlannedPacks, batch_shape, build_packer
+from automodel_lite.data.tokens.token_rows import RowDataset, TokenizedDocuments
 from automodel_lite.extras.short_models import layer_settings, with_layers
 from automodel_lite.models.settings import describe_with
 from automodel_lite.models.source import CausalLM, describe
 from automodel_lite.parallel.mesh import MeshShape
 from automodel_lite.parts.trees import cut_tree
+
+if TYPE_CHECKING:
+    from automodel_lite.parts.images.packs import ImageReader
 
 
 @dataclass(frozen=True)
@@ -80,14 +84,14 @@ class Check:
 
 
 def difference(step: Step, want: Step) -> Difference:
-    """Raises ValueError when the two do not have gradients of the same parameters."""
-    if step.gradients.keys() != want.gradients.keys():
-        only = sorted(step.gradients.keys() ^ want.gradients.keys())
-        raise ValueError(f"gradients of {only[:3]} exist in one of the two steps only.")
+    """Returns how far a step is from another; a parameter without a gradient has zeros."""
+    zero = torch.zeros(())
     largest = max(float(grad.abs().max()) for grad in want.gradients.values())
-    worst = torch.stack(
-        [(step.gradients[name] - grad).abs().max() for name, grad in want.gradients.items()]
-    )
+    pairs = [
+        (step.gradients.get(name, zero), want.gradients.get(name, zero))
+        for name in step.gradients.keys() | want.gradients.keys()
+    ]
+    worst = torch.stack([(grad - expected).abs().max() for grad, expected in pairs])
     return Difference(
         loss=abs(step.loss - want.loss) / abs(want.loss),
         gradients=float(worst.max()) / largest,  # NaN where one is
@@ -175,17 +179,33 @@ Pack = dict[str, Any]
 
 @dataclass(frozen=True)
 class Sample:
-    """Packs as the loader gives them, the documents in them, and how they were packed."""
+    """Packs as the loader gives them, without their images, the documents in them, and how they
+    were packed.
+
+    reader  of the images; None for text
+    """
 
     packs: list[Pack]
     documents: TokenizedDocuments
     tokenizer: PreTrainedTokenizerFast
     packer: Packer
     training_size: int  # packed_sequence.packed_sequence_size of the run
+    reader: ImageReader | None = None
 
-    def each_document(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Ids and labels, int64, without padding, and the weights of the labels; of a tree, each
-        row whole, with the labels that no row before it shares: their weights count all rows.
+    def row(self, packs: Sequence[Pack], is_shared: bool = False) -> Pack:
+        """Returns packs one behind the other with their images, all of them or, `is_shared`, this
+        rank's.
+        """
+        row = join_packs(packs)
+        if self.reader is None:
+            return row
+        reader = self.reader if is_shared else replace(self.reader, share=None)
+        return reader.with_images(row)
+
+    def each_document(self) -> Iterator[tuple[dict[str, Tensor], Tensor, Tensor]]:
+        """Yields what plain transformers is given of a document, its labels, int64 without padding,
+        and their weights; of a tree, each row whole, with the labels that no row before it shares:
+        their weights count all rows.
         """
         columns = {
             "loss_weights": np.ones(self.documents.num_tokens, np.float32),
@@ -194,10 +214,11 @@ class Sample:
         for start, stop in pairwise(self.documents.offsets.tolist()):
             document = {name: values[start:stop] for name, values in columns.items()}
             for row in cut_tree(document, 1) if "branches" in document else [document]:
-                ids, labels, weights = (
-                    torch.from_numpy(row[x]) for x in ("input_ids", "labels", "loss_weights")
-                )
-                yield ids, labels, weights
+                inputs = {"input_ids": torch.from_numpy(row["input_ids"])[None]}
+                if self.reader is not None:
+                    inputs |= self.reader.inputs_alone(row["input_ids"], row["image"])
+                labels, weights = (torch.from_numpy(row[x]) for x in ("labels", "loss_weights"))
+                yield inputs, labels, weights
 
     def packed_otherwise(self) -> list[Pack]:
         """Returns the same documents in other company and order, in packs half as large again."""
@@ -212,30 +233,33 @@ class Sample:
 
 def draw_sample(config: Config, shape: MeshShape) -> Sample:
     """The first packs of the first epoch's order, a multiple of the data-parallel ranks (a last one
-    may be empty, as in training); smaller ones than training's when those are large.
+    may be empty, as in training); smaller ones than training's when those are large and hold text
+    alone: images cannot be cut.
     """
     packer = build_packer(config)
     training_size = packer.packed_sequence_size
     multiple = packer.slot_multiple
     device = "cuda" if torch.cuda.is_available() else "cpu"
     size = min(training_size, LARGEST_PACK_TOKENS[device] // multiple * multiple)
-    if size < training_size:
+    documents = build(config.dataset)
+    parts = documents.datasets.values() if isinstance(documents, RowDataset) else [documents]
+    if size < training_size and not any(isinstance(part, AdaptingDataset) for part in parts):
         packer = packer.resize(size, overlong="truncate")
-    data = prepare_first_documents(config, packer)
-    if "image" in (data.columns or ()):
-        raise ConfigError(
-            "verify compares text, and the data hold images: docs/models.md says how far each "
-            "family is from plain transformers; give it the run's settings with a dataset of text."
-        )
+    data = PlannedPacks.prepare(config, documents, packer, batch_shape(config.training, dp_size=1))
     packs = data.packs_of(0)
+    reader = None
+    if data.job.reads_images:
+        from automodel_lite.parts.images.packs import ImagePacks  # with Pillow
+
+        assert isinstance(packs, ImagePacks)
+        reader = packs.reader
     num_packs = max(LEAST_PACKS, PACKS_A_RANK * shape.dp)
     order = epoch_order(len(packs), config.seed, 0, config.dataloader.shuffle)[:num_packs].tolist()
     order += [EMPTY_PACK] * (-len(order) % shape.dp)
-    documents = _documents(packs, [number for number in order if number != EMPTY_PACK])
+    sample = _documents(packs, [number for number in order if number != EMPTY_PACK])
     stacked = packs.__getitems__(order)  # of one length, also without packing
-    return Sample(
-        [stacked[i] for i in range(len(order))], documents, data.tokenizer, packer, training_size
-    )
+    each = [stacked[i] for i in range(len(order))]
+    return Sample(each, sample, data.tokenizer, packer, training_size, reader)
 
 
 def _documents(packs: PackedDataset, order: list[int]) -> TokenizedDocuments:

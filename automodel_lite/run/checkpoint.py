@@ -38,6 +38,7 @@ from automodel_lite.errors import ConfigError, RunStoppedError, one_line
 from automodel_lite.parallel.control import Control
 from automodel_lite.redact import scrub
 from automodel_lite.run import checkpoint_folder as on_disk
+from automodel_lite.run import durable
 from automodel_lite.run.folder import RunFolder
 from automodel_lite.run.sharded_files import (
     INDEX,
@@ -101,8 +102,9 @@ class Checkpointer:
     def is_due(self, step: int, is_planned: bool) -> bool:
         """Planned, pending since a step that could not be saved, or failed a while ago."""
         pause_steps = max(1, self.run_config.checkpoint.every_steps // 10)
-        is_retry = self.failed_step is not None and step >= self.failed_step + pause_steps
-        self._is_pending |= is_planned or is_retry
+        if self.failed_step is not None:
+            is_planned |= step >= self.failed_step + pause_steps
+        self._is_pending |= is_planned
         return self._is_pending
 
     def save(
@@ -170,6 +172,14 @@ class Checkpointer:
         """Is the newest checkpoint, loaded or written, of this step?"""
         return self.newest == self.run.checkpoints / on_disk.name_of(step) and self.newest.is_dir()
 
+    def rate(self, val_loss: float | None) -> None:
+        """Records the validation that the loaded checkpoint was saved before, for `keep_best`."""
+        assert self.newest is not None
+        rating = self.newest / on_disk.RATING
+        self.control.on_first(
+            lambda: durable.write_atomically(rating, json.dumps({"val_loss": val_loss}))
+        )
+
     def is_busy(self) -> bool:
         """Is this rank still writing?"""
         return self._current is not None and not self._current.is_done
@@ -221,15 +231,6 @@ class Checkpointer:
             self.fence()
             shutil.rmtree(temporary, ignore_errors=True)
 
-        def delete_old() -> None:
-            try:
-                on_disk.delete_old(self.run.checkpoints, self.run_config.checkpoint)
-            except OSError as error:
-                self.say(
-                    f"WARNING: old checkpoints could not be deleted ({error}); will retry after "
-                    "the next save"
-                )
-
         try:
             self.saver.on_first(begin)
             checksums = dict(filter(None, self.saver.on_all(write)))
@@ -245,8 +246,14 @@ class Checkpointer:
                     # on all ranks: the folder is another job's, which is why
                     current.error = lost
         else:
-            if self.saver.is_first:
-                delete_old()
+            try:
+                if self.saver.is_first:
+                    on_disk.delete_old(self.run.checkpoints, self.run_config.checkpoint)
+            except OSError as error:
+                self.say(
+                    f"WARNING: old checkpoints could not be deleted ({error}); will retry after "
+                    "the next save"
+                )
         finally:
             current.is_done = True
 
@@ -263,13 +270,10 @@ class Checkpointer:
         reasons = []
         for path in complete:
             try:
-                state = self._load(path, model, optimizer)
+                return self._load(path, model, optimizer)
             except _BROKEN as error:
                 reasons.append(f"{path.name} does not load: {_cause(error)}")
                 self.say(reasons[-1])
-                continue
-            self.newest = path
-            return state
         if reasons := [*reasons, *skipped]:
             raise ConfigError(
                 f"{self.run.checkpoints} has no loadable checkpoint ({'; '.join(reasons)}): "
@@ -284,7 +288,7 @@ class Checkpointer:
         )
         if broken := [name for share in shares for name in share]:
             raise BrokenCheckpointError(f"a file does not match its checksum ({broken[0]})")
-        state: JsonState = self.control.on_first(lambda: on_disk.read_state(path))
+        state: JsonState = self.control.on_first(lambda: durable.read_json(path / on_disk.STATE))
         tensors, _ = flat_state(model, optimizer)
 
         def read() -> None:
@@ -298,6 +302,7 @@ class Checkpointer:
         if scalars := state.pop("optimizer_scalars"):
             values: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer, options=_FLAT))
             set_optimizer_state_dict(model, optimizer, values | scalars, options=_FLAT)
+        self.newest = path
         return state
 
 
@@ -306,12 +311,10 @@ def _with_gradients(tensors: dict[str, Tensor], index: Iterable[str]) -> dict[st
     reaches them, as a vision tower's pooling head, and a new optimizer has zeros for them, too.
     """
     stepped = {name.rpartition(".")[0] for name in index if name.startswith(_OPTIMIZER)}
-    if not stepped:
-        return tensors
     return {
         name: tensor
         for name, tensor in tensors.items()
-        if not name.startswith(_OPTIMIZER) or name.rpartition(".")[0] in stepped
+        if not stepped or not name.startswith(_OPTIMIZER) or name.rpartition(".")[0] in stepped
     }
 
 

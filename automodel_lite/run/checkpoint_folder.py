@@ -7,6 +7,7 @@ checkpoints/
         state.json       step, position in the data, metrics, what the loggers keep
         config.yaml      the resolved configuration
         COMPLETE.json    size in bytes and CRC-32 of every file: written last
+        val_loss.json    of a checkpoint that was saved before its validation was over
     .tmp-*-step_00000200 being written; the next start removes it
     .old-step_00000000   being deleted; the next start removes it
     unreadable-step_*    did not load, and another one was taken; for a person to look at
@@ -22,7 +23,6 @@ import shutil
 import stat
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from automodel_lite.config.schema import CheckpointConfig
 from automodel_lite.errors import ConfigError
@@ -31,6 +31,7 @@ from automodel_lite.run import durable
 MANIFEST = "COMPLETE.json"
 MARK = "automodel_lite.json"  # of an exported folder: {"step": 500, "files": [...]}
 STATE = "state.json"
+RATING = "val_loss.json"
 TENSORS = "tensors"
 _STEP = re.compile(r"step_(\d{8,})")
 
@@ -70,14 +71,9 @@ def why_incomplete(checkpoint: Path) -> str | None:
     if checkpoint.is_symlink():
         return "it is a link"
     try:
-        files = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))["files"]
+        files = durable.read_json(checkpoint / MANIFEST)["files"]
         for name, entry in files.items():
-            if (
-                Path(name).is_absolute()
-                or ".." in Path(name).parts
-                or "\0" in name
-                or not Path(name).parts
-            ):
+            if Path(name).is_absolute() or ".." in Path(name).parts:
                 return f"its manifest names {name!r}, which leads out of it"
             found = os.lstat(checkpoint / name)
             if not stat.S_ISREG(found.st_mode):
@@ -99,16 +95,9 @@ def broken_files(checkpoint: Path, share: int, num_shares: int) -> list[str]:
     """Files whose checksum is not the manifest's; the files are shared out over `num_shares`
     readers.
     """
-    files = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))["files"]
+    files = durable.read_json(checkpoint / MANIFEST)["files"]
     mine = sorted(files)[share::num_shares]
     return [name for name in mine if files[name]["crc32"] != durable.checksum(checkpoint / name)]
-
-
-def read_state(checkpoint: Path) -> dict[str, Any]:
-    """Returns the checkpoint's JSON state."""
-    state = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
-    assert isinstance(state, dict)
-    return state
 
 
 def begin(temporary: Path, num_bytes: int) -> None:
@@ -172,10 +161,13 @@ def complete(
 
 def delete_old(folder: Path, rules: CheckpointConfig) -> None:
     """Deletes the complete checkpoints that no rule keeps."""
-    by_step = {step: path for path in survey(folder)[0] if (step := step_of(path)) is not None}
-    losses = {step: read_state(path).get("val_loss") for step, path in by_step.items()}
+    losses: dict[int, float | None] = {}
+    for path in survey(folder)[0]:
+        rating = path / RATING
+        saved = durable.read_json(rating if rating.is_file() else path / STATE)
+        losses[int(path.name.removeprefix("step_"))] = saved.get("val_loss")
     for step in steps_to_delete(losses, rules):
-        path = by_step[step]
+        path = folder / name_of(step)
         # what has its own name is always whole
         durable.rename(path, aside := path.with_name(f".old-{path.name}"))
         shutil.rmtree(aside, ignore_errors=True)
@@ -224,6 +216,6 @@ def is_stale(folder: Path) -> bool:
 def exported_step(folder: Path) -> int:
     """Returns the step of the checkpoint that an export was made of; 0 without a mark."""
     try:
-        return int(json.loads((folder / MARK).read_text(encoding="utf-8"))["step"])
+        return int(durable.read_json(folder / MARK)["step"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return 0

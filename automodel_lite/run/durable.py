@@ -27,6 +27,11 @@ def write_file(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
+def read_json(path: Path) -> Any:
+    """Returns what a file of JSON holds."""
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
 def write_atomically(path: Path, text: str) -> None:
     """The file has the old content or the new, never a part: temporary file, fsync, rename."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")

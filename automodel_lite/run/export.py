@@ -35,7 +35,7 @@ from automodel_lite.parallel.control import all_ranks
 from automodel_lite.parallel.mesh import Mesh
 from automodel_lite.parallel.sharding import fully_shard_model
 from automodel_lite.run.checkpoint_folder import MARK
-from automodel_lite.run.durable import write_file
+from automodel_lite.run.durable import read_json, write_file
 from automodel_lite.run.weight_files import stored_dtypes, take_over, write_weights
 from automodel_lite.thd import ThdBatch, stream_of
 
@@ -67,7 +67,7 @@ def _replace_folder(folder: Path, step: int) -> Iterator[Path]:
         write_file(temporary / MARK, json.dumps({"step": step, "files": ours}))
         if folder.is_dir():
             try:
-                before = set(json.loads((folder / MARK).read_text(encoding="utf-8"))["files"])
+                before = set(read_json(folder / MARK)["files"])
             except (OSError, ValueError, KeyError, TypeError, RecursionError):
                 # without a mark, weights are ours too
                 before = {path.name for path in folder.iterdir() if _WEIGHTS.fullmatch(path.name)}

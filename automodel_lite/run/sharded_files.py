@@ -200,7 +200,7 @@ def index_text(layouts: Mapping[str, Layout]) -> str:
 
 def read_index(folder: Path) -> dict[str, Layout]:
     """Returns the layouts of what a checkpoint holds."""
-    index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+    index = durable.read_json(folder / INDEX)
     if index["version"] != _VERSION:
         raise BrokenCheckpointError(
             f"its format is version {index['version']}, and this program reads {_VERSION}"

@@ -115,12 +115,15 @@ def test_a_signal_to_every_process_spares_the_workers(tmp_path: Path) -> None:
 def test_a_validation_that_a_signal_ends_is_made_up_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Its loss was logged, and not the checkpoint's, so that keep_best deleted the best one."""
     import os
     import signal
 
     from recipes import train_ft
 
-    options = ["training.val_every_steps=1", "training.max_steps=2", "checkpoint.every_steps=0"]
+    options = ["training.val_every_steps=1", "training.max_steps=3", "checkpoint.every_steps=0"]
+    options += ["checkpoint.keep_last=1", "checkpoint.keep_best=1", "optimizer.lr=0.5"]
+    options += ["lr_scheduler.warmup_steps=3", "lr_scheduler.warmup_frac=0"]
     assert train_quick(tmp_path / "whole", *options)[0] == 0
     real = train_ft.TrainFinetuneRecipe.validate
 
@@ -132,7 +135,7 @@ def test_a_validation_that_a_signal_ends_is_made_up_for(
         patch.setattr(train_ft.TrainFinetuneRecipe, "validate", validate)
         code, screen = train_quick(tmp_path / "run", *options)
     assert code == 75
-    assert "stopped after step 1 of 2 (SIGUSR1)" in screen
+    assert "stopped after step 1 of 3 (SIGUSR1)" in screen
     assert "validation (held_out)" not in screen
     assert train_quick(tmp_path / "run", *options)[0] == 0
     read = [
@@ -140,7 +143,10 @@ def test_a_validation_that_a_signal_ends_is_made_up_for(
     ]
     validations = [[line for line in lines if "val_loss" in line] for lines in read]
     assert validations[0] == validations[1]
-    assert len(validations[0]) == 2
+    losses = [json.loads(line)["val_loss/held_out"] for line in validations[0]]
+    assert min(losses) == losses[0]
+    kept = sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())
+    assert kept == ["step_00000001", "step_00000003"]
 
 
 def test_time_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

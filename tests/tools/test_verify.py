@@ -24,9 +24,13 @@ def test_relative_differences() -> None:
     assert max(got) == 0.25
 
 
-def test_another_parameter_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"gradients of \['b'\] exist in one"):
-        difference(Step(2.0, {"a": torch.zeros(2)}), WANT)
+def test_a_parameter_without_a_gradient_has_zeros() -> None:
+    """What is missing, or there beside what is wanted, is a difference; zeros are none."""
+    zeros = {"a": torch.zeros(2), "b": torch.zeros(1), "c": torch.zeros(3)}
+    assert difference(Step(2.0, {**WANT.gradients, "c": zeros["c"]}), WANT).gradients == 0
+    assert difference(Step(2.0, {"a": WANT.gradients["a"]}), WANT).gradients == 1.0
+    more = {**WANT.gradients, "c": torch.tensor([0.0, 2.0])}
+    assert difference(Step(2.0, more), WANT).gradients == 0.5
 
 
 def test_verdicts() -> None:

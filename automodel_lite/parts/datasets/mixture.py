@@ -247,7 +247,9 @@ def choose_documents(
     return np.concatenate([whole, np.sort(drawn[taken.cumsum() - taken / 2 <= rest])])
 
 
-def _source(name: str, settings: Mapping[str, Any]) -> Source:
+def _source(name: str, settings: Any) -> Source:
+    if not isinstance(settings, Mapping):  # the dataset itself, or a path
+        settings = {}
     unknown = [key for key in settings if key not in ("dataset", "weight", "repeat")]
     if unknown or "dataset" not in settings:
         what = f"unknown key {unknown[0]}" if unknown else "dataset is missing"

@@ -7,6 +7,7 @@ copied; the copy takes the last row.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +34,7 @@ from automodel_lite.parallel.context_parallel import document_owners
 from automodel_lite.parts.datasets.mixture import MixedRows
 from automodel_lite.parts.datasets.streams import WorkerError
 from automodel_lite.parts.evaluation.samples import Prompt, text_prompt
-from automodel_lite.parts.images.ahead import Rules, ahead_of, types_of
+from automodel_lite.parts.images.ahead import TYPES, Rules, ahead_of, types_of
 from automodel_lite.parts.images.costs import TowerCosts
 from automodel_lite.parts.images.rows import find, placed_images
 from automodel_lite.parts.images.sources import IN_PROMPT, blank_image, sources_in
@@ -132,15 +133,32 @@ class ImageReader:
         self, columns: Mapping[str, Tensor], numbers: np.ndarray, lens: np.ndarray
     ) -> tuple[Any, int]:
         """Returns what the tower gets for these images, and its feature rows."""
-        stamps = stamps_of(columns)
-        pixels = []
-        for number in numbers.tolist():
-            which_set, row, place = find(number)
-            pixels.append(self.sets[which_set].pixels(row, place, stamps.get(number)))
+        pixels = self._pixels(numbers, stamps_of(columns))
         record, texts = self.processor.process(pixels or [blank_image(*BLANK)])
         counts = [text.count(self.processor.token) for text in texts]
         assert not pixels or counts == lens.tolist()
         return record, sum(counts)
+
+    def _pixels(self, numbers: np.ndarray, stamps: Mapping[int, int]) -> list[Any]:
+        pixels = []
+        for number in numbers.tolist():
+            which_set, row, place = find(number)
+            pixels.append(self.sets[which_set].pixels(row, place, stamps.get(number)))
+        return pixels
+
+    def inputs_alone(self, ids: np.ndarray, image: np.ndarray) -> dict[str, Tensor]:
+        """Returns what plain transformers is given of a document beside its ids [L], where `image`
+        [L] has the numbers of its images: what the processor makes of these, and which tokens are
+        theirs.
+        """
+        numbers, _ = _as_they_come(image[image > 0])
+        pixels = self._pixels(numbers, {})
+        is_image = torch.from_numpy(ids == self.processor.token_id)
+        known = inspect.signature(type(self.processor.described).forward).parameters
+        inputs = {name: is_image.long()[None] for name in TYPES if name in known}
+        if pixels:
+            inputs |= self.processor.process(pixels)[0]
+        return inputs
 
 
 class ImagePacker(Packer):

@@ -212,6 +212,12 @@ def test_a_source_needs_a_class(dataset: object) -> None:
         Mixture({"a": {"dataset": dataset}})
 
 
+def test_a_dataset_in_place_of_a_source_gets_a_sentence(tmp_path: Path) -> None:
+    for source in (texts(tmp_path / "a.jsonl", "a", 2, 3), "a.jsonl", None):
+        with pytest.raises(ConfigError, match=r"dataset.sources.a: dataset is missing; a source"):
+            Mixture({"a": source})  # type: ignore[dict-item]
+
+
 def test_a_stream_is_no_source(tmp_path: Path) -> None:
     texts(tmp_path / "a.jsonl", "a", 2, 3)
     with pytest.raises(
