@@ -22,7 +22,7 @@ Legend: T tokens of the stream (of this rank), D heads, R labels of all heads, C
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,6 +63,22 @@ def mtp_problems(parts: Parts) -> Iterator[str]:
         )
     if parts.training.fp8 != "none":
         yield f"{mtp} with training.fp8={parts.training.fp8} is not supported: set fp8=none."
+
+
+def copies_of_trained(keys: Iterable[str], trained: Collection[str]) -> dict[str, str]:
+    """Returns which of these weights of a checkpoint are copies of trained ones that heads bring,
+    of the embedding and of the output head: key -> the name of its original.
+    """
+    embedding = next(key for key in trained if key.endswith("model.embed_tokens.weight"))
+    # a tied head is the embedding
+    head = "lm_head.weight" if "lm_head.weight" in trained else embedding
+    copies = {}
+    for key in keys:
+        if key.endswith(".embed_tokens.weight"):
+            copies[key] = embedding
+        elif key.endswith(".shared_head.head.weight"):
+            copies[key] = head
+    return copies
 
 
 def add_heads(lm: transformers.PreTrainedModel) -> None:
