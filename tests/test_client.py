@@ -504,6 +504,23 @@ def test_a_call_that_was_interrupted_is_not_stepped_on(client: TrainingClient) -
     client.zero_grad()
 
 
+def interrupt(*_: Any, **more: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_sample_that_was_interrupted_leaves_no_dropout_out(
+    client: TrainingClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = client.engine.model
+    monkeypatch.setattr(type(model), "generate", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        client.sample([[1, 2, 3]])
+    assert not model.module.training
+    client.forward_backward(GROUPS)
+    client.zero_grad()
+    assert model.module.training
+
+
 def on_ranks(rank: int, world: int, folder: str, runs: Path) -> list[str]:
     """What each rank raises when rank 1 brings other rows, and when its rows are wrong."""
     found = []

@@ -212,6 +212,7 @@ class TrainingClient:
         self._num_calls += 1
         seed_all(self.config.seed, self._num_calls, self.mesh.token_rank)
         self._is_broken = True
+        self.engine.model.module.train()  # an interrupted `sample` leaves it in eval mode
         placed = [self.engine.place(batch).to(self.mesh.device) for batch in whole]
         sums = self.engine.forward_backward(placed, loss=recording)
         totals = {name: float(value) for name, value in self.engine.total(sums).items()}
