@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import json
 import math
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from functools import partial
@@ -198,6 +200,22 @@ def test_samples_are_those_of_the_model_and_alike_on_all_ranks(folder: str, tmp_
     first, second = run_ranks(sample_on, 2, folder, tmp_path / "two")
     assert first == second
     assert first[0] == greedy
+
+
+def test_samples_are_drawn_without_the_penalties_of_the_models_settings(
+    folder: str, client: TrainingClient, tmp_path: Path
+) -> None:
+    """What a model is served with (a repetition penalty, of Qwen2.5's) is not its distribution."""
+    prompt = [5, 6] * 5
+    expected = client.sample([prompt], 3, 8), client.sample([prompt], 1, 8, temperature=0)
+    served = tmp_path / "served"
+    shutil.copytree(folder, served)
+    settings = {"repetition_penalty": 9.0, "no_repeat_ngram_size": 1, "min_p": 0.5, "top_k": 2}
+    (served / "generation_config.json").write_text(json.dumps({"do_sample": True, **settings}))
+    with open_client(str(served), tmp_path / "run") as other:
+        found = other.sample([prompt], 3, 8), other.sample([prompt], 1, 8, temperature=0)
+        assert other.built.model.loss_model.lm.generation_config.repetition_penalty == 9.0
+    assert found == expected
 
 
 def change(client: TrainingClient) -> None:

@@ -54,6 +54,7 @@ from automodel_lite.extras.client.sampling import (
 )
 from automodel_lite.extras.client.weights import whole_weights
 from automodel_lite.launched import rank, world_size
+from automodel_lite.models.checkpoints import replaced
 from automodel_lite.models.loss import (
     CrossEntropy,
     Loss,
@@ -299,12 +300,13 @@ class TrainingClient:
             own = batches[number] if number < len(batches) else [0]
             seed_all(self.config.seed, "sample", seed, number)
             ids = torch.tensor([list(prompts[of]) for of in own], device=mesh.device)
-            out = model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                generation_config=settings,
-                synced_gpus=model.sharded_over is not None and mesh.shape.world_size > 1,
-            )
+            # in place of the model's own, whose penalties would stay beside those that are passed
+            with replaced(model.loss_model.lm, "generation_config", settings):
+                out = model.generate(
+                    ids,
+                    attention_mask=torch.ones_like(ids),
+                    synced_gpus=model.sharded_over is not None and mesh.shape.world_size > 1,
+                )
             if number < len(batches):
                 for of, answer in zip(own, out[:, ids.shape[1] :].tolist()):
                     drawn.append((of, until_end(answer, ends)))

@@ -31,7 +31,9 @@ def end_tokens(tokenizer: PreTrainedTokenizerBase, lm: transformers.PreTrainedMo
 def sampling_settings(
     ends: Sequence[int], max_new_tokens: int, temperature: float
 ) -> GenerationConfig:
-    """Returns settings that draw from all tokens; a temperature of 0 takes the likeliest."""
+    """Returns settings that draw from the model's own probabilities, of all tokens; a temperature
+    of 0 takes the likeliest.
+    """
     is_drawn = temperature > 0
     return GenerationConfig(
         max_new_tokens=max_new_tokens,
