@@ -61,8 +61,11 @@ LOST = (
 )
 # Python's words, and those of C++ for EAGAIN
 _NO_THREAD = re.compile(r"can't start new thread|^Resource temporarily unavailable")
-# of the queue of data workers; where the receiver has no room, a number of what came with a message
-_NO_FILE = re.compile(r"Too many open files|received \d+ items of ancdata")
+# of the queue of data workers; where the receiver has no room, a number of what came with a
+# message; of a receiver that is a thread, which pins, that it ended
+_NO_FILE = re.compile(
+    r"Too many open files|received \d+ items of ancdata|Pin memory thread exited unexpectedly"
+)
 _MAPPED_MEMORY = re.compile(r"mmap .*Cannot allocate memory", re.DOTALL)  # of a file of weights
 CPU_MEMORY = re.compile(r"DefaultCPUAllocator: .*you tried to allocate (\d+) bytes")
 

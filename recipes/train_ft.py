@@ -131,6 +131,7 @@ class TrainFinetuneRecipe:
             guards.checkpointer.rate(self.state.val_loss)
         self.open_feed()
         before: StepResult | None = None
+        unlogged: tuple[StepResult, DeviceStep] | None = None
         while self.feed.num_left and not (guards.boundary.stop_reason or self.metrics.end_reason):
             guards.watchdog.enter(f"in step {self.num_steps + 1}")
             self.meter.start(self.num_steps + 1)
@@ -151,6 +152,7 @@ class TrainFinetuneRecipe:
             # the device has finished the step before
             self.bar.add(1, f"loss {before.loss:.4f}" if before else "")
             before = result
+            unlogged = None if logs else (result, ready)
             if logs:
                 self.log(result, ready)
             if validates:
@@ -158,6 +160,8 @@ class TrainFinetuneRecipe:
                 self.validate()
             if saves:
                 self.save()
+        if unlogged:  # stopped or ended early: rates cover the steps since the row before
+            self.log(*unlogged)
         return self.end()
 
     def step(self, ready: DeviceStep) -> StepResult:

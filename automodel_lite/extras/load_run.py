@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 from omegaconf import OmegaConf
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.swa_utils import get_swa_multi_avg_fn
 from transformers import PreTrainedTokenizerBase
 
@@ -27,10 +27,11 @@ from automodel_lite.models.loss import CrossEntropy
 from automodel_lite.models.loss_model import LossModel
 from automodel_lite.parallel.mesh import Mesh, MeshShape, init_mesh, world_size
 from automodel_lite.progress import activity
-from automodel_lite.run.checkpoint import load_weights
-from automodel_lite.run.checkpoint_folder import broken_files, step_of, survey
+from automodel_lite.run.checkpoint import weights_of
+from automodel_lite.run.checkpoint_folder import TENSORS, broken_files, step_of, survey
 from automodel_lite.run.export import export_hf, probe_logits
 from automodel_lite.run.folder import RunFolder, saved_config
+from automodel_lite.run.sharded_files import BrokenCheckpointError, read_index, read_tensors
 from automodel_lite.thd import ThdBatch
 from automodel_lite.training.build import assemble
 from automodel_lite.training.plan import build_parts
@@ -173,6 +174,20 @@ def load_run_config(
             f"{folder.config} does not match this version: use the version that the run was "
             f"started with, or fix the file:\n{error}"
         ) from None
+
+
+def load_weights(path: Path, model: nn.Module) -> None:
+    """Restores the weights alone; with training.ema_decay their average."""
+    index = read_index(path / TENSORS)
+    stored = {}
+    for name, weight in weights_of(model).items():
+        average = f"optimizer.state.{name}.ema"
+        stored[average if average in index else f"model.{name}"] = weight
+    if missing := sorted(stored.keys() - index.keys()):
+        raise BrokenCheckpointError(
+            f"{path}: {len(missing)} weights are missing, {missing[0]} first"
+        )
+    read_tensors(path / TENSORS, index, stored)
 
 
 def find_checkpoint(folder: RunFolder, name: str | None) -> Path:

@@ -318,27 +318,13 @@ def _with_gradients(tensors: dict[str, Tensor], index: Iterable[str]) -> dict[st
     }
 
 
-def load_weights(path: Path, model: nn.Module) -> None:
-    """Restores the weights alone, for export; with training.ema_decay their average."""
-    index = read_index(path / on_disk.TENSORS)
-    stored = {}
-    for name, weight in _weights(model).items():
-        average = f"optimizer.state.{name}.ema"
-        stored[average if average in index else f"model.{name}"] = weight
-    if missing := sorted(stored.keys() - index.keys()):
-        raise BrokenCheckpointError(
-            f"{path}: {len(missing)} weights are missing, {missing[0]} first"
-        )
-    read_tensors(path / on_disk.TENSORS, index, stored)
-
-
 def flat_state(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[dict[str, Tensor], JsonState]:
     """Tensors by name, and the optimizer's other values that are state (settings are the
     configuration's).
     """
-    tensors = {f"model.{name}": value for name, value in _weights(model).items()}
+    tensors = {f"model.{name}": value for name, value in weights_of(model).items()}
     scalars = {}
     for name, value in get_optimizer_state_dict(model, optimizer, options=_FLAT).items():
         if isinstance(value, Tensor):
@@ -348,7 +334,7 @@ def flat_state(
     return tensors, scalars
 
 
-def _weights(model: nn.Module) -> dict[str, Tensor]:
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
     """Returns what is trained, and the frozen weights of a model from scratch, which no file has;
     of tied weights one copy, chosen by identity, so that all ranks find the same one.
     """

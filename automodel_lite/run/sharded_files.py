@@ -226,8 +226,14 @@ def read_tensors(folder: Path, index: Mapping[str, Layout], tensors: Mapping[str
         with safe_open(folder / _file_of(rank), framework="pt") as file:
             for name, box, wanted, own in items:
                 overlap = [(max(a, low), min(b, high)) for (a, b), (low, high) in zip(box, wanted)]
-                part = file.get_slice(_key(name, box))[_within(overlap, box)]
-                own[_within(overlap, wanted)].copy_(part)
+                kept = file.get_slice(_key(name, box))
+                shape = [end - start for start, end in box]
+                if kept.get_shape() != shape:
+                    raise BrokenCheckpointError(
+                        f"an older version saved {name} under mesh.tp as {kept.get_shape()} where "
+                        f"{shape} belong"
+                    )
+                own[_within(overlap, wanted)].copy_(kept[_within(overlap, box)])
 
 
 def _within(part: Box, whole: Box) -> tuple[slice, ...]:

@@ -9,6 +9,7 @@ import pytest
 
 from automodel_lite.errors import ConfigError
 from automodel_lite.extras.load_run import load_run_config
+from automodel_lite.extras.report import read_run
 from automodel_lite.run.folder import RunFolder
 from tests.runs import (
     DROPOUT,
@@ -147,6 +148,18 @@ def test_a_validation_that_a_signal_ends_is_made_up_for(
     assert min(losses) == losses[0]
     kept = sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())
     assert kept == ["step_00000001", "step_00000003"]
+
+
+def test_the_step_at_which_a_run_stops_is_logged(tmp_path: Path) -> None:
+    """Rows cover the steps since the one before: without it, the next row's rates stood for these steps, too."""
+    options = ["training.max_steps=5", "training.log_every_steps=4"]
+    assert train_quick(tmp_path / "whole", *options, "training.log_every_steps=1")[0] == 0
+    assert train_quick(tmp_path / "run", *options, stop_at=3)[0] == 75
+    assert train_quick(tmp_path / "run", *options)[0] == 0
+    assert list(losses_by_step(tmp_path / "run")) == [1, 3, 4, 5]
+    rows = rows_of(tmp_path / "whole")
+    num_tokens = sum(row.get("num_tokens", 0) for row in rows)
+    assert read_run(tmp_path / "run").axes()["tokens"][1][-1] == pytest.approx(num_tokens)
 
 
 def test_time_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,7 +80,11 @@ def test_memory_that_torch_is_not_given_is_a_sentence() -> None:
 
 @pytest.mark.parametrize(
     "words",
-    ["received 0 items of ancdata", "Too many open files. Communication with the workers is no"],
+    [
+        "received 0 items of ancdata",
+        "Too many open files. Communication with the workers is no",
+        "Pin memory thread exited unexpectedly",
+    ],
 )
 def test_a_batch_that_cannot_be_opened_is_a_sentence(words: str) -> None:
     assert ending_of(RuntimeError(words)).text == (

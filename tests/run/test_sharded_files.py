@@ -177,6 +177,15 @@ def test_another_format_is_named(tmp_path: Path) -> None:
         read_index(tmp_path)
 
 
+def test_a_part_that_is_larger_than_its_place_is_refused(tmp_path: Path) -> None:
+    """Scales of 8-bit moments, which tensor parallelism did not cut: the first of them were taken, without a word."""
+    write_parts(tmp_path, 0, {"scale@0,0": torch.ones(4, 2)})
+    index = {"scale": Layout("float32", [4, 2], 0, [[2, 1, 1]])}
+    says = r"an older version saved scale under mesh.tp as \[4, 2\] where \[4, 1\] belong"
+    with pytest.raises(BrokenCheckpointError, match=says):
+        read_tensors(tmp_path, index, {"scale": torch.zeros(4, 2)})
+
+
 def test_experts_that_were_saved_with_mixed_halves_are_refused(tmp_path: Path) -> None:
     entry = {"dtype": "float32", "shape": [2, 8, 4], "first": 0, "axes": [[2, 1, 1]]}
     name = "model.layers.0.mlp.experts.gate_up_proj"
