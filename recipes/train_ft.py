@@ -131,7 +131,7 @@ class TrainFinetuneRecipe:
             guards.checkpointer.rate(self.state.val_loss)
         self.open_feed()
         before: StepResult | None = None
-        unlogged: tuple[StepResult, DeviceStep] | None = None
+        unlogged: tuple[StepResult, int, dict[str, int]] | None = None
         while self.feed.num_left and not (guards.boundary.stop_reason or self.metrics.end_reason):
             guards.watchdog.enter(f"in step {self.num_steps + 1}")
             self.meter.start(self.num_steps + 1)
@@ -152,9 +152,10 @@ class TrainFinetuneRecipe:
             # the device has finished the step before
             self.bar.add(1, f"loss {before.loss:.4f}" if before else "")
             before = result
-            unlogged = None if logs else (result, ready)
+            unlogged = (result, ready.batches.epoch, ready.batches.left_out)
             if logs:
-                self.log(result, ready)
+                self.log(*unlogged)
+                unlogged = None
             if validates:
                 self.bar.note("validating")
                 self.validate()
@@ -202,12 +203,12 @@ class TrainFinetuneRecipe:
         is_last = self.num_steps == self.plan.max_steps
         return is_last or (every_steps > 0 and self.num_steps % every_steps == 0)
 
-    def log(self, result: StepResult, ready: DeviceStep) -> None:
+    def log(self, result: StepResult, epoch: int, left_out: dict[str, int]) -> None:
         """Logs a row to the screen, metrics.jsonl and the callbacks."""
-        row = self.meter.row(result, self.num_steps, ready.batches.epoch, self.plan.max_steps)
+        row = self.meter.row(result, self.num_steps, epoch, self.plan.max_steps)
         self.console.step(row)
         self.bar.note(f"loss {row.loss:.4f}")
-        more = ready.batches.left_out | self.guards.stragglers.take_row()
+        more = left_out | self.guards.stragglers.take_row()
         self.metrics.log_step(row.as_row() | more)
         self.page.update()
 
