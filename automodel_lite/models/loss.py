@@ -280,9 +280,13 @@ class Loss(ABC):
 
 
 class LookAhead(ABC):
-    """Heads that predict tokens further on than the next one, and their loss (parts/mtp.py)."""
+    """Heads that predict tokens further on than the next one, and their loss (parts/mtp.py).
+
+    depth  their number
+    """
 
     coefficient: float
+    depth: int
 
     @abstractmethod
     def targets(self, batch: ThdBatch) -> TargetsAhead:

@@ -202,10 +202,11 @@ class HeadsAhead(LookAhead):
 
     coefficient: float
     lm: tuple[transformers.PreTrainedModel]
+    depth: int
 
     @classmethod
     def of(cls, lm: transformers.PreTrainedModel, coefficient: float) -> HeadsAhead:
-        return cls(coefficient, (lm,))
+        return cls(coefficient, (lm,), len(heads_of(lm)))
 
     def targets(self, batch: ThdBatch) -> Ahead:
         """Returns what the heads get of a whole stream, on its device."""
@@ -215,11 +216,10 @@ class HeadsAhead(LookAhead):
             paths = batch.attention.tree.paths
             stream = _unfolded(batch)
         weights = stream.columns.get("loss_weights")
-        depth = len(heads_of(self.lm[0]))
         ids = []
         labels = []
         of_labels = []
-        for k in range(1, depth + 1):
+        for k in range(1, self.depth + 1):
             place, is_inside = _further_on(stream, k)
             ids.append(torch.where(is_inside, stream.input_ids[place], 0))
             labels.append(torch.where(is_inside, stream.labels[place], IGNORE_INDEX))

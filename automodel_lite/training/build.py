@@ -124,6 +124,8 @@ def build_model(
     memory = replace(memory, weights=memory.weights + of_teacher)
     flops = step_flops(decided.config, decided.size, trained)
     flops = flops.without_frozen(lm) if decided.model.freeze else flops
+    if heads := model.loss_model.heads:  # labels of each meet the output head, too
+        flops = replace(flops, per_label_token=flops.per_label_token * (1 + heads.depth))
     return BuiltModel(model, decided, flops, memory, loss, compiled, attention, adapter)
 
 

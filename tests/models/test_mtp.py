@@ -33,7 +33,7 @@ from automodel_lite.run.weight_files import as_saved
 from automodel_lite.thd import ThdBatch, to_thd
 from tests.attention.hybrids import InFloat64
 from tests.ranks import run_ranks
-from tests.runs import QUICK, train, train_on
+from tests.runs import QUICK, rows_of, train, train_on
 
 COEFFICIENT = 0.3
 SMALL = {
@@ -447,6 +447,17 @@ def test_an_export_has_the_heads(kind: str, ranks: int, tmp_path: Path) -> None:
     assert all(torch.equal(off[n], before[n]) for n in of_heads)
     on = export("on", "model.mtp_loss=0.1")
     assert on.keys() == before.keys()
+    rows = [rows_of(tmp_path / name) for name in ("off", "on")]
+    off_step, on_step = (next(row for row in found if "loss" in row) for found in rows)
+    of_layer = sum(
+        before[n].numel() * (0.5 if ".experts." in n else 1)
+        for n in of_heads
+        if before[n].ndim > 1 and "embed_tokens" not in n and "shared_head.head" not in n
+    )
+    more = 6 * of_layer * on_step["num_tokens"]
+    more += 6 * before["lm_head.weight"].numel() * on_step["num_label_tokens"]
+    work = [row["tflops_per_s"] * row["step_s"] * 1e12 for row in (off_step, on_step)]
+    assert work[1] - work[0] == pytest.approx(more, rel=1e-6)
     kept = {n for n in of_heads if torch.equal(on[n], before[n])}
     assert kept <= {"model.layers.2.mlp.gate.e_score_correction_bias"}
     if kind == "glm4_moe":
