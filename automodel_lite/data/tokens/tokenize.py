@@ -181,13 +181,16 @@ class DocumentTokenizer:
                     num_split += len(of_document) > len(parts) + ("chosen" in document)
                     special, names = self._renderer.remarks(document, of_document)
                     specials += [f"{place}: {special}"] if special else []
-                if "chosen" in document and document.get("group") is not None:
+                # rows of one document share a group; those of a given pack are of any sources
+                group = ALONE if is_given or len(of_document) == 1 else number
+                named_group = document.get("group")
+                if named_group is not None and "chosen" in document:
                     names.append("group")  # compared with each other, and with no third
+                elif named_group is not None:  # far beyond the numbers of documents
+                    group = int(short_hash(str(named_group)), 16) % 2**61 + 2**61
+                groups += [group] * len(of_document)
                 for name in names:
                     unused.setdefault(name, place)
-                # rows of one document share a group; those of a given pack are of any sources
-                alone = is_given or len(of_document) == 1
-                groups += [_group_of(document, ALONE if alone else number)] * len(of_document)
         counts = RowCounts(
             len(num_rows),
             num_bad=len(errors),
@@ -248,16 +251,6 @@ def stall_report() -> Iterator[list[str]]:
         yield places
     finally:
         is_over.set()
-
-
-def _group_of(document: Document, own: int) -> int:
-    """Returns the group of a document's rows: that of its column, far beyond the numbers of
-    documents, or `own`.
-    """
-    named = document.get("group")
-    if named is None or "chosen" in document:
-        return own
-    return int(short_hash(str(named)), 16) % 2**61 + 2**61
 
 
 def _with_row(document: Document, number: int, group: object) -> Document:

@@ -24,7 +24,8 @@ def check_prompts(prompts: Sequence[Sequence[int]], num_ids: int) -> None:
 def end_tokens(tokenizer: PreTrainedTokenizerBase, lm: transformers.PreTrainedModel) -> list[int]:
     """Returns the ids that end an answer: the tokenizer's, and the model's own."""
     of_model = lm.generation_config.eos_token_id if lm.generation_config else None
-    ends = [tokenizer.eos_token_id, *(of_model if isinstance(of_model, list) else [of_model])]
+    ends = [tokenizer.eos_token_id]
+    ends += of_model if isinstance(of_model, list) else [of_model]
     return [*dict.fromkeys(end for end in ends if end is not None)]
 
 
