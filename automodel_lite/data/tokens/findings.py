@@ -52,7 +52,7 @@ class Findings:
 class Chunk:
     """Rows of some documents, end to end, those that train nothing left out."""
 
-    columns: Mapping[str, np.ndarray]  # of thd.COLUMNS, [total, ...]
+    columns: Mapping[str, np.ndarray]  # of columns.COLUMNS, [total, ...]
     lengths: np.ndarray  # int64 [N]
     num_rows: np.ndarray  # int64 [documents], of each document that was read
     found: Findings
