@@ -200,6 +200,21 @@ def test_samples_are_those_of_the_model_and_alike_on_all_ranks(folder: str, tmp_
     assert first[0] == greedy
 
 
+def test_samples_are_drawn_by_the_weights_alone(client: TrainingClient) -> None:
+    """A penalty on repetition in a model's generation_config.json, as Qwen's, changed what was drawn; the
+    log-probabilities knew nothing of it.
+    """
+    prompts = [[5, 6, 5, 6], [7, 8]]
+    plain_answers = client.sample(prompts, max_new_tokens=6, temperature=0)
+    settings: Any = client.engine.model.loss_model.lm.generation_config
+    try:
+        settings.update(repetition_penalty=5.0, num_beams=2, num_return_sequences=2)
+        assert client.sample(prompts, max_new_tokens=6, temperature=0) == plain_answers
+        assert client.engine.model.loss_model.lm.generation_config is settings
+    finally:
+        settings.update(repetition_penalty=None, num_beams=None, num_return_sequences=None)
+
+
 def change(client: TrainingClient) -> None:
     client.forward_backward(GROUPS, ImportanceSampling())
     client.optim_step(lr=1e-2)

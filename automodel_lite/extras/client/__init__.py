@@ -269,8 +269,9 @@ class TrainingClient:
         batch_size: int = 64,
         seed: int = 0,
     ) -> list[list[list[int]]]:
-        """Draws answers to each prompt (token ids) from the weights as they are: [prompt][sample]
-        -> ids, with the end token where the model has ended.
+        """Draws answers to each prompt (token ids) from the weights as they are, whatever the
+        model's generation_config.json says: [prompt][sample] -> ids, with the end token where the
+        model has ended.
 
         temperature  0 = the likeliest token
         seed         of this call: another one gives other answers
@@ -317,12 +318,12 @@ class TrainingClient:
             own = batches[number] if number < len(batches) else [0]
             seed_all(self.config.seed, "sample", seed, number)
             ids = torch.tensor([list(prompts[of]) for of in own], device=mesh.device)
-            out = model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                generation_config=settings,
-                synced_gpus=model.sharded_over is not None and mesh.shape.world_size > 1,
-            )
+            with _generating_by(model.loss_model.lm, settings):
+                out = model.generate(
+                    ids,
+                    attention_mask=torch.ones_like(ids),
+                    synced_gpus=model.sharded_over is not None and mesh.shape.world_size > 1,
+                )
             if number < len(batches):
                 for of, answer in zip(own, out[:, ids.shape[1] :].tolist()):
                     drawn.append((of, until_end(answer, ends)))
@@ -552,6 +553,19 @@ class _Recording(Loss):
         if "row_place" in inputs.columns:
             self.found.append((inputs.columns["row_place"], log_probs_R))
         return output
+
+
+@contextmanager
+def _generating_by(lm: Any, settings: GenerationConfig) -> Iterator[None]:
+    """Inside, a model generates by these settings alone: what they leave open, as a penalty on
+    repetition, transformers takes from the model's own ones.
+    """
+    own = lm.generation_config
+    lm.generation_config = settings
+    try:
+        yield
+    finally:
+        lm.generation_config = own
 
 
 def _as_groups(groups: Iterable[Any]) -> list[list[Any]]:
