@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import atexit
-import json
 import math
 import os
-import shutil
 import signal
 from collections.abc import Callable
 from functools import partial
@@ -202,20 +200,19 @@ def test_samples_are_those_of_the_model_and_alike_on_all_ranks(folder: str, tmp_
     assert first[0] == greedy
 
 
-def test_samples_are_drawn_without_the_penalties_of_the_models_settings(
-    folder: str, client: TrainingClient, tmp_path: Path
-) -> None:
-    """What a model is served with (a repetition penalty, of Qwen2.5's) is not its distribution."""
-    prompt = [5, 6] * 5
-    expected = client.sample([prompt], 3, 8), client.sample([prompt], 1, 8, temperature=0)
-    served = tmp_path / "served"
-    shutil.copytree(folder, served)
-    settings = {"repetition_penalty": 9.0, "no_repeat_ngram_size": 1, "min_p": 0.5, "top_k": 2}
-    (served / "generation_config.json").write_text(json.dumps({"do_sample": True, **settings}))
-    with open_client(str(served), tmp_path / "run") as other:
-        found = other.sample([prompt], 3, 8), other.sample([prompt], 1, 8, temperature=0)
-        assert other.built.model.loss_model.lm.generation_config.repetition_penalty == 9.0
-    assert found == expected
+def test_samples_are_drawn_by_the_weights_alone(client: TrainingClient) -> None:
+    """A penalty on repetition in a model's generation_config.json, as Qwen's, changed what was drawn; the
+    log-probabilities knew nothing of it.
+    """
+    prompts = [[5, 6, 5, 6], [7, 8]]
+    plain_answers = client.sample(prompts, max_new_tokens=6, temperature=0)
+    settings: Any = client.engine.model.loss_model.lm.generation_config
+    try:
+        settings.update(repetition_penalty=5.0, num_beams=2, num_return_sequences=2)
+        assert client.sample(prompts, max_new_tokens=6, temperature=0) == plain_answers
+        assert client.engine.model.loss_model.lm.generation_config is settings
+    finally:
+        settings.update(repetition_penalty=None, num_beams=None, num_return_sequences=None)
 
 
 def change(client: TrainingClient) -> None:

@@ -42,6 +42,10 @@ def test_a_batch_is_answered_as_each_prompt_alone(family: str) -> None:
     assert len(set(alone)) > 1
     assert generator.takes_padding
     assert generator.answers(CHATS, max_new_tokens=8) == alone
+    # of a model's generation_config.json: answers went to other prompts, and one that streams raised
+    generator.model.generation_config.update(num_beams=2, num_return_sequences=2)
+    assert generator.answers(CHATS, max_new_tokens=8) == alone
+    assert generator.answers(CHATS[:1], max_new_tokens=8, write=str) == alone[:1]
 
 
 def test_a_model_that_sees_padding_answers_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:

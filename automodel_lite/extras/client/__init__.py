@@ -275,8 +275,9 @@ class TrainingClient:
         batch_size: int = 64,
         seed: int = 0,
     ) -> list[list[list[int]]]:
-        """Draws answers to each prompt (token ids) from the weights as they are: [prompt][sample]
-        -> ids, with the end token where the model has ended.
+        """Draws answers to each prompt (token ids) from the weights as they are, whatever the
+        model's generation_config.json says: [prompt][sample] -> ids, with the end token where the
+        model has ended.
 
         temperature  0 = the likeliest token
         seed         of this call: another one gives other answers

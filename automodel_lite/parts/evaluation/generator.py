@@ -97,7 +97,9 @@ class Generator:
             streamer.on_finalized_text = lambda text, stream_end=False: write(
                 text + "\n" * stream_end
             )
-        choice = {"do_sample": temperature > 0, "temperature": temperature or None}
+        # one answer to a prompt, token by token, whatever the model's generation_config.json says
+        one = {"num_beams": 1, "num_return_sequences": 1}
+        choice = one | {"do_sample": temperature > 0, "temperature": temperature or None}
         generate = cast(Any, self.model.generate)
         answers = list[str]()
         for inputs in batches:
