@@ -2,6 +2,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import peft
 import pytest
@@ -105,6 +106,23 @@ def test_an_adapter_that_is_not_whole_is_told(case: str, tmp_path: Path) -> None
     damage(tmp_path)
     with pytest.raises(ConfigError, match=rf"^peft.adapter={tmp_path}.*{sentence}"):
         Lora(adapter=str(tmp_path)).adapt(tiny_llama(), "base")
+
+
+@pytest.mark.parametrize(
+    ("setting", "own"),
+    [({"dropout": 0.1}, "0.0"), ({"r": 3}, "8"), ({"use_dora": True}, "False")],
+    ids=["dropout", "r", "dora"],
+)
+def test_settings_that_a_continued_adapter_has_otherwise_are_refused(
+    setting: dict[str, Any], own: str, tmp_path: Path
+) -> None:
+    """They were not looked at, and the adapter's own counted without a word."""
+    kept = peft.LoraConfig(r=8, lora_alpha=8, target_modules=["q_proj"])
+    peft.get_peft_model(tiny_llama(), kept).save_pretrained(str(tmp_path))
+    ((name, value),) = setting.items()
+    with pytest.raises(ConfigError, match=rf"^peft.{name}={value}: the adapter .* has {own}"):
+        Lora(adapter=str(tmp_path), **setting).adapt(tiny_llama(), "base")
+    Lora(adapter=str(tmp_path), r=8).adapt(tiny_llama(), "base")
 
 
 @pytest.mark.parametrize("use_dora", [False, True], ids=["lora", "dora"])

@@ -166,6 +166,7 @@ class Lora:
             config = peft.LoraConfig.from_pretrained(str(folder))
             weights = load_file(folder / "adapter_model.safetensors")
         config.inference_mode = False
+        self._check_own(config)
         # peft saves a whole embedding beside its adapter
         beside = [name for name in weights if ".base_layer." in name]
         if whole := [*(config.modules_to_save or []), *beside]:
@@ -204,6 +205,25 @@ class Lora:
             f"{described._describe(model)}, continued from {self.adapter}",
             is_continued=True,
         )
+
+    def _check_own(self, config: peft.LoraConfig) -> None:
+        """Raises ConfigError for a setting that is not left as it was and that the continued
+        adapter has another value of, which counts.
+        """
+        own = {
+            "r": config.r,
+            "alpha": config.lora_alpha,
+            "dropout": config.lora_dropout,
+            "use_dora": config.use_dora,
+            "use_rslora": config.use_rslora,
+        }
+        for name, value in own.items():
+            asked = getattr(self, name)
+            if asked not in (value, getattr(Lora, name)):
+                raise ConfigError(
+                    f"peft.{name}={asked}: the adapter that is continued, peft.adapter="
+                    f"{self.adapter}, has {value}: leave it out, or begin a new adapter."
+                )
 
     def _wrap(
         self, model: transformers.PreTrainedModel, config: peft.LoraConfig, base: str
