@@ -74,8 +74,10 @@ class Lora:
                 "peft=none."
             )
 
-    def load_arguments(self, device: torch.device) -> dict[str, Any]:
-        """Returns more arguments of `from_pretrained` (quantization)."""
+    def load_arguments(
+        self, device: torch.device, dtype: torch.dtype = torch.bfloat16
+    ) -> dict[str, Any]:
+        """Returns more arguments of `from_pretrained` (quantization, with products in `dtype`)."""
         return {}
 
     def unquantized(self) -> Lora:
@@ -267,12 +269,14 @@ class QLora(Lora):
                 "mesh.strategy=ddp, or use peft=lora."
             )
 
-    def load_arguments(self, device: torch.device) -> dict[str, Any]:
+    def load_arguments(
+        self, device: torch.device, dtype: torch.dtype = torch.bfloat16
+    ) -> dict[str, Any]:
         quantization = BitsAndBytesConfig(
             load_in_4bit=True,
             bnb_4bit_quant_type="nf4",
             bnb_4bit_use_double_quant=self.double_quant,
-            bnb_4bit_compute_dtype=torch.bfloat16,
+            bnb_4bit_compute_dtype=dtype,
         )
         return {"quantization_config": quantization, "device_map": {"": device}}
 
