@@ -19,6 +19,8 @@ from automodel_lite.extras.plan.capacity import GPUS_GB, PLANNED_GPU, usable
 from automodel_lite.extras.plan.heaviest import heaviest_batch
 from automodel_lite.extras.plan.simulation import simulate
 from automodel_lite.models.flops import cost_model
+from automodel_lite.models.layers import freeze_named, freeze_towers
+from automodel_lite.models.source import describe
 from automodel_lite.parallel.mesh import rank
 from automodel_lite.parts.auto import shape_of_dry_run
 from automodel_lite.parts.images import images_lines
@@ -120,10 +122,19 @@ def what_is_trained(decided: Decided, adapter: int | None) -> tuple[int, str]:
     if adapter is not None:
         return adapter, f"frozen, {count(adapter)} of the adapter trained"
     size = decided.size
-    if decided.model.train_towers or not size.towers:
+    source = decided.model
+    left_out = [*source.freeze]
+    if size.towers and not source.train_towers:
+        left_out.append("the towers")
+    if not left_out:
         return size.parameters, "all trained"
-    trained = size.parameters - size.towers
-    return trained, f"{count(trained)} trained, not the towers"
+    lm = describe(decided.config)
+    source.add_heads(lm)
+    if not source.train_towers:
+        freeze_towers(lm, lm.dtype)
+    freeze_named(lm, source.freeze)
+    trained = sum(p.numel() for p in lm.parameters() if p.requires_grad)
+    return trained, f"{count(trained)} trained, not {', '.join(left_out)}"
 
 
 def _memory(decided: Decided, by_arithmetic: str, batch: ThdBatch | None) -> str:

@@ -194,7 +194,7 @@ def assemble(
             device = torch.device("cpu") if parts.mesh.cpu_offload else mesh.device
             source.build_sharded(tokenizer, spread, device, reading_turn)
     else:
-        loaded_by = peft.load_arguments(mesh.device) if peft else None
+        loaded_by = peft.load_arguments(mesh.device, dtype) if peft else None
         spread(source.build(tokenizer, loaded_by, mesh.device))
     model, adapter = made[-1]
     _place(model.loss_model, mesh.device, parts.mesh.cpu_offload)

@@ -196,8 +196,15 @@ def test_recomputation_is_chosen_with_the_images(folder: Path) -> None:
     without = copy(parts.model)
     without.train_towers = False
     frozen = replace(decisions[1], model=without)
-    num_trained, _ = what_is_trained(frozen, None)
+    num_trained, text = what_is_trained(frozen, None)
     assert num_trained == frozen.size.parameters - frozen.size.towers
+    assert text.endswith(" trained, not the towers")
+    # what model.freeze names was counted among what is trained
+    without.freeze = ["embed_tokens"]
+    num_left, text = what_is_trained(replace(frozen, model=without), None)
+    of_text = frozen.config.get_text_config()
+    assert num_trained - num_left == of_text.vocab_size * of_text.hidden_size
+    assert text.endswith(" trained, not embed_tokens, the towers")
     chosen = [one.training.activation_checkpointing for one in decisions]
     assert chosen[0] == "none"
     assert chosen[1] != "none"

@@ -96,8 +96,10 @@ class Lora:
                 "train the whole model and export it, or remove tokenizer.added_tokens."
             )
 
-    def load_arguments(self, device: torch.device) -> dict[str, Any]:
-        """Returns more arguments of `from_pretrained` (quantization)."""
+    def load_arguments(
+        self, device: torch.device, dtype: torch.dtype = torch.bfloat16
+    ) -> dict[str, Any]:
+        """Returns more arguments of `from_pretrained` (quantization, with products in `dtype`)."""
         return {}
 
     def unquantized(self) -> Lora:
@@ -166,7 +168,6 @@ class Lora:
             config = peft.LoraConfig.from_pretrained(str(folder))
             weights = load_file(folder / "adapter_model.safetensors")
         config.inference_mode = False
-        self._check_own(config)
         # peft saves a whole embedding beside its adapter
         beside = [name for name in weights if ".base_layer." in name]
         if whole := [*(config.modules_to_save or []), *beside]:
@@ -186,6 +187,7 @@ class Lora:
                 f"peft.adapter={self.adapter} does not fit model.pretrained={base}: {only[0]} "
                 f"differs: take the base that it was made for, {config.base_model_name_or_path}."
             )
+        self._check_own(config)
         if damaged := [name for name, weight in weights.items() if not weight.isfinite().all()]:
             raise ConfigError(
                 f"peft.adapter={self.adapter}: {damaged[0]} holds values that are not finite."
@@ -309,12 +311,14 @@ class QLora(Lora):
                 "mesh.strategy=ddp, or use peft=lora."
             )
 
-    def load_arguments(self, device: torch.device) -> dict[str, Any]:
+    def load_arguments(
+        self, device: torch.device, dtype: torch.dtype = torch.bfloat16
+    ) -> dict[str, Any]:
         quantization = BitsAndBytesConfig(
             load_in_4bit=True,
             bnb_4bit_quant_type="nf4",
             bnb_4bit_use_double_quant=self.double_quant,
-            bnb_4bit_compute_dtype=torch.bfloat16,
+            bnb_4bit_compute_dtype=dtype,
         )
         return {"quantization_config": quantization, "device_map": {"": device}}
 
