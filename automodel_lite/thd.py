@@ -9,15 +9,8 @@ mixers need to know.
 A document may be followed by padding inside its slot. With a causal mask no real token sees it, so
 kernels need the padded boundaries alone; the real ones serve statistics and the padding mask.
 
-Layers that mix tokens in other ways than attention get the documents as right-padded rows. What
-follows a document cannot reach back into it, so a causal mixer that starts over in each row keeps
-documents apart, whatever it does. Documents of similar length share a tensor, which bounds the
-padding.
-
-    cu_seqlens 0 5 7 11      rows  [0 1 2 3 4]      to_stream  0 1 2 3 4 | 8 9 | 10 11 ...
-    (documents of 5, 2, 4)         [7 8 9 10 10]
-                                   [5 6 6 6 6]      to_stream[t]: where token t is in the flattened
-                                   rows
+Layers that mix tokens in other ways than attention get the documents as right-padded rows
+(document_rows.py).
 
 A document may be a tree of rows that share their beginning (prefix_trees.py): its positions go back
 where it branches.
@@ -27,277 +20,19 @@ Legend: T tokens of the stream, N documents (slots), B rows, S row length, H hea
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from automodel_lite import compat
-from automodel_lite.prefix_trees import Nodes, concatenated_ranges, find_nodes, find_pieces
-
-NEAR_TOKENS = 8
-"""Tokens that a convolution may look back; those of transformers' families look back 2 or 3."""
-FILLING_TOKENS = 32
-"""Half a chunk of the mixers that start a branch from its trunk's state."""
-FREE_PADDING_TOKENS = 256
-FREE_PADDING_FRAC = 0.1
-"""Padding that a tensor of rows may hold: so many tokens, or so much of it. One more tensor is one
-more call of the mixer, which costs a small model on a CPU as much as some hundred tokens.
-"""
-
-
-_ON_HOST = {"stays": "on the host"}
-
-
-@dataclass(frozen=True)
-class Tensors:
-    """A dataclass of tensors, plain values, and more of its kind."""
-
-    def map_tensors(self, function: Callable[[Tensor], Tensor]) -> Self:
-        """The same with `function` of its tensors, but for what stays on the host; what was one
-        tensor stays one.
-        """
-        return _mapped(self, function, {})
-
-
-def _mapped(value: Any, function: Callable[[Tensor], Tensor], known: dict[int, Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        if id(value) not in known:
-            known[id(value)] = function(value)
-        return known[id(value)]
-    if isinstance(value, dict):
-        return {name: _mapped(part, function, known) for name, part in value.items()}
-    if isinstance(value, tuple):
-        parts = [_mapped(part, function, known) for part in value]
-        return Segments(*parts) if isinstance(value, Segments) else tuple(parts)
-    if isinstance(value, Tensors):
-        given = [each.name for each in fields(value) if each.metadata != _ON_HOST]
-        return replace(
-            value, **{name: _mapped(getattr(value, name), function, known) for name in given}
-        )
-    return value
-
-
-@dataclass(frozen=True)
-class TreeRows(Tensors):
-    """paths  int64 [Tk]: places in the stream, the path of each node one after the other
-    own    int64 [T]: where each token of the stream is among them
-    near   the same of paths that begin NEAR_TOKENS before their node; None in itself
-    pieces of the stream, each behind the end of another (`find_pieces`), never mapped; None where
-    paths are less work
-    """
-
-    paths: Tensor
-    own: Tensor
-    near: DocumentRows | None = None
-    pieces: tuple[Tensor, Tensor, Tensor] | None = field(default=None, metadata=_ON_HOST)
-
-
-@dataclass(frozen=True)
-class DocumentRows(Tensors):
-    """rows       int64 [n, L] each: positions in the stream; behind its end, a document's last
-    position is repeated
-    to_stream  int64 [T]: where each position of the stream is in all rows, flattened one after the
-               other
-    cu_seqlens int32 [N + 1] and seq_idx int32 [1, T] (the document of each token): what kernels of
-    packages want
-    cu_host    cu_seqlens, never mapped: some of those kernels read it on the host
-    tree       where documents branch; the rows are those of the trees then, and `cu_seqlens` and
-               `seq_idx` describe the paths of the tree, one after the other
-    """
-
-    rows: tuple[Tensor, ...]
-    to_stream: Tensor
-    cu_seqlens: Tensor
-    seq_idx: Tensor
-    cu_host: Tensor = field(metadata=_ON_HOST)
-    tree: TreeRows | None = None
-
-    @cached_property
-    def document(self) -> Tensor:
-        """Returns int32 [T], of each token; one object, by which mixers find what they have made
-        for it.
-        """
-        return self.seq_idx[0]
-
-    def map_rows(self, mix: Callable[[list[Tensor]], Tensor], streams: Sequence[Tensor]) -> Tensor:
-        """`mix` on the rows of each of `streams`, [T, ...] each -> [n, L, ...]; its results [n, L,
-        ...] -> [T, ...].
-        """
-        outs = []
-        for rows in self.rows:
-            at = rows.flatten()
-            shape = rows.shape
-            outs.append(
-                mix([x.index_select(0, at).unflatten(0, shape) for x in streams]).flatten(0, 1)
-            )
-        out = outs[0] if len(outs) == 1 else torch.cat(outs)
-        return out.index_select(0, self.to_stream)
-
-
-def document_rows(cu_seqlens: Tensor, nodes: Nodes | None = None) -> DocumentRows:
-    """Returns the rows of a stream with boundaries `cu_seqlens` (int [N + 1], on the host), or of
-    its trees.
-    """
-    if nodes is not None:
-        # Each path is a document of its own; what a shared token becomes is taken from the path
-        # that it belongs to.
-        lens = nodes.end - nodes.start
-        ends = nodes.path_lens.cumsum(0)
-        near_lens = torch.minimum(nodes.path_lens, lens + NEAR_TOKENS)
-        near = rows_of_paths(
-            nodes.paths[concatenated_ranges(ends - near_lens, ends)], near_lens, lens
-        )
-        whole = rows_of_paths(nodes.paths, nodes.path_lens, lens)
-        assert whole.tree is not None
-        pieces = find_pieces(nodes)
-        # Each piece is filled up to whole chunks: where they are short, walking the paths again is
-        # less work.
-        saves = len(nodes.until) + FILLING_TOKENS * len(pieces[0]) < len(nodes.paths)
-        return replace(whole, tree=replace(whole.tree, near=near, pieces=pieces if saves else None))
-    starts = cu_seqlens[:-1].long()
-    lens = cu_seqlens.diff().long()
-    document = torch.repeat_interleave(lens)
-    order = lens.argsort(descending=True, stable=True)
-    order = order[: int((lens > 0).sum())]
-    # first: where a document begins in the flattened rows
-    rows = []
-    first = torch.zeros_like(starts)
-    num_before = 0
-    for documents in order.split(_rows_per_tensor(lens[order].tolist())):
-        longest = int(lens[documents[0]])
-        within = torch.minimum(torch.arange(longest), lens[documents, None] - 1)
-        rows.append(starts[documents, None] + within)
-        first[documents] = num_before + longest * torch.arange(len(documents))
-        num_before += rows[-1].numel()
-    # of no documents: a mixer has to run for its gradients
-    rows = rows or [torch.zeros(1, 1, dtype=torch.long)]
-    to_stream = first[document] + torch.arange(len(document)) - starts[document]
-    cu = cu_seqlens.to(torch.int32)
-    return DocumentRows(tuple(rows), to_stream, cu, document[None].to(torch.int32), cu)
-
-
-def rows_of_paths(paths: Tensor, path_lens: Tensor, lens: Tensor) -> DocumentRows:
-    """Returns the rows of paths, the last `lens` tokens of which are their own; int64 [M] each."""
-    of_paths = document_rows(cumulative(path_lens))
-    ends = path_lens.cumsum(0)
-    own = concatenated_ranges(ends - lens, ends)
-    return replace(
-        of_paths,
-        rows=tuple(paths[x] for x in of_paths.rows),
-        to_stream=of_paths.to_stream[own],
-        tree=TreeRows(paths, own),
-    )
-
-
-def _rows_per_tensor(lens: list[int]) -> list[int]:
-    """Returns how many documents share a tensor; `lens` from the longest to the shortest."""
-    sizes: list[int] = []
-    longest = padding = 0
-    for length in lens:
-        padding += longest - length
-        if sizes and padding <= max(
-            FREE_PADDING_TOKENS, FREE_PADDING_FRAC * longest * (sizes[-1] + 1)
-        ):
-            sizes[-1] += 1
-        else:
-            sizes.append(1)
-            longest = length
-            padding = 0
-    return sizes
-
-
-IGNORE_INDEX = -100
-"""Label of a position that carries no loss."""
-
-
-@dataclass(frozen=True)
-class Column:
-    """A value per token that goes with a document from its token row to the batch.
-
-    stored   dtype on disk
-    batched  dtype of its tensor in a batch
-    padding  what stands where no document is, and in rows without the column; `input_ids` take the
-             tokenizer's padding token
-    is_optional  stored and batched only where the data bring it; may hold several values per token,
-                 [T, K]
-    in_runs      stored as runs of equal values
-    is_for_loss  read by the loss, which otherwise would ignore it; others are the model's
-    of_row       of each label the same, of a row of a file: one `value` that it brings, its
-                 `number` in the data, or that of its `group`
-    """
-
-    stored: str
-    batched: str
-    padding: float
-    is_optional: bool = True
-    in_runs: bool = False
-    is_for_loss: bool = True
-    of_row: str = ""
-
-
-COLUMNS = {
-    "input_ids": Column("int32", "int64", 0, is_optional=False),
-    "labels": Column("int32", "int64", IGNORE_INDEX, is_optional=False),
-    "loss_weights": Column("float32", "float32", 1.0, in_runs=True),
-    "branches": Column("int32", "int64", 0, in_runs=True),
-    "row_labels": Column("int32", "int64", 0, in_runs=True, is_for_loss=False),
-    "answers": Column("int8", "int64", 0),
-    "reference_log_probs": Column("float32", "float32", 0.0),
-    "teacher_ids": Column("int32", "int64", 0),
-    "teacher_log_probs": Column("float32", "float32", 0.0),
-    "teacher_rest": Column("float32", "float32", -math.inf),
-    "row_place": Column("int64", "int64", -1),
-    "image": Column("int64", "int64", 0, in_runs=True, is_for_loss=False),
-    "image_stamp": Column("int64", "int64", 0, in_runs=True, is_for_loss=False),
-    "rope_shift": Column("int64", "int64", 0, in_runs=True, is_for_loss=False),
-}
-"""Every per-token column. Rows, packs, batches and shards carry what is listed here: the columns
-below, and those that a loss declares (`declare_column`). `input_ids` and `labels` are fields of
-`ThdBatch`, optional ones are in its `columns`, which the loss reads.
-
-loss_weights  what the loss of a label counts, aligned with `labels`: 2.0 is like meeting the token
-              twice
-answers       which answer of a preference pair a label belongs to: CHOSEN, REJECTED, 0 = none
-reference_log_probs  of the labels, by the frozen model that preference losses compare with
-teacher_ids, teacher_log_probs  [T, K] what a teacher finds likeliest at a label, and how likely
-teacher_rest  the probability that it leaves to all other tokens
-row_place     where in its flat token rows a token stands
-branches      1 + the position at which a branch of a tree begins, 0 elsewhere; in a batch the
-              positions show it
-image         the number of the image, in the data, whose place a token is; 0 of text
-image_stamp   what tells this image from others, by its bytes; 0 of text
-rope_shift    positions of several axes less `position_ids` (parts/images/tokens.py)
-row_labels    summed along a row of a tree, how many labels it has beyond those in the stream, times
-              their weights: negative where other rows train what they share
-"""
-
-_OF_THE_PACKAGE = frozenset(COLUMNS)
-
-
-def declared_columns() -> list[str]:
-    """Returns the columns that losses have declared."""
-    return [name for name in COLUMNS if name not in _OF_THE_PACKAGE]
-
-
-def declare_column(name: str, column: Column) -> None:
-    """Adds a per-token column, from then on carried wherever those of the package are.
-
-    Raises ValueError for a name that is known with other dtypes or another padding.
-    """
-    if (known := COLUMNS.setdefault(name, column)) != column:
-        raise ValueError(
-            f"the per-token column {name} is declared as {column}, and there is one of that name "
-            f"already, {known}: give yours another name, or declare it alike."
-        )
-
-
-CHOSEN = 1
-REJECTED = 2
+from automodel_lite.columns import COLUMNS, labeled_rows
+from automodel_lite.document_rows import MixerPlan, document_rows
+from automodel_lite.prefix_trees import Nodes, find_nodes
+from automodel_lite.tensors import Tensors, cumulative
 
 PER_TOKEN = ("input_ids", "labels", "position_ids")
 """Fields of `ThdBatch` [T] that, beside its `columns`, a rank has its own tokens of."""
@@ -469,57 +204,6 @@ def cut_at_chunks(segments: Segments, chunk: int) -> Segments:
         within = (starts - (k_lens - q_lens)).clamp(min=0).minimum(q_lens)
         cut_q = torch.cat([(cu_q[:-1, None] + within).flatten(), cu_q[-1:]])
     return Segments(cut_q, cut_k, min(max_q, chunk), min(max_k, chunk))
-
-
-class MixerExchange(Protocol):
-    """What context parallelism does around a layer that mixes tokens in other ways than attention:
-    each rank gets either all tokens of some heads, or whole documents. [T / cp] are this rank's
-    tokens, [T] the whole stream.
-    """
-
-    @property
-    def owned(self) -> DocumentRows:
-        """Documents that this rank mixes."""
-
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-
-    def map_rows(self, mix: Callable[[list[Tensor]], Tensor], streams: Sequence[Tensor]) -> Tensor:
-        """As `DocumentRows.map_rows`, of streams [T / cp, ...]: each rank mixes whole documents."""
-
-    def own(self, x_T: Tensor) -> Tensor: ...  # [T, ...] -> [T / cp, ...]
-
-    def summed(self, x: Tensor) -> Tensor: ...  # over the ranks, without gradients
-
-    # [T / cp, H, ...] -> [T, H / cp, ...], of each
-    def to_heads(self, xs_TH: Sequence[Tensor]) -> list[Tensor]: ...
-
-    def from_heads(self, x_TH: Tensor) -> Tensor: ...  # and back
-
-    # the slice of a weight that belongs to this rank's heads
-    def part(self, weight: Tensor, dim: int) -> Tensor: ...
-
-
-@dataclass(frozen=True)
-class MixerPlan(Tensors):
-    """What layers get that mix tokens in other ways than attention.
-
-    stream    the documents of the whole stream
-    exchange  what to do around such a layer; None without context parallelism
-    """
-
-    stream: DocumentRows
-    exchange: MixerExchange | None = None
-
-    @property
-    def num_calls(self) -> int:
-        """Returns how often `map_rows` calls what it is given."""
-        return len((self.exchange.owned if self.exchange else self.stream).rows)
-
-    def map_rows(self, mix: Callable[[list[Tensor]], Tensor], streams: Sequence[Tensor]) -> Tensor:
-        """As `DocumentRows.map_rows`, of this rank's streams."""
-        return (self.exchange or self.stream).map_rows(mix, streams)
 
 
 @dataclass(frozen=True)
@@ -738,13 +422,3 @@ def stream_of(
     )
     row = {"input_ids": ids, "labels": ids, "position_ids": positions}
     return to_thd({**row, "seq_lens": lens, "seq_lens_padded": lens}).to(device)
-
-
-def labeled_rows(labels: Tensor) -> Tensor:
-    """Returns positions that carry a label, int64 [R]; for tensors on the host."""
-    return (labels != IGNORE_INDEX).nonzero().squeeze(1)
-
-
-def cumulative(lengths: Tensor) -> Tensor:
-    """Returns running sums from 0: int64 [N] -> int32 [N + 1]."""
-    return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)

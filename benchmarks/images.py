@@ -32,12 +32,13 @@ from transformers.models.auto.image_processing_auto import (
 
 from automodel_lite.attention.interface import install
 from automodel_lite.attention.kernel import ReferenceAttention
+from automodel_lite.columns import IGNORE_INDEX
 from automodel_lite.data.packing.plan import plan_packs
 from automodel_lite.models.loss import FusedLinearCrossEntropy
 from automodel_lite.models.loss_model import LossModel
 from automodel_lite.parts.images.tokens import rope_shifts
 from automodel_lite.parts.images.tower import PackedImages
-from automodel_lite.thd import IGNORE_INDEX, ThdBatch
+from automodel_lite.thd import ThdBatch
 from benchmarks.image_families import image_stream, random_image
 from benchmarks.turns import ratio, take_turns
 

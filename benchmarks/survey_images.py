@@ -34,9 +34,11 @@ import transformers
 from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
-from automodel_lite.attention.interface import install, tolerance_std
+from automodel_lite.attention.interface import install
+from automodel_lite.attention.isolation import tolerance_std
 from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.attention.spec import attention_specs
+from automodel_lite.columns import IGNORE_INDEX
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.layers import output_head, text_decoder
 from automodel_lite.models.loss import CrossEntropy, FusedLinearCrossEntropy
@@ -46,7 +48,7 @@ from automodel_lite.parts.images.ahead import TYPES, ahead_of, find_rules
 from automodel_lite.parts.images.probe import check_family, check_forward, check_images_apart
 from automodel_lite.parts.images.tokens import check_tower, rope_shifts
 from automodel_lite.parts.images.tower import PackedImages, placed_fields
-from automodel_lite.thd import IGNORE_INDEX, ThdBatch, stream_of
+from automodel_lite.thd import ThdBatch, stream_of
 from benchmarks.image_families import (
     FAMILIES,
     FIRST_TEXT,

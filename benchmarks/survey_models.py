@@ -45,10 +45,12 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import recipes.train_ft as train_ft
-from automodel_lite.attention.interface import check_packing_isolation, install
+from automodel_lite.attention.interface import install
+from automodel_lite.attention.isolation import check_packing_isolation
 from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.attention.spec import attention_specs
 from automodel_lite.cli import compose_config
+from automodel_lite.columns import IGNORE_INDEX
 from automodel_lite.config.check import check_config
 from automodel_lite.data.packing.packs import join_packs, lay_out_packs
 from automodel_lite.data.tokens.token_rows import flatten
@@ -61,7 +63,7 @@ from automodel_lite.parts.adapters.lora import load_adapted
 from automodel_lite.parts.trees import grow_trees
 from automodel_lite.prefix_trees import find_nodes
 from automodel_lite.run.weight_files import stored_dtypes
-from automodel_lite.thd import IGNORE_INDEX, ThdBatch, to_thd
+from automodel_lite.thd import ThdBatch, to_thd
 from benchmarks.models_page import of_models
 from benchmarks.survey import forked, survey, wait, words
 from benchmarks.tiny_models import COMPOSITES, VOCAB, decoder_families, tiny_model

@@ -18,12 +18,13 @@ import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from automodel_lite import install_attention
+from automodel_lite.columns import IGNORE_INDEX
 from automodel_lite.data.packing.packs import join_packs, lay_out_packs
 from automodel_lite.data.tokens.token_rows import flatten
 from automodel_lite.models.flops import cost_model, model_size
 from automodel_lite.parts.trees import grow_trees
 from automodel_lite.telemetry.metrics import visible_pairs
-from automodel_lite.thd import IGNORE_INDEX, ThdBatch, to_thd
+from automodel_lite.thd import ThdBatch, to_thd
 from benchmarks.turns import ratio, take_turns
 
 VOCAB = 2048

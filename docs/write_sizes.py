@@ -36,8 +36,8 @@ SIZES = {
 }
 """Preset -> number of GPUs, the one that its comment names."""
 HEAD = (
-    "| preset | GPUs | mesh | micro x steps | recomputed | peak | tokens/s | MFU |",
-    "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    "| preset | GPUs | mesh | recomputed | peak | tokens/s |",
+    "| --- | --- | --- | --- | --- | --- |",
 )
 
 
@@ -52,17 +52,15 @@ def row(preset: str) -> str:
     job = Job(parts, parts.model.resolve_model_config({}), GPUS["h100-80"], *world, length, length)
     plans = make_plans(job).plans
     if not plans:
-        return f"| `{preset}` | {gpus} | fits no H100s |" + " |" * 5
+        return f"| `{preset}` | {gpus} | fits no H100s |" + " |" * 3
     best = plans[0]
     cells = (
         f"`{preset}`",
         str(gpus),
         str(best.layout),
-        f"{best.layout.micro_batch} x {best.layout.micro_steps}",
         recomputation_text(best.parts),
         f"{best.step.peak / 2**30:.1f}",
         f"{best.tokens_per_s_per_gpu:,.0f}",
-        f"{best.mfu:.0%}",
     )
     return f"| {' | '.join(cells)} |"
 

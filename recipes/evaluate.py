@@ -22,7 +22,7 @@ from pathlib import Path
 from automodel_lite.config.components import build
 from automodel_lite.config.schema import Config
 from automodel_lite.data.feeding.source import PackSource
-from automodel_lite.data.prepare import check_positions, check_sizes, prepare_data
+from automodel_lite.data.prepare import check_sizes, prepare_data
 from automodel_lite.errors import ConfigError
 from automodel_lite.parallel.mesh import Mesh, rank, world_size
 from automodel_lite.parts.evaluation.generator import load_generator
@@ -32,12 +32,13 @@ from automodel_lite.results import RESULTS
 from automodel_lite.run.checkpoint_folder import exported_folder
 from automodel_lite.telemetry.console import Console, quiet_libraries
 from automodel_lite.training.build import build_model
-from automodel_lite.training.decide import decide
+from automodel_lite.training.decide import check_positions, decide
 from automodel_lite.training.engine import Engine
 from automodel_lite.training.evaluation import validation_losses
 from automodel_lite.training.plan import Parts
 from automodel_lite.training.resume import watch_ranks
-from automodel_lite.training.start import checked_parts, data_lines, open_world, resolve_auto
+from automodel_lite.training.start import checked_parts, open_world, resolve_auto
+from automodel_lite.training.summary import data_lines
 
 
 def main(config: Config) -> int:

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from automodel_lite.columns import CHOSEN, REJECTED
 from automodel_lite.config.schema import Config
 from automodel_lite.data.packing.packs import PackedDataset
 from automodel_lite.data.prepare import PlannedPacks, build_packer, prepare_first_documents
@@ -40,7 +41,6 @@ from automodel_lite.launched import check_alone
 from automodel_lite.parts.images import images_lines, shown_pictures
 from automodel_lite.prefix_trees import find_nodes
 from automodel_lite.results import RESULTS
-from automodel_lite.thd import CHOSEN, REJECTED
 from automodel_lite.training.start import resolve_auto
 
 NUM_PACKS = 8

@@ -44,6 +44,7 @@ from automodel_lite.data.feeding.planned import PlannedPacks, epochs_of
 from automodel_lite.data.prepare import check_sizes, prepare_data
 from automodel_lite.errors import ConfigError, DataError, one_line
 from automodel_lite.extras.named_files import write_named
+from automodel_lite.extras.plan.by_layers import layer_pattern, simulate_by_layers
 from automodel_lite.extras.plan.capacity import usable
 from automodel_lite.extras.plan.planner import (
     AXES,
@@ -58,7 +59,6 @@ from automodel_lite.extras.plan.planner import (
     plain_documents,
 )
 from automodel_lite.extras.plan.recompute import HOPELESS, recomputation_text
-from automodel_lite.extras.plan.simulation import layer_pattern, simulate_by_layers
 from automodel_lite.launched import check_alone
 from automodel_lite.models.source import describe
 from automodel_lite.parallel.mesh import MeshShape

@@ -24,7 +24,7 @@ if __name__ == "__main__":
 from automodel_lite.config.rules import check_folder
 from automodel_lite.config.schema import Config
 from automodel_lite.data.feeding.planned import PlannedPacks
-from automodel_lite.data.prepare import check_positions, check_sizes, prepare_data
+from automodel_lite.data.prepare import check_sizes, prepare_data
 from automodel_lite.errors import ConfigError
 from automodel_lite.launched import rank, world_size
 from automodel_lite.models.source import CausalLM
@@ -33,7 +33,7 @@ from automodel_lite.parts.losses.label_values import check_loss, reference_value
 from automodel_lite.results import RESULTS
 from automodel_lite.telemetry.console import Console, quiet_libraries
 from automodel_lite.training.build import build_model
-from automodel_lite.training.decide import decide
+from automodel_lite.training.decide import check_positions, decide
 from automodel_lite.training.engine import Engine
 from automodel_lite.training.plan import as_teacher
 from automodel_lite.training.resume import watch_ranks

@@ -23,7 +23,7 @@ import torch
 from automodel_lite.config.components import build
 from automodel_lite.config.schema import Config
 from automodel_lite.data.feeding.feed import DeviceStep
-from automodel_lite.data.prepare import check_positions, check_sizes, prepare_data
+from automodel_lite.data.prepare import check_sizes, prepare_data
 from automodel_lite.interpreter import relaxed_gc
 from automodel_lite.models.flops import cost_model
 from automodel_lite.parallel.mesh import world_size
@@ -39,9 +39,10 @@ from automodel_lite.telemetry.console import Console
 from automodel_lite.telemetry.live_report import LiveReport
 from automodel_lite.telemetry.metrics import Counts, Meter, StepResult
 from automodel_lite.tools.finish import check_exportable, finish
-from automodel_lite.training import resume, start
+from automodel_lite.training import resume, start, summary
 from automodel_lite.training.build import build_model
 from automodel_lite.training.counted_feed import CountedFeed
+from automodel_lite.training.decide import check_positions
 from automodel_lite.training.engine import TrainingEngine
 from automodel_lite.training.evaluation import check_held_out, validate
 from automodel_lite.training.guards import Guards
@@ -84,13 +85,13 @@ class TrainFinetuneRecipe:
         """Builds every part; raises ConfigError or DataError before anything is trained."""
         config = self.config
         guards = self.guards
-        self.console.show([start.version_line()])
+        self.console.show([summary.version_line()])
         guards.lock.check()
         batches = check_sizes(config, world_size())
         parts = start.checked_parts(config)
         guards.memory_text = out_of_memory_text(parts)
         self.data = prepare_data(config, batches, parts.packer)
-        self.console.show([*start.data_lines(self.data), *images_lines(self.data)])
+        self.console.show([*summary.data_lines(self.data), *images_lines(self.data)])
         check_held_out(config, self.data)
         label_values.check_loss(self.data, parts.loss)
         self.plan = self.data.plan(config.training)
@@ -100,14 +101,14 @@ class TrainFinetuneRecipe:
         report = None if self.console.is_silent else self.data.report(costs)
         decided = resume.agree_on_settings(guards, parts, self.data)
         self.mesh = start.open_world(config)
-        self.console.show(start.plan_lines(report, self.plan, config, self.data))
+        self.console.show(summary.plan_lines(report, self.plan, config, self.data))
         with activity("loading the model"):
             self.built = build_model(decided, self.data.tokenizer, self.mesh, seed=config.seed)
         self.model = self.built.model
         self.engine = TrainingEngine.of(self.built, self.mesh)
         check_images(self.data, self.built, self.mesh)
         self.data = label_values.with_values(self.data, self.engine, self.built, config)
-        self.console.show(start.model_lines(config, self.built, self.mesh))
+        self.console.show(summary.model_lines(config, self.built, self.mesh))
         check_exportable(config, self.built, self.data)
         guards.memory_text = out_of_memory_text(decided, self.built.memory)
         self.meter = Meter(self.mesh, self.built.flops, self.model.compute_dtype)
@@ -123,14 +124,14 @@ class TrainFinetuneRecipe:
         """Trains; logs, validates and saves when due; returns the exit code."""
         config = self.config
         guards = self.guards
-        self.console.say("run", start.position_line(guards, self.plan.max_steps))
+        self.console.say("run", summary.position_line(guards, self.plan.max_steps))
         guards.watch_steps(self.plan.max_steps, self.model, self.mesh.device)
         if self.state.pending_validation:
             self.validate()
             guards.checkpointer.rate(self.state.val_loss)
         self.open_feed()
         before: StepResult | None = None
-        unlogged: tuple[StepResult, DeviceStep] | None = None
+        unlogged: tuple[StepResult, int, dict[str, int]] | None = None
         while self.feed.num_left and not (guards.boundary.stop_reason or self.metrics.end_reason):
             guards.watchdog.enter(f"in step {self.num_steps + 1}")
             self.meter.start(self.num_steps + 1)
@@ -151,9 +152,10 @@ class TrainFinetuneRecipe:
             # the device has finished the step before
             self.bar.add(1, f"loss {before.loss:.4f}" if before else "")
             before = result
-            unlogged = None if logs else (result, ready)
+            unlogged = (result, ready.batches.epoch, ready.batches.left_out)
             if logs:
-                self.log(result, ready)
+                self.log(*unlogged)
+                unlogged = None
             if validates:
                 self.bar.note("validating")
                 self.validate()
@@ -201,12 +203,12 @@ class TrainFinetuneRecipe:
         is_last = self.num_steps == self.plan.max_steps
         return is_last or (every_steps > 0 and self.num_steps % every_steps == 0)
 
-    def log(self, result: StepResult, ready: DeviceStep) -> None:
+    def log(self, result: StepResult, epoch: int, left_out: dict[str, int]) -> None:
         """Logs a row to the screen, metrics.jsonl and the callbacks."""
-        row = self.meter.row(result, self.num_steps, ready.batches.epoch, self.plan.max_steps)
+        row = self.meter.row(result, self.num_steps, epoch, self.plan.max_steps)
         self.console.step(row)
         self.bar.note(f"loss {row.loss:.4f}")
-        more = ready.batches.left_out | self.guards.stragglers.take_row()
+        more = left_out | self.guards.stragglers.take_row()
         self.metrics.log_step(row.as_row() | more)
         self.page.update()
 

@@ -31,6 +31,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from automodel_lite.attention.interface import install
 from automodel_lite.attention.kernel import ReferenceAttention
+from automodel_lite.columns import COLUMNS, IGNORE_INDEX, labeled_rows
 from automodel_lite.config.schema import Config
 from automodel_lite.extras.certificate import NAME, as_json, check_export, write_certificate
 from automodel_lite.extras.verify import (
@@ -55,15 +56,7 @@ from automodel_lite.parallel.mesh import (
 from automodel_lite.results import RESULTS
 from automodel_lite.seed import seed_all
 from automodel_lite.telemetry.console import Console, quiet_libraries
-from automodel_lite.thd import (
-    COLUMNS,
-    IGNORE_INDEX,
-    AttentionPlan,
-    Segments,
-    ThdBatch,
-    labeled_rows,
-    to_thd,
-)
+from automodel_lite.thd import AttentionPlan, Segments, ThdBatch, to_thd
 from automodel_lite.training.build import assemble, check_model
 from automodel_lite.training.decide import decide_layout
 from automodel_lite.training.engine import Engine

@@ -19,12 +19,12 @@ import transformers
 from safetensors.torch import load_file
 
 from automodel_lite import TrainingClient
+from automodel_lite.columns import Column
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.loss import CrossEntropy, Loss, LossInputs, LossOutput
 from automodel_lite.parts.losses.distillation import DistillTopK
 from automodel_lite.parts.losses.policy import ImportanceSampling, Ppo
 from automodel_lite.parts.losses.preference import SimPo
-from automodel_lite.thd import Column
 from tests.attention.families import VOCAB
 from tests.models.test_policy import Row, make_groups, plain, save_model
 from tests.ranks import fork_server, run_ranks
@@ -517,6 +517,23 @@ def test_a_call_that_was_interrupted_is_not_stepped_on(client: TrainingClient) -
     client.zero_grad()
     client.forward_backward([bare], CrossEntropy())
     client.zero_grad()
+
+
+def interrupt(*_: Any, **more: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_sample_that_was_interrupted_leaves_no_dropout_out(
+    client: TrainingClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = client.engine.model
+    monkeypatch.setattr(type(model), "generate", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        client.sample([[1, 2, 3]])
+    assert not model.module.training
+    client.forward_backward(GROUPS)
+    client.zero_grad()
+    assert model.module.training
 
 
 def on_ranks(rank: int, world: int, folder: str, runs: Path) -> list[str]:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from automodel_lite.attention.spec import AttentionSpec
 from automodel_lite.errors import ConfigError
-from automodel_lite.precision import at_least_fp32
+from automodel_lite.tensors import at_least_fp32
 from automodel_lite.thd import AttentionInputs, AttentionOptions, Segments, TreeKeys
 
 

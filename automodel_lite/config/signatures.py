@@ -153,27 +153,32 @@ class _Source(dict[str, Any]):
             return self._of_function(node.args, 0)
         if node is None:
             return {}
-        inherited: dict[str, Argument] = {}
-        # of this package: where the module imports it, or its own
+        for method in node.body:
+            if isinstance(method, ast.FunctionDef) and method.name == "__init__":
+                return self._of_function(method.args, 1)
+        found = self._inherited(node)
+        if not any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list):
+            return found
+        fields = [item for item in node.body if isinstance(item, ast.AnnAssign)]
+        for item in fields:
+            if not re.search(r"\bClassVar\b|init=False", ast.unparse(item)):
+                key, argument = self._read(item.target, item.annotation, item.value)
+                found[key] = argument
+        return found
+
+    def _inherited(self, node: ast.ClassDef) -> dict[str, Argument]:
+        """Returns the arguments of the bases that this package has: where the module imports them,
+        or its own.
+        """
+        found: dict[str, Argument] = {}
         for base in map(ast.unparse, reversed(node.bases)):
             origin = self.module
             for item in self.body:
                 if isinstance(item, ast.ImportFrom) and base in {x.name for x in item.names}:
                     origin = str(item.module)
             if origin.startswith("automodel_lite."):
-                inherited |= arguments_of(f"{origin}.{base}")
-        for method in node.body:
-            if isinstance(method, ast.FunctionDef) and method.name == "__init__":
-                return self._of_function(method.args, 1)
-        if not any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list):
-            return inherited
-        for item in node.body:
-            if not isinstance(item, ast.AnnAssign):
-                continue
-            if not re.search(r"\bClassVar\b|init=False", ast.unparse(item)):
-                name, argument = self._read(item.target, item.annotation, item.value)
-                inherited[name] = argument
-        return inherited
+                found |= arguments_of(f"{origin}.{base}")
+        return found
 
     def _of_function(self, takes: ast.arguments, first: int) -> dict[str, Argument]:
         defaults = [

@@ -12,7 +12,8 @@ import numpy as np
 import transformers
 from transformers import PreTrainedTokenizerFast
 
-from automodel_lite.attention.interface import check_packing_isolation, choose_attention, install
+from automodel_lite.attention.interface import choose_attention, install
+from automodel_lite.attention.isolation import check_packing_isolation
 from automodel_lite.attention.kernel import AttentionKernel, ReferenceAttention
 from automodel_lite.attention.positions import short_lengths
 from automodel_lite.attention.spec import attention_specs

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
+from automodel_lite.columns import IGNORE_INDEX
 from automodel_lite.config.components import build
 from automodel_lite.errors import ConfigError
 from automodel_lite.extras.hub import write_card
@@ -30,7 +31,6 @@ from automodel_lite.extras.verify import Check, Sample
 from automodel_lite.parts.whole_model import load_whole
 from automodel_lite.run.checkpoint_folder import exported_step, name_of, step_of
 from automodel_lite.run.folder import RunFolder
-from automodel_lite.thd import IGNORE_INDEX
 from automodel_lite.version import __version__
 
 NAME = "certificate.json"

@@ -13,7 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from automodel_lite.config.schema import Config
-from automodel_lite.data.prepare import check_positions, check_sizes, prepare_data
+from automodel_lite.data.prepare import check_sizes, prepare_data
 from automodel_lite.errors import explained, one_line
 from automodel_lite.extras.plan.capacity import GPUS_GB, PLANNED_GPU, usable
 from automodel_lite.extras.plan.heaviest import heaviest_batch
@@ -29,7 +29,7 @@ from automodel_lite.progress import activity
 from automodel_lite.results import RESULTS
 from automodel_lite.telemetry.console import Console
 from automodel_lite.thd import ThdBatch
-from automodel_lite.training.decide import adapter_weights, decide
+from automodel_lite.training.decide import adapter_weights, check_positions, decide
 from automodel_lite.training.evaluation import check_held_out
 from automodel_lite.training.memory import (
     estimate_memory,
@@ -37,11 +37,10 @@ from automodel_lite.training.memory import (
     out_of_memory_text,
 )
 from automodel_lite.training.plan import Decided
-from automodel_lite.training.start import (
-    checked_parts,
+from automodel_lite.training.start import checked_parts, default_device
+from automodel_lite.training.summary import (
     count,
     data_lines,
-    default_device,
     plan_lines,
     processes_text,
     recomputation_lines,

@@ -72,10 +72,12 @@ def write_card(run: Path, folder: Path, repo: str | None = None) -> None:
 
 
 def _method(config: dict[str, Any]) -> str:
-    """Returns sft, distillation, or the name of a preference loss: dpo, simpo, orpo."""
+    """Returns sft, distillation, or the name of a loss of pairs or of policies: dpo, simpo, ppo."""
     module, _, name = str(config.get("loss", {}).get("_target_", "")).rpartition(".")
     kind = module.rpartition(".")[2]
-    return name.lower() if kind == "preference" else kind if kind == "distillation" else "sft"
+    if kind in ("preference", "policy"):
+        return name.lower()
+    return kind if kind == "distillation" else "sft"
 
 
 def _is_hub_name(name: object) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import get_swa_multi_avg_fn
 from transformers import PreTrainedTokenizerBase
 
-from automodel_lite.attention.interface import Logits
+from automodel_lite.attention.isolation import Logits
 from automodel_lite.config.check import check_config
 from automodel_lite.config.components import build, build_with, flatten
 from automodel_lite.config.permissions import environment_problems

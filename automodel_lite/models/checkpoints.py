@@ -1,7 +1,5 @@
 """Mends, for as long as a checkpoint is read, what transformers' converters of weights do not meet.
 
-blocks of fp8 at ragged ends    576 rows in blocks of 128 have 5 rows of scales, the last one for 64
-rows
 ranks without an expert         6 experts over 4 ranks lie as 2, 2, 2, 0
 errors in a converter           are named, where transformers refers to a report that is not shown
 """
@@ -13,58 +11,25 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, modeling_utils
 from transformers.core_model_loading import WeightConverter
-from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
-from automodel_lite.config.sizes import ceil_div
 from automodel_lite.errors import CPU_MEMORY, ConfigError, one_line
-
-FP8_DTYPES = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
 
 
 @contextlib.contextmanager
 def converting_exactly() -> Iterator[None]:
-    """Converts checkpoints, inside, as their config describes them; failures name their weight."""
+    """Converts checkpoints, inside, for ranks without experts, too; failures name their weight."""
     with (
-        replaced(Fp8Dequantize, "_dequantize_one", _dequantize),
         replaced(WeightConverter, "convert", _convert),
         replaced(modeling_utils, "log_state_dict_report", _raise_conversion_error),
     ):
         yield
 
 
-_dequantize_by_grid = Fp8Dequantize._dequantize_one
 _convert_all = WeightConverter.convert
 _report = modeling_utils.log_state_dict_report
-
-
-def _dequantize(
-    op: Any, quantized: Tensor, scales: Tensor, output_dtype: torch.dtype | None = None
-) -> Tensor:
-    """Dequantizes fp8 weights by `weight_block_size` of their config. transformers divides the
-    weight evenly over the scales: 24 rows in blocks of 16 become two blocks of 12, without an
-    error.
-    """
-    block = op.hf_quantizer.quantization_config.weight_block_size
-    # One scale for the whole weight, and packed fp4 inside fp8 checkpoints, are read rightly by the
-    # grid.
-    if quantized.dtype not in FP8_DTYPES or not block or scales.numel() == 1:
-        return _dequantize_by_grid(op, quantized, scales, output_dtype)
-    num_blocks = [ceil_div(size, step) for size, step in zip(quantized.shape[-2:], block)]
-    if list(scales.shape[-2:]) != num_blocks:
-        raise ValueError(
-            f"a weight of {list(quantized.shape)} in blocks of {block} has {num_blocks} scales, "
-            f"and the checkpoint holds {list(scales.shape[-2:])}."
-        )
-    scales = (scales.float() - 127.0).exp2() if scales.dtype == torch.uint8 else scales.float()
-    weight = quantized.float()
-    # One row of blocks at a time: the scales of all elements would be as large as the weight.
-    for rows, scale in zip(weight.split(block[0], -2), scales.unbind(-2)):
-        rows *= scale.repeat_interleave(block[1], -1)[..., None, : weight.shape[-1]]
-    return weight.to(output_dtype or torch.bfloat16)
 
 
 def _convert(

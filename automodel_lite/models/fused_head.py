@@ -20,7 +20,7 @@ from torch import Tensor
 
 from automodel_lite.config.sizes import round_up
 from automodel_lite.graphs import compiled
-from automodel_lite.precision import at_least_fp32, wide_dtype
+from automodel_lite.tensors import at_least_fp32, wide_dtype
 
 LEAST_CHUNK_TOKENS = 512
 MAX_CHUNK_LOGITS = 2**30

@@ -21,7 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from automodel_lite.columns import COLUMNS, Column, declare_column
 from automodel_lite.config.rules import Positive
+from automodel_lite.document_rows import MixerExchange
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.fused_head import (
     ChunkedRows,
@@ -31,15 +33,8 @@ from automodel_lite.models.fused_head import (
     in_compute_dtype,
     linear_cross_entropy,
 )
-from automodel_lite.precision import at_least_fp32
-from automodel_lite.thd import (
-    COLUMNS,
-    Column,
-    MixerExchange,
-    TargetsAhead,
-    ThdBatch,
-    declare_column,
-)
+from automodel_lite.tensors import at_least_fp32
+from automodel_lite.thd import TargetsAhead, ThdBatch
 
 
 def label_log_probs(logits: Tensor, labels: Tensor) -> Tensor:
@@ -164,11 +159,7 @@ class LossInputs:
         assert self.batch is not None
         document_R = document_of_tokens(self.batch)[0].index_select(0, self.batch.label_rows)
         shape = len(self.batch.cu_seqlens) - 1, *values_R.shape[1:]
-        own_N = values_R.new_zeros(shape).index_add(0, document_R, values_R)
-        exchange = self._exchange
-        # The sum over ranks as a value, own rows as the gradient: each rank adds what its own rows
-        # contribute.
-        return own_N + (exchange.summed(own_N) - own_N.detach()) if exchange else own_N
+        return self._over_ranks(values_R.new_zeros(shape).index_add(0, document_R, values_R))
 
     def per_row(self, values_R: Tensor) -> Tensor:
         """Sums over rows, [M] or [M, K]: as `per_document`, of the single rows of a tree.
@@ -177,9 +168,15 @@ class LossInputs:
         are those of the node in which it ends.
         """
         row_R, num_rows = self._row_of_labels()
-        own_M = values_R.new_zeros(num_rows, *values_R.shape[1:]).index_add(0, row_R, values_R)
+        shape = num_rows, *values_R.shape[1:]
+        return self._over_ranks(values_R.new_zeros(shape).index_add(0, row_R, values_R))
+
+    def _over_ranks(self, own: Tensor) -> Tensor:
+        """Returns the sum over the ranks that share the documents as a value, and own rows as the
+        gradient: each rank adds what its own rows contribute.
+        """
         exchange = self._exchange
-        return own_M + (exchange.summed(own_M) - own_M.detach()) if exchange else own_M
+        return own + (exchange.summed(own) - own.detach()) if exchange else own
 
     def at_labels(self, values_M: Tensor) -> Tensor:
         """Returns the values of rows at each of their labels, [M, ...] -> [R, ...]."""

@@ -24,7 +24,6 @@ import transformers
 from safetensors import SafetensorError
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
-from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Config
 
 from automodel_lite.attention.spec import FAMILIES, config_value
 from automodel_lite.config.components import locate
@@ -287,8 +286,7 @@ class CausalLM:
         quantization = quantization_of(config)
         arguments = {**self.source, **more}
         if quantization and "quantization_config" not in arguments:
-            kind = Mxfp4Config if quantization["quant_method"] == "mxfp4" else FineGrainedFP8Config
-            arguments["quantization_config"] = kind.from_dict({**quantization, "dequantize": True})
+            arguments |= locate(FAMILIES["plain_arguments"])(quantization)
         load = partial(
             model_class(config).from_pretrained,
             self.pretrained,
@@ -300,6 +298,8 @@ class CausalLM:
         )
         with ExitStack() as around:
             around.enter_context(_loading_errors(self.pretrained, config, quantization))
+            if quantization:
+                around.enter_context(locate(FAMILIES["dequantizing"])())
             if self.mtp_loss:
                 from automodel_lite.models.checkpoints import extending
 
@@ -318,14 +318,8 @@ class CausalLM:
                 f"{len(mismatched)} have a different shape than in the config, "
                 f"{(missing + mismatched)[0]} first; they would be initialized at random.{cure}"
             )
-        # forgotten: otherwise the export would quantize again, as the checkpoint was
         if quantization:
-            for part in (model.config, model.config.get_text_config()):
-                vars(part).pop("quantization_config", None)
-            model.hf_quantizer = None
-            model.is_quantized = False
-            model._weight_conversions = None
-            model.float()
+            locate(FAMILIES["forget_quantization"])(model)
         check_finite(model, f"the model {self.pretrained}")
         taken_over = heads_apart(report["unexpected_keys"], config)
         if unknown := sorted(set(report["unexpected_keys"]) - taken_over):

@@ -16,9 +16,10 @@ from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
+from automodel_lite.columns import COLUMNS, IGNORE_INDEX
 from automodel_lite.config.sizes import round_up
 from automodel_lite.data.packing.packs import join_packs
-from automodel_lite.thd import COLUMNS, IGNORE_INDEX, SEQ_LENS_PADDING
+from automodel_lite.thd import SEQ_LENS_PADDING
 
 PAD_TOKEN_IDS = {"labels": IGNORE_INDEX, "attention_mask": 0, "loss_mask": 0, "input_ids": 0}
 FLASH_IMPLEMENTATIONS = frozenset({"flash_attention_2", "flash_attention_3", "flash_attention_4"})

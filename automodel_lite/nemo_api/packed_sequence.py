@@ -20,12 +20,12 @@ import torch
 from datasets.fingerprint import Hasher
 from torch.utils.data import DataLoader
 
+from automodel_lite.columns import IGNORE_INDEX
 from automodel_lite.config.sizes import ceil_div, round_up
 from automodel_lite.data.packing.packs import fill_slots
-from automodel_lite.data.packing.plan import next_fit
+from automodel_lite.data.packing.strategies import next_fit
 from automodel_lite.data.tokens.token_rows import TokenizedDocuments, flatten
 from automodel_lite.errors import ConfigError, DataError
-from automodel_lite.thd import IGNORE_INDEX
 
 CROSS_ENTROPY_IGNORE_IDX = IGNORE_INDEX
 BLOCK_TOKENS = 1 << 20  # written about so many at a time, which stay in the cache

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from automodel_lite.thd import SEQ_LENS_PADDING, cumulative
+from automodel_lite.tensors import cumulative
+from automodel_lite.thd import SEQ_LENS_PADDING
 
 
 def process_input_for_thd(

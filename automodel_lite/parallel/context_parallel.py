@@ -27,21 +27,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from automodel_lite.attention.interface import Logits, model_logits, tolerance_std
+from automodel_lite.attention.isolation import Logits, model_logits, tolerance_std
 from automodel_lite.attention.spec import FAMILIES
+from automodel_lite.columns import labeled_rows
 from automodel_lite.config.components import locate
 from automodel_lite.errors import ConfigError
 from automodel_lite.parallel.exchange import AllGatherKV, Ulysses
 from automodel_lite.prefix_trees import concatenated_ranges
-from automodel_lite.thd import (
-    PER_TOKEN,
-    AttentionPlan,
-    Segments,
-    ThdBatch,
-    cumulative,
-    labeled_rows,
-    stream_of,
-)
+from automodel_lite.tensors import cumulative
+from automodel_lite.thd import PER_TOKEN, AttentionPlan, Segments, ThdBatch, stream_of
 
 # keys that travel; the other exchanges are of the core
 RING = "automodel_lite.parts.exchanges.ring.ring_plan"

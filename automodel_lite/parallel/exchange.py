@@ -42,7 +42,8 @@ from torch import Tensor
 from automodel_lite.attention.kernel import AttentionKernel, BlockKernel, refuse
 from automodel_lite.attention.spec import LayerShape
 from automodel_lite.errors import ConfigError
-from automodel_lite.thd import AttentionInputs, Tensors
+from automodel_lite.tensors import Tensors
+from automodel_lite.thd import AttentionInputs
 
 # compared as versions; 2.13 renamed both and warns about the old names
 if torch.__version__ >= "2.13":

@@ -29,6 +29,7 @@ from typing import Any
 
 import numpy as np
 
+from automodel_lite.columns import IGNORE_INDEX
 from automodel_lite.data.tokens.token_rows import (
     ALONE,
     PAIRED,
@@ -38,7 +39,6 @@ from automodel_lite.data.tokens.token_rows import (
     load_rows,
 )
 from automodel_lite.data.tokens.tokenize import TREES
-from automodel_lite.thd import IGNORE_INDEX
 
 LEAST_SHARED = 64
 """Tokens that neighbors must share: a branch costs a copied token, a segment of attention and a

@@ -174,7 +174,6 @@ class Checkpointer:
 
     def rate(self, val_loss: float | None) -> None:
         """Records the validation that the loaded checkpoint was saved before, for `keep_best`."""
-
         assert self.newest is not None
         rating = self.newest / on_disk.RATING
         self.control.on_first(

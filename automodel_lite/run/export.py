@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
-from automodel_lite.attention.interface import tolerance_std
+from automodel_lite.attention.isolation import tolerance_std
 from automodel_lite.errors import system_errors
 from automodel_lite.interpreter import trim_malloc
 from automodel_lite.models.layers import has_fp8, local

@@ -18,7 +18,7 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -34,6 +34,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from automodel_lite.attention.spec import FAMILIES
+from automodel_lite.config.components import locate
 from automodel_lite.models.source import heads_apart, quantization_of
 from automodel_lite.run import durable
 
@@ -108,6 +110,15 @@ def weight_files(folder: Path) -> dict[str, Path]:
     return found
 
 
+def read_weights(places: Mapping[str, Path]) -> dict[str, Tensor]:
+    """Reads weights by their names, each from the safetensors file that has it."""
+    weights: dict[str, Tensor] = {}
+    for path in sorted(set(places.values())):
+        with safe_open(path, "pt") as file:
+            weights |= {key: file.get_tensor(key) for key in sorted(places) if places[key] == path}
+    return weights
+
+
 def _original(lm: transformers.PreTrainedModel) -> Path | None:
     """Returns where the checkpoint lies that the model came from; None for a model from scratch."""
     return local_folder(lm.config._name_or_path, getattr(lm.config, "_commit_hash", None))
@@ -164,6 +175,13 @@ def take_over(lm: transformers.PreTrainedModel, folder: Path) -> None:
         for path in original.glob(pattern):
             if not (folder / path.name).exists():
                 shutil.copy(path, folder / path.name)
+    _add_weights(lm, folder, original)
+
+
+def _add_weights(lm: transformers.PreTrainedModel, folder: Path, original: Path) -> None:
+    """Writes the weights that the family's model leaves out into a file more of an export, and the
+    index of all.
+    """
     ignored = lm._keys_to_ignore_on_load_unexpected or ()
     ours = weight_files(folder)
     theirs = weight_files(original)
@@ -175,20 +193,11 @@ def take_over(lm: transformers.PreTrainedModel, folder: Path) -> None:
     left |= heads_apart(theirs.keys(), lm.config) - ours.keys()
     if not left or quantization_of(lm.config):
         return
-    # one file more, and the index of all
-    weights: dict[str, Tensor] = {}
-    for path in sorted({theirs[key] for key in left}):
-        with safe_open(path, "pt") as file:
-            weights |= {key: file.get_tensor(key) for key in sorted(left) if theirs[key] == path}
-    if any(".eh_proj." in key for key in ours):  # trained: their copies of these are, too
-        embedding = next(key for key in ours if key.endswith("model.embed_tokens.weight"))
-        # a tied head is the embedding
-        head = "lm_head.weight" if "lm_head.weight" in ours else embedding
-        for key in weights:
-            if key.endswith((".embed_tokens.weight", ".shared_head.head.weight")):
-                name = embedding if "embed" in key else head
-                with safe_open(ours[name], "pt") as file:
-                    weights[key] = file.get_tensor(name)
+    weights = read_weights({key: theirs[key] for key in left})
+    if any(".eh_proj." in key for key in ours):  # of heads that were trained
+        copies = locate(FAMILIES["mtp_copies"])(weights, ours)
+        trained = read_weights({name: ours[name] for name in copies.values()})
+        weights |= {key: trained[name] for key, name in copies.items()}
     files = sorted(set(ours.values()))
     names = _file_names(len(files) + 1)
     for path, name in zip(files, names):

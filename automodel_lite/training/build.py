@@ -18,7 +18,8 @@ from transformers import PreTrainedTokenizerBase
 
 from automodel_lite import compat
 from automodel_lite.attention.documents import runs_by_rows
-from automodel_lite.attention.interface import check_packing_isolation, install
+from automodel_lite.attention.interface import install
+from automodel_lite.attention.isolation import check_packing_isolation
 from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.attention.positions import short_lengths
 from automodel_lite.attention.spec import FAMILIES

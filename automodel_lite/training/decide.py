@@ -12,12 +12,15 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from automodel_lite.attention.interface import choose_attention
 from automodel_lite.attention.kernel import AttentionKernel
-from automodel_lite.attention.spec import attention_specs, layer_shapes
+from automodel_lite.attention.positions import LENGTH_DEPENDENT
+from automodel_lite.attention.spec import attention_specs, config_value, layer_shapes
 from automodel_lite.config.components import locate
 from automodel_lite.data.feeding.order import batch_shape
+from automodel_lite.data.feeding.source import PackSource
+from automodel_lite.errors import ConfigError
 from automodel_lite.models.flops import size_of
 from automodel_lite.models.settings import describe_with
-from automodel_lite.models.source import describe
+from automodel_lite.models.source import CausalLM, describe
 from automodel_lite.parallel.exchange import choose_exchange
 from automodel_lite.parallel.mesh import MeshShape
 from automodel_lite.parallel.sharding import choose_precision, choose_strategy
@@ -163,3 +166,35 @@ def adapter_weights(decided: Decided, device: torch.device) -> int | None:
     with torch.device("meta"):
         peft.adapt(lm, str(pretrained))
     return sum(p.numel() for p in lm.parameters() if p.requires_grad)
+
+
+def check_positions(data: PackSource, model: CausalLM, teacher: CausalLM | None = None) -> None:
+    """Raises ConfigError when a document has more tokens than a model has positions (each document
+    starts at 0), or when the rows of a tree may need different rotations for the tokens that they
+    share.
+    """
+    models = {"model": model} if teacher is None else {"model": model, "teacher": teacher}
+    for name, config in {name: of.config(data.tokenizer) for name, of in models.items()}.items():
+        longest = data.longest
+        text = config.get_text_config()
+        limit = config_value(text, "max_position_embeddings")
+        rope = config_value(text, "rope_parameters", {})
+        for parameters in (
+            rope.values() if all(isinstance(value, dict) for value in rope.values()) else [rope]
+        ):
+            kind = parameters.get("rope_type")
+            at_top = config_value(text, "original_max_position_embeddings", limit)
+            original = parameters.get("original_max_position_embeddings") or at_top
+            if data.has_trees and kind in LENGTH_DEPENDENT and longest > original:
+                raise ConfigError(
+                    f"{name}.config.rope_parameters.rope_type={kind} rotates rows over {original} "
+                    f"tokens differently, and rows of up to {longest} share their beginnings: set "
+                    "packed_sequence.tree=off."
+                )
+        if limit is not None and longest > limit:
+            raise ConfigError(
+                f"the longest document has {longest} tokens, the {name} "
+                f"max_position_embeddings={limit}: set "
+                f"packed_sequence.packed_sequence_size={limit} (packed_sequence.overlong drops, "
+                f"truncates or splits longer ones), or scale its positions by {name}.config."
+            )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
@@ -17,6 +16,7 @@ from torch.optim import Optimizer
 from transformers import PretrainedConfig
 
 from automodel_lite.attention.kernel import AttentionKernel, ReferenceAttention
+from automodel_lite.attention.spec import FAMILIES
 from automodel_lite.config.components import build, locate, missing_package
 from automodel_lite.config.schema import AdvancedConfig, Config, MeshConfig, TrainingConfig
 from automodel_lite.data.packing.packs import Packer
@@ -114,8 +114,11 @@ def build_parts(config: Config) -> Parts:
 
 def check_parts(parts: Parts, strategy: str, device: torch.device) -> None:
     """Raises ConfigError with a line for each of the combinations that do not work."""
-    rules = (_axes_rules, _compile_rules, _peft_rules, _fp8_rules, _mtp_rules)
-    problems = [text for rule in rules for text in rule(parts, strategy)]
+    problems = [*_axes_rules(parts, strategy), *_compile_rules(parts), *_fp8_rules(parts)]
+    if parts.peft:
+        problems += parts.peft.problems(parts.model)
+    if parts.model.mtp_loss:
+        problems += locate(FAMILIES["mtp_problems"])(parts)
     problems += _master_weights_rules(parts, device)
     if problems:
         raise ConfigError("\n".join(problems))
@@ -152,7 +155,7 @@ def _axes_rules(parts: Parts, strategy: str) -> Iterator[str]:
         )
 
 
-def _compile_rules(parts: Parts, strategy: str) -> Iterator[str]:
+def _compile_rules(parts: Parts) -> Iterator[str]:
     """Yields what compiled layers do not support."""
     training = parts.training
     aux_loss = parts.model.router_aux_loss
@@ -172,26 +175,7 @@ def _compile_rules(parts: Parts, strategy: str) -> Iterator[str]:
         )
 
 
-def _peft_rules(parts: Parts, strategy: str) -> Iterator[str]:
-    """Yields what an adapter, whose base is frozen and keeps its rows, cannot be combined with."""
-    if parts.peft and parts.model.freeze:
-        yield (
-            f"model.freeze={parts.model.freeze} with peft: an adapter's base is frozen already, "
-            "remove one."
-        )
-    if parts.peft and parts.model.train_towers:
-        yield (
-            "model.train_towers=true with peft: an adapter's base is frozen: name an encoder or a "
-            "projector in peft.modules_to_save, or layers of them in peft.target_modules."
-        )
-    if parts.peft and parts.model.resize_embeddings:
-        yield (
-            "model.resize_embeddings=true with peft: an adapter's base keeps its rows. First "
-            "train the whole model and export it, or remove tokenizer.added_tokens."
-        )
-
-
-def _fp8_rules(parts: Parts, strategy: str) -> Iterator[str]:
+def _fp8_rules(parts: Parts) -> Iterator[str]:
     """Yields what fp8 lacks: its products take multiples of 16 in every dim, tokens too."""
     if parts.training.fp8 == "none":
         return
@@ -210,28 +194,6 @@ def _fp8_rules(parts: Parts, strategy: str) -> Iterator[str]:
             f"{fp8} needs multiples of 16 tokens: packed_sequence.packed_sequence_size x "
             f"training.micro_batch_size = {tokens} must be a multiple of {multiple} (16 * mesh.cp)."
         )
-
-
-def _mtp_rules(parts: Parts, strategy: str) -> Iterator[str]:
-    """Yields what heads that predict further tokens cannot be trained with."""
-    if not parts.model.mtp_loss:
-        return
-    mtp = f"model.mtp_loss={parts.model.mtp_loss}"
-    loss = parts.loss
-    if parts.peft:
-        yield f"{mtp} with peft: an adapter holds no such heads: set model.mtp_loss=0."
-    if loss.needs_documents or loss.needs_reference:
-        yield (
-            f"{mtp} predicts further tokens of what is imitated, and loss={type(loss).__name__} "
-            "compares answers or rewards them: set model.mtp_loss=0."
-        )
-    if loss.needs_logits:
-        yield (
-            f"{mtp} with loss={type(loss).__name__}, which takes the logits of the model's own "
-            "head: use loss=fused_linear_cross_entropy."
-        )
-    if parts.training.fp8 != "none":
-        yield f"{mtp} with training.fp8={parts.training.fp8} is not supported: set fp8=none."
 
 
 def _master_weights_rules(parts: Parts, device: torch.device) -> Iterator[str]:
@@ -307,28 +269,3 @@ def as_teacher(parts: Parts, teacher: CausalLM) -> Parts:
     own = {x.name: getattr(parts, x.name) for x in fields(Parts)}
     changed = {"model": teacher, "teacher": None, "peft": None, "loss": FusedLinearCrossEntropy()}
     return Parts(**own | changed)
-
-
-def layer_settings(config: PretrainedConfig, num_layers: int) -> dict[str, Any]:
-    """Returns the settings of a model's first layers: their number, and every list that has an
-    entry a layer.
-    """
-    whole = config.num_hidden_layers
-    lists = {
-        key: value
-        for key, value in vars(config).items()
-        if isinstance(value, list) and len(value) == whole
-    }
-    return {
-        "num_hidden_layers": num_layers,
-        **{key: value[:num_layers] for key, value in lists.items()},
-    }
-
-
-def with_layers(config: PretrainedConfig, num_layers: int) -> PretrainedConfig:
-    """Returns the config of the same model with its first layers alone."""
-    shorter = copy.deepcopy(config)
-    text = shorter.get_text_config()
-    for key, value in layer_settings(text, num_layers).items():
-        setattr(text, key, value)
-    return shorter

@@ -20,7 +20,6 @@ from automodel_lite.config.schema import Config
 from automodel_lite.data.feeding.planned import document_kind
 from automodel_lite.data.feeding.source import Cursor, PackSource, TrainingPlan
 from automodel_lite.data.packing.report import PackingReport
-from automodel_lite.data.prepare import check_same_data
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.source import CausalLM
 from automodel_lite.parallel.mesh import mesh_shape, world_size
@@ -243,3 +242,18 @@ def _open_log(
     }
     metrics.log_step(row if step else {**row, **counts})
     return metrics
+
+
+def check_same_data(saved: dict[str, Any], now: dict[str, Any], accept_changes: bool) -> None:
+    """Raises ConfigError when a checkpoint's position does not mean the same documents any more."""
+    if saved != now and not accept_changes:
+        changed = ", ".join(
+            f"{key}: was {saved[key]}, now {now[key]}"
+            for key in saved
+            if saved[key] != now.get(key)
+        )
+        raise ConfigError(
+            f"the data changed since the checkpoint was written ({changed}): restore the old files "
+            "or settings, start a new run with name=..., or continue on the new data with "
+            "checkpoint.accept_changes=true."
+        )

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import ClassVar
 
 from automodel_lite.cli import compose_config
+from automodel_lite.columns import IGNORE_INDEX
 from automodel_lite.config.check import check_config
 from automodel_lite.config.components import build
 from automodel_lite.config.schema import Config
 from automodel_lite.data.feeding.feed import DeviceStep
 from automodel_lite.data.tokens.tokenize import job_of, tokenize_documents
 from automodel_lite.telemetry.metrics import StepResult
-from automodel_lite.thd import IGNORE_INDEX
 from benchmarks.peers.job import LR, PACK_TOKENS, Clock, Job
 from recipes import train_ft
 

@@ -26,8 +26,9 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from automodel_lite.columns import IGNORE_INDEX
 from automodel_lite.data.packing.packs import join_packs
-from automodel_lite.thd import IGNORE_INDEX, ThdBatch, to_thd
+from automodel_lite.thd import ThdBatch, to_thd
 
 VOCAB = 128
 BASE = {

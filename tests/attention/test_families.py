@@ -8,7 +8,8 @@ import torch.nn.functional as F
 
 from automodel_lite.attention.interface import install
 from automodel_lite.attention.kernel import ReferenceAttention
-from automodel_lite.thd import IGNORE_INDEX, ThdBatch
+from automodel_lite.columns import IGNORE_INDEX
+from automodel_lite.thd import ThdBatch
 from tests.attention.families import DOCUMENT_LENGTHS, FAMILIES, build, documents, gradients, stream
 from tests.attention.hybrids import InFloat64
 

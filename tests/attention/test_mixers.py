@@ -12,13 +12,16 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from automodel_lite.attention.documents import mixers_of
-from automodel_lite.attention.interface import check_packing_isolation, install
+from automodel_lite.attention.interface import install
+from automodel_lite.attention.isolation import check_packing_isolation
 from automodel_lite.attention.kernel import ReferenceAttention
+from automodel_lite.columns import IGNORE_INDEX
+from automodel_lite.document_rows import document_rows
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.layers import compile_layers, decoder_layers, recompute_layers
 from automodel_lite.models.loss import FusedLinearCrossEntropy
 from automodel_lite.models.loss_model import LossModel
-from automodel_lite.thd import IGNORE_INDEX, ThdBatch, document_rows
+from automodel_lite.thd import ThdBatch
 from tests.attention.families import build, documents, gradients, stream
 from tests.attention.hybrids import HYBRIDS, ONE_OF_EACH_KIND, InFloat64, build_hybrid
 

@@ -9,7 +9,8 @@ import pytest
 from torch import nn
 
 from automodel_lite.attention.documents import WithinDocuments
-from automodel_lite.attention.interface import check_packing_isolation, install
+from automodel_lite.attention.interface import install
+from automodel_lite.attention.isolation import check_packing_isolation
 from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.attention.positions import SHORT, short_lengths
 from automodel_lite.errors import ConfigError

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 
 from automodel_lite.attention.interface import install
 from automodel_lite.attention.kernel import ReferenceAttention
-from automodel_lite.thd import IGNORE_INDEX, ThdBatch
+from automodel_lite.columns import IGNORE_INDEX
+from automodel_lite.thd import ThdBatch
 from tests.attention.families import FAMILIES, VOCAB, build, gradients
 from tests.attention.hybrids import HYBRIDS, ONE_OF_EACH_KIND, InFloat64, build_hybrid
 from tests.attention.trees import Row, batch_of, labelled, random_rows

@@ -7,7 +7,8 @@ import random
 import torch
 from torch import Tensor
 
-from automodel_lite.thd import IGNORE_INDEX, ThdBatch, to_thd
+from automodel_lite.columns import IGNORE_INDEX
+from automodel_lite.thd import ThdBatch, to_thd
 
 Row = tuple[list[int], list[int]]  # ids, labels
 

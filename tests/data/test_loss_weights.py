@@ -13,6 +13,7 @@ from torch import Tensor
 
 from automodel_lite.attention.interface import install
 from automodel_lite.attention.kernel import ReferenceAttention
+from automodel_lite.columns import COLUMNS, Column
 from automodel_lite.data.packing.packs import PackedDataset, Packer, join_packs
 from automodel_lite.data.packing.plan import plan_packs
 from automodel_lite.data.reading.files import FilesDataset
@@ -29,7 +30,7 @@ from automodel_lite.models.loss import (
 )
 from automodel_lite.models.loss_model import LossModel
 from automodel_lite.parts.datasets.stream_packing import PackStream
-from automodel_lite.thd import COLUMNS, Column, ThdBatch, to_thd
+from automodel_lite.thd import ThdBatch, to_thd
 from tests.attention.families import build
 from tests.data.templates import MARKED, byte_tokenizer
 

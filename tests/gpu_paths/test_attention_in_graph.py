@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.nn.attention import varlen
 
 from automodel_lite.attention.documents import IN_GRAPH
-from automodel_lite.attention.interface import check_packing_isolation, install
+from automodel_lite.attention.interface import install
+from automodel_lite.attention.isolation import check_packing_isolation
 from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.graphs import compiled_graphs
 from automodel_lite.models.layers import KEPT_FRAC, compile_layers, decoder_layers, recompute_layers

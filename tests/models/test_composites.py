@@ -11,7 +11,8 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.utils import is_timm_available
 
 from automodel_lite.attention.documents import runs_by_rows
-from automodel_lite.attention.interface import check_packing_isolation, install
+from automodel_lite.attention.interface import install
+from automodel_lite.attention.isolation import check_packing_isolation
 from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.flops import model_size

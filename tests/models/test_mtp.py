@@ -20,6 +20,7 @@ from transformers.modeling_layers import MtpModel
 
 from automodel_lite.attention.interface import install
 from automodel_lite.attention.kernel import ReferenceAttention
+from automodel_lite.columns import IGNORE_INDEX
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.loss import FusedLinearCrossEntropy, Loss
 from automodel_lite.models.loss_model import LossModel
@@ -29,7 +30,7 @@ from automodel_lite.parallel.sharding import parallelize
 from automodel_lite.parts.losses.distillation import Distill, DistillTopK
 from automodel_lite.parts.mtp import HeadsAhead, add_heads
 from automodel_lite.run.weight_files import as_saved
-from automodel_lite.thd import IGNORE_INDEX, ThdBatch, to_thd
+from automodel_lite.thd import ThdBatch, to_thd
 from tests.attention.hybrids import InFloat64
 from tests.ranks import run_ranks
 from tests.runs import QUICK, rows_of, train, train_on

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from automodel_lite.attention.interface import install
 from automodel_lite.attention.kernel import ReferenceAttention
+from automodel_lite.columns import CHOSEN, REJECTED
 from automodel_lite.data.packing.packs import PackedDataset, join_packs
 from automodel_lite.data.packing.plan import plan_packs
 from automodel_lite.data.tokens.token_rows import flatten
@@ -20,7 +21,7 @@ from automodel_lite.parallel.context_parallel import cp_shard
 from automodel_lite.parallel.mesh import MeshShape, open_mesh
 from automodel_lite.parallel.sharding import parallelize
 from automodel_lite.parts.losses.preference import Dpo, OrPo, PreferenceLoss, SimPo
-from automodel_lite.thd import CHOSEN, REJECTED, ThdBatch, to_thd
+from automodel_lite.thd import ThdBatch, to_thd
 from tests.attention.families import VOCAB, build
 from tests.attention.hybrids import HYBRIDS, InFloat64, build_hybrid
 from tests.ranks import run_ranks

@@ -21,9 +21,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from automodel_lite.attention.interface import install
 from automodel_lite.attention.kernel import ReferenceAttention
+from automodel_lite.columns import CHOSEN, REJECTED
 from automodel_lite.models.loss_model import LossModel
 from automodel_lite.parts.losses.preference import Dpo
-from automodel_lite.thd import CHOSEN, REJECTED
 from tests.attention.families import VOCAB
 from tests.models.test_preference import batch_of, model_of
 from tests.runs import train

@@ -16,8 +16,9 @@ from transformers import PreTrainedModel
 
 from automodel_lite.attention.interface import install
 from automodel_lite.attention.kernel import ReferenceAttention
+from automodel_lite.columns import IGNORE_INDEX
 from automodel_lite.parallel.context_parallel import cp_shard, shard_indices
-from automodel_lite.thd import IGNORE_INDEX, ThdBatch
+from automodel_lite.thd import ThdBatch
 from tests.attention.families import DOCUMENT_LENGTHS, FAMILIES, build, documents, gradients, stream
 from tests.attention.hybrids import InFloat64
 from tests.ranks import run_ranks

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from automodel_lite.attention.interface import install
 from automodel_lite.attention.kernel import ReferenceAttention
+from automodel_lite.columns import IGNORE_INDEX, labeled_rows
 from automodel_lite.models.layers import decoder_layers, recompute_layers
 from automodel_lite.models.loss import CrossEntropy, FusedLinearCrossEntropy
 from automodel_lite.models.loss_model import LossModel
@@ -26,7 +27,7 @@ from automodel_lite.parallel import context_parallel
 from automodel_lite.parallel.context_parallel import cp_shard
 from automodel_lite.parallel.mesh import MeshShape, open_mesh
 from automodel_lite.parallel.sharding import ParallelModel, parallelize
-from automodel_lite.thd import IGNORE_INDEX, ThdBatch, labeled_rows
+from automodel_lite.thd import ThdBatch
 from tests.attention.families import FAMILIES, build, documents, stream
 from tests.attention.hybrids import HYBRIDS, ONE_OF_EACH_KIND, build_hybrid
 from tests.ranks import run_ranks

@@ -14,10 +14,11 @@ from torch import Tensor
 
 import recipes.verify
 from automodel_lite.attention import kernel
+from automodel_lite.columns import IGNORE_INDEX, labeled_rows
 from automodel_lite.errors import ConfigError
-from automodel_lite.thd import IGNORE_INDEX, ThdBatch, labeled_rows
+from automodel_lite.thd import ThdBatch
 from automodel_lite.thd import to_thd as right_to_thd
-from tests.attention.test_interface import LeakingAttention
+from tests.attention.test_isolation import LeakingAttention
 from tests.ranks import run_ranks
 from tests.recipes.test_trees import answered_prompts, settings
 from tests.runs import config_of

@@ -18,6 +18,7 @@ from typing import Any
 import huggingface_hub.constants
 import pytest
 from huggingface_hub import ModelCard
+from omegaconf import OmegaConf
 
 from automodel_lite.errors import ConfigError
 from automodel_lite.extras.hub import push, write_card
@@ -310,3 +311,21 @@ def test_a_card_of_ones_own_stays(tmp_path: Path, finished: Path):
     (run / "hf/README.md").write_text("mine")
     write_card(run, run / "hf")
     assert (run / "hf/README.md").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("loss", "method"),
+    [
+        ("automodel_lite.parts.losses.policy.Gspo", "gspo"),
+        ("automodel_lite.parts.losses.preference.SimPo", "simpo"),
+        ("automodel_lite.parts.losses.distillation.Distill", "distillation"),
+        ("automodel_lite.models.loss.FusedLinearCrossEntropy", "sft"),
+    ],
+)
+def test_the_card_names_the_method(loss: str, method: str, tmp_path: Path, finished: Path):
+    run = shutil.copytree(finished, tmp_path / "run")
+    raw = OmegaConf.load(run / "config.yaml")
+    OmegaConf.update(raw, "loss._target_", loss, force_add=True)
+    OmegaConf.save(raw, run / "config.yaml")
+    write_card(run, run / "hf")
+    assert f"| method | {method} |" in (run / "hf/README.md").read_text()

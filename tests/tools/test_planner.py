@@ -24,8 +24,9 @@ from automodel_lite.extras.plan.planner import (
     priced,
 )
 from automodel_lite.extras.plan.simulation import simulate
+from automodel_lite.extras.short_models import with_layers
 from automodel_lite.parallel.mesh import MeshShape
-from automodel_lite.training.plan import Parts, build_parts, with_layers
+from automodel_lite.training.plan import Parts, build_parts
 from recipes.plan import as_json, calibrated, coarse_text, fits, overrides_of
 from tests.runs import composed
 

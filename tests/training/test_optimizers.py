@@ -20,7 +20,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from automodel_lite.errors import ConfigError
-from automodel_lite.extras.plan.simulation import _fake_world
+from automodel_lite.extras.plan.fake_world import fake_world
 from automodel_lite.graphs import compiled_graphs, strict_graphs
 from automodel_lite.models.layers import local
 from automodel_lite.parallel.mesh import MeshShape
@@ -161,7 +161,7 @@ def test_blocks_lie_inside_of_rows() -> None:
 
 def test_scales_lie_where_their_weights_do() -> None:
     """Shards of mesh.cpu_offload lie on another device than their mesh; here fake ones, the other way round."""
-    with _fake_world(MeshShape(1, 2, 1)):
+    with fake_world(MeshShape(1, 2, 1)):
         layout = init_device_mesh("cpu", (2,)), (Shard(0),)
         with FakeTensorMode(), torch.no_grad():
             described = TensorMeta(torch.Size([64, 256]), (256, 1), torch.float32)
@@ -173,7 +173,7 @@ def test_scales_lie_where_their_weights_do() -> None:
 
 def test_scales_are_cut_as_rows_are() -> None:
     """Tensor parallelism cuts rows, too: a checkpoint kept the scales of half of each row."""
-    with _fake_world(MeshShape(1, 2, 1)):
+    with fake_world(MeshShape(1, 2, 1)):
         mesh = init_device_mesh("cpu", (2,))
         weight = DTensor.from_local(torch.zeros(3, 4, 256), mesh, [Shard(2)], run_check=False)
         scales = optimizers._scales_like(weight, 256)

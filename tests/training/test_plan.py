@@ -16,19 +16,13 @@ import torch
 from transformers import Gemma3Config, Gemma3TextConfig
 
 from automodel_lite.errors import ConfigError
+from automodel_lite.extras.short_models import layer_settings, with_layers
 from automodel_lite.models.loss import CrossEntropy
 from automodel_lite.parts.adapters import lora
 from automodel_lite.parts.losses.preference import SimPo
 from automodel_lite.parts.optimizers.adamw import adamw
 from automodel_lite.training import plan
-from automodel_lite.training.plan import (
-    Parts,
-    build_parts,
-    check_parts,
-    layer_settings,
-    with_layers,
-    with_recomputation,
-)
+from automodel_lite.training.plan import Parts, build_parts, check_parts, with_recomputation
 from tests.runs import quick_config
 
 

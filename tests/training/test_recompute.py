@@ -11,9 +11,9 @@ import torch
 from automodel_lite.config.check import check_config
 from automodel_lite.errors import ConfigError
 from automodel_lite.extras.plan import recompute
+from automodel_lite.extras.plan.by_layers import layer_pattern, simulate_by_layers
 from automodel_lite.extras.plan.capacity import usable
 from automodel_lite.extras.plan.recompute import LADDER, choose_recomputation, least_recomputation
-from automodel_lite.extras.plan.simulation import layer_pattern, simulate_by_layers
 from automodel_lite.parallel.mesh import MeshShape
 from automodel_lite.training.decide import decide_layout
 from automodel_lite.training.plan import Decided, build_parts, with_recomputation

@@ -22,16 +22,15 @@ from automodel_lite.config.check import check_config
 from automodel_lite.config.schema import Config
 from automodel_lite.errors import ConfigError
 from automodel_lite.extras.dry_run import dry_run
-from automodel_lite.extras.plan.simulation import (
-    CountError,
+from automodel_lite.extras.plan.by_layers import (
     LayerPattern,
-    Simulation,
     layer_pattern,
     recompute_every,
-    simulate,
     simulate_by_layers,
 )
+from automodel_lite.extras.plan.simulation import CountError, Simulation, simulate
 from automodel_lite.extras.plan.tracker import _MADE_IN, Message, Operation, Work
+from automodel_lite.extras.short_models import with_layers
 from automodel_lite.models.flops import model_size
 from automodel_lite.models.layers import decoder_layers, recompute_layers
 from automodel_lite.models.loss import LossInputs, LossOutput, PlainLoss
@@ -42,13 +41,7 @@ from automodel_lite.parallel.sharding import choose_strategy, parallelize
 from automodel_lite.thd import stream_of
 from automodel_lite.training import memory
 from automodel_lite.training.memory import MemoryEstimate, estimate_memory
-from automodel_lite.training.plan import (
-    Decided,
-    Parts,
-    build_parts,
-    with_layers,
-    with_recomputation,
-)
+from automodel_lite.training.plan import Decided, Parts, build_parts, with_recomputation
 from benchmarks.tiny_models import tiny_config
 from tests.ranks import in_a_process
 from tests.runs import composed

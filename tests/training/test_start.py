@@ -7,23 +7,17 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from automodel_lite.config.check import check_config
 from automodel_lite.config.schema import TrainingConfig
-from automodel_lite.data.feeding.order import BatchShape
-from automodel_lite.data.feeding.source import TrainingPlan
-from automodel_lite.data.packing.plan import plan_packs
-from automodel_lite.data.packing.report import packing_report
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.source import CausalLM
 from automodel_lite.training.plan import build_parts
-from automodel_lite.training.start import build_on_meta, prepare_process, steps_text, try_settings
+from automodel_lite.training.start import build_on_meta, prepare_process, try_settings
 from tests.attention.families import FAMILIES
 from tests.data.templates import MARKED, byte_tokenizer
 from tests.runs import composed, rows_of, train_quick
@@ -128,24 +122,6 @@ def test_trying_the_settings_is_quick() -> None:
     start = time.process_time()
     tried()
     assert time.process_time() - start < 5
-
-
-LENGTHS = np.array([4, 3, 5, 4, 6, 2])  # three packs of eight tokens
-
-
-def test_a_run_too_short_to_learn_is_told_so():
-    report = packing_report(plan_packs(LENGTHS, 8), LENGTHS)
-    shape = BatchShape(global_batch_size=2, micro_batch_size=1, dp_size=1)
-    plan = TrainingPlan(max_steps=20, steps_per_epoch=2, shape=shape)
-    said = "20 = 10.0 epochs of 2; a step is 2 packs (about 4 documents) in micro-batches of 1 on 1 data-parallel rank"
-    assert steps_text(plan, report, num_warmup=5) == said
-
-    wide = replace(plan, max_steps=1, steps_per_epoch=1, shape=replace(shape, global_batch_size=8))
-    assert steps_text(wide, report, num_warmup=20).splitlines() == [
-        "1 = 1.0 epochs of 1; a step is 8 packs (about 6 documents) in micro-batches of 1 on 1 data-parallel rank",
-        "NOTE: the data are 3 packs, fewer than a step takes: lower packed_sequence.packed_sequence_size or training.global_batch_size for more steps",
-        "NOTE: the run ends within its warm-up: lower lr_scheduler.warmup_steps=20",
-    ]
 
 
 def test_products_in_tf32_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

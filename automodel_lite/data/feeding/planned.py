@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from automodel_lite.columns import COLUMNS
 from automodel_lite.config.schema import Config, TokenizeConfig, TrainingConfig
 from automodel_lite.config.sizes import ceil_div, fitted_batch_size
 from automodel_lite.data.cache import cache_root
@@ -47,7 +48,7 @@ from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.models.flops import CostModel
 from automodel_lite.parallel.mesh import Mesh
 from automodel_lite.prefix_trees import find_nodes
-from automodel_lite.thd import COLUMNS, cumulative
+from automodel_lite.tensors import cumulative
 
 
 def check_masked(

@@ -25,17 +25,12 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 
+from automodel_lite.columns import COLUMNS
 from automodel_lite.config.components import CodePath, locate
 from automodel_lite.config.rules import Auto, OneOf, Positive, Range, Seed
 from automodel_lite.config.sizes import round_up, slot_multiple_of
-from automodel_lite.data.packing.plan import (
-    OVERLONG,
-    STRATEGY_NAMES,
-    PackPlan,
-    padding_segments,
-    plan_packs,
-    strategy_of,
-)
+from automodel_lite.data.packing.plan import OVERLONG, PackPlan, padding_segments, plan_packs
+from automodel_lite.data.packing.strategies import STRATEGY_NAMES, strategy_of
 from automodel_lite.data.tokens.token_rows import (
     DocumentReader,
     LabelSpans,
@@ -43,7 +38,6 @@ from automodel_lite.data.tokens.token_rows import (
     places_within,
 )
 from automodel_lite.errors import ConfigError, DataError
-from automodel_lite.thd import COLUMNS
 
 StrategyName = Annotated[str, OneOf(STRATEGY_NAMES)]
 Overlong = Annotated[str, OneOf(OVERLONG)]

@@ -18,13 +18,13 @@ from typing import Any
 
 import numpy as np
 
+from automodel_lite.columns import declared_columns
 from automodel_lite.data.cache import short_hash
 from automodel_lite.data.reading.documents import MEDIA, NAMES, NOT_READ, UNUSED, Document
 from automodel_lite.data.reading.formats import FORMATS, GROUP, Format, own_format
 from automodel_lite.data.reading.labels import Alignment, align, check_alignment
 from automodel_lite.data.reading.readers import RawRow, RawRows
 from automodel_lite.errors import ConfigError, DataError, did_you_mean, one_line, printable
-from automodel_lite.thd import declared_columns
 
 OwnFormat = Callable[[RawRow], Any]
 

@@ -127,30 +127,26 @@ class FilesDataset:
             for name, of in val_sources.items()
         }
         num = min(len(source.rows), self.max_documents or len(source.rows))
+        trained: Sequence[int] | np.ndarray = range(num)
         unit = "documents"
         if self.val_frac:
             # Documents of one group share their beginning: what is held out shares none.
             column = detected.renames.get(GROUP, GROUP)
             groups = None
             if column in columns:
-                groups = groups_of(placed(source.rows, range(num)), column)
+                groups = groups_of(placed(source.rows, trained), column)
                 unit = "groups"
             trained, held_out = self._hold_out(num, groups)
-            self.train = NormalizedRows(source.rows, detected, trained)
             self.val["val"] = NormalizedRows(source.rows, detected, held_out)
-        else:
-            self.train = NormalizedRows(source.rows, detected, range(num))
+        self.train = NormalizedRows(source.rows, detected, trained)
         self.kind = kind_of_documents(detected, placed(self.train))
-        self.description = (
-            f"{source.description}: {len(self.train):,} documents, {detected.description}{labels}"
-        )
-        self.description += "".join(f"; {note}" for note in source.notes)
-        sources = "; ".join(
-            [source.identity, *(f"{name}: {s.identity}" for name, s in val_sources.items())]
-        )
-        read_as = f"{detected.format.name}{detected.source}; {dict(detected.renames)}{labels}; "
-        self.identity = f"{Path(source.description).stem}({sources}; {read_as}"
-        self.identity += (
+        found = f"{len(self.train):,} documents, {detected.description}{labels}"
+        self.description = "; ".join([f"{source.description}: {found}", *source.notes])
+        sources = [source.identity, *(f"{name}: {s.identity}" for name, s in val_sources.items())]
+        # what decides which rows there are, and how they are read
+        self.identity = (
+            f"{Path(source.description).stem}({'; '.join(sources)}; "
+            f"{detected.format.name}{detected.source}; {dict(detected.renames)}{labels}; "
             f"val_frac={self.val_frac} of {unit}, max_documents={self.max_documents}, "
             f"seed={self.seed}, {options})"
         )

@@ -34,10 +34,10 @@ from tokenizers import Encoding, Tokenizer
 from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from automodel_lite.columns import CHOSEN, IGNORE_INDEX, REJECTED
 from automodel_lite.data.reading.documents import IMAGE, UNUSED, Document, Message, sound_text
 from automodel_lite.data.tokens.token_rows import next_token_labels
 from automodel_lite.errors import ConfigError, DataError
-from automodel_lite.thd import CHOSEN, IGNORE_INDEX, REJECTED
 
 Span = tuple[int, int]
 

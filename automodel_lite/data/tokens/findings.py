@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from automodel_lite.columns import IGNORE_INDEX
 from automodel_lite.config.schema import TokenizeConfig
 from automodel_lite.data.tokens.token_rows import RowCounts, places_within
 from automodel_lite.errors import DataError, harmless
-from automodel_lite.thd import IGNORE_INDEX
 
 MAX_UNSTOPPED_FRAC = 0.01
 SHOWN_TOKENS = 300
@@ -52,7 +52,7 @@ class Findings:
 class Chunk:
     """Rows of some documents, end to end, those that train nothing left out."""
 
-    columns: Mapping[str, np.ndarray]  # of thd.COLUMNS, [total, ...]
+    columns: Mapping[str, np.ndarray]  # of columns.COLUMNS, [total, ...]
     lengths: np.ndarray  # int64 [N]
     num_rows: np.ndarray  # int64 [documents], of each document that was read
     found: Findings

@@ -2,7 +2,7 @@
 
 input_ids   a b c d │ e f g │ …        int32 [total]
 labels      b c d _ │ f g _ │ …        int32 [total], the target of each position; _ = -100, no loss
-…           optional columns of `thd.COLUMNS`, [total] or [total, K], where the data bring them;
+…           optional columns of `columns.COLUMNS`, [total] or [total, K], where the data bring them;
             those in runs as {name}_at, int64 [runs], and {name}, the value from there on
 groups      int64 [N], equal for rows that may share their beginning (trees.py), until trees are
             made of them; -1 of rows that share with none, no array where all do
@@ -23,10 +23,10 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from automodel_lite.columns import COLUMNS, IGNORE_INDEX
 from automodel_lite.data.reading.documents import Documents
 from automodel_lite.data.reading.paths import WholeFile, check_not_cut
 from automodel_lite.errors import ConfigError, DataError
-from automodel_lite.thd import COLUMNS, IGNORE_INDEX
 
 ID_DTYPE = np.dtype(np.int32)
 CONTENT_HASH = "content.sha256"

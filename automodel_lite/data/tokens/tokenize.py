@@ -22,11 +22,12 @@ from itertools import islice
 from multiprocessing import get_context, parent_process
 from multiprocessing.context import BaseContext
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
+from automodel_lite.columns import COLUMNS, IGNORE_INDEX, Column, declared_columns
 from automodel_lite.config.components import build_with, locate
 from automodel_lite.config.schema import Config, TokenizeConfig
 from automodel_lite.data.cache import Key, build_once, cache_root, short_hash
@@ -57,7 +58,6 @@ from automodel_lite.data.tokens.token_rows import (
 from automodel_lite.data.tokens.tokenizer import check_vocabulary
 from automodel_lite.errors import ConfigError, DataError, DroppedError, listed, printable
 from automodel_lite.progress import Progress
-from automodel_lite.thd import COLUMNS, IGNORE_INDEX, Column, declared_columns
 
 CHUNK_DOCUMENTS = 512
 # a process takes about 2 s to start, in which it tokenizes about that many
@@ -151,9 +151,8 @@ class DocumentTokenizer:
         """
         # that each document becomes, before those without a label are left out
         num_rows = []
+        rows: list[Any] = []  # given ones, or renderings
         groups = []  # of each row
-        renderings = []
-        given = []
         errors = []
         specials = []
         num_split = 0
@@ -161,39 +160,37 @@ class DocumentTokenizer:
         with stall_report() as places:
             for number, (place, document) in enumerate(documents, start=first):
                 places[-1] = place
-                num_rows.append(0)
                 try:
                     if isinstance(document, DataError):
                         raise document
-                    parts = document.get("documents", [document])
-                    if is_given := "input_ids" in parts[0]:
-                        for part in parts:
-                            row = _given_tokens(part, self._settings.train_on, self._vocab_size)
-                            given.append(_with_row(row, number, document.get("group")))
-                        num_rows[-1] = len(parts)
-                    else:
-                        of_document = self._renderer.renderings(document)
-                        renderings += of_document
-                        num_rows[-1] = len(of_document)
-                        num_split += len(of_document) > len(parts) + ("chosen" in document)
-                        special, names = self._renderer.remarks(document, of_document)
-                        specials += [f"{place}: {special}"] if special else []
-                        for name in names:
-                            unused.setdefault(name, place)
-                    # Rows of one document share a group; those of a given pack are of any sources.
-                    group = ALONE if num_rows[-1] == 1 or is_given else number
-                    if document.get("group") is not None:
-                        if "chosen" in document:  # compared with each other, and with no third
-                            unused.setdefault("group", place)
-                        else:  # far beyond the numbers of documents
-                            group = int(short_hash(str(document["group"])), 16) % 2**61 + 2**61
-                    groups += [group] * num_rows[-1]
+                    of_document = self._rows_of(document, number)
                 except DataError as error:
                     named = error if error is document else DataError(f"{place}: {error}")
                     is_dropped = isinstance(error, DroppedError)
                     if self._settings.on_bad_row == "error" and not is_dropped:
                         raise named from error
                     errors.append(str(named))
+                    num_rows.append(0)
+                    continue
+                num_rows.append(len(of_document))
+                rows += of_document
+                parts = document.get("documents", [document])
+                is_given = "input_ids" in parts[0]
+                names: list[str] = []
+                if not is_given:
+                    num_split += len(of_document) > len(parts) + ("chosen" in document)
+                    special, names = self._renderer.remarks(document, of_document)
+                    specials += [f"{place}: {special}"] if special else []
+                # rows of one document share a group; those of a given pack are of any sources
+                group = ALONE if is_given or len(of_document) == 1 else number
+                named_group = document.get("group")
+                if named_group is not None and "chosen" in document:
+                    names.append("group")  # compared with each other, and with no third
+                elif named_group is not None:  # far beyond the numbers of documents
+                    group = int(short_hash(str(named_group)), 16) % 2**61 + 2**61
+                groups += [group] * len(of_document)
+                for name in names:
+                    unused.setdefault(name, place)
         counts = RowCounts(
             len(num_rows),
             num_bad=len(errors),
@@ -206,15 +203,24 @@ class DocumentTokenizer:
             first_special="".join(specials[:1]),
             unused=unused,
         )
-        if given:
-            rows = [{name: d[name] for name in COLUMNS if name in d} for d in given]
-            flat = flatten(rows)
+        if rows and isinstance(rows[0], dict):
+            flat = flatten([{name: d[name] for name in COLUMNS if name in d} for d in rows])
             columns = flat.columns
             lengths = flat.lengths
         else:
-            columns, lengths = self._encoder.encode(renderings)
+            columns, lengths = self._encoder.encode(rows)
         shared = None if set(groups) <= {ALONE} else np.array(groups, np.int64)
         return check_rows(columns, lengths, num_rows, self._renderer.stop_ids, found, shared)
+
+    def _rows_of(self, document: Document, number: int) -> list[Any]:
+        """Returns the token rows that a document brings, or else its renderings; raises DataError
+        for one that is bad in any part.
+        """
+        parts = document.get("documents", [document])
+        if "input_ids" not in parts[0]:
+            return self._renderer.renderings(document)
+        given = [_given_tokens(x, self._settings.train_on, self._vocab_size) for x in parts]
+        return [_with_row(row, number, document.get("group")) for row in given]
 
 
 STALL_S = 20.0  # a chat takes a template some 0.0002 s

@@ -18,7 +18,6 @@ import atexit
 import hashlib
 import json
 import math
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,7 +30,6 @@ import torch.distributed as dist
 from omegaconf import OmegaConf
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from transformers import GenerationConfig
 
 from automodel_lite.cli import compose_config
 from automodel_lite.config.check import check_config
@@ -48,8 +46,15 @@ from automodel_lite.extras.client.rows import (
     check_rows,
     pack_rows,
 )
+from automodel_lite.extras.client.sampling import (
+    batches_of_one_length,
+    check_prompts,
+    end_tokens,
+    sampling_settings,
+)
 from automodel_lite.extras.client.weights import whole_weights
 from automodel_lite.launched import rank, world_size
+from automodel_lite.models.checkpoints import replaced
 from automodel_lite.models.loss import (
     CrossEntropy,
     Loss,
@@ -208,6 +213,7 @@ class TrainingClient:
         self._num_calls += 1
         seed_all(self.config.seed, self._num_calls, self.mesh.token_rank)
         self._is_broken = True
+        self.engine.model.module.train()  # an interrupted `sample` leaves it in eval mode
         placed = [self.engine.place(batch).to(self.mesh.device) for batch in whole]
         sums = self.engine.forward_backward(placed, loss=recording)
         totals = {name: float(value) for name, value in self.engine.total(sums).items()}
@@ -281,35 +287,12 @@ class TrainingClient:
             raise TypeError("prompts are lists of ids: client.tokenizer.encode(text).")
         self._same([list(map(int, prompt)) for prompt in prompts], "prompts")
         lm = self.engine.model.loss_model.lm
-        num_ids = embedding_rows(lm)
-        for number, prompt in enumerate(prompts):
-            if not len(prompt) or not all(0 <= token < num_ids for token in prompt):
-                raise ValueError(
-                    f"prompt {number} must be at least one id, each below the {num_ids} rows of "
-                    "the model's embedding: tokenize with the client's own tokenizer."
-                )
-        # the ids that end an answer: the tokenizer's, and the model's own
-        of_model = lm.generation_config.eos_token_id if lm.generation_config else None
-        ends = [self.tokenizer.eos_token_id]
-        ends += of_model if isinstance(of_model, list) else [of_model]
-        ends = [*dict.fromkeys(end for end in ends if end is not None)]
-        settings = GenerationConfig(
-            max_new_tokens=max_new_tokens,
-            do_sample=temperature > 0,
-            temperature=temperature or None,
-            top_k=0 if temperature > 0 else None,
-            top_p=1.0 if temperature > 0 else None,
-            eos_token_id=ends,
-            pad_token_id=ends[0] if ends else 0,
-        )
+        check_prompts(prompts, embedding_rows(lm))
+        ends = end_tokens(self.tokenizer, lm)
+        settings = sampling_settings(ends, max_new_tokens, temperature)
+        batches = batches_of_one_length(prompts, num_samples, batch_size)
         model = self._scorer.model
         mesh = self.mesh
-        by_length = defaultdict[int, list[int]](list)
-        for number, prompt in enumerate(prompts):
-            by_length[len(prompt)] += [number] * num_samples
-        batches = []
-        for _, alike in sorted(by_length.items()):
-            batches += [alike[i : i + batch_size] for i in range(0, len(alike), batch_size)]
         drawn = []
         model.module.eval()
         # where weights are gathered for each forward, all ranks make as many of them
@@ -318,7 +301,8 @@ class TrainingClient:
             own = batches[number] if number < len(batches) else [0]
             seed_all(self.config.seed, "sample", seed, number)
             ids = torch.tensor([list(prompts[of]) for of in own], device=mesh.device)
-            with _generating_by(model.loss_model.lm, settings):
+            # in place of the model's own, whose penalties would stay beside those that are passed
+            with replaced(model.loss_model.lm, "generation_config", settings):
                 out = model.generate(
                     ids,
                     attention_mask=torch.ones_like(ids),
@@ -553,19 +537,6 @@ class _Recording(Loss):
         if "row_place" in inputs.columns:
             self.found.append((inputs.columns["row_place"], log_probs_R))
         return output
-
-
-@contextmanager
-def _generating_by(lm: Any, settings: GenerationConfig) -> Iterator[None]:
-    """Inside, a model generates by these settings alone: what they leave open, as a penalty on
-    repetition, transformers takes from the model's own ones.
-    """
-    own = lm.generation_config
-    lm.generation_config = settings
-    try:
-        yield
-    finally:
-        lm.generation_config = own
 
 
 def _as_groups(groups: Iterable[Any]) -> list[list[Any]]:

@@ -23,9 +23,10 @@ from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.attention.spec import layer_shapes
 from automodel_lite.config.sizes import AUTO_BATCH_SIZE
 from automodel_lite.errors import ConfigError, one_line
+from automodel_lite.extras.plan.by_layers import layer_pattern
 from automodel_lite.extras.plan.capacity import usable
 from automodel_lite.extras.plan.recompute import OFFLOAD, least_recomputation
-from automodel_lite.extras.plan.simulation import CountError, Simulation, layer_pattern, simulate
+from automodel_lite.extras.plan.simulation import CountError, Simulation, simulate
 from automodel_lite.extras.plan.tracker import Message, Work
 from automodel_lite.models.flops import CostModel, ModelSize, StepFlops, model_size, step_flops
 from automodel_lite.models.settings import experts_per_token

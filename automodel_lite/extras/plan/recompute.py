@@ -15,16 +15,15 @@ from dataclasses import replace
 
 from automodel_lite.data.feeding.order import batch_shape
 from automodel_lite.errors import one_line
-from automodel_lite.extras.plan.capacity import usable
-from automodel_lite.extras.plan.heaviest import heaviest_batch
-from automodel_lite.extras.plan.simulation import (
-    CountError,
+from automodel_lite.extras.plan.by_layers import (
     LayerPattern,
-    Simulation,
     layer_pattern,
     recompute_every,
     simulate_by_layers,
 )
+from automodel_lite.extras.plan.capacity import usable
+from automodel_lite.extras.plan.heaviest import heaviest_batch
+from automodel_lite.extras.plan.simulation import CountError, Simulation
 from automodel_lite.thd import ThdBatch
 from automodel_lite.training.memory import estimate_memory, gib
 from automodel_lite.training.plan import Decided, Parts, with_recomputation

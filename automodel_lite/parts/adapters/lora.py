@@ -40,6 +40,7 @@ from automodel_lite.config.rules import PathStr, Positive, Range, Size
 from automodel_lite.errors import ConfigError, explained
 from automodel_lite.models.layers import decoder_layers, local, output_head, towers
 from automodel_lite.models.sharded import keep_part
+from automodel_lite.models.source import CausalLM
 from automodel_lite.parts.model_files import check_model_files
 from automodel_lite.parts.whole_model import load_whole
 
@@ -72,6 +73,27 @@ class Lora:
                 "peft adapts an existing model, but model.pretrained=null creates one from "
                 "scratch: set model=pretrained model.pretrained=<folder or hub name>, or "
                 "peft=none."
+            )
+
+    def problems(self, model: CausalLM) -> Iterator[str]:
+        """Yields what an adapter, whose base is frozen and keeps its rows, cannot be combined
+        with.
+        """
+        if model.freeze:
+            yield (
+                f"model.freeze={model.freeze} with peft: an adapter's base is frozen already, "
+                "remove one."
+            )
+        if model.train_towers:
+            yield (
+                "model.train_towers=true with peft: an adapter's base is frozen: name an encoder "
+                "or a projector in peft.modules_to_save, or layers of them in "
+                "peft.target_modules."
+            )
+        if model.resize_embeddings:
+            yield (
+                "model.resize_embeddings=true with peft: an adapter's base keeps its rows. First "
+                "train the whole model and export it, or remove tokenizer.added_tokens."
             )
 
     def load_arguments(

@@ -17,6 +17,7 @@ from typing import Annotated
 
 import numpy as np
 
+from automodel_lite.columns import IGNORE_INDEX
 from automodel_lite.config.rules import Count, OneOf, PathStr
 from automodel_lite.data.cache import short_hash
 from automodel_lite.data.reading.documents import DocumentList, Documents, DocumentSet, Question
@@ -31,7 +32,6 @@ from automodel_lite.data.tokens.token_rows import (
 )
 from automodel_lite.errors import ConfigError, DataError, printable
 from automodel_lite.seed import BLOCK
-from automodel_lite.thd import IGNORE_INDEX
 
 MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
 MEGATRON_DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}

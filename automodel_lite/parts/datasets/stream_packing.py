@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 
+from automodel_lite.columns import COLUMNS, IGNORE_INDEX
 from automodel_lite.config.sizes import ceil_div
 from automodel_lite.data.packing.histogram import LOOKAHEAD, ExactFiller
 from automodel_lite.data.packing.overlong import check_overlong, fit_documents
 from automodel_lite.data.packing.packs import Packer
 from automodel_lite.data.tokens.token_rows import flatten
 from automodel_lite.errors import DataError
-from automodel_lite.thd import COLUMNS, IGNORE_INDEX
 
 Row = dict[str, np.ndarray]
 Place = tuple[int, int]  # number of a document in the stream, and of a row of it

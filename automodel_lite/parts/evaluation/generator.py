@@ -13,7 +13,7 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TextStreamer
 
-from automodel_lite.attention.interface import tolerance_std
+from automodel_lite.attention.isolation import tolerance_std
 from automodel_lite.attention.spec import config_value
 from automodel_lite.config.components import locate
 from automodel_lite.errors import (

@@ -27,16 +27,9 @@ from torch import Tensor
 
 from automodel_lite.attention.kernel import BlockKernel
 from automodel_lite.parallel.exchange import AllGatherKV, joined, split
-from automodel_lite.precision import at_least_fp32, wide_dtype
 from automodel_lite.prefix_trees import concatenated_ranges
-from automodel_lite.thd import (
-    AttentionInputs,
-    AttentionOptions,
-    AttentionPlan,
-    Segments,
-    Tensors,
-    cumulative,
-)
+from automodel_lite.tensors import Tensors, at_least_fp32, cumulative, wide_dtype
+from automodel_lite.thd import AttentionInputs, AttentionOptions, AttentionPlan, Segments
 
 
 def ring_plan(gather: AllGatherKV, own: Segments, q_lens: Tensor, longest: int) -> AttentionPlan:

@@ -9,7 +9,8 @@ from torch import Tensor
 from automodel_lite.parallel.context_parallel import OwnedSegments, keys_ahead
 from automodel_lite.parallel.exchange import AllGatherKV
 from automodel_lite.prefix_trees import concatenated_ranges
-from automodel_lite.thd import AttentionPlan, Segments, ThdBatch, cumulative
+from automodel_lite.tensors import cumulative
+from automodel_lite.thd import AttentionPlan, Segments, ThdBatch
 
 
 def tree_plan(

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from automodel_lite.columns import COLUMNS, IGNORE_INDEX, declared_columns
 from automodel_lite.data.reading.documents import Document
 from automodel_lite.errors import DataError
-from automodel_lite.thd import COLUMNS, IGNORE_INDEX, declared_columns
 
 
 def tokens(row: dict[str, Any]) -> Document:

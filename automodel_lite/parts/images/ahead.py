@@ -22,9 +22,10 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from automodel_lite.attention.interface import install
 from automodel_lite.attention.kernel import ReferenceAttention, within_reach
 from automodel_lite.attention.spec import UNPACKED
+from automodel_lite.columns import IGNORE_INDEX
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.layers import text_decoder
-from automodel_lite.thd import IGNORE_INDEX, stream_of
+from automodel_lite.thd import stream_of
 
 TYPES = ("mm_token_type_ids", "token_type_ids")
 """Arguments by which models tell what a token is: 0 text, 1 image; of a prompt that sees itself,

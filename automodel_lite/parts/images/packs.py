@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from automodel_lite.columns import IGNORE_INDEX
 from automodel_lite.config.schema import Config
 from automodel_lite.data.packing.packs import PackBatch, PackedDataset, Packer, lay_out_packs
 from automodel_lite.data.reading.documents import IMAGE
@@ -44,7 +45,7 @@ from automodel_lite.parts.images.tokens import (
     ImageRenderer,
 )
 from automodel_lite.parts.images.tower import PackedImages
-from automodel_lite.thd import IGNORE_INDEX, ThdBatch, to_thd
+from automodel_lite.thd import ThdBatch, to_thd
 
 FREE = TowerCosts()
 BLANK = (64, 64)

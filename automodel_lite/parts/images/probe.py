@@ -20,7 +20,7 @@ import transformers
 from torch import Tensor
 
 from automodel_lite.attention.documents import runs_by_rows
-from automodel_lite.attention.interface import tolerance_std
+from automodel_lite.attention.isolation import tolerance_std
 from automodel_lite.attention.kernel import AHEAD_CURE, AheadKernel, refuse
 from automodel_lite.attention.spec import UNPACKED
 from automodel_lite.data.feeding.source import PackSource

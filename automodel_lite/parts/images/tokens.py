@@ -27,6 +27,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from automodel_lite.attention.spec import config_value
+from automodel_lite.columns import IGNORE_INDEX
 from automodel_lite.data.reading.documents import IMAGE, Document, DocumentSet, Message
 from automodel_lite.data.tokens.encode import ChatRenderer, Encoder, Renderer, Rendering
 from automodel_lite.data.tokens.tokenize import DocumentTokenizer, Job
@@ -36,7 +37,6 @@ from automodel_lite.parts.evaluation.questions import IMAGES, parts_of
 from automodel_lite.parts.images.ahead import Rules, find_rules
 from automodel_lite.parts.images.rows import PlacedImage, first_alike
 from automodel_lite.parts.images.sizes import NUM_COMPARED, ImageTokens, SizeTable
-from automodel_lite.thd import IGNORE_INDEX
 
 Images = Sequence[tuple[PlacedImage, int, ImageTokens]]
 """Each image of a document, its stamp and its tokens."""

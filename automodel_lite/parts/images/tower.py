@@ -26,7 +26,8 @@ from automodel_lite.parallel.context_parallel import inverse_permutation, rank_o
 from automodel_lite.parallel.exchange import AllToAll
 from automodel_lite.parts.images.ahead import TYPES
 from automodel_lite.parts.images.tokens import axes_of, num_axes
-from automodel_lite.thd import Tensors, ThdBatch, TowerInputs
+from automodel_lite.tensors import Tensors
+from automodel_lite.thd import ThdBatch, TowerInputs
 
 
 @dataclass(frozen=True)

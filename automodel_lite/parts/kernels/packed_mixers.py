@@ -36,8 +36,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from automodel_lite.compat import FakeTensor
 from automodel_lite.config.sizes import ceil_div
-from automodel_lite.precision import at_least_fp32
-from automodel_lite.thd import TreeRows
+from automodel_lite.document_rows import TreeRows
+from automodel_lite.tensors import at_least_fp32
 
 CHUNK = 64
 """The work inside a chunk grows with its length, the number of dependent steps falls with it."""

@@ -29,10 +29,11 @@ import torch
 import transformers
 from torch import Tensor
 
+from automodel_lite.columns import IGNORE_INDEX
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.loss import document_of_tokens
 from automodel_lite.models.settings import experts_per_token
-from automodel_lite.thd import IGNORE_INDEX, ThdBatch
+from automodel_lite.thd import ThdBatch
 
 
 @dataclass(frozen=True)

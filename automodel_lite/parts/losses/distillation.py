@@ -27,7 +27,7 @@ from automodel_lite.config.rules import PathStr, Range, Size
 from automodel_lite.data.tokens.tokenizer import vocabulary_of
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.loss import Loss, LossInputs, LossOutput
-from automodel_lite.precision import at_least_fp32
+from automodel_lite.tensors import at_least_fp32
 from automodel_lite.thd import ThdBatch
 from automodel_lite.training.plan import Parts
 

@@ -33,6 +33,7 @@ import numpy as np
 from filelock import FileLock, Timeout
 from torch import Tensor
 
+from automodel_lite.columns import COLUMNS, IGNORE_INDEX
 from automodel_lite.config.schema import Config
 from automodel_lite.data.cache import Key, cache_root, entry_folder, find_damage, seal
 from automodel_lite.data.feeding.planned import PlannedPacks
@@ -48,7 +49,6 @@ from automodel_lite.parts.losses.distillation import DistillTopK
 from automodel_lite.progress import Progress, print_above_bars
 from automodel_lite.run import durable
 from automodel_lite.run.weight_files import adapter_files, model_files
-from automodel_lite.thd import COLUMNS, IGNORE_INDEX
 from automodel_lite.training.build import BuiltModel
 from automodel_lite.training.engine import Engine
 

@@ -31,9 +31,10 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
+from automodel_lite.columns import IGNORE_INDEX, Column
 from automodel_lite.config.rules import Range
 from automodel_lite.models.loss import Loss, LossInputs, LossOutput, row_of_tokens
-from automodel_lite.thd import IGNORE_INDEX, Column, ThdBatch
+from automodel_lite.thd import ThdBatch
 
 Share = Annotated[float, Range(0, 1_000_000)]
 Length = Annotated[float, Range(1, 1_000_000)]

@@ -23,9 +23,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from automodel_lite.columns import CHOSEN, REJECTED
 from automodel_lite.config.rules import Range
 from automodel_lite.models.loss import Loss, LossInputs, LossOutput
-from automodel_lite.thd import CHOSEN, REJECTED, ThdBatch
+from automodel_lite.thd import ThdBatch
 
 Share = Annotated[float, Range(0, 1_000_000)]
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from automodel_lite.document_rows import DocumentRows, document_rows
 from automodel_lite.parallel.context_parallel import (
     document_owners,
     inverse_permutation,
@@ -25,7 +26,7 @@ from automodel_lite.parallel.context_parallel import (
 )
 from automodel_lite.parallel.exchange import AllToAll, Heads, SelectRows
 from automodel_lite.prefix_trees import concatenated_ranges, find_nodes
-from automodel_lite.thd import DocumentRows, ThdBatch, document_rows
+from automodel_lite.thd import ThdBatch
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,8 @@ from torch import Tensor, nn
 
 from automodel_lite.attention.spec import FAMILIES
 from automodel_lite.config.components import locate
+from automodel_lite.document_rows import NEAR_TOKENS, DocumentRows, MixerPlan
 from automodel_lite.errors import ConfigError
-from automodel_lite.thd import NEAR_TOKENS, DocumentRows, MixerPlan
 
 
 @dataclass(frozen=True)

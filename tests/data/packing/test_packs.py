@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from automodel_lite.columns import IGNORE_INDEX
 from automodel_lite.data.packing.packs import (
     EMPTY_PACK,
     PackedDataset,
@@ -26,7 +27,6 @@ from automodel_lite.data.tokens.token_rows import (
 )
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.nemo_api.collaters import packed_sequence_thd_collater
-from automodel_lite.thd import IGNORE_INDEX
 from tests.runs import config_of
 
 TWO = [

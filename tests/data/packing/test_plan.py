@@ -8,15 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from automodel_lite.data.packing.histogram import best_fit
-from automodel_lite.data.packing.plan import (
-    OVERLONG,
-    STRATEGIES,
-    STRATEGY_NAMES,
-    Packed,
-    PackPlan,
-    padding_segments,
-    plan_packs,
-)
+from automodel_lite.data.packing.plan import OVERLONG, PackPlan, padding_segments, plan_packs
+from automodel_lite.data.packing.strategies import STRATEGIES, STRATEGY_NAMES, Packed
 from automodel_lite.data.tokens.token_rows import flatten
 from automodel_lite.errors import ConfigError, DataError
 from benchmarks.packing import lower_bound

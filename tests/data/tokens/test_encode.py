@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from automodel_lite.columns import IGNORE_INDEX
 from automodel_lite.data.reading.files import FilesDataset
 from automodel_lite.data.tokens.encode import ChatRenderer, Encoder, Rendering
 from automodel_lite.data.tokens.tokenize import Job, tokenize_documents
 from automodel_lite.data.tokens.tokenizer import train_bpe_tokenizer
 from automodel_lite.errors import DataError
 from automodel_lite.parts.datasets.toy_chat import ToyChat
-from automodel_lite.thd import IGNORE_INDEX
 from tests.data.templates import FAMILIES, MARKED, MISTRAL, byte_tokenizer
 
 WORDS = [

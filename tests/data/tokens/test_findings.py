@@ -47,6 +47,21 @@ def test_too_many_bad_rows(tmp_path: Path) -> None:
     assert len(tokenized(documents, tmp_path, on_bad_row="skip", max_bad_frac=0.1).train) == 9
 
 
+def test_a_pack_with_a_bad_document_is_left_out_whole(tmp_path: Path) -> None:
+    """Its first document once stayed, and the rows behind it were counted as another document's."""
+    ids = [[number, 6, 7, 8] for number in range(1, 7)]
+    ids[3][0] = 999  # the second document of the second pack
+    packs = [
+        {"input_ids": ids[i] + ids[i + 1], "labels": [_, 7, 8, _] * 2, "seq_lens": [4, 4]}
+        for i in (0, 2, 4)
+    ]
+    documents = token_file(tmp_path / "a.jsonl", *packs)
+    data = tokenized(documents, tmp_path, on_bad_row="skip", max_bad_frac=0.5)
+    rows = data.train
+    assert [rows[i]["input_ids"].tolist() for i in range(len(rows))] == [ids[0], ids[1], *ids[4:]]
+    assert data.counts["train"].num_bad == 1
+
+
 def test_nothing_trained_on_shows_a_sample(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         tokenized(chats([HI, {**HELLO, "weight": 0}]), tmp_path)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from automodel_lite.columns import COLUMNS, Column
 from automodel_lite.data.packing.packs import PackedDataset, Packer
 from automodel_lite.data.packing.plan import plan_packs
 from automodel_lite.data.tokens.token_rows import (
@@ -20,7 +21,6 @@ from automodel_lite.data.tokens.token_rows import (
 )
 from automodel_lite.nemo_api.collaters import packed_sequence_thd_collater
 from automodel_lite.parts.datasets.stream_packing import PackStream
-from automodel_lite.thd import COLUMNS, Column
 from tests.data.tokens.given import HELLO, HI, chats, tokenized
 
 TWO = [

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from automodel_lite.columns import IGNORE_INDEX
 from automodel_lite.config.schema import TokenizeConfig
 from automodel_lite.data.packing.packs import Packer, join_packs
 from automodel_lite.data.reading.files import FilesDataset
@@ -25,7 +26,7 @@ from automodel_lite.data.tokens.token_rows import (
 from automodel_lite.data.tokens.tokenize import Job, tokenize_documents
 from automodel_lite.parts.trees import cut_tree, grow_trees
 from automodel_lite.prefix_trees import find_nodes
-from automodel_lite.thd import IGNORE_INDEX, to_thd
+from automodel_lite.thd import to_thd
 from tests.attention.trees import labelled, random_rows
 from tests.data.templates import MARKED, QWEN3, byte_tokenizer
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from automodel_lite.data.prepare import check_positions
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.source import CausalLM
+from automodel_lite.training.decide import check_positions
 from tests.data.templates import LLAMA3, byte_tokenizer
 
 LONG = {
