@@ -110,6 +110,11 @@ def check_held_out(config: Config, data: PackSource) -> None:
                 f"callbacks.{name} waits for {metric}, which training.val_every_steps=0 computes "
                 "only at the end: set training.val_every_steps."
             )
+    if config.checkpoint.keep_best and not data.val_packs:
+        raise ConfigError(
+            f"checkpoint.keep_best={config.checkpoint.keep_best} compares validation losses, and "
+            "nothing is held out: set dataset.val_frac=0.05 or dataset.val_path, or keep_best=0."
+        )
     if config.evaluation and not locate(HAS_QUESTIONS)(data.documents):
         raise ConfigError(
             "evaluation asks held-out questions, and the data has none, as plain text, token ids "

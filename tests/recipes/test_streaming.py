@@ -68,6 +68,17 @@ def test_a_stream_needs_a_number_of_steps(tmp_path: Path) -> None:
         train("llama_packed", tmp_path / "run", *stream_of(tmp_path), "training.max_steps=null")
 
 
+@pytest.mark.parametrize(
+    "setting", ["strategy=best_fit", "strategy=wrapped", "max_packs=3", "repack_each_epoch=true"]
+)
+def test_packs_that_need_all_lengths_are_refused(setting: str, tmp_path: Path) -> None:
+    """They were exact_fill's, of all documents, without a word."""
+    with pytest.raises(
+        ConfigError, match=f"^packed_sequence.{setting} needs the lengths of all documents"
+    ):
+        train("llama_packed", tmp_path / "run", *stream_of(tmp_path), f"packed_sequence.{setting}")
+
+
 def test_labels_of_a_stream_are_not_scored(tmp_path: Path) -> None:
     teacher = ("loss=distill_topk", f"loss.teacher={tmp_path}")
     with pytest.raises(ConfigError, match="when a stream is not known: use dataset=files"):

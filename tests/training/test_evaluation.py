@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from automodel_lite.config.components import build
+from automodel_lite.errors import ConfigError
 from automodel_lite.parts.evaluation.exact_match import f1
 from automodel_lite.parts.evaluation.held_out import has_questions
 from tests.runs import Row, train
@@ -34,6 +35,14 @@ def test_data_without_questions_is_known_before_the_training(row: str, has: bool
     assert has_questions(build(node)) == has
     sources = {name: {"dataset": node, "weight": 0.5} for name in ("one", "two")}
     assert has_questions(build({"_target_": MIXTURE, "sources": sources})) == has
+
+
+def test_the_best_checkpoint_needs_held_out_data(tmp_path: Path):
+    row, _ = DATASETS["chat"]
+    (tmp_path / "a.jsonl").write_text(f"{row}\n" * 8)
+    data = ("~dataset.num_chats", "dataset=files", f"dataset.path={tmp_path / 'a.jsonl'}")
+    with pytest.raises(ConfigError, match=r"^checkpoint.keep_best=1 compares validation losses"):
+        train("smoke", tmp_path / "run", *data, "checkpoint.keep_best=1")
 
 
 ASKED = [

@@ -67,7 +67,7 @@ from automodel_lite.data.tokens.tokenize import (
     tokenize_sets,
 )
 from automodel_lite.data.tokens.tokenizer import padding_id
-from automodel_lite.errors import ConfigError, DataError, explained, printable
+from automodel_lite.errors import ConfigError, DataError, explained, format_value, printable
 from automodel_lite.models.flops import CostModel
 from automodel_lite.parallel.mesh import Mesh
 from automodel_lite.parts.datasets.stream_packing import STREAM_COUNTS, PackStream, Row
@@ -301,6 +301,7 @@ class StreamedPacks(PackSource):
     def prepare(
         cls, config: Config, documents: Any, packer: Packer, batches: BatchShape
     ) -> StreamedPacks:
+        _check_packing(packer)
         job = job_of(config, documents, packer.tree, packer.packed_sequence_size)
         if isinstance(documents, AdaptingDataset):
             documents, job, packer = documents.adapt(config, job, packer)
@@ -462,6 +463,24 @@ class StreamedPacks(PackSource):
                 continue
             yield ahead
             ahead = next(read, None)
+
+
+def _check_packing(packer: Packer) -> None:
+    """Raises ConfigError for settings of packs that are planned from the lengths of all
+    documents.
+    """
+    packed = {
+        "strategy": (packer.strategy, "exact_fill"),
+        "max_packs": (packer.max_packs, None),
+        "repack_each_epoch": (packer.repack_each_epoch, False),
+    }
+    for key, (asked, works) in packed.items():
+        if asked != works:
+            raise ConfigError(
+                f"packed_sequence.{key}={format_value(asked)} needs the lengths of all documents, "
+                "and a stream is packed by exact_fill while it is read: leave it out, or use "
+                "dataset=files."
+            )
 
 
 class WorkerError(FromWorkerError, DataError):
