@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from transformers import AutoConfig
+from transformers import AutoConfig, ProcessorMixin
 
 from automodel_lite.parts.images import tokens as of_tokens
 from automodel_lite.parts.images.sizes import SizeTable
@@ -19,6 +20,19 @@ from tests.images.test_exact import config_of_images, data_of
 def processor_of(family: str, folder: Path) -> ImageProcessor:
     write_model(family, folder)
     return ImageProcessor(str(folder), AutoConfig.from_pretrained(folder))
+
+
+@pytest.fixture(autouse=True)
+def as_before_transformers_5_23(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The settings of a processor have to be told which they may be."""
+    merge = ProcessorMixin._merge_kwargs
+
+    def older(self: Any, *kinds: Any, **given: Any) -> Any:
+        asks = sys._getframe(1).f_globals["__name__"]
+        assert kinds or not asks.startswith("automodel_lite."), asks
+        return merge(self, *kinds, **given)
+
+    monkeypatch.setattr(ProcessorMixin, "_merge_kwargs", older)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -54,11 +54,12 @@ def test_weights_kept_in_fp32_survive_a_bf16_export(tmp_path: Path):
     )
     weights = load_file(tmp_path / "hf/model.safetensors")
     kept = {name: value for name, value in weights.items() if value.dtype == torch.float32}
-    assert list(kept) == ["model.layers.1.mlp.gate.e_score_correction_bias"]
-    assert torch.equal(*kept.values(), bias)
-    assert (
-        AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="auto").dtype == torch.bfloat16
-    )
+    assert torch.equal(kept["model.layers.1.mlp.gate.e_score_correction_bias"], bias)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="auto")
+    assert loaded.dtype == torch.bfloat16
+    # transformers 5.24 keeps the router's weight, too
+    in_fp32 = {name for name, value in loaded.state_dict().items() if value.dtype == torch.float32}
+    assert kept.keys() == in_fp32
 
 
 def test_ranks_write_files_of_their_own_in_the_names_of_the_hub(tmp_path: Path):

@@ -115,7 +115,7 @@ class SizeTable:
     def _counting(self) -> Any:
         """The processor with its settings merged once: that is most of what a count takes."""
         counting = copy(self.own)
-        merged = counting._merge_kwargs()
+        merged = counting._merge_kwargs(counting.valid_processor_kwargs)
 
         def merge_kwargs(*given: Any, **options: Any) -> dict[str, Any]:
             return {name: copy(settings) for name, settings in merged.items()}
@@ -166,7 +166,7 @@ def resize_question(own: Any) -> Callable[[int, int], tuple[int, int] | None]:
     asked.__class__ = type("Asked", (kind, first), {})
     checking = copy(processor)
     checking.__class__ = type("Checking", (kind,), {"_preprocess_image_like_inputs": check})
-    how = own._merge_kwargs(tokenizer_init_kwargs={})["images_kwargs"]
+    how = own._merge_kwargs(own.valid_processor_kwargs, tokenizer_init_kwargs={})["images_kwargs"]
     how = {**how, "input_data_format": "channels_last"}
     ask: Callable[..., Any] = partial(asked, **how)
     try:

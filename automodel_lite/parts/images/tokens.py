@@ -160,7 +160,9 @@ class ImageProcessor:
     @cached_property
     def _settings(self) -> dict[str, Any]:
         """Settings of the image processor, which are the same for all images."""
-        merged = self.own._merge_kwargs(tokenizer_init_kwargs={}, return_tensors="pt")
+        merged = self.own._merge_kwargs(
+            self.own.valid_processor_kwargs, tokenizer_init_kwargs={}, return_tensors="pt"
+        )
         return merged["images_kwargs"]
 
     @cached_property
