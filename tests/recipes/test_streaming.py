@@ -68,6 +68,11 @@ def test_a_stream_needs_a_number_of_steps(tmp_path: Path) -> None:
         train("llama_packed", tmp_path / "run", *stream_of(tmp_path), "training.max_steps=null")
 
 
+def test_epochs_do_not_end_a_stream(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^training.num_epochs=1 does not end a stream"):
+        train("llama_packed", tmp_path / "run", *stream_of(tmp_path), "training.num_epochs=1")
+
+
 @pytest.mark.parametrize(
     "setting", ["strategy=best_fit", "strategy=wrapped", "max_packs=3", "repack_each_epoch=true"]
 )

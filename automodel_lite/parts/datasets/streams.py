@@ -346,7 +346,12 @@ class StreamedPacks(PackSource):
         return self.val_packs
 
     def plan(self, config: TrainingConfig) -> TrainingPlan:
-        """Raises ConfigError when max_steps is not set."""
+        """Raises ConfigError when max_steps is not set, and for epochs."""
+        if config.num_epochs is not None:
+            raise ConfigError(
+                f"training.num_epochs={config.num_epochs} does not end a stream, which begins "
+                "again when it ends: set training.num_epochs=null and training.max_steps."
+            )
         if config.max_steps is None:
             raise ConfigError(
                 "training.max_steps=null: the length of a stream is unknown, so set the number of "
