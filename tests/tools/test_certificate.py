@@ -12,8 +12,7 @@ from automodel_lite import extras
 from automodel_lite.errors import ConfigError
 from automodel_lite.extras.verify import LARGEST_PARAMETERS
 from recipes import export_hf, verify
-from tests.images.families import write_chats, write_model
-from tests.images.test_exact import config_of_images
+from tests.images.families import write_model
 from tests.ranks import run_ranks
 from tests.runs import config_of, quick_config, train, train_quick
 
@@ -87,14 +86,6 @@ def test_a_composite_is_compared_under_its_own_class(
     assert "qwen3_vl, the first 1 of 2 layers" in capsys.readouterr().out
     last = json.loads((run / "hf" / "certificate.json").read_text())["compared"][-1]
     assert last["passed"]
-
-
-@pytest.mark.system
-def test_images_are_refused(tmp_path: Path) -> None:
-    write_model("qwen3_vl", tmp_path)
-    write_chats(tmp_path, num=2)
-    with pytest.raises(ConfigError, match="verify compares text, and the data hold images"):
-        verify.main(config_of_images(tmp_path))
 
 
 def _verify_on_rank(rank: int, world_size: int, folder: Path, run: Path) -> int:
