@@ -107,8 +107,11 @@ def test_two_ranks_stop_early_together_and_are_profiled(tmp_path: Path):
         trace = json.loads(
             gzip.decompress((run / f"profile/rank_{rank:05d}.trace.json.gz").read_bytes())
         )
-        assert sum("Optimizer.step" in event.get("name", "") for event in trace["traceEvents"]) == 2
-        assert "aten::mm" in (run / f"profile/rank_{rank:05d}.txt").read_text()
+        names = [event.get("name", "") for event in trace["traceEvents"]]
+        assert sum("Optimizer.step" in name for name in names) == 2
+        assert "aten::mm" in names
+        # the longest operations, which are others on a busy machine
+        assert "Self CPU time total" in (run / f"profile/rank_{rank:05d}.txt").read_text()
 
 
 @pytest.mark.system
