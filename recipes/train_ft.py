@@ -42,7 +42,6 @@ from automodel_lite.tools.finish import check_exportable, finish
 from automodel_lite.training import resume, start, summary
 from automodel_lite.training.build import build_model
 from automodel_lite.training.counted_feed import CountedFeed
-from automodel_lite.training.decide import check_positions
 from automodel_lite.training.engine import TrainingEngine
 from automodel_lite.training.evaluation import check_held_out, validate
 from automodel_lite.training.guards import Guards
@@ -96,7 +95,6 @@ class TrainFinetuneRecipe:
         label_values.check_loss(self.data, parts.loss)
         self.plan = self.data.plan(config.training)
         resume.compare_data(guards, self.data, self.plan, parts)
-        check_positions(self.data, parts.model, parts.teacher)
         costs = cost_model(parts.model.config(self.data.tokenizer))
         report = None if self.console.is_silent else self.data.report(costs)
         decided = resume.agree_on_settings(guards, parts, self.data)
@@ -131,7 +129,7 @@ class TrainFinetuneRecipe:
             guards.checkpointer.rate(self.state.val_loss)
         self.open_feed()
         before: StepResult | None = None
-        unlogged: tuple[StepResult, int, dict[str, int]] | None = None
+        logs = True
         while self.feed.num_left and not (guards.boundary.stop_reason or self.metrics.end_reason):
             guards.watchdog.enter(f"in step {self.num_steps + 1}")
             self.meter.start(self.num_steps + 1)
@@ -152,17 +150,15 @@ class TrainFinetuneRecipe:
             # the device has finished the step before
             self.bar.add(1, f"loss {before.loss:.4f}" if before else "")
             before = result
-            unlogged = (result, ready.batches.epoch, ready.batches.left_out)
             if logs:
-                self.log(*unlogged)
-                unlogged = None
+                self.log(result, ready)
             if validates:
                 self.bar.note("validating")
                 self.validate()
             if saves:
                 self.save()
-        if unlogged:  # stopped or ended early: rates cover the steps since the row before
-            self.log(*unlogged)
+        if not logs:  # stopped or ended early: rates cover the steps since the row before
+            self.log(result, ready)
         return self.end()
 
     def step(self, ready: DeviceStep) -> StepResult:
@@ -203,12 +199,12 @@ class TrainFinetuneRecipe:
         is_last = self.num_steps == self.plan.max_steps
         return is_last or (every_steps > 0 and self.num_steps % every_steps == 0)
 
-    def log(self, result: StepResult, epoch: int, left_out: dict[str, int]) -> None:
+    def log(self, result: StepResult, ready: DeviceStep) -> None:
         """Logs a row to the screen, metrics.jsonl and the callbacks."""
-        row = self.meter.row(result, self.num_steps, epoch, self.plan.max_steps)
+        row = self.meter.row(result, self.num_steps, ready.batches.epoch, self.plan.max_steps)
         self.console.step(row)
         self.bar.note(f"loss {row.loss:.4f}")
-        more = left_out | self.guards.stragglers.take_row()
+        more = ready.batches.left_out | self.guards.stragglers.take_row()
         self.metrics.log_step(row.as_row() | more)
         self.page.update()
 

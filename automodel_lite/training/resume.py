@@ -32,7 +32,7 @@ from automodel_lite.telemetry.callbacks import MetricsLog, open_metrics
 from automodel_lite.telemetry.console import Console, quiet_libraries
 from automodel_lite.telemetry.metrics import STARTUP
 from automodel_lite.training import start
-from automodel_lite.training.decide import decide
+from automodel_lite.training.decide import check_positions, decide
 from automodel_lite.training.engine import TrainingEngine
 from automodel_lite.training.guards import Guards, TrainState
 from automodel_lite.training.plan import Decided, Parts
@@ -128,7 +128,10 @@ def _files(model: CausalLM) -> dict[str, str]:
 
 
 def agree_on_settings(guards: Guards, parts: Parts, data: PackSource) -> Decided:
-    """Decides what depends on the model and the device, and compares it between the ranks."""
+    """Decides what depends on the model and the device, and compares it between the ranks; raises
+    ConfigError for documents longer than a model's positions.
+    """
+    check_positions(data, parts.model, parts.teacher)
     shape = mesh_shape(guards.config.mesh, world_size())
     # its heaviest packs count in the memory of a step
     of_run = replace(parts, data=data)
