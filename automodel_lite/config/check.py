@@ -29,7 +29,7 @@ from automodel_lite.config.components import (
     target_problem,
     walk,
 )
-from automodel_lite.config.rules import RULES, OneOf
+from automodel_lite.config.rules import RULES, OneOf, Only
 from automodel_lite.config.schema import Config, Part
 from automodel_lite.config.signatures import arguments_of, missing_extra, options_of, with_options
 from automodel_lite.errors import ConfigError, format_value, meant, nearest
@@ -176,6 +176,8 @@ def _schema_problems(node: Mapping[str, Any], schema: type, prefix: str) -> Iter
                 yield f"{given}: {path} is a part with options, such as {path}.{option}=..."
         elif is_group:
             yield from _schema_problems(value, hints[key], f"{path}.")
+    defaults = {setting.name: setting.default for setting in fields(schema)}
+    yield from _idle_problems(node, prefix, hints, defaults)
 
 
 def _options(config: Mapping[str, Any]) -> Iterator[str]:
@@ -287,6 +289,23 @@ def _part_problems(key: str, part: dict[str, Any], allowed: Sequence[str]) -> It
                 yield problem
         elif not (isinstance(value, dict) and "_target_" in value):
             yield from value_problems(f"{key}.{name}", value, hint)
+    hints = {name: argument.hint for name, argument in arguments.items()}
+    defaults = {name: argument.default for name, argument in arguments.items()}
+    yield from _idle_problems(part, f"{key}.", hints, defaults)
+
+
+def _idle_problems(
+    group: Mapping[str, Any], prefix: str, hints: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> Iterator[str]:
+    """Yields the settings of a group that differ from their defaults, and that do nothing beside
+    the others.
+    """
+    for name, value in group.items():
+        for rule in getattr(hints.get(name), "__metadata__", ()):
+            if not isinstance(rule, Only) or value == defaults[name]:
+                continue
+            if problem := rule.problem_beside(group, prefix):
+                yield f"{prefix}{name}={format_value(value)} {problem}"
 
 
 def _unknown_argument(key: str, name: str, value: Any, options: Sequence[str]) -> str:

@@ -12,13 +12,19 @@ import argparse
 import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 from automodel_lite.config.components import locate
-from automodel_lite.errors import ConfigError, did_you_mean, did_you_mean_path, explained
+from automodel_lite.errors import (
+    ConfigError,
+    did_you_mean,
+    did_you_mean_path,
+    explained,
+    format_value,
+)
 
 MAX_PATH_BYTES = 4096  # of Linux
 MAX_PART_BYTES = 255
@@ -87,7 +93,37 @@ class Condition:
         return self.text
 
 
-RULES = (Range, OneOf, Condition)
+@dataclass(frozen=True)
+class Only:
+    """A setting that counts only where another `key` of its group has this value, or is set at all:
+    a scale of what there is none of.
+    """
+
+    key: str
+    value: Any = ...  # any that is not 0, empty, false or null
+
+    def problem(self, value: object) -> str | None:
+        """Any value is one by itself."""
+        return None
+
+    def problem_beside(self, group: Mapping[str, Any], prefix: str) -> str | None:
+        """Returns why a setting of the group `prefix` would do nothing; completes `key=value`."""
+        other = group.get(self.key)
+        if self.key not in group or (bool(other) if self.value is ... else other == self.value):
+            return None
+        return (
+            f"does nothing where {prefix}{self.key}={format_value(other)}: set {prefix}"
+            f"{self._needed()}, or leave it out."
+        )
+
+    def _needed(self) -> str:
+        return self.key if self.value is ... else f"{self.key}={format_value(self.value)}"
+
+    def __str__(self) -> str:
+        return f"only with {self._needed()}"
+
+
+RULES = (Range, OneOf, Condition, Only)
 
 
 def _condition(text: str, condition: Callable[[Any], bool]) -> Condition:

@@ -26,6 +26,7 @@ from automodel_lite.config.rules import (
     Count,
     Fraction,
     OneOf,
+    Only,
     PathStr,
     Positive,
     Range,
@@ -169,7 +170,8 @@ class CheckpointConfig:
     mode: Annotated[str, OneOf(("sync", "async"))] = "sync"
     keep_last: Positive = 2  # number of newest checkpoints to keep
     keep_best: Count = 0  # also keep this many with the lowest validation loss
-    keep_every: Count = 0  # also keep those at multiples of this many steps; 0 = none
+    # also keep those at multiples of this many steps; 0 = none
+    keep_every: Annotated[Count, Only("every_steps")] = 0
     accept_changes: bool = False  # continue although settings that affect the numbers have changed
     export_hf: bool = True  # export hf/, a folder that from_pretrained loads, at the end
 
@@ -180,7 +182,7 @@ class HubConfig:
 
     # repository to upload the exported model to; null = none
     push: Annotated[str, REPO_NAME] | None = None
-    private: bool = True  # if the repository is created
+    private: Annotated[bool, Only("push")] = True  # if the repository is created
 
 
 @dataclass
@@ -199,7 +201,7 @@ class SamplesConfig:
 
     # ["What is the capital of France?"]; ![](a.png) is an image; empty = no samples
     prompts: list[str] = field(default_factory=list)
-    max_new_tokens: Size = 48
+    max_new_tokens: Annotated[Size, Only("prompts")] = 48
 
 
 @dataclass

@@ -199,6 +199,11 @@ def _heads_beside(lm: nn.Module) -> list[nn.Module]:
     return [module for name, module in lm.named_children() if name == "mtp"]
 
 
+def has_experts(lm: nn.Module) -> bool:
+    """Returns whether the model computes experts by one of transformers' implementations."""
+    return any("Experts" in type(module).__name__ for module in lm.modules())
+
+
 def towers(lm: nn.Module) -> list[nn.Module]:
     """Returns what text does not meet in a composite: encoders of images and sound, projections.
     What other models have beside their layers is of text: ModernBERT's head before its output

@@ -203,6 +203,7 @@ class Loss(ABC):
     required         those of them that it cannot do without
     own_columns      those that the package does not know: their dtypes, and what stands for padding
     needs_logits     `inputs.head.rows` are logits of the model's own head, [R, V] at once
+    settings_of      setting -> the column without which it does nothing
     needs_documents  calls `inputs.per_document` or `inputs.per_row`
     separates_rows   calls `inputs.per_row`: rows of a tree share no label
     needs_teacher    asks for `inputs.teacher`
@@ -214,6 +215,7 @@ class Loss(ABC):
     required: ClassVar[frozenset[str]] = frozenset()
     own_columns: ClassVar[Mapping[str, Column]] = {}
     needs_logits: ClassVar[bool] = False
+    settings_of: ClassVar[Mapping[str, str]] = {}
     needs_documents: ClassVar[bool] = False
     separates_rows: ClassVar[bool] = False
     needs_teacher: ClassVar[bool] = False

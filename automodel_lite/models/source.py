@@ -31,13 +31,20 @@ from automodel_lite.config.rules import OneOf, PathStr, Range, check_folder
 from automodel_lite.errors import (
     ConfigError,
     did_you_mean,
+    format_value,
     is_lost_peer,
     is_out_of_memory,
     is_out_of_threads,
     listed,
     one_line,
 )
-from automodel_lite.models.layers import freeze_named, freeze_towers, local, output_head
+from automodel_lite.models.layers import (
+    freeze_named,
+    freeze_towers,
+    has_experts,
+    local,
+    output_head,
+)
 from automodel_lite.models.settings import (
     apply_settings,
     check_described,
@@ -102,6 +109,12 @@ class CausalLM:
             raise ConfigError(
                 "model.trust_remote_code=true runs code of the model's repository: pin the commit "
                 f"that you have reviewed, model.revision=<40 hex digits>, not {revision}."
+            )
+        if revision and (not pretrained or Path(pretrained).expanduser().is_dir()):
+            place = "is a folder" if pretrained else "is from scratch"
+            raise ConfigError(
+                f"model.revision={revision} is of a hub repository, and "
+                f"model.pretrained={format_value(pretrained)} {place}: leave it out."
             )
         self.overrides = dict(config or {})
         if pretrained and "model_type" in self.overrides:
@@ -342,6 +355,14 @@ class CausalLM:
         """
         weight = self.router_aux_loss
         return locate(FAMILIES["balance"])(lm, weight) if weight else None
+
+    def check_experts(self, lm: transformers.PreTrainedModel) -> None:
+        """Raises ConfigError where `experts` says how to compute what the model has none of."""
+        if self.experts != "auto" and not has_experts(lm):
+            raise ConfigError(
+                f"model.experts={self.experts}: {type(lm).__name__} has no experts that are "
+                "computed so: set model.experts=auto."
+            )
 
     def freeze_weights(self, lm: transformers.PreTrainedModel) -> None:
         """Freezes what is not trained, in place; adds to `notes` what `freeze` names."""

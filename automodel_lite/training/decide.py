@@ -31,6 +31,7 @@ from automodel_lite.training.plan import (
     Parts,
     as_teacher,
     check_parts,
+    naming_teacher,
     with_recomputation,
 )
 
@@ -55,7 +56,8 @@ def decide(
     decided = decide_layout(parts, parts.model.config(tokenizer), shape, device)
     if parts.teacher:
         second = as_teacher(parts, parts.teacher)
-        frozen = decide_layout(second, parts.teacher.config(tokenizer), shape, device)
+        with naming_teacher():
+            frozen = decide_layout(second, parts.teacher.config(tokenizer), shape, device)
         decided = replace(decided, of_teacher=frozen)
     if not trains:
         return decided
@@ -94,6 +96,7 @@ def decide_layout(
     parts, exchange = with_exchange(parts, config, kernel, dtype)
     described = describe_with(parts.model.overrides, partial(describe, config))
     parts.model.add_heads(described)
+    parts.model.check_experts(described)
     parts.model.balance(described)  # a model without routers is refused
     return Decided.of(
         parts,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from importlib.util import find_spec
@@ -21,7 +22,7 @@ from automodel_lite.config.components import build, locate, missing_package
 from automodel_lite.config.schema import AdvancedConfig, Config, MeshConfig, TrainingConfig
 from automodel_lite.data.packing.packs import Packer
 from automodel_lite.data.prepare import build_packer
-from automodel_lite.errors import ConfigError
+from automodel_lite.errors import ConfigError, format_value
 from automodel_lite.models.flops import ModelSize
 from automodel_lite.models.loss import FusedLinearCrossEntropy, Loss, checked_loss
 from automodel_lite.models.source import CausalLM
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 
 AUTO = "auto"
+OF_TRAINING = ("router_aux_loss", "mtp_loss", "freeze", "train_towers")
 RATE = "automodel_lite.parts.auto.learning_rate"
 
 
@@ -72,12 +74,15 @@ def build_parts(config: Config) -> Parts:
     loss = checked_loss(build(config.loss))
     teacher = None
     if config.teacher:
-        try:
+        with naming_teacher():
             teacher = build(config.teacher)
             teacher.resolve_model_config({})
-        except ConfigError as error:  # of a class that both models share, and that knows one name
-            named = re.sub(r"\bmodel\.(?=[a-z_.]+=)", "teacher.", str(error))
-            raise ConfigError(named) from error
+        for name in OF_TRAINING:
+            if value := getattr(teacher, name):
+                raise ConfigError(
+                    f"teacher.{name}={format_value(value)} is of a model that is trained, and the "
+                    "teacher is frozen: leave it out."
+                )
     if loss.needs_teacher != (teacher is not None):
         name = type(loss).__name__
         cure = (
@@ -110,6 +115,17 @@ def build_parts(config: Config) -> Parts:
         training=config.training,
         advanced=config.advanced,
     )
+
+
+@contextmanager
+def naming_teacher() -> Iterator[None]:
+    """Names the teacher in a ConfigError of a class that both models share, and that knows one
+    name.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(re.sub(r"\bmodel\.(?=[a-z_.]+=)", "teacher.", str(error))) from error
 
 
 def check_parts(parts: Parts, strategy: str, device: torch.device) -> None:

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Annotated
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from automodel_lite.config.rules import Count, Fraction
+from automodel_lite.config.rules import Count, Fraction, Only
+
+WarmupFrac = Annotated[Fraction, Only("warmup_steps", None)]
 
 
 def num_warmup(warmup_steps: int | None, warmup_frac: float, max_steps: int) -> int:
@@ -42,7 +45,7 @@ def cosine(
     optimizer: Optimizer,
     max_steps: int,
     warmup_steps: Count | None = None,  # steps of warm-up; null = warmup_frac of all
-    warmup_frac: Fraction = 0.03,  # fraction of the steps
+    warmup_frac: WarmupFrac = 0.03,  # fraction of the steps
     min_lr_frac: Fraction = 0.0,  # final learning rate / peak
 ) -> LambdaLR:
     """Half a cosine from the peak to min_lr_frac of it."""
@@ -59,9 +62,9 @@ def wsd(
     optimizer: Optimizer,
     max_steps: int,
     warmup_steps: Count | None = None,  # steps of warm-up; null = warmup_frac of all
-    warmup_frac: Fraction = 0.03,  # fraction of the steps
+    warmup_frac: WarmupFrac = 0.03,  # fraction of the steps
     decay_frac: Fraction = 0.1,  # fraction of the steps spent in the final decay
-    min_lr_frac: Fraction = 0.0,  # final learning rate / peak
+    min_lr_frac: Annotated[Fraction, Only("decay_frac")] = 0.0,  # final learning rate / peak
 ) -> LambdaLR:
     """Warm-up, stable, decay: the peak until the last `decay_frac` of the steps, then a straight
     line down.
@@ -81,7 +84,7 @@ def linear(
     optimizer: Optimizer,
     max_steps: int,
     warmup_steps: Count | None = None,  # steps of warm-up; null = warmup_frac of all
-    warmup_frac: Fraction = 0.03,  # fraction of the steps
+    warmup_frac: WarmupFrac = 0.03,  # fraction of the steps
     min_lr_frac: Fraction = 0.0,  # final learning rate / peak
 ) -> LambdaLR:
     """A straight line from the peak down to min_lr_frac of it."""

@@ -78,6 +78,19 @@ def try_settings(config: Config, parts: Parts) -> None:
         problems.append(
             f"hub.push={config.hub.push} uploads what checkpoint.export_hf=false does not write."
         )
+    if not config.checkpoint.export_hf:
+        off = [
+            f"logger.{name}.artifact=false"
+            for name, part in config.logger.items()
+            if part.get("artifact")
+        ]
+        if config.evaluation:
+            off.append("evaluation=none")
+        problems += [
+            f"{text.partition('=')[0]} takes the exported model, which checkpoint.export_hf=false "
+            f"does not write: set {text}."
+            for text in off
+        ]
     for attempt in (
         lambda: build_on_meta(parts.model),
         # a missing argument is named before the weights are read

@@ -10,6 +10,7 @@ from automodel_lite.config.schema import Config
 from automodel_lite.config.sizes import LEAST_STEPS
 from automodel_lite.data.feeding.source import PackSource, TrainingPlan
 from automodel_lite.data.packing.report import PackingReport
+from automodel_lite.models.layers import has_experts
 from automodel_lite.parallel.mesh import (
     Mesh,
     threads_of,
@@ -109,7 +110,7 @@ def model_text(built: BuiltModel) -> str:
         f"{lm.config.model_type} {decided.model.pretrained or 'from scratch'}: "
         f"{count(decided.size.parameters)} parameters, {dtype} compute, {held}, loss {built.loss}"
     )
-    if any("Experts" in type(module).__name__ for module in lm.modules()):
+    if has_experts(lm):
         text += f", experts {lm.config.get_text_config()._experts_implementation}"
     return text
 
@@ -134,9 +135,13 @@ def position_line(guards: Guards, max_steps: int) -> str:
     if step >= max_steps:
         return f"{folder}: {origin}"
     saved = min((step // save_every + 1) * save_every, max_steps) if save_every else max_steps
-    return (
+    line = (
         f"{folder}: {origin}, steps {step + 1} to {max_steps}, next checkpoint after step {saved}"
     )
+    profiled = guards.config.training.profile_steps
+    if profiled and not (profiled[0] <= max_steps and step < profiled[1]):
+        line += f"\nNOTE: training.profile_steps={profiled} are none of these steps"
+    return line
 
 
 def processes_text(decided: Decided) -> str:

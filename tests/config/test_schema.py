@@ -43,7 +43,7 @@ RUNTIME = {"max_steps", "cp_size", "run.first_step"}
 
 def counts_without_a_bound(hint: Any, rules: tuple[Any, ...] = ()) -> bool:
     """Whether a whole number may be as large as a machine word holds; seeds may."""
-    if hint == Seed:
+    if typing.get_args(hint)[:2] == typing.get_args(Seed):
         return False
     if typing.get_origin(hint) is typing.Annotated:
         return counts_without_a_bound(typing.get_args(hint)[0], typing.get_args(hint)[1:])

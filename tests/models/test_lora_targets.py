@@ -62,8 +62,12 @@ def test_targets(
     family: str, modules: list[str], parameters: list[str], experts: list[str]
 ) -> None:
     model = tiny_model(family)
-    default, more = (lora_targets(model, "all-linear", experts=asked) for asked in (False, True))
-    assert default == (modules, parameters)
+    assert lora_targets(model, "all-linear", experts=False) == (modules, parameters)
+    if not experts:
+        with pytest.raises(ConfigError, match=r"peft.experts=true: .* has no experts"):
+            lora_targets(model, "all-linear", experts=True)
+        return
+    more = lora_targets(model, "all-linear", experts=True)
     assert (more[0], sorted(more[1])) == (modules, sorted(parameters + experts))
 
 

@@ -77,7 +77,7 @@ def test_advantages_are_made_of_rewards(tree: str, kl: float, folder: str, tmp_p
     """Beside a reference, too, whose values are kept for the rows as the file has them."""
     rows = rewarded()
     chosen = [*settings(folder, tmp_path / "rows.jsonl", rows), f"packed_sequence.tree={tree}"]
-    chosen += [f"loss.kl={kl}", "loss.kl_kind=k1"]
+    chosen += [f"loss.kl={kl}", "loss.kl_kind=k1"] if kl else []
     quick = ("training.max_steps=1", "training.global_batch_size=64", "checkpoint.export_hf=false")
     (_, grad_norm), *_ = losses(train("policy", tmp_path / "run", *chosen, *quick, "name=x"))
     with TrainingClient("policy", *chosen, f"output_dir={tmp_path / 'client'}") as client:
@@ -178,3 +178,21 @@ def test_wrong_columns_of_a_file_get_a_sentence(folder: str, tmp_path: Path) -> 
     chosen = [*settings(folder, tmp_path / "bare.jsonl", bare), "name=x"]
     with pytest.raises(ConfigError, match="needs the per-token column advantages"):
         train_ft.main(config_of("policy", tmp_path / "run", *chosen))
+
+
+@pytest.mark.parametrize(
+    ("typed", "column"),
+    [
+        (["loss.clip_low=0.1"], "old_log_probs"),
+        (["loss=dro", "loss.beta=0.5"], "old_log_probs"),
+        (["loss.truncation=1.5"], "sampler_log_probs"),
+    ],
+)
+def test_a_setting_of_a_column_that_the_rows_lack(
+    typed: list[str], column: str, folder: str, tmp_path: Path
+) -> None:
+    chosen = settings(folder, tmp_path / "rows.jsonl", rewarded())
+    with pytest.raises(
+        ConfigError, match=f"{typed[-1]} does nothing, as the rows bring no {column}"
+    ):
+        train("policy", tmp_path / "run", *typed, *chosen, "name=x")

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import numpy as np
 
 from automodel_lite.config.components import locate
-from automodel_lite.config.rules import OneOf, PathStr, Positive, Range, Seed
+from automodel_lite.config.rules import OneOf, Only, PathStr, Positive, Range, Seed
 from automodel_lite.data.cache import build_once, cache_root
 from automodel_lite.data.reading.columns import Detected, NormalizedRows, OwnFormat, detect
 from automodel_lite.data.reading.documents import DocumentSet, Question
@@ -47,6 +47,7 @@ from automodel_lite.data.reading.readers import (
 from automodel_lite.errors import ConfigError, DataError, explained, printable
 
 NUM_SNIFFED_ROWS = 20
+TEXT_KINDS = frozenset({".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt"})
 READERS = "automodel_lite.parts.readers"  # of what is no plain file of text
 TextUnit = Annotated[str, OneOf(TEXT_UNITS)]
 ValPath = PathStr | Sequence[PathStr] | Mapping[str, PathStr | Sequence[PathStr]]
@@ -76,6 +77,20 @@ class ReadOptions:
             )
         object.__setattr__(self, "encoding", UTF_8 if name == "utf-8" else name)
 
+    def check_files(self, opened: Iterable[OpenedRows]) -> None:
+        """Raises ConfigError for an option that is for files of which none was opened."""
+        kinds = {kind_of(path) for one in opened for path in one.paths}
+        if self.text_unit != "file" and ".txt" not in kinds:
+            raise ConfigError(
+                f"dataset.text_unit={self.text_unit} is what a document is in a .txt file, and the "
+                "data have none: leave it out."
+            )
+        if self.encoding != UTF_8 and kinds.isdisjoint(TEXT_KINDS):
+            raise ConfigError(
+                f"dataset.encoding={self.encoding} is for text, JSON and CSV files, and the data "
+                "have none: leave it out."
+            )
+
 
 @dataclass
 class FilesDataset:
@@ -102,7 +117,7 @@ class FilesDataset:
     labels: Alignment | None = None
     encoding: str = "utf-8"  # of text, JSON and CSV files; cp1252 for what Excel and Windows write
     text_unit: TextUnit = "file"  # file | paragraph | line: what a document is in a .txt file
-    seed: Seed = 0  # for val_frac
+    seed: Annotated[Seed, Only("val_frac")] = 0  # for val_frac
 
     train: DocumentSet = field(init=False)
     val: dict[str, DocumentSet] = field(init=False)
@@ -120,6 +135,7 @@ class FilesDataset:
             )
         options = ReadOptions(self.encoding, self.text_unit)
         source, val_sources = self._open(options)
+        options.check_files([source, *val_sources.values()])
         columns = sniff_columns(placed(source.rows), f"{source.description}: the file")
         detected, labels = self._detect(columns, source.rows)
         self.val = {
@@ -170,6 +186,11 @@ class FilesDataset:
     def _detect(self, columns: Sequence[str], rows: RawRows) -> tuple[Detected, str]:
         """Finds the format, and, of token rows, how their labels stand, with words for it."""
         detected = detect(columns, self.format, self.columns)
+        if self.labels and not has_labels(detected, columns):
+            raise ConfigError(
+                f"dataset.labels={self.labels} tells how the labels of token ids stand, and the "
+                f"data are {detected.format.name} without any: leave it out."
+            )
         if detected.format.kind != "tokens":
             return detected, ""
         alignment = self.labels or find_alignment(
@@ -239,6 +260,12 @@ def sniff_columns(rows: Iterable[Placed], name: str) -> list[str]:
     return list(columns)
 
 
+def has_labels(detected: Detected, columns: Sequence[str]) -> bool:
+    """Returns whether rows of these columns are token ids that bring labels, or a mask of them."""
+    names = {detected.renames.get(name, name) for name in ("labels", "loss_mask")}
+    return detected.format.kind == "tokens" and not names.isdisjoint(columns)
+
+
 def groups_of(rows: Iterable[Placed], column: str) -> np.ndarray:
     """Returns int64 [N], equal for rows of one group; a row without one is a group of its own."""
     known: dict[Any, int] = {}
@@ -286,12 +313,17 @@ def open_rows(
         opened: RawRows
         opened, identity = locate(f"{READERS}.tables.open_hub")(paths[0], name, split, key)
         return OpenedRows(opened, f"{paths[0]}/{name}" if name else paths[0], identity)
+    if name:
+        raise ConfigError(
+            f"dataset.name={name} is the configuration of a hub dataset, and {paths[0]} is not on "
+            "the hub: leave it out."
+        )
     rows = []
     files = []
     for file in found:
         with explained(f"{file} cannot be read", kind=DataError):
             files += stamps(file)
-            rows.append(_open_file(file, split, options))
+            rows.append(_open_file(file, split, options, key))
     shown = (
         printable(found[0].name)
         if len(rows) == 1
@@ -312,13 +344,14 @@ def open_rows(
     return OpenedRows(whole, shown, identity, files, notes, found)
 
 
-def _open_file(path: Path, split: str, options: ReadOptions) -> RawRows:
+def _open_file(path: Path, split: str, options: ReadOptions, key: str) -> RawRows:
     name = printable(path.name)
     if path.is_dir():
         return locate(f"{READERS}.tables.open_saved")(path, name, split)
     if split != "train":
+        setting = key if key == "dataset.val_split" else "dataset.split"
         raise ConfigError(
-            f"dataset.split={split}: {name} has no splits: name its files in path or val_path."
+            f"{setting}={split}: {name} has no splits: name its files in path or val_path."
         )
     kind = kind_of(path)
     if kind not in KINDS:

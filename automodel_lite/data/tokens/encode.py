@@ -92,6 +92,12 @@ class ChatRenderer:
         self._train_on = train_on
         self._template_kwargs = {**tokenizer.special_tokens_map, **(template_kwargs or {})}
         plain = (tokenizer.get_chat_template(), tokenizer.get_chat_template(tools=[{}]))
+        for name in template_kwargs or ():
+            if not re.search(rf"\b{re.escape(name)}\b", "".join(plain)):
+                raise ConfigError(
+                    f"tokenize.template_kwargs: the chat template knows no {name}: leave it out, "
+                    "or set tokenizer.chat_template to one that does."
+                )
         # `{%- generation -%}` as a character that the rendering then holds, white space control
         # kept: a quarter faster than the tracker of transformers, which measures all the text so
         # far at each marker.

@@ -326,11 +326,32 @@ def job_of(
     """
     if config.loss:
         locate(config.loss["_target_"])  # which declares columns of its own
+    check_turns(config.tokenize, documents)
     tokenizer = build_with(config.tokenizer, documents=documents, cache_dir=config.cache_dir)
     pretrained = config.model.get("pretrained")
     if pretrained and config.tokenizer.get("path") != pretrained:
         check_vocabulary(pretrained, tokenizer)
     return Job(tokenizer, config.tokenize, tree, most_tokens)
+
+
+def check_turns(settings: TokenizeConfig, documents: Documents) -> None:
+    """Raises ConfigError for settings of turns where no document has any: all of a text is trained
+    on, and what the labels of token ids say.
+    """
+    datasets = documents.datasets.values() if isinstance(documents, RowDataset) else ()
+    kinds = {one.kind for one in datasets or [documents]}
+    if not kinds <= {"text", "tokens", "rows"}:
+        return
+    asked = []
+    if settings.train_on not in ("assistant", "all"):
+        asked.append(f"train_on={settings.train_on}")
+    if settings.template_kwargs:
+        asked.append(f"template_kwargs={settings.template_kwargs}")
+    if asked:
+        raise ConfigError(
+            f"tokenize.{asked[0]} is of chats and answers, and the data are plain text or token "
+            "ids: leave it out."
+        )
 
 
 FINDINGS = "findings.json"

@@ -34,7 +34,7 @@ from automodel_lite.errors import ConfigError, explained
 from automodel_lite.models.layers import local, output_head
 from automodel_lite.models.sharded import keep_part
 from automodel_lite.models.source import CausalLM
-from automodel_lite.parts.adapters.targets import has_tied_head, lora_targets
+from automodel_lite.parts.adapters.targets import has_tied_head, lora_targets, same_targets
 from automodel_lite.parts.model_files import check_model_files
 from automodel_lite.parts.whole_model import load_whole
 
@@ -206,13 +206,19 @@ class Lora:
         """Raises ConfigError for a setting that is not left as it was and that the continued
         adapter has another value of, which counts.
         """
-        own = {
+        own: dict[str, Any] = {
             "r": config.r,
             "alpha": config.lora_alpha,
             "dropout": config.lora_dropout,
             "use_dora": config.use_dora,
             "use_rslora": config.use_rslora,
+            "experts": bool(config.target_parameters),
+            "modules_to_save": None,
         }
+        targets = config.target_modules or ()
+        targets = [targets] if isinstance(targets, str) else sorted(targets)
+        if isinstance(self.target_modules, list) and not same_targets(self.target_modules, targets):
+            own["target_modules"] = targets
         for name, value in own.items():
             asked = getattr(self, name)
             if asked not in (value, getattr(Lora, name)):

@@ -34,6 +34,10 @@ def lora_targets(
     """
     names = {module: name for name, module in model.named_modules()}
     linear, fused = _candidates(model, names, experts)
+    if experts and not any(True for layer in decoder_layers(model) for _ in _mixtures(layer)):
+        raise ConfigError(
+            f"peft.experts=true: {type(model).__name__} has no experts: leave it out."
+        )
     if isinstance(wanted, list):
         ends = [model.get_input_embeddings(), output_head(model)]
         is_tied = has_tied_head(model)
@@ -80,6 +84,12 @@ def lora_targets(
 def has_tied_head(model: transformers.PreTrainedModel) -> bool:
     """Returns whether the embedding and the head are one weight."""
     return model.get_input_embeddings().weight is output_head(model).weight
+
+
+def same_targets(wanted: list[str], own: list[str]) -> bool:
+    """Returns whether names of target_modules mean the layers that an adapter names."""
+    pairs = [(name, end) for name in own for end in wanted if _ends(name, end)]
+    return {name for name, _ in pairs} == {*own} and {end for _, end in pairs} == {*wanted}
 
 
 def _ends(name: str, end: str) -> bool:

@@ -6,6 +6,7 @@ import math
 from typing import Annotated, Any
 
 from automodel_lite.config.rules import Positive, Range
+from automodel_lite.errors import did_you_mean
 from automodel_lite.telemetry.callbacks import Callback, Row, RunInfo, value_of
 
 
@@ -39,6 +40,10 @@ class EarlyStopping(Callback):
     def log(self, row: Row) -> None:
         value = value_of(row, self.metric)
         if value is None:
+            # rows of steps and of validations take turns
+            kind = "val_" if self.metric.startswith("val_") else "grad_norm"
+            if any(key.startswith(kind) for key in row):
+                raise ValueError(f"no row has metric={self.metric}{did_you_mean(self.metric, row)}")
             return
         is_good = value < self.best - self.min_delta  # NaN is not
         self.num_worse = 0 if is_good else self.num_worse + 1

@@ -107,6 +107,13 @@ class MemmapCorpus:
         named = (
             dict(self.val_path) if isinstance(self.val_path, Mapping) else {"val": self.val_path}
         )
+        files = [*paths, *filter(None, named.values())]
+        for key, value in {"dtype": self.dtype, "separator_id": self.separator_id}.items():
+            if value is not None and all(_index_path(path).is_file() for path in files):
+                raise ConfigError(
+                    f"dataset.{key}={value} is for files without .idx, and the data have theirs: "
+                    "leave it out."
+                )
         self.val_rows = {
             name: self._open(path, "dataset.val_path")
             for name, path in named.items()
@@ -149,7 +156,7 @@ class MemmapCorpus:
         if not file.is_file():
             cure = "dataset=memmap reads tokens; for text or chats set dataset=files"
             raise ConfigError(f"{key}={path}: there is no file {file}: {cure}.")
-        index = file.with_suffix(".idx")
+        index = _index_path(path)
         if index.is_file():
             return MemmapRows(file, *read_megatron_index(index))
         if self.dtype is None or self.separator_id is None:
@@ -245,6 +252,10 @@ def _map_tokens(path: Path, dtype: str) -> np.ndarray:
             f"{path.name}: {path.stat().st_size} bytes are not a whole number of {dtype} tokens."
         )
     return map_array(path, dtype)
+
+
+def _index_path(path: str) -> Path:
+    return _bin_path(path).with_suffix(".idx")
 
 
 def _bin_path(path: str) -> Path:

@@ -72,6 +72,11 @@ class Mixture:
             raise ConfigError(
                 f"dataset.sources.{other}.weight=null: give all datasets weights, or none."
             )
+        if stop != "first_exhausted" and not weighted:
+            raise ConfigError(
+                f"dataset.stop={stop} ends an epoch of weights, and the sources have none: give "
+                "each a weight, or leave it out."
+            )
         self.stop = stop
         self.seed = seed
         self.kind = "mixture"

@@ -186,6 +186,7 @@ class StreamingDataset:
         self.stream = self._open(
             options, [one for opened in val_sources.values() for one in opened.files]
         )
+        options.check_files([*val_sources.values(), *filter(None, [self.opened])])
         first = list(islice(self.stream.read(0, 1, 0), NUM_SNIFFED_ROWS))
         columns = sniff_columns(first, f"{self.stream.name}: the stream")
         self._detected = detect(columns, self.format, self.columns)
@@ -254,6 +255,13 @@ class StreamingDataset:
         if (self.path is None) == (self.generator is None):
             raise ConfigError("dataset.path and dataset.generator: set exactly one of them.")
         if self.generator is not None:
+            # the split is that of a validation set on the hub, too
+            if self.name or (self.split != "train" and self.val_path is None):
+                named = f"name={self.name}" if self.name else f"split={self.split}"
+                raise ConfigError(
+                    f"dataset.{named} is of a hub dataset, and dataset.generator={self.generator} "
+                    "yields its own rows: leave it out."
+                )
             return RawStream(
                 self.generator,
                 partial(read_generator, self.generator),
@@ -478,6 +486,7 @@ def _check_packing(packer: Packer) -> None:
         "strategy": (packer.strategy, "exact_fill"),
         "max_packs": (packer.max_packs, None),
         "repack_each_epoch": (packer.repack_each_epoch, False),
+        "balance": (packer.balance == "window" and "window", False),
     }
     for key, (asked, works) in packed.items():
         if asked != works:

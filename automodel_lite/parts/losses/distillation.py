@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from automodel_lite.config.rules import PathStr, Range, Size
+from automodel_lite.config.rules import Only, PathStr, Range, Size
 from automodel_lite.data.tokens.tokenizer import vocabulary_of
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.loss import Loss, LossInputs, LossOutput
@@ -63,7 +63,7 @@ class Distill(DistillationLoss):
     # KL from the teacher, to it, or between both
     kind: Literal["forward", "reverse", "jsd"] = "forward"
     # of jsd: the teacher's share of the mixture
-    beta: Annotated[float, Range(above=0, below=1)] = 0.5
+    beta: Annotated[float, Range(above=0, below=1), Only("kind", "jsd")] = 0.5
     temperature: Annotated[float, Range(0.01, 100)] = 1.0  # divides both models' logits
     cross_entropy: Frac = 0.0  # share of plain cross-entropy on the labels
 

@@ -24,7 +24,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import Field, dataclass, fields, is_dataclass
 from functools import partial
 from pathlib import Path
 from secrets import token_hex
@@ -79,6 +79,15 @@ def check_loss(data: PackSource, loss: Loss) -> None:
             if made - data.columns:
                 packs.rows.with_columns({})  # what is made belongs to the rows of one set
     check_columns(loss, {*data.columns, *made})
+    declared: tuple[Field, ...] = fields(loss) if is_dataclass(loss) else ()
+    for setting in declared:
+        column = loss.settings_of.get(setting.name)
+        value = getattr(loss, setting.name)
+        if column and value and value != setting.default and column not in data.columns:
+            raise ConfigError(
+                f"loss.{setting.name}={value} does nothing, as the rows bring no {column}: add "
+                "that column, or leave the setting out."
+            )
 
 
 def _check_whole(of_set: str, rows: DocumentReader) -> None:

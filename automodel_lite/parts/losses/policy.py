@@ -32,7 +32,7 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from automodel_lite.columns import IGNORE_INDEX, Column
-from automodel_lite.config.rules import Range
+from automodel_lite.config.rules import Only, Range
 from automodel_lite.models.loss import Loss, LossInputs, LossOutput, row_of_tokens
 from automodel_lite.thd import ThdBatch
 
@@ -73,13 +73,20 @@ class PolicyLoss(Loss):
     }
     columns = frozenset({"loss_weights", "reference_log_probs"})
     required = frozenset({"advantages"})
+    settings_of: ClassVar[Mapping[str, str]] = {
+        "truncation": "sampler_log_probs",
+        "advantage": "reward",
+        "clip_low": "old_log_probs",
+        "clip_high": "old_log_probs",
+        "beta": "old_log_probs",
+    }
     needs_documents = True
     separates_rows = True
 
     kl: Share = 0.0  # weight of the divergence from the reference
-    kl_kind: Kl = "k3"  # its estimate
+    kl_kind: Annotated[Kl, Only("kl")] = "k3"  # its estimate
     average: Average = "labels"  # over labels, rows, or rows of a constant length
-    constant_length: Length = 1024.0  # of average=constant
+    constant_length: Annotated[Length, Only("average", "constant")] = 1024.0  # of average=constant
     advantage: Advantage = "grpo"  # made of the columns reward and group
     truncation: Share = 2.0  # largest weight of a label whose sampler had other numbers; 0 = none
 

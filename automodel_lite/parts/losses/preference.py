@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from automodel_lite.columns import CHOSEN, REJECTED
-from automodel_lite.config.rules import Range
+from automodel_lite.config.rules import Only, Range
 from automodel_lite.models.loss import Loss, LossInputs, LossOutput
 from automodel_lite.thd import ThdBatch
 
@@ -126,7 +126,7 @@ class Dpo(PreferenceLoss):
     # weight of the distance from the start model
     beta: Annotated[float, Range(1e-6, 1_000_000)] = 0.1
     # probability that a pair is the wrong way round (sigmoid)
-    label_smoothing: Annotated[float, Range(0, 0.5)] = 0.0
+    label_smoothing: Annotated[float, Range(0, 0.5), Only("kind", "sigmoid")] = 0.0
     kind: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
     cross_entropy: Share = 0.0  # share of plain cross-entropy on the chosen answer
 

@@ -185,7 +185,7 @@ def test_nothing_there(tmp_path: Path) -> None:
 
 def test_files_have_no_splits(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "a.jsonl", ROWS)
-    with pytest.raises(ConfigError, match=r"dataset.split=test: .*a.jsonl has no splits"):
+    with pytest.raises(ConfigError, match=r"dataset.val_split=test: .*a.jsonl has no splits"):
         FilesDataset(path, val_split="test")
     datasets.DatasetDict(
         {name: datasets.Dataset.from_list(ROWS) for name in ("train", "test")}
