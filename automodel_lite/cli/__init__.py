@@ -1,5 +1,5 @@
-"""The command line: Hydra's flags and overrides, the commands of an installed package, launchers,
-sweeps, and the sentences that a process ends with.
+"""The command line: presets and overrides, the commands of an installed package, and the sentences
+that a process ends with.
 """
 
 from automodel_lite.cli.compose import compose_config

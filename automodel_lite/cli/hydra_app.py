@@ -81,7 +81,7 @@ def run_command_line(main: str, argv: Sequence[str]) -> int:
     # a rank that we launched gets the whole command line
     if line.nproc and not (line.is_question or line.is_multirun or LAUNCHED_BY_US in os.environ):
         with activity("importing torch"):
-            from automodel_lite.cli.launcher import launch  # imports torch
+            launch = locate(COMMANDS["launcher"])  # imports torch
         return launch(main, line.nproc, list(argv))
     sources = Sources.of(line.config_dir, line.config_path, recipe)
     if line.help:

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from automodel_lite.cli.launcher import _report_first_failure, launch, num_processes
 from automodel_lite.errors import ConfigError, RunStoppedError
+from automodel_lite.extras.cli.launcher import _report_first_failure, launch, num_processes
 from tests.forked import warm_python
 from tests.runs import QUICK, wait_for_rows, wait_until
 

@@ -103,7 +103,7 @@ def run_job(main: str, nproc: str, flags: Sequence[str], raw: DictConfig) -> flo
     """Runs one job, in a process that Hydra's launcher chose; returns the validation loss at its
     end, for sweepers that look for the best. `flags` are --config-name and the folders of presets.
     """
-    from automodel_lite.cli.launcher import launch  # imports torch
+    from automodel_lite.extras.cli.launcher import launch  # imports torch
 
     hide_secrets()
     hydra = HydraConfig.get()
