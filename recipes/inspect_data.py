@@ -31,9 +31,11 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from automodel_lite.columns import CHOSEN, REJECTED
+from automodel_lite.config.components import build
 from automodel_lite.config.schema import Config
+from automodel_lite.data.feeding.order import batch_shape
 from automodel_lite.data.packing.packs import PackedDataset
-from automodel_lite.data.prepare import PlannedPacks, build_packer, prepare_first_documents
+from automodel_lite.data.prepare import PlannedPacks, build_packer
 from automodel_lite.data.tokens.findings import mark_trained
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.extras.report import write_inspection
@@ -59,7 +61,7 @@ def main(config: Config, html: Path | None = None) -> int:
     """
     check_alone()
     config = resolve_auto(config)
-    data = prepare_first_documents(config, build_packer(config))
+    data = first_documents(config)
     packs = data.packs_of(0)
     report = data.report()
     RESULTS.update(data.counts, lengths=data.lengths(), packing=report and asdict(report))
@@ -89,6 +91,12 @@ def main(config: Config, html: Path | None = None) -> int:
     if not any(count.num_label_tokens for count in data.tokens.counts.values()) or not len(packs):
         raise DataError("nothing would be trained on: no pack has a label.")
     return 0
+
+
+def first_documents(config: Config) -> PlannedPacks:
+    """Returns the packs of a run's data; of a stream, its first documents as if they were all."""
+    shape = batch_shape(config.training, dp_size=1)
+    return PlannedPacks.prepare(config, build(config.dataset), build_packer(config), shape)
 
 
 def counts(data: PlannedPacks) -> Iterator[str]:

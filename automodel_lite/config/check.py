@@ -176,8 +176,8 @@ def _schema_problems(node: Mapping[str, Any], schema: type, prefix: str) -> Iter
                 yield f"{given}: {path} is a part with options, such as {path}.{option}=..."
         elif is_group:
             yield from _schema_problems(value, hints[key], f"{path}.")
-    defaults = {setting.name: setting.default for setting in fields(schema)}
-    yield from _idle_problems(node, prefix, hints, defaults)
+    declared = {setting.name: (hints[setting.name], setting.default) for setting in fields(schema)}
+    yield from _idle_problems(node, prefix, declared)
 
 
 def _options(config: Mapping[str, Any]) -> Iterator[str]:
@@ -289,22 +289,25 @@ def _part_problems(key: str, part: dict[str, Any], allowed: Sequence[str]) -> It
                 yield problem
         elif not (isinstance(value, dict) and "_target_" in value):
             yield from value_problems(f"{key}.{name}", value, hint)
-    hints = {name: argument.hint for name, argument in arguments.items()}
-    defaults = {name: argument.default for name, argument in arguments.items()}
-    yield from _idle_problems(part, f"{key}.", hints, defaults)
+    declared = {name: (argument.hint, argument.default) for name, argument in arguments.items()}
+    yield from _idle_problems(part, f"{key}.", declared)
 
 
 def _idle_problems(
-    group: Mapping[str, Any], prefix: str, hints: Mapping[str, Any], defaults: Mapping[str, Any]
+    group: Mapping[str, Any], prefix: str, declared: Mapping[str, tuple[Any, Any]]
 ) -> Iterator[str]:
     """Yields the settings of a group that differ from their defaults, and that do nothing beside
     the others.
+
+    declared  (hint, default) by name
     """
     for name, value in group.items():
-        for rule in getattr(hints.get(name), "__metadata__", ()):
-            if not isinstance(rule, Only) or value == defaults[name]:
-                continue
-            if problem := rule.problem_beside(group, prefix):
+        hint, default = declared.get(name, (None, value))
+        if value == default:
+            continue
+        for rule in getattr(hint, "__metadata__", ()):
+            problem = rule.problem_beside(group, prefix) if isinstance(rule, Only) else None
+            if problem:
                 yield f"{prefix}{name}={format_value(value)} {problem}"
 
 

@@ -32,10 +32,3 @@ def prepare_data(config: Config, batches: BatchShape, packer: Packer) -> PackSou
     if isinstance(documents, PackingDataset):
         return documents.packs(config, packer, batches)
     return PlannedPacks.prepare(config, documents, packer, batches)
-
-
-def prepare_first_documents(config: Config, packer: Packer) -> PlannedPacks:
-    """`prepare_data` for looking at it: of a stream, its first documents as if they were all."""
-    return PlannedPacks.prepare(
-        config, build(config.dataset), packer, batch_shape(config.training, dp_size=1)
-    )

@@ -36,11 +36,13 @@ class StepProfiler:
         self._say = say
         self._is_gpu = device.type == "cuda"
         self._profile: profile | None = None
+        self._has_begun = False
 
     def begin(self, step: int) -> None:
         """Starts at the first of the steps, or where a continued run comes into them."""
         if self._profile is not None or not self._first <= step <= self._last:
             return
+        self._has_begun = True
         self._path.parent.mkdir(exist_ok=True)
         if self._is_gpu:
             torch.cuda.memory._record_memory_history(max_entries=_MAX_ALLOCATIONS)
@@ -49,6 +51,9 @@ class StepProfiler:
 
     def end(self, step: int | None = None) -> None:
         """Writes the files when `step` was the last of them, or the training is over (None)."""
+        if step is None and not self._has_begun:
+            steps = f"training.profile_steps=[{self._first},{self._last}]"
+            self._say("profiled", f"nothing: this run trained none of {steps}")
         if self._profile is None or (step is not None and step < self._last):
             return
         if self._is_gpu:

@@ -14,7 +14,7 @@ Legend: R rows that carry a label, K values of each, T tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -127,13 +127,6 @@ class Engine:
             yield num_packs, places, values
         self.model.free_gathered()
         self.model.module.train(is_training)
-
-    def count_items(self, micro_batches: Iterable[ThdBatch], loss: Loss) -> float:
-        """Returns what the loss counts in whole streams of all ranks."""
-        items = loss.num_items
-        # the ranks of cp and tp read the same streams
-        own = torch.tensor(sum(map(items, micro_batches)), dtype=torch.float64)
-        return float(self.mesh.sum(own.to(self.mesh.device))) / self.mesh.shape.cp
 
     def total(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
         """Sums over the ranks, in one message."""

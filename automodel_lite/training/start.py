@@ -74,23 +74,15 @@ def try_settings(config: Config, parts: Parts) -> None:
     """
     problems = []
     strategy = "fsdp" if parts.mesh.strategy == "auto" else parts.mesh.strategy
-    if config.hub.push and not config.checkpoint.export_hf:
-        problems.append(
-            f"hub.push={config.hub.push} uploads what checkpoint.export_hf=false does not write."
-        )
-    if not config.checkpoint.export_hf:
-        off = [
-            f"logger.{name}.artifact=false"
-            for name, part in config.logger.items()
-            if part.get("artifact")
-        ]
-        if config.evaluation:
-            off.append("evaluation=none")
-        problems += [
-            f"{text.partition('=')[0]} takes the exported model, which checkpoint.export_hf=false "
-            f"does not write: set {text}."
-            for text in off
-        ]
+    takers = {"hub.push": config.hub.push, "evaluation": config.evaluation}
+    for name, part in config.logger.items():
+        takers[f"logger.{name}.artifact"] = part.get("artifact")
+    problems += [
+        f"{key} takes the exported model, which checkpoint.export_hf=false does not write: leave "
+        "one of both out."
+        for key, value in takers.items()
+        if value and not config.checkpoint.export_hf
+    ]
     for attempt in (
         lambda: build_on_meta(parts.model),
         # a missing argument is named before the weights are read

@@ -135,13 +135,9 @@ def position_line(guards: Guards, max_steps: int) -> str:
     if step >= max_steps:
         return f"{folder}: {origin}"
     saved = min((step // save_every + 1) * save_every, max_steps) if save_every else max_steps
-    line = (
+    return (
         f"{folder}: {origin}, steps {step + 1} to {max_steps}, next checkpoint after step {saved}"
     )
-    profiled = guards.config.training.profile_steps
-    if profiled and not (profiled[0] <= max_steps and step < profiled[1]):
-        line += f"\nNOTE: training.profile_steps={profiled} are none of these steps"
-    return line
 
 
 def processes_text(decided: Decided) -> str:

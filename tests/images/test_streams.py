@@ -18,6 +18,7 @@ from automodel_lite.models.flops import CostModel
 from automodel_lite.parallel.mesh import init_mesh
 from automodel_lite.parts.images import streams
 from automodel_lite.thd import to_thd
+from recipes.inspect_data import first_documents
 from tests.images.families import draw, write_chats, write_model
 from tests.images.test_exact import batches_of, config_of_images, data_of
 
@@ -120,10 +121,7 @@ def test_packs_of_a_stream_with_images_are_read_one_by_one(folder: Path) -> None
 
 
 def test_what_is_looked_at_is_a_data_set(folder: Path) -> None:
-    from automodel_lite.data.prepare import prepare_first_documents
-    from automodel_lite.training.plan import build_packer
-
     config = config_of_images(folder, "dataset=images_streaming")
-    data = prepare_first_documents(config, build_packer(config))
+    data = first_documents(config)
     assert isinstance(data.packs_of(0), PackedDataset)
     assert sum(batch.images.num_rows for batch in batches_of(data)) > 40

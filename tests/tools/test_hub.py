@@ -299,7 +299,8 @@ def test_a_hub_that_refuses_or_is_away_costs_a_warning(
     with pytest.raises(ConfigError, match=r"hub.push=capitals must be owner/name"):
         config_of("smoke", run, "hub.push=capitals")
     with pytest.raises(
-        ConfigError, match=r"hub.push=me/capitals uploads what checkpoint.export_hf=false does not"
+        ConfigError,
+        match=r"hub.push takes the exported model, which checkpoint.export_hf=false does not",
     ):
         train(
             "smoke", tmp_path / "other", *FEW, "hub.push=me/capitals", "checkpoint.export_hf=false"

@@ -79,17 +79,14 @@ class ReadOptions:
 
     def check_files(self, opened: Iterable[OpenedRows]) -> None:
         """Raises ConfigError for an option that is for files of which none was opened."""
-        kinds = {kind_of(path) for one in opened for path in one.paths}
-        if self.text_unit != "file" and ".txt" not in kinds:
-            raise ConfigError(
-                f"dataset.text_unit={self.text_unit} is what a document is in a .txt file, and the "
-                "data have none: leave it out."
-            )
-        if self.encoding != UTF_8 and kinds.isdisjoint(TEXT_KINDS):
-            raise ConfigError(
-                f"dataset.encoding={self.encoding} is for text, JSON and CSV files, and the data "
-                "have none: leave it out."
-            )
+        found = {kind_of(path) for one in opened for path in one.paths}
+        problem = ""
+        if self.text_unit != "file" and ".txt" not in found:
+            problem = f"text_unit={self.text_unit} is what a document is in a .txt file"
+        if self.encoding != UTF_8 and found.isdisjoint(TEXT_KINDS):
+            problem = f"encoding={self.encoding} is for text, JSON and CSV files"
+        if problem:
+            raise ConfigError(f"dataset.{problem}, and the data have none: leave it out.")
 
 
 @dataclass

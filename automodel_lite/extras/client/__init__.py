@@ -75,6 +75,7 @@ from automodel_lite.run.lock import RunLock
 from automodel_lite.run.weight_files import stored_dtypes
 from automodel_lite.seed import seed_all
 from automodel_lite.telemetry.console import Console, quiet_libraries
+from automodel_lite.thd import ThdBatch
 from automodel_lite.training import start
 from automodel_lite.training.build import build_model
 from automodel_lite.training.decide import decide
@@ -196,10 +197,10 @@ class TrainingClient:
         packed = self._pack(_as_groups(groups), loss)
         recording = _Recording(loss)
         whole = list(self.engine.micro_batches(packed.packs, loss))
-        num_items = self.engine.count_items(whole, loss)
+        num_items = self._count_items(whole, loss)
         if loss_model.balance is not None:
             # it counts labels, and is divided by the items with the loss
-            num_labels = self.engine.count_items(whole, CrossEntropy())
+            num_labels = self._count_items(whole, CrossEntropy())
             if num_labels:
                 own = num_items / num_labels
                 before = loss_model.items_per_label
@@ -470,6 +471,13 @@ class TrainingClient:
         is_compiled = self.built.compiled.partition(":")[0] != "off"
         grain = 0 if is_compiled else GRAIN_TOKENS * shape.cp
         return pack_rows(rows, loss, self._packer, shape.dp * size, grain)
+
+    def _count_items(self, micro_batches: Iterable[ThdBatch], loss: Loss) -> float:
+        """Returns what the loss counts in whole streams of all ranks."""
+        mesh = self.engine.mesh
+        # the ranks of cp and tp read the same streams
+        own = torch.tensor(sum(map(loss.num_items, micro_batches)), dtype=torch.float64)
+        return float(mesh.sum(own.to(mesh.device))) / mesh.shape.cp
 
     def _of_rows(self, packed: PackedRows, found: list[tuple[Tensor, Tensor]]) -> list[np.ndarray]:
         """Brings (places, values) of all ranks to the rows."""

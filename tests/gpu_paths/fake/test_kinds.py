@@ -12,7 +12,6 @@ import pytest
 
 from automodel_lite import TrainingClient
 from automodel_lite.extras.client.rows import PackedRows
-from automodel_lite.training.engine import Engine
 from tests.gpu_paths.fake.jobs import COMPILED, EAGER, ON_FAKE_GPU, only_on_gpu, rows_of, train
 
 pytestmark = only_on_gpu
@@ -169,7 +168,7 @@ def test_the_training_client(peft: str, tmp_path: Path, monkeypatch: pytest.Monk
         assert all(values.is_cuda for pair in found for values in pair)
         return packed.of_rows(np.zeros(packed.num_tokens, np.float32))
 
-    count = Engine.count_items
+    count = TrainingClient._count_items
 
     def count_items(self: Any, *arguments: Any) -> float:
         """Counts, and stands for the number, which is read from the device."""
@@ -178,7 +177,7 @@ def test_the_training_client(peft: str, tmp_path: Path, monkeypatch: pytest.Monk
 
     if ON_FAKE_GPU:
         monkeypatch.setattr(TrainingClient, "_of_rows", of_rows)
-        monkeypatch.setattr(Engine, "count_items", count_items)
+        monkeypatch.setattr(TrainingClient, "_count_items", count_items)
     with TrainingClient("policy", *where, *options) as client:
         for number in range(1, 3):
             out = client.forward_backward(groups)
