@@ -16,16 +16,21 @@ from automodel_lite.run.watchdog import Watchdog
 from tests.ranks import run_ranks
 
 
-def wait_for_rank_1(rank: int, world_size: int, folder: Path) -> None:
-    """Rank 1 comes only when both ranks have written their records; `run_ranks` has let them meet once."""
+def wait_for_rank_1(rank: int, world_size: int, folder: Path) -> list[str]:
+    """Rank 1 comes only when both ranks have written their records, and returns what these say then; `run_ranks` has let
+    them meet once.
+    """
     dist.all_reduce(torch.ones(3))
     watchdog = Watchdog(folder, rank, after_s=0.2)
     watchdog.start("token")
     deadline = time.monotonic() + 60
-    while rank == 1 and len(waiting_ranks(folder)) < 1 and time.monotonic() < deadline:
+    found: list[str] = []
+    while rank == 1 and not found and time.monotonic() < deadline:
         time.sleep(0.1)
+        found = waiting_ranks(folder)
     dist.all_reduce(torch.ones(3, 4))
     watchdog.stop()
+    return found
 
 
 def waiting_ranks(folder: Path) -> list[str]:
@@ -35,8 +40,7 @@ def waiting_ranks(folder: Path) -> list[str]:
 
 
 def test_the_rank_that_others_wait_for_is_named(tmp_path: Path) -> None:
-    run_ranks(wait_for_rank_1, 2, tmp_path)
-    assert hangs_of(tmp_path / "logs") == [
+    assert run_ranks(wait_for_rank_1, 2, tmp_path)[1] == [
         "rank 1 did not come to all_reduce of float [3, 4], number 3 of gloo group 0 (default_pg), "
         "where rank 0 waited."
     ]
