@@ -179,13 +179,20 @@ class JoinedRows(ConcatenatedRows, DocumentReader):
         self.lengths = self.row_lengths = np.concatenate([corpus.lengths for corpus in corpora])
 
 
-def write_memmap(path: Path, documents: Iterable[Sequence[int]], dtype: str = "int32") -> None:
-    """Writes Megatron's `<path>.bin` and `<path>.idx`; raises DataError for a token that `dtype`
-    cannot hold.
+def write_memmap(
+    path: str | Path, documents: Iterable[Sequence[int]], dtype: str = "int32"
+) -> None:
+    """Writes Megatron's `<path>.bin` and `<path>.idx`; raises ConfigError for a `dtype` that is
+    none of Megatron's, and DataError for a token that it cannot hold.
     """
+    codes = {name: code for code, name in MEGATRON_DTYPES.items()}
+    dtype = np.dtype(dtype).name
+    if dtype not in codes:
+        raise ConfigError(f"dtype={dtype} must be one of {', '.join(codes)}.")
+    target = _bin_path(str(path))
     most = np.iinfo(dtype).max
     lengths = []
-    with path.with_suffix(".bin").open("wb") as file:
+    with target.open("wb") as file:
         for number, document in enumerate(documents):
             tokens = np.asarray(document, np.int64)
             if len(tokens) and not 0 <= tokens.min() <= tokens.max() <= most:
@@ -194,11 +201,10 @@ def write_memmap(path: Path, documents: Iterable[Sequence[int]], dtype: str = "i
                 )
             file.write(tokens.astype(dtype).tobytes())
             lengths.append(len(tokens))
-    code = next(code for code, name in MEGATRON_DTYPES.items() if name == dtype)
-    header = struct.pack("<9sQBQQ", MEGATRON_MAGIC, 1, code, len(lengths), len(lengths) + 1)
+    header = struct.pack("<9sQBQQ", MEGATRON_MAGIC, 1, codes[dtype], len(lengths), len(lengths) + 1)
     pointers = (np.cumsum(lengths) - lengths) * np.dtype(dtype).itemsize
     arrays = np.array(lengths, np.int32), pointers.astype(np.int64), np.arange(len(lengths) + 1)
-    path.with_suffix(".idx").write_bytes(header + b"".join(array.tobytes() for array in arrays))
+    target.with_suffix(".idx").write_bytes(header + b"".join(array.tobytes() for array in arrays))
 
 
 def read_megatron_index(path: Path) -> tuple[str, np.ndarray]:

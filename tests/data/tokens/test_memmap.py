@@ -104,6 +104,13 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
         DataError, match="document 0 holds the token 70000; uint16 holds up to 65535"
     ):
         write_memmap(tmp_path / "b", [[70000]], "uint16")
+    with pytest.raises(ConfigError, match="dtype=uint32 must be one of uint8, int8, int16, int32"):
+        write_memmap(tmp_path / "c", [[1]], "uint32")
+
+
+def test_a_corpus_is_written_where_it_is_read(tmp_path: Path) -> None:
+    write_memmap(str(tmp_path / "corpus.v1"), DOCUMENTS, np.uint16)  # type: ignore[arg-type]
+    assert as_lists(MemmapCorpus(str(tmp_path / "corpus.v1")).rows) == EXPECTED
 
 
 def test_a_corpus_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
