@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 from automodel_lite.cli import compose_config
 from automodel_lite.config.check import check_config
 from recipes import train_ft
 from tests.runs import config_of, rows_of, train
+
+PAGE = Path(__file__).resolve().parents[2] / "docs/settings.md"
 
 
 def test_a_handful_of_documents_is_learned_by_heart(tmp_path: Path) -> None:
@@ -40,12 +43,13 @@ def test_a_handful_of_documents_is_learned_by_heart(tmp_path: Path) -> None:
 def test_experiments_live_in_a_folder(tmp_path: Path) -> None:
     folder = tmp_path / "my_conf" / "experiment"
     folder.mkdir(parents=True)
-    (folder / "hot.yaml").write_text("# @package _global_\noptimizer:\n  lr: 0.5\n")
+    (shown,) = re.findall(r"```yaml\n([^`]*@package.*?)```", PAGE.read_text(), re.DOTALL)
+    (folder / "hot.yaml").write_text(shown)
     (folder / "whole.yaml").write_text(
         "# @package _global_\ndefaults:\n  - /smoke\n  - _self_\nname: whole\n"
     )
     conf = str(folder.parent)
     added = check_config(compose_config("smoke", ["+experiment=hot"], config_dir=conf))
-    assert (added.name, added.optimizer["lr"]) == ("smoke", 0.5)
+    assert (added.name, added.optimizer["lr"]) == ("smoke", 1e-3)
     whole = check_config(compose_config("experiment/whole", [], config_dir=conf))
     assert (whole.name, whole.optimizer["lr"]) == ("whole", 0.003)
