@@ -58,12 +58,9 @@ def main(config: Config, html: Path | None = None) -> int:
     on.
     """
     check_alone()
-    try:
-        config = resolve_auto(config)
-        data = prepare_first_documents(config, build_packer(config))
-        packs = data.packs_of(0)
-    except DataError as error:
-        raise DataError(f"nothing would be trained on: {error}") from error
+    config = resolve_auto(config)
+    data = prepare_first_documents(config, build_packer(config))
+    packs = data.packs_of(0)
     report = data.report()
     RESULTS.update(data.counts, lengths=data.lengths(), packing=report and asdict(report))
     in_color = sys.stdout.isatty() and "NO_COLOR" not in os.environ and html is None

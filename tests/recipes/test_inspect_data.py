@@ -112,9 +112,8 @@ def test_inspecting_is_an_error_when_nothing_would_be_trained_on(
         "packed_sequence.overlong=drop",
         preset="llama_packed",
     )
-    with pytest.raises(DataError, match=r"^nothing would be trained on: ") as error:
+    with pytest.raises(DataError, match=re.escape(sentence)):
         inspect_data.main(config)
-    assert sentence in str(error.value)
 
 
 def test_a_tree_is_drawn_row_by_row() -> None:
