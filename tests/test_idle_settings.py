@@ -29,7 +29,6 @@ BESIDE_OTHERS = {
     "loss=distill loss.beta=0.3": "loss.kind=forward: set loss.kind=jsd",
     "checkpoint.every_steps=0 checkpoint.keep_every=3": "checkpoint.every_steps=0: set checkpoint.every_steps",
     "samples.max_new_tokens=4": "samples.prompts=[]: set samples.prompts",
-    "hub.private=false": "hub.push=null: set hub.push",
     "dataset=files ~dataset.num_chats dataset.path=x dataset.seed=4": "dataset.val_frac=0.0: set dataset.val_frac",
 }
 
