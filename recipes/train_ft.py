@@ -137,9 +137,7 @@ class TrainFinetuneRecipe:
             self.meter.lap("data")
             seed_all(config.seed, self.num_steps, self.mesh.token_rank)
             result = self.step(ready)
-            self.state.num_steps += 1
-            self.state.cursor = ready.batches.after
-            self.state.val_loss = None
+            self.state.advance(ready.batches.after)
             logs = self.num_steps == 1 or self.is_due(config.training.log_every_steps)
             validates = self.is_due(config.training.val_every_steps)
             saves = self.is_due(config.checkpoint.every_steps)

@@ -35,7 +35,7 @@ INTERPRETER = "INTERPRETER_OF_TESTS"  # in the environment: the path of that int
 ORDER = ["--dist", "loadfile", "--no-loadscope-reorder", "--max-worker-restart", "3"]
 MAX_FILES = 200
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2]
-CLIENT = """#!{python} -IS
+CLIENT = """#!{link} -IS
 import json, os, select, signal, socket, sys
 if "-I" in sys.argv:  # a small program that imports next to nothing
     os.execv({python!r}, [{python!r}, *sys.argv[1:]])
@@ -123,7 +123,9 @@ def serve_programs(name: str) -> None:
         ]  # runpy warns of one that is there, and may have what a test has set
     folder = Path(name)
     command = [sys.executable, "-I", "-c", "import sys; print(*sys.path, sep='\\n')"]
-    own_path = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    own_path = subprocess.run(
+        command, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
     with _listener(folder, SIGNALS) as listener:
         os.write(1, b"ready\n")
         os.dup2(2, 1)
@@ -142,7 +144,9 @@ def _listener(folder: Path, signals: list[signal.Signals]) -> Iterator[socket.so
         listener.bind(str(folder / "socket"))
         listener.listen()
         python = folder / "python"
-        given = {"python": sys.executable, "address": listener.getsockname()}
+        link = folder / "interpreter"  # a script cannot name one whose path has a space
+        link.symlink_to(sys.executable)
+        given = {"link": link, "python": sys.executable, "address": listener.getsockname()}
         python.write_text(CLIENT.format(**given, signals=[int(number) for number in signals]))
         python.chmod(0o700)
         yield listener

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -90,7 +91,7 @@ def test_the_oldest_python_is_the_same_everywhere() -> None:
 def test_an_older_python_is_told_before_anything_is_installed(tmp_path: Path) -> None:
     older = tmp_path / "python3.10"
     older.write_text(
-        f"#!/bin/sh\nexec {sys.executable} -c 'import sys; sys.version_info = (3, 10, 4); '\"$2\"\n"
+        f"#!/bin/sh\nexec {shlex.quote(sys.executable)} -c 'import sys; sys.version_info = (3, 10, 4); '\"$2\"\n"
     )
     older.chmod(0o755)
     command = ["make", f"VENV={tmp_path}/venv", f"PYTHON={older}"]

@@ -113,30 +113,7 @@ class Loader(ConfigLoaderImpl):
             yaml.reader.ReaderError,
             OSError,
         ) as error:
-            text = " ".join(str(error if str(error) else error.__cause__).split())
-            if found := _NOT_THERE.search(text):
-                text = f"~{found[1]}: no file sets it, so there is nothing to remove."
-            if (found := _NO_OPTION.search(text)) and found[1] in self.known:
-                text = option_problem(f"{found[1]}={found[2]}", self.known, False) or text
-            if found := _MERGED.search(text):
-                text = (
-                    f"{found[1]} must be of the kind that the key has: a group of keys, "
-                    "{name: value}, or a list, [value]."
-                )
-            if "codec can't decode" in text:
-                text = f"{config_name}.yaml, or a file that it is based on, is not UTF-8."
-            if "loaded object type" in text:
-                text = f"{config_name}.yaml, or a file that it is based on, holds no keys."
-            if found := _NO_PRESET.search(text):
-                text = f"{found[1]}.yaml: defaults: {found[2]}: no such preset"
-                text += did_you_mean(found[2], presets_of(self.sources))
-            elif _NO_DEFAULTS.search(text):
-                text = (
-                    f"{config_name}.yaml: defaults: must be a list of other presets and options, "
-                    "such as [finetune, override peft: lora, _self_], and other keys stand below "
-                    "it."
-                )
-            raise ConfigError(text.partition(" Config search path:")[0]) from None
+            raise ConfigError(self._sentence(error, config_name)) from None
         except yaml.MarkedYAMLError as error:
             mark = error.problem_mark
             place = f"{mark.name}:{mark.line + 1}" if mark else "a file"
@@ -155,6 +132,33 @@ class Loader(ConfigLoaderImpl):
         with open_dict(raw):
             raw.update(with_options(plain))
         return raw
+
+    def _sentence(self, error: Exception, config_name: str | None) -> str:
+        """What Hydra refuses, in words of presets and options."""
+        text = " ".join(str(error if str(error) else error.__cause__).split())
+        if found := _NOT_THERE.search(text):
+            text = f"~{found[1]}: no file sets it, so there is nothing to remove."
+        if (found := _NO_OPTION.search(text)) and found[1] in self.known:
+            text = option_problem(f"{found[1]}={found[2]}", self.known, False) or text
+        if found := _MERGED.search(text):
+            text = (
+                f"{found[1]} must be of the kind that the key has: a group of keys, "
+                "{name: value}, or a list, [value]."
+            )
+        if "codec can't decode" in text:
+            text = f"{config_name}.yaml, or a file that it is based on, is not UTF-8."
+        if "loaded object type" in text:
+            text = f"{config_name}.yaml, or a file that it is based on, holds no keys."
+        if found := _NO_PRESET.search(text):
+            text = f"{found[1]}.yaml: defaults: {found[2]}: no such preset"
+            text += did_you_mean(found[2], presets_of(self.sources))
+        elif _NO_DEFAULTS.search(text):
+            text = (
+                f"{config_name}.yaml: defaults: must be a list of other presets and options, "
+                "such as [finetune, override peft: lora, _self_], and other keys stand below "
+                "it."
+            )
+        return text.partition(" Config search path:")[0]
 
     def _remove_keys(self, raw: DictConfig) -> None:
         """Takes out what files list under `remove`, but for what is typed."""

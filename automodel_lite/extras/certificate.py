@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shlex
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -41,7 +42,9 @@ def check_export(run: Path) -> None:
     """Raises ConfigError where a run has no exported folder, or is none."""
     existing_run(run, "--card ")
     if not (run / "hf" / "config.json").is_file():
-        raise ConfigError(f"--card {run}: it has no hf/: automodel-lite export {run}.")
+        raise ConfigError(
+            f"--card {run}: it has no hf/: automodel-lite export {shlex.quote(str(run))}."
+        )
 
 
 def write_certificate(run: Path, checks: Sequence[Check], sample: Sample) -> dict[str, Any]:

@@ -84,7 +84,7 @@ def dry_run(config: Config) -> int:
     ]
     for topic, text in lines:
         console.say(topic, text)
-    estimate = estimate_memory(made, adapter)
+    estimate = estimate_memory(made, adapter, num_trained if made.model.freeze else None)
     RESULTS.update(
         data.counts,
         parameters=made.size.parameters,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -93,7 +94,7 @@ def push(run: Path, folder: Path, repo: str, is_private: bool) -> str:
     if not sys.stderr.isatty():
         disable_progress_bars()
         logging.getLogger("huggingface_hub._upload_pipeline").setLevel(logging.INFO)
-    cure = f"automodel-lite export {run} --push {repo}"
+    cure = f"automodel-lite export {shlex.quote(str(run))} --push {repo}"
     try:
         api = HfApi()
         address = api.create_repo(repo, private=is_private, exist_ok=True)

@@ -51,11 +51,14 @@ class CostModel:
         return full - self.window_frac * beyond * (beyond + 1) / 2
 
 
-def cost_model(model_config: PretrainedConfig, size: ModelSize | None = None) -> CostModel:
+def cost_model(
+    model_config: PretrainedConfig, size: ModelSize | None = None, num_ahead: int = 0
+) -> CostModel:
     """FLOPs of a token and of a visible pair; mixture-of-experts layers count the experts that a
     token visits.
 
-    size  of a model that is counted already
+    size       of a model that is counted already
+    num_ahead  heads that predict further tokens: each attends like the costliest layer
     A layer without attention reads its state once and writes it twice (decay, update) for every
     token: 3 products forward, 6 backward. Kernels that work in chunks do other products, of the
     same order.
@@ -71,9 +74,9 @@ def cost_model(model_config: PretrainedConfig, size: ModelSize | None = None) ->
     narrow = [
         (layer.window, cost) for layer, cost in zip(layers, per_layer) if layer.window is not None
     ]
-    per_pair = sum(per_layer)
+    per_pair = sum(per_layer) + num_ahead * max(per_layer, default=0.0)
     return CostModel(
-        per_token=6.0 * (size.layer_weights + size.head_weights)
+        per_token=6.0 * (size.layer_weights + (1 + num_ahead) * size.head_weights)
         + 18.0 * sum(layer.state for layer in layers),
         per_pair=per_pair,
         window=min((window for window, _ in narrow), default=None),
@@ -112,6 +115,21 @@ class StepFlops:
             self.per_token * num_tokens
             + self.per_label_token * num_label_tokens
             + self.attention.per_pair * num_pairs
+        )
+
+    def with_teacher(self, teacher: StepFlops) -> StepFlops:
+        """Returns the costs with a teacher's forward pass, a third of what training it costs; its
+        windows count as the student's.
+        """
+        attention = replace(
+            self.attention,
+            per_token=self.attention.per_token + teacher.attention.per_token / 3,
+            per_pair=self.attention.per_pair + teacher.attention.per_pair / 3,
+        )
+        return StepFlops(
+            self.per_token + teacher.per_token / 3,
+            self.per_label_token + teacher.per_label_token / 3,
+            attention,
         )
 
     def without_frozen(self, lm: transformers.PreTrainedModel) -> StepFlops:
@@ -167,14 +185,18 @@ def size_of(lm: transformers.PreTrainedModel) -> ModelSize:
 
 
 def step_flops(
-    config: PretrainedConfig, size: ModelSize, num_adapter_weights: int | None
+    config: PretrainedConfig, size: ModelSize, num_adapter_weights: int | None, num_ahead: int = 0
 ) -> StepFlops:
-    """Returns the costs of a step. num_adapter_weights: trained weights beside a frozen model; None
-    when the model itself is trained.
+    """Returns the costs of a step.
+
+    num_adapter_weights  trained weights beside a frozen model; None when the model itself is
+                         trained
+    num_ahead            heads that predict further tokens; labels of each meet the output head
     """
     products = 6.0 if num_adapter_weights is None else 4.0
     per_token = products * size.layer_weights + 6.0 * (num_adapter_weights or 0)
-    return StepFlops(per_token, products * size.head_weights, cost_model(config, size))
+    per_label_token = products * size.head_weights * (1 + num_ahead)
+    return StepFlops(per_token, per_label_token, cost_model(config, size, num_ahead))
 
 
 def _visited_weights(layer: nn.Module, text: PretrainedConfig) -> float:

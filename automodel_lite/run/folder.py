@@ -175,11 +175,10 @@ class RunFolder:
         if state != "finished":
             return []
         script = Path(sys.executable).with_name("automodel-lite")
-        ours = (
-            _program_name(script)
-            if script.exists()
-            else f"{_program_name(Path(sys.executable))} -m automodel_lite"
-        )
+        words = [_program_name(script)]
+        if not script.exists():
+            words = [_program_name(Path(sys.executable)), "-m", "automodel_lite"]
+        ours = shlex.join(words)
         run = shlex.quote(self.display_path)
         fresh = [
             name

@@ -4,6 +4,7 @@ card, upload.
 
 from __future__ import annotations
 
+import shlex
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -134,7 +135,8 @@ def _export(run: Guards, built: BuiltModel, data: PackSource) -> Path:
         folder = run.folder.path
         cure = f"make room in {folder}, and run the same command again to continue from there."
         if run.checkpointer.holds(step):
-            cure = f"automodel-lite export {folder} exports it, and so does the same command again."
+            export = f"automodel-lite export {shlex.quote(str(folder))}"
+            cure = f"{export} exports it, and so does the same command again."
         reason = one_line(error)
         raise RunStoppedError(
             f"the export failed ({reason}): {run.newest_text()[:-1]}; {cure}"

@@ -109,23 +109,26 @@ def build_model(
             attention = rows_reason(decided, lm)
         loss = check_model(decided.mesh.cp_exchange, model, mesh)
         STARTUP.lap("probe")
-    of_teacher = 0  # bytes on each device
+    of_teacher: StepFlops | None = None
+    teacher_bytes = 0  # on each device
     if decided.of_teacher:
         locate(CHECK_VOCABULARY)(decided.of_teacher, tokenizer)
         teacher = build_model(decided.of_teacher, tokenizer, mesh, trains=False)
         model.loss_model.set_teacher(teacher.model.loss_model)
+        of_teacher = teacher.flops
         if not decided.mesh.cpu_offload:
-            of_teacher = sum(local(p).nbytes for p in teacher.model.parameters())
+            teacher_bytes = sum(local(p).nbytes for p in teacher.model.parameters())
     compiled = compile_model(decided, model, mesh) if trains else "off"
     STARTUP.lap("compile")
-    trained = sum(p.numel() for p in lm.parameters() if p.requires_grad) if adapter else None
+    num_trained = sum(p.numel() for p in lm.parameters() if p.requires_grad)
+    trained = num_trained if adapter else None
     model = replace(model, reduces_every=decided.advanced.reduce_every_micro_batch is True)
-    memory = estimate_memory(decided, trained)
-    memory = replace(memory, weights=memory.weights + of_teacher)
-    flops = step_flops(decided.config, decided.size, trained)
+    memory = estimate_memory(decided, trained, num_trained if decided.model.freeze else None)
+    memory = replace(memory, weights=memory.weights + teacher_bytes)
+    heads = model.loss_model.heads
+    flops = step_flops(decided.config, decided.size, trained, heads.depth if heads else 0)
     flops = flops.without_frozen(lm) if decided.model.freeze else flops
-    if heads := model.loss_model.heads:  # labels of each meet the output head, too
-        flops = replace(flops, per_label_token=flops.per_label_token * (1 + heads.depth))
+    flops = flops.with_teacher(of_teacher) if of_teacher else flops
     return BuiltModel(model, decided, flops, memory, loss, compiled, attention, adapter)
 
 

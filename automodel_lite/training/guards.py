@@ -66,6 +66,12 @@ class TrainState:
     # digests of model files and validation sets
     sources: dict[str, str] = field(default_factory=dict)
 
+    def advance(self, cursor: Cursor) -> None:
+        """Counts a finished step; `cursor` is where the data go on after it."""
+        self.num_steps += 1
+        self.cursor = cursor
+        self.val_loss = None
+
     def to_json(self, data: PackSource, mesh: Mesh, extra: dict[str, Any]) -> dict[str, Any]:
         """The content of state.json; every rank calls it. `extra` is what the callbacks keep."""
         return {

@@ -64,8 +64,14 @@ class MemoryEstimate:
         return f"about {gib(self.total)} per rank: {parts}"
 
 
-def estimate_memory(decided: Decided, adapter: int | None) -> MemoryEstimate:
-    """Adds up the table. adapter: trained weights beside a frozen model, None without."""
+def estimate_memory(
+    decided: Decided, adapter: int | None, num_trained: int | None = None
+) -> MemoryEstimate:
+    """Adds up the table.
+
+    adapter      trained weights beside a frozen model, None without
+    num_trained  what `model.freeze` leaves, which are masters all the same; None = everything
+    """
     shape = decided.shape
     size = decided.size
     is_fsdp = decided.strategy == "fsdp"
@@ -86,12 +92,13 @@ def estimate_memory(decided: Decided, adapter: int | None) -> MemoryEstimate:
     in_layers = size.parameters - size.embedding - size.towers - size.all_experts
     spared = (compute - _NF4) * in_layers * decided.is_quantized
     on_gpu = 0.0 if decided.mesh.cpu_offload else 1.0
-    gradients = master * trained / shards * on_gpu
+    learning = trained if num_trained is None else num_trained + copied
+    gradients = master * learning / shards * on_gpu
     accumulates = batch_shape(decided.training, shape.dp).micro_steps > 1
     reduces_at_end = decided.advanced.reduce_every_micro_batch is not True and shape.tp == 1
     # FSDP leaves gradients whole until the last micro-batch, unless they are reduced after each
     if is_fsdp and accumulates and reduces_at_end:
-        gradients = _FP32 * (trained - copied)
+        gradients = _FP32 * (learning - copied)
     # DDP's buckets stay beside the gradients that are not reduced yet
     elif decided.strategy == "ddp":
         gradients *= 1 + accumulates
@@ -103,7 +110,7 @@ def estimate_memory(decided: Decided, adapter: int | None) -> MemoryEstimate:
     return MemoryEstimate(
         weights=(master * trained + compute * frozen - spared) / shards * on_gpu,
         gradients=gradients,
-        optimizer=optimizer_bytes(decided.optimizer, master) * trained / shards * on_gpu,
+        optimizer=optimizer_bytes(decided.optimizer, master) * learning / shards * on_gpu,
         working_copy=_working_copy(decided, master, trains_all=adapter is None),
         activations=_activations(decided, compute if is_fsdp else max(compute, master)),
         logits=decided.loss.logits_bytes(loss),

@@ -50,6 +50,17 @@ def test_lora_counts_no_gradient_of_frozen_weights():
     assert flops.per_token < 0.9 * full.per_token
 
 
+def test_a_teacher_costs_its_forward_pass():
+    config, wide = llama(2), llama(4)
+    flops = step_flops(config, model_size(config), None)
+    with_teacher = flops.with_teacher(step_flops(wide, model_size(wide), None))
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        LlamaForCausalLM(wide)(torch.arange(TOKENS)[None], use_cache=False)
+    more = with_teacher.of(TOKENS, TOKENS, TOKENS * TOKENS) - flops.of(TOKENS, TOKENS, TOKENS**2)
+    assert more == pytest.approx(counter.get_total_flops(), rel=1e-6)
+    assert with_teacher.attention.per_token > flops.attention.per_token
+
+
 def test_pairs_are_those_inside_of_documents():
     config = llama(2)
     flops = step_flops(config, model_size(config), None)

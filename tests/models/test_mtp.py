@@ -22,6 +22,7 @@ from automodel_lite.attention.interface import install
 from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.columns import IGNORE_INDEX
 from automodel_lite.errors import ConfigError
+from automodel_lite.models.flops import model_size, step_flops
 from automodel_lite.models.loss import FusedLinearCrossEntropy, Loss
 from automodel_lite.models.loss_model import LossModel
 from automodel_lite.parallel.context_parallel import cp_shard
@@ -457,6 +458,13 @@ def test_an_export_has_the_heads(kind: str, ranks: int, tmp_path: Path) -> None:
     more = 6 * of_layer * on_step["num_tokens"]
     more += 6 * before["lm_head.weight"].numel() * on_step["num_label_tokens"]
     work = [row["tflops_per_s"] * row["step_s"] * 1e12 for row in (off_step, on_step)]
+    # what the layers alone leave of the work is their attention
+    config = AutoConfig.from_pretrained(source)
+    size = model_size(config)
+    alone = step_flops(config, size, None)
+    labels = off_step["num_label_tokens"]
+    num_pairs = (work[0] - alone.of(off_step["num_tokens"], labels, 0)) / alone.attention.per_pair
+    more += num_pairs * 12 * config.num_attention_heads * config.head_dim
     assert work[1] - work[0] == pytest.approx(more, rel=1e-6)
     kept = {n for n in of_heads if torch.equal(on[n], before[n])}
     assert kept <= {"model.layers.2.mlp.gate.e_score_correction_bias"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -160,6 +161,12 @@ def test_only_an_export_of_the_newest_checkpoint_is_offered(
     assert generate.endswith('generate runs/a "..."')
     folder.write_facts([], kind="text")
     assert folder.next_commands("finished")[1].endswith('generate runs/a "..." --raw')
+    program = tmp_path / "my work" / "automodel-lite"
+    program.parent.mkdir()
+    program.touch()
+    monkeypatch.setattr(sys, "executable", str(program.with_name("python")))
+    generate = folder.next_commands("finished")[1]
+    assert shlex.split(generate) == [str(program), "generate", "runs/a", "...", "--raw"]
 
 
 TYPED = {

@@ -1,5 +1,6 @@
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -155,8 +156,10 @@ def test_what_is_noted_and_what_to_do_next(tmp_path: Path):
     assert warnings_of(record) == ["NOTE: the data are few"]
     folder = RunFolder(tmp_path / "a")
     export, generate = folder.next_commands("finished")
-    assert "automodel-lite export" in export
-    assert generate.endswith(f'automodel-lite generate {tmp_path}/a "..."')
+    program, *words = shlex.split(generate)
+    assert program.endswith("automodel-lite")
+    assert words == ["generate", f"{tmp_path}/a", "..."]
+    assert shlex.split(export)[:3] == [program, "export", f"{tmp_path}/a"]
     assert folder.next_commands("preempted") == []
     folder.write_facts([])
     assert folder.next_commands("preempted")[0].endswith("   # starts again")

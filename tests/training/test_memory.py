@@ -113,6 +113,12 @@ def test_a_frozen_model_in_4_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert quantized.working_copy == 2 * size.largest_layer
 
 
+def test_frozen_masters_have_no_gradients_and_moments():
+    plan = plan_of(config_with())
+    whole, half = (estimate_memory(plan, None, count) for count in (None, 1000))
+    assert half == replace(whole, gradients=4 * 1000, optimizer=8 * 1000)
+
+
 def test_shards_that_wait_in_fp8_take_a_byte_per_weight():
     plain, rounded = (
         plan_of(config_with(fp8=recipe), 1, 2, 1) for recipe in ("none", "tensorwise")

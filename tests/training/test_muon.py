@@ -8,9 +8,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from automodel_lite.parts.optimizers.muon import hidden_matrices, muon, newton_schulz, orthogonal
+from benchmarks.tiny_models import tiny_config
 from tests.ranks import run_ranks
 
 
@@ -104,3 +105,25 @@ def test_embeddings_heads_and_vectors_are_not_muons() -> None:
     named = {id(p): name for name, p in model.named_parameters()}
     found = {named[id(p)].split(".")[-2] for p in hidden_matrices(model)}
     assert found == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+
+
+@pytest.mark.parametrize(
+    ("family", "apart"),
+    [
+        ("gpt_oss", {"experts.gate_up_proj_bias", "experts.down_proj_bias"}),
+        ("mamba", {"mixer.A_log"}),
+        ("cohere", {"q_norm.weight", "k_norm.weight"}),
+    ],
+)
+def test_biases_and_norms_of_several_rows_are_no_matrices(family: str, apart: set[str]) -> None:
+    """They neither decay nor are made orthogonal."""
+    config = tiny_config(family)
+    config.use_qk_norm = True  # of cohere
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    optimizer = muon(model, lr=1e-3)
+    kept = [p for g in optimizer.param_groups if not g["weight_decay"] for p in g["params"]]
+    assert {".".join(names[p].split(".")[-2:]) for p in kept if p.ndim > 1} == apart
+    assert not {*kept} & {*hidden_matrices(model)}
+    assert {*model.parameters()} == {p for g in optimizer.param_groups for p in g["params"]}

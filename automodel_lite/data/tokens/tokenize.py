@@ -181,14 +181,9 @@ class DocumentTokenizer:
                     num_split += len(of_document) > len(parts) + ("chosen" in document)
                     special, names = self._renderer.remarks(document, of_document)
                     specials += [f"{place}: {special}"] if special else []
-                # rows of one document share a group; those of a given pack are of any sources
-                group = ALONE if is_given or len(of_document) == 1 else number
-                named_group = document.get("group")
-                if named_group is not None and "chosen" in document:
+                if "chosen" in document and document.get("group") is not None:
                     names.append("group")  # compared with each other, and with no third
-                elif named_group is not None:  # far beyond the numbers of documents
-                    group = int(short_hash(str(named_group)), 16) % 2**61 + 2**61
-                groups += [group] * len(of_document)
+                groups += [_group_of(document, number, len(of_document))] * len(of_document)
                 for name in names:
                     unused.setdefault(name, place)
         counts = RowCounts(
@@ -269,6 +264,18 @@ def _with_row(document: Document, number: int, group: object) -> Document:
         if (value := known.get(column.of_row)) is not None:
             added[name] = np.where(is_label, value, column.padding).astype(column.stored)
     return document | added
+
+
+def _group_of(document: Document, number: int, num_rows: int) -> int:
+    """Whose rows are those of document `number`: a group that it names, or its own where they are
+    several. Rows of a given pack are of any sources.
+    """
+    named = document.get("group")
+    if named is not None and "chosen" not in document:
+        # far beyond the numbers of documents
+        return int(short_hash(str(named)), 16) % 2**61 + 2**61
+    is_given = "input_ids" in document.get("documents", [document])[0]
+    return ALONE if is_given or num_rows == 1 else number
 
 
 def _given_tokens(document: Document, train_on: str, vocab_size: int) -> Document:

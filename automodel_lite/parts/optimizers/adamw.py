@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -40,6 +41,9 @@ BLOCK = 256  # values of an 8-bit moment that share one scale
 LEAST_BLOCK = 32
 # of a parameter; smaller ones keep fp32 moments, as in torchao and bitsandbytes
 LEAST_VALUES = 4096
+
+_NORM = re.compile("(Layer|RMS)Norm")
+_ELEMENTWISE = re.compile(r".*bias|A_log|D|scale")
 
 
 def adamw(
@@ -79,22 +83,37 @@ class LocalAdamW(torch.optim.AdamW):
 def param_groups(
     model: nn.Module, weight_decay: float, left_out: Iterable[nn.Parameter] = ()
 ) -> list[dict[str, Any]]:
-    """Two groups: matrices decay, vectors (norms, biases, sinks) do not. Frozen parameters are left
-    out.
+    """Two groups: `matrices` decay, the rest (norms, biases, sinks) does not. Frozen parameters are
+    left out.
 
     Raises ValueError when nothing is trainable.
     """
     trainable = [p for p in model.parameters() if p.requires_grad]
     if not trainable:
         raise ValueError("no parameter of the model is trainable.")
-    others = set(left_out)
-    decay = [p for p in trainable if p.ndim >= 2 and p not in others]
-    keep = [p for p in trainable if p.ndim < 2]
+    decaying = set(matrices(model))
+    decayed = decaying.difference(left_out)
+    decay = [p for p in trainable if p in decayed]
+    keep = [p for p in trainable if p not in decaying]
     groups = [
         {"params": decay, "weight_decay": weight_decay},
         {"params": keep, "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
+
+
+def matrices(model: nn.Module) -> list[nn.Parameter]:
+    """Trained weights of products and embeddings: of two dimensions and more, but not what is a
+    bias, a norm or a scale of each head, expert or channel.
+    """
+    found: dict[nn.Parameter, None] = {}
+    for module in model.modules():
+        is_norm = _NORM.search(type(module).__name__)
+        for name, parameter in module.named_parameters(recurse=False):
+            is_product = parameter.ndim >= 2 and not is_norm and not _ELEMENTWISE.fullmatch(name)
+            if parameter.requires_grad and is_product:
+                found[parameter] = None
+    return list(found)
 
 
 # -------------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from automodel_lite.parts.optimizers.adamw import (
     LearningRate,
     Rate,
     SmallAdamW,
+    matrices,
     param_groups,
 )
 
@@ -46,10 +47,10 @@ def muon(
     One rate for both: Muon's is scaled by 0.2 * sqrt(the longer side), by which its updates are as
     large as AdamW's (Liu et al., 2025, arXiv:2502.16982).
     """
-    matrices = hidden_matrices(model)
-    groups = param_groups(model, weight_decay, left_out=matrices)
-    if matrices:
-        groups = [{"params": matrices, "weight_decay": weight_decay, "momentum": momentum}, *groups]
+    hidden = hidden_matrices(model)
+    groups = param_groups(model, weight_decay, left_out=hidden)
+    if hidden:
+        groups = [{"params": hidden, "weight_decay": weight_decay, "momentum": momentum}, *groups]
     return Muon(
         groups,
         {"lr": lr, "betas": tuple(map(float, betas)), "eps": eps},
@@ -69,7 +70,7 @@ def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
             and (head := module.get_output_embeddings()) is not None
         ):
             ends.update(head.parameters())
-    return [p for p in model.parameters() if p.requires_grad and p.ndim == 2 and p not in ends]
+    return [p for p in matrices(model) if p.ndim == 2 and p not in ends]
 
 
 class Muon(SmallAdamW):
