@@ -11,6 +11,7 @@ import pytest
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from automodel_lite.config.rules import Only
+from automodel_lite.data.packing.packs import Packer
 from automodel_lite.errors import ConfigError
 from automodel_lite.parts.adapters.targets import lora_targets, same_targets
 from automodel_lite.parts.callbacks.early_stopping import EarlyStopping
@@ -29,7 +30,6 @@ BESIDE_OTHERS = {
     "loss=distill loss.beta=0.3": "loss.kind=forward: set loss.kind=jsd",
     "checkpoint.every_steps=0 checkpoint.keep_every=3": "checkpoint.every_steps=0: set checkpoint.every_steps",
     "samples.max_new_tokens=4": "samples.prompts=[]: set samples.prompts",
-    "hub.private=false": "hub.push=null: set hub.push",
     "dataset=files ~dataset.num_chats dataset.path=x dataset.seed=4": "dataset.val_frac=0.0: set dataset.val_frac",
 }
 
@@ -171,6 +171,13 @@ def test_settings_of_models(tmp_path: Path) -> None:
 )
 def test_targets_of_a_continued_adapter(wanted: list[str], own: list[str], is_same: bool) -> None:
     assert same_targets(wanted, own) == is_same
+
+
+@pytest.mark.parametrize("strategy", ["next_fit", "none"])
+def test_packs_in_the_order_of_the_documents_are_not_made_again(strategy: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^packed_sequence.repack_each_epoch.*={strategy} "):
+        Packer(64, strategy, repack_each_epoch=True)
+    Packer(64, strategy, repack_each_epoch=True, max_packs=3)  # another sample in each epoch
 
 
 def test_what_needs_the_export_needs_it_written(tmp_path: Path) -> None:

@@ -182,7 +182,7 @@ class HubConfig:
 
     # repository to upload the exported model to; null = none
     push: Annotated[str, REPO_NAME] | None = None
-    private: Annotated[bool, Only("push")] = True  # if the repository is created
+    private: bool = True  # if the repository is created
 
 
 @dataclass

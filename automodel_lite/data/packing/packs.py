@@ -97,6 +97,12 @@ class Packer:
                 f"packed_sequence.tree=all: packed_sequence.strategy={strategy} {why} trees: use "
                 "strategy=exact_fill."
             )
+        if repack_each_epoch and max_packs is None and self.strategy in ("next_fit", "none"):
+            raise ConfigError(
+                f"packed_sequence.repack_each_epoch=true: packed_sequence.strategy={strategy} "
+                "takes the documents in their order, in each epoch: use exact_fill, best_fit or "
+                "wrapped, or leave it out."
+            )
         self.tree = "off" if self.cuts_documents or self.is_ragged else tree
         self.balance = balance
         self.slot_multiple = slot_multiple_of(packed_sequence_size, slot_multiple, cp_size)
