@@ -61,7 +61,9 @@ def evaluate_sets(config: Config) -> int:
     print_losses(parts, data, mesh, console)
     if config.evaluation and rank() == 0:
         generator = load_generator(
-            str(parts.model.pretrained), parts.model.source["trust_remote_code"]
+            str(parts.model.pretrained),
+            parts.model.source["trust_remote_code"],
+            template_kwargs=config.tokenize.template_kwargs,
         )
         text, scores = build(config.evaluation).ask(generator, questions_of(data.documents))
         RESULTS.update(scores)

@@ -25,6 +25,7 @@ from automodel_lite.launched import check_alone
 from automodel_lite.progress import Progress, activity
 from automodel_lite.run.checkpoint_folder import exported_folder
 from automodel_lite.run.durable import rename, sync
+from automodel_lite.run.folder import saved_config
 
 if TYPE_CHECKING:
     from automodel_lite.data.reading.documents import Question
@@ -55,13 +56,21 @@ def main(argv: list[str] | None = None) -> int:
         from automodel_lite.telemetry.console import quiet_libraries
 
         quiet_libraries()
-        generator = load_generator(folder, args.trust_remote_code)
+        variables = template_kwargs_of(Path(args.model).expanduser() / "config.yaml")
+        generator = load_generator(folder, args.trust_remote_code, template_kwargs=variables)
     set_seed(args.seed)
     if args.prompts:
         answer_file(generator, args)
     else:
         chat(generator, args)
     return 0
+
+
+def template_kwargs_of(path: Path) -> dict[str, Any]:
+    """Returns the variables that a run gave to the chat template; none without its config.yaml."""
+    if not path.is_file():
+        return {}
+    return saved_config(path).get("tokenize", {}).get("template_kwargs", {})
 
 
 def parser() -> argparse.ArgumentParser:

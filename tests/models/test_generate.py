@@ -9,8 +9,12 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from automodel_lite.config.schema import TokenizeConfig
+from automodel_lite.data.tokens.tokenize import Job
 from automodel_lite.parts.evaluation.generator import Generator, load_generator
+from automodel_lite.parts.evaluation.samples import text_prompt
 from automodel_lite.run.ending import ending_of
+from recipes.generate import template_kwargs_of
 from tests.data.templates import MARKED, byte_tokenizer
 
 CHATS = [
@@ -46,6 +50,33 @@ def test_a_batch_is_answered_as_each_prompt_alone(family: str) -> None:
     generator.model.generation_config.update(num_beams=2, num_return_sequences=2)
     assert generator.answers(CHATS, max_new_tokens=8) == alone
     assert generator.answers(CHATS[:1], max_new_tokens=8, write=str) == alone[:1]
+
+
+def test_a_prompt_has_the_variables_of_the_training(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A model that was trained without thinking is asked without."""
+    closed = "{% if add_generation_prompt and not thinks | default(true) %}(none){% endif %}"
+    tokenizer = byte_tokenizer(MARKED)
+    tokenizer.chat_template += closed
+    config = AutoConfig.for_model("llama", **SIZES, num_hidden_layers=1, vocab_size=len(tokenizer))
+    model = AutoModelForCausalLM.from_config(config).eval()
+    asked: list[str] = []
+    generate = model.generate
+
+    def noted(input_ids, **more):
+        asked.extend(tokenizer.batch_decode(input_ids))
+        return generate(input_ids=input_ids, **more)
+
+    monkeypatch.setattr(model, "generate", noted)
+    (tmp_path / "config.yaml").write_text("name: x\ntokenize: {template_kwargs: {thinks: false}}\n")
+    variables = template_kwargs_of(tmp_path / "config.yaml")
+    Generator(model, tokenizer).answers(CHATS[:1], max_new_tokens=1)
+    Generator(model, tokenizer, template_kwargs=variables).answers(CHATS[:1], max_new_tokens=1)
+    assert asked[1] == f"{asked[0]}(none)"
+    job = Job(tokenizer, TokenizeConfig(template_kwargs=variables))
+    assert tokenizer.decode(text_prompt(job, "x")[0]).endswith("(none)")
+    assert template_kwargs_of(tmp_path / "nothing.yaml") == {}
 
 
 def test_a_model_that_sees_padding_answers_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:

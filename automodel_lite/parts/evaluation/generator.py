@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
@@ -43,12 +43,14 @@ _PROCESSOR = "automodel_lite.parts.images.answer.processor_of"
 class Generator:
     """A model and its tokenizer, ready to answer.
 
-    source  folder or hub name, of whose processor images are read
+    source           folder or hub name, of whose processor images are read
+    template_kwargs  variables of the chat template beside its own, as the model was trained with
     """
 
     model: transformers.PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     source: str = ""
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     @torch.no_grad()
     def answers(
@@ -80,7 +82,7 @@ class Generator:
             batches = (read(self, chat, is_chat, own) for chat, own in zip(chats, of_chats))
         else:
             prompts = [
-                torch.tensor(prompt_ids(self.tokenizer, chat, is_chat, own))
+                torch.tensor(prompt_ids(self.tokenizer, chat, is_chat, own, self.template_kwargs))
                 for chat, own in zip(chats, of_chats)
             ]
             # Left padding moves positions: an answer that ends at the model's length would be cut
@@ -191,6 +193,7 @@ def prompt_ids(
     messages: list[dict[str, Any]],
     is_chat: bool = True,
     tools: list[Any] | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[int]:
     """Returns the token ids of a chat whose next turn is the model's; without a chat template, of
     the last message's text.
@@ -201,12 +204,21 @@ def prompt_ids(
     cure = "use --raw to skip the template"
     with explained("the chat template refuses the prompt", Exception, cure=cure):
         inputs = tokenizer.apply_chat_template(
-            messages, tools=tools, add_generation_prompt=True, return_dict=True
+            messages,
+            tools=tools,
+            add_generation_prompt=True,
+            return_dict=True,
+            **(template_kwargs or {}),
         )
     return inputs["input_ids"]
 
 
-def load_generator(source: str, trust_remote_code: bool = False, on_cpu: bool = False) -> Generator:
+def load_generator(
+    source: str,
+    trust_remote_code: bool = False,
+    on_cpu: bool = False,
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> Generator:
     """Loads from a model or adapter folder, or by a hub name; on a GPU in bf16, unless `on_cpu`.
 
     Raises ConfigError for a model of code that is not trusted.
@@ -250,4 +262,5 @@ def load_generator(source: str, trust_remote_code: bool = False, on_cpu: bool = 
             f"{source} runs its own code: review it, and allow it with --trust-remote-code."
         ) from None
     check_finite(model, source)
-    return Generator(model.eval().to("cuda" if has_gpu else "cpu"), tokenizer, source)
+    model = model.eval().to("cuda" if has_gpu else "cpu")
+    return Generator(model, tokenizer, source, template_kwargs or {})

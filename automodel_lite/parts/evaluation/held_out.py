@@ -59,7 +59,8 @@ def ask_exported(
     the GPU is full.
     """
     is_remote = is_remote_code(type(built.model.loss_model.lm))
-    generator = load_generator(str(exported), is_remote, on_cpu=True)
+    variables = run.config.tokenize.template_kwargs
+    generator = load_generator(str(exported), is_remote, True, variables)
     questions = questions_of(data.documents)
     answers, scores = build(run.config.evaluation).ask(generator, questions)
     console.print(answers)

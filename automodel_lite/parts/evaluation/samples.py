@@ -35,7 +35,8 @@ class PromptPacker(Protocol):
 
 def text_prompt(job: Job, text: str) -> Prompt:
     """Returns a prompt of text."""
-    ids = prompt_ids(job.tokenizer, [{"role": "user", "content": text}])
+    chat = [{"role": "user", "content": text}]
+    ids = prompt_ids(job.tokenizer, chat, template_kwargs=job.settings.template_kwargs)
     return ids, lambda ids: stream_of([torch.tensor(ids)])
 
 

@@ -86,6 +86,7 @@ def prompt_text(
                 "chat_template": template,
                 "tokenize": False,
                 "add_generation_prompt": True,
+                **generator.template_kwargs,
             }
             text: Any = generator.tokenizer.apply_chat_template(list(chat), tools, **how)
         except Exception as error:  # whatever a template does wrong
