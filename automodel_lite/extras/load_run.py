@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_swa_multi_avg_fn
 from transformers import PreTrainedTokenizerBase
@@ -167,6 +167,7 @@ def load_run_config(
     OmegaConf.update(raw, "security.allow_env", [])
     if problems := [*environment_problems(raw, lambda key: False)]:
         raise ConfigError("\n".join(problems))
+    _remove_idle(raw)
     try:
         return check_config(raw, extra=dict)
     except ConfigError as error:
@@ -174,6 +175,20 @@ def load_run_config(
             f"{folder.config} does not match this version: use the version that the run was "
             f"started with, or fix the file:\n{error}"
         ) from None
+
+
+def _remove_idle(raw: DictConfig) -> None:
+    """Takes out settings that do nothing beside others, in place: a run may have begun before they
+    were refused, and has its model all the same.
+    """
+    try:
+        check_config(raw, extra=dict)
+    except ConfigError as error:
+        for line in str(error).splitlines():
+            key, is_idle, _ = line.partition(" does nothing where ")
+            if is_idle:
+                group, _, name = key.partition("=")[0].rpartition(".")
+                OmegaConf.select(raw, group).pop(name)
 
 
 def load_weights(path: Path, model: nn.Module) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -124,7 +125,7 @@ def test_a_validation_that_a_signal_ends_is_made_up_for(
 
     options = ["training.val_every_steps=1", "training.max_steps=3", "checkpoint.every_steps=0"]
     options += ["checkpoint.keep_last=1", "checkpoint.keep_best=1", "optimizer.lr=0.5"]
-    options += ["lr_scheduler.warmup_steps=3", "lr_scheduler.warmup_frac=0"]
+    options += ["lr_scheduler.warmup_steps=3"]
     assert train_quick(tmp_path / "whole", *options)[0] == 0
     real = train_ft.TrainFinetuneRecipe.validate
 
@@ -193,6 +194,14 @@ def test_a_run_of_an_older_version_goes_on(tmp_path: Path) -> None:
     folder.config.write_text(text)
     folder.check(config)
     assert load_run_config(folder).optimizer == config.optimizer
+    # it took settings that do nothing beside others
+    idle = text.replace("warmup_frac: 0.03", "warmup_frac: 0.5").replace(
+        "  keep_every: 0", "  keep_every: 2"
+    )
+    assert idle.count("0.5") > text.count("0.5")
+    folder.config.write_text(re.sub(r"\n  every_steps: .*", "\n  every_steps: 0", idle))
+    read = load_run_config(folder)
+    assert (read.checkpoint.keep_every, read.optimizer) == (0, config.optimizer)
 
     folder.config.write_text(f"{text}strategy:\n  _target_: automodel_lite.distributed.FSDP\n")
     with pytest.raises(
