@@ -79,7 +79,7 @@ def try_settings(config: Config, parts: Parts) -> None:
         takers[f"logger.{name}.artifact"] = part.get("artifact")
     problems += [
         f"{key} takes the exported model, which checkpoint.export_hf=false does not write: leave "
-        "one of both out."
+        f"that out, or remove this, ~{key}."
         for key, value in takers.items()
         if value and not config.checkpoint.export_hf
     ]
