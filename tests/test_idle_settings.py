@@ -180,12 +180,9 @@ def test_packs_in_the_order_of_the_documents_are_not_made_again(strategy: str) -
     Packer(64, strategy, repack_each_epoch=True, max_packs=3)  # another sample in each epoch
 
 
-def test_what_needs_the_export_needs_it_written(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError,
-        match=r"^evaluation takes the exported model.*leave that out, or remove this, ~evaluation",
-    ):
-        train_quick(tmp_path / "run", "evaluation=exact_match")
+def test_questions_that_no_model_was_written_for_are_told(tmp_path: Path) -> None:
+    code, screen = train_quick(tmp_path / "run", "evaluation=exact_match")
+    assert (code, "answers    not asked for: checkpoint.export_hf=false" in screen) == (0, True)
 
 
 def test_steps_that_are_not_trained_are_not_profiled(tmp_path: Path) -> None:

@@ -231,14 +231,14 @@ def test_no_canary_in_anything_that_a_run_writes(tmp_path: Path, ending: str) ->
     options = ["--config-name", "smoke", f"output_dir={tmp_path}/run"]
     options += [f"cache_dir={tmp_path}/cache", "training.max_steps=2", "training.num_threads=1"]
     options += [
-        "+tokenize.template_kwargs.a=${oc.env:HF_TOKEN}",
-        "+tokenize.template_kwargs.b=${oc.env:WANDB_API_KEY}",
+        "+tokenize.template_kwargs.thought=${oc.env:HF_TOKEN}",
+        "+tokenize.template_kwargs.call=${oc.env:WANDB_API_KEY}",
     ]
-    options += ["+tokenize.template_kwargs.c=x-${oc.env:AWS_SECRET_ACCESS_KEY}-y", *more]
+    options += ["+tokenize.template_kwargs.function=x-${oc.env:AWS_SECRET_ACCESS_KEY}-y", *more]
     options += [
         "logger=tensorboard",
         "samples.max_new_tokens=2",
-        "tokenize.template_kwargs.d=${oc.env:DB_PWD}",
+        "tokenize.template_kwargs.content=${oc.env:DB_PWD}",
     ]
     options += [
         "samples.prompts=['${oc.env:HF_TOKEN}','is ${oc.env:DB_PWD}?','${oc.env:GITHUB_PAT}']"
@@ -303,7 +303,7 @@ def test_no_canary_in_what_a_sweep_writes(tmp_path: Path) -> None:
         "dry_run=true",
     ]
     options += [
-        "tokenize.template_kwargs.a=hf_canary_one,ghp_canary_five",
+        "tokenize.template_kwargs.thought=hf_canary_one,ghp_canary_five",
         "samples.prompts=['canary-three']",
     ]
     environment = os.environ | CANARIES | {"PYTHONPATH": str(ROOT)}

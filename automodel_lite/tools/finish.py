@@ -90,6 +90,8 @@ def finish(
                 address = locate(f"{_HUB}.push")(run.folder.path, exported, hub.push, hub.private)
                 console.say("uploaded", address)
         metrics.exported(exported)
+    elif run.config.evaluation:
+        console.say("answers", "not asked for: checkpoint.export_hf=false wrote no model to ask")
     run.check_saved()
     if run.ranks.is_first:
         step = run.state.num_steps

@@ -74,15 +74,17 @@ def try_settings(config: Config, parts: Parts) -> None:
     """
     problems = []
     strategy = "fsdp" if parts.mesh.strategy == "auto" else parts.mesh.strategy
-    takers = {"hub.push": config.hub.push, "evaluation": config.evaluation}
-    for name, part in config.logger.items():
-        takers[f"logger.{name}.artifact"] = part.get("artifact")
-    problems += [
-        f"{key} takes the exported model, which checkpoint.export_hf=false does not write: leave "
-        f"that out, or remove this, ~{key}."
-        for key, value in takers.items()
-        if value and not config.checkpoint.export_hf
+    takers = [
+        f"logger.{name}.artifact" for name, part in config.logger.items() if part.get("artifact")
     ]
+    if config.hub.push:
+        takers.append("hub.push")
+    if not config.checkpoint.export_hf:
+        problems += [
+            f"{key} takes the exported model, which checkpoint.export_hf=false does not write: "
+            f"leave that out, or remove this, ~{key}."
+            for key in takers
+        ]
     for attempt in (
         lambda: build_on_meta(parts.model),
         # a missing argument is named before the weights are read
