@@ -167,9 +167,8 @@ def load_run_config(
     OmegaConf.update(raw, "security.allow_env", [])
     if problems := [*environment_problems(raw, lambda key: False)]:
         raise ConfigError("\n".join(problems))
-    _remove_idle(raw)
     try:
-        return check_config(raw, extra=dict)
+        return _checked(raw)
     except ConfigError as error:
         raise ConfigError(
             f"{folder.config} does not match this version: use the version that the run was "
@@ -177,18 +176,21 @@ def load_run_config(
         ) from None
 
 
-def _remove_idle(raw: DictConfig) -> None:
-    """Takes out settings that do nothing beside others, in place: a run may have begun before they
-    were refused, and has its model all the same.
+def _checked(raw: DictConfig) -> Config:
+    """Checks a run's configuration, without the settings that do nothing beside others: it may have
+    begun before they were refused, and has its model all the same.
     """
     try:
-        check_config(raw, extra=dict)
+        return check_config(raw, extra=dict)
     except ConfigError as error:
-        for line in str(error).splitlines():
-            key, is_idle, _ = line.partition(" does nothing where ")
-            if is_idle:
-                group, _, name = key.partition("=")[0].rpartition(".")
-                OmegaConf.select(raw, group).pop(name)
+        refused = [line.partition(" does nothing where ") for line in str(error).splitlines()]
+        idle = [setting.partition("=")[0] for setting, is_idle, _ in refused if is_idle]
+        if not idle:
+            raise
+    for key in idle:
+        group, _, name = key.rpartition(".")
+        OmegaConf.select(raw, group).pop(name)
+    return check_config(raw, extra=dict)
 
 
 def load_weights(path: Path, model: nn.Module) -> None:

@@ -47,7 +47,7 @@ from automodel_lite.data.reading.readers import (
 from automodel_lite.errors import ConfigError, DataError, explained, printable
 
 NUM_SNIFFED_ROWS = 20
-TEXT_KINDS = frozenset({".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt"})
+TEXT_KINDS = frozenset(KINDS) - {".parquet", ".arrow"}
 READERS = "automodel_lite.parts.readers"  # of what is no plain file of text
 TextUnit = Annotated[str, OneOf(TEXT_UNITS)]
 ValPath = PathStr | Sequence[PathStr] | Mapping[str, PathStr | Sequence[PathStr]]
