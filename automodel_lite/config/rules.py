@@ -132,6 +132,7 @@ def _condition(text: str, condition: Callable[[Any], bool]) -> Condition:
 
 _REPO = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
 _NAME = re.compile(r"\w[\w.,=+@ -]*")
+_DURATION = re.compile(r"(?:(\d{1,4})-)?(\d{1,6}):([0-5]?\d):([0-5]?\d)", re.ASCII)
 PLAUSIBLE = Condition(lambda value: "at most 1,000,000,000." if value > 10**9 else None)
 """A number of steps, documents or processes: a larger one is a slip, and may ask for memory that
 nobody has.
@@ -177,10 +178,9 @@ def _path_problem(value: str) -> str | None:
 
 def _duration_problem(value: str | int) -> str | None:
     """`1:30:00`, `2-12:00:00` (days first) or a number of seconds, over 0."""
-    try:
-        return "over 0." if seconds_of(value) <= 0 else None
-    except ConfigError:
+    if isinstance(value, str) and not _DURATION.fullmatch(value):
         return "hours:minutes:seconds, such as 1:30:00, or a number of seconds."
+    return "over 0." if seconds_of(value) <= 0 else None
 
 
 UP_TO_THE_CORES = Condition(_cores_problem, "at most the cores of the machine")
@@ -214,20 +214,13 @@ def argument(kind: type, *rules: Any) -> Callable[[str], Any]:
 
 
 def seconds_of(duration: str | int) -> float:
-    """`1:30:00` or `2-12:00:00` (days first) or a number of seconds -> seconds; raises
-    ConfigError.
+    """`1:30:00` or `2-12:00:00` (days first) or a number of seconds, a checked `DURATION` ->
+    seconds.
     """
     if isinstance(duration, int):
         return float(duration)
-    found = re.fullmatch(
-        r"(?:(\d{1,4})-)?(\d{1,6}):([0-5]?\d):([0-5]?\d)", duration, flags=re.ASCII
-    )
-    if found is None:
-        raise ConfigError(
-            "training.max_time must be hours:minutes:seconds, such as 1:30:00, or a number of "
-            "seconds."
-        )
-    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+    parts = _DURATION.findall(duration)[0]
+    days, hours, minutes, seconds = (int(part or 0) for part in parts)
     return ((days * 24 + hours) * 60 + minutes) * 60.0 + seconds
 
 

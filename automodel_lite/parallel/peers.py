@@ -69,15 +69,12 @@ MAY_DIFFER = ("cache_dir", "training.num_threads")
 
 
 class Peers:
-    """The other ranks; one object per rank. `on_failure` is called in a thread when another rank
-    has failed.
-    """
+    """The other ranks; one object per rank."""
 
-    def __init__(
-        self, store: dist.Store | None, on_failure: Callable[[PeerError], None] = lambda error: None
-    ) -> None:
+    def __init__(self, store: dist.Store | None) -> None:
         self._store = store  # None: one process, or no launcher
-        self.on_failure = on_failure
+        # called in a thread when another rank has failed
+        self.on_failure: Callable[[PeerError], None] = lambda error: None
         self._is_over = threading.Event()
 
     def join(self) -> None:
@@ -175,14 +172,13 @@ class Peers:
         is_sentence = isinstance(error, SENTENCES)
         text = str(error) if is_sentence else f"{type(error).__name__}: {one_line(error, 1000)}"
         text = f"{doing}: {text}" if doing and not is_sentence else text
-        # the store is gone with the launcher: everybody ends anyway
-        with suppress(dist.DistError, RuntimeError):
-            self._record(rank(), socket.gethostname(), text, MISTAKE_EXIT if is_mistake else 1)
+        self.record(text, MISTAKE_EXIT if is_mistake else 1)
 
     def record(self, text: str, code: int) -> None:
         """Records that this rank ends, as by a signal, unless another one was first: all others end
         with this code.
         """
+        # the store is gone with the launcher: everybody ends anyway
         with suppress(dist.DistError, RuntimeError):
             self._record(rank(), socket.gethostname(), text, code)
 

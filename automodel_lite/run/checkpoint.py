@@ -19,6 +19,7 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -270,10 +271,14 @@ class Checkpointer:
         reasons = []
         for path in complete:
             try:
-                return self._load(path, model, optimizer)
+                state = self._load(path, model, optimizer)
             except _BROKEN as error:
                 reasons.append(f"{path.name} does not load: {_cause(error)}")
                 self.say(reasons[-1])
+                continue
+            for broken in complete[: len(reasons)]:
+                self.control.on_first(partial(on_disk.set_aside, broken))
+            return state
         if reasons := [*reasons, *skipped]:
             raise ConfigError(
                 f"{self.run.checkpoints} has no loadable checkpoint ({'; '.join(reasons)}): "

@@ -152,11 +152,16 @@ def complete(
     if reason:
         raise OSError(errno.EIO, f"the checkpoint does not read back as it was written: {reason}")
     fence()
-    if final.exists():  # incomplete, or it did not load: for a person to look at
-        aside = final.with_name(f"unreadable-{final.name}")
-        shutil.rmtree(aside, ignore_errors=True)
-        durable.rename(final, aside)
+    if final.exists():  # incomplete
+        set_aside(final)
     durable.rename(temporary, final)
+
+
+def set_aside(checkpoint: Path) -> None:
+    """Keeps what cannot be read under another name, for a person to look at: no rule counts it."""
+    aside = checkpoint.with_name(f"unreadable-{checkpoint.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    durable.rename(checkpoint, aside)
 
 
 def delete_old(folder: Path, rules: CheckpointConfig) -> None:

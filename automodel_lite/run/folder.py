@@ -270,19 +270,15 @@ class RunFolder:
         """
         if not self.config.is_file() or not self.checkpoints.is_dir():
             return config
-        saved = saved_config(self.config)
+        saved = dict(flatten(saved_config(self.config)))
         training = config.training
         packed = config.packed_sequence
         if training.global_batch_size in (None, "auto"):
-            training = replace(
-                training, global_batch_size=saved.get("training", {}).get("global_batch_size")
-            )
+            size = saved.get("training.global_batch_size")
+            training = replace(training, global_batch_size=size)
         if packed.get("slot_multiple", 1) is None:
-            packed = {
-                **packed,
-                "slot_multiple": saved.get("packed_sequence", {}).get("slot_multiple"),
-            }
-            slots = packed["slot_multiple"] or 1
+            slots = saved.get("packed_sequence.slot_multiple") or 1
+            packed = {**packed, "slot_multiple": slots}
             cp = config.mesh.cp
             if cp > 1 and slots % (2 * cp):
                 raise ConfigError(
@@ -294,10 +290,10 @@ class RunFolder:
                 )
         optimizer = config.optimizer
         if packed.get("packed_sequence_size") == "auto":
-            size = saved.get("packed_sequence", {}).get("packed_sequence_size")
+            size = saved.get("packed_sequence.packed_sequence_size")
             packed = {**packed, "packed_sequence_size": size}
         if optimizer.get("lr") == "auto":
-            optimizer = {**optimizer, "lr": saved.get("optimizer", {}).get("lr")}
+            optimizer = {**optimizer, "lr": saved.get("optimizer.lr")}
         return replace(config, training=training, packed_sequence=packed, optimizer=optimizer)
 
     def finished_message(self, config: Config) -> str | None:
@@ -346,8 +342,8 @@ def json_object(path: Path) -> dict[str, Any]:
     continue.
     """
     try:
-        return _object(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return _object(path.read_text(encoding="utf-8", errors="replace"))
+    except OSError:
         return {}
 
 

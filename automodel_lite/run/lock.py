@@ -61,20 +61,20 @@ class RunLock:
         self._mine = Holder(**asdict(this_process()), token=uuid.uuid4().hex, job=job)
         self._file = -1  # descriptor of the lock's own file, wherever its name has gone
 
-    def check(self, pulse_s: float = PULSE_S) -> Holder | None:
+    def check(self) -> Holder | None:
         """Returns the dead holder of a lock that may be taken over, None for a free one; watches
         for some 20 s when that is not clear. Raises ConfigError when another live job holds it.
         Makes nothing: a run that is refused for another reason leaves no folder.
         """
         holder = self._holder()
-        if holder is None or self._is_dead(holder, pulse_s):
+        if holder is None or self._is_dead(holder):
             return holder
         raise ConfigError(
             f"output_dir={self.path.parent} is in use by {holder}: wait for it, stop it, or start "
             f"another run with name=... ; if you are sure that it is dead, delete {self.path}."
         )
 
-    def _is_dead(self, holder: Holder, pulse_s: float) -> bool:
+    def _is_dead(self, holder: Holder) -> bool:
         if holder.token == _TORN or holder.is_here():
             return holder.token == _TORN or holder.is_gone()
         if (
@@ -84,19 +84,19 @@ class RunLock:
         ):
             return True
         for _ in range(_WATCH_PULSES):
-            time.sleep(pulse_s)
+            time.sleep(PULSE_S)
             if (now := self._holder()) != holder:
                 return now is None
         return True
 
-    def acquire(self, pulse_s: float = PULSE_S) -> str:
+    def acquire(self) -> str:
         """Takes the lock and returns its token; raises ConfigError: it is another's, or cannot be
         written.
         """
 
         # into the lock's own file: when another job's has taken its name, nobody reads ours
         def beat() -> None:
-            while not self._stop.wait(pulse_s):
+            while not self._stop.wait(PULSE_S):
                 self._mine = replace(self._mine, pulse=self._mine.pulse + 1)
                 # a disk that is full or away: the next pulse may get through
                 with suppress(OSError):
@@ -107,7 +107,7 @@ class RunLock:
         with explained(f"output_dir={self.path.parent} cannot be written"):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             while True:
-                dead = self.check(pulse_s)
+                dead = self.check()
                 if self._create(self.path) if dead is None else self._take_over(dead):
                     break
         self.token = self._mine.token

@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -121,9 +121,7 @@ def outcome_of(reason: str) -> tuple[str, int]:
     )
 
 
-def deadline_of(
-    max_time: str | int | None, margin_s: float, environment: Mapping[str, str] = os.environ
-) -> float:
+def deadline_of(max_time: str | int | None, margin_s: float) -> float:
     """Returns when the last save must be on the disk, on the monotonic clock: a margin before the
     end of max_time (from the start of the process) or of the SLURM job, whichever is earlier;
     infinity without either.
@@ -131,7 +129,7 @@ def deadline_of(
     ends = [math.inf]
     if max_time is not None:
         ends.append(STARTED + seconds_of(max_time))
-    if job_end := environment.get("SLURM_JOB_END_TIME"):
+    if job_end := os.environ.get("SLURM_JOB_END_TIME"):
         ends.append(time.monotonic() + float(job_end) - time.time())
     return min(ends) - margin_s
 

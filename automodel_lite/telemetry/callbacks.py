@@ -191,10 +191,7 @@ class MetricsLog:
                 call(callback)
             except Exception as error:  # a callback's trouble is not the run's
                 del self.callbacks[name]
-                self.say(
-                    f"WARNING: {name} is turned off: {_one_line(error)}; metrics.jsonl is still "
-                    "written"
-                )
+                self.say(_turned_off(name, error))
 
 
 def open_metrics(
@@ -222,9 +219,7 @@ def open_metrics(
         except ConfigError:
             raise
         except Exception as error:
-            say(
-                f"WARNING: {name} is turned off: {_one_line(error)}; metrics.jsonl is still written"
-            )
+            say(_turned_off(name, error))
     if config.callbacks:  # one may end the run at once, by what it has kept
         metrics.end_reason = ranks.on_first(lambda: metrics.end_reason)
     return metrics
@@ -239,5 +234,6 @@ def numbers(row: Row) -> dict[str, float]:
     }
 
 
-def _one_line(error: Exception) -> str:
-    return scrub(f"{type(error).__name__}: {one_line(error)}")[:200]
+def _turned_off(name: str, error: Exception) -> str:
+    reason = scrub(f"{type(error).__name__}: {one_line(error)}")[:200]
+    return f"WARNING: {name} is turned off: {reason}; metrics.jsonl is still written"

@@ -109,6 +109,20 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(
     assert checkpointer(tmp_path).load_newest(trained.model, trained.optimizer) == {"step": 2}
 
 
+def test_a_damaged_checkpoint_takes_no_place_of_those_that_are_kept(tmp_path: Path) -> None:
+    trained = Trained(1)
+    saves = checkpointer(tmp_path)
+    saves.save(1, trained.model, trained.optimizer, {"step": 1})
+    saves.save(9, trained.model, trained.optimizer, {"step": 9})
+    _flip_a_bit(tmp_path / "checkpoints" / "step_00000009")
+    again = checkpointer(tmp_path)
+    again.load_newest(trained.model, trained.optimizer)
+    for step in (2, 3):
+        again.save(step, trained.model, trained.optimizer, {"step": step})
+    kept = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert kept == ["step_00000002", "step_00000003", "unreadable-step_00000009"]
+
+
 def test_a_linked_folder_is_no_checkpoint(tmp_path: Path) -> None:
     trained = Trained(1)
     checkpointer(tmp_path / "a").save(1, trained.model, trained.optimizer, {"step": 1})

@@ -18,7 +18,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from automodel_lite.errors import ConfigError
 from automodel_lite.run.stopping import (
     STARTED,
     STOP_SIGNALS,
@@ -83,8 +82,6 @@ def test_durations() -> None:
     assert seconds_of("1:30:00") == 5400
     assert seconds_of("2-01:00:00") == 176400
     assert seconds_of(90) == 90
-    with pytest.raises(ConfigError, match=r"training.max_time must be hours:minutes:seconds"):
-        seconds_of("soon")
 
 
 def test_a_jump_of_the_clock_moves_no_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,12 +90,12 @@ def test_a_jump_of_the_clock_moves_no_deadline(monkeypatch: pytest.MonkeyPatch) 
             "automodel_lite.run.stopping.time",
             SimpleNamespace(time=lambda: 5e9, monotonic=lambda: 700.0),
         )
-        assert (
-            deadline_of("9-00:00:00", 60, {"SLURM_JOB_END_TIME": "5000001000"}) == 700 + 1000 - 60
-        )
+        patch.setenv("SLURM_JOB_END_TIME", "5000001000")
+        assert deadline_of("9-00:00:00", 60) == 700 + 1000 - 60
+    monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
     monkeypatch.setattr(time, "time", lambda: 9e9)
-    assert deadline_of("0:20:00", 60, {}) == STARTED + 1140
-    assert deadline_of(None, 60, {}) == math.inf
+    assert deadline_of("0:20:00", 60) == STARTED + 1140
+    assert deadline_of(None, 60) == math.inf
 
 
 def test_a_jump_of_the_clock_changes_no_loss(

@@ -187,13 +187,11 @@ class Packer:
         return PackedDataset(rows, plan, self.padding_idx)
 
 
-def pack_size_for_coverage(lengths: np.ndarray, frac: float = 0.99) -> int:
-    """Returns the pack size, a multiple of 128, that holds the documents with this fraction of the
-    tokens.
-    """
+def pack_size_for_coverage(lengths: np.ndarray) -> int:
+    """Returns the pack size, a multiple of 128, holding the documents of 99 % of the tokens."""
     rising = np.sort(lengths)
     total = np.cumsum(rising, dtype=np.int64)
-    longest = int(rising[np.searchsorted(total, frac * total[-1])])
+    longest = int(rising[np.searchsorted(total, 0.99 * total[-1])])
     return round_up(longest, 128)
 
 
