@@ -322,6 +322,68 @@ def test_what_a_file_leaves_out_is_what_they_would_have_taken() -> None:
     assert "packed_sequence_size: 1024 # trl's default" in text
 
 
+LEFT_OUT = {
+    "llama_factory": (
+        {"model_name_or_path": "x", "dataset": "y"},
+        {"peft": "lora", "lr_scheduler": "linear"},
+        {"peft.r": 8, "peft.alpha": 16, "peft.dropout": 0, "optimizer.weight_decay": 0},
+    ),
+    "llama_factory, its rank": (
+        {"model_name_or_path": "x", "dataset": "y", "finetuning_type": "lora", "lora_rank": 64},
+        {"peft": "lora"},
+        {"peft.r": 64, "peft.alpha": 128},
+    ),
+    "llama_factory, all weights": (
+        {"model_name_or_path": "x", "dataset": "y", "finetuning_type": "full"},
+        {"peft": None},
+        {"peft.alpha": None, "training.global_batch_size": 64},
+    ),
+    "llama_factory, v1": (
+        {
+            "model": "x",
+            "train_dataset": "y",
+            "peft_config": {"name": "lora"},
+            "micro_batch_size": 2,
+        },
+        {"peft": "lora", "lr_scheduler": "constant"},
+        {
+            "peft.alpha": 16,
+            "peft.dropout": 0.05,
+            "optimizer.weight_decay": 0.01,
+            "training.global_batch_size": 16,
+        },
+    ),
+    "torchtune": (
+        {"optimizer": {"_component_": "torch.optim.Adam", "lr": 1e-5}},
+        {"lr_scheduler": "constant"},
+        {"lr_scheduler.warmup_steps": 0, "optimizer.weight_decay": 0},
+    ),
+    "torchtune, pairs": (
+        {
+            "loss": {"_component_": "torchtune.rlhf.loss.SimPOLoss"},
+            "dataset": {"_component_": "torchtune.datasets.stack_exchange_paired_dataset"},
+        },
+        {"loss": "simpo"},
+        {"loss.gamma": 0.5, "dataset.columns.chosen": "response_j"},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LEFT_OUT)
+def test_what_would_have_been_trained_by_their_defaults(case: str) -> None:
+    """LoRA where LLaMA-Factory names no method, of twice its rank; a constant rate."""
+    theirs, chosen, settings = LEFT_OUT[case]
+    found = convert.preset_of(case.partition(",")[0], theirs, "mine", 8)
+    assert {group: found.chosen.get(group) for group in chosen} == chosen
+    assert {key: found.settings.get(key) for key in settings} == settings
+
+
+def test_a_decay_that_means_another_thing_is_named() -> None:
+    theirs = {"optimizer": {"_target_": "torch.optim.Adam", "weight_decay": 0.1}}
+    unsaid = convert.preset_of("nemo_automodel", theirs, "mine").unsaid
+    assert "optimizer.weight_decay=0.1: Adam adds it to the gradient, AdamW does not" in unsaid
+
+
 def test_numbers_of_several_keys_are_computed() -> None:
     """Ranks and accumulation, layers by their names here, steps of epochs, a floor of the rate."""
     found = preset("axolotl", micro_batch_size=2, gradient_accumulation_steps=4,

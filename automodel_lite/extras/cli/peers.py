@@ -64,15 +64,29 @@ def combine(peer: str, theirs: Tree, num_gpus: int, put: Set) -> Iterator[str]:
     seconds = number(theirs.get("ddp_timeout"))
     if seconds:
         put("mesh.timeout_s", min(int(seconds), LONGEST_TIMEOUT_S), "ddp_timeout")
+    rank = number(theirs.get("lora_rank"))
+    if peer == "llama_factory" and rank and not theirs.get("lora_alpha"):
+        put("peft.alpha", 2 * int(rank), "llama_factory's default")
     yield from _modules(peer, theirs, put)
     yield from _held_out_frac(theirs, put)
+    decay = number(value_at(theirs, "optimizer.weight_decay"))
+    optimizers = [value_at(theirs, f"optimizer.{name}") for name in ("_component_", "_target_")]
+    if decay and "torch.optim.Adam" in optimizers:
+        yield f"optimizer.weight_decay={decay}: Adam adds it to the gradient, AdamW does not"
+    if peer == "trl" and theirs.get("_train_on"):
+        yield (
+            "tokenize.train_on=all: of rows with a prompt and a completion TRL trains on the "
+            "completion alone: tokenize.train_on=completion"
+        )
 
 
 def _batch(peer: str, theirs: Tree, num_gpus: int, put: Set) -> Iterator[str]:
     """The rows of a step, where the other framework multiplies them."""
     if peer not in ROWS or theirs.get("global_batch_size"):
         return
-    names = (ROWS[peer], PASSES)
+    # LLaMA-Factory's v1 has another name for them
+    rows = ROWS[peer] if ROWS[peer] in theirs else "micro_batch_size"
+    names = (rows, PASSES)
     size, passes = ((number(theirs.get(name)) or 0) for name in names)
     if size < 1 or passes < 1:
         given = ", ".join(f"{name}={format_value(theirs.get(name))}" for name in names)
