@@ -321,6 +321,8 @@ class Document:
 
 def in_precision(model: Any, dtype: torch.dtype) -> Any:
     """Casts weights and real buffers, in place; frequencies of rotations may be complex."""
+    if dtype == torch.float64:
+        model.config.get_text_config()._experts_implementation = "eager"  # grouped_mm has no fp64
     for tensor in [*model.parameters(), *model.buffers()]:
         if tensor.is_floating_point():
             tensor.data = tensor.data.to(dtype)

@@ -332,7 +332,7 @@ class CausalLM:
                 f"{(missing + mismatched)[0]} first; they would be initialized at random.{cure}"
             )
         if quantization:
-            locate(FAMILIES["forget_quantization"])(model)
+            locate(FAMILIES["forget_quantization"])(model, report["unexpected_keys"])
         check_finite(model, f"the model {self.pretrained}")
         taken_over = heads_apart(report["unexpected_keys"], config)
         if unknown := sorted(set(report["unexpected_keys"]) - taken_over):

@@ -6,6 +6,7 @@ converter does not meet such ragged ends.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -16,6 +17,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Config
 
 from automodel_lite.config.sizes import ceil_div
+from automodel_lite.errors import ConfigError
 from automodel_lite.models.checkpoints import replaced
 
 FP8_DTYPES = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
@@ -33,10 +35,20 @@ def dequantizing() -> AbstractContextManager[None]:
     return replaced(Fp8Dequantize, "_dequantize_one", _dequantize)
 
 
-def forget(model: transformers.PreTrainedModel) -> None:
+def forget(model: transformers.PreTrainedModel, unexpected: Collection[str]) -> None:
     """Makes a model plain, in fp32: otherwise its export would quantize again, as the checkpoint
     was.
+
+    unexpected  keys of the checkpoint that are not the model's
+    Raises ConfigError for scales of weights that are: they were read without them.
     """
+    for key in sorted(unexpected):
+        if key.endswith("_scale_inv") and key.removesuffix("_scale_inv") not in unexpected:
+            raise ConfigError(
+                f"the scales {key} of the checkpoint were not applied: transformers "
+                f"{transformers.__version__} fuses or splits their weights of "
+                f"{type(model).__name__} without them. Take an unquantized checkpoint."
+            )
     for part in (model.config, model.config.get_text_config()):
         vars(part).pop("quantization_config", None)
     model.hf_quantizer = None

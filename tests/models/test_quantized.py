@@ -13,6 +13,7 @@ from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
 
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.source import CausalLM
+from automodel_lite.parts.quantized import forget
 from benchmarks.survey_models import run, save
 from benchmarks.tiny_models import random_model, tiny_config, tiny_model
 
@@ -85,6 +86,14 @@ def test_fp8_blocks_become_weights_that_are_trained_and_exported(
     assert exported.dtype == torch.bfloat16
     assert not hasattr(exported.config, "quantization_config")
     assert load_file(tmp_path / "full/hf/model.safetensors").keys() == meant.keys()
+
+
+def test_a_scale_that_was_not_applied_is_refused() -> None:
+    """As of a weight that transformers splits when it loads it; not so of layers that the model does not have."""
+    of_a_head = ("model.layers.9.up_proj.weight", "model.layers.9.up_proj.weight_scale_inv")
+    forget(tiny_model("qwen3"), of_a_head)
+    with pytest.raises(ConfigError, match=r"the scales model\.in_proj\.weight_scale_inv .* were not"):
+        forget(tiny_model("qwen3"), (*of_a_head, "model.in_proj.weight_scale_inv"))
 
 
 FP4 = torch.tensor(
