@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,6 +31,7 @@ from automodel_lite.models.source import (
     embedding_rows,
     hub_reason,
 )
+from automodel_lite.parts.evaluation.questions import as_template_takes
 from automodel_lite.parts.model_files import check_model_files
 from automodel_lite.parts.whole_model import load_whole
 
@@ -200,15 +201,14 @@ def prompt_ids(
     """
     if not is_chat or tokenizer.chat_template is None:
         return tokenizer(messages[-1]["content"])["input_ids"]
+    render = partial(tokenizer.apply_chat_template, tools=tools, **(template_kwargs or {}))
     # whatever a template does wrong
     cure = "use --raw to skip the template"
     with explained("the chat template refuses the prompt", Exception, cure=cure):
-        inputs = tokenizer.apply_chat_template(
-            messages,
-            tools=tools,
+        inputs = render(
+            as_template_takes(partial(render, tokenize=False), messages),
             add_generation_prompt=True,
             return_dict=True,
-            **(template_kwargs or {}),
         )
     return inputs["input_ids"]
 

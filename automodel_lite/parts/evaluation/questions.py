@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +11,8 @@ from automodel_lite.data.reading.documents import IMAGE, Question
 
 IMAGES = "images"
 """The key of a document: its images, in the order of the marks in its text."""
+PROBE = "PROBE"
+_KEY_OF_A_PART = re.compile(r"""['"]type['"]""")
 
 
 def with_images(question: Question, images: Sequence[Any]) -> Question:
@@ -36,3 +38,44 @@ def parts_of(content: str) -> list[dict[str, Any]]:
         elif piece:
             parts.append({"type": "text", "text": piece})
     return parts or [{"type": "text", "text": ""}]
+
+
+Render = Callable[[list[dict[str, Any]]], str]
+"""Chat -> its text, by a chat template."""
+
+
+def probe_turn(render: Render, role: str, content: str | list[dict[str, Any]]) -> str:
+    """Returns what a chat template writes of a chat with a turn of this role, whose content is
+    `PROBE`, as a text or in parts; nothing where the turn's text is not in it as it is.
+
+    Of a text, some templates write nothing (LLaVA's); of parts, some write the list as Python does
+    (GLM-4.1V's, of an assistant's turn).
+    """
+    turn = {"role": role, "content": content}
+    asked = {"role": "user", "content": "Hi" if isinstance(content, str) else parts_of("Hi")}
+    chat = [asked, turn]
+    if role == "user":
+        chat = [turn]
+    elif role in ("system", "developer"):
+        chat = [turn, asked]
+    elif role == "tool":
+        chat = [asked, {"role": "assistant", "content": "a"}, turn]
+    try:
+        text = render(chat)
+    except Exception:  # whatever a template does wrong
+        return ""
+    return text if PROBE in text and not _KEY_OF_A_PART.search(text) else ""
+
+
+def as_template_takes(render: Render, chat: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns a chat of texts with parts in the turns of whose texts the template writes none."""
+    roles = {turn["role"] for turn in chat}
+    by_parts = {
+        role
+        for role in roles
+        if not probe_turn(render, role, PROBE) and probe_turn(render, role, parts_of(PROBE))
+    }
+    return [
+        {**turn, "content": parts_of(turn["content"])} if turn["role"] in by_parts else turn
+        for turn in chat
+    ]

@@ -9,7 +9,7 @@ from typing import Any
 
 from automodel_lite.errors import ConfigError, DataError, one_line
 from automodel_lite.parts.evaluation.generator import Generator
-from automodel_lite.parts.evaluation.questions import parts_of
+from automodel_lite.parts.evaluation.questions import PROBE, parts_of, probe_turn
 from automodel_lite.parts.images.rows import PlacedImage
 from automodel_lite.parts.images.sources import ImageLimits, source_of
 from automodel_lite.parts.images.tokens import ImageProcessor
@@ -75,25 +75,34 @@ def prompt_text(
     marker: str,
     num_images: int,
 ) -> str:
-    """Renders a chat whose next turn is the model's: by its parts, or, where the template does not
-    take them, by its text with markers.
+    """Renders a chat whose next turn is the model's: by its parts, or, in turns of which the
+    template does not take them, by its text with markers.
     """
+
+    def render(chat: Sequence[dict[str, Any]], prompt: bool = False) -> str:
+        text: Any = generator.tokenizer.apply_chat_template(
+            list(chat),
+            tools,
+            chat_template=template,
+            tokenize=False,
+            add_generation_prompt=prompt,
+            **generator.template_kwargs,
+        )
+        return str(text)
+
+    roles = {turn["role"] for turn in turns}
+    taken = {role for role in roles if probe_turn(render, role, parts_of(PROBE))}
     plain = [{**turn, "content": text_of(turn["content"], marker)} for turn in turns]
+    mixed = [own if own["role"] in taken else text for own, text in zip(turns, plain)]
     problem = ""
-    for chat in (turns, plain):
+    for chat in (mixed, plain):
         try:
-            how: dict[str, Any] = {
-                "chat_template": template,
-                "tokenize": False,
-                "add_generation_prompt": True,
-                **generator.template_kwargs,
-            }
-            text: Any = generator.tokenizer.apply_chat_template(list(chat), tools, **how)
+            text = render(chat, prompt=True)
         except Exception as error:  # whatever a template does wrong
             problem = problem or one_line(error)
             continue
         if text.count(marker) == num_images:
-            return str(text)
+            return text
         problem = f"it writes {text.count(marker)} of {num_images} images"
     raise ConfigError(
         f"the chat template refuses the prompt ({problem}): use the model's own template."

@@ -33,14 +33,13 @@ from automodel_lite.data.tokens.encode import ChatRenderer, Encoder, Renderer, R
 from automodel_lite.data.tokens.tokenize import DocumentTokenizer, Job
 from automodel_lite.errors import ConfigError, DataError, DroppedError, explained
 from automodel_lite.models.source import describe
-from automodel_lite.parts.evaluation.questions import IMAGES, parts_of
+from automodel_lite.parts.evaluation.questions import IMAGES, PROBE, parts_of, probe_turn
 from automodel_lite.parts.images.ahead import Rules, find_rules
 from automodel_lite.parts.images.rows import PlacedImage, first_alike
 from automodel_lite.parts.images.sizes import NUM_COMPARED, ImageTokens, SizeTable
 
 Images = Sequence[tuple[PlacedImage, int, ImageTokens]]
 """Each image of a document, its stamp and its tokens."""
-_PROBE = "PROBE"
 
 
 @dataclass(frozen=True)
@@ -187,40 +186,43 @@ class ImageRendering(Rendering):
 
 
 class ImageChatRenderer(ChatRenderer):
-    """Renders chats whose contents have marks: as lists of parts, where the template takes them."""
+    """Renders chats whose contents have marks: as lists of parts, in turns of which the template
+    takes them.
+    """
 
     def __init__(self, *args: Any, marker: str) -> None:
         self.marker = marker
-        self._by_template: dict[str, bool] = {}
+        self._takes: dict[tuple[str, str], bool] = {}
         super().__init__(*args)
 
     def _render(
         self, tools: list[Any] | None, template: str, messages: list[Message], prompt: bool = False
     ) -> str:
-        if not self._takes_parts(template):
-            texts = [m["content"].replace(IMAGE, self.marker) for m in messages]
-            plain = [{**m, "content": text} for m, text in zip(messages, texts)]
-            return super()._render(tools, template, plain, prompt)
-        parts = [{**m, "content": parts_of(m["content"])} for m in messages]
-        return super()._render(tools, template, parts, prompt)
+        turns: list[Message] = []
+        for message in messages:
+            content: Any = message["content"].replace(IMAGE, self.marker)
+            if self._takes_parts(template, message["role"]):
+                content = parts_of(message["content"])
+            turns.append({**message, "content": content})
+        return super()._render(tools, template, turns, prompt)
 
     def question(self, content: str) -> str:
         """Renders a user's turn, after which the model's begins."""
         asked: list[Message] = [{"role": "user", "content": content}]
         return self._render(None, self._templates[0][0], asked, prompt=True)
 
-    def _takes_parts(self, template: str) -> bool:
-        known = self._by_template
-        if template not in known:
-            content = [{"type": "image"}, {"type": "text", "text": _PROBE}]
-            try:
-                asked: list[Message] = [{"role": "user", "content": content}]
-                text = super()._render(None, template, asked)
-            except DataError:
-                text = ""
-            is_said = _PROBE in text and "'type'" not in text
-            known[template] = is_said and self.marker in text
-        return known[template]
+    def _takes_parts(self, template: str, role: str) -> bool:
+        """Returns whether it takes them in turns of this role, and writes a user's images."""
+        key = (template, role)
+        if key not in self._takes:
+            render = partial(super()._render, None, template)
+            if role == "user":
+                text = probe_turn(render, role, parts_of(f"{IMAGE}{PROBE}"))
+                self._takes[key] = self.marker in text
+            else:
+                text = probe_turn(render, role, parts_of(PROBE))
+                self._takes[key] = bool(text) and self._takes_parts(template, "user")
+        return self._takes[key]
 
 
 class ImageRenderer(Renderer):
@@ -241,14 +243,14 @@ class ImageRenderer(Renderer):
         """What the chat template writes for an image, which plain text has too."""
         if self._chat is None:
             return self.marker
-        parts = [{"type": "text", "text": _PROBE}, {"type": "image"}] * 2
+        parts = [{"type": "text", "text": PROBE}, {"type": "image"}] * 2
         asked: list[Message] = [{"role": "user", "content": [*parts[:3]]}]
         template = self.job.tokenizer.chat_template
         try:
             text = ChatRenderer._render(self._chat, None, template, asked)
         except DataError:
             return self.marker
-        written = text.split(_PROBE)
+        written = text.split(PROBE)
         return written[1] if len(written) == 3 and self.marker in written[1] else self.marker
 
     def unexpanded(self, document: Document) -> list[Rendering]:
