@@ -58,22 +58,33 @@ def counted(model: Any, record: dict[str, torch.Tensor]) -> float:
     with FlopCounterMode(display=False) as counter:
         output = model.base_model.get_image_features(**record, return_dict=True)
         flat = tensors([output.pooler_output, output.get("deepstack_features") or []])
-        if flat[0].requires_grad:
-            torch.autograd.backward(flat, [torch.ones_like(x) for x in flat])
+        trained = [x for x in flat if x.requires_grad]
+        if trained:
+            torch.autograd.backward(trained, [torch.ones_like(x) for x in trained])
     return float(counter.get_total_flops())
 
 
-@pytest.mark.parametrize("how", ["train", "frozen", "projector"])
+WHOLE = {"qwen3_vl": "merger", "idefics3": "connector"}
+
+
+@pytest.mark.parametrize("how", ["train", "frozen", "projector", "whole", "whole_and_names"])
 def test_the_work_of_towers_is_what_torch_counts(how: str, folder: Path) -> None:
     model = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager")
+    whole = next(name for family, name in WHOLE.items() if folder.name.startswith(family))
+    beside = ["peft=lora", f"peft.modules_to_save=[{whole}]"]
     settings = {
         "train": ["model.train_towers=true"],
         "frozen": [],
         "projector": ["model.train_towers=true", "model.freeze=[vision]"],
+        "whole": beside,
+        "whole_and_names": [*beside, "peft.target_modules=[q_proj]"],
     }[how]
     for tower in towers(model):
         is_encoder = hasattr(tower, "config")
         tower.requires_grad_(how == "train" or (how == "projector" and not is_encoder))
+    if "whole" in how:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(f".{whole}." in name)
     data = data_of(config_of_images(folder, *settings))
     batches = batches_of(data)
     for batch in batches:

@@ -188,9 +188,11 @@ def work_of_towers(config: Config, processor: ImageProcessor, documents: Documen
     source.freeze_weights(described)
     if config.peft:
         described.requires_grad_(False)
-        if isinstance(config.peft.get("target_modules"), list):
+        of_towers = isinstance(config.peft.get("target_modules"), list)
+        if of_towers or config.peft.get("modules_to_save"):
             with torch.device("meta"):
                 build(config.peft).adapt(described, str(source.pretrained))
+            described.to("meta")  # peft makes whole copies on the host
     points: dict[int, float] = {}
     for num_rows in {min(sizes), max(sizes)} if sizes else ():
         record, _ = processor.process([blank_image(*sizes[num_rows])])
