@@ -353,6 +353,24 @@ LEFT_OUT = {
             "training.global_batch_size": 16,
         },
     ),
+    "nemo_automodel": (
+        {
+            "benchmark": {"num_gpus": 1},
+            "dataset": {"dataset_name": "y"},
+            "lr_scheduler": {"lr_decay_style": "cosine"},
+        },
+        {"lr_scheduler": "cosine"},
+        {"lr_scheduler.warmup_frac": 0.1, "lr_scheduler.min_lr_frac": 0.01},
+    ),
+    "nemo_automodel, its own": (
+        {"optimizer": {"lr": 1e-5}, "lr_scheduler": {"lr_warmup_steps": 5, "min_lr": 1e-6}},
+        {},
+        {
+            "lr_scheduler.warmup_steps": 5,
+            "lr_scheduler.warmup_frac": None,
+            "lr_scheduler.min_lr_frac": 0.1,
+        },
+    ),
     "torchtune": (
         {"optimizer": {"_component_": "torch.optim.Adam", "lr": 1e-5}},
         {"lr_scheduler": "constant"},
