@@ -396,6 +396,15 @@ def test_what_would_have_been_trained_by_their_defaults(case: str) -> None:
     assert {key: found.settings.get(key) for key in settings} == settings
 
 
+def test_a_default_that_does_nothing_is_left_out() -> None:
+    theirs = {"optimizer": {"lr": 1e-5}, "lr_scheduler": {"lr_decay_style": "constant"}}
+    found = convert.preset_of("nemo_automodel", theirs, "mine")
+    assert found.settings["lr_scheduler.min_lr_frac"] == 0.01
+    found.leave_what_is_refused()
+    assert "lr_scheduler.min_lr_frac" not in found.settings
+    assert not found.unsaid
+
+
 def test_a_decay_that_means_another_thing_is_named() -> None:
     theirs = {"optimizer": {"_target_": "torch.optim.Adam", "weight_decay": 0.1}}
     unsaid = convert.preset_of("nemo_automodel", theirs, "mine").unsaid

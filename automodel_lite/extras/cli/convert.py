@@ -266,7 +266,10 @@ class Preset:
             value = self.settings.pop(key)
             if key == "name":
                 self.settings = {"name": "mine", **self.settings}
-            self.unsaid.append(f"{key}={format_value(value)}: {problem}")
+            # nobody asked for a default of theirs, and it would change nothing
+            is_idle = " does nothing where " in problem
+            if not (is_idle and self.origin.get(key, "").endswith("default")):
+                self.unsaid.append(f"{key}={format_value(value)}: {problem}")
 
     def _problem(self) -> str:
         """Returns the first sentence of a run's check of the settings, but for what is not set
