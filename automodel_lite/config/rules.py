@@ -33,20 +33,18 @@ MAX_NAME_BYTES = 200  # files beside the run's folder are named after it
 
 @dataclass(frozen=True)
 class Range:
-    """A number from `least` to `most`; `above` and `below` exclude the bound itself."""
+    """A number from `least` to `most`; `above` and `below` exclude the bound itself. No number is
+    beyond a bound that is NaN.
+    """
 
-    least: float | None = None
-    most: float | None = None
-    above: float | None = None
-    below: float | None = None
+    least: float = math.nan
+    most: float = math.nan
+    above: float = math.nan
+    below: float = math.nan
 
     def problem(self, value: float) -> str | None:
-        too_small = (self.least is not None and value < self.least) or (
-            self.above is not None and value <= self.above
-        )
-        too_large = (self.most is not None and value > self.most) or (
-            self.below is not None and value >= self.below
-        )
+        too_small = value < self.least or value <= self.above
+        too_large = value > self.most or value >= self.below
         return f"{self}." if too_small or too_large else None
 
     def __str__(self) -> str:
@@ -57,7 +55,7 @@ class Range:
             "below": self.below,
         }
         return " and ".join(
-            f"{name} {bound:,}" for name, bound in bounds.items() if bound is not None
+            f"{name} {bound:,}" for name, bound in bounds.items() if not math.isnan(bound)
         )
 
 

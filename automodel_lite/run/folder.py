@@ -113,12 +113,11 @@ class RunFolder:
         )
         old = dict(flatten(saved))
         new = dict(flatten(plain(config)))
-        changed = [key for key in {**old, **new} if old.get(key) != new.get(key)]
         resumable = tuple(f"{key}." for key in resumable_settings())  # keys, and whole groups
         return [
             (key, old.get(key), new.get(key))
-            for key in changed
-            if not f"{key}.".startswith(resumable)
+            for key in {**old, **new}
+            if old.get(key) != new.get(key) and not f"{key}.".startswith(resumable)
         ]
 
     def open(self, config: Config, global_batch_size: int, slot_multiple: int) -> None:

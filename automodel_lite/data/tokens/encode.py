@@ -151,6 +151,15 @@ class ChatRenderer:
         turns = self._trained_turns(messages)
         plain, marked = self._templates[bool(tools)]
         render = partial(self._render, tools, plain)
+        for place in calls:  # gpt-oss's template writes the first one of a turn
+            fewer = messages.copy()
+            fewer[place] = {**messages[place], "tool_calls": messages[place]["tool_calls"][:1]}
+            if fewer != messages and render(fewer) == render(messages):
+                raise DataError(
+                    f"message {place} has several tool calls, and the chat template writes one: "
+                    "give each call a turn of its own, or use a template that writes them all, "
+                    "tokenizer.chat_template=template.jinja."
+                )
         whole = None
         if marked is not None and self._train_on != "all":
             whole = self._marked(self._render(tools, marked, messages), messages, turns)
@@ -247,8 +256,8 @@ class ChatRenderer:
         arguments: Any
         for arguments in ({}, "{}"):
             call = {"type": "function", "function": {"name": _PROBE, "arguments": arguments}}
-            asked: list[Message] = [{"role": "user", "content": "Hi"}]
-            asked.append({"role": "assistant", "content": "", "tool_calls": [call]})
+            turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+            asked: Any = [{"role": "user", "content": "Hi"}, turn]
             try:
                 text = self._render(None, self._templates[0][0], asked)
             except DataError:
@@ -449,9 +458,7 @@ class Renderer:
         chat = self.chat_renderer
         self._chat = chat(tokenizer, train_on, template_kwargs) if has_template else None
         self._tokenizer = tokenizer
-        adds_bos = tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][:1] == [
-            tokenizer.bos_token_id
-        ]
+        adds_bos = tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
         self._bos = str(tokenizer.bos_token) if adds_bos else ""
         self._eos = str(tokenizer.eos_token or "")
         specials = sorted(

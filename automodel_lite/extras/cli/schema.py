@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import fields, is_dataclass
@@ -144,7 +145,7 @@ def _value(hint: Any) -> dict[str, Any]:
                 bounds = {"minimum": rule.least, "maximum": rule.most}
                 bounds |= {"exclusiveMinimum": rule.above, "exclusiveMaximum": rule.below}
                 number = next(iter(_alternatives(value)))
-                number.update({name: bound for name, bound in bounds.items() if bound is not None})
+                number |= {name: at for name, at in bounds.items() if not math.isnan(at)}
         return value
     if get_origin(hint) in (Union, UnionType):
         return {

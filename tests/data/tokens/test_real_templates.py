@@ -95,6 +95,10 @@ CALLS = frozenset(
         "qwen3_instruct_2507",
     ]
 )
+ONE_CALL = {
+    "gptoss": "message 1 has several tool calls, and the chat template writes one",
+    **dict.fromkeys(["llama3_1", "llama3_2"], "only supports single tool-calls at once"),
+}
 THOUGHTS = frozenset(
     [
         "gemma4_v5",
@@ -169,6 +173,22 @@ def test_tool_calls_are_trained_and_results_are_not(name: str) -> None:
     assert "It is four." in answer
     assert "sunny" in found[-1].text
     assert "sunny" not in call + answer
+
+
+@pytest.mark.parametrize("name", sorted(CALLS))
+def test_calls_side_by_side_are_trained_or_refused(name: str) -> None:
+    oslo = {"id": "bcdefghij", "function": {"name": "get_weather", "arguments": {"city": "Oslo"}}}
+    both = [CALL, {**CALL, **oslo}]
+    rainy = {**SUNNY, "tool_call_id": "bcdefghij", "content": "rainy"}
+    chat = [HI, {"role": "assistant", "content": "", "tool_calls": both}, SUNNY, rainy, FOUR]
+    if name in ONE_CALL:
+        with pytest.raises(DataError, match=ONE_CALL[name]):
+            renderer(name).renderings(chat, TOOLS)
+        return
+    called, answer = turns(renderer(name).renderings(chat, TOOLS))
+    assert "Rome" in called
+    assert "Oslo" in called
+    assert "It is four." in answer
 
 
 @pytest.mark.parametrize("name", sorted(TEMPLATES.keys() - ENDLESS))
