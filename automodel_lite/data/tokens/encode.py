@@ -297,16 +297,16 @@ class ChatRenderer:
         for part in [2 * assistants.index(turn) + 1 for turn in turns]:
             # A span ends behind the end-of-turn token that follows it, or at one within it.
             end = edges[part + 1]
-            rest = text[edges[part + 1] :].lstrip()
             trimmed = len(text[:end].rstrip())
-            if text[:trimmed].endswith(self.stop_tokens):
-                end = trimmed
-            elif stop := next(
-                (token for token in self.stop_tokens if rest.startswith(token)), None
-            ):
-                end = len(text) - len(rest) + len(stop)
-            spans.append((edges[part], end))
+            is_within = text[:trimmed].endswith(self.stop_tokens)
+            spans.append((edges[part], trimmed if is_within else self._stop_behind(text, end)))
         return Rendering(text, tuple(spans))
+
+    def _stop_behind(self, text: str, end: int) -> int:
+        """Returns where the stop token behind `end` and white space ends; `end` without one."""
+        rest = text[end:].lstrip()
+        stop = next((token for token in self.stop_tokens if rest.startswith(token)), "")
+        return len(text) - len(rest) + len(stop) if stop else end
 
     def _span(
         self, render: Callable[..., str], messages: list[Message], text: str, turn: int
@@ -318,14 +318,15 @@ class ChatRenderer:
         after = text if is_last else render(messages[: turn + 1])
         if not is_last and not text.startswith(after.rstrip()):
             return None
-        start = 0
         if before := messages[:turn]:
             prompt = render(before, prompt=True)
-            # They part early where the prompt opens with `<think>` and the turn has none: the turn
-            # begins there.
-            start = _common_prefix(prompt, text)
-            if start < len(prompt) and not text.startswith(render(before)):
-                return None
+        else:  # nobody has asked: where another turn would differ
+            prompt = render([{"role": messages[0]["role"], "content": _PROBE}])
+        # They part early where the prompt opens with `<think>` and the turn has none: the turn
+        # begins there.
+        start = _common_prefix(prompt, text)
+        if before and start < len(prompt) and not text.startswith(render(before)):
+            return None
         return start, min(len(text), max(self._behind_stops(after, start), default=len(after)))
 
     def _behind_stops(self, text: str, start: int = 0) -> list[int]:
@@ -361,10 +362,7 @@ class ChatRenderer:
                 f"message {place} has weight 0, and the chat template does not show where it is: "
                 "use tokenize.train_on=assistant, or another template."
             )
-        end = at + len(content)
-        rest = text[end:].lstrip()
-        stop = next((t for t in self.stop_tokens if rest.startswith(t)), "")
-        return at, len(text) - len(rest) + len(stop) if stop else end
+        return at, self._stop_behind(text, at + len(content))
 
     def _rendering_of_last_turn(
         self, render: Callable[..., str], messages: list[Message]
@@ -422,14 +420,17 @@ def _check_whole(messages: Sequence[Message], text: str) -> None:
 
 
 def _lost(message: Message, text: str) -> str:
-    """Returns the key of a part of a trained turn that is not in its text: its thoughts, or words
-    beside a call.
+    """Returns the part of a trained turn that is not in its text: the key of its thoughts, thoughts
+    in its content, or words beside a call.
     """
     for key, thought in message.items():
         if REASONING.fullmatch(key) and isinstance(thought, str) and thought.strip() not in text:
             return key
-    said = message["content"].rpartition("</think>")[2].strip()
-    return "content beside its tool calls" if message.get("tool_calls") and said not in text else ""
+    thoughts, is_thought, said = message["content"].rpartition("</think>")
+    if is_thought and thoughts.rpartition("<think>")[2].strip() not in text:
+        return "thoughts before </think>"
+    is_beside = message.get("tool_calls") and said.strip() not in text
+    return "content beside its tool calls" if is_beside else ""
 
 
 def _common_prefix(left: str, right: str) -> int:

@@ -205,6 +205,34 @@ def test_thoughts_are_trained_or_refused(name: str) -> None:
     assert "Adding." in second
 
 
+def inline(turn: dict[str, str], thought: str) -> dict[str, str]:
+    return {**turn, "content": f"<think>\n{thought}\n</think>\n\n{turn['content']}"}
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_6", "lfm2_2_5_v2", "qwen2_5"])
+def test_thoughts_in_an_answer_are_trained_in_each_turn(name: str) -> None:
+    """Also where the template leaves them out of the history."""
+    first, second = turns(
+        renderer(name).renderings([HI, inline(HELLO, "Why not."), SUM, inline(FOUR, "Adding.")])
+    )
+    assert "Why not." in first
+    assert "Adding." in second
+
+
+@pytest.mark.parametrize("name", ["deepseek_r1_distill", "deepseekv3", "exaone4"])
+def test_thoughts_that_are_cut_out_of_an_answer_are_refused(name: str) -> None:
+    with pytest.raises(DataError, match="message 1 has thoughts before </think> that the chat"):
+        renderer(name).renderings([HI, inline(HELLO, "Why not.")])
+
+
+@pytest.mark.parametrize("name", ["qwen2_5", "command_a", "phi_4", "llama3_1"])
+def test_a_chat_that_the_assistant_begins(name: str) -> None:
+    """What stands before its first words, a default system prompt, is not trained on."""
+    first, second = turns(renderer(name).renderings([HELLO, SUM, FOUR]))
+    assert first.startswith("Hello friend!")
+    assert second.startswith("It is four.")
+
+
 @pytest.mark.parametrize("name", sorted(NO_SYSTEM))
 def test_a_system_prompt_that_is_not_written_is_refused(name: str) -> None:
     with pytest.raises(
