@@ -19,6 +19,8 @@ from automodel_lite.parts.datasets.memmap import MemmapCorpus, write_memmap
 from automodel_lite.parts.datasets.streams import StreamingDataset
 from automodel_lite.telemetry.callbacks import RunInfo
 from recipes import train_ft
+from tests.images.families import write_chats, write_model
+from tests.images.test_exact import config_of_images
 from tests.runs import problems, quick_config, train_quick
 
 BESIDE_OTHERS = {
@@ -157,6 +159,17 @@ def test_settings_of_models(tmp_path: Path) -> None:
     for typed in ("router_aux_loss=0.1", "mtp_loss=0.1", "train_towers=true", "experts=eager"):
         with pytest.raises(ConfigError, match=rf"^teacher.{typed}"):
             train_quick(tmp_path / "run", *teacher, f"teacher.{typed}")
+
+
+def test_settings_of_towers(tmp_path: Path) -> None:
+    write_chats(tmp_path, num=4)
+    write_model("qwen3_vl", tmp_path)
+    for typed, why in {
+        "model.freeze=[visual.blocks]": "visual.blocks is not trained without model.train_towers=",
+        "model.train_towers=true model.freeze=[visual]": "trains nothing, as model.freeze=",
+    }.items():
+        with pytest.raises(ConfigError, match=rf"^{re.escape(typed[:12])}.*{why}"):
+            train_ft.main(config_of_images(tmp_path, *typed.split(" ")))
 
 
 @pytest.mark.parametrize(

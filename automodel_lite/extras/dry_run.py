@@ -19,10 +19,11 @@ from automodel_lite.extras.plan.capacity import GPUS_GB, PLANNED_GPU, usable
 from automodel_lite.extras.plan.heaviest import heaviest_batch
 from automodel_lite.extras.plan.simulation import simulate
 from automodel_lite.models.flops import cost_model
-from automodel_lite.models.layers import freeze_named, freeze_towers
+from automodel_lite.models.layers import freeze_towers
 from automodel_lite.models.source import describe
 from automodel_lite.parallel.mesh import rank
 from automodel_lite.parts.auto import shape_of_dry_run
+from automodel_lite.parts.freezing import freeze_named
 from automodel_lite.parts.images import images_lines
 from automodel_lite.parts.losses import label_values
 from automodel_lite.progress import activity

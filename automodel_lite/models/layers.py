@@ -8,7 +8,6 @@ silently runs it eagerly.
 
 from __future__ import annotations
 
-import fnmatch
 import functools
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -27,7 +26,6 @@ from torch.utils.checkpoint import (
 
 from automodel_lite import compat
 from automodel_lite.attention.documents import IN_GRAPH, NOW, WithContext, layer_lists
-from automodel_lite.errors import ConfigError
 from automodel_lite.graphs import backend_of, strict_graphs
 
 _ATTENTIONS = (
@@ -251,38 +249,6 @@ def freeze_towers(lm: nn.Module, dtype: torch.dtype) -> None:
             if module is not decoder:
                 for parameter in module.parameters(recurse=False):
                     parameter.requires_grad_(False)
-
-
-def freeze_named(lm: transformers.PreTrainedModel, patterns: list[str]) -> list[str]:
-    """Freezes the weights that the patterns name, in place; returns a line for each pattern.
-
-    patterns  parts of names between dots, with shell wildcards: embed_tokens, layers.[0-7],
-              layers.*.mlp; vision, the encoders of images under any family's name
-    Raises ConfigError for a pattern without a match, and where nothing is left to train.
-    """
-    # a tied weight has two names
-    lines = []
-    named = list(lm.named_parameters(remove_duplicate=False))
-    for pattern in patterns:
-        found = {p for name, p in named if fnmatch.fnmatchcase(f".{name}.", f"*.{pattern}.*")}
-        if pattern == "vision":
-            encoders = [x for x in towers(lm) if isinstance(x, transformers.PreTrainedModel)]
-            found |= {p for encoder in encoders for p in encoder.parameters()}
-        if not found:
-            names = ", ".join(dict.fromkeys(name for name, _ in named[:3]))
-            raise ConfigError(
-                f"model.freeze={patterns}: no weight is named {pattern}; their names are {names} "
-                "..."
-            )
-        for parameter in found:
-            parameter.requires_grad_(False)
-        lines.append(
-            f"frozen {pattern}: {len(found)} weights, {sum(p.numel() for p in found) / 1e6:,.2f} M "
-            "parameters"
-        )
-    if not any(p.requires_grad for p in lm.parameters()):
-        raise ConfigError(f"model.freeze={patterns} leaves no weight to train.")
-    return lines
 
 
 def cast_weights(

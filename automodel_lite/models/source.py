@@ -39,7 +39,6 @@ from automodel_lite.errors import (
     one_line,
 )
 from automodel_lite.models.layers import (
-    freeze_named,
     freeze_towers,
     has_experts,
     local,
@@ -57,6 +56,7 @@ if TYPE_CHECKING:
 
 SHAPES = Path(__file__).parent / "shapes"
 """config.json of the presets' models: sizes are estimated without a network."""
+FREEZING = "automodel_lite.parts.freezing.freeze_named"
 DEQUANTIZED = frozenset({"fp8", "mxfp4"})
 """Checkpoints of these kinds are loaded as plain weights; their exports are in the
 config's dtype.
@@ -368,7 +368,8 @@ class CausalLM:
         """Freezes what is not trained, in place; adds to `notes` what `freeze` names."""
         if not self.train_towers:
             freeze_towers(lm, self.dtype)
-        self.notes += freeze_named(lm, self.freeze)
+        if self.freeze:
+            self.notes += locate(FREEZING)(lm, self.freeze)
 
     def _checked_config(self, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
         config = self._config_as_stored(tokenizer)

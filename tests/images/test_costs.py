@@ -80,11 +80,10 @@ def test_the_work_of_towers_is_what_torch_counts(how: str, folder: Path) -> None
         "whole_and_names": [*beside, "peft.target_modules=[q_proj]"],
     }[how]
     for tower in towers(model):
-        is_encoder = hasattr(tower, "config")
-        tower.requires_grad_(how == "train" or (how == "projector" and not is_encoder))
-    if "whole" in how:
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(f".{whole}." in name)
+        tower.requires_grad_(how == "train")
+    named = {"projector": ("merger", "connector"), "frozen": ()}.get(how, (f".{whole}.",))
+    for name, parameter in model.named_parameters() if how != "train" else ():
+        parameter.requires_grad_(any(one in name for one in named))
     data = data_of(config_of_images(folder, *settings))
     batches = batches_of(data)
     for batch in batches:

@@ -18,7 +18,6 @@ from automodel_lite.errors import ConfigError
 from automodel_lite.models.flops import model_size
 from automodel_lite.models.layers import (
     decoder_layers,
-    freeze_named,
     freeze_towers,
     output_head,
     text_decoder,
@@ -26,6 +25,7 @@ from automodel_lite.models.layers import (
 )
 from automodel_lite.models.source import CausalLM, describe
 from automodel_lite.parts.adapters.lora import Lora
+from automodel_lite.parts.freezing import freeze_named
 from automodel_lite.run.weight_files import as_saved, groups_of, stored_dtypes, unique_weights
 from benchmarks.image_families import image_config, image_model
 from benchmarks.survey_models import load, run, save, separate, step_of, weights_of
@@ -198,19 +198,24 @@ def test_two_ranks_train_and_write_the_composite_of_one(tmp_path: Path) -> None:
     assert not all(torch.equal(after[name], before[name]) for name in before)
 
 
-@pytest.mark.parametrize(("family", "left"), [("llava_next", True), ("qwen3_vl", False)])
-def test_vision_names_the_encoder_of_any_family(family: str, left: bool) -> None:
-    """Qwen's has its projector inside; LLaVA's stands beside it and is trained."""
+@pytest.mark.parametrize(
+    ("family", "projector"),
+    [("llava_next", "multi_modal_projector"), ("qwen3_vl", "merger"), ("glm4v", "merger")],
+)
+def test_vision_names_the_encoder_of_any_family(family: str, projector: str) -> None:
+    """LLaVA's projector stands beside it; of Qwen and GLM, it is a part of it."""
     model = tiny_model(family)
     freeze_named(model, ["vision"])
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
-    assert any("projector" in name for name in trained) == left
-    assert not any("vision_tower" in name or "visual" in name for name in trained)
-    assert any("language_model" in name for name in trained)
+    assert any(projector in name for name in trained)
+    others = ("language_model", "lm_head", "image_newline", projector)
+    assert all(any(other in name for other in others) for name in trained)
     # nothing of its forward is kept for a backward pass
-    if left:
-        output = model.model.vision_tower(torch.rand(1, 3, 28, 28)).last_hidden_state
-    else:
+    if family == "llava_next":
+        output = model.model.vision_tower(torch.rand(1, 3, 28, 28))
+    elif family == "qwen3_vl":
         grid = torch.tensor([[1, 2, 2]])
-        output = model.model.visual(torch.rand(4, 3 * 2 * 14 * 14), grid_thw=grid).pooler_output
-    assert output.grad_fn is None
+        output = model.model.visual(torch.rand(4, 3 * 2 * 14 * 14), grid_thw=grid)
+    else:
+        return
+    assert output.last_hidden_state.grad_fn is None

@@ -11,6 +11,7 @@ from automodel_lite.data.feeding.planned import PlannedPacks
 from automodel_lite.data.feeding.source import PackSource
 from automodel_lite.errors import ConfigError
 from automodel_lite.parallel.mesh import Mesh
+from automodel_lite.parts.freezing import check_frozen
 from automodel_lite.training.build import BuiltModel
 
 if TYPE_CHECKING:
@@ -60,10 +61,12 @@ def shown_pictures(data: PlannedPacks, row: Mapping[str, np.ndarray]) -> list[Pi
 def check_images(data: PackSource, built: BuiltModel, mesh: Mesh) -> None:
     """Checks a model that is trained on packs with images at start-up; every rank calls it.
 
-    Raises ConfigError for a model that cannot be, and for towers that no data reach.
+    Raises ConfigError for a model that cannot be, for towers that no data reach, and for settings
+    of them that do nothing.
     """
+    source = built.decided.model
     if data.job.reads_images:
-        if built.decided.model.mtp_loss:
+        if source.mtp_loss:
             raise ConfigError(
                 "model.mtp_loss with dataset=images: heads for further tokens read embeddings of "
                 "text, and places of images have none: set model.mtp_loss=0."
@@ -76,8 +79,10 @@ def check_images(data: PackSource, built: BuiltModel, mesh: Mesh) -> None:
                 "dataset.columns.images=COLUMN, or use dataset=files."
             )
         check_model(data, built, mesh)
-    elif built.decided.model.train_towers:
+    elif source.train_towers:
         raise ConfigError(
             "model.train_towers=true trains what only images reach, and the data have none: set "
             "dataset=images, or model.train_towers=false."
         )
+    if source.freeze:
+        check_frozen(built.model.loss_model.lm, source.freeze, source.train_towers)
