@@ -153,6 +153,15 @@ class ParallelModel:
                     state._fsdp_param_group._training_state = FsdpTrainingState.IDLE
                 module.reshard()
 
+    def gather_towers_once(self) -> None:
+        """Gathers each tower and frees it again. Of one that no step calls, as for sound or without
+        images, torch asks for its whole weights where gradients wait for the last micro-batch.
+        """
+        for tower in towers(self.loss_model.lm):
+            if isinstance(tower, FSDPModule):
+                tower.unshard()
+                tower.reshard()
+
     def parameters(self) -> Iterator[nn.Parameter]:
         return self.loss_model.parameters()
 

@@ -108,6 +108,7 @@ def build_model(
         if runs_by_rows(lm):
             attention = rows_reason(decided, lm)
         loss = check_model(decided.mesh.cp_exchange, model, mesh)
+        model.gather_towers_once()
         STARTUP.lap("probe")
     of_teacher: StepFlops | None = None
     teacher_bytes = 0  # on each device

@@ -263,6 +263,7 @@ def _step(
     recompute_layers(
         layers, training.activation_checkpointing, parts.advanced.recompute_every_layers
     )
+    model.gather_towers_once()
     # A first update makes the optimizer's states. It is no part of a step, and not counted.
     held.enter("optimizer")
     for parameter in model.parameters():
