@@ -167,6 +167,7 @@ def test_settings_of_towers(tmp_path: Path) -> None:
     for typed, why in {
         "model.freeze=[visual.blocks]": "visual.blocks is not trained without model.train_towers=",
         "model.train_towers=true model.freeze=[visual]": "trains nothing, as model.freeze=",
+        "dataset.columns.image=picture": "picture is not a column of the data, which has messages",
     }.items():
         with pytest.raises(ConfigError, match=rf"^{re.escape(typed[:12])}.*{why}"):
             train_ft.main(config_of_images(tmp_path, *typed.split(" ")))

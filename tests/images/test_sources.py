@@ -127,6 +127,14 @@ def test_columns_of_other_names() -> None:
     assert (marked, source.path) == ({"query": f"{IMAGE}q", "label": "a"}, "a.png")
 
 
+def test_two_columns_of_other_images_are_refused_unless_one_is_named() -> None:
+    row = {"text": "a", "images": ["a.png"], "image": "b.png"}
+    with pytest.raises(DataError, match=r"other images in its column images than in image: name"):
+        take_images(row)
+    assert take_images({**row, "image": "a.png"})[1][0].path == "a.png"
+    assert take_images(row, ("image", "images", "image"))[1][0].path == "b.png"
+
+
 def test_samples_of_an_archive_stay_in_it(tmp_path: Path, limits: ImageLimits) -> None:
     files = {"a/1.jpg": encoded(kind="JPEG"), "a/1.json": b'{"question": "q", "answer": "a"}'}
     files |= {"a/2.txt": b"no image", "a/3.mp4": b"", "a/3.seg.png": encoded()}
@@ -194,17 +202,17 @@ def limits(tmp_path: Path) -> ImageLimits:
     return ImageLimits(tmp_path, most_pixels=10_000)
 
 
-@pytest.mark.parametrize("value", [URI, encoded(), {"bytes": encoded()}, RED])
+@pytest.mark.parametrize("value", [URI, encoded(), {"bytes": encoded()}, {"base64": URI.partition(",")[2]}, RED])
 def test_an_image_in_a_row(value: Any, limits: ImageLimits) -> None:
     source = source_of(value, "image[0]")
     assert source.header(limits)[:2] == (6, 4)
     assert source.pixels(limits).getpixel((5, 3)) == (200, 30, 40)
 
 
-def turned() -> bytes:
+def turned(kind: str = "PNG") -> bytes:
     exif = Image.Exif()
     exif[0x0112] = 6
-    return encoded(exif=exif.tobytes())
+    return encoded(kind=kind, exif=exif.tobytes())
 
 
 KINDS = {
@@ -214,6 +222,7 @@ KINDS = {
     "alpha": (encoded(RED.convert("RGBA")), (6, 4), 200),
     "16 bits": (encoded(Image.fromarray(np.full((4, 6), 200 * 256, np.uint16))), (6, 4), 200),
     "turned": (turned(), (4, 6), 200),
+    "turned tiff": (turned("TIFF"), (4, 6), 200),
     "1 x 1": (encoded(RED.resize((1, 1))), (1, 1), 200),
 }
 

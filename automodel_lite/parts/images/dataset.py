@@ -16,15 +16,21 @@ from automodel_lite.config.schema import Config
 from automodel_lite.data.cache import build_once, cache_root
 from automodel_lite.data.packing.packs import Packer
 from automodel_lite.data.reading.documents import NAMES, Documents, DocumentSet
-from automodel_lite.data.reading.files import FilesDataset, OpenedRows
+from automodel_lite.data.reading.files import FilesDataset, OpenedRows, sniff_columns
 from automodel_lite.data.reading.paths import KINDS, kind_of, stamp
-from automodel_lite.data.reading.readers import RawRow, RawRows
+from automodel_lite.data.reading.readers import RawRow, RawRows, placed
 from automodel_lite.data.tokens.tokenize import Job
-from automodel_lite.errors import ConfigError, DataError
+from automodel_lite.errors import ConfigError, DataError, printable
 from automodel_lite.models.source import CausalLM
-from automodel_lite.parts.images.archives import index_archive, index_name
+from automodel_lite.parts.images.archives import KEY, index_archive, index_name
 from automodel_lite.parts.images.rows import ImageDocuments, ImageSet, MarkedRows
-from automodel_lite.parts.images.sources import COLUMNS, FIRST_TEXTS, ImageLimits, sources_in
+from automodel_lite.parts.images.sources import (
+    COLUMNS,
+    FIRST_TEXTS,
+    RULES_VERSION,
+    ImageLimits,
+    sources_in,
+)
 from automodel_lite.parts.readers.tables import DatasetRows
 
 if TYPE_CHECKING:
@@ -86,12 +92,26 @@ class ImageFiles(ImageSettings, FilesDataset):
             self.val_path = self._indexed(self.val_path)
         super().__post_init__()
         self.path, self.val_path = given
+        self._check_columns(named)
         limits = self.limits_of_images()
         self.sets = [ImageDocuments(self.train, 0, limits)]
         for number, documents in enumerate(self.val.values(), start=1):
             self.sets.append(ImageDocuments(documents, number, limits))
         self._name_sets()
-        self.identity += f"(images, {limits}, {named})"
+        self.identity += f"(images {RULES_VERSION}, {limits}, {named})"
+
+    def _check_columns(self, named: Sequence[str]) -> None:
+        """Raises ConfigError for a column of images that no row has."""
+        documents: Any = self.train
+        # without marks in place of images
+        rows = documents.raw.raw
+        has = sniff_columns(placed(rows), "the file") if named else ()
+        for column in named:
+            if column not in has and KEY not in has:  # of an archive's sample
+                raise ConfigError(
+                    f"dataset.columns: {column} is not a column of the data, which has "
+                    f"{printable(', '.join(has))}."
+                )
 
     def _name_sets(self) -> None:
         self.train, *val = self.sets

@@ -27,11 +27,14 @@ from urllib.parse import unquote
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL.TiffImagePlugin import TiffImageFile
 
 from automodel_lite.data.reading.documents import IMAGE
 from automodel_lite.data.reading.readers import RawRow
 from automodel_lite.errors import DataError, explained, one_line
 
+RULES_VERSION = 2
+"""Of what rows and images become: tokens that were cached under others are made anew."""
 COLUMNS = ("images", "image")
 REJECTED = "rejected"
 IN_PROMPT = re.compile(r"!\[[^]]*\]\(([^)]+)\)")
@@ -49,6 +52,7 @@ MOST_PIXELS = 64_000_000
 """Of an image that is decoded: a bomb of some kilobytes is refused from its header."""
 _ROTATED = (5, 6, 7, 8)
 _ORIENTATION = 0x0112
+_WIDTH_AND_LENGTH = (0x0100, 0x0101)
 _HEAD_BYTES = 2**12
 _TAIL_BYTES = 2**16
 PIXEL_BITS = 26
@@ -136,11 +140,13 @@ class ImageSource:
         with self.read(limits) as file, self._opened(file) as image:
             stamp = self._checked_stamp(file, image)
             width, height = image.size
+            if isinstance(image, TiffImageFile):  # whose size newer Pillows turn, too
+                width, height = (image.tag_v2[tag] for tag in _WIDTH_AND_LENGTH)
             # of a PNG without it in its header, Pillow would decode the whole
             has_exif = image.format != "PNG" or "exif" in image.info
             is_rotated = has_exif and image.getexif().get(_ORIENTATION) in _ROTATED
             if is_rotated:
-                width, height = image.size[::-1]
+                width, height = height, width
             return *limits.scaled(width, height), stamp
 
     def pixels(self, limits: ImageLimits, stamp: int | None = None) -> Image.Image:
@@ -237,9 +243,12 @@ def source_of(value: Any, name: str) -> ImageSource:
         if SPAN in value:
             offset, num_bytes = value[SPAN]
             return ImageSource(value["name"], value["path"], span=(offset, num_bytes))
-        value = next((value[key] for key in KEYS if value.get(key)), None)
+        key = next((key for key in KEYS if value.get(key)), "")
+        value = value.get(key)
         if isinstance(value, Mapping):
             return source_of(value, name)
+        if key == "base64" and isinstance(value, str) and not value.startswith("data:"):
+            value = f"data:;base64,{value}"
     if isinstance(value, (bytes, bytearray)):
         return ImageSource(name, content=bytes(value))
     if isinstance(value, Image.Image):
@@ -278,10 +287,14 @@ def take_images(
     """
     if any(isinstance(value, str) and IMAGE in value for value in row.values()):
         raise DataError("has the character U+FDD2, which stands for images here: remove it.")
-    column = next((name for name in columns if row.get(name) not in (None, [], "")), None)
-    given = row[column] if column else []
-    listed = given if isinstance(given, (list, tuple)) else [given]
-    waiting = [source_of(value, f"{column}[{i}]") for i, value in enumerate(_flat(listed))]
+    filled = [name for name in columns if row.get(name) not in (None, [], "")]
+    listed = _flat([row[name] for name in filled[:1]])
+    if tuple(filled) == COLUMNS and listed != _flat([row["image"]]):
+        raise DataError(
+            "has other images in its column images than in image: name the one that is meant, "
+            "dataset.columns.image=image, or remove the other."
+        )
+    waiting = [source_of(value, f"{filled[0]}[{i}]") for i, value in enumerate(listed)]
     kept = {name: value for name, value in row.items() if name not in columns}
     if isinstance(kept.get("texts"), list):
         kept["messages"] = _turns_of_pairs(kept.pop("texts"))

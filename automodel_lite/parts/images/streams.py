@@ -38,7 +38,7 @@ from automodel_lite.parts.images.rows import (
     number_of,
     placed_images,
 )
-from automodel_lite.parts.images.sources import ImageLimits, ImageSource
+from automodel_lite.parts.images.sources import RULES_VERSION, ImageLimits, ImageSource
 
 MOST_KEPT = 8192
 MOST_KEPT_BYTES = 2**28
@@ -92,7 +92,7 @@ class ImageStream(ImageSettings, StreamingDataset):
     def __post_init__(self) -> None:
         self.limits = self.limits_of_images()
         super().__post_init__()
-        self.identity += f"(images, {self.limits})"
+        self.identity += f"(images {RULES_VERSION}, {self.limits})"
         self.content += f"(images, {self.max_image_pixels}, {self.bad_image})"
 
     def view(self, opened: OpenedRows) -> RawRows:

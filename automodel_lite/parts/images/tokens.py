@@ -302,6 +302,11 @@ class ImageRenderer(Renderer):
                 f"has {len(found)} times {self.marker} in its text and {len(images)} images: they "
                 "must be as many."
             )
+        token = self.job.processor.token
+        if token != self.marker and token in rendering.text:
+            raise DataError(
+                f"has {token} in its text, which stands for a part of an image: remove it."
+            )
         own = images[: len(found)]
         # from a placeholder's second character on, all moves by what the images so far have grown
         edges = [0]
