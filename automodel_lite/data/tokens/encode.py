@@ -90,6 +90,7 @@ class ChatRenderer:
         template_kwargs: dict[str, Any] | None = None,
     ):
         self._train_on = train_on
+        self.unasked = ""  # the end of the last prompt that its answer does not begin with
         self._template_kwargs = {**tokenizer.special_tokens_map, **(template_kwargs or {})}
         plain = (tokenizer.get_chat_template(), tokenizer.get_chat_template(tools=[{}]))
         for name in template_kwargs or ():
@@ -325,7 +326,8 @@ class ChatRenderer:
         # They part early where the prompt opens with `<think>` and the turn has none: the turn
         # begins there.
         start = _common_prefix(prompt, text)
-        if before and start < len(prompt) and not text.startswith(render(before)):
+        self.unasked = prompt[start:] if before else ""
+        if self.unasked and not text.startswith(render(before)):
             return None
         return start, min(len(text), max(self._behind_stops(after, start), default=len(after)))
 
@@ -470,10 +472,12 @@ class Renderer:
         stop_tokens += [self._eos] if self._eos else []
         self.stop_ids = frozenset(tokenizer.get_vocab()[token] for token in stop_tokens)
 
-    def remarks(self, document: Document, renderings: Sequence[Rendering]) -> tuple[str, list[str]]:
+    def remarks(
+        self, document: Document, renderings: Sequence[Rendering]
+    ) -> tuple[str, str, list[str]]:
         """Returns a special token that stands in the text of a document, where it becomes a real
-        one, or nothing; and columns of its row, and texts of its turns by their keys, that no
-        rendering holds.
+        one, or nothing; the end of the prompt that its last answer does not begin with; and columns
+        of its row, and texts of its turns by their keys, that no rendering holds.
         """
         turns = document.get("messages", ())
         unused = list(document.get(UNUSED, ()))
@@ -487,7 +491,8 @@ class Renderer:
                     continue
                 if not any(value.strip() in rendering.text for rendering in renderings):
                     unused.append(f"{key} of a turn")
-        return next((match[0] for match in found if match), ""), unused
+        unasked = self._chat.unasked if self._chat and self._train_on != "all" else ""
+        return next((match[0] for match in found if match), ""), unasked, unused
 
     def renderings(self, document: Document) -> list[Rendering]:
         """The renderings of one document; more than one for a chat whose template rewrites earlier

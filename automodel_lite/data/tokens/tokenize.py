@@ -155,6 +155,7 @@ class DocumentTokenizer:
         groups = []  # of each row
         errors = []
         specials = []
+        unaskeds = []
         num_split = 0
         unused: dict[str, str] = {}
         with stall_report() as places:
@@ -179,8 +180,9 @@ class DocumentTokenizer:
                 names: list[str] = []
                 if not is_given:
                     num_split += len(of_document) > len(parts) + ("chosen" in document)
-                    special, names = self._renderer.remarks(document, of_document)
+                    special, unasked, names = self._renderer.remarks(document, of_document)
                     specials += [f"{place}: {special}"] if special else []
+                    unaskeds += [f"{unasked!r} ({place})"] if unasked else []
                 if "chosen" in document and document.get("group") is not None:
                     names.append("group")  # compared with each other, and with no third
                 groups += [_group_of(document, number, len(of_document))] * len(of_document)
@@ -196,6 +198,8 @@ class DocumentTokenizer:
             counts,
             first_error="".join(errors[:1]),
             first_special="".join(specials[:1]),
+            num_unasked=len(unaskeds),
+            first_unasked="".join(unaskeds[:1]),
             unused=unused,
         )
         if rows and isinstance(rows[0], dict):
@@ -499,6 +503,13 @@ def tokenization_notes(name: str, found: Findings) -> list[str]:
         notes.append(
             f"NOTE: {name}: {num:,} documents have special tokens in their text, which become real "
             f"ones (first: {found.first_special})"
+        )
+    if found.num_unasked:
+        notes.append(
+            f"NOTE: {name}: the last answers of {found.num_unasked:,} documents are trained "
+            "without the end of the prompt that the chat template writes for one, "
+            f"{found.first_unasked}: let it ask as they answer (tokenize.template_kwargs, as "
+            "enable_thinking: false), or train on answers that begin so"
         )
     if found.num_blank:
         notes.append(

@@ -333,6 +333,33 @@ def test_special_tokens_in_the_text_of_users_are_noted(tmp_path: Path) -> None:
     )
 
 
+def asked(folder: Path, name: str, answers: list[str], **template_kwargs: bool) -> tuple[str, ...]:
+    """The notes on chats with these answers, under the template of a published model."""
+    source = (Path(__file__).parents[1] / f"chat_templates/{name}.jinja").read_text()
+    specials = ("<|im_start|>", "<|im_end|>", "<｜end▁of▁sentence｜>")
+    tokenizer = byte_tokenizer(Family(source, specials, specials[-1]))
+    chats = [[HI, {"role": "assistant", "content": answer}] for answer in answers]
+    (folder / "a.jsonl").write_text(
+        "".join(json.dumps({"messages": chat}) + "\n" for chat in chats)
+    )
+    job = Job(tokenizer, TokenizeConfig(template_kwargs=template_kwargs))
+    return tokenize_documents(FilesDataset(str(folder / "a.jsonl")), job, folder).notes[1:]
+
+
+def test_answers_that_the_prompt_does_not_lead_to_are_counted(tmp_path: Path) -> None:
+    """DeepSeek-R1 is asked to think, and these answers do not; Qwen3 is asked not to, and one does."""
+    (note,) = asked(tmp_path, "deepseek_r1_distill", ["Yes.", "No."])
+    assert note.startswith(
+        "NOTE: train: the last answers of 2 documents are trained without the end of the prompt that the chat template "
+        "writes for one, '<think>\\n' (a.jsonl:1): "
+    )
+    answers = ["Yes.", "<think>\nHm.\n</think>\n\nNo."]
+    (note,) = asked(tmp_path, "qwen3", answers, enable_thinking=False)
+    assert "the last answers of 1 documents" in note
+    assert "(a.jsonl:2)" in note
+    assert asked(tmp_path, "qwen3", answers) == ()
+
+
 def test_what_nothing_uses_is_named_wherever_it_begins(tmp_path: Path) -> None:
     turns = [
         {"role": "user", "content": "a", "name": "Eve"},
