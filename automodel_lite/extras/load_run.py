@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -25,7 +26,8 @@ from automodel_lite.extras.runs import existing_run
 from automodel_lite.models.layers import local
 from automodel_lite.models.loss import CrossEntropy
 from automodel_lite.models.loss_model import LossModel
-from automodel_lite.parallel.mesh import Mesh, MeshShape, init_mesh, world_size
+from automodel_lite.parallel.mesh import Mesh, MeshShape, init_mesh, rank, world_size
+from automodel_lite.parts.images import write_processor
 from automodel_lite.progress import activity
 from automodel_lite.run.checkpoint import weights_of
 from automodel_lite.run.checkpoint_folder import TENSORS, broken_files, step_of, survey
@@ -48,6 +50,7 @@ class Trained:
     was_merged: bool
     logits: Logits  # of the model before it was merged
     mesh: Mesh | None  # over which it is sharded, when torchrun started several ranks
+    dataset: dict[str, Any]  # of the run, which names the processor of its images
 
     def export(self, to: Path) -> None:
         """Writes it as a Hugging Face folder; every rank calls it. Raises ConfigError when `to`
@@ -56,6 +59,8 @@ class Trained:
         step = step_of(self.checkpoint) or 0
         with activity("exporting"), explained(f"{to} cannot be written"):
             export_hf(to, self.model, self.tokenizer, self.dtype, self.logits, step, self.mesh)
+            if rank() == 0:
+                write_processor(self.dataset, to)
 
 
 def load_trained(
@@ -122,6 +127,7 @@ def load_trained(
         was_merged=adapter is not None,
         logits=logits,
         mesh=model.sharded_over,
+        dataset=config.dataset,
     )
 
 

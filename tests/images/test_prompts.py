@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from automodel_lite.errors import ConfigError
 from automodel_lite.extras.report import pieces_of
@@ -20,7 +20,7 @@ from automodel_lite.parts.evaluation.held_out import questions_of
 from automodel_lite.parts.images.answer import inputs_of
 from automodel_lite.parts.images.sources import ImageSource
 from automodel_lite.parts.images.tokens import ImageProcessor
-from recipes import generate, train_ft
+from recipes import export_hf, generate, train_ft
 from tests.attention.hybrids import InFloat64
 from tests.images.families import draw, write_chats, write_model
 from tests.images.test_exact import config_of_images, data_of, packed_model
@@ -166,3 +166,32 @@ def test_a_prompt_is_shown_with_its_image(tmp_path: Path, monkeypatch: pytest.Mo
     assert image[1].startswith("data:image/jpeg;base64,")
     assert pieces_of("![](gone.png)")[1] == ("![](gone.png)", "")
     assert pieces_of("what?") == [("what?", "")]
+
+
+@pytest.mark.parametrize("peft", ["none", "lora"])
+def test_what_is_exported_reads_images_as_the_training_did(
+    peft: str, folder: Path, tmp_path: Path
+) -> None:
+    """By dataset.processor, where that is another one than the model's."""
+    draw(tmp_path / "a.png", 114, 114, seed=0)
+    other = write_model("qwen3_vl", tmp_path / "other")
+    settings = json.loads((other / "preprocessor_config.json").read_text())
+    settings["size"]["longest_edge"] = settings["size"]["shortest_edge"]
+    (other / "preprocessor_config.json").write_text(json.dumps(settings))
+    how = [f"dataset.processor={other}", f"peft={peft}", "dataset.bad_image=drop"]
+    how += [f"output_dir={tmp_path}/run", "training.max_steps=1", "tokenize.max_bad_frac=0.5"]
+    assert train_ft.main(config_of_images(folder, *how)) == 0
+    exported = tmp_path / "run" / ("hf" if peft == "none" else "adapter")
+    model = AutoModelForImageTextToText.from_pretrained(folder)
+    chat = [{"role": "user", "content": [{"type": "image", "image": str(tmp_path / "a.png")}]}]
+    grids = []
+    for source in (other, exported, folder):
+        tokenizer = AutoTokenizer.from_pretrained(source)
+        inputs = inputs_of(Generator(model, tokenizer, str(source)), chat)
+        grids.append(inputs["image_grid_thw"].tolist())
+    assert grids == [[[1, 2, 2]], [[1, 2, 2]], [[1, 4, 4]]]
+    if peft == "none":
+        return
+    assert export_hf.main([str(tmp_path / "run"), "--to", str(tmp_path / "merged")]) == 0
+    merged = json.loads((tmp_path / "merged" / "preprocessor_config.json").read_text())
+    assert merged["size"] == settings["size"]

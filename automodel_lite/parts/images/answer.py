@@ -10,16 +10,19 @@ from typing import Any
 from automodel_lite.errors import ConfigError, DataError, one_line
 from automodel_lite.parts.evaluation.generator import Generator
 from automodel_lite.parts.evaluation.questions import PROBE, parts_of, probe_turn
+from automodel_lite.parts.images import PROCESSOR_FILES
 from automodel_lite.parts.images.rows import PlacedImage
 from automodel_lite.parts.images.sources import ImageLimits, source_of
 from automodel_lite.parts.images.tokens import ImageProcessor
 
 
 def processor_of(generator: Generator) -> ImageProcessor:
-    """Returns the processor of a model, or of an adapter's base."""
-    settings = Path(generator.source) / "adapter_config.json"
+    """Returns the processor of a model, or of an adapter: its own, or that of its base."""
+    folder = Path(generator.source)
+    settings = folder / "adapter_config.json"
     base = generator.source
-    if settings.is_file():
+    has_own = any((folder / name).is_file() for name in PROCESSOR_FILES)
+    if settings.is_file() and not has_own:
         base = json.loads(settings.read_text())["base_model_name_or_path"]
     return ImageProcessor(base, generator.model.config)
 
