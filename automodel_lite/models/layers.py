@@ -34,7 +34,11 @@ _ATTENTIONS = (
     "efficient_attention",
     "cudnn_attention",
 )
-_KEPT_NAMES = ("mm", "addmm", "bmm", *(f"_scaled_dot_product_{name}" for name in _ATTENTIONS))
+# a product's result is given on as its `_unsafe_view`, whose changes torch counts
+_KEPT_NAMES = (
+    *("mm", "addmm", "bmm", "_unsafe_view"),
+    *(f"_scaled_dot_product_{name}" for name in _ATTENTIONS),
+)
 KEPT_OPS = frozenset(getattr(torch.ops.aten, name).default for name in _KEPT_NAMES)
 """Selective checkpointing keeps the results of these; norms, rotations and activations are cheap to
 repeat.
@@ -62,6 +66,17 @@ def recompute_layers(layers: list[nn.Module], how: str, every_layers: int) -> No
         contexts["context_fn"] = functools.partial(create_selective_checkpoint_contexts, choose)
 
     def checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def repeated(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return forward(*args, **kwargs)
+            except RuntimeError as error:
+                if "has been mutated" not in str(error):
+                    raise
+                raise ConfigError(
+                    f"training.activation_checkpointing={how} keeps results of products, and this "
+                    "model's layers change them in place: set full or none."
+                ) from None
+
         @functools.wraps(forward)
         def recomputed(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
@@ -69,7 +84,7 @@ def recompute_layers(layers: list[nn.Module], how: str, every_layers: int) -> No
             # of what the region is given
             with saved_tensors_hooks(to_host, from_host) if how == "offload" else nullcontext():
                 return WithContext(checkpoint)(
-                    forward, *args, use_reentrant=False, **contexts, **kwargs
+                    repeated, *args, use_reentrant=False, **contexts, **kwargs
                 )
 
         return recomputed
