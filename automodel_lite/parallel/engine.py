@@ -14,7 +14,7 @@ from transformers.distributed import DistributedConfig
 from transformers.distributed.expert_parallel import apply_expert_parallelism
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
-from automodel_lite.attention.spec import config_value
+from automodel_lite.attention.spec import FAMILIES, config_value
 from automodel_lite.errors import ConfigError, one_line
 from automodel_lite.models.loss_model import LossModel
 from automodel_lite.parallel.mesh import Mesh, open_axes
@@ -54,6 +54,13 @@ def split_layers(model: LossModel, mesh: Mesh, policy: MixedPrecisionPolicy) -> 
                 setattr(
                     lm.get_submodule(module), weight, nn.Parameter(lm.get_parameter(name).detach())
                 )
+            modules = dict(lm.named_modules())
+            for name in [name for name, style in tp_plan.items() if style == "colwise"]:
+                layer, _, own = name.rpartition(".")
+                shared = f"{layer}.{FAMILIES['behind_columns'].get(own)}"
+                # each rank has its gradient for its own columns; some plans do not sum it
+                if shared in modules:
+                    tp_plan.setdefault(shared, "replicated_with_grad_allreduce")
             apply_tensor_parallelism(lm, mesh.root["tp"], tp_plan)
             lm.tie_weights(recompute_mapping=False)
             model.wrap_head()
@@ -70,8 +77,8 @@ def split_layers(model: LossModel, mesh: Mesh, policy: MixedPrecisionPolicy) -> 
         # Experts are units of their own, so that the layers' FSDP leaves them alone. An expert has
         # seen the tokens of all batches: its gradient is divided by their number, after a sum where
         # copies of it exist, as in transformers' engine.
-        modules: list[tuple[str, Any]] = list(lm.named_modules())
-        for name, module in modules:
+        units: list[tuple[str, Any]] = list(lm.named_modules())
+        for name, module in units:
             if ep_plan.get(name) == "ep_dispatch_experts":
                 fully_shard(module, mesh=experts[tuple(sharded)], mp_policy=policy)
                 module.set_gradient_divide_factor(float(axes.dp_size))
