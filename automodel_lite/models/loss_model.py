@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from automodel_lite.attention.documents import MixerForward, runs_by_rows
+from automodel_lite.attention.spec import FAMILIES, config_value
 from automodel_lite.models.fused_head import RowFunction
 from automodel_lite.models.layers import output_head, text_decoder
 from automodel_lite.models.loss import (
@@ -63,9 +64,8 @@ class LossModel(nn.Module):
         self.items_per_label = 1.0
         self.has_plain_head = True
         self.loss_backend: str | None = None
-        self.softcap: float | None = getattr(
-            lm.config.get_text_config(), "final_logit_softcapping", None
-        )
+        caps = (config_value(lm.config.get_text_config(), key) for key in FAMILIES["softcaps"])
+        self.softcap: float | None = next(filter(None, caps), None)
         self.wrap_head()
 
     def wrap_head(self) -> None:

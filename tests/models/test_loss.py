@@ -9,10 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, RecurrentGemmaForCausalLM
 
 from automodel_lite.attention.interface import install
 from automodel_lite.attention.kernel import ReferenceAttention
+from automodel_lite.columns import IGNORE_INDEX
 from automodel_lite.errors import ConfigError
 from automodel_lite.models import fused_head
 from automodel_lite.models.fused_head import linear_cross_entropy
@@ -26,6 +27,7 @@ from automodel_lite.models.loss import (
     checked_loss,
 )
 from automodel_lite.models.loss_model import LossModel
+from benchmarks.tiny_models import tiny_config
 from tests.attention.families import build, documents, stream
 from tests.attention.hybrids import InFloat64, build_hybrid
 
@@ -162,6 +164,23 @@ def test_a_head_is_plain_though_two_products_round_apart(scale: float, is_plain:
         one_sum_TV = F.linear(lm.model(**batch.model_inputs()).last_hidden_state[0], weight)
     assert found == is_plain
     assert not torch.equal(logits_TV, one_sum_TV)
+
+
+def test_logits_are_bounded_under_whatever_name_the_bound_has() -> None:
+    """Where they are small, as in a model from scratch, no product in bf16 tells that they are."""
+    config = tiny_config("recurrent_gemma")
+    torch.manual_seed(0)
+    lm = RecurrentGemmaForCausalLM(config).bfloat16()
+    install(lm, ReferenceAttention())
+    model = LossModel(lm, FusedLinearCrossEntropy()).eval()
+    batch = stream(documents([37, 5, 23], vocab=config.vocab_size))
+    with torch.no_grad():
+        _, model.has_plain_head = model.probe(batch)
+        lm.lm_head.weight *= 100  # later in training
+        logits_TV = lm(**batch.model_inputs()).logits[0].float()
+        assert logits_TV.abs().max() > 25
+        want = F.cross_entropy(logits_TV, batch.labels, reduction="sum", ignore_index=IGNORE_INDEX)
+        assert float(model(batch).sum) == pytest.approx(float(want), rel=1e-2)
 
 
 class Selections(TorchDispatchMode):
