@@ -55,6 +55,7 @@ def weights(*blocks: str) -> list[str]:
             [],
             id="falcon_h1: past no kernel",
         ),
+        pytest.param("mamba", ["in_proj", "x_proj"], [], [], id="mamba: past no kernel"),
         pytest.param("llama", sorted(ATTENTION + MLP), [], [], id="llama"),
     ],
 )
@@ -186,3 +187,22 @@ def test_a_name_that_towers_have_too_is_that_of_the_language_model() -> None:
     assert any("vision" in name for name in names)
     adapted = [name for name in names if any(f".{name}".endswith(f".{end}") for end in modules)]
     assert all("vision" not in name for name in adapted)
+
+
+def test_adapters_of_layers_that_share_a_weight_are_not_merged_into_it() -> None:
+    lm = tiny_model("zamba")
+    adapter = Lora(r=2).adapt(lm, "base")
+    with pytest.raises(ConfigError, match=r"^7 weights are shared by several layers"):
+        adapter.merge()
+
+
+@pytest.mark.parametrize("family", ["mamba", "jamba", "falcon_mamba"])
+def test_every_adapter_is_reached(family: str) -> None:
+    lm = tiny_model(family)
+    Lora(r=2).adapt(lm, "base")
+    torch.manual_seed(0)
+    trained = {name: p for name, p in lm.named_parameters() if p.requires_grad}
+    for weight in trained.values():
+        weight.data.normal_(0, 0.1)
+    lm(input_ids=IDS, use_cache=False).logits.logsumexp(-1).sum().backward()
+    assert [name for name, p in trained.items() if p.grad is None or not p.grad.any()] == []

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from importlib.util import find_spec
@@ -380,12 +381,21 @@ class LoraAdapter:
 
     def merge(self) -> None:
         """Merges layer by layer, each whole meanwhile. Raises ValueError when merged weights are
-        not finite.
+        not finite, ConfigError where layers with adapters of their own share a weight (Zamba).
         """
-        for layer in self.wrapped.base_model.modules():
-            if isinstance(layer, BaseTunerLayer) and isinstance(layer, nn.Module):
-                with _whole(layer):
-                    layer.merge(safe_merge=True)
+        layers: list[Any] = [
+            x for x in self.wrapped.base_model.modules() if isinstance(x, BaseTunerLayer)
+        ]
+        weights = [layer.get_base_layer()._parameters.get("weight") for layer in layers]
+        uses = Counter(id(weight) for weight in weights if weight is not None)
+        if num_shared := sum(count > 1 for count in uses.values()):
+            raise ConfigError(
+                f"{num_shared} weights are shared by several layers, each with an adapter of its "
+                "own, which cannot be merged into them: use the run's adapter/ with peft."
+            )
+        for layer in layers:
+            with _whole(layer):
+                layer.merge(safe_merge=True)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # all adapters are merged already
             self.wrapped.merge_and_unload()
