@@ -17,12 +17,15 @@ from functools import partial
 
 import numpy as np
 import transformers
-from torch import nn
 from transformers import PretrainedConfig
 
 from automodel_lite.attention.spec import layer_shapes
 from automodel_lite.models.layers import decoder_layers, output_head, text_decoder
-from automodel_lite.models.settings import describe_with, experts_per_token
+from automodel_lite.models.settings import (
+    describe_with,
+    experts_per_token,
+    number_of_experts,
+)
 from automodel_lite.models.source import describe
 
 
@@ -138,9 +141,7 @@ class StepFlops:
         """
         # Below the first trained layer not even the inputs need gradients; that saving is not
         # counted.
-        weights = [p for layer in decoder_layers(lm) for p in layer.parameters() if p.ndim > 1]
-        num_frozen = sum(p.numel() for p in weights if not p.requires_grad)
-        frozen_frac = num_frozen / sum(p.numel() for p in weights)
+        frozen_frac = 1 - visited_weights(lm, only_trained=True) / visited_weights(lm)
         head_frac = 1.0 if output_head(lm).weight.requires_grad else 2 / 3
         return replace(
             self,
@@ -160,8 +161,6 @@ def size_of(lm: transformers.PreTrainedModel) -> ModelSize:
     decoder = text_decoder(lm)
     layers = decoder_layers(lm)
     head = output_head(lm)
-    text = lm.config.get_text_config()
-    visited = sum(_visited_weights(layer, text) for layer in layers)
     sizes = [sum(p.numel() for p in layer.parameters()) for layer in layers]
     experts = [
         [p for name, p in layer.named_parameters() if ".experts." in f".{name}"] for layer in layers
@@ -172,7 +171,7 @@ def size_of(lm: transformers.PreTrainedModel) -> ModelSize:
     of_text = sum(p.numel() for p in {*decoder.parameters(), *head.parameters()})
     return ModelSize(
         parameters=total,
-        layer_weights=visited,
+        layer_weights=visited_weights(lm),
         num_layers=len(layers),
         largest_layer=max(sizes),
         num_experts=min((p.shape[0] for p in largest if p.ndim == 3), default=0),
@@ -185,12 +184,12 @@ def size_of(lm: transformers.PreTrainedModel) -> ModelSize:
 
 
 def step_flops(
-    config: PretrainedConfig, size: ModelSize, num_adapter_weights: int | None, num_ahead: int = 0
+    config: PretrainedConfig, size: ModelSize, num_adapter_weights: float | None, num_ahead: int = 0
 ) -> StepFlops:
     """Returns the costs of a step.
 
-    num_adapter_weights  trained weights beside a frozen model; None when the model itself is
-                         trained
+    num_adapter_weights  trained weights beside a frozen model that work on one token; None when the
+                         model itself is trained
     num_ahead            heads that predict further tokens; labels of each meet the output head
     """
     products = 6.0 if num_adapter_weights is None else 4.0
@@ -199,20 +198,20 @@ def step_flops(
     return StepFlops(per_token, per_label_token, cost_model(config, size, num_ahead))
 
 
-def _visited_weights(layer: nn.Module, text: PretrainedConfig) -> float:
-    """Counts the weights of a layer's matrices that work on one token: of routed experts, as many
+def visited_weights(lm: transformers.PreTrainedModel, only_trained: bool = False) -> float:
+    """Counts the weights of the layers' matrices that work on one token: of routed experts, as many
     as are chosen.
     """
-    chosen = experts_per_token(text) or 1
+    text = lm.config.get_text_config()
+    chosen_frac = min((experts_per_token(text) or 1) / (number_of_experts(text) or 1), 1.0)
     total = 0.0
-    for name, weight in layer.named_parameters():
-        if weight.ndim < 2:
-            continue
-        parent, is_expert, _ = f".{name}".partition(".experts.")
-        if not is_expert:
-            total += weight.numel()
-            continue
-        experts = layer.get_submodule(f"{parent}.experts".lstrip("."))
-        num_experts = len(experts) if isinstance(experts, nn.ModuleList) else weight.shape[0]
-        total += weight.numel() * min(chosen / num_experts, 1.0)
+    for layer in decoder_layers(lm):
+        for name, module in layer.named_modules():
+            # stacked weights of JetMoE's have a name of their own
+            is_routed = ".experts." in f".{name}." or "Experts" in type(module).__name__
+            total += (chosen_frac if is_routed else 1) * sum(
+                weight.numel()
+                for weight in module.parameters(recurse=False)
+                if weight.ndim > 1 and (weight.requires_grad or not only_trained)
+            )
     return total

@@ -47,31 +47,28 @@ def check_described(config: PretrainedConfig, overrides: dict[str, Any]) -> None
             overrides,
         )
     chosen = experts_per_token(text)
-    experts = _number(text, ("num_experts", "num_local_experts", "n_routed_experts"))
+    experts = number_of_experts(text)
     if chosen and experts and chosen > experts:
         raise cannot_work(f"a token cannot be sent to {chosen} of {experts} experts.", overrides)
 
 
+def number_of_experts(text: PretrainedConfig) -> int | None:
+    """Returns how many experts each sparse layer has; None where the config names no number."""
+    return _number(text, FAMILIES["experts"])
+
+
 def experts_per_token(text: PretrainedConfig) -> int | None:
     """Experts that each token is sent to; None where the config names no number."""
-    return _number(
-        text,
-        (
-            "num_experts_per_tok",
-            "moe_topk",
-            "moe_top_k",
-            "moe_k",
-            "top_k_experts",
-            "num_selected_experts",
-        ),
-    )
+    return _number(text, FAMILIES["experts_per_token"])
 
 
 def _number(config: PretrainedConfig, keys: Sequence[str]) -> int | None:
-    """Returns the first of the keys' numbers. As it is written: attributes that may differ by layer
-    raise errors.
+    """Returns the first of the keys' numbers, also of those that stand in a dict (DBRX's). As it is
+    written: attributes that may differ by layer raise errors.
     """
     written = config.to_dict()
+    for part in [*written.values()]:
+        written = {**part, **written} if isinstance(part, dict) else written
     for key in keys:
         value = written.get(config.attribute_map.get(key, key))
         if isinstance(value, int):

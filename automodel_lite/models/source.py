@@ -40,7 +40,6 @@ from automodel_lite.errors import (
 )
 from automodel_lite.models.layers import (
     freeze_towers,
-    has_experts,
     local,
     output_head,
 )
@@ -355,14 +354,6 @@ class CausalLM:
         """
         weight = self.router_aux_loss
         return locate(FAMILIES["balance"])(lm, weight) if weight else None
-
-    def check_experts(self, lm: transformers.PreTrainedModel) -> None:
-        """Raises ConfigError where `experts` says how to compute what the model has none of."""
-        if self.experts != "auto" and not has_experts(lm):
-            raise ConfigError(
-                f"model.experts={self.experts}: {type(lm).__name__} has no experts that are "
-                "computed so: set model.experts=auto."
-            )
 
     def freeze_weights(self, lm: transformers.PreTrainedModel) -> None:
         """Freezes what is not trained, in place; adds to `notes` what `freeze` names."""

@@ -29,7 +29,7 @@ from automodel_lite.config.sizes import ceil_div
 from automodel_lite.errors import ConfigError, one_line
 from automodel_lite.graphs import compiled_graphs, graph_breaks
 from automodel_lite.interpreter import trim_malloc
-from automodel_lite.models.flops import StepFlops, step_flops
+from automodel_lite.models.flops import StepFlops, step_flops, visited_weights
 from automodel_lite.models.layers import (
     KEPT_FRAC,
     cast_weights,
@@ -127,7 +127,8 @@ def build_model(
     memory = estimate_memory(decided, trained, num_trained if decided.model.freeze else None)
     memory = replace(memory, weights=memory.weights + teacher_bytes)
     heads = model.loss_model.heads
-    flops = step_flops(decided.config, decided.size, trained, heads.depth if heads else 0)
+    beside = visited_weights(lm, only_trained=True) if adapter else None
+    flops = step_flops(decided.config, decided.size, beside, heads.depth if heads else 0)
     flops = flops.without_frozen(lm) if decided.model.freeze else flops
     flops = flops.with_teacher(of_teacher) if of_teacher else flops
     return BuiltModel(model, decided, flops, memory, loss, compiled, attention, adapter)

@@ -19,6 +19,7 @@ from automodel_lite.data.feeding.order import batch_shape
 from automodel_lite.data.feeding.source import PackSource
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.flops import size_of
+from automodel_lite.models.layers import has_experts
 from automodel_lite.models.settings import describe_with
 from automodel_lite.models.source import CausalLM, describe
 from automodel_lite.parallel.exchange import choose_exchange
@@ -96,7 +97,12 @@ def decide_layout(
     parts, exchange = with_exchange(parts, config, kernel, dtype)
     described = describe_with(parts.model.overrides, partial(describe, config))
     parts.model.add_heads(described)
-    parts.model.check_experts(described)
+    experts = parts.model.experts
+    if experts != "auto" and not has_experts(described):
+        raise ConfigError(
+            f"model.experts={experts}: {type(described).__name__} has no experts that are computed "
+            "so: set model.experts=auto."
+        )
     parts.model.balance(described)  # a model without routers is refused
     return Decided.of(
         parts,
@@ -182,9 +188,8 @@ def check_positions(data: PackSource, model: CausalLM, teacher: CausalLM | None 
         text = config.get_text_config()
         limit = config_value(text, "max_position_embeddings")
         rope = config_value(text, "rope_parameters", {})
-        for parameters in (
-            rope.values() if all(isinstance(value, dict) for value in rope.values()) else [rope]
-        ):
+        # one kind, or one for each kind of layer
+        for parameters in [x for x in (rope, *rope.values()) if isinstance(x, dict)]:
             kind = parameters.get("rope_type")
             at_top = config_value(text, "original_max_position_embeddings", limit)
             original = parameters.get("original_max_position_embeddings") or at_top

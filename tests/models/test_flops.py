@@ -5,8 +5,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, PreTrainedConfig
 
 from automodel_lite.attention.spec import layer_shapes
-from automodel_lite.models.flops import cost_model, model_size, step_flops
+from automodel_lite.models.flops import cost_model, model_size, size_of, step_flops, visited_weights
+from automodel_lite.models.layers import freeze_named
 from automodel_lite.parts.adapters.lora import Lora
+from benchmarks.tiny_models import tiny_model
 
 TOKENS = 48
 
@@ -159,3 +161,24 @@ def test_mixers_cost_their_state_for_every_token(family: str, state: int):
         cost_model(config).per_token
         == 6.0 * (size.layer_weights + size.head_weights) + 18.0 * state * num_mixers
     )
+
+
+@pytest.mark.parametrize("family", ["dbrx", "jetmoe", "qwen3_moe"])
+def test_experts_of_any_name_and_shape_count_as_they_are_visited(family: str):
+    lm = tiny_model(family)
+    lm.set_experts_implementation("eager")  # computes no expert that no token is sent to
+    flops = step_flops(lm.config, size_of(lm), None)
+    assert flops.of(TOKENS, TOKENS, TOKENS * TOKENS) == pytest.approx(counted(lm), rel=0.01)
+
+
+def test_frozen_experts_and_their_adapters_count_as_they_are_visited():
+    lm = tiny_model("qwen3_moe")  # 2 of 6 experts
+    experts = 2 * 3 * 32 * 24 * 2  # visited, in two layers
+    full = step_flops(lm.config, size_of(lm), None)
+    freeze_named(lm, ["experts"])
+    frozen = full.without_frozen(lm)
+    assert full.per_token - frozen.per_token == pytest.approx(2 * experts)
+    lm = tiny_model("qwen3_moe")
+    Lora(r=2, target_modules=["q_proj"], experts=True).adapt(lm, "base")
+    of_experts = 2 * 2 * 2 * ((32 + 48) + (24 + 32))
+    assert visited_weights(lm, only_trained=True) == 2 * 2 * (32 + 32) + of_experts
