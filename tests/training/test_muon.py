@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from automodel_lite.parts.optimizers.muon import hidden_matrices, muon, newton_schulz, orthogonal
-from benchmarks.tiny_models import tiny_config
+from benchmarks.tiny_models import tiny_config, tiny_model
 from tests.ranks import run_ranks
 
 
@@ -127,3 +127,10 @@ def test_biases_and_norms_of_several_rows_are_no_matrices(family: str, apart: se
     assert {".".join(names[p].split(".")[-2:]) for p in kept if p.ndim > 1} == apart
     assert not {*kept} & {*hidden_matrices(model)}
     assert {*model.parameters()} == {p for g in optimizer.param_groups for p in g["params"]}
+
+
+def test_a_stack_of_experts_that_is_one_matrix_is_no_matrix_of_muons() -> None:
+    lm = tiny_model("dbrx")
+    stacks = {p for name, p in lm.named_parameters() if ".experts." in name}
+    assert {p.ndim for p in stacks} == {2}
+    assert stacks.isdisjoint(hidden_matrices(lm))

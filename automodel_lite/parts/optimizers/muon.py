@@ -59,12 +59,14 @@ def muon(
 
 def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
     """Trained matrices but the embeddings and the output heads, of which each row stands for
-    itself.
+    itself, and stacks of experts, also those of DBRX, whose stack is one matrix.
     """
     ends = set()
     for module in model.modules():
         if isinstance(module, nn.Embedding):
             ends.add(module.weight)
+        if "Expert" in type(module).__name__:
+            ends.update(module.parameters(recurse=False))
         if (
             isinstance(module, transformers.PreTrainedModel)
             and (head := module.get_output_embeddings()) is not None
