@@ -248,3 +248,10 @@ def test_a_model_without_such_a_loss_is_refused(family: str) -> None:
         ConfigError, match=r"router_aux_loss=0.5: transformers has no load-balancing loss"
     ):
         balance_of(describe(tiny_config(family)), COEFFICIENT)
+
+
+def test_a_mixture_without_a_sparse_layer_has_nothing_to_balance() -> None:
+    config = tiny_config("qwen3_moe")
+    config.mlp_only_layers = [0, 1]
+    with pytest.raises(ConfigError, match=r"^model.router_aux_loss=0.1: .*no experts"):
+        balance_of(describe(config), 0.1)

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from automodel_lite.columns import IGNORE_INDEX
 from automodel_lite.errors import ConfigError
+from automodel_lite.models.layers import has_experts
 from automodel_lite.models.loss import document_of_tokens
 from automodel_lite.models.settings import experts_per_token
 from automodel_lite.thd import ThdBatch
@@ -98,7 +99,8 @@ def _sum_rows(batch: ThdBatch, document_T: Tensor, place_T: Tensor, x_TK: Tensor
 def balance_of(lm: transformers.PreTrainedModel, coefficient: float) -> Balance:
     """Raises ConfigError for families that transformers gives no such loss."""
     top_k = experts_per_token(lm.config.get_text_config())
-    if top_k is None or "load_balancing_loss_func" not in vars(sys.modules[type(lm).__module__]):
+    has_loss = "load_balancing_loss_func" in vars(sys.modules[type(lm).__module__])
+    if top_k is None or not has_loss or not has_experts(lm):
         raise ConfigError(
             f"model.router_aux_loss={coefficient}: transformers has no load-balancing loss for "
             f"{type(lm).__name__} (no experts, or experts that are balanced by a bias): set "
