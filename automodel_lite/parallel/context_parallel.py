@@ -161,15 +161,16 @@ def owned_segments(cu_seqlens_padded: Tensor, cp_size: int, cp_rank: int) -> Own
     """
     cu = cu_seqlens_padded.long()
     slots = cu.diff()
-    chunk = slots // (2 * cp_size)
-    if not torch.equal(chunk * (2 * cp_size), slots):
-        wrong = int(slots[slots % (2 * cp_size) != 0][0])
+    num_chunks = 2 * cp_size
+    chunk = slots // num_chunks
+    if not torch.equal(chunk * num_chunks, slots):
+        wrong = int(slots[slots % num_chunks != 0][0])
         raise ValueError(
-            f"a document slot of {wrong} tokens is not a multiple of {2 * cp_size} (2 * cp): pack "
-            f"with packed_sequence.slot_multiple={2 * cp_size} and a packed_sequence_size that is "
+            f"a document slot of {wrong} tokens is not a multiple of {num_chunks} (2 * cp): pack "
+            f"with packed_sequence.slot_multiple={num_chunks} and a packed_sequence_size that is "
             "a multiple of it."
         )
-    owned = torch.tensor([cp_rank, 2 * cp_size - 1 - cp_rank], device=cu.device)
+    owned = torch.tensor([cp_rank, num_chunks - 1 - cp_rank], device=cu.device)
     start = cu[:-1, None] + chunk[:, None] * owned
     document_start = cu[:-1, None].expand_as(start)
     end = start + chunk[:, None]

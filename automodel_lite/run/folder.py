@@ -93,19 +93,17 @@ class RunFolder:
         is_run = self.config.is_file() and self.checkpoints.is_dir()
         if config.checkpoint.accept_changes or not is_run:
             return
-        if changes := self._changes(config):
-            lines = [f"{self.path} was started with different settings:"]
-            for key, old, new in changes:
-                lines.append(f"  {key}: was {format_value(old)}, now {format_value(new)}")
-            lines.append(
-                "Start a new run with name=..., or continue this one with "
+        if changes := self.changes(config):
+            raise ConfigError(
+                f"{self.path} was started with different settings:\n  "
+                + "\n  ".join(changes)
+                + "\nStart a new run with name=..., or continue this one with "
                 "checkpoint.accept_changes=true."
             )
-            raise ConfigError("\n".join(lines))
 
-    def _changes(self, config: Config) -> list[tuple[str, Any, Any]]:
-        """Settings that shape the numbers and differ; one that the run's version did not know yet
-        had its default.
+    def changes(self, config: Config) -> list[str]:
+        """Returns what settings that shape the numbers were and are, of those that differ; one that
+        the run's version did not know yet had its default.
         """
         defaults = asdict(Config())
         saved = OmegaConf.to_container(
@@ -115,7 +113,7 @@ class RunFolder:
         new = dict(flatten(plain(config)))
         resumable = tuple(f"{key}." for key in resumable_settings())  # keys, and whole groups
         return [
-            (key, old.get(key), new.get(key))
+            f"{key}: was {format_value(old.get(key))}, now {format_value(new.get(key))}"
             for key in {**old, **new}
             if old.get(key) != new.get(key) and not f"{key}.".startswith(resumable)
         ]
@@ -302,7 +300,7 @@ class RunFolder:
         self.check(config)
         status = self.read_status()
         has_ended = status.get("state") == "finished" and status.get("is_saved", True)
-        if not has_ended or not self.config.is_file() or self._changes(config):
+        if not has_ended or not self.config.is_file() or self.changes(config):
             return None
         return (
             f"{self.path} is finished (step {status.get('step')}): nothing to do. Start another "

@@ -86,8 +86,9 @@ def estimate_memory(
         * is_copied
     )
     towers = 0 if decided.model.train_towers else size.towers
+    trains_all = adapter is None
     trained = size.parameters - towers + copied if adapter is None else adapter
-    frozen = towers if adapter is None else size.parameters + copied
+    frozen = towers if trains_all else size.parameters + copied
     # embedding, head, towers and stacked experts are not quantized
     in_layers = size.parameters - size.embedding - size.towers - size.all_experts
     spared = (compute - _NF4) * in_layers * decided.is_quantized
@@ -103,7 +104,7 @@ def estimate_memory(
     elif decided.strategy == "ddp":
         gradients *= 1 + accumulates
     text = decided.config.get_text_config()
-    head_gradient = _FP32 * size.head_weights if adapter is None else 0
+    head_gradient = _FP32 * size.head_weights * trains_all
     loss = LossShape(
         decided.tokens / shape.cp, text.vocab_size, text.hidden_size, compute, head_gradient
     )
@@ -111,7 +112,7 @@ def estimate_memory(
         weights=(master * trained + compute * frozen - spared) / shards * on_gpu,
         gradients=gradients,
         optimizer=optimizer_bytes(decided.optimizer, master) * learning / shards * on_gpu,
-        working_copy=_working_copy(decided, master, trains_all=adapter is None),
+        working_copy=_working_copy(decided, master, trains_all=trains_all),
         activations=_activations(decided, compute if is_fsdp else max(compute, master)),
         logits=decided.loss.logits_bytes(loss),
     )

@@ -171,8 +171,19 @@ def _state_of(
     if saved is None:
         return TrainState(sources=now)
     accepts = guards.config.checkpoint.accept_changes
-    check_same_data(saved["data"], data.fingerprint(), accepts)
-    before: dict[str, str] = saved["sources"]
+    of_data = data.fingerprint()
+    differing = [
+        f"{key}: was {value}, now {of_data.get(key)}"
+        for key, value in saved["data"].items()
+        if value != of_data.get(key)
+    ]
+    if differing and not accepts:
+        raise ConfigError(
+            f"the data changed since the checkpoint was written ({', '.join(differing)}): restore "
+            "the old files or settings, start a new run with name=..., or continue on the new data "
+            "with checkpoint.accept_changes=true."
+        )
+    before = saved["sources"]
 
     # weights on disk matter where they are not trained: under an adapter, of a teacher, of a
     # reference; trained ones come from the checkpoint
@@ -180,24 +191,20 @@ def _state_of(
         is_weights = key.endswith((".safetensors", ".bin", "index.json"))
         return bool(guards.config.peft) or not (is_weights and key.startswith("model "))
 
-    changed = [key for key in {**before, **now} if before.get(key) != now.get(key) and matters(key)]
+    changed = sorted({key for key, _ in before.items() ^ now.items() if matters(key)})
     if changed and not accepts:
         raise ConfigError(
-            f"{', '.join(sorted(changed))}: not what the checkpoint was trained with: restore the "
-            "old files, start a new run with name=..., or continue with "
-            "checkpoint.accept_changes=true."
+            f"{', '.join(changed)}: not what the checkpoint was trained with: restore the old "
+            "files, start a new run with name=..., or continue with checkpoint.accept_changes=true."
         )
+    if accepted := [*guards.folder.changes(guards.config), *differing, *changed]:
+        guards.say(f"accepted   {'; '.join(accepted)}")
     cursor = Cursor(**saved["cursor"])
-    is_pending = saved["owes_validation"]
-    state = TrainState(saved["step"], cursor, is_pending, saved["val_loss"], now)
+    state = TrainState(saved["step"], cursor, saved["owes_validation"], saved["val_loss"], now)
     # A schedule has no other state than its place: the rate of the next step follows from it.
-    scheduler.last_epoch = state.num_steps
-    rates = [
-        base * frac(state.num_steps) for base, frac in zip(scheduler.base_lrs, scheduler.lr_lambdas)
-    ]
-    for group, rate in zip(scheduler.optimizer.param_groups, rates):
-        group["lr"] = rate
-    scheduler._last_lr = rates
+    scheduler.last_epoch = state.num_steps - 1
+    scheduler._step_count = state.num_steps + 1
+    scheduler.step()
     return state
 
 
@@ -245,18 +252,3 @@ def _open_log(
     }
     metrics.log_step(row if step else {**row, **counts})
     return metrics
-
-
-def check_same_data(saved: dict[str, Any], now: dict[str, Any], accept_changes: bool) -> None:
-    """Raises ConfigError when a checkpoint's position does not mean the same documents any more."""
-    if saved != now and not accept_changes:
-        changed = ", ".join(
-            f"{key}: was {saved[key]}, now {now[key]}"
-            for key in saved
-            if saved[key] != now.get(key)
-        )
-        raise ConfigError(
-            f"the data changed since the checkpoint was written ({changed}): restore the old files "
-            "or settings, start a new run with name=..., or continue on the new data with "
-            "checkpoint.accept_changes=true."
-        )

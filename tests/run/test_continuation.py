@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -236,8 +237,16 @@ def test_changed_data_is_refused(tmp_path: Path) -> None:
     data.write_text("\n".join([*lines, lines[0]]))
     with pytest.raises(ConfigError, match="the data changed since the checkpoint was written"):
         train_quick(tmp_path / "run", *options)
+    shutil.copytree(tmp_path / "run", tmp_path / "other")
+    accepting = [*options, "checkpoint.accept_changes=true", "training.max_grad_norm=2"]
+    code, screen = train_quick(tmp_path / "other", *accepting)
+    (accepted,) = (line for line in screen.splitlines() if line.startswith("accepted"))
+    assert code == 0
+    assert "training.max_grad_norm: was 1.0, now 2.0; documents: was 40, now 41; " in accepted
     data.write_text("\n".join(lines))
-    assert train_quick(tmp_path / "run", *options)[0] == 0
+    code, screen = train_quick(tmp_path / "run", *options)
+    assert code == 0
+    assert "accepted" not in screen
 
 
 def test_a_torn_metrics_line_is_written_again(tmp_path: Path) -> None:

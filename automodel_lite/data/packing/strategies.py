@@ -100,7 +100,8 @@ def _fill(slots: np.ndarray, order: np.ndarray, size: int, limit: int) -> tuple[
             check *= 2
     packed = np.frombuffer(arrivals, arrivals.typecode)
     for i in range(0, len(packed), BLOCK):  # in place: arrivals become documents
-        packed[i : i + BLOCK] = order[packed[i : i + BLOCK]]
+        block = packed[i : i + BLOCK]
+        block[:] = order[block]
     return Packed(packed, np.array(ends)), len(ends) - 1
 
 

@@ -111,14 +111,15 @@ class SpanRows:
         """Returns the bytes of one row, up to where the next one starts."""
         start = int(self.starts[index])
         stop = int(self.starts[index + 1]) if index + 1 < len(self) else self.num_bytes
-        if stop - start > MAX_ROW_BYTES:
+        size = stop - start
+        if size > MAX_ROW_BYTES:
             raise DataError(
-                f"{self.where(index)}: has {stop - start:,} bytes, over the {MAX_ROW_BYTES:,} of a "
+                f"{self.where(index)}: has {size:,} bytes, over the {MAX_ROW_BYTES:,} of a "
                 "row: split it into documents (a text file: dataset.text_unit=paragraph or line)."
             )
         file = self._file  # kept here: another thread may close what it no longer finds in the row
-        span = os.pread(file.fileno(), stop - start, start)
-        if len(span) != stop - start:
+        span = os.pread(file.fileno(), size, start)
+        if len(span) != size:
             raise DataError(
                 f"{self.where(index)}: the file was truncated while it was being read: it had "
                 f"{self.num_bytes:,} bytes. Restore it and start again."

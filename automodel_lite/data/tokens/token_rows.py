@@ -192,8 +192,9 @@ class TokenizedDocuments(DocumentReader):
             branches if isinstance(branches, LabelSpans) else LabelSpans.of(branches)
         ).positive()
         depths = depths - 1
-        order = np.concatenate([self.offsets[:-1], begins]).argsort(kind="stable")
-        starts = np.concatenate([self.offsets[:-1], begins])[order]
+        starts = np.concatenate([self.offsets[:-1], begins])
+        order = starts.argsort(kind="stable")
+        starts = starts[order]
         lengths = (
             np.diff(np.append(starts, self.num_tokens))
             + np.append(np.zeros(len(self), np.int64), depths)[order]
