@@ -112,6 +112,7 @@ _ALIKE: dict[str, dict[str, Any]] = {
 SPECIAL: dict[str, dict[str, Any]] = {
     **{family: its for families, its in _ALIKE.items() for family in families.split()},
     "bamba": {"attn_layer_indices": [1]},
+    "beam": {"mlp_layer_types": ["dense", "sparse"]},
     "cohere_compass_text": {
         **SLIDING_THEN_FULL,
         "rope_parameters": {
@@ -135,6 +136,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "n_recurrent_layers": 2,
         "n_output_layers": 1,
     },
+    "flint": {"mlp_only_layers": [0]},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": WINDOW},
     "granitemoehybrid": LINEAR_THEN_FULL,
     "inkling2_text": {"unpadded_vocab_size": VOCAB},
