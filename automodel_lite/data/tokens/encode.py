@@ -461,7 +461,9 @@ class Renderer:
         chat = self.chat_renderer
         self._chat = chat(tokenizer, train_on, template_kwargs) if has_template else None
         self._tokenizer = tokenizer
-        adds_bos = tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
+        adds_bos = tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][:1] == [
+            tokenizer.bos_token_id
+        ]
         self._bos = str(tokenizer.bos_token) if adds_bos else ""
         self._eos = str(tokenizer.eos_token or "")
         specials = sorted(
