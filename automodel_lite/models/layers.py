@@ -26,6 +26,7 @@ from torch.utils.checkpoint import (
 
 from automodel_lite import compat
 from automodel_lite.attention.documents import IN_GRAPH, NOW, WithContext, layer_lists
+from automodel_lite.errors import ConfigError
 from automodel_lite.graphs import backend_of, strict_graphs
 
 _ATTENTIONS = (
