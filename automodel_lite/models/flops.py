@@ -209,9 +209,8 @@ def visited_weights(lm: transformers.PreTrainedModel, only_trained: bool = False
         for name, module in layer.named_modules():
             # stacked weights of JetMoE's have a name of their own
             is_routed = ".experts." in f".{name}." or "Experts" in type(module).__name__
-            total += (chosen_frac if is_routed else 1) * sum(
-                weight.numel()
-                for weight in module.parameters(recurse=False)
-                if weight.ndim > 1 and (weight.requires_grad or not only_trained)
-            )
+            visited_frac = chosen_frac if is_routed else 1.0
+            for weight in module.parameters(recurse=False):
+                if weight.ndim > 1 and (weight.requires_grad or not only_trained):
+                    total += visited_frac * weight.numel()
     return total
