@@ -130,6 +130,7 @@ class ChatRenderer:
         out.
         """
         messages = list(messages)
+        self.unasked = ""
         calls = [place for place, message in enumerate(messages) if message.get("tool_calls")]
         if calls and self._arguments_type is None:
             raise DataError(

@@ -347,3 +347,28 @@ def test_a_tokenizer_without_a_template_is_refused() -> None:
     tokenizer.chat_template = None
     with pytest.raises(ConfigError, match=r"set tokenizer\.chat_template"):
         Renderer(tokenizer, "assistant", {}).renderings({"messages": [HI, HELLO]})
+
+
+FORGETFUL = """\
+{%- for message in messages -%}
+{{- '<|' + message.role + '|>' -}}
+{%- if message.role == 'assistant' -%}
+{%- generation -%}
+{{- (message.reasoning_content or '' if loop.last else '') + message.content + '<|end|>' -}}
+{%- endgeneration -%}
+{%- else -%}{{- message.content + '<|end|>' -}}{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|assistant|><think>' -}}{%- endif -%}
+"""
+
+
+def test_what_a_prompt_asked_is_forgotten_with_its_chat() -> None:
+    """The first chat is rendered turn by turn, behind prompts; the second one by its template's markers."""
+    specials = ("<|user|>", "<|assistant|>", "<|end|>")
+    chat = ChatRenderer(byte_tokenizer(Family(FORGETFUL, specials, "<|end|>")), "assistant")
+    question = {"role": "user", "content": "Hi"}
+    answer = {"role": "assistant", "content": "Hello!"}
+    chat.renderings([question, {**answer, "reasoning_content": "Hm."}, question, answer])
+    assert chat.unasked == "<think>"
+    chat.renderings([question, answer])
+    assert chat.unasked == ""
