@@ -150,6 +150,7 @@ _TRAPS = (
         f"{_IGNORED}{NOT_READ}; {_MEANT}",
     ),
     (re.compile("|".join(VERDICTS)), VERDICT),
+    (re.compile("history|chat_template_kwargs"), f"{_IGNORED}{_MEANT}"),
     (re.compile(f".*({REJECTED.pattern}).*", re.IGNORECASE | re.DOTALL), _REJECTED_ANSWER),
     (WEIGHTS, f"{_IGNORED}all rows weigh the same; leave rows of weight 0 out, or {_MEANT}"),
     (
@@ -310,13 +311,11 @@ def _find(
         )
     known = ", ".join(" + ".join(known.columns) for known in FORMATS)
     texts = [column for column in columns if not NUMBERED.fullmatch(column)] or columns
-    names = {1: ("text",), 3: ("instruction", "input", "output")}.get(
-        len(texts), ("prompt", "completion")
-    )
-    chosen = texts if len(texts) <= 3 else [texts[0], texts[-1]]
-    hint = " ".join(f"dataset.columns.{name}={column}" for name, column in zip(names, chosen))
-    left_out = [column for column in columns if column not in chosen]
-    hint += f" (which leaves out {', '.join(left_out)})" if left_out else ""
+    hint = "dataset.columns.prompt=NAME dataset.columns.completion=NAME"
+    if len(texts) == 1:
+        hint = f"dataset.columns.text={texts[0]}"
+    elif len(texts) == 2:
+        hint = f"dataset.columns.prompt={texts[0]} dataset.columns.completion={texts[1]}"
     raise ConfigError(
         f"the columns {', '.join(columns)} match no known format: name them, for instance {hint}. "
         f"Known formats are {known}."

@@ -361,7 +361,7 @@ def check_turns(settings: TokenizeConfig, documents: Documents) -> None:
 FINDINGS = "findings.json"
 HASHES = "hashes.bin"
 # of rendering, masking and files; raised when the same input gives other rows, or other files
-RULES_VERSION = "13"
+RULES_VERSION = "14"
 
 
 def tokenize_documents(

@@ -12,8 +12,8 @@ from automodel_lite.parts.formats.texts import alpaca_prompt, answered, chat, te
 
 def preference(row: RawRow) -> Document:
     """`chosen` and `rejected`: answers (texts, messages, or one message) to a `prompt` (text or
-    messages), an Alpaca `instruction` or a ShareGPT `conversations`; or whole chats, or whole
-    texts, that begin with the same prompt.
+    messages), an Alpaca `instruction`, a `question` or a ShareGPT `conversations`; or whole chats,
+    or whole texts, that begin with the same prompt.
     """
     for name in ("chosen", "rejected"):
         if row.get(name) in (None, "", []):
@@ -39,8 +39,7 @@ def preference(row: RawRow) -> Document:
             for name in ("chosen", "rejected")
         }
         return {name: chat(turns, row) for name, turns in answers.items()}
-    if row.get("prompt") is not None or row.get("instruction") is not None:
-        prompt = alpaca_prompt(row) if row.get("prompt") is None else text_of(row, "prompt")
+    if (prompt := _prompt_text(row)) is not None:
         return {name: answered(row, prompt, name) for name in ("chosen", "rejected")}
     # Whole texts: what they share, to its last white space, is the prompt.
     texts = {name: text_of(row, name) for name in ("chosen", "rejected")}
@@ -58,19 +57,24 @@ _NO_COMMON_PROMPT = (
 )
 
 
+def _prompt_text(row: RawRow) -> str | None:
+    """Returns what was asked, of the first column that says it; None: no column does."""
+    if row.get("prompt") is not None:
+        return text_of(row, "prompt")
+    if row.get("instruction") is not None:
+        return alpaca_prompt(row)
+    if row.get("question") is not None:
+        return text_of(row, "question")
+    return None
+
+
 def _prompt_turns(row: RawRow) -> list[Message]:
     """Returns the turns before the answers, as far as they stand in a column of their own."""
     if row.get("conversations"):
         return turns_of(row, "conversations")
     if isinstance(row.get("prompt"), list):
         return turns_of(row, "prompt")
-    text = (
-        text_of(row, "prompt")
-        if row.get("prompt")
-        else alpaca_prompt(row)
-        if row.get("instruction")
-        else ""
-    )
+    text = _prompt_text(row)
     return [{"role": "user", "content": text}] if text else []
 
 

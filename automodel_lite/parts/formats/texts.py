@@ -31,10 +31,14 @@ def alpaca(row: RawRow) -> Document:
     """`instruction`, optional `input`, `output`, optional `system` and `history` of [question,
     answer] pairs.
     """
-    prompt = alpaca_prompt(row)
+    return _behind_history(row, alpaca_prompt(row), "output")
+
+
+def _behind_history(row: RawRow, prompt: str, completion_column: str) -> Document:
+    """Returns the question and its answer; behind the pairs of column `history`, a chat."""
     history = row.get("history")
     if not history:
-        return answered(row, prompt, "output")
+        return answered(row, prompt, completion_column)
     texts = []
     for place, pair in enumerate(history if isinstance(history, list) else [history]):
         if (
@@ -45,7 +49,7 @@ def alpaca(row: RawRow) -> Document:
             raise DataError(f"column history[{place}] must be a pair of texts, not {shown(pair)}.")
         texts += [sound_text(part, f"column history[{place}]") for part in pair]
     roles = cycle(("user", "assistant"))
-    texts = [*texts, prompt, text_of(row, "output")]
+    texts = [*texts, prompt, text_of(row, completion_column)]
     return chat([{"role": role, "content": text} for role, text in zip(roles, texts)], row)
 
 
@@ -61,14 +65,14 @@ def question_answer(row: RawRow) -> Document:
 
 
 def prompt_completion(row: RawRow) -> Document:
-    """`prompt` and `completion`: texts, or both lists of messages (trained on: the assistant's of
-    the completion).
+    """`prompt` and `completion`: texts, with an optional `history` of [question, answer] pairs; or
+    both lists of messages (trained on: the assistant's of the completion).
     """
     if isinstance(row.get("prompt"), list) or isinstance(row.get("completion"), list):
         before = turns_of(row, "prompt")
         after = turns_of(row, "completion")
         return chat([*({**turn, "weight": 0} for turn in before), *after], row)
-    return answered(row, text_of(row, "prompt"), "completion")
+    return _behind_history(row, text_of(row, "prompt"), "completion")
 
 
 def responses(row: RawRow) -> Document:

@@ -282,6 +282,29 @@ def test_columns_that_change_the_meaning_are_named(case: str) -> None:
         detect(columns, None, renames)
 
 
+@pytest.mark.parametrize(
+    ("columns", "found", "renames"),
+    [
+        (["instruction", "response", "source"], "alpaca", {"output": "response"}),
+        (["question", "response", "source"], "question_answer", {"answer": "response"}),
+        (["query", "answer", "source"], "prompt_completion", {"prompt": "query", "completion": "answer"}),
+        (["problem", "solution", "answer"], "prompt_completion", {"prompt": "problem", "completion": "solution"}),
+        (["inputs", "targets"], "prompt_completion", {"prompt": "inputs", "completion": "targets"}),
+        (["document", "summary"], "prompt_completion", {"prompt": "document", "completion": "summary"}),
+        (["question", "solution", "context"], "question_answer", {"answer": "solution"}),
+    ],
+)  # fmt: skip
+def test_columns_by_other_names(
+    columns: list[str], found: str, renames: dict[str, str]
+) -> None:
+    detected = detect(columns, None, None)
+    assert (detected.format.name, dict(detected.renames)) == (found, renames)
+
+
+def test_the_source_of_a_pair_is_no_prompt() -> None:
+    assert detect(["chosen", "rejected", "source"], "preference", None).renames == {}
+
+
 def test_a_given_format_says_that_it_is_meant(tmp_path: Path) -> None:
     assert (
         detect(["prompt", "chosen", "rejected"], None, {"completion": "chosen"}).format.name
@@ -301,12 +324,11 @@ def test_a_given_format_says_that_it_is_meant(tmp_path: Path) -> None:
     assert rows[0] == {"messages": CHAT}
 
 
-def test_hints_drop_no_column() -> None:
+def test_hints_name_columns_where_their_order_tells_them() -> None:
     for columns, hint in (
         (["Text"], "dataset.columns.text=Text."),
         (["Frage", "Antwort"], "dataset.columns.prompt=Frage dataset.columns.completion=Antwort."),
-        (["Anweisung", "Eingabe", "Ausgabe"], "dataset.columns.instruction=Anweisung dataset.columns.input=Eingabe dataset.columns.output=Ausgabe."),
-        (["a", "b", "c", "d"], "dataset.columns.prompt=a dataset.columns.completion=d (which leaves out b, c)."),
+        (["a", "b", "c"], "dataset.columns.prompt=NAME dataset.columns.completion=NAME."),
     ):  # fmt: skip
         with pytest.raises(ConfigError) as caught:
             detect(columns, None, None)

@@ -140,6 +140,17 @@ CASES = {
             ]
         },
     ),
+    "query and response behind a history": (
+        {"system": "S", "query": "2+2?", "response": "4", "history": [["Hi", "Hello!"]]},
+        {
+            "messages": [
+                {"role": "system", "content": "S"},
+                *CHAT,
+                {"role": "user", "content": "2+2?"},
+                {"role": "assistant", "content": "4"},
+            ]
+        },
+    ),
     "dolly": (
         {"instruction": "Add", "context": "1+1", "response": "2", "category": "x"},
         {"prompt": "Add\n\n1+1", "completion": "2"},
@@ -194,6 +205,10 @@ BAD_ROWS = {
     "a picture beside the chat": (
         {"messages": CHAT, "images": ["a.png"]},
         "a.jsonl:2: column images would be ignored: dataset=images reads images, and nothing reads other media; set dataset.format=messages to train without it.",
+    ),
+    "variables of the template": (
+        {"messages": CHAT, "chat_template_kwargs": {"enable_thinking": False}},
+        "a.jsonl:2: column chat_template_kwargs would be ignored: set dataset.format=messages to train without it.",
     ),
     "a call that is a sentence": (
         {
@@ -301,6 +316,8 @@ PAIRS = {
         {"chosen": {"prompt": "Q: 2+2? A: ", "completion": "4"}, "rejected": {"prompt": "Q: 2+2? A: ", "completion": "5"}},
     ),
     "LLaMA-Factory, alpaca": ({"instruction": "2+2?", "input": "", "chosen": "4", "rejected": "5"}, PAIR_OF_TEXTS),
+    "a question": ({"question": "2+2?", "chosen": "4", "rejected": "5"}, PAIR_OF_TEXTS),
+    "a question and turns": ({"question": "2+2?", "chosen": [GOOD], "rejected": [BAD]}, PAIR_OF_CHATS),
     "LLaMA-Factory, sharegpt": (
         {"conversations": [{"from": "human", "value": "2+2?"}], "chosen": {"from": "gpt", "value": "4"}, "rejected": {"from": "gpt", "value": "5"}},
         PAIR_OF_CHATS,
