@@ -196,9 +196,7 @@ def plan_imbalance(
     """
     if model is None or shape.dp_size == 1:
         return None
-    costs = pack_costs(plan, lengths, model, row_lengths, of_towers)[
-        seeded_order(len(plan), plan.seed, plan.epoch)
-    ]
-    return imbalance(costs, shape), imbalance(
-        costs[assign_packs(costs, balance, shape, plan.seed)], shape
-    )
+    costs = pack_costs(plan, lengths, model, row_lengths, of_towers)
+    drawn = costs[seeded_order(len(plan), plan.seed, plan.epoch)]
+    balanced = drawn[assign_packs(drawn, balance, shape, plan.seed)]
+    return imbalance(drawn, shape), imbalance(balanced, shape)

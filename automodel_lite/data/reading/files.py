@@ -302,7 +302,7 @@ def open_rows(
     """Opens files, or a hub dataset when nothing local has that name; `held_out` are files of
     validation.
     """
-    paths = [path] if isinstance(path, str) else list(path)
+    paths = [str(path)] if isinstance(path, (str, Path)) else list(map(str, path))
     copied = {one: locate(f"{READERS}.remote.fetch")(one, key) for one in paths if "://" in one}
     paths = [copied[one][0] if one in copied else one for one in paths]
     found, note = find_files(paths, key, held_out)

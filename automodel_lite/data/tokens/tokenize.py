@@ -51,6 +51,7 @@ from automodel_lite.data.tokens.token_rows import (
     RowDataset,
     RowsWriter,
     TokenizedData,
+    TokenizedDocuments,
     flatten,
     load_rows,
     next_token_labels,
@@ -415,6 +416,19 @@ def rows_key(identity: str, job: Job) -> Key:
     }
 
 
+def _as_trees(
+    rows: DocumentReader, folder: Path, root: Path, label: str, job: Job
+) -> tuple[TokenizedDocuments, dict[str, Any]]:
+    """Returns the rows that `folder` holds with their shared beginnings once, from the cache, and
+    what is said of them.
+    """
+    key = {"rows": (folder / CONTENT_HASH).read_text(), "rules": RULES_VERSION}
+    key |= {"tree": job.tree, "most_tokens": str(job.most_tokens)}
+    grow = partial(locate(WRITE_TREES), rows=rows, mode=job.tree, most_tokens=job.most_tokens)
+    trees = build_once(root, "trees", label, key, grow)
+    return load_rows(trees.folder), json.loads((trees.folder / TREES).read_text())
+
+
 def tokenize_sets(
     sets: Mapping[str, DocumentSet],
     identity: str,
@@ -441,13 +455,7 @@ def tokenize_sets(
         # rows of one group may share a beginning, or any rows; pairs in every mode
         is_paired = PAIRED in flat.columns
         if job.tree == "all" or (flat.groups is not None and (job.tree == "auto" or is_paired)):
-            of_rows = {"rows": (entry.folder / CONTENT_HASH).read_text(), "rules": RULES_VERSION}
-            of_rows |= {"tree": job.tree, "most_tokens": str(job.most_tokens)}
-            write_trees = locate(WRITE_TREES)
-            grow = partial(write_trees, rows=flat, mode=job.tree, most_tokens=job.most_tokens)
-            trees = build_once(root, "trees", f"{source}-{name}", of_rows, grow)
-            flat = load_rows(trees.folder)
-            facts = json.loads((trees.folder / TREES).read_text())
+            flat, facts = _as_trees(flat, entry.folder, root, f"{source}-{name}", job)
             of_trees += [f"{name}: {note}"] if (note := facts.pop("note")) else []
             counts[name] += RowCounts(**facts)
         rows[name] = flat

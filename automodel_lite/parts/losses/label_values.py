@@ -39,7 +39,12 @@ from automodel_lite.data.cache import Key, cache_root, entry_folder, find_damage
 from automodel_lite.data.feeding.planned import PlannedPacks
 from automodel_lite.data.feeding.source import PackSource
 from automodel_lite.data.packing.packs import PackedDataset, Packer
-from automodel_lite.data.tokens.token_rows import CONTENT_HASH, PAIRED, DocumentReader
+from automodel_lite.data.tokens.token_rows import (
+    CONTENT_HASH,
+    PAIRED,
+    DocumentReader,
+    TokenizedDocuments,
+)
 from automodel_lite.errors import ConfigError, DataError, explained
 from automodel_lite.launched import is_first_here, rank
 from automodel_lite.models.fused_head import RowFunction
@@ -256,14 +261,7 @@ class Values:
     def _num_missing(self, rows: DocumentReader, columns: Columns) -> int:
         """Returns the number of labels in packs that have no value."""
         flat = rows.flat
-        missing = []
-        values = next(columns[name] for name, (dtype, _) in self.columns.items() if "f" in dtype)
-        for start in range(0, flat.num_tokens, _BLOCK_TOKENS):
-            block = slice(start, start + _BLOCK_TOKENS)
-            of_label = np.asarray(values[block]).reshape(-1, values.size // len(values))[:, 0]
-            is_missing = np.isnan(of_label) & (flat.columns["labels"][block] != IGNORE_INDEX)
-            missing.append(start + np.flatnonzero(is_missing))
-        places = np.concatenate([np.zeros(0, np.int64), *missing])
+        places = self._places_without_value(flat, columns)
         if not len(places):
             return 0
         # Those of documents that no pack holds are meant to be missing.
@@ -275,6 +273,17 @@ class Values:
         order = np.argsort(begins)
         piece = np.searchsorted(begins[order], places, side="right") - 1
         return int(((piece >= 0) & (places < ends[order][piece])).sum())
+
+    def _places_without_value(self, flat: TokenizedDocuments, columns: Columns) -> np.ndarray:
+        """Returns where the labels without a value are, int64, ascending."""
+        places = [np.zeros(0, np.int64)]
+        values = next(columns[name] for name, (dtype, _) in self.columns.items() if "f" in dtype)
+        for start in range(0, flat.num_tokens, _BLOCK_TOKENS):
+            block = slice(start, start + _BLOCK_TOKENS)
+            of_label = np.asarray(values[block]).reshape(-1, values.size // len(values))[:, 0]
+            is_missing = np.isnan(of_label) & (flat.columns["labels"][block] != IGNORE_INDEX)
+            places.append(start + np.flatnonzero(is_missing))
+        return np.concatenate(places)
 
 
 def reference_values(built: BuiltModel, packer: Packer, cache_dir: str | None, seed: int) -> Values:

@@ -234,6 +234,7 @@ def test_the_printed_line_says_what_was_found(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "a.jsonl", [{"instruction": "a", "input": "", "output": "b"}])
     assert (
         FilesDataset(path).description
+        == FilesDataset(Path(path)).description
         == "a.jsonl: 1 documents, columns instruction,input,output → alpaca"
     )
     path = jsonl(tmp_path / "b.jsonl", [{"Frage": "a", "Antwort": "b"}])
@@ -294,9 +295,7 @@ def test_columns_that_change_the_meaning_are_named(case: str) -> None:
         (["question", "solution", "context"], "question_answer", {"answer": "solution"}),
     ],
 )  # fmt: skip
-def test_columns_by_other_names(
-    columns: list[str], found: str, renames: dict[str, str]
-) -> None:
+def test_columns_by_other_names(columns: list[str], found: str, renames: dict[str, str]) -> None:
     detected = detect(columns, None, None)
     assert (detected.format.name, dict(detected.renames)) == (found, renames)
 
