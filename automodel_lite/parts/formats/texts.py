@@ -69,6 +69,8 @@ def prompt_completion(row: RawRow) -> Document:
     both lists of messages (trained on: the assistant's of the completion).
     """
     if isinstance(row.get("prompt"), list) or isinstance(row.get("completion"), list):
+        if row.get("history"):
+            raise DataError("column history is read beside texts: put its turns into prompt.")
         before = turns_of(row, "prompt")
         after = turns_of(row, "completion")
         return chat([*({**turn, "weight": 0} for turn in before), *after], row)

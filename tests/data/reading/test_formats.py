@@ -293,6 +293,21 @@ def test_every_renderer_refuses_what_it_does_not_know(name: str) -> None:
     assert str(caught.value).startswith(message)
 
 
+def test_answers_behind_a_history() -> None:
+    row = {"prompt": "2+2?", "responses": ["4", "four"], "history": [["Hi", "Hello!"]]}
+    detected = detect(list(row), None, None)
+    asked = [*CHAT, {"role": "user", "content": "2+2?"}]
+    assert detected.document(row, "a.jsonl:1") == {
+        "documents": [
+            {"messages": [*asked, {"role": "assistant", "content": answer}]}
+            for answer in row["responses"]
+        ]
+    }
+    row = {"prompt": CHAT[:1], "completion": CHAT[1:], "history": [["Hi", "Hello!"]]}
+    with pytest.raises(DataError, match=r"a.jsonl:1: column history is read beside texts: "):
+        detect(list(row), None, None).document(row, "a.jsonl:1")
+
+
 def chat(*turns: str) -> list[dict[str, str]]:
     return [
         {"role": ("user", "assistant")[place % 2], "content": text}
