@@ -15,6 +15,7 @@ PACKAGE = ROOT / "automodel_lite"
 NEEDED = {
     "parts/images": "the recipe checks its batches",
     "parts/ema.py": "the recipe keeps an average of the weights with it",
+    "parts/stragglers.py": "the guards compare the ranks with it",
     "parts/losses/label_values.py": "the recipe computes the values of a reference with it",
     "parts/losses/distillation.py": "label_values stores what its loss names",
 }

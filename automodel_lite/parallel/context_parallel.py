@@ -18,7 +18,6 @@ Before a run trains, its settings, its data and the model's arithmetic over the 
 from __future__ import annotations
 
 import hashlib
-import heapq
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -123,21 +122,6 @@ def keys_ahead(batch: ThdBatch, ends: Tensor) -> Tensor:
     """Returns int64 [M]: keys behind the last query of each run of a stream that it sees."""
     behind = [seen[ends - 1, 0] for seen in batch.attention.ahead.values()]
     return torch.stack(behind).amax(0) if behind else torch.zeros_like(ends)
-
-
-def document_owners(lens: list[int], num_ranks: int) -> list[int]:
-    """The rank of each document: the longest first, each to the rank that has the fewest tokens so
-    far.
-
-    [8, 2, 6, 4] over 2 ranks: [0, 0, 1, 1].
-    """
-    loads = [(0, rank) for rank in range(num_ranks)]
-    owners = [0] * len(lens)
-    for document in sorted(range(len(lens)), key=lambda i: -lens[i]):
-        load, rank = heapq.heappop(loads)
-        owners[document] = rank
-        heapq.heappush(loads, (load + lens[document], rank))
-    return owners
 
 
 @dataclass(frozen=True)

@@ -225,15 +225,6 @@ def open_metrics(
     return metrics
 
 
-def numbers(row: Row) -> dict[str, float]:
-    """Returns the values of a row that a chart can show, its step left out."""
-    return {
-        key: value
-        for key, value in row.items()
-        if key != "step" and isinstance(value, (int, float))
-    }
-
-
 def _turned_off(name: str, error: Exception) -> str:
     reason = scrub(f"{type(error).__name__}: {one_line(error)}")[:200]
     return f"WARNING: {name} is turned off: {reason}; metrics.jsonl is still written"

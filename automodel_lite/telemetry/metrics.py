@@ -21,12 +21,25 @@ from automodel_lite.data.tokens.token_rows import places_within
 from automodel_lite.errors import DataError
 from automodel_lite.models.flops import CostModel, StepFlops
 from automodel_lite.parallel.mesh import Mesh
-from automodel_lite.parallel.stragglers import mark, seconds_between
 from automodel_lite.run.nonfinite import StepOutcome
 from automodel_lite.run.stopping import STARTED
 from automodel_lite.thd import ThdBatch
 
 PROFILER = "automodel_lite.parts.profiler.StepProfiler"
+
+
+def mark(device: torch.device) -> Any:
+    """Returns a time in seconds, or an event in the stream of a GPU; see `seconds_between`."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def seconds_between(first: Any, last: Any) -> float:
+    """Returns the seconds between two marks, which the device has passed."""
+    return last - first if isinstance(last, float) else first.elapsed_time(last) / 1e3
 
 
 class PhaseClock:

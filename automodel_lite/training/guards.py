@@ -20,8 +20,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from automodel_lite.config.components import locate
 from automodel_lite.config.schema import Config
 from automodel_lite.data.feeding.feed import DeviceStep
 from automodel_lite.data.feeding.source import Cursor, PackSource
@@ -32,7 +33,6 @@ from automodel_lite.parallel.control import Control, open_control
 from automodel_lite.parallel.mesh import Mesh
 from automodel_lite.parallel.peers import Peers
 from automodel_lite.parallel.sharding import ParallelModel
-from automodel_lite.parallel.stragglers import Stragglers
 from automodel_lite.progress import activity
 from automodel_lite.run.checkpoint import Checkpointer
 from automodel_lite.run.ending import exit_as
@@ -52,6 +52,7 @@ from automodel_lite.run.watchdog import Watchdog
 from automodel_lite.telemetry.metrics import NUM_COUNTS, Counts, counts_of
 from automodel_lite.training.engine import TrainingEngine
 
+STRAGGLERS = "automodel_lite.parts.stragglers.Stragglers"
 _VISIBLE_WITHIN_S = 10.0
 
 
@@ -113,8 +114,7 @@ class Guards:
         self.checkpointer: Checkpointer
         self.boundary: StepBoundary
         self.nonfinite: NonfiniteSteps
-        # nobody is timed before watch_steps
-        self.stragglers = Stragglers(nn.Identity(), torch.device("cpu"), [], 0)
+        self.stragglers: Any  # STRAGGLERS, from watch_steps on
 
     @contextmanager
     def recording(self, at_end: Callable[[], None]) -> Iterator[None]:
@@ -168,7 +168,7 @@ class Guards:
         """
         self.max_steps = max_steps
         layers = decoder_layers(model.loss_model.lm)
-        self.stragglers = Stragglers(
+        self.stragglers = locate(STRAGGLERS)(
             layers[len(layers) // 2], device, self.ranks.on_all(socket.gethostname), rank()
         )
         SIGNALS.defer(self._record_end)

@@ -13,9 +13,9 @@ from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.parallel.context_parallel import (
     check_context_parallel,
     cp_shard,
-    document_owners,
     shard_indices,
 )
+from automodel_lite.parts.document_owners import document_owners
 from tests.attention.families import documents, gradients, stream
 from tests.attention.hybrids import HYBRIDS, ONE_OF_EACH_KIND, InFloat64, build_hybrid
 from tests.attention.test_mixers import packed, summed_loss

@@ -20,11 +20,11 @@ from torch import Tensor
 
 from automodel_lite.document_rows import DocumentRows, document_rows
 from automodel_lite.parallel.context_parallel import (
-    document_owners,
     inverse_permutation,
     rank_order,
 )
 from automodel_lite.parallel.exchange import AllToAll, Heads, SelectRows
+from automodel_lite.parts.document_owners import document_owners
 from automodel_lite.prefix_trees import concatenated_ranges, find_nodes
 from automodel_lite.thd import ThdBatch
 

@@ -13,8 +13,9 @@ import mlflow
 from mlflow.entities import Metric, Param
 
 from automodel_lite.config.components import flatten
+from automodel_lite.parts.trackers.numbers import numbers
 from automodel_lite.redact import scrub
-from automodel_lite.telemetry.callbacks import Callback, Row, RunInfo, numbers
+from automodel_lite.telemetry.callbacks import Callback, Row, RunInfo
 
 _MAX_PARAM_CHARS = 500  # of older servers
 

@@ -18,22 +18,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from automodel_lite.telemetry.metrics import mark, seconds_between
+
 EVERY_STEPS = 50
 SLOW_FRAC = 0.1  # of the median layer, or of a step, beyond which a rank is named
-
-
-def mark(device: torch.device) -> Any:
-    """Returns a time in seconds, or an event in the stream of a GPU; see `seconds_between`."""
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record(torch.cuda.current_stream(device))
-    return event
-
-
-def seconds_between(first: Any, last: Any) -> float:
-    """Returns the seconds between two marks, which the device has passed."""
-    return last - first if isinstance(last, float) else first.elapsed_time(last) / 1e3
 
 
 class Stragglers:
