@@ -218,6 +218,14 @@ def test_an_image_is_decoded_once_in_a_batch(folder: Path) -> None:
     assert isinstance(images.record["pixel_values"], torch.Tensor)
 
 
+@pytest.mark.parametrize("how", ["images", "images_streaming"])
+def test_documents_over_a_pack_are_told_of_no_cut(how: str, folder: Path) -> None:
+    small = [f"dataset={how}", "packed_sequence.packed_sequence_size=8"]
+    with pytest.raises(DataError, match=r"over packed_sequence\.packed_sequence_size=8") as error:
+        data_of(config_of_images(folder, *small))
+    assert "split" not in str(error.value)
+
+
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [

@@ -48,20 +48,26 @@ class Pieces:
         )
 
 
-def check_overlong(lengths: np.ndarray, size: int, overlong: str, first: int = 0) -> None:
+def check_overlong(
+    lengths: np.ndarray, size: int, overlong: str, first: int = 0, can_cut: bool = True
+) -> None:
     """Raises DataError for documents over the size where the rule leaves none, or is `error`.
 
-    first  the number of the first document, for the message
+    first    the number of the first document, for the message
+    can_cut  would a run of these documents cut them?
     """
     long = lengths > size
     if not long.any() or not (overlong == "error" or (overlong == "drop" and long.all())):
         return
     extreme = int(lengths.argmax() if overlong == "error" else lengths.argmin())
+    drop = "drop" if overlong == "error" else ""
+    cut = "truncate or split" if can_cut else ""
+    others = ", ".join(filter(None, (drop, cut)))
+    cure = f", or set packed_sequence.overlong to {others}" if others else ""
     raise DataError(
         f"{int(long.sum())} of {len(lengths)} documents are over "
         f"packed_sequence.packed_sequence_size={size}, such as document {first + extreme} with "
-        f"{int(lengths[extreme])} tokens: raise it, or set packed_sequence.overlong to "
-        f"{'drop, ' if overlong == 'error' else ''}truncate or split."
+        f"{int(lengths[extreme])} tokens: raise it{cure}."
     )
 
 

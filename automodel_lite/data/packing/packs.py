@@ -109,6 +109,8 @@ class Packer:
         self.seed = seed
         self.repack_each_epoch = repack_each_epoch
         self.padding_idx = 0
+        # pairs of answers, and documents with images, stay whole
+        self.can_cut = True
 
     def pack_of(self, rows: TokenizedDocuments) -> dict[str, torch.Tensor]:
         """Returns one pack, as PackedDataset gives it, of rows that together fit it; of none, a
@@ -134,6 +136,7 @@ class Packer:
         """
         fitted = copy(self)
         fitted.padding_idx = padding_id
+        fitted.can_cut = kind != "preference"
         fitted.overlong = (
             "split" if kind == "text" and not self.is_overlong_given else self.overlong
         )
@@ -148,14 +151,14 @@ class Packer:
         if self.is_overlong_given or dropped_tokens <= MAX_DROPPED_FRAC * tokens:
             return
         setting = "packed_sequence.packed_sequence_size"
-        larger = (
-            "" if lengths is None else f"{setting}={pack_size_for_coverage(lengths)} (keeps 99 %), "
-        )
+        larger = f"{setting} larger"
+        if lengths is not None:
+            larger = f"{setting}={pack_size_for_coverage(lengths)} (keeps 99 %)"
+        split = ", packed_sequence.overlong=split" if self.can_cut else ""
         raise DataError(
             f"{name}: documents over {setting}={self.packed_sequence_size} would be dropped, with "
             f"{dropped_tokens / tokens:.0%} of all tokens: set "
-            f"{larger}packed_sequence.overlong=split, or packed_sequence.overlong=drop if that is "
-            "meant."
+            f"{larger}{split}, or packed_sequence.overlong=drop if that is meant."
         )
 
     def packs(
@@ -178,7 +181,9 @@ class Packer:
         }
 
         def make() -> PackPlan:
-            return plan_packs(rows.lengths, has_labels=rows.has_labels, **settings)
+            return plan_packs(
+                rows.lengths, has_labels=rows.has_labels, can_cut=self.can_cut, **settings
+            )
 
         # the strategy of a user may change
         if shared is None or len(rows) < SHARED_FROM or ":" in self.strategy:

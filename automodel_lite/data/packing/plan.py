@@ -116,6 +116,7 @@ def plan_packs(
     max_packs: int | None = None,
     slot_multiple: int = 1,
     has_labels: HasLabels | None = None,
+    can_cut: bool = True,
 ) -> PackPlan:
     """Distributes documents over packs of at most `packed_sequence_size` tokens.
 
@@ -125,7 +126,7 @@ def plan_packs(
     documents over the size, where the strategy does not cut documents anyway. max_packs: a random
     sample of the packs, each document with the same chance. has_labels: asked which pieces of
     over-long documents still train something once they are cut; the others are left out (None: all
-    do).
+    do). can_cut: may an error name that as a cure?
 
     Raises ConfigError for settings that cannot work, DataError for lengths that cannot.
     """
@@ -138,7 +139,7 @@ def plan_packs(
     pool = None
     counts: dict[str, int] = {}
     if not cuts_documents:
-        check_overlong(lengths, packed_sequence_size, overlong)
+        check_overlong(lengths, packed_sequence_size, overlong, can_cut=can_cut)
         pool, counts = fit_documents(lengths, packed_sequence_size, overlong, has_labels)
         if pool is not None and not len(pool.doc_ids):
             raise DataError(

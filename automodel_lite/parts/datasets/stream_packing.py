@@ -125,7 +125,8 @@ class PackStream(Iterator[dict[str, Any]]):
         lengths = np.array([len(columns["input_ids"]) for columns in documents], np.int64)
         size = self.packer.packed_sequence_size
         if self.packer.overlong == "error":
-            check_overlong(lengths, size, "error", first=self._cursor)
+            can_cut = self.packer.can_cut
+            check_overlong(lengths, size, "error", first=self._cursor, can_cut=can_cut)
 
         def has_labels(ids: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
             parts = [documents[i]["labels"][a:b] for i, a, b in zip(ids, starts, stops)]

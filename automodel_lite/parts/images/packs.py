@@ -174,7 +174,9 @@ class ImagePacker(Packer):
 
     def for_document_kind(self, kind: str, padding_id: int = 0) -> Packer:
         """See `Packer`; text with images is never split."""
-        return super().for_document_kind("other", padding_id)
+        whole = super().for_document_kind("other", padding_id)
+        whole.can_cut = False
+        return whole
 
     def pack_of(self, rows: TokenizedDocuments) -> dict[str, Any]:
         """See `Packer`; a pack of a stream brings its images."""

@@ -297,6 +297,19 @@ def test_dropping_much_must_be_meant() -> None:
     assert Packer(512, overlong="drop").for_document_kind("text").overlong == "drop"
 
 
+def test_what_stays_whole_is_told_of_no_cut() -> None:
+    packer = Packer(512, overlong="error").for_document_kind("preference")
+    rows = flatten([{"input_ids": np.arange(600), "labels": np.arange(600)}])
+    with pytest.raises(DataError, match=r"raise it, or set packed_sequence.overlong to drop\.$"):
+        packer.packs(rows)
+    packer = Packer(512).for_document_kind("preference")
+    with pytest.raises(DataError, match=r"with 600 tokens: raise it\.$"):
+        packer.packs(rows)
+    lengths = np.array([100] * 98 + [900, 1300])
+    with pytest.raises(DataError, match=r"_size=1408 \(keeps 99 %\), or .*overlong=drop if that"):
+        packer.check_dropped(2600, 12000, "train", lengths)
+
+
 def pack(seq_lens: list[int], seq_lens_padded: list[int]) -> dict[str, Any]:
     total = sum(seq_lens_padded)
     return {
