@@ -56,8 +56,10 @@ def main(argv: list[str] | None = None) -> int:
         from automodel_lite.telemetry.console import quiet_libraries
 
         quiet_libraries()
-        variables = template_kwargs_of(Path(args.model).expanduser() / "config.yaml")
+        saved = settings_of(Path(args.model).expanduser() / "config.yaml")
+        variables = saved.get("tokenize", {}).get("template_kwargs", {})
         generator = load_generator(folder, args.trust_remote_code, template_kwargs=variables)
+        generator = replace(generator, most_pixels=most_pixels_of(saved))
     set_seed(args.seed)
     if args.prompts:
         answer_file(generator, args)
@@ -66,11 +68,19 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def template_kwargs_of(path: Path) -> dict[str, Any]:
-    """Returns the variables that a run gave to the chat template; none without its config.yaml."""
-    if not path.is_file():
-        return {}
-    return saved_config(path).get("tokenize", {}).get("template_kwargs", {})
+def settings_of(path: Path) -> dict[str, Any]:
+    """Returns what a run was trained with; nothing without its config.yaml."""
+    return saved_config(path) if path.is_file() else {}
+
+
+def most_pixels_of(saved: dict[str, Any]) -> int | None:
+    """Returns how many pixels of an image a run was trained on, of a mixture the most that a set
+    names; None: as many as the processor takes.
+    """
+    dataset = saved.get("dataset", {})
+    sets = [dataset, *(one["dataset"] for one in dataset.get("sources", {}).values())]
+    found = [one["max_image_pixels"] for one in sets if one.get("max_image_pixels")]
+    return max(found, default=None)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -186,6 +196,7 @@ def read_questions(path: str, generator: Generator) -> Iterator[tuple[dict[str, 
         from automodel_lite.parts.images.sources import ImageLimits
 
         rows = marked_rows(source)
+        limits = ImageLimits(Path.cwd(), generator.most_pixels)
     columns = sniff_columns(placed(rows), f"{source.description}: the file")
     try:
         detected = detect(columns, None, None)
@@ -205,7 +216,7 @@ def read_questions(path: str, generator: Generator) -> Iterator[tuple[dict[str, 
             )
         images: Sequence[Any] = ()
         if sees:
-            images = placed_images(0, index, rows.images(index), ImageLimits(Path.cwd()))
+            images = placed_images(0, index, rows.images(index), limits)
         yield source.rows[index], with_images(question, images)
 
 

@@ -168,6 +168,28 @@ def test_a_prompt_is_shown_with_its_image(tmp_path: Path, monkeypatch: pytest.Mo
     assert pieces_of("what?") == [("what?", "")]
 
 
+def test_a_run_is_asked_with_images_as_large_as_those_it_was_trained_on(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.yaml").write_text("name: x\ndataset: {max_image_pixels: 3200}\n")
+    (tmp_path / "hf").symlink_to(folder)
+    draw(tmp_path / "a.png", 280, 56, seed=0)
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"question": "what?", "image": "a.png"}))
+    grids = []
+
+    def answers(generator: Generator, chats: Any, **options: Any) -> list[str]:
+        grids.append(inputs_of(generator, chats[0])["image_grid_thw"].tolist())
+        return [""]
+
+    monkeypatch.setattr(Generator, "answers", answers)
+    asked = ["what?", "--image", str(tmp_path / "a.png")]
+    rows = ["--prompts", str(tmp_path / "rows.jsonl"), "--out", str(tmp_path / "out.jsonl")]
+    assert generate.main([str(folder), *asked]) == 0
+    assert generate.main([str(tmp_path), *asked]) == 0
+    assert generate.main([str(tmp_path), *rows]) == 0
+    assert grids == [[[1, 2, 12]], [[1, 2, 8]], [[1, 2, 8]]]
+
+
 @pytest.mark.parametrize("peft", ["none", "lora"])
 def test_what_is_exported_reads_images_as_the_training_did(
     peft: str, folder: Path, tmp_path: Path

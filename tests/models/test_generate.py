@@ -14,7 +14,7 @@ from automodel_lite.data.tokens.tokenize import Job
 from automodel_lite.parts.evaluation.generator import Generator, load_generator
 from automodel_lite.parts.evaluation.samples import text_prompt
 from automodel_lite.run.ending import ending_of
-from recipes.generate import template_kwargs_of
+from recipes.generate import most_pixels_of, settings_of
 from tests.data.templates import MARKED, byte_tokenizer
 
 CHATS = [
@@ -70,13 +70,21 @@ def test_a_prompt_has_the_variables_of_the_training(
 
     monkeypatch.setattr(model, "generate", noted)
     (tmp_path / "config.yaml").write_text("name: x\ntokenize: {template_kwargs: {thinks: false}}\n")
-    variables = template_kwargs_of(tmp_path / "config.yaml")
+    variables = settings_of(tmp_path / "config.yaml")["tokenize"]["template_kwargs"]
     Generator(model, tokenizer).answers(CHATS[:1], max_new_tokens=1)
     Generator(model, tokenizer, template_kwargs=variables).answers(CHATS[:1], max_new_tokens=1)
     assert asked[1] == f"{asked[0]}(none)"
     job = Job(tokenizer, TokenizeConfig(template_kwargs=variables))
     assert tokenizer.decode(text_prompt(job, "x")[0]).endswith("(none)")
-    assert template_kwargs_of(tmp_path / "nothing.yaml") == {}
+    assert settings_of(tmp_path / "nothing.yaml") == {}
+
+
+def test_a_mixture_is_asked_with_the_largest_images_of_its_sets() -> None:
+    assert most_pixels_of({}) is None
+    assert most_pixels_of({"dataset": {"max_image_pixels": None}}) is None
+    assert most_pixels_of({"dataset": {"max_image_pixels": 9}}) == 9
+    sets = {"a": {"dataset": {"max_image_pixels": 5}}, "b": {"dataset": {}}}
+    assert most_pixels_of({"dataset": {"sources": sets}}) == 5
 
 
 def test_a_model_that_sees_padding_answers_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,12 +46,14 @@ class Generator:
 
     source           folder or hub name, of whose processor images are read
     template_kwargs  variables of the chat template beside its own, as the model was trained with
+    most_pixels      of an image: larger ones are scaled down, as the model was trained with
     """
 
     model: transformers.PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     source: str = ""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    most_pixels: int | None = None
 
     @torch.no_grad()
     def answers(

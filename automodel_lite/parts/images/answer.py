@@ -46,7 +46,8 @@ def inputs_of(
         said = turn["content"]
         parts = parts_of(said) if isinstance(said, str) else said
         turns.append({**turn, "content": parts})
-        pixels += [pixels_of(part["image"]) for part in parts if part["type"] == "image"]
+        images = [part["image"] for part in parts if part["type"] == "image"]
+        pixels += [pixels_of(image, generator.most_pixels) for image in images]
     template = generator.tokenizer.chat_template or processor.own.chat_template
     is_written = is_chat and template is not None
     if is_written:
@@ -60,12 +61,15 @@ def inputs_of(
     return inputs.to(generator.model.device)
 
 
-def pixels_of(image: Any) -> Any:
-    """Decodes an image of a chat; raises ConfigError for one that cannot be read."""
+def pixels_of(image: Any, most_pixels: int | None = None) -> Any:
+    """Decodes an image of a chat; raises ConfigError for one that cannot be read.
+
+    most_pixels  to which one that was not placed with limits of its own is scaled down
+    """
     try:
         if isinstance(image, PlacedImage):
             return image.source.pixels(image.limits)
-        return source_of(image, "image").pixels(ImageLimits(Path.cwd()))
+        return source_of(image, "image").pixels(ImageLimits(Path.cwd(), most_pixels))
     except DataError as error:
         raise ConfigError(str(error)) from error
 
