@@ -8,6 +8,7 @@ import json
 import struct
 import tarfile
 import zlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -290,3 +291,18 @@ def test_damage_in_the_middle_is_named_when_it_is_decoded(limits: ImageLimits) -
     assert source.header(limits)[:2] == (60, 60)
     with pytest.raises(DataError, match="image x cannot be decoded"):
         source.pixels(limits)
+    with pytest.raises(DataError, match="image x cannot be decoded"):
+        source.header(replace(limits, drops_bad=True))
+
+
+def test_of_a_jpeg_that_is_looked_through_size_and_stamp_are_those_of_its_header(
+    limits: ImageLimits,
+) -> None:
+    content = bytearray(encoded(noise, "JPEG"))
+    found = ImageSource("x", content=bytes(content)).header(replace(limits, drops_bad=True))
+    assert found == ImageSource("x", content=bytes(content)).header(limits)
+    content[900:910] = b"\xff\xc0" * 5  # a header where pixels are
+    source = ImageSource("x", content=bytes(content))
+    assert source.header(limits)[:2] == found[:2]
+    with pytest.raises(DataError, match="image x cannot be decoded"):
+        source.header(replace(limits, drops_bad=True))

@@ -83,14 +83,20 @@ def test_a_bad_image_is_an_error_with_its_row_or_dropped_and_counted(
     folder: Path, tmp_path: Path
 ) -> None:
     data_file = broken(folder, tmp_path, messages=SAID, images=["nowhere.png"])
+    damaged = bytearray((folder / "0.png").read_bytes())
+    damaged[200:600] = bytes(400)  # which only decoding finds
+    (tmp_path / "damaged.png").write_bytes(damaged)
+    row = {"messages": SAID, "images": [str(tmp_path / "damaged.png")]}
+    data_file.write_text(f"{data_file.read_text()}\n{json.dumps(row)}")
     given = [f"dataset.path={data_file}", f"dataset.image_dir={folder}"]
     with pytest.raises(DataError, match=r"more.jsonl:13: image nowhere.png cannot be read"):
         data_of(config_of_images(folder, *given))
     data = data_of(
         config_of_images(folder, *given, "dataset.bad_image=drop", "tokenize.max_bad_frac=0.5")
     )
-    assert data.counts["data/train/num_bad"] == 1
+    assert data.counts["data/train/num_bad"] == 2
     assert data.counts["data/train/num_rows"] == 12
+    assert batches_of(data)
 
 
 def test_a_file_that_was_replaced_is_named(tmp_path: Path, folder: Path) -> None:

@@ -50,7 +50,8 @@ class ImageSettings:
     processor: PathStr | None = None
     # larger images are scaled down to so many pixels before the processor; null = its own limits
     max_image_pixels: Positive | None = None
-    bad_image: BadImage = "error"  # drop = leave such documents out, and count them as bad
+    # drop = leave such documents out, and count them as bad; each image is decoded to find them
+    bad_image: BadImage = "error"
     allow_remote: bool = False  # read images at addresses on the network
 
     def limits_of_images(self) -> ImageLimits:

@@ -19,6 +19,7 @@ import re
 import warnings
 import zlib
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
@@ -33,7 +34,7 @@ from automodel_lite.data.reading.documents import IMAGE
 from automodel_lite.data.reading.readers import RawRow
 from automodel_lite.errors import DataError, explained, one_line
 
-RULES_VERSION = 2
+RULES_VERSION = 3
 """Of what rows and images become: tokens that were cached under others are made anew."""
 COLUMNS = ("images", "image")
 REJECTED = "rejected"
@@ -133,7 +134,7 @@ class ImageSource:
 
     def header(self, limits: ImageLimits) -> tuple[int, int, int]:
         """Returns width and height as the processor gets the image, from its header, and its stamp;
-        nothing is decoded.
+        nothing is decoded but where bad images are left out, and damage inside has to be found.
 
         Raises DataError for what is not an image, is cut off, is animated or too large.
         """
@@ -147,6 +148,10 @@ class ImageSource:
             is_rotated = has_exif and image.getexif().get(_ORIENTATION) in _ROTATED
             if is_rotated:
                 width, height = height, width
+            if limits.drops_bad:
+                with self._decoding():
+                    image.draft(None, (1, 1))  # of a JPEG, all is read and little computed
+                    image.load()
             return *limits.scaled(width, height), stamp
 
     def pixels(self, limits: ImageLimits, stamp: int | None = None) -> Image.Image:
@@ -160,18 +165,22 @@ class ImageSource:
                     "file was replaced. Restore it, or clear the cache, so that the documents are "
                     "tokenized again."
                 )
-            with explained(
-                f"image {self.name} cannot be decoded",
-                *(OSError, SyntaxError, ValueError),
-                kind=DataError,
-                cure="repair it, or take its row out",
-            ):
+            with self._decoding():
                 upright = ImageOps.exif_transpose(image)
                 if upright.mode.startswith("I"):  # 16 bits, which PIL clips to white
                     upright = upright.convert("I").point(lambda value: value / 256).convert("L")
                 shown = upright.convert("RGB")
                 size = limits.scaled(*shown.size)
                 return shown if size == shown.size else shown.resize(size)
+
+    def _decoding(self) -> AbstractContextManager[None]:
+        """Makes a DataError of what Pillow says of damage inside an image."""
+        return explained(
+            f"image {self.name} cannot be decoded",
+            *(OSError, SyntaxError, ValueError),
+            kind=DataError,
+            cure="repair it, or set dataset.bad_image=drop",
+        )
 
     def _opened(self, file: Any) -> Image.Image:
         try:
