@@ -26,12 +26,14 @@ def quiet_libraries() -> None:
     warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
     # peft 0.21
     warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
-    # Under tensor parallelism the embedding answers with a view, and some vision towers always do.
+    # Under tensor parallelism the embedding answers with a view, and what is called at the start
+    # with gradients; some vision towers and projectors always do.
     # torch warns of `x += y` on it; no family does that, and the gradients of all layouts are
     # compared with those of one process.
     warnings.filterwarnings(
         "ignore",
-        message=r"FSDP2-wrapped module \(FSDP(Embedding|\w*Vision\w*)\) returned a view tensor",
+        message=r"FSDP2-wrapped module \(FSDP"
+        r"(Embedding|Linear|LossModel|\w*(Vision|Projector)\w*)\) returned a view tensor",
     )
     # torch 2.13; 2.11 knows no other
     warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")

@@ -7,7 +7,8 @@ Compiled layers and the compiled loss run once before the first step.
 from __future__ import annotations
 
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -26,7 +27,7 @@ from automodel_lite.attention.spec import FAMILIES
 from automodel_lite.config.components import locate
 from automodel_lite.config.schema import TrainingConfig
 from automodel_lite.config.sizes import ceil_div
-from automodel_lite.errors import ConfigError, one_line
+from automodel_lite.errors import ConfigError, is_lost_peer, is_out_of_memory, one_line
 from automodel_lite.graphs import compiled_graphs, graph_breaks
 from automodel_lite.interpreter import trim_malloc
 from automodel_lite.models.flops import StepFlops, step_flops, visited_weights
@@ -99,7 +100,7 @@ def build_model(
         model, adapter = assemble(decided, tokenizer, mesh, decided.strategy, decided.dtype, trains)
         STARTUP.lap("load")
         lm = model.loss_model.lm
-        with short_lengths(lm) as has_lengths:
+        with naming_cut_layers(lm, mesh), short_lengths(lm) as has_lengths:
             if has_lengths:
                 install(lm, ReferenceAttention())
                 check_packing_isolation(lm, mesh.device, lambda batch: model.probe(batch)[0])
@@ -235,7 +236,12 @@ def check_model(cp_exchange: str, model: ParallelModel, mesh: Mesh) -> str:
     heads = []
 
     def logits(batch: ThdBatch) -> Tensor:
-        logits_TV, is_plain = model.probe(batch)
+        with naming_cut_layers(loss_model.lm, mesh):
+            logits_TV, is_plain = model.probe(batch)
+            if mesh.shape.tp > 1 and model.module.training:
+                # autograd refuses what some families do in place
+                with torch.enable_grad():
+                    model.logits(batch)
         heads.append(is_plain)
         return logits_TV
 
@@ -255,6 +261,24 @@ def check_model(cp_exchange: str, model: ParallelModel, mesh: Mesh) -> str:
         f"{name} of the model's own logits: the output head of {type(loss_model.lm).__name__} is "
         "more than hidden @ weight.T"
     )
+
+
+@contextmanager
+def naming_cut_layers(lm: transformers.PreTrainedModel, mesh: Mesh) -> Iterator[None]:
+    """Makes a ConfigError of what stops a family's code whose layers are cut: transformers has a
+    plan for it that does not run.
+    """
+    shape = mesh.shape
+    try:
+        yield
+    except (RuntimeError, AssertionError) as error:
+        is_cut = shape.tp > 1 or shape.ep > 1
+        if not is_cut or is_out_of_memory(error) or is_lost_peer(error):
+            raise
+        raise ConfigError(
+            f"mesh.tp={shape.tp} mesh.ep={shape.ep}: {type(lm).__name__} does not run in parts "
+            f"({one_line(error) or type(error).__name__}): set mesh.tp=1 mesh.ep=1."
+        ) from error
 
 
 DOCUMENT_TOKENS = 1024  # the most of each document that stands for the data

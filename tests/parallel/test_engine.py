@@ -8,11 +8,13 @@ from torch.distributed.tensor import DTensor
 
 from automodel_lite.attention.interface import install
 from automodel_lite.attention.kernel import ReferenceAttention
+from automodel_lite.errors import ConfigError
 from automodel_lite.models.layers import freeze_towers
 from automodel_lite.models.loss import CrossEntropy
 from automodel_lite.models.loss_model import LossModel
-from automodel_lite.parallel.mesh import MeshShape, open_mesh
+from automodel_lite.parallel.mesh import Mesh, MeshShape, open_mesh
 from automodel_lite.parallel.sharding import parallelize
+from automodel_lite.training.build import check_model, naming_cut_layers
 from benchmarks.survey_models import batch
 from benchmarks.tiny_models import tiny_model
 from tests.parallel.test_sharding import assert_equal
@@ -80,3 +82,34 @@ def test_what_all_ranks_have_behind_their_columns_has_whole_gradients() -> None:
     for errors in run_ranks(_gradients_of_what_is_shared, 2, ["qwen3_vl_moe", "apertus"]):
         assert len(errors) == 12
         assert max(errors.values()) < 1e-4, errors
+
+
+def _checks_of(rank: int, world_size: int, families: list[str]) -> list[str]:
+    """What is said of each family at the start."""
+    mesh = open_mesh(MeshShape(1, 1, 1, 2, 1), torch.device("cpu"))
+    found = []
+    for family in families:
+        model = parallelize(_loss_model(family).train(), mesh, "fsdp", torch.float32)
+        try:
+            found.append(check_model("auto", model, mesh))
+        except ConfigError as error:
+            found.append(str(error))
+    return found
+
+
+@pytest.mark.system
+def test_a_family_whose_plan_does_not_run_is_refused_in_a_sentence() -> None:
+    """Convolutions get columns of one rank; in another, autograd refuses a sum in place."""
+    for said in run_ranks(_checks_of, 2, ["lfm2_vl", "llama4"]):
+        for name, sentence in zip(("Lfm2Vl", "Llama4"), said, strict=True):
+            assert sentence.startswith(f"mesh.tp=2 mesh.ep=1: {name}"), sentence
+            assert "does not run in parts (" in sentence
+            assert sentence.endswith("set mesh.tp=1 mesh.ep=1.")
+
+
+def test_what_is_no_fault_of_a_plan_keeps_its_name() -> None:
+    lm = tiny_model("llama")
+    one, two = (Mesh(MeshShape(1, 1, 1, tp), torch.device("cpu"), None) for tp in (1, 2))
+    for mesh, error in [(one, RuntimeError("x")), (two, torch.OutOfMemoryError("x"))]:
+        with pytest.raises(RuntimeError, match="x"), naming_cut_layers(lm, mesh):
+            raise error
