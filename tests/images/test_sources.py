@@ -203,7 +203,15 @@ def limits(tmp_path: Path) -> ImageLimits:
     return ImageLimits(tmp_path, most_pixels=10_000)
 
 
-@pytest.mark.parametrize("value", [URI, encoded(), {"bytes": encoded()}, {"base64": URI.partition(",")[2]}, RED])
+BARE = URI.partition(",")[2]
+LINES = base64.encodebytes(encoded()).decode()
+OF_MESSAGES = {"source": {"type": "base64", "media_type": "image/png", "data": BARE}}
+
+
+VALUES = [URI, encoded(), {"bytes": encoded()}, {"base64": BARE}, RED, BARE, LINES, OF_MESSAGES]
+
+
+@pytest.mark.parametrize("value", VALUES)
 def test_an_image_in_a_row(value: Any, limits: ImageLimits) -> None:
     source = source_of(value, "image[0]")
     assert source.header(limits)[:2] == (6, 4)

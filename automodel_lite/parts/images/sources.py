@@ -46,7 +46,11 @@ MARKER = "<image>"
 """What stands for an image in texts of LLaVA's, ShareGPT's and many other files."""
 PARTS = ("image", "image_url", "input_image")
 SPAN = "__span__"
-KEYS = ("image", "image_url", "bytes", "url", "path", "base64")
+KEYS = ("image", "image_url", "bytes", "url", "path", "base64", "source", "data")
+BEGINNINGS = ("iVBORw0KGgo", "/9j/", "UklGR", "R0lGOD")
+"""Of the bytes of a PNG, JPEG, WebP and GIF in base64."""
+LONGEST_START = 80
+"""Characters of a path that could begin so; whole images have more."""
 FIRST_TEXTS = ("prompt", "question", "instruction", "text")
 """Columns of single texts, before which images without markers stand."""
 MOST_PIXELS = 64_000_000
@@ -256,7 +260,7 @@ def source_of(value: Any, name: str) -> ImageSource:
         value = value.get(key)
         if isinstance(value, Mapping):
             return source_of(value, name)
-        if key == "base64" and isinstance(value, str) and not value.startswith("data:"):
+        if key in ("base64", "data") and isinstance(value, str) and not value.startswith("data:"):
             value = f"data:;base64,{value}"
     if isinstance(value, (bytes, bytearray)):
         return ImageSource(name, content=bytes(value))
@@ -269,6 +273,8 @@ def source_of(value: Any, name: str) -> ImageSource:
             f"{name} must be an image: a path, an address, a data URI or bytes, not "
             f"{type(value).__name__}."
         )
+    if value.startswith(BEGINNINGS) and len(value) > LONGEST_START:
+        value = f"data:;base64,{value}"
     if not value.startswith("data:"):
         is_address = value.startswith("file://")
         path = unquote(value.removeprefix("file://")) if is_address else value
@@ -277,8 +283,9 @@ def source_of(value: Any, name: str) -> ImageSource:
     with explained(f"{name} is a data URI that cannot be read", ValueError, kind=DataError):
         if not head.endswith(";base64"):
             raise ValueError("it is not base64")
+        lines = content.split()  # as command-line tools write it
         return ImageSource(
-            f"{name} ({head[5:40]})", content=base64.b64decode(content, validate=True)
+            f"{name} ({head[5:40]})", content=base64.b64decode("".join(lines), validate=True)
         )
 
 
