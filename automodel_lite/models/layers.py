@@ -177,12 +177,17 @@ def text_decoder(lm: nn.Module) -> nn.Module:
     return text_decoder(found) if has_head else found
 
 
-def output_head(lm: nn.Module) -> Any:
-    """Returns the layer that makes logits of hidden states; of a composite without one (Nemotron
-    Omni), of the causal LM inside it.
+def with_head(lm: nn.Module) -> transformers.PreTrainedModel:
+    """Returns the model that makes logits of hidden states: of a composite that does not (Nemotron
+    Omni), the causal LM inside it.
     """
     models = (module for module in lm.modules() if isinstance(module, transformers.PreTrainedModel))
-    return next(filter(None, (model.get_output_embeddings() for model in models)))
+    return next(model for model in models if model.get_output_embeddings() is not None)
+
+
+def output_head(lm: nn.Module) -> Any:
+    """Returns the layer that makes logits of hidden states."""
+    return with_head(lm).get_output_embeddings()
 
 
 def local(tensor: Tensor) -> Tensor:

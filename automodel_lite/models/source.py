@@ -31,6 +31,7 @@ from automodel_lite.config.rules import OneOf, PathStr, Range, check_folder
 from automodel_lite.errors import (
     ConfigError,
     did_you_mean,
+    explained,
     format_value,
     is_lost_peer,
     is_out_of_memory,
@@ -41,7 +42,7 @@ from automodel_lite.errors import (
 from automodel_lite.models.layers import (
     freeze_towers,
     local,
-    output_head,
+    with_head,
 )
 from automodel_lite.models.settings import (
     apply_settings,
@@ -225,14 +226,20 @@ class CausalLM:
                 # Each new row is the mean of those before: a token about which nothing is known,
                 # and the same on every rank; random rows would begin with logits above those of all
                 # other tokens.
+                # Some families look a token up in more than one table (Gemma 3n, Gemma 4).
                 before = embedding_rows(lm)
                 rows = len(tokenizer)
-                lm.resize_token_embeddings(rows, mean_resizing=False)
-                modules: list[Any] = [lm.get_input_embeddings(), output_head(lm)]
-                for grown in {
-                    p for module in modules for p in module.parameters() if p.shape[0] == rows
-                }:
-                    grown.data[before:] = grown.data[:before].mean(0)
+                known = {name: weight.shape for name, weight in lm.named_parameters()}
+                # xLSTM's code for new rows fails
+                with explained(
+                    f"model.resize_embeddings=true: transformers cannot grow {type(lm).__name__}",
+                    *(AttributeError, NotImplementedError),
+                ):
+                    with_head(lm).resize_token_embeddings(rows, mean_resizing=False)
+                for name, grown in lm.named_parameters():
+                    if grown.shape != known[name]:
+                        first = known[name][0]
+                        grown.data[first:] = grown.data[:first].mean(0)
                 self.notes.append(
                     f"the embedding has {rows} rows in place of {before}; each new one begins as "
                     "the mean of the others"

@@ -54,6 +54,9 @@ def split_layers(model: LossModel, mesh: Mesh, policy: MixedPrecisionPolicy) -> 
                 setattr(
                     lm.get_submodule(module), weight, nn.Parameter(lm.get_parameter(name).detach())
                 )
+                # a head that is cut, of an embedding that is whole (LFM2): tied again, it is whole
+                if lm.all_tied_weights_keys[name].rpartition(".")[0] not in tp_plan:
+                    tp_plan.pop(module, None)
             modules = dict(lm.named_modules())
             for name in [name for name, style in tp_plan.items() if style == "colwise"]:
                 layer, _, own = name.rpartition(".")

@@ -27,7 +27,8 @@ from automodel_lite.models.loss import (
     checked_loss,
 )
 from automodel_lite.models.loss_model import LossModel
-from benchmarks.tiny_models import tiny_config
+from benchmarks.survey_models import batch
+from benchmarks.tiny_models import random_model, tiny_config
 from tests.attention.families import build, documents, stream
 from tests.attention.hybrids import InFloat64, build_hybrid
 
@@ -300,3 +301,12 @@ def test_a_loss_of_logits_and_labels_is_told_what_to_write() -> None:
         ConfigError, match=r"loss=Before must be a subclass of automodel_lite.models.loss.Loss"
     ):
         checked_loss(Before())
+
+
+def test_logits_that_are_cut_are_the_models_own() -> None:
+    """Inkling 2 has rows without a token, as all of its checkpoints have."""
+    config = tiny_config("inkling2_text")
+    config.unpadded_vocab_size = 64
+    model = LossModel(random_model(config), CrossEntropy())
+    logits, is_plain = model.probe(batch())
+    assert (logits.shape[-1], is_plain) == (64, False)

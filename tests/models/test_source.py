@@ -272,6 +272,23 @@ def test_added_tokens_get_rows_that_are_exported(is_tied: bool, tmp_path: Path) 
         run(tmp_path, "adapter", *added, "model.resize_embeddings=true", "peft=lora")
 
 
+@pytest.mark.parametrize("family", ["gemma3n_text", "nemotron_h_omni", "xlstm"])
+def test_every_table_of_tokens_grows(family: str, tmp_path: Path) -> None:
+    """Gemma 3n looks tokens up in a second table, the head of Nemotron Omni is inside a causal LM of its own."""
+    save(tiny_model(family), tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer.add_tokens([f"<{number}>" for number in range(12)])
+    source = CausalLM(str(tmp_path), resize_embeddings=True)
+    if family == "xlstm":  # transformers' own fault
+        with pytest.raises(ConfigError, match=r"transformers cannot grow xLSTMForCausalLM \("):
+            source.build(tokenizer)
+        return
+    grown = [p for p in source.build(tokenizer).parameters() if p.shape[0] == 74]
+    assert len(grown) == 2
+    for table in grown:
+        torch.testing.assert_close(table[70:], table[:70].mean(0).expand(4, -1))
+
+
 class Bomb:
     def __reduce__(self) -> Any:
         return os.mkdir, ("exploded",)

@@ -113,3 +113,15 @@ def test_what_is_no_fault_of_a_plan_keeps_its_name() -> None:
     for mesh, error in [(one, RuntimeError("x")), (two, torch.OutOfMemoryError("x"))]:
         with pytest.raises(RuntimeError, match="x"), naming_cut_layers(lm, mesh):
             raise error
+
+
+def _of_a_head_whose_embedding_is_whole(rank: int, world_size: int) -> float:
+    """The relative difference of a loss from one process."""
+    mesh = open_mesh(MeshShape(1, 1, 1, 2, 1), torch.device("cpu"))
+    want = _loss_model("lfm2")(batch()).sum
+    got = parallelize(_loss_model("lfm2"), mesh, "fsdp", torch.float32)(batch()).sum
+    return float((got - want).abs() / want)
+
+
+def test_a_plan_that_cuts_the_head_and_not_the_embedding_that_it_is_tied_to() -> None:
+    assert max(run_ranks(_of_a_head_whose_embedding_is_whole, 2)) < 1e-5
