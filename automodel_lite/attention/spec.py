@@ -11,7 +11,7 @@ import math
 import sys
 from collections import Counter
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -143,11 +143,16 @@ def attention_specs(
     kernel has.
     """
     config = model_config.get_text_config()
-    for key in FAMILIES["dropouts"]:
-        if dropout := config_value(config, key, 0.0):
+    # a composite's language model, and the attention of DBRX, have a config of their own
+    parts = {f"{name}.": config_value(model_config, name) for name in model_config.sub_configs}
+    owners = {place: part for place, part in parts.items() if part is config} or {"": config}
+    if config is model_config:
+        owners |= {place: part for place, part in parts.items() if part}
+    for (place, owner), key in product(owners.items(), FAMILIES["dropouts"]):
+        if dropout := config_value(owner, key, 0.0):
             raise ConfigError(
                 f"model_type={config.model_type} has {key}={dropout}, which packed kernels do not "
-                f"support: set model.config.{key}=0."
+                f"support: set model.config.{place}{key}=0."
             )
     shapes = layer_shapes(config)
     for layer, name in enumerate(config_value(config, "layer_types", ())[: len(shapes)]):

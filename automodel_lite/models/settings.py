@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 from transformers.utils import is_timm_available
 
 from automodel_lite.attention.spec import FAMILIES, config_value
-from automodel_lite.errors import ConfigError, did_you_mean, one_line
+from automodel_lite.errors import ConfigError, did_you_mean, format_value, one_line
 
 
 def check_described(config: PretrainedConfig, overrides: dict[str, Any]) -> None:
@@ -133,10 +133,15 @@ def describe_with(overrides: dict[str, Any], make: Callable[[], Any]) -> Any:
 
 
 def check_settings(
-    settings: dict[str, Any], config: PretrainedConfig, prefix: str = "model.config."
+    settings: dict[str, Any],
+    config: PretrainedConfig,
+    prefix: str = "model.config.",
+    is_loaded: bool = False,
 ) -> None:
     """Raises ConfigError for a setting that the family does not have, with the nearest
-    that it has.
+    that it has, and for one that promises something about training and that nothing reads.
+
+    is_loaded  weights are those of a checkpoint
     """
     known = [*config.to_dict(), *config.attribute_map]
     if "rope_parameters" in known:
@@ -144,12 +149,24 @@ def check_settings(
     inner = _inner_configs(config)
     for key, value in settings.items():
         if key in inner and isinstance(value, dict):
-            check_settings(value, inner[key], f"{prefix}{key}.")
+            check_settings(value, inner[key], f"{prefix}{key}.", is_loaded)
         elif key not in known:
             of_text = [f"{name}.{key}" for name, part in inner.items() if key in part.to_dict()]
             near = f"; did you mean {prefix}{of_text[0]}?" if of_text else did_you_mean(key, known)
             raise ConfigError(
                 f"{prefix}{key}={value}: {config.model_type} has no such setting{near}"
+            )
+        elif value and key in FAMILIES["of_other_losses"]:
+            ours = FAMILIES["of_other_losses"][key]
+            cure = f"set {ours} in its place" if ours else "leave it out"
+            raise ConfigError(
+                f"{prefix}{key}={format_value(value)} is of a loss that is not computed here: "
+                f"{cure}."
+            )
+        elif is_loaded and key in FAMILIES["drawn_by"]:
+            raise ConfigError(
+                f"{prefix}{key}={value} is of weights that are drawn, and model.pretrained loads "
+                "all of them: leave it out."
             )
     scaling = settings.get("rope_scaling")
     if scaling is not None and not (

@@ -30,7 +30,6 @@ from transformers.core_model_loading import Concatenate, MergeModulelist, Weight
 from transformers.distributed import DistributedConfig
 from transformers.distributed.sharding_utils import DtensorShardOperation
 
-from automodel_lite.errors import ConfigError
 from automodel_lite.models.checkpoints import converting_exactly, replaced
 
 Spread = Callable[[transformers.PreTrainedModel], None]
@@ -47,11 +46,8 @@ def load_shards(load: Callable[..., Any], *, spread: Spread, device: torch.devic
 
     device  holds the shards: the mesh's, or the host under mesh.cpu_offload
 
-    Raises CannotReadSlicesError before anything is read, ConfigError for weights that are tied in
-    the config only.
+    Raises CannotReadSlicesError before anything is read.
     """
-    tied: list[tuple[str, str]] = []
-
     def shard(
         cls: type, model: transformers.PreTrainedModel, *of_the_engine: object
     ) -> transformers.PreTrainedModel:
@@ -70,7 +66,6 @@ def load_shards(load: Callable[..., Any], *, spread: Spread, device: torch.devic
                 raise CannotReadSlicesError
         # before FSDP, which then gathers and reduces them once
         model.tie_weights(recompute_mapping=False)
-        tied.extend(model.all_tied_weights_keys.items())
         spread(model)
         return model
 
@@ -93,12 +88,6 @@ def load_shards(load: Callable[..., Any], *, spread: Spread, device: torch.devic
     # The config that was passed for the hooks' sake would be exported with the model.
     model = loaded[0]
     del model.config.distributed_config
-    for one, other in tied:
-        if model.get_parameter(one) is not model.get_parameter(other):
-            raise ConfigError(
-                f"the config ties {one} to {other}, and the checkpoint has different values for "
-                "them: set model.config.tie_word_embeddings=false."
-            )
     return loaded
 
 

@@ -163,7 +163,7 @@ class CausalLM:
         """
         if self.pretrained:
             config = _load_config(self.pretrained, self.source)
-            check_settings(self.overrides, config)
+            check_settings(self.overrides, config, is_loaded=True)
             describe_with(self.overrides, partial(apply_settings, config, self.overrides))
             check_described(config, self.overrides)
             quantization = quantization_of(config)
@@ -337,6 +337,13 @@ class CausalLM:
                 f"{len(mismatched)} have a different shape than in the config, "
                 f"{(missing + mismatched)[0]} first; they would be initialized at random.{cure}"
             )
+        # exported with this config, they would be tied by other engines
+        for one, other in model.get_expanded_tied_weights_keys(all_submodels=True).items():
+            if model.get_parameter(one) is not model.get_parameter(other):
+                raise ConfigError(
+                    f"the config of {self.pretrained} ties {one} to {other}, and the checkpoint "
+                    "has different values for them: set model.config.tie_word_embeddings=false."
+                )
         if quantization:
             locate(FAMILIES["forget_quantization"])(model, report["unexpected_keys"])
         check_finite(model, f"the model {self.pretrained}")

@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import Gemma3Config, Gemma3TextConfig, LlamaConfig
 
+from automodel_lite.attention.spec import attention_specs
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.source import CausalLM
+from benchmarks.tiny_models import tiny_config
 from tests.training.test_start import tried
 
 MODELS = {
@@ -126,3 +129,39 @@ def test_a_model_type_that_does_not_exist() -> None:
     assert tried("model.config.model_type=lama") == (
         "model.config.model_type=lama: transformers has no such model; did you mean llama?"
     )
+
+
+OF_OTHER_LOSSES = {
+    "router_aux_loss_coef=0.01": "set model.router_aux_loss in its place.",
+    "output_router_logits=true": "set model.router_aux_loss in its place.",
+}
+
+
+@pytest.mark.parametrize("setting", OF_OTHER_LOSSES)
+def test_a_setting_of_a_loss_that_is_not_computed(setting: str) -> None:
+    """transformers reads it where it computes the loss; here it was taken, and did nothing."""
+    experts = ["model.config.model_type=qwen3_moe", "model.config.num_experts_per_tok=2"]
+    assert tried(*experts, f"+model.config.{setting}").splitlines()[0] == (
+        f"model.config.{setting} is of a loss that is not computed here: {OF_OTHER_LOSSES[setting]}"
+    )
+    assert tried(*experts, "+model.config.output_router_logits=false") == ""
+
+
+def test_a_loaded_model_draws_no_weights(tmp_path: Path) -> None:
+    Gemma3Config().save_pretrained(tmp_path)
+    settings = {"text_config": {"initializer_range": 0.1}}
+    sentence = r"model.config.text_config.initializer_range=0.1 is of weights that are drawn, and "
+    with pytest.raises(ConfigError, match=sentence):
+        CausalLM(pretrained=str(tmp_path), config=settings).resolve_model_config({})
+
+
+DROPOUTS = {"gemma3": "text_config.attention_dropout", "dbrx": "attn_config.attn_pdrop"}
+
+
+@pytest.mark.parametrize("family", DROPOUTS)
+def test_dropout_is_named_where_it_is_set(family: str) -> None:
+    config = tiny_config(family)
+    part, key = DROPOUTS[family].split(".")
+    setattr(getattr(config, part), key, 0.1)
+    with pytest.raises(ConfigError, match=rf"set model\.config\.{DROPOUTS[family]}=0\.$"):
+        attention_specs(config, "cpu", torch.float32)

@@ -289,6 +289,16 @@ def test_every_table_of_tokens_grows(family: str, tmp_path: Path) -> None:
         torch.testing.assert_close(table[70:], table[:70].mean(0).expand(4, -1))
 
 
+def test_a_config_does_not_tie_weights_that_differ(tmp_path: Path) -> None:
+    """The export's config tied them for every engine that does not compare their values."""
+    config = tiny_config("llama")
+    config.tie_word_embeddings = False
+    save(random_model(config), tmp_path)
+    source = CausalLM(str(tmp_path), config={"tie_word_embeddings": True})
+    with pytest.raises(ConfigError, match=r"different values for them: set model.config.tie_word"):
+        source.build(AutoTokenizer.from_pretrained(tmp_path))
+
+
 class Bomb:
     def __reduce__(self) -> Any:
         return os.mkdir, ("exploded",)
