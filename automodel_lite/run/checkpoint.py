@@ -44,6 +44,7 @@ from automodel_lite.run.folder import RunFolder
 from automodel_lite.run.sharded_files import (
     INDEX,
     BrokenCheckpointError,
+    OtherTensorsError,
     check_fits,
     index_text,
     own_parts,
@@ -273,6 +274,15 @@ class Checkpointer:
             try:
                 state = self._load(path, model, optimizer)
             except _BROKEN as error:
+                is_other = isinstance(error, OtherTensorsError)
+                if is_other and (changes := self.run.changes(self.run_config)):
+                    name = self.run.display_path
+                    raise ConfigError(
+                        f"{path.name} cannot be continued with what has changed "
+                        f"({', '.join(changes)}): {error}. Change it back; or begin a new run with "
+                        f"its weights: automodel-lite export {name}, then "
+                        f"model.pretrained={name} name=... ."
+                    ) from error
                 reasons.append(f"{path.name} does not load: {_cause(error)}")
                 self.say(reasons[-1])
                 continue

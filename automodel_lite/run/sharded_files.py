@@ -45,6 +45,10 @@ class BrokenCheckpointError(ValueError):
     """A checkpoint that cannot be loaded, and why."""
 
 
+class OtherTensorsError(BrokenCheckpointError):
+    """A checkpoint of another model or optimizer."""
+
+
 @dataclass(frozen=True)
 class Layout:
     """How the ranks hold a tensor: the part with the coordinates (c, ...) is in the file of rank
@@ -242,20 +246,20 @@ def _within(part: Box, whole: Box) -> tuple[slice, ...]:
 
 
 def check_fits(index: Mapping[str, Layout], state: Mapping[str, Tensor]) -> None:
-    """Raises BrokenCheckpointError unless names, shapes and dtypes of the checkpoint are those of
+    """Raises OtherTensorsError unless names, shapes and dtypes of the checkpoint are those of
     the state.
     """
     saved = {name: f"{layout.dtype} {layout.shape}" for name, layout in index.items()}
     wanted = {name: f"{_name(tensor.dtype)} {list(tensor.shape)}" for name, tensor in state.items()}
     if missing := sorted(wanted.keys() - saved.keys()):
-        raise BrokenCheckpointError(f"{len(missing)} tensors are missing, {missing[0]} first")
+        raise OtherTensorsError(f"{len(missing)} tensors are missing, {missing[0]} first")
     if extra := sorted(saved.keys() - wanted.keys()):
-        raise BrokenCheckpointError(
+        raise OtherTensorsError(
             f"{len(extra)} tensors are not the model's or the optimizer's, {extra[0]} first"
         )
     for name, want in wanted.items():
         if saved[name] != want:
-            raise BrokenCheckpointError(f"{name} is {saved[name]}, the run's is {want}")
+            raise OtherTensorsError(f"{name} is {saved[name]}, the run's is {want}")
 
 
 def _boxes(tensor: Tensor, dim: int, number: int) -> Iterator[tuple[Box, Tensor]]:

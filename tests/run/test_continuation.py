@@ -249,6 +249,17 @@ def test_changed_data_is_refused(tmp_path: Path) -> None:
     assert "accepted" not in screen
 
 
+def test_another_optimizer_does_not_continue(tmp_path: Path) -> None:
+    """Its checkpoints are whole, and no backup has others."""
+    assert train_quick(tmp_path, "training.max_steps=2", stop_at=1)[0] == 75
+    more = ["checkpoint.accept_changes=true", "training.ema_decay=0.9"]
+    with pytest.raises(ConfigError) as raised:
+        train_quick(tmp_path, "training.max_steps=2", *more)
+    text = str(raised.value)
+    assert "step_00000001 cannot be continued with what has changed (training.ema_decay:" in text
+    assert "begin a new run with its weights: automodel-lite export" in text
+
+
 def test_a_torn_metrics_line_is_written_again(tmp_path: Path) -> None:
     assert train_quick(tmp_path, "training.max_steps=4", stop_at=2)[0] == 75
     with open(tmp_path / "metrics.jsonl", "a") as file:
