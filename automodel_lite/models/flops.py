@@ -19,7 +19,7 @@ import numpy as np
 import transformers
 from transformers import PretrainedConfig
 
-from automodel_lite.attention.spec import layer_shapes
+from automodel_lite.attention.spec import FAMILIES, layer_shapes
 from automodel_lite.models.layers import decoder_layers, output_head, text_decoder
 from automodel_lite.models.settings import (
     describe_with,
@@ -69,8 +69,10 @@ def cost_model(
     size = size or model_size(model_config)
     layers = layer_shapes(model_config)
     # Scores and values, a multiply and an add each: 2 (D + Dv) forward, twice that backward.
+    num_calls = FAMILIES["attention_calls"].get(model_config.get_text_config().model_type, 1)
     per_layer = [
-        6.0 * layer.num_heads * (layer.head_dim + layer.value_head_dim) for layer in layers
+        6.0 * num_calls * layer.num_heads * (layer.head_dim + layer.value_head_dim)
+        for layer in layers
     ]
     # One window stands for all: families have one, and the cost is linear in its share of the
     # layers.
@@ -200,17 +202,21 @@ def step_flops(
 
 def visited_weights(lm: transformers.PreTrainedModel, only_trained: bool = False) -> float:
     """Counts the weights of the layers' matrices that work on one token: of routed experts, as many
-    as are chosen.
+    as are chosen; those of a layer that it passes several times (HRM's), as often.
     """
     text = lm.config.get_text_config()
     chosen_frac = min((experts_per_token(text) or 1) / (number_of_experts(text) or 1), 1.0)
     total = 0.0
-    for layer in decoder_layers(lm):
+    layers = decoder_layers(lm)
+    for layer in layers:
         for name, module in layer.named_modules():
+            if FAMILIES["experts_of_images"] in name:
+                continue
             # stacked weights of JetMoE's have a name of their own
             is_routed = ".experts." in f".{name}." or "Experts" in type(module).__name__
             visited_frac = chosen_frac if is_routed else 1.0
             for weight in module.parameters(recurse=False):
                 if weight.ndim > 1 and (weight.requires_grad or not only_trained):
                     total += visited_frac * weight.numel()
-    return total
+    is_looped = text.model_type in FAMILIES["looped"]
+    return total * (text.num_hidden_layers / len(layers) if is_looped else 1.0)

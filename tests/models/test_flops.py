@@ -41,6 +41,17 @@ def test_full_training_agrees_with_torchs_own_counter():
     )
 
 
+@pytest.mark.parametrize("family", ["diffllama", "ernie4_5_vl_moe", "hrm_text"])
+def test_families_that_compute_more_or_less_than_their_weights(family: str) -> None:
+    """Attention twice in each layer, experts that text does not meet, layers that are passed several times."""
+    model = tiny_model(family)
+    model.config.get_text_config()._experts_implementation = "eager"
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(torch.arange(3, 10)[None], use_cache=False)
+    forward = step_flops(model.config, model_size(model.config), None).of(7, 7, 7 * 7) / 3
+    assert forward == pytest.approx(counter.get_total_flops(), rel=0.05)
+
+
 def test_lora_counts_no_gradient_of_frozen_weights():
     config = llama(8)
     model = LlamaForCausalLM(config)
