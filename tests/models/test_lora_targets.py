@@ -206,3 +206,10 @@ def test_every_adapter_is_reached(family: str) -> None:
         weight.data.normal_(0, 0.1)
     lm(input_ids=IDS, use_cache=False).logits.logsumexp(-1).sum().backward()
     assert [name for name, p in trained.items() if p.grad is None or not p.grad.any()] == []
+
+
+def test_what_kernels_read_is_not_adapted_in_a_composite() -> None:
+    """Nemotron Omni's language model is Nemotron-H, whose kernel multiplies by the plain weight."""
+    assert "out_proj" not in lora_targets(tiny_model("nemotron_h_omni"), "all-linear", False)[0]
+    with pytest.raises(ConfigError, match=r"the experts of DbrxForCausalLM are one matrix"):
+        lora_targets(tiny_model("dbrx"), "all-linear", experts=True)

@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 
 from automodel_lite.attention.spec import FAMILIES
 from automodel_lite.errors import ConfigError
-from automodel_lite.models.layers import decoder_layers, output_head, towers
+from automodel_lite.models.layers import decoder_layers, has_experts, output_head, towers
 
 
 def lora_targets(
@@ -35,9 +35,9 @@ def lora_targets(
     names = {module: name for name, module in model.named_modules()}
     linear, fused = _candidates(model, names, experts)
     if experts and not any(True for layer in decoder_layers(model) for _ in _mixtures(layer)):
-        raise ConfigError(
-            f"peft.experts=true: {type(model).__name__} has no experts: leave it out."
-        )
+        has_any = has_experts(model)
+        why = "the experts of {} are one matrix (DBRX)" if has_any else "{} has no experts"
+        raise ConfigError(f"peft.experts=true: {why.format(type(model).__name__)}: leave it out.")
     if isinstance(wanted, list):
         ends = [model.get_input_embeddings(), output_head(model)]
         is_tied = has_tied_head(model)
@@ -102,7 +102,8 @@ def _candidates(
     """Returns whole names of linear layers, those of experts only with `experts`, and of fused
     weights of experts.
     """
-    refused = FAMILIES["read_by_kernels"].get(model.config.model_type, ())
+    family = model.config.get_text_config().model_type
+    refused = FAMILIES["read_by_kernels"].get(family, ())
     linear = []
     fused = []
     for layer in decoder_layers(model):
