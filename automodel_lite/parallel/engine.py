@@ -16,6 +16,7 @@ from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
 from automodel_lite.attention.spec import FAMILIES, config_value
 from automodel_lite.errors import ConfigError, one_line
+from automodel_lite.models.layers import decoder_layers
 from automodel_lite.models.loss_model import LossModel
 from automodel_lite.parallel.mesh import Mesh, open_axes
 
@@ -54,10 +55,13 @@ def split_layers(model: LossModel, mesh: Mesh, policy: MixedPrecisionPolicy) -> 
                 setattr(
                     lm.get_submodule(module), weight, nn.Parameter(lm.get_parameter(name).detach())
                 )
-                # a head that is cut, of an embedding that is whole (LFM2): tied again, it is whole
-                if lm.all_tied_weights_keys[name].rpartition(".")[0] not in tp_plan:
-                    tp_plan.pop(module, None)
             modules = dict(lm.named_modules())
+            in_layers = {module for layer in decoder_layers(lm) for module in layer.modules()}
+            if in_layers.isdisjoint(map(modules.get, tp_plan)):
+                raise ValueError(
+                    f"transformers' plan of {type(lm).__name__} cuts the head alone, so each rank "
+                    "would compute all layers: use mesh.dp_shard, mesh.cp or mesh.ep."
+                )
             for name in [name for name, style in tp_plan.items() if style == "colwise"]:
                 layer, _, own = name.rpartition(".")
                 shared = f"{layer}.{FAMILIES['behind_columns'].get(own)}"
