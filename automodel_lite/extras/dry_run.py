@@ -26,6 +26,7 @@ from automodel_lite.parts.auto import shape_of_dry_run
 from automodel_lite.parts.freezing import freeze_named
 from automodel_lite.parts.images import images_lines
 from automodel_lite.parts.losses import label_values
+from automodel_lite.parts.losses.distillation import check_same_vocabulary
 from automodel_lite.progress import activity
 from automodel_lite.results import RESULTS
 from automodel_lite.telemetry.console import Console
@@ -66,6 +67,8 @@ def dry_run(config: Config) -> int:
     report = data.report(cost_model(model_config))
     parts = replace(parts, data=data)
     made = decide(parts, data.tokenizer, shape, device, gpu_bytes(device) or PLANNED_GPU)
+    if made.of_teacher:
+        check_same_vocabulary(made.of_teacher, data.tokenizer)
     adapter = adapter_weights(made, device)
     name = str(made.dtype).removeprefix("torch.")
     num_trained, trained = what_is_trained(made, adapter)

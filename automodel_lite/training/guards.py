@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from automodel_lite.config.components import locate
 from automodel_lite.config.schema import Config
@@ -114,7 +114,8 @@ class Guards:
         self.checkpointer: Checkpointer
         self.boundary: StepBoundary
         self.nonfinite: NonfiniteSteps
-        self.stragglers: Any  # STRAGGLERS, from watch_steps on
+        # nobody is timed before watch_steps
+        self.stragglers: Any = locate(STRAGGLERS)(nn.Identity(), torch.device("cpu"), [], 0)
 
     @contextmanager
     def recording(self, at_end: Callable[[], None]) -> Iterator[None]:

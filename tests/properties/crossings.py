@@ -67,6 +67,7 @@ class Job:
     resumes: bool = False
     simulates: bool = False
     has_heads: bool = False
+    has_policy: bool = False
     num_ranks: int = 1
     settings: list[str] = field(default_factory=list)
 
@@ -170,6 +171,15 @@ def _shared_passes(job: Job) -> None:
     job.settings.append(SHARED)
 
 
+def _reference(job: Job) -> None:
+    job.form, job.loss = "pairs", "dpo"
+
+
+def _policy(job: Job) -> None:
+    job.has_policy, job.loss = True, "ppo"
+    job.settings.append("loss.average=rows")
+
+
 FEATURES: dict[str, Callable[[Job], None]] = {
     "trees": _trees,
     "pairs": _pairs,
@@ -194,6 +204,8 @@ FEATURES: dict[str, Callable[[Job], None]] = {
     "ep": _experts,
     "heads ahead": _heads,
     "shared passes": _shared_passes,
+    "reference": _reference,
+    "policy": _policy,
 }
 """What is added here is crossed with all others."""
 ON_RANKS = ("fsdp", "tp", "cp", "ep")
@@ -239,6 +251,22 @@ class Text:
         """Of its labels, different ones for each text."""
         return [0.25 + 0.5 * (i % 3) + 0.125 * len(self.answer) for i in range(len(self.tokens[0]))]
 
+    @property
+    def sampled(self) -> dict[str, list[float]]:
+        """How good each label was, and how likely when it was sampled: far from both clips and
+        beyond them.
+        """
+        labels = self.tokens[1]
+        number = len(self.answer) + len(self.prompt)
+        values = {
+            "advantages": lambda i: (-1.0) ** number * (0.5 + 0.25 * (i % 3)),
+            "old_log_probs": lambda i: -5.5 + 0.25 * (i % 4),
+        }
+        return {
+            name: [0.0 if label == -100 else value(i) for i, label in enumerate(labels)]
+            for name, value in values.items()
+        }
+
 
 @cache
 def the_tokenizer() -> Any:
@@ -260,16 +288,18 @@ def lines_of(job: Job, numbers: range) -> list[Row]:
             row |= {"loss_weights": one.weights} if job.is_weighted else {}
             rows.append(row | {"group": one.group} if job.is_grouped else row)
         return rows
-    if job.form == "responses" and not job.is_weighted:
+    if job.form == "responses" and not job.is_weighted and not job.has_policy:
         for one, other in pairs:
             row = {"prompt": one.prompt, "responses": [one.answer, other.answer]}
             rows.append(row | {"group": one.group} if job.is_grouped else row)
         return rows
     for text in own:
         row = {"prompt": text.prompt, "completion": text.answer}
-        if job.is_weighted:
+        if job.is_weighted or job.has_policy:
             ids, labels = text.tokens
-            row = {"input_ids": ids, "labels": labels, "loss_weights": text.weights}
+            row = {"input_ids": ids, "labels": labels}
+            row |= {"loss_weights": text.weights} if job.is_weighted else {}
+            row |= text.sampled if job.has_policy else {}
         rows.append(row | {"group": text.group} if job.is_grouped else row)
     return rows
 
@@ -501,7 +531,7 @@ def truth(job: Job, models: Path, seen: Seen, numbers: range) -> tuple[float, fl
             balanced = loss + MTP * ahead / sum(count for _, count, _, _ in sums)
     balanced.backward()
     parts = [model] if heads is None else [model, heads.layers]
-    return float(loss), _norm(job, parts, seen.start)
+    return float(loss.detach()), _norm(job, parts, seen.start)
 
 
 def _of_heads(job: Job, model: Any, heads: MtpModel, text: Text) -> Tensor:
@@ -564,7 +594,19 @@ def _of_text(job: Job, model: Any, teacher: Any, text: Text) -> tuple[Tensor, fl
         divergence_R = _divergence(job, logits_RV, theirs_RV)
         values_R = (1 - CROSS_ENTROPY) * divergence_R + CROSS_ENTROPY * ce_R
     count = float(weights_R.sum())
-    return (values_R * weights_R).sum(), count, job.balance * balance * count, count
+    total = (values_R * weights_R).sum()
+    if job.has_policy:
+        total = (_of_policy(text, -ce_R) * weights_R).sum() / count
+        return total, 1, job.balance * balance * len(labels_R), len(labels_R)
+    return total, count, job.balance * balance * count, count
+
+
+def _of_policy(text: Text, new_R: Tensor) -> Tensor:
+    """PPO: minus the smaller of ratio and clipped ratio, times the advantage."""
+    real = [label != -100 for label in text.tokens[1]]
+    advantages_R, old_R = (torch.tensor(np.array(values)[real]) for values in text.sampled.values())
+    ratio_R = (new_R - old_R).exp()
+    return -torch.minimum(ratio_R * advantages_R, ratio_R.clamp(0.8, 1.2) * advantages_R)
 
 
 def _divergence(job: Job, own_RV: Tensor, theirs_RV: Tensor) -> Tensor:
@@ -580,20 +622,33 @@ def _divergence(job: Job, own_RV: Tensor, theirs_RV: Tensor) -> Tensor:
 
 
 def _of_pair(job: Job, model: Any, one: Text, other: Text) -> tuple[Tensor, float, Tensor, float]:
-    means, balance, num_labels = [], torch.zeros(()), 0
+    means, counts, balance, num_labels = [], [], torch.zeros(()), 0
     for text in (one, other):
         logits_RV, labels_R, of_row = _logits(job, model, text)
         means.append(-F.cross_entropy(logits_RV, labels_R))
+        counts.append(len(labels_R))
         balance = balance + job.balance * of_row * len(labels_R)
         num_labels += len(labels_R)
+    if job.loss == "dpo":  # the reference is the model itself, as it begins
+        sums = [mean * n for mean, n in zip(means, counts)]
+        ratios = [value - value.detach() for value in sums]
+        return -F.logsigmoid(0.1 * (ratios[0] - ratios[1])), 1, balance, num_labels
     margin = SIMPO["beta"] * (means[0] - means[1])
     return -F.logsigmoid(margin - SIMPO["gamma"]), 1, balance, num_labels
 
 
+ALONE = (
+    {"by rows", "latent attention"},
+    *({"reference", other} for other in ("pairs", "stored teacher", "teacher in memory", "policy")),
+    *({"policy", other} for other in ("pairs", "stored teacher", "teacher in memory")),
+)
+"""A model is of one family, and a job has one loss."""
+
+
 def crossings() -> Iterator[tuple[str, str]]:
-    """Every two features that one job may be asked for; a model is of one family."""
+    """Every two features that one job may be asked for."""
     names = list(FEATURES)
     for number, one in enumerate(names):
         for other in names[number + 1 :]:
-            if (one, other) != ("by rows", "latent attention"):
+            if {one, other} not in ALONE:
                 yield one, other

@@ -64,6 +64,7 @@ def _lead_out(path: Path) -> None:
 
 
 def _another_shape(path: Path) -> None:
+    (path.parents[1] / "config.yaml").write_text("name: test\n")  # no setting has changed
     index = path / "tensors" / "index.json"
     entries = json.loads(index.read_text())
     entries["tensors"]["model.0.weight"]["shape"] = [7, 6]

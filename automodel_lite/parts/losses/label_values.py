@@ -64,10 +64,12 @@ Columns = Mapping[str, np.ndarray]
 
 
 def check_loss(data: PackSource, loss: Loss) -> None:
-    """Raises ConfigError for a loss that does not fit the data, before a model is loaded; streams
-    are not known yet.
+    """Raises ConfigError for a loss that does not fit the data, before a model is loaded; the
+    columns of streams are not known yet.
     """
     if data.columns is None:
+        if loss.required & MADE_HERE:
+            data.with_columns(lambda of_set, rows: {})  # a stream says why it has none
         return
     packer = data.packer
     if loss.separates_rows and (packer.cuts_documents or packer.overlong == "split"):
