@@ -507,7 +507,8 @@ def truth(job: Job, models: Path, seen: Seen, numbers: range) -> tuple[float, fl
     own = texts(numbers)
     if job.val_frac and numbers.start == 0:
         # A branch of a tree begins inside its answer; what shares a tree is held out together.
-        shares = job.form != "completion" or job.is_grouped
+        are_rows = job.form == "completion" or job.is_weighted or job.has_policy
+        shares = job.form == "pairs" or not are_rows or job.is_grouped
         own = [x for x in own if (x.prompt if shares else x.answer) in seen.screen]
     heads = None
     if job.has_heads:
