@@ -255,6 +255,15 @@ def test_a_fresh_adapter_on_the_head_takes_the_plain_loss():
     assert not LossModel(model, FusedLinearCrossEntropy()).probe(stream_of(IDS, "cpu"))[1]
 
 
+def test_a_module_is_named_by_its_path():
+    model = tiny_llama()
+    Lora(r=4, modules_to_save=["model.embed_tokens"]).adapt(model, "base")
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert any("embed_tokens.modules_to_save" in name for name in trained)
+    with pytest.raises(ConfigError, match="the model has no module tokens"):
+        Lora(modules_to_save=["tokens"]).adapt(tiny_llama(), "base")
+
+
 def test_mistakes_are_named():
     with pytest.raises(ConfigError, match=r"peft.target_modules=\['qproj'\]"):
         Lora(target_modules=["qproj"]).adapt(tiny_llama(), "base")

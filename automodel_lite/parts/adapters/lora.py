@@ -135,9 +135,11 @@ class Lora:
             for name, module in model.named_modules()
             if isinstance(module, ModulesToSaveWrapper)
         ]
-        if missing := sorted(
-            {*(self.modules_to_save or ())} - {name.split(".")[-1] for name in copied}
-        ):
+        missing = []
+        for given in self.modules_to_save or ():
+            if not any(f".{name}".endswith(f".{given}") for name in copied):
+                missing.append(given)
+        if missing:
             raise ConfigError(
                 f"peft.modules_to_save={self.modules_to_save}: the model has no module "
                 f"{missing[0]}."
