@@ -26,8 +26,7 @@ from automodel_lite.extras.runs import existing_run
 from automodel_lite.models.layers import local
 from automodel_lite.models.loss import CrossEntropy
 from automodel_lite.models.loss_model import LossModel
-from automodel_lite.parallel.mesh import Mesh, MeshShape, init_mesh, rank, world_size
-from automodel_lite.parts.images import write_processor
+from automodel_lite.parallel.mesh import Mesh, MeshShape, init_mesh, world_size
 from automodel_lite.progress import activity
 from automodel_lite.run.checkpoint import weights_of
 from automodel_lite.run.checkpoint_folder import TENSORS, broken_files, step_of, survey
@@ -58,9 +57,16 @@ class Trained:
         """
         step = step_of(self.checkpoint) or 0
         with activity("exporting"), explained(f"{to} cannot be written"):
-            export_hf(to, self.model, self.tokenizer, self.dtype, self.logits, step, self.mesh)
-            if rank() == 0:
-                write_processor(self.dataset, to)
+            export_hf(
+                to,
+                self.model,
+                self.tokenizer,
+                self.dtype,
+                self.logits,
+                step,
+                self.mesh,
+                self.dataset,
+            )
 
 
 def load_trained(

@@ -13,7 +13,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from automodel_lite.attention.isolation import tolerance_std
+from automodel_lite.config.components import locate
 from automodel_lite.errors import system_errors
 from automodel_lite.interpreter import trim_malloc
 from automodel_lite.models.layers import has_fp8, local
@@ -42,6 +43,7 @@ from automodel_lite.thd import ThdBatch, stream_of
 if TYPE_CHECKING:
     from automodel_lite.parts.adapters.lora import LoraAdapter
 
+_WRITE_PROCESSOR = "automodel_lite.parts.images.write_processor"
 _WEIGHTS = re.compile(r"(model|adapter_model|pytorch_model).*\.(safetensors|bin|index\.json)")
 
 
@@ -108,9 +110,12 @@ def export_adapter(
     adapter: LoraAdapter,
     tokenizer: PreTrainedTokenizerBase,
     step: int,
+    dataset: Mapping[str, Any] | None = None,
 ) -> None:
     """The adapter's weights and the tokenizer, complete or not at all; every rank calls it, rank 0
     writes.
+
+    dataset  of the run, which may name the processor of its images
     """
     options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
     gathered: dict[str, Any] = get_model_state_dict(model, options=options)  # empty on other ranks
@@ -118,6 +123,7 @@ def export_adapter(
     with _replace_folder(folder, step) as temporary:
         all_ranks().on_first(lambda: adapter.save(temporary, weights))
         all_ranks().on_first(lambda: bool(tokenizer.save_pretrained(temporary)))
+        all_ranks().on_first(lambda: locate(_WRITE_PROCESSOR)(dataset or {}, temporary))
 
 
 @trim_malloc()
@@ -129,6 +135,7 @@ def export_hf(
     logits: Callable[[ThdBatch], Tensor],
     step: int,
     mesh: Mesh | None = None,
+    dataset: Mapping[str, Any] | None = None,
 ) -> None:
     """Writes config, generation config, tokenizer, chat template and safetensors; every rank calls
     it and writes files.
@@ -137,7 +144,8 @@ def export_hf(
     sharded in training, and compared weight by weight, and by what it answers to a few tokens with
     what the trained model does (`logits`).
 
-    mesh   over which the model is sharded; None = each rank has all of it
+    mesh     over which the model is sharded; None = each rank has all of it
+    dataset  of the run, which may name the processor of its images
     Raises RuntimeError when what is read back differs.
     """
     device = mesh.device if mesh else next(model.parameters()).device
@@ -178,6 +186,7 @@ def export_hf(
         ranks.on_first(lambda: _write_settings(temporary, lm, tokenizer, dtype))
         on_each(lambda: write_weights(temporary, lm, dtypes, is_alone=mesh is None))
         ranks.on_first(lambda: take_over(lm, temporary))
+        ranks.on_first(lambda: locate(_WRITE_PROCESSOR)(dataset or {}, temporary))
         on_each(check)
 
 

@@ -21,7 +21,6 @@ from automodel_lite.errors import (
     one_line,
 )
 from automodel_lite.models.source import model_class
-from automodel_lite.parallel.control import all_ranks
 from automodel_lite.run.export import export_adapter, export_hf, generation_config
 from automodel_lite.telemetry.callbacks import MetricsLog
 from automodel_lite.telemetry.console import Console
@@ -30,7 +29,6 @@ from automodel_lite.training.build import BuiltModel
 from automodel_lite.training.guards import Guards
 
 _HUB = "automodel_lite.extras.hub"  # by name, as what a run exports knows no hub
-_WRITE_PROCESSOR = "automodel_lite.parts.images.write_processor"
 _ASK = "automodel_lite.parts.evaluation.held_out.ask_exported"
 
 
@@ -124,17 +122,17 @@ def _export(run: Guards, built: BuiltModel, data: PackSource) -> Path:
     """hf/ or adapter/; raises RunStoppedError with the way to export the checkpoint later."""
     model = built.model
     step = run.state.num_steps
-    adapter = run.folder.path / "adapter"
+    dataset = run.config.dataset
+    tokenizer = data.tokenizer
     try:
         if built.adapter:
-            export_adapter(adapter, model.loss_model, built.adapter, data.tokenizer, step)
-            all_ranks().on_first(lambda: locate(_WRITE_PROCESSOR)(run.config.dataset, adapter))
-            return adapter
+            folder = run.folder.path / "adapter"
+            export_adapter(folder, model.loss_model, built.adapter, tokenizer, step, dataset)
+            return folder
         dtype = built.decided.model.dtype
         mesh = model.sharded_over
         folder = run.folder.hf
-        export_hf(folder, model.loss_model, data.tokenizer, dtype, model.logits, step, mesh)
-        all_ranks().on_first(lambda: locate(_WRITE_PROCESSOR)(run.config.dataset, folder))
+        export_hf(folder, model.loss_model, tokenizer, dtype, model.logits, step, mesh, dataset)
         return folder
     except (OSError, ValueError, RuntimeError) as error:
         if is_lost_peer(error) or is_out_of_memory(error):

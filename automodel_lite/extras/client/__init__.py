@@ -402,7 +402,14 @@ class TrainingClient:
         path = Path(folder)
         model = built.model
         if built.adapter:
-            export_adapter(path, model.loss_model, built.adapter, self.tokenizer, self.num_steps)
+            export_adapter(
+                path,
+                model.loss_model,
+                built.adapter,
+                self.tokenizer,
+                self.num_steps,
+                self.config.dataset,
+            )
             return
         export_hf(
             path,
@@ -412,6 +419,7 @@ class TrainingClient:
             model.logits,
             self.num_steps,
             model.sharded_over,
+            self.config.dataset,
         )
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
