@@ -247,6 +247,22 @@ def test_what_images_are_not_crossed_with_is_refused(
         data_of(config_of_images(folder, *settings))
 
 
+@pytest.mark.parametrize(
+    ("more", "problem"),
+    [
+        ({}, "its rows are tokens, and dataset=images makes those of its documents itself"),
+        ({"image": "0.png"}, "bring messages or texts, of which the tokens are made here"),
+    ],
+)
+def test_rows_of_tokens_are_refused(
+    more: dict[str, str], problem: str, folder: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "tokens.jsonl"
+    path.write_text(json.dumps({"input_ids": [3, 4], "labels": [3, 4], **more}))
+    with pytest.raises(ValueError, match=problem):
+        data_of(config_of_images(folder, f"dataset.path={path}"))
+
+
 def test_towers_that_no_data_reach_are_refused(folder: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.jsonl"
     text.write_text("\n".join(json.dumps({"prompt": "ab", "completion": "c"}) for _ in range(9)))

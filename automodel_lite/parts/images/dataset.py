@@ -93,6 +93,11 @@ class ImageFiles(ImageSettings, FilesDataset):
             self.val_path = self._indexed(self.val_path)
         super().__post_init__()
         self.path, self.val_path = given
+        if self.kind == "tokens":
+            raise ConfigError(
+                f"dataset.path={self.path}: its rows are tokens, and dataset=images makes those of "
+                "its documents itself: bring messages or texts, or use dataset=files."
+            )
         self._check_columns(named)
         limits = self.limits_of_images()
         self.sets = [ImageDocuments(self.train, 0, limits)]

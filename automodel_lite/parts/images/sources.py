@@ -412,9 +412,11 @@ def _in_front(row: RawRow, num: int, first_texts: Sequence[str]) -> RawRow:
     for name in first_texts:
         if isinstance(row.get(name), str):
             return {**row, name: IMAGE * num + row[name]}
+    cure = "name the columns, dataset.columns.question=... dataset.columns.answer=..."
+    if "input_ids" in row:
+        cure = "bring messages or texts, of which the tokens are made here"
     raise DataError(
-        f"has {num} images, and no text of a user before which they would stand: name the columns, "
-        "dataset.columns.question=... dataset.columns.answer=..."
+        f"has {num} images, and no text of a user before which they would stand: {cure}."
     )
 
 
