@@ -74,13 +74,14 @@ def settings_of(path: Path) -> dict[str, Any]:
 
 
 def most_pixels_of(saved: dict[str, Any]) -> int | None:
-    """Returns how many pixels of an image a run was trained on, of a mixture the most that a set
-    names; None: as many as the processor takes.
+    """Returns how many pixels of an image a run was trained on, of a mixture the most of its sets
+    of images; None: as many as the processor takes.
     """
     dataset = saved.get("dataset", {})
     sets = [dataset, *(one["dataset"] for one in dataset.get("sources", {}).values())]
-    found = [one["max_image_pixels"] for one in sets if one.get("max_image_pixels")]
-    return max(found, default=None)
+    of_images = [one for one in sets if ".images." in one.get("_target_", "")]
+    found = [one.get("max_image_pixels") for one in of_images]
+    return None if None in found else max(found, default=None)
 
 
 def parser() -> argparse.ArgumentParser:

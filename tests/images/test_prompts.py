@@ -171,7 +171,8 @@ def test_a_prompt_is_shown_with_its_image(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_run_is_asked_with_images_as_large_as_those_it_was_trained_on(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "config.yaml").write_text("name: x\ndataset: {max_image_pixels: 3200}\n")
+    dataset = "{_target_: automodel_lite.parts.images.dataset.ImageFiles, max_image_pixels: 3200}"
+    (tmp_path / "config.yaml").write_text(f"name: x\ndataset: {dataset}\n")
     (tmp_path / "hf").symlink_to(folder)
     draw(tmp_path / "a.png", 280, 56, seed=0)
     (tmp_path / "rows.jsonl").write_text(json.dumps({"question": "what?", "image": "a.png"}))

@@ -81,10 +81,16 @@ def test_a_prompt_has_the_variables_of_the_training(
 
 def test_a_mixture_is_asked_with_the_largest_images_of_its_sets() -> None:
     assert most_pixels_of({}) is None
-    assert most_pixels_of({"dataset": {"max_image_pixels": None}}) is None
-    assert most_pixels_of({"dataset": {"max_image_pixels": 9}}) == 9
-    sets = {"a": {"dataset": {"max_image_pixels": 5}}, "b": {"dataset": {}}}
-    assert most_pixels_of({"dataset": {"sources": sets}}) == 5
+    text = {"_target_": "automodel_lite.data.reading.files.FilesDataset"}
+    all_pixels = {"_target_": "automodel_lite.parts.images.dataset.ImageFiles"}
+    few = all_pixels | {"max_image_pixels": 5}
+    more = all_pixels | {"max_image_pixels": 9}
+    assert most_pixels_of({"dataset": text}) is None
+    assert most_pixels_of({"dataset": all_pixels}) is None
+    assert most_pixels_of({"dataset": few}) == 5
+    for sets, most in [([text, few, more], 9), ([text, few, all_pixels], None)]:
+        sources = {str(number): {"dataset": one} for number, one in enumerate(sets)}
+        assert most_pixels_of({"dataset": {"sources": sources}}) == most
 
 
 def test_a_model_that_sees_padding_answers_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
