@@ -140,7 +140,7 @@ class PackSource(ABC):
         """
         raise ConfigError(
             "values per label are computed beforehand, and a stream is not known then: use "
-            "dataset=files."
+            "dataset=files or images."
         )
 
     @property

@@ -349,7 +349,7 @@ class StreamedPacks(PackSource):
     def held_out(self) -> Mapping[str, PackedDataset]:
         if not self.val_packs:
             raise ConfigError(
-                "a stream has no end to evaluate: set dataset.val_path, or dataset=files."
+                "a stream has no end to evaluate: set dataset.val_path, or dataset=files or images."
             )
         return self.val_packs
 
@@ -493,7 +493,7 @@ def _check_packing(packer: Packer) -> None:
             raise ConfigError(
                 f"packed_sequence.{key}={format_value(asked)} needs the lengths of all documents, "
                 "and a stream is packed by exact_fill while it is read: leave it out, or use "
-                "dataset=files."
+                "dataset=files or images."
             )
 
 
