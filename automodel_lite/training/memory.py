@@ -89,6 +89,10 @@ def estimate_memory(
     trains_all = adapter is None
     trained = size.parameters - towers + copied if adapter is None else adapter
     frozen = towers if trains_all else size.parameters + copied
+    # frozen towers of a model that is trained stay as they are stored
+    stored = decided.config.dtype if decided.model.pretrained else None
+    held = stored.itemsize if isinstance(stored, torch.dtype) else _FP32
+    held = held if trains_all else compute
     # embedding, head, towers and stacked experts are not quantized
     in_layers = size.parameters - size.embedding - size.towers - size.all_experts
     spared = (compute - _NF4) * in_layers * decided.is_quantized
@@ -109,7 +113,7 @@ def estimate_memory(
         decided.tokens / shape.cp, text.vocab_size, text.hidden_size, compute, head_gradient
     )
     return MemoryEstimate(
-        weights=(master * trained + compute * frozen - spared) / shards * on_gpu,
+        weights=(master * trained + held * frozen - spared) / shards * on_gpu,
         gradients=gradients,
         optimizer=optimizer_bytes(decided.optimizer, master) * learning / shards * on_gpu,
         working_copy=_working_copy(decided, master, trains_all=trains_all),

@@ -213,3 +213,22 @@ def test_what_kernels_read_is_not_adapted_in_a_composite() -> None:
     assert "out_proj" not in lora_targets(tiny_model("nemotron_h_omni"), "all-linear", False)[0]
     with pytest.raises(ConfigError, match=r"the experts of DbrxForCausalLM are one matrix"):
         lora_targets(tiny_model("dbrx"), "all-linear", experts=True)
+
+
+@pytest.mark.parametrize("drops", [False, True], ids=["whole", "in part"])
+def test_an_adapter_is_read_as_a_whole(drops: bool, tmp_path: Path) -> None:
+    """Of Laguna peft loses shared experts, with a warning that nobody saw."""
+    tiny_model("laguna").save_pretrained(tmp_path / "base")
+    model = tiny_model("laguna")
+    adapter = Lora(r=2).adapt(model, str(tmp_path / "base"))
+    trained_a_little(model)
+    trained = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    if drops:
+        del trained[min(trained)]
+    adapter.save(tmp_path / "adapter", trained)
+    if drops:
+        with pytest.raises(ConfigError, match=r"is not all read .*: it was made for another model"):
+            load_adapted(str(tmp_path / "adapter"), torch.float32)
+        return
+    again = load_adapted(str(tmp_path / "adapter"), torch.float32)(IDS, use_cache=False).logits
+    torch.testing.assert_close(again, model(IDS, use_cache=False).logits)

@@ -113,6 +113,18 @@ def test_a_frozen_model_in_4_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert quantized.working_copy == 2 * size.largest_layer
 
 
+@pytest.mark.parametrize(("stored", "bytes_each"), [(torch.bfloat16, 2), (torch.float32, 4)])
+def test_frozen_towers_are_held_as_they_are_stored(stored: torch.dtype, bytes_each: int) -> None:
+    """Under an adapter they are held as the rest of the frozen model."""
+    config = tiny_config("gemma3")
+    config.dtype = stored
+    plan = plan_of(config_with(), model=config)
+    plan.model.pretrained = "any"
+    trained = plan.size.parameters - plan.size.towers
+    assert estimate_memory(plan, None).weights == 4 * trained + bytes_each * plan.size.towers
+    assert estimate_memory(plan, 0).weights == 2 * plan.size.parameters
+
+
 def test_frozen_masters_have_no_gradients_and_moments():
     plan = plan_of(config_with())
     whole, half = (estimate_memory(plan, None, count) for count in (None, 1000))

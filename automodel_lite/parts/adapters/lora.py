@@ -481,5 +481,8 @@ def load_adapted(
     """
     base = peft.PeftConfig.from_pretrained(folder).base_model_name_or_path
     model = load_whole(base, dtype, trust_remote_code)
-    peft.PeftModel.from_pretrained(model, folder)  # puts the adapter's layers into `model`
+    cure = f"it was made for another model than {base}, or peft misreads its names"
+    with warnings.catch_warnings(), explained(f"{folder} is not all read", UserWarning, cure=cure):
+        warnings.filterwarnings("error", "Found missing adapter keys")
+        peft.PeftModel.from_pretrained(model, folder)  # puts the adapter's layers into `model`
     return model

@@ -103,7 +103,7 @@ def _candidates(
     weights of experts.
     """
     family = model.config.get_text_config().model_type
-    refused = FAMILIES["read_by_kernels"].get(family, ())
+    refused = FAMILIES["not_adapted"].get(family, ())
     linear = []
     fused = []
     for layer in decoder_layers(model):
@@ -132,7 +132,7 @@ def _candidates(
             for x in layer.modules()
             if isinstance(x, (nn.Linear, nn.Embedding, Conv1D)) and x not in skipped
         ]
-        linear += [name for name in adapted if name.rpartition(".")[2] not in refused]
+        linear += [name for name in adapted if not {*name.split(".")} & {*refused}]
         fused += [
             f"{names[x]}.{name}"
             for x in layer.modules()
