@@ -308,8 +308,12 @@ class LossModel(nn.Module):
         tolerance = 1e-4 if is_fp32 else 5e-2
         if got_TV.shape != logits_TV.shape:  # Inkling 2 cuts those of rows that have no token
             return logits_TV, False
-        error = (got_TV - logits_TV.float()).abs().max()
-        return logits_TV, bool(error <= tolerance * logits_TV.abs().max().clamp(min=1))
+        off_TV = got_TV - logits_TV.float()
+        error = off_TV.abs().max() / logits_TV.abs().max().clamp(min=1)
+        # a bound far above the logits (of an unknown name) hides in bf16's rounding, but for that
+        # all of them are less
+        bias = (off_TV * got_TV).sum() / got_TV.square().sum()
+        return logits_TV, bool(error <= tolerance and not bias.abs() > 2e-3)
 
 
 def _loss_and_hit(logits: Tensor, labels: Tensor) -> Tensor:

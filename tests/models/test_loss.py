@@ -167,6 +167,18 @@ def test_a_head_is_plain_though_two_products_round_apart(scale: float, is_plain:
     assert not torch.equal(logits_TV, one_sum_TV)
 
 
+def test_a_bound_hides_in_no_rounding() -> None:
+    """Of a name that nobody knows, and so far above the logits that it takes 2 % of the largest."""
+    lm = build("llama")
+    weight = lm.lm_head.weight
+    install(lm, ReferenceAttention())
+    batch = stream(documents([37, 5, 23]))
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        bound = 4 * lm(**batch.model_inputs()).logits.abs().max()
+        lm.lm_head.forward = lambda hidden: bound * torch.tanh(F.linear(hidden, weight) / bound)
+        assert not LossModel(lm, FusedLinearCrossEntropy()).probe(batch)[1]
+
+
 def test_logits_are_bounded_under_whatever_name_the_bound_has() -> None:
     """Where they are small, as in a model from scratch, no product in bf16 tells that they are."""
     config = tiny_config("recurrent_gemma")
