@@ -48,6 +48,7 @@ def load_shards(load: Callable[..., Any], *, spread: Spread, device: torch.devic
 
     Raises CannotReadSlicesError before anything is read.
     """
+
     def shard(
         cls: type, model: transformers.PreTrainedModel, *of_the_engine: object
     ) -> transformers.PreTrainedModel:
