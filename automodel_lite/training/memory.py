@@ -107,6 +107,10 @@ def estimate_memory(
     # DDP's buckets stay beside the gradients that are not reduced yet
     elif decided.strategy == "ddp":
         gradients *= 1 + accumulates
+    of_matrix, of_table = (optimizer_bytes(decided.optimizer, master, x) for x in (False, True))
+    # embedding, head and stacked experts
+    tables = min(learning, (size.embedding + size.all_experts) * trains_all)
+    states = of_matrix * (learning - tables) + of_table * tables
     text = decided.config.get_text_config()
     head_gradient = _FP32 * size.head_weights * trains_all
     loss = LossShape(
@@ -115,7 +119,7 @@ def estimate_memory(
     return MemoryEstimate(
         weights=(master * trained + held * frozen - spared) / shards * on_gpu,
         gradients=gradients,
-        optimizer=optimizer_bytes(decided.optimizer, master) * learning / shards * on_gpu,
+        optimizer=states / shards * on_gpu,
         working_copy=_working_copy(decided, master, trains_all=trains_all),
         activations=_activations(decided, compute if is_fsdp else max(compute, master)),
         logits=decided.loss.logits_bytes(loss),
@@ -213,15 +217,17 @@ def check_weights_fit(decided: Decided, device: torch.device) -> None:
         )
 
 
-def optimizer_bytes(optimizer: Callable[[nn.Module], Optimizer], master: int = _FP32) -> float:
-    """Bytes that the optimizer keeps per trained weight: those of a matrix that it has stepped
-    once.
+def optimizer_bytes(
+    optimizer: Callable[[nn.Module], Optimizer], master: int = _FP32, of_table: bool = False
+) -> float:
+    """Bytes that the optimizer keeps per trained weight: those of a matrix, or of a table of
+    tokens, which Muon leaves to AdamW, that it has stepped once.
     """
-    weight = nn.Parameter(
-        torch.zeros(_TRIED, _TRIED, dtype=torch.float32 if master == _FP32 else torch.bfloat16)
-    )
+    values = torch.zeros(_TRIED, _TRIED, dtype={_FP32: torch.float32}.get(master, torch.bfloat16))
+    table = nn.Embedding.from_pretrained(values, freeze=False)
+    weight = table.weight
     weight.grad = torch.zeros_like(weight)
-    stepped = optimizer(nn.ParameterList([weight]))
+    stepped = optimizer(table if of_table else nn.ParameterList([weight]))
     # asked whether a stream is being recorded, torch opens GPU 0: half a GiB of it for each rank
     stepped._accelerator_graph_capture_health_check = lambda: None  # type: ignore[method-assign]
     stepped.step()

@@ -224,6 +224,14 @@ def test_an_optimizer_of_ones_own_is_measured():
     assert optimizer_bytes(momentum) == 4
 
 
+def test_tables_that_muon_leaves_to_adamw_have_two_moments() -> None:
+    config = config_with(global_batch_size=2)
+    config.optimizer = {"_target_": "automodel_lite.parts.optimizers.muon.muon", "lr": 1e-3}
+    plan = plan_of(config)
+    matrices = plan.size.parameters - plan.size.embedding
+    assert estimate_memory(plan, None).optimizer == 4 * matrices + 8 * plan.size.embedding
+
+
 def test_states_are_counted_without_opening_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank counts before it has taken its own card: torch would open the first one."""
 
