@@ -58,14 +58,12 @@ _NO_COMMON_PROMPT = (
 
 
 def _prompt_text(row: RawRow) -> str | None:
-    """Returns what was asked, of the first column that says it; None: no column does."""
-    if row.get("prompt") is not None:
-        return text_of(row, "prompt")
-    if row.get("instruction") is not None:
-        return alpaca_prompt(row)
-    if row.get("question") is not None:
-        return text_of(row, "question")
-    return None
+    """Returns what was asked, of the first column that says it; None: there is no such column."""
+    names = ("prompt", "instruction", "question")
+    for name in names:
+        if row.get(name) not in (None, ""):
+            return alpaca_prompt(row) if name == "instruction" else text_of(row, name)
+    return "" if "" in map(row.get, names) else None
 
 
 def _prompt_turns(row: RawRow) -> list[Message]:

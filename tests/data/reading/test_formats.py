@@ -332,6 +332,7 @@ PAIRS = {
     ),
     "LLaMA-Factory, alpaca": ({"instruction": "2+2?", "input": "", "chosen": "4", "rejected": "5"}, PAIR_OF_TEXTS),
     "a question": ({"question": "2+2?", "chosen": "4", "rejected": "5"}, PAIR_OF_TEXTS),
+    "an empty prompt": ({"prompt": "", "instruction": "2+2?", "chosen": "4", "rejected": "5"}, PAIR_OF_TEXTS),
     "a question and turns": ({"question": "2+2?", "chosen": [GOOD], "rejected": [BAD]}, PAIR_OF_CHATS),
     "LLaMA-Factory, sharegpt": (
         {"conversations": [{"from": "human", "value": "2+2?"}], "chosen": {"from": "gpt", "value": "4"}, "rejected": {"from": "gpt", "value": "5"}},
