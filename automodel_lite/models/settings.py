@@ -156,7 +156,7 @@ def check_settings(
             raise ConfigError(
                 f"{prefix}{key}={value}: {config.model_type} has no such setting{near}"
             )
-        elif value and key in FAMILIES["of_other_losses"]:
+        elif value not in (None, 0, getattr(config, key, 0)) and key in FAMILIES["of_other_losses"]:
             ours = FAMILIES["of_other_losses"][key]
             cure = f"set {ours} in its place" if ours else "leave it out"
             raise ConfigError(
