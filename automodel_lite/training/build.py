@@ -27,7 +27,13 @@ from automodel_lite.attention.spec import FAMILIES
 from automodel_lite.config.components import locate
 from automodel_lite.config.schema import TrainingConfig
 from automodel_lite.config.sizes import ceil_div
-from automodel_lite.errors import ConfigError, is_lost_peer, is_out_of_memory, one_line
+from automodel_lite.errors import (
+    ConfigError,
+    is_lost_peer,
+    is_out_of_memory,
+    is_out_of_threads,
+    one_line,
+)
 from automodel_lite.graphs import compiled_graphs, graph_breaks
 from automodel_lite.interpreter import trim_malloc
 from automodel_lite.models.flops import StepFlops, step_flops, visited_weights
@@ -273,7 +279,7 @@ def naming_cut_layers(lm: transformers.PreTrainedModel, mesh: Mesh) -> Iterator[
         yield
     except (RuntimeError, AssertionError) as error:
         is_cut = shape.tp > 1 or shape.ep > 1
-        if not is_cut or is_out_of_memory(error) or is_lost_peer(error):
+        if not is_cut or is_out_of_memory(error) or is_lost_peer(error) or is_out_of_threads(error):
             raise
         raise ConfigError(
             f"mesh.tp={shape.tp} mesh.ep={shape.ep}: {type(lm).__name__} does not run in parts "

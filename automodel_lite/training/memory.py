@@ -107,7 +107,8 @@ def estimate_memory(
     # DDP's buckets stay beside the gradients that are not reduced yet
     elif decided.strategy == "ddp":
         gradients *= 1 + accumulates
-    of_matrix, of_table = (optimizer_bytes(decided.optimizer, master, x) for x in (False, True))
+    of_matrix = optimizer_bytes(decided.optimizer, master)
+    of_table = optimizer_bytes(decided.optimizer, master, of_table=True)
     # embedding, head and stacked experts
     tables = min(learning, (size.embedding + size.all_experts) * trains_all)
     states = of_matrix * (learning - tables) + of_table * tables
@@ -223,7 +224,7 @@ def optimizer_bytes(
     """Bytes that the optimizer keeps per trained weight: those of a matrix, or of a table of
     tokens, which Muon leaves to AdamW, that it has stepped once.
     """
-    values = torch.zeros(_TRIED, _TRIED, dtype={_FP32: torch.float32}.get(master, torch.bfloat16))
+    values = torch.zeros(_TRIED, _TRIED, dtype=torch.float32 if master == _FP32 else torch.bfloat16)
     table = nn.Embedding.from_pretrained(values, freeze=False)
     weight = table.weight
     weight.grad = torch.zeros_like(weight)
