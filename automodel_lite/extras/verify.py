@@ -244,7 +244,8 @@ def draw_sample(config: Config, shape: MeshShape) -> Sample:
     documents = build(config.dataset)
     parts = documents.datasets.values() if isinstance(documents, RowDataset) else [documents]
     if size < training_size and not any(isinstance(part, AdaptingDataset) for part in parts):
-        packer = packer.resize(size, overlong="truncate")
+        packer.packed_sequence_size = size
+        packer.overlong = "truncate"
     data = PlannedPacks.prepare(config, documents, packer, batch_shape(config.training, dp_size=1))
     packs = data.packs_of(0)
     reader = None

@@ -92,6 +92,7 @@ def build_parts(config: Config) -> Parts:
         )
         raise ConfigError(f"teacher={'pretrained' if teacher else 'none'}: loss={name} {cure}.")
     packer = build_packer(config)
+    packer.can_cut = not loss.separates_rows
     cuts = packer.overlong in ("truncate", "split") or packer.cuts_documents
     if "answers" in loss.required and (cuts or packer.is_ragged):
         raise ConfigError(

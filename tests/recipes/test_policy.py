@@ -169,6 +169,14 @@ def test_rows_are_not_cut_apart(cut: str, folder: str, tmp_path: Path) -> None:
         train_ft.main(config_of("policy", tmp_path / "run", *chosen))
 
 
+def test_rows_over_the_pack_are_not_told_to_be_split(folder: str, tmp_path: Path) -> None:
+    """What the sentence names has to be accepted."""
+    chosen = [*settings(folder, tmp_path / "rows.jsonl", ROWS), "name=x"]
+    chosen.append("packed_sequence.packed_sequence_size=20")
+    with pytest.raises(DataError, match=r"keeps 99 %\), or packed_sequence\.overlong=drop if"):
+        train_ft.main(config_of("policy", tmp_path / "run", *chosen))
+
+
 def test_wrong_columns_of_a_file_get_a_sentence(folder: str, tmp_path: Path) -> None:
     bad = [*ROWS[:2], ROWS[2] | {"advantages": [1.0]}]
     chosen = [*settings(folder, tmp_path / "bad.jsonl", bad), "name=x"]

@@ -109,26 +109,23 @@ class Packer:
         self.seed = seed
         self.repack_each_epoch = repack_each_epoch
         self.padding_idx = 0
-        # pairs of answers, and documents with images, stay whole
+        # pairs of answers, rows of policies, and documents with images, stay whole
         self.can_cut = True
 
     def pack_of(self, rows: TokenizedDocuments) -> dict[str, torch.Tensor]:
         """Returns one pack, as PackedDataset gives it, of rows that together fit it; of none, a
         pack of padding.
         """
-        shape = self.packed_sequence_size, self.slot_multiple, self.padding_idx
-        return lay_out_packs(rows, rows.offsets[:-1], rows.lengths, np.array([len(rows)]), *shape)[
-            0
-        ]
-
-    def resize(self, packed_sequence_size: int, overlong: str) -> Packer:
-        """Returns the same packing in packs of another size; it must be a multiple of
-        `slot_multiple`.
-        """
-        resized = copy(self)
-        resized.packed_sequence_size = packed_sequence_size
-        resized.overlong = overlong
-        return resized
+        batch = lay_out_packs(
+            rows,
+            rows.offsets[:-1],
+            rows.lengths,
+            np.array([len(rows)]),
+            self.packed_sequence_size,
+            self.slot_multiple,
+            self.padding_idx,
+        )
+        return batch[0]
 
     def for_document_kind(self, kind: str, padding_id: int = 0) -> Packer:
         """Returns the packing for a kind of documents: text is split, unless the settings say
@@ -136,10 +133,9 @@ class Packer:
         """
         fitted = copy(self)
         fitted.padding_idx = padding_id
-        fitted.can_cut = kind != "preference"
-        fitted.overlong = (
-            "split" if kind == "text" and not self.is_overlong_given else self.overlong
-        )
+        fitted.can_cut &= kind != "preference"
+        if kind == "text" and not self.is_overlong_given:
+            fitted.overlong = "split"
         return fitted
 
     def check_dropped(
