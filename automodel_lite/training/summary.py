@@ -90,7 +90,10 @@ def model_lines(config: Config, built: BuiltModel, mesh: Mesh) -> list[Line]:
         lines.append(("compile", built.compiled))
     max_norm = training.max_grad_norm
     clipping = f"gradients clipped to {max_norm}" if max_norm else "no clipping"
-    learning = f"{text_of(config.optimizer)}, {text_of(config.lr_scheduler)}, {clipping}"
+    schedule = dict(config.lr_scheduler)
+    if schedule.get("warmup_steps") is not None:
+        schedule.pop("warmup_frac", None)  # not read
+    learning = f"{text_of(config.optimizer)}, {text_of(schedule)}, {clipping}"
     lines.append(("optimizer", learning))
     if decay := training.ema_decay:
         steps = f"about {1 / (1 - decay):,.0f} steps (decay {decay})"

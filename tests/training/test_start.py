@@ -161,6 +161,8 @@ def test_the_seconds_of_the_start_are_told_by_phase(tmp_path: Path) -> None:
         "checkpoint",
     ]
     assert 0 < sum(phases.values()) < took_s
+    # The fraction is not read beside a number of steps.
+    assert "(warmup_steps 10, min_lr_frac" in screen
     (line,) = re.findall(r"^start +[0-9.]+ s: (.*)$", screen, flags=re.MULTILINE)
     # Those that took long enough to be read in tenths of a second.
     assert all(
