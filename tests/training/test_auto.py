@@ -195,7 +195,7 @@ def test_every_program_takes_the_same_numbers_and_a_run_keeps_them(tmp_path: Pat
         tmp_path / "run", *AUTO, "training.max_steps=4", "checkpoint.accept_changes=true"
     )
     assert code == 0, screen
-    assert "auto " not in screen
+    assert not re.search("^auto ", screen, flags=re.MULTILINE)
     assert "continues from step_00000002" in screen
 
 
