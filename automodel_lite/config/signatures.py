@@ -141,7 +141,7 @@ class _Source(dict[str, Any]):
 
     def value(self, node: ast.expr) -> Any:
         # only source of this package comes here
-        return eval(ast.unparse(node), {"__builtins__": {}}, self)
+        return eval(ast.unparse(node), {}, self)
 
     def arguments(self, name: str) -> dict[str, Argument]:
         """Returns the arguments of a function, of an `__init__`, or the fields of a dataclass."""

@@ -59,8 +59,9 @@ def test_arguments_read_from_the_source_are_the_functions(target: str) -> None:
     assert list(arguments) == list(parameters)
     for key, argument in arguments.items():
         assert (argument.default is REQUIRED) == (parameters[key].default is parameters[key].empty)
-        stands_for_others = "AnObject" in str(argument.hint)
-        assert stands_for_others or argument.hint == hints[key]
+        # as texts: bounds that are NaN equal none since Python 3.13
+        hint = str(argument.hint)
+        assert "AnObject" in hint or hint == str(hints[key])
 
 
 def test_no_default_stands_twice() -> None:
