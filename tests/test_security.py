@@ -133,6 +133,13 @@ def test_numbers_and_local_paths_of_the_environment_are_let_through(
     )
     raw = compose_config("mine", ["dataset=files"], config_dir=str(tmp_path))
     assert (raw.dataset.path, raw.training.max_steps) == ("/data/a.jsonl", 3)
+    source = "{dataset: {_target_: automodel_lite.data.reading.files.FilesDataset, path: '${oc.env:DATA}/a'}}"
+    (tmp_path / "several.yaml").write_text(
+        "defaults: [smoke, override dataset: mixture, _self_]\nremove: [dataset.num_chats]\n"
+        f"dataset: {{sources: {{a: {source}}}}}\n"
+    )
+    several = compose_config("several", [], config_dir=str(tmp_path))
+    assert several.dataset.sources.a.dataset.path == "/data/a"
     typed = ["dataset=files", "dataset.path=https://${oc.env:DATA}/x", "name=${oc.env:STEPS}"]
     assert compose_config("smoke", typed).dataset.path == "https:///data/x"
     model = ["model=pretrained", "model.pretrained=me/${oc.env:STEPS}", "tokenizer=pretrained"]

@@ -27,7 +27,7 @@ _PLACE = re.compile(r"hub\.push|(logger|callbacks)\..+\.(tracking_uri|entity)")
 _FOLDERS = ("output_dir", "cache_dir")
 _PATH_KEY = re.compile(
     r"model\.pretrained|teacher\.pretrained|loss\.teacher|tokenizer\.path"
-    r"|peft\.adapter|dataset\.(datasets\.[^.]+\.dataset\.)?(path|val_path)(\.[^.]+)?"
+    r"|peft\.adapter|dataset\.(sources\.[^.]+\.dataset\.)?(path|val_path)(\.[^.]+)?"
 )
 _LOCAL_PATH = re.compile(r"(/|\./|\.\./|~)(?!.*(://|::))", re.DOTALL)
 _MOST_LEVELS = 64
