@@ -62,7 +62,7 @@ class MeshConfig:
     tp: Positive = 1  # processes that share each layer's heads and columns (tensor parallel)
     # processes, out of dp_shard x cp x tp, that share the experts (expert parallel)
     ep: Positive = 1
-    # auto = fsdp, or none with one process
+    # auto = fsdp, or none with one process on a CPU
     strategy: Annotated[str, OneOf(("auto", "fsdp", "ddp", "none"))] = "auto"
     cp_exchange: Annotated[str, OneOf(EXCHANGES, takes_code=True)] = "auto"
     cpu_offload: bool = False  # keep FSDP's shards, gradients and optimizer states in host memory
@@ -139,7 +139,7 @@ class TrainingConfig:
     deterministic: bool = False
     # [10, 12]: profile these steps
     profile_steps: Annotated[list[int], FIRST_AND_LAST] | None = resumable(None)
-    # 0 = cores / processes of this host
+    # 0 = OMP_NUM_THREADS, else cores / processes of this host
     num_threads: Annotated[int, Range(0), UP_TO_THE_CORES] = resumable(0)
     # skipped in a row (loss or gradient) before the run ends
     max_nonfinite_steps: Count = resumable(3)

@@ -7,8 +7,8 @@ with what is not finished.
     runs/llama_packed/0_optimizer.lr-0.001-seed-0/ ...      sweep.json, sweep.md: the results of all
                                                             jobs
 
-Every job starts ranks of its own, as `--nproc` does (one by default), and notes how it ended in the
-folder jobs/.
+Every job starts ranks of its own, as `--nproc` does (by default one for each GPU), and notes how it
+ended in the folder jobs/.
 """
 
 from __future__ import annotations
