@@ -4,7 +4,7 @@ export is of the newest one. No torch, one process.
 checkpoints/
     step_00000100/
         tensors/         model and optimizer (sharded_files.py)
-        state.json       step, position in the data, metrics, what the loggers keep
+        state.json       step, position in the data, validation loss, what the loggers keep
         config.yaml      the resolved configuration
         COMPLETE.json    size in bytes and CRC-32 of every file: written last
         val_loss.json    of a checkpoint that was saved before its validation was over
