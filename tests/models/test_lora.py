@@ -8,7 +8,7 @@ import peft
 import pytest
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from automodel_lite.attention.interface import install
@@ -231,6 +231,24 @@ def test_a_saved_adapter_answers_as_it_was_trained(use_dora: bool, tmp_path: Pat
     )
     loaded = load_adapted(str(tmp_path / "adapter"), torch.float32)
     torch.testing.assert_close(loaded(IDS).logits, model(IDS).logits)
+
+
+def test_an_adapter_that_does_not_read_back_is_no_export(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A disk that takes bytes and gives others, or fewer, without an error."""
+    model = tiny_llama()
+    adapter = Lora(r=4).adapt(model, "base")
+    trained = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+
+    def flips(weights: dict[str, torch.Tensor], path: str, **more: Any) -> None:
+        changed = {name: value.clone() for name, value in weights.items()}
+        next(iter(changed.values())).view(torch.int32)[0, 0] ^= 1
+        save_file(changed, path, **more)
+
+    monkeypatch.setattr("peft.peft_model.safe_save_file", flips)
+    with pytest.raises(RuntimeError, match=r"exported weight \S+lora_\S+ differs from the trained"):
+        adapter.save(tmp_path, trained)
 
 
 def test_adapters_train_and_frozen_weights_are_cast():

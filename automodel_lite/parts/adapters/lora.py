@@ -376,10 +376,16 @@ class LoraAdapter:
 
     def save(self, folder: Path, weights: dict[str, Tensor]) -> None:
         """Writes adapter_config.json and adapter_model.safetensors, as `PeftModel.from_pretrained`
-        reads them; `weights` are the trained ones, by their names in the model.
+        reads them; `weights` are the trained ones, by their names in the model. Raises RuntimeError
+        when what is read back differs.
         """
         named = {_PREFIX + name: value for name, value in weights.items()}
         self.wrapped.save_pretrained(str(folder), state_dict=named, save_embedding_layers=False)
+        written = load_file(folder / "adapter_model.safetensors")
+        own = peft.get_peft_model_state_dict(self.wrapped, named, save_embedding_layers=False)
+        for name, want in own.items():
+            if name not in written or not torch.equal(written[name], want.cpu()):
+                raise RuntimeError(f"the exported weight {name} differs from the trained one.")
 
     def merge(self) -> None:
         """Merges layer by layer, each whole meanwhile. Raises ValueError when merged weights are
