@@ -372,8 +372,8 @@ class RowsWriter:
 
 @dataclass(frozen=True)
 class RowCounts:
-    """What became of the documents of one set; one that gave no row is in one of the last three
-    counts.
+    """What became of the documents of one set; one that gave no row is bad, empty or fully
+    masked.
     """
 
     num_documents: int = 0
