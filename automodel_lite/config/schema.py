@@ -154,7 +154,7 @@ class AdvancedConfig:
 
     # free gathered layers; auto = unless all of them fit the GPU
     reshard_after_forward: BoolOrAuto = "auto"
-    # of gradients; auto = if their unsharded sum does not fit the GPU
+    # of gradients; auto = if their unsharded sum takes over a quarter of the GPU
     reduce_every_micro_batch: BoolOrAuto = "auto"
     # apply training.activation_checkpointing only to every n-th layer
     recompute_every_layers: Positive = 1
