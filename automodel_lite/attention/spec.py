@@ -180,12 +180,4 @@ def passes_sinks(config: PretrainedConfig) -> bool:
     model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if model_class is None:
         return False
-    module = sys.modules[model_class.__module__]
-    forwards = [
-        vars(cls)["forward"]
-        for cls in vars(module).values()
-        if inspect.isclass(cls) and "forward" in vars(cls)
-    ]
-    constants = [x for forward in forwards for x in inspect.unwrap(forward).__code__.co_consts]
-    # of arguments passed by name
-    return any("s_aux" in names for names in constants if isinstance(names, tuple))
+    return "s_aux=" in inspect.getsource(sys.modules[model_class.__module__])

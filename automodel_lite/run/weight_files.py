@@ -91,7 +91,7 @@ def _sampled_digest(path: Path) -> str:
     """
     size = path.stat().st_size
     digest = hashlib.sha256(str(size).encode())
-    with open(path, "rb") as file:
+    with open(path, "rb", buffering=0) as file:  # nothing is read ahead
         if size <= _BLOCK_BYTES * _NUM_BLOCKS:
             digest.update(file.read())
         else:

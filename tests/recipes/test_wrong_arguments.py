@@ -43,7 +43,7 @@ ARGUMENTS = [
     ("generate", ["./nothing", "Hi"], "model=./nothing: there is no such folder."),
     ("generate", ["{run}", "", "--raw"], "the prompt is empty"),
     ("generate", ["{run}", "Hi " * 100_000], "shorten the prompt"),
-    ("generate", ["{run}", "--temprature", "1"], "arguments: --temprature 1; did you mean --temperature (--help lists the arguments)."),
+    ("generate", ["{run}", "--temprature", "1"], "; did you mean --temperature (--help lists the arguments)."),
     ("generate", [], "the following arguments are required: model (--help lists the arguments)."),
     ("plan", ["--config-name", "smoke", "--frob"], "--frob: unknown flag."),
     ("export_hf", ["./nothing"], "nothing is not the folder of a run: it has no config.yaml."),
