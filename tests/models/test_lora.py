@@ -1,5 +1,6 @@
 import json
 import os
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,26 @@ def test_an_adapter_that_is_not_finite_is_named(tmp_path: Path) -> None:
         ConfigError, match=r"peft.adapter=.*: .*lora_A.weight holds values that are not finite"
     ):
         Lora(adapter=str(tmp_path)).adapt(tiny_llama(), "base")
+
+
+def test_an_adapter_of_another_base_names_its_own(tmp_path: Path) -> None:
+    """It named the model that it was given, which peft had written into the settings."""
+    first = tiny_llama()
+    first.name_or_path = "models/first"
+    wrapped = peft.get_peft_model(first, peft.LoraConfig(r=4, target_modules=["q_proj"]))
+    wrapped.save_pretrained(str(tmp_path))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", category=UserWarning)  # peft's, of a base under another name
+        second = tiny_llama()
+        second.name_or_path = "/abs/models/first"
+        Lora(adapter=str(tmp_path)).adapt(second, "/abs/models/first")
+    wider = LlamaForCausalLM(
+        LlamaConfig(vocab_size=32, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
+    )
+    with pytest.raises(
+        ConfigError, match=r"a shape differs: take the base that it was made for, models/first\.$"
+    ):
+        Lora(adapter=str(tmp_path)).adapt(wider, "models/wider")
 
 
 def _of_another_kind(folder: Path) -> None:
@@ -283,7 +304,10 @@ def test_a_module_is_named_by_its_path():
 
 
 def test_mistakes_are_named():
-    with pytest.raises(ConfigError, match=r"peft.target_modules=\['qproj'\]"):
+    with pytest.raises(
+        ConfigError,
+        match=r"peft.target_modules=\['qproj'\]: .* is named qproj; there are down_proj, .*, q_proj",
+    ):
         Lora(target_modules=["qproj"]).adapt(tiny_llama(), "base")
     with pytest.raises(ConfigError, match="the model has no module embeddings"):
         Lora(modules_to_save=["embeddings"]).adapt(tiny_llama(), "base")

@@ -165,6 +165,8 @@ class Lora:
             config = peft.LoraConfig.from_pretrained(str(folder))
             weights = load_file(folder / "adapter_model.safetensors")
         config.inference_mode = False
+        # peft puts the name of the model there that it wraps, and warns where it was another
+        made_for, config.base_model_name_or_path = config.base_model_name_or_path, None
         # peft saves a whole embedding beside its adapter
         beside = [name for name in weights if ".base_layer." in name]
         if whole := [*(config.modules_to_save or []), *beside]:
@@ -180,9 +182,10 @@ class Lora:
         shapes = {name: weight.shape for name, weight in own.items()}
         if shapes != {name: weight.shape for name, weight in weights.items()}:
             only = sorted(own.keys() ^ weights.keys()) or ["a shape"]
+            named = f", {made_for}" if made_for else ""
             raise ConfigError(
                 f"peft.adapter={self.adapter} does not fit model.pretrained={base}: {only[0]} "
-                f"differs: take the base that it was made for, {config.base_model_name_or_path}."
+                f"differs: take the base that it was made for{named}."
             )
         self._check_own(config)
         if damaged := [name for name, weight in weights.items() if not weight.isfinite().all()]:

@@ -17,7 +17,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from automodel_lite.attention.spec import FAMILIES
-from automodel_lite.errors import ConfigError
+from automodel_lite.errors import ConfigError, listed
 from automodel_lite.models.layers import decoder_layers, has_experts, output_head, towers
 
 
@@ -56,9 +56,10 @@ def lora_targets(
             why = ""
             if is_tied and any(_ends(names[end], unknown[0]) for end in ends):
                 why = " (embedding and head share a weight: peft.modules_to_save trains it)"
+            there = sorted({name.rpartition(".")[2] for name in linear})
             raise ConfigError(
                 f"peft.target_modules={wanted}: no layer that can be adapted is named {unknown[0]}"
-                f"{why}."
+                f"{why}; there are {listed(there)}."
             )
         linear = [name for name in linear if any(_ends(name, end) for end in wanted)]
     # Only beside fused experts does peft misread these names; elsewhere modules are adapted as
