@@ -74,12 +74,21 @@ def test_epochs_do_not_end_a_stream(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "setting", ["strategy=best_fit", "strategy=wrapped", "max_packs=3", "repack_each_epoch=true"]
+    ("setting", "cure"),
+    [
+        ("strategy=best_fit", "strategy=exact_fill"),
+        ("strategy=wrapped", "strategy=exact_fill"),
+        ("max_packs=3", "max_packs=null"),
+        ("repack_each_epoch=true", "repack_each_epoch=false"),
+        ("balance=window", "balance=step"),
+    ],
 )
-def test_packs_that_need_all_lengths_are_refused(setting: str, tmp_path: Path) -> None:
+def test_packs_that_need_all_lengths_are_refused(setting: str, cure: str, tmp_path: Path) -> None:
     """They were exact_fill's, of all documents, without a word."""
     with pytest.raises(
-        ConfigError, match=f"^packed_sequence.{setting} needs the lengths of all documents"
+        ConfigError,
+        match=f"^packed_sequence.{setting} needs the lengths of all documents, .*: set "
+        f"packed_sequence.{cure}, or use",
     ):
         train("llama_packed", tmp_path / "run", *stream_of(tmp_path), f"packed_sequence.{setting}")
 

@@ -486,14 +486,14 @@ def _check_packing(packer: Packer) -> None:
         "strategy": (packer.strategy, "exact_fill"),
         "max_packs": (packer.max_packs, None),
         "repack_each_epoch": (packer.repack_each_epoch, False),
-        "balance": (packer.balance == "window" and "window", False),
+        "balance": ("window" if packer.balance == "window" else "step", "step"),
     }
     for key, (asked, works) in packed.items():
         if asked != works:
             raise ConfigError(
                 f"packed_sequence.{key}={format_value(asked)} needs the lengths of all documents, "
-                "and a stream is packed by exact_fill while it is read: leave it out, or use "
-                "dataset=files or images."
+                "and a stream is packed by exact_fill while it is read: set "
+                f"packed_sequence.{key}={format_value(works)}, or use dataset=files or images."
             )
 
 
