@@ -123,7 +123,7 @@ class TrainFinetuneRecipe:
         config = self.config
         guards = self.guards
         self.console.say("run", summary.position_line(guards, self.plan.max_steps))
-        guards.watch_steps(self.plan.max_steps, self.model, self.mesh.device)
+        guards.watch_steps(self.model, self.mesh.device)
         if self.state.pending_validation:
             self.validate()
             guards.checkpointer.rate(self.state.val_loss)

@@ -302,9 +302,10 @@ class RunFolder:
         has_ended = status.get("state") == "finished" and status.get("is_saved", True)
         if not has_ended or not self.config.is_file() or self.changes(config):
             return None
+        length = "max_steps" if config.training.max_steps else "num_epochs"
         return (
             f"{self.path} is finished (step {status.get('step')}): nothing to do. Start another "
-            "run with name=..., or continue with a larger training.max_steps and "
+            f"run with name=..., or continue with a larger training.{length} and "
             "checkpoint.accept_changes=true."
         )
 

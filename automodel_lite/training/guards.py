@@ -163,11 +163,10 @@ class Guards:
                 "all nodes share."
             )
 
-    def watch_steps(self, max_steps: int, model: ParallelModel, device: torch.device) -> None:
+    def watch_steps(self, model: ParallelModel, device: torch.device) -> None:
         """Before the first step, a signal ends the process; from now on it is a request to save and
         exit. Every rank calls it.
         """
-        self.max_steps = max_steps
         layers = decoder_layers(model.loss_model.lm)
         self.stragglers = locate(STRAGGLERS)(
             layers[len(layers) // 2], device, self.ranks.on_all(socket.gethostname), rank()

@@ -97,8 +97,8 @@ def compare_data(guards: Guards, data: PackSource, plan: TrainingPlan, parts: Pa
     """Compares between the ranks what they have read; keeps for the checkpoints digests of what no
     setting tells: the files of all models, and rows of each validation set.
     """
-    of_plan = {"training.max_steps": plan.max_steps}
-    guards.peers.compare("data", data.fingerprint() | of_plan)
+    guards.max_steps = plan.max_steps
+    guards.peers.compare("data", data.fingerprint() | {"training.max_steps": plan.max_steps})
     STARTUP.lap("data")
     models = {"model": _files(parts.model)}
     if parts.teacher:
@@ -117,7 +117,7 @@ def compare_data(guards: Guards, data: PackSource, plan: TrainingPlan, parts: Pa
     for name, packs in data.val_packs.items():
         digest = hashlib.sha256(packs.plan.fingerprint().encode())
         for row in np.linspace(0, len(packs.rows) - 1, min(len(packs.rows), _NUM_ROWS), dtype=int):
-            digest.update(np.ascontiguousarray(packs.rows[int(row)]["input_ids"]).tobytes())
+            digest.update(packs.rows[int(row)]["input_ids"].tobytes())
         found[f"validation set {name}"] = digest.hexdigest()[:16]
     guards.peers.compare("model files and validation data", found)
     guards.state.sources = found
@@ -165,7 +165,8 @@ def _state_of(
 ) -> TrainState:
     """Where the checkpoint stood, or the beginning; the schedule is moved there.
 
-    Raises ConfigError when the checkpoint's data or model were others.
+    Raises ConfigError when the checkpoint's data or model were others, or it is behind the last
+    step.
     """
     now = guards.state.sources
     if saved is None:
@@ -201,6 +202,12 @@ def _state_of(
         guards.say(f"accepted   {'; '.join(accepted)}")
     cursor = Cursor(**saved["cursor"])
     state = TrainState(saved["step"], cursor, saved["owes_validation"], saved["val_loss"], now)
+    if state.num_steps > guards.max_steps:
+        raise ConfigError(
+            f"the run is at step {state.num_steps}, and these settings end it at step "
+            f"{guards.max_steps}: raise training.max_steps or training.num_epochs, whichever ends "
+            "it, or start a new run with name=..."
+        )
     # A schedule has no other state than its place: the rate of the next step follows from it.
     scheduler.last_epoch = state.num_steps - 1
     scheduler._step_count = state.num_steps + 1

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from automodel_lite.data.feeding.feed import DeviceStep
 from automodel_lite.errors import ConfigError
+from automodel_lite.run.folder import saved_config
 from automodel_lite.telemetry.metrics import StepResult
 from recipes.train_ft import TrainFinetuneRecipe, main
 from tests.ranks import run_ranks
@@ -226,7 +227,9 @@ def test_a_finished_run_says_so_and_a_changed_setting_is_refused(
     folder = tmp_path / "run"
     train("smoke", folder, "training.max_steps=2")
     assert main(config_of("smoke", folder, "training.max_steps=2")) == 0
-    assert f"{folder} is finished (step 2): nothing to do." in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"{folder} is finished (step 2): nothing to do." in said
+    assert "or continue with a larger training.max_steps and checkpoint.accept_changes=true" in said
     free = [
         "dataloader.num_workers=1",
         "tokenize.num_proc=2",
@@ -242,3 +245,30 @@ def test_a_finished_run_says_so_and_a_changed_setting_is_refused(
     )
     longer = train("smoke", folder, "training.max_steps=3", "checkpoint.accept_changes=true")
     assert [row["step"] for row in longer if "loss" in row] == [1, 2, 3]
+    # steps that are left were counted to the zero that a run behind it never meets
+    with pytest.raises(
+        ConfigError,
+        match=r"the run is at step 3, and these settings end it at step 1: raise training.max_steps",
+    ):
+        main(config_of("smoke", folder, "training.max_steps=1", "checkpoint.accept_changes=true"))
+    # what was refused is not kept as the run's own
+    assert saved_config(folder / "config.yaml")["training"]["max_steps"] == 3
+
+
+def test_a_finished_run_of_epochs_goes_on_with_more_of_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A larger max_steps would change nothing where epochs end the run."""
+    options = [
+        "training.max_steps=null",
+        "training.num_epochs=1",
+        "training.allow_few_steps=true",
+        "dataset.num_chats=8",
+        NO_EXPORT,
+    ]
+    steps = [row["step"] for row in train("smoke", tmp_path, *options) if "loss" in row]
+    assert main(config_of("smoke", tmp_path, *options)) == 0
+    assert "continue with a larger training.num_epochs and" in capsys.readouterr().out
+    more = ["training.num_epochs=2", "checkpoint.accept_changes=true"]
+    longer = [row["step"] for row in train("smoke", tmp_path, *options, *more) if "loss" in row]
+    assert len(longer) == 2 * len(steps)
