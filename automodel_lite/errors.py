@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 MISTAKE_EXIT = 2  # exit code of a mistake that the user can mend
+# the end of a bad row's cure; taken off where bad rows are left out already
+OR_SKIP = ", or leave bad rows out with tokenize.on_bad_row=skip"
 
 
 class ConfigError(ValueError):

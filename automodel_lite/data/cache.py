@@ -34,8 +34,9 @@ _CANNOT_WRITE = {
     errno.EPERM,
     errno.ENOTDIR,
     errno.EEXIST,
+    errno.ENAMETOOLONG,
+    errno.ELOOP,
 }
-_CANNOT_WRITE |= {errno.ENAMETOOLONG, errno.ELOOP}
 Key = dict[str, str]
 """What made an entry: part name -> its value or the hash of its value."""
 
@@ -50,9 +51,9 @@ class CacheEntry:
     note: str
 
 
-def short_hash(text: str | bytes) -> str:
+def short_hash(text: str) -> str:
     """Returns the first 12 hex digits of the SHA-256 of `text`."""
-    return hashlib.sha256(text if isinstance(text, bytes) else text.encode()).hexdigest()[:12]
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def cache_root(cache_dir: str | Path | None = None) -> Path:
@@ -172,25 +173,22 @@ def find_damage(folder: Path) -> str | None:
 
     Contents are read by one process of a host: a cache of 100 GB once, not eight times.
     """
+    reads = os.environ.get("LOCAL_RANK", "0") == "0"
     try:
         files = json.loads((folder / KEY_FILE).read_text())["files"]
         for name, entry in files.items():
             size = (folder / name).stat().st_size
             if size != entry["bytes"]:
                 return f"{name} has {size:,} bytes instead of {entry['bytes']:,}"
-        reads = os.environ.get("LOCAL_RANK", "0") == "0"
-        changed = [
-            name
-            for name, entry in files.items()
-            if reads and content_sum(folder / name) != entry["sum"]
-        ]
+            if reads and content_sum(folder / name) != entry["sum"]:
+                return f"{name} differs from what was written"
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
     except OSError as error:
         return f"{Path(str(error.filename)).name} cannot be read ({error.strerror})"
     except (ValueError, KeyError, TypeError, AttributeError):
         return f"{KEY_FILE} is incomplete"
-    return f"{changed[0]} differs from what was written" if changed else None
+    return None
 
 
 def _what_changed(parent: Path, name: str, key: Key) -> str:

@@ -75,7 +75,7 @@ def resolve_auto(config: Config, console: Console, has_data: bool) -> Config:
     data = None
     if is_auto or is_micro_open:
         try_settings(trial, parts)
-        data = data_of(config, parts) if has_data else None
+        data = data_of(config, parts, console) if has_data else None
     if is_auto:
         if has_data:
             size, reason = pack_size_of(data, config, parts, multiple)
@@ -127,9 +127,9 @@ class Known:
     tokenizer: PreTrainedTokenizerFast
 
 
-def data_of(config: Config, parts: Parts) -> Known | None:
+def data_of(config: Config, parts: Parts, console: Console) -> Known | None:
     """Tokenizes the documents, or finds them in the cache; None for a stream, whose lengths are
-    not known.
+    not known. Prints what was not in the cache: the run finds it there.
     """
     documents = build(config.dataset)
     if isinstance(documents, PackingDataset):
@@ -140,9 +140,16 @@ def data_of(config: Config, parts: Parts) -> Known | None:
     packer = parts.packer
     if isinstance(documents, AdaptingDataset):
         documents, job, packer = documents.adapt(config, job, packer)
-    lengths = tokenize_documents(documents, job, config.cache_dir).train.lengths
+    tokens = tokenize_documents(documents, job, config.cache_dir)
+    for note in tokens.notes:
+        name = note.partition(": ")[0]
+        _, is_entry, found = note.partition(" · cache: ")
+        if is_entry and found != "hit":
+            console.say("cache", f"{name}: {found}")
     packer = packer.for_document_kind(document_kind(documents))
-    return Known(lengths, packer.overlong == "split" or packer.cuts_documents, job.tokenizer)
+    return Known(
+        tokens.train.lengths, packer.overlong == "split" or packer.cuts_documents, job.tokenizer
+    )
 
 
 def pack_size_of(

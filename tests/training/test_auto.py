@@ -70,6 +70,10 @@ def test_the_size_is_bounded_by_the_positions_of_the_model(tmp_path: Path, capsy
     options = ["dataset=files", "~dataset.num_chats", f"dataset.path={chats}"]
     free = resolved(tmp_path / "a", *options).packed_sequence["packed_sequence_size"]
     assert free > 128
+    # the run, which prints `cache: hit` of these rows, did not make them
+    assert "cache      train: miss (" in capsys.readouterr().out
+    resolved(tmp_path / "a", *options)
+    assert "cache " not in capsys.readouterr().out
     few = "model.config.max_position_embeddings=100"
     bounded = resolved(tmp_path / "b", *options, few).packed_sequence["packed_sequence_size"]
     assert bounded == 100

@@ -258,7 +258,7 @@ def _by_function(function: OwnFormat, renames: Mapping[str, str]) -> Detected:
     name = f"{code.__module__}.{code.__qualname__}"
     options = repr(function.keywords) if isinstance(function, partial) else ""
     try:
-        source = short_hash(Path(inspect.getfile(code)).read_bytes() + options.encode())
+        source = short_hash(Path(inspect.getfile(code)).read_text(errors="replace") + options)
     except (TypeError, OSError):  # written in C, or typed into a prompt
         source = options
     description = f"read by {name}{f' {options}' if options else ''}"

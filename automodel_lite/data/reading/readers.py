@@ -27,7 +27,7 @@ from typing import Any, Protocol
 import numpy as np
 from torch.utils.data import ConcatDataset
 
-from automodel_lite.errors import DataError
+from automodel_lite.errors import OR_SKIP, DataError
 
 RawRow = dict[str, Any]
 UTF_8 = "utf-8-sig"  # in which a byte order mark at the beginning is no text
@@ -213,7 +213,7 @@ _AS_JSON = "an array of rows belongs in a file named .json"
 def _json_cure(error: json.JSONDecodeError) -> str:
     if error.msg.startswith("Unterminated") or len(error.doc) == error.pos:
         return "it ends too soon, as a file that was cut off: write the file again"
-    return "mend it there, or leave bad rows out with tokenize.on_bad_row=skip"
+    return f"mend it there{OR_SKIP}"
 
 
 def _object(pairs: list[tuple[str, Any]]) -> RawRow:

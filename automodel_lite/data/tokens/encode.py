@@ -37,7 +37,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from automodel_lite.columns import CHOSEN, IGNORE_INDEX, REJECTED
 from automodel_lite.data.reading.documents import IMAGE, UNUSED, Document, Message, sound_text
 from automodel_lite.data.tokens.token_rows import next_token_labels
-from automodel_lite.errors import ConfigError, DataError
+from automodel_lite.errors import OR_SKIP, ConfigError, DataError
 
 Span = tuple[int, int]
 
@@ -235,10 +235,7 @@ class ChatRenderer:
         """Indices of the assistant messages that are trained on."""
         turns = [place for place, message in enumerate(messages) if message["role"] in _ASSISTANTS]
         if not turns:
-            raise DataError(
-                "has no assistant message, so nothing is trained on: add one, or set "
-                "tokenize.on_bad_row=skip"
-            )
+            raise DataError(f"has no assistant message, so nothing is trained on: add one{OR_SKIP}")
         if self._train_on == "last_assistant":
             turns = turns[-1:]
         if self._train_on == "completion":
@@ -279,7 +276,10 @@ class ChatRenderer:
                 **self._template_kwargs,
             )
         except Exception as error:  # whatever a template does wrong
-            raise DataError(f"is refused by the chat template: {error}") from error
+            raise DataError(
+                f"the chat is refused by the chat template ({error}): change such chats, or set "
+                "tokenizer.chat_template=template.jinja."
+            ) from error
         return texts[0]
 
     def _marked(self, marked: str, messages: list[Message], turns: list[int]) -> Rendering | None:

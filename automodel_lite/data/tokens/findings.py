@@ -100,7 +100,7 @@ def check_rows(
     def first(rows: np.ndarray) -> Example | None:
         if not rows.any():
             return None
-        row = int(np.flatnonzero(rows)[0])
+        row = rows.argmax()
         part = slice(offsets[row], min(offsets[row + 1], offsets[row] + SHOWN_TOKENS))
         return input_ids[part].tolist(), labels[part].tolist()
 
@@ -146,12 +146,12 @@ def also_trained(name: str, own: np.ndarray, trained: np.ndarray) -> list[str]:
 
 def limit_exceeded(num_unusable: int, num_documents: int, settings: TokenizeConfig) -> str:
     """Judges whether too many documents of a set cannot be trained on, whatever the reason: returns
-    `max_bad_frac=0.01 allows 12`, or nothing where so many may be.
+    `tokenize.max_bad_frac=0.01 allows 12`, or nothing where so many may be.
     """
     allowed = settings.max_bad_frac * num_documents
     if num_unusable <= allowed:
         return ""
-    return f"max_bad_frac={settings.max_bad_frac} allows {int(allowed):,}"
+    return f"tokenize.max_bad_frac={settings.max_bad_frac} allows {int(allowed):,}"
 
 
 def check_set(
@@ -186,7 +186,7 @@ def check_set(
         text = (
             f"{name}: {counts.num_documents:,} documents: {counts.num_bad:,} bad, "
             f"{counts.num_empty:,} empty, {counts.num_fully_masked:,} with nothing trained on "
-            f"(train_on={settings.train_on}); {too_many}."
+            f"(tokenize.train_on={settings.train_on}); {too_many}."
         )
         if found.first_error:
             text += f" First bad row: {found.first_error}"
@@ -218,13 +218,11 @@ def mark_trained(
 
     A token is trained on when the position before it has a label.
     """
-    trained = (
-        np.concatenate([[False], labels[:-1] != IGNORE_INDEX]) if len(labels) else np.zeros(0, bool)
-    )
+    trained = np.concatenate([[False], labels[:-1] != IGNORE_INDEX])
     edges = np.flatnonzero(np.diff(trained)) + 1
     start_mark, end_mark = ("\x1b[32m", "\x1b[0m") if color else ("⟦", "⟧")
     parts = []
     for piece in np.split(np.arange(len(input_ids)), edges):
-        text = harmless(str(tokenizer.decode([int(i) for i in input_ids[piece]])))
+        text = harmless(str(tokenizer.decode(input_ids[piece].tolist())))
         parts.append(f"{start_mark}{text}{end_mark}" if len(piece) and trained[piece[0]] else text)
     return "".join(parts)

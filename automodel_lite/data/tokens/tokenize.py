@@ -57,7 +57,7 @@ from automodel_lite.data.tokens.token_rows import (
     next_token_labels,
 )
 from automodel_lite.data.tokens.tokenizer import check_vocabulary
-from automodel_lite.errors import ConfigError, DataError, DroppedError, listed, printable
+from automodel_lite.errors import OR_SKIP, ConfigError, DataError, DroppedError, listed, printable
 from automodel_lite.progress import Progress
 
 CHUNK_DOCUMENTS = 512
@@ -171,7 +171,7 @@ class DocumentTokenizer:
                     is_dropped = isinstance(error, DroppedError)
                     if self._settings.on_bad_row == "error" and not is_dropped:
                         raise named from error
-                    errors.append(str(named))
+                    errors.append(str(named).replace(OR_SKIP, ""))
                     num_rows.append(0)
                     continue
                 num_rows.append(len(of_document))

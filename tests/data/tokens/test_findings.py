@@ -40,9 +40,9 @@ def test_too_many_bad_rows(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         tokenized(documents, tmp_path, on_bad_row="skip")
     assert str(caught.value) == (
-        "train: 10 documents: 1 bad, 0 empty, 0 with nothing trained on (train_on=assistant); max_bad_frac=0.05 "
-        "allows 0. First bad row: given[9]: has no assistant message, so nothing is trained on: add one, or set "
-        "tokenize.on_bad_row=skip"
+        "train: 10 documents: 1 bad, 0 empty, 0 with nothing trained on (tokenize.train_on=assistant); "
+        "tokenize.max_bad_frac=0.05 allows 0. First bad row: given[9]: has no assistant message, so nothing is "
+        "trained on: add one"
     )
     assert len(tokenized(documents, tmp_path, on_bad_row="skip", max_bad_frac=0.1).train) == 9
 
@@ -66,7 +66,7 @@ def test_nothing_trained_on_shows_a_sample(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         tokenized(chats([HI, {**HELLO, "weight": 0}]), tmp_path)
     assert str(caught.value) == (
-        "train: 1 documents: 0 bad, 0 empty, 1 with nothing trained on (train_on=assistant); nothing is left to train "
+        "train: 1 documents: 0 bad, 0 empty, 1 with nothing trained on (tokenize.train_on=assistant); nothing is left to train "
         "on. One of them, trained tokens in ⟦ ⟧: '<|user|>Hi<|end|><|assistant|>Yo<|end|>'"
     )
 
