@@ -117,7 +117,7 @@ def check_held_out(config: Config, data: PackSource) -> None:
         )
     if config.evaluation and not locate(HAS_QUESTIONS)(data.documents):
         raise ConfigError(
-            "evaluation asks held-out questions, and the data has none, as plain text, token ids "
-            "and chats without a last answer: set evaluation=none, or dataset.val_path to chats "
-            "that end with an answer."
+            "evaluation asks held-out questions, and there are none: set dataset.val_frac=0.05 or "
+            "dataset.val_path, to chats that end with an answer (plain text and token ids ask "
+            "nothing), or evaluation=none."
         )

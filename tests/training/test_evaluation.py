@@ -31,7 +31,10 @@ DATASETS = {
 @pytest.mark.parametrize(("row", "has"), DATASETS.values(), ids=DATASETS)
 def test_data_without_questions_is_known_before_the_training(row: str, has: bool, tmp_path: Path):
     (tmp_path / "a.jsonl").write_text(f"{row}\n" * 2)
+    (tmp_path / "b.jsonl").write_text(f"{row}\n" * 3)
     node = {"_target_": FILES, "path": str(tmp_path / "a.jsonl")}
+    assert not has_questions(build(node))  # what is trained on is not held out
+    node["val_path"] = str(tmp_path / "b.jsonl")
     assert has_questions(build(node)) == has
     sources = {name: {"dataset": node, "weight": 0.5} for name in ("one", "two")}
     assert has_questions(build({"_target_": MIXTURE, "sources": sources})) == has
@@ -43,6 +46,10 @@ def test_the_best_checkpoint_needs_held_out_data(tmp_path: Path):
     data = ("~dataset.num_chats", "dataset=files", f"dataset.path={tmp_path / 'a.jsonl'}")
     with pytest.raises(ConfigError, match=r"^checkpoint.keep_best=1 compares validation losses"):
         train("smoke", tmp_path / "run", *data, "checkpoint.keep_best=1")
+    with pytest.raises(
+        ConfigError, match=r"^evaluation asks held-out questions, and there are none"
+    ):
+        train("smoke", tmp_path / "run", *data, "evaluation=exact_match")
 
 
 ASKED = [

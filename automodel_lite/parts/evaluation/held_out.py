@@ -22,15 +22,17 @@ from automodel_lite.training.guards import Guards
 
 
 def has_questions(documents: Documents) -> bool:
-    """Returns whether there is anything to ask; text and token ids are not read for it."""
-    if document_kind(documents) in ("text", "tokens", "rows"):
+    """Returns whether there is anything to ask that is not trained on; text and token ids are not
+    read for it.
+    """
+    if document_kind(documents) in ("text", "tokens", "rows") or not documents.val:
         return bool(documents.questions)
     return next(questions_of(documents), None) is not None
 
 
 def questions_of(documents: Documents) -> Iterator[Question]:
     """Yields the dataset's own; where it has none, what its validation documents ask; without any,
-    its documents.
+    its documents, of a file that is evaluated.
     """
     if documents.questions:
         yield from documents.questions
