@@ -189,6 +189,9 @@ def test_a_run_is_asked_with_images_as_large_as_those_it_was_trained_on(
     assert generate.main([str(tmp_path), *asked]) == 0
     assert generate.main([str(tmp_path), *rows]) == 0
     assert grids == [[[1, 2, 12]], [[1, 2, 8]], [[1, 2, 8]]]
+    # the cures of a dataset are refused here
+    with pytest.raises(ConfigError, match=r"gone.png cannot be read \(.*\): name another file\.$"):
+        generate.main([str(folder), "what?", "--image", str(tmp_path / "gone.png")])
 
 
 @pytest.mark.parametrize("peft", ["none", "lora"])

@@ -71,7 +71,11 @@ def pixels_of(image: Any, most_pixels: int | None = None) -> Any:
             return image.source.pixels(image.limits)
         return source_of(image, "image").pixels(ImageLimits(Path.cwd(), most_pixels))
     except DataError as error:
-        raise ConfigError(str(error)) from error
+        text = str(error)
+        problem, _, cure = text.rpartition(": ")
+        if "set dataset." in cure:  # which changes nothing for a question
+            text = f"{problem}: name another file."
+        raise ConfigError(text) from error
 
 
 def prompt_text(
