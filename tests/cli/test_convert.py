@@ -436,12 +436,24 @@ def test_several_data_sets_are_a_mixture(tmp_path: Path) -> None:
     assert source["dataset"]["format"] == "alpaca"
     assert source["dataset"]["val_frac"] == 0.1
     (tmp_path / "data").mkdir()
-    listed = {"one": {"file_name": "one.json", "columns": {"prompt": "frage"}}}
+    tags = {"role_tag": "role", "user_tag": "human"}
+    listed = {"one": {"file_name": "one.json", "columns": {"prompt": "frage"}, "tags": tags}}
     (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(listed))
     theirs = {"dataset": "one", "stage": "sft", "learning_rate": 1}
-    found = convert.preset_of("llama_factory", theirs, "mine", folder=tmp_path).settings
+    preset_of_one = convert.preset_of("llama_factory", theirs, "mine", 1, folder=tmp_path)
+    assert not preset_of_one.unsaid  # tags that are known are nothing to do
+    found = preset_of_one.settings
     assert found["dataset.path"] == str(tmp_path / "data" / "one.json")
     assert found["dataset.columns"] == {"instruction": "frage"}
+
+
+def test_a_number_of_gpus_is_asked_for_where_none_is_given() -> None:
+    theirs: dict[str, object] = {"model_name_or_path": "x", "assistant_only_loss": True}
+    theirs |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+    asked = ["training.global_batch_size=8: for 1 GPU, as the file does not name their number: "
+             "convert with --gpus N"]  # fmt: skip
+    assert convert.preset_of("trl", theirs, "mine").unsaid == asked
+    assert not convert.preset_of("trl", theirs, "mine", num_gpus=1).unsaid
 
 
 @pytest.mark.parametrize("peer", ["axolotl", "llama_factory", "nemo_automodel", "torchtune", "trl"])

@@ -69,8 +69,7 @@ def convert(argv: list[str]) -> int:
     parser.add_argument(
         "--gpus",
         type=argument(int, Range(1, 10**6)),
-        default=1,
-        help="that it ran on: the batch of a step follows from them",
+        help="that it ran on: the batch of a step follows from them; default: 1",
     )
     args = parser.parse_args(argv)
     target: Path = args.to or Path("my_conf") / f"{args.file.stem}.yaml"
@@ -340,7 +339,11 @@ def plain_number(value: Any) -> Any:
 
 
 def preset_of(
-    peer: str, theirs: Mapping[str, Any], name: str, num_gpus: int = 1, folder: Path = Path()
+    peer: str,
+    theirs: Mapping[str, Any],
+    name: str,
+    num_gpus: int | None = None,
+    folder: Path = Path(),
 ) -> Preset:
     """Returns what a configuration is here; raises ConfigError for one that trains nothing, or
     what is not trained here.

@@ -51,7 +51,7 @@ def number(value: Any) -> float | None:
     return None
 
 
-def combine(peer: str, theirs: Tree, num_gpus: int, put: Set) -> Iterator[str]:
+def combine(peer: str, theirs: Tree, num_gpus: int | None, put: Set) -> Iterator[str]:
     """Sets what several keys are together; yields a line for each that cannot be held."""
     yield from _batch(peer, theirs, num_gpus, put)
     betas = [number(theirs.get(name)) for name in BETAS]
@@ -80,7 +80,7 @@ def combine(peer: str, theirs: Tree, num_gpus: int, put: Set) -> Iterator[str]:
         )
 
 
-def _batch(peer: str, theirs: Tree, num_gpus: int, put: Set) -> Iterator[str]:
+def _batch(peer: str, theirs: Tree, num_gpus: int | None, put: Set) -> Iterator[str]:
     """The rows of a step, where the other framework multiplies them."""
     if peer not in ROWS or theirs.get("global_batch_size"):
         return
@@ -96,7 +96,7 @@ def _batch(peer: str, theirs: Tree, num_gpus: int, put: Set) -> Iterator[str]:
     for name in ("context_parallel_size", "sequence_parallel_degree", "tensor_parallel_size",
                  "cp_size", "tensor_parallel_dim", "context_parallel_dim"):  # fmt: skip
         shared *= max(1, int(number(theirs.get(name)) or 1))
-    ranks = max(1, num_gpus // shared)
+    ranks = max(1, (num_gpus or 1) // shared)
     put("training.micro_batch_size", int(size), names[0])
     total = int(size) * int(passes) * ranks
     put(
@@ -104,7 +104,7 @@ def _batch(peer: str, theirs: Tree, num_gpus: int, put: Set) -> Iterator[str]:
         total,
         f"{names[0]} {int(size)} x {PASSES} {int(passes)} x {ranks} data-parallel ranks",
     )
-    if num_gpus == 1:
+    if num_gpus is None:
         yield (
             f"training.global_batch_size={total}: for 1 GPU, as the file does not name their "
             "number: convert with --gpus N"
@@ -229,8 +229,10 @@ def named_datasets(theirs: Tree, folder: Path) -> tuple[list[dict[str, Any]], li
         entry = listed.get(name)
         if isinstance(entry, Mapping):
             found.append(_listed_source(name, entry, folder))
-            if entry.get("tags"):
-                unsaid.append(f"dataset={name}: tags: {_tags(entry['tags'])}")
+            if others := _unknown_tags(entry.get("tags") or {}):
+                unsaid.append(
+                    f"dataset={name}: tags: {', '.join(others)} are not read: dataset.format"
+                )
             continue
         found.append({"path": name})
         if not Path(name).suffix and "/" not in name:
@@ -274,7 +276,6 @@ def _listed_source(name: str, entry: Tree, folder: Path) -> dict[str, Any]:
     return source
 
 
-def _tags(tags: Tree) -> str:
+def _unknown_tags(tags: Tree) -> list[str]:
     known = {"from", "value", "role", "content", "human", "gpt", "user", "assistant", "system"}
-    others = sorted(str(value) for value in tags.values() if value not in known)
-    return f"{', '.join(others)} are not read: dataset.format" if others else "role and from"
+    return sorted(str(value) for value in tags.values() if value not in known)
