@@ -19,6 +19,7 @@ from automodel_lite import PackedDataset, Packer, hf_collater, install_attention
 from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.thd import AttentionOptions, Segments
+from benchmarks.tiny_models import tiny_model
 from tests.data.templates import MARKED, byte_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -123,6 +124,11 @@ def test_a_kernel_that_mixes_documents_is_refused() -> None:
         ConfigError, match=r"^LlamaForCausalLM lets documents of a pack see each other"
     ):
         install_attention(small_llama(), OneDocument())
+
+
+def test_logits_in_fp32_of_a_model_in_bf16_are_as_exact_as_bf16() -> None:
+    """Nemotron H casts its own, and was held to the rounding of fp32."""
+    assert install_attention(tiny_model("nemotron_h").to(torch.bfloat16))
 
 
 def test_trainers_move_the_documents_with_the_tokens() -> None:

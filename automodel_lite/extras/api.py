@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 import transformers
+from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from automodel_lite.attention.interface import choose_attention, install
-from automodel_lite.attention.isolation import check_packing_isolation
+from automodel_lite.attention.isolation import check_packing_isolation, model_logits
 from automodel_lite.attention.kernel import AttentionKernel, ReferenceAttention
 from automodel_lite.attention.positions import short_lengths
 from automodel_lite.attention.spec import attention_specs
@@ -28,7 +29,7 @@ from automodel_lite.data.tokens.token_rows import TokenizedDocuments
 from automodel_lite.data.tokens.tokenize import DocumentTokenizer, Job
 from automodel_lite.errors import ConfigError, RunStoppedError
 from automodel_lite.run.folder import RunFolder
-from automodel_lite.thd import to_thd
+from automodel_lite.thd import ThdBatch, to_thd
 
 
 def install_attention(
@@ -43,12 +44,17 @@ def install_attention(
     fit packed attention.
     """
     kernel, why = choose_attention(kernel, attention_specs(model.config, model.device, model.dtype))
+
+    def logits(batch: ThdBatch) -> Tensor:
+        """In the dtype that the model computes in: some families cast theirs to fp32."""
+        return model_logits(model)(batch).to(model.dtype)
+
     with short_lengths(model) as has_lengths:
         if has_lengths:
             install(model, ReferenceAttention())
-            check_packing_isolation(model, model.device)
+            check_packing_isolation(model, model.device, logits)
     install(model, kernel)
-    check_packing_isolation(model, model.device)
+    check_packing_isolation(model, model.device, logits)
     return why
 
 

@@ -24,14 +24,14 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
-from automodel_lite.attention.isolation import tolerance_std
+from automodel_lite.attention.isolation import drawn_ids, evaluating, tolerance_std
 from automodel_lite.config.components import locate
 from automodel_lite.errors import system_errors
 from automodel_lite.interpreter import trim_malloc
 from automodel_lite.models.layers import has_fp8, local
 from automodel_lite.models.loss import CrossEntropy
 from automodel_lite.models.loss_model import LossModel
-from automodel_lite.models.source import CausalLM, describe, embedding_rows, is_remote_code
+from automodel_lite.models.source import CausalLM, describe, is_remote_code
 from automodel_lite.parallel.control import all_ranks
 from automodel_lite.parallel.mesh import Mesh
 from automodel_lite.parallel.sharding import fully_shard_model
@@ -166,7 +166,7 @@ def export_hf(
                 raise RuntimeError(f"the exported weight {name} differs from the trained one.")
         if is_exact and mesh is None:  # shards are widened as they are gathered
             loaded.lm.float()
-        got_TV = loaded.plain_logits(_probe(model, device).input_ids).cpu().float()
+        got_TV = loaded.plain_logits(drawn_ids(model.lm, _PROBE_TOKENS).to(device)).cpu().float()
         # the median token: in low precision single tokens of a mixture of experts take other
         # experts
         off = float(
@@ -278,22 +278,11 @@ def _load_again(
     return made[-1].eval()
 
 
-def _probe(model: LossModel, device: torch.device) -> ThdBatch:
-    """Returns one document of a few tokens."""
-    vocab = embedding_rows(model.lm)
-    ids = torch.randint(
-        min(3, vocab - 1), vocab, (1, _PROBE_TOKENS), generator=torch.Generator().manual_seed(0)
-    )
-    return stream_of(ids, device)
-
-
 @torch.no_grad()
 def probe_logits(
     model: LossModel, logits: Callable[[ThdBatch], Tensor], device: torch.device
 ) -> Tensor:
     """Returns what the model answers to a few tokens: [T, V] on the CPU, without dropout."""
-    was_training = model.training
-    model.eval()
-    result = logits(_probe(model, device)).cpu()
-    model.train(was_training)
-    return result
+    batch = stream_of([drawn_ids(model.lm, _PROBE_TOKENS)], device)
+    with evaluating(model):
+        return logits(batch).cpu()

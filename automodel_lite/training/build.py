@@ -109,7 +109,9 @@ def build_model(
         with naming_cut_layers(lm, mesh), short_lengths(lm) as has_lengths:
             if has_lengths:
                 install(lm, ReferenceAttention())
-                check_packing_isolation(lm, mesh.device, lambda batch: model.probe(batch)[0])
+                check_packing_isolation(
+                    lm, mesh.device, lambda batch: model.probe(batch)[0].to(model.compute_dtype)
+                )
         install(lm, decided.kernel)
         attention = decided.attention_text
         if runs_by_rows(lm):
@@ -249,10 +251,17 @@ def check_model(cp_exchange: str, model: ParallelModel, mesh: Mesh) -> str:
                 with torch.enable_grad():
                     model.logits(batch)
         heads.append(is_plain)
-        return logits_TV
+        # how exact they are; some families cast theirs to fp32
+        return logits_TV.to(model.compute_dtype)
 
     check_packing_isolation(loss_model.lm, mesh.device, logits)
-    check_context_parallel(loss_model.lm, mesh.cp, cp_exchange, mesh.device, model.logits)
+    check_context_parallel(
+        loss_model.lm,
+        mesh.cp,
+        cp_exchange,
+        mesh.device,
+        lambda batch: model.logits(batch).to(model.compute_dtype),
+    )
     model.free_gathered()
     if loss_model.heads and not all(heads):
         raise ConfigError(

@@ -26,7 +26,7 @@ from automodel_lite.parallel.exchange import choose_exchange
 from automodel_lite.parallel.mesh import MeshShape
 from automodel_lite.parallel.sharding import choose_precision, choose_strategy
 from automodel_lite.telemetry.metrics import STARTUP
-from automodel_lite.training.memory import gib, gpu_bytes, num_shards
+from automodel_lite.training.memory import estimate_memory, gib, gpu_bytes, num_shards
 from automodel_lite.training.plan import (
     Decided,
     Parts,
@@ -147,10 +147,10 @@ def decide_reduction(decided: Decided, adapter: int | None, available: float | N
     adapter    trained weights beside a frozen model, None without
     available  bytes of the GPU; None = not known, as on a CPU
     """
-    wish = decided.advanced.reduce_every_micro_batch
-    towers = 0 if decided.model.train_towers else decided.size.towers
-    trained = decided.size.parameters - towers if adapter is None else adapter
-    whole = 4.0 * trained  # bytes of all gradients in fp32, not sharded
+    advanced = decided.advanced
+    wish = advanced.reduce_every_micro_batch
+    at_end = replace(decided, advanced=replace(advanced, reduce_every_micro_batch=False))
+    whole = estimate_memory(at_end, adapter).gradients
     micro_steps = batch_shape(decided.training, decided.shape.dp).micro_steps
     # A sum of a quarter of the GPU leaves too little for a micro-batch; reducing a smaller one
     # early gains little.
@@ -158,7 +158,7 @@ def decide_reduction(decided: Decided, adapter: int | None, available: float | N
     is_asked = wish is True or (wish == "auto" and is_large)
     is_on = decided.strategy == "fsdp" and micro_steps > 1 and is_asked
     text = f"gradients are reduced after every micro-batch: their sum would take {gib(whole)}"
-    advanced = replace(decided.advanced, reduce_every_micro_batch=is_on)
+    advanced = replace(advanced, reduce_every_micro_batch=is_on)
     return replace(decided, advanced=advanced, reduction_text=text if is_on else "")
 
 

@@ -22,13 +22,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from automodel_lite.attention.isolation import evaluating
 from automodel_lite.data.feeding.feed import DeviceFeed
 from automodel_lite.data.feeding.order import BatchShape, assign_to_ranks
 from automodel_lite.data.feeding.source import HostStep
 from automodel_lite.data.packing.packs import EMPTY_PACK, PackedDataset
 from automodel_lite.models.fused_head import RowFunction
 from automodel_lite.models.layers import local
-from automodel_lite.models.loss import Loss
+from automodel_lite.models.loss import Loss, LossOutput
 from automodel_lite.parallel.context_parallel import cp_shard
 from automodel_lite.parallel.mesh import Mesh
 from automodel_lite.parallel.sharding import ParallelModel
@@ -40,6 +41,12 @@ from automodel_lite.training.plan import Decided
 
 def no_lap(phase: str) -> None:
     """Measures nothing."""
+
+
+def add_output(sums: dict[str, Tensor], output: LossOutput) -> None:
+    """Adds what a forward pass gives to the sums of others, in place: its loss, and its parts."""
+    for name, value in {"loss": output.sum.detach(), **output.parts}.items():
+        sums[name] = sums[name] + value if name in sums else value.float()
 
 
 @dataclass(frozen=True)
@@ -104,8 +111,7 @@ class Engine:
                 # of the sum over ranks
                 (output.sum * (model.mean_ranks / divisor)).backward()
                 lap("backward")
-            for name, value in {"loss": output.sum.detach(), **output.parts}.items():
-                sums[name] = sums[name] + value if name in sums else value.float()
+            add_output(sums, output)
         return sums
 
     @torch.no_grad()
@@ -115,18 +121,17 @@ class Engine:
         """Yields, forward by forward and without dropout, what all ranks have computed: (packs,
         the column `row_place` of their labels [R], `function(logits, labels)` [R, K]).
         """
-        is_training = self.model.module.training
-        self.model.module.eval()
         numbers = (self._assigned(packs, first) != EMPTY_PACK).sum((1, 2)).tolist()
-        for num_packs, batch in zip(numbers, self.micro_batches(packs, first=first)):
-            own = self.place(batch)
-            found = self.model.values(own.to(self.mesh.device), function)
-            # rows of several ranks are other tokens, or the same with the same values (tp)
-            of_rank = own.columns["row_place"][own.label_rows].numpy(), found.cpu().numpy()
-            places, values = (np.concatenate(parts) for parts in zip(*self.mesh.gather(of_rank)))
-            yield num_packs, places, values
-        self.model.free_gathered()
-        self.model.module.train(is_training)
+        with evaluating(self.model.module):
+            for num_packs, batch in zip(numbers, self.micro_batches(packs, first=first)):
+                own = self.place(batch)
+                found = self.model.values(own.to(self.mesh.device), function)
+                # rows of several ranks are other tokens, or the same with the same values (tp)
+                of_rank = own.columns["row_place"][own.label_rows].numpy(), found.cpu().numpy()
+                parts = zip(*self.mesh.gather(of_rank))
+                places, values = (np.concatenate(part) for part in parts)
+                yield num_packs, places, values
+            self.model.free_gathered()
 
     def total(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
         """Sums over the ranks, in one message."""

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import torch
 
+from automodel_lite.attention.isolation import evaluating
 from automodel_lite.config.components import locate
 from automodel_lite.config.schema import Config, SamplesConfig
 from automodel_lite.config.sizes import ceil_div
@@ -19,7 +20,7 @@ from automodel_lite.data.feeding.source import PackSource
 from automodel_lite.data.packing.packs import PackedDataset
 from automodel_lite.errors import ConfigError
 from automodel_lite.progress import Progress
-from automodel_lite.training.engine import Engine
+from automodel_lite.training.engine import Engine, add_output
 
 HAS_QUESTIONS = "automodel_lite.parts.evaluation.held_out.has_questions"
 SAMPLE_ANSWERS = "automodel_lite.parts.evaluation.samples.sample_answers"
@@ -59,36 +60,32 @@ def validation_losses(
     """
     model = engine.model
     mesh = engine.mesh
-    model.module.eval()
     loss_model = model.loss_model
     sums = {"loss": torch.zeros((), device=mesh.device)}
     counts = torch.zeros(2, dtype=torch.float64)  # of what the loss counts, and of label tokens
     steps = validation_steps(packs, source.shape, mesh.dp_rank, source.dataloader)
     feed = engine.feed(steps)
     packs_per_forward = source.shape.dp_size * source.shape.micro_batch_size
-    with Progress("validating", ceil_div(len(packs), packs_per_forward), "batches") as progress:
+    num_batches = ceil_div(len(packs), packs_per_forward)
+    with evaluating(model.module), Progress("validating", num_batches, "batches") as progress:
         for ready in feed:
             output = model(ready.inputs[0])
             # Sums and counts stay apart to the end: means of batches would weigh short ones too
             # much.
-            for name, value in {"loss": output.sum, **output.parts}.items():
-                sums[name] = sums[name] + value if name in sums else value.float()
+            add_output(sums, output)
             whole = ready.micro_batches[0]
             counts += torch.tensor([loss_model.loss.num_items(whole), whole.num_label_tokens])
             feed.stage()
             progress.add(1)
             if must_stop():
-                model.module.train()
                 return None
-    model.module.train()
     # Ranks of cp count the same streams; what they sum is their own tokens' share.
     num_items, num_labels = (mesh.sum(counts) / mesh.shape.cp).tolist()
-    totals = {name: mesh.sum(value).item() for name, value in sums.items()}
-    counted = {
-        name: num_labels if name in ("token_accuracy", "cross_entropy") else num_items
-        for name in totals
+    of_labels = ("token_accuracy", "cross_entropy")
+    means = {
+        name: mesh.sum(value).item() / ((num_labels if name in of_labels else num_items) or 1)
+        for name, value in sums.items()
     }
-    means = {name: total / (counted[name] or 1) for name, total in totals.items()}
     return means | {"perplexity": math.exp(min(means.get("cross_entropy", means["loss"]), 700.0))}
 
 

@@ -16,7 +16,7 @@ from transformers import (
 
 from automodel_lite.attention import interface
 from automodel_lite.attention.interface import install
-from automodel_lite.attention.isolation import check_packing_isolation
+from automodel_lite.attention.isolation import TRIALS, check_packing_isolation, model_logits
 from automodel_lite.attention.kernel import ReferenceAttention, over_tree
 from automodel_lite.errors import ConfigError
 from automodel_lite.thd import Segments, TreeKeys
@@ -84,6 +84,24 @@ def test_rounding_is_no_leak() -> None:
     probe(model, torch.float32)
 
 
+def test_what_one_trial_shows_alone_is_rounding() -> None:
+    """A router near a tie sends a token to other experts: its logits are others then, as far off as a leak makes them."""
+    model = build("llama")
+    install(model, ReferenceAttention())
+
+    def moved(trials: int) -> Any:
+        def logits(batch: Any) -> torch.Tensor:
+            found = model_logits(model)(batch)
+            found[: trials * 16 : 16] += 3 * found.std()  # a token of what is alone in each
+            return found
+
+        return logits
+
+    check_packing_isolation(model, logits=moved(TRIALS - 1))
+    with pytest.raises(ConfigError, match="documents of a pack see each other"):
+        check_packing_isolation(model, logits=moved(TRIALS))
+
+
 class OneTokenLeaks(ReferenceAttention):
     """The first token of each document also sees the token before it."""
 
@@ -131,11 +149,12 @@ def test_the_probe_leaves_the_model_as_it_was() -> None:
 
 
 def test_branches_that_see_each_other_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A planted fault: the second branch, from key 112 on, sees tokens of the first in place of what they share."""
+    """A planted fault: the second branch sees tokens of the first in place of what they share."""
 
     def leaking(kernel: Any, tree: TreeKeys, is_cut: bool) -> Any:
         paths = tree.paths.clone()
-        paths[112:119] += 8
+        for start in (144, 256, 368):  # of its keys, in each trial
+            paths[start : start + 7] += 8
         return over_tree(kernel, replace(tree, paths=paths), is_cut)
 
     model = build("llama")

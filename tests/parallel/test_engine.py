@@ -106,6 +106,14 @@ def test_a_family_whose_plan_does_not_run_is_refused_in_a_sentence() -> None:
             assert sentence.endswith("set mesh.tp=1 mesh.ep=1.")
 
 
+@pytest.mark.parametrize("family", ["nemotron_h", "beam"])
+def test_logits_in_fp32_of_a_model_in_bf16_are_as_exact_as_bf16(family: str) -> None:
+    """These families cast their own, and were held to the rounding of fp32."""
+    mesh = Mesh(MeshShape(1, 1, 1), torch.device("cpu"), None)
+    model = parallelize(_loss_model(family), mesh, "none", torch.bfloat16)
+    assert check_model("auto", model, mesh)
+
+
 def test_what_is_no_fault_of_a_plan_keeps_its_name() -> None:
     lm = tiny_model("llama")
     one, two = (Mesh(MeshShape(1, 1, 1, tp), torch.device("cpu"), None) for tp in (1, 2))
