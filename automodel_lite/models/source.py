@@ -376,10 +376,14 @@ class CausalLM:
         if self.freeze:
             self.notes += locate(FREEZING)(lm, self.freeze)
 
+    def stored_dtype(self, config: PretrainedConfig) -> torch.dtype:
+        """Returns that of the checkpoint, as its config names it; fp32 without one."""
+        stored = config.dtype if self.pretrained else None
+        return stored if isinstance(stored, torch.dtype) else torch.float32
+
     def _checked_config(self, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
         config = self._config_as_stored(tokenizer)
-        source_dtype = config.dtype if self.pretrained else None
-        self.dtype = source_dtype if isinstance(source_dtype, torch.dtype) else torch.float32
+        self.dtype = self.stored_dtype(config)
         rows = config.get_text_config().vocab_size
         if len(tokenizer) > rows and not self._grows(config, tokenizer):
             raise ConfigError(

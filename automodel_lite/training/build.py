@@ -43,7 +43,6 @@ from automodel_lite.models.layers import (
     compile_layers,
     decoder_layers,
     has_fp8,
-    local,
     recompute_layers,
 )
 from automodel_lite.models.loss_model import LossModel
@@ -119,27 +118,21 @@ def build_model(
         loss = check_model(decided.mesh.cp_exchange, model, mesh)
         model.gather_towers_once()
         STARTUP.lap("probe")
-    of_teacher: StepFlops | None = None
-    teacher_bytes = 0  # on each device
-    if decided.of_teacher:
-        locate(CHECK_VOCABULARY)(decided.of_teacher, tokenizer)
-        teacher = build_model(decided.of_teacher, tokenizer, mesh, trains=False)
-        model.loss_model.set_teacher(teacher.model.loss_model)
-        of_teacher = teacher.flops
-        if not decided.mesh.cpu_offload:
-            teacher_bytes = sum(local(p).nbytes for p in teacher.model.parameters())
-    compiled = compile_model(decided, model, mesh) if trains else "off"
-    STARTUP.lap("compile")
-    num_trained = sum(p.numel() for p in lm.parameters() if p.requires_grad)
-    trained = num_trained if adapter else None
-    model = replace(model, reduces_every=decided.advanced.reduce_every_micro_batch is True)
-    memory = estimate_memory(decided, trained, num_trained if decided.model.freeze else None)
-    memory = replace(memory, weights=memory.weights + teacher_bytes)
     heads = model.loss_model.heads
     beside = visited_weights(lm, only_trained=True) if adapter else None
     flops = step_flops(decided.config, decided.size, beside, heads.depth if heads else 0)
     flops = flops.without_frozen(lm) if decided.model.freeze else flops
-    flops = flops.with_teacher(of_teacher) if of_teacher else flops
+    if decided.of_teacher:
+        locate(CHECK_VOCABULARY)(decided.of_teacher, tokenizer)
+        teacher = build_model(decided.of_teacher, tokenizer, mesh, trains=False)
+        model.loss_model.set_teacher(teacher.model.loss_model)
+        flops = flops.with_teacher(teacher.flops)
+    compiled = compile_model(decided, model, mesh) if trains else "off"
+    STARTUP.lap("compile")
+    num_trained = sum(p.numel() for p in lm.parameters() if p.requires_grad)
+    model = replace(model, reduces_every=decided.advanced.reduce_every_micro_batch is True)
+    of_adapter = num_trained if adapter else None
+    memory = estimate_memory(decided, of_adapter, num_trained if decided.model.freeze else None)
     return BuiltModel(model, decided, flops, memory, loss, compiled, attention, adapter)
 
 

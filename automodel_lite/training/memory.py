@@ -90,9 +90,7 @@ def estimate_memory(
     trained = size.parameters - towers + copied if adapter is None else adapter
     frozen = towers if trains_all else size.parameters + copied
     # frozen towers of a model that is trained stay as they are stored
-    stored = decided.config.dtype if decided.model.pretrained else None
-    held = stored.itemsize if isinstance(stored, torch.dtype) else _FP32
-    held = held if trains_all else compute
+    held = decided.model.stored_dtype(decided.config).itemsize if trains_all else compute
     # embedding, head, towers and stacked experts are not quantized
     in_layers = size.parameters - size.embedding - size.towers - size.all_experts
     spared = (compute - _NF4) * in_layers * decided.is_quantized
@@ -103,7 +101,8 @@ def estimate_memory(
     reduces_at_end = decided.advanced.reduce_every_micro_batch is not True and shape.tp == 1
     # FSDP leaves gradients whole until the last micro-batch, unless they are reduced after each
     if is_fsdp and accumulates and reduces_at_end:
-        gradients = _FP32 * (learning - copied)
+        own_experts = 1 - (1 - 1 / shape.ep) * size.all_experts / size.parameters
+        gradients = _FP32 * (learning - copied) * own_experts
     # DDP's buckets stay beside the gradients that are not reduced yet
     elif decided.strategy == "ddp":
         gradients *= 1 + accumulates
@@ -117,8 +116,11 @@ def estimate_memory(
     loss = LossShape(
         decided.tokens / shape.cp, text.vocab_size, text.hidden_size, compute, head_gradient
     )
+    weights = (master * trained + held * frozen - spared) / shards
+    if teacher := decided.of_teacher:
+        weights += compute * teacher.size.parameters / num_shards(teacher)
     return MemoryEstimate(
-        weights=(master * trained + held * frozen - spared) / shards * on_gpu,
+        weights=weights * on_gpu,
         gradients=gradients,
         optimizer=states / shards * on_gpu,
         working_copy=_working_copy(decided, master, trains_all=trains_all),

@@ -125,6 +125,30 @@ def test_frozen_towers_are_held_as_they_are_stored(stored: torch.dtype, bytes_ea
     assert estimate_memory(plan, 0).weights == 2 * plan.size.parameters
 
 
+def test_a_teacher_lies_beside_the_model() -> None:
+    """Frozen, in the compute dtype, over the same ranks; in host memory with the rest."""
+    plan = plan_of(config_with(), 1, 2, 1)
+    taught = replace(plan, of_teacher=plan)
+    alone, both = (estimate_memory(of, None) for of in (plan, taught))
+    assert both == replace(alone, weights=alone.weights + 2 * plan.size.parameters / 2)
+    config = config_with()
+    config.mesh = MeshConfig(cpu_offload=True)
+    plan = plan_of(config, 1, 2, 1)
+    assert estimate_memory(replace(plan, of_teacher=plan), None).weights == 0
+
+
+def test_no_rank_sums_the_gradients_of_experts_of_others() -> None:
+    """ep=2: the sum that waits for the last micro-batch has half of the experts."""
+    config = config_with(global_batch_size=8)
+    mixture = tiny_config("qwen3_moe")
+    whole, dealt = (plan_of(config, 1, 2, 1, 1, ep, model=mixture) for ep in (1, 2))
+    experts = whole.size.all_experts
+    found = [estimate_memory(plan, None).gradients for plan in (whole, dealt)]
+    assert found == [4 * whole.size.parameters, 4 * (whole.size.parameters - experts / 2)]
+    assert is_reduced(whole, 4 * int(found[0]) - 4)[0] is True
+    assert is_reduced(dealt, 4 * int(found[0]) - 4)[0] is False
+
+
 def test_frozen_masters_have_no_gradients_and_moments():
     plan = plan_of(config_with())
     whole, half = (estimate_memory(plan, None, count) for count in (None, 1000))

@@ -222,7 +222,9 @@ def test_tensor_parallel_ranks_hold_a_part_of_each_layer(
 
 
 @pytest.mark.system
-def test_experts_are_dealt_over_ranks() -> None:
+@pytest.mark.parametrize(("tp", "ep"), [(1, 4), (2, 1)])
+def test_experts_are_dealt_over_ranks(tp: int, ep: int) -> None:
+    """Or cut: torch reads the rows of a shard of fused gates and values from a tensor, which has none here."""
     experts = transformers.Qwen3MoeConfig(
         hidden_size=64,
         moe_intermediate_size=128,
@@ -235,11 +237,21 @@ def test_experts_are_dealt_over_ranks() -> None:
         vocab_size=256,
         decoder_sparse_step=1,
     )
-    shape = MeshShape(1, 4, 1, 1, 4)
-    asked = parts("mesh.dp_shard=4", "mesh.ep=4", "training.global_batch_size=4")
-    found = simulate(asked, experts, shape)
+    shape = MeshShape(1, 4 // tp, 1, tp, ep)
+    axes = [f"mesh.dp_shard={4 // tp}", f"mesh.tp={tp}", f"mesh.ep={ep}"]
+    found = simulate(parts(*axes, f"training.global_batch_size={4 // tp}"), experts, shape)
     whole = sum(p.numel() for p in describe(experts).parameters())
-    assert found.weights == pytest.approx(4 * whole / 4, rel=0.01)
+    assert found.weights == pytest.approx(4 * whole / 4, rel=0.02)
+
+
+@pytest.mark.system
+def test_frozen_towers_are_counted_as_they_are_stored() -> None:
+    composite = tiny_config("gemma3")
+    composite.dtype = torch.bfloat16
+    asked = parts("model=pretrained", "model.pretrained=any", "training.global_batch_size=2")
+    found = simulate(asked, composite, MeshShape(1, 2, 1))
+    size = model_size(composite)
+    assert found.weights == pytest.approx(2 * size.parameters - size.towers, rel=0.01)
 
 
 @pytest.mark.system

@@ -23,7 +23,9 @@ from automodel_lite.attention.spec import AttentionSpec
 from automodel_lite.compat import (
     FakeStore,
     FakeTensorMode,
+    StridedShard,
     clear_sharding_prop_cache,
+    disable_current_modes,
     fsdp_param_group,
     fully_shard_module,
 )
@@ -73,7 +75,7 @@ class UnloadedSource(CausalLM):
         held: MemoryTracker,
     ) -> None:
         vars(self).update(vars(source))
-        self.dtype = torch.float32
+        self.dtype = self.stored_dtype(model_config)
         self.notes = []
         self._modes = fake, held
         self._model_config = model_config
@@ -200,6 +202,13 @@ def as_on_a_gpu(held: MemoryTracker) -> Iterator[None]:
         made = make(*args, **kwargs)
         return made.to(device) if device is not None else made
 
+    places = StridedShard.local_shard_size_and_offset
+
+    def places_on_host(*args: Any, **kwargs: Any) -> Any:
+        """Rows of a shard, which torch reads from a tensor: a fake one has no values."""
+        with disable_current_modes():
+            return places(*args, **kwargs)
+
     gather = fsdp_param_group.foreach_all_gather
     reduce = fsdp_param_group.foreach_reduce
     # cuDNN's version and the card would be asked for; the run's own choice is there again behind it
@@ -208,6 +217,7 @@ def as_on_a_gpu(held: MemoryTracker) -> Iterator[None]:
         sdpa_kernel(without_cudnn),
         patch.object(torch.UntypedStorage, "resize_", resize),
         patch.object(torch, "tensor", made_there),
+        patch.object(StridedShard, "local_shard_size_and_offset", places_on_host),
         patch.object(fully_shard_module, "_get_device_from_mesh", lambda mesh: GPU),
         patch.object(fsdp_param_group, "foreach_all_gather", beside(gather)),
         patch.object(fsdp_param_group, "foreach_reduce", beside(reduce)),
