@@ -112,11 +112,12 @@ def vocabulary_of(pretrained: str, revision: str = "main") -> dict[str, int]:
 
 
 def padding_id(tokenizer: PreTrainedTokenizerFast) -> int:
-    """Returns the id that fills packs up: pad, else end, else 0. Padding is masked by position, so
-    any id is right.
+    """Returns the id that fills packs up: end, else pad, else 0. Padding is masked by position, so
+    any id is right whose row of the embedding is not zero, as that of pad is in a new model:
+    Gemma 3n divides by the deviation of what comes of it.
     """
     return next(
-        int(i) for i in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if i is not None
+        int(i) for i in (tokenizer.eos_token_id, tokenizer.pad_token_id, 0) if i is not None
     )
 
 

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from automodel_lite.config.schema import Config
 from automodel_lite.data.reading.files import FilesDataset
@@ -18,7 +19,9 @@ from automodel_lite.data.tokens.tokenizer import (
     train_bpe_tokenizer,
 )
 from automodel_lite.errors import ConfigError
+from automodel_lite.models.source import model_class
 from automodel_lite.parts.datasets.toy_chat import ToyChat
+from benchmarks.tiny_models import tiny_config
 from tests.data.templates import MARKED, byte_tokenizer
 from tests.data.tokens.given import HELLO, HI, chats
 
@@ -34,6 +37,19 @@ def test_a_padding_token_that_is_the_end_token_is_trained(tmp_path: Path) -> Non
     rows = tokenize_documents(chats([HI, HELLO]), Job(tokenizer), tmp_path).train
     assert rows[0]["labels"].tolist()[-2:] == [END, _]
     assert padding_id(tokenizer) == END
+
+
+def test_packs_are_not_filled_up_with_the_row_that_new_models_leave_at_zero() -> None:
+    """Gemma 3n's gradients were not finite beside a document of padding: it divides by the deviation of its states."""
+    tokenizer = byte_tokenizer(MARKED)
+    tokenizer.pad_token = tokenizer.convert_ids_to_tokens(USER)
+    config = tiny_config("gemma3n_text")
+    config.vocab_size = config.vocab_size_per_layer_input = len(tokenizer)
+    config.pad_token_id = tokenizer.pad_token_id
+    config.activation_sparsity_pattern = [0.5] * config.num_hidden_layers
+    lm = model_class(config).from_config(config)
+    lm(input_ids=torch.tensor([2 * [padding_id(tokenizer)]])).logits.sum().backward()
+    assert all(p.grad.isfinite().all() for p in lm.parameters() if p.grad is not None)
 
 
 def test_a_tokenizer_that_is_not_the_models_is_refused(tmp_path: Path) -> None:
