@@ -208,8 +208,8 @@ class ReferenceAttention(RepeatedBlocks):
         options: AttentionOptions,
     ) -> Tensor:
         """See `AttentionKernel`."""
-        q_lens = segments.cu_q.diff().tolist()
-        k_lens = q_lens if segments.cu_k is segments.cu_q else segments.cu_k.diff().tolist()
+        q_lens = segments.cu_q.cpu().diff().tolist()
+        k_lens = q_lens if segments.cu_k is segments.cu_q else segments.cu_k.cpu().diff().tolist()
         if len(set(zip(q_lens, k_lens))) == 1:  # rows of one length: one call for all of them
             q, k, v = (
                 x.unflatten(0, (len(q_lens), -1)).transpose(1, 2) for x in (q_THD, k_THD, v_THD)
@@ -228,8 +228,8 @@ class ReferenceAttention(RepeatedBlocks):
     def attend_ahead(self, inputs: AttentionInputs, reach: Tensor) -> Tensor:
         """See `AheadKernel`."""
         q_THD, k_THD, v_THD, segments, options = inputs
-        q_lens = segments.cu_q.diff().tolist()
-        k_lens = segments.cu_k.diff().tolist()
+        q_lens = segments.cu_q.cpu().diff().tolist()
+        k_lens = segments.cu_k.cpu().diff().tolist()
         outs = []
         for *parts, seen in zip(
             q_THD.split(q_lens), k_THD.split(k_lens), v_THD.split(k_lens), reach.split(q_lens)

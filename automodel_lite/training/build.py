@@ -109,7 +109,10 @@ def build_model(
             if has_lengths:
                 install(lm, ReferenceAttention())
                 check_packing_isolation(
-                    lm, mesh.device, lambda batch: model.probe(batch)[0].to(model.compute_dtype)
+                    lm,
+                    mesh.device,
+                    lambda batch: model.probe(batch)[0].to(model.compute_dtype),
+                    mesh.gather,
                 )
         install(lm, decided.kernel)
         attention = decided.attention_text
@@ -247,7 +250,7 @@ def check_model(cp_exchange: str, model: ParallelModel, mesh: Mesh) -> str:
         # how exact they are; some families cast theirs to fp32
         return logits_TV.to(model.compute_dtype)
 
-    check_packing_isolation(loss_model.lm, mesh.device, logits)
+    check_packing_isolation(loss_model.lm, mesh.device, logits, mesh.gather)
     check_context_parallel(
         loss_model.lm,
         mesh.cp,

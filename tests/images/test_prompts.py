@@ -127,14 +127,18 @@ def test_held_out_questions_are_answered_by_what_is_seen(
 ) -> None:
     how = ["training.max_steps=60", "optimizer.lr=0.01", "training.num_threads=1", *LOST]
     how += [f"output_dir={tmp_path}", "model.train_towers=true", "dataset.bad_image=drop"]
+    held_out = folder / "asked.jsonl"
+    first, second, *rest = (folder / "chats.jsonl").read_text().splitlines()
+    held_out.write_text("\n".join([second, first, *rest]))
     if mixed:
         images = "_target_: automodel_lite.parts.images.dataset.ImageFiles"
-        one = f"{{dataset: {{{images}, path: {folder}/chats.jsonl, bad_image: drop}}}}"
+        paths = f"path: {folder}/chats.jsonl, val_path: {held_out}"
+        one = f"{{dataset: {{{images}, {paths}, bad_image: drop}}}}"
         how = [each for each in how if not each.startswith("dataset.")]
         how += ["dataset=mixture", f"dataset.sources={{one: {one}}}"]
         config = config_of("finetune", tmp_path, "name=x", f"model.pretrained={folder}", *how)
     else:
-        config = config_of_images(folder, *how)
+        config = config_of_images(folder, *how, f"dataset.val_path={held_out}")
     assert train_ft.main(config) == 0
     screen = capsys.readouterr().out
     assert "held-out questions: 3 of 3 exactly right" in screen, screen[-3000:]

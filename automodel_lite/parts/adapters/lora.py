@@ -166,7 +166,8 @@ class Lora:
             weights = load_file(folder / "adapter_model.safetensors")
         config.inference_mode = False
         # peft puts the name of the model there that it wraps, and warns where it was another
-        made_for, config.base_model_name_or_path = config.base_model_name_or_path, None
+        made_for = config.base_model_name_or_path
+        config.base_model_name_or_path = None
         # peft saves a whole embedding beside its adapter
         beside = [name for name in weights if ".base_layer." in name]
         if whole := [*(config.modules_to_save or []), *beside]:
