@@ -1,6 +1,6 @@
 """The isolation probe: at start-up, do the documents of a pack see each other?
 
-A list of known families cannot keep up with transformers. One forward of 411 tokens finds what no
+A list of known families cannot keep up with transformers. One forward of 121 tokens finds what no
 list does: layers that mix tokens besides attention (Mamba, convolutions), families that drop the
 arguments, positions taken from elsewhere.
 """

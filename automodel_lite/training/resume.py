@@ -95,7 +95,8 @@ def join_ranks(config: Config) -> Iterator[tuple[Config, Peers, str | None]]:
 
 def compare_data(guards: Guards, data: PackSource, plan: TrainingPlan, parts: Parts) -> None:
     """Compares between the ranks what they have read; keeps for the checkpoints digests of what no
-    setting tells: the files of all models, and rows of each validation set.
+    setting tells: the files of all models, and rows of each validation set. From here on the guards
+    know the last step.
     """
     guards.max_steps = plan.max_steps
     guards.peers.compare("data", data.fingerprint() | {"training.max_steps": plan.max_steps})
@@ -165,8 +166,8 @@ def _state_of(
 ) -> TrainState:
     """Where the checkpoint stood, or the beginning; the schedule is moved there.
 
-    Raises ConfigError when the checkpoint's data or model were others, or it is behind the last
-    step.
+    Raises ConfigError when the checkpoint's data or model were others, or when it is beyond the
+    step at which the run is to end.
     """
     now = guards.state.sources
     if saved is None:
