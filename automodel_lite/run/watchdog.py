@@ -116,10 +116,18 @@ class Watchdog:
 
 
 def watch_rank(run: Path, rank: int, token: str, after_s: float, parent: int) -> None:
-    """The other process: reads lines from stdin, until the rank has sent an empty one,
-    or is gone.
+    """The other process: watches until the rank has sent an empty line, or is gone.
 
     parent  the rank's process, which may be gone before this one has begun
+    """
+    doing = _doing_at_death(after_s, parent)
+    if doing is not None:
+        _record_killed(run, token, f"rank {rank} on {socket.gethostname()}", doing)
+
+
+def _doing_at_death(after_s: float, parent: int) -> str | None:
+    """Reads from stdin what the rank does, and tells it when it is late with that; returns the
+    last thing when the rank is gone, None when it ended normally.
     """
     doing = "setting up"
     text = b""
@@ -129,7 +137,7 @@ def watch_rank(run: Path, rank: int, token: str, after_s: float, parent: int) ->
         if select.select([0], [], [], min(_LOOK_EVERY_S, after_s / 2 or _LOOK_EVERY_S))[0]:
             *lines, text = (text + os.read(0, 1 << 16)).split(b"\n")
             if b"" in lines:
-                return
+                return None
             if lines:
                 doing = lines[-1].decode()
                 due = time.monotonic() + after_s
@@ -144,18 +152,17 @@ def watch_rank(run: Path, rank: int, token: str, after_s: float, parent: int) ->
                     os.kill(parent, _SIGNAL)
                     signaled = now
                 os.write(1, b"late\n")
-    # the rank was killed: STATUS.json says so, if the folder is still this run's
+    return doing
+
+
+def _record_killed(run: Path, token: str, who: str, doing: str) -> None:
+    """Writes to STATUS.json that a rank was killed, if the folder is still this run's."""
     status = run / "STATUS.json"
     facts = json.loads(status.read_text())
     if json.loads((run / "run.lock").read_text())["token"] == token and facts["state"] == "running":
-        reason = (
-            f"rank {rank} on {socket.gethostname()} ended without a message (killed, out of "
-            "memory, or a crash)"
-        )
+        reason = f"{who} ended without a message (killed, out of memory, or a crash), {doing}"
         temporary = status.with_name(f".STATUS.json.{os.getpid()}.tmp")
-        temporary.write_text(
-            json.dumps(facts | {"state": "failed", "reason": f"{reason}, {doing}"}) + "\n"
-        )
+        temporary.write_text(json.dumps(facts | {"state": "failed", "reason": reason}) + "\n")
         os.replace(temporary, status)
 
 

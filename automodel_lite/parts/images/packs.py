@@ -43,6 +43,7 @@ from automodel_lite.parts.images.tokens import (
     ImageJob,
     ImageProcessor,
     ImageRenderer,
+    Images,
 )
 from automodel_lite.parts.images.tower import PackedImages
 from automodel_lite.thd import ThdBatch, to_thd
@@ -195,20 +196,7 @@ class ImagePacker(Packer):
         encoder = ImageEncoder(job)
         columns, _ = encoder.encode([rendering])
         pictures = Pictures([[source.pixels(limits) for source in sources]])
-        processed: list[PackedImages] = []
-
-        def stream(ids: list[int]) -> ThdBatch:
-            image = np.zeros(len(ids), np.int64)
-            image[: len(columns["image"])] = columns["image"]
-            row = {"input_ids": np.array(ids), "labels": np.full(len(ids), IGNORE_INDEX)}
-            row["image"] = image
-            for shift in encoder.shifts([rendering.images], row, np.array([len(ids)])):
-                row["rope_shift"] = shift
-            batch = stream_of_rows([row], processor, pictures, *processed)
-            assert isinstance(batch.images, PackedImages)
-            processed[:] = [batch.images]  # once for all new tokens
-            return batch
-
+        stream = PromptStream(encoder, rendering.images, columns["image"], pictures, processor)
         return columns["input_ids"].tolist(), stream
 
     def packs(
@@ -248,6 +236,38 @@ class Pictures:
 
     def pixels(self, row: int, place: int, stamp: int | None = None) -> Any:
         return self.rows[row][place]
+
+
+@dataclass
+class PromptStream:
+    """Makes the stream of a prompt with images and of what has been answered so far.
+
+    placed     the images of the prompt, with their tokens
+    numbers    of each of its tokens, that of the token's image, int [L]
+    processed  what the towers get, once for all new tokens
+    """
+
+    encoder: ImageEncoder
+    placed: Images
+    numbers: np.ndarray
+    pictures: Pictures
+    processor: ImageProcessor
+    processed: PackedImages | None = None
+
+    def __call__(self, ids: list[int]) -> ThdBatch:
+        image = np.zeros(len(ids), np.int64)
+        image[: len(self.numbers)] = self.numbers
+        row = {
+            "input_ids": np.array(ids),
+            "labels": np.full(len(ids), IGNORE_INDEX),
+            "image": image,
+        }
+        for shift in self.encoder.shifts([self.placed], row, np.array([len(ids)])):
+            row["rope_shift"] = shift
+        batch = stream_of_rows([row], self.processor, self.pictures, self.processed)
+        assert isinstance(batch.images, PackedImages)
+        self.processed = batch.images
+        return batch
 
 
 def stream_of_rows(
