@@ -143,6 +143,10 @@ _MEANT = "set dataset.format={format} to train without it."
 _REJECTED_ANSWER = (
     f"is the answer that is not wanted, of a preference pair: keep one answer, or {_MEANT}"
 )
+_SECOND_ANSWER = (
+    "may hold the answer that is meant: choose with dataset.columns.answer=solution or "
+    "dataset.columns.answer=answer."
+)
 # of documents that are not token ids: columns, what a row with a value in one of them is told
 _TRAPS = (
     (
@@ -152,6 +156,7 @@ _TRAPS = (
     (re.compile("|".join(VERDICTS)), VERDICT),
     (re.compile("history|chat_template_kwargs"), f"{_IGNORED}{_MEANT}"),
     (re.compile(f".*({REJECTED.pattern}).*", re.IGNORECASE | re.DOTALL), _REJECTED_ANSWER),
+    (re.compile("solution"), _SECOND_ANSWER),
     (WEIGHTS, f"{_IGNORED}all rows weigh the same; leave rows of weight 0 out, or {_MEANT}"),
     (
         MASKS,
@@ -169,7 +174,9 @@ def _problems(
     """
     meant = set()
     if not ANSWERS.isdisjoint(typed):
-        meant.add(_REJECTED_ANSWER)
+        meant |= {_REJECTED_ANSWER, _SECOND_ANSWER}
+    if "answer" not in found.columns:
+        meant.add(_SECOND_ANSWER)
     if found.kind not in ("messages", "prompt_completion"):
         meant.add(VERDICT)
     for name in columns:

@@ -120,6 +120,19 @@ def test_a_wanted_answer_that_is_named_is_taken(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize(("chosen", "completion"), [("solution", "2+2=4, so 4"), ("answer", "4")])
+def test_a_solution_beside_an_answer_is_chosen(
+    tmp_path: Path, chosen: str, completion: str
+) -> None:
+    """The short answer was trained on, and the solution ignored."""
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"question": "2+2?", "solution": "2+2=4, so 4", "answer": "4"}) + "\n")
+    with pytest.raises(DataError, match=r"column solution .* dataset.columns.answer=solution or"):
+        FilesDataset(str(path)).train[0]
+    named = FilesDataset(str(path), columns={"answer": chosen}).train[0]
+    assert named == {"prompt": "2+2?", "completion": completion}
+
+
 # ------------------------------------------------------------------------------------- a format from outside
 def dialog(row: dict[str, Any], assistant: str = "bot") -> list[dict[str, str]]:
     """`{"dialog": [{"who", "said"}]}`, as the example of the page about extending has it."""
