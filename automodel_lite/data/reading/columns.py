@@ -27,6 +27,7 @@ from automodel_lite.data.reading.readers import RawRow, RawRows
 from automodel_lite.errors import ConfigError, DataError, did_you_mean, one_line, printable
 
 OwnFormat = Callable[[RawRow], Any]
+Renames = Mapping[str, str]  # canonical name -> column of the file
 
 # a column of the answer that is not wanted
 REJECTED = re.compile(r"reject|loser|worse|dispreferred", re.IGNORECASE)
@@ -56,9 +57,9 @@ class Detected:
     """
 
     format: Format
-    renames: Mapping[str, str]
+    renames: Renames
     description: str
-    typed: Mapping[str, str] = field(default_factory=dict)
+    typed: Renames = field(default_factory=dict)
     is_given: bool = False
     source: str = ""  # hash of the code of a format of the user's
     # columns that `description` names; None: a function reads them all
@@ -73,7 +74,7 @@ class Detected:
         """Makes a document of a raw row; raises `DataError` with the row's place and the file's own
         column names.
         """
-        renames: Mapping[str, str] = self.renames
+        renames: Renames = self.renames
         try:
             renames, problems = self._judge(tuple(row))
             for column, problem in problems.items():
@@ -167,7 +168,7 @@ _TRAPS = (
 
 
 def _problems(
-    columns: Sequence[str], found: Format, renames: Mapping[str, str], typed: Mapping[str, str]
+    columns: Sequence[str], found: Format, renames: Renames, typed: Renames
 ) -> Iterator[tuple[str, str]]:
     """Yields the columns that would change what is trained, and what a row with a value in one of
     them is told.
@@ -194,7 +195,7 @@ def _problems(
 
 
 def detect(
-    columns: Sequence[str], format_name: str | OwnFormat | None, renames: Mapping[str, str] | None
+    columns: Sequence[str], format_name: str | OwnFormat | None, renames: Renames | None
 ) -> Detected:
     """Finds the format from the columns, or checks the given one.
 
@@ -246,7 +247,7 @@ def detect(
     )
 
 
-def _by_function(function: OwnFormat, renames: Mapping[str, str]) -> Detected:
+def _by_function(function: OwnFormat, renames: Renames) -> Detected:
     """Returns what reads rows by a function of the user's; its identity is the text of
     its module.
     """
@@ -272,7 +273,7 @@ def _by_function(function: OwnFormat, renames: Mapping[str, str]) -> Detected:
     return Detected(own_format(name, function), {}, description, is_given=True, source=source)
 
 
-def _check_preferences(columns: Sequence[str], renames: Mapping[str, str]) -> None:
+def _check_preferences(columns: Sequence[str], renames: Renames) -> None:
     """Raises ConfigError for pairs of a wanted and a rejected answer, unless the wanted one is
     named.
     """
@@ -296,7 +297,7 @@ def _check_preferences(columns: Sequence[str], renames: Mapping[str, str]) -> No
 
 
 def _find(
-    candidates: Sequence[Format], columns: Sequence[str], renames: Mapping[str, str]
+    candidates: Sequence[Format], columns: Sequence[str], renames: Renames
 ) -> tuple[Format, dict[str, str]]:
     """Returns the first format whose columns are there, under their own names before other ones;
     and all renames.
@@ -338,7 +339,7 @@ def _other_names(wanted: Sequence[str], named: set[str]) -> dict[str, str]:
     return {name: there[0] for name, there in others.items() if there and name not in named}
 
 
-def _describe(found: Format, columns: Sequence[str], renames: Mapping[str, str]) -> str:
+def _describe(found: Format, columns: Sequence[str], renames: Renames) -> str:
     """`columns Frage,Antwort → question_answer (question = Frage, answer = Antwort)`."""
     mapped = ", ".join(f"{canonical} = {column}" for canonical, column in renames.items())
     description = f"columns {','.join(columns)}" + (

@@ -40,6 +40,7 @@ from automodel_lite.data.tokens.token_rows import next_token_labels
 from automodel_lite.errors import OR_SKIP, ConfigError, DataError
 
 Span = tuple[int, int]
+Render = Callable[..., str]  # turns -> text, by one of a tokenizer's templates
 
 # End-of-turn tokens of other turns than a plain answer: Llama-3 tool calls, gpt-oss, Gemma-4,
 # Cohere.
@@ -194,9 +195,7 @@ class ChatRenderer:
             )
         return renderings
 
-    def _whole(
-        self, render: Callable[..., str], messages: list[Message], turns: list[int]
-    ) -> Rendering | None:
+    def _whole(self, render: Render, messages: list[Message], turns: list[int]) -> Rendering | None:
         """Renders the whole chat; None when the template rewrites earlier turns, so that none of it
         is a prefix.
         """
@@ -208,9 +207,7 @@ class ChatRenderer:
         spans = tuple(span for span in found if span is not None)
         return Rendering(text, spans) if len(spans) == len(turns) else None
 
-    def _spans_of_all(
-        self, render: Callable[..., str], messages: list[Message], text: str
-    ) -> tuple[Span, ...]:
+    def _spans_of_all(self, render: Render, messages: list[Message], text: str) -> tuple[Span, ...]:
         """Returns the spans between the messages of weight 0, up to the last stop token: the line
         break behind it, in half of the families, is not trained on.
         """
@@ -310,9 +307,7 @@ class ChatRenderer:
         stop = next((token for token in self.stop_tokens if rest.startswith(token)), "")
         return len(text) - len(rest) + len(stop) if stop else end
 
-    def _span(
-        self, render: Callable[..., str], messages: list[Message], text: str, turn: int
-    ) -> Span | None:
+    def _span(self, render: Render, messages: list[Message], text: str, turn: int) -> Span | None:
         """Where turn `turn` lies in `text`; None where the template writes the history
         otherwise.
         """
@@ -340,9 +335,7 @@ class ChatRenderer:
             if token in text[start:]
         ]
 
-    def _silent_span(
-        self, render: Callable[..., str], messages: list[Message], text: str, place: int
-    ) -> Span:
+    def _silent_span(self, render: Render, messages: list[Message], text: str, place: int) -> Span:
         """Where any message lies in `text`, its end token included; raises DataError where the
         template does not show it.
         """
@@ -367,9 +360,7 @@ class ChatRenderer:
             )
         return at, self._stop_behind(text, at + len(content))
 
-    def _rendering_of_last_turn(
-        self, render: Callable[..., str], messages: list[Message]
-    ) -> Rendering:
+    def _rendering_of_last_turn(self, render: Render, messages: list[Message]) -> Rendering:
         text = render(messages)
         span = self._span(render, messages, text, len(messages) - 1)
         if span is None:
