@@ -167,7 +167,9 @@ class RepeatedBlocks:
         with torch.enable_grad():
             out, lse = self.block(inputs._replace(q=q, k=k, v=v), causal)
         share = (lse.detach() - lse_TH).exp()[..., None]
-        change = at_least_fp32(grad_THD * (out.detach() - out_THD)).sum(-1, keepdim=True)
+        # wide, as it is small beside both
+        difference = out.detach() - at_least_fp32(out_THD)
+        change = (at_least_fp32(grad_THD) * difference).sum(-1, keepdim=True)
         grads = ((grad_THD * share).to(out.dtype), (share * change).squeeze(-1))
         dq, dk, dv = torch.autograd.grad((out, lse), leaves, grads)
         return dq, dk, dv
@@ -255,7 +257,14 @@ class ReferenceAttention(RepeatedBlocks):
                 lse = logits.logsumexp(-1, keepdim=True)
                 outs.append(((logits - lse).exp() @ v).flatten(0, 1).transpose(0, 1))
                 lses.append(lse.flatten(0, 1).squeeze(-1).t())
-        return torch.cat(outs).to(q_THD.dtype), torch.cat(lses)
+        return torch.cat(outs), torch.cat(lses)
+
+    def block_backward(
+        self, inputs: AttentionInputs, *of_block: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `BlockKernel`; gradients in fp32, as those of other blocks are added to them."""
+        q, k, v = map(at_least_fp32, inputs[:3])
+        return super().block_backward(inputs._replace(q=q, k=k, v=v), *of_block)
 
 
 def _blocks(

@@ -176,15 +176,16 @@ class _RingAttention(torch.autograd.Function):
                 grad_q += dq
             else:
                 grad_q.index_add_(0, rows, dq.to(grad_q.dtype))
-            of_visitor = joined(dk, dv).to(kv.dtype)
+            of_visitor = joined(dk, dv)
             if k_rows is not None:
-                of_visitor = torch.zeros_like(kv).index_copy_(0, k_rows, of_visitor)
+                of_visitor = of_visitor.new_zeros(kv.shape).index_copy_(0, k_rows, of_visitor)
             if own is None:
                 own = of_visitor
                 continue
             if pending is not None:
                 of_visitor += pending.wait()
-            pending = _Pass(of_visitor, ctx.ring.group)
+            # half the bytes of fp32, for one rounding at each hop
+            pending = _Pass(of_visitor.to(kv.dtype), ctx.ring.group)
         assert own is not None
         assert pending is not None
         own += pending.wait()
