@@ -220,11 +220,11 @@ def _share_tokens_equally() -> None:
     read = torch.Tensor.tolist
 
     def dispatch_equally(self: Any, hidden: Any, chosen: Any, weights: Any) -> Any:
-        size = self.ep_mesh.size()
-        share = chosen.numel() // self.tp_mesh.size() // size
+        tp, ep = self.tp_mesh, self.ep_mesh
+        sizes = split_sizes(len(chosen), chosen.shape[-1], tp.size(), ep.size(), ep.get_local_rank())
 
         def equal(counts: torch.Tensor) -> Any:
-            return [[share] * size] * 2 if counts.shape == (2, size) else read(counts)
+            return sizes if counts.shape == (2, ep.size()) else read(counts)
 
         torch.Tensor.tolist = equal  # type: ignore[method-assign]
         try:
@@ -233,6 +233,28 @@ def _share_tokens_equally() -> None:
             torch.Tensor.tolist = read  # type: ignore[method-assign]
 
     AllToAllEP._dispatch_tokens = dispatch_equally
+
+
+def split_sizes(
+    num_tokens: int, top_k: int, tp_size: int, ep_size: int, ep_rank: int
+) -> list[list[int]]:
+    """How many (token, expert) pairs a rank sends to each rank of its experts' group, and receives from each. The ranks
+    of a tensor-parallel group, which lie side by side, cut their tokens as `torch.chunk` does: the last has fewer.
+
+    >>> split_sizes(5, 2, tp_size=2, ep_size=2, ep_rank=0)
+    [[3, 3], [3, 2]]
+    >>> split_sizes(5, 2, tp_size=2, ep_size=2, ep_rank=1)
+    [[2, 2], [3, 2]]
+    """
+    most = -(-num_tokens // tp_size)
+
+    def sent(sender: int, receiver: int) -> int:
+        num_before = min(num_tokens, sender % tp_size * most)
+        num_pairs = top_k * min(most, num_tokens - num_before)
+        return num_pairs // ep_size + (receiver < num_pairs % ep_size)
+
+    members = range(ep_size)
+    return [[sent(ep_rank, rank) for rank in members], [sent(rank, ep_rank) for rank in members]]
 
 
 def _forget_graphs() -> None:
