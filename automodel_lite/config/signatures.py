@@ -34,8 +34,11 @@ class Argument:
     comment: str  # beside it in the source
 
 
+Arguments = dict[str, Argument]  # by name
+
+
 @cache
-def arguments_of(target: str) -> dict[str, Argument]:
+def arguments_of(target: str) -> Arguments:
     """Returns the arguments of a target, inherited ones first; `**` is among them when it takes
     any.
 
@@ -62,7 +65,7 @@ def arguments_of(target: str) -> dict[str, Argument]:
     }
 
 
-def options_of(target: str) -> dict[str, Argument]:
+def options_of(target: str) -> Arguments:
     """Returns the arguments of one of our parts that a configuration may leave out."""
     if not target.startswith("automodel_lite."):
         return {}
@@ -143,7 +146,7 @@ class _Source(dict[str, Any]):
         # only source of this package comes here
         return eval(ast.unparse(node), {}, self)
 
-    def arguments(self, name: str) -> dict[str, Argument]:
+    def arguments(self, name: str) -> Arguments:
         """Returns the arguments of a function, of an `__init__`, or the fields of a dataclass."""
         kinds = (ast.ClassDef, ast.FunctionDef)
         node = next(
@@ -166,11 +169,11 @@ class _Source(dict[str, Any]):
                 found[key] = argument
         return found
 
-    def _inherited(self, node: ast.ClassDef) -> dict[str, Argument]:
+    def _inherited(self, node: ast.ClassDef) -> Arguments:
         """Returns the arguments of the bases that this package has: where the module imports them,
         or its own.
         """
-        found: dict[str, Argument] = {}
+        found: Arguments = {}
         for base in map(ast.unparse, reversed(node.bases)):
             origin = self.module
             for item in self.body:
@@ -180,7 +183,7 @@ class _Source(dict[str, Any]):
                 found |= arguments_of(f"{origin}.{base}")
         return found
 
-    def _of_function(self, takes: ast.arguments, first: int) -> dict[str, Argument]:
+    def _of_function(self, takes: ast.arguments, first: int) -> Arguments:
         defaults = [
             *[None] * (len(takes.args) - len(takes.defaults)),
             *takes.defaults,

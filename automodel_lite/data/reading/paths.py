@@ -19,7 +19,7 @@ import hashlib
 import os
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from io import FileIO
 from itertools import islice
@@ -51,6 +51,7 @@ _ABOUT = re.compile(
 _EDGE_BYTES = 1 << 16
 _BLOCK_BYTES = 1 << 12
 _NUM_BLOCKS = 16
+LeftOut = dict[str, list[str]]  # reason -> names of files and folders
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ def check_not_cut(files: Sequence[WholeFile]) -> None:
             )
 
 
-def left_out_note(left_out: Mapping[str, Sequence[str]]) -> str:
+def left_out_note(left_out: LeftOut) -> str:
     """Returns `left out: 2 held-out splits (test.jsonl, valid.jsonl), 1 linked folder (old)`, or
     nothing.
     """
@@ -146,7 +147,7 @@ def find_files(
     Raises ConfigError: a path where nothing is, a folder without data, or a file of validation that
     is named for training too.
     """
-    left_out: dict[str, list[str]] = defaultdict(list)
+    left_out: LeftOut = defaultdict(list)
     taken: dict[tuple[int, int], Path] = {}
     missing = []
     for path in paths or [""]:
@@ -189,7 +190,7 @@ def kind_of(path: Path) -> str:
     return (path.suffixes[-2] if is_compressed else path.suffix).lower()
 
 
-def _found(path: str, key: str, left_out: dict[str, list[str]]) -> tuple[Sequence[Path], bool]:
+def _found(path: str, key: str, left_out: LeftOut) -> tuple[Sequence[Path], bool]:
     """Returns the files of one path, and whether it names one, not a folder or a pattern."""
     if not path.strip():
         raise ConfigError(f"{key}= is empty: was a shell variable not set?")
@@ -228,7 +229,7 @@ def _check_number(num_entries: int, path: str, key: str) -> None:
         )
 
 
-def _walk(folder: Path, path: str, key: str, left_out: dict[str, list[str]]) -> list[Path]:
+def _walk(folder: Path, path: str, key: str, left_out: LeftOut) -> list[Path]:
     """Lists the files of data below a folder. Links to folders are not followed: they may lead in a
     circle.
     """
@@ -260,9 +261,7 @@ def _walk(folder: Path, path: str, key: str, left_out: dict[str, list[str]]) -> 
     return sorted(files)
 
 
-def select_files(
-    files: Sequence[Path], root: Path, key: str, left_out: dict[str, list[str]]
-) -> list[Path]:
+def select_files(files: Sequence[Path], root: Path, key: str, left_out: LeftOut) -> list[Path]:
     """Leaves out what a folder or a pattern holds beside the data that is meant."""
     kept = []
     unpacked = {file for file in files if file.suffix.lower() not in COMPRESSIONS}
