@@ -133,7 +133,8 @@ def _doing_at_death(after_s: float, parent: int) -> str | None:
     text = b""
     due = time.monotonic() + after_s
     signaled = 0.0
-    while os.getppid() == parent:
+    while True:
+        is_alive = os.getppid() == parent  # asked first: the last line of one that is gone is read
         if select.select([0], [], [], min(_LOOK_EVERY_S, after_s / 2 or _LOOK_EVERY_S))[0]:
             *lines, text = (text + os.read(0, 1 << 16)).split(b"\n")
             if b"" in lines:
@@ -141,8 +142,10 @@ def _doing_at_death(after_s: float, parent: int) -> str | None:
             if lines:
                 doing = lines[-1].decode()
                 due = time.monotonic() + after_s
-            elif os.getppid() == parent:
+            elif is_alive:
                 time.sleep(_LOOK_EVERY_S / 10)  # a closed pipe is always ready
+        if not is_alive:
+            return doing
         if after_s and (now := time.monotonic()) >= due:
             due = now + after_s
             with suppress(OSError):  # it is gone
@@ -152,7 +155,6 @@ def _doing_at_death(after_s: float, parent: int) -> str | None:
                     os.kill(parent, _SIGNAL)
                     signaled = now
                 os.write(1, b"late\n")
-    return doing
 
 
 def _record_killed(run: Path, token: str, who: str, doing: str) -> None:

@@ -55,15 +55,19 @@ def test_a_killed_process_does_not_leave_a_running_run(tmp_path: Path, cause: st
 
 
 def test_a_rank_that_was_killed_before_it_was_watched_is_seen(tmp_path: Path) -> None:
-    """Whoever inherits the watchdog then is not its rank: no signal to it, and no waiting for its end."""
+    """Whoever inherits the watchdog then is not its rank: no signal to it, no waiting for its end; what the rank said
+    last is read.
+    """
     (tmp_path / "STATUS.json").write_text('{"state": "running"}')
     (tmp_path / "run.lock").write_text('{"token": "t"}')
     gone = subprocess.Popen(["true"])
     gone.wait()
     facts = json.dumps([str(tmp_path), 0, "t", 0.01, gone.pid])
     command = [sys.executable, "-I", "-S", watchdog_module.__file__, facts]
-    subprocess.run(command, stdin=subprocess.PIPE, timeout=20, check=True)
-    assert status_of(tmp_path)["state"] == "failed"
+    subprocess.run(command, input=b"in step 2\nin step 3\n", timeout=20, check=True)
+    status = status_of(tmp_path)
+    assert status["state"] == "failed"
+    assert status["reason"].endswith("or a crash), in step 3")
 
 
 def _busy(folder: Path, after_s: float, num_dumps: int) -> None:
