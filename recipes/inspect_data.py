@@ -31,11 +31,10 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from automodel_lite.columns import CHOSEN, REJECTED
-from automodel_lite.config.components import build
 from automodel_lite.config.schema import Config
 from automodel_lite.data.feeding.order import batch_shape
 from automodel_lite.data.packing.packs import PackedDataset
-from automodel_lite.data.prepare import PlannedPacks, build_packer
+from automodel_lite.data.prepare import PlannedPacks, build_documents, build_packer
 from automodel_lite.data.tokens.findings import mark_trained
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.extras.report import write_inspection
@@ -96,7 +95,7 @@ def main(config: Config, html: Path | None = None) -> int:
 def first_documents(config: Config) -> PlannedPacks:
     """Returns the packs of a run's data; of a stream, its first documents as if they were all."""
     shape = batch_shape(config.training, dp_size=1)
-    return PlannedPacks.prepare(config, build(config.dataset), build_packer(config), shape)
+    return PlannedPacks.prepare(config, build_documents(config), build_packer(config), shape)
 
 
 def counts(data: PlannedPacks) -> Iterator[str]:

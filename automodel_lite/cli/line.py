@@ -95,6 +95,7 @@ and are in paths.
 """
 _SYNTAX = re.compile(r"""\s*(["'\[{]|\w+\()|.*\$\{""", re.DOTALL)
 """A text in quotes, a list, a mapping, a call, an interpolation."""
+Groups = Mapping[str, Sequence[str]]  # name -> the options to choose from
 
 
 def split(override: str) -> tuple[str, str | None]:
@@ -103,19 +104,19 @@ def split(override: str) -> tuple[str, str | None]:
     return key.lstrip("+~").strip(), value if is_set else None
 
 
-def group_of(override: str, known: Mapping[str, Sequence[str]]) -> str | None:
+def group_of(override: str, known: Groups) -> str | None:
     """Returns the group whose option the override chooses; None when it sets a value."""
     name = split(override)[0].partition("@")[0]
     return name if name in known or "/" in name else None
 
 
-def is_choice(override: str, known: Mapping[str, Sequence[str]]) -> bool:
+def is_choice(override: str, known: Groups) -> bool:
     """Returns whether the override names an option of a group, a file; not `model={config: {}}`."""
     is_mapping = (split(override)[1] or "").lstrip().startswith("{")
     return group_of(override, known) is not None and not is_mapping
 
 
-def allow_new_key(override: str, known: Mapping[str, Sequence[str]]) -> str:
+def allow_new_key(override: str, known: Groups) -> str:
     """`a.b=1` -> `++a.b=1`; group choices, deletions and Hydra's own keys stay as they are."""
     key, value = split(override)
     is_plain = re.match(r"\+?\+?[A-Za-z_]", override) and value is not None
@@ -124,9 +125,7 @@ def allow_new_key(override: str, known: Mapping[str, Sequence[str]]) -> str:
     return f"++{key}={_quoted(value or '')}"
 
 
-def option_problem(
-    text: str, known: Mapping[str, Sequence[str]], is_multirun: bool = False
-) -> str | None:
+def option_problem(text: str, known: Groups, is_multirun: bool = False) -> str | None:
     """Returns the sentence for an option that does not exist, or for several values where there is
     one run.
     """

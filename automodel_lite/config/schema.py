@@ -212,7 +212,8 @@ class Config:
     seed: Seed = 0
     output_dir: PathStr = resumable("runs/${name}")
     dry_run: bool = resumable(False)  # check the run, compute its steps and memory, and exit
-    # for tokens and trained tokenizers; null = $AUTOMODEL_LITE_CACHE, else ~/.cache/automodel_lite
+    # tokens, trained tokenizers, copies of data; null = $AUTOMODEL_LITE_CACHE, else
+    # ~/.cache/automodel_lite
     cache_dir: PathStr | None = resumable(None)
     dataset: Part = field(default_factory=dict)
     tokenizer: Part = field(default_factory=dict)

@@ -17,6 +17,7 @@ import shutil
 import sys
 import zlib
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,6 +38,8 @@ _CANNOT_WRITE = {
     errno.ENAMETOOLONG,
     errno.ELOOP,
 }
+CACHE_DIR: ContextVar[str | None] = ContextVar("CACHE_DIR", default=None)
+"""The `cache_dir` of the run whose documents are opened (see `build_documents`)."""
 Key = dict[str, str]
 """What made an entry: part name -> its value or the hash of its value."""
 
@@ -57,13 +60,12 @@ def short_hash(text: str) -> str:
 
 
 def cache_root(cache_dir: str | Path | None = None) -> Path:
-    """The given folder, or `$AUTOMODEL_LITE_CACHE`, or `~/.cache/automodel_lite` (or below
-    `$XDG_CACHE_HOME`).
+    """The given folder, or `CACHE_DIR`, or `$AUTOMODEL_LITE_CACHE`, or `~/.cache/automodel_lite`
+    (or below `$XDG_CACHE_HOME`).
     """
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(
-        cache_dir or os.environ.get("AUTOMODEL_LITE_CACHE") or Path(base) / "automodel_lite"
-    )
+    default = os.environ.get("AUTOMODEL_LITE_CACHE") or Path(base) / "automodel_lite"
+    return Path(cache_dir or CACHE_DIR.get() or default)
 
 
 def entry_folder(cache_dir: Path, kind: str, name: str, key: Key) -> Path:
@@ -159,7 +161,7 @@ def seal(folder: Path, name: str, key: Key) -> None:
 
 
 def content_sum(path: Path) -> str:
-    """Finds flipped bits and zeroed pages, not forgeries; as fast as reading."""
+    """Finds flipped bits and zeroed pages, not forgeries; faster than a disk reads."""
     total = 1
     with open(path, "rb") as file:
         while block := file.read(1 << 22):

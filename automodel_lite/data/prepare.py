@@ -5,12 +5,16 @@ documents ─▶ tokenizer ─▶ token rows (cached, once a node) ─▶ pack p
 
 from __future__ import annotations
 
+from contextvars import copy_context
+
 from automodel_lite.config.components import build, build_with
 from automodel_lite.config.schema import Config
+from automodel_lite.data.cache import CACHE_DIR
 from automodel_lite.data.feeding.order import BatchShape, batch_shape
 from automodel_lite.data.feeding.planned import PlannedPacks
 from automodel_lite.data.feeding.source import PackingDataset, PackSource
 from automodel_lite.data.packing.packs import Packer
+from automodel_lite.data.reading.documents import Documents
 from automodel_lite.parallel.mesh import mesh_shape
 
 
@@ -26,9 +30,16 @@ def build_packer(config: Config) -> Packer:
     return build_with(config.packed_sequence, cp_size=config.mesh.cp)
 
 
+def build_documents(config: Config) -> Documents:
+    """Opens the documents of a run; what is copied to be read lies in its cache."""
+    context = copy_context()
+    context.run(CACHE_DIR.set, config.cache_dir)
+    return context.run(build, config.dataset)
+
+
 def prepare_data(config: Config, batches: BatchShape, packer: Packer) -> PackSource:
     """Returns the packs of a run; tokenizes what is not in the cache, once per node."""
-    documents = build(config.dataset)
+    documents = build_documents(config)
     if isinstance(documents, PackingDataset):
         return documents.packs(config, packer, batches)
     return PlannedPacks.prepare(config, documents, packer, batches)

@@ -22,7 +22,7 @@ import transformers
 from torch import Tensor, nn
 
 from automodel_lite.columns import IGNORE_INDEX
-from automodel_lite.config.components import build
+from automodel_lite.data.prepare import build_documents
 from automodel_lite.errors import ConfigError
 from automodel_lite.extras.hub import write_card
 from automodel_lite.extras.load_run import load_run_config, load_trained
@@ -55,7 +55,7 @@ def write_certificate(run: Path, checks: Sequence[Check], sample: Sample) -> dic
     folder = run / "hf"
     record = read_run(run)
     config = load_run_config(RunFolder(run))
-    documents = build(config.dataset)
+    documents = build_documents(config)
     files = [stamp.path for stamp in getattr(documents, "train_files", [])]
     base = Path(str(config.model.get("pretrained") or ""))
     exported = export_against_training(run, sample)

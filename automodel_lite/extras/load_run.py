@@ -17,9 +17,10 @@ from transformers import PreTrainedTokenizerBase
 
 from automodel_lite.attention.isolation import Logits
 from automodel_lite.config.check import check_config
-from automodel_lite.config.components import build, build_with, flatten
+from automodel_lite.config.components import build_with, flatten
 from automodel_lite.config.permissions import environment_problems
 from automodel_lite.config.schema import Config, MeshConfig
+from automodel_lite.data.prepare import build_documents
 from automodel_lite.data.tokens.tokenizer import load_tokenizer
 from automodel_lite.errors import ConfigError, explained
 from automodel_lite.extras.runs import existing_run
@@ -142,7 +143,7 @@ def _tokenizer_of(folder: RunFolder, config: Config) -> PreTrainedTokenizerBase:
     for exported in (folder.path / "adapter", folder.hf):
         if exported.is_dir():
             return load_tokenizer(str(exported))
-    documents = build(config.dataset)
+    documents = build_documents(config)
     return build_with(config.tokenizer, documents=documents, cache_dir=config.cache_dir)
 
 

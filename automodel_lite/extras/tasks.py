@@ -14,10 +14,10 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from automodel_lite.config.components import build
 from automodel_lite.config.schema import Config
 from automodel_lite.config.sizes import ceil_div
 from automodel_lite.data.cache import Key, build_once, cache_root, entry_folder, find_damage
+from automodel_lite.data.prepare import build_documents
 from automodel_lite.data.reading.documents import Documents, DocumentSet
 from automodel_lite.data.tokens.findings import Findings, check_set
 from automodel_lite.data.tokens.token_rows import RowDataset, RowsWriter, load_rows
@@ -48,7 +48,7 @@ def part_of(num_documents: int, task: int, tasks: int) -> range:
 def tokenize_task(config: Config, task: int, tasks: int) -> str:
     """Tokenizes the documents of a task, or finds them done; returns a line on each set."""
     lines = []
-    documents = build(config.dataset)
+    documents = build_documents(config)
     job = job_of(config, documents)
     root = cache_root(config.cache_dir)
     for name, key, rows, _ in _sets(documents, job):
@@ -62,7 +62,7 @@ def tokenize_task(config: Config, task: int, tasks: int) -> str:
 
 def merge_tasks(config: Config, tasks: int) -> None:
     """Joins the parts of all tasks; raises ConfigError with the tasks that have not ended."""
-    documents = build(config.dataset)
+    documents = build_documents(config)
     job = job_of(config, documents)
     root = cache_root(config.cache_dir)
     for name, key, _, kind in _sets(documents, job):

@@ -18,7 +18,6 @@ import numpy as np
 from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
 from automodel_lite.attention.spec import config_value
-from automodel_lite.config.components import build
 from automodel_lite.config.schema import Config, MeshConfig, TrainingConfig
 from automodel_lite.config.sizes import (
     AUTO_BATCH_SIZE,
@@ -32,6 +31,7 @@ from automodel_lite.config.sizes import (
 )
 from automodel_lite.data.feeding.planned import document_kind, epochs_of
 from automodel_lite.data.feeding.source import AdaptingDataset, PackingDataset
+from automodel_lite.data.prepare import build_documents
 from automodel_lite.data.tokens.tokenize import job_of, tokenize_documents
 from automodel_lite.errors import ConfigError
 from automodel_lite.launched import world_size
@@ -131,7 +131,7 @@ def data_of(config: Config, parts: Parts, console: Console) -> Known | None:
     """Tokenizes the documents, or finds them in the cache; None for a stream, whose lengths are
     not known. Prints what was not in the cache: the run finds it there.
     """
-    documents = build(config.dataset)
+    documents = build_documents(config)
     if isinstance(documents, PackingDataset):
         return None
     # trees that documents share would be as long as the pack: of `tree=all`, each document's own

@@ -46,6 +46,8 @@ INDEX = "model.safetensors.index.json"
 _OF_PROCESSORS = ("*processor*.json",)
 _BLOCK_BYTES = 4096
 _NUM_BLOCKS = 32  # of a file of weights; its header is the first
+Weights = dict[str, Tensor]  # by name
+Dtypes = dict[str, torch.dtype]
 
 
 def local_folder(source: str | None, revision: str | None = None) -> Path | None:
@@ -110,9 +112,9 @@ def weight_files(folder: Path) -> dict[str, Path]:
     return found
 
 
-def read_weights(places: Mapping[str, Path]) -> dict[str, Tensor]:
+def read_weights(places: Mapping[str, Path]) -> Weights:
     """Reads weights by their names, each from the safetensors file that has it."""
-    weights: dict[str, Tensor] = {}
+    weights: Weights = {}
     for path in sorted(set(places.values())):
         with safe_open(path, "pt") as file:
             weights |= {key: file.get_tensor(key) for key in sorted(places) if places[key] == path}
@@ -124,9 +126,7 @@ def _original(lm: transformers.PreTrainedModel) -> Path | None:
     return local_folder(lm.config._name_or_path, getattr(lm.config, "_commit_hash", None))
 
 
-def stored_dtypes(
-    model: transformers.PreTrainedModel, dtype: torch.dtype
-) -> dict[str, torch.dtype]:
+def stored_dtypes(model: transformers.PreTrainedModel, dtype: torch.dtype) -> Dtypes:
     """The dtype of each weight in an export of `dtype`, by the names of the state dict: fp32 for
     what the family keeps so (the biases by which routers choose), and for what the original
     checkpoint has in fp32.
@@ -153,7 +153,7 @@ def stored_dtypes(
     return result
 
 
-def as_saved(model: transformers.PreTrainedModel, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+def as_saved(model: transformers.PreTrainedModel, weights: Weights) -> Weights:
     """Weights of the model under the names, and in the parts, that its checkpoints have."""
     from transformers.core_model_loading import revert_weight_conversion  # brings the models' code
 
@@ -232,7 +232,7 @@ class Group:
     """
 
     parameters: list[str]
-    weights: dict[str, Tensor]  # on the meta device, in their dtypes
+    weights: Weights  # on the meta device, in their dtypes
 
     @property
     def num_bytes(self) -> int:
@@ -249,7 +249,7 @@ class WeightFile:
 def write_weights(
     folder: Path,
     lm: transformers.PreTrainedModel,
-    dtypes: dict[str, torch.dtype],
+    dtypes: Dtypes,
     is_alone: bool = False,
 ) -> None:
     """Writes `lm`, whose parameters may be sharded, into a folder that exists; every rank of the
@@ -307,10 +307,10 @@ def _file_names(count: int) -> list[str]:
 def gathered_files(
     lm: transformers.PreTrainedModel,
     files: list[WeightFile],
-    dtypes: dict[str, torch.dtype],
+    dtypes: Dtypes,
     rank: int,
     ranks: int,
-) -> Iterator[tuple[WeightFile, dict[str, Tensor]]]:
+) -> Iterator[tuple[WeightFile, Weights]]:
     """Gathers one group after the other (a collective); yields the files of `rank`, with their
     weights on the host.
     """
@@ -320,7 +320,7 @@ def gathered_files(
     # gather.
     for start in range(0, len(files), ranks):
         now = files[start : start + ranks]
-        weights = dict[str, Tensor]()
+        weights = Weights()
         for groups in zip_longest(*(file.groups for file in now)):
             for file, group in zip(now, groups):
                 if group is None:
@@ -341,7 +341,7 @@ def gathered_files(
         yield from ((file, weights) for file in now if file.writer == rank)
 
 
-def unique_weights(lm: transformers.PreTrainedModel) -> dict[str, Tensor]:
+def unique_weights(lm: transformers.PreTrainedModel) -> Weights:
     """Parameters and persistent buffers; of tied ones the first."""
     ignored = lm._keys_to_ignore_on_save or set()
     seen = set()
@@ -353,7 +353,7 @@ def unique_weights(lm: transformers.PreTrainedModel) -> dict[str, Tensor]:
     return state
 
 
-def groups_of(lm: transformers.PreTrainedModel, dtypes: dict[str, torch.dtype]) -> list[Group]:
+def groups_of(lm: transformers.PreTrainedModel, dtypes: Dtypes) -> list[Group]:
     """One for each layer, whose parameters a checkpoint may fuse (Ernie's experts), and each
     parameter beside them.
     """

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 import pickle
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,15 +12,17 @@ import numpy as np
 import pytest
 from filelock import FileLock
 
+from automodel_lite.config.components import build as build_part
 from automodel_lite.data import cache
-from automodel_lite.data.cache import CacheEntry, build_once, content_sum, find_damage
+from automodel_lite.data.cache import CacheEntry, build_once, find_damage
+from automodel_lite.data.prepare import build_documents
 from automodel_lite.data.reading.documents import DocumentList
 from automodel_lite.data.tokens.tokenize import Job, tokenize_documents
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.parts.datasets.toy_chat import ToyChat
 from tests.data.templates import MARKED, byte_tokenizer
 from tests.ranks import fork_server
-from tests.runs import wait_until
+from tests.runs import config_of, wait_until
 
 
 def append(path: Path, line: str) -> None:
@@ -291,25 +293,6 @@ def test_flipped_token_ids_change_no_loss(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_checksums_are_compared_at_nearly_the_speed_of_reading(tmp_path: Path) -> None:
-    path = tmp_path / "large"
-    path.write_bytes(os.urandom(1 << 28))
-    buffer = bytearray(1 << 22)
-
-    def seconds(work: Callable[[], object]) -> float:
-        began = time.process_time()
-        work()
-        return time.process_time() - began
-
-    def read() -> None:
-        with open(path, "rb") as file:
-            while file.readinto(buffer):
-                pass
-
-    reading = min(seconds(read) for _ in range(5))
-    assert min(seconds(lambda: content_sum(path)) for _ in range(5)) < 2 * reading
-
-
 @pytest.mark.parametrize("column", ["input_ids", "labels", "offsets"])
 def test_rows_that_are_cut_short_while_they_are_mapped(column: str, tmp_path: Path) -> None:
     """Reading on would end the process by SIGBUS; a folder that is removed as a whole hurts nobody."""
@@ -329,3 +312,19 @@ def test_rows_that_are_cut_short_while_they_are_mapped(column: str, tmp_path: Pa
 def test_a_cache_where_nothing_can_be_made_is_a_sentence() -> None:
     with pytest.raises(ConfigError, match=r"cache_dir=/proc/x cannot be written \(.*set cache_dir"):
         build_once(Path("/proc/x"), "tokens", "a", {}, lambda folder: None)
+
+
+def test_copies_of_data_lie_in_the_cache_of_their_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They once filled the default one, whatever cache_dir said."""
+    monkeypatch.setenv("AUTOMODEL_LITE_CACHE", str(tmp_path / "default"))
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"text": "one"}\n{"text": "two"}\n'))
+    own = [f"dataset.path={path}", f"cache_dir={tmp_path / 'own'}", "name=x", "model.pretrained=y"]
+    config = config_of("finetune", tmp_path / "run", *own)
+    assert len(build_documents(config).train) == 2
+    assert [one.name for one in (tmp_path / "own").iterdir()] == ["decompressed"]
+    assert not (tmp_path / "default").exists()
+    build_part(config.dataset)  # of no run
+    assert (tmp_path / "default/decompressed").is_dir()

@@ -33,9 +33,9 @@ from torch.distributed.tensor import DTensor
 
 from automodel_lite.cli import compose_config
 from automodel_lite.config.check import check_config
-from automodel_lite.config.components import build
 from automodel_lite.config.schema import Config
 from automodel_lite.config.sizes import ceil_div
+from automodel_lite.data.prepare import build_documents
 from automodel_lite.data.tokens.tokenize import job_of
 from automodel_lite.data.tokens.tokenizer import padding_id
 from automodel_lite.errors import ConfigError
@@ -136,7 +136,7 @@ class TrainingClient:
         self.config = start.resolve_auto(start.from_run(check_config(raw)), console, has_data=False)
         parts = start.checked_parts(self.config)
         _check_settings(self.config, parts)
-        job = job_of(self.config, build(self.config.dataset))
+        job = job_of(self.config, build_documents(self.config))
         self.tokenizer = job.tokenizer
         shape = mesh_shape(self.config.mesh, world_size())
         decided = decide(parts, self.tokenizer, shape, start.default_device())
