@@ -24,6 +24,7 @@ from automodel_lite.config.schema import Config
 from automodel_lite.data.feeding.source import PackSource
 from automodel_lite.data.prepare import check_sizes, prepare_data
 from automodel_lite.errors import ConfigError
+from automodel_lite.models.loss import FusedLinearCrossEntropy, Loss
 from automodel_lite.parallel.mesh import Mesh, rank, world_size
 from automodel_lite.parts.evaluation.generator import load_generator
 from automodel_lite.parts.evaluation.held_out import questions_of
@@ -77,6 +78,11 @@ def print_losses(parts: Parts, data: PackSource, mesh: Mesh, console: Console) -
     """The mean loss over the label tokens of each set; every rank calls it."""
     sets = data.held_out
     check_positions(data, parts.model, parts.teacher)
+    brought = data.columns
+    if brought is not None and parts.loss.required - brought:
+        name = type(parts.loss).__name__
+        console.say("loss", f"next-token cross-entropy, in place of {name}")
+        parts = replace(parts, loss=plain_loss_beside(brought))
     with activity("loading the model"):
         decided = decide(parts, data.tokenizer, mesh.shape, mesh.device, trains=False)
         built = build_model(decided, data.tokenizer, mesh)
@@ -95,6 +101,18 @@ def print_losses(parts: Parts, data: PackSource, mesh: Mesh, console: Console) -
         console.say(
             "loss", f"{name}: {shown}, {right:.2%} of the tokens right, of {documents:,} documents"
         )
+
+
+def plain_loss_beside(brought: set[str]) -> Loss:
+    """Returns next-token cross-entropy of rows that bring these columns, which it does not use:
+    they are another loss's, which asks for more. Training makes that of its start model or of a
+    teacher, and none of them is known here.
+    """
+
+    class NextToken(FusedLinearCrossEntropy):
+        columns = FusedLinearCrossEntropy.columns | brought
+
+    return NextToken()
 
 
 def of_folder(config: Config) -> Config:

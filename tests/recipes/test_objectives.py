@@ -14,10 +14,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.parallel.mesh import init_mesh
+from automodel_lite.results import RESULTS
 from automodel_lite.training.build import build_model
 from automodel_lite.training.decide import decide
 from automodel_lite.training.plan import build_parts
-from recipes import score
+from recipes import evaluate, score
 from tests.data.templates import MARKED, byte_tokenizer
 from tests.runs import Row, config_of, rows_of, train
 
@@ -219,6 +220,18 @@ def test_pairs_beside_other_documents_are_refused(kind: str, pairs: Path, tmp_pa
     loss = "simpo" if kind == "pairs" else "fused_linear_cross_entropy"
     with pytest.raises(DataError, match="train: some documents bring answers, and others do not"):
         train("finetune", tmp_path / "run", *where, f"loss={loss}")
+
+
+def test_pairs_are_evaluated_without_their_reference(
+    trained: Path, pairs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the cross-entropy that training logged: the start model is none of the arguments."""
+    given = [f"dataset.path={pairs}", "dataset.val_frac=0.2", f"model.pretrained={trained}"]
+    size = "packed_sequence.packed_sequence_size=256"
+    assert evaluate.main(config_of("dpo", tmp_path / "run", "name=x", *given, size)) == 0
+    assert "next-token cross-entropy, in place of Dpo" in capsys.readouterr().out
+    logged = curve(rows_of(trained), "val_cross_entropy/val")[-1]
+    assert RESULTS["val"]["loss"] == pytest.approx(logged, rel=1e-5)
 
 
 def test_the_model_card_names_the_method(trained: Path) -> None:
