@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -269,7 +269,9 @@ def fully_shard_model(
         # the gradient of a plain embedding needs no weight
         shard(embedding).set_unshard_in_backward(not isinstance(embedding, nn.Embedding))
         shard(head, reshard_after_forward=False)  # the backward pass begins with it
-    shard(model)
+    # The columns of a batch are not rounded: in bf16, log-probabilities of a reference or of the
+    # policy that sampled are off by more than a step moves them.
+    shard(model, mp_policy=replace(policy, cast_forward_inputs=False))
     vars(model.lm.base_model)["most_calls"] = mesh.largest  # of one that runs by rows
     for method in ("logits", "plain_logits", "probe", "before_head", "values", "generate"):
         register_fsdp_forward_method(model, method)

@@ -21,7 +21,13 @@ from automodel_lite.attention.interface import install
 from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.columns import IGNORE_INDEX, labeled_rows
 from automodel_lite.models.layers import decoder_layers, recompute_layers
-from automodel_lite.models.loss import CrossEntropy, FusedLinearCrossEntropy
+from automodel_lite.models.loss import (
+    CrossEntropy,
+    FusedLinearCrossEntropy,
+    Loss,
+    LossInputs,
+    LossOutput,
+)
 from automodel_lite.models.loss_model import LossModel
 from automodel_lite.parallel import context_parallel
 from automodel_lite.parallel.context_parallel import cp_shard
@@ -204,6 +210,29 @@ def held_between_micro_batches(rank: int, world: int, reduces_every: bool) -> fl
 def test_reducing_every_micro_batch_holds_shards_alone() -> None:
     assert run_ranks(held_between_micro_batches, 2, False) == [2.0, 2.0]
     assert run_ranks(held_between_micro_batches, 2, True) == [1.0, 1.0]
+
+
+class LargestWeight(Loss):
+    columns = frozenset({"loss_weights"})
+
+    def __call__(self, inputs: LossInputs) -> LossOutput:
+        return LossOutput(inputs.columns["loss_weights"].max(), {})
+
+
+def largest_weight_in_bf16(rank: int, world: int, weight: float) -> float:
+    mesh = open_mesh(MeshShape(1, world, 1), torch.device("cpu"))
+    lm = build("llama")
+    install(lm, ReferenceAttention())
+    model = parallelize(LossModel(lm, LargestWeight()), mesh, "fsdp", torch.bfloat16)
+    batch = micro_batch(0, 1)
+    weights = torch.full(batch.labels.shape, weight)
+    return float(model(replace(batch, columns={"loss_weights": weights})).sum)
+
+
+def test_columns_are_not_rounded_to_the_compute_dtype() -> None:
+    """FSDP rounds what it finds in the arguments of a forward, dataclasses included."""
+    weight = 1 + 2**-20
+    assert run_ranks(largest_weight_in_bf16, 1, weight) == [weight]
 
 
 @pytest.mark.slow
