@@ -199,7 +199,7 @@ def test_it_runs(page: str, tmp_path: Path):
         (tmp_path / written).parent.mkdir(parents=True, exist_ok=True)
         words = words[: words.index(">")] if ">" in words else words
         done = subprocess.run(
-            words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+            words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=1800
         )
         assert done.returncode == 0, f"{command.text}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
         (tmp_path / written).write_text(done.stdout)
@@ -281,7 +281,7 @@ def test_a_page_of_the_cookbook_runs(page: Path, tmp_path: Path):
     screens = ""
     for words in scripts:
         done = subprocess.run(
-            words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600
+            words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=1800
         )
         assert done.returncode == 0, f"{words}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
         screens += done.stdout

@@ -160,7 +160,7 @@ def run_fuzz(folder: Path, kills: int, worlds: str, seed: int, *overrides: str) 
         *overrides,
     ]
     done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=20 * kills + 300
+        command, cwd=ROOT, capture_output=True, text=True, timeout=100 * kills + 900
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

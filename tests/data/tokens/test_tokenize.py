@@ -292,7 +292,7 @@ def test_no_process_outlives_a_job_that_is_killed(tmp_path: Path) -> None:
     assert job.exitcode == -signal.SIGKILL
     workers = json.loads(noted.read_text())
     assert len(workers) == 2
-    latest = time.monotonic() + 20
+    latest = time.monotonic() + 100
     while any(start_ticks(worker) for worker in workers):
         assert time.monotonic() < latest
         time.sleep(0.1)
