@@ -352,7 +352,10 @@ def value_problems(path: str, value: Any, hint: Any) -> Iterator[str]:
     if not matches(value, hint):
         choices = [rule for rule in getattr(hint, "__metadata__", ()) if isinstance(rule, OneOf)]
         wanted = choices[0] if choices else describe(hint)
-        yield f"{path}={format_value(value)} must be {wanted}."
+        shown = format_value(value)
+        if not choices and isinstance(value, int | float) and matches("", hint):
+            wanted = f"{wanted}: quote it, \"{path}='{shown}'\""
+        yield f"{path}={shown} must be {wanted}."
         return
     origin = typing.get_origin(hint)
     args = typing.get_args(hint)

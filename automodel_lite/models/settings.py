@@ -13,8 +13,10 @@ from transformers.utils import is_timm_available
 from automodel_lite.attention.spec import FAMILIES, config_value
 from automodel_lite.errors import ConfigError, did_you_mean, format_value, one_line
 
+Settings = dict[str, Any]  # of a config.json, or of a part of it
 
-def check_described(config: PretrainedConfig, overrides: dict[str, Any]) -> None:
+
+def check_described(config: PretrainedConfig, overrides: Settings) -> None:
     """Raises ConfigError for sizes that no model can have, and for a missing package; libraries
     meet them late, or never.
     """
@@ -76,7 +78,7 @@ def _number(config: PretrainedConfig, keys: Sequence[str]) -> int | None:
     return None
 
 
-def apply_settings(config: PretrainedConfig, overrides: dict[str, Any]) -> None:
+def apply_settings(config: PretrainedConfig, overrides: Settings) -> None:
     """Writes the settings into the config, in place, also into those of a composite's parts."""
     inner = _inner_configs(config)
     for key, value in overrides.items():
@@ -93,9 +95,9 @@ def apply_settings(config: PretrainedConfig, overrides: dict[str, Any]) -> None:
         config.validate_rope()
 
 
-def _rope_with(config: PretrainedConfig, key: str, value: Any) -> dict[str, Any]:
+def _rope_with(config: PretrainedConfig, key: str, value: Any) -> Settings:
     """Returns the `rope_parameters` of a config whose rope_theta or rope_scaling is `value`."""
-    old: dict[str, Any] = config.rope_parameters
+    old: Settings = config.rope_parameters
     if any(isinstance(of_a_kind, dict) for of_a_kind in old.values()):
         raise ValueError(
             f"rope_parameters of {config.model_type} differ by kind of layer: set them, not {key}."
@@ -111,7 +113,7 @@ OF_ROPE = ("rope_theta", "rope_scaling")
 """What config.json has under these names transformers keeps in `rope_parameters`."""
 
 
-def cannot_work(reason: object, overrides: dict[str, Any]) -> ConfigError:
+def cannot_work(reason: object, overrides: Settings) -> ConfigError:
     """Makes the sentence for settings that a model's own code refuses."""
     settings = " ".join(f"model.config.{key}={value}" for key, value in overrides.items())
     is_name = isinstance(reason, KeyError) and " " not in str(reason.args[0])
@@ -122,7 +124,7 @@ def cannot_work(reason: object, overrides: dict[str, Any]) -> ConfigError:
     )
 
 
-def describe_with(overrides: dict[str, Any], make: Callable[[], Any]) -> Any:
+def describe_with(overrides: Settings, make: Callable[[], Any]) -> Any:
     """Returns what `make` makes; what the family's own config class refuses is a ConfigError that
     names `overrides`.
     """
@@ -133,7 +135,7 @@ def describe_with(overrides: dict[str, Any], make: Callable[[], Any]) -> Any:
 
 
 def check_settings(
-    settings: dict[str, Any],
+    settings: Settings,
     config: PretrainedConfig,
     prefix: str = "model.config.",
     is_loaded: bool = False,

@@ -52,6 +52,7 @@ from automodel_lite.run.sharded_files import (
     read_tensors,
     write_parts,
 )
+from automodel_lite.run.weight_files import Weights
 
 JsonState = dict[str, Any]
 _OPTIMIZER = "optimizer.state."  # and the parameter's name, and that of its state
@@ -90,7 +91,7 @@ class Checkpointer:
     longest_s: float = 0.0  # of a save, from its start to the rename
     _is_pending: bool = False
     _current: _Save | None = None
-    _copies: dict[str, Tensor] = field(default_factory=dict)  # see _stage
+    _copies: Weights = field(default_factory=dict)  # see _stage
 
     def __post_init__(self) -> None:
         # of this process' temporary folders: a job that was thought dead has others
@@ -152,7 +153,7 @@ class Checkpointer:
         return self.newest == path
 
     @torch.no_grad()
-    def _stage(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _stage(self, parts: Mapping[str, Tensor]) -> Weights:
         """Returns copies on the host for the thread that writes; their memory is taken once, and
         may not be there.
         """
@@ -214,7 +215,7 @@ class Checkpointer:
                 f"{current.step:7d}  WARNING: step {current.step} is not saved: {text}; will retry"
             )
 
-    def _write(self, current: _Save, parts: dict[str, Tensor], texts: dict[str, str]) -> None:
+    def _write(self, current: _Save, parts: Weights, texts: dict[str, str]) -> None:
         """The whole of a save, in this thread; the outcome is left in `current`, alike on all
         ranks.
         """
@@ -321,7 +322,7 @@ class Checkpointer:
         return state
 
 
-def _with_gradients(tensors: dict[str, Tensor], index: Iterable[str]) -> dict[str, Tensor]:
+def _with_gradients(tensors: Weights, index: Iterable[str]) -> Weights:
     """Returns the tensors without the optimizer's of parameters that it has never stepped: no loss
     reaches them, as a vision tower's pooling head, and a new optimizer has zeros for them, too.
     """
@@ -333,9 +334,7 @@ def _with_gradients(tensors: dict[str, Tensor], index: Iterable[str]) -> dict[st
     }
 
 
-def flat_state(
-    model: nn.Module, optimizer: torch.optim.Optimizer
-) -> tuple[dict[str, Tensor], JsonState]:
+def flat_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Weights, JsonState]:
     """Tensors by name, and the optimizer's other values that are state (settings are the
     configuration's).
     """
@@ -349,7 +348,7 @@ def flat_state(
     return tensors, scalars
 
 
-def weights_of(model: nn.Module) -> dict[str, Tensor]:
+def weights_of(model: nn.Module) -> Weights:
     """Returns what is trained, and the frozen weights of a model from scratch, which no file has;
     of tied weights one copy, chosen by identity, so that all ranks find the same one.
     """

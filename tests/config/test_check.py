@@ -128,6 +128,11 @@ def test_a_wrong_dataset(override: str, sentence: str) -> None:
     assert sentence in problems("dataset=files", "~dataset.num_chats", *override.split(" ", 1))
 
 
+def test_a_number_that_is_a_name_is_quoted() -> None:
+    assert problems("name=12") == ["name=12 must be text: quote it, \"name='12'\"."]
+    assert problems("name='12'") == []
+
+
 def test_a_whole_number_stands_for_a_float(tmp_path: Path) -> None:
     """Whoever types 2 for 2.0 gets the same config.yaml."""
     config = quick_config(tmp_path, "training.max_grad_norm=2", "training.max_steps=2")
