@@ -1,7 +1,7 @@
 """Loss of a model on held-out files, and how well it answers what they ask; nothing is trained.
 
-    python recipes/evaluate.py --config-name finetune model.pretrained=runs/mine
-    dataset.path=held_out.jsonl
+    python recipes/evaluate.py --config-name finetune model.pretrained=runs/mine \\
+        dataset.path=held_out.jsonl
 
 Takes the arguments of train_ft.py. Validation sets are evaluated (dataset.val_path={easy: a.jsonl,
 hard: b.jsonl}), or all of dataset.path where there is none. `evaluation=exact_match` asks their

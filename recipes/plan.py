@@ -2,8 +2,8 @@
 the GPUs at hand.
 
     python recipes/plan.py --gpus 8 --gpu h100-80 --config-name llama3_1_8b
-    python recipes/plan.py --gpus 8 --nodes 4 --config-name finetune model.pretrained=/models/x
-    dataset.path=chats.jsonl
+    python recipes/plan.py --gpus 8 --nodes 4 --config-name finetune model.pretrained=/models/x \\
+        dataset.path=chats.jsonl
 
 No weights are read and no GPU is needed: steps of each layout are simulated, and their operations
 and messages take the time that the GPU's rates give them. The configs of the presets' models ship

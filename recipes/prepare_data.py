@@ -1,8 +1,8 @@
 """Tokenize and plan the packs of a run beforehand, on any machine without a GPU; training then
 finds them in the cache.
 
-    python recipes/prepare_data.py --config-name llama_packed
-    packed_sequence.packed_sequence_size=512
+    python recipes/prepare_data.py --config-name llama_packed \\
+        packed_sequence.packed_sequence_size=512
 
 Takes the arguments of train_ft.py. Training does the same by itself where it is missing. A corpus
 that takes one machine too long is tokenized by many, each a task of some documents, in any order;

@@ -1,9 +1,8 @@
 """Compute values per label beforehand: a teacher's likeliest tokens, or the reference of a
 preference loss.
 
-    torchrun recipes/score.py --config-name finetune model.pretrained=student
-    dataset.path=chats.jsonl \\
-        loss=distill_topk loss.teacher=teacher loss.top_k=64
+    torchrun recipes/score.py --config-name finetune model.pretrained=student \\
+        dataset.path=chats.jsonl loss=distill_topk loss.teacher=teacher loss.top_k=64
     torchrun recipes/score.py --config-name dpo model.pretrained=start dataset.path=pairs.jsonl
 
 Takes the arguments of train_ft.py, and any mesh. What is stored goes beside the token cache, for

@@ -1,7 +1,6 @@
 """Prove on your own model, data and mesh that packing and parallelism do not change the numbers.
 
-    torchrun recipes/verify.py --config-name llama_packed            (the same arguments as
-                                                                     train_ft.py)
+    torchrun recipes/verify.py --config-name llama_packed             (the arguments of train_ft.py)
     automodel-lite verify --nproc 4 --config-name llama_packed mesh.cp=2
 
 A small sample of the packs that training would read goes through the program's own path in several

@@ -2,8 +2,8 @@
 `_target_` in conf/.
 
     cd examples/own_parts
-    python ../../recipes/train_ft.py --config-dir conf --config-name mine
-    security.allow_targets=[my_parts]
+    python ../../recipes/train_ft.py --config-dir conf --config-name mine \\
+        security.allow_targets=[my_parts]
 
 The configuration may only call code that the command line allows. Each option file replaces its
 whole group, so there is nothing to delete; its other keys are the arguments of the target, checked

@@ -2,6 +2,7 @@
 are run, page by page (slow).
 """
 
+import ast
 import json
 import os
 import re
@@ -112,6 +113,15 @@ def test_it_composes(command: Command):
         found = problems(line.config_name, [*overrides])
         # a name or model is the reader's own
         assert not [line for line in found if "has no value" not in line]
+
+
+def test_a_command_in_a_docstring_is_whole():
+    """A line that goes on ends in a backslash: pasted without it, its first part would run alone."""
+    paths = [*(ROOT / "recipes").glob("*.py"), *(ROOT / "examples").rglob("*.py")]
+    for path in paths:
+        text = ast.get_docstring(ast.parse(path.read_text())) or ""
+        lines = re.sub(r"\\\n\s*", "", text).splitlines()
+        assert [line for line in lines if re.match(r" {4,}(-|[a-z_.]+=)", line)] == [], path
 
 
 def one_value(override: str, which: int) -> str:

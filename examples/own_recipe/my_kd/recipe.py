@@ -1,8 +1,7 @@
 """Distil a frozen teacher: a recipe of one's own, from any folder and on any number of ranks.
 
-    automodel-lite run my_kd.recipe:main --nproc 2 --config-name kd name=mine
-    dataset.path=dialogs.jsonl \\
-        model.pretrained=student extra.teacher=teacher
+    automodel-lite run my_kd.recipe:main --nproc 2 --config-name kd name=mine \\
+        dataset.path=dialogs.jsonl model.pretrained=student extra.teacher=teacher
 """
 
 from __future__ import annotations
