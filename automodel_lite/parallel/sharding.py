@@ -20,6 +20,7 @@ from torch.distributed.fsdp import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
+from automodel_lite.attention.spec import FAMILIES
 from automodel_lite.compat import FsdpTrainingState
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.layers import decoder_layers, output_head, towers
@@ -251,8 +252,10 @@ def fully_shard_model(
             shard(module, mesh=of_experts)
     layers = decoder_layers(model.lm)
     units = _units([*layers, *towers(model.lm)])  # towers are never gathered
+    is_wide = model.lm.config.get_text_config().model_type in FAMILIES["wide_layers"]
+    of_units = replace(policy, cast_forward_inputs=not is_wide)
     for unit in units:
-        shard(unit, reshard_after_forward=reshards)
+        shard(unit, mp_policy=of_units, reshard_after_forward=reshards)
     if not reshards and all(unit in layers for unit in units[: len(layers)]):
         # torch gathers one layer ahead; two take no more memory where all are held, and hide a late
         # host

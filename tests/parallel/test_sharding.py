@@ -16,9 +16,12 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM
 
 from automodel_lite.attention.interface import install
 from automodel_lite.attention.kernel import ReferenceAttention
+from automodel_lite.attention.spec import FAMILIES as LISTS
 from automodel_lite.columns import IGNORE_INDEX, labeled_rows
 from automodel_lite.models.layers import decoder_layers, recompute_layers
 from automodel_lite.models.loss import (
@@ -34,11 +37,13 @@ from automodel_lite.parallel.context_parallel import cp_shard
 from automodel_lite.parallel.mesh import MeshShape, open_mesh
 from automodel_lite.parallel.sharding import ParallelModel, parallelize
 from automodel_lite.thd import ThdBatch
+from benchmarks.tiny_models import decoder_families, tiny_config
 from tests.attention.families import FAMILIES, build, documents, stream
 from tests.attention.hybrids import HYBRIDS, ONE_OF_EACH_KIND, build_hybrid
 from tests.ranks import run_ranks
 
 LARGEST_ERROR = 1e-6
+REFUSED = {"inkling2_text", "minimax", "openai-gpt", "xglm"}
 
 
 MICRO_BATCHES = 2
@@ -233,6 +238,45 @@ def test_columns_are_not_rounded_to_the_compute_dtype() -> None:
     """FSDP rounds what it finds in the arguments of a forward, dataclasses included."""
     weight = 1 + 2**-20
     assert run_ranks(largest_weight_in_bf16, 1, weight) == [weight]
+
+
+def rotations_in_bf16(rank: int, world: int, family: str) -> list[torch.dtype]:
+    """What a layer is given, behind FSDP."""
+    mesh = open_mesh(MeshShape(1, world, 1), torch.device("cpu"))
+    model = parallelize(loss_model(family), mesh, "fsdp", torch.bfloat16)
+    found = []
+    decoder_layers(model.loss_model.lm)[0].register_forward_pre_hook(
+        lambda layer, args, kwargs: found.extend([args[0], *kwargs["position_embeddings"]]),
+        with_kwargs=True,
+    )
+    model(micro_batch(0, 1))
+    return [x.dtype for x in found]
+
+
+def test_layers_are_given_fp32_where_the_family_does() -> None:
+    assert run_ranks(rotations_in_bf16, 1, "olmo2") == [
+        [torch.bfloat16, torch.float32, torch.float32]
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", decoder_families())
+def test_families_whose_layers_are_given_fp32_are_known(family: str) -> None:
+    """By plain transformers with weights in bf16: FSDP would cast all that a layer is given."""
+    if family in REFUSED:
+        pytest.skip("it mixes fp32 into bf16 itself")
+    lm = AutoModelForCausalLM.from_config(tiny_config(family), attn_implementation="eager").eval()
+    for parameter in lm.parameters():
+        parameter.data = parameter.data.bfloat16()
+    found = []
+    for layer in decoder_layers(lm):
+        layer.register_forward_pre_hook(
+            lambda layer, args, kwargs: found.extend(tree_leaves((args, kwargs))), with_kwargs=True
+        )
+    with torch.no_grad():
+        lm(input_ids=torch.arange(3, 15)[None], use_cache=False)
+    is_wide = any(isinstance(x, Tensor) and x.dtype == torch.float32 for x in found)
+    assert is_wide == (family in LISTS["wide_layers"])
 
 
 @pytest.mark.slow
