@@ -342,7 +342,8 @@ class StreamedPacks(PackSource):
                 f"dataset.num_shards={num_shards} must be a multiple of {readers} "
                 f"({self.shape.dp_size} data-parallel ranks x "
                 f"dataloader.num_workers={self.dataloader.num_workers}): use "
-                f"{round_up(num_shards, readers)}."
+                f"{round_up(num_shards, readers)}, or ranks and workers whose product divides "
+                f"{num_shards}, as a run that continues has to."
             )
 
     @property

@@ -254,7 +254,8 @@ def test_long_documents_of_a_stream_are_split(tmp_path: Path) -> None:
 
 
 def test_shards_must_be_whole_for_every_reader(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"dataset.num_shards=4 must be a multiple of 3 .* use 6"):
+    cures = "use 6, or ranks and workers whose product divides 4, as a run that continues has to"
+    with pytest.raises(ConfigError, match=f"dataset.num_shards=4 must be .* of 3 .*: {cures}"):
         loader_of(write(tmp_path / "a.jsonl"), num_workers=3)
 
 
