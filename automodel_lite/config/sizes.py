@@ -104,7 +104,8 @@ def global_batch_size_of(config: TrainingConfig, dp_size: int) -> int:
         raise ConfigError(
             f"training.global_batch_size={size} must be a multiple of {smallest} "
             f"(training.micro_batch_size={config.micro_batch_size} x {dp_size} data-parallel "
-            f"ranks): use {nearest}."
+            f"ranks): use {nearest}, or micro-batches and ranks that divide {size}, as a run that "
+            "continues has to."
         )
     return size
 

@@ -18,7 +18,6 @@ runs/<name>/
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import shlex
@@ -40,9 +39,7 @@ from automodel_lite.config.permissions import check_yaml
 from automodel_lite.config.rules import OneOf
 from automodel_lite.config.schema import Config, resumable_settings
 from automodel_lite.config.signatures import with_options
-from automodel_lite.config.sizes import mesh_shape
 from automodel_lite.errors import ConfigError, explained, format_value, one_line
-from automodel_lite.launched import world_size
 from automodel_lite.redact import scrub, scrub_tree
 from automodel_lite.run.checkpoint_folder import is_stale
 from automodel_lite.run.durable import write_atomically
@@ -295,28 +292,6 @@ class RunFolder:
         if optimizer.get("lr") == "auto":
             optimizer = {**optimizer, "lr": saved.get("optimizer.lr")}
         return replace(config, training=training, packed_sequence=packed, optimizer=optimizer)
-
-    def check_batch(self, config: Config) -> None:
-        """Raises ConfigError for micro-batches and ranks that do not divide the global batch of a
-        run that continues: to set another batch, as a new run is told to, would be refused.
-        """
-        size = config.training.global_batch_size
-        if not isinstance(size, int) or not self.checkpoints.is_dir():
-            return
-        ranks = mesh_shape(config.mesh, world_size()).dp
-        micro = config.training.micro_batch_size or 1
-        has_begun = size == dict(flatten(saved_config(self.config)))["training.global_batch_size"]
-        if size % (micro * ranks) == 0 or not has_begun:
-            return
-        if size % ranks:
-            cure = f"a number of them that divides {size}; others can share each pack, mesh.cp"
-        else:
-            cure = f"training.micro_batch_size={math.gcd(micro, size // ranks)}"
-        raise ConfigError(
-            f"{self.path} was started with training.global_batch_size={size}, which is not a "
-            f"multiple of {micro * ranks} (training.micro_batch_size={micro} x {ranks} "
-            f"data-parallel ranks): use {cure}, or start a new run with name=..."
-        )
 
     def finished_message(self, config: Config) -> str | None:
         """Returns the message for a finished run that is started again; None when there is work to

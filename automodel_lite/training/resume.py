@@ -87,8 +87,6 @@ def join_ranks(config: Config) -> Iterator[tuple[Config, Peers, str | None]]:
     with watch_ranks() as peers:
         config = folder.with_saved_layout(config)
         message = folder.finished_message(config)
-        if not message:
-            folder.check_batch(config)
         state = {"output_dir (what it holds)": folder.read_status().get("state", "no run")}
         peers.compare("settings", versions() | flat(plain(config)) | state)
         STARTUP.lap("ranks")

@@ -185,35 +185,6 @@ def test_packs_that_cannot_be_shared_are_refused(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("micro", "ranks", "cure"),
-    [
-        (3, 1, "training.micro_batch_size=1"),
-        (8, 2, "training.micro_batch_size=2"),
-        (1, 3, "a number of them that divides 4; others can share each pack, mesh.cp"),
-    ],
-)
-def test_a_run_that_continues_keeps_its_batch(
-    micro: int, ranks: int, cure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It was told to set another one, which is a change of settings, and refused as such."""
-    folder, config = RunFolder(tmp_path), quick_config(tmp_path)
-    folder.open(config, global_batch_size=4, slot_multiple=1)
-    other = quick_config(tmp_path, f"training.micro_batch_size={micro}")
-    monkeypatch.setenv("WORLD_SIZE", str(ranks))
-    with pytest.raises(ConfigError) as refusal:
-        folder.check_batch(other)
-    assert str(refusal.value) == (
-        f"{tmp_path} was started with training.global_batch_size=4, which is not a multiple of "
-        f"{micro * ranks} (training.micro_batch_size={micro} x {ranks} data-parallel ranks): "
-        f"use {cure}, or start a new run with name=..."
-    )
-    with pytest.raises(ConfigError, match=r"was 4, now 24\nStart a new run"):
-        folder.check(quick_config(tmp_path, "training.global_batch_size=24"))
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    folder.check_batch(quick_config(tmp_path, "training.micro_batch_size=2"))
-
-
 def test_slots_that_were_set_are_as_the_run_began(tmp_path: Path) -> None:
     """To set others, as a new run is told to, would be refused."""
     folder, slots = RunFolder(tmp_path), "packed_sequence.slot_multiple=2"
