@@ -78,8 +78,10 @@ def split_layers(model: LossModel, mesh: Mesh, policy: MixedPrecisionPolicy) -> 
             experts = open_axes(mesh.device, sharded | {"ep": shape.ep}, mesh.timeout)
             apply_expert_parallelism(lm, experts["ep"], mesh.root["tp"], ep_plan)
     except ValueError as error:
-        reason = one_line(error)
-        raise ConfigError(f"mesh.tp={shape.tp} mesh.ep={shape.ep}: {reason}") from None
+        # transformers' cures are arguments of its own
+        reason, is_theirs, _ = one_line(error).partition(". Pass `")
+        cure = ": set mesh.tp=1 mesh.ep=1." if is_theirs else ""
+        raise ConfigError(f"mesh.tp={shape.tp} mesh.ep={shape.ep}: {reason}{cure}") from None
     if shape.ep > 1:
         # Experts are units of their own, so that the layers' FSDP leaves them alone. An expert has
         # seen the tokens of all batches: its gradient is divided by their number, after a sum where
