@@ -20,7 +20,7 @@ SIZES = [
     ),
     (
         "training.global_batch_size=7",
-        "training.global_batch_size=7 must be a multiple of 2 (training.micro_batch_size=1 x 2 data-parallel ranks): use 8.",
+        "training.global_batch_size=7 must be a multiple of 2 (training.micro_batch_size=1 x 2 data-parallel ranks): use 8, or micro-batches and ranks that divide 7, as a run that continues has to.",
     ),
     ("mesh.cp=3 packed_sequence.packed_sequence_size=126", "mesh.dp_replicate=1 x mesh.cp=3 = 3 must divide the number of processes, 2: start 3 (--nproc), or lower these."),
     ("training.max_stepz=3", "training.max_stepz=3: unknown key; did you mean training.max_steps?"),
