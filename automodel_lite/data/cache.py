@@ -195,18 +195,14 @@ def find_damage(folder: Path) -> str | None:
 
 def _what_changed(parent: Path, name: str, key: Key) -> str:
     """Compares `key` with the most alike entry of the same name, the newest of equals."""
-    others = []
-    for path in sorted(parent.glob(f"*/{KEY_FILE}"), key=lambda path: -path.stat().st_mtime_ns):
+    changed = []
+    for path in parent.glob(f"*/{KEY_FILE}"):
         try:
             entry = json.loads(path.read_text())
-            others += [dict(entry["key"])] if entry["name"] == name else []
+            other = dict(entry["key"])
+            if entry["name"] == name:
+                parts = [p for p in sorted({*key, *other}) if key.get(p) != other.get(p)]
+                changed.append((len(parts), -path.stat().st_mtime_ns, parts))
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
-            continue  # of a damaged one, nothing
-    if not others:
-        return "first time"
-    changed = [
-        [part for part in sorted({*key, *other}) if key.get(part) != other.get(part)]
-        for other in others
-    ]
-    fewest = min(changed, key=len)
-    return f"changed: {', '.join(fewest)}"
+            continue  # of a damaged one, or one that another job is about to rename, nothing
+    return f"changed: {', '.join(min(changed)[2])}" if changed else "first time"

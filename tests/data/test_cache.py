@@ -328,3 +328,18 @@ def test_copies_of_data_lie_in_the_cache_of_their_run(
     assert not (tmp_path / "default").exists()
     build_part(config.dataset)  # of no run
     assert (tmp_path / "default/decompressed").is_dir()
+
+
+def test_an_entry_that_another_job_renames_meanwhile_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job once ended with a FileNotFoundError where another one finished an entry at the same moment."""
+    real = Path.glob
+
+    def glob(folder: Path, pattern: str) -> list[Path]:
+        return [*real(folder, pattern), folder / ".tokens-1.7/key.json"]
+
+    monkeypatch.setattr(Path, "glob", glob)
+    for value, note in (("a", "miss (first time)"), ("b", "miss (changed: tokenizer)")):
+        entry = build_once(tmp_path, "rows", "tokens", {"tokenizer": value}, lambda folder: None)
+        assert entry.note == note
