@@ -276,20 +276,24 @@ def check_model(cp_exchange: str, model: ParallelModel, mesh: Mesh) -> str:
 
 @contextmanager
 def naming_cut_layers(lm: transformers.PreTrainedModel, mesh: Mesh) -> Iterator[None]:
-    """Makes a ConfigError of what stops a family's code whose layers are cut: transformers has a
-    plan for it that does not run.
+    """Makes a ConfigError of what stops a family's code whose layers are cut (transformers has a
+    plan for it that does not run), or whose weights are in bf16 beside what it keeps in fp32.
     """
     shape = mesh.shape
     try:
         yield
     except (RuntimeError, AssertionError) as error:
-        is_cut = shape.tp > 1 or shape.ep > 1
-        if not is_cut or is_out_of_memory(error) or is_lost_peer(error) or is_out_of_threads(error):
+        name = type(lm).__name__
+        problem = f"mesh.tp={shape.tp} mesh.ep={shape.ep}: {name} does not run in parts"
+        cure = "mesh.tp=1 mesh.ep=1"
+        if shape.tp == shape.ep == 1:
+            problem = f"training.precision=bf16: {name} does not run with weights in bf16"
+            cure = "mesh.strategy=ddp or training.precision=fp32"
+            if "dtype" not in str(error):
+                raise
+        if is_out_of_memory(error) or is_lost_peer(error) or is_out_of_threads(error):
             raise
-        raise ConfigError(
-            f"mesh.tp={shape.tp} mesh.ep={shape.ep}: {type(lm).__name__} does not run in parts "
-            f"({one_line(error) or type(error).__name__}): set mesh.tp=1 mesh.ep=1."
-        ) from error
+        raise ConfigError(f"{problem} ({one_line(error)}): set {cure}.") from error
 
 
 DOCUMENT_TOKENS = 1024  # the most of each document that stands for the data

@@ -9,6 +9,7 @@ import torch
 
 from automodel_lite.config.check import check_config
 from automodel_lite.config.schema import TrainingConfig
+from automodel_lite.errors import ConfigError
 from automodel_lite.graphs import compiled_graphs
 from automodel_lite.models.fused_head import linear_cross_entropy
 from automodel_lite.training import build
@@ -118,3 +119,19 @@ def test_a_compiled_chunk_is_the_uncompiled_one(softcap: float | None) -> None:
             torch.testing.assert_close(compiled, plain, rtol=1e-2, atol=1e-2)
         graphs.append(compiled_graphs())
     assert graphs[-1] == graphs[3]
+
+
+def test_a_family_that_mixes_fp32_into_bf16_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    """Its sums stay in fp32, and FSDP computes with weights in bf16: it ended in a traceback."""
+    minimax = [
+        "model.config.model_type=minimax",
+        "model.config.num_hidden_layers=2",
+        "model.config.layer_types=[full_attention,linear_attention]",
+        "model.config.head_dim=8",
+        "model.config.num_local_experts=2",
+        "model.config.block_size=16",
+        "training.precision=bf16",
+    ]
+    with pytest.raises(ConfigError, match=r"MiniMax.* does not run with weights in bf16 .* set mesh"):
+        train_quick(tmp_path / "fsdp", *minimax, "mesh.strategy=fsdp")
+    assert train_quick(tmp_path / "ddp", *minimax, "mesh.strategy=ddp")[0] == 0
