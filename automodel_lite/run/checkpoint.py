@@ -52,7 +52,7 @@ from automodel_lite.run.sharded_files import (
     read_tensors,
     write_parts,
 )
-from automodel_lite.run.weight_files import Weights
+from automodel_lite.run.weight_files import Tensors
 
 JsonState = dict[str, Any]
 _OPTIMIZER = "optimizer.state."  # and the parameter's name, and that of its state
@@ -91,7 +91,7 @@ class Checkpointer:
     longest_s: float = 0.0  # of a save, from its start to the rename
     _is_pending: bool = False
     _current: _Save | None = None
-    _copies: Weights = field(default_factory=dict)  # see _stage
+    _copies: Tensors = field(default_factory=dict)  # see _stage
 
     def __post_init__(self) -> None:
         # of this process' temporary folders: a job that was thought dead has others
@@ -153,7 +153,7 @@ class Checkpointer:
         return self.newest == path
 
     @torch.no_grad()
-    def _stage(self, parts: Mapping[str, Tensor]) -> Weights:
+    def _stage(self, parts: Mapping[str, Tensor]) -> Tensors:
         """Returns copies on the host for the thread that writes; their memory is taken once, and
         may not be there.
         """
@@ -215,7 +215,7 @@ class Checkpointer:
                 f"{current.step:7d}  WARNING: step {current.step} is not saved: {text}; will retry"
             )
 
-    def _write(self, current: _Save, parts: Weights, texts: dict[str, str]) -> None:
+    def _write(self, current: _Save, parts: Tensors, texts: dict[str, str]) -> None:
         """The whole of a save, in this thread; the outcome is left in `current`, alike on all
         ranks.
         """
@@ -322,7 +322,7 @@ class Checkpointer:
         return state
 
 
-def _with_gradients(tensors: Weights, index: Iterable[str]) -> Weights:
+def _with_gradients(tensors: Tensors, index: Iterable[str]) -> Tensors:
     """Returns the tensors without the optimizer's of parameters that it has never stepped: no loss
     reaches them, as a vision tower's pooling head, and a new optimizer has zeros for them, too.
     """
@@ -334,7 +334,7 @@ def _with_gradients(tensors: Weights, index: Iterable[str]) -> Weights:
     }
 
 
-def flat_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Weights, JsonState]:
+def flat_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Tensors, JsonState]:
     """Tensors by name, and the optimizer's other values that are state (settings are the
     configuration's).
     """
@@ -348,7 +348,7 @@ def flat_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Weig
     return tensors, scalars
 
 
-def weights_of(model: nn.Module) -> Weights:
+def weights_of(model: nn.Module) -> Tensors:
     """Returns what is trained, and the frozen weights of a model from scratch, which no file has;
     of tied weights one copy, chosen by identity, so that all ranks find the same one.
     """

@@ -46,7 +46,7 @@ INDEX = "model.safetensors.index.json"
 _OF_PROCESSORS = ("*processor*.json",)
 _BLOCK_BYTES = 4096
 _NUM_BLOCKS = 32  # of a file of weights; its header is the first
-Weights = dict[str, Tensor]  # by name
+Tensors = dict[str, Tensor]  # by name
 Dtypes = dict[str, torch.dtype]
 
 
@@ -112,9 +112,9 @@ def weight_files(folder: Path) -> dict[str, Path]:
     return found
 
 
-def read_weights(places: Mapping[str, Path]) -> Weights:
+def read_weights(places: Mapping[str, Path]) -> Tensors:
     """Reads weights by their names, each from the safetensors file that has it."""
-    weights: Weights = {}
+    weights: Tensors = {}
     for path in sorted(set(places.values())):
         with safe_open(path, "pt") as file:
             weights |= {key: file.get_tensor(key) for key in sorted(places) if places[key] == path}
@@ -153,8 +153,8 @@ def stored_dtypes(model: transformers.PreTrainedModel, dtype: torch.dtype) -> Dt
     return result
 
 
-def as_saved(model: transformers.PreTrainedModel, weights: Weights) -> Weights:
-    """Weights of the model under the names, and in the parts, that its checkpoints have."""
+def as_saved(model: transformers.PreTrainedModel, weights: Tensors) -> Tensors:
+    """Tensors of the model under the names, and in the parts, that its checkpoints have."""
     from transformers.core_model_loading import revert_weight_conversion  # brings the models' code
 
     return revert_weight_conversion(model, weights)
@@ -232,7 +232,7 @@ class Group:
     """
 
     parameters: list[str]
-    weights: Weights  # on the meta device, in their dtypes
+    weights: Tensors  # on the meta device, in their dtypes
 
     @property
     def num_bytes(self) -> int:
@@ -310,7 +310,7 @@ def gathered_files(
     dtypes: Dtypes,
     rank: int,
     ranks: int,
-) -> Iterator[tuple[WeightFile, Weights]]:
+) -> Iterator[tuple[WeightFile, Tensors]]:
     """Gathers one group after the other (a collective); yields the files of `rank`, with their
     weights on the host.
     """
@@ -320,7 +320,7 @@ def gathered_files(
     # gather.
     for start in range(0, len(files), ranks):
         now = files[start : start + ranks]
-        weights = Weights()
+        weights = Tensors()
         for groups in zip_longest(*(file.groups for file in now)):
             for file, group in zip(now, groups):
                 if group is None:
@@ -341,7 +341,7 @@ def gathered_files(
         yield from ((file, weights) for file in now if file.writer == rank)
 
 
-def unique_weights(lm: transformers.PreTrainedModel) -> Weights:
+def unique_weights(lm: transformers.PreTrainedModel) -> Tensors:
     """Parameters and persistent buffers; of tied ones the first."""
     ignored = lm._keys_to_ignore_on_save or set()
     seen = set()

@@ -289,7 +289,7 @@ def naming_cut_layers(lm: transformers.PreTrainedModel, mesh: Mesh) -> Iterator[
         if shape.tp == shape.ep == 1:
             problem = f"training.precision=bf16: {name} does not run with weights in bf16"
             cure = "mesh.strategy=ddp or training.precision=fp32"
-            if "dtype" not in str(error):
+            if "BFloat16" not in str(error):
                 raise
         if is_out_of_memory(error) or is_lost_peer(error) or is_out_of_threads(error):
             raise
