@@ -208,7 +208,7 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     anywhere = {k.rpartition(".")[2]: k for k in known}
     top, _, rest = name.partition(".")
     groups = {} if not rest or top in tops else {other: f"{other}.{rest}" for other in tops}
-    for word, names, cutoff in ((last, here, 0.6), (top, groups, 0.6), (last, anywhere, 0.75)):
+    for word, names, cutoff in ((last, here, 0.6), (top, groups, 0.8), (last, anywhere, 0.75)):
         if close := difflib.get_close_matches(word, names, n=1, cutoff=cutoff):
             return names[close[0]]
     return None

@@ -305,8 +305,9 @@ class RunFolder:
         length = "max_steps" if config.training.max_steps else "num_epochs"
         return (
             f"{self.path} is finished (step {status.get('step')}): nothing to do. Start another "
-            f"run with name=..., or continue with a larger training.{length} and "
-            "checkpoint.accept_changes=true."
+            f"run with name=..., continue with a larger training.{length} and "
+            "checkpoint.accept_changes=true, or write its model again with automodel-lite export "
+            f"{shlex.quote(str(self.path))}."
         )
 
 

@@ -27,7 +27,7 @@ from automodel_lite.thd import ThdBatch
 
 PROFILER = "automodel_lite.parts.profiler.StepProfiler"
 
-ByName = dict[str, float]
+Scalars = dict[str, float]
 
 
 def mark(device: torch.device) -> Any:
@@ -63,9 +63,9 @@ class PhaseClock:
     def lap(self, phase: str) -> None:
         self._marks.append((phase, mark(self.device)))
 
-    def seconds(self) -> ByName:
+    def seconds(self) -> Scalars:
         """Returns phase -> seconds since the last call; waits for the device."""
-        spent: ByName = defaultdict(float)
+        spent: Scalars = defaultdict(float)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         for phase, now in self._marks:
@@ -173,8 +173,8 @@ class StepMetrics:
     memory_gib: float  # peak of this process: GPU memory, else resident memory
     eta_s: float
     # phase -> seconds since the last logged step, validation and saving included
-    time_s: ByName
-    parts: ByName = field(default_factory=dict)  # of the loss, means as the loss is
+    time_s: Scalars
+    parts: Scalars = field(default_factory=dict)  # of the loss, means as the loss is
 
     def as_row(self) -> dict[str, Any]:
         """Returns a flat row for metrics.jsonl and trackers, without what is not known."""
@@ -282,7 +282,7 @@ class Meter:
         if self.profiler:
             self.profiler.end()
 
-    def rest(self) -> ByName:
+    def rest(self) -> Scalars:
         """Returns the time since the last row, by phase: the last validation and checkpoint."""
         return _time_row(self.clock.seconds())
 
@@ -291,7 +291,7 @@ class Meter:
         self.busy_s = self.wait_s = 0.0
 
 
-def _time_row(seconds: ByName) -> ByName:
+def _time_row(seconds: Scalars) -> Scalars:
     return {f"time_s/{phase}": round(value, 6) for phase, value in seconds.items()}
 
 

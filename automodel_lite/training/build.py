@@ -105,7 +105,7 @@ def build_model(
         model, adapter = assemble(decided, tokenizer, mesh, decided.strategy, decided.dtype, trains)
         STARTUP.lap("load")
         lm = model.loss_model.lm
-        with naming_cut_layers(lm, mesh), short_lengths(lm) as has_lengths:
+        with explaining_family_errors(lm, mesh), short_lengths(lm) as has_lengths:
             if has_lengths:
                 install(lm, ReferenceAttention())
                 check_packing_isolation(
@@ -240,7 +240,7 @@ def check_model(cp_exchange: str, model: ParallelModel, mesh: Mesh) -> str:
     heads = []
 
     def logits(batch: ThdBatch) -> Tensor:
-        with naming_cut_layers(loss_model.lm, mesh):
+        with explaining_family_errors(loss_model.lm, mesh):
             logits_TV, is_plain = model.probe(batch)
             if mesh.shape.tp > 1 and model.module.training:
                 # autograd refuses what some families do in place
@@ -275,7 +275,7 @@ def check_model(cp_exchange: str, model: ParallelModel, mesh: Mesh) -> str:
 
 
 @contextmanager
-def naming_cut_layers(lm: transformers.PreTrainedModel, mesh: Mesh) -> Iterator[None]:
+def explaining_family_errors(lm: transformers.PreTrainedModel, mesh: Mesh) -> Iterator[None]:
     """Makes a ConfigError of what stops a family's code whose layers are cut (transformers has a
     plan for it that does not run), or whose weights are in bf16 beside what it keeps in fp32.
     """

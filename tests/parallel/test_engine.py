@@ -14,7 +14,7 @@ from automodel_lite.models.loss import CrossEntropy
 from automodel_lite.models.loss_model import LossModel
 from automodel_lite.parallel.mesh import Mesh, MeshShape, open_mesh
 from automodel_lite.parallel.sharding import parallelize
-from automodel_lite.training.build import check_model, naming_cut_layers
+from automodel_lite.training.build import check_model, explaining_family_errors
 from benchmarks.survey_models import batch
 from benchmarks.tiny_models import tiny_model
 from tests.parallel.test_sharding import assert_equal
@@ -123,7 +123,7 @@ def test_what_is_no_fault_of_a_plan_keeps_its_name() -> None:
         (two, torch.OutOfMemoryError("x")),
         (two, no_thread),
     ]:
-        with pytest.raises(RuntimeError, match=str(error)), naming_cut_layers(lm, mesh):
+        with pytest.raises(RuntimeError, match=str(error)), explaining_family_errors(lm, mesh):
             raise error
 
 
