@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import re
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -321,10 +320,8 @@ def _unknown_argument(key: str, name: str, value: Any, options: Sequence[str]) -
         return f"{path}={value}: unknown key{meant(near)}"
     takers = []
     for file in sorted((CONF_DIR / key).glob("*.yaml")):
-        text = file.read_text()
-        is_set = re.search(rf"^{re.escape(name)}:", text, re.MULTILINE)
-        targets = re.findall(r"^\s*_target_:\s*([\w.]+)", text, re.MULTILINE)
-        if is_set or any(name in options_of(target) for target in targets):
+        of_file = _options({key: yaml.safe_load(file.read_text())})
+        if any(name in option.split(".") for option in of_file):
             takers.append(f"{key}={file.stem}")
     if takers:
         return (

@@ -24,7 +24,7 @@ from automodel_lite.data.reading.documents import MEDIA, NAMES, NOT_READ, UNUSED
 from automodel_lite.data.reading.formats import FORMATS, GROUP, Format, own_format
 from automodel_lite.data.reading.labels import Alignment, align, check_alignment
 from automodel_lite.data.reading.readers import RawRow, RawRows
-from automodel_lite.errors import ConfigError, DataError, did_you_mean, one_line, printable
+from automodel_lite.errors import ConfigError, DataError, did_you_mean, nearest, one_line, printable
 
 OwnFormat = Callable[[RawRow], Any]
 Renames = Mapping[str, str]  # canonical name -> column of the file
@@ -319,11 +319,12 @@ def _find(
         )
     known = ", ".join(" + ".join(known.columns) for known in FORMATS)
     texts = [column for column in columns if not NUMBERED.fullmatch(column)] or columns
-    hint = "dataset.columns.prompt=NAME dataset.columns.completion=NAME"
-    if len(texts) == 1:
-        hint = f"dataset.columns.text={texts[0]}"
-    elif len(texts) == 2:
-        hint = f"dataset.columns.prompt={texts[0]} dataset.columns.completion={texts[1]}"
+    canonical = [column for one in FORMATS for column in one.columns]
+    usual = ["prompt", "completion"] if len(texts) > 1 else ["text"]
+    hint = " ".join(
+        f"dataset.columns.{nearest(text, canonical) or name}={text}"
+        for name, text in zip(usual, texts if len(texts) < 3 else ["NAME", "NAME"], strict=False)
+    )
     raise ConfigError(
         f"the columns {', '.join(columns)} match no known format: name them, for instance {hint}. "
         f"Known formats are {known}."

@@ -340,6 +340,8 @@ def test_hints_name_columns_where_their_order_tells_them() -> None:
     for columns, hint in (
         (["Text"], "dataset.columns.text=Text."),
         (["Frage", "Antwort"], "dataset.columns.prompt=Frage dataset.columns.completion=Antwort."),
+        (["mesages"], "dataset.columns.messages=mesages."),
+        (["question", "anwser"], "dataset.columns.question=question dataset.columns.answer=anwser."),
         (["a", "b", "c"], "dataset.columns.prompt=NAME dataset.columns.completion=NAME."),
     ):  # fmt: skip
         with pytest.raises(ConfigError) as caught:
