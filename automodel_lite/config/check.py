@@ -363,10 +363,10 @@ def value_problems(path: str, value: Any, hint: Any) -> Iterator[str]:
         yield from value_problems(path, value, args[0])
     elif origin in _UNIONS:
         yield from value_problems(path, value, next(arg for arg in args if matches(value, arg)))
-    elif isinstance(value, list) and args:
+    elif origin in _LISTS:
         for index, item in enumerate(value):
             yield from value_problems(f"{path}.{index}", item, args[0])
-    elif isinstance(value, dict) and len(args) == 2:
+    elif origin in _GROUPS:
         for key, item in value.items():
             yield from value_problems(f"{path}.{key}", item, args[1])
 

@@ -33,7 +33,8 @@ def test_logits_that_are_not_finite_are_named(value: float) -> None:
     model.model.layers[1].mlp.up_proj.weight.data[3, 4] = value
     install(model, ReferenceAttention())
     with pytest.raises(
-        ConfigError, match="gives logits that are not finite, though loaded weights are: a sum overflows"
+        ConfigError,
+        match="gives logits that are not finite, though loaded weights are: a sum overflows",
     ):
         check_packing_isolation(model)
 

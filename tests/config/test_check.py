@@ -12,6 +12,7 @@ from automodel_lite.cli import compose_config
 from automodel_lite.cli.sources import Sources, presets_of
 from automodel_lite.config.check import check_config
 from automodel_lite.config.rules import Range
+from automodel_lite.data.prepare import build_documents
 from automodel_lite.errors import ConfigError
 from tests.runs import problems, quick_config
 
@@ -54,6 +55,15 @@ def test_a_mistake_is_one_sentence(override: str, message: str) -> None:
     with pytest.raises(ConfigError) as error:
         check_config(compose_config("smoke", [override]))
     assert str(error.value) == message
+
+
+def test_a_list_where_a_function_is_meant_is_one_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a"}')
+    files = ["dataset=files", "~dataset.num_chats", f"dataset.path={path}", "dataset.format=[0]"]
+    config = check_config(compose_config("smoke", files))
+    with pytest.raises(ConfigError, match=r"^dataset.format=\[0\] must be a name, or a _target_"):
+        build_documents(config)
 
 
 def test_a_part_that_is_refused_hides_no_mistake_of_another() -> None:

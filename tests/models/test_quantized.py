@@ -92,7 +92,9 @@ def test_a_scale_that_was_not_applied_is_refused() -> None:
     """As of a weight that transformers splits when it loads it; not so of layers that the model does not have."""
     of_a_head = ("model.layers.9.up_proj.weight", "model.layers.9.up_proj.weight_scale_inv")
     forget(tiny_model("qwen3"), of_a_head)
-    with pytest.raises(ConfigError, match=r"the scales model\.in_proj\.weight_scale_inv .* were not"):
+    with pytest.raises(
+        ConfigError, match=r"the scales model\.in_proj\.weight_scale_inv .* were not"
+    ):
         forget(tiny_model("qwen3"), (*of_a_head, "model.in_proj.weight_scale_inv"))
 
 

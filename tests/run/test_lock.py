@@ -291,9 +291,7 @@ def test_a_job_stopped_for_66_s_leaves_the_run_to_its_heir(tmp_path: Path, mode:
     assert not list((run / "logs").glob("failure_*"))
 
 
-def test_a_lock_that_is_given_back_is_gone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lock_that_is_given_back_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_lock, "PULSE_S", 0.05)
     lock = RunLock(tmp_path / "run.lock")
     lock.acquire()

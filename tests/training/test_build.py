@@ -132,6 +132,8 @@ def test_a_family_that_mixes_fp32_into_bf16_is_refused_in_a_sentence(tmp_path: P
         "model.config.block_size=16",
         "training.precision=bf16",
     ]
-    with pytest.raises(ConfigError, match=r"MiniMax.* does not run with weights in bf16 .* set mesh"):
+    with pytest.raises(
+        ConfigError, match=r"MiniMax.* does not run with weights in bf16 .* set mesh"
+    ):
         train_quick(tmp_path / "fsdp", *minimax, "mesh.strategy=fsdp")
     assert train_quick(tmp_path / "ddp", *minimax, "mesh.strategy=ddp")[0] == 0

@@ -126,7 +126,9 @@ def test_a_solution_beside_an_answer_is_chosen(
 ) -> None:
     """The short answer was trained on, and the solution ignored."""
     path = tmp_path / "a.jsonl"
-    path.write_text(json.dumps({"question": "2+2?", "solution": "2+2=4, so 4", "answer": "4"}) + "\n")
+    path.write_text(
+        json.dumps({"question": "2+2?", "solution": "2+2=4, so 4", "answer": "4"}) + "\n"
+    )
     with pytest.raises(DataError, match=r"column solution .* dataset.columns.answer=solution or"):
         FilesDataset(str(path)).train[0]
     named = FilesDataset(str(path), columns={"answer": chosen}).train[0]

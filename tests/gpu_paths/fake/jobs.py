@@ -221,7 +221,9 @@ def _share_tokens_equally() -> None:
 
     def dispatch_equally(self: Any, hidden: Any, chosen: Any, weights: Any) -> Any:
         tp, ep = self.tp_mesh, self.ep_mesh
-        sizes = split_sizes(len(chosen), chosen.shape[-1], tp.size(), ep.size(), ep.get_local_rank())
+        sizes = split_sizes(
+            len(chosen), chosen.shape[-1], tp.size(), ep.size(), ep.get_local_rank()
+        )
 
         def equal(counts: torch.Tensor) -> Any:
             return sizes if counts.shape == (2, ep.size()) else read(counts)
