@@ -226,11 +226,14 @@ def fully_shard_model(
         if gathered is None
         else MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=torch.float32)
     )
+    # The columns of a batch are not rounded: in bf16, log-probabilities of a reference or of the
+    # policy that sampled are off by more than a step moves them. Nor are the weights of routing.
+    uncast = replace(policy, cast_forward_inputs=False)
     is_split = shape.tp > 1 or shape.ep > 1
     if is_split:
         from automodel_lite.parallel.engine import split_layers  # which transformers has since 5.21
 
-        split_layers(model, mesh, policy)
+        split_layers(model, mesh, uncast)
     held = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if offloads else OffloadPolicy()
     assert mesh.root is not None
     # parameters are sharded over dp_shard x cp, and replicated over dp_replicate (HSDP)
@@ -249,13 +252,12 @@ def fully_shard_model(
             mesh.timeout,
         )
         for module in experts:
-            shard(module, mesh=of_experts)
+            shard(module, mesh=of_experts, mp_policy=uncast)
     layers = decoder_layers(model.lm)
     units = _units([*layers, *towers(model.lm)])  # towers are never gathered
     is_wide = model.lm.config.get_text_config().model_type in FAMILIES["wide_layers"]
-    of_units = replace(policy, cast_forward_inputs=not is_wide)
     for unit in units:
-        shard(unit, mp_policy=of_units, reshard_after_forward=reshards)
+        shard(unit, mp_policy=uncast if is_wide else policy, reshard_after_forward=reshards)
     if not reshards and all(unit in layers for unit in units[: len(layers)]):
         # torch gathers one layer ahead; two take no more memory where all are held, and hide a late
         # host
@@ -272,9 +274,7 @@ def fully_shard_model(
         # the gradient of a plain embedding needs no weight
         shard(embedding).set_unshard_in_backward(not isinstance(embedding, nn.Embedding))
         shard(head, reshard_after_forward=False)  # the backward pass begins with it
-    # The columns of a batch are not rounded: in bf16, log-probabilities of a reference or of the
-    # policy that sampled are off by more than a step moves them.
-    shard(model, mp_policy=replace(policy, cast_forward_inputs=False))
+    shard(model, mp_policy=uncast)
     vars(model.lm.base_model)["most_calls"] = mesh.largest  # of one that runs by rows
     for method in ("logits", "plain_logits", "probe", "before_head", "values", "generate"):
         register_fsdp_forward_method(model, method)

@@ -114,6 +114,24 @@ def test_logits_in_fp32_of_a_model_in_bf16_are_as_exact_as_bf16(family: str) -> 
     assert check_model("auto", model, mesh)
 
 
+def _routed_in_bf16(rank: int, world_size: int, family: str) -> list[torch.dtype]:
+    """What experts of their own ranks are given: hidden states, and the weights of routing."""
+    mesh = open_mesh(MeshShape(1, 2, 1, 1, 2), torch.device("cpu"))
+    model = parallelize(_loss_model(family), mesh, "fsdp", torch.bfloat16)
+    found: list[torch.dtype] = []
+    experts = next(m for name, m in model.loss_model.named_modules() if name.endswith("experts"))
+    experts.register_forward_pre_hook(
+        lambda _, args: found.extend(x.dtype for x in args if x.is_floating_point())
+    )
+    model(batch())
+    return found
+
+
+def test_weights_of_routing_are_not_rounded_to_the_compute_dtype() -> None:
+    """Experts of ranks of their own are a unit of FSDP, which would cast what they are given."""
+    assert run_ranks(_routed_in_bf16, 2, "mixtral") == [[torch.bfloat16, torch.float32]] * 2
+
+
 def test_what_is_no_fault_of_a_plan_keeps_its_name() -> None:
     lm = tiny_model("llama")
     one, two = (Mesh(MeshShape(1, 1, 1, tp), torch.device("cpu"), None) for tp in (1, 2))
