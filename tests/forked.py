@@ -8,6 +8,7 @@ an interpreter named `python` that is a client of this process. A copy has its c
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import inspect
 import io
@@ -20,6 +21,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from functools import cache
@@ -27,6 +29,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from select import POLLIN, poll, select
 from types import ModuleType
+from typing import NoReturn
 
 import pytest
 
@@ -132,8 +135,7 @@ def serve_programs(name: str) -> None:
         sys.executable = str(folder / "python")  # of what a copy starts
         multiprocessing.set_executable(sys.executable)
         sys.path[:] = own_path
-        if _is_copy(listener, 0, _run_program):
-            return
+        _is_copy(listener, 0, _ended_by_itself)
     shutil.rmtree(folder)
 
 
@@ -209,6 +211,35 @@ def _run_code(argv: list[str]) -> None:
     sys.argv = ["-c", *argv[program + 1 :]]
     sys.modules["__main__"] = ModuleType("__main__")
     exec(argv[program], sys.modules["__main__"].__dict__)
+
+
+def _ended_by_itself(argv: list[str]) -> NoReturn:
+    """Runs a program to its end: its threads, what it has asked for at the exit, and its exit code are those of an
+    interpreter. Its modules are not taken apart, which costs twenty times what the copy did.
+    """
+    code = 0
+    is_interrupted = False
+    try:
+        _run_program(argv)
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if not isinstance(end.code, int | None):
+            print(end.code, file=sys.stderr)
+    except BaseException as error:
+        code = 1
+        is_interrupted = isinstance(error, KeyboardInterrupt)
+        sys.excepthook(type(error), error, error.__traceback__)
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except OSError:
+        code = 120
+    if is_interrupted:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    os._exit(code & 0xFF)
 
 
 def _run_program(argv: list[str]) -> None:

@@ -42,6 +42,27 @@ def test_a_copy_ends_as_its_program_does(code: str, ending: int) -> None:
     assert (done.returncode, done.stdout) == (ending, "['a b']\n")
 
 
+ENDINGS = [
+    "pass",
+    "import sys; sys.exit(-1)",
+    "import sys; sys.exit('a reason')",
+    "1 / 0",
+    "raise KeyboardInterrupt",
+    "import atexit; atexit.register(print, 'at the exit'); 1 / 0",
+    "import threading, time; threading.Thread(target=lambda: (time.sleep(0.2), print('late'))).start()",
+]
+
+
+@pytest.mark.parametrize("code", ENDINGS)
+def test_an_end_is_that_of_an_interpreter(code: str) -> None:
+    copy, new = (
+        subprocess.run([python, "-c", code], capture_output=True, text=True)
+        for python in (warm_python(), sys.executable)
+    )
+    assert (copy.returncode, copy.stdout) == (new.returncode, new.stdout)
+    assert copy.stderr.splitlines()[-1:] == new.stderr.splitlines()[-1:]
+
+
 def test_a_copy_finds_modules_where_its_program_would(tmp_path: Path) -> None:
     """Beside a file, in the folder of `-m`, and where PYTHONPATH leads."""
     (tmp_path / "beside.py").write_text("name = __name__")
