@@ -24,17 +24,19 @@ from automodel_lite.extras.plan.heaviest import most_work_of_towers
 from automodel_lite.extras.plan.simulation import simulate
 from automodel_lite.models.flops import CostModel
 from automodel_lite.models.layers import towers
-from automodel_lite.models.source import CausalLM
+from automodel_lite.models.source import CausalLM, describe
 from automodel_lite.parallel.mesh import MeshShape, init_mesh
 from automodel_lite.parts.datasets.mixture import MixedRows
-from automodel_lite.parts.images.costs import TowerCosts
+from automodel_lite.parts.images.costs import TowerCosts, count_tower
 from automodel_lite.parts.images.packs import document_flops
-from automodel_lite.parts.images.tower import encode
+from automodel_lite.parts.images.tower import encode, placed_fields
 from automodel_lite.telemetry.metrics import count_own, counts_of
 from automodel_lite.training.decide import decide
 from automodel_lite.training.plan import build_parts
+from benchmarks.image_families import image_config, image_model
 from tests.images.families import write_chats, write_model
 from tests.images.test_exact import batches_of, config_of_images, data_of
+from tests.tiers import only_in_ci
 from tests.training.test_simulation import Living
 
 ALONE = init_mesh(MeshConfig())
@@ -92,6 +94,44 @@ def test_the_work_of_towers_is_what_torch_counts(how: str, folder: Path) -> None
     assert data.packs_of(0).tower_flops() == pytest.approx(
         [batch.images.flops for batch in batches]
     )
+
+
+RECORDS: dict[str, dict[str, torch.Tensor]] = {
+    "gemma4": {
+        "pixel_values": torch.rand(1, 36, 588),
+        "image_position_ids": torch.cat(  # half of them are padding
+            [torch.cartesian_prod(torch.arange(6), torch.arange(3)), torch.full((18, 2), -1)]
+        )[None],
+    },
+    "llama4": {"pixel_values": torch.rand(1, 3, 28, 28)},
+    "step3p7": {
+        "pixel_values": torch.rand(1, 3, 28, 28),
+        "num_local_patches": torch.zeros(1, dtype=torch.long),
+    },
+    "nemotron_h_omni": {
+        "pixel_values": torch.rand(16, 588),
+        "image_grid_hw": torch.tensor([[4, 4]]),
+    },
+    "chameleon": {"pixel_values": torch.rand(1, 3, 28, 28)},
+}
+"""What their processors make of an image; some need torchvision."""
+
+
+@pytest.mark.parametrize(
+    "family", ["gemma4", "llama4", "step3p7", *only_in_ci("nemotron_h_omni", "chameleon")]
+)
+def test_towers_whose_code_reads_numbers_of_the_device_are_counted(family: str) -> None:
+    """Masks of padding, tables of rotations that follow the pixels, and grids that are made on the device."""
+    config = image_config(family)
+    model = image_model(family, config).float().train()
+    model.set_attn_implementation("eager")
+    record = RECORDS[family]
+    with FlopCounterMode(display=False) as counter:
+        output = model.base_model.get_image_features(**record, return_dict=True)
+        trained = [x for n in placed_fields(output) for x in tensors(output[n]) if x.requires_grad]
+        torch.autograd.backward(trained, [torch.ones_like(x) for x in trained])
+    _, flops = count_tower(describe(config), record)
+    assert flops == pytest.approx(counter.get_total_flops(), rel=1e-9)
 
 
 def test_a_row_of_the_metrics_counts_them(folder: Path, tmp_path: Path) -> None:

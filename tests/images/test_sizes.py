@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 from transformers import AutoConfig, ProcessorMixin
+from transformers.utils import is_torchvision_available
 
+from automodel_lite.errors import ConfigError
 from automodel_lite.parts.images import tokens as of_tokens
 from automodel_lite.parts.images.sizes import SizeTable
 from automodel_lite.parts.images.tokens import ImageProcessor, axes_of
@@ -33,6 +35,12 @@ def as_before_transformers_5_23(monkeypatch: pytest.MonkeyPatch) -> None:
         return merge(self, *kinds, **given)
 
     monkeypatch.setattr(ProcessorMixin, "_merge_kwargs", older)
+
+
+@pytest.mark.skipif(is_torchvision_available(), reason="its processor can be loaded")
+def test_a_processor_whose_package_is_missing_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"requires the Torchvision library.*install the pack"):
+        ImageProcessor(str(tmp_path), AutoConfig.for_model("mistral3")).own  # noqa: B018
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from automodel_lite.compat import TorchDispatchMode, disable_current_modes, pytree
@@ -91,6 +92,8 @@ class ValuesKept(TorchDispatchMode):
         if any(map(self.is_there, tensors)):
             is_index = "index" in func.overloadpacket.__name__
             args, kwargs = self._brought(given, is_index)
+            if "device" in kwargs and self.device.type == "meta":
+                kwargs["device"] = self.device  # it cannot be moved to what has values
             return func(*args, **kwargs)
         args, kwargs = given
         if tensors:  # what would be moved to the weights keeps its values
@@ -123,8 +126,10 @@ class ValuesKept(TorchDispatchMode):
         if isinstance(value, (list, tuple)):
             brought = []
             for each in value:
-                is_mask = is_index and isinstance(each, Tensor) and each.dtype == torch.bool
-                if is_mask and not self.is_there(each):
+                is_mask = isinstance(each, Tensor) and each.dtype == torch.bool
+                # indices are a list, and what is indexed stands beside it
+                is_among = is_index and isinstance(value, list)
+                if is_mask and is_among and not self.is_there(each):
                     shape = (self.of_values(_num_true, (each,), {}),)
                     for _ in range(each.ndim):
                         brought.append(torch.empty(shape, dtype=torch.long, device=self.device))
@@ -134,6 +139,20 @@ class ValuesKept(TorchDispatchMode):
         if isinstance(value, dict):
             return {name: self._brought(each, is_index) for name, each in value.items()}
         return value
+
+
+class _NumbersHere(TorchFunctionMode):
+    """Makes the numbers that a family's code counts with where they have values: `torch.tensor` on
+    a device without values passes by what is dispatched.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in (torch.tensor, torch.arange):
+            kwargs.pop("device", None)
+        return func(*args, **kwargs)
 
 
 def _num_true(mask: Tensor) -> int:
@@ -155,6 +174,7 @@ def count_tower(described: Any, record: Mapping[str, Tensor]) -> tuple[int, floa
     with (
         FlopCounterMode(display=False) as counter,
         ValuesKept(torch.device("meta"), lambda tensor: tensor.is_meta),
+        _NumbersHere(),
     ):
         output = described.base_model.get_image_features(**given, return_dict=True)
         fields = [_tensors(output[name]) for name in placed_fields(output)]

@@ -70,28 +70,30 @@ class ImageProcessor:
 
         name = PROCESSOR_MAPPING_NAMES.get(self.config.model_type)
         kind = name and processor_class_from_name(name)
-        if not kind or "image_processor" not in kind.get_attributes():
-            raise ConfigError(
-                f"model_type={self.config.model_type} has no processor of images in transformers: "
-                "take a vision-language model, docs/models.md lists them."
-            )
         load: dict[str, Any] = {
             "image_processor": transformers.AutoImageProcessor,
             "tokenizer": transformers.AutoTokenizer,
         }
-
-        class OfImages(kind):  # type: ignore[misc, valid-type]
-            def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
-                """Lets the processors of other senses be missing."""
-
-        with explained(  # whatever a family's code asks for
+        with explained(  # whatever a family's code asks for, packages too
             f"dataset.processor={self.path} cannot be loaded as the processor of a "
             f"{self.config.model_type} model",
             Exception,
+            cure="name a folder that has its files, and install the packages that it asks for",
         ):
+            attributes = kind.get_attributes() if kind else ()
+            if not kind or "image_processor" not in attributes:
+                raise ConfigError(
+                    f"model_type={self.config.model_type} has no processor of images in "
+                    "transformers: take a vision-language model, docs/models.md lists them."
+                )
+
+            class OfImages(kind):  # type: ignore[misc, valid-type]
+                def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
+                    """Lets the processors of other senses be missing."""
+
             parts = [
                 load[name].from_pretrained(self.path, **self.options) if name in load else None
-                for name in kind.get_attributes()
+                for name in attributes
             ]
             settings, _ = kind.get_processor_dict(self.path, **self.options)
             made = OfImages.from_args_and_dict(parts, settings)
