@@ -61,7 +61,7 @@ def compute_values(config: Config) -> int:
     if not isinstance(data, PlannedPacks):
         raise ConfigError(
             "automodel-lite score computes values beforehand, when a stream is not known: use "
-            "dataset=files."
+            "dataset=files or images."
         )
     check_loss(data, loss)
     mesh = open_world(config)

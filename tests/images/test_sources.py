@@ -186,10 +186,14 @@ def test_a_question_with_an_image() -> None:
         ({"texts": ["q"], "images": ["a.png"]}, r"texts\[0\] must have user and assistant"),
         ({"texts": [{"user": "q"}]}, r"texts\[0\] must have user and assistant"),
         ({"question": f"q{IMAGE}", "answer": "a"}, "has the character U\\+FDD2"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": f"q{IMAGE}"}]}]},
+            "has the character U\\+FDD2",
+        ),
         ({"question": "q", "image": 7}, r"image\[0\] must be an image: a path.*, not int"),
         (
             {"question": "q", "image": "data:image/png,xx"},
-            "data URI that cannot be read .it is not",
+            "data URI that cannot be read .it is not base64.: write the image's bytes in base64",
         ),
     ],
 )

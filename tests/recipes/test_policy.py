@@ -184,7 +184,8 @@ def test_wrong_columns_of_a_file_get_a_sentence(folder: str, tmp_path: Path) -> 
         train_ft.main(config_of("policy", tmp_path / "run", *chosen))
     bare = [{"input_ids": row["input_ids"], "labels": row["labels"]} for row in ROWS]
     chosen = [*settings(folder, tmp_path / "bare.jsonl", bare), "name=x"]
-    with pytest.raises(ConfigError, match="needs the per-token column advantages"):
+    problem = r"per-token column advantages: bring it with the token rows \(those with images"
+    with pytest.raises(ConfigError, match=problem):
         train_ft.main(config_of("policy", tmp_path / "run", *chosen))
 
 

@@ -194,7 +194,7 @@ class ImageDocuments(ImageSet):
         if len(sources) > MOST_IMAGES:
             raise DataError(
                 f"{self.where(index)}: has {len(sources)} images, over the {MOST_IMAGES} that a "
-                "row may hold."
+                "row may hold: make several rows of it."
             )
         return {**document, IMAGES: placed_images(self.number, index, sources, self.limits)}
 

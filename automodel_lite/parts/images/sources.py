@@ -280,7 +280,10 @@ def source_of(value: Any, name: str) -> ImageSource:
         path = unquote(value.removeprefix("file://")) if is_address else value
         return ImageSource(value[:200], path=path)
     head, _, content = value.partition(",")
-    with explained(f"{name} is a data URI that cannot be read", ValueError, kind=DataError):
+    cure = "write the image's bytes in base64 behind its comma"
+    with explained(
+        f"{name} is a data URI that cannot be read", ValueError, kind=DataError, cure=cure
+    ):
         if not head.endswith(";base64"):
             raise ValueError("it is not base64")
         lines = content.split()  # as command-line tools write it
@@ -301,8 +304,6 @@ def take_images(
 
     Raises DataError when the markers in the text are not as many as the images of the row.
     """
-    if any(isinstance(value, str) and IMAGE in value for value in row.values()):
-        raise DataError("has the character U+FDD2, which stands for images here: remove it.")
     filled = [name for name in columns if row.get(name) not in (None, [], "")]
     listed = _flat([row[name] for name in filled[:1]])
     if tuple(filled) == COLUMNS and listed != _flat([row["image"]]):
@@ -355,6 +356,8 @@ class _Found:
         """Returns a value with marks for its image parts, and for markers where there is a
         column.
         """
+        if isinstance(value, str) and IMAGE in value:
+            raise DataError("has the character U+FDD2, which stands for images here: remove it.")
         if isinstance(value, str) and self.has_column and MARKER in value:
             self.sources += [None] * value.count(MARKER)
             return value.replace(MARKER, IMAGE)
