@@ -254,10 +254,13 @@ def fully_shard_model(
         for module in experts:
             shard(module, mesh=of_experts, mp_policy=uncast)
     layers = decoder_layers(model.lm)
-    units = _units([*layers, *towers(model.lm)])  # towers are never gathered
+    encoders = towers(model.lm)
+    units = _units([*layers, *encoders])  # towers are never gathered
     is_wide = model.lm.config.get_text_config().model_type in FAMILIES["wide_layers"]
     for unit in units:
-        shard(unit, mp_policy=uncast if is_wide else policy, reshard_after_forward=reshards)
+        # pixels are fp32
+        of_unit = uncast if is_wide and unit not in encoders else policy
+        shard(unit, mp_policy=of_unit, reshard_after_forward=reshards)
     if not reshards and all(unit in layers for unit in units[: len(layers)]):
         # torch gathers one layer ahead; two take no more memory where all are held, and hide a late
         # host

@@ -8,6 +8,7 @@ shows.
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -36,6 +37,8 @@ from automodel_lite.parallel.context_parallel import cp_shard
 from automodel_lite.parallel.mesh import MeshShape, open_mesh
 from automodel_lite.parallel.sharding import ParallelModel, parallelize
 from automodel_lite.thd import ThdBatch
+from benchmarks.image_families import image_config, image_model, image_processor
+from benchmarks.survey_images import Document, packed
 from benchmarks.tiny_models import COMPOSITES, decoder_families, tiny_model
 from tests.attention.families import FAMILIES, build, documents, stream
 from tests.attention.hybrids import HYBRIDS, ONE_OF_EACH_KIND, build_hybrid
@@ -256,6 +259,28 @@ def test_layers_are_given_fp32_where_the_family_does() -> None:
     assert run_ranks(rotations_in_bf16, 1, "olmo2") == [
         [torch.bfloat16, torch.float32, torch.float32]
     ]
+
+
+def losses_of_images(rank: int, world: int, family: str) -> tuple[float, float]:
+    """Of a pack with images: behind FSDP in bf16, and of plain transformers, document by document in fp32."""
+    plain = image_model(family, image_config(family))
+    processor = image_processor(family, plain.config)
+    draws = random.Random(0)
+    layouts = ("t4 i t5", "t6")
+    given = [Document(plain, processor, x, draws, False, torch.float32) for x in layouts]
+    want = sum(float(document.loss(plain)) for document in given)
+    batch = packed(plain, processor, given, {}, torch.float32)
+    install(plain, ReferenceAttention())
+    mesh = open_mesh(MeshShape(1, world, 1), torch.device("cpu"))
+    model = parallelize(LossModel(plain, CrossEntropy()), mesh, "fsdp", torch.bfloat16)
+    return float(model(batch).sum), want
+
+
+def test_towers_beside_layers_that_are_given_fp32_get_bf16() -> None:
+    """Pixels are fp32, the weights of towers bf16: Lfm3-VL ended in a traceback."""
+    assert "lfm3" in LISTS["wide_layers"]
+    ((got, want),) = run_ranks(losses_of_images, 1, "lfm3_vl")
+    assert got == pytest.approx(want, rel=2e-2)
 
 
 @pytest.mark.slow
