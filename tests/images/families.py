@@ -17,7 +17,7 @@ from transformers.models.auto.image_processing_auto import (
 )
 
 from benchmarks.image_families import PROCESSED_AS
-from benchmarks.tiny_models import SPECIAL, random_model, tiny_config
+from benchmarks.tiny_models import MROPE, SPECIAL, random_model, tiny_config
 
 TEMPLATE = """{% for m in messages %}<|{{ m['role'] }}|>{% if m['content'] is string %}{{ m['content'] }}{% else %}\
 {% for part in m['content'] %}{% if part['type'] == 'image' %}IMAGE{% else %}{{ part['text'] }}{% endif %}{% endfor %}\
@@ -56,6 +56,7 @@ MORE: dict[str, tuple[str, str, dict[str, str]]] = {
     "qwen3_vl_moe": FAMILIES["qwen3_vl"],
     "paligemma": PLAIN,
     "glm4v": ("<|image|>", "<|begin_of_image|><|image|><|end_of_image|>", {}),
+    "glm_ocr": ("<|image|>", "<|begin_of_image|><|image|><|end_of_image|>", {}),
     "aya_vision": (
         "<|IMG_PATCH|>",
         "<image>",
@@ -69,6 +70,7 @@ MORE: dict[str, tuple[str, str, dict[str, str]]] = {
 _MODELS: dict[str, dict[str, Any]] = {
     "llava_next": {"image_grid_pinpoints": GRIDS},
     "gemma3": {"mm_tokens_per_image": 4, "vision_config": {"image_size": 56}},
+    "glm_ocr": {"text_config": MROPE},
 }
 _PROCESSORS: dict[str, dict[str, Any]] = {
     "qwen3_vl": {"patch_size": 14, "size": {"shortest_edge": 1568, "longest_edge": 6272}},
@@ -83,9 +85,11 @@ _PROCESSORS: dict[str, dict[str, Any]] = {
     "internvl": {"size": {"height": 28, "width": 28}, "max_patches": 3, "crop_to_patches": True},
     "paligemma": {"size": {"height": 28, "width": 28}, "image_seq_length": 4},
     "glm4v": {"patch_size": 14, "size": {"shortest_edge": 1568, "longest_edge": 6272}},
+    "glm46v": {"patch_size": 14, "size": {"shortest_edge": 1568, "longest_edge": 6272}},
     "aya_vision": {"size": {"height": 28, "width": 28}, "max_patches": 3, "crop_to_patches": True},
 }
 _SETTINGS: dict[str, dict[str, Any]] = {
+    "glm_ocr": {"processor_class": "Glm46VProcessor"},
     "gemma3": {"image_seq_length": 4},
     "aya_vision": {"patch_size": 14, "img_size": 28, "downsample_factor": 2},
     "llava_next": {

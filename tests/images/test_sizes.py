@@ -43,6 +43,11 @@ def test_a_processor_whose_package_is_missing_is_named(tmp_path: Path) -> None:
         ImageProcessor(str(tmp_path), AutoConfig.for_model("mistral3")).own  # noqa: B018
 
 
+def test_a_model_of_text_has_no_processor_of_images(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="model_type=llama has no processor of images"):
+        ImageProcessor(str(tmp_path), AutoConfig.for_model("llama")).own  # noqa: B018
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sizes_of_one_key_are_asked_once(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

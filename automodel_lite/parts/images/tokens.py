@@ -16,6 +16,7 @@ import re
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 from typing import Any, ClassVar
@@ -25,6 +26,7 @@ import torch
 import transformers
 from torch import Tensor
 from transformers import PretrainedConfig
+from transformers.image_processing_base import ImageProcessingMixin
 
 from automodel_lite.attention.spec import config_value
 from automodel_lite.columns import IGNORE_INDEX
@@ -68,8 +70,6 @@ class ImageProcessor:
             processor_class_from_name,
         )
 
-        name = PROCESSOR_MAPPING_NAMES.get(self.config.model_type)
-        kind = name and processor_class_from_name(name)
         load: dict[str, Any] = {
             "image_processor": transformers.AutoImageProcessor,
             "tokenizer": transformers.AutoTokenizer,
@@ -80,6 +80,8 @@ class ImageProcessor:
             Exception,
             cure="name a folder that has its files, and install the packages that it asks for",
         ):
+            name = PROCESSOR_MAPPING_NAMES.get(self.config.model_type) or self._named_by_files
+            kind = name and processor_class_from_name(name)
             attributes = kind.get_attributes() if kind else ()
             if not kind or "image_processor" not in attributes:
                 raise ConfigError(
@@ -103,6 +105,17 @@ class ImageProcessor:
                 "place of an image, so its text cannot be expanded: take another family."
             )
         return made
+
+    @property
+    def _named_by_files(self) -> str | None:
+        """The class of a processor that a family borrows from another one, as GLM-OCR does from
+        GLM-4.6V; None where no file names it.
+        """
+        found, _ = transformers.ProcessorMixin.get_processor_dict(self.path, **self.options)
+        if "processor_class" not in found:
+            with suppress(OSError):  # of a model of text
+                found, _ = ImageProcessingMixin.get_image_processor_dict(self.path, **self.options)
+        return found.get("processor_class")
 
     @cached_property
     def marker(self) -> str:
