@@ -95,5 +95,7 @@ def test_packs_that_need_all_lengths_are_refused(setting: str, cure: str, tmp_pa
 
 def test_labels_of_a_stream_are_not_scored(tmp_path: Path) -> None:
     teacher = ("loss=distill_topk", f"loss.teacher={tmp_path}")
-    with pytest.raises(ConfigError, match="when a stream is not known: use dataset=files or images"):
+    with pytest.raises(
+        ConfigError, match="when a stream is not known: use dataset=files or images"
+    ):
         score.main(config_of("llama_packed", tmp_path / "run", *stream_of(tmp_path), *teacher))
