@@ -389,8 +389,7 @@ def check_columns(loss: Loss, brought: Iterable[str]) -> None:
             "column in the loss class's `columns`, or leave it out of the data."
         )
     if missing := sorted(loss.required - {*brought}):
-        of_tokens = "bring it with the token rows (those with images have none)"
-        cure = _CURES.get(missing[0], of_tokens)
+        cure = _CURES.get(missing[0], "bring it with the token rows (those with images have none)")
         raise ConfigError(
             f"loss={type(loss).__name__} needs the per-token column {', '.join(missing)}: {cure}."
         )
