@@ -43,6 +43,7 @@ from benchmarks.tiny_models import COMPOSITES, decoder_families, tiny_model
 from tests.attention.families import FAMILIES, build, documents, stream
 from tests.attention.hybrids import HYBRIDS, ONE_OF_EACH_KIND, build_hybrid
 from tests.ranks import run_ranks
+from tests.tiers import rarely
 
 LARGEST_ERROR = 1e-6
 REFUSED = {"inkling2_text", "minimax", "openai-gpt", "xglm"}
@@ -276,10 +277,12 @@ def losses_of_images(rank: int, world: int, family: str) -> tuple[float, float]:
     return float(model(batch).sum), want
 
 
-def test_towers_beside_layers_that_are_given_fp32_get_bf16() -> None:
-    """Pixels are fp32, the weights of towers bf16: Lfm3-VL ended in a traceback."""
-    assert "lfm3" in LISTS["wide_layers"]
-    ((got, want),) = run_ranks(losses_of_images, 1, "lfm3_vl")
+@pytest.mark.parametrize("family", ["lfm3_vl", *rarely("chameleon")])
+def test_pixels_have_the_dtype_of_what_they_meet(family: str) -> None:
+    """Pixels are fp32, and weights bf16, also of a tower whose layers are given fp32 (Lfm3-VL), or that is a part of the
+    language model (Chameleon): both ended in a traceback.
+    """
+    ((got, want),) = run_ranks(losses_of_images, 1, family)
     assert got == pytest.approx(want, rel=2e-2)
 
 

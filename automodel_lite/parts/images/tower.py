@@ -18,6 +18,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from automodel_lite import compat
 from automodel_lite.errors import ConfigError
@@ -139,9 +140,11 @@ def encode(lm: transformers.PreTrainedModel, images: PackedImages) -> Any:
     """Runs the towers on this rank's images at once; returns their output with the rows of its
     placeholders.
     """
-    # of Chameleon, the tower is a part of the language model
     encoders = towers(lm)
-    dtype = next(p.dtype for part in (*encoders, lm) for p in part.parameters())
+    # of Chameleon, the tower is a part of the language model, which FSDP has gathered in the dtype
+    # of the run
+    weights = [p for part in (*encoders, lm) for p in part.parameters()]
+    dtype = next((p.dtype for p in weights if not isinstance(p, DTensor)), weights[0].dtype)
     given = {n: x.to(dtype) if x.is_floating_point() else x for n, x in images.record.items()}
     base: Any = lm.base_model
     _keep_outputs(encoders)
