@@ -277,10 +277,10 @@ def losses_of_images(rank: int, world: int, family: str) -> tuple[float, float]:
     return float(model(batch).sum), want
 
 
-@pytest.mark.parametrize("family", ["lfm3_vl", *rarely("chameleon")])
+@pytest.mark.parametrize("family", ["lfm3_vl", *rarely("chameleon", "idefics3", "smolvlm")])
 def test_pixels_have_the_dtype_of_what_they_meet(family: str) -> None:
     """Pixels are fp32, and weights bf16, also of a tower whose layers are given fp32 (Lfm3-VL), or that is a part of the
-    language model (Chameleon): both ended in a traceback.
+    language model (Chameleon), and features where a family looks up its own dtype (SmolVLM): all ended in a traceback.
     """
     ((got, want),) = run_ranks(losses_of_images, 1, family)
     assert got == pytest.approx(want, rel=2e-2)

@@ -147,6 +147,7 @@ def encode(lm: transformers.PreTrainedModel, images: PackedImages) -> Any:
     dtype = next((p.dtype for p in weights if not isinstance(p, DTensor)), weights[0].dtype)
     given = {n: x.to(dtype) if x.is_floating_point() else x for n, x in images.record.items()}
     base: Any = lm.base_model
+    _tell_dtype(base, dtype)
     _keep_outputs(encoders)
     with ExitStack() as around:
         for patches in _patch_embeddings(encoders):
@@ -158,6 +159,16 @@ def encode(lm: transformers.PreTrainedModel, images: PackedImages) -> Any:
     if images.exchange is not None:
         return put([images.exchange(part) for part in parts])
     return put([part.index_select(0, images.rows) for part in parts])
+
+
+def _tell_dtype(base: Any, dtype: torch.dtype) -> None:
+    """Makes this the `dtype` that a family's own code looks up, to which SmolVLM's casts features:
+    that of a sharded weight is of the shard, not of what is computed with.
+    """
+    kind = type(base)
+    if base.dtype != dtype:
+        names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+        base.__class__ = type(kind.__name__, (kind,), {**names, "dtype": dtype})
 
 
 def _keep_outputs(encoders: Sequence[nn.Module]) -> None:
