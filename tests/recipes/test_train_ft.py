@@ -229,7 +229,7 @@ def test_a_finished_run_says_so_and_a_changed_setting_is_refused(
     assert main(config_of("smoke", folder, "training.max_steps=2")) == 0
     said = capsys.readouterr().out
     assert f"{folder} is finished (step 2): nothing to do." in said
-    assert "or continue with a larger training.max_steps and checkpoint.accept_changes=true" in said
+    assert "continue with a larger training.max_steps and checkpoint.accept_changes=true" in said
     free = [
         "dataloader.num_workers=1",
         "tokenize.num_proc=2",
