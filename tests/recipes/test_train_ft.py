@@ -230,6 +230,7 @@ def test_a_finished_run_says_so_and_a_changed_setting_is_refused(
     said = capsys.readouterr().out
     assert f"{folder} is finished (step 2): nothing to do." in said
     assert "continue with a larger training.max_steps and checkpoint.accept_changes=true" in said
+    assert f"automodel-lite export {folder}" in said
     free = [
         "dataloader.num_workers=1",
         "tokenize.num_proc=2",
