@@ -154,7 +154,7 @@ def stored_dtypes(model: transformers.PreTrainedModel, dtype: torch.dtype) -> Dt
 
 
 def as_saved(model: transformers.PreTrainedModel, weights: Tensors) -> Tensors:
-    """Tensors of the model under the names, and in the parts, that its checkpoints have."""
+    """Weights of the model under the names, and in the parts, that its checkpoints have."""
     from transformers.core_model_loading import revert_weight_conversion  # brings the models' code
 
     return revert_weight_conversion(model, weights)

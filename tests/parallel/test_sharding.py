@@ -277,7 +277,7 @@ def losses_of_images(rank: int, world: int, family: str) -> tuple[float, float]:
     return float(model(batch).sum), want
 
 
-@pytest.mark.parametrize("family", ["lfm3_vl", *rarely("chameleon", "idefics3", "smolvlm")])
+@pytest.mark.parametrize("family", ["lfm3_vl", "smolvlm", *rarely("chameleon", "idefics3")])
 def test_pixels_have_the_dtype_of_what_they_meet(family: str) -> None:
     """Pixels are fp32, and weights bf16, also of a tower whose layers are given fp32 (Lfm3-VL), or that is a part of the
     language model (Chameleon), and features where a family looks up its own dtype (SmolVLM): all ended in a traceback.

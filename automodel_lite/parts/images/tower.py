@@ -141,13 +141,9 @@ def encode(lm: transformers.PreTrainedModel, images: PackedImages) -> Any:
     placeholders.
     """
     encoders = towers(lm)
-    # of Chameleon, the tower is a part of the language model, which FSDP has gathered in the dtype
-    # of the run
-    weights = [p for part in (*encoders, lm) for p in part.parameters()]
-    dtype = next((p.dtype for p in weights if not isinstance(p, DTensor)), weights[0].dtype)
+    dtype = _computes_in(lm, encoders)
     given = {n: x.to(dtype) if x.is_floating_point() else x for n, x in images.record.items()}
     base: Any = lm.base_model
-    _tell_dtype(base, dtype)
     _keep_outputs(encoders)
     with ExitStack() as around:
         for patches in _patch_embeddings(encoders):
@@ -161,14 +157,24 @@ def encode(lm: transformers.PreTrainedModel, images: PackedImages) -> Any:
     return put([part.index_select(0, images.rows) for part in parts])
 
 
-def _tell_dtype(base: Any, dtype: torch.dtype) -> None:
-    """Makes this the `dtype` that a family's own code looks up, to which SmolVLM's casts features:
-    that of a sharded weight is of the shard, not of what is computed with.
+def _computes_in(lm: transformers.PreTrainedModel, encoders: Sequence[nn.Module]) -> torch.dtype:
+    """The dtype of what is computed with, of a model in shards that which FSDP has gathered it in.
+
+    It is looked for once, and becomes the `dtype` that a family's own code finds: SmolVLM's casts
+    features to it. Of Chameleon, the tower is a part of the language model.
     """
+    base: Any = lm.base_model
     kind = type(base)
-    if base.dtype != dtype:
+    if "dtype" in vars(kind):
+        return base.dtype
+    weights = [*encoders, lm]
+    first = next(p for part in weights for p in part.parameters())
+    whole = (p for part in weights for p in part.parameters() if not isinstance(p, DTensor))
+    dtype = next(whole, first).dtype
+    if isinstance(first, DTensor) or base.dtype != dtype:
         names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
         base.__class__ = type(kind.__name__, (kind,), {**names, "dtype": dtype})
+    return dtype
 
 
 def _keep_outputs(encoders: Sequence[nn.Module]) -> None:
