@@ -233,7 +233,7 @@ class TowerInputs(Tensors):
 
 @dataclass(frozen=True)
 class TargetsAhead(Tensors):
-    """What heads that predict further tokens get of a micro-batch (parts/mtp.py)."""
+    """What heads that predict further tokens get of a micro-batch (models/mtp.py)."""
 
     def shard(self, mine: Tensor) -> TargetsAhead:
         """Returns those of a context-parallel rank, which has the tokens `mine` of the stream."""

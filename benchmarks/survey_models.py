@@ -54,13 +54,13 @@ from automodel_lite.columns import IGNORE_INDEX
 from automodel_lite.config.check import check_config
 from automodel_lite.data.packing.packs import join_packs, lay_out_packs
 from automodel_lite.data.tokens.token_rows import flatten
+from automodel_lite.data.tokens.trees import grow_trees
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.flops import cost_model
 from automodel_lite.models.settings import experts_per_token
 from automodel_lite.models.source import CausalLM, model_class
 from automodel_lite.nemo_api.collaters import pack_features_for_thd
 from automodel_lite.parts.adapters.lora import load_adapted
-from automodel_lite.parts.trees import grow_trees
 from automodel_lite.prefix_trees import find_nodes
 from automodel_lite.run.weight_files import stored_dtypes
 from automodel_lite.thd import ThdBatch, to_thd

@@ -21,8 +21,8 @@ from automodel_lite import install_attention
 from automodel_lite.columns import IGNORE_INDEX
 from automodel_lite.data.packing.packs import join_packs, lay_out_packs
 from automodel_lite.data.tokens.token_rows import flatten
+from automodel_lite.data.tokens.trees import grow_trees
 from automodel_lite.models.flops import cost_model, model_size
-from automodel_lite.parts.trees import grow_trees
 from automodel_lite.telemetry.metrics import visible_pairs
 from automodel_lite.thd import ThdBatch, to_thd
 from benchmarks.turns import ratio, take_turns

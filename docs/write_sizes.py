@@ -17,7 +17,7 @@ from automodel_lite.cli import compose_config
 from automodel_lite.config.check import check_config
 from automodel_lite.extras.plan.planner import GPUS, Job, make_plans
 from automodel_lite.extras.plan.recompute import recomputation_text
-from automodel_lite.training.plan import build_parts
+from automodel_lite.training.settings import build_parts
 
 PAGE = Path(__file__).resolve().parent / "planning.md"
 BEGIN, END = "<!-- written by docs/write_sizes.py -->\n", "<!-- end -->\n"

@@ -24,10 +24,10 @@ from automodel_lite.config.schema import Config
 from automodel_lite.data.feeding.source import PackSource
 from automodel_lite.data.prepare import check_sizes, prepare_data
 from automodel_lite.errors import ConfigError
+from automodel_lite.evaluation.generator import load_generator
+from automodel_lite.evaluation.questions import questions_of
 from automodel_lite.models.loss import FusedLinearCrossEntropy, Loss
 from automodel_lite.parallel.mesh import Mesh, rank, world_size
-from automodel_lite.parts.evaluation.generator import load_generator
-from automodel_lite.parts.evaluation.held_out import questions_of
 from automodel_lite.progress import activity
 from automodel_lite.results import RESULTS
 from automodel_lite.run.checkpoint_folder import exported_folder
@@ -36,10 +36,12 @@ from automodel_lite.training.build import build_model
 from automodel_lite.training.decide import check_positions, decide
 from automodel_lite.training.engine import Engine
 from automodel_lite.training.evaluation import validation_losses
-from automodel_lite.training.plan import Parts
-from automodel_lite.training.resume import watch_ranks
-from automodel_lite.training.start import checked_parts, open_world, resolve_auto
+from automodel_lite.training.launch import watch_ranks
+from automodel_lite.training.resolve import resolve_auto
+from automodel_lite.training.rules import checked_parts
+from automodel_lite.training.settings import Parts
 from automodel_lite.training.summary import data_lines
+from automodel_lite.training.world import open_world
 
 
 def main(config: Config) -> int:

@@ -29,7 +29,7 @@ from automodel_lite.run.folder import saved_config
 
 if TYPE_CHECKING:
     from automodel_lite.data.reading.documents import Question
-    from automodel_lite.parts.evaluation.generator import Generator
+    from automodel_lite.evaluation.generator import Generator
 
 # prompts of so many batches are sorted by length, so that a batch has little padding
 _SORTED_BATCHES = 16
@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
     with activity("loading the model"):
         from transformers import set_seed  # --help needs no torch
 
-        from automodel_lite.parts.evaluation.generator import load_generator
+        from automodel_lite.evaluation.generator import load_generator
         from automodel_lite.telemetry.console import quiet_libraries
 
         quiet_libraries()
@@ -184,8 +184,8 @@ def read_questions(path: str, generator: Generator) -> Iterator[tuple[dict[str, 
     from automodel_lite.data.reading.documents import question_of
     from automodel_lite.data.reading.files import ReadOptions, open_rows, sniff_columns
     from automodel_lite.data.reading.readers import placed
+    from automodel_lite.evaluation.questions import with_images
     from automodel_lite.models.layers import towers
-    from automodel_lite.parts.evaluation.questions import with_images
 
     source = open_rows(path, None, "train", "--prompts", ReadOptions(text_unit="line"))
     rows: Any = source.rows

@@ -42,7 +42,7 @@ from automodel_lite.launched import check_alone
 from automodel_lite.parts.images import images_lines, shown_pictures
 from automodel_lite.prefix_trees import find_nodes
 from automodel_lite.results import RESULTS
-from automodel_lite.training.start import resolve_auto
+from automodel_lite.training.resolve import resolve_auto
 
 NUM_PACKS = 8
 NUM_SAMPLES = 3  # on the screen

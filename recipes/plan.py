@@ -62,14 +62,14 @@ from automodel_lite.extras.plan.recompute import HOPELESS, recomputation_text
 from automodel_lite.launched import check_alone
 from automodel_lite.models.source import describe
 from automodel_lite.parallel.mesh import MeshShape
-from automodel_lite.parts.auto import MOST_PACK, SIZE, with_micro_batch
 from automodel_lite.results import RESULTS
 from automodel_lite.telemetry.console import quiet_libraries
 from automodel_lite.thd import ThdBatch
-from automodel_lite.training.build import worst_case_batch
+from automodel_lite.training.compiling import worst_case_batch
 from automodel_lite.training.memory import three_digits
-from automodel_lite.training.plan import AUTO, Parts, build_parts
-from automodel_lite.training.start import build_on_meta, resolve_auto
+from automodel_lite.training.resolve import MOST_PACK, SIZE, resolve_auto, with_micro_batch
+from automodel_lite.training.rules import build_on_meta
+from automodel_lite.training.settings import AUTO, Parts, build_parts
 
 POSITIVE = argument(float, Range(above=0))
 NOT_READ = "not read"

@@ -30,7 +30,7 @@ from automodel_lite.data.prepare import build_packer, prepare_data
 from automodel_lite.errors import ConfigError
 from automodel_lite.launched import check_alone
 from automodel_lite.results import RESULTS
-from automodel_lite.training.start import resolve_auto
+from automodel_lite.training.resolve import resolve_auto
 
 
 def parse_task(task: str, tasks: str) -> tuple[int, int]:

@@ -27,16 +27,18 @@ from automodel_lite.data.prepare import check_sizes, prepare_data
 from automodel_lite.errors import ConfigError
 from automodel_lite.launched import rank, world_size
 from automodel_lite.models.source import CausalLM
-from automodel_lite.parts.losses.distillation import DistillTopK, check_same_vocabulary
+from automodel_lite.parts.losses.distillation import DistillTopK
 from automodel_lite.parts.losses.label_values import check_loss, reference_values, teacher_values
 from automodel_lite.results import RESULTS
 from automodel_lite.telemetry.console import Console, quiet_libraries
 from automodel_lite.training.build import build_model
-from automodel_lite.training.decide import check_positions, decide
+from automodel_lite.training.decide import check_positions, check_same_vocabulary, decide
 from automodel_lite.training.engine import Engine
-from automodel_lite.training.plan import as_teacher
-from automodel_lite.training.resume import watch_ranks
-from automodel_lite.training.start import checked_parts, open_world, resolve_auto
+from automodel_lite.training.launch import watch_ranks
+from automodel_lite.training.resolve import resolve_auto
+from automodel_lite.training.rules import checked_parts
+from automodel_lite.training.settings import as_teacher
+from automodel_lite.training.world import open_world
 
 
 def main(config: Config) -> int:

@@ -24,11 +24,12 @@ from automodel_lite.config.components import build
 from automodel_lite.config.schema import Config
 from automodel_lite.data.feeding.feed import DeviceStep
 from automodel_lite.data.prepare import check_sizes, prepare_data
+from automodel_lite.extras.plan import choose_recomputation
+from automodel_lite.extras.report.live import LiveReport
 from automodel_lite.interpreter import relaxed_gc
 from automodel_lite.models.flops import cost_model
 from automodel_lite.parallel.mesh import world_size
 from automodel_lite.parallel.peers import Peers
-from automodel_lite.parts.ema import WeightAverage
 from automodel_lite.parts.images import check_images, images_lines
 from automodel_lite.parts.losses import label_values
 from automodel_lite.progress import Progress, activity
@@ -36,12 +37,12 @@ from automodel_lite.run.nonfinite import StepOutcome
 from automodel_lite.seed import seed_all
 from automodel_lite.telemetry.callbacks import value_of
 from automodel_lite.telemetry.console import Console
-from automodel_lite.telemetry.live_report import LiveReport
 from automodel_lite.telemetry.metrics import Counts, Meter, StepResult
 from automodel_lite.tools.finish import check_exportable, finish
-from automodel_lite.training import resume, start, summary
+from automodel_lite.training import launch, resume, rules, summary, world
 from automodel_lite.training.build import build_model
 from automodel_lite.training.counted_feed import CountedFeed
+from automodel_lite.training.ema import WeightAverage
 from automodel_lite.training.engine import TrainingEngine
 from automodel_lite.training.evaluation import check_held_out, validate
 from automodel_lite.training.guards import Guards
@@ -66,7 +67,7 @@ class TrainFinetuneRecipe:
     @classmethod
     def launch(cls, config: Config, *more: object) -> int:
         """Trains, continues, or counts a dry run; `more` are arguments of a subclass."""
-        return resume.launch(cls, config, *more)
+        return launch.launch(cls, config, *more)
 
     @property
     def num_steps(self) -> int:
@@ -87,7 +88,7 @@ class TrainFinetuneRecipe:
         self.console.show([summary.version_line()])
         guards.lock.check()
         batches = check_sizes(config, world_size())
-        parts = start.checked_parts(config)
+        parts = rules.checked_parts(config)
         guards.memory_text = out_of_memory_text(parts)
         self.data = prepare_data(config, batches, parts.packer)
         self.console.show([*summary.data_lines(self.data), *images_lines(self.data)])
@@ -97,8 +98,8 @@ class TrainFinetuneRecipe:
         resume.compare_data(guards, self.data, self.plan, parts)
         costs = cost_model(parts.model.config(self.data.tokenizer))
         report = None if self.console.is_silent else self.data.report(costs)
-        decided = resume.agree_on_settings(guards, parts, self.data)
-        self.mesh = start.open_world(config)
+        decided = resume.agree_on_settings(guards, parts, self.data, choose_recomputation)
+        self.mesh = world.open_world(config)
         self.console.show(summary.plan_lines(report, self.plan, config, self.data))
         with activity("loading the model"):
             self.built = build_model(decided, self.data.tokenizer, self.mesh, seed=config.seed)

@@ -56,11 +56,14 @@ from automodel_lite.results import RESULTS
 from automodel_lite.seed import seed_all
 from automodel_lite.telemetry.console import Console, quiet_libraries
 from automodel_lite.thd import AttentionPlan, Segments, ThdBatch, to_thd
-from automodel_lite.training.build import assemble, check_model
+from automodel_lite.training.build import assemble
+from automodel_lite.training.checks import check_model
 from automodel_lite.training.decide import decide_layout
 from automodel_lite.training.engine import Engine
-from automodel_lite.training.resume import watch_ranks
-from automodel_lite.training.start import checked_parts, open_world, resolve_auto
+from automodel_lite.training.launch import watch_ranks
+from automodel_lite.training.resolve import resolve_auto
+from automodel_lite.training.rules import checked_parts
+from automodel_lite.training.world import open_world
 
 EXACT = 1e-5
 """Relative limit in fp32; measured differences are 1e-7 to 1e-6."""

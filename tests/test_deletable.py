@@ -1,4 +1,4 @@
-"""Each part and each extra can be deleted: the core imports without any of them, and a run trains."""
+"""Each part can be deleted, and each command: what imports none of them trains a run all the same."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "automodel_lite"
 NEEDED = {
     "parts/images": "the recipe checks its batches",
-    "parts/ema.py": "the recipe keeps an average of the weights with it",
-    "parts/stragglers.py": "the guards compare the ranks with it",
     "parts/losses/label_values.py": "the recipe computes the values of a reference with it",
     "parts/losses/distillation.py": "label_values stores what its loss names",
 }
@@ -91,11 +89,11 @@ class Pairs:
 
 
 def pieces() -> list[str]:
-    """Files of parts/, files and packages below its rooms, and below extras/."""
+    """Files of parts/, files and packages below its rooms, and the commands."""
     parts = PACKAGE / "parts"
     rooms = [path for path in parts.iterdir() if path.is_dir()]
     found = [path for path in parts.glob("*.py") if path.stem != "__init__"]
-    for room in [*rooms, PACKAGE / "extras"]:
+    for room in [*rooms, PACKAGE / "extras" / "cli"]:
         if room.name == "images":
             found.append(room)
             continue
@@ -124,7 +122,7 @@ def copy_without(gone: list[str], to: Path) -> Path:
 
 
 @pytest.mark.system
-def test_every_part_and_extra_can_be_deleted(tmp_path: Path) -> None:
+def test_every_part_and_command_can_be_deleted(tmp_path: Path) -> None:
     (tmp_path / "conf" / "optimizer").mkdir(parents=True)
     (tmp_path / "conf" / "optimizer" / "sgd.yaml").write_text("_target_: mine.sgd\nlr: 0.01\n")
     (tmp_path / "conf" / "dataset").mkdir()

@@ -7,11 +7,11 @@ contained the boundaries of one pack would be compiled again for the next. A lay
 recomputed sees those of its first run, in whichever thread.
 
 Other causal mixers (state spaces, delta rules, convolutions) run on the stream where their inner
-functions can (parts/mixers/). Any other gets the documents as right-padded rows (document_rows.py):
-exact by construction, on any device, without code for single families. Which modules are mixers
-follows from transformers' conventions: a token mixer takes a cache or a mask, and attention asks
-transformers' registry for its function. The isolation probe finds what the conventions miss
-(isolation.py).
+functions can (attention/mixers/). Any other gets the documents as right-padded rows
+(document_rows.py): exact by construction, on any device, without code for single families.
+Which modules are mixers follows from transformers' conventions: a token mixer takes a cache or a
+mask, and attention asks transformers' registry for its function. The isolation probe finds what the
+conventions miss (isolation.py).
 """
 
 from __future__ import annotations
@@ -187,4 +187,4 @@ def _is_attention(module: nn.Module) -> bool:
 
 
 class MixerForward:
-    """The forward of a mixer that keeps documents apart (parts/mixers/)."""
+    """The forward of a mixer that keeps documents apart (attention/mixers/)."""

@@ -34,11 +34,13 @@ from automodel_lite.attention.kernel import (
     over_ahead,
     over_tree,
 )
+from automodel_lite.attention.mixers.packed import PackedMixer
 from automodel_lite.attention.positions import (
     length_dependent_rotations,
     refuse_rotations,
     scale_queries,
 )
+from automodel_lite.attention.rotations import RotationByDocument
 from automodel_lite.attention.spec import (
     FAMILIES,
     UNPACKED,
@@ -174,7 +176,7 @@ def install(model: transformers.PreTrainedModel, kernel: AttentionKernel) -> Non
         (x for x in model.modules() if isinstance(x, transformers.PreTrainedModel)), WithinDocuments
     )
     if rotations := [*length_dependent_rotations(model)]:
-        replace_forwards(rotations, locate(FAMILIES["rotation"]))
+        replace_forwards(rotations, RotationByDocument)
     text = model.config.get_text_config()
     # what is known of a layer is read again: lengths may have been others
     for module in model.modules():
@@ -196,7 +198,7 @@ def install(model: transformers.PreTrainedModel, kernel: AttentionKernel) -> Non
             replace_forwards([model.base_model.forward], DecoderByRows)
             return
     if mixers := [*mixers_of(model)]:
-        replace_forwards(mixers, locate(FAMILIES["packed_mixer"]))
+        replace_forwards(mixers, PackedMixer)
 
 
 class PackedLayer(NamedTuple):

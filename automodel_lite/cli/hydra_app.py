@@ -33,6 +33,7 @@ from automodel_lite.cli.sources import Sources, check_preset
 from automodel_lite.compat import Hydra
 from automodel_lite.config.check import check_config
 from automodel_lite.config.components import flatten, locate
+from automodel_lite.config.model_files import check_template
 from automodel_lite.config.rules import check_folder, read_template
 from automodel_lite.config.schema import Config
 from automodel_lite.data.reading.paths import find_files
@@ -193,4 +194,4 @@ def check_places(config: Config, has_data: bool) -> None:
         if any("://" not in path and not Path(path).exists() for path in paths):
             find_files(paths, place[1])
     if folders["tokenizer.path"]:
-        locate("automodel_lite.parts.model_files.check_template")(config)
+        check_template(config)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from automodel_lite.config.components import locate
+from automodel_lite.config.model_files import check_model_files
 from automodel_lite.errors import (
     ConfigError,
     did_you_mean,
@@ -262,5 +262,5 @@ def check_folder(key: str, source: str) -> bool:
         raise ConfigError(f"{key}={source} is a file: give a model's folder, or a hub name.")
     if looks_local(source) and not folder.is_dir():
         raise ConfigError(f"{key}={source}: there is no such folder{did_you_mean_path(source)}")
-    locate("automodel_lite.parts.model_files.check_model_files")(key, folder)
+    check_model_files(key, folder)
     return folder.is_dir()

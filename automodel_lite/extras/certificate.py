@@ -29,7 +29,7 @@ from automodel_lite.extras.load_run import load_run_config, load_trained
 from automodel_lite.extras.report import read_run
 from automodel_lite.extras.runs import existing_run
 from automodel_lite.extras.verify import Check, Sample
-from automodel_lite.parts.whole_model import load_whole
+from automodel_lite.models.whole_model import load_whole
 from automodel_lite.run.checkpoint_folder import exported_step, name_of, step_of
 from automodel_lite.run.folder import RunFolder
 from automodel_lite.version import __version__

@@ -17,29 +17,34 @@ from automodel_lite.data.prepare import check_sizes, prepare_data
 from automodel_lite.errors import explained, one_line
 from automodel_lite.extras.plan.capacity import GPUS_GB, PLANNED_GPU, usable
 from automodel_lite.extras.plan.heaviest import heaviest_batch
+from automodel_lite.extras.plan.recompute import choose_recomputation
 from automodel_lite.extras.plan.simulation import simulate
 from automodel_lite.models.flops import cost_model
+from automodel_lite.models.freezing import freeze_named
 from automodel_lite.models.layers import freeze_towers
 from automodel_lite.models.source import describe
 from automodel_lite.parallel.mesh import rank
-from automodel_lite.parts.auto import shape_of_dry_run
-from automodel_lite.parts.freezing import freeze_named
 from automodel_lite.parts.images import images_lines
 from automodel_lite.parts.losses import label_values
-from automodel_lite.parts.losses.distillation import check_same_vocabulary
 from automodel_lite.progress import activity
 from automodel_lite.results import RESULTS
 from automodel_lite.telemetry.console import Console
 from automodel_lite.thd import ThdBatch
-from automodel_lite.training.decide import adapter_weights, check_positions, decide
+from automodel_lite.training.decide import (
+    adapter_weights,
+    check_positions,
+    check_same_vocabulary,
+    decide,
+)
 from automodel_lite.training.evaluation import check_held_out
 from automodel_lite.training.memory import (
     estimate_memory,
     gpu_bytes,
     out_of_memory_text,
 )
-from automodel_lite.training.plan import Decided
-from automodel_lite.training.start import checked_parts, default_device
+from automodel_lite.training.resolve import shape_of_dry_run
+from automodel_lite.training.rules import checked_parts
+from automodel_lite.training.settings import Decided
 from automodel_lite.training.summary import (
     count,
     data_lines,
@@ -47,6 +52,7 @@ from automodel_lite.training.summary import (
     processes_text,
     recomputation_lines,
 )
+from automodel_lite.training.world import default_device
 
 
 def dry_run(config: Config) -> int:
@@ -66,7 +72,14 @@ def dry_run(config: Config) -> int:
     check_positions(data, parts.model, parts.teacher)
     report = data.report(cost_model(model_config))
     parts = replace(parts, data=data)
-    made = decide(parts, data.tokenizer, shape, device, gpu_bytes(device) or PLANNED_GPU)
+    made = decide(
+        parts,
+        data.tokenizer,
+        shape,
+        device,
+        gpu_bytes(device) or PLANNED_GPU,
+        recompute=choose_recomputation,
+    )
     if made.of_teacher:
         check_same_vocabulary(made.of_teacher, data.tokenizer)
     adapter = adapter_weights(made, device)

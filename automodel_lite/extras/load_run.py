@@ -36,7 +36,7 @@ from automodel_lite.run.folder import RunFolder, saved_config
 from automodel_lite.run.sharded_files import BrokenCheckpointError, read_index, read_tensors
 from automodel_lite.thd import ThdBatch
 from automodel_lite.training.build import assemble
-from automodel_lite.training.plan import build_parts
+from automodel_lite.training.settings import build_parts
 
 
 @dataclass(frozen=True)

@@ -27,11 +27,11 @@ from automodel_lite.data.packing.packs import EMPTY_PACK, PackedDataset, Packer,
 from automodel_lite.data.packing.plan import plan_packs
 from automodel_lite.data.prepare import PlannedPacks, batch_shape, build_documents, build_packer
 from automodel_lite.data.tokens.token_rows import RowDataset, TokenizedDocuments
+from automodel_lite.data.tokens.trees import cut_tree
 from automodel_lite.extras.short_models import layer_settings, with_layers
 from automodel_lite.models.settings import describe_with
 from automodel_lite.models.source import CausalLM, describe
 from automodel_lite.parallel.mesh import MeshShape
-from automodel_lite.parts.trees import cut_tree
 
 if TYPE_CHECKING:
     from automodel_lite.parts.images.packs import ImageReader

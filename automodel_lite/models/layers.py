@@ -139,7 +139,7 @@ def _with_sizes(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def has_fp8(model: nn.Module) -> bool:
-    """Returns whether linear layers are torchao's (parts/fp8.py), whose products round to fp8."""
+    """Returns whether linear layers are torchao's (models/fp8.py), whose products round to fp8."""
     return any(type(module).__name__ == "Float8Linear" for module in model.modules())
 
 
@@ -214,7 +214,7 @@ def decoder_layers(lm: nn.Module) -> list[nn.Module]:
 
 
 def _heads_beside(lm: nn.Module) -> list[nn.Module]:
-    """Returns what predicts further tokens outside the decoder (parts/mtp.py): one more layer."""
+    """Returns what predicts further tokens outside the decoder (models/mtp.py): one more layer."""
     return [module for name, module in lm.named_children() if name == "mtp"]
 
 

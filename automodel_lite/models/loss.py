@@ -282,7 +282,7 @@ class Loss(ABC):
 
 
 class LookAhead(ABC):
-    """Heads that predict tokens further on than the next one, and their loss (parts/mtp.py).
+    """Heads that predict tokens further on than the next one, and their loss (models/mtp.py).
 
     depth  their number
     """

@@ -25,8 +25,7 @@ from safetensors import SafetensorError
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from automodel_lite.attention.spec import FAMILIES, config_value
-from automodel_lite.config.components import locate
+from automodel_lite.attention.spec import config_value
 from automodel_lite.config.rules import OneOf, PathStr, Range, check_folder
 from automodel_lite.errors import (
     ConfigError,
@@ -39,11 +38,14 @@ from automodel_lite.errors import (
     listed,
     one_line,
 )
+from automodel_lite.models.balance import Balance, balance_of
+from automodel_lite.models.freezing import freeze_named
 from automodel_lite.models.layers import (
     freeze_towers,
     local,
     with_head,
 )
+from automodel_lite.models.mtp import add_heads
 from automodel_lite.models.settings import (
     apply_settings,
     check_described,
@@ -56,7 +58,6 @@ if TYPE_CHECKING:
 
 SHAPES = Path(__file__).parent / "shapes"
 """config.json of the presets' models: sizes are estimated without a network."""
-FREEZING = "automodel_lite.parts.freezing.freeze_named"
 DEQUANTIZED = frozenset({"fp8", "mxfp4"})
 """Checkpoints of these kinds are loaded as plain weights; their exports are in the
 config's dtype.
@@ -302,10 +303,13 @@ class CausalLM:
         more  arguments of `from_pretrained`
         """
         assert self.pretrained
+        # with transformers' quantizers
+        from automodel_lite.models.quantized import dequantizing, forget, plain_arguments
+
         quantization = quantization_of(config)
         arguments = {**self.source, **more}
         if quantization and "quantization_config" not in arguments:
-            arguments |= locate(FAMILIES["plain_arguments"])(quantization)
+            arguments |= plain_arguments(quantization)
         load = partial(
             model_class(config).from_pretrained,
             self.pretrained,
@@ -318,7 +322,7 @@ class CausalLM:
         with ExitStack() as around:
             around.enter_context(_loading_errors(self.pretrained, config, quantization))
             if quantization:
-                around.enter_context(locate(FAMILIES["dequantizing"])())
+                around.enter_context(dequantizing())
             if self.mtp_loss:
                 from automodel_lite.models.checkpoints import extending
 
@@ -345,7 +349,7 @@ class CausalLM:
                     "has different values for them: set model.config.tie_word_embeddings=false."
                 )
         if quantization:
-            locate(FAMILIES["forget_quantization"])(model, report["unexpected_keys"])
+            forget(model, report["unexpected_keys"])
         check_finite(model, f"the model {self.pretrained}")
         taken_over = heads_apart(report["unexpected_keys"], config)
         if unknown := sorted(set(report["unexpected_keys"]) - taken_over):
@@ -360,21 +364,21 @@ class CausalLM:
         without any.
         """
         if self.mtp_loss:
-            locate(FAMILIES["mtp_heads"])(lm)
+            add_heads(lm)
 
-    def balance(self, lm: transformers.PreTrainedModel) -> Any:
+    def balance(self, lm: transformers.PreTrainedModel) -> Balance | None:
         """Returns the load-balancing loss of `router_aux_loss`, None without; raises ConfigError
         for a family without any.
         """
         weight = self.router_aux_loss
-        return locate(FAMILIES["balance"])(lm, weight) if weight else None
+        return balance_of(lm, weight) if weight else None
 
     def freeze_weights(self, lm: transformers.PreTrainedModel) -> None:
         """Freezes what is not trained, in place; adds to `notes` what `freeze` names."""
         if not self.train_towers:
             freeze_towers(lm, self.dtype)
         if self.freeze:
-            self.notes += locate(FREEZING)(lm, self.freeze)
+            self.notes += freeze_named(lm, self.freeze)
 
     def stored_dtype(self, config: PretrainedConfig) -> torch.dtype:
         """Returns that of the checkpoint, as its config names it; fp32 without one."""

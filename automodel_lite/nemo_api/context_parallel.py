@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from automodel_lite.nemo_api.thd_utils import split_batch_into_thd_chunks, stack_thd_chunks
-from automodel_lite.parallel.context_parallel import owned_segments, shard_indices
+from automodel_lite.parallel.zigzag import owned_segments, shard_indices
 from automodel_lite.thd import SEQ_LENS_PADDING
 
 

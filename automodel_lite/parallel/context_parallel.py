@@ -19,11 +19,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from automodel_lite.attention.isolation import (
@@ -34,18 +34,25 @@ from automodel_lite.attention.isolation import (
     model_logits,
     tolerance_std,
 )
-from automodel_lite.attention.spec import FAMILIES
 from automodel_lite.columns import labeled_rows
 from automodel_lite.config.components import locate
 from automodel_lite.errors import ConfigError
 from automodel_lite.parallel.exchange import AllGatherKV, Ulysses
+from automodel_lite.parallel.mixer_exchange import assign_mixers
+from automodel_lite.parallel.ring import ring_plan
+from automodel_lite.parallel.tree_exchange import tree_plan
+from automodel_lite.parallel.zigzag import (
+    inverse_permutation,
+    keys_ahead,
+    owned_segments,
+    rank_order,
+    shard_indices,
+)
 from automodel_lite.prefix_trees import concatenated_ranges
 from automodel_lite.tensors import cumulative
 from automodel_lite.thd import PER_TOKEN, AttentionPlan, Segments, ThdBatch, stream_of
 
 # keys that travel; the other exchanges are of the core
-RING = "automodel_lite.parts.exchanges.ring.ring_plan"
-TREES = "automodel_lite.parts.exchanges.trees.tree_plan"  # documents that branch
 
 
 def cp_shard(batch: ThdBatch, cp_mesh: DeviceMesh | None, exchange: str = "all_gather") -> ThdBatch:
@@ -66,7 +73,6 @@ def cp_shard(batch: ThdBatch, cp_mesh: DeviceMesh | None, exchange: str = "all_g
     own = {name: vars(batch)[name][mine] for name in (*PER_TOKEN, "document_lens")}
     mixers = batch.mixers
     if mixers is not None:
-        assign_mixers = locate(FAMILIES["mixer_exchange"])
         mixers = replace(mixers, exchange=assign_mixers(batch, group, cp_size, cp_rank))
     return replace(
         batch,
@@ -103,7 +109,6 @@ def attention_plan(
     mine = concatenated_ranges(segments.start, segments.end)
     ahead = {kind: seen[mine] for kind, seen in batch.attention.ahead.items()}
     if tree is not None:
-        tree_plan: Callable[..., AttentionPlan] = locate(TREES)
         plan = tree_plan(batch, segments, tree.paths, to_stream, group)
         return replace(plan, ahead=ahead)
     # each run of queries sees its document up to its own end; a row of keys is sent to at most two
@@ -121,74 +126,7 @@ def attention_plan(
         before = segments.start - segments.document_start if ahead else None
         return AttentionPlan(own, gather, ahead=ahead, before=before)
     assert exchange == "ring"
-    ring_plan: Callable[..., AttentionPlan] = locate(RING)
     return ring_plan(gather, own, q_lens, batch.max_seqlen)
-
-
-def keys_ahead(batch: ThdBatch, ends: Tensor) -> Tensor:
-    """Returns int64 [M]: keys behind the last query of each run of a stream that it sees."""
-    behind = [seen[ends - 1, 0] for seen in batch.attention.ahead.values()]
-    return torch.stack(behind).amax(0) if behind else torch.zeros_like(ends)
-
-
-@dataclass(frozen=True)
-class OwnedSegments:
-    """The runs of the stream that one rank owns, in its local order; int64 [M] each, M <= 2 N, none
-    is empty.
-
-    document_start  where the document of a run begins
-    start, end      the run, half open; its queries see the keys document_start .. end
-    """
-
-    document_start: Tensor
-    start: Tensor
-    end: Tensor
-
-
-def owned_segments(cu_seqlens_padded: Tensor, cp_size: int, cp_rank: int) -> OwnedSegments:
-    """Rank `cp_rank`'s runs of a stream with slot boundaries `cu_seqlens_padded` (int [N + 1]).
-
-    Raises ValueError when a slot is not a multiple of `2 * cp_size`.
-    """
-    cu = cu_seqlens_padded.long()
-    slots = cu.diff()
-    num_chunks = 2 * cp_size
-    chunk = slots // num_chunks
-    if not torch.equal(chunk * num_chunks, slots):
-        wrong = int(slots[slots % num_chunks != 0][0])
-        raise ValueError(
-            f"a document slot of {wrong} tokens is not a multiple of {num_chunks} (2 * cp): pack "
-            f"with packed_sequence.slot_multiple={num_chunks} and a packed_sequence_size that is "
-            "a multiple of it."
-        )
-    owned = torch.tensor([cp_rank, num_chunks - 1 - cp_rank], device=cu.device)
-    start = cu[:-1, None] + chunk[:, None] * owned
-    document_start = cu[:-1, None].expand_as(start)
-    end = start + chunk[:, None]
-    some = end > start
-    return OwnedSegments(document_start[some], start[some], end[some])
-
-
-def shard_indices(cu_seqlens_padded: Tensor, cp_size: int, cp_rank: int) -> Tensor:
-    """Positions in the stream of rank `cp_rank`'s tokens, int64 [T / cp].
-
-    cu [0, 8, 12], cp 2: rank 0 [0, 1, 6, 7, 8, 11], rank 1 [2, 3, 4, 5, 9, 10].
-    Equal to Transformer Engine's `thd_get_partitioned_indices`.
-    """
-    segments = owned_segments(cu_seqlens_padded, cp_size, cp_rank)
-    return concatenated_ranges(segments.start, segments.end)
-
-
-def rank_order(cu_seqlens_padded: Tensor, cp_size: int) -> Tensor:
-    """Positions in the stream, rank after rank, int64 [T]."""
-    return torch.cat([shard_indices(cu_seqlens_padded, cp_size, rank) for rank in range(cp_size)])
-
-
-def inverse_permutation(permutation: Tensor) -> Tensor:
-    """int64 [T]: where each entry went. [2, 0, 1] -> [1, 2, 0]."""
-    inverse = torch.empty_like(permutation)
-    inverse[permutation] = torch.arange(len(permutation), device=permutation.device)
-    return inverse
 
 
 def check_same_batch(batch: ThdBatch, axis: DeviceMesh) -> None:

@@ -6,9 +6,9 @@ AllGatherKV        every rank keeps its queries and gathers everybody's keys and
                    number of query heads: the default.
 Ulysses            all-to-all: every rank gets all tokens of Hq / cp heads, the kernel sees plain
                    packing. Less volume than the all-gather when cp > (Hq + Hkv) / Hkv.
-Ring               (parts/exchanges/ring.py) keys and values travel from rank to rank behind the
+Ring               (parallel/ring.py) keys and values travel from rank to rank behind the
                    attention: the least memory.
-MixerExchange      (parts/mixers/exchange.py) of a layer that mixes tokens in other ways
+MixerExchange      (parallel/mixer_exchange.py) of a layer that mixes tokens in other ways
 
 All are exact. The autograd functions are our own: torch.distributed.nn.functional.all_gather gave
 wrong gradients on gloo for non-contiguous ones, with the loss right to 12 digits. Nothing here

@@ -75,7 +75,7 @@ class ParallelModel:
     compute_dtype: torch.dtype
     sharded_over: Mesh | None = None  # None = each rank has all of it, and autocasts
     reduces_every: bool = False  # gradients after every micro-batch, so that their sum is sharded
-    # of what is made of the weights (parts/fp8.py), before each call
+    # of what is made of the weights (models/fp8.py), before each call
     refresh: Callable[[], None] | None = None
 
     def __call__(self, batch: ThdBatch, loss: Loss | None = None) -> LossOutput:

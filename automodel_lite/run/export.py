@@ -23,9 +23,9 @@ import transformers
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
+from transformers.utils.hub import cached_file
 
 from automodel_lite.attention.isolation import drawn_ids, evaluating, tolerance_std
-from automodel_lite.config.components import locate
 from automodel_lite.errors import system_errors
 from automodel_lite.interpreter import trim_malloc
 from automodel_lite.models.layers import has_fp8, local
@@ -43,7 +43,7 @@ from automodel_lite.thd import ThdBatch, stream_of
 if TYPE_CHECKING:
     from automodel_lite.parts.adapters.lora import LoraAdapter
 
-_WRITE_PROCESSOR = "automodel_lite.parts.images.write_processor"
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 _WEIGHTS = re.compile(r"(model|adapter_model|pytorch_model).*\.(safetensors|bin|index\.json)")
 
 
@@ -123,7 +123,7 @@ def export_adapter(
     with _replace_folder(folder, step) as temporary:
         all_ranks().on_first(lambda: adapter.save(temporary, weights))
         all_ranks().on_first(lambda: bool(tokenizer.save_pretrained(temporary)))
-        all_ranks().on_first(lambda: locate(_WRITE_PROCESSOR)(dataset or {}, temporary))
+        all_ranks().on_first(lambda: write_processor(dataset or {}, temporary))
 
 
 @trim_malloc()
@@ -186,7 +186,7 @@ def export_hf(
         ranks.on_first(lambda: _write_settings(temporary, lm, tokenizer, dtype))
         on_each(lambda: write_weights(temporary, lm, dtypes, is_alone=mesh is None))
         ranks.on_first(lambda: take_over(lm, temporary))
-        ranks.on_first(lambda: locate(_WRITE_PROCESSOR)(dataset or {}, temporary))
+        ranks.on_first(lambda: write_processor(dataset or {}, temporary))
         on_each(check)
 
 
@@ -286,3 +286,16 @@ def probe_logits(
     batch = stream_of([drawn_ids(model.lm, _PROBE_TOKENS)], device)
     with evaluating(model):
         return logits(batch).cpu()
+
+
+def write_processor(dataset: Mapping[str, Any], folder: Path) -> None:
+    """Gives an export the files of `dataset.processor`, in place of the model's own."""
+    found = [one.get("dataset", {}).get("processor") for one in dataset.get("sources", {}).values()]
+    path = next(filter(None, [dataset.get("processor"), *found]), None)
+    if path is None:
+        return
+    for name in PROCESSOR_FILES:
+        file = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
+        (folder / name).unlink(missing_ok=True)
+        if file is not None:
+            shutil.copy(file, folder / name)

@@ -34,8 +34,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from automodel_lite.attention.spec import FAMILIES
-from automodel_lite.config.components import locate
+from automodel_lite.models.mtp import copies_of_trained
 from automodel_lite.models.source import heads_apart, quantization_of
 from automodel_lite.run import durable
 
@@ -195,7 +194,7 @@ def _add_weights(lm: transformers.PreTrainedModel, folder: Path, original: Path)
         return
     weights = read_weights({key: theirs[key] for key in left})
     if any(".eh_proj." in key for key in ours):  # of heads that were trained
-        copies = locate(FAMILIES["mtp_copies"])(weights, ours)
+        copies = copies_of_trained(weights, ours)
         trained = read_weights({name: ours[name] for name in copies.values()})
         weights |= {key: trained[name] for key, name in copies.items()}
     files = sorted(set(ours.values()))

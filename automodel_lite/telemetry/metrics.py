@@ -16,16 +16,14 @@ import numpy as np
 import torch
 import yaml
 
-from automodel_lite.config.components import locate
 from automodel_lite.data.tokens.token_rows import places_within
 from automodel_lite.errors import DataError
 from automodel_lite.models.flops import CostModel, StepFlops
 from automodel_lite.parallel.mesh import Mesh
 from automodel_lite.run.nonfinite import StepOutcome
 from automodel_lite.run.stopping import STARTED
+from automodel_lite.telemetry.profiler import StepProfiler
 from automodel_lite.thd import ThdBatch
-
-PROFILER = "automodel_lite.parts.profiler.StepProfiler"
 
 Scalars = dict[str, float]
 
@@ -200,7 +198,7 @@ class Meter:
 
     def __init__(self, mesh: Mesh, flops: StepFlops, compute_dtype: torch.dtype) -> None:
         self.mesh = mesh
-        self.profiler: Any = None  # parts/profiler.py
+        self.profiler: StepProfiler | None = None
         self.flops = flops
         device_peak = peak_flops(mesh.device, compute_dtype)
         self.peak = None if device_peak is None else device_peak * mesh.shape.world_size
@@ -219,7 +217,7 @@ class Meter:
         """Profiles these steps (first and last), when they come."""
         if steps:
             path = folder / "profile" / f"rank_{self.mesh.rank:05d}"
-            self.profiler = locate(PROFILER)(steps, path, self.mesh.device, say)
+            self.profiler = StepProfiler(steps, path, self.mesh.device, say)
 
     def start(self, step: int) -> None:
         if self.profiler:

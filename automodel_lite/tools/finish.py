@@ -9,8 +9,8 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from automodel_lite.config.components import locate
 from automodel_lite.config.schema import Config
 from automodel_lite.data.feeding.source import PackSource
 from automodel_lite.errors import (
@@ -24,12 +24,11 @@ from automodel_lite.models.source import model_class
 from automodel_lite.run.export import export_adapter, export_hf, generation_config
 from automodel_lite.telemetry.callbacks import MetricsLog
 from automodel_lite.telemetry.console import Console
-from automodel_lite.telemetry.live_report import LiveReport
 from automodel_lite.training.build import BuiltModel
 from automodel_lite.training.guards import Guards
 
-_HUB = "automodel_lite.extras.hub"  # by name, as what a run exports knows no hub
-_ASK = "automodel_lite.parts.evaluation.held_out.ask_exported"
+if TYPE_CHECKING:
+    from automodel_lite.extras.report.live import LiveReport
 
 
 def check_exportable(config: Config, built: BuiltModel, data: PackSource) -> None:
@@ -80,14 +79,18 @@ def finish(
             f"{run.folder.display_path}/{exported.name}: loads with {loader}.from_pretrained",
         )
         if run.ranks.is_first and run.config.evaluation:
+            from automodel_lite.tools.held_out import ask_exported  # with transformers' generation
+
             with without_undoing("evaluated", console):
-                locate(_ASK)(run, built, data, metrics, console, exported)
+                ask_exported(run, built, data, metrics, console, exported)
+        from automodel_lite.extras import hub as hub_card  # with jinja and the hub
+
         if run.ranks.is_first:
             with without_undoing("card", console):
-                locate(f"{_HUB}.write_card")(run.folder.path, exported, hub.push)
+                hub_card.write_card(run.folder.path, exported, hub.push)
         if run.ranks.is_first and hub.push:
             with without_undoing("uploaded", console):
-                address = locate(f"{_HUB}.push")(run.folder.path, exported, hub.push, hub.private)
+                address = hub_card.push(run.folder.path, exported, hub.push, hub.private)
                 console.say("uploaded", address)
         metrics.exported(exported)
     elif run.config.evaluation:

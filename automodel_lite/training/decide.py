@@ -4,6 +4,7 @@ anything is built: `decide` is called by a run and its dry run.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -14,9 +15,9 @@ from automodel_lite.attention.interface import choose_attention
 from automodel_lite.attention.kernel import AttentionKernel
 from automodel_lite.attention.positions import LENGTH_DEPENDENT
 from automodel_lite.attention.spec import attention_specs, config_value, layer_shapes
-from automodel_lite.config.components import locate
 from automodel_lite.data.feeding.order import batch_shape
 from automodel_lite.data.feeding.source import PackSource
+from automodel_lite.data.tokens.tokenizer import vocabulary_of
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.flops import size_of
 from automodel_lite.models.layers import has_experts
@@ -27,17 +28,17 @@ from automodel_lite.parallel.mesh import MeshShape
 from automodel_lite.parallel.sharding import choose_precision, choose_strategy
 from automodel_lite.telemetry.metrics import STARTUP
 from automodel_lite.training.memory import estimate_memory, gib, gpu_bytes, num_shards
-from automodel_lite.training.plan import (
+from automodel_lite.training.rules import check_parts
+from automodel_lite.training.settings import (
     Decided,
     Parts,
     as_teacher,
-    check_parts,
     naming_teacher,
     with_recomputation,
 )
 
-# runs steps under fake tensors; a run on a CPU has no use for it
-RECOMPUTATION = "automodel_lite.extras.plan.recompute.choose_recomputation"
+ChooseRecomputation = Callable[[Decided, int, int | None], tuple[Decided, str]]
+"""(settings, bytes of the GPU, weights of the adapter) -> settings, and why."""
 
 
 def decide(
@@ -47,11 +48,13 @@ def decide(
     device: torch.device,
     gpu: int | None = None,
     trains: bool = True,
+    recompute: ChooseRecomputation | None = None,
 ) -> Decided:
     """Returns all settings of a run. Before any process group exists: a step may be simulated.
 
     gpu     bytes; None = those of `device`
-    trains  False: what only a step needs, recomputation and reduction, is left as it is
+    trains     False: what only a step needs, recomputation and reduction, is left as it is
+    recompute  settles `activation_checkpointing=auto` for a GPU of so many bytes; None = `full`
     Raises ConfigError as `decide_layout` does.
     """
     decided = decide_layout(parts, parts.model.config(tokenizer), shape, device)
@@ -65,8 +68,8 @@ def decide(
     gpu = gpu or gpu_bytes(device)
     adapter = adapter_weights(decided, device)
     # on a CPU nothing is recomputed
-    if parts.training.activation_checkpointing == "auto" and gpu:
-        decided, reason = locate(RECOMPUTATION)(decided, gpu, adapter)
+    if parts.training.activation_checkpointing == "auto" and gpu and recompute:
+        decided, reason = recompute(decided, gpu, adapter)
         text = f"{reason} on GPUs of {gpu / 1e9:.0f} GB"
         decided = replace(decided, recomputation_text=text)
         STARTUP.lap("plan")
@@ -206,3 +209,18 @@ def check_positions(data: PackSource, model: CausalLM, teacher: CausalLM | None 
                 f"packed_sequence.packed_sequence_size={limit} (packed_sequence.overlong drops, "
                 f"truncates or splits longer ones), or scale its positions by {name}.config."
             )
+
+
+def check_same_vocabulary(teacher: Parts, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises ConfigError for a teacher with another tokenizer; one without tokenizer files is taken
+    at its word.
+    """
+    name = str(teacher.model.pretrained)
+    theirs = vocabulary_of(name, str(teacher.model.source["revision"]))
+    tokens = {token for token, _ in tokenizer.get_vocab().items() ^ theirs.items()}
+    if theirs and (differing := sorted(tokens)):
+        raise ConfigError(
+            f"teacher.pretrained={name} has another vocabulary than the student "
+            f"({len(differing):,} tokens differ, as {differing[0]!r}), and probabilities are "
+            "compared token by token: take a teacher of the same family."
+        )

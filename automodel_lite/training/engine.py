@@ -36,7 +36,7 @@ from automodel_lite.parallel.sharding import ParallelModel
 from automodel_lite.thd import ThdBatch, to_thd
 from automodel_lite.training.build import BuiltModel
 from automodel_lite.training.optimizers import apply_gradients
-from automodel_lite.training.plan import Decided
+from automodel_lite.training.settings import Decided
 
 
 def no_lap(phase: str) -> None:

@@ -12,18 +12,15 @@ from collections.abc import Callable
 import torch
 
 from automodel_lite.attention.isolation import evaluating
-from automodel_lite.config.components import locate
 from automodel_lite.config.schema import Config, SamplesConfig
 from automodel_lite.config.sizes import ceil_div
 from automodel_lite.data.feeding.feed import validation_steps
 from automodel_lite.data.feeding.source import PackSource
 from automodel_lite.data.packing.packs import PackedDataset
 from automodel_lite.errors import ConfigError
+from automodel_lite.evaluation.questions import has_questions
 from automodel_lite.progress import Progress
 from automodel_lite.training.engine import Engine, add_output
-
-HAS_QUESTIONS = "automodel_lite.parts.evaluation.held_out.has_questions"
-SAMPLE_ANSWERS = "automodel_lite.parts.evaluation.samples.sample_answers"
 
 
 def validate(
@@ -40,7 +37,9 @@ def validate(
         losses |= {f"val_{kind}/{name}": loss for kind, loss in found.items()}
     if not samples.prompts:
         return losses, []
-    answers = locate(SAMPLE_ANSWERS)(samples, engine.model, engine.mesh, source)
+    from automodel_lite.evaluation.samples import sample_answers  # with transformers' generation
+
+    answers = sample_answers(samples, engine.model, engine.mesh, source)
     return losses, answers
 
 
@@ -112,7 +111,7 @@ def check_held_out(config: Config, data: PackSource) -> None:
             f"checkpoint.keep_best={config.checkpoint.keep_best} compares validation losses, and "
             "nothing is held out: set dataset.val_frac=0.05 or dataset.val_path, or keep_best=0."
         )
-    if config.evaluation and not locate(HAS_QUESTIONS)(data.documents):
+    if config.evaluation and not has_questions(data.documents):
         raise ConfigError(
             "evaluation asks held-out questions, and there are none: set dataset.val_frac=0.05 or "
             "dataset.val_path, to chats that end with an answer (plain text and token ids ask "

@@ -20,9 +20,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from automodel_lite.config.components import locate
 from automodel_lite.config.schema import Config
 from automodel_lite.data.feeding.feed import DeviceStep
 from automodel_lite.data.feeding.source import Cursor, PackSource
@@ -50,9 +49,9 @@ from automodel_lite.run.stopping import (
 )
 from automodel_lite.run.watchdog import Watchdog
 from automodel_lite.telemetry.metrics import NUM_COUNTS, Counts, counts_of
+from automodel_lite.telemetry.stragglers import Stragglers
 from automodel_lite.training.engine import TrainingEngine
 
-STRAGGLERS = "automodel_lite.parts.stragglers.Stragglers"
 _VISIBLE_WITHIN_S = 10.0
 
 
@@ -114,8 +113,7 @@ class Guards:
         self.checkpointer: Checkpointer
         self.boundary: StepBoundary
         self.nonfinite: NonfiniteSteps
-        # nobody is timed before watch_steps
-        self.stragglers: Any = locate(STRAGGLERS)(nn.Identity(), torch.device("cpu"), [], 0)
+        self.stragglers = Stragglers.off()
 
     @contextmanager
     def recording(self, at_end: Callable[[], None]) -> Iterator[None]:
@@ -168,7 +166,7 @@ class Guards:
         exit. Every rank calls it.
         """
         layers = decoder_layers(model.loss_model.lm)
-        self.stragglers = locate(STRAGGLERS)(
+        self.stragglers = Stragglers(
             layers[len(layers) // 2], device, self.ranks.on_all(socket.gethostname), rank()
         )
         SIGNALS.defer(self._record_end)

@@ -32,7 +32,7 @@ from automodel_lite.errors import ConfigError
 from automodel_lite.launched import launch_variable
 from automodel_lite.models.loss import LossShape
 from automodel_lite.parallel.sharding import copies_of_experts
-from automodel_lite.training.plan import Decided, Parts
+from automodel_lite.training.settings import Decided, Parts
 
 _FP32 = 4  # bytes
 _NF4 = 0.52  # with its scales, themselves in 8 bits
@@ -149,7 +149,7 @@ def _working_copy(decided: Decided, master: int, trains_all: bool) -> float:
     found = (2 * compute + reduced) * layer + compute * size.head_weights / shape.tp
     if decided.advanced.reshard_after_forward is False:
         found += compute * size.parameters / shape.tp
-    # each rank's shards as they are gathered (parts/fp8.py)
+    # each rank's shards as they are gathered (models/fp8.py)
     if decided.training.fp8 == "tensorwise" and not decided.mesh.cpu_offload:
         found += size.layer_weights / num_shards(decided)
     return found

@@ -5,92 +5,30 @@ log.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
 from torch.optim.lr_scheduler import LambdaLR
 
-from automodel_lite.config.components import locate
-from automodel_lite.config.schema import Config
 from automodel_lite.data.feeding.planned import document_kind
 from automodel_lite.data.feeding.source import Cursor, PackSource, TrainingPlan
 from automodel_lite.data.packing.report import PackingReport
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.source import CausalLM
 from automodel_lite.parallel.mesh import mesh_shape, world_size
-from automodel_lite.parallel.peers import Peers, end_together, flat, open_peers, versions
-from automodel_lite.run.ending import ending_of, exit_as
-from automodel_lite.run.folder import RunFolder, plain
-from automodel_lite.run.stopping import StoppedEarly
 from automodel_lite.run.weight_files import adapter_files, model_files
 from automodel_lite.telemetry.callbacks import MetricsLog, open_metrics
-from automodel_lite.telemetry.console import Console, quiet_libraries
 from automodel_lite.telemetry.metrics import STARTUP
-from automodel_lite.training import start
-from automodel_lite.training.decide import check_positions, decide
+from automodel_lite.training import world
+from automodel_lite.training.decide import ChooseRecomputation, check_positions, decide
 from automodel_lite.training.engine import TrainingEngine
 from automodel_lite.training.guards import Guards, TrainState
-from automodel_lite.training.plan import Decided, Parts
+from automodel_lite.training.settings import Decided, Parts
 
-DRY_RUN = "automodel_lite.extras.dry_run.dry_run"
 _NUM_ROWS = 256  # of a validation set that are hashed
-_LAUNCHES = itertools.count()  # of this process: more than one in a notebook
-
-
-def launch(recipe: Callable[..., Any], config: Config, *more: object) -> int:
-    """Makes a recipe and trains it, unless its run is finished or it is a dry run; returns the exit
-    code.
-    """
-    if next(_LAUNCHES):
-        STARTUP.restart()
-    STARTUP.lap("imports")
-    quiet_libraries()
-    config = start.from_run(config)
-    if config.dry_run:
-        return locate(DRY_RUN)(start.resolve_auto(config))
-    with join_ranks(config) as (config, peers, finished):
-        if finished:
-            Console().print(finished)
-            return 0
-        return recipe(start.resolve_auto(config), peers, *more).train()
-
-
-@contextmanager
-def watch_ranks() -> Iterator[Peers]:
-    """Watches the other ranks of a recipe: an error of one ends all, with one sentence on the
-    screen. A rank that waits in a collective would end in a traceback, or after mesh.timeout_s.
-    """
-    peers = open_peers()
-    peers.on_failure = exit_as
-    with end_together(peers):
-        try:
-            yield peers
-        except (StoppedEarly, KeyboardInterrupt) as stopped:
-            # One that waits in C++ for this rank hears no signal of its own until the wait is over.
-            peers.record(*ending_of(stopped)[:2])
-            raise
-
-
-@contextmanager
-def join_ranks(config: Config) -> Iterator[tuple[Config, Peers, str | None]]:
-    """The other ranks, the configuration with what the run in its folder began with, and a message
-    for a run that is finished. A mistake that any rank meets inside ends all of them.
-
-    Raises ConfigError when the ranks were started differently, or the folder is another run's.
-    """
-    folder = RunFolder(config.output_dir)
-    with watch_ranks() as peers:
-        config = folder.with_saved_layout(config)
-        message = folder.finished_message(config)
-        state = {"output_dir (what it holds)": folder.read_status().get("state", "no run")}
-        peers.compare("settings", versions() | flat(plain(config)) | state)
-        STARTUP.lap("ranks")
-        yield config, peers, message
 
 
 def compare_data(guards: Guards, data: PackSource, plan: TrainingPlan, parts: Parts) -> None:
@@ -128,7 +66,9 @@ def _files(model: CausalLM) -> dict[str, str]:
     return model_files(model.pretrained, str(model.source["revision"]))
 
 
-def agree_on_settings(guards: Guards, parts: Parts, data: PackSource) -> Decided:
+def agree_on_settings(
+    guards: Guards, parts: Parts, data: PackSource, recompute: ChooseRecomputation
+) -> Decided:
     """Decides what depends on the model and the device, and compares it between the ranks; raises
     ConfigError for documents longer than a model's positions.
     """
@@ -136,7 +76,8 @@ def agree_on_settings(guards: Guards, parts: Parts, data: PackSource) -> Decided
     shape = mesh_shape(guards.config.mesh, world_size())
     # its heaviest packs count in the memory of a step
     of_run = replace(parts, data=data)
-    decided = decide(of_run, data.tokenizer, shape, start.default_device())
+    device = world.default_device()
+    decided = decide(of_run, data.tokenizer, shape, device, recompute=recompute)
     guards.peers.compare("recomputation", {"why": decided.recomputation_text})
     return decided
 

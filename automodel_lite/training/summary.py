@@ -17,10 +17,10 @@ from automodel_lite.parallel.mesh import (
 )
 from automodel_lite.training.build import BuiltModel
 from automodel_lite.training.guards import Guards
-from automodel_lite.training.plan import (
+from automodel_lite.training.schedules import num_warmup
+from automodel_lite.training.settings import (
     Decided,
 )
-from automodel_lite.training.schedules import num_warmup
 from automodel_lite.version import __version__
 
 Line = tuple[str, str]

@@ -22,14 +22,14 @@ from transformers.integrations import use_kernel_func_from_hub_with_fallback
 from automodel_lite.attention.documents import mixers_of
 from automodel_lite.attention.interface import install
 from automodel_lite.attention.kernel import ReferenceAttention
-from automodel_lite.errors import ConfigError
-from automodel_lite.parts.mixers.functions import (
+from automodel_lite.attention.mixers.functions import (
     Recorded,
     check_gradients,
     running,
     split_at_documents,
     takes_boundaries,
 )
+from automodel_lite.errors import ConfigError
 from tests.attention.families import documents, stream
 from tests.attention.hybrids import build_hybrid
 from tests.attention.signatures import downloaded, parameters_of, read_member

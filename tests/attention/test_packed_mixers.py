@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from automodel_lite.attention.mixers import packed_mixers
+from automodel_lite.attention.mixers.functions import FUNCTIONS, packed_function
 from automodel_lite.document_rows import document_rows
-from automodel_lite.parts.kernels import packed_mixers
-from automodel_lite.parts.mixers.functions import FUNCTIONS, packed_function
 from automodel_lite.prefix_trees import find_nodes, find_pieces
 from tests.attention.hybrids import HYBRIDS, InFloat64
 from tests.attention.trees import batch_of, random_rows

@@ -20,7 +20,7 @@ from automodel_lite.data.prepare import check_sizes, prepare_data
 from automodel_lite.data.tokens import tokenize
 from automodel_lite.errors import ConfigError
 from automodel_lite.extras import tasks
-from automodel_lite.training.plan import build_parts
+from automodel_lite.training.settings import build_parts
 from recipes.prepare_data import parse_task
 from tests.runs import config_of
 

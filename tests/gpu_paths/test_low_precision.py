@@ -80,7 +80,7 @@ def test_8_bit_steps_are_torchaos() -> None:
 @pytest.fixture
 def emulated_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torchao")
-    from automodel_lite.parts import fp8
+    from automodel_lite.models import fp8
 
     monkeypatch.setattr(fp8, "use_fp8", partial(fp8.use_fp8, emulate=True))
 
@@ -108,7 +108,7 @@ def test_adapters_stay_out_of_fp8(tmp_path: Path) -> None:
     loaded = [f"tokenizer.path={base}/hf", "~model.config", f"model.pretrained={base}/hf"]
     code, screen = train_quick(tmp_path / "lora", *options, *loaded)
     assert code == 0, screen
-    from automodel_lite.parts.fp8 import fits_fp8
+    from automodel_lite.models.fp8 import fits_fp8
 
     assert not fits_fp8(nn.Linear(64, 16), "self_attn.q_proj.lora_A.default")
     assert fits_fp8(nn.Linear(64, 64), "self_attn.q_proj.base_layer")
@@ -126,8 +126,8 @@ def test_compiled_layers_have_the_gradients_of_plain_ones(
     """As training.compile=auto makes them on a GPU, recomputed; packs of other documents need no graph of their own."""
     pytest.importorskip("bitsandbytes")
     pytest.importorskip("torchao")
+    from automodel_lite.models.fp8 import use_fp8
     from automodel_lite.parts.adapters.lora import Lora, QLora
-    from automodel_lite.parts.fp8 import use_fp8
     from tests.models.test_lora import give_the_adapter_weight
 
     save_small_llama(tmp_path)

@@ -32,7 +32,7 @@ from automodel_lite.parts.images.packs import document_flops
 from automodel_lite.parts.images.tower import encode, placed_fields
 from automodel_lite.telemetry.metrics import count_own, counts_of
 from automodel_lite.training.decide import decide
-from automodel_lite.training.plan import build_parts
+from automodel_lite.training.settings import build_parts
 from benchmarks.image_families import image_config, image_model
 from tests.images.families import write_chats, write_model
 from tests.images.test_exact import batches_of, config_of_images, data_of

@@ -23,7 +23,7 @@ from automodel_lite.models.loss_model import LossModel
 from automodel_lite.models.source import CausalLM
 from automodel_lite.parts.images.tokens import ImageProcessor
 from automodel_lite.thd import ThdBatch, to_thd
-from automodel_lite.training.plan import build_packer
+from automodel_lite.training.settings import build_packer
 from tests.attention.hybrids import InFloat64
 from tests.images.families import FAMILIES, write_chats, write_model
 from tests.runs import config_of

@@ -13,10 +13,10 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from automodel_lite.errors import ConfigError
+from automodel_lite.evaluation.generator import Generator
+from automodel_lite.evaluation.questions import questions_of
 from automodel_lite.extras.report import pieces_of
 from automodel_lite.parts.evaluation.exact_match import ExactMatch, asked_by
-from automodel_lite.parts.evaluation.generator import Generator
-from automodel_lite.parts.evaluation.held_out import questions_of
 from automodel_lite.parts.images.answer import inputs_of
 from automodel_lite.parts.images.sources import ImageSource
 from automodel_lite.parts.images.tokens import ImageProcessor

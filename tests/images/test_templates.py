@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import AutoModelForImageTextToText
 
-from automodel_lite.parts.evaluation.generator import Generator, prompt_ids
+from automodel_lite.evaluation.generator import Generator, prompt_ids
 from automodel_lite.parts.images.answer import inputs_of
 from tests.images.families import draw, write_model
 from tests.images.test_exact import config_of_images, data_of

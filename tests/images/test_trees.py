@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from automodel_lite.data.tokens.trees import LEAST_SHARED
 from automodel_lite.parts.images.packs import rows_of_images
-from automodel_lite.parts.trees import LEAST_SHARED
 from tests.attention.hybrids import InFloat64
 from tests.images.families import draw, write_model
 from tests.images.test_exact import (

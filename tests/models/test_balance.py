@@ -23,13 +23,13 @@ from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.columns import IGNORE_INDEX
 from automodel_lite.data.packing.packs import join_packs, lay_out_packs
 from automodel_lite.data.tokens.token_rows import flatten
+from automodel_lite.data.tokens.trees import cut_tree, grow_trees
 from automodel_lite.errors import ConfigError
+from automodel_lite.models.balance import balance_of
 from automodel_lite.models.loss import FusedLinearCrossEntropy
 from automodel_lite.models.loss_model import LossModel
 from automodel_lite.models.source import describe
 from automodel_lite.parallel.context_parallel import cp_shard
-from automodel_lite.parts.losses.balance import balance_of
-from automodel_lite.parts.trees import cut_tree, grow_trees
 from automodel_lite.thd import ThdBatch, to_thd
 from benchmarks.survey_models import LENGTHS, documents, load, run, save, separate, step_of
 from benchmarks.tiny_models import VOCAB, tiny_config, tiny_model

@@ -16,6 +16,7 @@ from automodel_lite.attention.isolation import check_packing_isolation
 from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.flops import model_size
+from automodel_lite.models.freezing import freeze_named
 from automodel_lite.models.layers import (
     decoder_layers,
     freeze_towers,
@@ -25,7 +26,6 @@ from automodel_lite.models.layers import (
 )
 from automodel_lite.models.source import CausalLM, describe
 from automodel_lite.parts.adapters.lora import Lora
-from automodel_lite.parts.freezing import freeze_named
 from automodel_lite.run.weight_files import as_saved, groups_of, stored_dtypes, unique_weights
 from benchmarks.image_families import image_config, image_model
 from benchmarks.survey_models import load, run, save, separate, step_of, weights_of

@@ -6,8 +6,8 @@ from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, PreTrainedCo
 
 from automodel_lite.attention.spec import layer_shapes
 from automodel_lite.models.flops import cost_model, model_size, size_of, step_flops, visited_weights
+from automodel_lite.models.freezing import freeze_named
 from automodel_lite.parts.adapters.lora import Lora
-from automodel_lite.parts.freezing import freeze_named
 from benchmarks.tiny_models import tiny_model
 
 TOKENS = 48

@@ -45,11 +45,11 @@ def train_fp8(
     rank: int, world_size: int, raw: Any, in_fp8: bool, stop_at: int = 0
 ) -> tuple[int, str, int]:
     """A run of emulated fp8 -> its exit code, its screen, and bytes given to gathers."""
-    from automodel_lite.parts import fp8
-    from automodel_lite.training import build
+    from automodel_lite.models import fp8
+    from automodel_lite.training import compiling
 
     fp8.use_fp8 = partial(fp8.use_fp8, emulate=True)
-    build.compile_model = partial(build.compile_model, backend="aot_eager")
+    compiling.compile_model = partial(compiling.compile_model, backend="aot_eager")
     if not in_fp8:
         fp8.Fp8Gathers.__init__ = fp8.Fp8Gathers.refresh = lambda *_: None  # type: ignore[method-assign, assignment]
     sent = SentBytes()

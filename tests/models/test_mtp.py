@@ -25,11 +25,11 @@ from automodel_lite.errors import ConfigError
 from automodel_lite.models.flops import model_size, step_flops
 from automodel_lite.models.loss import FusedLinearCrossEntropy, Loss
 from automodel_lite.models.loss_model import LossModel
+from automodel_lite.models.mtp import HeadsAhead, add_heads
 from automodel_lite.parallel.context_parallel import cp_shard
 from automodel_lite.parallel.mesh import MeshShape, open_mesh
 from automodel_lite.parallel.sharding import parallelize
 from automodel_lite.parts.losses.distillation import Distill, DistillTopK
-from automodel_lite.parts.mtp import HeadsAhead, add_heads
 from automodel_lite.run.weight_files import as_saved
 from automodel_lite.thd import ThdBatch, to_thd
 from tests.attention.hybrids import InFloat64

@@ -12,8 +12,8 @@ from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQu
 from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
 
 from automodel_lite.errors import ConfigError
+from automodel_lite.models.quantized import forget
 from automodel_lite.models.source import CausalLM
-from automodel_lite.parts.quantized import forget
 from benchmarks.survey_models import run, save
 from benchmarks.tiny_models import random_model, tiny_config, tiny_model
 

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.parallel.context_parallel import attention_plan, cp_shard, shard_indices
 from automodel_lite.parallel.exchange import AllGatherKV, SelectRows, Ulysses
-from automodel_lite.parts.exchanges.ring import Ring
+from automodel_lite.parallel.ring import Ring
 from automodel_lite.thd import AttentionOptions
 from tests.attention.families import documents, stream
 

@@ -14,7 +14,7 @@ from automodel_lite.models.loss import CrossEntropy
 from automodel_lite.models.loss_model import LossModel
 from automodel_lite.parallel.mesh import Mesh, MeshShape, open_mesh
 from automodel_lite.parallel.sharding import parallelize
-from automodel_lite.training.build import check_model, explaining_family_errors
+from automodel_lite.training.checks import check_model, explaining_family_errors
 from benchmarks.survey_models import batch
 from benchmarks.tiny_models import tiny_model
 from tests.parallel.test_sharding import assert_equal

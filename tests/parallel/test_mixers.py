@@ -15,7 +15,7 @@ from automodel_lite.parallel.context_parallel import (
     cp_shard,
     shard_indices,
 )
-from automodel_lite.parts.document_owners import document_owners
+from automodel_lite.parallel.document_owners import document_owners
 from tests.attention.families import documents, gradients, stream
 from tests.attention.hybrids import HYBRIDS, ONE_OF_EACH_KIND, InFloat64, build_hybrid
 from tests.attention.test_mixers import packed, summed_loss

@@ -26,7 +26,7 @@ from automodel_lite.launched import this_process
 from automodel_lite.parallel import peers as peers_module
 from automodel_lite.parallel.peers import end_together, flat, open_peers, versions
 from automodel_lite.run.stopping import StoppedEarly
-from automodel_lite.training.resume import watch_ranks
+from automodel_lite.training.launch import watch_ranks
 from tests.ranks import run_ranks
 from tests.runs import train_quick, wait_until
 

@@ -23,9 +23,10 @@ from automodel_lite.parallel.mesh import Mesh, MeshShape, init_mesh, open_mesh
 from automodel_lite.parallel.sharding import parallelize
 from automodel_lite.run.export import export_hf
 from automodel_lite.seed import seed_all
-from automodel_lite.training.build import assemble, build_model, check_model
+from automodel_lite.training.build import assemble, build_model
+from automodel_lite.training.checks import check_model
 from automodel_lite.training.decide import decide
-from automodel_lite.training.plan import build_parts
+from automodel_lite.training.settings import build_parts
 from benchmarks.survey_models import save
 from benchmarks.tiny_models import random_model, tiny_config
 from tests.attention.families import FAMILIES, VOCAB, documents, stream

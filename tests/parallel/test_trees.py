@@ -15,7 +15,7 @@ from automodel_lite.attention.interface import install
 from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.columns import IGNORE_INDEX
 from automodel_lite.parallel.context_parallel import cp_shard, owned_segments
-from automodel_lite.parts.exchanges.trees import tree_plan
+from automodel_lite.parallel.tree_exchange import tree_plan
 from automodel_lite.thd import ThdBatch
 from tests.attention.families import FAMILIES, VOCAB, build, gradients
 from tests.attention.hybrids import InFloat64, build_hybrid

@@ -27,8 +27,8 @@ from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import MtpModel
 
 from automodel_lite.config.check import check_config
+from automodel_lite.models.mtp import add_heads, heads_of
 from automodel_lite.models.source import model_class
-from automodel_lite.parts.mtp import add_heads, heads_of
 from automodel_lite.run.weight_files import as_saved
 from benchmarks.survey_models import InDouble
 from benchmarks.tiny_models import random_model, tiny_config

@@ -17,8 +17,8 @@ from automodel_lite.cli import compose_config
 from automodel_lite.config.check import check_config, known_keys
 from automodel_lite.data.prepare import check_sizes
 from automodel_lite.errors import ConfigError
-from automodel_lite.training.plan import build_parts
-from automodel_lite.training.start import try_settings
+from automodel_lite.training.rules import try_settings
+from automodel_lite.training.settings import build_parts
 from tests.properties.explore import explore
 
 CHOICES = [  # options of groups; composing takes longer than all that follows

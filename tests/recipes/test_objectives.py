@@ -17,7 +17,7 @@ from automodel_lite.parallel.mesh import init_mesh
 from automodel_lite.results import RESULTS
 from automodel_lite.training.build import build_model
 from automodel_lite.training.decide import decide
-from automodel_lite.training.plan import build_parts
+from automodel_lite.training.settings import build_parts
 from recipes import evaluate, score
 from tests.data.templates import MARKED, byte_tokenizer
 from tests.runs import Row, config_of, rows_of, train

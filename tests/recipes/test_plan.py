@@ -17,7 +17,7 @@ from automodel_lite.cli import compose_config, run_recipe
 from automodel_lite.config.check import check_config
 from automodel_lite.errors import ConfigError
 from automodel_lite.results import write_results
-from automodel_lite.training.plan import build_parts
+from automodel_lite.training.settings import build_parts
 from recipes import plan
 from tests.ranks import in_a_process
 

@@ -18,7 +18,7 @@ from automodel_lite.parallel.mesh import init_mesh
 from automodel_lite.run import export, weight_files
 from automodel_lite.run.weight_files import model_files
 from automodel_lite.training.build import assemble
-from automodel_lite.training.plan import build_parts
+from automodel_lite.training.settings import build_parts
 from tests.attention.families import FAMILIES
 from tests.parallel.test_sharded_start import bytes_read, tokenizer
 from tests.ranks import run_ranks

@@ -26,7 +26,7 @@ from automodel_lite.extras.plan.planner import (
 from automodel_lite.extras.plan.simulation import simulate
 from automodel_lite.extras.short_models import with_layers
 from automodel_lite.parallel.mesh import MeshShape
-from automodel_lite.training.plan import Parts, build_parts
+from automodel_lite.training.settings import Parts, build_parts
 from recipes.plan import as_json, calibrated, coarse_text, fits, overrides_of
 from tests.runs import composed
 

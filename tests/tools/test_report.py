@@ -17,8 +17,8 @@ from automodel_lite.extras.report import (
     warnings_of,
     write_report,
 )
+from automodel_lite.extras.report.live import LiveReport
 from automodel_lite.run.folder import RunFolder
-from automodel_lite.telemetry.live_report import LiveReport
 from recipes import report as report_recipe
 from tests.runs import train
 

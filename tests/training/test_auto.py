@@ -13,10 +13,9 @@ from automodel_lite.config.components import build
 from automodel_lite.config.schema import Config, TrainingConfig
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.source import CausalLM
-from automodel_lite.parts.auto import fitted_pack_size, learning_rate
 from automodel_lite.run.folder import saved_config
-from automodel_lite.training.plan import build_parts
-from automodel_lite.training.start import resolve_auto
+from automodel_lite.training.resolve import fitted_pack_size, learning_rate, resolve_auto
+from automodel_lite.training.settings import build_parts
 from recipes import inspect_data, prepare_data, train_ft
 from tests.runs import quick_config, train_quick
 

@@ -12,9 +12,9 @@ from automodel_lite.config.schema import TrainingConfig
 from automodel_lite.errors import ConfigError
 from automodel_lite.graphs import compiled_graphs
 from automodel_lite.models.fused_head import linear_cross_entropy
-from automodel_lite.training import build
-from automodel_lite.training.build import compiles
-from automodel_lite.training.plan import build_parts
+from automodel_lite.training import build, compiling
+from automodel_lite.training.compiling import compiles
+from automodel_lite.training.settings import build_parts
 from tests.runs import composed, losses_by_step, train_quick
 from tests.tiers import rarely
 
@@ -35,7 +35,7 @@ def test_the_batch_that_is_tried_has_whole_documents(
 ) -> None:
     """Of at most 1,024 tokens, in multiples of 2 x cp where ranks share them; a pack may have an odd number of tokens."""
     overrides = [f"packed_sequence.packed_sequence_size={size}", f"mesh.cp={cp}"]
-    batch = build.worst_case_batch(
+    batch = compiling.worst_case_batch(
         build_parts(check_config(composed("smoke", *overrides))), num_ids=7
     )
     assert batch.cu_seqlens.diff().tolist() == lengths
@@ -47,7 +47,7 @@ def test_the_batch_that_is_tried_has_whole_documents(
 def traced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs are traced as on a GPU, and run uncompiled."""
     torch._dynamo.reset()
-    real = build.compile_model
+    real = compiling.compile_model
     monkeypatch.setattr(
         build, "compile_model", lambda parts, model, mesh: real(parts, model, mesh, "aot_eager")
     )
@@ -80,7 +80,7 @@ def test_auto_trains_uncompiled_what_cannot_be_compiled(
         raise RuntimeError("no such instruction")
 
     torch._dynamo.reset()
-    real = build.compile_model
+    real = compiling.compile_model
     monkeypatch.setattr(
         build, "compile_model", lambda parts, model, mesh: real(parts, model, mesh, broken)
     )

@@ -14,8 +14,8 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from automodel_lite.parallel.sharding import ParallelModel
-from automodel_lite.parts.ema import WeightAverage
 from automodel_lite.parts.optimizers.adamw import adamw
+from automodel_lite.training.ema import WeightAverage
 from recipes import export_hf
 from tests.runs import losses_by_step, train_on, train_quick
 

@@ -6,8 +6,8 @@ import pytest
 
 from automodel_lite.config.components import build
 from automodel_lite.errors import ConfigError
+from automodel_lite.evaluation.questions import has_questions
 from automodel_lite.parts.evaluation.exact_match import f1
-from automodel_lite.parts.evaluation.held_out import has_questions
 from tests.runs import Row, train
 
 

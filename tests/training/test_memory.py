@@ -27,7 +27,7 @@ from automodel_lite.training.memory import (
     out_of_memory_text,
     remedies,
 )
-from automodel_lite.training.plan import Decided, build_parts
+from automodel_lite.training.settings import Decided, build_parts
 from benchmarks.tiny_models import tiny_config
 from recipes.train_ft import main
 from tests.runs import config_of

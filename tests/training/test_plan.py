@@ -21,8 +21,9 @@ from automodel_lite.models.loss import CrossEntropy
 from automodel_lite.parts.adapters import lora
 from automodel_lite.parts.losses.preference import SimPo
 from automodel_lite.parts.optimizers.adamw import adamw
-from automodel_lite.training import plan
-from automodel_lite.training.plan import Parts, build_parts, check_parts, with_recomputation
+from automodel_lite.training import rules
+from automodel_lite.training.rules import check_parts
+from automodel_lite.training.settings import Parts, build_parts, with_recomputation
 from tests.runs import quick_config
 
 
@@ -46,7 +47,7 @@ def test_sizes_that_fp8_cannot_multiply(
 ) -> None:
     spec = importlib.machinery.ModuleSpec("torchao", None)
     # installed or not, the sizes are wrong
-    monkeypatch.setattr(plan, "find_spec", lambda name: spec)
+    monkeypatch.setattr(rules, "find_spec", lambda name: spec)
     config = quick_config(tmp_path, "training.fp8=rowwise", *overrides)
     with pytest.raises(ConfigError, match=sentence):
         check_parts(build_parts(config), "fsdp", torch.device("cpu"))

@@ -16,7 +16,7 @@ from automodel_lite.extras.plan.capacity import usable
 from automodel_lite.extras.plan.recompute import LADDER, choose_recomputation, least_recomputation
 from automodel_lite.parallel.mesh import MeshShape
 from automodel_lite.training.decide import decide_layout
-from automodel_lite.training.plan import Decided, build_parts, with_recomputation
+from automodel_lite.training.settings import Decided, build_parts, with_recomputation
 from tests.ranks import in_a_process
 from tests.runs import composed
 from tests.tiers import rarely

@@ -16,8 +16,9 @@ from automodel_lite.config.check import check_config
 from automodel_lite.config.schema import TrainingConfig
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.source import CausalLM
-from automodel_lite.training.plan import build_parts
-from automodel_lite.training.start import build_on_meta, prepare_process, try_settings
+from automodel_lite.training.rules import build_on_meta, try_settings
+from automodel_lite.training.settings import build_parts
+from automodel_lite.training.world import prepare_process
 from tests.attention.families import FAMILIES
 from tests.data.templates import MARKED, byte_tokenizer
 from tests.runs import composed, rows_of, train_quick

@@ -15,7 +15,7 @@ from torch import nn
 from automodel_lite.parallel.control import Control
 from automodel_lite.parallel.mesh import MeshShape, open_mesh
 from automodel_lite.parallel.sharding import fully_shard_model
-from automodel_lite.parts.stragglers import EVERY_STEPS, Stragglers
+from automodel_lite.telemetry.stragglers import EVERY_STEPS, Stragglers
 from tests.parallel.test_sharding import loss_model, micro_batch
 from tests.ranks import run_ranks
 

@@ -26,10 +26,11 @@ import numpy as np
 import torch
 
 from automodel_lite.columns import COLUMNS
-from automodel_lite.config.components import CodePath, locate
+from automodel_lite.config.components import CodePath
 from automodel_lite.config.rules import Auto, OneOf, Positive, Range, Seed
 from automodel_lite.config.sizes import round_up, slot_multiple_of
 from automodel_lite.data.packing.plan import OVERLONG, PackPlan, padding_segments, plan_packs
+from automodel_lite.data.packing.shared_plan import plan_of_host
 from automodel_lite.data.packing.strategies import STRATEGY_NAMES, strategy_of
 from automodel_lite.data.tokens.token_rows import (
     DocumentReader,
@@ -46,7 +47,6 @@ TreeMode = Annotated[str, OneOf(("auto", "off", "all"))]
 Batch = dict[str, Any]
 MAX_PACK_TOKENS = 2**24  # more fit into no memory: 20 times the longest context of today's models
 SHARED_FROM = 1_000_000  # documents; a smaller plan is made sooner than it is looked up
-PLAN_OF_HOST = "automodel_lite.parts.shared_plan.plan_of_host"
 MAX_DROPPED_FRAC = 0.2  # of the tokens, where the settings do not say overlong: drop
 
 
@@ -81,7 +81,7 @@ class Packer:
         if isinstance(packed_sequence_size, str):
             raise ConfigError(
                 f"packed_sequence.packed_sequence_size={packed_sequence_size} is not resolved: "
-                "call automodel_lite.training.start.resolve_auto(config) first, or set a number."
+                "call automodel_lite.training.resolve_auto(config) first, or set a number."
             )
         self.packed_sequence_size = packed_sequence_size
         self.strategy = strategy if own_strategy is None else own_strategy
@@ -184,7 +184,7 @@ class Packer:
         # the strategy of a user may change
         if shared is None or len(rows) < SHARED_FROM or ":" in self.strategy:
             return PackedDataset(rows, make(), self.padding_idx)
-        plan = locate(PLAN_OF_HOST)(make, settings, *shared)
+        plan = plan_of_host(make, settings, *shared)
         return PackedDataset(rows, plan, self.padding_idx)
 
 

@@ -16,9 +16,9 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from automodel_lite.config.components import locate
 from automodel_lite.config.rules import OneOf, Only, PathStr, Positive, Range, Seed
 from automodel_lite.data.cache import build_once, cache_root
+from automodel_lite.data.reading import compressed, remote, tables
 from automodel_lite.data.reading.columns import Detected, NormalizedRows, OwnFormat, detect
 from automodel_lite.data.reading.documents import DocumentSet, Question
 from automodel_lite.data.reading.formats import GROUP
@@ -48,7 +48,6 @@ from automodel_lite.errors import ConfigError, DataError, explained, printable
 
 NUM_SNIFFED_ROWS = 20
 TEXT_KINDS = frozenset(KINDS) - {".parquet", ".arrow"}
-READERS = "automodel_lite.parts.readers"  # of what is no plain file of text
 TextUnit = Annotated[str, OneOf(TEXT_UNITS)]
 ValPath = PathStr | Sequence[PathStr] | Mapping[str, PathStr | Sequence[PathStr]]
 
@@ -303,12 +302,12 @@ def open_rows(
     validation.
     """
     paths = [str(path)] if isinstance(path, (str, Path)) else list(map(str, path))
-    copied = {one: locate(f"{READERS}.remote.fetch")(one, key) for one in paths if "://" in one}
+    copied = {one: remote.fetch(one, key) for one in paths if "://" in one}
     paths = [copied[one][0] if one in copied else one for one in paths]
     found, note = find_files(paths, key, held_out)
     if not found:
         opened: RawRows
-        opened, identity = locate(f"{READERS}.tables.open_hub")(paths[0], name, split, key)
+        opened, identity = tables.open_hub(paths[0], name, split, key)
         return OpenedRows(opened, f"{paths[0]}/{name}" if name else paths[0], identity)
     if name:
         raise ConfigError(
@@ -344,7 +343,7 @@ def open_rows(
 def _open_file(path: Path, split: str, options: ReadOptions, key: str) -> RawRows:
     name = printable(path.name)
     if path.is_dir():
-        return locate(f"{READERS}.tables.open_saved")(path, name, split)
+        return tables.open_saved(path, name, split)
     if split != "train":
         setting = key if key == "dataset.val_split" else "dataset.split"
         raise ConfigError(
@@ -357,7 +356,7 @@ def _open_file(path: Path, split: str, options: ReadOptions, key: str) -> RawRow
         )
     plain = path
     if path.suffix.lower() in COMPRESSIONS:
-        plain = _in_cache(path, name, locate(f"{READERS}.compressed.decompress"))
+        plain = _in_cache(path, name, compressed.decompress)
     if kind in (".jsonl", ".ndjson", ".txt"):
         return open_spans(
             plain, name, options.encoding, options.text_unit if kind == ".txt" else None
@@ -367,8 +366,8 @@ def _open_file(path: Path, split: str, options: ReadOptions, key: str) -> RawRow
     if kind in (".csv", ".tsv"):
         return open_csv(plain, name, "\t" if kind == ".tsv" else ",", options.encoding)
     if kind == ".parquet":
-        plain = _in_cache(plain, name, locate(f"{READERS}.tables.parquet_to_arrow"))
-    return locate(f"{READERS}.tables.TableRows")(plain, name)
+        plain = _in_cache(plain, name, tables.parquet_to_arrow)
+    return tables.TableRows(plain, name)
 
 
 def _in_cache(path: Path, name: str, write: Callable[[Path, str, Path], None]) -> Path:

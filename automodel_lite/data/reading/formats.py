@@ -37,7 +37,7 @@ class Format:
 
 
 _LISTED = yaml.safe_load(Path(__file__).with_name("formats.yaml").read_text(encoding="utf-8"))
-# column of any format: rows of one name may share their beginning (parts/trees.py)
+# column of any format: rows of one name may share their beginning (data/tokens/trees.py)
 GROUP = "group"
 FORMATS = tuple(
     Format(name, row["kind"], tuple(row["columns"]), row["reader"], tuple(row.get("optional", ())))

@@ -30,6 +30,7 @@ from automodel_lite.errors import ConfigError, DataError
 
 ID_DTYPE = np.dtype(np.int32)
 CONTENT_HASH = "content.sha256"
+TREES = "trees.json"  # what trees save
 ALONE = -1  # group of a row that shares with none
 PAIRED = "answers"
 """The column of rows that an objective compares: all of one group are one unit of packing, and

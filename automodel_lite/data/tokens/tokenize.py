@@ -46,6 +46,7 @@ from automodel_lite.data.tokens.token_rows import (
     ALONE,
     CONTENT_HASH,
     PAIRED,
+    TREES,
     DocumentReader,
     RowCounts,
     RowDataset,
@@ -57,6 +58,7 @@ from automodel_lite.data.tokens.token_rows import (
     next_token_labels,
 )
 from automodel_lite.data.tokens.tokenizer import check_vocabulary
+from automodel_lite.data.tokens.trees import write_trees
 from automodel_lite.errors import OR_SKIP, ConfigError, DataError, DroppedError, listed, printable
 from automodel_lite.progress import Progress
 
@@ -65,8 +67,6 @@ CHUNK_DOCUMENTS = 512
 MIN_DOCUMENTS_PER_PROCESS = 20_000
 # a socket has a path of at most 107 bytes, of which multiprocessing takes about 32
 MOST_SOCKET_FOLDER_BYTES = 70
-TREES = "trees.json"  # what trees save
-WRITE_TREES = "automodel_lite.parts.trees.write_trees"
 
 
 @dataclass(frozen=True)
@@ -417,14 +417,14 @@ def rows_key(identity: str, job: Job) -> Key:
 
 
 def _as_trees(
-    rows: DocumentReader, folder: Path, root: Path, label: str, job: Job
+    rows: TokenizedDocuments, folder: Path, root: Path, label: str, job: Job
 ) -> tuple[TokenizedDocuments, dict[str, Any]]:
     """Returns the rows that `folder` holds with their shared beginnings once, from the cache, and
     what is said of them.
     """
     key = {"rows": (folder / CONTENT_HASH).read_text(), "rules": RULES_VERSION}
     key |= {"tree": job.tree, "most_tokens": str(job.most_tokens)}
-    grow = partial(locate(WRITE_TREES), rows=rows, mode=job.tree, most_tokens=job.most_tokens)
+    grow = partial(write_trees, rows=rows, mode=job.tree, most_tokens=job.most_tokens)
     trees = build_once(root, "trees", label, key, grow)
     return load_rows(trees.folder), json.loads((trees.folder / TREES).read_text())
 

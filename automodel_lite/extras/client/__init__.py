@@ -39,6 +39,7 @@ from automodel_lite.data.prepare import build_documents
 from automodel_lite.data.tokens.tokenize import job_of
 from automodel_lite.data.tokens.tokenizer import padding_id
 from automodel_lite.errors import ConfigError
+from automodel_lite.evaluation.generator import until_end
 from automodel_lite.extras.client.rows import (
     GRAIN_TOKENS,
     PackedRows,
@@ -53,6 +54,7 @@ from automodel_lite.extras.client.sampling import (
     sampling_settings,
 )
 from automodel_lite.extras.client.weights import whole_weights
+from automodel_lite.extras.plan.recompute import choose_recomputation
 from automodel_lite.launched import rank, world_size
 from automodel_lite.models.checkpoints import replaced
 from automodel_lite.models.loss import (
@@ -67,7 +69,6 @@ from automodel_lite.models.source import embedding_rows
 from automodel_lite.parallel.control import all_ranks, open_control
 from automodel_lite.parallel.mesh import mesh_shape
 from automodel_lite.parallel.peers import flat
-from automodel_lite.parts.evaluation.generator import until_end
 from automodel_lite.run.checkpoint import Checkpointer
 from automodel_lite.run.export import export_adapter, export_hf
 from automodel_lite.run.folder import RunFolder, config_yaml, plain
@@ -76,11 +77,12 @@ from automodel_lite.run.weight_files import stored_dtypes
 from automodel_lite.seed import seed_all
 from automodel_lite.telemetry.console import Console, quiet_libraries
 from automodel_lite.thd import ThdBatch
-from automodel_lite.training import start
+from automodel_lite.training import resolve, rules, world
 from automodel_lite.training.build import build_model
 from automodel_lite.training.decide import decide
 from automodel_lite.training.engine import Engine, TrainingEngine
-from automodel_lite.training.plan import Parts, as_teacher
+from automodel_lite.training.resolve import resolve_auto
+from automodel_lite.training.settings import Parts, as_teacher
 
 TOY = "automodel_lite.parts.datasets.toy_chat.ToyChat"
 
@@ -133,15 +135,21 @@ class TrainingClient:
         if OmegaConf.is_missing(raw.dataset, "path"):
             raw.dataset = {"_target_": TOY}  # read by nobody, unless a tokenizer is trained
         console = Console(is_silent=rank() != 0)
-        self.config = start.resolve_auto(start.from_run(check_config(raw)), console, has_data=False)
-        parts = start.checked_parts(self.config)
+        self.config = resolve_auto(resolve.from_run(check_config(raw)), console, has_data=False)
+        parts = rules.checked_parts(self.config)
         _check_settings(self.config, parts)
         job = job_of(self.config, build_documents(self.config))
         self.tokenizer = job.tokenizer
         shape = mesh_shape(self.config.mesh, world_size())
-        decided = decide(parts, self.tokenizer, shape, start.default_device())
+        decided = decide(
+            parts,
+            self.tokenizer,
+            shape,
+            world.default_device(),
+            recompute=choose_recomputation,
+        )
         is_first = not dist.is_initialized()
-        self.mesh = start.open_world(self.config)
+        self.mesh = world.open_world(self.config)
         if is_first and self.mesh.root:
             atexit.register(self.mesh.close)
         self._ranks = all_ranks()

@@ -23,9 +23,9 @@ from automodel_lite.config.sizes import ceil_div, round_up
 from automodel_lite.data.packing.packs import PackedDataset, Packer
 from automodel_lite.data.packing.plan import plan_packs
 from automodel_lite.data.tokens.token_rows import PAIRED, TokenizedDocuments, flatten
+from automodel_lite.data.tokens.trees import cut_tree, grow_trees
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.loss import Loss, check_columns
-from automodel_lite.parts.trees import cut_tree, grow_trees
 
 Row = dict[str, np.ndarray]
 GRAIN_TOKENS = 128  # packs are made as short as their rows, in steps of so many tokens

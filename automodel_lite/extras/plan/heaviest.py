@@ -10,7 +10,7 @@ import torch
 from automodel_lite.data.feeding.planned import PlannedPacks
 from automodel_lite.data.packing.packs import join_packs
 from automodel_lite.thd import ThdBatch, to_thd
-from automodel_lite.training.plan import Parts
+from automodel_lite.training.settings import Parts
 
 MOST_PACKS = 64
 """Of the first epoch, among which the one with the longest paths is looked for."""

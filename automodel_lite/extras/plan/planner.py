@@ -35,7 +35,7 @@ from automodel_lite.telemetry.metrics import peak_of
 from automodel_lite.thd import ThdBatch
 from automodel_lite.training.decide import decide_layout
 from automodel_lite.training.memory import estimate_memory
-from automodel_lite.training.plan import Decided, Parts, with_recomputation
+from automodel_lite.training.settings import Decided, Parts, with_recomputation
 
 AXES = ("dp_replicate", "dp_shard", "cp", "tp", "ep")
 SHOWN = 10

@@ -26,7 +26,7 @@ from automodel_lite.extras.plan.heaviest import heaviest_batch
 from automodel_lite.extras.plan.simulation import CountError, Simulation
 from automodel_lite.thd import ThdBatch
 from automodel_lite.training.memory import estimate_memory, gib
-from automodel_lite.training.plan import Decided, Parts, with_recomputation
+from automodel_lite.training.settings import Decided, Parts, with_recomputation
 
 NONE = ("none", 1)
 FULL = ("full", 1)

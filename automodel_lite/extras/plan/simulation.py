@@ -50,11 +50,12 @@ from automodel_lite.parallel.sharding import ParallelModel
 from automodel_lite.run.checkpoint import flat_state
 from automodel_lite.run.weight_files import gathered_files, groups_of, plan_files
 from automodel_lite.thd import ThdBatch
-from automodel_lite.training.build import assemble, worst_case_batch
+from automodel_lite.training.build import assemble
+from automodel_lite.training.compiling import worst_case_batch
 from automodel_lite.training.decide import decide_layout
 from automodel_lite.training.engine import TrainingEngine
 from automodel_lite.training.memory import gib
-from automodel_lite.training.plan import Decided, Parts, as_teacher
+from automodel_lite.training.settings import Decided, Parts, as_teacher
 
 _MOST_VALUES = 2**26  # of pixels that are there
 

@@ -30,14 +30,14 @@ from torch.distributed.tensor import DTensor
 from transformers import BitsAndBytesConfig
 
 from automodel_lite.config.components import missing_package
+from automodel_lite.config.model_files import check_model_files
 from automodel_lite.config.rules import PathStr, Positive, Range, Size
 from automodel_lite.errors import ConfigError, explained
 from automodel_lite.models.layers import local, output_head
 from automodel_lite.models.sharded import keep_part
 from automodel_lite.models.source import CausalLM
+from automodel_lite.models.whole_model import load_whole
 from automodel_lite.parts.adapters.targets import has_tied_head, lora_targets, same_targets
-from automodel_lite.parts.model_files import check_model_files
-from automodel_lite.parts.whole_model import load_whole
 
 _PREFIX = "base_model.model."  # peft's names of the weights of the model that it wraps
 

@@ -57,6 +57,7 @@ from automodel_lite.data.reading.files import (
 )
 from automodel_lite.data.reading.paths import KINDS, FileStamp, kind_of
 from automodel_lite.data.reading.readers import Placed, RawRows, placed
+from automodel_lite.data.reading.tables import without_nulls
 from automodel_lite.data.tokens.findings import check_set, limit_exceeded
 from automodel_lite.data.tokens.token_rows import flatten
 from automodel_lite.data.tokens.tokenize import (
@@ -67,12 +68,11 @@ from automodel_lite.data.tokens.tokenize import (
     tokenize_sets,
 )
 from automodel_lite.data.tokens.tokenizer import padding_id
+from automodel_lite.data.tokens.trees import trees_of
 from automodel_lite.errors import ConfigError, DataError, explained, format_value, printable
 from automodel_lite.models.flops import CostModel
 from automodel_lite.parallel.mesh import Mesh
 from automodel_lite.parts.datasets.stream_packing import STREAM_COUNTS, PackStream, Row
-from automodel_lite.parts.readers.tables import without_nulls
-from automodel_lite.parts.trees import trees_of
 
 AHEAD_DOCUMENTS = 16  # tokenized at once; never part of the position
 MIN_JUDGED_DOCUMENTS = 200  # before the cap on bad rows counts

@@ -1,1 +1,1 @@
-"""How held-out questions are scored."""
+"""The scores of held-out answers that a `_target_` may name."""

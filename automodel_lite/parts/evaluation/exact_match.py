@@ -14,7 +14,7 @@ from typing import Any
 from automodel_lite.config.rules import Count, Size
 from automodel_lite.data.reading.documents import Question
 from automodel_lite.errors import ConfigError, one_line
-from automodel_lite.parts.evaluation.generator import Generator, has_images
+from automodel_lite.evaluation.generator import Generator, has_images
 from automodel_lite.progress import Progress
 
 

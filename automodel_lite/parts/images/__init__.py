@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-from transformers.utils.hub import cached_file
 
 from automodel_lite.data.feeding.planned import PlannedPacks
 from automodel_lite.data.feeding.source import PackSource
@@ -20,7 +17,6 @@ if TYPE_CHECKING:
     from automodel_lite.parts.images.show import Picture
 
 NONE = "train: no image"
-PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 
 def images_lines(data: PackSource) -> list[tuple[str, str]]:
@@ -61,19 +57,6 @@ def shown_pictures(data: PlannedPacks, row: Mapping[str, np.ndarray]) -> list[Pi
     return pictures_of(data, row)
 
 
-def write_processor(dataset: Mapping[str, Any], folder: Path) -> None:
-    """Gives an export the files of `dataset.processor`, in place of the model's own."""
-    found = [one.get("dataset", {}).get("processor") for one in dataset.get("sources", {}).values()]
-    path = next(filter(None, [dataset.get("processor"), *found]), None)
-    if path is None:
-        return
-    for name in PROCESSOR_FILES:
-        file = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
-        (folder / name).unlink(missing_ok=True)
-        if file is not None:
-            shutil.copy(file, folder / name)
-
-
 def check_images(data: PackSource, built: BuiltModel, mesh: Mesh) -> None:
     """Checks a model that is trained on packs with images at start-up; every rank calls it.
 
@@ -101,6 +84,6 @@ def check_images(data: PackSource, built: BuiltModel, mesh: Mesh) -> None:
             "dataset=images, or model.train_towers=false."
         )
     if source.freeze:
-        from automodel_lite.parts.freezing import check_frozen  # each part can be deleted
+        from automodel_lite.models.freezing import check_frozen  # each part can be deleted
 
         check_frozen(built.model.loss_model.lm, source.freeze, source.train_towers)

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from automodel_lite.errors import ConfigError, DataError, one_line
-from automodel_lite.parts.evaluation.generator import Generator
-from automodel_lite.parts.evaluation.questions import PROBE, parts_of, probe_turn
-from automodel_lite.parts.images import PROCESSOR_FILES
+from automodel_lite.evaluation.generator import Generator
+from automodel_lite.evaluation.questions import PROBE, parts_of, probe_turn
 from automodel_lite.parts.images.rows import PlacedImage
 from automodel_lite.parts.images.sources import ImageLimits, source_of
 from automodel_lite.parts.images.tokens import ImageProcessor
+from automodel_lite.run.export import PROCESSOR_FILES
 
 
 def processor_of(generator: Generator) -> ImageProcessor:

@@ -25,8 +25,8 @@ from automodel_lite.config.components import build
 from automodel_lite.config.schema import Config
 from automodel_lite.data.reading.documents import DocumentSet
 from automodel_lite.errors import DataError
+from automodel_lite.evaluation.questions import IMAGES
 from automodel_lite.models.source import CausalLM, describe
-from automodel_lite.parts.evaluation.questions import IMAGES
 from automodel_lite.parts.images.sources import blank_image
 from automodel_lite.parts.images.tokens import ImageProcessor
 from automodel_lite.parts.images.tower import placed_fields

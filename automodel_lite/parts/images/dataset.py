@@ -19,6 +19,7 @@ from automodel_lite.data.reading.documents import NAMES, Documents, DocumentSet
 from automodel_lite.data.reading.files import FilesDataset, OpenedRows, sniff_columns
 from automodel_lite.data.reading.paths import KINDS, kind_of, stamp
 from automodel_lite.data.reading.readers import RawRow, RawRows, placed
+from automodel_lite.data.reading.tables import DatasetRows
 from automodel_lite.data.tokens.tokenize import Job
 from automodel_lite.errors import ConfigError, DataError, printable
 from automodel_lite.models.source import CausalLM
@@ -31,7 +32,6 @@ from automodel_lite.parts.images.sources import (
     ImageLimits,
     sources_in,
 )
-from automodel_lite.parts.readers.tables import DatasetRows
 
 if TYPE_CHECKING:
     from automodel_lite.parts.images.tokens import ImageProcessor

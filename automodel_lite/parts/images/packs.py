@@ -29,11 +29,11 @@ from automodel_lite.data.tokens.token_rows import (
 )
 from automodel_lite.data.tokens.tokenize import Job
 from automodel_lite.errors import DataError
+from automodel_lite.evaluation.samples import Prompt, text_prompt
 from automodel_lite.launched import rank, world_size
+from automodel_lite.parallel.document_owners import document_owners
 from automodel_lite.parts.datasets.mixture import MixedRows
 from automodel_lite.parts.datasets.streams import WorkerError
-from automodel_lite.parts.document_owners import document_owners
-from automodel_lite.parts.evaluation.samples import Prompt, text_prompt
 from automodel_lite.parts.images.ahead import TYPES, Rules, ahead_of, types_of
 from automodel_lite.parts.images.costs import TowerCosts
 from automodel_lite.parts.images.rows import find, placed_images

@@ -27,8 +27,8 @@ from automodel_lite.data.feeding.source import PackSource
 from automodel_lite.data.reading.documents import IMAGE
 from automodel_lite.data.tokens.tokenize import DocumentTokenizer
 from automodel_lite.errors import ConfigError
+from automodel_lite.evaluation.questions import IMAGES
 from automodel_lite.parallel.mesh import Mesh
-from automodel_lite.parts.evaluation.questions import IMAGES
 from automodel_lite.parts.images.ahead import Rules
 from automodel_lite.parts.images.packs import Pictures, stream_of_rows
 from automodel_lite.parts.images.rows import placed_images

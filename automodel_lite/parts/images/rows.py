@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from automodel_lite.data.reading.documents import Document
 from automodel_lite.data.reading.readers import ConcatenatedRows, RawRow, RawRows
 from automodel_lite.errors import ConfigError, DataError
-from automodel_lite.parts.evaluation.questions import IMAGES
+from automodel_lite.evaluation.questions import IMAGES
 from automodel_lite.parts.images.archives import KEY, rows_of_hub_sample
 from automodel_lite.parts.images.sources import (
     COLUMNS,

@@ -20,8 +20,8 @@ from automodel_lite.data.reading.files import OpenedRows, ReadOptions
 from automodel_lite.data.reading.readers import Placed, RawRows
 from automodel_lite.data.tokens.tokenize import Job
 from automodel_lite.errors import ConfigError, DataError
+from automodel_lite.evaluation.questions import IMAGES
 from automodel_lite.parts.datasets.streams import ReadShard, StreamingDataset
-from automodel_lite.parts.evaluation.questions import IMAGES
 from automodel_lite.parts.images.dataset import (
     ImageSettings,
     check_settings,

@@ -34,8 +34,8 @@ from automodel_lite.data.reading.documents import IMAGE, Document, DocumentSet, 
 from automodel_lite.data.tokens.encode import ChatRenderer, Encoder, Renderer, Rendering
 from automodel_lite.data.tokens.tokenize import DocumentTokenizer, Job
 from automodel_lite.errors import ConfigError, DataError, DroppedError, explained
+from automodel_lite.evaluation.questions import IMAGES, PROBE, parts_of, probe_turn
 from automodel_lite.models.source import describe
-from automodel_lite.parts.evaluation.questions import IMAGES, PROBE, parts_of, probe_turn
 from automodel_lite.parts.images.ahead import Rules, find_rules
 from automodel_lite.parts.images.rows import PlacedImage, first_alike
 from automodel_lite.parts.images.sizes import NUM_COMPARED, ImageTokens, SizeTable

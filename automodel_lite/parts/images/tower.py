@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor
 from automodel_lite import compat
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.layers import towers
-from automodel_lite.parallel.context_parallel import inverse_permutation, rank_order
 from automodel_lite.parallel.exchange import AllToAll
+from automodel_lite.parallel.zigzag import inverse_permutation, rank_order
 from automodel_lite.parts.images.ahead import TYPES
 from automodel_lite.parts.images.tokens import axes_of, num_axes
 from automodel_lite.tensors import Tensors

@@ -21,15 +21,11 @@ from typing import Annotated, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from automodel_lite.config.rules import Only, PathStr, Range, Size
-from automodel_lite.data.tokens.tokenizer import vocabulary_of
-from automodel_lite.errors import ConfigError
 from automodel_lite.models.loss import Loss, LossInputs, LossOutput
 from automodel_lite.tensors import at_least_fp32
 from automodel_lite.thd import ThdBatch
-from automodel_lite.training.plan import Parts
 
 Frac = Annotated[float, Range(0, 1)]
 MOST_KNOWN = 1 - 2**-23
@@ -161,18 +157,3 @@ class DistillTopK(DistillationLoss):
         found = log_probs.topk(self.top_k, -1)
         rest = log_probs.exp().scatter(-1, found.indices, 0).sum(-1, keepdim=True)
         return torch.cat([found.indices.to(logits.dtype), found.values, rest], -1)
-
-
-def check_same_vocabulary(teacher: Parts, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises ConfigError for a teacher with another tokenizer; one without tokenizer files is taken
-    at its word.
-    """
-    name = str(teacher.model.pretrained)
-    theirs = vocabulary_of(name, str(teacher.model.source["revision"]))
-    tokens = {token for token, _ in tokenizer.get_vocab().items() ^ theirs.items()}
-    if theirs and (differing := sorted(tokens)):
-        raise ConfigError(
-            f"teacher.pretrained={name} has another vocabulary than the student "
-            f"({len(differing):,} tokens differ, as {differing[0]!r}), and probabilities are "
-            "compared token by token: take a teacher of the same family."
-        )

@@ -19,10 +19,9 @@ from automodel_lite.config.schema import Config
 from automodel_lite.models.loss import Loss, LossInputs, LossOutput
 from automodel_lite.models.source import CausalLM
 from automodel_lite.parallel.peers import Peers
-from automodel_lite.parts.losses.distillation import check_same_vocabulary
 from automodel_lite.training.build import build_model
-from automodel_lite.training.decide import decide
-from automodel_lite.training.plan import as_teacher
+from automodel_lite.training.decide import check_same_vocabulary, decide
+from automodel_lite.training.settings import as_teacher
 
 
 @dataclass

@@ -394,7 +394,7 @@ def test_functions_of_the_older_form_are_tools(tmp_path: Path) -> None:
     ids=["text", "message", "messages"],
 )
 def test_responses_of_all_kinds_after_a_prompt_of_both(prompt: Any, answer: Any) -> None:
-    from automodel_lite.parts.formats.texts import responses
+    from automodel_lite.data.formats.texts import responses
 
     documents = responses({"prompt": prompt, "responses": [answer, answer]})["documents"]
     for document in documents:

@@ -298,7 +298,7 @@ def test_what_unpacks_to_far_more_is_not_unpacked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AUTOMODEL_LITE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("automodel_lite.parts.readers.compressed.PLAUSIBLE_BYTES", 2**20)
+    monkeypatch.setattr("automodel_lite.data.reading.compressed.PLAUSIBLE_BYTES", 2**20)
     content = b'{"text": "' + b"x" * 2**22 + b'"}\n'
     packed = archive(tmp_path / "a.zip", {"a.jsonl": content})
     with pytest.raises(ConfigError, match=r"a.jsonl unpacks to 4,194,317 bytes, over 200 times"):

@@ -24,7 +24,7 @@ from automodel_lite.data.tokens.token_rows import (
     load_rows,
 )
 from automodel_lite.data.tokens.tokenize import Job, tokenize_documents
-from automodel_lite.parts.trees import cut_tree, grow_trees
+from automodel_lite.data.tokens.trees import cut_tree, grow_trees
 from automodel_lite.prefix_trees import find_nodes
 from automodel_lite.thd import to_thd
 from tests.attention.trees import labelled, random_rows

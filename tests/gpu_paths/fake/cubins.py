@@ -67,7 +67,7 @@ class Kernel:
 def shape_of(preset: str) -> dict[str, Any]:
     """The preset's model with two layers of each kind that it has, and a small vocabulary; of a tower one layer."""
     from automodel_lite.config.check import check_config
-    from automodel_lite.training.plan import build_parts
+    from automodel_lite.training.settings import build_parts
 
     config = check_config(compose_config(preset, ["dataset.path=any"]))
     parts = build_parts(replace(config, attention={}))

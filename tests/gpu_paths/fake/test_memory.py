@@ -18,8 +18,8 @@ from automodel_lite.extras.plan.simulation import simulate
 from automodel_lite.parallel.mesh import mesh_shape
 from automodel_lite.training.decide import decide
 from automodel_lite.training.memory import gpu_bytes
-from automodel_lite.training.plan import build_parts
-from automodel_lite.training.start import resolve_auto
+from automodel_lite.training.resolve import resolve_auto
+from automodel_lite.training.settings import build_parts
 from tests.gpu_paths.fake.jobs import (
     EAGER,
     _raw,

@@ -10,8 +10,9 @@ numbers, and resumes with them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,11 +36,11 @@ from automodel_lite.data.prepare import build_documents
 from automodel_lite.data.tokens.tokenize import job_of, tokenize_documents
 from automodel_lite.errors import ConfigError
 from automodel_lite.launched import world_size
-from automodel_lite.models.loss import Loss
-from automodel_lite.models.source import CausalLM
+from automodel_lite.run.checkpoint_folder import exported_folder
 from automodel_lite.telemetry.console import Console
-from automodel_lite.training.plan import AUTO, Parts, build_parts
-from automodel_lite.training.start import try_settings
+from automodel_lite.training.rates import FAR, learning_rate
+from automodel_lite.training.rules import try_settings
+from automodel_lite.training.settings import AUTO, Parts, build_parts
 
 SIZE = "packed_sequence.packed_sequence_size"
 COVERED_FRAC = 0.995  # of the documents, which fit a pack whole
@@ -51,7 +52,7 @@ MOST_PACK = 4096  # tokens; longer packs are for documents that need them
 MANY_STEPS = 500
 
 
-def resolve_auto(config: Config, console: Console, has_data: bool) -> Config:
+def resolve_auto(config: Config, console: Console | None = None, has_data: bool = True) -> Config:
     """Returns the configuration with numbers instead of `auto`; prints each with its reason.
 
     has_data  False: rows come later, from memory; packs are as long as the model's positions, and
@@ -59,6 +60,10 @@ def resolve_auto(config: Config, console: Console, has_data: bool) -> Config:
     Raises ConfigError or DataError as the run would: for settings that cannot work, before
     anything is tokenized; for a stream, whose lengths are not known.
     """
+    open_settings = (config.packed_sequence.get("packed_sequence_size"), config.optimizer.get("lr"))
+    if AUTO not in open_settings and config.training.micro_batch_size:
+        return config
+    console = console or Console()
     is_auto = config.packed_sequence.get("packed_sequence_size") == AUTO
     least = 2 * config.mesh.cp if config.mesh.cp > 1 else 1
     multiple = config.packed_sequence.get("slot_multiple") or least
@@ -252,25 +257,30 @@ def fitted_pack_size(
     return size, reason
 
 
-# AdamW's rates for a hidden size of 4,096, where most published recipes are
-RATES = {"the whole model": 2e-5, "an adapter": 2e-4, "a model from scratch": 3e-4}
-RATE_WIDTH = 4096
-FAR = 50  # times the usual rate, or a part of it: a slip more often than a choice
-PAIRS_FRAC = 1 / 20  # of these for pairs of answers, whose loss pushes the answers apart
+def from_run(config: Config) -> Config:
+    """Replaces a run's folder in model.pretrained by what that run has exported: its model, or its
+    adapter and base.
 
-
-def learning_rate(model: CausalLM, loss: Loss, peft: Mapping[str, Any]) -> tuple[float, str]:
-    """Returns the learning rate of `optimizer.lr=auto`, and why: by what is trained, and inversely
-    to the width of the model (Yang et al., 2022, arXiv:2203.03466).
+    Raises ConfigError for a run without an export, and for an adapter that nothing continues.
     """
-    kind = "the whole model"
-    if peft:
-        kind = "an adapter"
-    elif not model.pretrained:
-        kind = "a model from scratch"
-    config = model.resolve_model_config({"vocab_size": 64}).get_text_config()
-    width = config_value(config, "hidden_size", RATE_WIDTH)
-    is_pairs = "answers" in loss.required
-    rate = RATES[kind] * RATE_WIDTH / max(width, 256) * (PAIRS_FRAC if is_pairs else 1)
-    on_pairs = " on pairs of answers" if is_pairs else ""
-    return float(f"{rate:.2g}"), f"trains {kind}{on_pairs}, hidden size {width:,}"
+    pretrained = config.model.get("pretrained")
+    folder = exported_folder(pretrained) if pretrained else None
+    if not pretrained or not folder or Path(folder) == Path(pretrained).expanduser():
+        return config
+    tokenizer = {
+        key: folder if value == pretrained else value for key, value in config.tokenizer.items()
+    }
+    model = folder
+    peft = config.peft
+    settings = Path(folder) / "adapter_config.json"
+    if settings.is_file():
+        if not peft:
+            raise ConfigError(
+                f"model.pretrained={pretrained} holds an adapter: peft=lora continues it; to train "
+                "the whole model, automodel-lite export merges it into its base first."
+            )
+        model = json.loads(settings.read_text())["base_model_name_or_path"]
+        peft = peft | {"adapter": peft.get("adapter") or folder}
+    return replace(
+        config, model=config.model | {"pretrained": model}, tokenizer=tokenizer, peft=peft
+    )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from itertools import takewhile
 
+from automodel_lite.data.formats.texts import alpaca_prompt, answered, chat, text_of, turns_of
 from automodel_lite.data.reading.documents import Document, Message
 from automodel_lite.data.reading.readers import RawRow
 from automodel_lite.errors import DataError
-from automodel_lite.parts.formats.texts import alpaca_prompt, answered, chat, text_of, turns_of
 
 
 def preference(row: RawRow) -> Document:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from automodel_lite.data.cache import build_once, cache_root
+from automodel_lite.data.reading.compressed import MAX_RATIO, max_plain_bytes
 from automodel_lite.data.reading.paths import (
     KINDS,
     MAX_ENTRIES,
@@ -19,7 +20,6 @@ from automodel_lite.data.reading.paths import (
     select_files,
 )
 from automodel_lite.errors import ConfigError, explained, printable
-from automodel_lite.parts.readers.compressed import MAX_RATIO, max_plain_bytes
 from automodel_lite.progress import activity
 
 PROTOCOLS = ("s3", "gs", "hf", "https", "http", "file")  # of addresses

@@ -19,12 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from automodel_lite.document_rows import DocumentRows, document_rows
-from automodel_lite.parallel.context_parallel import (
+from automodel_lite.parallel.document_owners import document_owners
+from automodel_lite.parallel.exchange import AllToAll, Heads, SelectRows
+from automodel_lite.parallel.zigzag import (
     inverse_permutation,
     rank_order,
 )
-from automodel_lite.parallel.exchange import AllToAll, Heads, SelectRows
-from automodel_lite.parts.document_owners import document_owners
 from automodel_lite.prefix_trees import concatenated_ranges, find_nodes
 from automodel_lite.thd import ThdBatch
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from automodel_lite.data.reading.documents import IMAGE, Question
+from automodel_lite.data.feeding.planned import document_kind
+from automodel_lite.data.reading.documents import IMAGE, Documents, Question, question_of
+from automodel_lite.errors import DataError
 
 IMAGES = "images"
 """The key of a document: its images, in the order of the marks in its text."""
@@ -79,3 +81,31 @@ def as_template_takes(render: Render, chat: list[dict[str, Any]]) -> list[dict[s
         {**turn, "content": parts_of(turn["content"])} if turn["role"] in by_parts else turn
         for turn in chat
     ]
+
+
+def has_questions(documents: Documents) -> bool:
+    """Returns whether there is anything to ask that is not trained on; text and token ids are not
+    read for it.
+    """
+    if document_kind(documents) in ("text", "tokens", "rows") or not documents.val:
+        return bool(documents.questions)
+    return next(questions_of(documents), None) is not None
+
+
+def questions_of(documents: Documents) -> Iterator[Question]:
+    """Yields the dataset's own; where it has none, what its validation documents ask; without any,
+    its documents, of a file that is evaluated.
+    """
+    if documents.questions:
+        yield from documents.questions
+        return
+    for rows in documents.val.values() or [documents.train]:
+        for index in range(len(rows)):
+            try:
+                document = rows[index]
+                question = question_of(document)
+            except DataError:  # counted where the documents were tokenized
+                continue
+            if question and question.answer is not None:
+                images = document.get("images")
+                yield with_images(question, images) if images else question

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from automodel_lite.config.schema import Config
 from automodel_lite.errors import ConfigError, one_line
+
+if TYPE_CHECKING:
+    from automodel_lite.config.schema import Config
 
 INDEX = "model.safetensors.index.json"
 # What transformers and peft read as a mapping: a damaged one ends in a traceback of theirs, or is

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import cycle
 
+from automodel_lite.data.formats.turns import maybe_json, read_turn
 from automodel_lite.data.reading.documents import (
     Document,
     Message,
@@ -12,7 +13,6 @@ from automodel_lite.data.reading.documents import (
 )
 from automodel_lite.data.reading.readers import RawRow
 from automodel_lite.errors import DataError
-from automodel_lite.parts.formats.turns import maybe_json, read_turn
 
 
 def messages(row: RawRow) -> Document:

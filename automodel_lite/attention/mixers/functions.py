@@ -28,8 +28,8 @@ import torch
 from packaging.version import Version
 from torch import Tensor, nn
 
+from automodel_lite.attention.mixers import packed_mixers
 from automodel_lite.attention.spec import FAMILIES
-from automodel_lite.config.components import locate
 from automodel_lite.document_rows import NEAR_TOKENS, DocumentRows, MixerPlan
 from automodel_lite.errors import ConfigError
 
@@ -184,7 +184,7 @@ def packed_function(function: Callable[..., Any], name: str) -> Callable[..., An
     """Ours in place of transformers' PyTorch; None with a package's kernel, or if `function` has an
     argument that ours does not know.
     """
-    ours = locate(f"{FAMILIES['packed_mixers']}.{FUNCTIONS[name].packed}")
+    ours: Callable[..., Any] = getattr(packed_mixers, FUNCTIONS[name].packed)
     if resolved_implementation(function).get("is_new_implementation"):
         return None
     known = _parameters(ours).union(*FAMILIES["not_on_a_stream"])

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from automodel_lite.config.components import locate
-
 REFRESH_S = 10
 _OVERHEAD_FRAC = 0.01  # of the run's time that drawing may take
 
@@ -32,8 +30,9 @@ class LiveReport:
         if not self.is_drawn or not self.run.is_dir() or (began < self._not_before and not is_last):
             return
         try:
-            draw = locate("automodel_lite.extras.report.draw_run")
-            draw(self.run, refresh_s=None if is_last else REFRESH_S)
+            from automodel_lite.extras.report import draw_run
+
+            draw_run(self.run, refresh_s=None if is_last else REFRESH_S)
         except Exception as error:
             self.is_drawn = False
             self.warn("report", f"WARNING: not drawn: {type(error).__name__}: {error}")

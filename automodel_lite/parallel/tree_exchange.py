@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from automodel_lite.parallel.context_parallel import OwnedSegments, keys_ahead
 from automodel_lite.parallel.exchange import AllGatherKV
+from automodel_lite.parallel.zigzag import OwnedSegments, keys_ahead
 from automodel_lite.prefix_trees import concatenated_ranges
 from automodel_lite.tensors import cumulative
 from automodel_lite.thd import AttentionPlan, Segments, ThdBatch

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from automodel_lite.config.schema import SamplesConfig
 from automodel_lite.data.feeding.source import PackSource
 from automodel_lite.data.tokens.tokenize import Job
+from automodel_lite.evaluation.generator import prompt_ids
 from automodel_lite.parallel.mesh import Mesh
 from automodel_lite.parallel.sharding import ParallelModel
-from automodel_lite.parts.evaluation.generator import prompt_ids
 from automodel_lite.thd import ThdBatch, stream_of
 
 Prompt = tuple[list[int], Callable[[list[int]], ThdBatch]]

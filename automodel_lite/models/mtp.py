@@ -22,7 +22,7 @@ Legend: T tokens of the stream (of this rank), D heads, R labels of all heads, C
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,31 +38,10 @@ from automodel_lite.models.fused_head import chunk_rows, linear_cross_entropy
 from automodel_lite.models.layers import text_decoder
 from automodel_lite.models.loss import Head, LookAhead
 from automodel_lite.thd import TargetsAhead, ThdBatch, to_thd
-from automodel_lite.training.plan import Parts
 
 BEHIND = ("deepseek_v3", "glm4_moe")
 BESIDE = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 """Families by where their checkpoints have the heads."""
-
-
-def mtp_problems(parts: Parts) -> Iterator[str]:
-    """Yields what heads that predict further tokens cannot be trained with."""
-    mtp = f"model.mtp_loss={parts.model.mtp_loss}"
-    loss = parts.loss
-    if parts.peft:
-        yield f"{mtp} with peft: an adapter holds no such heads: set model.mtp_loss=0."
-    if loss.needs_documents or loss.needs_reference:
-        yield (
-            f"{mtp} predicts further tokens of what is imitated, and loss={type(loss).__name__} "
-            "compares answers or rewards them: set model.mtp_loss=0."
-        )
-    if loss.needs_logits:
-        yield (
-            f"{mtp} with loss={type(loss).__name__}, which takes the logits of the model's own "
-            "head: use loss=fused_linear_cross_entropy."
-        )
-    if parts.training.fp8 != "none":
-        yield f"{mtp} with training.fp8={parts.training.fp8} is not supported: set fp8=none."
 
 
 def copies_of_trained(keys: Iterable[str], trained: Collection[str]) -> dict[str, str]:

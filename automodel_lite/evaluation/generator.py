@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase, TextStreamer
 from automodel_lite.attention.isolation import tolerance_std
 from automodel_lite.attention.spec import config_value
 from automodel_lite.config.components import locate
+from automodel_lite.config.model_files import check_model_files
 from automodel_lite.errors import (
     ConfigError,
     did_you_mean_path,
@@ -24,6 +25,7 @@ from automodel_lite.errors import (
     is_out_of_threads,
     one_line,
 )
+from automodel_lite.evaluation.questions import as_template_takes
 from automodel_lite.models.source import (
     ask_no_hub_without_network,
     check_finite,
@@ -31,13 +33,9 @@ from automodel_lite.models.source import (
     embedding_rows,
     hub_reason,
 )
-from automodel_lite.parts.evaluation.questions import as_template_takes
-from automodel_lite.parts.model_files import check_model_files
-from automodel_lite.parts.whole_model import load_whole
+from automodel_lite.models.whole_model import load_whole
 
 _PROBE_TOKENS = 12
-_INPUTS_OF_IMAGES = "automodel_lite.parts.images.answer.inputs_of"
-_PROCESSOR = "automodel_lite.parts.images.answer.processor_of"
 
 
 @dataclass(frozen=True)
@@ -80,9 +78,10 @@ class Generator:
         """
         of_chats = tools or [None] * len(chats)
         if any(map(has_images, chats)):
-            read = locate(_INPUTS_OF_IMAGES)
+            from automodel_lite.parts.images.answer import inputs_of  # with Pillow
+
             # one after the other: pixels of many images fit no GPU
-            batches = (read(self, chat, is_chat, own) for chat, own in zip(chats, of_chats))
+            batches = (inputs_of(self, chat, is_chat, own) for chat, own in zip(chats, of_chats))
         else:
             prompts = [
                 torch.tensor(prompt_ids(self.tokenizer, chat, is_chat, own, self.template_kwargs))
@@ -121,7 +120,9 @@ class Generator:
     @cached_property
     def processor(self) -> Any:
         """The processor of images."""
-        return locate(_PROCESSOR)(self)
+        from automodel_lite.parts.images.answer import processor_of  # with Pillow
+
+        return processor_of(self)
 
     @cached_property
     def takes_padding(self) -> bool:

@@ -33,12 +33,12 @@ from automodel_lite.columns import IGNORE_INDEX
 from automodel_lite.data.tokens.token_rows import (
     ALONE,
     PAIRED,
+    TREES,
     RowsWriter,
     TokenizedDocuments,
     flatten,
     load_rows,
 )
-from automodel_lite.data.tokens.tokenize import TREES
 
 LEAST_SHARED = 64
 """Tokens that neighbors must share: a branch costs a copied token, a segment of attention and a

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from automodel_lite.attention.documents import NOW, MixerForward
-from automodel_lite.compat import pytree
-from automodel_lite.errors import ConfigError
-from automodel_lite.parts.mixers.functions import (
+from automodel_lite.attention.mixers.functions import (
     Recorded,
     patch_functions,
     running,
     split_at_documents,
 )
+from automodel_lite.compat import pytree
+from automodel_lite.errors import ConfigError
 
 FEW_TOKENS = 8
 

@@ -1,0 +1,1 @@
+"""How held-out questions are scored."""

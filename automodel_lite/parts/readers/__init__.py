@@ -1,1 +1,0 @@
-"""What opens data that are not plain text: tables, datasets, compressed files, addresses."""
