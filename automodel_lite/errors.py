@@ -7,27 +7,69 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 MISTAKE_EXIT = 2  # exit code of a mistake that the user can mend
 # the end of a bad row's cure; taken off where bad rows are left out already
 OR_SKIP = ", or leave bad rows out with tokenize.on_bad_row=skip"
 
 
-class ConfigError(ValueError):
+class UserError(ValueError):
+    """A mistake that a user can mend, as a value: what is wrong, of which key, and the cure.
+
+    text      the key, its value and the rule; a sentence by itself where no cure is given
+    key       the setting at fault, dotted: `training.max_steps`
+    cure      what to do; the message is `text: cure.`
+    problems  several mistakes in one error, each of them
+    """
+
+    def __init__(
+        self, text: str, *, key: str = "", cure: str = "", problems: Sequence[UserError] = ()
+    ) -> None:
+        super().__init__(text)
+        self.text = text
+        self.key = key
+        self.cure = cure
+        self.problems = tuple(problems)
+
+    def __str__(self) -> str:
+        message = f"{self.text}: {self.cure}." if self.cure else self.text
+        return printable(message, kept="\n")  # names of files and columns are in it
+
+    @classmethod
+    def of(cls, problems: Sequence[UserError]) -> Self:
+        """Returns one error of several, a line each."""
+        return cls("\n".join(map(str, problems)), problems=problems)
+
+
+class ConfigError(UserError):
     """A setting that cannot work:
     `packed_sequence.packed_sequence_size=63 must be a multiple of 4: use 64.`
     """
 
-    def __str__(self) -> str:
-        return printable(super().__str__(), kept="\n")  # names of files and columns are in it
+
+class UnknownKeyError(ConfigError):
+    """A setting that does not exist."""
 
 
-class DataError(ValueError):
+class MissingPackageError(ConfigError):
+    """An optional package that a part needs."""
+
+    def __init__(self, wanted_by: str, package: str, extra: str) -> None:
+        super().__init__(
+            f"{wanted_by} needs the package {package}",
+            key=wanted_by,
+            cure=f"pip install 'automodel-lite[{extra}]'",
+        )
+        self.package = package
+
+
+class IdleSettingError(ConfigError):
+    """A setting that does nothing beside the others."""
+
+
+class DataError(UserError):
     """Data that cannot be trained on: names the file, the line and the column."""
-
-    def __str__(self) -> str:
-        return printable(super().__str__(), kept="\n")
 
 
 class DroppedError(DataError):

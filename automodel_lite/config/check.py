@@ -24,6 +24,7 @@ from automodel_lite.config.components import (
     code_problem,
     flatten,
     locate,
+    missing_package,
     own_targets,
     target_problem,
     walk,
@@ -31,7 +32,15 @@ from automodel_lite.config.components import (
 from automodel_lite.config.rules import RULES, OneOf, Only
 from automodel_lite.config.schema import Config, Part
 from automodel_lite.config.signatures import arguments_of, missing_extra, options_of, with_options
-from automodel_lite.errors import ConfigError, format_value, meant, nearest
+from automodel_lite.errors import (
+    ConfigError,
+    IdleSettingError,
+    MissingPackageError,
+    UnknownKeyError,
+    format_value,
+    meant,
+    nearest,
+)
 from automodel_lite.redact import secret_in
 
 NEEDED = ("dataset", "tokenizer", "packed_sequence", "model", "loss", "optimizer", "lr_scheduler")
@@ -68,34 +77,34 @@ def check_config(raw: DictConfig, extra: type | None = None) -> Config:
     if problems := list(_unresolved(raw)):
         # what is missing may be there under a misspelled name
         literal: Any = OmegaConf.to_container(raw)
-        typos = [line for line in _schema_problems(literal, Config, "") if ": unknown key" in line]
-        raise ConfigError("\n".join(typos + problems))
+        found = _schema_problems(literal, Config, "")
+        typos = (problem for problem in found if isinstance(problem, UnknownKeyError))
+        raise ConfigError.of([*typos, *problems])
     plain: Any = OmegaConf.to_container(raw, resolve=True)
     problems = list(_schema_problems(plain, Config, ""))
     if is_dataclass(extra) and isinstance(plain.get("extra"), dict):
         problems += _schema_problems(plain["extra"], extra, "extra.")
     elif extra is None and plain.get("extra"):
         leaf, value = _first_leaf("extra", plain["extra"])
-        problems.append(
-            f"{leaf}={format_value(value)}: unknown key: this recipe has no keys of its own."
-        )
-    problems.sort(key=lambda line: ": unknown key" not in line)  # typos first
+        text = f"{leaf}={format_value(value)}: unknown key: this recipe has no keys of its own."
+        problems.append(UnknownKeyError(text, key=leaf))
+    problems.sort(key=lambda problem: not isinstance(problem, UnknownKeyError))  # typos first
     allowed = OmegaConf.select(raw, "security.allow_targets") or []
     parts = [
         (key, node) for key, node in walk(plain) if isinstance(node, dict) and "_target_" in node
     ]
-    problems += _target_problems(parts, allowed)
+    refused = _target_problems(parts, allowed)
+    problems += refused
     exchange = OmegaConf.select(raw, "mesh.cp_exchange")
-    if ":" in str(exchange) and (text := code_problem("mesh.cp_exchange", exchange, allowed)):
-        problems.append(text)
+    if ":" in str(exchange) and (code := code_problem("mesh.cp_exchange", exchange, allowed)):
+        problems.append(ConfigError(code, key="mesh.cp_exchange"))
     problems += [*_unsound_values(plain), *_missing_parts(plain)]
     # then nothing but our own code is imported
-    is_refused = any("_target_" in problem for problem in problems)
     for key, part in parts:
-        if not is_refused or part["_target_"] in list(own_targets()):
+        if not refused or part["_target_"] in list(own_targets()):
             problems += _part_problems(key, part, allowed)
     if problems:
-        raise ConfigError("\n".join(problems))
+        raise ConfigError.of(problems)
     config = Config()
     _set_values(config, plain)
     return config
@@ -114,7 +123,7 @@ def _set_values(group: Any, values: Mapping[str, Any]) -> None:
             setattr(group, key, float(value) if isinstance(default, float) else value)
 
 
-def _unresolved(raw: DictConfig) -> Iterator[str]:
+def _unresolved(raw: DictConfig) -> Iterator[ConfigError]:
     """Missing values (`???`) and interpolations that do not resolve, each with its key; not those
     that point to one.
     """
@@ -133,7 +142,7 @@ def _unresolved(raw: DictConfig) -> Iterator[str]:
                     .removeprefix("KeyError raised while resolving interpolation: ")
                 )
                 broken[key] = f"{value}: {cause.strip(chr(34)).rstrip('.')}."
-    yield from (f"{key} has no value: set {key}=..." for key in missing)
+    yield from (ConfigError(f"{key} has no value: set {key}=...", key=key) for key in missing)
     named = [*missing, *broken]
     roots = [
         key
@@ -141,10 +150,13 @@ def _unresolved(raw: DictConfig) -> Iterator[str]:
         if not any(f"${{{name}}}" in text for name in named if name != key)
     ]
     # in a circle each points to another
-    yield from (f"{key}={broken[key]}" for key in roots or ([] if missing else broken))
+    for key in roots or ([] if missing else broken):
+        yield ConfigError(f"{key}={broken[key]}", key=key)
 
 
-def _schema_problems(node: Mapping[str, Any], schema: type, prefix: str) -> Iterator[str]:
+def _schema_problems(
+    node: Mapping[str, Any], schema: type, prefix: str
+) -> Iterator[ConfigError]:
     """Yields what is wrong with the keys of a group and of the groups inside it: unknown ones, and
     values of another kind.
 
@@ -160,7 +172,8 @@ def _schema_problems(node: Mapping[str, Any], schema: type, prefix: str) -> Iter
                 near = nearest(leaf, known_keys(schema, prefix))
             else:
                 near = _nearest_key(leaf, [*known_keys(), *_options(node)])
-            yield f"{leaf}={format_value(leaf_value)}: unknown key{meant(near)}"
+            text = f"{leaf}={format_value(leaf_value)}: unknown key{meant(near)}"
+            yield UnknownKeyError(text, key=leaf)
             continue
         is_group = is_dataclass(hints[key])
         if not is_group and hints[key] != Part:
@@ -169,10 +182,11 @@ def _schema_problems(node: Mapping[str, Any], schema: type, prefix: str) -> Iter
             given = f"{path}={format_value(value)}"
             if is_group:
                 example = fields(hints[key])[0].name
-                yield f"{given} is a group of keys: set {path}.{example}=..."
+                yield ConfigError(f"{given} is a group of keys: set {path}.{example}=...", key=path)
             else:
                 option = _FIRST_OPTION.get(path, "_target_")
-                yield f"{given}: {path} is a part with options, such as {path}.{option}=..."
+                text = f"{given}: {path} is a part with options, such as {path}.{option}=..."
+                yield ConfigError(text, key=path)
         elif is_group:
             yield from _schema_problems(value, hints[key], f"{path}.")
     declared = {setting.name: (hints[setting.name], setting.default) for setting in fields(schema)}
@@ -204,30 +218,29 @@ def _nearest_key(path: str, known: Sequence[str]) -> str | None:
     return found if found not in (None, path) else nearest(path, known)
 
 
-def _unsound_values(plain: dict[str, Any]) -> Iterator[str]:
+def _unsound_values(plain: dict[str, Any]) -> Iterator[ConfigError]:
     """Values that no key can take; an infinite one may stand in `model.config`, as a limit that is
     none.
     """
     for path, value in walk(plain):
         if isinstance(value, float) and not math.isfinite(value):
             if math.isnan(value) or not path.startswith("model.config."):
-                yield f"{path}={value} must be a finite number."
+                yield ConfigError(f"{path}={value} must be a finite number.", key=path)
         elif isinstance(value, int) and abs(value) >= 2**63:
-            yield f"{path}={value} must be below 2**63."
+            yield ConfigError(f"{path}={value} must be below 2**63.", key=path)
         elif isinstance(value, str) and "\0" in value:
-            yield f"{path}={value!r} contains a zero byte, which is not allowed in texts and paths."
+            text = f"{path}={value!r} contains a zero byte"
+            yield ConfigError(f"{text}, which is not allowed in texts and paths.", key=path)
         elif (
             path.startswith(PUBLISHED)
             and not isinstance(value, (dict, list))
             and (name := secret_in(str(value)))
         ):
-            yield (
-                f"{path} holds the value of {name}, and this part of the model is exported: remove "
-                "it."
-            )
+            text = f"{path} holds the value of {name}, and this part of the model is exported"
+            yield ConfigError(text, key=path, cure="remove it")
 
 
-def _missing_parts(plain: dict[str, Any]) -> Iterator[str]:
+def _missing_parts(plain: dict[str, Any]) -> Iterator[ConfigError]:
     """Groups that name no code: those that a run cannot be without, `~optimizer`, and options of
     none, `peft.r=8`.
     """
@@ -237,7 +250,8 @@ def _missing_parts(plain: dict[str, Any]) -> Iterator[str]:
         part = plain.get(group)
         is_part = isinstance(part, dict) and "_target_" in part
         if group in NEEDED and not is_part:
-            yield f"{group} has no _target_: choose an option of the group, {group}=... ."
+            text = f"{group} has no _target_: choose an option of the group, {group}=... ."
+            yield ConfigError(text, key=group)
         elif isinstance(part, dict) and (group in SEVERAL or not is_part):
             for name, value in part.items():
                 if group not in SEVERAL or not isinstance(value, dict) or "_target_" not in value:
@@ -245,10 +259,16 @@ def _missing_parts(plain: dict[str, Any]) -> Iterator[str]:
                     yield _unknown_argument(group, name, value, chosen)
 
 
-def _target_problems(parts: list[tuple[str, dict[str, Any]]], allowed: Sequence[str]) -> list[str]:
+def _target_problems(
+    parts: list[tuple[str, dict[str, Any]]], allowed: Sequence[str]
+) -> list[ConfigError]:
     """Targets that are not allowed; nothing is imported before this is known."""
     targets = [(key, part["_target_"]) for key, part in parts]
-    problems = [f"{key}.{text}" for key, path in targets if (text := target_problem(path, allowed))]
+    problems = []
+    for key, path in targets:
+        refusal = target_problem(path, allowed)
+        if refusal:
+            problems.append(ConfigError(f"{key}.{refusal}", key=f"{key}._target_"))
     if problems:
         return problems
     for key, path in targets:
@@ -256,11 +276,13 @@ def _target_problems(parts: list[tuple[str, dict[str, Any]]], allowed: Sequence[
             try:
                 check_origin(path, locate(path), allowed)
             except ConfigError as error:
-                problems.append(f"{key}.{error}")
+                problems.append(ConfigError(f"{key}.{error}", key=f"{key}._target_"))
     return problems
 
 
-def _part_problems(key: str, part: dict[str, Any], allowed: Sequence[str]) -> Iterator[str]:
+def _part_problems(
+    key: str, part: dict[str, Any], allowed: Sequence[str]
+) -> Iterator[ConfigError]:
     """Arguments that the part's target does not take, or takes as another type. Nothing of ours is
     imported for it.
     """
@@ -269,11 +291,12 @@ def _part_problems(key: str, part: dict[str, Any], allowed: Sequence[str]) -> It
         if missing_extra(path):
             locate(path)  # its error says what to install
         arguments = arguments_of(path)
+    except MissingPackageError as error:
+        yield missing_package(key, error.package)
+        return
     except ConfigError as error:
-        text = str(error)
-        if text.startswith(f"{path} needs the package"):
-            text = f"{key}{text.removeprefix(path)}"
-        yield text if text.startswith(key) else f"{key}.{text}"
+        # a part's own sentence names the key
+        yield error if error.key else ConfigError(f"{key}.{error}", key=key)
         return
     for name, value in part.items():
         hint = arguments[name].hint if name in arguments else None
@@ -285,7 +308,7 @@ def _part_problems(key: str, part: dict[str, Any], allowed: Sequence[str]) -> It
             )
         elif CodePath in (hint, *typing.get_args(hint)) and value is not None:
             if problem := code_problem(f"{key}.{name}", value, allowed):
-                yield problem
+                yield ConfigError(problem, key=f"{key}.{name}")
         elif not (isinstance(value, dict) and "_target_" in value):
             yield from value_problems(f"{key}.{name}", value, hint)
     declared = {name: (argument.hint, argument.default) for name, argument in arguments.items()}
@@ -294,7 +317,7 @@ def _part_problems(key: str, part: dict[str, Any], allowed: Sequence[str]) -> It
 
 def _idle_problems(
     group: Mapping[str, Any], prefix: str, declared: Mapping[str, tuple[Any, Any]]
-) -> Iterator[str]:
+) -> Iterator[IdleSettingError]:
     """Yields the settings of a group that differ from their defaults, and that do nothing beside
     the others.
 
@@ -307,28 +330,31 @@ def _idle_problems(
         for rule in getattr(hint, "__metadata__", ()):
             problem = rule.problem_beside(group, prefix) if isinstance(rule, Only) else None
             if problem:
-                yield f"{prefix}{name}={format_value(value)} {problem}"
+                text = f"{prefix}{name}={format_value(value)} {problem}"
+                yield IdleSettingError(text, key=f"{prefix}{name}")
 
 
-def _unknown_argument(key: str, name: str, value: Any, options: Sequence[str]) -> str:
+def _unknown_argument(key: str, name: str, value: Any, options: Sequence[str]) -> ConfigError:
     """Returns the sentence for an argument that the chosen option does not take; another one of the
     group may.
     """
     path = f"{key}.{name}"
     value = format_value(value)
     if near := _nearest_key(path, options):
-        return f"{path}={value}: unknown key{meant(near)}"
+        return UnknownKeyError(f"{path}={value}: unknown key{meant(near)}", key=path)
     takers = []
     for file in sorted((CONF_DIR / key).glob("*.yaml")):
         of_file = _options({key: yaml.safe_load(file.read_text())})
         if any(name in option.split(".") for option in of_file):
             takers.append(f"{key}={file.stem}")
     if takers:
-        return (
+        text = (
             f"{path}={value} is an option of {' or '.join(takers)}: choose that, or remove it, "
             f"~{path}."
         )
-    return f"{path}={value}: unknown key; if the preset sets it, ~{path} removes it."
+        return ConfigError(text, key=path)
+    text = f"{path}={value}: unknown key; if the preset sets it, ~{path} removes it."
+    return UnknownKeyError(text, key=path)
 
 
 def known_keys(schema: type = Config, prefix: str = "") -> Iterator[str]:
@@ -344,7 +370,7 @@ def _first_leaf(path: str, value: Any) -> tuple[str, Any]:
     return next(flatten(value, path))
 
 
-def value_problems(path: str, value: Any, hint: Any) -> Iterator[str]:
+def value_problems(path: str, value: Any, hint: Any) -> Iterator[ConfigError]:
     """Yields what is wrong with a value: its type, or a rule that stands in the type."""
     if not matches(value, hint):
         choices = [rule for rule in getattr(hint, "__metadata__", ()) if isinstance(rule, OneOf)]
@@ -352,14 +378,15 @@ def value_problems(path: str, value: Any, hint: Any) -> Iterator[str]:
         shown = format_value(value)
         if not choices and isinstance(value, int | float) and matches("", hint):
             wanted = f"{wanted}: quote it, \"{path}='{shown}'\""
-        yield f"{path}={shown} must be {wanted}."
+        yield ConfigError(f"{path}={shown} must be {wanted}.", key=path)
         return
     origin = typing.get_origin(hint)
     args = typing.get_args(hint)
     if origin is Annotated:
         # other libraries annotate, too
         texts = [rule.problem(value) for rule in args[1:] if isinstance(rule, RULES)]
-        yield from (f"{path}={format_value(value)} must be {text}" for text in texts if text)
+        for text in filter(None, texts):
+            yield ConfigError(f"{path}={format_value(value)} must be {text}", key=path)
         yield from value_problems(path, value, args[0])
     elif origin in _UNIONS:
         yield from value_problems(path, value, next(arg for arg in args if matches(value, arg)))

@@ -16,18 +16,16 @@ from typing import Any, NewType
 
 import yaml
 
-from automodel_lite.errors import ConfigError, did_you_mean, format_value
+from automodel_lite.errors import ConfigError, MissingPackageError, did_you_mean, format_value
 
 EXTRAS: dict[str, str] = yaml.safe_load(
     Path(__file__).with_name("extras.yaml").read_text(encoding="utf-8")
 )
 
 
-def missing_package(wanted_by: str, package: str) -> str:
-    """Returns one sentence with the pip line that brings an optional package."""
-    return (
-        f"{wanted_by} needs the package {package}: pip install 'automodel-lite[{EXTRAS[package]}]'."
-    )
+def missing_package(wanted_by: str, package: str) -> MissingPackageError:
+    """Returns the error with the pip line that brings an optional package."""
+    return MissingPackageError(wanted_by, package, EXTRAS[package])
 
 
 def build(part: Mapping[str, Any], *args: Any, **runtime: Any) -> Any:
@@ -103,7 +101,7 @@ def locate(path: str) -> Callable[..., Any]:
             ):
                 continue
             if error.name and error.name.split(".")[0] in EXTRAS:
-                raise ConfigError(missing_package(path, error.name.split(".")[0])) from None
+                raise missing_package(path, error.name.split(".")[0]) from None
             raise
         for name in parts[cut:]:
             if name not in dir(found):

@@ -22,7 +22,7 @@ from automodel_lite.config.permissions import environment_problems
 from automodel_lite.config.schema import Config, MeshConfig
 from automodel_lite.data.prepare import build_documents
 from automodel_lite.data.tokens.tokenizer import load_tokenizer
-from automodel_lite.errors import ConfigError, explained
+from automodel_lite.errors import ConfigError, IdleSettingError, explained
 from automodel_lite.extras.runs import existing_run
 from automodel_lite.models.layers import local
 from automodel_lite.models.loss import CrossEntropy
@@ -196,8 +196,7 @@ def _checked(raw: DictConfig) -> Config:
     try:
         return check_config(raw, extra=dict)
     except ConfigError as error:
-        refused = [line.partition(" does nothing where ") for line in str(error).splitlines()]
-        idle = [setting.partition("=")[0] for setting, is_idle, _ in refused if is_idle]
+        idle = [each.key for each in error.problems if isinstance(each, IdleSettingError)]
         if not idle:
             raise
     for key in idle:

@@ -94,7 +94,7 @@ def _fp8_rules(parts: Parts) -> Iterator[str]:
     fp8 = f"training.fp8={parts.training.fp8}"
     packer = parts.packer
     if not find_spec("torchao"):
-        yield missing_package("training.fp8", "torchao")
+        yield str(missing_package("training.fp8", "torchao"))
     if parts.is_quantized:
         yield f"{fp8} cannot multiply peft=qlora's 4-bit weights: use peft=lora, or fp8=none."
     if packer.is_ragged:

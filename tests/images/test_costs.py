@@ -21,6 +21,7 @@ from automodel_lite.data.tokens.token_rows import TokenizedDocuments
 from automodel_lite.extras.dry_run import what_is_trained
 from automodel_lite.extras.plan.capacity import SLACK
 from automodel_lite.extras.plan.heaviest import most_work_of_towers
+from automodel_lite.extras.plan.recompute import choose_recomputation
 from automodel_lite.extras.plan.simulation import simulate
 from automodel_lite.models.flops import CostModel
 from automodel_lite.models.layers import towers
@@ -239,7 +240,14 @@ def test_recomputation_is_chosen_with_the_images(folder: Path) -> None:
     assert seen > 1.2 * text
     between = (text + seen) // 2 + SLACK
     decisions = [
-        decide(one, data.tokenizer, shape, torch.device("cpu"), gpu=between)
+        decide(
+            one,
+            data.tokenizer,
+            shape,
+            torch.device("cpu"),
+            gpu=between,
+            recompute=choose_recomputation,
+        )
         for one in (parts, replace(parts, data=data))
     ]
     assert what_is_trained(decisions[1], None) == (decisions[1].size.parameters, "all trained")

@@ -86,7 +86,7 @@ def test_auto_trains_uncompiled_what_cannot_be_compiled(
     )
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed):
         train_quick(tmp_path / "asked", "training.compile=true")
-    monkeypatch.setattr(build, "compiles", lambda training, is_gpu: True)
+    monkeypatch.setattr(compiling, "compiles", lambda training, is_gpu: True)
     code, screen = train_quick(tmp_path / "auto", "training.log_every_steps=1")
     assert code == 0
     assert "no such instruction" in next(

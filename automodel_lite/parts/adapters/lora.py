@@ -307,7 +307,7 @@ class QLora(Lora):
 
     def __post_init__(self) -> None:
         if find_spec("bitsandbytes") is None:  # transformers imports it late
-            raise ConfigError(missing_package("peft=qlora", "bitsandbytes"))
+            raise missing_package("peft=qlora", "bitsandbytes")
 
     def check(self, device: torch.device, strategy: str, pretrained: str | None) -> None:
         """Raises ConfigError under FSDP, which cannot cut 4-bit blocks."""

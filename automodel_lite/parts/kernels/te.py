@@ -22,8 +22,9 @@ from automodel_lite.thd import AttentionOptions, Segments
 
 if find_spec("transformer_engine") is None:
     raise ConfigError(
-        "attention=te needs Transformer Engine: pip install --no-build-isolation "
-        "'automodel-lite[te]'."
+        "attention=te needs Transformer Engine",
+        key="attention",
+        cure="pip install --no-build-isolation 'automodel-lite[te]'",
     )
 
 # Where no kernel fits, Transformer Engine pads documents to the longest and holds the scores of all

@@ -14,6 +14,7 @@ from packaging.version import Version
 from automodel_lite.config.check import check_config
 from automodel_lite.data.prepare import check_sizes, prepare_data
 from automodel_lite.extras.plan.heaviest import most_branched
+from automodel_lite.extras.plan.recompute import choose_recomputation
 from automodel_lite.extras.plan.simulation import simulate
 from automodel_lite.parallel.mesh import mesh_shape
 from automodel_lite.training.decide import decide
@@ -73,7 +74,9 @@ def counted(folder: Path, options: tuple[str, ...], num_ranks: int = 1) -> int:
     data = prepare_data(config, check_sizes(config, num_ranks), parts.packer)
     shape = mesh_shape(config.mesh, num_ranks)
     device = torch.device("cuda")
-    decided = decide(parts, data.tokenizer, shape, device, gpu_bytes(device))
+    decided = decide(
+        parts, data.tokenizer, shape, device, gpu_bytes(device), recompute=choose_recomputation
+    )
     print(decided.recomputation_text, decided.reduction_text)
     found = simulate(decided, decided.config, shape, most_branched(data, parts))
     print(found)
