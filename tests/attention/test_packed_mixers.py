@@ -21,6 +21,8 @@ from automodel_lite.prefix_trees import find_nodes, find_pieces
 from tests.attention.hybrids import HYBRIDS, InFloat64
 from tests.attention.trees import batch_of, random_rows
 
+pytestmark = pytest.mark.numbers
+
 G, H, D, P, C = 2, 4, 8, 16, 12
 """Groups, heads, dims of keys and values, channels."""
 
@@ -215,6 +217,7 @@ def test_all_families_have_functions_that_ours_replace() -> None:
     }
 
 
+@pytest.mark.same_on_every_cpu
 @pytest.mark.parametrize("num_tokens", [100, 128])
 def test_masks_of_chunks_are_made_once_per_pack(num_tokens: int) -> None:
     """And forgotten with it."""

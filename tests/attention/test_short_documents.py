@@ -8,6 +8,8 @@ from automodel_lite.attention import kernel as reference
 from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.thd import AttentionOptions, Segments
 
+pytestmark = pytest.mark.numbers
+
 
 def attended(dtype: torch.dtype, num_kv_heads: int) -> list[Tensor]:
     """Output and gradients of q, k and v, fp32, of documents of 150, 1 and 40 tokens."""

@@ -38,6 +38,8 @@ from tests.attention.hybrids import InFloat64
 from tests.attention.trees import Row, labelled, random_rows
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.numbers
+
 COEFFICIENT = 0.5
 
 
@@ -125,6 +127,7 @@ def test_the_balance_of_trees_is_that_of_rows(family: str, cut_at: int, slot_mul
     assert difference(got(family, batch, 0.0), expected) > 1e-3
 
 
+@pytest.mark.same_on_every_cpu
 def test_a_refused_batch_leaves_nothing_in_the_model() -> None:
     batch, model = batch_of(rows_of(1), 10_000, 1), model_of("qwen3_moe")
     install(model, ReferenceAttention())
@@ -242,6 +245,7 @@ def test_the_balancing_loss_over_two_ranks(settings: list[str], tmp_path: Path) 
     check_balanced(run_ranks(_documents_on_rank, 2, tmp_path, settings)[0], tmp_path)
 
 
+@pytest.mark.same_on_every_cpu
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
 def test_a_model_without_such_a_loss_is_refused(family: str) -> None:
     with pytest.raises(

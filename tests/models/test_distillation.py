@@ -24,6 +24,8 @@ from tests.attention.families import build, documents, stream
 from tests.attention.hybrids import InFloat64
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.numbers
+
 DOCUMENTS = documents([9, 4, 17])
 LOSSES = {
     "forward": Distill(),

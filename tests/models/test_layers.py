@@ -20,6 +20,8 @@ from automodel_lite.models.source import describe
 from automodel_lite.thd import ThdBatch, to_thd
 from benchmarks.tiny_models import tiny_model
 
+pytestmark = pytest.mark.numbers
+
 
 @pytest.fixture(autouse=True)
 def _fresh_dynamo() -> Iterator[None]:
@@ -116,6 +118,7 @@ def test_inputs_of_layers_wait_elsewhere(how: str, num_alive: int) -> None:
     loss.backward()
 
 
+@pytest.mark.same_on_every_cpu
 @pytest.mark.parametrize("how", [pytest.param("none", marks=pytest.mark.system), "full"])
 def test_packs_of_other_documents_need_no_new_graph(how: str) -> None:
     model = small_model()

@@ -25,6 +25,8 @@ from automodel_lite.thd import stream_of
 from recipes import export_hf
 from tests.runs import losses, train
 
+pytestmark = pytest.mark.numbers
+
 IDS = torch.tensor([[5, 9, 3, 7, 1, 2]])
 
 
@@ -129,6 +131,7 @@ def test_an_adapter_that_is_not_whole_is_told(case: str, tmp_path: Path) -> None
         Lora(adapter=str(tmp_path)).adapt(tiny_llama(), "base")
 
 
+@pytest.mark.same_on_every_cpu
 @pytest.mark.parametrize(
     ("setting", "own"),
     [({"dropout": 0.1}, "0.0"), ({"r": 3}, "8"), ({"use_dora": True}, "False")],
@@ -190,6 +193,7 @@ def test_inputs_of_adapters_are_not_cast_to_fp32(use_dora: bool):
     assert (ours - pefts).norm() < 0.02 * pefts.norm()  # bf16 rounds either way
 
 
+@pytest.mark.same_on_every_cpu
 def test_an_adapter_of_the_embedding_is_trained_and_one_of_tied_weights_refused():
     """The first ended in a traceback of the isolation probe, the second in one when it was merged."""
     model = tiny_llama()

@@ -14,6 +14,8 @@ from automodel_lite.parts.adapters.lora import Lora, load_adapted
 from automodel_lite.parts.adapters.targets import lora_targets
 from benchmarks.tiny_models import tiny_model
 
+pytestmark = pytest.mark.numbers
+
 IDS = torch.tensor([[5, 9, 3, 7, 1, 2]])
 ATTENTION = ["k_proj", "o_proj", "q_proj", "v_proj"]
 MLP = ["down_proj", "gate_proj", "up_proj"]

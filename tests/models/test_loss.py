@@ -32,6 +32,8 @@ from benchmarks.tiny_models import random_model, tiny_config
 from tests.attention.families import build, documents, stream
 from tests.attention.hybrids import InFloat64, build_hybrid
 
+pytestmark = pytest.mark.numbers
+
 
 def leaf(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).requires_grad_()

@@ -45,6 +45,8 @@ from tests.attention.hybrids import HYBRIDS, ONE_OF_EACH_KIND, build_hybrid
 from tests.ranks import run_ranks
 from tests.tiers import rarely
 
+pytestmark = pytest.mark.numbers
+
 LARGEST_ERROR = 1e-6
 REFUSED = {"inkling2_text", "minimax", "openai-gpt", "xglm"}
 

@@ -33,6 +33,8 @@ from tests.properties.crossings import (
 from tests.properties.explore import check_sentence
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.numbers
+
 NOT_KNOWN = "a stream, whose tokens are not known|a stream is not known"
 NO_BALANCE = "router_aux_loss=0.5: transformers has no load-balancing loss"
 NO_HEADS = "model.mtp_loss trains heads that predict further tokens, which are known of"

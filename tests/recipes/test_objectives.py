@@ -22,6 +22,8 @@ from recipes import evaluate, score
 from tests.data.templates import MARKED, byte_tokenizer
 from tests.runs import Row, config_of, rows_of, train
 
+pytestmark = pytest.mark.numbers
+
 CAPITALS = {
     "France": "Paris",
     "Italy": "Rome",
@@ -101,6 +103,7 @@ def test_dpo_begins_at_ln_2_and_learns_to_prefer(trained: Path) -> None:
     assert last["val_cross_entropy/val"] > 1
 
 
+@pytest.mark.same_on_every_cpu
 @pytest.mark.parametrize("loss", ["loss=simpo", "loss=orpo"])
 def test_losses_without_a_reference_learn_to_prefer(loss: str, pairs: Path, tmp_path: Path) -> None:
     rows = dpo(tmp_path / "run", pairs, loss, NO_EXPORT)
@@ -138,6 +141,7 @@ def test_two_ranks_prefer_as_one(layout: str, one: list[Row], pairs: Path, tmp_p
     assert curve(two, "val_loss/val") == pytest.approx(curve(one, "val_loss/val"), abs=1e-5)
 
 
+@pytest.mark.same_on_every_cpu
 def test_a_resumed_run_is_the_same_bit_for_bit(trained: Path, pairs: Path, tmp_path: Path) -> None:
     whole = curve(rows_of(trained))
     shutil.copytree(trained, tmp_path / "parts")
@@ -169,6 +173,7 @@ CHATS = [
 ] * 50
 
 
+@pytest.mark.same_on_every_cpu
 @pytest.mark.parametrize(
     ("chats", "loss", "said"),
     [
@@ -206,6 +211,7 @@ def test_a_loss_that_does_not_fit_is_refused_first(
         )
 
 
+@pytest.mark.same_on_every_cpu
 @pytest.mark.parametrize("kind", ["chats", "pairs"])
 def test_pairs_beside_other_documents_are_refused(kind: str, pairs: Path, tmp_path: Path) -> None:
     """In one pack, where the first pack has both: the chats were packed and trained nothing."""
@@ -234,12 +240,14 @@ def test_pairs_are_evaluated_without_their_reference(
     assert RESULTS["val"]["loss"] == pytest.approx(logged, rel=1e-5)
 
 
+@pytest.mark.same_on_every_cpu
 def test_the_model_card_names_the_method(trained: Path) -> None:
     card = (trained / "hf/README.md").read_text()
     assert "- dpo" in card
     assert "| method | dpo |" in card
 
 
+@pytest.mark.same_on_every_cpu
 def test_a_teacher_is_a_part_of_the_memory(tmp_path: Path) -> None:
     """In fp32 as much as its student's weights."""
     smallest = {

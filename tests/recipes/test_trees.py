@@ -14,6 +14,8 @@ import pytest
 from recipes import train_ft
 from tests.runs import QUICK, config_of, losses, train
 
+pytestmark = pytest.mark.numbers
+
 WORDS = [
     "ship",
     "gray",
@@ -158,6 +160,7 @@ SOURCES = {
 }
 
 
+@pytest.mark.same_on_every_cpu
 @pytest.mark.parametrize("kind", SOURCES)
 def test_runs_on_trees_resume_bit_for_bit(tmp_path: Path, kind: str) -> None:
     a, b = (answered_prompts(tmp_path / f"{name}.jsonl", 12) for name in "ab")
@@ -171,6 +174,7 @@ def test_runs_on_trees_resume_bit_for_bit(tmp_path: Path, kind: str) -> None:
     assert losses(train("smoke", tmp_path / "run", *given, *source)) == whole
 
 
+@pytest.mark.same_on_every_cpu
 @pytest.mark.system
 def test_a_dry_run_counts_the_keys_of_trees(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -14,6 +14,8 @@ from automodel_lite.parts.optimizers.muon import hidden_matrices, muon, newton_s
 from benchmarks.tiny_models import tiny_config, tiny_model
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.numbers
+
 
 class Stack(nn.Module):
     """Wide, tall and ragged matrices (of 96, 10 and 3 rows), an embedding and vectors."""

@@ -40,6 +40,8 @@ from automodel_lite.training.optimizers import apply_gradients
 from tests.ranks import run_ranks
 from tests.runs import losses_by_step, train_on, train_quick
 
+pytestmark = pytest.mark.numbers
+
 adamw_8bit, adamw_bf16 = partial(adamw, moments="8bit"), partial(adamw, moments="bf16")
 
 
@@ -406,6 +408,7 @@ def test_weights_in_bf16_learn_with_small_steps(maker: Any) -> None:
     assert ours == pytest.approx(full, rel=0.1)
 
 
+@pytest.mark.same_on_every_cpu
 def test_weights_in_bf16_are_refused_where_they_would_not_learn(tmp_path: Path) -> None:
     for options, sentence in (
         (["optimizer=adamw"], "set optimizer=adamw_bf16 or optimizer=adamw_8bit"),
