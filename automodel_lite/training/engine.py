@@ -15,7 +15,7 @@ Legend: R rows that carry a label, K values of each, T tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from automodel_lite.data.feeding.feed import DeviceFeed
 from automodel_lite.data.feeding.order import BatchShape, assign_to_ranks
 from automodel_lite.data.feeding.source import HostStep
 from automodel_lite.data.packing.packs import EMPTY_PACK, PackedDataset
+from automodel_lite.errors import DataError
 from automodel_lite.models.fused_head import RowFunction
 from automodel_lite.models.layers import local
 from automodel_lite.models.loss import Loss, LossOutput
@@ -59,6 +60,7 @@ class Engine:
     mesh: Mesh
     model: ParallelModel
     decided: Decided
+    _parts: list[str] = field(default_factory=list, init=False, repr=False)
 
     def place(self, batch: ThdBatch) -> ThdBatch:
         """Returns the tokens of this context-parallel rank, on the host."""
@@ -133,9 +135,30 @@ class Engine:
                 yield num_packs, places, values
             self.model.free_gathered()
 
-    def total(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Sums over the ranks, in one message."""
+    def total(self, sums: dict[str, Tensor], of_model: bool = True) -> dict[str, Tensor]:
+        """Sums over the ranks, in one message. Raises DataError where the parts of the losses
+        differ between ranks: sums of unequal length end in a crash of gloo, and hang NCCL.
+
+        of_model  are they always of the model's loss, whose parts are compared once, as that waits
+                  for the device?
+        """
+        names = [*sums]
+        if not (of_model and self._parts):
+            for rank, theirs in enumerate(self.mesh.gather(names)):
+                self._check_parts(names, theirs, f"those of rank {rank}")
+        if of_model:
+            self._parts[:] = self._parts or names
+            self._check_parts(names, self._parts, "those of the first step")
         return dict(zip(sums, self.mesh.sum(torch.stack([*sums.values()]))))
+
+    def _check_parts(self, own: list[str], others: list[str], whose: str) -> None:
+        if own != others:
+            raise DataError(
+                f"rank {self.mesh.rank}: the losses have the parts {', '.join(own)}, and {whose} "
+                f"{', '.join(others)}: a part may not depend on the columns that some rows bring "
+                "and others do not: add the missing column to all rows, or give the part the "
+                "value 0."
+            )
 
 
 @dataclass(frozen=True)

@@ -96,8 +96,14 @@ class DocumentReader(ABC):
         """Flat rows that hold these documents, where each begins in them, and its length; int64 [D]
         each.
         """
-        rows = flatten(map(self.__getitem__, doc_ids.tolist()))
+        rows = flatten(map(self.__getitem__, doc_ids.tolist()), self.no_tokens())
         return rows, rows.offsets[:-1], rows.lengths
+
+    def no_tokens(self) -> Mapping[str, np.ndarray]:
+        """Returns every column that some document brings, of no tokens: those of a pack do not
+        depend on which documents are in it, and ranks agree on the parts of their losses.
+        """
+        return {name: values[:0] for name, values in self[0].items()} if len(self) else {}
 
 
 def places_within(lengths: np.ndarray) -> np.ndarray:
@@ -218,6 +224,9 @@ class TokenizedDocuments(DocumentReader):
         stop = self.offsets[index % len(self) + 1]
         return {name: values[start:stop] for name, values in self.columns.items()}
 
+    def no_tokens(self) -> dict[str, np.ndarray]:
+        return {name: values[:0] for name, values in self.columns.items()}
+
     def locate(self, doc_ids: np.ndarray) -> tuple[TokenizedDocuments, np.ndarray, np.ndarray]:
         check_not_cut(self.files)
         starts = self.offsets[doc_ids]
@@ -250,16 +259,24 @@ def map_array(path: Path, dtype: str) -> np.ndarray:
     return np.asarray(np.memmap(path, dtype, "r")) if path.stat().st_size else np.zeros(0, dtype)
 
 
-def flatten(rows: Iterable[Mapping[str, Any]]) -> TokenizedDocuments:
-    """Rows of lists, arrays or tensors end to end; lists take the stored dtype."""
+def flatten(
+    rows: Iterable[Mapping[str, Any]], no_tokens: Mapping[str, np.ndarray] | None = None
+) -> TokenizedDocuments:
+    """Rows of lists, arrays or tensors end to end; lists take the stored dtype.
+
+    no_tokens  columns [0, ...] that there are also where no row brings them
+    """
     parts = {name: [_filled(name, 0)] for name, column in COLUMNS.items() if not column.is_optional}
+    for name, values in (no_tokens or {}).items():
+        parts.setdefault(name, [values])
     lengths = [0]
     for number, row in enumerate(rows):
         width = len(row["input_ids"])
         for name in [name for name in COLUMNS if name in parts or name in row]:
             if name not in parts:  # no row before this one has brought the column
-                parts[name] = [_filled(name, sum(lengths))]
-            value = row[name] if name in row else _filled(name, width)
+                shape = np.shape(row[name])[1:]
+                parts[name] = [_filled(name, sum(lengths), shape)]
+            value = row[name] if name in row else _filled(name, width, parts[name][0].shape[1:])
             if len(value) != width:
                 raise DataError(
                     f"document {number} has {width} input_ids and {len(value)} {name}: they must "
@@ -273,9 +290,9 @@ def flatten(rows: Iterable[Mapping[str, Any]]) -> TokenizedDocuments:
     return TokenizedDocuments(columns, np.cumsum(lengths))
 
 
-def _filled(name: str, num_tokens: int) -> np.ndarray:
+def _filled(name: str, num_tokens: int, shape: tuple[int, ...] = ()) -> np.ndarray:
     """Returns a column that the rows do not have."""
-    return np.full(num_tokens, COLUMNS[name].padding, COLUMNS[name].stored)
+    return np.full((num_tokens, *shape), COLUMNS[name].padding, COLUMNS[name].stored)
 
 
 def next_token_labels(

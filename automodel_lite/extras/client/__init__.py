@@ -225,7 +225,8 @@ class TrainingClient:
         self.engine.model.module.train()  # an interrupted `sample` leaves it in eval mode
         placed = [self.engine.place(batch).to(self.mesh.device) for batch in whole]
         sums = self.engine.forward_backward(placed, loss=recording)
-        totals = {name: float(value) for name, value in self.engine.total(sums).items()}
+        summed = self.engine.total(sums, of_model=False)
+        totals = {name: float(value) for name, value in summed.items()}
         log_probs = self._of_rows(packed, recording.found)
         self._is_broken = False
         self._has_gradients = True

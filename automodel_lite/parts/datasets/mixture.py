@@ -225,6 +225,9 @@ class MixedRows(DocumentReader):
     def __getitem__(self, index: int) -> Mapping[str, np.ndarray]:
         return self.sources[self.source_ids[index]][int(self.row_ids[index])]
 
+    def no_tokens(self) -> Mapping[str, np.ndarray]:
+        return {name: x for rows in self.sources for name, x in rows.no_tokens().items()}
+
     def tokens_by_source(self) -> dict[str, int]:
         """Returns tokens that an epoch takes of each set."""
         sums = np.bincount(self.source_ids, weights=self.lengths, minlength=len(self.names))

@@ -12,7 +12,7 @@ import pytest
 from automodel_lite.data.packing.packs import PackedDataset
 from automodel_lite.data.packing.plan import plan_packs
 from automodel_lite.data.reading.files import FilesDataset
-from automodel_lite.data.tokens.token_rows import TokenizedData
+from automodel_lite.data.tokens.token_rows import TokenizedData, flatten
 from automodel_lite.data.tokens.tokenize import Job, tokenize_documents
 from automodel_lite.data.tokens.tokenizer import train_bpe_tokenizer
 from automodel_lite.errors import ConfigError
@@ -232,3 +232,17 @@ def test_weights_for_all_or_none(tmp_path: Path) -> None:
         ConfigError, match=r"dataset.sources.b.weight=null: give all datasets weights, or none"
     ):
         Mixture({"a": {"dataset": dataset, "weight": 1}, "b": {"dataset": dataset}})
+
+
+@pytest.mark.parametrize("documents", [[], [0], [1], [0, 1]], ids=str)
+def test_rows_bring_the_columns_of_all_sets(documents: list[int]) -> None:
+    """A rank without a pack, or with packs of one set, made fewer parts of its loss than others."""
+    row = {"input_ids": [1, 2], "labels": [2, -100]}
+    weighted = flatten([row | {"loss_weights": [2.0, 0.0]}])
+    stored = flatten([row | {"teacher_ids": [[3, 4], [0, 0]]}])
+    rows = MixedRows([weighted, stored], ["a", "b"], np.array([0, 1]), np.array([0, 0]))
+    columns = rows.locate(np.array(documents, int))[0].columns
+    weights = [[2.0, 0.0], [1.0, 1.0]]
+    assert columns["loss_weights"].tolist() == [x for i in documents for x in weights[i]]
+    ids = [[[0, 0], [0, 0]], [[3, 4], [0, 0]]]
+    assert columns["teacher_ids"].tolist() == [x for i in documents for x in ids[i]]
