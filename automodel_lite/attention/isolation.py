@@ -119,7 +119,8 @@ def drawn_ids(model: nn.Module, *shape: int) -> Tensor:
     """Draws ids of `shape` from the model's tokens, the same in every call; none of the first few,
     which pad and end documents.
     """
-    vocab = len(model.get_input_embeddings().weight)  # type: ignore[operator]
+    # the frozen weight comes first, where an adapter gives it trained rows
+    vocab = len(next(model.get_input_embeddings().parameters()))  # type: ignore[operator]
     generator = torch.Generator().manual_seed(0)
     return torch.randint(min(3, vocab - 1), vocab, shape, generator=generator)
 

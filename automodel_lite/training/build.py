@@ -143,7 +143,7 @@ def assemble(
         is_described = lm.device.type == "meta"
         if parts.training.master_weights == "bf16":
             cast_weights(lm, torch.bfloat16, are_trained=True)
-        adapter = peft.adapt(lm, str(source.pretrained)) if peft else None
+        adapter = peft.adapt(lm, str(source.pretrained), tokenizer) if peft else None
         # frozen towers of a model that is trained keep the dtype in which they are written back
         if adapter:
             cast_weights(lm, dtype, are_trained=False)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import torch
 import transformers
+from transformers import PreTrainedTokenizerBase
 
 from automodel_lite.config.components import text_of
 from automodel_lite.config.schema import Config
 from automodel_lite.config.sizes import LEAST_STEPS
 from automodel_lite.data.feeding.source import PackSource, TrainingPlan
 from automodel_lite.data.packing.report import PackingReport
+from automodel_lite.data.tokens.tokenizer import vocabulary_of
 from automodel_lite.models.layers import has_experts
 from automodel_lite.parallel.mesh import (
     Mesh,
@@ -67,8 +69,10 @@ def plan_lines(
     return [("packing", packing), ("steps", lines)]
 
 
-def model_lines(config: Config, built: BuiltModel, mesh: Mesh) -> list[Line]:
-    """What is trained, how, and what it takes."""
+def model_lines(
+    config: Config, built: BuiltModel, mesh: Mesh, tokenizer: PreTrainedTokenizerBase
+) -> list[Line]:
+    """What is trained, how, and what it takes; every rank calls it."""
     decided = built.decided
     training = decided.training
     if mesh.device.type == "cuda":
@@ -82,7 +86,9 @@ def model_lines(config: Config, built: BuiltModel, mesh: Mesh) -> list[Line]:
     lines = [("device", device), ("model", model_text(built))]
     lines += [("", note) for note in decided.model.notes]
     if built.adapter:
-        lines.append(("peft", built.adapter.description))
+        known = vocabulary_of(str(decided.model.pretrained), str(decided.model.source["revision"]))
+        note = built.adapter.frozen_rows(built.model.loss_model.lm, tokenizer, known)
+        lines.append(("peft", f"{built.adapter.description}\n{note}".strip()))
     lines.append(("attention", built.attention))
     if training.deterministic:
         lines.append(("kernels", "deterministic: the same bits in each run"))

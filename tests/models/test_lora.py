@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -20,9 +21,12 @@ from automodel_lite.models.layers import cast_weights
 from automodel_lite.models.loss import FusedLinearCrossEntropy
 from automodel_lite.models.loss_model import LossModel
 from automodel_lite.parts.adapters import lora
+from automodel_lite.parts.adapters.frozen_rows import frozen_rows_note
 from automodel_lite.parts.adapters.lora import Lora, load_adapted
 from automodel_lite.thd import stream_of
 from recipes import export_hf
+from tests.data.templates import MARKED, byte_tokenizer
+from tests.models.test_policy import save_model
 from tests.runs import losses, train
 
 pytestmark = pytest.mark.numbers
@@ -109,10 +113,17 @@ DAMAGES = {
         lambda f: (f / "adapter_config.json").write_text("{}"),
         "does not fit model.pretrained=base",
     ),
-    "another kind": (_of_another_kind, "does not fit model.pretrained=base"),
+    "another kind": (
+        _of_another_kind,
+        "is one of IA3, and only those of LoRA are continued: merge",
+    ),
     "a wrong type": (
         _with("rank_pattern", ""),
         "adapter_config.json cannot be used .* no attribute 'keys'",
+    ),
+    "layers twice": (
+        _with("layer_replication", [[0, 1], [0, 2]]),
+        "with layer_replication=.* begin a new adapter, without peft.adapter",
     ),
     "a number for layers": (
         _with("layer_replication", True),
@@ -305,6 +316,151 @@ def test_a_module_is_named_by_its_path():
     assert any("embed_tokens.modules_to_save" in name for name in trained)
     with pytest.raises(ConfigError, match="the model has no module tokens"):
         Lora(modules_to_save=["tokens"]).adapt(tiny_llama(), "base")
+
+
+@pytest.mark.parametrize(
+    "init",
+    ["pissa", "olora", "pissa_niter_4"],
+)
+def test_an_adapter_that_changes_its_base_is_refused(init: str, tmp_path: Path):
+    """They ended in a traceback; merged by peft, they are trained further."""
+    tiny_llama().save_pretrained(tmp_path / "base")
+    made = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    wrapped = peft.get_peft_model(
+        made,
+        peft.LoraConfig(
+            r=4, target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=init
+        ),
+    )
+    give_the_adapter_weight(wrapped)
+    wrapped.save_pretrained(str(tmp_path / "adapter"))
+    cure = r"PeftModel\.from_pretrained\(base, adapter\)\.merge_and_unload\(\)\.save_pretrained"
+    with pytest.raises(ConfigError, match=f"made with init_lora_weights={init}, for .*: .*{cure}"):
+        Lora(adapter=str(tmp_path / "adapter")).adapt(tiny_llama(), "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    torch.manual_seed(0)
+    loaded = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
+    want = loaded(IDS, use_cache=False).logits
+    loaded.merge_and_unload().save_pretrained(tmp_path / "merged")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    Lora(r=4).adapt(merged, str(tmp_path / "merged"))
+    torch.testing.assert_close(merged(IDS, use_cache=False).logits, want, atol=1e-5, rtol=1e-5)
+
+
+def test_biases_of_an_adapter_are_not_merged_into_layers_without(tmp_path: Path):
+    """It was trained, and its export ended in a traceback."""
+    wrapped = peft.get_peft_model(
+        tiny_llama(), peft.LoraConfig(target_modules=["q_proj"], lora_bias=True)
+    )
+    wrapped.save_pretrained(str(tmp_path))
+    adapter = Lora(adapter=str(tmp_path)).adapt(tiny_llama(), "base")
+    with pytest.raises(
+        ConfigError, match=r"has biases \(lora_bias=true\) .* use the run's adapter/"
+    ):
+        adapter.merge()
+
+
+@pytest.mark.parametrize("is_tied", [False, True], ids=["apart", "tied"])
+def test_rows_of_single_tokens_are_trained(is_tied: bool):
+    """Of the embedding and of the head; merged, no other row differs."""
+    model = tiny_llama()
+    if is_tied:
+        model.lm_head.weight = model.model.embed_tokens.weight
+        model.config.tie_word_embeddings = True
+    before = model.lm_head.weight.detach().clone(), model.model.embed_tokens.weight.detach().clone()
+    adapter = Lora(r=4, trainable_tokens=[5, 7]).adapt(model, "base", byte_tokenizer(MARKED))
+    assert ", rows of 2 tokens: " in adapter.description
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "trainable_tokens" in name:
+                assert parameter.requires_grad
+                assert parameter.shape == (2, 16)
+                parameter += 1.0
+    adapted = model(IDS, use_cache=False).logits
+    adapter.merge()
+    torch.testing.assert_close(model(IDS, use_cache=False).logits, adapted)
+    for end, own in zip((model.lm_head, model.model.embed_tokens), before):
+        assert (end.weight - own).abs().sum(1).nonzero().flatten().tolist() == [5, 7]
+
+
+def test_frozen_rows_that_nobody_has_trained_are_noted():
+    """New tokens could hardly be said, and a base model never stopped, without a word."""
+    torch.manual_seed(0)
+    tokenizer = byte_tokenizer(MARKED)
+    known = tokenizer.get_vocab()
+    tokenizer.add_tokens(["<call>"])
+    settings = {"vocab_size": 512, "hidden_size": 16, "intermediate_size": 32}
+    layers = {"num_hidden_layers": 1, "num_attention_heads": 4}
+
+    def noted(**options: Any) -> str:
+        lm = LlamaForCausalLM(LlamaConfig(**settings, **layers))
+        lm.lm_head.weight.data[tokenizer.get_vocab()["<|end|>"]] = 0
+        Lora(r=4, **options).adapt(lm, "base", tokenizer)
+        return frozen_rows_note(lm, tokenizer, known)
+
+    note = noted()
+    assert note.startswith(
+        "NOTE: nobody has trained the rows of <call>, <|end|> in the embedding and "
+    )
+    assert "embedding and the head, which are frozen" in note
+    # both cures, as they are typed
+    tokens, modules = re.findall(r"='(\[.*?\])'", note)
+    assert noted(trainable_tokens=json.loads(tokens)) == ""
+    assert modules == "[embed_tokens, lm_head]"
+    assert noted(modules_to_save=["embed_tokens", "lm_head"]) == ""
+    assert "of <|end|> in the head, which" in noted(trainable_tokens=["<call>"])
+
+
+def test_wrong_tokens_are_named():
+    tokenizer = byte_tokenizer(MARKED)
+    lm = tiny_llama()
+    with pytest.raises(ConfigError, match=r'<x> is no token .* tokenizer.added_tokens=\["<x>"\]'):
+        Lora(trainable_tokens=["<x>"]).adapt(lm, "base", tokenizer)
+    with pytest.raises(
+        ConfigError, match=r"modules_to_save=\['lm_head'\] trains all rows of lm_head"
+    ):
+        Lora(trainable_tokens=[5], modules_to_save=["lm_head"]).adapt(lm, "base", tokenizer)
+
+
+@pytest.mark.parametrize(
+    "cure",
+    [
+        ["peft.trainable_tokens=[w5,w9]"],
+        [
+            "tokenizer.added_tokens=['<a>','<b>']",
+            "model.resize_embeddings=true",
+            "peft.modules_to_save=[embed_tokens,lm_head]",
+        ],
+    ],
+    ids=["tokens", "grown"],
+)
+@pytest.mark.system
+def test_new_tokens_train_on_two_ranks(cure: list[str], tmp_path: Path):
+    """Two ranks as one; the export, plain peft and the generator agree."""
+    folder = save_model("llama", tmp_path / "model")
+    last = 128 if len(cure) > 1 else 9  # the first token that is added
+    rows = [
+        {"input_ids": [7, 8, 5, 6, 5 + i % 9, last], "labels": [-100] * 4 + [last, -100]}
+        for i in range(40)
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    chosen = [f"model.pretrained={folder}", f"dataset.path={tmp_path}/rows.jsonl", "peft=lora"]
+    chosen += ["training.max_steps=2", "training.num_epochs=null", "training.global_batch_size=2"]
+    chosen += ["packed_sequence.packed_sequence_size=128", "training.num_threads=1", *cure]
+    one, two = (
+        losses(train("finetune", tmp_path / f"run{size}", *chosen, "name=x", world_size=size))
+        for size in (1, 2)
+    )
+    assert [x for pair in two for x in pair] == pytest.approx([x for p in one for x in p], rel=1e-5)
+    run = tmp_path / "run2"
+    assert export_hf.main([str(run)]) == 0
+    merged = AutoModelForCausalLM.from_pretrained(run / "hf")
+    base = AutoModelForCausalLM.from_pretrained(folder)
+    base.resize_token_embeddings(merged.config.vocab_size)
+    loaded = peft.PeftModel.from_pretrained(base, run / "adapter")
+    generated = load_adapted(str(run / "adapter"), torch.float32)
+    for other in (loaded, generated):
+        torch.testing.assert_close(other(IDS).logits, merged(IDS).logits, atol=1e-5, rtol=1e-5)
 
 
 def test_mistakes_are_named():

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,20 +23,22 @@ import torch
 import transformers
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
+from peft.utils.other import TrainableTokensWrapper
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import BitsAndBytesConfig
+from transformers import BitsAndBytesConfig, PreTrainedTokenizerBase
 
 from automodel_lite.config.components import missing_package
 from automodel_lite.config.model_files import check_model_files
 from automodel_lite.config.rules import PathStr, Positive, Range, Size
 from automodel_lite.errors import ConfigError, explained
-from automodel_lite.models.layers import local, output_head
+from automodel_lite.models.layers import local, output_head, with_head
 from automodel_lite.models.sharded import keep_part
-from automodel_lite.models.source import CausalLM
+from automodel_lite.models.source import CausalLM, embedding_rows
 from automodel_lite.models.whole_model import load_whole
+from automodel_lite.parts.adapters.frozen_rows import frozen_rows_note
 from automodel_lite.parts.adapters.targets import has_tied_head, lora_targets, same_targets
 
 _PREFIX = "base_model.model."  # peft's names of the weights of the model that it wraps
@@ -54,6 +56,9 @@ class Lora:
     target_modules: str | list[str] = "all-linear"
     experts: bool = False  # also adapt the routed experts of a mixture (never its router)
     modules_to_save: list[str] | None = None  # modules to train fully, [embed_tokens, lm_head]
+    # tokens whose rows of the embedding and of the head are trained, ["<call>", "<|im_end|>"], or
+    # their ids
+    trainable_tokens: list[str | int] | None = None
     use_dora: bool = False  # train the magnitude of each weight column separately (peft=dora)
     use_rslora: bool = False  # scale by alpha / sqrt(r) instead of alpha / r
     # continue training this adapter's folder; r, alpha and targets are its own
@@ -85,10 +90,16 @@ class Lora:
                 "or a projector in peft.modules_to_save, or layers of them in "
                 "peft.target_modules."
             )
-        if model.resize_embeddings:
+        if model.resize_embeddings and not self.modules_to_save:
             yield (
-                "model.resize_embeddings=true with peft: an adapter's base keeps its rows. First "
-                "train the whole model and export it, or remove tokenizer.added_tokens."
+                "model.resize_embeddings=true with peft: rows that are added are trained and saved "
+                "with the whole embedding and head: set peft.modules_to_save=[embed_tokens, "
+                "lm_head]."
+            )
+        if self.adapter and self.trainable_tokens:
+            yield (
+                f"peft.trainable_tokens={self.trainable_tokens} with peft.adapter: an adapter that "
+                "is continued trains the tokens of its own: remove one."
             )
 
     def load_arguments(
@@ -101,9 +112,17 @@ class Lora:
         """Returns the same adapter for weights that are not held in 4 bits."""
         return self
 
-    def adapt(self, model: transformers.PreTrainedModel, base: str) -> LoraAdapter:
-        """Puts adapters into `model`, in place, and freezes the rest; `base` is where its weights
-        came from. Raises ConfigError when no layer has a name of target_modules.
+    def adapt(
+        self,
+        model: transformers.PreTrainedModel,
+        base: str,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ) -> LoraAdapter:
+        """Puts adapters into `model`, in place, and freezes the rest.
+
+        base       where its weights came from
+        tokenizer  knows the texts of trainable_tokens; None = what is made is only counted
+        Raises ConfigError when no layer has a name of target_modules.
         """
         if self.adapter:
             return self._continue(model, base)
@@ -125,6 +144,7 @@ class Lora:
             target_modules=modules,
             target_parameters=weights or None,
             modules_to_save=self.modules_to_save,
+            trainable_token_indices=self._token_rows(model, tokenizer),
             use_dora=self.use_dora,
             use_rslora=self.use_rslora,
         )
@@ -144,13 +164,48 @@ class Lora:
                 f"peft.modules_to_save={self.modules_to_save}: the model has no module "
                 f"{missing[0]}."
             )
-        unties = is_tied and not has_tied_head(model)
+        # rows of single tokens are those of both ends where these are tied
+        unties = is_tied and bool(self.modules_to_save) and not has_tied_head(model)
         how = (
             "; the embedding and the head are no longer tied: each is trained and saved apart"
             if unties
             else ""
         )
         return LoraAdapter(wrapped, self._describe(model) + how)
+
+    def _token_rows(
+        self, model: transformers.PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
+    ) -> dict[str, list[int]] | None:
+        """Returns the ids of trainable_tokens, by the names of the modules that have their rows.
+
+        Raises ConfigError for a text that is no token, and rows that are trained already.
+        """
+        if not self.trainable_tokens:
+            return None
+        ids = []
+        for place, token in enumerate(self.trainable_tokens):
+            known = token
+            if isinstance(token, str):
+                known = place if tokenizer is None else tokenizer.get_vocab().get(token, -1)
+            if not 0 <= int(known) < len(model.get_input_embeddings().weight):
+                raise ConfigError(
+                    f"peft.trainable_tokens={self.trainable_tokens}: {token} is no token of the "
+                    "model: name tokens as tokenizer.json does, or add them, "
+                    f'tokenizer.added_tokens=["{token}"].'
+                )
+            ids.append(int(known))
+        names = {module: name for name, module in model.named_modules()}
+        embedding = names[model.get_input_embeddings()]
+        head = names[output_head(model)]
+        # peft keeps the head of a tied model in step with the embedding
+        ends = [embedding] if has_tied_head(model) else [embedding, head]
+        for end in ends:
+            if any(f".{end}".endswith(f".{name}") for name in self.modules_to_save or ()):
+                raise ConfigError(
+                    f"peft.trainable_tokens={self.trainable_tokens}: peft.modules_to_save="
+                    f"{self.modules_to_save} trains all rows of {end}: remove one."
+                )
+        return {end: sorted({*ids}) for end in ends}
 
     def _continue(self, model: transformers.PreTrainedModel, base: str) -> LoraAdapter:
         """Puts the adapter of a folder into `model`, in place, to be trained further."""
@@ -165,6 +220,7 @@ class Lora:
             config = peft.LoraConfig.from_pretrained(str(folder))
             weights = load_file(folder / "adapter_model.safetensors")
         config.inference_mode = False
+        self._check_kind(config)
         # peft puts the name of the model there that it wraps, and warns where it was another
         made_for = config.base_model_name_or_path
         config.base_model_name_or_path = None
@@ -207,6 +263,32 @@ class Lora:
             wrapped,
             f"{described._describe(model)}, continued from {self.adapter}",
             is_continued=True,
+        )
+
+    def _check_kind(self, config: peft.PeftConfig) -> None:
+        """Raises ConfigError for an adapter that is none of LoRA's, or whose base is not the model
+        in its files.
+        """
+        if not isinstance(config, peft.LoraConfig):
+            kind = getattr(config.peft_type, "value", config.peft_type)
+            what = f"is one of {kind}, and only those of LoRA are continued"
+        elif isinstance(config.layer_replication, list | tuple):
+            raise ConfigError(
+                f"peft.adapter={self.adapter} was made with layer_replication="
+                f"{config.layer_replication}, which uses layers of the base several times, each "
+                "with an adapter of its own: begin a new adapter, without peft.adapter."
+            )
+        elif str(config.init_lora_weights).lower().partition("_niter_")[0] in _CHANGE_THE_BASE:
+            what = (
+                f"was made with init_lora_weights={config.init_lora_weights}, for which peft "
+                "changes the base when it loads it"
+            )
+        else:
+            return
+        raise ConfigError(
+            f"peft.adapter={self.adapter} {what}: merge it with peft, "
+            "PeftModel.from_pretrained(base, adapter).merge_and_unload()"
+            ".save_pretrained(folder), and begin a new adapter with model.pretrained=folder."
         )
 
     def _check_own(self, config: peft.LoraConfig) -> None:
@@ -291,6 +373,8 @@ class Lora:
         names = {"experts" if {"experts", "base_layer"} & {*name} else name[-1] for name in adapted}
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         whole = f", whole {', '.join(self.modules_to_save)}" if self.modules_to_save else ""
+        if self.trainable_tokens:
+            whole += f", rows of {len(self.trainable_tokens)} tokens"
         kind = "dora" if self.use_dora else "lora"
         where = ", ".join(sorted(names)) + whole
         return f"{kind} r {self.r}, alpha {self.alpha} on {where}: {trained / 1e6:,.2f} M trained"
@@ -332,7 +416,12 @@ class QLora(Lora):
     def unquantized(self) -> Lora:
         return Lora(**{setting.name: getattr(self, setting.name) for setting in fields(Lora)})
 
-    def adapt(self, model: transformers.PreTrainedModel, base: str) -> LoraAdapter:
+    def adapt(
+        self,
+        model: transformers.PreTrainedModel,
+        base: str,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ) -> LoraAdapter:
         """Adapts as `Lora.adapt` does. Never packed for the CPU kernel that `eval()` selects
         (bitsandbytes 0.50, AVX-512): it has no gradient, and the weights would stay packed in
         training.
@@ -340,7 +429,7 @@ class QLora(Lora):
         for module in model.modules():
             if "support_avx512bf16_for_cpu" in vars(module):
                 vars(module)["support_avx512bf16_for_cpu"] = False
-        return super().adapt(model, base)
+        return super().adapt(model, base, tokenizer)
 
 
 @dataclass(frozen=True)
@@ -350,6 +439,15 @@ class LoraAdapter:
     wrapped: peft.PeftModel
     description: str
     is_continued: bool = False  # its weights are there before those of the base
+
+    def frozen_rows(
+        self,
+        lm: transformers.PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        known: Collection[str],
+    ) -> str:
+        """Returns what `frozen_rows_note` does."""
+        return frozen_rows_note(lm, tokenizer, known)
 
     @contextlib.contextmanager
     def hidden(self) -> Iterator[None]:
@@ -367,10 +465,10 @@ class LoraAdapter:
             if isinstance(child, _LAYERS)
         ]
         for parent, name, layer in places:
-            if isinstance(layer, ModulesToSaveWrapper):
-                base = layer.original_module
-            else:
+            if isinstance(layer, BaseTunerLayer):
                 base = layer.get_base_layer()
+            else:
+                base = layer.original_module
             setattr(parent, name, base)
         yield
         for parent, name, layer in places:
@@ -398,12 +496,19 @@ class LoraAdapter:
         layers: list[Any] = [
             x for x in self.wrapped.base_model.modules() if isinstance(x, BaseTunerLayer)
         ]
-        weights = [layer.get_base_layer()._parameters.get("weight") for layer in layers]
+        # rows of single tokens are the same ones in a tied head
+        apart = [layer for layer in layers if not vars(layer).get("_tied_adapter")]
+        weights = [layer.get_base_layer()._parameters.get("weight") for layer in apart]
         uses = Counter(id(weight) for weight in weights if weight is not None)
         if num_shared := sum(count > 1 for count in uses.values()):
             raise ConfigError(
                 f"{num_shared} weights are shared by several layers, each with an adapter of its "
                 "own, which cannot be merged into them: use the run's adapter/ with peft."
+            )
+        if any(_adds_bias(layer) for layer in layers):
+            raise ConfigError(
+                "the adapter has biases (lora_bias=true) beside layers without any, so that it "
+                "cannot be merged into them: use the run's adapter/ with peft."
             )
         for layer in layers:
             with _whole(layer):
@@ -413,7 +518,16 @@ class LoraAdapter:
             self.wrapped.merge_and_unload()
 
 
-_LAYERS = (BaseTunerLayer, ModulesToSaveWrapper)
+_LAYERS = (BaseTunerLayer, ModulesToSaveWrapper, TrainableTokensWrapper)
+# values of init_lora_weights
+_CHANGE_THE_BASE = frozenset({"pissa", "olora", "corda", "loftq", "lora_ga"})
+
+
+def _adds_bias(layer: Any) -> bool:
+    """Returns whether an adapter's bias has none in the base to be merged into."""
+    return layer.get_base_layer()._parameters.get("bias") is None and any(
+        vars(layer).get("lora_bias", {}).values()
+    )
 
 
 def _share_configs(model: nn.Module) -> None:
@@ -440,6 +554,13 @@ def _take_from_base(layer: Any) -> None:
         for name, buffer in layer.original_module.named_buffers():  # Gemma scales its embeddings
             module, _, own = name.rpartition(".")
             setattr(copy.get_submodule(module), own, buffer.clone())
+        return
+    if isinstance(layer, TrainableTokensWrapper):
+        rows = layer.token_adapter
+        if rows.tied_adapter is None:
+            weight = rows.get_base_layer().weight
+            weight = weight.full_tensor() if isinstance(weight, DTensor) else weight
+            keep_part(rows.trainable_tokens_delta["default"], weight[rows.token_indices["default"]])
         return
     for magnitude in layer.lora_magnitude_vector.values():
         weight = layer.get_base_layer().weight
@@ -491,8 +612,21 @@ def load_adapted(
     """
     base = peft.PeftConfig.from_pretrained(folder).base_model_name_or_path
     model = load_whole(base, dtype, trust_remote_code)
+    # one that was trained with added rows saves the whole embedding, to which the base grows
+    num_rows = max(map(len, _whole_ends(model, Path(folder))), default=0)
+    if num_rows > embedding_rows(model):
+        with_head(model).resize_token_embeddings(num_rows, mean_resizing=False)
     cure = f"it was made for another model than {base}, or peft misreads its names"
     with warnings.catch_warnings(), explained(f"{folder} is not all read", UserWarning, cure=cure):
         warnings.filterwarnings("error", "Found missing adapter keys")
         peft.PeftModel.from_pretrained(model, folder)  # puts the adapter's layers into `model`
     return model
+
+
+def _whole_ends(model: transformers.PreTrainedModel, folder: Path) -> list[Tensor]:
+    """Returns the embedding and the head that an adapter's folder holds as a whole."""
+    names = {module: name for name, module in model.named_modules()}
+    ends = [names[model.get_input_embeddings()], names[output_head(model)]]
+    weights = load_file(folder / "adapter_model.safetensors")
+    wanted = [f"{_PREFIX}{end}.weight" for end in ends]
+    return [weights[name] for name in wanted if name in weights]
