@@ -32,7 +32,7 @@ from transformers import BitsAndBytesConfig, PreTrainedTokenizerBase
 
 from automodel_lite.config.components import missing_package
 from automodel_lite.config.model_files import check_model_files
-from automodel_lite.config.rules import PathStr, Positive, Range, Size
+from automodel_lite.config.rules import Count, PathStr, Positive, Range, Size
 from automodel_lite.errors import ConfigError, explained
 from automodel_lite.models.layers import local, output_head, with_head
 from automodel_lite.models.sharded import keep_part
@@ -58,7 +58,7 @@ class Lora:
     modules_to_save: list[str] | None = None  # modules to train fully, [embed_tokens, lm_head]
     # tokens whose rows of the embedding and of the head are trained, ["<call>", "<|im_end|>"], or
     # their ids
-    trainable_tokens: list[str | int] | None = None
+    trainable_tokens: list[str | Count] | None = None
     use_dora: bool = False  # train the magnitude of each weight column separately (peft=dora)
     use_rslora: bool = False  # scale by alpha / sqrt(r) instead of alpha / r
     # continue training this adapter's folder; r, alpha and targets are its own
