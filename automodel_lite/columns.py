@@ -48,6 +48,7 @@ COLUMNS = {
     "teacher_log_probs": Column("float32", "float32", 0.0),
     "teacher_rest": Column("float32", "float32", -math.inf),
     "row_place": Column("int64", "int64", -1),
+    "average_weights": Column("float32", "float32", 0.0, is_for_loss=False),
     "image": Column("int64", "int64", 0, in_runs=True, is_for_loss=False),
     "image_stamp": Column("int64", "int64", 0, in_runs=True, is_for_loss=False),
     "rope_shift": Column("int64", "int64", 0, in_runs=True, is_for_loss=False),
@@ -65,6 +66,8 @@ teacher_rest  the probability that it leaves to all other tokens
 row_place     where in its flat token rows a token stands
 branches      1 + the position at which a branch of a tree begins, 0 elsewhere; in a batch the
               positions show it
+average_weights  what a label counts in a mean over documents or turns: made of a whole stream,
+              before ranks share it
 image         the number of the image, in the data, whose place a token is; 0 of text
 image_stamp   what tells this image from others, by its bytes; 0 of text
 rope_shift    positions of several axes less `position_ids` (parts/images/tokens.py)

@@ -94,8 +94,9 @@ class Verification:
         self.console = Console(is_silent=rank() != 0)
         shape = mesh_shape(config.mesh, world_size())
         parts = checked_parts(config)
-        # next-token cross-entropy in place of what compares rows, or asks another model
-        self.replaced = None if isinstance(parts.loss, PlainLoss) else type(parts.loss).__name__
+        # next-token cross-entropy in place of what compares or averages rows, or asks another model
+        is_plain = isinstance(parts.loss, PlainLoss) and parts.loss.is_plain
+        self.replaced = None if is_plain else type(parts.loss).__name__
         if self.replaced:
             parts = replace(parts, loss=FusedLinearCrossEntropy(), teacher=None)
         self.sample: Sample = draw_sample(config, shape)

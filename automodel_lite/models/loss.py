@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -35,6 +35,8 @@ from automodel_lite.models.fused_head import (
 )
 from automodel_lite.tensors import at_least_fp32
 from automodel_lite.thd import TargetsAhead, ThdBatch
+
+Average = Literal["labels", "documents", "turns"]
 
 
 def label_log_probs(logits: Tensor, labels: Tensor) -> Tensor:
@@ -253,6 +255,12 @@ class Loss(ABC):
         """
         return {}
 
+    def prepare(self, batch: ThdBatch) -> ThdBatch:
+        """Returns a whole stream, on the host, with the columns that the loss makes of it before
+        ranks share it.
+        """
+        return batch
+
     def num_items(self, batch: ThdBatch) -> float:
         """Counts on the host what the sum of a step is divided by, in a whole stream that is not
         sharded yet.
@@ -303,10 +311,89 @@ class LookAhead(ABC):
         """Returns the sum of their loss over these rows."""
 
 
-class PlainLoss(Loss):
-    """Next-token cross-entropy in one of its forms: what validation compares all losses by."""
+class AveragedLoss(Loss):
+    """A loss per label, averaged over all labels of the step, or over its documents or turns, of
+    the mean over the labels of each; all by the weights of the labels.
+
+    average  labels
+             documents  rows as they are trained: those of a tree are single ones, and so are those
+                        of a chat that its template splits into one per turn
+             turns      runs of labels in a document: what an assistant says between two others
+    """
 
     columns = frozenset({"loss_weights"})
+    average: str
+
+    def __post_init__(self) -> None:
+        # rows of a tree that train the same label would be in each other's means
+        if self.average != "labels":
+            object.__setattr__(self, "separates_rows", True)
+
+    def prepare(self, batch: ThdBatch) -> ThdBatch:
+        if self.average == "labels":
+            return batch
+        unit_R, weights_R, sums_U = label_units(batch, self.average)
+        column_T = torch.zeros(len(batch.labels))
+        # a unit whose labels all weigh 0 is left out
+        shares_R = weights_R / sums_U[unit_R].clamp(min=torch.finfo(torch.float64).tiny)
+        column_T[batch.label_rows] = shares_R.float()
+        return replace(batch, columns=batch.columns | {"average_weights": column_T})
+
+    def num_items(self, batch: ThdBatch) -> float:
+        """Counts labels by their weights; or the documents or turns that have a label which weighs
+        more than 0.
+        """
+        if self.average == "labels":
+            return batch.num_label_tokens
+        return int((label_units(batch, self.average)[2] > 0).sum())
+
+    def label_weights(self, inputs: LossInputs) -> Tensor | None:
+        """Returns what each label counts, [R]; None where all count 1."""
+        name = "loss_weights" if self.average == "labels" else "average_weights"
+        return inputs.columns.get(name) if self.average == "labels" else inputs.columns[name]
+
+    def example_columns(self, batch: ThdBatch) -> dict[str, Tensor]:
+        """Makes the column of an average, too."""
+        made = super().example_columns(batch)
+        if self.average != "labels":
+            made["average_weights"] = torch.zeros(len(batch.labels), device=batch.labels.device)
+        return made
+
+
+def label_units(batch: ThdBatch, average: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns of a whole stream the document or turn of each label, int64 [R], the labels' weights
+    [R], and their sums over each unit [U], fp64.
+
+        labels  _ a b _ c │ _ d     documents  0 0 0 │ 1     turns  0 0 1 │ 2
+    """
+    # A row goes on where positions count on inside a document: a row of a tree ends with the node
+    # that holds all of its labels, as rows that are averaged apart share none.
+    positions_T = batch.position_ids
+    begins_T = torch.ones_like(positions_T, dtype=torch.bool)
+    begins_T[1:] = positions_T[1:] != positions_T[:-1] + 1
+    starts = batch.cu_seqlens_padded[:-1].long()
+    begins_T[starts[starts < len(begins_T)]] = True
+    rows = batch.label_rows
+    node_R = begins_T.cumsum(0)[rows]
+    is_first_R = torch.ones_like(rows, dtype=torch.bool)
+    is_first_R[1:] = node_R.diff() != 0
+    if average == "turns":
+        is_first_R[1:] |= rows.diff() != 1
+    unit_R = is_first_R.cumsum(0) - 1
+    weights = batch.columns.get("loss_weights")
+    weights_R = torch.ones(len(rows)) if weights is None else weights[rows]
+    weights_R = weights_R.to(torch.float64)
+    num_units = int(is_first_R.sum())
+    return unit_R, weights_R, weights_R.new_zeros(num_units).index_add(0, unit_R, weights_R)
+
+
+class PlainLoss(AveragedLoss):
+    """Next-token cross-entropy in one of its forms."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is what validation compares all losses by."""
+        return self.average == "labels"
 
 
 @dataclass(frozen=True)
@@ -317,15 +404,21 @@ class CrossEntropy(PlainLoss):
 
     needs_logits = True
 
+    # over all labels of a step, or over its documents or turns of the mean over each
+    average: Average = "labels"
+
     def __call__(self, inputs: LossInputs) -> LossOutput:
-        logits_RV = at_least_fp32(inputs.head.rows)
-        weights_R = inputs.columns.get("loss_weights")
-        if weights_R is None:
-            return LossOutput(F.cross_entropy(logits_RV, inputs.labels_R, reduction="sum"), {})
-        # The sum is divided by the sum of weights of the step, so a weight of 2 is like meeting the
-        # label twice.
-        losses_R = F.cross_entropy(logits_RV, inputs.labels_R, reduction="none")
-        return LossOutput((losses_R * weights_R).sum(), {})
+        return LossOutput(_cross_entropy(inputs, self.label_weights(inputs)), {})
+
+
+def _cross_entropy(inputs: LossInputs, weights_R: Tensor | None) -> Tensor:
+    logits_RV = at_least_fp32(inputs.head.rows)
+    if weights_R is None:
+        return F.cross_entropy(logits_RV, inputs.labels_R, reduction="sum")
+    # The sum is divided by the sum of weights of the step, so a weight of 2 is like meeting the
+    # label twice.
+    losses_R = F.cross_entropy(logits_RV, inputs.labels_R, reduction="none")
+    return (losses_R * weights_R).sum()
 
 
 @dataclass(frozen=True)
@@ -338,11 +431,14 @@ class FusedLinearCrossEntropy(PlainLoss):
 
     # rows of logits at a time; null = hidden size, at least 512
     chunk_tokens: Positive | None = None
+    # over all labels of a step, or over its documents or turns of the mean over each
+    average: Average = "labels"
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
         head = inputs.head
+        weights_R = self.label_weights(inputs)
         if head.weight_VC is None:
-            return CrossEntropy()(inputs)
+            return LossOutput(_cross_entropy(inputs, weights_R), {})
         vocab_size, hidden_size = head.weight_VC.shape
         total = linear_cross_entropy(
             head.rows,
@@ -351,7 +447,7 @@ class FusedLinearCrossEntropy(PlainLoss):
             chunk_rows(self.chunk_tokens, hidden_size, vocab_size),
             head.softcap,
             head.backend,
-            inputs.columns.get("loss_weights"),
+            weights_R,
         )
         return LossOutput(total, {})
 

@@ -101,8 +101,11 @@ class LossModel(nn.Module):
                 return True
         return self.balance is not None or self.loss.needs_documents
 
-    def look_ahead(self, batch: ThdBatch) -> ThdBatch:
-        """Returns a whole stream with what the heads for further tokens get of it."""
+    def look_ahead(self, batch: ThdBatch, loss: Loss | None = None) -> ThdBatch:
+        """Returns a whole stream with what the loss, or another `loss`, and the heads for further
+        tokens get of it.
+        """
+        batch = (loss or self.loss).prepare(batch)
         return replace(batch, ahead=self.heads.targets(batch)) if self.heads else batch
 
     def forward(self, batch: ThdBatch, loss: Loss | None = None) -> LossOutput:
@@ -173,8 +176,10 @@ class LossModel(nn.Module):
         inputs = LossInputs(own, labels_R, columns, batch, teacher)
         total, parts = loss(inputs)
         if heads:
-            # gradients in training, but no part of the value
+            # gradients in training, but no part of the value; counts labels, and is divided by the
+            # items of the loss
             ahead = heads.loss(replace(head, rows=head.rows[len(rows) :]), batch)
+            ahead = self.items_per_label * ahead
             total = total + heads.coefficient * (ahead - ahead.detach())
             parts = {**parts, "mtp_loss": ahead}
         # by which runs of different losses compare
@@ -182,7 +187,7 @@ class LossModel(nn.Module):
             losses_R, hits_R = inputs.rows(_loss_and_hit, labels_R).unbind(-1)
             weights_R = columns.get("loss_weights", torch.ones_like(hits_R))
             parts = {**parts, "token_accuracy": (hits_R * weights_R).sum()}
-            if not isinstance(loss, PlainLoss):
+            if not (isinstance(loss, PlainLoss) and loss.is_plain):
                 parts["cross_entropy"] = (losses_R * weights_R).sum()
         return LossOutput(total, {name: part.detach() for name, part in parts.items()})
 

@@ -62,9 +62,12 @@ class Engine:
     decided: Decided
     _parts: list[str] = field(default_factory=list, init=False, repr=False)
 
-    def place(self, batch: ThdBatch) -> ThdBatch:
-        """Returns the tokens of this context-parallel rank, on the host."""
-        batch = self.model.loss_model.look_ahead(batch)
+    def place(self, batch: ThdBatch, loss: Loss | None = None) -> ThdBatch:
+        """Returns the tokens of this context-parallel rank, on the host.
+
+        loss  None = the model's
+        """
+        batch = self.model.loss_model.look_ahead(batch, loss)
         return cp_shard(batch, self.mesh.cp, self.decided.mesh.cp_exchange)
 
     def feed(self, steps: Iterator[HostStep]) -> DeviceFeed:

@@ -96,6 +96,12 @@ def build_parts(config: Config) -> Parts:
             "answers stay whole, in one pack: use exact_fill, best_fit or next_fit, and "
             "overlong=drop or error."
         )
+    if loss.separates_rows and (packer.cuts_documents or packer.overlong == "split"):
+        raise ConfigError(
+            f"packed_sequence.strategy={packer.strategy} overlong={packer.overlong}: rows of "
+            f"loss={type(loss).__name__} stay whole, as what a label counts follows from all of "
+            "its row: use exact_fill, best_fit or next_fit, and overlong=drop, truncate or error."
+        )
     model = build(config.model)
     optimizer = config.optimizer
     if optimizer.get("lr") == AUTO:

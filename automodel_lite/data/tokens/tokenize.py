@@ -28,7 +28,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from automodel_lite.columns import COLUMNS, IGNORE_INDEX, Column, declared_columns
-from automodel_lite.config.components import build_with, locate
+from automodel_lite.config.components import build, build_with
 from automodel_lite.config.schema import Config, TokenizeConfig
 from automodel_lite.data.cache import Key, build_once, cache_root, short_hash
 from automodel_lite.data.reading.documents import Document, Documents, DocumentSet
@@ -77,6 +77,7 @@ class Job:
     settings: TokenizeConfig = field(default_factory=TokenizeConfig)
     tree: str = "auto"  # packed_sequence.tree: which rows may share their beginning
     most_tokens: int | None = None  # of a pack, which no tree exceeds; None = any
+    separates: bool = False  # rows of a tree share no label, as the loss takes them whole
     reads_images: ClassVar[bool] = False
 
     def renderer(self) -> Renderer:
@@ -329,14 +330,14 @@ def job_of(
     """The job of a run, whose tokenizer may be trained on its documents; `tree` and `most_tokens`
     are the packer's.
     """
-    if config.loss:
-        locate(config.loss["_target_"])  # which declares columns of its own
+    # which declares columns of its own
+    separates = bool(config.loss) and build(config.loss).separates_rows
     check_turns(config.tokenize, documents)
     tokenizer = build_with(config.tokenizer, documents=documents, cache_dir=config.cache_dir)
     pretrained = config.model.get("pretrained")
     if pretrained and config.tokenizer.get("path") != pretrained:
         check_vocabulary(pretrained, tokenizer)
-    return Job(tokenizer, config.tokenize, tree, most_tokens)
+    return Job(tokenizer, config.tokenize, tree, most_tokens, separates)
 
 
 def check_turns(settings: TokenizeConfig, documents: Documents) -> None:
@@ -425,6 +426,9 @@ def _as_trees(
     key = {"rows": (folder / CONTENT_HASH).read_text(), "rules": RULES_VERSION}
     key |= {"tree": job.tree, "most_tokens": str(job.most_tokens)}
     grow = partial(write_trees, rows=rows, mode=job.tree, most_tokens=job.most_tokens)
+    if job.separates:
+        key["separates"] = "true"
+        grow = partial(grow, separates=True)
     trees = build_once(root, "trees", label, key, grow)
     return load_rows(trees.folder), json.loads((trees.folder / TREES).read_text())
 

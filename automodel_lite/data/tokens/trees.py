@@ -45,6 +45,8 @@ LEAST_SHARED = 64
 piece of each scan.
 """
 BLOCK_TREES = 1000
+OF_ROW = "of_row"
+"""The number of the row at its labels: what rows do not share when a loss takes them whole."""
 
 Row = Mapping[str, np.ndarray]
 Tree = dict[str, np.ndarray]
@@ -55,6 +57,7 @@ def grow_trees(
     least_shared: int = LEAST_SHARED,
     shares: bool = True,
     most_tokens: int | None = None,
+    separates: bool = False,
 ) -> list[Tree]:
     """Rows of one source -> trees of those whose beginnings are alike, and the other rows as they
     are.
@@ -67,6 +70,7 @@ def grow_trees(
     shares       False: what is put together for other reasons (`PAIRED`) holds each row whole
     most_tokens  of a pack: longer rows stay rows, which the packer drops or cuts with their own
                  labels; what is compared stays together, and is dropped whole
+    separates    rows share no label, also where they are equal
     """
     if len(rows) < 2:
         return [dict(row) for row in rows]
@@ -80,6 +84,12 @@ def grow_trees(
         if not is_next or "loss_weights" in row:
             return [dict(row) for row in rows]
     is_paired = PAIRED in rows[0]
+    compared = rows
+    if separates:
+        compared = [
+            {**row, OF_ROW: np.where(row["labels"] == IGNORE_INDEX, 0, number)}
+            for number, row in enumerate(rows, start=1)
+        ]
     least_shared = 0 if is_paired else max(1, least_shared)
     keys = [_sort_key(row) for row in rows]
     order = sorted(range(len(rows)), key=keys.__getitem__)
@@ -90,7 +100,7 @@ def grow_trees(
         if most_tokens and len(rows[number]["input_ids"]) > most_tokens and not is_paired:
             groups.insert(0, ([number], [0]))
             continue
-        shared = _shared(rows[before], rows[number]) if before >= 0 and shares else 0
+        shared = _shared(compared[before], compared[number]) if before >= 0 and shares else 0
         if before >= 0 and shared >= least_shared:
             groups[-1][0].append(number)
             groups[-1][1].append(shared)
@@ -199,14 +209,16 @@ def cut_tree(tree: Row, most_tokens: int) -> list[Tree]:
     return made
 
 
-def trees_of(rows: Sequence[Row], mode: str, most_tokens: int | None) -> list[Tree]:
+def trees_of(
+    rows: Sequence[Row], mode: str, most_tokens: int | None, separates: bool = False
+) -> list[Tree]:
     """Returns the rows and trees that are packed of the rows of one document of a stream, whose
-    other documents are not searched for like ones.
+    other documents are not searched for like ones; `separates` as in `grow_trees`.
     """
     is_paired = bool(rows) and PAIRED in rows[0]
     grown: list[Tree] = [dict(row) for row in rows]
     if mode != "off" or is_paired:
-        grown = grow_trees(rows, shares=mode != "off", most_tokens=most_tokens)
+        grown = grow_trees(rows, shares=mode != "off", most_tokens=most_tokens, separates=separates)
     if most_tokens is None or is_paired:  # what is compared stays together
         return grown
     parts = []
@@ -215,12 +227,19 @@ def trees_of(rows: Sequence[Row], mode: str, most_tokens: int | None) -> list[Tr
     return parts
 
 
-def write_trees(folder: Path, rows: TokenizedDocuments, mode: str, most_tokens: int | None) -> None:
+def write_trees(
+    folder: Path,
+    rows: TokenizedDocuments,
+    mode: str,
+    most_tokens: int | None,
+    separates: bool = False,
+) -> None:
     """Writes trees of `rows` to a folder, and to TREES what they save.
 
     mode         auto: of rows of one group; all: of any rows; off: of none
     most_tokens  of a pack: larger trees are cut between rows; those that an objective compares
                  never are
+    separates    as in `grow_trees`
     """
     if mode == "all" and PAIRED not in rows.columns:
         names = [name for name in ("input_ids", "image") if name in rows.columns]
@@ -245,7 +264,10 @@ def write_trees(folder: Path, rows: TokenizedDocuments, mode: str, most_tokens: 
         tree
         for group in found.values()
         for tree in grow_trees(
-            [rows[i] for i in group], shares=mode != "off", most_tokens=most_tokens
+            [rows[i] for i in group],
+            shares=mode != "off",
+            most_tokens=most_tokens,
+            separates=separates,
         )
     )
     while block := list(islice(grown, BLOCK_TREES)):

@@ -206,7 +206,7 @@ class TrainingClient:
         recording = _Recording(loss)
         whole = list(self.engine.micro_batches(packed.packs, loss))
         num_items = self._count_items(whole, loss)
-        if loss_model.balance is not None:
+        if loss_model.balance is not None or loss_model.heads is not None:
             # it counts labels, and is divided by the items with the loss
             num_labels = self._count_items(whole, CrossEntropy())
             if num_labels:
@@ -223,7 +223,7 @@ class TrainingClient:
         seed_all(self.config.seed, self._num_calls, self.mesh.token_rank)
         self._is_broken = True
         self.engine.model.module.train()  # an interrupted `sample` leaves it in eval mode
-        placed = [self.engine.place(batch).to(self.mesh.device) for batch in whole]
+        placed = [self.engine.place(batch, loss).to(self.mesh.device) for batch in whole]
         sums = self.engine.forward_backward(placed, loss=recording)
         summed = self.engine.total(sums, of_model=False)
         totals = {name: float(value) for name, value in summed.items()}

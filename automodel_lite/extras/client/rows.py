@@ -29,8 +29,6 @@ from automodel_lite.models.loss import Loss, check_columns
 
 Row = dict[str, np.ndarray]
 GRAIN_TOKENS = 128  # packs are made as short as their rows, in steps of so many tokens
-OF_ROW = "of_row"
-"""The number of the row at its labels: what rows do not share when a loss compares them whole."""
 
 
 @dataclass(frozen=True)
@@ -198,14 +196,7 @@ def _grow(group: Sequence[Row], loss: Loss, packer: Packer) -> list[Row]:
     shares = packer.tree != "off"
     if not shares and PAIRED not in group[0]:
         return [dict(row) for row in group]
-    if not loss.separates_rows:
-        return grow_trees(group, shares=shares)
-    numbered = [
-        row | {OF_ROW: np.where(row["labels"] == IGNORE_INDEX, 0, number)}
-        for number, row in enumerate(group, start=1)
-    ]
-    trees = grow_trees(numbered, shares=shares)
-    return [{name: tree[name] for name in tree if name != OF_ROW} for tree in trees]
+    return grow_trees(group, shares=shares, separates=loss.separates_rows)
 
 
 def _paths(tree: Row) -> list[np.ndarray]:

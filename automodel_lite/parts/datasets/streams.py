@@ -557,4 +557,6 @@ class ShardTurns(IterableDataset):
                 for i in range(len(chunk.lengths))
             )
             for num_rows in chunk.num_rows.tolist():
-                yield trees_of(list(islice(rows, num_rows)), self.job.tree, self.job.most_tokens)
+                of_document = list(islice(rows, num_rows))
+                job = self.job
+                yield trees_of(of_document, job.tree, job.most_tokens, job.separates)

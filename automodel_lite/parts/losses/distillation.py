@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from automodel_lite.config.rules import Only, PathStr, Range, Size
-from automodel_lite.models.loss import Loss, LossInputs, LossOutput
+from automodel_lite.models.loss import Average, AveragedLoss, LossInputs, LossOutput
 from automodel_lite.tensors import at_least_fp32
 from automodel_lite.thd import ThdBatch
 
@@ -32,17 +32,16 @@ MOST_KNOWN = 1 - 2**-23
 """Probability of the stored tokens, at most: the rest's logarithm stays finite in fp32."""
 
 
-class DistillationLoss(Loss):
+class DistillationLoss(AveragedLoss):
     """A divergence and a share of plain cross-entropy, per label, times its weight where the data
     bring weights.
     """
 
-    columns = frozenset({"loss_weights"})
     cross_entropy: Frac
 
     def _of_rows(self, inputs: LossInputs, values_R2: Tensor) -> LossOutput:
         """values_R2: divergence and cross-entropy of each row."""
-        weights_R = inputs.columns.get("loss_weights")
+        weights_R = self.label_weights(inputs)
         divergence, plain = (
             (values_R2 if weights_R is None else values_R2 * weights_R[:, None]).sum(0).unbind()
         )
@@ -62,6 +61,8 @@ class Distill(DistillationLoss):
     beta: Annotated[float, Range(above=0, below=1), Only("kind", "jsd")] = 0.5
     temperature: Annotated[float, Range(0.01, 100)] = 1.0  # divides both models' logits
     cross_entropy: Frac = 0.0  # share of plain cross-entropy on the labels
+    # over all labels of a step, or over its documents or turns of the mean over each
+    average: Average = "labels"
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
         def both(logits: Tensor, teacher_logits: Tensor, labels: Tensor) -> Tensor:
@@ -104,11 +105,13 @@ class DistillTopK(DistillationLoss):
     """
 
     required = frozenset({"teacher_ids", "teacher_log_probs"})
-    columns = frozenset({"loss_weights", "teacher_rest"}) | required
+    columns = AveragedLoss.columns | {"teacher_rest"} | required
 
     teacher: PathStr  # a folder or hub name, as recipes/score.py was given it
     top_k: Size = 64  # tokens stored per label
     cross_entropy: Frac = 0.0  # share of plain cross-entropy on the labels
+    # over all labels of a step, or over its documents or turns of the mean over each
+    average: Average = "labels"
 
     @property
     def scored_by(self) -> str:

@@ -71,14 +71,6 @@ def check_loss(data: PackSource, loss: Loss) -> None:
         if loss.required & MADE_HERE:
             data.with_columns(lambda of_set, rows: {})  # a stream says why it has none
         return
-    packer = data.packer
-    if loss.separates_rows and (packer.cuts_documents or packer.overlong == "split"):
-        raise ConfigError(
-            f"packed_sequence.strategy={packer.strategy} overlong={packer.overlong}: rows of "
-            f"loss={type(loss).__name__} stay whole, as what they were sampled with follows from "
-            "all that stands before: use exact_fill, best_fit or next_fit, and overlong=drop, "
-            "truncate or error."
-        )
     made = loss.required & MADE_HERE | loss.derived(data.columns)
     if isinstance(data, PlannedPacks):
         for of_set, packs in {"train": data.packs_of(0), **data.val_packs}.items():

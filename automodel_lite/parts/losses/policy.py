@@ -33,12 +33,12 @@ from torch import Tensor
 
 from automodel_lite.columns import IGNORE_INDEX, Column
 from automodel_lite.config.rules import Only, Range
-from automodel_lite.models.loss import Loss, LossInputs, LossOutput, row_of_tokens
+from automodel_lite.models.loss import AveragedLoss, LossInputs, LossOutput
 from automodel_lite.thd import ThdBatch
 
 Share = Annotated[float, Range(0, 1_000_000)]
 Length = Annotated[float, Range(1, 1_000_000)]
-Average = Literal["labels", "rows", "constant"]
+PolicyAverage = Literal["labels", "documents", "rows", "turns", "constant"]
 Kl = Literal["k1", "k2", "k3"]
 Advantage = Literal["grpo", "dr_grpo", "leave_one_out"]
 OF_ROWS = frozenset({"reward", "row_group", "row_number"})
@@ -46,15 +46,16 @@ LEAST_DEVIATION = 1e-4  # as TRL's GRPO adds to the standard deviation
 
 
 @dataclass(frozen=True)
-class PolicyLoss(Loss):
+class PolicyLoss(AveragedLoss):
     """An objective per label, and what all of them share: weights, divergence, averages.
 
     kl               weight of the divergence from `reference_log_probs`
     kl_kind          its estimate: k1 = new - reference, k2 = half its square, k3 = exp(-k1) - 1 +
                      k1 (http://joschu.net/blog/kl-approx.html); gradients are those of the estimate
-    average          labels: the mean over all labels of the step (DAPO); rows: over its rows, of
-                     the mean over each (GRPO); constant: over its rows, of the sum over each
-                     divided by `constant_length` (Dr. GRPO)
+    average          labels: the mean over all labels of the step (DAPO); documents, or rows, which
+                     is the same: over its rows, of the mean over each (GRPO); turns: of the mean
+                     over each turn; constant: over its rows, of the sum over each divided by
+                     `constant_length` (Dr. GRPO)
     advantage        made of rewards, which are compared inside each group: grpo divides their
                      distance from the mean by the standard deviation, dr_grpo does not, and
                      leave_one_out takes the mean of the others
@@ -71,7 +72,7 @@ class PolicyLoss(Loss):
         "row_group": Column("int64", "int64", 0, of_row="group"),
         "row_number": Column("int64", "int64", 0, of_row="number"),
     }
-    columns = frozenset({"loss_weights", "reference_log_probs"})
+    columns = AveragedLoss.columns | {"reference_log_probs"}
     required = frozenset({"advantages"})
     settings_of: ClassVar[Mapping[str, str]] = {
         "truncation": "sampler_log_probs",
@@ -85,7 +86,8 @@ class PolicyLoss(Loss):
 
     kl: Share = 0.0  # weight of the divergence from the reference
     kl_kind: Annotated[Kl, Only("kl")] = "k3"  # its estimate
-    average: Average = "labels"  # over labels, rows, or rows of a constant length
+    # over labels, documents (rows), turns, or rows of a constant length
+    average: PolicyAverage = "labels"
     constant_length: Annotated[Length, Only("average", "constant")] = 1024.0  # of average=constant
     advantage: Advantage = "grpo"  # made of the columns reward and group
     truncation: Share = 2.0  # largest weight of a label whose sampler had other numbers; 0 = none
@@ -153,13 +155,6 @@ class PolicyLoss(Loss):
         """Returns the ratio that is clipped or truncated, in the logarithm: that of each label."""
         return log_ratio_R
 
-    def num_items(self, batch: ThdBatch) -> float:
-        """Counts labels by their weights, or rows that have a label."""
-        if self.average == "labels":
-            return batch.num_label_tokens
-        row_T, _ = row_of_tokens(batch)
-        return len(row_T[batch.label_rows].unique())
-
     def example_columns(self, batch: ThdBatch) -> dict[str, Tensor]:
         """Makes values that any row could bring."""
         made = super().example_columns(batch)
@@ -191,12 +186,11 @@ class PolicyLoss(Loss):
 
     def _weights(self, inputs: LossInputs, like_R: Tensor) -> Tensor:
         """Returns what each label weighs, so that the sum over a row is its average."""
-        weights_R = inputs.columns.get("loss_weights", torch.ones_like(like_R))
-        if self.average == "labels":
-            return weights_R
         if self.average == "constant":
+            weights_R = inputs.columns.get("loss_weights", torch.ones_like(like_R))
             return weights_R / self.constant_length
-        return weights_R / inputs.at_labels(inputs.per_row(weights_R)).clamp(min=1e-9)
+        found_R = self.label_weights(inputs)
+        return torch.ones_like(like_R) if found_R is None else found_R
 
 
 @dataclass(frozen=True)
