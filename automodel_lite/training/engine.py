@@ -173,8 +173,11 @@ class TrainingEngine(Engine):
     @classmethod
     def of(cls, built: BuiltModel, mesh: Mesh) -> TrainingEngine:
         """Builds the optimizer of a model; raises ConfigError."""
-        optimizer = built.decided.optimizer(built.model.loss_model)
-        return cls(mesh, built.model, built.decided, optimizer)
+        decided = built.decided
+        optimizer = decided.optimizer(built.model.loss_model)
+        if decided.peft:
+            decided.peft.set_rates(optimizer, built.model.loss_model)
+        return cls(mesh, built.model, decided, optimizer)
 
     def step(self, loss_sum: Tensor, max_norm: float, divisor: float = 1.0) -> Tensor:
         """Divides the gradients, applies them and clears them; returns their norm before clipping.

@@ -9,6 +9,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from peft.optimizers import create_loraplus_optimizer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
@@ -23,6 +24,7 @@ from automodel_lite.models.loss_model import LossModel
 from automodel_lite.parts.adapters import lora
 from automodel_lite.parts.adapters.frozen_rows import frozen_rows_note
 from automodel_lite.parts.adapters.lora import Lora, load_adapted
+from automodel_lite.parts.optimizers.adamw import adamw
 from automodel_lite.thd import stream_of
 from recipes import export_hf
 from tests.data.templates import MARKED, byte_tokenizer
@@ -409,6 +411,69 @@ def test_frozen_rows_that_nobody_has_trained_are_noted():
     assert modules == "[embed_tokens, lm_head]"
     assert noted(modules_to_save=["embed_tokens", "lm_head"]) == ""
     assert "of <|end|> in the head, which" in noted(trainable_tokens=["<call>"])
+
+
+@pytest.mark.parametrize("use_dora", [False, True], ids=["lora", "dora"])
+def test_rates_of_lora_plus_are_those_of_peft(use_dora: bool):
+    model = tiny_llama()
+    adapter = Lora(r=4, loraplus_lr_ratio=16.0, use_dora=use_dora)
+    wrapped = adapter.adapt(model, "base").wrapped
+    optimizer = adamw(model, lr=1e-3)
+    adapter.set_rates(optimizer, model)
+    wanted = create_loraplus_optimizer(wrapped, torch.optim.AdamW, lr=1e-3, loraplus_lr_ratio=16.0)
+    found, theirs = (
+        {p: group["lr"] for group in one.param_groups for p in group["params"]}
+        for one in (optimizer, wanted)
+    )
+    assert found == theirs
+    assert set(found.values()) == {1e-3, 1.6e-2}
+
+
+def test_ranks_and_alphas_of_single_layers():
+    model = tiny_llama()
+    adapter = Lora(
+        r=4,
+        target_modules=["q_proj", "v_proj"],
+        rank_pattern={"layers.0.self_attn.q_proj": 2},
+        alpha_pattern={"v_proj": 8},
+    ).adapt(model, "base")
+    assert (
+        "r 4, alpha 32 on q_proj, v_proj, r 2 on layers.0.self_attn.q_proj" in adapter.description
+    )
+    first, second = (layer.self_attn for layer in model.model.layers)
+    assert [x.r["default"] for x in (first.q_proj, second.q_proj, first.v_proj)] == [2, 4, 4]
+    assert [x.scaling["default"] for x in (first.q_proj, first.v_proj)] == [16.0, 2.0]
+    with pytest.raises(
+        ConfigError, match=r"rank_pattern={'k_proj': 2}: no layer .* named k_proj; "
+    ):
+        Lora(target_modules=["q_proj"], rank_pattern={"k_proj": 2}).adapt(tiny_llama(), "base")
+
+
+@pytest.mark.system
+def test_lora_plus_resumes_at_its_rates(tmp_path: Path):
+    """Stopped and continued, the second matrices learn as fast as before."""
+    folder = save_model("llama", tmp_path / "model")
+    rows = [
+        {"input_ids": [7, 8, 5, 6, 9, 5 + i], "labels": [-100] * 4 + [5 + i, -100]}
+        for i in range(40)
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    chosen = [f"model.pretrained={folder}", f"dataset.path={tmp_path}/rows.jsonl", "peft=lora"]
+    chosen += ["training.num_epochs=null", "training.global_batch_size=1", "optimizer.lr=1e-3"]
+    chosen += ["packed_sequence.packed_sequence_size=128", "training.num_threads=1", "name=x"]
+    chosen += [
+        "peft.loraplus_lr_ratio=16",
+        "checkpoint.accept_changes=true",
+        "lr_scheduler=constant",
+    ]
+    whole = losses(train("finetune", tmp_path / "whole", *chosen, "training.max_steps=6"))
+    train("finetune", tmp_path / "parts", *chosen, "training.max_steps=3")
+    parts = losses(train("finetune", tmp_path / "parts", *chosen, "training.max_steps=6"))
+    assert parts[-1] == whole[-1]
+    slow = [x for x in chosen if "loraplus" not in x]
+    assert (
+        losses(train("finetune", tmp_path / "slow", *slow, "training.max_steps=6"))[-1] != whole[-1]
+    )
 
 
 def test_wrong_tokens_are_named():

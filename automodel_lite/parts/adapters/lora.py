@@ -10,6 +10,7 @@ Which layers get an adapter stands in targets.py.
 from __future__ import annotations
 
 import contextlib
+import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
@@ -28,12 +29,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 from transformers import BitsAndBytesConfig, PreTrainedTokenizerBase
 
 from automodel_lite.config.components import missing_package
 from automodel_lite.config.model_files import check_model_files
 from automodel_lite.config.rules import Count, PathStr, Positive, Range, Size
-from automodel_lite.errors import ConfigError, explained
+from automodel_lite.errors import ConfigError, explained, listed
 from automodel_lite.models.layers import local, output_head, with_head
 from automodel_lite.models.sharded import keep_part
 from automodel_lite.models.source import CausalLM, embedding_rows
@@ -59,6 +61,11 @@ class Lora:
     # tokens whose rows of the embedding and of the head are trained, ["<call>", "<|im_end|>"], or
     # their ids
     trainable_tokens: list[str | Count] | None = None
+    # ranks and alphas of layers, by the ends of their names: {q_proj: 8, "0.mlp.up_proj": 32}
+    rank_pattern: dict[str, Size] | None = None
+    alpha_pattern: dict[str, Positive] | None = None
+    # LoRA+: how many times as fast the second matrix of an adapter learns; 16 is usual
+    loraplus_lr_ratio: Annotated[float, Range(1, 1000)] = 1.0
     use_dora: bool = False  # train the magnitude of each weight column separately (peft=dora)
     use_rslora: bool = False  # scale by alpha / sqrt(r) instead of alpha / r
     # continue training this adapter's folder; r, alpha and targets are its own
@@ -145,10 +152,13 @@ class Lora:
             target_parameters=weights or None,
             modules_to_save=self.modules_to_save,
             trainable_token_indices=self._token_rows(model, tokenizer),
+            rank_pattern=dict(self.rank_pattern or {}),
+            alpha_pattern=dict(self.alpha_pattern or {}),
             use_dora=self.use_dora,
             use_rslora=self.use_rslora,
         )
         wrapped = self._wrap(model, config, base)
+        self._check_patterns(model)
         _share_configs(model)
         copied = [
             name
@@ -206,6 +216,43 @@ class Lora:
                     f"{self.modules_to_save} trains all rows of {end}: remove one."
                 )
         return {end: sorted({*ids}) for end in ends}
+
+    def _check_patterns(self, model: transformers.PreTrainedModel) -> None:
+        """Raises ConfigError for a pattern of no adapted layer, which peft would pass over."""
+        adapted = [
+            name for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)
+        ]
+        for setting in ("rank_pattern", "alpha_pattern"):
+            pattern = getattr(self, setting) or {}
+            for end in pattern:
+                # as peft looks for them: a regular expression of the end of a name
+                if not any(re.match(rf"(.*\.)?({end})$", name) for name in adapted):
+                    there = listed(sorted({name.rpartition(".")[2] for name in adapted}))
+                    raise ConfigError(
+                        f"peft.{setting}={pattern}: no layer with an adapter is named {end}; there "
+                        f"are {there}."
+                    )
+
+    def set_rates(self, optimizer: Optimizer, model: nn.Module) -> None:
+        """Gives the second matrices of adapters, in place, groups of `loraplus_lr_ratio` times the
+        rate (LoRA+, arXiv:2402.12354), and with them what has one dim, as peft's
+        `create_loraplus_optimizer` does; adapters of an embedding keep the rate.
+        """
+        if self.loraplus_lr_ratio == 1:
+            return
+        faster = {
+            p
+            for name, p in model.named_parameters()
+            if ".lora_B." in name or (p.ndim == 1 and p.requires_grad)
+        }
+        for group in [*optimizer.param_groups]:
+            chosen = [p for p in group["params"] if p in faster]
+            others = [p for p in group["params"] if p not in faster]
+            rate = group["lr"] * self.loraplus_lr_ratio
+            group["params"] = others
+            if chosen:
+                optimizer.param_groups.append({**group, "params": chosen, "lr": rate})
+        optimizer.param_groups[:] = [x for x in optimizer.param_groups if x["params"]]
 
     def _continue(self, model: transformers.PreTrainedModel, base: str) -> LoraAdapter:
         """Puts the adapter of a folder into `model`, in place, to be trained further."""
@@ -303,6 +350,8 @@ class Lora:
             "use_rslora": config.use_rslora,
             "experts": bool(config.target_parameters),
             "modules_to_save": None,
+            "rank_pattern": config.rank_pattern or None,
+            "alpha_pattern": config.alpha_pattern or None,
         }
         targets = config.target_modules or ()
         targets = [targets] if isinstance(targets, str) else sorted(targets)
@@ -375,6 +424,9 @@ class Lora:
         whole = f", whole {', '.join(self.modules_to_save)}" if self.modules_to_save else ""
         if self.trainable_tokens:
             whole += f", rows of {len(self.trainable_tokens)} tokens"
+        for pattern, number in ((self.rank_pattern, "r"), (self.alpha_pattern, "alpha")):
+            for end, value in (pattern or {}).items():
+                whole += f", {number} {value} on {end}"
         kind = "dora" if self.use_dora else "lora"
         where = ", ".join(sorted(names)) + whole
         return f"{kind} r {self.r}, alpha {self.alpha} on {where}: {trained / 1e6:,.2f} M trained"
