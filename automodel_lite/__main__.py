@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 import runpy
 import sys
-from importlib import import_module
 
-from automodel_lite.cli.line import RECIPES, RECIPES_PACKAGE, TOOLS
+from automodel_lite.cli.line import COMMANDS, RECIPES, RECIPES_PACKAGE, TOOLS
+from automodel_lite.config.components import locate
 from automodel_lite.errors import MISTAKE_EXIT, did_you_mean
 
 
@@ -40,8 +40,7 @@ def main() -> None:
                 "[key=value ...]"
             )
             raise SystemExit(0 if rest else 2)
-        tool = import_module(f"automodel_lite.extras.cli.{name}")
-        run_tool(vars(tool)[name], rest)
+        run_tool(locate(COMMANDS["tool"].format(name)), rest)
     if name not in RECIPES and not name.startswith("-"):
         near = did_you_mean(name, [*RECIPES, *TOOLS])
         print(

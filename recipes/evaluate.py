@@ -24,7 +24,6 @@ from automodel_lite.config.schema import Config
 from automodel_lite.data.feeding.source import PackSource
 from automodel_lite.data.prepare import check_sizes, prepare_data
 from automodel_lite.errors import ConfigError
-from automodel_lite.evaluation.generator import load_generator
 from automodel_lite.evaluation.questions import questions_of
 from automodel_lite.models.loss import FusedLinearCrossEntropy, Loss
 from automodel_lite.parallel.mesh import Mesh, rank, world_size
@@ -32,6 +31,7 @@ from automodel_lite.progress import activity
 from automodel_lite.results import RESULTS
 from automodel_lite.run.checkpoint_folder import exported_folder
 from automodel_lite.telemetry.console import Console, quiet_libraries
+from automodel_lite.tools.load_generator import load_generator
 from automodel_lite.training.build import build_model
 from automodel_lite.training.decide import check_positions, decide
 from automodel_lite.training.engine import Engine

@@ -52,8 +52,8 @@ def main(argv: list[str] | None = None) -> int:
     with activity("loading the model"):
         from transformers import set_seed  # --help needs no torch
 
-        from automodel_lite.evaluation.generator import load_generator
         from automodel_lite.telemetry.console import quiet_libraries
+        from automodel_lite.tools.load_generator import load_generator
 
         quiet_libraries()
         saved = settings_of(Path(args.model).expanduser() / "config.yaml")

@@ -24,6 +24,7 @@ from automodel_lite.config.components import build
 from automodel_lite.config.schema import Config
 from automodel_lite.data.feeding.feed import DeviceStep
 from automodel_lite.data.prepare import check_sizes, prepare_data
+from automodel_lite.extras.dry_run import dry_run
 from automodel_lite.extras.plan import choose_recomputation
 from automodel_lite.extras.report.live import LiveReport
 from automodel_lite.interpreter import relaxed_gc
@@ -67,7 +68,7 @@ class TrainFinetuneRecipe:
     @classmethod
     def launch(cls, config: Config, *more: object) -> int:
         """Trains, continues, or counts a dry run; `more` are arguments of a subclass."""
-        return launch.launch(cls, config, *more)
+        return launch.launch(cls, config, *more, dry_run=dry_run)
 
     @property
     def num_steps(self) -> int:

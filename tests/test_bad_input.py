@@ -20,8 +20,8 @@ from automodel_lite.cli.hydra_app import check_places
 from automodel_lite.config.model_files import NAMES
 from automodel_lite.config.rules import check_folder
 from automodel_lite.errors import ConfigError, DataError
-from automodel_lite.evaluation.generator import load_generator
 from automodel_lite.run.weight_files import model_files
+from automodel_lite.tools.load_generator import load_generator
 from tests.runs import config_of, train_quick
 
 

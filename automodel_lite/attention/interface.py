@@ -42,14 +42,13 @@ from automodel_lite.attention.positions import (
 )
 from automodel_lite.attention.rotations import RotationByDocument
 from automodel_lite.attention.spec import (
-    FAMILIES,
     UNPACKED,
     AttentionSpec,
     config_value,
     layer_shapes,
     layer_window,
 )
-from automodel_lite.config.components import locate
+from automodel_lite.config.components import build, option
 from automodel_lite.errors import ConfigError
 from automodel_lite.thd import (
     AttentionInputs,
@@ -57,6 +56,9 @@ from automodel_lite.thd import (
     Segments,
     TreeKeys,
 )
+
+# of attention=auto on CUDA, the fastest first; the reference is behind them
+AUTO_KERNELS = ("varlen", "flex")
 
 
 def choose_attention(
@@ -80,9 +82,7 @@ def choose_attention(
             ReferenceAttention(),
             f"reference: the only packed kernel that trains on {specs[0].device.type}",
         )
-    # by name, as a configuration names them: flex_attention brings torch._dynamo, 1 CPU-s that a
-    # CPU has no use for
-    kernels = (*(locate(name)() for name in FAMILIES["auto_kernels"]), ReferenceAttention())
+    kernels = (*(build(option("attention", name)) for name in AUTO_KERNELS), ReferenceAttention())
     found = [first_able(kernels, spec) for spec in specs]
     if len({kernel for kernel, _ in found}) == 1:
         return found[0]

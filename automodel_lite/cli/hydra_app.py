@@ -32,7 +32,7 @@ from automodel_lite.cli.recipes import Recipe
 from automodel_lite.cli.sources import Sources, check_preset
 from automodel_lite.compat import Hydra
 from automodel_lite.config.check import check_config
-from automodel_lite.config.components import flatten, locate
+from automodel_lite.config.components import flatten, locate, option
 from automodel_lite.config.model_files import check_template
 from automodel_lite.config.rules import check_folder, read_template
 from automodel_lite.config.schema import Config
@@ -44,7 +44,6 @@ from automodel_lite.run.ending import LAUNCHED_BY_US
 from automodel_lite.run.folder import RunFolder
 from automodel_lite.run.stopping import SIGNALS
 
-FILES = "automodel_lite.data.reading.files.FilesDataset"
 _PLACES = re.compile(r"((.+)\.(?:val_)?path)(?:\..+)?")
 """`dataset.path`, that of a source of a mixture, and `dataset.val_path.easy` of several sets."""
 
@@ -186,9 +185,10 @@ def check_places(config: Config, has_data: bool) -> None:
     if not has_data:
         return
     leaves = dict(flatten(config.dataset, "dataset"))
+    files = option("dataset", "files")["_target_"]
     for key, given in leaves.items():
         place = _PLACES.fullmatch(key)
-        if not (place and given) or leaves.get(f"{place[2]}._target_") != FILES:
+        if not (place and given) or leaves.get(f"{place[2]}._target_") != files:
             continue
         paths = given if isinstance(given, list) else [given]
         if any("://" not in path and not Path(path).exists() for path in paths):

@@ -21,12 +21,13 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
-from automodel_lite.config.components import IS_INSTALLED
+from automodel_lite.config.components import IS_INSTALLED, PACKAGE
 from automodel_lite.errors import ConfigError, did_you_mean, nearest
 from automodel_lite.results import open_json
 from automodel_lite.version import __version__
 
-RECIPES_PACKAGE = "automodel_lite.recipes" if IS_INSTALLED else "recipes"
+# of an installed package they are a part
+RECIPES_PACKAGE = f"{PACKAGE.name}.recipes" if IS_INSTALLED else "recipes"
 COMMANDS = yaml.safe_load(Path(__file__).with_name("commands.yaml").read_text(encoding="utf-8"))
 RECIPES: dict[str, list[str]] = COMMANDS["recipes"]  # command -> module, purpose
 TOOLS: dict[str, str] = COMMANDS["tools"]

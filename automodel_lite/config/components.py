@@ -10,6 +10,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NewType
@@ -26,6 +27,18 @@ EXTRAS: dict[str, str] = yaml.safe_load(
 def missing_package(wanted_by: str, package: str) -> MissingPackageError:
     """Returns the error with the pip line that brings an optional package."""
     return MissingPackageError(wanted_by, package, EXTRAS[package])
+
+
+@contextmanager
+def naming_package(wanted_by: str) -> Iterator[None]:
+    """Turns the import of an optional package that is missing into a ConfigError with its cure."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in EXTRAS:
+            raise
+        raise missing_package(wanted_by, package) from None
 
 
 def build(part: Mapping[str, Any], *args: Any, **runtime: Any) -> Any:
@@ -100,9 +113,8 @@ def locate(path: str) -> Callable[..., Any]:
                 module_name == error.name or module_name.startswith(error.name + ".")
             ):
                 continue
-            if error.name and error.name.split(".")[0] in EXTRAS:
-                raise missing_package(path, error.name.split(".")[0]) from None
-            raise
+            with naming_package(path):
+                raise
         for name in parts[cut:]:
             if name not in dir(found):
                 raise ConfigError(
@@ -129,6 +141,19 @@ PACKAGE = Path(__file__).resolve().parents[1]
 # a wheel carries conf/ and recipes/ inside, a checkout beside the package
 IS_INSTALLED = (PACKAGE / "conf").is_dir()
 CONF_DIR = (PACKAGE if IS_INSTALLED else PACKAGE.parent) / "conf"
+
+
+def option(group: str, name: str) -> dict[str, Any]:
+    """Returns an option of a group as conf/ has it: what `group=name` is on a command line.
+
+    >>> option("dataset", "toy_chat")
+    {'_target_': 'automodel_lite.parts.datasets.toy_chat.ToyChat'}
+    """
+    text = (CONF_DIR / group / f"{name}.yaml").read_text(encoding="utf-8")
+    found: dict[str, Any] = yaml.safe_load(text)
+    return found
+
+
 _PATH = re.compile(r"[A-Za-z]\w*(\.[A-Za-z]\w*)+")  # no part begins with an underscore
 _CODE = re.compile(r"[A-Za-z]\w*(\.[A-Za-z]\w*)*:[A-Za-z]\w*")
 _IN_FILE = re.compile(r"_target_:\s*([\w.]+)")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -15,27 +14,18 @@ from transformers import PreTrainedTokenizerBase, TextStreamer
 
 from automodel_lite.attention.isolation import tolerance_std
 from automodel_lite.attention.spec import config_value
-from automodel_lite.config.components import locate
-from automodel_lite.config.model_files import check_model_files
 from automodel_lite.errors import (
     ConfigError,
-    did_you_mean_path,
     explained,
-    is_out_of_memory,
-    is_out_of_threads,
-    one_line,
 )
 from automodel_lite.evaluation.questions import as_template_takes
 from automodel_lite.models.source import (
-    ask_no_hub_without_network,
-    check_finite,
-    check_source,
     embedding_rows,
-    hub_reason,
 )
-from automodel_lite.models.whole_model import load_whole
 
 _PROBE_TOKENS = 12
+ChatInputs = Callable[..., Any]
+"""(chat, is_chat, tools) -> inputs of the model."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +35,7 @@ class Generator:
     source           folder or hub name, of whose processor images are read
     template_kwargs  variables of the chat template beside its own, as the model was trained with
     most_pixels      of an image: larger ones are scaled down, as the model was trained with
+    open_images      makes the function from a chat with images to inputs of the model; None: text
     """
 
     model: transformers.PreTrainedModel
@@ -52,6 +43,7 @@ class Generator:
     source: str = ""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     most_pixels: int | None = None
+    open_images: Callable[[Generator], ChatInputs] | None = None
 
     @torch.no_grad()
     def answers(
@@ -78,10 +70,8 @@ class Generator:
         """
         of_chats = tools or [None] * len(chats)
         if any(map(has_images, chats)):
-            from automodel_lite.parts.images.answer import inputs_of  # with Pillow
-
             # one after the other: pixels of many images fit no GPU
-            batches = (inputs_of(self, chat, is_chat, own) for chat, own in zip(chats, of_chats))
+            batches = (self._inputs_of(chat, is_chat, own) for chat, own in zip(chats, of_chats))
         else:
             prompts = [
                 torch.tensor(prompt_ids(self.tokenizer, chat, is_chat, own, self.template_kwargs))
@@ -118,11 +108,11 @@ class Generator:
         return answers
 
     @cached_property
-    def processor(self) -> Any:
-        """The processor of images."""
-        from automodel_lite.parts.images.answer import processor_of  # with Pillow
-
-        return processor_of(self)
+    def _inputs_of(self) -> ChatInputs:
+        """What makes inputs of chats with images, with a processor that is read once."""
+        if self.open_images is None:
+            raise ConfigError("this model answers texts alone: load it with load_generator.")
+        return self.open_images(self)
 
     @cached_property
     def takes_padding(self) -> bool:
@@ -214,56 +204,3 @@ def prompt_ids(
             return_dict=True,
         )
     return inputs["input_ids"]
-
-
-def load_generator(
-    source: str,
-    trust_remote_code: bool = False,
-    on_cpu: bool = False,
-    template_kwargs: Mapping[str, Any] | None = None,
-) -> Generator:
-    """Loads from a model or adapter folder, or by a hub name; on a GPU in bf16, unless `on_cpu`.
-
-    Raises ConfigError for a model of code that is not trusted.
-    """
-    is_adapter = (Path(source) / "adapter_config.json").is_file()
-    if is_adapter:
-        check_model_files("model", Path(source))
-        ask_no_hub_without_network()  # for its base
-    else:
-        check_source("model", source)
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-    except Exception as error:  # whatever a damaged file makes of its reader
-        if is_out_of_memory(error) or is_out_of_threads(error):
-            raise
-        if isinstance(error, OSError) and not Path(source).is_dir():
-            raise ConfigError(
-                f"model={source}: no folder has that name{did_you_mean_path(source)} As a "
-                f"name of the hub: {hub_reason(error)}"
-            ) from error
-        if "instantiate the backend tokenizer" in str(error):
-            raise ConfigError(
-                f"{source}: the folder has no tokenizer.json: copy it from the model that was "
-                "trained."
-            ) from None
-        raise ConfigError(f"{source} cannot be loaded as a tokenizer: {one_line(error)}") from error
-    has_gpu = torch.cuda.is_available() and not on_cpu
-    # by its path: without peft, ConfigError has the pip line
-    load = locate("automodel_lite.parts.adapters.lora.load_adapted") if is_adapter else load_whole
-    dtype = torch.bfloat16 if has_gpu else torch.float32
-    try:
-        model = load(source, dtype=dtype, trust_remote_code=trust_remote_code)
-    except Exception as error:
-        if is_out_of_memory(error) or is_out_of_threads(error):
-            raise
-        if trust_remote_code or "trust_remote_code" not in str(error):
-            raise ConfigError(
-                f"{source} cannot be loaded as a model: {hub_reason(error)}"
-            ) from error
-        raise ConfigError(
-            f"{source} runs its own code: review it, and allow it with --trust-remote-code."
-        ) from None
-    check_finite(model, source)
-    model = model.eval().to("cuda" if has_gpu else "cpu")
-    return Generator(model, tokenizer, source, template_kwargs or {})

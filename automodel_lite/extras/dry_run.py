@@ -15,10 +15,9 @@ from tempfile import TemporaryDirectory
 from automodel_lite.config.schema import Config
 from automodel_lite.data.prepare import check_sizes, prepare_data
 from automodel_lite.errors import explained, one_line
+from automodel_lite.extras.plan import choose_recomputation
 from automodel_lite.extras.plan.capacity import GPUS_GB, PLANNED_GPU, usable
 from automodel_lite.extras.plan.heaviest import heaviest_batch
-from automodel_lite.extras.plan.recompute import choose_recomputation
-from automodel_lite.extras.plan.simulation import simulate
 from automodel_lite.models.flops import cost_model
 from automodel_lite.models.freezing import freeze_named
 from automodel_lite.models.layers import freeze_towers
@@ -158,6 +157,9 @@ def _memory(decided: Decided, by_arithmetic: str, batch: ThdBatch | None) -> str
     """What rank 0 of the requested world would hold and send on GPUs, counted by running it under
     fake tensors, which GPU it fits, and what to change when it fits none.
     """
+    # with fake tensors, 800 modules
+    from automodel_lite.extras.plan.simulation import simulate
+
     if rank() != 0:
         return ""
     num_ranks = decided.shape.world_size

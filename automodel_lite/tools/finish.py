@@ -9,7 +9,6 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from automodel_lite.config.schema import Config
 from automodel_lite.data.feeding.source import PackSource
@@ -20,15 +19,14 @@ from automodel_lite.errors import (
     is_out_of_memory,
     one_line,
 )
+from automodel_lite.extras import hub as hub_card
+from automodel_lite.extras.report.live import LiveReport
 from automodel_lite.models.source import model_class
 from automodel_lite.run.export import export_adapter, export_hf, generation_config
 from automodel_lite.telemetry.callbacks import MetricsLog
 from automodel_lite.telemetry.console import Console
 from automodel_lite.training.build import BuiltModel
 from automodel_lite.training.guards import Guards
-
-if TYPE_CHECKING:
-    from automodel_lite.extras.report.live import LiveReport
 
 
 def check_exportable(config: Config, built: BuiltModel, data: PackSource) -> None:
@@ -83,8 +81,6 @@ def finish(
 
             with without_undoing("evaluated", console):
                 ask_exported(run, built, data, metrics, console, exported)
-        from automodel_lite.extras import hub as hub_card  # with jinja and the hub
-
         if run.ranks.is_first:
             with without_undoing("card", console):
                 hub_card.write_card(run.folder.path, exported, hub.push)

@@ -8,11 +8,11 @@ from pathlib import Path
 
 from automodel_lite.config.components import build
 from automodel_lite.data.feeding.source import PackSource
-from automodel_lite.evaluation.generator import load_generator
 from automodel_lite.evaluation.questions import questions_of
 from automodel_lite.models.source import is_remote_code
 from automodel_lite.telemetry.callbacks import MetricsLog
 from automodel_lite.telemetry.console import Console
+from automodel_lite.tools.load_generator import load_generator
 from automodel_lite.training.build import BuiltModel
 from automodel_lite.training.guards import Guards
 

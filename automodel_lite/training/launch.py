@@ -20,9 +20,14 @@ from automodel_lite.training.resolve import resolve_auto
 _LAUNCHES = itertools.count()  # of this process: more than one in a notebook
 
 
-def launch(recipe: Callable[..., Any], config: Config, *more: object) -> int:
-    """Makes a recipe and trains it, unless its run is finished or it is a dry run; returns the exit
-    code.
+def launch(
+    recipe: Callable[..., Any],
+    config: Config,
+    *more: object,
+    dry_run: Callable[[Config], int],
+) -> int:
+    """Makes a recipe and trains it, unless its run is finished; counts a step with `dry_run` where
+    that is asked for. Returns the exit code.
     """
     if next(_LAUNCHES):
         STARTUP.restart()
@@ -30,8 +35,6 @@ def launch(recipe: Callable[..., Any], config: Config, *more: object) -> int:
     quiet_libraries()
     config = resolve.from_run(config)
     if config.dry_run:
-        from automodel_lite.extras.dry_run import dry_run
-
         return dry_run(resolve_auto(config))
     with join_ranks(config) as (config, peers, finished):
         if finished:

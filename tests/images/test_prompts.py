@@ -17,7 +17,7 @@ from automodel_lite.evaluation.generator import Generator
 from automodel_lite.evaluation.questions import questions_of
 from automodel_lite.extras.report import pieces_of
 from automodel_lite.parts.evaluation.exact_match import ExactMatch, asked_by
-from automodel_lite.parts.images.answer import inputs_of
+from automodel_lite.parts.images import open_images
 from automodel_lite.parts.images.sources import ImageSource
 from automodel_lite.parts.images.tokens import ImageProcessor
 from recipes import export_hf, generate, train_ft
@@ -94,17 +94,17 @@ def test_questions_bring_their_images(folder: Path) -> None:
     shown = [f"![]({folder}/0.png)what?", f"![]({folder}/1.png)what?", "what?"]
     assert [asked_by(question) for question in asked[:3]] == shown
     model = AutoModelForImageTextToText.from_pretrained(folder)
-    generator = Generator(model, data.tokenizer, str(folder))
+    generator = Generator(model, data.tokenizer, str(folder), open_images=open_images)
     for question, prompt in zip(asked[:2], shown):
         ids, _ = data.packer.prompt(data.job, prompt)
-        inputs = inputs_of(generator, question.messages)
+        inputs = open_images(generator)(question.messages)
         assert inputs["input_ids"][0].tolist() == ids
 
 
 def test_an_image_of_a_question_is_read_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = data_of(config_of_images(folder, *LOST))
     model = AutoModelForImageTextToText.from_pretrained(folder)
-    generator = Generator(model, data.tokenizer, str(folder))
+    generator = Generator(model, data.tokenizer, str(folder), open_images=open_images)
     decoded: list[str] = []
     plain = ImageSource.pixels
 
@@ -183,7 +183,7 @@ def test_a_run_is_asked_with_images_as_large_as_those_it_was_trained_on(
     grids = []
 
     def answers(generator: Generator, chats: Any, **options: Any) -> list[str]:
-        grids.append(inputs_of(generator, chats[0])["image_grid_thw"].tolist())
+        grids.append(open_images(generator)(chats[0])["image_grid_thw"].tolist())
         return [""]
 
     monkeypatch.setattr(Generator, "answers", answers)
@@ -217,7 +217,7 @@ def test_what_is_exported_reads_images_as_the_training_did(
     grids = []
     for source in (other, exported, folder):
         tokenizer = AutoTokenizer.from_pretrained(source)
-        inputs = inputs_of(Generator(model, tokenizer, str(source)), chat)
+        inputs = open_images(Generator(model, tokenizer, str(source)))(chat)
         grids.append(inputs["image_grid_thw"].tolist())
     assert grids == [[[1, 2, 2]], [[1, 2, 2]], [[1, 4, 4]]]
     if peft == "none":

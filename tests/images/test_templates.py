@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoModelForImageTextToText
 
 from automodel_lite.evaluation.generator import Generator, prompt_ids
-from automodel_lite.parts.images.answer import inputs_of
+from automodel_lite.parts.images import open_images
 from tests.images.families import draw, write_model
 from tests.images.test_exact import config_of_images, data_of
 
@@ -55,7 +55,7 @@ def test_each_turn_is_written_as_its_text(template: str, tmp_path: Path) -> None
     )
     parts = [{"type": "image", "image": str(tmp_path / "a.png")}, {"type": "text", "text": "what?"}]
     asked = [CHAT[0], {"role": "user", "content": parts}, *CHAT[2:]]
-    assert inputs_of(generator, asked)["input_ids"][0].tolist() == with_image
+    assert open_images(generator)(asked)["input_ids"][0].tolist() == with_image
     assert prompt_ids(tokenizer, CHAT) == without
     ids, _ = data.packer.prompt(data.job, "and?")
     assert ids == tokenizer("<|user|>and?<|end|><|assistant|>")["input_ids"]

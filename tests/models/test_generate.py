@@ -11,9 +11,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from automodel_lite.config.schema import TokenizeConfig
 from automodel_lite.data.tokens.tokenize import Job
-from automodel_lite.evaluation.generator import Generator, load_generator
+from automodel_lite.evaluation.generator import Generator
 from automodel_lite.evaluation.samples import text_prompt
 from automodel_lite.run.ending import ending_of
+from automodel_lite.tools.load_generator import load_generator
 from recipes.generate import most_pixels_of, settings_of
 from tests.data.templates import MARKED, byte_tokenizer
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from automodel_lite.errors import ConfigError
-from automodel_lite.evaluation.generator import load_generator
 from automodel_lite.run.checkpoint_folder import exported_folder
+from automodel_lite.tools.load_generator import load_generator
 from recipes import export_hf
 from tests.runs import train_quick
 

@@ -19,10 +19,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, LlamaConfig, PreTrainedModel
 
 from automodel_lite.errors import ConfigError
-from automodel_lite.evaluation.generator import load_generator
 from automodel_lite.models.freezing import freeze_named
 from automodel_lite.models.source import CausalLM
 from automodel_lite.parts.adapters.lora import Lora, load_adapted
+from automodel_lite.tools.load_generator import load_generator
 from benchmarks.survey_models import load, run, save, separate, step_of
 from benchmarks.tiny_models import random_model, tiny_config, tiny_model
 from tests.data.templates import MARKED, byte_tokenizer

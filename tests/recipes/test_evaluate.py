@@ -16,8 +16,9 @@ from automodel_lite.columns import IGNORE_INDEX
 from automodel_lite.data.prepare import check_sizes, prepare_data
 from automodel_lite.data.reading.documents import Question, question_of
 from automodel_lite.errors import ConfigError
-from automodel_lite.evaluation.generator import Generator, load_generator
+from automodel_lite.evaluation.generator import Generator
 from automodel_lite.parts.evaluation.exact_match import ExactMatch, answers_to
+from automodel_lite.tools.load_generator import load_generator
 from automodel_lite.training.settings import build_parts
 from recipes import evaluate, export_hf, generate
 from tests.ranks import run_ranks

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from automodel_lite.evaluation.generator import load_generator
+from automodel_lite.tools.load_generator import load_generator
 from recipes import export_hf
 from tests.runs import train
 

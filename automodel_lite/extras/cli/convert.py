@@ -23,6 +23,7 @@ from automodel_lite.cli import compose_config
 from automodel_lite.cli.line import argument_parser
 from automodel_lite.cli.sources import Sources, groups_of
 from automodel_lite.config.check import check_config
+from automodel_lite.config.components import option
 from automodel_lite.config.permissions import needs_the_command_line
 from automodel_lite.config.rules import Range, argument
 from automodel_lite.errors import (
@@ -40,7 +41,6 @@ _PEERS: dict[str, dict[str, Any]] = yaml.safe_load(
 )
 _ANSWERS = {peer: said["keys"] for peer, said in _PEERS.items()}
 """Framework -> its keys, with `*` for any text, and what each is here."""
-FILES_DATASET = "automodel_lite.data.reading.files.FilesDataset"
 EMPTY: tuple[Any, ...] = (None, "", [], {})
 # of keys that exclude each other, a default counts where none of them is set
 RIVALS = (
@@ -484,7 +484,7 @@ def _mix(preset: Preset, sources: list[Preset]) -> None:
         names.append(stem if stem not in names else f"{stem}_{len(names)}")
         weight = settings.pop("dataset.weight", None)
         share = {"repeat": 1} if weight is None else {"weight": weight}
-        dataset: dict[str, Any] = {"_target_": FILES_DATASET}
+        dataset: dict[str, Any] = {"_target_": option("dataset", "files")["_target_"]}
         preset.put(f"dataset.sources.{names[-1]}", {"dataset": dataset, **share}, "")
         for key, value in settings.items():
             group, _, name = key.partition(".")

@@ -21,11 +21,12 @@ import torch.distributed as dist
 from packaging.version import Version
 from torch.utils.benchmark import Timer
 
+from automodel_lite.attention.interface import AUTO_KERNELS
 from automodel_lite.attention.kernel import AttentionKernel, ReferenceAttention
-from automodel_lite.attention.spec import FAMILIES, AttentionSpec
+from automodel_lite.attention.spec import AttentionSpec
 from automodel_lite.cli.line import argument_parser
 from automodel_lite.compat import TESTED
-from automodel_lite.config.components import locate
+from automodel_lite.config.components import build, option
 from automodel_lite.config.schema import MeshConfig
 from automodel_lite.errors import ConfigError, explained, one_line
 from automodel_lite.parallel.mesh import init_mesh
@@ -43,10 +44,7 @@ LEAST_SHM_BYTES = (
 )  # of /dev/shm: loaders and NCCL pass data there; containers start with 64 MB
 LEAST_DISK_BYTES = 20 * 10**9
 LEAST_OPEN_FILES = 4096
-OPTIONAL_KERNELS = {
-    "flash": "automodel_lite.parts.kernels.flash.FlashAttention",
-    "te": "automodel_lite.parts.kernels.te.TransformerEngineAttention",
-}
+OPTIONAL_KERNELS = ("flash", "te")
 
 
 def doctor(argv: list[str]) -> int:
@@ -176,11 +174,10 @@ def try_kernels(device: torch.device) -> dict[str, str]:
     """
     if device.type != "cuda":
         return {"reference": _tried(ReferenceAttention(), device)}
-    targets = {name.rpartition(".")[2]: name for name in FAMILIES["auto_kernels"]}
     found = {}
-    for name, target in {**targets, **OPTIONAL_KERNELS}.items():
+    for name in (*AUTO_KERNELS, *OPTIONAL_KERNELS):
         try:
-            found[name] = _tried(locate(target)(), device)
+            found[name] = _tried(build(option("attention", name)), device)
         except ConfigError as error:
             found[name] = one_line(error, 200)
     return found

@@ -33,6 +33,7 @@ from torch.distributed.tensor import DTensor
 
 from automodel_lite.cli import compose_config
 from automodel_lite.config.check import check_config
+from automodel_lite.config.components import option
 from automodel_lite.config.schema import Config
 from automodel_lite.config.sizes import ceil_div
 from automodel_lite.data.prepare import build_documents
@@ -84,8 +85,6 @@ from automodel_lite.training.engine import Engine, TrainingEngine
 from automodel_lite.training.resolve import resolve_auto
 from automodel_lite.training.settings import Parts, as_teacher
 
-TOY = "automodel_lite.parts.datasets.toy_chat.ToyChat"
-
 
 @dataclass(frozen=True)
 class Output:
@@ -133,7 +132,8 @@ class TrainingClient:
         if OmegaConf.is_missing(raw, "name"):
             raw.name = "client"
         if OmegaConf.is_missing(raw.dataset, "path"):
-            raw.dataset = {"_target_": TOY}  # read by nobody, unless a tokenizer is trained
+            # read by nobody, unless a tokenizer is trained
+            raw.dataset = option("dataset", "toy_chat")
         console = Console(is_silent=rank() != 0)
         self.config = resolve_auto(resolve.from_run(check_config(raw)), console, has_data=False)
         parts = rules.checked_parts(self.config)

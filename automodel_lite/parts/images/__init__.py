@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,6 +15,7 @@ from automodel_lite.parallel.mesh import Mesh
 from automodel_lite.training.build import BuiltModel
 
 if TYPE_CHECKING:
+    from automodel_lite.evaluation.generator import ChatInputs, Generator
     from automodel_lite.parts.images.show import Picture
 
 NONE = "train: no image"
@@ -55,6 +57,13 @@ def shown_pictures(data: PlannedPacks, row: Mapping[str, np.ndarray]) -> list[Pi
     from automodel_lite.parts.images.show import pictures_of  # with Pillow
 
     return pictures_of(data, row)
+
+
+def open_images(generator: Generator) -> ChatInputs:
+    """Returns the function from a chat with images to the inputs of this generator's model."""
+    from automodel_lite.parts.images.answer import inputs_of, processor_of  # with Pillow
+
+    return partial(inputs_of, generator, processor_of(generator))
 
 
 def check_images(data: PackSource, built: BuiltModel, mesh: Mesh) -> None:

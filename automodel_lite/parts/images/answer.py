@@ -29,17 +29,17 @@ def processor_of(generator: Generator) -> ImageProcessor:
 
 def inputs_of(
     generator: Generator,
+    processor: ImageProcessor,
     chat: Sequence[dict[str, Any]],
     is_chat: bool = True,
     tools: list[Any] | None = None,
 ) -> Any:
-    """Returns what the model gets of a chat, by its own processor.
+    """Returns what the model gets of a chat, by its processor.
 
     An image is a part `{"type": "image", "image": ...}`: a `PlacedImage`, a path, an address or
     bytes. Raises ConfigError for one that cannot be read, for a model without a processor, and for
     a chat that its template does not take.
     """
-    processor: ImageProcessor = generator.processor
     turns = []
     pixels = []
     for turn in chat:
