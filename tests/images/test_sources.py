@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import os
 import struct
 import tarfile
 import zlib
@@ -15,10 +16,11 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 from automodel_lite.data.reading.documents import IMAGE
 from automodel_lite.errors import DataError
-from automodel_lite.parts.images.archives import index_archive
+from automodel_lite.parts.images.archives import index_archive, row_of_index
 from automodel_lite.parts.images.sources import ImageLimits, ImageSource, source_of, take_images
 
 RED = Image.new("RGB", (6, 4), (200, 30, 40))
@@ -146,10 +148,60 @@ def test_samples_of_an_archive_stay_in_it(tmp_path: Path, limits: ImageLimits) -
             archive.addfile(member, io.BytesIO(content))
     index_archive(tmp_path / "0.tar", tmp_path)
     rows = [json.loads(line) for line in (tmp_path / "0.tar.jsonl").read_text().splitlines()]
+    rows = [row_of_index(row, tmp_path / "0.tar") for row in rows]
     (one,), (two,) = (take_images({"text": "", **rows[i]})[1] for i in (0, 2))
     assert (one.name, one.header(limits)[:2]) == ("a/1.jpg", (6, 4))
     assert two.pixels(limits).getpixel((5, 3)) == (200, 30, 40)
     assert (rows[0]["answer"], rows[1], rows[2]["video"]) == ("a", {"text": "no image"}, "mp4")
+
+
+def archive_of(folder: Path, name: str, content: bytes) -> Path:
+    path = folder / "0.tar"
+    with tarfile.open(path, "w") as archive:
+        member = tarfile.TarInfo(name)
+        member.size = len(content)
+        archive.addfile(member, io.BytesIO(content))
+    return path
+
+
+STRETCH = {"__stretches__": [["x", 0, 1 << 40]], "__span__": [0, 1 << 40], "path": "/dev/zero"}
+
+
+def test_no_row_names_a_stretch_of_a_file(tmp_path: Path, limits: ImageLimits) -> None:
+    row = {"question": "q", "answer": "a", "image": STRETCH, **STRETCH}
+    with pytest.raises(DataError, match=r"/dev/zero cannot be read \(neither a file nor a part"):
+        take_images(row)[1][0].header(limits)
+    assert take_images({"question": "q", **STRETCH})[1] == []
+    content = json.dumps({"question": "q", "answer": "a", **STRETCH}).encode()
+    index_archive(archive_of(tmp_path, "1.json", content), tmp_path)
+    (line,) = (tmp_path / "0.tar.jsonl").read_text().splitlines()
+    assert "images" not in row_of_index(json.loads(line), tmp_path / "0.tar")
+
+
+def test_a_stretch_ends_with_its_file(tmp_path: Path, limits: ImageLimits) -> None:
+    (tmp_path / "a").write_bytes(b"12345")
+    source = ImageSource("x", "a", span=(2, 1 << 50))
+    assert source.read(limits).read() == b"345"
+
+
+def test_the_json_of_an_archive_is_read_as_rows_are(tmp_path: Path) -> None:
+    for content, problem in (("[" * 100_000, "a thousand deep"), ('{"a": 1, "a": 2}', "twice")):
+        path = archive_of(tmp_path, "1.json", content.encode())
+        with pytest.raises(DataError, match=rf"cannot be read as an archive.*{problem}"):
+            index_archive(path, tmp_path)
+
+
+def test_lists_that_are_nested_too_deep_are_named() -> None:
+    deep: Any = "a.png"
+    for _ in range(900):
+        deep = [deep]
+    for row in ({"text": deep}, {"text": "", "images": deep}):
+        with pytest.raises(DataError, match=r"(text|images).* has lists or objects over 64 deep"):
+            take_images(row)
+    for _ in range(900):
+        deep = {"url": deep}
+    with pytest.raises(DataError, match=r"image\[0\] must be an image"):
+        take_images({"text": "", "image": deep})
 
 
 def test_an_address_of_a_file_is_its_path() -> None:
@@ -294,6 +346,57 @@ def test_a_missing_file_and_an_address_are_named(limits: ImageLimits) -> None:
         source_of("a.png", "image").header(limits)
     with pytest.raises(DataError, match=r"on the network, which is not read: .*allow_remote=true"):
         source_of("https://example.com/a.png", "image").header(limits)
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["ftp://127.0.0.1:9/x.png", "zip://a.png::file:///b.zip", "simplecache::https://127.0.0.1:9/a"],
+)
+def test_no_row_uses_another_protocol(address: str, limits: ImageLimits) -> None:
+    """Also where addresses are allowed."""
+    with pytest.raises(DataError, match="that images are not read from: use s3, gs, hf, https"):
+        source_of(address, "image").header(replace(limits, allow_remote=True))
+
+
+def test_a_pipe_and_a_device_are_not_opened(tmp_path: Path, limits: ImageLimits) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in ("pipe", "/dev/zero", "."):
+        with pytest.raises(DataError, match=r"cannot be read \(neither a file nor a part of one"):
+            source_of(path, "image").header(limits)
+
+
+def test_no_image_starts_a_program(
+    tmp_path: Path, limits: ImageLimits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pillow would run `gs` for an EPS."""
+    program = tmp_path / "gs"
+    program.write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    source = ImageSource("x", content=encoded(kind="EPS"))
+    for ask in (source.header, replace(source).pixels):
+        with pytest.raises(DataError, match="not an image that Pillow can read of PNG, JPEG"):
+            ask(limits)
+    with pytest.raises(DataError, match="Pillow can read of PNG"):
+        source.header(replace(limits, drops_bad=True))
+    assert not (tmp_path / "ran").exists()
+
+
+def test_why_a_picture_cannot_be_read_is_said(limits: ImageLimits) -> None:
+    info = PngInfo()
+    info.add_text("Comment", "x" * (2 << 20), zip=True)
+    with pytest.raises(DataError, match=r"image x cannot be read \(Decompressed data too large"):
+        ImageSource("x", content=encoded(pnginfo=info)).header(limits)
+
+
+def test_a_picture_changed_in_its_middle_has_another_stamp(limits: ImageLimits) -> None:
+    before = Image.new("RGB", (300, 300))
+    after = before.copy()
+    after.paste((9, 9, 9), (0, 100, 300, 200))
+    stamps = [
+        ImageSource("x", content=encoded(one, "TIFF")).header(limits) for one in (before, after)
+    ]
+    assert stamps[0] != stamps[1]
 
 
 def test_damage_in_the_middle_is_named_when_it_is_decoded(limits: ImageLimits) -> None:

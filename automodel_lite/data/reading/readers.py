@@ -187,7 +187,7 @@ def parse_json_object(line: bytes, where: str, encoding: str = UTF_8) -> RawRow:
     fault.
     """
     try:
-        row = _read_json(line.decode(encoding).rstrip())
+        row = read_json(line.decode(encoding).rstrip())
     except UnicodeDecodeError as error:
         raise DataError(
             f"{where}:{error.start + 1}: {undecodable(line[error.start], encoding)}"
@@ -228,7 +228,7 @@ def _object(pairs: list[tuple[str, Any]]) -> RawRow:
 _DECODER = json.JSONDecoder(object_pairs_hook=_object)
 
 
-def _read_json(text: str) -> Any:
+def read_json(text: str) -> Any:
     """As `json.loads`, which takes the last of the values under one key and drops the others in
     silence.
     """
@@ -285,7 +285,7 @@ def open_json(path: Path, name: str, encoding: str) -> RawRows:
         return lines
     content = path.read_bytes()
     try:
-        whole = _read_json(content.decode(encoding))
+        whole = read_json(content.decode(encoding))
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         raise DataError(f"{name}:{line}: {undecodable(content[error.start], encoding)}") from error

@@ -1,9 +1,10 @@
 """Samples of WebDataset's archives as rows of JSON lines, whose images are stretches of the file.
 
     0001.jpg 0001.json 0002.jpg 0002.json    files of one name, without what follows its first dot
-    {"messages": [...], "images": [{"__span__": [1024, 5123], "path": "a.tar", "name": "0001.jpg"}]}
+    {"messages": [...], "__stretches__": [["0001.jpg", 1024, 5123]]}
 
-An archive is read once, header by header; its images stay where they are.
+An archive is read once, header by header; its images stay where they are. The column of stretches
+is read of our own index alone: in a row of anyone else it is a column like others.
 """
 
 from __future__ import annotations
@@ -11,16 +12,19 @@ from __future__ import annotations
 import json
 import tarfile
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from automodel_lite.data.reading.readers import RawRow
+from automodel_lite.data.reading.readers import RawRow, read_json
 from automodel_lite.errors import DataError, explained
-from automodel_lite.parts.images.sources import SPAN
+from automodel_lite.parts.images.sources import ImageSource
 
 KEY = "__key__"
 """The column of a sample that `datasets` has read."""
+STRETCHES = "__stretches__"
+"""The column of an index: name, offset and bytes of each image in the archive."""
 PICTURES = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm", "image")
 TEXTS = ("txt", "text", "caption")
 _OTHERS = {"mp4": "video", "webm": "video", "avi": "video", "mkv": "video"}
@@ -41,7 +45,9 @@ def row_of_sample(parts: Iterable[tuple[str, Any]]) -> RawRow:
         if kind in PICTURES:
             images.append(content)
         elif kind == "json":
-            own = json.loads(content) if isinstance(content, (str, bytes)) else content
+            own = content
+            if isinstance(content, (str, bytes)):
+                own = read_json(content if isinstance(content, str) else content.decode())
             row |= own if isinstance(own, dict) else {"messages": own}
         elif kind in TEXTS:
             row["text"] = content.decode() if isinstance(content, bytes) else content
@@ -70,8 +76,26 @@ def index_archive(path: Path, folder: Path) -> None:
         (folder / index_name(path)).open("w", encoding="utf-8") as lines,
     ):
         for _, members in groupby(_files(archive), lambda member: _split(member.name)[0]):
-            row = row_of_sample(_content(archive, path, member) for member in members)
+            row = row_of_sample(_content(archive, member) for member in members)
+            own = [one for one in row.get("images", ()) if isinstance(one, _Stretch)]
+            if own:
+                del row["images"]
+            # behind what a .json has under this name
+            row[STRETCHES] = [(one.name, one.offset, one.num_bytes) for one in own]
             lines.write(json.dumps(row) + "\n")
+
+
+def row_of_index(row: RawRow, archive: Path) -> RawRow:
+    """Returns a row of an archive's index with its images.
+
+    >>> row_of_index({"text": "t", STRETCHES: [["1.png", 512, 70]]}, Path("a.tar"))["images"]
+    [ImageSource(name='1.png', path='a.tar', folder=None, span=(512, 70), known=b'')]
+    """
+    images = []
+    for name, offset, num_bytes in row[STRETCHES]:
+        images.append(ImageSource(name, str(archive), span=(offset, num_bytes)))
+    own = {name: value for name, value in row.items() if name != STRETCHES}
+    return {**own, "images": images} if images else own
 
 
 def index_name(archive: Path) -> str:
@@ -93,12 +117,20 @@ def _split(name: str) -> tuple[str, str]:
     return f"{folder}{slash}{key}", ending
 
 
-def _content(archive: tarfile.TarFile, path: Path, member: tarfile.TarInfo) -> tuple[str, Any]:
+@dataclass(frozen=True)
+class _Stretch:
+    """An image in an archive."""
+
+    name: str
+    offset: int
+    num_bytes: int
+
+
+def _content(archive: tarfile.TarFile, member: tarfile.TarInfo) -> tuple[str, Any]:
     ending = _split(member.name)[1]
     kind = ending.lower().rpartition(".")[2]
     if kind in PICTURES:
-        span = [member.offset_data, member.size]
-        return ending, {SPAN: span, "path": str(path.absolute()), "name": member.name}
+        return ending, _Stretch(member.name, member.offset_data, member.size)
     if kind != "json" and kind not in TEXTS:
         return ending, member.name
     if member.size > MOST_TEXT_BYTES:

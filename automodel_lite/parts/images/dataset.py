@@ -23,7 +23,7 @@ from automodel_lite.data.reading.tables import DatasetRows
 from automodel_lite.data.tokens.tokenize import Job
 from automodel_lite.errors import ConfigError, DataError, printable
 from automodel_lite.models.source import CausalLM
-from automodel_lite.parts.images.archives import KEY, index_archive, index_name
+from automodel_lite.parts.images.archives import KEY, STRETCHES, index_archive, index_name
 from automodel_lite.parts.images.rows import ImageDocuments, ImageSet, MarkedRows
 from automodel_lite.parts.images.sources import (
     COLUMNS,
@@ -83,8 +83,8 @@ class ImageFiles(ImageSettings, FilesDataset):
             first_texts += [name, *NAMES["columns"].get(name, ())]
         self._first_texts = tuple(first_texts)
         self.columns = columns or None
-        # folders of what was indexed
-        self._folders: dict[Path, Path] = {}
+        # index -> what was indexed
+        self._archives: dict[Path, Path] = {}
         given = (self.path, self.val_path)
         self.path = self._indexed(self.path)
         if isinstance(self.val_path, Mapping):
@@ -113,7 +113,7 @@ class ImageFiles(ImageSettings, FilesDataset):
         rows = documents.raw.raw
         has = sniff_columns(placed(rows), "the file") if named else ()
         for column in named:
-            if column not in has and KEY not in has:  # of an archive's sample
+            if column not in has and not {KEY, STRETCHES} & {*has}:  # of an archive's sample
                 raise ConfigError(
                     f"dataset.columns: {column} is not a column of the data, which has "
                     f"{printable(', '.join(has))}."
@@ -140,15 +140,15 @@ class ImageFiles(ImageSettings, FilesDataset):
             return path
         lines = []
         for archive in archives:
-            key = {"archive": str(stamp(archive)), "as": "1"}
+            key = {"archive": str(stamp(archive)), "as": "2"}
             write = partial(index_archive, archive)
             entry = build_once(cache_root(), "archives", archive.name, key, write)
             lines.append(entry.folder / index_name(archive))
-            self._folders[lines[-1]] = archive.absolute().parent
+            self._archives[lines[-1]] = archive.absolute()
         return [str(one) for one in lines]
 
     def view(self, opened: OpenedRows) -> RawRows:
-        marked = marked_rows(opened, self.image_dir, self._folders)
+        marked = marked_rows(opened, self.image_dir, self._archives)
         return replace(marked, columns=self._image_columns, first_texts=self._first_texts)
 
     def adapt(self, config: Config, job: Job, packer: Packer) -> tuple[Documents, Job, Packer]:
@@ -202,16 +202,17 @@ def image_packing(
 
 
 def marked_rows(
-    opened: OpenedRows, image_dir: str | None = None, folders: Mapping[Path, Path] | None = None
+    opened: OpenedRows, image_dir: str | None = None, archives: Mapping[Path, Path] | None = None
 ) -> MarkedRows:
     """Returns the rows of files with marks in place of images, whose relative paths begin in
-    `image_dir`, or beside their file, or in the folder that `folders` has for it.
+    `image_dir`, or beside their file, or beside the archive of which it is the index.
     """
+    of_files = tuple((archives or {}).get(path) for path in opened.paths)
     begin = []
     if image_dir is None:
-        for path in opened.paths:
-            begin.append((folders or {}).get(path, path.absolute().parent))
-    return MarkedRows(undecoded(opened.rows), folders=tuple(begin))
+        for path, archive in zip(opened.paths, of_files):
+            begin.append((archive or path).absolute().parent)
+    return MarkedRows(undecoded(opened.rows), folders=tuple(begin), archives=of_files)
 
 
 @dataclass(frozen=True)

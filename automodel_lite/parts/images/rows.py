@@ -18,7 +18,7 @@ from automodel_lite.data.reading.documents import Document
 from automodel_lite.data.reading.readers import ConcatenatedRows, RawRow, RawRows
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.evaluation.questions import IMAGES
-from automodel_lite.parts.images.archives import KEY, rows_of_hub_sample
+from automodel_lite.parts.images.archives import KEY, row_of_index, rows_of_hub_sample
 from automodel_lite.parts.images.sources import (
     COLUMNS,
     FIRST_TEXTS,
@@ -86,16 +86,19 @@ class MarkedRows:
     columns      of images
     first_texts  columns before whose text images without markers stand
     folders      where relative paths begin: of each file, or one; none: where the limits say
+    archives     of which a file is our own index; None of a file that is data; none: no file is
     """
 
     raw: RawRows
     columns: tuple[str, ...] = COLUMNS
     first_texts: tuple[str, ...] = FIRST_TEXTS
     folders: tuple[Path, ...] = ()
+    archives: tuple[Path | None, ...] = ()
     _last: tuple[int, RawRow, list[ImageSource]] | None = None
 
     def __reduce__(self) -> tuple:
-        return MarkedRows, (self.raw, self.columns, self.first_texts, self.folders)
+        own = (self.columns, self.first_texts, self.folders, self.archives)
+        return MarkedRows, (self.raw, *own)
 
     def __len__(self) -> int:
         return len(self.raw)
@@ -113,16 +116,19 @@ class MarkedRows:
         """Returns the row of an index with marks, and its images; raises DataError with its
         place.
         """
+        file = 0
+        if isinstance(self.raw, ConcatenatedRows):
+            file = bisect_right(self.raw.cumulative_sizes, index)
+        archive = self.archives[file] if self.archives else None
         try:
-            if KEY in row:
+            if archive is not None:
+                row = row_of_index(row, archive)
+            elif KEY in row:
                 row = rows_of_hub_sample(row)
             marked, sources = take_images(row, self.columns, self.first_texts)
         except DataError as error:
             raise DataError(f"{where}: {error}") from error
         if self.folders:
-            file = 0
-            if isinstance(self.raw, ConcatenatedRows):
-                file = bisect_right(self.raw.cumulative_sizes, index)
             sources = [replace(source, folder=self.folders[file]) for source in sources]
         return marked, sources
 

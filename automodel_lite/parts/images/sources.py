@@ -16,6 +16,7 @@ import io
 import math
 import os
 import re
+import stat
 import warnings
 import zlib
 from collections.abc import Mapping, Sequence
@@ -27,14 +28,16 @@ from typing import Any
 from urllib.parse import unquote
 
 import numpy as np
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, UnidentifiedImageError
 from PIL.TiffImagePlugin import TiffImageFile
 
 from automodel_lite.data.reading.documents import IMAGE
 from automodel_lite.data.reading.readers import RawRow
+from automodel_lite.data.reading.remote import PROTOCOLS
 from automodel_lite.errors import DataError, explained, one_line
+from automodel_lite.parts.images.colors import as_shown, bits_of
 
-RULES_VERSION = 3
+RULES_VERSION = 4
 """Of what rows and images become: tokens that were cached under others are made anew."""
 COLUMNS = ("images", "image")
 REJECTED = "rejected"
@@ -45,7 +48,6 @@ SIDE = 200
 MARKER = "<image>"
 """What stands for an image in texts of LLaVA's, ShareGPT's and many other files."""
 PARTS = ("image", "image_url", "input_image")
-SPAN = "__span__"
 KEYS = ("image", "image_url", "bytes", "url", "path", "base64", "source", "data")
 BEGINNINGS = ("iVBORw0KGgo", "/9j/", "UklGR", "R0lGOD")
 """Of the bytes of a PNG, JPEG, WebP and GIF in base64."""
@@ -53,6 +55,12 @@ LONGEST_START = 80
 """Characters of a path that could begin so; whole images have more."""
 FIRST_TEXTS = ("prompt", "question", "instruction", "text")
 """Columns of single texts, before which images without markers stand."""
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")
+"""That are opened, AVIF from Pillow 11.3 on. Of others, Pillow starts a program (Ghostscript for
+EPS), or has a parser that nobody's pictures need.
+"""
+MOST_LEVELS = 64
+"""Of lists and objects inside each other, in a row with images."""
 MOST_PIXELS = 64_000_000
 """Of an image that is decoded: a bomb of some kilobytes is refused from its header."""
 _ROTATED = (5, 6, 7, 8)
@@ -60,6 +68,8 @@ _ORIENTATION = 0x0112
 _WIDTH_AND_LENGTH = (0x0100, 0x0101)
 _HEAD_BYTES = 2**12
 _TAIL_BYTES = 2**16
+_NUM_BLOCKS = 16  # between both, as of files of rows
+_BLOCK_BYTES = 2**12
 PIXEL_BITS = 26
 """Of an image's stamp: the lowest are the number of its pixels."""
 _ENDS = {"JPEG": b"\xff\xd9", "MPO": b"\xff\xd9", "PNG": b"IEND"}
@@ -123,12 +133,18 @@ class ImageSource:
             return io.BytesIO(_fetched(self.path, limits))
         folder = self.folder or limits.folder
         try:
-            file = (folder / Path(self.path).expanduser()).open("rb")
+            path = folder / Path(self.path).expanduser()
+            found = path.stat()
+            # to open a pipe waits for its writer, and a device has no end
+            if not stat.S_ISREG(found.st_mode):
+                raise ValueError("neither a file nor a part of one")
+            file = path.open("rb")
             if self.span is None:
                 return file
             with file:
-                file.seek(self.span[0])
-                return io.BytesIO(file.read(self.span[1]))
+                start, num_bytes = self.span
+                file.seek(start)
+                return io.BytesIO(file.read(min(num_bytes, found.st_size)))
         except (OSError, ValueError) as error:  # ValueError: of a path with a null
             reason = getattr(error, "strerror", None) or error
             raise DataError(
@@ -152,15 +168,18 @@ class ImageSource:
             is_rotated = has_exif and image.getexif().get(_ORIENTATION) in _ROTATED
             if is_rotated:
                 width, height = height, width
-            if limits.drops_bad:
+            bits = bits_of(image, self.name)
+            if limits.drops_bad or bits > 8:  # whose values tell whether they fill their bits
                 with self._decoding():
                     image.draft(None, (1, 1))  # of a JPEG, all is read and little computed
+                    if bits > 8:
+                        as_shown(image, self.name)
                     image.load()
             return *limits.scaled(width, height), stamp
 
     def pixels(self, limits: ImageLimits, stamp: int | None = None) -> Image.Image:
-        """Decodes the image: RGB, turned as it is shown. Raises DataError as `header` does, and for
-        another image than the one of this stamp.
+        """Decodes the image as it is shown: RGB, upright, on white. Raises DataError as `header`
+        does, and for another image than the one of this stamp.
         """
         with self.read(limits) as file, self._opened(file) as image:
             if stamp is not None and self._checked_stamp(file, image) != stamp:
@@ -170,10 +189,7 @@ class ImageSource:
                     "tokenized again."
                 )
             with self._decoding():
-                upright = ImageOps.exif_transpose(image)
-                if upright.mode.startswith("I"):  # 16 bits, which PIL clips to white
-                    upright = upright.convert("I").point(lambda value: value / 256).convert("L")
-                shown = upright.convert("RGB")
+                shown = as_shown(image, self.name)
                 size = limits.scaled(*shown.size)
                 return shown if size == shown.size else shown.resize(size)
 
@@ -190,15 +206,21 @@ class ImageSource:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-                image = Image.open(file)
+                Image.init()  # all plugins, once
+                image = Image.open(file, formats=[one for one in FORMATS if one in Image.OPEN])
         except Image.DecompressionBombError as error:
             raise DataError(
                 f"image {self.name} is too large ({one_line(error)}): make it smaller, or set "
                 "dataset.bad_image=drop."
             ) from error
-        except (UnidentifiedImageError, OSError, SyntaxError, ValueError) as error:
+        except UnidentifiedImageError as error:
             raise DataError(
-                f"image {self.name} is not an image that Pillow can read: repair it, or set "
+                f"image {self.name} is not an image that Pillow can read of {', '.join(FORMATS)}: "
+                "repair or convert it, or set dataset.bad_image=drop."
+            ) from error
+        except (OSError, SyntaxError, ValueError) as error:
+            raise DataError(
+                f"image {self.name} cannot be read ({one_line(error)}): repair it, or set "
                 "dataset.bad_image=drop."
             ) from error
         width, height = image.size
@@ -215,9 +237,9 @@ class ImageSource:
         return image
 
     def _checked_stamp(self, file: Any, image: Image.Image) -> int:
-        """Returns what tells the image from others, from the number of its bytes and the first and
-        last of them; raises DataError for a file that was cut off and has lost its end, which costs
-        no decoding to see.
+        """Returns what tells the image from others, from the number of its bytes, the first and
+        last of them and some in between; raises DataError for a file that was cut off and has lost
+        its end, which costs no decoding to see.
         """
         end = _ENDS.get(image.format or "")
         num_bytes = file.seek(0, os.SEEK_END)
@@ -231,6 +253,10 @@ class ImageSource:
             )
         file.seek(0)
         content = zlib.crc32(file.read(_HEAD_BYTES), zlib.crc32(tail))
+        if num_bytes > _HEAD_BYTES + _TAIL_BYTES:
+            for number in range(1, _NUM_BLOCKS + 1):
+                file.seek(num_bytes * number // (_NUM_BLOCKS + 1))
+                content = zlib.crc32(file.read(_BLOCK_BYTES), content)
         width, height = image.size
         return (content << PIXEL_BITS | width * height) ^ (num_bytes << PIXEL_BITS)
 
@@ -240,6 +266,13 @@ def _fetched(address: str, limits: ImageLimits) -> bytes:
         raise DataError(
             f"image {address[:80]} is on the network, which is not read: download it, or set "
             "dataset.allow_remote=true."
+        )
+    protocol = address.partition("://")[0].lower()
+    # a chain (zip://a.png::s3://b/c.zip) hands on to any of them
+    if protocol not in PROTOCOLS or "::" in address:
+        raise DataError(
+            f"image {address[:80]} is at an address that images are not read from: use "
+            f"{', '.join(PROTOCOLS)}, or download it."
         )
     import fsspec
 
@@ -252,16 +285,17 @@ def _fetched(address: str, limits: ImageLimits) -> bytes:
 
 def source_of(value: Any, name: str) -> ImageSource:
     """Returns the source that a value of a row describes; raises DataError for none."""
-    if isinstance(value, Mapping):
-        if SPAN in value:
-            offset, num_bytes = value[SPAN]
-            return ImageSource(value["name"], value["path"], span=(offset, num_bytes))
-        key = next((key for key in KEYS if value.get(key)), "")
-        value = value.get(key)
-        if isinstance(value, Mapping):
-            return source_of(value, name)
-        if key in ("base64", "data") and isinstance(value, str) and not value.startswith("data:"):
-            value = f"data:;base64,{value}"
+    if isinstance(value, ImageSource):  # of our own index of an archive
+        return value
+    key = ""
+    for _ in range(MOST_LEVELS):
+        if not isinstance(value, Mapping):
+            break
+        fields = value
+        key = next((key for key in KEYS if fields.get(key)), "")
+        value = fields.get(key)
+    if isinstance(value, str) and key in ("base64", "data") and not value.startswith("data:"):
+        value = f"data:;base64,{value}"
     if isinstance(value, (bytes, bytearray)):
         return ImageSource(name, content=bytes(value))
     if isinstance(value, Image.Image):
@@ -305,8 +339,8 @@ def take_images(
     Raises DataError when the markers in the text are not as many as the images of the row.
     """
     filled = [name for name in columns if row.get(name) not in (None, [], "")]
-    listed = _flat([row[name] for name in filled[:1]])
-    if tuple(filled) == COLUMNS and listed != _flat([row["image"]]):
+    listed = _flat([row[name] for name in filled[:1]], "".join(filled[:1]))
+    if tuple(filled) == COLUMNS and listed != _flat([row["image"]], "image"):
         raise DataError(
             "has other images in its column images than in image: name the one that is meant, "
             "dataset.columns.image=image, or remove the other."
@@ -352,17 +386,20 @@ class _Found:
             source if source is None else (source.path, source.content) for source in self.sources
         ]
 
-    def marked(self, value: Any, name: str) -> Any:
+    def marked(self, value: Any, name: str, level: int = 0) -> Any:
         """Returns a value with marks for its image parts, and for markers where there is a
         column.
         """
+        if level > MOST_LEVELS:
+            raise _too_deep(name)
         if isinstance(value, str) and IMAGE in value:
             raise DataError("has the character U+FDD2, which stands for images here: remove it.")
         if isinstance(value, str) and self.has_column and MARKER in value:
             self.sources += [None] * value.count(MARKER)
             return value.replace(MARKER, IMAGE)
         if isinstance(value, list):
-            return [self.marked(item, f"{name}[{place}]") for place, item in enumerate(value)]
+            items = enumerate(value)
+            return [self.marked(item, f"{name}[{place}]", level + 1) for place, item in items]
         if not isinstance(value, dict):
             return value
         if value.get("type") in PARTS:
@@ -371,14 +408,26 @@ class _Found:
             return {"type": "text", "text": IMAGE}
         # what a turn says, and lists of such; arguments of calls are no text of the chat
         said = ("content", "value", "text")
-        return {k: self.marked(v, f"{name}.{k}") if k in said else v for k, v in value.items()}
+        found = {}
+        for key, inner in value.items():
+            found[key] = self.marked(inner, f"{name}.{key}", level + 1) if key in said else inner
+        return found
 
 
-def _flat(values: Any) -> list[Any]:
+def _flat(values: Any, name: str, level: int = 0) -> list[Any]:
+    if level > MOST_LEVELS:
+        raise _too_deep(name)
     flat = []
     for value in values:
-        flat += _flat(value) if isinstance(value, (list, tuple)) else [value]
+        flat += _flat(value, name, level + 1) if isinstance(value, (list, tuple)) else [value]
     return [value for value in flat if value is not None]
+
+
+def _too_deep(name: str) -> DataError:
+    column = name[:40]
+    return DataError(
+        f"{column} has lists or objects over {MOST_LEVELS} deep: write them with fewer levels."
+    )
 
 
 def _turns_of_pairs(pairs: list[Any]) -> list[dict[str, Any]]:

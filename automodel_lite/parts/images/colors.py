@@ -1,0 +1,76 @@
+"""What a decoded image shows: RGB, upright, on white where it is transparent.
+
+    (0, 0, 0, alpha 255) -> (0, 0, 0)      (0, 0, 0, alpha 0) -> (255, 255, 255)
+
+White is what viewers, vLLM and the processors of transformers that think of it show behind a
+drawing; without it, black strokes on a transparent ground are one black square.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from PIL import Image, ImageOps
+
+from automodel_lite.errors import DataError
+
+_MODES = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "CMYK", "YCbCr")
+_WHITE = (255, 255, 255, 255)
+_CURE = "write it with 8 bits per channel, 0 to 255, or set dataset.bad_image=drop"
+
+
+def bits_of(image: Image.Image, name: str) -> int:
+    """Returns the bits per channel that an image is stored with: 8, 12 or 16; raises DataError for
+    pixels without a known white, which are 32-bit integers and floats, and for other color spaces.
+    """
+    stored = ""
+    for tile in image.tile:
+        raw = tile[3] if isinstance(tile[3], tuple) else (tile[3],)
+        stored = str(raw[0]) if raw else ""
+    if image.mode.startswith("I;16") or ";16" in stored:
+        return 16
+    if ";12" in stored:
+        return 12
+    if image.mode not in _MODES:
+        raise DataError(
+            f"image {name} has pixels of mode {image.mode}, of which nobody knows what is white: "
+            f"{_CURE}."
+        )
+    return 8
+
+
+def as_shown(image: Image.Image, name: str) -> Image.Image:
+    """Returns the RGB image that a viewer shows; raises DataError where nearly all would be black,
+    since values of 12 bits or fewer are stored in 16.
+    """
+    bits = bits_of(image, name)
+    upright = ImageOps.exif_transpose(image)
+    clear = upright.info.get("transparency")
+    alpha = None
+    if upright.mode.startswith("I"):
+        # Pillow clips these to white, and knows no transparency of them
+        values = np.asarray(upright)
+        if isinstance(clear, int):
+            alpha = Image.fromarray(np.where(values == clear, 0, 255).astype(np.uint8))
+        upright = Image.fromarray((values >> (bits - 8)).astype(np.uint8))
+    elif bits == 16 and isinstance(clear, tuple):
+        upright.info["transparency"] = tuple(value >> 8 for value in clear)
+    if bits == 16 and max(high for _, high in _extrema(upright)) < 16:
+        raise DataError(
+            f"image {name} has 16 bits per channel and no value above 4,095, as values of 12 bits "
+            f"have in them: it would be nearly black; {_CURE}."
+        )
+    if alpha is None and upright.has_transparency_data:
+        upright = upright.convert("RGBA")
+        alpha = upright.getchannel("A")
+    shown = upright.convert("RGB")
+    if alpha is None:
+        return shown
+    shown.putalpha(alpha)
+    ground = Image.new("RGBA", shown.size, _WHITE)
+    return Image.alpha_composite(ground, shown).convert("RGB")
+
+
+def _extrema(image: Image.Image) -> list[tuple[int, int]]:
+    """Returns the smallest and the largest value of each channel."""
+    found = image.getextrema()
+    return [found] if len(image.getbands()) == 1 else [*found]  # type: ignore[list-item]
