@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from itertools import cycle
+from typing import Any
 
-from automodel_lite.data.formats.turns import maybe_json, read_turn
+from automodel_lite.data.formats.calls import parsed, read_tools
+from automodel_lite.data.formats.turns import TURN_TOOLS, read_turns
 from automodel_lite.data.reading.documents import (
     Document,
     Message,
@@ -107,10 +109,13 @@ def text(row: RawRow) -> Document:
 
 
 def turns_of(row: RawRow, column: str) -> list[Message]:
-    turns = maybe_json(row.get(column), f"column {column}")
+    turns = parsed(row.get(column), f"column {column}")
     if not isinstance(turns, list):
         raise DataError(f"column {column} must be a list of messages, not {shown(turns)}.")
-    return [read_turn(turn, f"{column}[{place}]") for place, turn in enumerate(turns)]
+    read: list[Message] = []
+    for place, turn in enumerate(turns):
+        read += read_turns(turn, f"{column}[{place}]")
+    return read
 
 
 def chat(turns: list[Message], row: RawRow) -> Document:
@@ -125,16 +130,33 @@ def chat(turns: list[Message], row: RawRow) -> Document:
     if not turns:
         raise DataError("an empty list of messages.")
     document: Document = {"messages": turns}
-    column = "tools" if row.get("tools") else "functions"  # OpenAI's own, before there were tools
-    tools = maybe_json(row.get(column), f"column {column}")
-    if tools:
-        if not isinstance(tools, list):
-            raise DataError(f"column {column} must be a list, not {type(tools).__name__}.")
-        is_old = column == "functions"
-        document["tools"] = (
-            [{"type": "function", "function": tool} for tool in tools] if is_old else tools
-        )
+    if tools := _tools(turns, row):
+        document["tools"] = tools
     return document
+
+
+def _tools(turns: list[Message], row: RawRow) -> list[Any]:
+    """Returns the tools of a chat: of its row, or of a turn. They stay in the turn too: some
+    templates read them there.
+    """
+    found: dict[str, list[Any]] = {}
+    for at, holder in [("column ", row), *((f"message {i}.", x) for i, x in enumerate(turns))]:
+        for key in TURN_TOOLS:
+            if tools := read_tools(holder.get(key), f"{at}{key}"):
+                # functions: OpenAI's own, before there were tools
+                if key == "functions":
+                    tools = [
+                        tool if "function" in tool else {"type": "function", "function": tool}
+                        for tool in tools
+                    ]
+                found[f"{at}{key}"] = tools
+    values = list(found.values())
+    if any(other != values[0] for other in values[1:]):
+        raise DataError(
+            f"{' and '.join(found)} are several lists of tools, and a chat template writes one: "
+            "keep one of them."
+        )
+    return values[0] if values else []
 
 
 def answered(row: RawRow, prompt: str, completion_column: str) -> Document:

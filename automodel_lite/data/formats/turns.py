@@ -1,23 +1,31 @@
 """The turn of a chat becomes `{"role", "content", ...}`, from the shapes that turns have.
 
 What is understood is mapped to what it means: OpenAI's messages and its older `function_call`,
-ShareGPT's turns with their function calls, lists of text parts. What is not understood is an error
-that names the place: a part, a weight or a picture that is passed over in silence trains another
-model than the data describe.
+ShareGPT's turns with their function calls, lists of text parts, Anthropic's blocks of calls and
+results. What is not understood is an error that names the place: a part, a weight or a picture that
+is passed over in silence trains another model than the data describe.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any
 
-from automodel_lite.data.reading.documents import MEDIA, NAMES, NOT_READ, Message, sound_text
-from automodel_lite.errors import DataError, explained
+from automodel_lite.data.formats.calls import parsed, read_call, read_calls, read_tools
+from automodel_lite.data.reading.documents import (
+    MEDIA,
+    NAMES,
+    NOT_READ,
+    Message,
+    sound_text,
+)
+from automodel_lite.errors import DataError
 
 ROLES = NAMES["roles"]
 TEXT_PARTS = ("text", "input_text", "output_text")
 TEXT_KEYS = ("text", "value", "content")
+TURN_TOOLS = ("tools", "functions")
+"""Keys of a turn that hold the tools of its chat."""
 MASKS = re.compile(
     r"(.*_)?(train|training|trainable|trained|loss|mask|masked|learn|learnable|supervised?)(_.*)?"
 )
@@ -38,9 +46,9 @@ program.
 """
 
 
-def read_turn(turn: Any, where: str) -> Message:
-    """Returns the message of one turn; raises DataError with its place, `messages[2]`, and what is
-    wrong.
+def read_turns(turn: Any, where: str) -> list[Message]:
+    """Returns the message of one turn, or several where it holds results of tools as blocks; raises
+    DataError with its place, `messages[2]`, and what is wrong.
     """
     if not isinstance(turn, dict):
         raise DataError(
@@ -54,13 +62,15 @@ def read_turn(turn: Any, where: str) -> Message:
     if not isinstance(role, str) or not role:
         raise DataError(f"{where}.role must be a text, not {role!r}.")
     message["role"] = ROLES.get(role, role)
-    if "function_call" in message:  # OpenAI's own, before there were tool_calls
-        message["tool_calls"] = [{"type": "function", "function": message.pop("function_call")}]
-    if message.get("tool_calls"):
-        calls = maybe_json(message["tool_calls"], f"{where}.tool_calls")
-        if not isinstance(calls, list):
-            raise DataError(f"{where}.tool_calls must be a list, not {type(calls).__name__}.")
-        message["tool_calls"] = [_tool_call(call, where) for call in calls]
+    for key in TURN_TOOLS:
+        read_tools(message.get(key), f"{where}.{key}")
+    parts = _split_blocks(message, where)
+    return [_read_message(part, role, where) for part in parts]
+
+
+def _read_message(message: Message, role: str, where: str) -> Message:
+    """Returns the message of a turn that was given the role `role`."""
+    message = _with_calls(message, role, where)
     if "weight" in message:
         weight = message["weight"]  # anything between 0 and 1 would be trained like 1
         if not isinstance(weight, (bool, int, float)) or weight not in (0, 1):
@@ -77,6 +87,111 @@ def read_turn(turn: Any, where: str) -> Message:
     return message
 
 
+def _with_calls(message: Message, role: str, where: str) -> Message:
+    """Returns the message with all its calls under `tool_calls`."""
+    found = {}
+    if "tool_calls" in message:
+        found["tool_calls"] = read_calls(message["tool_calls"], f"{where}.tool_calls")
+    # OpenAI's own, before there were tool_calls
+    if "function_call" in message and message["function_call"] not in ("", {}):
+        found["function_call"] = [read_call(message["function_call"], f"{where}.function_call")]
+    # a turn of ShareGPT that is a call and nothing else
+    if role == "function_call" and message.get("content") not in (None, ""):
+        found["content"] = _calls_of_content(message["content"], where)
+    found = {key: calls for key, calls in found.items() if calls}
+    if len(found) > 1:
+        raise DataError(f"{where} has calls in {' and '.join(found)}: keep one of them.")
+    rest = {
+        key: value for key, value in message.items() if key not in ("tool_calls", "function_call")
+    }
+    if not found:
+        return rest
+    if message["role"] in KNOWN_ROLES and message["role"] not in ("assistant", "model"):
+        raise DataError(
+            f"{where}.{next(iter(found))} would be ignored: a turn of role {message['role']} "
+            "calls no tool."
+        )
+    if "content" in found:
+        del rest["content"]
+    return {**rest, "tool_calls": next(iter(found.values()))}
+
+
+def _calls_of_content(content: Any, where: str) -> list[dict[str, Any]]:
+    calls = parsed(content, f"{where}.content")
+    calls = calls if isinstance(calls, list) else [calls]
+    if not calls or not all(isinstance(call, (dict, str)) for call in calls) or calls == [content]:
+        raise DataError(
+            f"{where}.value of a function_call must be JSON such as "
+            f'{{"name": "f", "arguments": {{}}}}, not '
+            f"{str(content)[:40]!r}."
+        )
+    several = len(calls) > 1
+    return [
+        read_call(call, f"{where}.value{f'[{place}]' * several}")
+        for place, call in enumerate(calls)
+    ]
+
+
+def _split_blocks(message: Message, where: str) -> list[Message]:
+    """Returns the messages of a turn whose content is a list of Anthropic's blocks: calls go to
+    `tool_calls`, and each result becomes a turn of role tool. Any other turn is one message.
+    """
+    content = message.get("content")
+    kinds = (
+        [part.get("type") for part in content if isinstance(part, dict)]
+        if isinstance(content, list)
+        else []
+    )
+    if not {"tool_use", "tool_result"} & {kind for kind in kinds if isinstance(kind, str)}:
+        return [message]
+    assert isinstance(content, list)
+    rest = {key: value for key, value in message.items() if key != "content"}
+    found: list[Message] = []
+    texts: list[Any] = []
+    calls: list[Any] = []
+    for place, part in enumerate(content):
+        at = f"{where}.content[{place}]"
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind == "tool_result":
+            if message["role"] not in ("user", "tool"):
+                raise DataError(f"{at} is a tool_result: put it into a turn of role user.")
+            # the texts before it are a turn of their own
+            if texts:
+                found.append({**rest, "content": texts})
+                texts = []
+            found.append({**rest, **_result(part, at)})
+        elif kind == "tool_use":
+            calls.append(part)
+        elif calls:
+            raise DataError(
+                f"{at} stands behind a call, and templates write calls last: put it before, or "
+                "into a turn of its own."
+            )
+        else:
+            texts.append(part)
+    if calls:
+        if message.get("tool_calls"):
+            raise DataError(f"{where} has calls in tool_calls and content: keep one of them.")
+        return [{**rest, "content": texts, "tool_calls": calls}]
+    return [*found, {**rest, "content": texts}] if texts else found
+
+
+def _result(part: dict[str, Any], where: str) -> Message:
+    """Returns the turn of one tool_result."""
+    content = part.get("content")
+    result = {"role": "tool", "content": "" if content is None else content}
+    if part.get("tool_use_id"):
+        result["tool_call_id"] = part["tool_use_id"]
+    known = ("type", "content", "tool_use_id")
+    for key, value in part.items():
+        if key not in known and value not in (None, "", [], {}, False):
+            raise DataError(
+                f"{where}.{key} would be ignored: a tool_result has a content and a tool_use_id: "
+                "write it into the content, or remove it."
+            )
+    return result
+
+
 def _check_keys(message: Message, where: str) -> None:
     for key in message:
         if MASKS.fullmatch(key):
@@ -90,43 +205,13 @@ def _check_keys(message: Message, where: str) -> None:
 
 
 def _sharegpt(message: Message, where: str) -> Message:
-    """`{"from", "value"}` as `{"role", "content"}`; the value of a function call is JSON."""
+    """`{"from", "value"}` as `{"role", "content"}`."""
     sender = message["from"]
     value = message.get("value", message.get("content"))
     if not isinstance(sender, str) or sender not in ROLES:
         raise DataError(f"{where}: from={sender!r} is none of {', '.join(ROLES)}.")
     rest = {key: item for key, item in message.items() if key not in ("from", "value", "content")}
-    if sender != "function_call":
-        return {**rest, "role": sender, "content": value}
-    calls = maybe_json(value, f"{where}.value")
-    calls = calls if isinstance(calls, list) else [calls]
-    names = [call.get("name") if isinstance(call, dict) else None for call in calls]
-    if not names or not all(isinstance(name, str) for name in names):
-        raise DataError(
-            f"{where}.value of a function_call must be JSON such as "
-            f'{{"name": "f", "arguments": {{}}}}, not '
-            f"{str(value)[:40]!r}."
-        )
-    return {
-        **rest,
-        "role": sender,
-        "tool_calls": [{"type": "function", "function": call} for call in calls],
-    }
-
-
-def _tool_call(call: Any, where: str) -> dict[str, Any]:
-    """OpenAI keeps a call's arguments as JSON text; templates write them out as an object."""
-    if not isinstance(call, dict):
-        raise DataError(f"{where}.tool_calls must hold objects, not {type(call).__name__}.")
-    function = call.get("function", call if "name" in call else None)
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise DataError(
-            f"{where}.tool_calls must hold objects with a function and its name, not "
-            f"{str(call)[:40]!r}."
-        )
-    arguments = maybe_json(function.get("arguments", {}), f"{where}.tool_calls.arguments")
-    rest = {key: value for key, value in call.items() if key not in ("name", "arguments")}
-    return {"type": "function", **rest, "function": {**function, "arguments": arguments}}
+    return {**rest, "role": sender, "content": value}
 
 
 def _content(content: Any, where: str, may_lack: bool) -> str:
@@ -166,11 +251,3 @@ def _part(part: Any, where: str) -> str:
         )
     _check_keys(part, where)
     return str(next(iter(found.values())))
-
-
-def maybe_json(value: Any, where: str) -> Any:
-    """Returns the value, parsed if it is a text of JSON."""
-    if not isinstance(value, str) or value.strip()[:1] not in ("{", "["):
-        return value
-    with explained(f"{where} is not valid JSON", ValueError, RecursionError, kind=DataError):
-        return json.loads(value)

@@ -221,7 +221,7 @@ BAD_ROWS = {
     ),
     "a call without a name": (
         {"messages": [CHAT[0], {"role": "assistant", "tool_calls": [{"function": {}}]}]},
-        "a.jsonl:2: messages[1].tool_calls must hold objects with a function and its name, not \"{'function': {}}\".",
+        "a.jsonl:2: messages[1].tool_calls[0] must be an object with a function and its name, not \"{'function': {}}\".",
     ),
     "no content": (
         {"messages": [{"role": "user"}]},
