@@ -17,6 +17,8 @@ from automodel_lite.cli import compose_config
 from automodel_lite.config.check import check_config
 from automodel_lite.extras.plan.planner import GPUS, Job, make_plans
 from automodel_lite.extras.plan.recompute import recomputation_text
+from automodel_lite.telemetry.console import Console
+from automodel_lite.training.resolve import rates
 from automodel_lite.training.settings import build_parts
 
 PAGE = Path(__file__).resolve().parent / "planning.md"
@@ -45,6 +47,7 @@ def row(preset: str) -> str:
     """The peak in GiB of a GPU, and the rate of one."""
     gpus = SIZES[preset]
     config = check_config(compose_config(preset, ["dataset.path=any"]))
+    config = rates(config, Console(is_silent=True))
     # a kernel may need the GPU that is only planned
     parts = build_parts(replace(config, attention={}))
     length = np.array([min(1024, parts.packed_sequence_size)])

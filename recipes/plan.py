@@ -63,11 +63,11 @@ from automodel_lite.launched import check_alone
 from automodel_lite.models.source import describe
 from automodel_lite.parallel.mesh import MeshShape
 from automodel_lite.results import RESULTS
-from automodel_lite.telemetry.console import quiet_libraries
+from automodel_lite.telemetry.console import Console, quiet_libraries
 from automodel_lite.thd import ThdBatch
 from automodel_lite.training.compiling import worst_case_batch
 from automodel_lite.training.memory import three_digits
-from automodel_lite.training.resolve import MOST_PACK, SIZE, resolve_auto, with_micro_batch
+from automodel_lite.training.resolve import MOST_PACK, SIZE, rates, resolve_auto, with_micro_batch
 from automodel_lite.training.rules import build_on_meta
 from automodel_lite.training.settings import AUTO, Parts, build_parts
 
@@ -110,7 +110,8 @@ def main(argv: list[str] | None = None) -> int:
     def parts_of(more: Sequence[str]) -> Parts:
         changed = composed(args.config_name, [*overrides, *more]) if more else config
         # a kernel may need the GPU that is only planned
-        return build_parts(replace(changed, attention={}))
+        changed = rates(replace(changed, attention={}), Console(is_silent=True))
+        return build_parts(changed)
 
     base = parts_of(())
     build_on_meta(base.model)

@@ -25,7 +25,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import asdict, is_dataclass, replace
+from dataclasses import asdict, is_dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -118,13 +118,8 @@ class RunFolder:
             if old.get(key) != new.get(key) and not f"{key}.".startswith(resumable)
         ]
 
-    def open(self, config: Config, global_batch_size: int, slot_multiple: int) -> None:
-        """Makes the folder and writes config.yaml, with what followed from the layout of ranks."""
-        config = replace(
-            config,
-            training=replace(config.training, global_batch_size=global_batch_size),
-            packed_sequence={**config.packed_sequence, "slot_multiple": slot_multiple},
-        )
+    def open(self, config: Config) -> None:
+        """Makes the folder and writes config.yaml."""
         with self.explain_os_errors():
             self.logs.mkdir(parents=True, exist_ok=True)
             self.config_text = config_yaml(config)
@@ -260,38 +255,11 @@ class RunFolder:
         """Returns the content of STATUS.json; {} when it is missing or damaged."""
         return json_object(self.status)
 
-    def with_saved_layout(self, config: Config) -> Config:
-        """Keeps what the layout of ranks, or `auto`, would decide (the global batch, the slots of
-        documents, the size of packs, the learning rate) as the run began; raises ConfigError when
-        those slots cannot be shared by this many context-parallel ranks.
-        """
+    def saved_config(self) -> dict[str, Any]:
+        """Returns the settings of the run that has begun here, by dotted keys; {} for none."""
         if not self.config.is_file() or not self.checkpoints.is_dir():
-            return config
-        saved = dict(flatten(saved_config(self.config)))
-        training = config.training
-        packed = config.packed_sequence
-        if training.global_batch_size in (None, "auto"):
-            size = saved.get("training.global_batch_size")
-            training = replace(training, global_batch_size=size)
-        slots = saved.get("packed_sequence.slot_multiple") or 1
-        if packed.get("slot_multiple", 0) in (None, slots):
-            packed = {**packed, "slot_multiple": slots}
-            cp = config.mesh.cp
-            if cp > 1 and slots % (2 * cp):
-                raise ConfigError(
-                    f"mesh.cp={cp} needs documents padded to multiples of {2 * cp}, and "
-                    f"{self.path} was started with packed_sequence.slot_multiple={slots}: use "
-                    "another mesh.cp, or start a new run with name=... "
-                    f"(packed_sequence.slot_multiple={2 * cp} from the start fits mesh.cp=1 and "
-                    f"{cp})."
-                )
-        optimizer = config.optimizer
-        if packed.get("packed_sequence_size") == "auto":
-            size = saved.get("packed_sequence.packed_sequence_size")
-            packed = {**packed, "packed_sequence_size": size}
-        if optimizer.get("lr") == "auto":
-            optimizer = {**optimizer, "lr": saved.get("optimizer.lr")}
-        return replace(config, training=training, packed_sequence=packed, optimizer=optimizer)
+            return {}
+        return dict(flatten(saved_config(self.config)))
 
     def finished_message(self, config: Config) -> str | None:
         """Returns the message for a finished run that is started again; None when there is work to

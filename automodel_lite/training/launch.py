@@ -14,8 +14,7 @@ from automodel_lite.run.folder import RunFolder, plain
 from automodel_lite.run.stopping import StoppedEarly
 from automodel_lite.telemetry.console import Console, quiet_libraries
 from automodel_lite.telemetry.metrics import STARTUP
-from automodel_lite.training import resolve
-from automodel_lite.training.resolve import resolve_auto
+from automodel_lite.training.resolve import as_the_run_began, from_run, resolve_auto
 
 _LAUNCHES = itertools.count()  # of this process: more than one in a notebook
 
@@ -33,7 +32,7 @@ def launch(
         STARTUP.restart()
     STARTUP.lap("imports")
     quiet_libraries()
-    config = resolve.from_run(config)
+    config = from_run(config)
     if config.dry_run:
         return dry_run(resolve_auto(config))
     with join_ranks(config) as (config, peers, finished):
@@ -68,7 +67,7 @@ def join_ranks(config: Config) -> Iterator[tuple[Config, Peers, str | None]]:
     """
     folder = RunFolder(config.output_dir)
     with watch_ranks() as peers:
-        config = folder.with_saved_layout(config)
+        config = as_the_run_began(config, folder)
         message = folder.finished_message(config)
         state = {"output_dir (what it holds)": folder.read_status().get("state", "no run")}
         peers.compare("settings", versions() | flat(plain(config)) | state)

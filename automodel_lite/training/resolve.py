@@ -3,9 +3,15 @@
 Every program resolves them first, so that all of them see the same packs and rates; a run saves the
 numbers, and resumes with them.
 
-    packed_sequence.packed_sequence_size   from the lengths of the documents
-    optimizer.lr                           from the kind of training and the width of the model
-    training.micro_batch_size (0)          from the size of a pack and a rank's packs in a step
+    from_run          model.pretrained          the folder of a run becomes what it has exported
+    as_the_run_began  what a run is continued with: its batch, packs and rate
+    rates             optimizer.lr              from the kind of training and the width of the model
+    sizes             packed_sequence_size      from the lengths of the documents
+                      micro_batch_size (0)      from the size of a pack and a rank's packs in a step
+
+Each step is a function from settings to settings. `auto` is left where its answer follows from more
+than the settings and the data: training.global_batch_size from the packs (feeding/planned.py), and
+what depends on the ranks and the device (training/decide.py).
 """
 
 from __future__ import annotations
@@ -19,6 +25,7 @@ import numpy as np
 from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
 from automodel_lite.attention.spec import config_value
+from automodel_lite.config.components import build
 from automodel_lite.config.schema import Config, MeshConfig, TrainingConfig
 from automodel_lite.config.sizes import (
     AUTO_BATCH_SIZE,
@@ -32,11 +39,14 @@ from automodel_lite.config.sizes import (
 )
 from automodel_lite.data.feeding.planned import document_kind, epochs_of
 from automodel_lite.data.feeding.source import AdaptingDataset, PackingDataset
-from automodel_lite.data.prepare import build_documents
+from automodel_lite.data.packing.packs import Packer
+from automodel_lite.data.prepare import build_documents, build_packer
 from automodel_lite.data.tokens.tokenize import job_of, tokenize_documents
 from automodel_lite.errors import ConfigError
 from automodel_lite.launched import world_size
+from automodel_lite.models.loss import checked_loss
 from automodel_lite.run.checkpoint_folder import exported_folder
+from automodel_lite.run.folder import RunFolder
 from automodel_lite.telemetry.console import Console
 from automodel_lite.training.rates import FAR, learning_rate
 from automodel_lite.training.rules import try_settings
@@ -52,6 +62,77 @@ MOST_PACK = 4096  # tokens; longer packs are for documents that need them
 MANY_STEPS = 500
 
 
+def from_run(config: Config) -> Config:
+    """Replaces a run's folder in model.pretrained by what that run has exported: its model, or its
+    adapter and base.
+
+    Raises ConfigError for a run without an export, and for an adapter that nothing continues.
+    """
+    pretrained = config.model.get("pretrained")
+    folder = exported_folder(pretrained) if pretrained else None
+    if not pretrained or not folder or Path(folder) == Path(pretrained).expanduser():
+        return config
+    tokenizer = {
+        key: folder if value == pretrained else value for key, value in config.tokenizer.items()
+    }
+    model = folder
+    peft = config.peft
+    settings = Path(folder) / "adapter_config.json"
+    if settings.is_file():
+        if not peft:
+            raise ConfigError(
+                f"model.pretrained={pretrained} holds an adapter: peft=lora continues it; to train "
+                "the whole model, automodel-lite export merges it into its base first."
+            )
+        model = json.loads(settings.read_text())["base_model_name_or_path"]
+        peft = peft | {"adapter": peft.get("adapter") or folder}
+    return replace(
+        config, model=config.model | {"pretrained": model}, tokenizer=tokenizer, peft=peft
+    )
+
+
+def as_the_run_began(config: Config, folder: RunFolder) -> Config:
+    """Returns the settings with what the layout of ranks, or `auto`, would decide anew taken from
+    the run that has begun in this folder: the global batch, the size of packs and the slots of
+    documents, the learning rate.
+
+    Raises ConfigError when those slots cannot be shared by this many context-parallel ranks.
+    """
+    saved = folder.saved_config()
+    if not saved:
+        return config
+    training = config.training
+    optimizer = config.optimizer
+    if training.global_batch_size in (None, AUTO):
+        training = replace(training, global_batch_size=saved.get("training.global_batch_size"))
+    if optimizer.get("lr") == AUTO:
+        optimizer = optimizer | {"lr": saved.get("optimizer.lr")}
+    packed = _packs_as_the_run_began(config, saved, folder)
+    return replace(config, training=training, packed_sequence=packed, optimizer=optimizer)
+
+
+def _packs_as_the_run_began(
+    config: Config, saved: dict[str, Any], folder: RunFolder
+) -> dict[str, Any]:
+    packed = config.packed_sequence
+    cp = config.mesh.cp
+    slots = saved.get("packed_sequence.slot_multiple") or 1
+    # slots that were typed and are others are a changed setting, which the folder names
+    if packed.get("slot_multiple", 0) in (None, slots):
+        packed = packed | {"slot_multiple": slots}
+        if cp > 1 and slots % (2 * cp):
+            raise ConfigError(
+                f"mesh.cp={cp} needs documents padded to multiples of {2 * cp}, and "
+                f"{folder.path} was started with packed_sequence.slot_multiple={slots}: use "
+                "another mesh.cp, or start a new run with name=... "
+                f"(packed_sequence.slot_multiple={2 * cp} from the start fits mesh.cp=1 and "
+                f"{cp})."
+            )
+    if packed.get("packed_sequence_size") == AUTO:
+        packed = packed | {"packed_sequence_size": saved.get(SIZE)}
+    return packed
+
+
 def resolve_auto(config: Config, console: Console | None = None, has_data: bool = True) -> Config:
     """Returns the configuration with numbers instead of `auto`; prints each with its reason.
 
@@ -60,57 +141,72 @@ def resolve_auto(config: Config, console: Console | None = None, has_data: bool 
     Raises ConfigError or DataError as the run would: for settings that cannot work, before
     anything is tokenized; for a stream, whose lengths are not known.
     """
-    open_settings = (config.packed_sequence.get("packed_sequence_size"), config.optimizer.get("lr"))
-    if AUTO not in open_settings and config.training.micro_batch_size:
-        return config
     console = console or Console()
-    is_auto = config.packed_sequence.get("packed_sequence_size") == AUTO
-    least = 2 * config.mesh.cp if config.mesh.cp > 1 else 1
-    multiple = config.packed_sequence.get("slot_multiple") or least
-    # packs this long are passed one by one, whatever the data are
-    is_long = not is_auto and config.packed_sequence["packed_sequence_size"] > MOST_PACK // 2
-    is_micro_open = not config.training.micro_batch_size and not is_long
-    config = with_micro_batch(config, config.training.micro_batch_size or 1)
-    # a size that any slots divide, to try the other settings with
-    trial = with_pack_size(config, round_up(MOST_PACK, multiple)) if is_auto else config
+    return sizes(rates(config, console), console, has_data)
+
+
+def rates(config: Config, console: Console) -> Config:
+    """Returns the configuration with a learning rate: by what is trained, and the width of the
+    model. Prints one that is chosen, or given and far from the usual one.
+    """
+    given = config.optimizer.get("lr")
+    if given is None:
+        return config
+    usual, reason = learning_rate(
+        build(config.model), checked_loss(build(config.loss)), config.peft
+    )
+    if given == AUTO:
+        console.say("auto", f"optimizer.lr: {usual:g} ({reason})")
+        return replace(config, optimizer=config.optimizer | {"lr": usual})
+    if given and not usual / FAR <= given <= usual * FAR:
+        console.say("NOTE", f"optimizer.lr={given:g} is far from the usual {usual:g} ({reason})")
+    return config
+
+
+def sizes(config: Config, console: Console, has_data: bool = True) -> Config:
+    """Returns the configuration with the tokens of a pack, and the packs of a forward pass."""
+    given: Any = config.packed_sequence.get("packed_sequence_size")
+    is_micro_open = not config.training.micro_batch_size
+    if is_micro_open:
+        config = with_micro_batch(config, 1)
+        # packs this long are passed one by one, whatever the data are
+        is_micro_open = given == AUTO or given <= MOST_PACK // 2
+    if given != AUTO and not is_micro_open:
+        return config
+    # The other settings are tried before anything is tokenized, with a pack that any slots divide.
+    trial = config
+    if given == AUTO:
+        trial = with_pack_size(config, round_up(MOST_PACK, slots_of(config)))
     parts = build_parts(trial)
-    if "lr" in config.optimizer:
-        rate = _rate_of(config, parts, console)
-        config = replace(config, optimizer=config.optimizer | {"lr": rate})
-    data = None
-    if is_auto or is_micro_open:
-        try_settings(trial, parts)
-        data = data_of(config, parts, console) if has_data else None
-    if is_auto:
-        if has_data:
-            size, reason = pack_size_of(data, config, parts, multiple)
-        else:
-            model_config = parts.model.resolve_model_config({"vocab_size": LEAST_PACK})
-            size, reason = _within_positions(model_config, MOST_PACK, "of rows in memory")
-            size = size // multiple * multiple
+    try_settings(trial, parts)
+    data = data_of(config, parts, console) if has_data else None
+    if given == AUTO:
+        size, reason = pack_size_of(data, config, parts, has_data)
         config = with_pack_size(config, size)
         console.say("auto", f"{SIZE}: {size:,} ({reason})")
     if is_micro_open:
-        parts = build_parts(config)
-        micro = micro_batch_of(config, parts, data)
+        micro = micro_batch_of(config, build_packer(config), data)
         config = with_micro_batch(config, micro)
         if micro > 1:
-            tokens = micro * parts.packed_sequence_size
+            tokens = micro * config.packed_sequence["packed_sequence_size"]
             reason = f"packs of a step share forward passes of {tokens:,} tokens"
             console.say("auto", f"training.micro_batch_size: {micro} ({reason})")
     return config
 
 
-def _rate_of(config: Config, parts: Parts, console: Console) -> Any:
-    """Returns the learning rate, and prints one that is chosen, or given and far from it."""
-    usual, reason = learning_rate(parts.model, parts.loss, config.peft)
-    given = config.optimizer["lr"]
-    if given == AUTO:
-        console.say("auto", f"optimizer.lr: {usual:g} ({reason})")
-        return usual
-    if given and not usual / FAR <= given <= usual * FAR:
-        console.say("NOTE", f"optimizer.lr={given:g} is far from the usual {usual:g} ({reason})")
-    return given
+def slots_of(config: Config) -> int:
+    """Returns what the slot of each document is a multiple of, in tokens."""
+    least = 2 * config.mesh.cp if config.mesh.cp > 1 else 1
+    return int(config.packed_sequence.get("slot_multiple") or least)
+
+
+def with_layout(config: Config, global_batch_size: int, slot_multiple: int) -> Config:
+    """Returns the configuration with what followed from the layout of ranks: `as_the_run_began`
+    takes it from there.
+    """
+    training = replace(config.training, global_batch_size=global_batch_size)
+    packed = config.packed_sequence | {"slot_multiple": slot_multiple}
+    return replace(config, training=training, packed_sequence=packed)
 
 
 def with_pack_size(config: Config, size: int) -> Config:
@@ -158,11 +254,18 @@ def data_of(config: Config, parts: Parts, console: Console) -> Known | None:
 
 
 def pack_size_of(
-    data: Known | None, config: Config, parts: Parts, multiple: int
+    data: Known | None, config: Config, parts: Parts, has_data: bool = True
 ) -> tuple[int, str]:
-    """Returns the tokens of a pack, and why: see `fitted_pack_size`; a multiple of `multiple`, and
-    at most the positions of the model and its teacher.
+    """Returns the tokens of a pack, and why: see `fitted_pack_size`; whole slots, and at most the
+    positions of the model and its teacher.
+
+    has_data  False: rows come later, from memory; the positions of the model, or `MOST_PACK`
     """
+    multiple = slots_of(config)
+    if not has_data:
+        model_config = parts.model.resolve_model_config({"vocab_size": LEAST_PACK})
+        size, reason = _within_positions(model_config, MOST_PACK, "of rows in memory")
+        return size // multiple * multiple, reason
     if data is None:
         raise ConfigError(
             f"{SIZE}=auto needs the lengths of all documents, which a stream does not know: set "
@@ -185,14 +288,13 @@ def shape_of_dry_run(mesh: MeshConfig) -> MeshShape:
     return mesh_shape(mesh, num_processes)
 
 
-def micro_batch_of(config: Config, parts: Parts, data: Known | None) -> int:
+def micro_batch_of(config: Config, packer: Packer, data: Known | None) -> int:
     """Returns the packs of a forward pass: as many of a rank's packs in a step as together have at
     most `MOST_PACK` tokens. Passes of a few hundred tokens leave a device idle.
 
     One, where documents are padded, where a stream packs them, and where the processes do not fit
     the mesh, which the run explains.
     """
-    packer = parts.packer
     most = MOST_PACK // packer.packed_sequence_size
     if most < 2 or packer.is_ragged or data is None:
         return 1
@@ -200,7 +302,7 @@ def micro_batch_of(config: Config, parts: Parts, data: Known | None) -> int:
         mesh = config.mesh
         shape = shape_of_dry_run(mesh) if config.dry_run else mesh_shape(mesh, world_size())
         dp = shape.dp
-        batch = global_batch_size_of(parts.training, dp)
+        batch = global_batch_size_of(config.training, dp)
     except ConfigError:
         return 1
     training = config.training
@@ -255,32 +357,3 @@ def fitted_pack_size(
     if size > least:
         reason += f", and {tokens:,} tokens are over {MANY_STEPS} steps of longer packs too"
     return size, reason
-
-
-def from_run(config: Config) -> Config:
-    """Replaces a run's folder in model.pretrained by what that run has exported: its model, or its
-    adapter and base.
-
-    Raises ConfigError for a run without an export, and for an adapter that nothing continues.
-    """
-    pretrained = config.model.get("pretrained")
-    folder = exported_folder(pretrained) if pretrained else None
-    if not pretrained or not folder or Path(folder) == Path(pretrained).expanduser():
-        return config
-    tokenizer = {
-        key: folder if value == pretrained else value for key, value in config.tokenizer.items()
-    }
-    model = folder
-    peft = config.peft
-    settings = Path(folder) / "adapter_config.json"
-    if settings.is_file():
-        if not peft:
-            raise ConfigError(
-                f"model.pretrained={pretrained} holds an adapter: peft=lora continues it; to train "
-                "the whole model, automodel-lite export merges it into its base first."
-            )
-        model = json.loads(settings.read_text())["base_model_name_or_path"]
-        peft = peft | {"adapter": peft.get("adapter") or folder}
-    return replace(
-        config, model=config.model | {"pretrained": model}, tokenizer=tokenizer, peft=peft
-    )

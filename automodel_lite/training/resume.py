@@ -26,6 +26,7 @@ from automodel_lite.training import world
 from automodel_lite.training.decide import ChooseRecomputation, check_positions, decide
 from automodel_lite.training.engine import TrainingEngine
 from automodel_lite.training.guards import Guards, TrainState
+from automodel_lite.training.resolve import with_layout
 from automodel_lite.training.settings import Decided, Parts
 
 _NUM_ROWS = 256  # of a validation set that are hashed
@@ -166,7 +167,8 @@ def _open_folder(
     folder = guards.folder
     step = guards.state.num_steps
     if guards.ranks.is_first:
-        folder.open(guards.config, data.shape.global_batch_size, data.packer.slot_multiple)
+        batch = data.shape.global_batch_size
+        folder.open(with_layout(guards.config, batch, data.packer.slot_multiple))
         with folder.explain_os_errors():
             folder.write_status("running", step, checkpoint=guards.checkpointer.newest_name)
             folder.write_facts(lines, document_kind(data.documents))

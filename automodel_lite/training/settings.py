@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -24,7 +24,6 @@ from automodel_lite.models.flops import ModelSize
 from automodel_lite.models.loss import FusedLinearCrossEntropy, Loss, checked_loss
 from automodel_lite.models.source import CausalLM
 from automodel_lite.parallel.mesh import MeshShape
-from automodel_lite.training.rates import learning_rate
 
 if TYPE_CHECKING:
     from automodel_lite.parts.adapters.lora import Lora  # which brings peft
@@ -102,22 +101,29 @@ def build_parts(config: Config) -> Parts:
             f"loss={type(loss).__name__} stay whole, as what a label counts follows from all of "
             "its row: use exact_fill, best_fit or next_fit, and overlong=drop, truncate or error."
         )
-    model = build(config.model)
-    optimizer = config.optimizer
-    if optimizer.get("lr") == AUTO:
-        optimizer = optimizer | {"lr": learning_rate(model, loss, config.peft)[0]}
     return Parts(
-        model=model,
+        model=build(config.model),
         attention=build(config.attention) if config.attention else None,
         peft=build(config.peft) if config.peft else None,
         loss=loss,
         teacher=teacher,
-        optimizer=partial(build, optimizer),
+        optimizer=partial(build_optimizer, config.optimizer),
         packer=packer,
         mesh=config.mesh,
         training=config.training,
         advanced=config.advanced,
     )
+
+
+def build_optimizer(part: Mapping[str, Any], module: nn.Module) -> Optimizer:
+    """Returns the optimizer of a module; raises ConfigError for a rate that is not resolved."""
+    if part.get("lr") == AUTO:
+        raise ConfigError(
+            "optimizer.lr=auto is not resolved: call "
+            "automodel_lite.training.resolve.resolve_auto(config) first, or set a number."
+        )
+    optimizer: Optimizer = build(part, module)
+    return optimizer
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from automodel_lite.errors import ConfigError
 from automodel_lite.extras.load_run import load_run_config
 from automodel_lite.extras.report import read_run
 from automodel_lite.run.folder import RunFolder
+from automodel_lite.training.resolve import as_the_run_began, with_layout
 from tests.runs import (
     DROPOUT,
     losses_by_step,
@@ -188,16 +189,16 @@ def test_packs_that_cannot_be_shared_are_refused(tmp_path: Path) -> None:
 def test_slots_that_were_set_are_as_the_run_began(tmp_path: Path) -> None:
     """To set others, as a new run is told to, would be refused."""
     folder, slots = RunFolder(tmp_path), "packed_sequence.slot_multiple=2"
-    folder.open(quick_config(tmp_path, slots), global_batch_size=4, slot_multiple=2)
+    folder.open(with_layout(quick_config(tmp_path, slots), global_batch_size=4, slot_multiple=2))
     with pytest.raises(ConfigError, match=r"slot_multiple=2: use another mesh.cp"):
-        folder.with_saved_layout(quick_config(tmp_path, slots, "mesh.cp=2"))
+        as_the_run_began(quick_config(tmp_path, slots, "mesh.cp=2"), folder)
 
 
 def test_a_run_of_an_older_version_goes_on(tmp_path: Path) -> None:
     """It did not know every setting of today."""
     folder, config = RunFolder(tmp_path), quick_config(tmp_path)
-    folder.open(config, global_batch_size=4, slot_multiple=1)
-    config = folder.with_saved_layout(config)
+    folder.open(with_layout(config, global_batch_size=4, slot_multiple=1))
+    config = as_the_run_began(config, folder)
     text = folder.config.read_text().replace("  ema_decay: 0.0\n", "")
     assert text != folder.config.read_text()
     folder.config.write_text(text)

@@ -18,6 +18,7 @@ from automodel_lite.config.schema import Config
 from automodel_lite.errors import ConfigError, RunStoppedError
 from automodel_lite.run.folder import RunFolder, command_line
 from automodel_lite.run.lock import RunLock
+from automodel_lite.training.resolve import as_the_run_began, with_layout
 from tests.run.test_durable import Faults
 from tests.runs import losses_by_step, quick_config, train_quick
 from tests.tools.test_report import run_folder
@@ -107,12 +108,12 @@ def test_small_files_that_are_damaged(tmp_path: Path, content: str) -> None:
 
 def _begin_a_run(folder: RunFolder, config: Config) -> None:
     """What a run does in its folder before its first step."""
-    config = folder.with_saved_layout(config)
+    config = as_the_run_began(config, folder)
     lock = RunLock(folder.lock)
     lock.check()
     folder.check(config)
     lock.acquire()
-    folder.open(config, global_batch_size=4, slot_multiple=1)
+    folder.open(with_layout(config, global_batch_size=4, slot_multiple=1))
     folder.write_status("running", 0)
     lock.release()
 

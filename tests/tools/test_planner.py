@@ -32,7 +32,7 @@ from tests.runs import composed
 
 
 def parts_of(more: Sequence[str] = ()) -> Parts:
-    config = check_config(composed("qwen3_0_6b", "dataset.path=any", *more))
+    config = check_config(composed("qwen3_0_6b", "dataset.path=any", "optimizer.lr=1e-4", *more))
     return build_parts(replace(config, attention={}))
 
 

@@ -7,13 +7,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from torch import nn
 from transformers import AutoConfig
 
 from automodel_lite.config.components import build
 from automodel_lite.config.schema import Config, TrainingConfig
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.source import CausalLM
-from automodel_lite.run.folder import saved_config
+from automodel_lite.parallel.peers import flat
+from automodel_lite.run.folder import plain, saved_config
 from automodel_lite.training.resolve import fitted_pack_size, learning_rate, resolve_auto
 from automodel_lite.training.settings import build_parts
 from recipes import inspect_data, prepare_data, train_ft
@@ -57,6 +59,31 @@ def test_text_that_is_cut_needs_no_long_packs():
 
 def resolved(folder: Path, *overrides: str) -> Config:
     return resolve_auto(quick_config(folder, *AUTO, *overrides))
+
+
+LEFT_OPEN = {
+    "training.global_batch_size": "the packs, see feeding/planned.py",
+    "packed_sequence.tree": "whether rows share their beginnings, see tokens/tokenize.py",
+    "mesh.strategy": "decide.py",
+    "mesh.cp_exchange": "decide.py",
+    "model.experts": "build.py: a kernel of transformers'",
+    "training.precision": "decide.py",
+    "training.activation_checkpointing": "decide.py",
+    "training.compile": "compiling.py",
+    "advanced.reshard_after_forward": "sharding.py",
+    "advanced.reduce_every_micro_batch": "decide.py",
+}
+"""What depends on more than the settings and the data, and who decides it."""
+
+
+def test_no_setting_is_open_that_the_data_answer(tmp_path: Path):
+    """A new `auto` is resolved here, or has a line above."""
+    open_ones = ["training.micro_batch_size=0", "training.global_batch_size=auto"]
+    epochs = ["training.max_steps=null", "training.num_epochs=1"]
+    config = resolved(tmp_path, *open_ones, *epochs)
+    found = {key for key, value in flat(plain(config)).items() if value == "auto"}
+    assert found == LEFT_OPEN.keys()
+    assert config.training.micro_batch_size > 0
 
 
 def test_the_size_is_bounded_by_the_positions_of_the_model(tmp_path: Path, capsys):
@@ -168,6 +195,14 @@ def test_a_forward_pass_has_packs_of_the_step(
 def test_an_unresolved_size_is_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match="packed_sequence_size=auto is not resolved"):
         build_parts(quick_config(tmp_path, *AUTO))
+
+
+def test_an_unresolved_rate_is_refused(tmp_path: Path):
+    parts = build_parts(quick_config(tmp_path, "optimizer.lr=auto"))
+    with pytest.raises(
+        ConfigError, match=r"optimizer.lr=auto is not resolved: call .*resolve_auto"
+    ):
+        parts.optimizer(nn.Linear(1, 1))
 
 
 @pytest.mark.system

@@ -23,7 +23,7 @@ from tests.tiers import rarely
 
 
 def planned(preset: str, gpus: int, *overrides: str) -> Decided:
-    config = check_config(composed(preset, "dataset.path=any", *overrides))
+    config = check_config(composed(preset, "dataset.path=any", "optimizer.lr=1e-4", *overrides))
     parts = build_parts(replace(config, attention={}))
     return decide_layout(
         replace(parts, attention=None),

@@ -81,7 +81,7 @@ class Packer:
         if isinstance(packed_sequence_size, str):
             raise ConfigError(
                 f"packed_sequence.packed_sequence_size={packed_sequence_size} is not resolved: "
-                "call automodel_lite.training.resolve_auto(config) first, or set a number."
+                "call automodel_lite.training.resolve.resolve_auto(config) first, or set a number."
             )
         self.packed_sequence_size = packed_sequence_size
         self.strategy = strategy if own_strategy is None else own_strategy
