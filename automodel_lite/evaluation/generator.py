@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase, TextStreamer
 
 from automodel_lite.attention.isolation import tolerance_std
 from automodel_lite.attention.spec import config_value
+from automodel_lite.data.tokens.stop_tokens import stop_ids
 from automodel_lite.errors import (
     ConfigError,
     explained,
@@ -94,15 +95,20 @@ class Generator:
         # one answer to a prompt, token by token, whatever the model's generation_config.json says
         one = {"num_beams": 1, "num_return_sequences": 1}
         choice = one | {"do_sample": temperature > 0, "temperature": temperature or None}
+        ends = stop_ids(self.model, self.tokenizer)
         generate = cast(Any, self.model.generate)
         answers = list[str]()
         for inputs in batches:
             room = min(max_new_tokens, *map(self._room_tokens, inputs["input_ids"]))
-            output = generate(**inputs, max_new_tokens=room, streamer=streamer, **choice)
+            output = generate(
+                **inputs,
+                max_new_tokens=room,
+                streamer=streamer,
+                eos_token_id=ends or None,
+                **choice,
+            )
             # Prompts are padded on the left, so that all answers begin at the same column.
             new = output[:, inputs["input_ids"].shape[1] :].tolist()
-            stops = self.model.generation_config.eos_token_id
-            ends = stops if isinstance(stops, list) else [stops]
             ended = [until_end(ids, ends) for ids in new]
             answers += self.tokenizer.batch_decode(ended, skip_special_tokens=True)
         return answers

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from automodel_lite.config.schema import SamplesConfig
 from automodel_lite.data.feeding.source import PackSource
+from automodel_lite.data.tokens.stop_tokens import stop_ids
 from automodel_lite.data.tokens.tokenize import Job
 from automodel_lite.evaluation.generator import prompt_ids
 from automodel_lite.parallel.mesh import Mesh
@@ -48,6 +49,7 @@ def sample_answers(
     model.module.eval()
     answers = []
     tokenizer = source.tokenizer
+    ends = stop_ids(model.loss_model.lm, tokenizer)
     for prompt in config.prompts:
         if isinstance(source.packer, PromptPacker):
             ids, stream = source.packer.prompt(source.job, prompt)
@@ -60,7 +62,7 @@ def sample_answers(
             token = model.logits(stream(ids).to(mesh.device), num_last=1)[-1].argmax()
             if mesh.root:
                 dist.broadcast(token, src=0)
-            if token.item() == tokenizer.eos_token_id:
+            if token.item() in ends:
                 break
             ids.append(int(token.item()))
         answers.append(

@@ -112,8 +112,8 @@ def export_adapter(
     step: int,
     dataset: Mapping[str, Any] | None = None,
 ) -> None:
-    """The adapter's weights and the tokenizer, complete or not at all; every rank calls it, rank 0
-    writes.
+    """The adapter's weights, the tokenizer and generation_config.json, complete or not at all;
+    every rank calls it, rank 0 writes.
 
     dataset  of the run, which may name the processor of its images
     """
@@ -123,6 +123,9 @@ def export_adapter(
     with _replace_folder(folder, step) as temporary:
         all_ranks().on_first(lambda: adapter.save(temporary, weights))
         all_ranks().on_first(lambda: bool(tokenizer.save_pretrained(temporary)))
+        lm = model.lm
+        own = generation_config(lm.config, lm.generation_config, tokenizer)
+        all_ranks().on_first(lambda: own.save_pretrained(temporary))
         all_ranks().on_first(lambda: write_processor(dataset or {}, temporary))
 
 

@@ -19,6 +19,7 @@ from automodel_lite.attention.interface import install
 from automodel_lite.attention.isolation import check_packing_isolation
 from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.attention.positions import short_lengths
+from automodel_lite.data.tokens.stop_tokens import use_stop_ids
 from automodel_lite.interpreter import trim_malloc
 from automodel_lite.models.flops import StepFlops, step_flops, visited_weights
 from automodel_lite.models.layers import (
@@ -172,6 +173,7 @@ def assemble(
     model, adapter = made[-1]
     _place(model.loss_model, mesh.device, parts.mesh.cpu_offload)
     model.loss_model.train(trains)
+    source.notes += use_stop_ids(model.loss_model.lm, tokenizer)
     # by one scale for a whole weight; an offloaded shard is another tensor when it is gathered
     if (
         has_fp8(lm := model.loss_model.lm)

@@ -36,6 +36,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from automodel_lite.columns import CHOSEN, IGNORE_INDEX, REJECTED
 from automodel_lite.data.reading.documents import IMAGE, UNUSED, Document, Message, sound_text
+from automodel_lite.data.tokens.stop_tokens import PROBE, token_behind
 from automodel_lite.data.tokens.token_rows import next_token_labels
 from automodel_lite.errors import OR_SKIP, ConfigError, DataError
 
@@ -55,7 +56,6 @@ OTHER_END_TOKENS = (
 )
 _MARKER = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
 _MARKS = re.compile("[\ufdd0\ufdd1]")  # code points that Unicode keeps free for such use
-_PROBE = "PROBE"
 _ASSISTANTS = ("assistant", "model")
 _REWRITTEN_ROLES = (*_ASSISTANTS, "tool", "ipython")  # templates take thoughts out, or write JSON
 # keys of a turn's thoughts
@@ -251,14 +251,14 @@ class ChatRenderer:
         """
         arguments: Any
         for arguments in ({}, "{}"):
-            call = {"type": "function", "function": {"name": _PROBE, "arguments": arguments}}
+            call = {"type": "function", "function": {"name": PROBE, "arguments": arguments}}
             turn = {"role": "assistant", "content": "", "tool_calls": [call]}
             asked: Any = [{"role": "user", "content": "Hi"}, turn]
             try:
                 text = self._render(None, self._templates[0][0], asked)
             except DataError:
                 continue
-            return type(arguments) if _PROBE in text else None
+            return type(arguments) if PROBE in text else None
         return dict  # of a template that asks for more than a name: it knows calls
 
     def _render(
@@ -318,7 +318,7 @@ class ChatRenderer:
         if before := messages[:turn]:
             prompt = render(before, prompt=True)
         else:  # nobody has asked: where another turn would differ
-            prompt = render([{"role": messages[0]["role"], "content": _PROBE}])
+            prompt = render([{"role": messages[0]["role"], "content": PROBE}])
         # They part early where the prompt opens with `<think>` and the turn has none: the turn
         # begins there.
         start = _common_prefix(prompt, text)
@@ -377,24 +377,16 @@ class ChatRenderer:
         """The special token that follows the content of a last answer, then the other end tokens
         that there are.
         """
-        question = [{"role": "user", "content": _PROBE}, {"role": "assistant", "content": _PROBE}]
+        question = [{"role": "user", "content": PROBE}, {"role": "assistant", "content": PROBE}]
         text = self._render(None, self._templates[0][0], question)
-        tail = text[text.rfind(_PROBE) + len(_PROBE) :]
-        found = sorted(
-            (tail.find(token), -len(token), token) for token in specials if token in tail
-        )
-        if not found:
+        stop = token_behind(text, specials)
+        if stop is None:
+            tail = text[text.rfind(PROBE) + len(PROBE) :]
             raise ConfigError(
                 f"the chat template ends an assistant turn with {tail!r}, without a special token, "
                 f"so the model would never learn to stop: put {{{{ eos_token }}}} there, or set "
                 "tokenizer.chat_template."
             )
-        place, _, stop = found[0]
-        # Cohere closes its response and then the turn: of tokens that touch, the last one ends the
-        # turn.
-        while follower := next((t for at, _, t in found if at == place + len(stop)), None):
-            place = place + len(stop)
-            stop = follower
         return tuple(
             dict.fromkeys([stop, *(token for token in OTHER_END_TOKENS if token in specials)])
         )

@@ -37,6 +37,7 @@ from automodel_lite.config.components import option
 from automodel_lite.config.schema import Config
 from automodel_lite.config.sizes import ceil_div
 from automodel_lite.data.prepare import build_documents
+from automodel_lite.data.tokens.stop_tokens import stop_ids
 from automodel_lite.data.tokens.tokenize import job_of
 from automodel_lite.data.tokens.tokenizer import padding_id
 from automodel_lite.errors import ConfigError
@@ -51,7 +52,6 @@ from automodel_lite.extras.client.rows import (
 from automodel_lite.extras.client.sampling import (
     batches_of_one_length,
     check_prompts,
-    end_tokens,
     sampling_settings,
 )
 from automodel_lite.extras.client.weights import whole_weights
@@ -298,7 +298,7 @@ class TrainingClient:
         self._same([list(map(int, prompt)) for prompt in prompts], "prompts")
         lm = self.engine.model.loss_model.lm
         check_prompts(prompts, embedding_rows(lm))
-        ends = end_tokens(self.tokenizer, lm)
+        ends = stop_ids(lm, self.tokenizer)
         settings = sampling_settings(ends, max_new_tokens, temperature)
         batches = batches_of_one_length(prompts, num_samples, batch_size)
         model = self._scorer.model

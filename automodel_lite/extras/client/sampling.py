@@ -1,5 +1,5 @@
-"""What answers are drawn with: the ids that end one, transformers' settings, and batches of prompts
-of one length, in which nothing is padded.
+"""What answers are drawn with: transformers' settings, and batches of prompts of one length, in
+which nothing is padded.
 """
 
 from __future__ import annotations
@@ -7,8 +7,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-import transformers
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import GenerationConfig
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], num_ids: int) -> None:
@@ -19,14 +18,6 @@ def check_prompts(prompts: Sequence[Sequence[int]], num_ids: int) -> None:
                 f"prompt {number} must be at least one id, each below the {num_ids} rows of the "
                 "model's embedding: tokenize with the client's own tokenizer."
             )
-
-
-def end_tokens(tokenizer: PreTrainedTokenizerBase, lm: transformers.PreTrainedModel) -> list[int]:
-    """Returns the ids that end an answer: the tokenizer's, and the model's own."""
-    of_model = lm.generation_config.eos_token_id if lm.generation_config else None
-    ends = [tokenizer.eos_token_id]
-    ends += of_model if isinstance(of_model, list) else [of_model]
-    return [*dict.fromkeys(end for end in ends if end is not None)]
 
 
 def sampling_settings(

@@ -23,7 +23,7 @@ def bits_of(image: Image.Image, name: str) -> int:
     pixels without a known white, which are 32-bit integers and floats, and for other color spaces.
     """
     stored = ""
-    for tile in image.tile:
+    for tile in getattr(image, "tile", ()):  # of a file alone
         raw = tile[3] if isinstance(tile[3], tuple) else (tile[3],)
         stored = str(raw[0]) if raw else ""
     if image.mode.startswith("I;16") or ";16" in stored:
