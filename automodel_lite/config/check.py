@@ -154,9 +154,7 @@ def _unresolved(raw: DictConfig) -> Iterator[ConfigError]:
         yield ConfigError(f"{key}={broken[key]}", key=key)
 
 
-def _schema_problems(
-    node: Mapping[str, Any], schema: type, prefix: str
-) -> Iterator[ConfigError]:
+def _schema_problems(node: Mapping[str, Any], schema: type, prefix: str) -> Iterator[ConfigError]:
     """Yields what is wrong with the keys of a group and of the groups inside it: unknown ones, and
     values of another kind.
 
@@ -280,9 +278,7 @@ def _target_problems(
     return problems
 
 
-def _part_problems(
-    key: str, part: dict[str, Any], allowed: Sequence[str]
-) -> Iterator[ConfigError]:
+def _part_problems(key: str, part: dict[str, Any], allowed: Sequence[str]) -> Iterator[ConfigError]:
     """Arguments that the part's target does not take, or takes as another type. Nothing of ours is
     imported for it.
     """

@@ -94,11 +94,11 @@ def test_an_axolotl_file_becomes_a_preset(
     convert.convert([str(tmp_path / "theirs.yml"), "--to", str(tmp_path / "conf/mine.yaml")])
     said = capsys.readouterr().out.splitlines()[1:]
     assert [line.split("=")[0].strip() for line in said] == [
-        "neftune_noise_alpha",
         "foo",
         "training.global_batch_size",
     ]
     config = check_config(compose_config("mine", [], config_dir=str(tmp_path / "conf")))
+    assert config.training.neftune_noise_alpha == 5
     assert (config.model["pretrained"], config.dataset["path"]) == (
         "meta-llama/Llama-3.1-8B",
         "chats.jsonl",
