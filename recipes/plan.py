@@ -294,10 +294,10 @@ def data_of(config: Config, parts: Parts, assumed: int) -> Data:
         alone = replace(
             config, mesh=replace(config.mesh, dp_replicate=1, dp_shard=1, cp=1, tp=1, ep=1)
         )
-        data = prepare_data(alone, check_sizes(alone, 1), parts.packer)
+        data = prepare_data(alone, check_sizes(alone, 1), parts.packer).planned
     except (ConfigError, DataError) as error:
         return replace(unknown, text=f"{unknown.text}, as {error}")
-    if not isinstance(data, PlannedPacks):
+    if data is None:
         return replace(unknown, text=f"a stream: {unknown.text}")
     rows = data.tokens.train
     plan = data.packs_of(0).plan

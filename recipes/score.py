@@ -22,7 +22,6 @@ if __name__ == "__main__":
 
 from automodel_lite.config.rules import check_folder
 from automodel_lite.config.schema import Config
-from automodel_lite.data.feeding.planned import PlannedPacks
 from automodel_lite.data.prepare import check_sizes, prepare_data
 from automodel_lite.errors import ConfigError
 from automodel_lite.launched import rank, world_size
@@ -59,8 +58,8 @@ def compute_values(config: Config) -> int:
             "automodel-lite score computes what loss=distill_topk or loss=dpo needs: add one of "
             "them."
         )
-    data = prepare_data(config, check_sizes(config, world_size()), parts.packer)
-    if not isinstance(data, PlannedPacks):
+    data = prepare_data(config, check_sizes(config, world_size()), parts.packer).planned
+    if data is None:
         raise ConfigError(
             "automodel-lite score computes values beforehand, when a stream is not known: use "
             "dataset=files or images."

@@ -12,7 +12,7 @@ from automodel_lite.config.schema import Config
 from automodel_lite.data.cache import CACHE_DIR
 from automodel_lite.data.feeding.order import BatchShape, batch_shape
 from automodel_lite.data.feeding.planned import PlannedPacks
-from automodel_lite.data.feeding.source import PackingDataset, PackSource
+from automodel_lite.data.feeding.source import PackSource, packing_dataset
 from automodel_lite.data.packing.packs import Packer
 from automodel_lite.data.reading.documents import Documents
 from automodel_lite.parallel.mesh import mesh_shape
@@ -40,6 +40,6 @@ def build_documents(config: Config) -> Documents:
 def prepare_data(config: Config, batches: BatchShape, packer: Packer) -> PackSource:
     """Returns the packs of a run; tokenizes what is not in the cache, once per node."""
     documents = build_documents(config)
-    if isinstance(documents, PackingDataset):
-        return documents.packs(config, packer, batches)
+    if (packing := packing_dataset(documents)) is not None:
+        return packing.packs(config, packer, batches)
     return PlannedPacks.prepare(config, documents, packer, batches)

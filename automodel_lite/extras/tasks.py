@@ -20,7 +20,7 @@ from automodel_lite.data.cache import Key, build_once, cache_root, entry_folder,
 from automodel_lite.data.prepare import build_documents
 from automodel_lite.data.reading.documents import Documents, DocumentSet
 from automodel_lite.data.tokens.findings import Findings, check_set
-from automodel_lite.data.tokens.token_rows import RowDataset, RowsWriter, load_rows
+from automodel_lite.data.tokens.token_rows import RowsWriter, load_rows, row_dataset
 from automodel_lite.data.tokens.tokenize import (
     CHUNK_DOCUMENTS,
     FINDINGS,
@@ -82,12 +82,10 @@ def merge_tasks(config: Config, tasks: int) -> None:
         build_once(root, "tokens", name, key, join)
 
 
-def _sets(
-    documents: Documents | RowDataset, job: Job
-) -> Iterator[tuple[str, Key, DocumentSet, str]]:
+def _sets(documents: Documents, job: Job) -> Iterator[tuple[str, Key, DocumentSet, str]]:
     """Yields name and key of the cache, documents and kind of each set; those of a mixture too."""
-    if isinstance(documents, RowDataset):
-        for dataset in documents.datasets.values():
+    if (combining := row_dataset(documents)) is not None:
+        for dataset in combining.datasets.values():
             yield from _sets(dataset, job)
         return
     sets = {"train": documents.train}

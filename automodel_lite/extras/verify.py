@@ -22,11 +22,11 @@ from automodel_lite.columns import COLUMNS
 from automodel_lite.config.schema import Config
 from automodel_lite.config.sizes import round_up
 from automodel_lite.data.feeding.order import epoch_order
-from automodel_lite.data.feeding.source import AdaptingDataset
+from automodel_lite.data.feeding.source import has_adapting
 from automodel_lite.data.packing.packs import EMPTY_PACK, PackedDataset, Packer, join_packs
 from automodel_lite.data.packing.plan import plan_packs
 from automodel_lite.data.prepare import PlannedPacks, batch_shape, build_documents, build_packer
-from automodel_lite.data.tokens.token_rows import RowDataset, TokenizedDocuments
+from automodel_lite.data.tokens.token_rows import TokenizedDocuments
 from automodel_lite.data.tokens.trees import cut_tree
 from automodel_lite.extras.short_models import layer_settings, with_layers
 from automodel_lite.models.settings import describe_with
@@ -241,8 +241,7 @@ def draw_sample(config: Config, shape: MeshShape) -> Sample:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     size = min(training_size, LARGEST_PACK_TOKENS[device] // multiple * multiple)
     documents = build_documents(config)
-    parts = documents.datasets.values() if isinstance(documents, RowDataset) else [documents]
-    if size < training_size and not any(isinstance(part, AdaptingDataset) for part in parts):
+    if size < training_size and not has_adapting(documents):
         packer.packed_sequence_size = size
         packer.overlong = "truncate"
     data = PlannedPacks.prepare(config, documents, packer, batch_shape(config.training, dp_size=1))

@@ -38,7 +38,7 @@ from automodel_lite.config.sizes import (
     round_up,
 )
 from automodel_lite.data.feeding.planned import document_kind, epochs_of
-from automodel_lite.data.feeding.source import AdaptingDataset, PackingDataset
+from automodel_lite.data.feeding.source import Reading, adapted, packing_dataset
 from automodel_lite.data.packing.packs import Packer
 from automodel_lite.data.prepare import build_documents, build_packer
 from automodel_lite.data.tokens.tokenize import job_of, tokenize_documents
@@ -233,24 +233,21 @@ def data_of(config: Config, parts: Parts, console: Console) -> Known | None:
     not known. Prints what was not in the cache: the run finds it there.
     """
     documents = build_documents(config)
-    if isinstance(documents, PackingDataset):
+    if packing_dataset(documents) is not None:
         return None
     # trees that documents share would be as long as the pack: of `tree=all`, each document's own
     tree = "auto" if parts.packer.tree == "all" else parts.packer.tree
     job = job_of(config, documents, tree)
-    packer = parts.packer
-    if isinstance(documents, AdaptingDataset):
-        documents, job, packer = documents.adapt(config, job, packer)
-    tokens = tokenize_documents(documents, job, config.cache_dir)
+    reading = adapted(config, Reading(documents, job, parts.packer))
+    tokens = tokenize_documents(reading.documents, reading.job, config.cache_dir)
     for note in tokens.notes:
         name = note.partition(": ")[0]
         _, is_entry, found = note.partition(" · cache: ")
         if is_entry and found != "hit":
             console.say("cache", f"{name}: {found}")
-    packer = packer.for_document_kind(document_kind(documents))
-    return Known(
-        tokens.train.lengths, packer.overlong == "split" or packer.cuts_documents, job.tokenizer
-    )
+    packer = reading.packer.for_document_kind(document_kind(reading.documents))
+    is_split = packer.overlong == "split" or packer.cuts_documents
+    return Known(tokens.train.lengths, is_split, reading.job.tokenizer)
 
 
 def pack_size_of(

@@ -25,11 +25,12 @@ from automodel_lite.data.feeding.order import (
     plan_imbalance,
 )
 from automodel_lite.data.feeding.source import (
-    AdaptingDataset,
     Cursor,
     HostStep,
     PackSource,
+    Reading,
     TrainingPlan,
+    adapted,
 )
 from automodel_lite.data.packing.packs import PackedDataset, Packer
 from automodel_lite.data.packing.plan import PackPlan
@@ -39,8 +40,8 @@ from automodel_lite.data.tokens.findings import limit_exceeded
 from automodel_lite.data.tokens.token_rows import (
     DocumentReader,
     RowCounts,
-    RowDataset,
     TokenizedData,
+    members_of,
 )
 from automodel_lite.data.tokens.tokenize import job_of, tokenize_documents
 from automodel_lite.data.tokens.tokenizer import padding_id
@@ -90,8 +91,7 @@ def epochs_of(config: TrainingConfig, num_documents: int) -> tuple[int, str]:
 
 def document_kind(documents: Documents) -> str:
     """Returns the kind of a dataset, or of all in a mixture; "other" where they differ."""
-    datasets = documents.datasets.values() if isinstance(documents, RowDataset) else [documents]
-    kinds = {dataset.kind for dataset in datasets}
+    kinds = {dataset.kind for dataset in members_of(documents).values()}
     return kinds.pop() if len(kinds) == 1 else "other"
 
 
@@ -112,9 +112,11 @@ class PlannedPacks(PackSource):
         cls, config: Config, documents: Documents, packer: Packer, batches: BatchShape
     ) -> PlannedPacks:
         job = job_of(config, documents, packer.tree, packer.packed_sequence_size)
-        if isinstance(documents, AdaptingDataset):
-            documents, job, packer = documents.adapt(config, job, packer)
-        packer = packer.for_document_kind(document_kind(documents), padding_id(job.tokenizer))
+        reading = adapted(config, Reading(documents, job, packer))
+        documents = reading.documents
+        job = reading.job
+        kind = document_kind(documents)
+        packer = reading.packer.for_document_kind(kind, padding_id(job.tokenizer))
         tokens = tokenize_documents(documents, job, config.cache_dir)
 
         root = cache_root(config.cache_dir)
@@ -184,6 +186,10 @@ class PlannedPacks(PackSource):
     @property
     def held_out(self) -> Mapping[str, PackedDataset]:
         return self.val_packs or {"all": self.packs_of(0)}
+
+    @property
+    def planned(self) -> PlannedPacks:
+        return self
 
     @property
     def columns(self) -> set[str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 from transformers import PreTrainedTokenizerFast
@@ -20,11 +20,14 @@ from automodel_lite.data.feeding.order import BatchShape
 from automodel_lite.data.packing.packs import Batch, PackedDataset, Packer
 from automodel_lite.data.packing.report import PackingReport
 from automodel_lite.data.reading.documents import Documents
-from automodel_lite.data.tokens.token_rows import DocumentReader
+from automodel_lite.data.tokens.token_rows import DocumentReader, members_of
 from automodel_lite.data.tokens.tokenize import Job
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.flops import CostModel
 from automodel_lite.parallel.mesh import Mesh
+
+if TYPE_CHECKING:
+    from automodel_lite.data.feeding.planned import PlannedPacks
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,15 @@ class TrainingPlan:
         return None if self.steps_per_epoch is None else self.max_steps / self.steps_per_epoch
 
 
+@dataclass(frozen=True)
+class Reading:
+    """How a run reads its documents: tokenized by `job`, packed by `packer`."""
+
+    documents: Documents
+    job: Job
+    packer: Packer
+
+
 @runtime_checkable
 class PackingDataset(Protocol):
     """A dataset whose packs are not planned from lengths, as they are not known: a stream."""
@@ -88,7 +100,27 @@ class PackingDataset(Protocol):
 class AdaptingDataset(Protocol):
     """A dataset whose documents need more than a tokenizer: images need their processor."""
 
-    def adapt(self, config: Config, job: Job, packer: Packer) -> tuple[Documents, Job, Packer]: ...
+    def adapt(self, config: Config, reading: Reading) -> Reading:
+        """Returns how this dataset is read; raises ConfigError for settings that do not go with
+        it.
+        """
+
+
+# A dataset of one's own need not say what it cannot do: whether it can is asked here, once each.
+def packing_dataset(documents: Documents) -> PackingDataset | None:
+    """Returns a dataset that makes its packs itself; None for one whose documents are packed."""
+    return documents if isinstance(documents, PackingDataset) else None
+
+
+def adapted(config: Config, reading: Reading) -> Reading:
+    """Returns how a run reads these documents, with what they ask for beside a tokenizer."""
+    documents = reading.documents
+    return documents.adapt(config, reading) if isinstance(documents, AdaptingDataset) else reading
+
+
+def has_adapting(documents: Documents) -> bool:
+    """Returns whether a dataset, or one of a mixture, needs more than a tokenizer."""
+    return any(isinstance(one, AdaptingDataset) for one in members_of(documents).values())
 
 
 @dataclass(frozen=True)
@@ -142,6 +174,11 @@ class PackSource(ABC):
             "values per label are computed beforehand, and a stream is not known then: use "
             "dataset=files or images."
         )
+
+    @property
+    def planned(self) -> PlannedPacks | None:
+        """The packs that were planned beforehand; None for a stream, whose packs are not known."""
+        return None
 
     @property
     def columns(self) -> set[str] | None:

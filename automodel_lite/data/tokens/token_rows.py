@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from io import BufferedWriter
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 
@@ -465,3 +465,14 @@ class RowDataset(Protocol):
         """Its rows, from those of its datasets; raises DataError for token ids that a tokenizer
         does not have.
         """
+
+
+def row_dataset(documents: Documents | RowDataset) -> RowDataset | None:
+    """Returns a dataset that combines rows; None for one whose documents are tokenized."""
+    return documents if isinstance(documents, RowDataset) else None
+
+
+def members_of(documents: Documents | RowDataset) -> Mapping[str, Documents]:
+    """Returns the datasets that are tokenized, by name: of a mixture each, else the dataset."""
+    combining = row_dataset(documents)
+    return combining.datasets if combining is not None else {"": cast(Documents, documents)}

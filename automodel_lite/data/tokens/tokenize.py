@@ -49,13 +49,14 @@ from automodel_lite.data.tokens.token_rows import (
     TREES,
     DocumentReader,
     RowCounts,
-    RowDataset,
     RowsWriter,
     TokenizedData,
     TokenizedDocuments,
     flatten,
     load_rows,
+    members_of,
     next_token_labels,
+    row_dataset,
 )
 from automodel_lite.data.tokens.tokenizer import check_vocabulary
 from automodel_lite.data.tokens.trees import write_trees
@@ -344,8 +345,9 @@ def check_turns(settings: TokenizeConfig, documents: Documents) -> None:
     """Raises ConfigError for settings of turns where no document has any: all of a text is trained
     on, and what the labels of token ids say.
     """
-    datasets = documents.datasets.values() if isinstance(documents, RowDataset) else ()
-    kinds = {one.kind for one in datasets or [documents]}
+    # a corpus of tokens has none
+    datasets = members_of(documents).values() or [documents]
+    kinds = {one.kind for one in datasets}
     if not kinds <= {"text", "tokens", "rows"}:
         return
     asked = []
@@ -378,12 +380,12 @@ def tokenize_documents(
     everything, is trained on, or whose answers do not end on a trained stop token (shows an
     example).
     """
-    if isinstance(documents, RowDataset):
+    if (combining := row_dataset(documents)) is not None:
         datasets = {
             name: tokenize_documents(dataset, job, cache_dir)
-            for name, dataset in documents.datasets.items()
+            for name, dataset in combining.datasets.items()
         }
-        return documents.combine(datasets, len(job.tokenizer))
+        return combining.combine(datasets, len(job.tokenizer))
     sets = {"train": documents.train}
     sets |= {f"val/{name}": rows for name, rows in documents.val.items()}
     rows, counts, notes = tokenize_sets(sets, documents.identity, documents.kind, job, cache_dir)

@@ -20,9 +20,10 @@ def heaviest_batch(parts: Parts) -> ThdBatch | None:
     """Returns the micro-batch of the data that a step is counted with; None where plain documents
     stand for it.
     """
-    if not isinstance(parts.data, PlannedPacks):  # packs of a stream are not known
+    planned = parts.data.planned if parts.data else None
+    if not planned:
         return None
-    return most_work_of_towers(parts.data, parts) or most_branched(parts.data, parts)
+    return most_work_of_towers(planned, parts) or most_branched(planned, parts)
 
 
 def most_branched(data: PlannedPacks, parts: Parts) -> ThdBatch | None:

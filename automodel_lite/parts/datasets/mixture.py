@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -16,15 +16,12 @@ import numpy as np
 from automodel_lite.config.rules import Range, Seed
 from automodel_lite.config.schema import Config
 from automodel_lite.data.cache import short_hash
-from automodel_lite.data.feeding.source import AdaptingDataset
-from automodel_lite.data.packing.packs import Packer
+from automodel_lite.data.feeding.source import Reading, adapted, packing_dataset
 from automodel_lite.data.reading.documents import Documents, DocumentSet, Question
 from automodel_lite.data.reading.files import FilesDataset
 from automodel_lite.data.reading.readers import ConcatenatedRows
 from automodel_lite.data.tokens.token_rows import DocumentReader, TokenizedData
-from automodel_lite.data.tokens.tokenize import Job
 from automodel_lite.errors import ConfigError, format_value
-from automodel_lite.parts.datasets.streams import StreamingDataset
 
 Stop = Literal["first_exhausted", "all_exhausted"]
 MOST_REPEATS = 1000  # more is a typing mistake, and takes memory for each time
@@ -127,16 +124,15 @@ class Mixture:
         self.train: DocumentSet = ConcatenatedRows([dataset.train for dataset in sets.values()])
         self.val = _prefixed({name: dataset.val for name, dataset in sets.items()})
 
-    def adapt(self, config: Config, job: Job, packer: Packer) -> tuple[Documents, Job, Packer]:
+    def adapt(self, config: Config, reading: Reading) -> Reading:
         """See `AdaptingDataset`: what one dataset asks for, such as images, reads them all."""
-        adapted = copy(self)
-        adapted.datasets = {}
+        mixture = copy(self)
+        mixture.datasets = {}
         for name, dataset in self.datasets.items():
-            if isinstance(dataset, AdaptingDataset):
-                dataset, job, packer = dataset.adapt(config, job, packer)
-            adapted.datasets[name] = dataset
-        adapted._join()
-        return adapted, job, packer
+            reading = adapted(config, replace(reading, documents=dataset))
+            mixture.datasets[name] = reading.documents
+        mixture._join()
+        return replace(reading, documents=mixture)
 
     def combine(self, datasets: Mapping[str, TokenizedData], vocab_size: int) -> TokenizedData:
         rows = {name: data.train for name, data in datasets.items()}
@@ -273,7 +269,7 @@ def _source(name: str, settings: Any) -> Source:
             f"_target_, such as {{_target_: automodel_lite.data.reading.files.FilesDataset, path: "
             f"chat.jsonl}}."
         )
-    if isinstance(source.dataset, StreamingDataset):
+    if packing_dataset(source.dataset) is not None:
         raise ConfigError(
             f"dataset.sources.{name} is a stream, whose tokens are not known: use dataset=files "
             "for it."

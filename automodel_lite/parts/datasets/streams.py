@@ -35,11 +35,12 @@ from automodel_lite.data.cache import short_hash
 from automodel_lite.data.feeding.feed import FromWorkerError, worker_options
 from automodel_lite.data.feeding.order import BatchShape
 from automodel_lite.data.feeding.source import (
-    AdaptingDataset,
     Cursor,
     HostStep,
     PackSource,
+    Reading,
     TrainingPlan,
+    adapted,
 )
 from automodel_lite.data.packing.packs import PackedDataset, Packer, join_packs
 from automodel_lite.data.reading.columns import NormalizedRows, OwnFormat, detect
@@ -311,9 +312,10 @@ class StreamedPacks(PackSource):
     ) -> StreamedPacks:
         _check_packing(packer)
         job = job_of(config, documents, packer.tree, packer.packed_sequence_size)
-        if isinstance(documents, AdaptingDataset):
-            documents, job, packer = documents.adapt(config, job, packer)
-        packer = packer.for_document_kind(documents.kind, padding_id(job.tokenizer))
+        reading = adapted(config, Reading(documents, job, packer))
+        documents = reading.documents
+        job = reading.job
+        packer = reading.packer.for_document_kind(documents.kind, padding_id(job.tokenizer))
         identity = f"{documents.identity} val"
         val, _, notes = tokenize_sets(
             documents.val, identity, documents.kind, job, config.cache_dir

@@ -25,13 +25,14 @@ def images_lines(data: PackSource) -> list[tuple[str, str]]:
     """Returns how many images the training data have and how many of its tokens are theirs, as a
     line of the start block; none for text.
     """
-    if not isinstance(data, PlannedPacks) or "image" not in data.columns:
+    planned = data.planned
+    if not planned or "image" not in planned.columns:
         return []
     from automodel_lite.parts.datasets.mixture import MixedRows  # each part can be deleted
     from automodel_lite.parts.images.sources import PIXEL_BITS  # with Pillow
 
     num_images = num_pixels = num_places = 0
-    rows = data.tokens.train
+    rows = planned.tokens.train
     sources = rows.sources if isinstance(rows, MixedRows) else [rows]
     for source in sources:
         image, stamp = (source.flat.columns[name] for name in ("image", "image_stamp"))

@@ -14,8 +14,9 @@ from automodel_lite.config.components import build
 from automodel_lite.config.rules import OneOf, PathStr, Positive
 from automodel_lite.config.schema import Config
 from automodel_lite.data.cache import build_once, cache_root
+from automodel_lite.data.feeding.source import Reading
 from automodel_lite.data.packing.packs import Packer
-from automodel_lite.data.reading.documents import NAMES, Documents, DocumentSet
+from automodel_lite.data.reading.documents import NAMES, DocumentSet
 from automodel_lite.data.reading.files import FilesDataset, OpenedRows, sniff_columns
 from automodel_lite.data.reading.paths import KINDS, kind_of, stamp
 from automodel_lite.data.reading.readers import RawRow, RawRows, placed
@@ -151,14 +152,15 @@ class ImageFiles(ImageSettings, FilesDataset):
         marked = marked_rows(opened, self.image_dir, self._archives)
         return replace(marked, columns=self._image_columns, first_texts=self._first_texts)
 
-    def adapt(self, config: Config, job: Job, packer: Packer) -> tuple[Documents, Job, Packer]:
+    def adapt(self, config: Config, reading: Reading) -> Reading:
         """Returns the documents, the job and the packer of a run that read images; raises
         ConfigError for settings that do not go with images.
         """
         from automodel_lite.parts.images.packs import ImagePacker  # with the models' code
 
+        packer = reading.packer
         check_settings(config, packer)
-        processor = processor_of(config, job, self.processor)
+        processor = processor_of(config, reading.job, self.processor)
         adapted = copy(self)
         # of a mixture, other datasets of images may have come before
         others = packer.reader.sets if isinstance(packer, ImagePacker) else ()
@@ -169,20 +171,20 @@ class ImageFiles(ImageSettings, FilesDataset):
         adapted._name_sets()
         adapted.identity += f"(processor {processor.own.to_json_string()}, set {len(others)})"
         sets = [*others, *adapted.sets]
-        of_run = image_packing(config, job, packer, processor, sets, adapted.sets[0])
-        return adapted, *of_run
+        return image_reading(
+            config, replace(reading, documents=adapted), processor, sets, adapted.sets[0]
+        )
 
 
-def image_packing(
+def image_reading(
     config: Config,
-    job: Job,
-    packer: Packer,
+    reading: Reading,
     processor: ImageProcessor,
     sets: Sequence[ImageSet],
     sample: DocumentSet,
-) -> tuple[Job, Packer]:
-    """Returns the job and the packer of a run that reads the images of these sets; raises
-    ConfigError where the processor makes other tokens of the sample.
+) -> Reading:
+    """Returns the reading of a run with the images of these sets; raises ConfigError where the
+    processor makes other tokens of the sample.
     """
     # with the models' code
     from automodel_lite.parts.images.costs import work_of_towers
@@ -194,11 +196,11 @@ def image_packing(
             f"model_type={processor.config.model_type}: its prompts see themselves, which is not "
             "trained: take another family, docs/models.md lists them."
         )
-    made = image_job(job, processor)
+    made = image_job(reading.job, processor)
     check_sample(made, sample)
     costs = work_of_towers(config, processor, sample)
     reader = ImageReader(processor, sets, share_of(config), costs)
-    return made, ImagePacker.of(packer, reader)
+    return replace(reading, job=made, packer=ImagePacker.of(reading.packer, reader))
 
 
 def marked_rows(

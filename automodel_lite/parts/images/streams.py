@@ -14,18 +14,17 @@ from itertools import islice
 from typing import Any
 
 from automodel_lite.config.schema import Config
-from automodel_lite.data.packing.packs import Packer
-from automodel_lite.data.reading.documents import DocumentList, Documents
+from automodel_lite.data.feeding.source import Reading
+from automodel_lite.data.reading.documents import DocumentList
 from automodel_lite.data.reading.files import OpenedRows, ReadOptions
 from automodel_lite.data.reading.readers import Placed, RawRows
-from automodel_lite.data.tokens.tokenize import Job
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.evaluation.questions import IMAGES
 from automodel_lite.parts.datasets.streams import ReadShard, StreamingDataset
 from automodel_lite.parts.images.dataset import (
     ImageSettings,
     check_settings,
-    image_packing,
+    image_reading,
     marked_rows,
     processor_of,
     undecoded,
@@ -137,18 +136,18 @@ class ImageStream(ImageSettings, StreamingDataset):
             raise DataError(f"{where}: is another row than when it was first read.")
         return again.images[place].source
 
-    def adapt(self, config: Config, job: Job, packer: Packer) -> tuple[Documents, Job, Packer]:
+    def adapt(self, config: Config, reading: Reading) -> Reading:
         """Returns the documents, the job and the packer of a run that read images; raises
         ConfigError for settings that do not go with images.
         """
-        check_settings(config, packer)
+        check_settings(config, reading.packer)
         if config.training.micro_batch_size > 1:
             raise ConfigError(
                 f"training.micro_batch_size={config.training.micro_batch_size}: a stream with "
                 "images reads them pack by pack: set training.micro_batch_size=1, and "
                 "packed_sequence.packed_sequence_size larger."
             )
-        processor = processor_of(config, job, self.processor)
+        processor = processor_of(config, reading.job, self.processor)
         adapted = copy(self)
         adapted.kept = {}
         adapted._is_adapted = True
@@ -161,7 +160,8 @@ class ImageStream(ImageSettings, StreamingDataset):
         sample = DocumentList(head, self.stream.name)
         shards = [ShardImages(adapted, shard, self.limits) for shard in range(self.num_shards)]
         sets: list[Any] = [*shards, *adapted.val.values()]
-        return adapted, *image_packing(config, job, packer, processor, sets, sample)
+        of_run = replace(reading, documents=adapted)
+        return image_reading(config, of_run, processor, sets, sample)
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,6 @@ from torch import Tensor
 from automodel_lite.columns import COLUMNS, IGNORE_INDEX
 from automodel_lite.config.schema import Config
 from automodel_lite.data.cache import Key, cache_root, entry_folder, find_damage, seal
-from automodel_lite.data.feeding.planned import PlannedPacks
 from automodel_lite.data.feeding.source import PackSource
 from automodel_lite.data.packing.packs import PackedDataset, Packer
 from automodel_lite.data.tokens.token_rows import (
@@ -72,8 +71,8 @@ def check_loss(data: PackSource, loss: Loss) -> None:
             data.with_columns(lambda of_set, rows: {})  # a stream says why it has none
         return
     made = loss.required & MADE_HERE | loss.derived(data.columns)
-    if isinstance(data, PlannedPacks):
-        for of_set, packs in {"train": data.packs_of(0), **data.val_packs}.items():
+    if planned := data.planned:
+        for of_set, packs in {"train": planned.packs_of(0), **planned.val_packs}.items():
             _check_whole(of_set, packs.rows)
             if made - data.columns:
                 packs.rows.with_columns({})  # what is made belongs to the rows of one set
@@ -144,9 +143,10 @@ def with_values(data: PackSource, engine: Engine, built: BuiltModel, config: Con
 
 def note_unused(data: PackSource, reference: Values, config: Config) -> None:
     """Prints that a short run computes the reference of many pairs that it does not train on."""
-    if not isinstance(data, PlannedPacks) or config.training.max_steps is None:
+    planned = data.planned
+    if not planned or config.training.max_steps is None:
         return
-    packs = data.packs_of(0)
+    packs = planned.packs_of(0)
     used = config.training.max_steps * data.shape.global_batch_size
     if 2 * used < len(packs) and not reference.folder("train", packs.rows).is_dir():
         print_above_bars(

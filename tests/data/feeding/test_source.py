@@ -5,15 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from automodel_lite.config.schema import DataloaderConfig, MeshConfig
 from automodel_lite.data.feeding.order import BatchShape
 from automodel_lite.data.feeding.planned import PlannedPacks
-from automodel_lite.data.feeding.source import Cursor, HostStep
+from automodel_lite.data.feeding.source import (
+    Cursor,
+    HostStep,
+    Reading,
+    adapted,
+    has_adapting,
+    packing_dataset,
+)
 from automodel_lite.data.packing.packs import Packer
-from automodel_lite.data.tokens.token_rows import TokenizedData
+from automodel_lite.data.tokens.token_rows import TokenizedData, members_of
 from automodel_lite.data.tokens.tokenize import Job, tokenize_documents
 from automodel_lite.models.flops import CostModel
 from automodel_lite.parallel.mesh import init_mesh
@@ -106,3 +115,21 @@ def test_resumed_at(tokens: TokenizedData, num_packs: int, num_workers: int, sto
     rest = islice(steps_of(tokens, num_workers, cursor), per_epoch + 4 - done[stop])
     assert [plain(step) for step in rest] == [plain(step) for step in whole[done[stop] :]]
     assert cursor.epoch == (1 if done[stop] >= per_epoch else 0)
+
+
+def test_a_dataset_of_ones_own_need_not_say_what_it_cannot_do() -> None:
+    documents: Any = SimpleNamespace(kind="text")
+    assert packing_dataset(documents) is None
+    assert members_of(documents) == {"": documents}
+    assert not has_adapting(documents)
+    reading = Reading(documents, cast(Any, "job"), cast(Any, "packer"))
+    assert adapted(cast(Any, None), reading) is reading
+
+
+def test_a_mixture_adapts_where_one_of_it_does() -> None:
+    plain: Any = SimpleNamespace(kind="text")
+    images: Any = SimpleNamespace(kind="text", adapt=lambda config, reading: reading)
+    mixture: Any = SimpleNamespace(datasets={"a": plain}, combine=lambda datasets, size: datasets)
+    assert not has_adapting(mixture)
+    mixture.datasets["b"] = images
+    assert has_adapting(mixture)
