@@ -41,6 +41,7 @@ from automodel_lite.telemetry.console import Console
 from automodel_lite.telemetry.metrics import Counts, Meter, StepResult
 from automodel_lite.tools.finish import check_exportable, finish
 from automodel_lite.training import launch, resume, rules, summary, world
+from automodel_lite.training.beyond_plan import check_keep_best
 from automodel_lite.training.build import build_model
 from automodel_lite.training.counted_feed import CountedFeed
 from automodel_lite.training.ema import WeightAverage
@@ -96,6 +97,7 @@ class TrainFinetuneRecipe:
         check_held_out(config, self.data)
         label_values.check_loss(self.data, parts.loss)
         self.plan = self.data.plan(config.training)
+        check_keep_best(config, self.plan.max_steps)
         resume.compare_data(guards, self.data, self.plan, parts)
         costs = cost_model(parts.model.config(self.data.tokenizer))
         report = None if self.console.is_silent else self.data.report(costs)

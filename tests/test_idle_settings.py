@@ -209,8 +209,10 @@ def test_a_metric_that_no_row_has_is_told(tmp_path: Path) -> None:
     run = RunInfo("x", tmp_path, {}, 0, {}, lambda reason: None)
     step = {"step": 1, "loss": 2.0, "grad_norm": 1.0}
     held_out = {"step": 1, "val_loss/easy": 2.0}
+    with pytest.raises(ConfigError, match=r"metric=los has no known .*; did you mean loss"):
+        EarlyStopping(run, metric="los")
     with pytest.raises(ValueError, match=r"no row has metric=los; did you mean loss"):
-        EarlyStopping(run, metric="los").log(step)
+        EarlyStopping(run, metric="los", rises=False).log(step)
     with pytest.raises(ValueError, match=r"no row has metric=val_loss/hard"):
         EarlyStopping(run, metric="val_loss/hard").log(held_out)
     for metric in ("val_loss", "loss"):

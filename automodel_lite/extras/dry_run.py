@@ -29,6 +29,7 @@ from automodel_lite.progress import activity
 from automodel_lite.results import RESULTS
 from automodel_lite.telemetry.console import Console
 from automodel_lite.thd import ThdBatch
+from automodel_lite.training.beyond_plan import check_keep_best
 from automodel_lite.training.decide import (
     adapter_weights,
     check_positions,
@@ -67,6 +68,7 @@ def dry_run(config: Config) -> int:
     check_held_out(config, data)
     label_values.check_loss(data, parts.loss)
     plan = data.plan(config.training)
+    check_keep_best(config, plan.max_steps)
     model_config = parts.model.config(data.tokenizer)
     check_positions(data, parts.model, parts.teacher)
     report = data.report(cost_model(model_config))

@@ -20,6 +20,7 @@ from automodel_lite.data.packing.packs import PackedDataset
 from automodel_lite.errors import ConfigError
 from automodel_lite.evaluation.questions import has_questions
 from automodel_lite.progress import Progress
+from automodel_lite.telemetry.directions import direction_problem
 from automodel_lite.training.engine import Engine, add_output
 
 
@@ -94,6 +95,10 @@ def check_held_out(config: Config, data: PackSource) -> None:
     """
     for name, part in config.callbacks.items():
         metric = str(part.get("metric", ""))
+        if "rises" in part:
+            key = f"callbacks.{name}"
+            if problem := direction_problem(metric, part.get("rises"), key):
+                raise ConfigError(problem)
         if not metric.startswith("val_"):
             continue
         if not data.val_packs:

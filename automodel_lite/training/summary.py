@@ -17,6 +17,7 @@ from automodel_lite.parallel.mesh import (
     Mesh,
     threads_of,
 )
+from automodel_lite.training.beyond_plan import notes_beyond_plan
 from automodel_lite.training.build import BuiltModel
 from automodel_lite.training.guards import Guards
 from automodel_lite.training.schedules import num_warmup
@@ -66,6 +67,7 @@ def plan_lines(
             f"\ntraining.global_batch_size=auto: {plan.shape.global_batch_size}, and "
             f"{num_warmup_steps:,} of warm-up"
         )
+    lines += "".join(f"\nNOTE: {note}" for note in notes_beyond_plan(config, plan))
     return [("packing", packing), ("steps", lines)]
 
 

@@ -125,7 +125,7 @@ def test_a_validation_that_a_signal_ends_is_made_up_for(
 
     from recipes import train_ft
 
-    options = ["training.val_every_steps=1", "training.max_steps=3", "checkpoint.every_steps=0"]
+    options = ["training.val_every_steps=1", "training.max_steps=3", "checkpoint.every_steps=2"]
     options += ["checkpoint.keep_last=1", "checkpoint.keep_best=1", "optimizer.lr=0.5"]
     options += ["lr_scheduler.warmup_steps=3"]
     assert train_quick(tmp_path / "whole", *options)[0] == 0

@@ -21,6 +21,7 @@ from automodel_lite.telemetry.callbacks import (
     RunInfo,
     open_metrics,
 )
+from automodel_lite.telemetry.directions import rises
 from tests.runs import config_of, rows_of, train
 
 
@@ -213,3 +214,48 @@ def test_rows_wait_for_room_on_the_disk(tmp_path: Path) -> None:
     jsonl.log({"step": 3})
     jsonl.close()
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3}\n'
+
+
+def test_a_number_that_should_rise_does_not_end_the_run_by_rising(tmp_path: Path) -> None:
+    ended: list[str] = []
+    run = RunInfo("x", tmp_path, {}, 0, {}, ended.append)
+    stopping = EarlyStopping(run, metric="val_token_accuracy/val", patience=2)
+    for step, right in enumerate([0.083, 0.173, 0.237, 0.2, 0.256], start=1):
+        stopping.log({"step": step, "val_token_accuracy/val": right})
+    assert not ended
+    for step in (6, 7):
+        stopping.log({"step": step, "val_token_accuracy/val": 0.25})
+    assert ended == [
+        "val_token_accuracy/val has not improved 2 times in a row (best: 0.2560 at step 5)"
+    ]
+
+
+def test_a_number_of_ones_own_names_its_direction(tmp_path: Path) -> None:
+    run = RunInfo("x", tmp_path, {}, 0, {}, lambda reason: None)
+    with pytest.raises(ConfigError, match=r"metric=val_mine/val has no .*early_stopping.rises=true"):
+        EarlyStopping(run, metric="val_mine/val")
+    rising = EarlyStopping(run, metric="val_mine/val", rises=True)
+    for step, value in enumerate([1.0, 2.0], start=1):
+        rising.log({"step": step, "val_mine/val": value})
+    assert rising.state() == {"best": 2.0, "best_step": 2, "num_worse": 0}
+    options = ["callbacks=early_stopping", "callbacks.early_stopping.metric=val_mine/val"]
+    with pytest.raises(ConfigError, match=r"^callbacks.early_stopping.metric=val_mine/val has no"):
+        train("smoke", tmp_path / "run", *options)
+
+
+@pytest.mark.parametrize(
+    ("metric", "is_rising"),
+    [
+        ("val_loss", False),
+        ("val_loss/easy", False),
+        ("val_perplexity/easy", False),
+        ("val_accuracy/held_out", True),
+        ("loss/accuracy", True),
+        ("val_reward_margin/val", True),
+        ("score/f1", True),
+        ("grad_norm", False),
+        ("lr", None),
+    ],
+)
+def test_which_way_a_number_gets_better(metric: str, is_rising: bool | None) -> None:
+    assert rises(metric) is is_rising

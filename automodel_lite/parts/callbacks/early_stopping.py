@@ -6,13 +6,15 @@ import math
 from typing import Annotated, Any
 
 from automodel_lite.config.rules import Positive, Range
-from automodel_lite.errors import did_you_mean
+from automodel_lite.errors import ConfigError, did_you_mean
+from automodel_lite.telemetry import directions
 from automodel_lite.telemetry.callbacks import Callback, Row, RunInfo, value_of
+from automodel_lite.telemetry.directions import direction_problem
 
 
 class EarlyStopping(Callback):
-    """Ends the run when a number has stopped falling (`callbacks=early_stopping`) or has leapt up
-    (`loss_leap`).
+    """Ends the run when a number has stopped getting better (`callbacks=early_stopping`) or has
+    leapt away from its best (`loss_leap`).
     """
 
     def __init__(
@@ -20,15 +22,20 @@ class EarlyStopping(Callback):
         run: RunInfo,
         # a key of metrics.jsonl; val_loss = the mean over the validation sets
         metric: str = "val_loss",
-        patience: Positive = 3,  # consecutive values that are not below the best one
-        # how much lower counts; below 0: so far above the best
+        patience: Positive = 3,  # consecutive values that are not better than the best one
+        # how much better counts; below 0: so much worse than the best
         min_delta: Annotated[float, Range(-100, 100)] = 0.0,
+        # true = higher is better; null = by its name: losses fall, accuracies and scores rise
+        rises: bool | None = None,
     ) -> None:
+        if problem := direction_problem(metric, rises, "callbacks.early_stopping"):
+            raise ConfigError(problem)
+        self.sign = -1 if (directions.rises(metric) if rises is None else rises) else 1
         self.run = run
         self.metric = metric
         self.patience = patience
         self.min_delta = min_delta
-        self.best = math.inf
+        self.best = self.sign * math.inf
         self.best_step = 0
         self.num_worse = 0
         if run.state:
@@ -45,9 +52,11 @@ class EarlyStopping(Callback):
             if any(key.startswith(kind) for key in row):
                 raise ValueError(f"no row has metric={self.metric}{did_you_mean(self.metric, row)}")
             return
-        is_good = value < self.best - self.min_delta  # NaN is not
+        # of a number that rises, all is compared with its sign changed; NaN is not good
+        better_by = self.sign * (self.best - value)
+        is_good = better_by > self.min_delta
         self.num_worse = 0 if is_good else self.num_worse + 1
-        if is_good and value < self.best:
+        if is_good and better_by > 0:
             self.best = value
             self.best_step = row["step"]
         self._end_if_due()
@@ -65,6 +74,6 @@ class EarlyStopping(Callback):
             what = (
                 "has not improved"
                 if self.min_delta >= 0
-                else f"was {-self.min_delta:g} above its best"
+                else f"was {-self.min_delta:g} {'above' if self.sign > 0 else 'below'} its best"
             )
             self.run.end(f"{self.metric} {what} {self.num_worse} times in a row (best: {best})")

@@ -18,6 +18,18 @@ from automodel_lite.errors import one_line
 from automodel_lite.parts.trackers.numbers import numbers
 from automodel_lite.redact import scrub_tree
 from automodel_lite.telemetry.callbacks import Callback, Row, RunInfo
+from automodel_lite.telemetry.directions import rises
+
+# numbers whose best value stands beside the last one
+SUMMARIZED = (
+    "loss",
+    "answers_right",
+    "score/*",
+    "val_loss/*",
+    "val_token_accuracy/*",
+    "val_accuracy/*",
+    "val_reward_margin/*",
+)
 
 
 class WandbTracker(Callback):
@@ -74,10 +86,9 @@ class WandbTracker(Callback):
             self.run = start(mode="offline")
         self.run.define_metric("step")
         self.run.define_metric("*", step_metric="step")
-        for falling in ("loss", "val_loss/*"):
-            self.run.define_metric(falling, step_metric="step", summary="min,last")
-        for rising in ("answers_right", "score/*", "val_token_accuracy/*"):
-            self.run.define_metric(rising, step_metric="step", summary="max,last")
+        for name in SUMMARIZED:
+            best = "max,last" if rises(name) else "min,last"
+            self.run.define_metric(name, step_metric="step", summary=best)
         self.artifact = artifact
         self.samples = wandb.Table(columns=["step", "prompt", "answer"], log_mode="INCREMENTAL")
 
