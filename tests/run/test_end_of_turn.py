@@ -21,7 +21,7 @@ from transformers import (
 
 from automodel_lite.data.tokens.encode import ChatRenderer
 from automodel_lite.data.tokens.stop_tokens import stop_ids, template_end
-from automodel_lite.evaluation.generator import load_generator
+from automodel_lite.tools.load_generator import load_generator
 from recipes import export_hf
 from tests.data.templates import FAMILIES, Family, byte_tokenizer
 from tests.runs import train
