@@ -21,12 +21,59 @@ def messages(row: RawRow) -> Document:
     """`messages` of `{"role", "content", "tool_calls", "reasoning_content"}`, optional `tools` and
     `system`.
     """
-    return chat(turns_of(row, "messages"), row)
+    return chat(_with_answer(turns_of(row, "messages"), row), row)
 
 
 def conversations(row: RawRow) -> Document:
     """ShareGPT's `conversations` of `{"from": "human", "value": …}`; optional `tools`, `system`."""
-    return chat(turns_of(row, "conversations"), row)
+    return chat(_with_answer(turns_of(row, "conversations"), row), row)
+
+
+def _with_answer(turns: list[Message], row: RawRow) -> list[Message]:
+    """Returns the turns, and behind those that wait for an answer that of column `response`; with
+    the thoughts of the answer.
+    """
+    response = text_of(row, "response") if row.get("response") else ""
+    if turns and turns[-1]["role"] not in ("assistant", "model"):
+        if response:
+            turns = [*turns, {"role": "assistant", "content": response}]
+    elif response and not any(response.strip() in turn["content"] for turn in turns):
+        raise DataError(
+            "column response would be ignored: the messages end with another answer; keep one of "
+            "them."
+        )
+    return _with_thoughts(turns, row)
+
+
+_SWITCHES = frozenset(["on", "off", "true", "false", "yes", "no", "none", "low", "medium", "high"])
+
+
+def _thoughts(row: RawRow) -> str:
+    """Returns the text of column `reasoning_content`; raises DataError for a switch, `on`."""
+    if row.get("reasoning_content") in (None, "", []):
+        return ""
+    thoughts = text_of(row, "reasoning_content")
+    if thoughts.strip().lower() in _SWITCHES:
+        raise DataError(
+            f"column reasoning_content is {thoughts.strip()!r}, which is no thought: rename the "
+            "column, or set dataset.format to train without it."
+        )
+    return thoughts if thoughts.strip() else ""
+
+
+def _with_thoughts(turns: list[Message], row: RawRow) -> list[Message]:
+    """Returns the turns, the thoughts of column `reasoning_content` in their one answer."""
+    thoughts = _thoughts(row)
+    answers = [turn for turn in turns if turn["role"] in ("assistant", "model")]
+    known = [str(value) for turn in answers for value in turn.values()]
+    if not thoughts or any(thoughts.strip() in text for text in known):
+        return turns
+    if len([turn for turn in answers if turn.get("weight") != 0]) != 1 or turns[-1] != answers[-1]:
+        raise DataError(
+            "column reasoning_content holds the thoughts of one answer, which must be the only one "
+            "and stand at the end: write reasoning_content into the turns."
+        )
+    return [*turns[:-1], {**turns[-1], "reasoning_content": thoughts}]
 
 
 def alpaca(row: RawRow) -> Document:
@@ -51,8 +98,14 @@ def _behind_history(row: RawRow, prompt: str, completion_column: str) -> Documen
             raise DataError(f"column history[{place}] must be a pair of texts, not {shown(pair)}.")
         texts += [sound_text(part, f"column history[{place}]") for part in pair]
     roles = cycle(("user", "assistant"))
-    texts = [*texts, prompt, text_of(row, completion_column)]
-    return chat([{"role": role, "content": text} for role, text in zip(roles, texts)], row)
+    texts = [*texts, prompt]
+    turns: list[Message] = [
+        {"role": role, "content": text} for role, text in zip(roles, texts, strict=False)
+    ]
+    answer = {"role": "assistant", "content": text_of(row, completion_column)}
+    if thoughts := _thoughts(row):
+        answer["reasoning_content"] = thoughts
+    return chat([*turns, answer], row)
 
 
 def alpaca_prompt(row: RawRow) -> str:
@@ -75,7 +128,7 @@ def prompt_completion(row: RawRow) -> Document:
             raise DataError("column history is read beside texts: put its turns into prompt.")
         before = turns_of(row, "prompt")
         after = turns_of(row, "completion")
-        return chat([*({**turn, "weight": 0} for turn in before), *after], row)
+        return chat(_with_thoughts([*({**turn, "weight": 0} for turn in before), *after], row), row)
     return _behind_history(row, text_of(row, "prompt"), "completion")
 
 
@@ -166,6 +219,12 @@ def answered(row: RawRow, prompt: str, completion_column: str) -> Document:
             "messages."
         )
     document = {"prompt": prompt, "completion": text_of(row, completion_column)}
+    # Thoughts belong to a turn, which a chat template writes.
+    thoughts = _thoughts(row)
+    if thoughts and thoughts.strip() not in document["completion"]:
+        asked = {"role": "user", "content": prompt}
+        answer = {"role": "assistant", "content": document["completion"]}
+        return chat([asked, {**answer, "reasoning_content": thoughts}], row)
     if system := _system(row):
         document["system"] = system
     return document

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,30 +20,27 @@ import numpy as np
 
 from automodel_lite.columns import declared_columns
 from automodel_lite.data.cache import short_hash
-from automodel_lite.data.reading.documents import MEDIA, NAMES, NOT_READ, UNUSED, Document
-from automodel_lite.data.reading.formats import FORMATS, GROUP, Format, own_format
+from automodel_lite.data.reading.beside import (
+    ANSWERS,
+    EMPTY,
+    ONE_MESSAGE,
+    REJECTED,
+    VERDICT,
+    VERDICTS,
+    Problem,
+    part_of,
+    problems_beside,
+)
+from automodel_lite.data.reading.documents import NAMES, UNUSED, Document
+from automodel_lite.data.reading.formats import FORMATS, GROUP, Format, Renames, own_format
 from automodel_lite.data.reading.labels import Alignment, align, check_alignment
 from automodel_lite.data.reading.readers import RawRow, RawRows
 from automodel_lite.errors import ConfigError, DataError, did_you_mean, nearest, one_line, printable
 
 OwnFormat = Callable[[RawRow], Any]
-Renames = Mapping[str, str]  # canonical name -> column of the file
 
-# a column of the answer that is not wanted
-REJECTED = re.compile(r"reject|loser|worse|dispreferred", re.IGNORECASE)
 CHOSEN = re.compile(r"chosen|prefer|winner|accepted|better", re.IGNORECASE)
-VERDICTS = ("label", "kto_tag")  # good or bad: what KTO trains on
-VERDICT = (
-    "says which answers are good and which are bad (KTO), and all rows would be trained on the "
-    "same way: keep only the good rows, or set dataset.format={format} to train on all."
-)
-WEIGHTS = re.compile(r"(sample_|loss_|row_|example_)?weights?|importance", re.IGNORECASE)
 NUMBERED = re.compile(r"id|nr|no|index|number|uuid|.*_id", re.IGNORECASE)  # of a row
-MASKS = re.compile(
-    r"(do_|is_)?(train|trained|trainable|learn|masked)|(loss|train)_mask|train_on\w*", re.IGNORECASE
-)
-# names of what is trained on
-ANSWERS = frozenset(("completion", "output", "answer", "messages", "text"))
 MOST_COLUMN_SETS = 10_000  # that are remembered
 
 
@@ -66,7 +63,7 @@ class Detected:
     described: frozenset[str] | None = None
     labels: Alignment = "aligned"  # of token rows
     is_checked: bool = False  # compare the labels of every row with it
-    _judged: dict[tuple[str, ...], tuple[dict[str, str], dict[str, str]]] = field(
+    _judged: dict[tuple[str, ...], tuple[dict[str, str], dict[str, Problem]]] = field(
         default_factory=dict, compare=False, repr=False
     )
 
@@ -77,14 +74,15 @@ class Detected:
         renames: Renames = self.renames
         try:
             renames, problems = self._judge(tuple(row))
+            # What changes the meaning of the rest is told before an error of the rest.
             for column, problem in problems.items():
-                value = row[column]
-                # A weight or a mask of 1, and anything empty, changes nothing.
-                is_one = value == 1 and (WEIGHTS.fullmatch(column) or MASKS.fullmatch(column))
-                if not is_one and value not in _EMPTY:
-                    raise DataError(f"column {column} {problem}")
+                if problem.part is None and problem.applies(column, row[column], {}):
+                    raise DataError(f"column {column} {problem.sentence}")
             named = {**row, **{canonical: row.get(column) for canonical, column in renames.items()}}
             document = self.format.normalize(named)
+            for column, problem in problems.items():
+                if problem.part and problem.applies(column, row[column], document):
+                    raise DataError(f"column {column} {problem.sentence}")
             if named.get(GROUP) is not None:
                 document = {**document, GROUP: named[GROUP]}
             if self.described is not None and not self.described.issuperset(row):
@@ -96,7 +94,7 @@ class Detected:
                     *problems,
                 }
                 known = self.described | used
-                if late := [name for name in row if name not in known and row[name] not in _EMPTY]:
+                if late := [name for name in row if name not in known and row[name] not in EMPTY]:
                     document = {**document, UNUSED: late}
             if self.is_checked:
                 for part in document.get("documents", [document]):
@@ -122,76 +120,22 @@ class Detected:
             reason = f"{type(error).__name__}: {one_line(error)}"
             raise DataError(f"{where}: {self.format.name} fails: {reason}") from error
 
-    def _judge(self, columns: tuple[str, ...]) -> tuple[dict[str, str], dict[str, str]]:
+    def _judge(self, columns: tuple[str, ...]) -> tuple[dict[str, str], dict[str, Problem]]:
         """Returns the renames and the problems of rows with these columns."""
         if columns not in self._judged:
             named = {*columns, *self.typed}
             required = _other_names(self.format.columns, named)
-            optional = _other_names(self.format.optional, named - {*required.values()})
+            optional = _optional_names(self.format, named - {*required.values()}, self.is_given)
             renames = {**optional, **required, **self.typed}
             problems = (
-                {} if self.is_given else dict(_problems(columns, self.format, renames, self.typed))
+                {}
+                if self.is_given
+                else dict(problems_beside(columns, self.format, renames, self.typed))
             )
             if len(self._judged) >= MOST_COLUMN_SETS:
                 self._judged.clear()
             self._judged[columns] = renames, problems
         return self._judged[columns]
-
-
-_EMPTY: tuple[Any, ...] = (None, [], {}, "")
-_IGNORED = "would be ignored: "
-_MEANT = "set dataset.format={format} to train without it."
-_REJECTED_ANSWER = (
-    f"is the answer that is not wanted, of a preference pair: keep one answer, or {_MEANT}"
-)
-_SECOND_ANSWER = (
-    "may hold the answer that is meant: choose with dataset.columns.answer=solution or "
-    "dataset.columns.answer=answer."
-)
-# of documents that are not token ids: columns, what a row with a value in one of them is told
-_TRAPS = (
-    (
-        re.compile("|".join(MEDIA)),
-        f"{_IGNORED}{NOT_READ}; {_MEANT}",
-    ),
-    (re.compile("|".join(VERDICTS)), VERDICT),
-    (re.compile("history|chat_template_kwargs"), f"{_IGNORED}{_MEANT}"),
-    (re.compile(f".*({REJECTED.pattern}).*", re.IGNORECASE | re.DOTALL), _REJECTED_ANSWER),
-    (re.compile("solution"), _SECOND_ANSWER),
-    (WEIGHTS, f"{_IGNORED}all rows weigh the same; leave rows of weight 0 out, or {_MEANT}"),
-    (
-        MASKS,
-        "is another program's loss mask: set weight: 0 for turns that are not trained on, or "
-        f"{_MEANT}",
-    ),
-)
-
-
-def _problems(
-    columns: Sequence[str], found: Format, renames: Renames, typed: Renames
-) -> Iterator[tuple[str, str]]:
-    """Yields the columns that would change what is trained, and what a row with a value in one of
-    them is told.
-    """
-    meant = set()
-    if not ANSWERS.isdisjoint(typed):
-        meant |= {_REJECTED_ANSWER, _SECOND_ANSWER}
-    if "answer" not in found.columns:
-        meant.add(_SECOND_ANSWER)
-    if found.kind not in ("messages", "prompt_completion"):
-        meant.add(VERDICT)
-    for name in columns:
-        if name in renames.values() or name in found.columns or name in found.optional:
-            continue
-        if found.kind == "tokens":
-            if "mask" in name.lower():
-                cure = f"call it loss_mask if its zeros are not trained on, or {_MEANT}"
-                yield name, f"{_IGNORED}{cure}".format(format=found.name)
-            continue
-        for pattern, told in _TRAPS:
-            if told not in meant and pattern.fullmatch(name):
-                yield name, told.format(format=found.name)
-                break
 
 
 def detect(
@@ -226,7 +170,7 @@ def detect(
             f"dataset.format={format_name} is not one of {known}, nor a block with a _target_."
         )
     typed = dict(renames)
-    found, renames = _find(candidates, columns, renames)
+    found, renames = _find(candidates, columns, renames, format_name is not None)
     has = [*found.columns, *found.optional]
     for name in [name for name in typed if name not in has]:
         raise ConfigError(
@@ -297,17 +241,21 @@ def _check_preferences(columns: Sequence[str], renames: Renames) -> None:
 
 
 def _find(
-    candidates: Sequence[Format], columns: Sequence[str], renames: Renames
+    candidates: Sequence[Format], columns: Sequence[str], renames: Renames, is_given: bool
 ) -> tuple[Format, dict[str, str]]:
     """Returns the first format whose columns are there, under their own names before other ones;
     and all renames.
     """
+    # A column that the user named is not to be left out: formats that have all of them go first.
+    candidates = sorted(
+        candidates, key=lambda one: not {*renames}.issubset((*one.columns, *one.optional))
+    )
     named = {*columns, *renames}
     for takes_others in (False, True):
         for candidate in candidates:
             others = _other_names(candidate.columns, named) if takes_others else {}
             if named.issuperset({*candidate.columns} - others.keys()):
-                optional = _other_names(candidate.optional, named - {*others.values()})
+                optional = _optional_names(candidate, named - {*others.values()}, is_given)
                 return candidate, {**optional, **others, **renames}
     columns = list(map(printable, columns))
     if len(candidates) == 1:
@@ -319,7 +267,11 @@ def _find(
         )
     known = ", ".join(" + ".join(known.columns) for known in FORMATS)
     texts = [column for column in columns if not NUMBERED.fullmatch(column)] or columns
-    canonical = [column for one in FORMATS for column in one.columns]
+    speaker = next((column for column in columns if part_of(column) == "speaker"), None)
+    if speaker and len(texts) > 1:
+        raise ConfigError(f"the columns {', '.join(columns)}: {speaker} {ONE_MESSAGE}.")
+    # a column of text is never one of token ids
+    canonical = [column for one in FORMATS if one.kind != "tokens" for column in one.columns]
     usual = ["prompt", "completion"] if len(texts) > 1 else ["text"]
     hint = " ".join(
         f"dataset.columns.{nearest(text, canonical) or name}={text}"
@@ -338,6 +290,14 @@ def _other_names(wanted: Sequence[str], named: set[str]) -> dict[str, str]:
         for name in wanted
     }
     return {name: there[0] for name, there in others.items() if there and name not in named}
+
+
+def _optional_names(found: Format, named: set[str], is_given: bool) -> dict[str, str]:
+    """As `_other_names`, of the columns that a format may have. A format that the user named leaves
+    thoughts out, unless their column is named too.
+    """
+    wanted = [name for name in found.optional if not (is_given and name == "reasoning_content")]
+    return _other_names(wanted, named)
 
 
 def _describe(found: Format, columns: Sequence[str], renames: Renames) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,6 +14,8 @@ from automodel_lite.config.components import locate
 from automodel_lite.data.reading.documents import Document, shown
 from automodel_lite.data.reading.readers import RawRow
 from automodel_lite.errors import DataError
+
+Renames = Mapping[str, str]  # canonical name -> column of the file
 
 
 @dataclass(frozen=True)
