@@ -127,6 +127,8 @@ def parser() -> argparse.ArgumentParser:
 def chat(generator: Generator, args: argparse.Namespace) -> None:
     """One prompt, or a dialogue at the terminal."""
     messages = _system(args)
+    if args.prompt is None:
+        print("a chat: type a prompt and press Enter; an empty line ends it", file=sys.stderr)
     prompts = [args.prompt] if args.prompt is not None else iter(_ask, "")
     for prompt in prompts:
         said: Any = prompt

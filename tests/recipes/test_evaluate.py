@@ -210,3 +210,11 @@ def test_the_metric_of_the_page_scores_any_answer() -> None:
     score = made["SameNumber"](0.1)
     answers = ("12.05", "12.2", "Who knows?", "")
     assert [score(given, "It is 12") for given in answers] == [1, 0, 0, 0]
+
+
+def test_a_chat_says_how_to_ask(
+    generator: Generator, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n"))
+    generate.chat(generator, generate.parser().parse_args(["runs/mine"]))
+    assert "type a prompt and press Enter; an empty line ends it" in capsys.readouterr().err
