@@ -87,11 +87,13 @@ class TrainFinetuneRecipe:
         """Builds every part; raises ConfigError or DataError before anything is trained."""
         config = self.config
         guards = self.guards
+        # what was asked
         self.console.show([summary.version_line()])
         guards.lock.check()
         batches = check_sizes(config, world_size())
         parts = rules.checked_parts(config)
         guards.memory_text = out_of_memory_text(parts)
+        # the data, before a model is loaded: their mistakes cost seconds
         self.data = prepare_data(config, batches, parts.packer)
         self.console.show([*summary.data_lines(self.data), *images_lines(self.data)])
         check_held_out(config, self.data)
@@ -99,6 +101,7 @@ class TrainFinetuneRecipe:
         self.plan = self.data.plan(config.training)
         check_keep_best(config, self.plan.max_steps)
         resume.compare_data(guards, self.data, self.plan, parts)
+        # the model, decided before any of it is built
         costs = cost_model(parts.model.config(self.data.tokenizer))
         report = None if self.console.is_silent else self.data.report(costs)
         decided = resume.agree_on_settings(guards, parts, self.data, choose_recomputation)
@@ -114,6 +117,7 @@ class TrainFinetuneRecipe:
         self.console.show(lines)
         check_exportable(config, self.built, self.data)
         guards.memory_text = out_of_memory_text(decided, self.built.memory)
+        # where the run stands
         self.meter = Meter(self.mesh, self.built.flops, self.model.compute_dtype)
         self.meter.profile(config.training.profile_steps, guards.folder.path, self.console.say)
         optimizer = self.engine.optimizer
@@ -145,8 +149,8 @@ class TrainFinetuneRecipe:
             self.state.advance(ready.batches.after)
             logs = self.num_steps == 1 or self.is_due(config.training.log_every_steps)
             validates = self.is_due(config.training.val_every_steps)
-            saves = self.is_due(config.checkpoint.every_steps)
-            saves = guards.checkpointer.is_due(self.num_steps, saves)
+            planned = self.is_due(config.checkpoint.every_steps)
+            saves = guards.checkpointer.is_due(self.num_steps, planned)
             if logs or validates or saves:
                 guards.nonfinite.settle()
             self.meter.stop(self.num_steps, result.counts, ready.batches.wait_s)
