@@ -104,7 +104,9 @@ class TrainFinetuneRecipe:
         # the model, decided before any of it is built
         costs = cost_model(parts.model.config(self.data.tokenizer))
         report = None if self.console.is_silent else self.data.report(costs)
-        decided = resume.agree_on_settings(guards, parts, self.data, choose_recomputation)
+        decided = resume.agree_on_settings(
+            guards, parts, self.data.tokenizer, choose_recomputation, self.data
+        )
         self.mesh = world.open_world(config)
         self.console.show(summary.plan_lines(report, self.plan, config, self.data))
         with activity("loading the model"):

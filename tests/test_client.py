@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import json
 import math
 import os
+import re
+import shutil
 import signal
 from collections.abc import Callable
 from functools import partial
@@ -16,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from automodel_lite import TrainingClient
 from automodel_lite.columns import Column
@@ -25,6 +28,7 @@ from automodel_lite.models.loss import CrossEntropy, Loss, LossInputs, LossOutpu
 from automodel_lite.parts.losses.distillation import DistillTopK
 from automodel_lite.parts.losses.policy import ImportanceSampling, Ppo
 from automodel_lite.parts.losses.preference import SimPo
+from recipes import export_hf
 from tests.attention.families import VOCAB
 from tests.models.test_policy import Row, make_groups, plain, save_model
 from tests.ranks import fork_server, run_ranks
@@ -578,3 +582,153 @@ def test_settings_that_mean_nothing_here(
 ) -> None:
     with pytest.raises(ConfigError, match=sentence):
         open_client(folder, tmp_path, *override.split())
+
+
+# ---------------------------------------------- the guards of the recipe
+def changed_json(path: Path, **values: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def scaled_weights(path: Path) -> None:
+    save_file({name: x * 1.5 for name, x in load_file(path).items()}, path, {"format": "pt"})
+
+
+@pytest.fixture(scope="module")
+def adapter(folder: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An adapter that is far from its base."""
+    runs = tmp_path_factory.mktemp("adapter")
+    with open_client(folder, runs / "run", *LORA) as client:
+        for _ in range(3):
+            change(client)
+        client.save_weights(runs / "saved")
+    return runs / "saved"
+
+
+def start_on_a_node(rank: int, world: int, files: Path, changed: str, *overrides: str) -> str:
+    """Each rank's node has files of its own under the same relative names."""
+    node = files.parent / f"node_{rank}"
+    shutil.copytree(files, node)
+    if rank == 1 and changed.endswith(".json"):
+        changed_json(node / changed, lora_alpha=3.0)
+    elif rank == 1 and changed.endswith(".safetensors"):
+        scaled_weights(node / changed)
+    elif rank == 1:
+        overrides = (*overrides, changed)
+    os.chdir(node)
+    try:
+        open_client("model", files.parent / "run", *overrides)
+    except ConfigError as error:
+        return str(error)
+    return "started"
+
+
+@pytest.mark.parametrize(
+    ("changed", "peft", "sentence"),
+    [
+        ("model/model.safetensors", (), "  model model.safetensors: "),
+        ("model/tokenizer_config.json", (), "  tokenizer tokenizer_config.json: "),
+        (
+            "adapter/adapter_config.json",
+            ("peft=lora", "peft.adapter=adapter"),
+            "  adapter adapter_config.json: ",
+        ),
+        (
+            "adapter/adapter_model.safetensors",
+            ("peft=lora", "peft.adapter=adapter"),
+            "  adapter adapter_model.safetensors: ",
+        ),
+        ("optimizer.lr=0.5", (), "  optimizer.lr: 1e-06 on rank 0"),
+    ],
+    ids=["weights", "tokenizer", "alpha", "adapter", "setting"],
+)
+def test_nodes_with_other_files_or_settings_do_not_start(
+    changed: str,
+    peft: tuple[str, ...],
+    sentence: str,
+    folder: str,
+    adapter: Path,
+    tmp_path: Path,
+) -> None:
+    shutil.copytree(folder, tmp_path / "files" / "model")
+    shutil.copytree(adapter, tmp_path / "files" / "adapter")
+    for text in run_ranks(start_on_a_node, 2, tmp_path / "files", changed, *peft):
+        assert sentence in text
+
+
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ("model.safetensors", "model model.safetensors, reference model.safetensors: not what"),
+        ("peft.alpha=64", "was started with different settings:\n  peft.alpha: was"),
+        ("peft.r=2", "was started with different settings:\n  peft.r: was 4, now 2"),
+        ("optimizer=muon", "different settings:\n  optimizer._target_: was"),
+    ],
+)
+def test_a_checkpoint_goes_on_with_its_own_files_and_settings(
+    changed: str, sentence: str, folder: str, tmp_path: Path
+) -> None:
+    model = shutil.copytree(folder, tmp_path / "model")
+    with open_client(str(model), tmp_path / "run", *LORA) as client:
+        change(client)
+        client.save_state({"i": 1})
+    overrides: tuple[str, ...] = LORA
+    if "=" in changed:
+        overrides = (*LORA, changed)
+    else:
+        scaled_weights(model / changed)
+    with open_client(str(model), tmp_path / "run", *overrides) as client:
+        before = client.forward(GROUPS).log_probs
+        with pytest.raises(ConfigError, match=re.escape(sentence)):
+            client.load_state()
+        for one, other in zip(before, client.forward(GROUPS).log_probs):
+            np.testing.assert_array_equal(one, other)
+    if changed in ("model.safetensors", "peft.alpha=64"):
+        accepts = (*overrides, "checkpoint.accept_changes=true")
+        with open_client(str(model), tmp_path / "run", *accepts) as client:
+            assert client.load_state() == {"i": 1}
+
+
+def test_the_folder_of_a_client_is_that_of_a_run(folder: str, tmp_path: Path) -> None:
+    with open_client(folder, tmp_path / "run") as client:
+        assert client.load_state() is None
+        assert "name: client" in (tmp_path / "run" / "config.yaml").read_text()
+        change(client)
+        client.save_state()
+        expected = {name: weight.clone() for name, weight in client.weights()}
+    assert export_hf.main(str(tmp_path / "run")) == 0
+    exported = load_file(tmp_path / "run" / "hf" / "model.safetensors")
+    assert exported.keys() == expected.keys()
+    for name, weight in exported.items():
+        assert torch.equal(weight, expected[name].to(weight.dtype))
+
+
+def test_the_reference_of_a_continued_adapter_has_it(
+    folder: str, adapter: Path, tmp_path: Path
+) -> None:
+    peft = ("peft=lora", f"peft.adapter={adapter}")
+    with open_client(folder, tmp_path / "bare") as client:
+        bare = client.forward(GROUPS).log_probs
+    with open_client(folder, tmp_path / "run", *peft) as client:
+        start = client.forward(GROUPS).log_probs
+        change(client)
+        with client.reference():
+            reference = client.forward(GROUPS).log_probs
+    for one, other, third in zip(start, reference, bare):
+        np.testing.assert_allclose(one, other, atol=1e-6)
+        assert np.abs(one - third).max() > 1e-3
+
+
+def test_a_step_without_a_rate_has_that_of_the_configuration(folder: str, tmp_path: Path) -> None:
+    settings = ("optimizer.lr=1e-4", "optimizer.weight_decay=0", "training.precision=fp32")
+    moved = []
+    with open_client(folder, tmp_path, *settings) as client:
+        for lr in (None, 1e-2, None):
+            before = [p.detach().clone() for p in client.engine.model.parameters()]
+            client.forward_backward(GROUPS, ImportanceSampling())
+            client.optim_step(lr=lr)
+            after = client.engine.model.parameters()
+            moved.append(max(float((x - y).abs().max()) for x, y in zip(before, after)))
+    # no step of AdamW's first three moves a weight by more than a few times its rate
+    assert moved[0] == pytest.approx(1e-4, rel=0.05)
+    assert moved[1] > 5e-3
+    assert moved[2] < 4e-4

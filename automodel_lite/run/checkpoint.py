@@ -261,10 +261,17 @@ class Checkpointer:
             current.is_done = True
 
     # ---------------------------------------------- loading
-    def load_newest(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> JsonState | None:
+    def load_newest(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        check: Callable[[JsonState], None] = lambda state: None,
+    ) -> JsonState | None:
         """Restores the newest checkpoint that is complete and loads, and returns its JSON state;
         None without any. Reports which it skipped and why; raises ConfigError when there are some
         and none loads.
+
+        check  is called with the state before a tensor is changed; its ConfigError is raised here
         """
         self.control.on_first(lambda: on_disk.clean(self.run.checkpoints))
         complete, skipped = self.control.on_first(lambda: on_disk.survey(self.run.checkpoints))
@@ -273,7 +280,9 @@ class Checkpointer:
         reasons = []
         for path in complete:
             try:
-                state = self._load(path, model, optimizer)
+                state = self._load(path, model, optimizer, check)
+            except ConfigError:
+                raise
             except _BROKEN as error:
                 is_other = isinstance(error, OtherTensorsError)
                 if is_other and (changes := self.run.changes(self.run_config)):
@@ -298,13 +307,20 @@ class Checkpointer:
             )
         return None
 
-    def _load(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> JsonState:
+    def _load(
+        self,
+        path: Path,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        check: Callable[[JsonState], None],
+    ) -> JsonState:
         shares = self.control.on_all(
             lambda: on_disk.broken_files(path, self.control.rank, self.control.world_size)
         )
         if broken := [name for share in shares for name in share]:
             raise BrokenCheckpointError(f"a file does not match its checksum ({broken[0]})")
         state: JsonState = self.control.on_first(lambda: durable.read_json(path / on_disk.STATE))
+        check(state)
         tensors, _ = flat_state(model, optimizer)
 
         def read() -> None:

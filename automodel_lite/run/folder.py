@@ -41,7 +41,7 @@ from automodel_lite.config.schema import Config, resumable_settings
 from automodel_lite.config.signatures import with_options
 from automodel_lite.errors import ConfigError, explained, format_value, one_line
 from automodel_lite.redact import scrub, scrub_tree
-from automodel_lite.run.checkpoint_folder import is_stale
+from automodel_lite.run.checkpoint_folder import is_stale, survey
 from automodel_lite.run.durable import write_atomically
 
 _BEFORE_THE_RUN = re.compile(r"logs|run\.lock.*|STATUS\.json|\..*")
@@ -125,6 +125,15 @@ class RunFolder:
             self.config_text = config_yaml(config)
             write_atomically(self.config, self.config_text)
             self.checkpoints.mkdir(exist_ok=True)  # last: it says that a run has begun
+
+    def restore_config(self) -> None:
+        """Takes config.yaml from the newest checkpoint, where the folder has none."""
+        if self.config.is_file() or not self.checkpoints.is_dir():
+            return
+        for checkpoint in survey(self.checkpoints)[0][:1]:
+            saved = checkpoint / "config.yaml"
+            if saved.is_file():
+                write_atomically(self.config, saved.read_text(encoding="utf-8"))
 
     def explain_os_errors(self) -> AbstractContextManager[None]:
         """Raises ConfigError for what the file system refuses: a full disk, a folder that is

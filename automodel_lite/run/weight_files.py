@@ -43,6 +43,15 @@ _NO_SETTINGS = frozenset(
 )
 INDEX = "model.safetensors.index.json"
 _OF_PROCESSORS = ("*processor*.json",)
+_OF_TOKENIZERS = (
+    "tokenizer*.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "chat_template.*",
+    "additional_chat_templates/*",
+)
 _BLOCK_BYTES = 4096
 _NUM_BLOCKS = 32  # of a file of weights; its header is the first
 Tensors = dict[str, Tensor]  # by name
@@ -63,15 +72,17 @@ def local_folder(source: str | None, revision: str | None = None) -> Path | None
 
 
 def model_files(pretrained: str | None, revision: str | None = None) -> dict[str, str]:
-    """Returns name -> digest of each configuration and weight file of a `local_folder`; of large
-    ones their size and 32 blocks are hashed, the header among them: weights that were trained
+    """Returns name -> digest of each configuration, weight and code file of a `local_folder`; of
+    large ones their size and 32 blocks are hashed, the header among them: weights that were trained
     further differ in each block.
     """
     folder = local_folder(pretrained, revision)
     if folder is None:
         return {}
     found = sorted(
-        path for pattern in ("*.json", "*.safetensors", "*.bin") for path in folder.glob(pattern)
+        path
+        for pattern in ("*.json", "*.safetensors", "*.bin", "*.py")
+        for path in folder.glob(pattern)
     )
     return {
         path.name: _sampled_digest(path)
@@ -84,6 +95,21 @@ def adapter_files(adapter: str) -> dict[str, str]:
     """Returns the same of an adapter's folder, or a run's with one."""
     folder = Path(adapter).expanduser()
     return model_files(str(folder / "adapter")) or model_files(str(folder))
+
+
+def tokenizer_files(source: str) -> dict[str, str]:
+    """Returns the same of a tokenizer's files and templates, beside a model's or alone."""
+    folder = local_folder(str(Path(source).expanduser()) if source.startswith("~") else source)
+    if folder is None:
+        return {}
+    found = sorted({path for pattern in _OF_TOKENIZERS for path in folder.glob(pattern)})
+    return {
+        path.relative_to(folder).as_posix(): _whole_digest(path) for path in found if path.is_file()
+    }
+
+
+def _whole_digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
 def _sampled_digest(path: Path) -> str:

@@ -63,7 +63,7 @@ class TrainState:
     cursor: Cursor = field(default_factory=Cursor)
     pending_validation: bool = False  # of this step: it is due, or was interrupted
     val_loss: float | None = None  # of this step
-    # digests of model files and validation sets
+    # digests of the files that shape the numbers, and of validation sets
     sources: dict[str, str] = field(default_factory=dict)
 
     def advance(self, cursor: Cursor) -> None:

@@ -8,12 +8,13 @@ from contextlib import contextmanager
 from typing import Any
 
 from automodel_lite.config.schema import Config
-from automodel_lite.parallel.peers import Peers, end_together, flat, open_peers, versions
+from automodel_lite.parallel.peers import Peers, end_together, open_peers
 from automodel_lite.run.ending import ending_of, exit_as
-from automodel_lite.run.folder import RunFolder, plain
+from automodel_lite.run.folder import RunFolder
 from automodel_lite.run.stopping import StoppedEarly
 from automodel_lite.telemetry.console import Console, quiet_libraries
 from automodel_lite.telemetry.metrics import STARTUP
+from automodel_lite.training.agreement import compare_settings
 from automodel_lite.training.resolve import as_the_run_began, from_run, resolve_auto
 
 _LAUNCHES = itertools.count()  # of this process: more than one in a notebook
@@ -70,6 +71,6 @@ def join_ranks(config: Config) -> Iterator[tuple[Config, Peers, str | None]]:
         config = as_the_run_began(config, folder)
         message = folder.finished_message(config)
         state = {"output_dir (what it holds)": folder.read_status().get("state", "no run")}
-        peers.compare("settings", versions() | flat(plain(config)) | state)
+        compare_settings(peers, config, state)
         STARTUP.lap("ranks")
         yield config, peers, message

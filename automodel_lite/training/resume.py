@@ -12,17 +12,17 @@ from typing import Any
 
 import numpy as np
 from torch.optim.lr_scheduler import LambdaLR
+from transformers import PreTrainedTokenizerBase
 
 from automodel_lite.data.feeding.planned import document_kind
 from automodel_lite.data.feeding.source import Cursor, PackSource, TrainingPlan
 from automodel_lite.data.packing.report import PackingReport
 from automodel_lite.errors import ConfigError
-from automodel_lite.models.source import CausalLM
 from automodel_lite.parallel.mesh import mesh_shape, world_size
-from automodel_lite.run.weight_files import adapter_files, model_files
 from automodel_lite.telemetry.callbacks import MetricsLog, open_metrics
 from automodel_lite.telemetry.metrics import STARTUP
 from automodel_lite.training import world
+from automodel_lite.training.agreement import changed_files, files_read
 from automodel_lite.training.decide import ChooseRecomputation, check_positions, decide
 from automodel_lite.training.engine import TrainingEngine
 from automodel_lite.training.guards import Guards, TrainState
@@ -34,51 +34,54 @@ _NUM_ROWS = 256  # of a validation set that are hashed
 
 def compare_data(guards: Guards, data: PackSource, plan: TrainingPlan, parts: Parts) -> None:
     """Compares between the ranks what they have read; keeps for the checkpoints digests of what no
-    setting tells: the files of all models, and rows of each validation set. From here on the guards
-    know the last step.
+    setting tells: the files that shape the numbers, and rows of each validation set. From here on
+    the guards know the last step.
     """
     guards.max_steps = plan.max_steps
     guards.peers.compare("data", data.fingerprint() | {"training.max_steps": plan.max_steps})
     STARTUP.lap("data")
-    models = {"model": _files(parts.model)}
-    if parts.teacher:
-        models["teacher"] = _files(parts.teacher)
-    if parts.loss.scored_by:
-        models["loss.teacher"] = model_files(parts.loss.scored_by)
-    if parts.loss.needs_reference:  # the model as it is before the first step
-        models["reference"] = models["model"]
-        if parts.peft and parts.peft.adapter:
-            models["reference"] = models["model"] | adapter_files(parts.peft.adapter)
-    found = {
-        f"{model} {name}": digest
-        for model, files in models.items()
-        for name, digest in files.items()
-    }
+    validation = {}
     for name, packs in data.val_packs.items():
         digest = hashlib.sha256(packs.plan.fingerprint().encode())
         for row in np.linspace(0, len(packs.rows) - 1, min(len(packs.rows), _NUM_ROWS), dtype=int):
             digest.update(packs.rows[int(row)]["input_ids"].tobytes())
-        found[f"validation set {name}"] = digest.hexdigest()[:16]
-    guards.peers.compare("model files and validation data", found)
+        validation[f"validation set {name}"] = digest.hexdigest()[:16]
+    compare_files(guards, parts, more=validation)
+
+
+def compare_files(
+    guards: Guards,
+    parts: Parts,
+    keeps_start: bool = False,
+    more: Mapping[str, str] | None = None,
+) -> None:
+    """Compares between the ranks the files that shape the numbers, and `more` digests; keeps them
+    for the checkpoints. `keeps_start` as in `files_read`.
+    """
+    found = files_read(guards.config, parts, keeps_start) | dict(more or {})
+    guards.peers.compare("files", found)
     guards.state.sources = found
 
 
-def _files(model: CausalLM) -> dict[str, str]:
-    return model_files(model.pretrained, str(model.source["revision"]))
-
-
 def agree_on_settings(
-    guards: Guards, parts: Parts, data: PackSource, recompute: ChooseRecomputation
+    guards: Guards,
+    parts: Parts,
+    tokenizer: PreTrainedTokenizerBase,
+    recompute: ChooseRecomputation,
+    data: PackSource | None = None,
 ) -> Decided:
     """Decides what depends on the model and the device, and compares it between the ranks; raises
     ConfigError for documents longer than a model's positions.
+
+    data  None: rows come later, from memory
     """
-    check_positions(data, parts.model, parts.teacher)
+    if data is not None:
+        check_positions(data, parts.model, parts.teacher)
+        # its heaviest packs count in the memory of a step
+        parts = replace(parts, data=data)
     shape = mesh_shape(guards.config.mesh, world_size())
-    # its heaviest packs count in the memory of a step
-    of_run = replace(parts, data=data)
     device = world.default_device()
-    decided = decide(of_run, data.tokenizer, shape, device, recompute=recompute)
+    decided = decide(parts, tokenizer, shape, device, recompute=recompute)
     guards.peers.compare("recomputation", {"why": decided.recomputation_text})
     return decided
 
@@ -98,13 +101,18 @@ def open_run(
     """
     guards.open()
     saved = guards.checkpointer.load_newest(engine.model.loss_model, engine.optimizer)
-    guards.state = _state_of(saved, data, scheduler, guards)
+    has_frozen = not all(p.requires_grad for p in engine.model.module.parameters())
+    guards.state = _state_of(saved, data, scheduler, guards, has_frozen)
     _open_folder(guards, data, report, lines)
     return guards.state, _open_log(guards, saved, data.counts)
 
 
 def _state_of(
-    saved: dict[str, Any] | None, data: PackSource, scheduler: LambdaLR, guards: Guards
+    saved: dict[str, Any] | None,
+    data: PackSource,
+    scheduler: LambdaLR,
+    guards: Guards,
+    has_frozen: bool,
 ) -> TrainState:
     """Where the checkpoint stood, or the beginning; the schedule is moved there.
 
@@ -127,22 +135,7 @@ def _state_of(
             "the old files or settings, start a new run with name=..., or continue on the new data "
             "with checkpoint.accept_changes=true."
         )
-    before = saved["sources"]
-
-    # weights on disk matter where they are not trained: under an adapter, of a teacher, of a
-    # reference; trained ones come from the checkpoint
-    def matters(key: str) -> bool:
-        is_weights = key.endswith((".safetensors", ".bin", "index.json"))
-        return bool(guards.config.peft) or not (is_weights and key.startswith("model "))
-
-    changed = sorted({key for key, _ in before.items() ^ now.items() if matters(key)})
-    if changed and not accepts:
-        raise ConfigError(
-            f"{', '.join(changed)}: not what the checkpoint was trained with: restore the old "
-            "files, start a new run with name=..., or continue with checkpoint.accept_changes=true."
-        )
-    if accepted := [*guards.folder.changes(guards.config), *differing, *changed]:
-        guards.say(f"accepted   {'; '.join(accepted)}")
+    accept_changes(guards, saved["sources"], has_frozen, differing)
     cursor = Cursor(**saved["cursor"])
     state = TrainState(saved["step"], cursor, saved["owes_validation"], saved["val_loss"], now)
     if state.num_steps > guards.max_steps:
@@ -156,6 +149,26 @@ def _state_of(
     scheduler._step_count = state.num_steps + 1
     scheduler.step()
     return state
+
+
+def accept_changes(
+    guards: Guards, before: Mapping[str, str], has_frozen: bool, differing: Sequence[str] = ()
+) -> None:
+    """Raises ConfigError for files other than those of the checkpoint, unless
+    `checkpoint.accept_changes` is set; reports what is accepted, settings among it.
+
+    before      the digests that the checkpoint holds
+    has_frozen  as in `changed_files`
+    differing   what is others' to refuse, and was accepted
+    """
+    changed = changed_files(before, guards.state.sources, has_frozen)
+    if changed and not guards.config.checkpoint.accept_changes:
+        raise ConfigError(
+            f"{', '.join(changed)}: not what the checkpoint was trained with: restore the old "
+            "files, start a new run with name=..., or continue with checkpoint.accept_changes=true."
+        )
+    if accepted := [*guards.folder.changes(guards.config), *differing, *changed]:
+        guards.say(f"accepted   {'; '.join(accepted)}")
 
 
 def _open_folder(

@@ -181,6 +181,18 @@ def with_recomputation(parts: AnyParts, how: str, every: int) -> AnyParts:
 
 def as_teacher(parts: Parts, teacher: CausalLM) -> Parts:
     """Returns the parts of a frozen second model: the same but for what is trained."""
+    return replace(as_start(parts), model=teacher, peft=None)
+
+
+def as_start(parts: Parts) -> Parts:
+    """Returns the parts of the start model, frozen: with the adapter that is continued, as
+    `peft.adapter` has it; a new adapter changes nothing yet.
+    """
     own = {x.name: getattr(parts, x.name) for x in fields(Parts)}
-    changed = {"model": teacher, "teacher": None, "peft": None, "loss": FusedLinearCrossEntropy()}
+    is_continued = parts.peft is not None and parts.peft.adapter is not None
+    changed = {
+        "teacher": None,
+        "peft": parts.peft if is_continued else None,
+        "loss": FusedLinearCrossEntropy(),
+    }
     return Parts(**own | changed)

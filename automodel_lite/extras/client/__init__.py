@@ -56,7 +56,7 @@ from automodel_lite.extras.client.sampling import (
 )
 from automodel_lite.extras.client.weights import whole_weights
 from automodel_lite.extras.plan.recompute import choose_recomputation
-from automodel_lite.launched import rank, world_size
+from automodel_lite.launched import rank
 from automodel_lite.models.checkpoints import replaced
 from automodel_lite.models.loss import (
     CrossEntropy,
@@ -67,23 +67,23 @@ from automodel_lite.models.loss import (
     label_log_probs,
 )
 from automodel_lite.models.source import embedding_rows
-from automodel_lite.parallel.control import all_ranks, open_control
-from automodel_lite.parallel.mesh import mesh_shape
-from automodel_lite.parallel.peers import flat
+from automodel_lite.parallel.control import all_ranks
+from automodel_lite.parallel.peers import open_peers
 from automodel_lite.run.checkpoint import Checkpointer
 from automodel_lite.run.export import export_adapter, export_hf
-from automodel_lite.run.folder import RunFolder, config_yaml, plain
-from automodel_lite.run.lock import RunLock
+from automodel_lite.run.folder import config_yaml
 from automodel_lite.run.weight_files import stored_dtypes
 from automodel_lite.seed import seed_all
 from automodel_lite.telemetry.console import Console, quiet_libraries
 from automodel_lite.thd import ThdBatch
-from automodel_lite.training import resolve, rules, world
+from automodel_lite.training import resolve, resume, rules, world
+from automodel_lite.training.agreement import compare_settings
 from automodel_lite.training.build import build_model
 from automodel_lite.training.decide import decide
 from automodel_lite.training.engine import Engine, TrainingEngine
+from automodel_lite.training.guards import Guards
 from automodel_lite.training.resolve import resolve_auto
-from automodel_lite.training.settings import Parts, as_teacher
+from automodel_lite.training.settings import Parts, as_start
 
 
 @dataclass(frozen=True)
@@ -135,33 +135,31 @@ class TrainingClient:
             # read by nobody, unless a tokenizer is trained
             raw.dataset = option("dataset", "toy_chat")
         console = Console(is_silent=rank() != 0)
-        self.config = resolve_auto(resolve.from_run(check_config(raw)), console, has_data=False)
+        config = resolve.from_run(check_config(raw))
+        peers = open_peers()
+        compare_settings(peers, config)
+        self.config = resolve_auto(config, console, has_data=False)
         parts = rules.checked_parts(self.config)
         _check_settings(self.config, parts)
         job = job_of(self.config, build_documents(self.config))
         self.tokenizer = job.tokenizer
-        shape = mesh_shape(self.config.mesh, world_size())
-        decided = decide(
-            parts,
-            self.tokenizer,
-            shape,
-            world.default_device(),
-            recompute=choose_recomputation,
+        self._guards = Guards(self.config, peers, console.print)
+        resume.compare_files(self._guards, parts, keeps_start=True)
+        decided = resume.agree_on_settings(
+            self._guards, parts, self.tokenizer, choose_recomputation
         )
         is_first = not dist.is_initialized()
         self.mesh = world.open_world(self.config)
         if is_first and self.mesh.root:
             atexit.register(self.mesh.close)
         self._ranks = all_ranks()
-        self._same(flat(plain(self.config)), "settings")
         self.built = build_model(decided, self.tokenizer, self.mesh, seed=self.config.seed)
         self.engine = TrainingEngine.of(self.built, self.mesh)
         self._packer = parts.packer.for_document_kind("other", padding_id(self.tokenizer))
         self._rates = [float(group["lr"]) for group in self.engine.optimizer.param_groups]
         self._scorer: Engine = self.engine  # or the reference
         self._reference: Engine | None = None
-        self._lock: RunLock | None = None  # of the run's folder, from its first use on
-        self._checkpointer: Checkpointer | None = None
+        self._is_open = False  # the run's folder, from its first use on
         self._saved_extra: Any = None
         self.num_steps = 0
         self._num_calls = 0
@@ -255,8 +253,9 @@ class TrainingClient:
                 "mean to take: are all weights of the rows 0?"
             )
         optimizer = self.engine.optimizer
-        if lr is not None:
-            for group, rate in zip(optimizer.param_groups, self._rates):
+        for group, rate in zip(optimizer.param_groups, self._rates):
+            group["lr"] = rate
+            if lr is not None:
                 group["lr"] = lr * (rate / self._rates[0] if self._rates[0] else 1.0)
         if max_grad_norm is None:
             max_grad_norm = self.config.training.max_grad_norm
@@ -354,7 +353,7 @@ class TrainingClient:
 
         extra  JSON that `load_state` returns: where a loop stands
         Raises RuntimeError with gradients that no step has taken, as a checkpoint has none, and
-        when the checkpoint could not be written.
+        when the checkpoint could not be written; ConfigError in the folder of other settings.
         """
         self._check_whole("save_state")
         if self._has_gradients:
@@ -363,6 +362,7 @@ class TrainingClient:
                 "gradients: call optim_step, or zero_grad to drop them."
             )
         saver = self._open_folder()
+        self._write_config()
         if saver.holds(self.num_steps) and extra != self._saved_extra:
             raise RuntimeError(
                 f"save_state: step {self.num_steps} is saved already, with another `extra`: save "
@@ -371,7 +371,8 @@ class TrainingClient:
         state = {"step": self.num_steps, "calls": self._num_calls, "extra": extra}
         model = self.engine.model.loss_model
         optimizer = self.engine.optimizer
-        if not saver.save(self.num_steps, model, optimizer, {"client": state}, wait=True):
+        whole = {"client": state, "sources": self._guards.state.sources}
+        if not saver.save(self.num_steps, model, optimizer, whole, wait=True):
             raise RuntimeError(
                 f"step {self.num_steps} is not saved: the line above says why; the newest "
                 f"checkpoint is {saver.newest_name or 'none'}."
@@ -384,19 +385,17 @@ class TrainingClient:
         """Takes weights, optimizer and counts from the newest checkpoint of the run's folder that
         loads; returns its `extra`, None without a checkpoint.
 
-        Raises ConfigError where the folder has checkpoints and none loads, or it is a recipe's.
+        Raises ConfigError where the folder has checkpoints and none loads, where it is a recipe's,
+        and for other settings or files than the checkpoint's, unless checkpoint.accept_changes is
+        set.
         """
         saver = self._open_folder()
         model = self.engine.model.loss_model
-        state = saver.load_newest(model, self.engine.optimizer)
+        state = saver.load_newest(model, self.engine.optimizer, self._check_state)
         self.zero_grad()
+        self._write_config()
         if state is None:
             return None
-        if "client" not in state:
-            raise ConfigError(
-                f"{saver.run.path} is the folder of recipes/train_ft.py: start from its model, "
-                f"model.pretrained={saver.run.path}, with name=... of your own."
-            )
         of_client = state["client"]
         self.num_steps = of_client["step"]
         self._num_calls = of_client["calls"]
@@ -450,17 +449,16 @@ class TrainingClient:
         """Gives the run's folder back, which a later save takes again; the groups of ranks stay
         until the process ends.
         """
-        if self._lock is not None:
-            self._lock.release()
-        self._lock = None
-        self._checkpointer = None
+        if self._is_open:
+            self._guards.lock.release()
+        self._is_open = False
 
     # ---------------------------------------------- the pieces
     def _frozen(self) -> Engine:
         """Returns the start model, loaded once more and frozen."""
         if self._reference is None:
             mesh = self.mesh
-            parts = as_teacher(self.built.decided, self.built.decided.model)
+            parts = as_start(self.built.decided)
             frozen = decide(parts, self.tokenizer, mesh.shape, mesh.device, trains=False)
             seed = self.config.seed
             built = build_model(frozen, self.tokenizer, mesh, trains=False, seed=seed)
@@ -525,17 +523,41 @@ class TrainingClient:
 
     def _open_folder(self) -> Checkpointer:
         """Takes the run's folder at the first use."""
-        if self._checkpointer is None:
-            config = self.config
-            folder = RunFolder(self.config.output_dir)
-            folder.config_text = config_yaml(config)
-            lock = RunLock(folder.lock)
-            lock.token = self._ranks.on_first(lock.acquire)
-            self._lock = lock
-            groups = open_control(config.mesh), open_control(config.mesh, is_slow=True)
-            say = Console(is_silent=self.mesh.rank != 0).print
-            self._checkpointer = Checkpointer(folder, config, *groups, say, lock.check_held)
-        return self._checkpointer
+        guards = self._guards
+        if not self._is_open:
+            guards.open()
+            self._is_open = True
+            # what a checkpoint is compared with: folders of earlier versions have it there alone
+            guards.folder.config_text = config_yaml(self.config)
+            guards.ranks.on_first(guards.folder.restore_config)
+            if guards.ranks.on_first(lambda: not guards.folder.config.is_file()):
+                self._write_config()
+        return guards.checkpointer
+
+    def _check_state(self, state: dict[str, Any]) -> None:
+        """Raises ConfigError for a checkpoint of the recipe, or one of other settings or files."""
+        guards = self._guards
+        folder = guards.folder
+        if "client" not in state:
+            raise ConfigError(
+                f"{folder.path} is the folder of recipes/train_ft.py: start from its model, "
+                f"model.pretrained={folder.path}, with name=... of your own."
+            )
+        folder.check(self.config)
+        parameters = self.engine.model.module.parameters()
+        has_frozen = not all(p.requires_grad for p in parameters)
+        resume.accept_changes(guards, state.get("sources", {}), has_frozen)
+
+    def _write_config(self) -> None:
+        """Writes config.yaml; raises ConfigError where the folder has that of other settings."""
+        guards = self._guards
+
+        def write() -> None:
+            if guards.folder.config.is_file():
+                guards.folder.check(self.config)
+            guards.folder.open(self.config)
+
+        guards.ranks.on_first(write)
 
 
 class _Recording(Loss):
