@@ -584,6 +584,33 @@ def test_settings_that_mean_nothing_here(
         open_client(folder, tmp_path, *override.split())
 
 
+def test_groups_of_equal_rewards_are_a_step_without_advantages(client: TrainingClient) -> None:
+    def rewarded(first: float, second: float) -> list[Row]:
+        rows = [{x: row[x] for x in ("input_ids", "labels")} for row in GROUPS[0][:2]]
+        return [row | {"reward": reward} for row, reward in zip(rows, (first, second))]
+
+    equal = [rewarded(1.0, 1.0), rewarded(0.1 + 0.2, 0.3), rewarded(0.0, 0.0)[:1]]
+    out = client.forward_backward(equal, Ppo())
+    assert (out.loss, out.parts["equal_groups"]) == (0.0, 3)
+    assert client.optim_step(lr=0.0).grad_norm == 0
+    out = client.forward_backward([*equal, rewarded(1.0, 0.0)], Ppo())
+    assert out.parts["equal_groups"] == 3
+    client.zero_grad()
+
+    # a divergence is learned all the same
+    apart = [
+        [
+            row | {"reference_log_probs": np.where(np.array(row["labels"]) == -100, 0.0, -9.0)}
+            for row in group
+        ]
+        for group in equal
+    ]
+    out = client.forward_backward(apart, Ppo(kl=0.1))
+    assert out.loss == pytest.approx(0.1 * out.parts["kl"], rel=1e-5)
+    assert out.loss > 0
+    assert client.optim_step(lr=0.0).grad_norm > 0
+
+
 # ---------------------------------------------- the guards of the recipe
 def changed_json(path: Path, **values: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
@@ -695,7 +722,7 @@ def test_the_folder_of_a_client_is_that_of_a_run(folder: str, tmp_path: Path) ->
         change(client)
         client.save_state()
         expected = {name: weight.clone() for name, weight in client.weights()}
-    assert export_hf.main(str(tmp_path / "run")) == 0
+    assert export_hf.main([str(tmp_path / "run")]) == 0
     exported = load_file(tmp_path / "run" / "hf" / "model.safetensors")
     assert exported.keys() == expected.keys()
     for name, weight in exported.items():

@@ -241,6 +241,10 @@ class Loss(ABC):
         """Returns rows in memory with the columns that follow from others of their group."""
         return [list(group) for group in groups]
 
+    def counts_of(self, groups: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, float]:
+        """Counts what a loop wants to know of rows in memory, as they were given, by name."""
+        return {}
+
     def derived(self, brought: Iterable[str]) -> frozenset[str]:
         """Names the columns that `derive` makes of those which the data bring."""
         return frozenset()

@@ -92,7 +92,8 @@ class Output:
                order in which the rows were given
     loss       sum over all rows and ranks, not divided; 0 of `forward`
     num_items  what `optim_step` will divide by for these rows
-    parts      sums that the loss reports
+    parts      sums that the loss reports, and what it counts: `equal_groups`, whose rows have equal
+               rewards
     num_tokens computed: what rows of a group share counts once
     """
 
@@ -200,7 +201,8 @@ class TrainingClient:
         self._check_whole("forward_backward")
         loss_model = self.engine.model.loss_model
         loss = loss_model.loss if loss is None else self._checked(loss)
-        packed = self._pack(_as_groups(groups), loss)
+        groups = _as_groups(groups)
+        packed = self._pack(groups, loss)
         recording = _Recording(loss)
         whole = list(self.engine.micro_batches(packed.packs, loss))
         num_items = self._count_items(whole, loss)
@@ -231,7 +233,8 @@ class TrainingClient:
         total = totals.pop("loss")
         self._num_items += num_items
         self._loss += total
-        return Output(log_probs, total, num_items, totals, packed.num_tokens)
+        parts = totals | loss.counts_of(groups)
+        return Output(log_probs, total, num_items, parts, packed.num_tokens)
 
     def optim_step(self, lr: float | None = None, max_grad_norm: float | None = None) -> Step:
         """Divides the gradients by what the losses have counted since the last step, and applies

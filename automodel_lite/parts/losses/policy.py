@@ -99,7 +99,8 @@ class PolicyLoss(AveragedLoss):
 
     def complete(self, groups: Sequence[Sequence[Mapping[str, Any]]]) -> list[list[Any]]:
         """Returns the rows with advantages where they bring a reward; rows of one list are a group
-        unless they name theirs.
+        unless they name theirs. Where all groups have equal rewards, which a step of few prompts
+        may have, all advantages are 0: only the divergence is left to learn.
         """
         rows = [(row, number) for number, group in enumerate(groups) for row in group]
         if not any("reward" in row for row, _ in rows):
@@ -111,8 +112,25 @@ class PolicyLoss(AveragedLoss):
                 )
         rewards = np.array([float(row["reward"]) for row, _ in rows])
         names = [str(row.get("group", number)) for row, number in rows]
-        found = iter(advantages_of(rewards, names, self.advantage).tolist())
+        found = iter(_compared(rewards, names, self.advantage).tolist())
         return [[_with_advantage(row, next(found)) for row in group] for group in groups]
+
+    def counts_of(self, groups: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, float]:
+        """Returns the number of groups whose rows have equal rewards, a row that is alone among
+        them, where rows bring rewards.
+        """
+        named = [
+            (str(row.get("group", number)), float(row["reward"]))
+            for number, group in enumerate(groups)
+            for row in group
+            if "reward" in row
+        ]
+        if not named:
+            return {}
+        names, rewards = zip(*named)
+        distances = _compared(rewards, names, "dr_grpo")
+        differing = {name for name, distance in zip(names, distances) if distance}
+        return {"equal_groups": float(len({*names} - differing))}
 
     def derived(self, brought: Iterable[str]) -> frozenset[str]:
         """Names the advantages, where rows bring rewards and groups in their place."""
