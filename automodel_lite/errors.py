@@ -224,7 +224,8 @@ def did_you_mean_path(path: str) -> str:
     for folder in folders:
         with suppress(OSError):
             names = sorted(entry.name for entry in folder.iterdir())
-            if close := difflib.get_close_matches(wanted.name, names, n=1, cutoff=0.6):
+            same = [name for name in names if name.lower() == wanted.name.lower()]
+            if close := same or difflib.get_close_matches(wanted.name, names, n=1, cutoff=0.6):
                 return f"; did you mean {folder / close[0]}?"
     return "."
 

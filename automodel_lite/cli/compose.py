@@ -306,6 +306,17 @@ def _unreadable(error: OverrideParseException) -> str:
         return (
             f"{text}: cannot be read as key=value: {key!r} is not a key such as training.max_steps."
         )
+    value = text.partition("=")[2]
+    is_closed = all(value.count(left) == value.count(right) for left, right in ("[]", "{}", "()"))
+    if is_closed and not value.count("'") % 2 and not value.count('"') % 2:
+        quoted = f'"{value}"'
+        if value.startswith("[") and value.endswith("]"):
+            items = [item.strip().strip("'\"") for item in value[1:-1].split(",")]
+            quoted = "[" + ",".join(f'"{item}"' for item in items) + "]"
+        return (
+            f"{text}: cannot be read as key=value: a text with one of = < > ( ) $ : stands in "
+            f"quotes, '{key}={quoted}'."
+        )
     return (
         f"{text}: cannot be read as key=value: close every bracket and quote, or put a text with "
         f"brackets into quotes, '{key}=\"...\"'."

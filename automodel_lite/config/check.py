@@ -9,6 +9,7 @@ import math
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -373,7 +374,17 @@ def value_problems(path: str, value: Any, hint: Any) -> Iterator[ConfigError]:
         wanted = choices[0] if choices else describe(hint)
         shown = format_value(value)
         if not choices and isinstance(value, int | float) and matches("", hint):
-            wanted = f"{wanted}: quote it, \"{path}='{shown}'\""
+            # of a float it is not known how it was typed: 1e5 is 100000.0 here
+            typed = "..." if isinstance(value, float) else shown
+            what = "what was typed" if isinstance(value, float) else "it"
+            wanted = f"{wanted}: quote {what}, \"{path}='{typed}'\""
+        elif isinstance(value, str) and _is_number_for(value, hint):
+            told = (
+                f"{path} is the text '{value}' and must be {wanted}: unquote it, {path}={value}; "
+                f"from the environment, '{path}=\"${{oc.decode:${{oc.env:NAME}}}}\"'."
+            )
+            yield ConfigError(told, key=path)
+            return
         yield ConfigError(f"{path}={shown} must be {wanted}.", key=path)
         return
     origin = typing.get_origin(hint)
@@ -392,6 +403,16 @@ def value_problems(path: str, value: Any, hint: Any) -> Iterator[ConfigError]:
     elif origin in _GROUPS:
         for key, item in value.items():
             yield from value_problems(f"{path}.{key}", item, args[1])
+
+
+def _is_number_for(text: str, hint: Any) -> bool:
+    """Returns whether a text is, unquoted, a number, a truth value or null that fits."""
+    read: Any = {"true": True, "false": False, "null": None}.get(text.strip().lower(), text)
+    for kind in (int, float):
+        if isinstance(read, str):
+            with suppress(ValueError):
+                read = kind(read)
+    return not isinstance(read, str) and matches(read, hint)
 
 
 def matches(value: Any, hint: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -259,3 +260,19 @@ def test_an_option_of_ours_is_no_callback_of_hydras(tmp_path: Path) -> None:
         ConfigError, match=r"hydra\.callbacks\.early_stopping\._target_=.* is set in a file"
     ):
         compose(Loader(Sources.of(str(tmp_path))), "mine", [])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "dataset.path=[c.jsonl,a=b.jsonl]",
+        "tokenizer.added_tokens=[<call>]",
+        "dataset.path=c(1).jsonl",
+    ],
+)
+def test_closed_brackets_are_not_told_to_be_closed(text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        compose_config("finetune", [text])
+    cure = re.search(r"stands in quotes, '(.+)'\.$", str(caught.value))
+    assert cure
+    compose_config("finetune", [cure[1]])

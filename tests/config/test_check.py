@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -147,3 +148,19 @@ def test_a_whole_number_stands_for_a_float(tmp_path: Path) -> None:
     """Whoever types 2 for 2.0 gets the same config.yaml."""
     config = quick_config(tmp_path, "training.max_grad_norm=2", "training.max_steps=2")
     assert (repr(config.training.max_grad_norm), config.training.max_steps) == ("2.0", 2)
+
+
+def test_a_number_in_a_text_is_told_how_to_unquote_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sentence named the number itself as no number; each of its cures works."""
+    (told,) = problems("training.max_steps='9'")
+    assert told.startswith("training.max_steps is the text '9' and must be a whole number or null:")
+    cures = re.search(r"unquote it, (\S+); from the environment, '(.+)'\.$", told)
+    assert cures
+    assert problems(cures[1]) == []
+    monkeypatch.setenv("NAME", "9")
+    assert problems(cures[2]) == []
+    (told,) = problems('optimizer.lr="1e-4"')
+    assert told.startswith("optimizer.lr is the text '1e-4' and must be")
+    assert problems("name=1e5") == [
+        "name=100000.0 must be text: quote what was typed, \"name='...'\"."
+    ]

@@ -127,6 +127,8 @@ def problems_beside(
         meant.add(VERDICT)
     if found.kind != "text":
         meant.add("speaker")
+    if found.kind == "messages":  # a chat is whole; a text beside it is another form of it
+        meant.add("text")
     for name in columns:
         if name in renames.values() or name in found.columns or name in found.optional:
             continue

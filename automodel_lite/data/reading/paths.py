@@ -47,6 +47,12 @@ _ABOUT = re.compile(
     r"(read.?me|licen[cs]e|copying|notice|changelog|authors|contributing|citation|requirement).*",
     re.I,
 )
+# what programs write beside the rows of a data set
+_SIDECAR = re.compile(
+    r"dataset_infos?\.json|(\w+_)?config\.json|tokenizer\w*\.json|special_tokens_map\.json|"
+    r"added_tokens\.json|\w+_state\.json|croissant\.json|sample_submission\.csv",
+    re.I,
+)
 
 _EDGE_BYTES = 1 << 16
 _BLOCK_BYTES = 1 << 12
@@ -270,7 +276,9 @@ def select_files(files: Sequence[Path], root: Path, key: str, left_out: LeftOut)
         stem = file if file in unpacked else file.with_suffix("")
         if stem in stems:
             left_out["compressed twins of others"].append(file.name)
-        elif kind_of(file) == ".txt" and _ABOUT.fullmatch(file.stem):
+        elif _SIDECAR.fullmatch(stem.name) or (
+            kind_of(file) == ".txt" and _ABOUT.fullmatch(file.stem)
+        ):
             left_out["about the data"].append(file.name)
         else:
             stems.add(stem)

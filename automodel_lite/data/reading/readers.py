@@ -13,6 +13,7 @@ import csv
 import io
 import json
 import os
+import re
 import weakref
 from bisect import bisect_right
 from collections import deque
@@ -200,6 +201,7 @@ def parse_json_object(line: bytes, where: str, encoding: str = UTF_8) -> RawRow:
         ) from error
     except ValueError as error:  # a number of thousands of digits, a key that is there twice
         raise DataError(f"{where}: not JSON that can be read: {error}.") from error
+    row = _as_chat(row)
     if not isinstance(row, dict):
         raise DataError(
             f"{where}: a row must be a JSON object, not {type(row).__name__}: {_AS_JSON}."
@@ -207,10 +209,31 @@ def parse_json_object(line: bytes, where: str, encoding: str = UTF_8) -> RawRow:
     return row
 
 
+_OF_TURN = {"role", "content", "from", "value", "name", "weight"}
+_OF_TURN |= {"reasoning_content", "tool_calls", "tool_call_id", "function_call"}
+
+
+def _as_chat(value: Any) -> Any:
+    """Returns a list of messages as the row that it is meant to be, and any other value as it
+    is.
+    """
+    if not isinstance(value, list) or not value:
+        return value
+    is_chat = all(
+        isinstance(turn, dict)
+        and (turn.keys() >= {"from", "value"} or "role" in turn)
+        and turn.keys() <= _OF_TURN
+        for turn in value
+    )
+    return {"messages": value} if is_chat else value
+
+
 _AS_JSON = "an array of rows belongs in a file named .json"
 
 
 def _json_cure(error: json.JSONDecodeError) -> str:
+    if error.doc.rstrip()[-1:] in ("{", ",") and len(error.doc.rstrip()) <= error.pos:
+        return "one row per line is wanted, and this one goes on over lines: jq -c . writes it so"
     if error.msg.startswith("Unterminated") or len(error.doc) == error.pos:
         return "it ends too soon, as a file that was cut off: write the file again"
     return f"mend it there{OR_SKIP}"
@@ -290,9 +313,13 @@ def open_json(path: Path, name: str, encoding: str) -> RawRows:
         line = content.count(b"\n", 0, error.start) + 1
         raise DataError(f"{name}:{line}: {undecodable(content[error.start], encoding)}") from error
     except ValueError as error:
-        cure = f": {_json_cure(error)}" if isinstance(error, json.JSONDecodeError) else ""
+        # the file is one value: no row of it can be left out
+        is_syntax = isinstance(error, json.JSONDecodeError)
+        cure = f": {_json_cure(error).removesuffix(OR_SKIP)}" if is_syntax else ""
         raise DataError(f"{name}: not JSON: {error}{cure}.") from error
-    arrays = [whole] if isinstance(whole, list) else []
+    if isinstance(whole, list) and isinstance(chat := _as_chat(whole), dict):
+        return RowList([chat], name)
+    arrays = [list(map(_as_chat, whole))] if isinstance(whole, list) else []
     if isinstance(whole, dict):
         arrays = _rows_in(whole)
     if len(arrays) != 1:
@@ -349,19 +376,28 @@ def find_delimiter(path: Path, usual: str, encoding: str) -> str:
     return others[0] if columns(usual) == 1 and len(others) == 1 else usual
 
 
+_EXCEL = re.compile(r'"?sep=(.)"?\s*', re.IGNORECASE)
+
+
 def open_csv(path: Path, name: str, usual: str, encoding: str) -> RowList:
     """Reads a CSV or TSV file with a header line, separated by `usual` or by what is found; values
     stay text.
     """
     csv.field_size_limit(2**31 - 1)
-    delimiter = find_delimiter(path, usual, encoding)
+    # Excel writes the delimiter as a line of its own before the header.
+    with path.open(newline="", encoding=encoding, errors="surrogateescape") as file:
+        named = _EXCEL.fullmatch(file.readline(16))
+    delimiter = named[1] if named else find_delimiter(path, usual, encoding)
     rows: list[RawRow | DataError] = []
     line_numbers: list[int] = []
     header: list[str] | None = None
     with path.open(newline="", encoding=encoding, errors="surrogateescape") as file:
+        num_before = 1 if named else 0
+        for _ in range(num_before):
+            file.readline()
         reader = csv.reader(file, delimiter=delimiter, strict=True)
         while True:
-            line = reader.line_num + 1
+            line = reader.line_num + 1 + num_before
             try:
                 values = next(reader, None)
                 fault = "" if values is None else _csv_fault(values, header, encoding)
@@ -373,8 +409,8 @@ def open_csv(path: Path, name: str, usual: str, encoding: str) -> RowList:
             if header is None:
                 if fault:
                     raise DataError(f"{name}:{line}: {fault}")
-                check_names(values, f"{name}:{line}")
-                header = values
+                header = [value.strip() for value in values]
+                check_names(header, f"{name}:{line}")
             elif values or fault:
                 rows.append(
                     DataError(f"{name}:{line}: {fault}") if fault else dict(zip(header, values))

@@ -135,3 +135,51 @@ def test_thoughts_become_those_of_the_answer(tmp_path: Path) -> None:
 def test_messages_of_rows_without_a_known_text_are_refused() -> None:
     with pytest.raises(ConfigError, match="speaker tells who speaks, so that each row is one"):
         detect(["speaker", "utterance"], None, None)
+
+
+def test_a_list_of_messages_is_a_chat(tmp_path: Path) -> None:
+    """Each message was a plain text, and the user's were trained on."""
+    (tmp_path / "a.json").write_text(json.dumps(CHAT))
+    (tmp_path / "b.json").write_text(json.dumps([CHAT, CHAT]))
+    (tmp_path / "c.jsonl").write_text(f"{json.dumps(CHAT)}\n{json.dumps(SHARED)}\n")
+    for name, num in {"a.json": 1, "b.json": 2, "c.jsonl": 2}.items():
+        rows = FilesDataset(str(tmp_path / name)).train
+        assert len(rows) == num
+        assert rows[0] == {"messages": CHAT}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "cure"),
+    [
+        (
+            "a.jsonl",
+            '{\n "prompt": "hi",\n "completion": "yo"\n}\n',
+            "goes on over lines: jq -c . ",
+        ),
+        ("a.json", '[{"prompt": "hi", "completion": "x"},]', r"\(char 37\): mend it there\.$"),
+    ],
+)
+def test_broken_json_is_told_what_helps(tmp_path: Path, name: str, content: str, cure: str) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(DataError, match=cure):
+        FilesDataset(str(tmp_path / name)).train[0]
+
+
+@pytest.mark.parametrize(
+    "content", ["sep=;\r\nprompt;completion\r\na;b,c\r\n", 'prompt, completion\na,"b,c"\n']
+)
+def test_csv_as_spreadsheets_write_it(tmp_path: Path, content: str) -> None:
+    (tmp_path / "a.csv").write_text(content, newline="")
+    dataset = FilesDataset(str(tmp_path / "a.csv"))
+    assert dataset.train[0] == {"prompt": "a", "completion": "b,c"}
+    assert dataset.train.where(0) == f"a.csv:{3 if content.startswith('sep') else 2}"
+
+
+def test_what_programs_write_beside_the_rows_is_left_out(tmp_path: Path) -> None:
+    jsonl(tmp_path / "train.jsonl", {"prompt": "a", "completion": "b"})
+    for name in ("dataset_infos.json", "config.json", "tokenizer_config.json"):
+        (tmp_path / name).write_text('{"default": {}}')
+    (tmp_path / "sample_submission.csv").write_text("id,label\n1,2\n")
+    dataset = FilesDataset(str(tmp_path))
+    assert len(dataset.train) == 1
+    assert "left out: 4 about the data (config.json, dataset_infos.json, " in dataset.description
