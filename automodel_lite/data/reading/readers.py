@@ -314,8 +314,9 @@ def open_json(path: Path, name: str, encoding: str) -> RawRows:
         raise DataError(f"{name}:{line}: {undecodable(content[error.start], encoding)}") from error
     except ValueError as error:
         # the file is one value: no row of it can be left out
-        is_syntax = isinstance(error, json.JSONDecodeError)
-        cure = f": {_json_cure(error).removesuffix(OR_SKIP)}" if is_syntax else ""
+        cure = ""
+        if isinstance(error, json.JSONDecodeError):
+            cure = f": {_json_cure(error).removesuffix(OR_SKIP)}"
         raise DataError(f"{name}: not JSON: {error}{cure}.") from error
     if isinstance(whole, list) and isinstance(chat := _as_chat(whole), dict):
         return RowList([chat], name)
