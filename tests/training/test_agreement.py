@@ -6,9 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from automodel_lite.training.agreement import changed_files, files_read
 
 from automodel_lite.config.schema import SecurityConfig
+from automodel_lite.training.agreement import changed_files, files_read
 from automodel_lite.training.settings import build_parts
 from tests.runs import quick_config
 
