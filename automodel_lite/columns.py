@@ -49,6 +49,7 @@ COLUMNS = {
     "teacher_rest": Column("float32", "float32", -math.inf),
     "row_place": Column("int64", "int64", -1),
     "average_weights": Column("float32", "float32", 0.0, is_for_loss=False),
+    "noise_key": Column("int32", "int32", 0, is_for_loss=False),
     "image": Column("int64", "int64", 0, in_runs=True, is_for_loss=False),
     "image_stamp": Column("int64", "int64", 0, in_runs=True, is_for_loss=False),
     "rope_shift": Column("int64", "int64", 0, in_runs=True, is_for_loss=False),
@@ -68,6 +69,7 @@ branches      1 + the position at which a branch of a tree begins, 0 elsewhere; 
               positions show it
 average_weights  what a label counts in a mean over documents or turns: made of a whole stream,
               before ranks share it
+noise_key     what the noise of a token's embedding follows from (models/neftune.py)
 image         the number of the image, in the data, whose place a token is; 0 of text
 image_stamp   what tells this image from others, by its bytes; 0 of text
 rope_shift    positions of several axes less `position_ids` (parts/images/tokens.py)

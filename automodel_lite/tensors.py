@@ -58,3 +58,12 @@ def at_least_fp32(x: Tensor) -> Tensor:
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """Returns fp64 for fp64, else fp32."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def hash32(value: Tensor) -> Tensor:
+    """A hash of 32 bits whose every output bit depends on every input bit alike (Wellons'
+    lowbias32).
+    """
+    value = (value ^ ((value >> 16) & 0xFFFF)) * 0x7FEB352D
+    value = (value ^ ((value >> 15) & 0x1FFFF)) * (0x846CA68B - 2**32)
+    return value ^ ((value >> 16) & 0xFFFF)

@@ -35,7 +35,7 @@ from automodel_lite.parts.images import check_images, images_lines
 from automodel_lite.parts.losses import label_values
 from automodel_lite.progress import Progress, activity
 from automodel_lite.run.nonfinite import StepOutcome
-from automodel_lite.seed import seed_all
+from automodel_lite.seed import derive_seed, seed_all
 from automodel_lite.telemetry.callbacks import value_of
 from automodel_lite.telemetry.console import Console
 from automodel_lite.telemetry.metrics import Counts, Meter, StepResult
@@ -191,7 +191,10 @@ class TrainFinetuneRecipe:
 
     def forward_backward(self, ready: DeviceStep, counts: Counts) -> dict[str, torch.Tensor]:
         """Accumulates this rank's gradients; returns the sums of its losses and their parts."""
-        self.model.loss_model.items_per_label = counts.items_per_label
+        loss_model = self.model.loss_model
+        loss_model.items_per_label = counts.items_per_label
+        if loss_model.noise:
+            loss_model.noise.seed = derive_seed(self.config.seed, self.num_steps, "noise")
         return self.engine.forward_backward(ready.inputs, counts.divisor, self.meter.lap)
 
     def open_feed(self) -> None:

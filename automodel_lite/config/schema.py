@@ -117,6 +117,9 @@ class TrainingConfig:
     max_grad_norm: Annotated[float, Range(0)] = 1.0  # clip gradients to this norm; 0 = never
     # of averaged weights, validated and exported; 0 = none
     ema_decay: Annotated[float, Range(0, below=1)] = 0.0
+    # NEFTune: noise on the embeddings of tokens, within alpha / sqrt(tokens of the document x model
+    # dim); 5 is usual, 0 = none
+    neftune_noise_alpha: Annotated[float, Range(0, 1000)] = 0.0
     log_every_steps: Positive = resumable(10)
     val_every_steps: Count = resumable(0)  # steps between validations; 0 = only at the end
     # of compute; auto = bf16 on GPUs

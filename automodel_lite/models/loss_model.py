@@ -31,6 +31,7 @@ from automodel_lite.models.loss import (
     PlainLoss,
     check_columns,
 )
+from automodel_lite.models.neftune import EmbeddingNoise, with_keys
 from automodel_lite.thd import ThdBatch
 
 
@@ -43,6 +44,7 @@ class LossModel(nn.Module):
     has_plain_head   logits are `softcap(hidden @ weight.T)`; of any other head (`probe` sees it)
                      every loss takes the logits that the head computes itself
     loss_backend     of torch.compile, for what a loss compiles; None = nothing
+    noise            of embeddings in training; None = none
     items_per_label  of the whole step: what the loss is divided by over what a balance is, which
                      counts labels
     """
@@ -62,6 +64,7 @@ class LossModel(nn.Module):
         # in a tuple, it is no submodule: neither trained, sharded nor saved
         self._teacher: tuple[LossModel, ...] = ()
         self.items_per_label = 1.0
+        self.noise: EmbeddingNoise | None = None
         self.has_plain_head = True
         self.loss_backend: str | None = None
         caps = (config_value(lm.config.get_text_config(), key) for key in FAMILIES["softcaps"])
@@ -106,6 +109,8 @@ class LossModel(nn.Module):
         tokens get of it.
         """
         batch = (loss or self.loss).prepare(batch)
+        if self.noise:
+            batch = with_keys(batch)
         return replace(batch, ahead=self.heads.targets(batch)) if self.heads else batch
 
     def forward(self, batch: ThdBatch, loss: Loss | None = None) -> LossOutput:
@@ -114,6 +119,12 @@ class LossModel(nn.Module):
         loss is not plain, `cross_entropy`, its sum over the label tokens. Heads for further tokens
         are trained beside the model's own loss.
         """
+        if self.noise and self.training:
+            with self.noise.of(batch):
+                return self._forward(batch, loss)
+        return self._forward(batch, loss)
+
+    def _forward(self, batch: ThdBatch, loss: Loss | None) -> LossOutput:
         heads = self.heads if self.training and loss is None else None
         loss = loss or self.loss
         teacher_rows = None

@@ -20,6 +20,7 @@ from automodel_lite.attention.isolation import check_packing_isolation
 from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.attention.positions import short_lengths
 from automodel_lite.data.tokens.stop_tokens import use_stop_ids
+from automodel_lite.errors import ConfigError
 from automodel_lite.interpreter import trim_malloc
 from automodel_lite.models.flops import StepFlops, step_flops, visited_weights
 from automodel_lite.models.layers import (
@@ -29,6 +30,7 @@ from automodel_lite.models.layers import (
 )
 from automodel_lite.models.loss_model import LossModel
 from automodel_lite.models.mtp import HeadsAhead
+from automodel_lite.models.neftune import EmbeddingNoise
 from automodel_lite.parallel.mesh import Mesh, reading_turn
 from automodel_lite.parallel.sharding import (
     ParallelModel,
@@ -98,6 +100,12 @@ def build_model(
         install(lm, decided.kernel)
         attention = decided.attention_text
         if runs_by_rows(lm):
+            if decided.training.neftune_noise_alpha:
+                raise ConfigError(
+                    f"training.neftune_noise_alpha={decided.training.neftune_noise_alpha}: "
+                    f"{type(lm).__name__} runs on rows of documents, whose tokens are not those of "
+                    "the stream: set it to 0."
+                )
             attention = rows_reason(decided, lm)
         loss = check_model(decided.mesh.cp_exchange, model, mesh)
         model.gather_towers_once()
@@ -156,6 +164,8 @@ def assemble(
             use_fp8(decoder_layers(lm), parts.training.fp8)
         heads = HeadsAhead.of(lm, source.mtp_loss) if source.mtp_loss else None
         loss_model = LossModel(lm, parts.loss, source.balance(lm), heads)
+        if trains and (alpha := parts.training.neftune_noise_alpha):
+            loss_model.noise = EmbeddingNoise(alpha, lm)
         # DDP has no gradients to reduce
         of_frozen = "none" if strategy == "ddp" and not trains else strategy
         how = (parts.mesh.cpu_offload, parts.advanced.reshard_after_forward is not False)

@@ -31,6 +31,8 @@ def check_parts(parts: Parts, strategy: str, device: torch.device) -> None:
         problems += parts.peft.problems(parts.model)
     if parts.model.mtp_loss:
         problems += _mtp_rules(parts)
+    if parts.training.neftune_noise_alpha:
+        problems += _noise_rules(parts)
     problems += _master_weights_rules(parts, device)
     if problems:
         raise ConfigError("\n".join(problems))
@@ -105,6 +107,20 @@ def _fp8_rules(parts: Parts) -> Iterator[str]:
         yield (
             f"{fp8} needs multiples of 16 tokens: packed_sequence.packed_sequence_size x "
             f"training.micro_batch_size = {tokens} must be a multiple of {multiple} (16 * mesh.cp)."
+        )
+
+
+def _noise_rules(parts: Parts) -> Iterator[str]:
+    """Yields what has embeddings of other tokens, or parts of them."""
+    alpha = parts.training.neftune_noise_alpha
+    noise = f"training.neftune_noise_alpha={alpha}"
+    tp = parts.mesh.tp
+    if tp > 1:
+        yield f"{noise} with mesh.tp={tp} is not supported: use mesh.dp_shard or mesh.cp."
+    if parts.model.mtp_loss:
+        yield (
+            f"{noise} with model.mtp_loss={parts.model.mtp_loss}, whose heads embed further "
+            "tokens: set one of them to 0."
         )
 
 

@@ -96,6 +96,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "heads and adapters": ({"model__mtp_loss": 0.1, "peft": PEFT}, "none", "model.mtp_loss=0.1 with peft: an adapter holds no such heads: set model.mtp_loss=0."),
     "heads and pairs": ({"model__mtp_loss": 0.1, "loss": SimPo()}, "none", "model.mtp_loss=0.1 predicts further tokens of what is imitated, and loss=SimPo compares answers or rewards them: set model.mtp_loss=0."),
     "heads and logits": ({"model__mtp_loss": 0.1, "loss": CrossEntropy()}, "none", "model.mtp_loss=0.1 with loss=CrossEntropy, which takes the logits of the model's own head: use loss=fused_linear_cross_entropy."),
+    "noise and tensors": ({"training__neftune_noise_alpha": 5.0, "mesh__tp": 2}, "fsdp", "training.neftune_noise_alpha=5.0 with mesh.tp=2 is not supported: use mesh.dp_shard or mesh.cp."),
+    "noise and heads": ({"training__neftune_noise_alpha": 5.0, "model__mtp_loss": 0.1}, "fsdp", "training.neftune_noise_alpha=5.0 with model.mtp_loss=0.1, whose heads embed further tokens: set one of them to 0."),
     "frozen and adapted": ({"model__freeze": ["embed_tokens"], "peft": PEFT}, "fsdp", "model.freeze=['embed_tokens'] with peft: an adapter's base is frozen already, remove one."),
     "adapted towers": ({"model__train_towers": True, "peft": PEFT}, "fsdp", "model.train_towers=true with peft: an adapter's base is frozen: name an encoder or a projector in peft.modules_to_save, or layers of them in peft.target_modules."),
     "adapted rows": ({"model__resize_embeddings": True, "peft": PEFT}, "fsdp", "model.resize_embeddings=true with peft: rows that are added are trained and saved with the whole embedding and head: set peft.modules_to_save=[embed_tokens, lm_head]."),

@@ -73,7 +73,7 @@ from automodel_lite.run.checkpoint import Checkpointer
 from automodel_lite.run.export import export_adapter, export_hf
 from automodel_lite.run.folder import config_yaml
 from automodel_lite.run.weight_files import stored_dtypes
-from automodel_lite.seed import seed_all
+from automodel_lite.seed import derive_seed, seed_all
 from automodel_lite.telemetry.console import Console, quiet_libraries
 from automodel_lite.thd import ThdBatch
 from automodel_lite.training import resolve, resume, rules, world
@@ -221,6 +221,8 @@ class TrainingClient:
                 loss_model.items_per_label = own
         self._num_calls += 1
         seed_all(self.config.seed, self._num_calls, self.mesh.token_rank)
+        if loss_model.noise:
+            loss_model.noise.seed = derive_seed(self.config.seed, self._num_calls, "noise")
         self._is_broken = True
         self.engine.model.module.train()  # an interrupted `sample` leaves it in eval mode
         placed = [self.engine.place(batch, loss).to(self.mesh.device) for batch in whole]

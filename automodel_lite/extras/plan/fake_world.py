@@ -52,8 +52,13 @@ class UnplacedAdapters:
         self._peft = peft
         self.check = peft.check
 
-    def adapt(self, model: transformers.PreTrainedModel, base: str) -> LoraAdapter:
-        adapter = self._peft.adapt(model, base)
+    def adapt(
+        self,
+        model: transformers.PreTrainedModel,
+        base: str,
+        tokenizer: transformers.PreTrainedTokenizerBase | None = None,
+    ) -> LoraAdapter:
+        adapter = self._peft.adapt(model, base, tokenizer)
         for parameter in model.parameters():
             if not parameter.is_meta:
                 empty = nn.Parameter(

@@ -29,6 +29,7 @@ from automodel_lite.config.rules import PAIR, Auto, OneOf, Range
 from automodel_lite.errors import ConfigError
 from automodel_lite.graphs import compiled
 from automodel_lite.models.layers import local
+from automodel_lite.tensors import hash32
 
 Rate = Annotated[float, Range(0)]
 # Adam moves each weight by about the rate in every step: 1e-5 to 1e-3 are usual, and above 1 no
@@ -350,15 +351,6 @@ def random_bits(place: ShardOffset, shape: tuple[int, ...], step: Tensor, stream
     # cast of one is dropped, and with symbolic sizes the whole hash would run in 64 bits: other
     # bits, which cannot be viewed as fp32.
     return hash32((index & 0xFFFFFFFF).to(torch.int32) ^ seed) & 0xFFFF
-
-
-def hash32(value: Tensor) -> Tensor:
-    """A hash of 32 bits whose every output bit depends on every input bit alike (Wellons'
-    lowbias32).
-    """
-    value = (value ^ ((value >> 16) & 0xFFFF)) * 0x7FEB352D
-    value = (value ^ ((value >> 15) & 0x1FFFF)) * (0x846CA68B - 2**32)
-    return value ^ ((value >> 16) & 0xFFFF)
 
 
 def codebook(is_signed: bool, device: torch.device) -> Tensor:
