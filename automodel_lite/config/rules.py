@@ -250,7 +250,10 @@ def read_template(template: str) -> str:
         return template
     sentence = f"tokenizer.chat_template={template} cannot be read"
     with explained(sentence, OSError, UnicodeDecodeError):
-        return Path(template).expanduser().read_text()
+        text = Path(template).expanduser().read_text("utf-8-sig")
+    # What an editor adds is not of the template, which would write it into every document: a byte
+    # order mark before it, blank lines behind it.
+    return re.sub(r"(\r?\n[ \t]*)+\Z", "", text)
 
 
 def check_folder(key: str, source: str) -> bool:

@@ -35,6 +35,8 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from automodel_lite.columns import CHOSEN, IGNORE_INDEX, REJECTED
+from automodel_lite.data.formats.calls import parsed
+from automodel_lite.data.formats.turns import TURN_TOOLS
 from automodel_lite.data.reading.documents import IMAGE, UNUSED, Document, Message, sound_text
 from automodel_lite.data.tokens.stop_tokens import PROBE, token_behind
 from automodel_lite.data.tokens.token_rows import next_token_labels
@@ -57,10 +59,10 @@ OTHER_END_TOKENS = (
 _MARKER = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
 _MARKS = re.compile("[\ufdd0\ufdd1]")  # code points that Unicode keeps free for such use
 _ASSISTANTS = ("assistant", "model")
-_REWRITTEN_ROLES = (*_ASSISTANTS, "tool", "ipython")  # templates take thoughts out, or write JSON
+_TOOL_ROLES = ("tool", "ipython")  # of results, which templates may write as JSON
 # keys of a turn's thoughts
 REASONING = re.compile(r".*(reason|think|thought|rationale|scratchpad).*|cot|analysis")
-_TURN_KEYS = frozenset(("role", "content", "tool_calls", "tool_call_id", "weight"))
+_TURN_KEYS = frozenset(("role", "content", "tool_calls", "tool_call_id", "weight", *TURN_TOOLS))
 
 
 @dataclass(frozen=True)
@@ -117,9 +119,13 @@ class ChatRenderer:
         self._templates = [
             (one, other if other != one else None) for one, other in zip(plain, marked)
         ]
-        self.stop_tokens = self._probe_stop_tokens(
+        self.stop_tokens, tail = self._probe_stop_tokens(
             {token.content for token in tokenizer.added_tokens_decoder.values()}
         )
+        eos = [str(tokenizer.eos_token)] if tokenizer.eos_token else []
+        # by which an answer of the data may end itself; the whole end of a turn before its parts
+        self._own_ends = tuple(dict.fromkeys([tail, *self.stop_tokens, *eos]))
+        self._complete_shapes: set[tuple[Any, ...]] = set()  # of chats that are written whole
 
     def renderings(
         self, messages: Sequence[Message], tools: list[Any] | None = None
@@ -130,31 +136,68 @@ class ChatRenderer:
         Raises DataError: no assistant turn, or the template refuses the chat or leaves a part of it
         out.
         """
-        messages = list(messages)
         self.unasked = ""
+        messages = [self.without_own_end(message) for message in messages]
+        turns = self._trained_turns(messages)
+        messages, given_tools = self._place_tools(messages, tools)
+        messages = self._check_calls(messages, given_tools)
+        renderings = self._render_whole_or_by_turn(messages, turns, given_tools)
+        self._check_written(messages, turns, tools, renderings)
+        return renderings
+
+    def without_own_end(self, message: Message) -> Message:
+        """Returns an assistant's message without an end token of its own, and white space behind
+        it: the template writes one, and the second would be trained too.
+        """
+        said = message["content"].rstrip()
+        if message["role"] not in _ASSISTANTS or not said.endswith(self._own_ends):
+            return message
+        end = next(end for end in self._own_ends if said.endswith(end))
+        return {**message, "content": said.removesuffix(end)}
+
+    def _place_tools(
+        self, messages: list[Message], tools: list[Any] | None
+    ) -> tuple[list[Message], list[Any] | None]:
+        """Returns the chat with its tools in one place: those of a turn are given to the template
+        as the row's, unless it reads them in the turn, as GLM-4's does.
+        """
+        if not tools or not any(message.get(key) for message in messages for key in TURN_TOOLS):
+            return messages, tools
+        bare = [
+            {key: value for key, value in message.items() if key not in TURN_TOOLS}
+            for message in messages
+        ]
+        plain = self._templates[False][0]
+        try:
+            is_read = self._render(None, plain, messages) != self._render(None, plain, bare)
+        except DataError:  # reads them in another form, or refuses the chat: said below
+            is_read = False
+        return (messages, None) if is_read else (bare, tools)
+
+    def _check_calls(self, messages: list[Message], tools: list[Any] | None) -> list[Message]:
+        """Returns the chat with its calls' arguments of the type that the template takes; raises
+        DataError where it does not write calls, or only the first one of a turn.
+        """
         calls = [place for place, message in enumerate(messages) if message.get("tool_calls")]
-        if calls and self._arguments_type is None:
+        if not calls:
+            return messages
+        if self._arguments_type is None:
             raise DataError(
                 f"message {calls[0]} calls a tool, but the chat template does not render tool "
                 "calls, so the turn would be trained on as if it were empty: use a template that "
                 "renders them, tokenizer.chat_template=template.jinja."
             )
-        for place in calls if calls and self._arguments_type is str else ():
-            written = [
-                {
-                    **call,
-                    "function": {
-                        **call["function"],
-                        "arguments": json.dumps(call["function"]["arguments"]),
-                    },
-                }
-                for call in messages[place]["tool_calls"]
-            ]
+        messages = messages.copy()
+        for place in calls if self._arguments_type is str else ():
+            written = []
+            for call in messages[place]["tool_calls"]:
+                function = call["function"]
+                arguments = json.dumps(function["arguments"])
+                written.append({**call, "function": {**function, "arguments": arguments}})
             messages[place] = {**messages[place], "tool_calls": written}
-        turns = self._trained_turns(messages)
-        plain, marked = self._templates[bool(tools)]
-        render = partial(self._render, tools, plain)
-        for place in calls:  # gpt-oss's template writes the first one of a turn
+        # gpt-oss's template writes the first one of a turn: the chat without the others is the same
+        render = partial(self._render, tools, self._templates[bool(tools)][0])
+        for place in calls:
             fewer = messages.copy()
             fewer[place] = {**messages[place], "tool_calls": messages[place]["tool_calls"][:1]}
             if fewer != messages and render(fewer) == render(messages):
@@ -163,44 +206,103 @@ class ChatRenderer:
                     "give each call a turn of its own, or use a template that writes them all, "
                     "tokenizer.chat_template=template.jinja."
                 )
+        return messages
+
+    def _render_whole_or_by_turn(
+        self, messages: list[Message], turns: list[int], tools: list[Any] | None
+    ) -> list[Rendering]:
+        """Returns one rendering of the chat where each trained turn stands in it as the model would
+        meet it, else one for each trained turn.
+        """
+        plain, marked = self._templates[bool(tools)]
+        render = partial(self._render, tools, plain)
         whole = None
         if marked is not None and self._train_on != "all":
-            whole = self._marked(self._render(tools, marked, messages), messages, turns)
-        whole = whole or self._whole(render, messages, turns)
-        # A turn whose thoughts are missing may have lost them as history: alone it is the last one.
-        if whole is None or (
-            self._train_on != "all" and any(_lost(messages[turn], whole.text) for turn in turns)
-        ):
-            renderings = [
-                self._rendering_of_last_turn(render, messages[: turn + 1]) for turn in turns
-            ]
+            text = self._render(tools, marked, messages)
+            whole = self._marked(text, messages, turns)
+        if whole is not None:
+            self._check_whole(render, messages, whole.text, bool(tools))
         else:
-            renderings = [whole]
-        of_turn = renderings if whole is None or len(renderings) > 1 else renderings * len(turns)
-        for turn, rendering in zip(turns, of_turn):
+            text = render(messages)
+            self._check_whole(render, messages, text, bool(tools))
+            whole = self._whole(render, messages, text, turns)
+        if whole is not None:
+            # A turn whose thoughts are missing may have lost them as history: alone it is the last.
+            is_lost = any(_lost(messages[turn], whole.text) for turn in turns)
+            if self._train_on == "all" or not is_lost:
+                return [whole]
+        return [self._rendering_of_last_turn(render, messages[: turn + 1]) for turn in turns]
+
+    def _check_written(
+        self,
+        messages: list[Message],
+        turns: list[int],
+        tools: list[Any] | None,
+        renderings: list[Rendering],
+    ) -> None:
+        """Raises DataError for a part of a trained turn, or a tool, that its rendering lacks."""
+        is_by_turn = len(renderings) == len(turns)
+        for number, turn in enumerate(turns):
+            rendering = renderings[number if is_by_turn else 0]
             if part := _lost(messages[turn], rendering.text):
                 raise DataError(
                     f"message {turn} has {part} that the chat template does not write, so the turn "
                     "would be trained on without: use a template that writes it, "
                     "tokenizer.chat_template=template.jinja, or remove it."
                 )
-        names = [
-            tool.get("function", tool).get("name") for tool in tools or [] if isinstance(tool, dict)
-        ]
+        names = []
+        for tool in tools or []:
+            if isinstance(tool, dict):
+                names.append(tool.get("function", tool).get("name"))
         if renderings and any(name and str(name) not in renderings[0].text for name in names):
             raise DataError(
                 "has tools that the chat template does not write, so calls would be learned of "
                 "tools that the model cannot see: use a template that writes them, "
                 "tokenizer.chat_template=template.jinja."
             )
-        return renderings
 
-    def _whole(self, render: Render, messages: list[Message], turns: list[int]) -> Rendering | None:
-        """Renders the whole chat; None when the template rewrites earlier turns, so that none of it
-        is a prefix.
+    def _check_whole(
+        self, render: Render, messages: list[Message], text: str, has_tools: bool
+    ) -> None:
+        """Raises DataError for words of a turn that is not the assistant's of which the template
+        wrote nothing: it knows no such role, or not in this place.
         """
-        text = render(messages)
-        _check_whole(messages, text)
+        said = [place for place, one in enumerate(messages) if one["role"] not in _ASSISTANTS]
+        for place in said:
+            is_result = messages[place]["role"] in _TOOL_ROLES
+            for part in messages[place]["content"].split(IMAGE):
+                if part.strip() in text or (is_result and _is_result_written(part, text)):
+                    continue
+                raise _omitted(place, messages[place])
+        # A short text ("yes") may stand there for another reason: a chat of the same shape with
+        # words that stand nowhere else shows what the template writes. Once per shape.
+        shape = []
+        for message in messages:
+            content = message["content"]
+            calls = bool(message.get("tool_calls"))
+            shape.append((message["role"], bool(content.strip()), IMAGE in content, calls))
+        if (key := (has_tools, *shape)) in self._complete_shapes:
+            return
+        probed = messages.copy()
+        for place in said:
+            content = messages[place]["content"]
+            if content.strip() and IMAGE not in content:
+                probed[place] = {**messages[place], "content": f"{PROBE}-{place}-"}
+        try:
+            shown = render(probed)
+        except DataError:  # a template that takes other words in this place
+            shown = None
+        for place in said if shown is not None else ():
+            if probed[place] is not messages[place] and probed[place]["content"] not in shown:
+                raise _omitted(place, messages[place])
+        self._complete_shapes.add(key)
+
+    def _whole(
+        self, render: Render, messages: list[Message], text: str, turns: list[int]
+    ) -> Rendering | None:
+        """Finds the spans in the whole chat; None when the template rewrites earlier turns, so that
+        none of it is a prefix.
+        """
         if self._train_on == "all":
             return Rendering(text, self._spans_of_all(render, messages, text))
         found = [self._span(render, messages, text, turn) for turn in turns]
@@ -290,7 +392,6 @@ class ChatRenderer:
         if len(parts) != 2 * len(assistants) + 1:
             return None
         text = "".join(parts)
-        _check_whole(messages, text)
         edges = [0, *accumulate(map(len, parts))]
         spans = []
         for part in [2 * assistants.index(turn) + 1 for turn in turns]:
@@ -373,36 +474,59 @@ class ChatRenderer:
             )
         return Rendering(text, (span,))
 
-    def _probe_stop_tokens(self, specials: set[str]) -> tuple[str, ...]:
-        """The special token that follows the content of a last answer, then the other end tokens
-        that there are.
+    def _probe_stop_tokens(self, specials: set[str]) -> tuple[tuple[str, ...], str]:
+        """Returns the special token that follows the content of a last answer, then the other end
+        tokens that there are; and all that stands between the content and the end of the turn.
         """
         question = [{"role": "user", "content": PROBE}, {"role": "assistant", "content": PROBE}]
         text = self._render(None, self._templates[0][0], question)
         stop = token_behind(text, specials)
+        tail = text[text.rfind(PROBE) + len(PROBE) :]
         if stop is None:
-            tail = text[text.rfind(PROBE) + len(PROBE) :]
             raise ConfigError(
                 f"the chat template ends an assistant turn with {tail!r}, without a special token, "
                 f"so the model would never learn to stop: put {{{{ eos_token }}}} there, or set "
                 "tokenizer.chat_template."
             )
-        return tuple(
-            dict.fromkeys([stop, *(token for token in OTHER_END_TOKENS if token in specials)])
-        )
+        others = [token for token in OTHER_END_TOKENS if token in specials]
+        end = tail.find(stop) + len(stop)
+        return tuple(dict.fromkeys([stop, *others])), tail[:end].strip()
 
 
-def _check_whole(messages: Sequence[Message], text: str) -> None:
-    """Raises DataError for a message of which the template wrote nothing: it knows no such role."""
-    for place, message in enumerate(messages):
-        texts = message["content"].split(IMAGE)
-        is_whole = all(part.strip() in text for part in texts)
-        if message["role"] not in _REWRITTEN_ROLES and not is_whole:
-            raise DataError(
-                f"message {place} (role {message['role']}) is omitted by the chat template: use a "
-                "template that supports the role, tokenizer.chat_template=template.jinja, or "
-                "remove such messages."
-            )
+def _omitted(place: int, message: Message) -> DataError:
+    return DataError(
+        f"message {place} (role {message['role']}) is omitted by the chat template: use a "
+        "template that supports the role, tokenizer.chat_template=template.jinja, or "
+        "remove such messages."
+    )
+
+
+def _is_result_written(content: str, text: str) -> bool:
+    """Returns whether a tool's result is in a text: as JSON text, or JSON by its values."""
+    if _is_written(content, text):
+        return True
+    try:
+        value = parsed(content, "content")
+    except DataError:
+        return False
+    return isinstance(value, (dict, list)) and _is_written(value, text)
+
+
+def _is_written(value: Any, text: str) -> bool:
+    """Returns whether a value is in a text: a text as it is, or escaped as in JSON; an object or a
+    list by its values. true, false and null are words of any template, and count as written.
+    """
+    if isinstance(value, dict):
+        return all(_is_written(item, text) for item in value.values())
+    if isinstance(value, list):
+        return all(_is_written(item, text) for item in value)
+    if value is None or isinstance(value, bool):
+        return True
+    if not isinstance(value, str):
+        return str(value) in text or json.dumps(value, default=str) in text
+    said = value.strip()
+    escaped = (json.dumps(said, ensure_ascii=is_ascii)[1:-1] for is_ascii in (False, True))
+    return said in text or any(one in text for one in escaped)
 
 
 def _lost(message: Message, text: str) -> str:
@@ -422,6 +546,33 @@ def _lost(message: Message, text: str) -> str:
 def _common_prefix(left: str, right: str) -> int:
     """Returns the number of characters that the two texts have in common at the start."""
     return len(os.path.commonprefix([left, right]))  # noqa: RUF071 - of texts, not paths
+
+
+@dataclass(frozen=True)
+class Remarks:
+    """What a user should know of one document; "" where there is nothing to say.
+
+    special          a special token in the text of a question or a document, where it becomes a
+                     real one
+    trained_special  one in an answer, where it is trained on
+    unasked          the end of the prompt that the last answer does not begin with
+    unused           columns of its row, and keys of its turns, that no rendering holds
+    """
+
+    special: str
+    trained_special: str
+    unasked: str
+    unused: list[str]
+
+
+def _unwritten_keys(message: Message, renderings: Sequence[Rendering]) -> list[str]:
+    """Returns the keys of a turn whose values no rendering holds."""
+    found = []
+    for key in message.keys() - _TURN_KEYS:
+        value = message[key]
+        if not any(_is_written(value, rendering.text) for rendering in renderings):
+            found.append(f"{key} of a turn")
+    return found
 
 
 class Renderer:
@@ -458,27 +609,46 @@ class Renderer:
         stop_tokens += [self._eos] if self._eos else []
         self.stop_ids = frozenset(tokenizer.get_vocab()[token] for token in stop_tokens)
 
-    def remarks(
-        self, document: Document, renderings: Sequence[Rendering]
-    ) -> tuple[str, str, list[str]]:
-        """Returns a special token that stands in the text of a document, where it becomes a real
-        one, or nothing; the end of the prompt that its last answer does not begin with; and columns
-        of its row, and texts of its turns by their keys, that no rendering holds.
-        """
-        turns = document.get("messages", ())
-        unused = list(document.get(UNUSED, ()))
-        said = [message["content"] for message in turns if message["role"] not in _ASSISTANTS]
-        said += [document.get(key, "") for key in ("system", "prompt", "text")]
-        found = map(self._special.search, said) if self._special else ()
-        for message in turns:
-            for key in message.keys() - _TURN_KEYS:
-                value = message[key]
-                if not isinstance(value, str):
-                    continue
-                if not any(value.strip() in rendering.text for rendering in renderings):
-                    unused.append(f"{key} of a turn")
+    def remarks(self, document: Document, renderings: Sequence[Rendering]) -> Remarks:
+        """Returns what a user should know of a document that was rendered."""
         unasked = self._chat.unasked if self._chat and self._train_on != "all" else ""
-        return next((match[0] for match in found if match), ""), unasked, unused
+        asked: list[str] = []
+        answers: list[str] = []
+        unused = list(document.get(UNUSED, ()))
+        pair = [document[name] for name in ("chosen", "rejected") if name in document]
+        for one in document.get("documents", pair or [document]):
+            asked += [one.get(key, "") for key in ("system", "prompt", "text")]
+            turns = one.get("messages", ())
+            if "completion" in one:
+                turns = [{"role": "assistant", "content": one["completion"]}]
+            for message in turns:
+                if message["role"] in _ASSISTANTS:
+                    answers += self._words_of_answer(message)
+                else:
+                    asked.append(message["content"])
+                unused += _unwritten_keys(message, renderings)
+        return Remarks(
+            special=self._first_special(asked),
+            trained_special=self._first_special(answers),
+            unasked=unasked,
+            unused=list(dict.fromkeys(unused)),
+        )
+
+    def _words_of_answer(self, message: Message) -> list[str]:
+        """Returns what an assistant says, thinks and calls, without the end token of its own."""
+        if self._chat is not None:
+            said = self._chat.without_own_end(message)["content"]
+        else:
+            said = self._ended(message["content"]).removesuffix(self._eos)
+        words = [said]
+        words += [str(value) for key, value in message.items() if REASONING.fullmatch(key)]
+        if message.get("tool_calls"):
+            words.append(json.dumps(message["tool_calls"], ensure_ascii=False, default=str))
+        return words
+
+    def _first_special(self, texts: Sequence[str]) -> str:
+        found = map(self._special.search, texts) if self._special else ()
+        return next((match[0] for match in found if match), "")
 
     def renderings(self, document: Document) -> list[Rendering]:
         """The renderings of one document; more than one for a chat whose template rewrites earlier
@@ -516,6 +686,7 @@ class Renderer:
         elif not (text := document["text"]):
             renderings = [Rendering("", ())]
         else:
+            text = self._ended(text)
             whole = text.join(self._framed(text, text))
             renderings = [Rendering(whole, ((0, len(whole)),))]
         # roles, names and tools are in it too; the tokenizer's own error is a TypeError
@@ -538,10 +709,16 @@ class Renderer:
         if document.get("system"):
             prompt = f"{document['system']}\n{prompt}"
         glue = "" if not prompt or prompt[-1].isspace() or completion[:1].isspace() else "\n"
+        completion = self._ended(completion)
         bos, eos = self._framed(prompt, completion)
         before = f"{bos}{prompt}{glue}"
         text = f"{before}{completion}{eos}"
         return Rendering(text, ((0 if self._train_on == "all" else len(before), len(text)),))
+
+    def _ended(self, text: str) -> str:
+        """Returns the text without white space behind an end token of its own."""
+        trimmed = text.rstrip()
+        return trimmed if self._eos and trimmed.endswith(self._eos) else text
 
     def _framed(self, first: str, last: str) -> tuple[str, str]:
         """Returns what stands before a text that begins with `first`, and behind one that ends with

@@ -37,6 +37,8 @@ class Findings:
     unstopped: Example | None = None
     first_error: str = ""
     first_special: str = ""  # place and token
+    num_trained_specials: int = 0  # of documents that have special tokens in their answers
+    first_trained_special: str = ""  # place and token
     num_unasked: int = 0  # whose last answer does not begin as the prompt for one ends
     first_unasked: str = ""  # the end of the prompt, and place
     # column, or key of a turn -> place of the first one

@@ -33,7 +33,7 @@ from automodel_lite.config.schema import Config, TokenizeConfig
 from automodel_lite.data.cache import Key, build_once, cache_root, short_hash
 from automodel_lite.data.reading.documents import Document, Documents, DocumentSet
 from automodel_lite.data.reading.readers import Placed, placed
-from automodel_lite.data.tokens.encode import Encoder, Renderer
+from automodel_lite.data.tokens.encode import Encoder, Remarks, Renderer
 from automodel_lite.data.tokens.findings import (
     Chunk,
     Findings,
@@ -135,6 +135,77 @@ def _process_context() -> BaseContext:
     return context
 
 
+@dataclass(frozen=True)
+class BadRow:
+    """A document that cannot be trained on."""
+
+    place: str  # train.jsonl:17
+    why: DataError  # names the place
+    is_dropped: bool  # left out and counted, whatever tokenize.on_bad_row says
+
+
+@dataclass
+class _Gathered:
+    """What the documents of a chunk became, as lists that grow together."""
+
+    num_rows: list[int] = field(default_factory=list)  # of each document, 0 of a bad one
+    rows: list[Any] = field(default_factory=list)  # given token rows, or renderings
+    groups: list[int] = field(default_factory=list)  # of each row
+    num_split: int = 0
+    errors: list[str] = field(default_factory=list)
+    specials: list[str] = field(default_factory=list)  # of texts
+    trained_specials: list[str] = field(default_factory=list)  # of answers
+    unaskeds: list[str] = field(default_factory=list)
+    unused: dict[str, str] = field(default_factory=dict)  # column or key -> its first place
+
+    def add_bad(self, bad: BadRow) -> None:
+        self.errors.append(str(bad.why).replace(OR_SKIP, ""))
+        self.num_rows.append(0)
+
+    def add(
+        self, place: str, document: Document, rows: list[Any], group: int, remarks: Remarks | None
+    ) -> None:
+        """Adds the rows of one document; remarks are of what was rendered, None of given ids."""
+        self.num_rows.append(len(rows))
+        self.rows += rows
+        self.groups += [group] * len(rows)
+        unused = list(remarks.unused) if remarks else []
+        if "chosen" in document and document.get("group") is not None:
+            unused.append("group")  # compared with each other, and with no third
+        for name in unused:
+            self.unused.setdefault(name, place)
+        if remarks is None:
+            return
+        # More rows than answers: the template rewrites earlier turns.
+        num_answers = len(document.get("documents", [document])) + ("chosen" in document)
+        self.num_split += len(rows) > num_answers
+        if remarks.special:
+            self.specials.append(f"{place}: {remarks.special}")
+        if remarks.trained_special:
+            self.trained_specials.append(f"{place}: {remarks.trained_special}")
+        if remarks.unasked:
+            self.unaskeds.append(f"{remarks.unasked!r} ({place})")
+
+    def found(self) -> Findings:
+        """Returns the counts, and the first example of each."""
+        counts = RowCounts(
+            len(self.num_rows),
+            num_bad=len(self.errors),
+            num_split_chats=self.num_split,
+            num_with_special_tokens=len(self.specials),
+        )
+        return Findings(
+            counts,
+            first_error="".join(self.errors[:1]),
+            first_special="".join(self.specials[:1]),
+            num_trained_specials=len(self.trained_specials),
+            first_trained_special="".join(self.trained_specials[:1]),
+            num_unasked=len(self.unaskeds),
+            first_unasked="".join(self.unaskeds[:1]),
+            unused=self.unused,
+        )
+
+
 class DocumentTokenizer:
     """Makes token rows of documents, a chunk of them at a time: of files, of streams and of lists
     alike.
@@ -152,67 +223,56 @@ class DocumentTokenizer:
 
         Raises DataError: a bad row, unless they are skipped.
         """
-        # that each document becomes, before those without a label are left out
-        num_rows = []
-        rows: list[Any] = []  # given ones, or renderings
-        groups = []  # of each row
-        errors = []
-        specials = []
-        unaskeds = []
-        num_split = 0
-        unused: dict[str, str] = {}
-        with stall_report() as places:
-            for number, (place, document) in enumerate(documents, start=first):
-                places[-1] = place
-                try:
-                    if isinstance(document, DataError):
-                        raise document
-                    of_document = self._rows_of(document, number)
-                except DataError as error:
-                    named = error if error is document else DataError(f"{place}: {error}")
-                    is_dropped = isinstance(error, DroppedError)
-                    if self._settings.on_bad_row == "error" and not is_dropped:
-                        raise named from error
-                    errors.append(str(named).replace(OR_SKIP, ""))
-                    num_rows.append(0)
-                    continue
-                num_rows.append(len(of_document))
-                rows += of_document
-                parts = document.get("documents", [document])
-                is_given = "input_ids" in parts[0]
-                names: list[str] = []
-                if not is_given:
-                    num_split += len(of_document) > len(parts) + ("chosen" in document)
-                    special, unasked, names = self._renderer.remarks(document, of_document)
-                    specials += [f"{place}: {special}"] if special else []
-                    unaskeds += [f"{unasked!r} ({place})"] if unasked else []
-                if "chosen" in document and document.get("group") is not None:
-                    names.append("group")  # compared with each other, and with no third
-                groups += [_group_of(document, number, len(of_document))] * len(of_document)
-                for name in names:
-                    unused.setdefault(name, place)
-        counts = RowCounts(
-            len(num_rows),
-            num_bad=len(errors),
-            num_split_chats=num_split,
-            num_with_special_tokens=len(specials),
-        )
-        found = Findings(
-            counts,
-            first_error="".join(errors[:1]),
-            first_special="".join(specials[:1]),
-            num_unasked=len(unaskeds),
-            first_unasked="".join(unaskeds[:1]),
-            unused=unused,
-        )
+        gathered = self._gather(documents, first)
+        rows = gathered.rows
         if rows and isinstance(rows[0], dict):
+            # given token ids: no document of a set is text beside them
             flat = flatten([{name: d[name] for name in COLUMNS if name in d} for d in rows])
             columns = flat.columns
             lengths = flat.lengths
         else:
             columns, lengths = self._encoder.encode(rows)
-        shared = None if set(groups) <= {ALONE} else np.array(groups, np.int64)
-        return check_rows(columns, lengths, num_rows, self._renderer.stop_ids, found, shared)
+        is_shared = not set(gathered.groups) <= {ALONE}
+        groups = np.array(gathered.groups, np.int64) if is_shared else None
+        stop_ids = self._renderer.stop_ids
+        return check_rows(columns, lengths, gathered.num_rows, stop_ids, gathered.found(), groups)
+
+    def _gather(self, documents: Iterable[Placed], first: int) -> _Gathered:
+        """Returns the rows and renderings of some documents, before those without a label are left
+        out.
+        """
+        gathered = _Gathered()
+        with stall_report() as places:
+            for number, (place, document) in enumerate(documents, start=first):
+                places[-1] = place
+                rows = self._rows_or_bad(place, document, number)
+                if isinstance(rows, BadRow):
+                    if self._settings.on_bad_row == "error" and not rows.is_dropped:
+                        raise rows.why
+                    gathered.add_bad(rows)
+                    continue
+                assert not isinstance(document, DataError)
+                is_given = "input_ids" in document.get("documents", [document])[0]
+                remarks = None if is_given else self._renderer.remarks(document, rows)
+                group = _group_of(document, number, len(rows))
+                gathered.add(place, document, rows, group, remarks)
+        return gathered
+
+    def _rows_or_bad(
+        self, place: str, document: Document | DataError, number: int
+    ) -> list[Any] | BadRow:
+        """Returns the token rows that a document brings, or else its renderings; or why there are
+        none.
+        """
+        # An error of reading has named its place; one of rendering knows what is wrong alone.
+        if isinstance(document, DataError):
+            return BadRow(place, document, isinstance(document, DroppedError))
+        try:
+            return self._rows_of(document, number)
+        except DataError as error:
+            named = DataError(f"{place}: {error}")
+            named.__cause__ = error
+            return BadRow(place, named, isinstance(error, DroppedError))
 
     def _rows_of(self, document: Document, number: int) -> list[Any]:
         """Returns the token rows that a document brings, or else its renderings; raises DataError
@@ -509,14 +569,19 @@ def read_findings(folder: Path) -> Findings:
 
 
 def tokenization_notes(name: str, found: Findings) -> list[str]:
-    """Returns notes on special tokens in the text of documents, on empty answers, and on what is
-    not used.
+    """Returns notes on special tokens in texts and answers, on empty answers, and on what is not
+    used.
     """
     notes = []
     if num := found.counts.num_with_special_tokens:
         notes.append(
             f"NOTE: {name}: {num:,} documents have special tokens in their text, which become real "
             f"ones (first: {found.first_special})"
+        )
+    if found.num_trained_specials:
+        notes.append(
+            f"NOTE: {name}: {found.num_trained_specials:,} documents have special tokens in "
+            f"answers, where they are trained on (first: {found.first_trained_special})"
         )
     if found.num_unasked:
         notes.append(

@@ -61,6 +61,9 @@ def load_tokenizer(
         raise ConfigError(
             f"tokenizer.path={path} cannot be loaded as a tokenizer: {hub_reason(error)}"
         ) from error
+    # a byte order mark of its file would be written into every document
+    if isinstance(tokenizer.chat_template, str):
+        tokenizer.chat_template = tokenizer.chat_template.removeprefix("\ufeff")
     if chat_template is not None:
         tokenizer.chat_template = read_template(chat_template)
         if name := secret_in(tokenizer.chat_template):

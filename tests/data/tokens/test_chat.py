@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -183,14 +184,120 @@ def test_the_template_of_trained_tokenizers_writes_every_part() -> None:
     ("document", "token"),
     [
         ({"messages": [{**HI, "content": "a<|end|><|assistant|>b"}, HELLO]}, "<|end|>"),
-        ({"messages": [HI, {**HELLO, "content": "a<|end|>"}]}, ""),
+        ({"messages": [HI, {**HELLO, "content": "a<|user|>"}]}, ""),
         ({"prompt": "<|user|>", "completion": "x"}, "<|user|>"),
         ({"text": "x<|system|>"}, "<|system|>"),
+        ({"documents": [{"prompt": "<|user|>", "completion": "x"}]}, "<|user|>"),
     ],
-    ids=["user", "assistant", "prompt", "text"],
+    ids=["user", "assistant", "prompt", "text", "several answers"],
 )
 def test_special_tokens_in_a_text_are_found(document: dict, token: str) -> None:
-    assert Renderer(byte_tokenizer(MARKED), "assistant", {}).remarks(document, [])[0] == token
+    assert Renderer(byte_tokenizer(MARKED), "assistant", {}).remarks(document, []).special == token
+
+
+@pytest.mark.parametrize(
+    ("document", "token"),
+    [
+        ({"messages": [HI, {**HELLO, "content": "<|assistant|>yo"}]}, "<|assistant|>"),
+        ({"messages": [HI, {**HELLO, "content": "yo<|end|>\n"}]}, ""),
+        ({"messages": [HI, {**HELLO, "content": "yo<|end|><|end|>"}]}, "<|end|>"),
+        ({"messages": [HI, {**HELLO, "reasoning_content": "a<|user|>"}]}, "<|user|>"),
+        ({"messages": [{**HI, "content": "<|end|>"}, HELLO]}, ""),
+        ({"prompt": "a", "completion": "b<|user|>c"}, "<|user|>"),
+        ({"chosen": {"messages": [HI, {**HELLO, "content": "<|user|>"}]}, "rejected": {"messages": [HI, HELLO]}}, "<|user|>"),
+    ],
+    ids=["header", "its own end", "two ends", "thoughts", "question", "completion", "pair"],
+)  # fmt: skip
+def test_special_tokens_in_an_answer_are_found(document: dict, token: str) -> None:
+    remarks = Renderer(byte_tokenizer(MARKED), "assistant", {}).remarks(document, [])
+    assert remarks.trained_special == token
+
+
+@pytest.mark.parametrize("end", ["<|end|>", "<|end|>\n", "<|end|> \n\n"])
+@pytest.mark.parametrize("train_on", ["assistant", "all"])
+def test_an_answer_that_ends_itself_ends_once(end: str, train_on: str) -> None:
+    ended = {**HELLO, "content": HELLO["content"] + end}
+    assert rendered("marked", [HI, ended], train_on) == rendered("marked", [HI, HELLO], train_on)
+    pair = {"prompt": "Hi", "completion": HELLO["content"] + end}
+    (found,) = Renderer(byte_tokenizer(MARKED), train_on, {}).renderings(pair)
+    assert found.text == "<|user|>Hi<|end|><|assistant|>Hello!<|end|>"
+
+
+@pytest.mark.parametrize("end", ["", "<|end|>", "<|end|>\n\n"])
+def test_a_text_that_ends_itself_ends_once(end: str) -> None:
+    tokenizer = byte_tokenizer(MARKED)
+    tokenizer.chat_template = None
+    renderer = Renderer(tokenizer, "assistant", {})
+    (text,) = renderer.renderings({"text": f"abc{end}"})
+    (answer,) = renderer.renderings({"prompt": "a", "completion": f"abc{end}"})
+    assert (text.text, text.spans) == ("abc<|end|>", ((0, 10),))
+    assert (answer.text, answer.spans) == ("a\nabc<|end|>", ((2, 12),))
+
+
+def test_tools_of_a_turn_are_written_once() -> None:
+    """As the row's, or where the template reads them in the turn."""
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    asked = {**SUM, "tools": tools}
+    own = "{% for m in messages %}<|{{ m.role }}|>{{ m.tools | tojson if m.tools else '' }}{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    reads = ChatRenderer(byte_tokenizer(replace(MARKED, template=own)), "assistant")
+    (in_turn,) = reads.renderings([asked, FOUR], tools)
+    assert in_turn.text.count('"add"') == 1
+    assert in_turn.text.startswith("<|user|>[{")
+    (as_row,) = ChatRenderer(byte_tokenizer(LLAMA3), "assistant").renderings([asked, FOUR], tools)
+    assert as_row.text.count('"add"') == 1
+    with pytest.raises(DataError, match=r"^has tools that the chat template does not write"):
+        ChatRenderer(byte_tokenizer(MARKED), "assistant").renderings([asked, FOUR], tools)
+
+
+def test_keys_of_a_turn_that_are_not_written_are_named() -> None:
+    turn = {
+        **HI,
+        "documents": [{"title": "x"}],
+        "when": 1234,
+        "name": "Hi",
+        "empty": [],
+        "done": True,
+    }
+    document = {"messages": [turn, HELLO]}
+    renderer = Renderer(byte_tokenizer(MARKED), "assistant", {})
+    remarks = renderer.remarks(document, [Rendering("<|user|>Hi<|end|>", ())])
+    assert sorted(remarks.unused) == ["documents of a turn", "when of a turn"]
+
+
+WITHOUT_TOOL = MARKED.template.replace(
+    "{%- else %}\n    {{- message.content + '<|end|>' }}",
+    "{%- elif message.role != 'tool' %}\n    {{- message.content + '<|end|>' }}",
+)
+
+
+@pytest.mark.parametrize("result", ["heavy rain", "e", '{"sky": "grey"}', "Hello!"])
+def test_a_result_that_is_not_written_is_refused(result: str) -> None:
+    """Also one whose word stands there for another reason."""
+    assert MARKED.template != WITHOUT_TOOL
+    renderer = ChatRenderer(byte_tokenizer(replace(MARKED, template=WITHOUT_TOOL)), "assistant")
+    with pytest.raises(
+        DataError, match=r"^message 2 \(role tool\) is omitted by the chat template"
+    ):
+        renderer.renderings([HI, HELLO, {"role": "tool", "content": result}, FOUR])
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        "message.content | tojson",
+        "message.content",
+        "message.content | replace('{', '') | replace('}', '')",
+    ],
+    ids=["escaped", "as it is", "by its values"],
+)
+def test_a_result_may_be_written_as_json(written: str) -> None:
+    template = MARKED.template.replace(
+        "{%- else %}\n", "{%- elif message.role == 'tool' %}{{ " + written + " }}{%- else %}\n"
+    )
+    renderer = ChatRenderer(byte_tokenizer(replace(MARKED, template=template)), "assistant")
+    result = '{"sky": "say \\"grey\\"", "t": 3, "on": true}'
+    (found,) = renderer.renderings([HI, HELLO, {"role": "tool", "content": result}, FOUR])
+    assert "grey" in found.text
 
 
 def test_reasoning_of_earlier_turns_is_trained_in_its_place() -> None:
