@@ -288,14 +288,15 @@ class ChatRenderer:
             content = messages[place]["content"]
             if content.strip() and IMAGE not in content:
                 probed[place] = {**messages[place], "content": f"{PROBE}-{place}-"}
+        self._complete_shapes.add(key)
         try:
             shown = render(probed)
-        except DataError:  # a template that takes other words in this place
-            shown = None
-        for place in said if shown is not None else ():
+        except DataError:  # a template that takes no other words in this place
+            return
+        for place in said:
             if probed[place] is not messages[place] and probed[place]["content"] not in shown:
+                self._complete_shapes.remove(key)
                 raise _omitted(place, messages[place])
-        self._complete_shapes.add(key)
 
     def _whole(
         self, render: Render, messages: list[Message], text: str, turns: list[int]

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import ast
+import json
 import re
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from automodel_lite.data.formats.turns import read_turns
 from automodel_lite.data.tokens.encode import ChatRenderer, Rendering
 from automodel_lite.errors import ConfigError, DataError
 from tests.data.templates import Family, byte_tokenizer
@@ -173,6 +178,92 @@ def test_tool_calls_are_trained_and_results_are_not(name: str) -> None:
     assert "It is four." in answer
     assert "sunny" in found[-1].text
     assert "sunny" not in call + answer
+
+
+ARGUMENTS = {
+    "city": "Rome",
+    "days": 3,
+    "note": 'say "hi"',
+    "by": {"unit": "C"},
+    "parts": ["a", "b"],
+}
+CALL_KEYS = ("arguments", "parameters", "args", "input")
+
+
+def objects_in(text: str) -> list[Any]:
+    """Every JSON object that a text holds, the inner ones too."""
+    found = []
+    for match in re.finditer(r"\{", text):
+        with suppress(ValueError):
+            found.append(json.JSONDecoder().raw_decode(text[match.start() :])[0])
+    return found
+
+
+def called_in(text: str) -> list[Any]:
+    """What a reader of any family's calls finds: JSON, XML parameters, Python calls, Gemma's."""
+    found = objects_in(text)
+    found += objects_in(text.replace('\\"', '"'))
+    parameters = re.findall(r"<parameter=(\w+)>\n?(.*?)\n?</parameter>", text, re.DOTALL)
+    parameters += re.findall(
+        r'<(?:\w+:)?parameter name="(\w+)"[^>]*>(.*?)</(?:\w+:)?parameter>', text, re.DOTALL
+    )
+    found.append({key: value_of(value) for key, value in parameters})
+    if call := re.search(r"\[(get_weather\(.*\))\]", text, re.DOTALL):
+        keywords = ast.parse(call[1], mode="eval").body.keywords  # type: ignore[attr-defined]
+        found.append({one.arg: ast.literal_eval(one.value) for one in keywords})
+    if call := re.search(r"call:get_weather(\{.*\})", text, re.DOTALL):
+        quoted = call[1].split('<|"|>')
+        quoted[1::2] = map(json.dumps, quoted[1::2])
+        quoted[::2] = [re.sub(r"(\w+):", r'"\1":', part) for part in quoted[::2]]
+        found += objects_in("".join(quoted))
+    return found
+
+
+def value_of(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+@pytest.mark.parametrize("arguments", [ARGUMENTS, json.dumps(ARGUMENTS), json.dumps(json.dumps(ARGUMENTS))], ids=["object", "text", "text of text"])  # fmt: skip
+@pytest.mark.parametrize("key", CALL_KEYS)
+@pytest.mark.parametrize("name", sorted(CALLS))
+def test_a_trained_call_is_its_source(name: str, key: str, arguments: Any) -> None:
+    turns_read = []
+    for turn in CALLED:
+        if "tool_calls" in turn:
+            function = {"name": "get_weather", key: arguments}
+            turn = {**turn, "tool_calls": [{**CALL, "function": function}]}
+        turns_read += read_turns(turn, "here")
+    called, _ = turns(renderer(name).renderings(turns_read, TOOLS))
+    assert ARGUMENTS in called_in(called), called
+
+
+@pytest.mark.parametrize("empty", ["", " ", "null", None, "{}", []], ids=repr)
+@pytest.mark.parametrize("name", sorted(CALLS))
+def test_a_call_without_arguments_is_written_as_one(name: str, empty: Any) -> None:
+    def called(arguments: Any) -> str:
+        call = {**CALL, "function": {"name": "get_weather", "arguments": arguments}}
+        (turn,) = read_turns({"role": "assistant", "tool_calls": [call]}, "here")
+        return turns(renderer(name).renderings([HI, turn, SUNNY, FOUR], TOOLS))[0]
+
+    assert called(empty) == called({})
+    assert "null" not in called(empty)
+
+
+@pytest.mark.parametrize("name", sorted(TEMPLATES.keys() - ENDLESS))
+def test_a_result_is_written_or_refused(name: str) -> None:
+    """Also behind an answer that is no call."""
+    said = {"role": "assistant", "content": "CALL weather(Rome)"}
+    chat = renderer(name)
+    texts = []
+    for result in ("heavy rain until nine", "e", "q"):
+        with suppress(DataError):
+            observed = {"role": "tool", "content": result}
+            texts.append(chat.renderings([HI, said, observed, FOUR])[-1].text)
+            assert result in texts[-1]
+    assert len(set(texts)) in (0, 3)  # refused, or written
 
 
 @pytest.mark.parametrize("name", sorted(CALLS))

@@ -333,6 +333,18 @@ def test_special_tokens_in_the_text_of_users_are_noted(tmp_path: Path) -> None:
     )
 
 
+def test_special_tokens_in_answers_are_noted_apart(tmp_path: Path) -> None:
+    answers = ("a", "b<|end|>\n", "<|assistant|>c")
+    chats_of = [[HI, {"role": "assistant", "content": answer}] for answer in answers]
+    rows = "".join(json.dumps({"messages": chat}) + "\n" for chat in chats_of)
+    (tmp_path / "a.jsonl").write_text(rows)
+    job = Job(byte_tokenizer(MARKED), TokenizeConfig())
+    data = tokenize_documents(FilesDataset(str(tmp_path / "a.jsonl")), job, tmp_path)
+    assert data.notes[1:] == (
+        "NOTE: train: 1 documents have special tokens in answers, where they are trained on (first: a.jsonl:3: <|assistant|>)",
+    )
+
+
 def asked(folder: Path, name: str, answers: list[str], **template_kwargs: bool) -> tuple[str, ...]:
     """The notes on chats with these answers, under the template of a published model."""
     source = (Path(__file__).parents[1] / f"chat_templates/{name}.jinja").read_text()
