@@ -15,9 +15,17 @@ FOLLOWED = "rank 3 on node7: no heartbeat for 60 s: its host may be down"
 
 
 def ended(
-    run: Path, code: int, reason: str, *, is_further: bool, state: str = "failed"
+    run: Path,
+    code: int,
+    reason: str,
+    *,
+    is_further: bool,
+    state: str = "failed",
+    is_of_before: bool = False,
 ) -> list[str]:
-    """What scontrol is told when a run ends with this code."""
+    """What scontrol is told when a run ends with this code, and STATUS.json is written by it, or by
+    the attempt before.
+    """
     (run / "logs").mkdir(parents=True, exist_ok=True)
     (run / "STATUS.json").write_text(json.dumps({"state": state, "reason": reason}))
     for step in ("step_00000010", "step_00000020"):
@@ -30,8 +38,13 @@ def ended(
     told.write_text("")
     (run / "scontrol").write_text(f'#!/bin/bash\necho "$@" >> {told}\n')
     (run / "scontrol").chmod(0o755)
+    write = f"touch {'-d yesterday' if is_of_before else ''} {run}/STATUS.json"
     subprocess.run(
-        ["bash", "-c", f"source launch/requeue.sh; requeue_if_useful {run} {code} {before}"],
+        [
+            "bash",
+            "-c",
+            f"source launch/requeue.sh; {write}; requeue_if_useful {run} {code} {before}",
+        ],
         cwd=ROOT,
         env={
             **os.environ,
@@ -75,6 +88,25 @@ def test_a_job_that_lost_a_rank_goes_on_if_it_got_further(
     code: int, reason: str, is_further: bool, is_requeued: bool, tmp_path: Path
 ) -> None:
     assert ended(tmp_path, code, reason, is_further=is_further) == ["requeue 17"] * is_requeued
+
+
+@pytest.mark.parametrize(
+    ("code", "is_of_before", "is_requeued"),
+    [(1, False, True), (1, True, False), (137, True, False), (75, True, True)],
+    ids=["torchrun", "cannot-import", "killed-while-loading", "stopped"],
+)
+def test_a_preemption_of_the_attempt_before_says_nothing_of_this_one(
+    code: int, is_of_before: bool, is_requeued: bool, tmp_path: Path
+) -> None:
+    told = ended(
+        tmp_path,
+        code,
+        "SIGTERM",
+        is_further=False,
+        state="preempted",
+        is_of_before=is_of_before,
+    )
+    assert told == ["requeue 17"] * is_requeued
 
 
 def test_a_host_that_lost_two_ranks_is_left_out(tmp_path: Path) -> None:
