@@ -59,6 +59,8 @@ GRANTS = {
     "hub": ("seed=1", "hub:\n  push: evil/x\n"),
     "mlflow": ("logger=mlflow", "logger:\n  mlflow:\n    tracking_uri: https://evil.example\n"),
     "wandb": ("logger=wandb", "logger:\n  wandb:\n    entity: evil\n"),
+    "images": ("dataset=images", "dataset:\n  allow_remote: true\n"),
+    "a set of a mixture": ("seed=1", "dataset:\n  sources: {a: {dataset: {allow_remote: true}}}\n"),
     "callback": ("seed=1", "callbacks:\n  x:\n    tracking_uri: https://evil.example\n"),
 }
 
@@ -167,6 +169,23 @@ def test_a_kilobyte_of_anchors_is_no_file_of_settings(tmp_path: Path, place: str
         with pytest.raises(ConfigError):
             read[place]()
         assert time.monotonic() - began < 20
+
+
+@pytest.mark.parametrize("form", ["${%s}", "${.%s}", "${oc.decode:${%s}}", "${oc.select:%s}"])
+def test_a_kilobyte_of_references_is_no_file_of_settings(tmp_path: Path, form: str) -> None:
+    lines = ["defaults: [smoke, _self_]", "a0: xxxxxxxxxx"]
+    lines += [f"a{n}: '{form % f'a{n - 1}' * 10}'" for n in range(1, 10)]
+    (tmp_path / "strange.yaml").write_text("\n".join(lines))
+    began = time.monotonic()
+    with pytest.raises(ConfigError, match="the references in it stand for over 100,000 char"):
+        compose_config("strange", [], config_dir=str(tmp_path))
+    assert time.monotonic() - began < 20
+
+
+def test_a_reference_by_a_name_that_is_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "strange.yaml").write_text("defaults: [smoke, _self_]\nb: a\nname: '${${b}}'\n")
+    with pytest.raises(ConfigError, match=r"name: \$\{\$\{ makes the name of a reference"):
+        compose_config("strange", [], config_dir=str(tmp_path))
 
 
 def test_text_of_data_and_models_moves_no_cursor(capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,9 +20,9 @@ from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
 from automodel_lite.config.components import flatten
-from automodel_lite.errors import ConfigError
+from automodel_lite.errors import ConfigError, printable
 
-_GRANT = re.compile(r"security\.allow_\w+|(.+\.)?trust_remote_code")
+_GRANT = re.compile(r"security\.allow_\w+|(.+\.)?(trust_remote_code|allow_remote)")
 _PLACE = re.compile(r"hub\.push|(logger|callbacks)\..+\.(tracking_uri|entity)")
 _FOLDERS = ("output_dir", "cache_dir")
 _PATH_KEY = re.compile(
@@ -65,8 +65,9 @@ def environment_problems(raw: DictConfig, is_typed: IsTyped) -> Iterator[str]:
     this machine: an address, a hub name, a tracker's settings, any text.
 
     Numbers are let through, and paths of this machine where a path is asked for. What does not
-    resolve is left to `check_config`.
+    resolve is left to `check_config`. Raises ConfigError as `check_references` does.
     """
+    check_references(raw)
     allowed = set(OmegaConf.select(raw, "security.allow_env", default=None) or ())
     found = [*_made_of_variables(raw)]
     # a file may say that the tokenizer is the typed model's
@@ -103,6 +104,87 @@ def check_yaml(path: Path) -> None:
             f"{path} stands for over {_MOST_VALUES:,} values, or brackets too deep to read: it is "
             "no file of settings."
         )
+
+
+def check_references(raw: DictConfig) -> None:
+    """Raises ConfigError for references (`${a}`) that stand for more than a configuration could
+    hold itself: ten in each of nine values are a billion texts. Nothing is resolved.
+    """
+    sizes = _References(OmegaConf.to_container(raw))
+    total = 0
+    for key, value in flatten(sizes.tree):
+        if isinstance(value, str) and "${" in value:
+            total += sizes.of_node(tuple(key.split(".")), value)
+            if total > _MOST_VALUES:
+                raise ConfigError(
+                    f"{printable(key[:80])} and the references in it stand for over "
+                    f"{_MOST_VALUES:,} characters, or for others over {_MOST_LEVELS} deep: write "
+                    "its value instead."
+                )
+
+
+class _References:
+    """How many characters the values of a configuration have once they are resolved, at least."""
+
+    def __init__(self, tree: Any) -> None:
+        self.tree = tree
+        self.known: dict[tuple[str, ...], int] = {}
+
+    def of_node(self, path: tuple[str, ...], node: Any, level: int = 0) -> int:
+        """Returns the size of a value, or of all inside it; that of one around itself is no
+        size: it does not resolve.
+        """
+        if path in self.known:
+            return self.known[path]
+        if level > _MOST_LEVELS:
+            return _MOST_VALUES + 1
+        self.known[path] = 0
+        size = 1
+        if isinstance(node, str):
+            size += len(node)
+            for target in _targets(node, path):
+                found = self._at(target)
+                if found is not None:
+                    size += self.of_node(target, found, level + 1)
+        elif isinstance(node, (dict, list)):
+            inner = node.items() if isinstance(node, dict) else enumerate(node)
+            for name, value in inner:
+                size += self.of_node((*path, str(name)), value, level + 1)
+        self.known[path] = min(size, _MOST_VALUES + 1)
+        return self.known[path]
+
+    def _at(self, path: tuple[str, ...]) -> Any:
+        node = self.tree
+        for name in path:
+            if isinstance(node, dict):
+                node = {str(key): value for key, value in node.items()}.get(name)
+            elif isinstance(node, list) and name.isdecimal() and int(name) < len(node):
+                node = node[int(name)]
+            else:
+                return None
+        return node
+
+
+_NAMED = re.compile(r"[\w.\[\]-]+")
+
+
+def _targets(text: str, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """Yields what the references of a text name, also as arguments of a function
+    (`${oc.select:a.b}`); raises ConfigError for a name that is made of another reference.
+
+    >>> [*_targets("${a.b}-${.c}", ("x", "y"))]
+    [('a', 'b'), ('x', 'c')]
+    """
+    for outer in re.finditer(r"\$\{([^:{}]*)\$\{|\$\{\s*oc\.(?:select|dict)[^{}]*\$\{", text):
+        raise ConfigError(
+            f"{printable('.'.join(path)[:80])}: {printable(outer[0][:80])} makes the name of a "
+            "reference of another one, whose size nobody can count: write the name."
+        )
+    for piece in text.split("${")[1:]:
+        for name in _NAMED.findall(piece.partition("}")[0]):
+            parts = tuple(name.lstrip(".").replace("[", ".").replace("]", "").split("."))
+            num_up = len(name) - len(name.lstrip("."))
+            yield (*path[: len(path) - num_up], *parts) if num_up else parts
 
 
 def _is_large(events: Iterable[yaml.Event]) -> bool:
