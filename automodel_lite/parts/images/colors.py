@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 from PIL import Image, ImageOps
+from PIL.ImageFile import ImageFile
 
 from automodel_lite.errors import DataError
 
@@ -23,7 +24,7 @@ def bits_of(image: Image.Image, name: str) -> int:
     pixels without a known white, which are 32-bit integers and floats, and for other color spaces.
     """
     stored = ""
-    for tile in getattr(image, "tile", ()):  # of a file alone
+    for tile in image.tile if isinstance(image, ImageFile) else ():
         raw = tile[3] if isinstance(tile[3], tuple) else (tile[3],)
         stored = str(raw[0]) if raw else ""
     if image.mode.startswith("I;16") or ";16" in stored:
