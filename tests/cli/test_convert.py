@@ -426,6 +426,26 @@ def test_numbers_of_several_keys_are_computed() -> None:
     assert found["lr_scheduler.min_lr_frac"] == 0.1
 
 
+HELD_OUT = {
+    "another split": ({"dataset_name": "a", "split": "validation"}, {"val_split": "validation"}),
+    "another data set": ({"dataset_name": "b", "split": "train"}, {"val_path": "b"}),
+    "another split of another": ({"path_or_dataset": "b", "split": "test"}, {"val_path": "b"}),
+    "a split alone": ({"split": "test"}, {"val_split": "test"}),
+}
+
+
+@pytest.mark.parametrize("case", HELD_OUT)
+def test_held_out_data_of_nemo_are_one_setting(case: str) -> None:
+    """A run refuses two of them."""
+    theirs, ours = HELD_OUT[case]
+    data = {"dataset_name": "a", "split": "train"}
+    found = preset("nemo_automodel", dataset=data, validation_dataset=theirs)
+    held_out = {
+        key.removeprefix("dataset."): value for key, value in found.items() if ".val_" in key
+    }
+    assert held_out == ours
+
+
 def test_several_data_sets_are_a_mixture(tmp_path: Path) -> None:
     """A list of axolotl's, and names of LLaMA-Factory's list with their columns."""
     data = [{"path": "a.jsonl"}, {"path": "org/b", "type": "alpaca"}]
