@@ -88,6 +88,7 @@ def build_model(
         model, adapter = assemble(decided, tokenizer, mesh, decided.strategy, decided.dtype, trains)
         STARTUP.lap("load")
         lm = model.loss_model.lm
+        decided.model.notes += use_stop_ids(lm, tokenizer)
         with explaining_family_errors(lm, mesh), short_lengths(lm) as has_lengths:
             if has_lengths:
                 install(lm, ReferenceAttention())
@@ -183,7 +184,6 @@ def assemble(
     model, adapter = made[-1]
     _place(model.loss_model, mesh.device, parts.mesh.cpu_offload)
     model.loss_model.train(trains)
-    source.notes += use_stop_ids(model.loss_model.lm, tokenizer)
     # by one scale for a whole weight; an offloaded shard is another tensor when it is gathered
     if (
         has_fp8(lm := model.loss_model.lm)
