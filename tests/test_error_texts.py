@@ -32,8 +32,8 @@ PRESETS = (
     "qwen3_32b_131k, qwen3_5_9b, qwen3_8b_1m, qwen3_vl_8b, reasoning, smoke"
 )
 KNOWN_COLUMNS = (
-    "input_ids + labels + seq_lens, input_ids, messages, conversations, prompt + completion, prompt + responses, "
-    "instruction + output, question + answer, text, chosen + rejected"
+    "input_ids + labels + seq_lens, input_ids, messages, conversations, instruction + output, prompt + completion, "
+    "prompt + responses, question + answer, text, chosen + rejected"
 )
 
 

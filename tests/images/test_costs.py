@@ -181,6 +181,7 @@ def test_what_towers_keep_is_simulated(folder: Path) -> None:
             folder,
             f"model.train_towers={str(trains).lower()}",
             "training.precision=fp32",
+            "optimizer.lr=1e-3",
             "training.activation_checkpointing=none",
         )
         parts = build_parts(config)
@@ -207,7 +208,9 @@ def test_a_step_with_images_is_counted_with_inputs_on_the_host(folder: Path) -> 
     peaks = []
     for how in ("full", "offload"):
         recomputed = f"training.activation_checkpointing={how}"
-        config = config_of_images(folder, recomputed, "training.precision=fp32")
+        config = config_of_images(
+            folder, recomputed, "training.precision=fp32", "optimizer.lr=1e-3"
+        )
         parts = build_parts(config)
         data = data_of(config)
         batch = most_work_of_towers(data, parts)
@@ -226,6 +229,7 @@ def test_recomputation_is_chosen_with_the_images(folder: Path) -> None:
         folder,
         "model.train_towers=true",
         "training.precision=fp32",
+        "optimizer.lr=1e-3",
         "packed_sequence.packed_sequence_size=128",
     )
     parts = build_parts(config)
@@ -272,7 +276,9 @@ def test_recomputation_is_chosen_with_the_images(folder: Path) -> None:
 def test_images_are_counted_over_ranks_of_tp(tmp_path: Path) -> None:
     """This family divides its embedding over the ranks: ids that have values meet weights that have none."""
     write_chats(tmp_path, num=8)
-    config = config_of_images(write_model("qwen3_5", tmp_path), "training.precision=fp32")
+    config = config_of_images(
+        write_model("qwen3_5", tmp_path), "training.precision=fp32", "optimizer.lr=1e-3"
+    )
     parts = build_parts(config)
     data = data_of(config)
     model_config = parts.model.config(data.tokenizer)

@@ -268,6 +268,7 @@ def test_a_teacher_is_a_part_of_the_memory(tmp_path: Path) -> None:
         "training.precision=fp32",
         "packed_sequence.packed_sequence_size=128",
         "training.micro_batch_size=1",
+        "optimizer.lr=1e-3",
     )
     weights = []
     for preset, more in (
