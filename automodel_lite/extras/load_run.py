@@ -21,6 +21,7 @@ from automodel_lite.config.components import build_with, flatten
 from automodel_lite.config.permissions import environment_problems
 from automodel_lite.config.schema import Config, MeshConfig
 from automodel_lite.data.prepare import build_documents
+from automodel_lite.data.tokens.stop_tokens import use_stop_ids
 from automodel_lite.data.tokens.tokenizer import load_tokenizer
 from automodel_lite.errors import ConfigError, IdleSettingError, explained
 from automodel_lite.extras.runs import existing_run
@@ -104,6 +105,7 @@ def load_trained(
     model, adapter = assemble(
         plain, tokenizer, mesh, "fsdp" if mesh.root else "none", torch.float32
     )
+    use_stop_ids(model.loss_model.lm, tokenizer)  # what an export of it stops at
     load_weights(checkpoint, model.loss_model)
     if averaged_with and adapter:
         raise ConfigError(
