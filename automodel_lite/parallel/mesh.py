@@ -243,11 +243,29 @@ def cgroup_cores(root: Path = Path("/sys/fs/cgroup")) -> float:
     return math.inf
 
 
+def choose_strategy(strategy: str, shape: MeshShape, offloads: bool = False) -> str:
+    """Turns auto into fsdp with several processes, or where weights are offloaded, else none;
+    raises ConfigError for what cannot work.
+    """
+    if strategy == "auto":
+        return "fsdp" if shape.world_size > 1 or offloads else "none"
+    if strategy == "none" and shape.world_size > 1:
+        raise ConfigError(
+            f"mesh.strategy=none with {shape.world_size} processes would train as many models: use "
+            "fsdp or ddp."
+        )
+    if strategy == "ddp" and shape.dp_replicate > 1:
+        raise ConfigError(
+            "mesh.strategy=ddp replicates over all ranks: set mesh.dp_replicate=1, or use fsdp "
+            "for HSDP."
+        )
+    return strategy
+
+
 def init_mesh(config: MeshConfig) -> Mesh:
     """Starts the process group (gloo on CPU, nccl on GPU), and lays the mesh over it.
 
-    Without a launcher one process is a group of one rank on a GPU, and where a strategy is asked
-    for: its numbers are then those of many ranks.
+    Without a launcher one process is a group of one rank where FSDP or DDP is asked for.
     """
     shape = mesh_shape(config, world_size())
     has_gpu = torch.cuda.is_available()
@@ -260,7 +278,7 @@ def init_mesh(config: MeshConfig) -> Mesh:
         torch.cuda.set_device(device)
     allow_open_files()
     is_alone = "RANK" not in os.environ
-    is_grouped = config.strategy in ("fsdp", "ddp") or (config.strategy == "auto" and has_gpu)
+    is_grouped = choose_strategy(config.strategy, shape, config.cpu_offload) != "none"
     if is_alone and not is_grouped:
         return Mesh(shape, device, None)
     if not dist.is_initialized():

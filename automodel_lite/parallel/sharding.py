@@ -22,36 +22,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from automodel_lite.attention.spec import FAMILIES
 from automodel_lite.compat import FsdpTrainingState
-from automodel_lite.errors import ConfigError
 from automodel_lite.models.layers import decoder_layers, output_head, towers
 from automodel_lite.models.loss import Loss, LossOutput
 from automodel_lite.models.loss_model import LossModel
-from automodel_lite.parallel.mesh import SHARDS, Mesh, MeshShape, open_axes
+from automodel_lite.parallel.compute_weights import ComputeWeights
+from automodel_lite.parallel.mesh import SHARDS, Mesh, open_axes
 from automodel_lite.thd import ThdBatch
-
-
-def choose_strategy(
-    strategy: str, shape: MeshShape, is_gpu: bool, is_quantized: bool = False
-) -> str:
-    """Turns auto into fsdp with several processes or on a GPU, else none; raises ConfigError for
-    what cannot work.
-
-    On one GPU, too: the numbers are those of many, and experts compute in bf16, where autocast
-    leaves them in fp32. Quantized weights cannot be sharded: on one process auto leaves them alone.
-    """
-    if strategy == "auto":
-        return "fsdp" if shape.world_size > 1 or (is_gpu and not is_quantized) else "none"
-    if strategy == "none" and shape.world_size > 1:
-        raise ConfigError(
-            f"mesh.strategy=none with {shape.world_size} processes would train as many models: use "
-            "fsdp or ddp."
-        )
-    if strategy == "ddp" and shape.dp_replicate > 1:
-        raise ConfigError(
-            "mesh.strategy=ddp replicates over all ranks: set mesh.dp_replicate=1, or use fsdp "
-            "for HSDP."
-        )
-    return strategy
 
 
 def choose_precision(precision: str, device: torch.device) -> torch.dtype:
@@ -73,7 +49,8 @@ class ParallelModel:
     loss_model: LossModel  # what was wrapped: its parameters, its names
     mean_ranks: int
     compute_dtype: torch.dtype
-    sharded_over: Mesh | None = None  # None = each rank has all of it, and autocasts
+    sharded_over: Mesh | None = None  # None = each rank has all of it
+    weights: ComputeWeights | None = None  # of one process that does not compute in fp32
     reduces_every: bool = False  # gradients after every micro-batch, so that their sum is sharded
     # of what is made of the weights (models/fp8.py), before each call
     refresh: Callable[[], None] | None = None
@@ -113,12 +90,14 @@ class ParallelModel:
         self.free_gathered()
         return found
 
-    def _call(self, tokens: ThdBatch | Tensor) -> torch.autocast:
-        """Weights are cast once per use: a cache of the casts is 13 GiB of an 8B model, read by no
-        recomputation.
+    def _call(self, tokens: ThdBatch | Tensor) -> AbstractContextManager[Any]:
+        """DDP autocasts. Weights are cast once per use: a cache of the casts is 13 GiB of an 8B
+        model, read by no recomputation.
         """
         if self.refresh is not None:
             self.refresh()
+        if self.weights is not None:
+            return self.weights.computing()
         of_device = tokens if isinstance(tokens, Tensor) else tokens.labels
         autocasts = self.sharded_over is None and self.compute_dtype != torch.float32
         return torch.autocast(
@@ -139,7 +118,7 @@ class ParallelModel:
             return nullcontext()
         if isinstance(self.module, DistributedDataParallel) and not is_last:
             return self.module.no_sync()
-        return nullcontext()
+        return nullcontext() if self.weights is None else self.weights.accumulating(is_last)
 
     def free_gathered(self) -> None:
         """Parameters that a forward without a backward has left whole are shards again."""
@@ -198,7 +177,20 @@ def parallelize(
             find_unused_parameters=any(p.requires_grad for p in of_towers),
         )
         return ParallelModel(wrapped, model, mesh.shape.world_size, compute_dtype)
-    return ParallelModel(model, model, 1, compute_dtype)
+    weights = None
+    if compute_dtype != torch.float32:
+        weights = ComputeWeights(model, compute_dtype, units_that_cast(model))
+    return ParallelModel(model, model, 1, compute_dtype, weights=weights)
+
+
+def units_that_cast(model: LossModel) -> list[nn.Module]:
+    """Returns the units of FSDP whose floating inputs take the compute dtype: embedding, head,
+    towers, whose pixels are fp32, and layers but those of a wider stream.
+    """
+    is_wide = model.lm.config.get_text_config().model_type in FAMILIES["wide_layers"]
+    layers = [] if is_wide else decoder_layers(model.lm)
+    ends = [model.lm.get_input_embeddings(), output_head(model.lm)]
+    return list(dict.fromkeys([*layers, *towers(model.lm), *ends]))
 
 
 def fully_shard_model(
@@ -254,12 +246,11 @@ def fully_shard_model(
         for module in experts:
             shard(module, mesh=of_experts, mp_policy=uncast)
     layers = decoder_layers(model.lm)
-    encoders = towers(model.lm)
-    units = _units([*layers, *encoders])  # towers are never gathered
-    is_wide = model.lm.config.get_text_config().model_type in FAMILIES["wide_layers"]
+    units = _units([*layers, *towers(model.lm)])
+    casting = units_that_cast(model)
     for unit in units:
-        # pixels are fp32
-        of_unit = uncast if is_wide and unit not in encoders else policy
+        first = unit[0] if isinstance(unit, list) else unit
+        of_unit = policy if first in casting else uncast
         shard(unit, mp_policy=of_unit, reshard_after_forward=reshards)
     if not reshards and all(unit in layers for unit in units[: len(layers)]):
         # torch gathers one layer ahead; two take no more memory where all are held, and hide a late

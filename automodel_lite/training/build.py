@@ -174,7 +174,8 @@ def assemble(
         if adapter and is_described:
             loading.enter_context(adapter.hidden())
 
-    if strategy == "fsdp" and mesh.root is not None:
+    # DDP broadcasts what its first rank has; 4 bits have blocks that are no rows
+    if strategy != "ddp" and not parts.is_quantized:
         with loading:
             device = torch.device("cpu") if parts.mesh.cpu_offload else mesh.device
             source.build_sharded(tokenizer, spread, device, reading_turn)

@@ -25,7 +25,8 @@ from automodel_lite.models.settings import describe_with
 from automodel_lite.models.source import CausalLM, describe
 from automodel_lite.parallel.exchange import choose_exchange
 from automodel_lite.parallel.mesh import MeshShape
-from automodel_lite.parallel.sharding import choose_precision, choose_strategy
+from automodel_lite.parallel.mesh import choose_strategy
+from automodel_lite.parallel.sharding import choose_precision
 from automodel_lite.telemetry.metrics import STARTUP
 from automodel_lite.training.memory import estimate_memory, gib, gpu_bytes, num_shards
 from automodel_lite.training.rules import check_parts
@@ -91,9 +92,7 @@ def decide_layout(
     # nobody has counted: a GPU may be too small for all of it
     if parts.training.activation_checkpointing == "auto":
         parts = with_recomputation(parts, "full" if device.type == "cuda" else "none", 1)
-    strategy = choose_strategy(
-        parts.mesh.strategy, shape, device.type == "cuda", parts.is_quantized
-    )
+    strategy = choose_strategy(parts.mesh.strategy, shape, parts.mesh.cpu_offload)
     dtype = choose_precision(parts.training.precision, device)
     check_parts(parts, strategy, device)
     kernel, reason = choose_attention(parts.attention, attention_specs(config, device, dtype))

@@ -31,13 +31,13 @@ from automodel_lite.parallel.mesh import (
     MeshShape,
     allow_open_files,
     cgroup_cores,
+    choose_strategy,
     init_mesh,
     open_mesh,
     threads_of,
 )
 from automodel_lite.parallel.sharding import (
     ParallelModel,
-    choose_strategy,
     copies_of_experts,
     parallelize,
 )
@@ -178,15 +178,12 @@ def test_axes_of_size_1_make_no_groups(
     assert len(made) == num_groups
 
 
-def test_one_gpu_is_sharded_like_many() -> None:
+def test_one_process_has_no_fsdp_unless_it_is_asked_for() -> None:
     one, eight = MeshShape(1, 1, 1), MeshShape(1, 8, 1)
-    assert (
-        choose_strategy("auto", one, is_gpu=True)
-        == choose_strategy("auto", eight, is_gpu=True)
-        == "fsdp"
-    )
-    assert choose_strategy("auto", one, is_gpu=False) == "none"
-    assert choose_strategy("auto", one, is_gpu=True, is_quantized=True) == "none"
+    assert choose_strategy("auto", one) == "none"
+    assert choose_strategy("auto", one, offloads=True) == "fsdp"
+    assert choose_strategy("fsdp", one) == "fsdp"
+    assert choose_strategy("auto", eight) == "fsdp"
 
 
 def test_embedding_and_head_are_gathered_apart() -> None:

@@ -37,7 +37,8 @@ from automodel_lite.models.loss import LossInputs, LossOutput, PlainLoss
 from automodel_lite.models.loss_model import LossModel
 from automodel_lite.models.source import SHAPES, describe
 from automodel_lite.parallel.mesh import Mesh, MeshShape, mesh_shape
-from automodel_lite.parallel.sharding import choose_strategy, parallelize
+from automodel_lite.parallel.mesh import choose_strategy
+from automodel_lite.parallel.sharding import parallelize
 from automodel_lite.thd import stream_of
 from automodel_lite.training import memory
 from automodel_lite.training.memory import MemoryEstimate, estimate_memory
@@ -590,7 +591,7 @@ def counted(
         asked.mesh,
         asked.mesh.dp_replicate * max(asked.mesh.dp_shard, 1) * asked.mesh.cp * asked.mesh.tp,
     )
-    strategy = choose_strategy(asked.mesh.strategy, shape, is_gpu=True)
+    strategy = choose_strategy(asked.mesh.strategy, shape)
     plan = Decided.of(
         asked,
         config=model,

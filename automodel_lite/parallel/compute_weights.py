@@ -1,0 +1,159 @@
+"""Weights in the compute dtype on one process, without FSDP: what FSDP's mixed precision computes,
+bit for bit, and no copy that only a gather needs.
+
+    masters (fp32) ──cast once a step──▶ copies (bf16) ──forward, backward──▶ their gradients
+       ▲                                                                            │
+       └── the optimizer's step ◀── fp32 gradients ◀── added up as they are made ───┘
+
+FSDP over a single rank casts each weight for each pass, copies what it has cast, and moves each
+gradient twice: 24 bytes of traffic a weight, where this takes 12.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from automodel_lite.models.layers import local
+
+
+class ComputeWeights:
+    """The copies of a model's weights, which stand in their modules while the model is called, and
+    the masters at all other times: optimizers, checkpoints and exports meet these alone.
+
+    model  its weights may still be without memory: copies are made by the first call
+    casts  modules whose floating inputs are cast, as FSDP casts those of its units
+    """
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype, casts: Iterable[nn.Module]) -> None:
+        self.model = model
+        self.dtype = dtype
+        self._places: list[tuple[dict[str, Any], str, nn.Parameter, nn.Parameter]] = []
+        self._masters: list[Tensor] = []
+        self._copies: list[Tensor] = []
+        self._sums: dict[nn.Parameter, Tensor] = {}  # of masters that are not fp32
+        self._version: int | None = None
+        self._depth = 0
+        self._is_first = self._is_last = True  # of the micro-batches of a step
+        for module in casts:
+            module.register_forward_pre_hook(self._cast_inputs, prepend=True, with_kwargs=True)
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """The copies are in the modules inside, as they follow from the masters now; may be
+        nested.
+        """
+        if not self._depth:
+            self._refresh()
+            for parameters, name, _, copy in self._places:
+                parameters[name] = copy
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            if not self._depth:
+                for parameters, name, master, _ in self._places:
+                    parameters[name] = master
+
+    @contextmanager
+    def accumulating(self, is_last: bool) -> Iterator[None]:
+        """Around forward and backward of a micro-batch: after the last one masters have the sum of
+        all gradients.
+        """
+        self._is_last = is_last
+        try:
+            with self.computing():
+                yield
+            # some have a gradient in earlier micro-batches only
+            for parameter in [*self._sums] if is_last else ():
+                parameter.grad = self._sums.pop(parameter).to(parameter.dtype)
+        except BaseException:
+            self._sums.clear()
+            self._is_first = True
+            raise
+        self._is_first = is_last
+
+    def _refresh(self) -> None:
+        """Casts the masters again if they have changed. Whatever writes into a weight raises its
+        tensor's version.
+        """
+        if self._version is None:  # weights have their memory by now
+            self._make()
+        version = sum(local(master)._version for master in self._masters)
+        if version != self._version and self._masters:
+            with torch.no_grad():
+                torch._foreach_copy_(self._copies, self._masters)
+        self._version = version
+
+    def _make(self) -> None:
+        """Gives each weight of another dtype a copy, and each that is trained what adds up its
+        gradients. A tied weight has one, in all its places.
+        """
+        known: dict[nn.Parameter, nn.Parameter] = {}
+        for module in self.model.modules():
+            parameters: dict[str, Any] = module._parameters
+            for name, master in parameters.items():
+                if master is None or not master.is_floating_point():
+                    continue
+                if master.dtype == self.dtype:
+                    if master.requires_grad and master not in known:
+                        known[master] = master
+                        master.register_post_accumulate_grad_hook(self._add_up)
+                    continue
+                if master not in known:
+                    copy = nn.Parameter(torch.empty_like(master, dtype=self.dtype), False)
+                    if master.requires_grad:
+                        copy.requires_grad_().register_post_accumulate_grad_hook(
+                            partial(self._hand_over, master)
+                        )
+                    known[master] = copy
+                    self._masters.append(master.detach())
+                    self._copies.append(copy.detach())
+                self._places.append((parameters, name, master, known[master]))
+
+    @torch.no_grad()
+    def _hand_over(self, master: nn.Parameter, copy: Tensor) -> None:
+        """Adds a copy's gradient to its master's, in the master's dtype, and frees it."""
+        assert copy.grad is not None
+        if master.grad is None:
+            master.grad = copy.grad.to(master.dtype)
+        else:
+            master.grad += copy.grad
+        copy.grad = None
+
+    @torch.no_grad()
+    def _add_up(self, parameter: Tensor) -> None:
+        """Sums gradients of a weight that is trained in the compute dtype in fp32, over the
+        micro-batches of a step.
+        """
+        assert parameter.grad is not None and isinstance(parameter, nn.Parameter)
+        if self._is_first and self._is_last:
+            return
+        total = self._sums.pop(parameter, None)
+        total = parameter.grad.float() if total is None else total.add_(parameter.grad)
+        parameter.grad = None
+        if self._is_last:
+            parameter.grad = total.to(parameter.dtype)
+        else:
+            self._sums[parameter] = total
+
+    def _cast_inputs(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return self._cast(args), self._cast(kwargs)
+
+    def _cast(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.to(self.dtype) if value.is_floating_point() else value
+        if isinstance(value, dict):
+            return {name: self._cast(part) for name, part in value.items()}
+        if isinstance(value, (tuple, list)):
+            make = getattr(value, "_make", type(value))  # a NamedTuple's own
+            return make([self._cast(part) for part in value])
+        return value
