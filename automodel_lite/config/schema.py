@@ -62,7 +62,7 @@ class MeshConfig:
     tp: Positive = 1  # processes that share each layer's heads and columns (tensor parallel)
     # processes, out of dp_shard x cp x tp, that share the experts (expert parallel)
     ep: Positive = 1
-    # auto = fsdp, or none with one process on a CPU
+    # auto = fsdp, or none with one process whose weights are not offloaded
     strategy: Annotated[str, OneOf(("auto", "fsdp", "ddp", "none"))] = "auto"
     cp_exchange: Annotated[str, OneOf(EXCHANGES, takes_code=True)] = "auto"
     cpu_offload: bool = False  # keep FSDP's shards, gradients and optimizer states in host memory

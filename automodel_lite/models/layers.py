@@ -195,6 +195,11 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """Returns the whole of a tensor that may be sharded: then every rank calls it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def decoder_layers(lm: nn.Module) -> list[nn.Module]:
     """Returns the language model's layers, in forward order: of its outermost lists the one as long
     as the config says, else the first, and those of the same kind beside it. Raises ValueError

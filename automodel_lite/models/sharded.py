@@ -154,7 +154,10 @@ class RowSlice:
 
 
 @torch.no_grad()
-def keep_part(shard: DTensor, whole: Tensor) -> None:
-    """Copies this rank's part of `whole` into its shard."""
+def keep_part(shard: Tensor, whole: Tensor) -> None:
+    """Copies this rank's part of `whole` into its shard, or all of it where nothing is sharded."""
+    if not isinstance(shard, DTensor):
+        shard.copy_(whole)
+        return
     part: Any = DtensorShardOperation(shard).shard_tensor(whole)
     shard.to_local().copy_(part)

@@ -132,7 +132,8 @@ class ComputeWeights:
         """Sums gradients of a weight that is trained in the compute dtype in fp32, over the
         micro-batches of a step.
         """
-        assert parameter.grad is not None and isinstance(parameter, nn.Parameter)
+        assert parameter.grad is not None
+        assert isinstance(parameter, nn.Parameter)
         if self._is_first and self._is_last:
             return
         total = self._sums.pop(parameter, None)

@@ -265,7 +265,8 @@ def choose_strategy(strategy: str, shape: MeshShape, offloads: bool = False) -> 
 def init_mesh(config: MeshConfig) -> Mesh:
     """Starts the process group (gloo on CPU, nccl on GPU), and lays the mesh over it.
 
-    Without a launcher one process is a group of one rank where FSDP or DDP is asked for.
+    Without a launcher one process is a group of one rank on a GPU, whose memory may ask for FSDP,
+    and where a strategy is asked for.
     """
     shape = mesh_shape(config, world_size())
     has_gpu = torch.cuda.is_available()
@@ -278,7 +279,7 @@ def init_mesh(config: MeshConfig) -> Mesh:
         torch.cuda.set_device(device)
     allow_open_files()
     is_alone = "RANK" not in os.environ
-    is_grouped = choose_strategy(config.strategy, shape, config.cpu_offload) != "none"
+    is_grouped = config.strategy in ("fsdp", "ddp") or (config.strategy == "auto" and has_gpu)
     if is_alone and not is_grouped:
         return Mesh(shape, device, None)
     if not dist.is_initialized():

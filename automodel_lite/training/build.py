@@ -175,7 +175,7 @@ def assemble(
             loading.enter_context(adapter.hidden())
 
     # DDP broadcasts what its first rank has; 4 bits have blocks that are no rows
-    if strategy != "ddp" and not parts.is_quantized:
+    if mesh.root is not None and strategy != "ddp" and not parts.is_quantized:
         with loading:
             device = torch.device("cpu") if parts.mesh.cpu_offload else mesh.device
             source.build_sharded(tokenizer, spread, device, reading_turn)
@@ -200,7 +200,7 @@ def assemble(
 
 def _place(model: torch.nn.Module, device: torch.device, offloads: bool) -> None:
     """Moves a model to its device; offloaded weights stay on the host, buffers do not."""
-    if not offloads:
+    if not offloads and any(tensor.device != device for tensor in model.parameters()):
         torch.nn.Module.to(model, device)
     for module in model.modules():
         for name, buffer in module._buffers.items():

@@ -24,8 +24,7 @@ from automodel_lite.models.layers import has_experts
 from automodel_lite.models.settings import describe_with
 from automodel_lite.models.source import CausalLM, describe
 from automodel_lite.parallel.exchange import choose_exchange
-from automodel_lite.parallel.mesh import MeshShape
-from automodel_lite.parallel.mesh import choose_strategy
+from automodel_lite.parallel.mesh import MeshShape, choose_strategy
 from automodel_lite.parallel.sharding import choose_precision
 from automodel_lite.telemetry.metrics import STARTUP
 from automodel_lite.training.memory import estimate_memory, gib, gpu_bytes, num_shards
@@ -37,6 +36,8 @@ from automodel_lite.training.settings import (
     naming_teacher,
     with_recomputation,
 )
+
+_MOST_OF_A_GPU = 0.9  # that a coarse estimate may fill
 
 ChooseRecomputation = Callable[[Decided, int, int | None], tuple[Decided, str]]
 """(settings, bytes of the GPU, weights of the adapter) -> settings, and why."""
@@ -68,6 +69,8 @@ def decide(
         return decided
     gpu = gpu or gpu_bytes(device)
     adapter = adapter_weights(decided, device)
+    if gpu and parts.mesh.strategy == "auto":
+        decided = with_fsdp_where_copies_do_not_fit(decided, adapter, gpu)
     # on a CPU nothing is recomputed
     if parts.training.activation_checkpointing == "auto" and gpu and recompute:
         decided, reason = recompute(decided, gpu, adapter)
@@ -141,6 +144,21 @@ def with_exchange(
     )
     line = f"cp_exchange=auto takes {exchange}: {reason}" if reason else ""
     return replace(parts, mesh=replace(parts.mesh, cp_exchange=exchange)), line
+
+
+def with_fsdp_where_copies_do_not_fit(decided: Decided, adapter: int | None, gpu: int) -> Decided:
+    """Returns the settings of one process with FSDP where the weights' copies in the compute dtype
+    take the room that the step needs: FSDP has those of two layers at a time.
+
+    gpu  bytes
+    """
+    if decided.strategy != "none" or decided.is_quantized:
+        return decided
+    least = with_recomputation(decided, "full", 1)
+    sharded = replace(least, strategy="fsdp")
+    alone, with_fsdp = (estimate_memory(each, adapter).total for each in (least, sharded))
+    is_needed = alone > _MOST_OF_A_GPU * gpu and with_fsdp < alone
+    return replace(decided, strategy="fsdp") if is_needed else decided
 
 
 def decide_reduction(decided: Decided, adapter: int | None, available: float | None) -> Decided:

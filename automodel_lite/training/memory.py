@@ -100,7 +100,7 @@ def estimate_memory(
     accumulates = batch_shape(decided.training, shape.dp).micro_steps > 1
     reduces_at_end = decided.advanced.reduce_every_micro_batch is not True and shape.tp == 1
     # FSDP leaves gradients whole until the last micro-batch, unless they are reduced after each
-    if is_fsdp and accumulates and reduces_at_end:
+    if decided.strategy != "ddp" and accumulates and reduces_at_end:
         own_experts = 1 - (1 - 1 / shape.ep) * size.all_experts / size.parameters
         gradients = _FP32 * (learning - copied) * own_experts
     # DDP's buckets stay beside the gradients that are not reduced yet
@@ -123,23 +123,31 @@ def estimate_memory(
         weights=weights * on_gpu,
         gradients=gradients,
         optimizer=states / shards * on_gpu,
-        working_copy=_working_copy(decided, master, trains_all=trains_all),
-        activations=_activations(decided, compute if is_fsdp else max(compute, master)),
+        working_copy=_working_copy(decided, master, trained, trains_all=trains_all),
+        activations=_activations(
+            decided, max(compute, master) if decided.strategy == "ddp" else compute
+        ),
         logits=decided.loss.logits_bytes(loss),
     )
 
 
-def _working_copy(decided: Decided, master: int, trains_all: bool) -> float:
+def _working_copy(decided: Decided, master: int, trained: float, trains_all: bool) -> float:
     """Returns the bytes of weights that are gathered or cast, and of their gradients.
 
-    master  bytes of a weight
+    master   bytes of a weight
+    trained  weights that have masters
     """
     shape = decided.shape
     size = decided.size
     compute = decided.dtype.itemsize
     layer = (size.largest_layer - size.expert_weights) / shape.tp + size.expert_weights / shape.ep
-    if decided.strategy != "fsdp":
-        if not trains_all:  # the frozen layer at work is unpacked from its 4 bits
+    if decided.strategy == "none":
+        # copies in the compute dtype (parallel/compute_weights.py), and the largest one's gradient
+        copied = compute * (trained + size.head_weights * trains_all) if compute < master else 0
+        # the frozen layer at work is unpacked from its 4 bits
+        return copied + compute * layer * (decided.is_quantized and not trains_all)
+    if decided.strategy == "ddp":
+        if not trains_all:
             return compute * layer * decided.is_quantized
         # autocast's casts live until the backward pass of their layer
         plain = size.num_layers if decided.training.activation_checkpointing == "none" else 1

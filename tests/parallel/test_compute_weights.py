@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from automodel_lite.models.layers import local, recompute_layers, decoder_layers
+from automodel_lite.models.layers import decoder_layers, local, recompute_layers
 from automodel_lite.models.loss_model import LossModel
 from automodel_lite.parallel.mesh import Mesh, MeshShape, open_mesh
 from automodel_lite.parallel.sharding import ParallelModel, parallelize

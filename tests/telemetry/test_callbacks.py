@@ -232,7 +232,9 @@ def test_a_number_that_should_rise_does_not_end_the_run_by_rising(tmp_path: Path
 
 def test_a_number_of_ones_own_names_its_direction(tmp_path: Path) -> None:
     run = RunInfo("x", tmp_path, {}, 0, {}, lambda reason: None)
-    with pytest.raises(ConfigError, match=r"metric=val_mine/val has no .*early_stopping.rises=true"):
+    with pytest.raises(
+        ConfigError, match=r"metric=val_mine/val has no .*early_stopping.rises=true"
+    ):
         EarlyStopping(run, metric="val_mine/val")
     rising = EarlyStopping(run, metric="val_mine/val", rises=True)
     for step, value in enumerate([1.0, 2.0], start=1):

@@ -109,8 +109,9 @@ def test_a_frozen_model_in_4_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     in_layers = size.parameters - 2 * 64 * 64 - 64  # without the embedding, the head and their norm
     assert lora.weights == 2 * size.parameters + 4 * 1000
     assert quantized.weights == pytest.approx(lora.weights - 1.48 * in_layers)
-    assert lora.working_copy == 0
-    assert quantized.working_copy == 2 * size.largest_layer
+    of_adapter = 2 * 1000  # in the compute dtype
+    assert lora.working_copy == of_adapter
+    assert quantized.working_copy == of_adapter + 2 * size.largest_layer
 
 
 @pytest.mark.parametrize(("stored", "bytes_each"), [(torch.bfloat16, 2), (torch.float32, 4)])
@@ -236,11 +237,14 @@ def test_what_waits_in_host_memory_is_not_counted():
 def test_a_full_model_of_8b_in_bf16(optimizer: dict[str, object], num_bytes: float) -> None:
     """Weights, gradients and states of 8.03 B parameters: 60, 75 and 45 GiB, where fp32 masters take 120."""
     # gradients are there all the time
-    config = config_with(master_weights="bf16", global_batch_size=2)
+    config = config_with(master_weights="bf16", global_batch_size=1)
     config.optimizer = {"lr": 1e-5, **optimizer}
     plan = plan_of(config)
     e = estimate_memory(plan, None)
     assert e.weights + e.gradients + e.optimizer == num_bytes * plan.size.parameters
+    # of several micro-batches they are summed in fp32
+    config.training.global_batch_size = 2
+    assert estimate_memory(plan_of(config), None).gradients == 2 * e.gradients
     assert "adamw_8bit" not in " ".join(remedies(plan))
 
 
@@ -334,10 +338,10 @@ def test_dry_run_says_and_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureF
     for wrong, sentence in (
         ("attention=varlen", "attention=reference"),
         ("model.config.max_position_embeddings=64", "the model max_position_embeddings=64"),
-        ("mesh.cpu_offload=true", "mesh.cpu_offload=true needs FSDP"),
+        ("mesh.cpu_offload=true mesh.strategy=none", "mesh.cpu_offload=true needs FSDP"),
     ):
         with pytest.raises(ConfigError, match=sentence):
-            main(config_of("smoke", run, "dry_run=true", wrong))
+            main(config_of("smoke", run, "dry_run=true", *wrong.split()))
 
 
 def test_weights_that_no_memory_holds_are_named_at_once() -> None:

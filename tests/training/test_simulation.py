@@ -36,8 +36,7 @@ from automodel_lite.models.layers import decoder_layers, recompute_layers
 from automodel_lite.models.loss import LossInputs, LossOutput, PlainLoss
 from automodel_lite.models.loss_model import LossModel
 from automodel_lite.models.source import SHAPES, describe
-from automodel_lite.parallel.mesh import Mesh, MeshShape, mesh_shape
-from automodel_lite.parallel.mesh import choose_strategy
+from automodel_lite.parallel.mesh import Mesh, MeshShape, choose_strategy, mesh_shape
 from automodel_lite.parallel.sharding import parallelize
 from automodel_lite.thd import stream_of
 from automodel_lite.training import memory
@@ -405,7 +404,7 @@ def test_real_ddp_holds_what_is_estimated(micro_batches: int) -> None:
         dtype=torch.bfloat16,
     )
     assert estimate_memory(plan, None).total == pytest.approx(living.peak, rel=0.4)
-    with pytest.raises(NotImplementedError, match="only FSDP is counted"):
+    with pytest.raises(NotImplementedError, match="ddp is not counted"):
         simulate(asked, LLAMA, shape)
     assert living.sent == {"allreduce_"}
 

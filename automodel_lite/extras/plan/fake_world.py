@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
@@ -51,6 +52,7 @@ class UnplacedAdapters:
     def __init__(self, peft: Lora) -> None:
         self._peft = peft
         self.check = peft.check
+        self.is_quantized = peft.is_quantized
 
     def adapt(
         self,
@@ -108,10 +110,28 @@ class UnloadedSource(CausalLM):
         vars(model.base_model)["most_calls"] = int  # all ranks of a fake world have the same batch
         fake, held = self._modes
         with fake, held:
-            model.to_empty(device=device)
+            _give_memory(model, device)
             # the one that is read
             torch.empty(max(p.numel() for p in model.parameters()), device=device)
         return model.train()
+
+
+def _give_memory(model: nn.Module, device: torch.device) -> None:
+    """As `Module.to_empty`, which cannot swap plain parameters that fake tensors remember."""
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        model.to_empty(device=device)
+        return
+    made: dict[Tensor, Tensor] = {}
+    for module in model.modules():
+        for held in (module._parameters, module._buffers):
+            for name, tensor in held.items():
+                if tensor is None:
+                    continue
+                if tensor not in made:
+                    empty = torch.empty_like(tensor, device=device)
+                    is_weight = isinstance(tensor, nn.Parameter)
+                    made[tensor] = nn.Parameter(empty, tensor.requires_grad) if is_weight else empty
+                held[name] = made[tensor]  # type: ignore[assignment]
 
 
 class CountedAttention(VarlenAttention):

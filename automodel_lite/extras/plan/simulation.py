@@ -138,15 +138,17 @@ def simulate(
               = plain documents
     is_whole  False: without checkpoint and export, and with a peak for the backward pass of each
               layer, as `backward 3`
-    Raises what the run would raise, NotImplementedError without FSDP, CountError for a step that
+    Raises what the run would raise, NotImplementedError under DDP and for weights in 4 bits, CountError for a step that
     cannot be counted. No process group may exist: one is made, and destroyed.
     """
     with counting(model_config, shape):
         plan = decide_layout(
             replace(parts, attention=CountedAttention()), model_config, shape, torch.device("cuda")
         )
-        if plan.strategy != "fsdp":
-            raise NotImplementedError(f"only FSDP is counted, not mesh.strategy={plan.strategy}")
+        if plan.strategy == "ddp":
+            raise NotImplementedError("mesh.strategy=ddp is not counted")
+        if plan.is_quantized:
+            raise NotImplementedError("weights in 4 bits are not counted")
         # The most that a step can hold; boundaries of documents do not change it, keys along the
         # paths of trees do.
         batch = batch or worst_case_batch(plan, num_ids=1)
@@ -218,7 +220,7 @@ def _sharded(
     config = plan.config if trains else parts.model.resolve_model_config({})
     drawn = replace(parts, model=UnloadedSource(parts.model, config, fake, held))
     no_tokenizer: Any = None  # a drawn model's source needs no vocabulary
-    return assemble(drawn, no_tokenizer, mesh, "fsdp", plan.dtype, trains)[0]
+    return assemble(drawn, no_tokenizer, mesh, plan.strategy, plan.dtype, trains)[0]
 
 
 def _with_values(

@@ -14,11 +14,10 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
 from peft.utils.other import TrainableTokensWrapper
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerBase
 
 from automodel_lite.errors import listed
-from automodel_lite.models.layers import output_head
+from automodel_lite.models.layers import output_head, whole
 
 UNTRAINED = 0.25
 """Of the median norm of all rows: those of tokens that a base model reserves for its users are near
@@ -78,4 +77,4 @@ def _row_norms(end: nn.Module) -> Tensor:
     """Returns the norm of each row of its frozen weight, fp32 [V]."""
     weight = next(end.parameters())  # in front of those of an adapter
     norms = torch.linalg.vector_norm(weight.detach(), dim=1, dtype=torch.float32)
-    return norms.full_tensor() if isinstance(norms, DTensor) else norms
+    return whole(norms)

@@ -36,7 +36,7 @@ from automodel_lite.config.components import missing_package
 from automodel_lite.config.model_files import check_model_files
 from automodel_lite.config.rules import Count, PathStr, Positive, Range, Size
 from automodel_lite.errors import ConfigError, explained, listed
-from automodel_lite.models.layers import local, output_head, with_head
+from automodel_lite.models.layers import local, output_head, whole, with_head
 from automodel_lite.models.sharded import keep_part
 from automodel_lite.models.source import CausalLM, embedding_rows
 from automodel_lite.models.whole_model import load_whole
@@ -610,14 +610,13 @@ def _take_from_base(layer: Any) -> None:
     if isinstance(layer, TrainableTokensWrapper):
         rows = layer.token_adapter
         if rows.tied_adapter is None:
-            weight = rows.get_base_layer().weight
-            weight = weight.full_tensor() if isinstance(weight, DTensor) else weight
+            weight = whole(rows.get_base_layer().weight)
             keep_part(rows.trainable_tokens_delta["default"], weight[rows.token_indices["default"]])
         return
     for magnitude in layer.lora_magnitude_vector.values():
         weight = layer.get_base_layer().weight
         if magnitude.fan_in_fan_out:  # [in, out] of GPT-2 and embeddings: cut across the columns
-            columns = torch.linalg.norm(weight.full_tensor().float().T, dim=1)
+            columns = torch.linalg.norm(whole(weight).float().T, dim=1)
             keep_part(magnitude.weight, columns)
         else:
             local(magnitude.weight).copy_(torch.linalg.norm(local(weight).float(), dim=1))
