@@ -50,6 +50,7 @@ class ParallelModel:
     mean_ranks: int
     compute_dtype: torch.dtype
     sharded_over: Mesh | None = None  # None = each rank has all of it
+    stays_gathered: bool = False  # layers are whole from the first micro-batch to the last
     weights: ComputeWeights | None = None  # of one process that does not compute in fp32
     reduces_every: bool = False  # gradients after every micro-batch, so that their sum is sharded
     # of what is made of the weights (models/fp8.py), before each call
@@ -115,6 +116,8 @@ class ParallelModel:
             self.module.set_requires_gradient_sync(is_last or has_tp or self.reduces_every)
             self.module.set_requires_all_reduce(is_last or has_tp)
             self.module.set_is_last_backward(is_last)
+            if self.stays_gathered:
+                self.module.set_reshard_after_backward(is_last)
             return nullcontext()
         if isinstance(self.module, DistributedDataParallel) and not is_last:
             return self.module.no_sync()
@@ -163,7 +166,12 @@ def parallelize(
         # FSDP averages over all ranks that hold tokens; context-parallel ranks hold parts of one
         # batch.
         return ParallelModel(
-            model, model, mesh.shape.dp * mesh.shape.cp, compute_dtype, sharded_over=mesh
+            model,
+            model,
+            mesh.shape.dp * mesh.shape.cp,
+            compute_dtype,
+            sharded_over=mesh,
+            stays_gathered=not reshards,
         )
     if not any(p.is_meta for p in model.parameters()):
         model.to(mesh.device)

@@ -127,7 +127,7 @@ def _tax(results: Results) -> str:
         rates = [results.get(name, {}).get("tflops_per_s") or 0.0 for name in (bare, recipe)]
         if all(rates):
             sentences.append(f"{recipe} reaches {rates[1] / rates[0]:.1%} of {bare}'s TFLOP/s")
-    ways = "on a GPU the bare step computes under autocast, the recipe through FSDP over a group of one rank"
+    ways = "on a GPU the bare step computes under autocast, the recipe in bf16 copies of its weights, without FSDP"
     return f"Recipe tax ({ways}): " + "; ".join(sentences) + "." if sentences else ""
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._pytree import tree_leaves
 
 from automodel_lite.attention.interface import install
@@ -220,6 +221,27 @@ def held_between_micro_batches(rank: int, world: int, reduces_every: bool) -> fl
 def test_reducing_every_micro_batch_holds_shards_alone() -> None:
     assert run_ranks(held_between_micro_batches, 2, False) == [2.0, 2.0]
     assert run_ranks(held_between_micro_batches, 2, True) == [1.0, 1.0]
+
+
+def gathers_of_micro_batches(rank: int, world: int, reshards: bool) -> list[int]:
+    """How many gathers each of two steps of two micro-batches takes, forward and backward."""
+    mesh = open_mesh(MeshShape(1, 2, 1), torch.device("cpu"))
+    model = parallelize(loss_model("llama"), mesh, "fsdp", torch.float32, reshards=reshards)
+    gathers = []
+    for step in range(4):
+        with CommDebugMode() as seen, model.accumulate(is_last=step % 2 == 1):
+            model(micro_batch(rank, 1)).sum.backward()
+        gathers.append(sum(n for op, n in seen.comm_counts.items() if "gather" in str(op)))
+    return gathers
+
+
+def test_weights_that_stay_gathered_are_so_between_micro_batches() -> None:
+    freed = run_ranks(gathers_of_micro_batches, 2, True)[0]
+    assert freed[0] == freed[1] == freed[2] == freed[3]
+    kept = run_ranks(gathers_of_micro_batches, 2, False)[0]
+    assert 0 < kept[0] == kept[2] < freed[0]
+    # the embedding alone, which the backward pass does not need, and what lies beside the layers
+    assert kept[1] == kept[3] < kept[0]
 
 
 class LargestWeight(Loss):

@@ -138,8 +138,9 @@ def simulate(
               = plain documents
     is_whole  False: without checkpoint and export, and with a peak for the backward pass of each
               layer, as `backward 3`
-    Raises what the run would raise, NotImplementedError under DDP and for weights in 4 bits, CountError for a step that
-    cannot be counted. No process group may exist: one is made, and destroyed.
+    Raises what the run would raise, NotImplementedError under DDP and for weights in 4 bits,
+    CountError for a step that cannot be counted. No process group may exist: one is made, and
+    destroyed.
     """
     with counting(model_config, shape):
         plan = decide_layout(
