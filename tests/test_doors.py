@@ -18,7 +18,6 @@ ROOMS = {path.stem for path in PACKAGE.iterdir() if path.suffix in ("", ".py")}
 NAME = re.compile(r"automodel_lite\.(\w+)(\.\w+)*[.:]?(\w+)?")
 ALLOWED = {
     "automodel_lite/cli/commands.yaml": "--help lists commands without importing them",
-    "automodel_lite/data/reading/formats.yaml": "how each format of rows is read",
 }
 
 

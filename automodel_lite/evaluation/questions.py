@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from automodel_lite.data.document import IMAGE
 from automodel_lite.data.feeding.planned import document_kind
-from automodel_lite.data.reading.documents import IMAGE, Documents, Question, question_of
+from automodel_lite.data.reading.documents import Documents, Question, question_of
 from automodel_lite.errors import DataError
 
 IMAGES = "images"

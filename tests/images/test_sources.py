@@ -18,7 +18,7 @@ import pytest
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from automodel_lite.data.reading.documents import IMAGE
+from automodel_lite.data.document import IMAGE
 from automodel_lite.errors import DataError
 from automodel_lite.parts.images.archives import index_archive, row_of_index
 from automodel_lite.parts.images.sources import ImageLimits, ImageSource, source_of, take_images

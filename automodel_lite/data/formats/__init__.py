@@ -1,1 +1,1 @@
-"""What makes a document of a row of each known format (data/reading/formats.yaml)."""
+"""The known formats (`known.py`), and what makes a document of a row of each."""

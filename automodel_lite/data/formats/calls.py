@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from automodel_lite.data.reading.documents import shown
-from automodel_lite.data.reading.readers import read_json
+from automodel_lite.data.document import shown
+from automodel_lite.data.strict_json import read_json
 from automodel_lite.errors import DataError, explained
 
 ARGUMENTS = ("arguments", "parameters", "args", "input")

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from itertools import takewhile
 
+from automodel_lite.data.document import Document, Message, RawRow
 from automodel_lite.data.formats.texts import alpaca_prompt, answered, chat, text_of, turns_of
-from automodel_lite.data.reading.documents import Document, Message
-from automodel_lite.data.reading.readers import RawRow
 from automodel_lite.errors import DataError
 
 

@@ -5,15 +5,9 @@ from __future__ import annotations
 from itertools import cycle
 from typing import Any
 
+from automodel_lite.data.document import Document, Message, RawRow, shown, sound_text
 from automodel_lite.data.formats.calls import parsed, read_tools
 from automodel_lite.data.formats.turns import TURN_TOOLS, read_turns
-from automodel_lite.data.reading.documents import (
-    Document,
-    Message,
-    shown,
-    sound_text,
-)
-from automodel_lite.data.reading.readers import RawRow
 from automodel_lite.errors import DataError
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from automodel_lite.columns import COLUMNS, IGNORE_INDEX, declared_columns
-from automodel_lite.data.reading.documents import Document
+from automodel_lite.data.document import Document
 from automodel_lite.errors import DataError
 
 

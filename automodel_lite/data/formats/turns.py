@@ -11,14 +11,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from automodel_lite.data.document import MEDIA, NAMES, NOT_READ, Message, sound_text
 from automodel_lite.data.formats.calls import parsed, read_call, read_calls, read_tools
-from automodel_lite.data.reading.documents import (
-    MEDIA,
-    NAMES,
-    NOT_READ,
-    Message,
-    sound_text,
-)
 from automodel_lite.errors import DataError
 
 ROLES = NAMES["roles"]

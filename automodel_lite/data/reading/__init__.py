@@ -1,4 +1,4 @@
-"""Files and rows to documents: readers, formats, columns.
+"""Files and rows to documents: readers, columns.
 
 Knows: one row at a time. Imports: config, the ground.
 """

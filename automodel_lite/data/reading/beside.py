@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from automodel_lite.data.reading.documents import MEDIA, NAMES, NOT_READ, Document
-from automodel_lite.data.reading.formats import Format, Renames
+from automodel_lite.data.document import MEDIA, NAMES, NOT_READ, Document
+from automodel_lite.data.formats.known import Format, Renames
 
 # a column of the answer that is not wanted
 REJECTED = re.compile(r"reject|loser|worse|dispreferred", re.IGNORECASE)

@@ -20,6 +20,8 @@ import numpy as np
 
 from automodel_lite.columns import declared_columns
 from automodel_lite.data.cache import short_hash
+from automodel_lite.data.document import NAMES, UNUSED, Document, RawRow
+from automodel_lite.data.formats.known import FORMATS, GROUP, Format, Renames, own_format
 from automodel_lite.data.reading.beside import (
     ANSWERS,
     EMPTY,
@@ -31,10 +33,8 @@ from automodel_lite.data.reading.beside import (
     part_of,
     problems_beside,
 )
-from automodel_lite.data.reading.documents import NAMES, UNUSED, Document
-from automodel_lite.data.reading.formats import FORMATS, GROUP, Format, Renames, own_format
 from automodel_lite.data.reading.labels import Alignment, align, check_alignment
-from automodel_lite.data.reading.readers import RawRow, RawRows
+from automodel_lite.data.reading.readers import RawRows
 from automodel_lite.errors import ConfigError, DataError, did_you_mean, nearest, one_line, printable
 
 OwnFormat = Callable[[RawRow], Any]

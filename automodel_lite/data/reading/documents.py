@@ -4,29 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
-import yaml
-
+from automodel_lite.data.document import Document, Message
 from automodel_lite.data.reading.readers import RawRows, RowList
-from automodel_lite.errors import DataError
-
-# key of a document: columns of its row that nothing uses and that begin after the first rows
-UNUSED = "unused"
-# the place of an image in a text; Unicode keeps such code points free
-IMAGE = "\ufdd2"
-Message = dict[str, Any]
-Document = dict[str, Any]
-"""A normalized document; its keys say what it is:
-
-- `messages` (list of `{"role", "content", ...}`), optional `tools`: a chat
-- `prompt`, `completion` (text), optional `system`: one question and its answer
-- `text`: plain text
-- `input_ids` and `labels` (int32 arrays of equal length, next-token aligned, -100 = no loss):
-  already tokenized; `labels` None: not said what is trained on
-- `documents`: several of them in one row: answers to one prompt, or what was packed before
-"""
 
 
 @dataclass(frozen=True)
@@ -100,27 +81,3 @@ class DocumentList(RowList):
 
     def where(self, index: int) -> str:
         return f"{self.name}[{index}]"
-
-
-# of columns, and of roles
-NAMES = yaml.safe_load((Path(__file__).parent / "names.yaml").read_text())
-MEDIA = ("image", "images", "video", "videos", "audio", "audios")
-NOT_READ = "dataset=images reads images, and nothing reads other media"
-
-
-def sound_text(value: str, where: str) -> str:
-    """Returns the text, if it is one that can be written as UTF-8: JSON may hold half of a
-    surrogate pair.
-    """
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise DataError(
-            f"{where} contains an unpaired surrogate at character {error.start + 1}."
-        ) from error
-    return value
-
-
-def shown(value: Any) -> str:
-    """Returns a value of a wrong type, for a message."""
-    return "missing" if value is None else f"{type(value).__name__} {str(value)[:40]!r}"

@@ -18,10 +18,10 @@ import numpy as np
 
 from automodel_lite.config.rules import OneOf, Only, PathStr, Positive, Range, Seed
 from automodel_lite.data.cache import build_once, cache_root
+from automodel_lite.data.formats.known import GROUP
 from automodel_lite.data.reading import compressed, remote, tables
 from automodel_lite.data.reading.columns import Detected, NormalizedRows, OwnFormat, detect
 from automodel_lite.data.reading.documents import DocumentSet, Question
-from automodel_lite.data.reading.formats import GROUP
 from automodel_lite.data.reading.labels import Alignment, find_alignment
 from automodel_lite.data.reading.paths import (
     COMPRESSIONS,

@@ -20,7 +20,7 @@ from typing import Literal
 import numpy as np
 
 from automodel_lite.columns import COLUMNS, IGNORE_INDEX
-from automodel_lite.data.reading.documents import Document
+from automodel_lite.data.document import Document
 from automodel_lite.data.reading.readers import Placed
 from automodel_lite.errors import DataError
 

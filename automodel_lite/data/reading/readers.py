@@ -28,9 +28,10 @@ from typing import Any, Protocol
 import numpy as np
 from torch.utils.data import ConcatDataset
 
+from automodel_lite.data.document import RawRow
+from automodel_lite.data.strict_json import read_json
 from automodel_lite.errors import OR_SKIP, DataError
 
-RawRow = dict[str, Any]
 UTF_8 = "utf-8-sig"  # in which a byte order mark at the beginning is no text
 INDEX_BLOCK_BYTES = 64 * 2**20
 MAX_ROW_BYTES = 64 * 2**20  # of one line, paragraph or text file: more takes a tokenizer gigabytes
@@ -237,28 +238,6 @@ def _json_cure(error: json.JSONDecodeError) -> str:
     if error.msg.startswith("Unterminated") or len(error.doc) == error.pos:
         return "it ends too soon, as a file that was cut off: write the file again"
     return f"mend it there{OR_SKIP}"
-
-
-def _object(pairs: list[tuple[str, Any]]) -> RawRow:
-    row = dict(pairs)
-    if len(row) < len(pairs):
-        names = [key for key, _ in pairs]
-        twice = next(key for key in names if names.count(key) > 1)
-        raise ValueError(f"the key {twice!r} is there twice in one object: keep one of them")
-    return row
-
-
-_DECODER = json.JSONDecoder(object_pairs_hook=_object)
-
-
-def read_json(text: str) -> Any:
-    """As `json.loads`, which takes the last of the values under one key and drops the others in
-    silence.
-    """
-    try:
-        return _DECODER.decode(text)
-    except RecursionError:
-        raise ValueError("brackets are nested a thousand deep") from None
 
 
 @dataclass(frozen=True)

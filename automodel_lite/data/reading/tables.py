@@ -12,8 +12,9 @@ import pyarrow
 import pyarrow.ipc
 import pyarrow.parquet
 
+from automodel_lite.data.document import RawRow
 from automodel_lite.data.reading.paths import WholeFile, check_not_cut
-from automodel_lite.data.reading.readers import RawRow, RawRows, RowList, check_names
+from automodel_lite.data.reading.readers import RawRows, RowList, check_names
 from automodel_lite.errors import ConfigError, DataError, explained
 
 BLOCK_ROWS = 512  # made into Python objects together, of up to as many bytes

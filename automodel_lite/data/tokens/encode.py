@@ -35,9 +35,9 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from automodel_lite.columns import CHOSEN, IGNORE_INDEX, REJECTED
+from automodel_lite.data.document import IMAGE, UNUSED, Document, Message, sound_text
 from automodel_lite.data.formats.calls import parsed
 from automodel_lite.data.formats.turns import TURN_TOOLS
-from automodel_lite.data.reading.documents import IMAGE, UNUSED, Document, Message, sound_text
 from automodel_lite.data.tokens.stop_tokens import PROBE, token_behind
 from automodel_lite.data.tokens.token_rows import next_token_labels
 from automodel_lite.errors import OR_SKIP, ConfigError, DataError

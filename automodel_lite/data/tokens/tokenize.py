@@ -31,7 +31,8 @@ from automodel_lite.columns import COLUMNS, IGNORE_INDEX, Column, declared_colum
 from automodel_lite.config.components import build, build_with
 from automodel_lite.config.schema import Config, TokenizeConfig
 from automodel_lite.data.cache import Key, build_once, cache_root, short_hash
-from automodel_lite.data.reading.documents import Document, Documents, DocumentSet
+from automodel_lite.data.document import Document
+from automodel_lite.data.reading.documents import Documents, DocumentSet
 from automodel_lite.data.reading.readers import Placed, placed
 from automodel_lite.data.tokens.encode import Encoder, Remarks, Renderer
 from automodel_lite.data.tokens.findings import (

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Annotated
 
 from automodel_lite.config.rules import Range, Seed
-from automodel_lite.data.reading.documents import Document, DocumentList, Question
+from automodel_lite.data.document import Document
+from automodel_lite.data.reading.documents import DocumentList, Question
 
 # capitals, phrasings, answer
 TOY = json.loads((Path(__file__).parent / "toy_chat.json").read_text())

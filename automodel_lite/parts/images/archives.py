@@ -17,7 +17,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from automodel_lite.data.reading.readers import RawRow, read_json
+from automodel_lite.data.document import RawRow
+from automodel_lite.data.strict_json import read_json
 from automodel_lite.errors import DataError, explained
 from automodel_lite.parts.images.sources import ImageSource
 

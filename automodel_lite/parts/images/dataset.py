@@ -14,12 +14,13 @@ from automodel_lite.config.components import build
 from automodel_lite.config.rules import OneOf, PathStr, Positive
 from automodel_lite.config.schema import Config
 from automodel_lite.data.cache import build_once, cache_root
+from automodel_lite.data.document import NAMES, RawRow
 from automodel_lite.data.feeding.source import Reading
 from automodel_lite.data.packing.packs import Packer
-from automodel_lite.data.reading.documents import NAMES, DocumentSet
+from automodel_lite.data.reading.documents import DocumentSet
 from automodel_lite.data.reading.files import FilesDataset, OpenedRows, sniff_columns
 from automodel_lite.data.reading.paths import KINDS, kind_of, stamp
-from automodel_lite.data.reading.readers import RawRow, RawRows, placed
+from automodel_lite.data.reading.readers import RawRows, placed
 from automodel_lite.data.reading.tables import DatasetRows
 from automodel_lite.data.tokens.tokenize import Job
 from automodel_lite.errors import ConfigError, DataError, printable

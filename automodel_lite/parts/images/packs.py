@@ -19,8 +19,8 @@ from torch import Tensor
 
 from automodel_lite.columns import IGNORE_INDEX
 from automodel_lite.config.schema import Config
+from automodel_lite.data.document import IMAGE
 from automodel_lite.data.packing.packs import PackBatch, PackedDataset, Packer, lay_out_packs
-from automodel_lite.data.reading.documents import IMAGE
 from automodel_lite.data.tokens.token_rows import (
     DocumentReader,
     LabelSpans,

@@ -23,8 +23,8 @@ from automodel_lite.attention.documents import runs_by_rows
 from automodel_lite.attention.isolation import tolerance_std
 from automodel_lite.attention.kernel import AHEAD_CURE, AheadKernel, refuse
 from automodel_lite.attention.spec import UNPACKED
+from automodel_lite.data.document import IMAGE
 from automodel_lite.data.feeding.source import PackSource
-from automodel_lite.data.reading.documents import IMAGE
 from automodel_lite.data.tokens.tokenize import DocumentTokenizer
 from automodel_lite.errors import ConfigError
 from automodel_lite.evaluation.questions import IMAGES

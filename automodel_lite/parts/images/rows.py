@@ -14,8 +14,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from automodel_lite.data.reading.documents import Document
-from automodel_lite.data.reading.readers import ConcatenatedRows, RawRow, RawRows
+from automodel_lite.data.document import Document, RawRow
+from automodel_lite.data.reading.readers import ConcatenatedRows, RawRows
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.evaluation.questions import IMAGES
 from automodel_lite.parts.images.archives import KEY, row_of_index, rows_of_hub_sample

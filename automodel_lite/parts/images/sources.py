@@ -31,8 +31,7 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 from PIL.TiffImagePlugin import TiffImageFile
 
-from automodel_lite.data.reading.documents import IMAGE
-from automodel_lite.data.reading.readers import RawRow
+from automodel_lite.data.document import IMAGE, RawRow
 from automodel_lite.data.reading.remote import PROTOCOLS
 from automodel_lite.errors import DataError, explained, one_line
 from automodel_lite.parts.images.colors import as_shown, bits_of

@@ -30,7 +30,8 @@ from transformers.image_processing_base import ImageProcessingMixin
 
 from automodel_lite.attention.spec import config_value
 from automodel_lite.columns import IGNORE_INDEX
-from automodel_lite.data.reading.documents import IMAGE, Document, DocumentSet, Message
+from automodel_lite.data.document import IMAGE, Document, Message
+from automodel_lite.data.reading.documents import DocumentSet
 from automodel_lite.data.tokens.encode import ChatRenderer, Encoder, Renderer, Rendering
 from automodel_lite.data.tokens.tokenize import DocumentTokenizer, Job
 from automodel_lite.errors import ConfigError, DataError, DroppedError, explained

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from automodel_lite.config.schema import TokenizeConfig
+from automodel_lite.data.formats.known import FORMATS
 from automodel_lite.data.reading.columns import detect
 from automodel_lite.data.reading.files import FilesDataset
-from automodel_lite.data.reading.formats import FORMATS
 from automodel_lite.data.reading.readers import placed
 from automodel_lite.data.tokens.tokenize import Job, tokenize_documents
 from automodel_lite.errors import ConfigError, DataError

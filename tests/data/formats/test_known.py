@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from automodel_lite.data.formats.known import FORMATS
 from automodel_lite.data.reading.columns import detect
 from automodel_lite.data.reading.files import FilesDataset
-from automodel_lite.data.reading.formats import FORMATS
 from automodel_lite.errors import DataError
 
 

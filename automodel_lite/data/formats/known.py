@@ -1,0 +1,120 @@
+"""The shapes in which people keep their data: a row of each of them as a document."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from automodel_lite.data.document import Document, RawRow, shown
+from automodel_lite.data.formats import texts, tokens
+from automodel_lite.data.formats.preference import preference
+from automodel_lite.errors import DataError
+
+Renames = Mapping[str, str]  # canonical name -> column of the file
+# column of any format: rows of one name may share their beginning (data/tokens/trees.py)
+GROUP = "group"
+
+
+@dataclass(frozen=True)
+class Format:
+    """One shape of rows.
+
+    kind       messages | prompt_completion | text | preference | tokens | own
+    columns    those that tell it
+    normalize  makes a document of a row
+    optional   columns that a row may have besides
+    """
+
+    name: str
+    kind: str
+    columns: tuple[str, ...]
+    normalize: Callable[[RawRow], Document]
+    optional: tuple[str, ...] = ()
+
+
+_TOOLS = ("tools", "functions")
+_SYSTEM = ("system", "system_prompt")
+_THOUGHTS = "reasoning_content"
+_OF_CHATS = (*_TOOLS, *_SYSTEM, "response", _THOUGHTS)
+FORMATS = (
+    Format(
+        "packed",
+        "tokens",
+        ("input_ids", "labels", "seq_lens"),
+        tokens.packed_tokens,
+        ("seq_lens_padded", "loss_weights"),
+    ),
+    Format(
+        "tokens",
+        "tokens",
+        ("input_ids",),
+        tokens.tokens,
+        ("labels", "loss_mask", "attention_mask", "loss_weights"),
+    ),
+    Format("messages", "messages", ("messages",), texts.messages, _OF_CHATS),
+    Format("sharegpt", "messages", ("conversations",), texts.conversations, _OF_CHATS),
+    Format(
+        "alpaca",
+        "prompt_completion",
+        ("instruction", "output"),
+        texts.alpaca,
+        ("input", "history", *_SYSTEM, _THOUGHTS),
+    ),
+    Format(
+        "prompt_completion",
+        "prompt_completion",
+        ("prompt", "completion"),
+        texts.prompt_completion,
+        ("history", *_TOOLS, *_SYSTEM, _THOUGHTS),
+    ),
+    Format(
+        "responses",
+        "prompt_completion",
+        ("prompt", "responses"),
+        texts.responses,
+        ("history", *_TOOLS, *_SYSTEM),
+    ),
+    Format(
+        "question_answer",
+        "prompt_completion",
+        ("question", "answer"),
+        texts.question_answer,
+        ("context", *_SYSTEM, _THOUGHTS),
+    ),
+    Format("text", "text", ("text",), texts.text),
+    Format(
+        "preference",
+        "preference",
+        ("chosen", "rejected"),
+        preference,
+        ("prompt", "instruction", "input", "question", "conversations", *_TOOLS, *_SYSTEM),
+    ),
+)
+"""In the order in which they are looked for."""
+
+
+def own_format(name: str, function: Callable[[RawRow], Any]) -> Format:
+    """Returns the format of a function of the user's: it makes of a raw row a list of messages, or
+    an object with `messages`, with `prompt` and `completion`, or with `text`, as a row of that
+    format has them.
+    """
+
+    kinds = ("messages", "prompt_completion", "text")
+
+    def normalize(row: RawRow) -> Document:
+        made = function(row)
+        made = {"messages": made} if isinstance(made, list) else made
+        keys = made.keys() if isinstance(made, dict) else ()
+        found = next(
+            (known for known in FORMATS if known.kind in kinds and {*known.columns} <= {*keys}),
+            None,
+        )
+        if found is None:
+            raise DataError(
+                f"dataset.format={name} must return a list of messages, or an object with "
+                f"messages, with prompt and completion, or with text, not {shown(made)}."
+            )
+        return found.normalize(made)
+
+    return Format(name, "own", (), normalize)
