@@ -150,7 +150,7 @@ def first_layers(
     num_layers = text.num_hidden_layers
     largest = LARGEST_PARAMETERS[device.type]
     whole, of_one = (
-        sum(p.numel() for p in describe_with(source.overrides, partial(describe, one)).parameters())
+        sum(p.numel() for p in describe_with(source.settings, partial(describe, one)).parameters())
         for one in (config, with_layers(config, 1))
     )
     if whole <= largest or num_layers <= LEAST_LAYERS:

@@ -16,9 +16,11 @@ from automodel_lite.errors import ConfigError, did_you_mean, format_value, one_l
 Settings = dict[str, Any]  # of a config.json, or of a part of it
 
 
-def check_described(config: PretrainedConfig, overrides: Settings) -> None:
+def check_described(config: PretrainedConfig, typed: Settings) -> None:
     """Raises ConfigError for sizes that no model can have, and for a missing package; libraries
     meet them late, or never.
+
+    typed  what the user has set, by its whole name
     """
     # with the names of all families
     from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
@@ -36,9 +38,9 @@ def check_described(config: PretrainedConfig, overrides: Settings) -> None:
     for key, most in FAMILIES["largest_sizes"].items():
         value = _number(text, [key])
         if value is not None and value < 1:
-            raise cannot_work(f"{key}={value} must be at least 1.", overrides)
+            raise cannot_work(f"{key}={value} must be at least 1.", typed)
         if value is not None and value > most:
-            raise cannot_work(f"{key}={value:,} must be at most {most:,}.", overrides)
+            raise cannot_work(f"{key}={value:,} must be at most {most:,}.", typed)
     # transformers finds this in the first forward, as a product of shapes that do not fit.
     heads, kv_heads = (
         _number(text, [key]) for key in ("num_attention_heads", "num_key_value_heads")
@@ -46,12 +48,12 @@ def check_described(config: PretrainedConfig, overrides: Settings) -> None:
     if heads and kv_heads and heads % kv_heads:
         raise cannot_work(
             f"num_attention_heads={heads} must be a multiple of num_key_value_heads={kv_heads}.",
-            overrides,
+            typed,
         )
     chosen = experts_per_token(text)
     experts = number_of_experts(text)
     if chosen and experts and chosen > experts:
-        raise cannot_work(f"a token cannot be sent to {chosen} of {experts} experts.", overrides)
+        raise cannot_work(f"a token cannot be sent to {chosen} of {experts} experts.", typed)
 
 
 def number_of_experts(text: PretrainedConfig) -> int | None:
@@ -113,9 +115,9 @@ OF_ROPE = ("rope_theta", "rope_scaling")
 """What config.json has under these names transformers keeps in `rope_parameters`."""
 
 
-def cannot_work(reason: object, overrides: Settings) -> ConfigError:
+def cannot_work(reason: object, typed: Settings) -> ConfigError:
     """Makes the sentence for settings that a model's own code refuses."""
-    settings = " ".join(f"model.config.{key}={value}" for key, value in overrides.items())
+    settings = " ".join(f"{key}={value}" for key, value in typed.items())
     is_name = isinstance(reason, KeyError) and " " not in str(reason.args[0])
     text = f"{reason} is not known." if is_name else one_line(reason).strip('"')
     return ConfigError(
@@ -124,34 +126,38 @@ def cannot_work(reason: object, overrides: Settings) -> ConfigError:
     )
 
 
-def describe_with(overrides: Settings, make: Callable[[], Any]) -> Any:
+def describe_with(typed: Settings, make: Callable[[], Any]) -> Any:
     """Returns what `make` makes; what the family's own config class refuses is a ConfigError that
-    names `overrides`.
+    names what was `typed`.
     """
     try:
         return make()
     except Exception as error:  # checks of the model's own config class
-        raise cannot_work(error, overrides) from error
+        raise cannot_work(error, typed) from error
 
 
 def check_settings(
     settings: Settings,
     config: PretrainedConfig,
-    prefix: str = "model.config.",
+    node: str,
+    group: str = "",
     is_loaded: bool = False,
 ) -> None:
     """Raises ConfigError for a setting that the family does not have, with the nearest
     that it has, and for one that promises something about training and that nothing reads.
 
+    node       the config node of the model, `model` or `teacher`
+    group      where the settings stand in its config: `text_config.`
     is_loaded  weights are those of a checkpoint
     """
+    prefix = f"{node}.config.{group}"
     known = [*config.to_dict(), *config.attribute_map]
     if "rope_parameters" in known:
         known += OF_ROPE
     inner = _inner_configs(config)
     for key, value in settings.items():
         if key in inner and isinstance(value, dict):
-            check_settings(value, inner[key], f"{prefix}{key}.", is_loaded)
+            check_settings(value, inner[key], node, f"{group}{key}.", is_loaded)
         elif key not in known:
             of_text = [f"{name}.{key}" for name, part in inner.items() if key in part.to_dict()]
             near = f"; did you mean {prefix}{of_text[0]}?" if of_text else did_you_mean(key, known)
@@ -167,7 +173,7 @@ def check_settings(
             )
         elif is_loaded and key in FAMILIES["drawn_by"]:
             raise ConfigError(
-                f"{prefix}{key}={value} is of weights that are drawn, and model.pretrained loads "
+                f"{prefix}{key}={value} is of weights that are drawn, and {node}.pretrained loads "
                 "all of them: leave it out."
             )
     scaling = settings.get("rope_scaling")

@@ -73,6 +73,8 @@ class CausalLM:
     model from scratch: it needs `model_type` (llama, qwen3 ...); the vocabulary size and special
     tokens are the tokenizer's. `experts` is transformers' `experts_implementation`: grouped_mm (one
     product of groups), batched_mm, eager (expert by expert).
+
+    key  of this node, by which errors name a setting: `teacher` for a frozen second model
     """
 
     def __init__(
@@ -93,7 +95,10 @@ class CausalLM:
         freeze: list[str] | None = None,
         # train encoders of images, and projections, too; model.freeze leaves some of them out
         train_towers: bool = False,
+        *,
+        key: str = "model",
     ) -> None:
+        self.key = key
         self.train_towers = train_towers
         self.resize_embeddings = resize_embeddings
         self.freeze = list(freeze or ())
@@ -108,28 +113,33 @@ class CausalLM:
         is_pinned = re.fullmatch(r"[0-9a-f]{40}", revision or "")
         if trust_remote_code and not is_pinned and not (pretrained and Path(pretrained).is_dir()):
             raise ConfigError(
-                "model.trust_remote_code=true runs code of the model's repository: pin the commit "
-                f"that you have reviewed, model.revision=<40 hex digits>, not {revision}."
+                f"{key}.trust_remote_code=true runs code of the model's repository: pin the commit "
+                f"that you have reviewed, {key}.revision=<40 hex digits>, not {revision}."
             )
         if revision and (not pretrained or Path(pretrained).expanduser().is_dir()):
             place = "is a folder" if pretrained else "is from scratch"
             raise ConfigError(
-                f"model.revision={revision} is of a hub repository, and "
-                f"model.pretrained={format_value(pretrained)} {place}: leave it out."
+                f"{key}.revision={revision} is of a hub repository, and "
+                f"{key}.pretrained={format_value(pretrained)} {place}: leave it out."
             )
         self.overrides = dict(config or {})
         if pretrained and "model_type" in self.overrides:
             raise ConfigError(
-                f"model.pretrained={pretrained} loads a model while model.config describes one "
-                "from scratch: choose model=pretrained as well."
+                f"{key}.pretrained={pretrained} loads a model while {key}.config describes one "
+                f"from scratch: choose {key}=pretrained as well."
             )
         if not pretrained and "model_type" not in self.overrides:
             raise ConfigError(
-                "model.pretrained=null needs model.config.model_type (llama, qwen3 ...), or a "
+                f"{key}.pretrained=null needs {key}.config.model_type (llama, qwen3 ...), or a "
                 "folder to load."
             )
         if pretrained:
-            check_source("model.pretrained", pretrained)
+            check_source(f"{key}.pretrained", pretrained)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Returns the overrides as they are typed: `model.config.hidden_size` -> value."""
+        return {f"{self.key}.config.{name}": value for name, value in self.overrides.items()}
 
     def config(self, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
         """Returns the model's config; a model from scratch gets the tokenizer's vocabulary and
@@ -163,25 +173,25 @@ class CausalLM:
         Raises ConfigError for a setting that the model does not have, or not with this value.
         """
         if self.pretrained:
-            config = _load_config(self.pretrained, self.source)
-            check_settings(self.overrides, config, is_loaded=True)
-            describe_with(self.overrides, partial(apply_settings, config, self.overrides))
-            check_described(config, self.overrides)
+            config = _load_config(self.pretrained, self.source, self.key)
+            check_settings(self.overrides, config, self.key, is_loaded=True)
+            describe_with(self.settings, partial(apply_settings, config, self.overrides))
+            check_described(config, self.settings)
             quantization = quantization_of(config)
             method = quantization and str(quantization["quant_method"])
             # weights that cannot be turned back into what is trained
             if method and method not in DEQUANTIZED:
                 raise ConfigError(
-                    f"model.pretrained={self.pretrained} is quantized ({method}), and only "
+                    f"{self.key}.pretrained={self.pretrained} is quantized ({method}), and only "
                     f"{' and '.join(sorted(DEQUANTIZED))} weights are dequantized here: use the "
                     "original checkpoint (peft=qlora holds one in 4 bits)."
                 )
             # transformers 5.23
             if config.model_type == "youtu" and config.pad_token_id is not None:
                 raise ConfigError(
-                    f"model.pretrained={self.pretrained}: transformers zeroes row "
+                    f"{self.key}.pretrained={self.pretrained}: transformers zeroes row "
                     f"{config.pad_token_id} of this family's embedding when it loads it: set "
-                    "model.config.pad_token_id=null."
+                    f"{self.key}.config.pad_token_id=null."
                 )
             return config
         settings = {**defaults, **self.overrides}
@@ -192,14 +202,15 @@ class CausalLM:
         if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
             near = did_you_mean(str(kind), CONFIG_MAPPING)
             raise ConfigError(
-                f"model.config.model_type={kind}: transformers has no such model{near}"
+                f"{self.key}.config.model_type={kind}: transformers has no such model{near}"
             )
-        check_settings(settings, describe_with({}, lambda: transformers.AutoConfig.for_model(kind)))
+        usual = describe_with({}, lambda: transformers.AutoConfig.for_model(kind))
+        check_settings(settings, usual, self.key)
         # in one call: other values follow from these, such as head_dim
         made: PretrainedConfig = describe_with(
-            self.overrides, lambda: transformers.AutoConfig.for_model(kind, **settings)
+            self.settings, lambda: transformers.AutoConfig.for_model(kind, **settings)
         )
-        check_described(made, self.overrides)
+        check_described(made, self.settings)
         return made
 
     def build(
@@ -233,7 +244,8 @@ class CausalLM:
                 known = {name: weight.shape for name, weight in lm.named_parameters()}
                 # xLSTM's code for new rows fails
                 with explained(
-                    f"model.resize_embeddings=true: transformers cannot grow {type(lm).__name__}",
+                    f"{self.key}.resize_embeddings=true: transformers cannot grow "
+                    f"{type(lm).__name__}",
                     *(AttributeError, NotImplementedError),
                 ):
                     with_head(lm).resize_token_embeddings(rows, mean_resizing=False)
@@ -335,7 +347,9 @@ class CausalLM:
         )
         if missing or mismatched:
             of_heads = self.mtp_loss and any(re.search("mtp|eh_proj", name) for name in missing)
-            cure = " The checkpoint has no such heads: set model.mtp_loss=0." if of_heads else ""
+            cure = (
+                f" The checkpoint has no such heads: set {self.key}.mtp_loss=0." if of_heads else ""
+            )
             raise ConfigError(
                 f"the model {self.pretrained}: {len(missing)} weights are missing and "
                 f"{len(mismatched)} have a different shape than in the config, "
@@ -346,7 +360,8 @@ class CausalLM:
             if model.get_parameter(one) is not model.get_parameter(other):
                 raise ConfigError(
                     f"the config of {self.pretrained} ties {one} to {other}, and the checkpoint "
-                    "has different values for them: set model.config.tie_word_embeddings=false."
+                    f"has different values for them: set {self.key}.config.tie_word_embeddings="
+                    "false."
                 )
         if quantization:
             forget(model, report["unexpected_keys"])
@@ -393,8 +408,8 @@ class CausalLM:
             raise ConfigError(
                 f"the tokenizer has {len(tokenizer)} tokens, the model's embedding {rows} rows: "
                 "use the model's own tokenizer; for tokens that you have added set "
-                "model.resize_embeddings=true, for a model from scratch "
-                f"model.config.vocab_size={len(tokenizer)}."
+                f"{self.key}.resize_embeddings=true, for a model from scratch "
+                f"{self.key}.config.vocab_size={len(tokenizer)}."
             )
         # Set before the model is built: its experts choose their function in the constructor.
         if self.experts != "auto":
@@ -511,7 +526,7 @@ def ask_no_hub_without_network() -> None:
         huggingface_hub.constants.HF_HUB_OFFLINE = True
 
 
-def _load_config(source: str, options: dict[str, Any]) -> PretrainedConfig:
+def _load_config(source: str, options: dict[str, Any], key: str) -> PretrainedConfig:
     shape = SHAPES / f"{source.replace('/', '--')}.json"
     try:
         # Without a network each question to the hub is retried for 26 s: the stored shape answers
@@ -531,8 +546,8 @@ def _load_config(source: str, options: dict[str, Any]) -> PretrainedConfig:
         if options["trust_remote_code"] or "trust_remote_code" not in str(error):
             raise ConfigError(f"the model {source} cannot be loaded: {one_line(error)}") from error
         raise ConfigError(
-            f"model.pretrained={source} runs its own code: review it, and allow it on the command "
-            "line with model.trust_remote_code=true and its commit as model.revision=... ."
+            f"{key}.pretrained={source} runs its own code: review it, and allow it on the command "
+            f"line with {key}.trust_remote_code=true and its commit as {key}.revision=... ."
         ) from None
     return config
 

@@ -33,7 +33,6 @@ from automodel_lite.training.settings import (
     Decided,
     Parts,
     as_teacher,
-    naming_teacher,
     with_recomputation,
 )
 
@@ -62,8 +61,7 @@ def decide(
     decided = decide_layout(parts, parts.model.config(tokenizer), shape, device)
     if parts.teacher:
         second = as_teacher(parts, parts.teacher)
-        with naming_teacher():
-            frozen = decide_layout(second, parts.teacher.config(tokenizer), shape, device)
+        frozen = decide_layout(second, parts.teacher.config(tokenizer), shape, device)
         decided = replace(decided, of_teacher=frozen)
     if not trains:
         return decided
@@ -100,13 +98,14 @@ def decide_layout(
     check_parts(parts, strategy, device)
     kernel, reason = choose_attention(parts.attention, attention_specs(config, device, dtype))
     parts, exchange = with_exchange(parts, config, kernel, dtype)
-    described = describe_with(parts.model.overrides, partial(describe, config))
+    described = describe_with(parts.model.settings, partial(describe, config))
     parts.model.add_heads(described)
     experts = parts.model.experts
+    key = parts.model.key
     if experts != "auto" and not has_experts(described):
         raise ConfigError(
-            f"model.experts={experts}: {type(described).__name__} has no experts that are computed "
-            "so: set model.experts=auto."
+            f"{key}.experts={experts}: {type(described).__name__} has no experts that are computed "
+            f"so: set {key}.experts=auto."
         )
     parts.model.balance(described)  # a model without routers is refused
     return Decided.of(

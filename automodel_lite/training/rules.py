@@ -238,4 +238,4 @@ def build_on_meta(source: CausalLM) -> None:
             lm(input_ids=ids, attention_mask=mask, use_cache=False)
     except Exception as error:  # a model's code may raise anything
         if lm is None or not isinstance(error, RuntimeError) or _SHAPES.search(str(error)):
-            raise cannot_work(error, source.overrides) from error
+            raise cannot_work(error, source.settings) from error

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -69,9 +67,8 @@ def build_parts(config: Config) -> Parts:
     loss = checked_loss(build(config.loss))
     teacher = None
     if config.teacher:
-        with naming_teacher():
-            teacher = build(config.teacher)
-            teacher.resolve_model_config({})
+        teacher = build(config.teacher, key="teacher")
+        teacher.resolve_model_config({})
         for name in OF_TRAINING:
             if value := getattr(teacher, name):
                 raise ConfigError(
@@ -124,17 +121,6 @@ def build_optimizer(part: Mapping[str, Any], module: nn.Module) -> Optimizer:
         )
     optimizer: Optimizer = build(part, module)
     return optimizer
-
-
-@contextmanager
-def naming_teacher() -> Iterator[None]:
-    """Names the teacher in a ConfigError of a class that both models share, and that knows one
-    name.
-    """
-    try:
-        yield
-    except ConfigError as error:
-        raise ConfigError(re.sub(r"\bmodel\.(?=[a-z_.]+=)", "teacher.", str(error))) from error
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -319,3 +319,23 @@ def test_weights_that_are_a_program_are_a_sentence(tmp_path: Path) -> None:
         match=r"its weights are a pickle that holds more than tensors, .*: use a checkpoint",
     ):
         CausalLM(str(tmp_path)).build(byte_tokenizer(MARKED))
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"config": {}}, "teacher.pretrained=null needs teacher.config.model_type"),
+        ({"config": {"model_type": "lama"}}, "teacher.config.model_type=lama"),
+        ({"config": {"model_type": "llama", "hidden_siz": 3}}, "teacher.config.hidden_siz=3"),
+        (
+            {"config": {"model_type": "llama", "num_attention_heads": 0}},
+            "(teacher.config.model_type=llama teacher.config.num_attention_heads=0)",
+        ),
+    ],
+    ids=["no model", "no such model", "no such setting", "refused by its class"],
+)
+def test_a_second_model_is_named_by_its_node(settings: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        CausalLM(**settings, key="teacher").resolve_model_config({"vocab_size": 64})
+    assert named in str(raised.value)
+    assert "model.config" not in str(raised.value).replace("teacher.config", "")
