@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any, Self
 
 MISTAKE_EXIT = 2  # exit code of a mistake that the user can mend
-# the end of a bad row's cure; taken off where bad rows are left out already
-OR_SKIP = ", or leave bad rows out with tokenize.on_bad_row=skip"
 
 
 class UserError(ValueError):
@@ -33,7 +31,10 @@ class UserError(ValueError):
         self.problems = tuple(problems)
 
     def __str__(self) -> str:
-        message = f"{self.text}: {self.cure}." if self.cure else self.text
+        return self._with_cure(self.cure)
+
+    def _with_cure(self, cure: str) -> str:
+        message = f"{self.text}: {cure}." if cure else self.text
         return printable(message, kept="\n")  # names of files and columns are in it
 
     @classmethod
@@ -69,7 +70,37 @@ class IdleSettingError(ConfigError):
 
 
 class DataError(UserError):
-    """Data that cannot be trained on: names the file, the line and the column."""
+    """Data that cannot be trained on: names the file, the line and the column.
+
+    key       the setting that the cure names: it does nothing where the data are a question
+    can_skip  leaving bad rows out is a cure, too
+    """
+
+    def __init__(
+        self,
+        text: str,
+        *,
+        key: str = "",
+        cure: str = "",
+        problems: Sequence[UserError] = (),
+        can_skip: bool = False,
+    ) -> None:
+        super().__init__(text, key=key, cure=cure, problems=problems)
+        self.can_skip = can_skip
+
+    def __str__(self) -> str:
+        skip = ", or leave bad rows out with tokenize.on_bad_row=skip" * self.can_skip
+        return self._with_cure(self.cure + skip)
+
+    def left_out(self) -> str:
+        """Returns the message where bad rows are left out already."""
+        return self._with_cure(self.cure)
+
+    def at(self, place: str) -> DataError:
+        """Returns the error with the place of the row: `train.jsonl:17`."""
+        return DataError(
+            f"{place}: {self.text}", key=self.key, cure=self.cure, can_skip=self.can_skip
+        )
 
 
 class DroppedError(DataError):
@@ -157,7 +188,11 @@ def system_errors() -> Iterator[None]:
 
 @contextmanager
 def explained(
-    sentence: str, *errors: type[Exception], kind: type[ValueError] = ConfigError, cure: str = ""
+    sentence: str,
+    *errors: type[Exception],
+    kind: type[UserError] = ConfigError,
+    key: str = "",
+    cure: str = "",
 ) -> Iterator[None]:
     """Raises `sentence (reason): cure.` for one of `errors`, without any for OSError; what is a
     sentence already passes.
@@ -169,7 +204,8 @@ def explained(
         raise
     except errors as error:
         reason = getattr(error, "strerror", None) or one_line(error)
-        raise kind(f"{sentence} ({reason}){': ' * bool(cure)}{cure}.") from error
+        text = f"{sentence} ({reason})"
+        raise kind(text if cure else f"{text}.", key=key, cure=cure) from error
 
 
 def printable(text: str, kept: str = "") -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -145,3 +147,13 @@ def test_an_error_of_a_package_in_rust_is_the_systems() -> None:
     with pytest.raises(Exception, match=r"^data did not match$") as other, system_errors():
         raise Exception("data did not match")
     assert not isinstance(other.value, OSError)
+
+
+def test_a_bad_row_keeps_its_cures_on_the_way_to_its_place() -> None:
+    """Out of a worker too, which pickles it."""
+    error = DataError("no answer", key="dataset.columns", cure="add one", can_skip=True)
+    moved = pickle.loads(pickle.dumps(error.at("a.jsonl:3")))
+    skip = "or leave bad rows out with tokenize.on_bad_row=skip"
+    assert str(moved) == f"a.jsonl:3: no answer: add one, {skip}."
+    assert moved.left_out() == "a.jsonl:3: no answer: add one."
+    assert moved.key == "dataset.columns"

@@ -30,7 +30,7 @@ from torch.utils.data import ConcatDataset
 
 from automodel_lite.data.document import RawRow
 from automodel_lite.data.strict_json import read_json
-from automodel_lite.errors import OR_SKIP, DataError
+from automodel_lite.errors import DataError
 
 UTF_8 = "utf-8-sig"  # in which a byte order mark at the beginning is no text
 INDEX_BLOCK_BYTES = 64 * 2**20
@@ -196,9 +196,11 @@ def parse_json_object(line: bytes, where: str, encoding: str = UTF_8) -> RawRow:
         ) from error
     except json.JSONDecodeError as error:
         shown = error.doc[max(0, error.pos - 20) : error.pos + 20]
+        cure = _AS_JSON if error.doc.startswith("[") else _json_cure(error)
         raise DataError(
-            f"{where}:{error.pos + 1}: not JSON: {error.msg}, near {shown!r}: "
-            f"{_AS_JSON if error.doc.startswith('[') else _json_cure(error)}."
+            f"{where}:{error.pos + 1}: not JSON: {error.msg}, near {shown!r}",
+            cure=cure or _MEND,
+            can_skip=not cure,
         ) from error
     except ValueError as error:  # a number of thousands of digits, a key that is there twice
         raise DataError(f"{where}: not JSON that can be read: {error}.") from error
@@ -229,15 +231,17 @@ def _as_chat(value: Any) -> Any:
     return {"messages": value} if is_chat else value
 
 
+_MEND = "mend it there"
 _AS_JSON = "an array of rows belongs in a file named .json"
 
 
 def _json_cure(error: json.JSONDecodeError) -> str:
+    """Returns the cure of a whole file or row; "" where one row is broken inside."""
     if error.doc.rstrip()[-1:] in ("{", ",") and len(error.doc.rstrip()) <= error.pos:
         return "one row per line is wanted, and this one goes on over lines: jq -c . writes it so"
     if error.msg.startswith("Unterminated") or len(error.doc) == error.pos:
         return "it ends too soon, as a file that was cut off: write the file again"
-    return f"mend it there{OR_SKIP}"
+    return ""
 
 
 @dataclass(frozen=True)
@@ -293,10 +297,10 @@ def open_json(path: Path, name: str, encoding: str) -> RawRows:
         raise DataError(f"{name}:{line}: {undecodable(content[error.start], encoding)}") from error
     except ValueError as error:
         # the file is one value: no row of it can be left out
-        cure = ""
         if isinstance(error, json.JSONDecodeError):
-            cure = f": {_json_cure(error).removesuffix(OR_SKIP)}"
-        raise DataError(f"{name}: not JSON: {error}{cure}.") from error
+            cure = _json_cure(error) or _MEND
+            raise DataError(f"{name}: not JSON: {error}", cure=cure) from error
+        raise DataError(f"{name}: not JSON: {error}.") from error
     if isinstance(whole, list) and isinstance(chat := _as_chat(whole), dict):
         return RowList([chat], name)
     arrays = [list(map(_as_chat, whole))] if isinstance(whole, list) else []

@@ -40,7 +40,7 @@ from automodel_lite.data.formats.calls import parsed
 from automodel_lite.data.formats.turns import TURN_TOOLS
 from automodel_lite.data.tokens.stop_tokens import PROBE, token_behind
 from automodel_lite.data.tokens.token_rows import next_token_labels
-from automodel_lite.errors import OR_SKIP, ConfigError, DataError
+from automodel_lite.errors import ConfigError, DataError
 
 Span = tuple[int, int]
 Render = Callable[..., str]  # turns -> text, by one of a tokenizer's templates
@@ -335,7 +335,9 @@ class ChatRenderer:
         """Indices of the assistant messages that are trained on."""
         turns = [place for place, message in enumerate(messages) if message["role"] in _ASSISTANTS]
         if not turns:
-            raise DataError(f"has no assistant message, so nothing is trained on: add one{OR_SKIP}")
+            raise DataError(
+                "has no assistant message, so nothing is trained on", cure="add one", can_skip=True
+            )
         if self._train_on == "last_assistant":
             turns = turns[-1:]
         if self._train_on == "completion":

@@ -61,7 +61,7 @@ from automodel_lite.data.tokens.token_rows import (
 )
 from automodel_lite.data.tokens.tokenizer import check_vocabulary
 from automodel_lite.data.tokens.trees import write_trees
-from automodel_lite.errors import OR_SKIP, ConfigError, DataError, DroppedError, listed, printable
+from automodel_lite.errors import ConfigError, DataError, DroppedError, listed, printable
 from automodel_lite.progress import Progress
 
 CHUNK_DOCUMENTS = 512
@@ -160,7 +160,7 @@ class _Gathered:
     unused: dict[str, str] = field(default_factory=dict)  # column or key -> its first place
 
     def add_bad(self, bad: BadRow) -> None:
-        self.errors.append(str(bad.why).replace(OR_SKIP, ""))
+        self.errors.append(bad.why.left_out())
         self.num_rows.append(0)
 
     def add(
@@ -271,7 +271,7 @@ class DocumentTokenizer:
         try:
             return self._rows_of(document, number)
         except DataError as error:
-            named = DataError(f"{place}: {error}")
+            named = error.at(place)
             named.__cause__ = error
             return BadRow(place, named, isinstance(error, DroppedError))
 

@@ -11,7 +11,7 @@ from automodel_lite.errors import ConfigError, DataError, one_line
 from automodel_lite.evaluation.generator import Generator
 from automodel_lite.evaluation.questions import PROBE, parts_of, probe_turn
 from automodel_lite.parts.images.rows import PlacedImage
-from automodel_lite.parts.images.sources import ImageLimits, source_of
+from automodel_lite.parts.images.sources import ImageLimits, problem_of_question, source_of
 from automodel_lite.parts.images.tokens import ImageProcessor
 from automodel_lite.run.export import PROCESSOR_FILES
 
@@ -71,11 +71,7 @@ def pixels_of(image: Any, most_pixels: int | None = None) -> Any:
             return image.source.pixels(image.limits)
         return source_of(image, "image").pixels(ImageLimits(Path.cwd(), most_pixels))
     except DataError as error:
-        text = str(error)
-        problem, _, cure = text.rpartition(": ")
-        if "set dataset." in cure:  # which changes nothing for a question
-            text = f"{problem}: name another file."
-        raise ConfigError(text) from error
+        raise ConfigError(problem_of_question(error)) from error
 
 
 def prompt_text(

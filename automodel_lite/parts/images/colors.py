@@ -16,7 +16,8 @@ from automodel_lite.errors import DataError
 
 _MODES = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "CMYK", "YCbCr")
 _WHITE = (255, 255, 255, 255)
-_CURE = "write it with 8 bits per channel, 0 to 255, or set dataset.bad_image=drop"
+_KEY = "dataset.bad_image"
+_CURE = f"write it with 8 bits per channel, 0 to 255, or set {_KEY}=drop"
 
 
 def bits_of(image: Image.Image, name: str) -> int:
@@ -33,8 +34,9 @@ def bits_of(image: Image.Image, name: str) -> int:
         return 12
     if image.mode not in _MODES:
         raise DataError(
-            f"image {name} has pixels of mode {image.mode}, of which nobody knows what is white: "
-            f"{_CURE}."
+            f"image {name} has pixels of mode {image.mode}, of which nobody knows what is white",
+            key=_KEY,
+            cure=_CURE,
         )
     return 8
 
@@ -58,7 +60,9 @@ def as_shown(image: Image.Image, name: str) -> Image.Image:
     if bits == 16 and max(high for _, high in _extrema(upright)) < 16:
         raise DataError(
             f"image {name} has 16 bits per channel and no value above 4,095, as values of 12 bits "
-            f"have in them: it would be nearly black; {_CURE}."
+            "have in them, and would be nearly black",
+            key=_KEY,
+            cure=_CURE,
         )
     if alpha is None and upright.has_transparency_data:
         upright = upright.convert("RGBA")

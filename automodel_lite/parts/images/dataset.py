@@ -32,6 +32,7 @@ from automodel_lite.parts.images.sources import (
     FIRST_TEXTS,
     RULES_VERSION,
     ImageLimits,
+    problem_of_question,
     sources_in,
 )
 
@@ -262,8 +263,7 @@ def check_settings(config: Config, packer: Packer) -> None:
             for image in sources_in(prompt):
                 image.header(ImageLimits(Path.cwd()))
         except DataError as error:
-            problem = str(error).rpartition(": ")[0]  # without the cure for data
-            raise ConfigError(f"samples.prompts: {problem}: name another file.") from error
+            raise ConfigError(f"samples.prompts: {problem_of_question(error)}") from error
     cuts = packer.overlong in ("truncate", "split") or packer.cuts_documents
     if cuts:
         raise ConfigError(

@@ -127,7 +127,7 @@ class MarkedRows:
                 row = rows_of_hub_sample(row)
             marked, sources = take_images(row, self.columns, self.first_texts)
         except DataError as error:
-            raise DataError(f"{where}: {error}") from error
+            raise error.at(where) from error
         if self.folders:
             sources = [replace(source, folder=self.folders[file]) for source in sources]
         return marked, sources

@@ -128,8 +128,9 @@ class SizeTable:
         self.num_asked += 1
         sentence = f"an image of {width} x {height} pixels is refused by the processor"
         # of sizes that a family's code has not thought of
-        cure = "crop it, or set dataset.bad_image=drop"
-        with explained(sentence, Exception, kind=DataError, cure=cure):
+        key = "dataset.bad_image"
+        cure = f"crop it, or set {key}=drop"
+        with explained(sentence, Exception, kind=DataError, key=key, cure=cure):
             record, (text,) = self.process([blank_image(width, height)], **_TEXT_ONLY)
         runs = tuple(len(found[0]) // len(self.token) for found in self._run.finditer(text))
         if not runs:

@@ -54,6 +54,7 @@ LONGEST_START = 80
 """Characters of a path that could begin so; whole images have more."""
 FIRST_TEXTS = ("prompt", "question", "instruction", "text")
 """Columns of single texts, before which images without markers stand."""
+_BAD_IMAGE = "dataset.bad_image"  # what a cure sets
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")
 """That are opened, AVIF from Pillow 11.3 on. Of others, Pillow starts a program (Ghostscript for
 EPS), or has a parser that nobody's pictures need.
@@ -147,8 +148,9 @@ class ImageSource:
         except (OSError, ValueError) as error:  # ValueError: of a path with a null
             reason = getattr(error, "strerror", None) or error
             raise DataError(
-                f"image {self.name} cannot be read ({reason}; relative paths begin in {folder}): "
-                "set dataset.image_dir, or dataset.bad_image=drop."
+                f"image {self.name} cannot be read ({reason}; relative paths begin in {folder})",
+                key="dataset.image_dir",
+                cure="set dataset.image_dir, or dataset.bad_image=drop",
             ) from error
 
     def header(self, limits: ImageLimits) -> tuple[int, int, int]:
@@ -198,7 +200,8 @@ class ImageSource:
             f"image {self.name} cannot be decoded",
             *(OSError, SyntaxError, ValueError),
             kind=DataError,
-            cure="repair it, or set dataset.bad_image=drop",
+            key=_BAD_IMAGE,
+            cure=f"repair it, or set {_BAD_IMAGE}=drop",
         )
 
     def _opened(self, file: Any) -> Image.Image:
@@ -209,29 +212,35 @@ class ImageSource:
                 image = Image.open(file, formats=[one for one in FORMATS if one in Image.OPEN])
         except Image.DecompressionBombError as error:
             raise DataError(
-                f"image {self.name} is too large ({one_line(error)}): make it smaller, or set "
-                "dataset.bad_image=drop."
+                f"image {self.name} is too large ({one_line(error)})",
+                key=_BAD_IMAGE,
+                cure=f"make it smaller, or set {_BAD_IMAGE}=drop",
             ) from error
         except UnidentifiedImageError as error:
             raise DataError(
-                f"image {self.name} is not an image that Pillow can read of {', '.join(FORMATS)}: "
-                "repair or convert it, or set dataset.bad_image=drop."
+                f"image {self.name} is not an image that Pillow can read of {', '.join(FORMATS)}",
+                key=_BAD_IMAGE,
+                cure=f"repair or convert it, or set {_BAD_IMAGE}=drop",
             ) from error
         except (OSError, SyntaxError, ValueError) as error:
             raise DataError(
-                f"image {self.name} cannot be read ({one_line(error)}): repair it, or set "
-                "dataset.bad_image=drop."
+                f"image {self.name} cannot be read ({one_line(error)})",
+                key=_BAD_IMAGE,
+                cure=f"repair it, or set {_BAD_IMAGE}=drop",
             ) from error
         width, height = image.size
         if width * height > MOST_PIXELS:
             raise DataError(
                 f"image {self.name} has {width} x {height} pixels, over the {MOST_PIXELS:,} that "
-                "are decoded: make it smaller, or set dataset.bad_image=drop."
+                "are decoded",
+                key=_BAD_IMAGE,
+                cure=f"make it smaller, or set {_BAD_IMAGE}=drop",
             )
         if image.format != "MPO" and getattr(image, "is_animated", False):
             raise DataError(
-                f"image {self.name} is animated: keep one of its frames, or set "
-                "dataset.bad_image=drop."
+                f"image {self.name} is animated",
+                key=_BAD_IMAGE,
+                cure=f"keep one of its frames, or set {_BAD_IMAGE}=drop",
             )
         return image
 
@@ -247,8 +256,9 @@ class ImageSource:
         tail = file.read()
         if end is not None and end not in tail:
             raise DataError(
-                f"image {self.name} is cut off: it has {num_bytes:,} bytes and no end; copy it "
-                "again, or set dataset.bad_image=drop."
+                f"image {self.name} is cut off, as it has {num_bytes:,} bytes and no end",
+                key=_BAD_IMAGE,
+                cure=f"copy it again, or set {_BAD_IMAGE}=drop",
             )
         file.seek(0)
         content = zlib.crc32(file.read(_HEAD_BYTES), zlib.crc32(tail))
@@ -263,8 +273,9 @@ class ImageSource:
 def _fetched(address: str, limits: ImageLimits) -> bytes:
     if not limits.allow_remote:
         raise DataError(
-            f"image {address[:80]} is on the network, which is not read: download it, or set "
-            "dataset.allow_remote=true."
+            f"image {address[:80]} is on the network, which is not read",
+            key="dataset.allow_remote",
+            cure="download it, or set dataset.allow_remote=true",
         )
     protocol = address.partition("://")[0].lower()
     # a chain (zip://a.png::s3://b/c.zip) hands on to any of them
@@ -469,6 +480,11 @@ def _in_front(row: RawRow, num: int, first_texts: Sequence[str]) -> RawRow:
     raise DataError(
         f"has {num} images, and no text of a user before which they would stand: {cure}."
     )
+
+
+def problem_of_question(error: DataError) -> str:
+    """Returns what is wrong with an image of a question, which no setting of a data set changes."""
+    return f"{error.text}: name another file." if error.key else str(error)
 
 
 def sources_in(prompt: str) -> list[ImageSource]:

@@ -306,7 +306,9 @@ class ImageRenderer(Renderer):
             tokens = self.job.processor.sizes.of_size(width, height)
             return replace(image, source=image.source.without_bytes()), stamp, tokens
         except DataError as error:
-            raise (DroppedError if image.limits.drops_bad else DataError)(str(error)) from error
+            if not image.limits.drops_bad:
+                raise
+            raise DroppedError(error.text, key=error.key, cure=error.cure) from error
 
     def _expanded(self, rendering: Rendering, images: Images) -> ImageRendering:
         """Replaces each placeholder by the text of its image, in which one placeholder stands for a
