@@ -28,6 +28,8 @@ from automodel_lite.config.permissions import needs_the_command_line
 from automodel_lite.config.rules import Range, argument
 from automodel_lite.errors import (
     ConfigError,
+    IdleSettingError,
+    UserError,
     did_you_mean_path,
     explained,
     format_value,
@@ -254,7 +256,8 @@ class Preset:
                 "callbacks=early_stopping, and training.val_every_steps of an epoch"
             )
         for _ in range(len(self.settings) + 1):
-            problem = self._problem()
+            error = self._problem()
+            problem = str(error or "")
             subject = problem.partition("=")[0]
             longest_first = sorted(self.settings, key=len, reverse=True)
             named = [key for key in longest_first if key in problem]
@@ -266,13 +269,13 @@ class Preset:
             if key == "name":
                 self.settings = {"name": "mine", **self.settings}
             # nobody asked for a default of theirs, and it would change nothing
-            is_idle = " does nothing where " in problem
+            is_idle = isinstance(error, IdleSettingError)
             if not (is_idle and self.origin.get(key, "").endswith("default")):
                 self.unsaid.append(f"{key}={format_value(value)}: {problem}")
 
-    def _problem(self) -> str:
-        """Returns the first sentence of a run's check of the settings, but for what is not set
-        yet.
+    def _problem(self) -> UserError | None:
+        """Returns the first problem that a run's check finds in the settings, but for what is not
+        set yet.
         """
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "mine.yaml").write_text(self.text(), encoding="utf-8")
@@ -287,11 +290,11 @@ class Preset:
                 raw.logger = {}
                 check_config(raw)
             except ConfigError as error:
-                lines = str(error).splitlines()
+                problems = error.problems or (error,)
                 # another setting may have its value from one of these
-                own = [line for line in lines if line.partition("=")[0] in self.settings]
-                return [*own, *lines][0]
-        return ""
+                own = [each for each in problems if each.key in self.settings]
+                return [*own, *problems][0]
+        return None
 
     def text(self) -> str:
         """Returns the preset's YAML, each value with the key that it comes from."""
