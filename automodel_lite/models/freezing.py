@@ -9,11 +9,11 @@ from collections.abc import Sequence
 import transformers
 from torch import nn
 
+from automodel_lite.attention.spec import FAMILIES
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.layers import towers
 
-# projectors that are a part of their encoder: Qwen's, GLM's, Granite Docling's, Hunyuan's
-_PROJECTOR = re.compile(r"(\w+_)?(merger|connector)(_list)?\.")
+_PROJECTOR = re.compile(FAMILIES["projectors"])
 
 
 def freeze_named(lm: transformers.PreTrainedModel, patterns: Sequence[str]) -> list[str]:

@@ -31,17 +31,13 @@ import transformers
 from torch import Tensor, nn
 
 from automodel_lite.attention.documents import NOW
-from automodel_lite.attention.spec import config_value
+from automodel_lite.attention.spec import FAMILIES, config_value
 from automodel_lite.columns import IGNORE_INDEX, labeled_rows
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.fused_head import chunk_rows, linear_cross_entropy
 from automodel_lite.models.layers import text_decoder
 from automodel_lite.models.loss import Head, LookAhead
 from automodel_lite.thd import TargetsAhead, ThdBatch, to_thd
-
-BEHIND = ("deepseek_v3", "glm4_moe")
-BESIDE = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-"""Families by where their checkpoints have the heads."""
 
 
 def copies_of_trained(keys: Iterable[str], trained: Collection[str]) -> dict[str, str]:
@@ -65,16 +61,18 @@ def add_heads(lm: transformers.PreTrainedModel) -> None:
     checkpoints. Raises ConfigError for a family without any that are known here.
     """
     text = lm.config.get_text_config()
-    if text.model_type not in BEHIND + BESIDE:  # others' layers may have another name
+    behind = FAMILIES["heads_ahead"]["behind"]
+    known = [*behind, *FAMILIES["heads_ahead"]["beside"]]
+    if text.model_type not in known:
         raise ConfigError(
             "model.mtp_loss trains heads that predict further tokens, which are known of "
-            f"{', '.join(sorted(BEHIND + BESIDE))}, not of {text.model_type}: set "
+            f"{', '.join(sorted(known))}, not of {text.model_type}: set "
             "model.mtp_loss=0."
         )
     layers: Any = text_decoder(lm).layers
     kind = type(layers[0])
     device = next(lm.parameters()).device
-    if text.model_type in BEHIND:
+    if text.model_type in behind:
         if not (depth := config_value(text, "num_nextn_predict_layers", 0)):
             raise ConfigError(
                 "model.mtp_loss trains heads that predict further tokens, and the model's config "

@@ -25,7 +25,7 @@ from safetensors import SafetensorError
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from automodel_lite.attention.spec import config_value
+from automodel_lite.attention.spec import FAMILIES, config_value
 from automodel_lite.config.rules import OneOf, PathStr, Range, check_folder
 from automodel_lite.errors import (
     ConfigError,
@@ -186,8 +186,8 @@ class CausalLM:
                     f"{' and '.join(sorted(DEQUANTIZED))} weights are dequantized here: use the "
                     "original checkpoint (peft=qlora holds one in 4 bits)."
                 )
-            # transformers 5.23
-            if config.model_type == "youtu" and config.pad_token_id is not None:
+            is_zeroed = config.model_type in FAMILIES["zeroes_padding"]
+            if is_zeroed and config.pad_token_id is not None:
                 raise ConfigError(
                     f"{self.key}.pretrained={self.pretrained}: transformers zeroes row "
                     f"{config.pad_token_id} of this family's embedding when it loads it: set "

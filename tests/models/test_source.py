@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer, LlamaConfig, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, LlamaConfig, PreTrainedModel
 
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.freezing import freeze_named
@@ -339,3 +339,10 @@ def test_a_second_model_is_named_by_its_node(settings: dict[str, Any], named: st
         CausalLM(**settings, key="teacher").resolve_model_config({"vocab_size": 64})
     assert named in str(raised.value)
     assert "model.config" not in str(raised.value).replace("teacher.config", "")
+
+
+def test_a_family_whose_padding_row_is_zeroed_is_refused(tmp_path: Path) -> None:
+    AutoConfig.for_model("youtu", pad_token_id=3).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"zeroes row 3 .*model.config.pad_token_id=null"):
+        CausalLM(str(tmp_path)).resolve_model_config({})
+    CausalLM(str(tmp_path), {"pad_token_id": None}).resolve_model_config({})
