@@ -43,7 +43,6 @@ from automodel_lite.config.schema import Config
 from automodel_lite.data.feeding.planned import PlannedPacks, epochs_of
 from automodel_lite.data.prepare import check_sizes, prepare_data
 from automodel_lite.errors import ConfigError, DataError, one_line
-from automodel_lite.extras.named_files import write_named
 from automodel_lite.extras.plan.by_layers import layer_pattern, simulate_by_layers
 from automodel_lite.extras.plan.capacity import usable
 from automodel_lite.extras.plan.planner import (
@@ -63,6 +62,7 @@ from automodel_lite.launched import check_alone
 from automodel_lite.models.source import describe
 from automodel_lite.parallel.mesh import MeshShape
 from automodel_lite.results import RESULTS
+from automodel_lite.run.durable import write_named
 from automodel_lite.telemetry.console import Console, quiet_libraries
 from automodel_lite.thd import ThdBatch
 from automodel_lite.training.compiling import worst_case_batch

@@ -395,7 +395,7 @@ class Bomb:
 def test_pickled_weights_of_a_strangers_model_run_nothing(tmp_path: Path) -> None:
     from transformers import LlamaConfig
 
-    from automodel_lite.models.whole_model import load_whole
+    from automodel_lite.models.source import load_whole
 
     size = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "vocab_size": 16}
     LlamaConfig(num_hidden_layers=1, **size).save_pretrained(tmp_path)

@@ -182,6 +182,17 @@ def refuse(kernel: AttentionKernel, asked: str, cure: str) -> ConfigError:
     )
 
 
+def require_cuda(kernel: AttentionKernel, spec: AttentionSpec, half: bool = True) -> None:
+    """Raises ConfigError off CUDA and, with `half`, outside fp16 and bf16."""
+    if spec.device.type != "cuda":
+        raise refuse(
+            kernel, f"device={spec.device}", "it runs on CUDA only, use attention=reference"
+        )
+    if half and spec.dtype not in (torch.float16, torch.bfloat16):
+        cure = "set training.precision=bf16, or use attention=flex or attention=reference"
+        raise refuse(kernel, f"dtype={spec.dtype}", cure)
+
+
 QUERY_BLOCK = 1024
 """Queries that share one explicit mask: bounds it to QUERY_BLOCK x keys for long documents."""
 

@@ -27,11 +27,10 @@ from automodel_lite.errors import ConfigError
 from automodel_lite.extras.hub import write_card
 from automodel_lite.extras.load_run import load_run_config, load_trained
 from automodel_lite.extras.report import read_run
-from automodel_lite.extras.runs import existing_run
 from automodel_lite.extras.verify import Check, Sample
-from automodel_lite.models.whole_model import load_whole
+from automodel_lite.models.source import load_whole
 from automodel_lite.run.checkpoint_folder import exported_step, name_of, step_of
-from automodel_lite.run.folder import RunFolder
+from automodel_lite.run.folder import RunFolder, existing_run
 from automodel_lite.version import __version__
 
 NAME = "certificate.json"

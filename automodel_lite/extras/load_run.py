@@ -24,7 +24,6 @@ from automodel_lite.data.prepare import build_documents
 from automodel_lite.data.tokens.stop_tokens import use_stop_ids
 from automodel_lite.data.tokens.tokenizer import load_tokenizer
 from automodel_lite.errors import ConfigError, IdleSettingError, explained
-from automodel_lite.extras.runs import existing_run
 from automodel_lite.models.layers import local
 from automodel_lite.models.loss import CrossEntropy
 from automodel_lite.models.loss_model import LossModel
@@ -33,7 +32,7 @@ from automodel_lite.progress import activity
 from automodel_lite.run.checkpoint import weights_of
 from automodel_lite.run.checkpoint_folder import TENSORS, broken_files, step_of, survey
 from automodel_lite.run.export import export_hf, probe_logits
-from automodel_lite.run.folder import RunFolder, saved_config
+from automodel_lite.run.folder import RunFolder, existing_run, saved_config
 from automodel_lite.run.sharded_files import BrokenCheckpointError, read_index, read_tensors
 from automodel_lite.thd import ThdBatch
 from automodel_lite.training.build import assemble

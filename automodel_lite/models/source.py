@@ -432,6 +432,16 @@ def model_class(config: PretrainedConfig) -> Any:
     return for_text
 
 
+def load_whole(
+    folder: str, dtype: torch.dtype, trust_remote_code: bool = False
+) -> transformers.PreTrainedModel:
+    """Loads a folder or hub name by plain `from_pretrained`, under its own class."""
+    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    return model_class(config).from_pretrained(
+        folder, dtype=dtype, trust_remote_code=trust_remote_code
+    )
+
+
 def heads_apart(keys: Collection[str], config: PretrainedConfig) -> set[str]:
     """Returns the keys of a checkpoint that belong to heads behind the layers of the config
     (DeepSeek V3, GLM 4.5). transformers ignores them for the published numbers of layers alone.

@@ -16,6 +16,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from automodel_lite.errors import explained
+
 _CHUNK_BYTES = 1 << 22
 
 
@@ -41,6 +43,19 @@ def write_atomically(path: Path, text: str) -> None:
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
+
+
+_NO_PLACE = (FileExistsError, FileNotFoundError, IsADirectoryError, NotADirectoryError)
+
+
+def write_named(path: Path, text: str) -> None:
+    """Writes a text file and its folders; raises ConfigError where there can be none.
+
+    A disk that is full or may not be written has sentences of its own (run/limits.yaml).
+    """
+    with explained(f"{path} cannot be written", *_NO_PLACE, cure="choose another place"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, text)
 
 
 def sync(path: Path) -> None:

@@ -39,7 +39,7 @@ from automodel_lite.config.permissions import check_yaml
 from automodel_lite.config.rules import OneOf
 from automodel_lite.config.schema import Config, resumable_settings
 from automodel_lite.config.signatures import with_options
-from automodel_lite.errors import ConfigError, explained, format_value, one_line
+from automodel_lite.errors import ConfigError, did_you_mean_path, explained, format_value, one_line
 from automodel_lite.redact import scrub, scrub_tree
 from automodel_lite.run.checkpoint_folder import is_stale, survey
 from automodel_lite.run.durable import write_atomically
@@ -286,6 +286,15 @@ class RunFolder:
             "checkpoint.accept_changes=true, or write its model again with automodel-lite export "
             f"{shlex.quote(str(self.path))}."
         )
+
+
+def existing_run(path: Path, flag: str = "") -> RunFolder:
+    """Raises ConfigError, which begins with `flag`, for a folder that is not a run's."""
+    folder = RunFolder(path)
+    if not folder.config.is_file():
+        near = "." if path.exists() else did_you_mean_path(str(path))
+        raise ConfigError(f"{flag}{path} is not the folder of a run: it has no config.yaml{near}")
+    return folder
 
 
 def command_line() -> str:

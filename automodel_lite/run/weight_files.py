@@ -399,3 +399,17 @@ def groups_of(lm: transformers.PreTrainedModel, dtypes: Dtypes) -> list[Group]:
     if apart != {name: weight.shape for name, weight in together.items()}:
         return [Group(list(described), together)]
     return groups
+
+
+def whole_weights(lm: transformers.PreTrainedModel, dtypes: Dtypes) -> Iterator[tuple[str, Tensor]]:
+    """Yields name and whole tensor of every weight, as files have them, one after the other; every
+    rank of the job iterates.
+    """
+    state = unique_weights(lm)
+    for group in groups_of(lm, dtypes):
+        whole = {}
+        for name in group.parameters:
+            value = state[name].to(dtypes.get(name, state[name].dtype))
+            whole[name] = value.full_tensor() if isinstance(value, DTensor) else value
+        saved = as_saved(lm, whole)
+        yield from ((name, saved[name].to(meta.dtype)) for name, meta in group.weights.items())

@@ -25,6 +25,15 @@ from automodel_lite.run.folder import RunFolder, plain
 Row = dict[str, Any]
 
 
+def numbers(row: Row) -> dict[str, float]:
+    """Returns the values of a row that a chart can show, its step left out."""
+    return {
+        key: value
+        for key, value in row.items()
+        if key != "step" and isinstance(value, (int, float))
+    }
+
+
 class JsonlLogger:
     """Appends rows to a file. Those for which the disk has no room wait for the next one, with a
     warning.

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from automodel_lite.config.components import build
 from automodel_lite.config.schema import Config
 from automodel_lite.data.feeding.source import PackSource
 from automodel_lite.errors import (
@@ -19,9 +20,10 @@ from automodel_lite.errors import (
     is_out_of_memory,
     one_line,
 )
+from automodel_lite.evaluation.questions import questions_of
 from automodel_lite.extras import hub as hub_card
 from automodel_lite.extras.report.live import LiveReport
-from automodel_lite.models.source import model_class
+from automodel_lite.models.source import is_remote_code, model_class
 from automodel_lite.run.export import export_adapter, export_hf, generation_config
 from automodel_lite.telemetry.callbacks import MetricsLog
 from automodel_lite.telemetry.console import Console
@@ -77,8 +79,6 @@ def finish(
             f"{run.folder.display_path}/{exported.name}: loads with {loader}.from_pretrained",
         )
         if run.ranks.is_first and run.config.evaluation:
-            from automodel_lite.tools.held_out import ask_exported  # with transformers' generation
-
             with without_undoing("evaluated", console):
                 ask_exported(run, built, data, metrics, console, exported)
         if run.ranks.is_first:
@@ -145,3 +145,26 @@ def _export(run: Guards, built: BuiltModel, data: PackSource) -> Path:
         raise RunStoppedError(
             f"the export failed ({reason}): {run.newest_text()[:-1]}; {cure}"
         ) from error
+
+
+def ask_exported(
+    run: Guards,
+    built: BuiltModel,
+    data: PackSource,
+    metrics: MetricsLog,
+    console: Console,
+    exported: Path,
+) -> None:
+    """Asks the held-out questions with the exported folder, as a user would load it; on the CPU:
+    the GPU is full.
+    """
+    # with transformers' generation
+    from automodel_lite.tools.load_generator import load_generator
+
+    is_remote = is_remote_code(type(built.model.loss_model.lm))
+    variables = run.config.tokenize.template_kwargs
+    generator = load_generator(str(exported), is_remote, True, variables)
+    questions = questions_of(data.documents)
+    answers, scores = build(run.config.evaluation).ask(generator, questions)
+    console.print(answers)
+    metrics.log({"step": run.state.num_steps, **scores})

@@ -24,8 +24,8 @@ from automodel_lite.models.source import (
     check_finite,
     check_source,
     hub_reason,
+    load_whole,
 )
-from automodel_lite.models.whole_model import load_whole
 from automodel_lite.parts.images import open_images
 
 

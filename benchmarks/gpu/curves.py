@@ -10,7 +10,8 @@ import torch
 
 from benchmarks.gpu.documents import SEED, batches_of
 from benchmarks.gpu.machine import check_computes
-from benchmarks.gpu.steps import Trainer, Variant, loss_of
+from benchmarks.gpu.steps import Trainer, loss_of
+from benchmarks.gpu.variant import Variant
 
 WAYS = {
     "bf16": {},

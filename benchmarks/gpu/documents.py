@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
-if TYPE_CHECKING:
-    from benchmarks.gpu.steps import Variant
+from benchmarks.gpu.variant import Variant
 
 SEED = 0
 # median and spread of the logarithm

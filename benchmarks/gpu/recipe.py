@@ -30,7 +30,7 @@ from automodel_lite.cli import compose_config
 from automodel_lite.config.check import check_config
 from benchmarks.gpu.documents import SEED, lengths
 from benchmarks.gpu.machine import check_computes
-from benchmarks.gpu.steps import SHAPES
+from benchmarks.gpu.variant import SHAPES
 from benchmarks.gpu.workers import ROOT, environment
 from recipes import train_ft
 

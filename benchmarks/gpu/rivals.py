@@ -13,7 +13,8 @@ from tokenizers.models import WordLevel
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from benchmarks.gpu.documents import SEED, lengths
-from benchmarks.gpu.steps import SHAPES, wait
+from benchmarks.gpu.steps import wait
+from benchmarks.gpu.variant import SHAPES
 
 
 def trl(device: str, is_tiny: bool = False, liger: bool = False) -> dict[str, Any]:

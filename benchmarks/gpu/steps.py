@@ -31,38 +31,12 @@ from automodel_lite.thd import stream_of, to_thd
 from automodel_lite.training.optimizers import apply_gradients
 from benchmarks.gpu.documents import SEED, batches_of
 from benchmarks.gpu.machine import clocks
-from benchmarks.gpu.plan import read_table
+from benchmarks.gpu.variant import SHAPES, Variant
 
-SHAPES: dict[str, dict[str, Any]] = read_table()["shapes"]
 LORA_TARGETS: dict[str, str | list[str]] = {
     "all-linear": "all-linear",
     "attention": ["q_proj", "k_proj", "v_proj", "o_proj"],
 }
-
-
-@dataclass(frozen=True)
-class Variant:
-    """One row of the table."""
-
-    shape: str
-    pack: int
-    micro: int = 1  # packs per step
-    # packed (ours) | padded | sorted (padded) | position_ids | flex (transformers')
-    attention: str = "packed"
-    documents: str = "chat"
-    loss: str = "fused"
-    compiled: bool = False
-    recompute: str = "none"
-    # rank 8: attention | all-linear; empty = every weight is trained
-    lora: str = ""
-    weights: str = "fp32"  # bf16: no masters, moments in bf16, too
-    moments: str = ""  # of the optimizer, fp32, bf16 or 8bit; empty = as the weights
-    published: str = ""  # who reported how many tokens per second and GPU for this job
-    computes: str = "bf16"  # on CUDA; fp32 computes in fp32
-    micro_steps: int = 1  # forwards an optimizer step
-    steps: int = 8  # a repeat
-    repeats: int = 3
-    warmup: int = 4
 
 
 def build(variant: Variant, device: str) -> Any:

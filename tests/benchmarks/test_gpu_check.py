@@ -25,8 +25,9 @@ from benchmarks.gpu import workers
 from benchmarks.gpu.documents import TREE, batches_of, lengths, padded_batches
 from benchmarks.gpu.plan import Part, full_plan, groups, smoke_plan
 from benchmarks.gpu.recipe import idle_frac, kernel_spans, save_and_resume
-from benchmarks.gpu.steps import Trainer, Variant, build, inputs_of, loss_of, measure
+from benchmarks.gpu.steps import Trainer, build, inputs_of, loss_of, measure
 from benchmarks.gpu.table import last_words
+from benchmarks.gpu.variant import Variant
 from recipes.plan import calibrated
 from tests.forked import warm_python
 

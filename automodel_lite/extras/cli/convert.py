@@ -36,7 +36,7 @@ from automodel_lite.errors import (
     printable,
 )
 from automodel_lite.extras.cli import peers
-from automodel_lite.extras.named_files import write_named
+from automodel_lite.run.durable import write_named
 
 _PEERS: dict[str, dict[str, Any]] = yaml.safe_load(
     Path(__file__).with_name("peers.yaml").read_text(encoding="utf-8")

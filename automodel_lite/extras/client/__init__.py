@@ -54,7 +54,6 @@ from automodel_lite.extras.client.sampling import (
     check_prompts,
     sampling_settings,
 )
-from automodel_lite.extras.client.weights import whole_weights
 from automodel_lite.extras.plan.recompute import choose_recomputation
 from automodel_lite.launched import rank
 from automodel_lite.models.checkpoints import replaced
@@ -72,7 +71,7 @@ from automodel_lite.parallel.peers import open_peers
 from automodel_lite.run.checkpoint import Checkpointer
 from automodel_lite.run.export import export_adapter, export_hf
 from automodel_lite.run.folder import config_yaml
-from automodel_lite.run.weight_files import stored_dtypes
+from automodel_lite.run.weight_files import stored_dtypes, whole_weights
 from automodel_lite.seed import derive_seed, seed_all
 from automodel_lite.telemetry.console import Console, quiet_libraries
 from automodel_lite.thd import ThdBatch

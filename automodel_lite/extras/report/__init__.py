@@ -18,12 +18,11 @@ from typing import Any
 
 from automodel_lite.config.components import flatten
 from automodel_lite.errors import ConfigError, listed
-from automodel_lite.extras.named_files import write_named
 from automodel_lite.extras.report.hangs import hangs_of
-from automodel_lite.extras.runs import existing_run
 from automodel_lite.progress import duration
 from automodel_lite.redact import scrub
-from automodel_lite.run.folder import RunFolder, json_object, saved_config
+from automodel_lite.run.durable import write_named
+from automodel_lite.run.folder import RunFolder, existing_run, json_object, saved_config
 
 # What a run's folder holds is read back without trust: its files may be cut by a kill, or be
 # another program's.

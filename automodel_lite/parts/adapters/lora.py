@@ -38,8 +38,7 @@ from automodel_lite.config.rules import Count, PathStr, Positive, Range, Size
 from automodel_lite.errors import ConfigError, explained, listed
 from automodel_lite.models.layers import local, output_head, whole, with_head
 from automodel_lite.models.sharded import keep_part
-from automodel_lite.models.source import CausalLM, embedding_rows
-from automodel_lite.models.whole_model import load_whole
+from automodel_lite.models.source import CausalLM, embedding_rows, load_whole
 from automodel_lite.parts.adapters.frozen_rows import frozen_rows_note
 from automodel_lite.parts.adapters.targets import has_tied_head, lora_targets, same_targets
 

@@ -18,10 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from automodel_lite.attention.kernel import refuse
+from automodel_lite.attention.kernel import refuse, require_cuda
 from automodel_lite.attention.spec import AttentionSpec
 from automodel_lite.errors import ConfigError
-from automodel_lite.parts.kernels.cuda import require_cuda
 from automodel_lite.thd import AttentionOptions, Segments
 
 LARGEST_HEAD_DIM = 256

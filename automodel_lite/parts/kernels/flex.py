@@ -16,10 +16,9 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from automodel_lite.attention.kernel import RepeatedBlocks, refuse
+from automodel_lite.attention.kernel import RepeatedBlocks, refuse, require_cuda
 from automodel_lite.attention.spec import AttentionSpec
 from automodel_lite.graphs import compiled
-from automodel_lite.parts.kernels.cuda import require_cuda
 from automodel_lite.thd import AttentionInputs, AttentionOptions, Segments, TreeKeys
 
 LEAST_HEAD_DIM = 16  # of the compiled kernel: with fewer, compiling it fails

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from automodel_lite.attention.kernel import refuse
+from automodel_lite.attention.kernel import refuse, require_cuda
 from automodel_lite.attention.spec import AttentionSpec
 from automodel_lite.errors import ConfigError
-from automodel_lite.parts.kernels.cuda import require_cuda
 from automodel_lite.thd import AttentionOptions, Segments
 
 if find_spec("transformer_engine") is None:

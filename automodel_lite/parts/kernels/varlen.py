@@ -22,10 +22,9 @@ from torch import Tensor
 from torch.nn.attention import activate_flash_attention_impl
 from torch.nn.attention.varlen import varlen_attn
 
-from automodel_lite.attention.kernel import refuse
+from automodel_lite.attention.kernel import refuse, require_cuda
 from automodel_lite.attention.spec import AttentionSpec
 from automodel_lite.errors import explained
-from automodel_lite.parts.kernels.cuda import require_cuda
 from automodel_lite.thd import AttentionInputs, AttentionOptions, Segments
 
 LARGEST_HEAD_DIM = 256

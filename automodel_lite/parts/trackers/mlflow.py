@@ -13,9 +13,8 @@ import mlflow
 from mlflow.entities import Metric, Param
 
 from automodel_lite.config.components import flatten
-from automodel_lite.parts.trackers.numbers import numbers
 from automodel_lite.redact import scrub
-from automodel_lite.telemetry.callbacks import Callback, Row, RunInfo
+from automodel_lite.telemetry.callbacks import Callback, Row, RunInfo, numbers
 
 _MAX_PARAM_CHARS = 500  # of older servers
 

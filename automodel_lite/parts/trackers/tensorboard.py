@@ -7,8 +7,7 @@ import tensorboard  # noqa: F401
 from torch.utils.tensorboard import SummaryWriter
 
 from automodel_lite.config.rules import Positive
-from automodel_lite.parts.trackers.numbers import numbers
-from automodel_lite.telemetry.callbacks import Callback, Row, RunInfo
+from automodel_lite.telemetry.callbacks import Callback, Row, RunInfo, numbers
 
 
 class TensorboardTracker(Callback):

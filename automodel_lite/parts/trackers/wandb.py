@@ -15,9 +15,8 @@ import wandb
 
 from automodel_lite.config.rules import Positive
 from automodel_lite.errors import one_line
-from automodel_lite.parts.trackers.numbers import numbers
 from automodel_lite.redact import scrub_tree
-from automodel_lite.telemetry.callbacks import Callback, Row, RunInfo
+from automodel_lite.telemetry.callbacks import Callback, Row, RunInfo, numbers
 from automodel_lite.telemetry.directions import rises
 
 # numbers whose best value stands beside the last one

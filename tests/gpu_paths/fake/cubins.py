@@ -84,7 +84,8 @@ def shape_of(preset: str) -> dict[str, Any]:
 
 def layers(preset: str, **how: Any) -> None:
     """A step of a preset's model: layers, the loss and the optimizer, as gpu_check compiles them."""
-    from benchmarks.gpu.steps import SHAPES, Trainer, Variant
+    from benchmarks.gpu.steps import Trainer
+    from benchmarks.gpu.variant import SHAPES, Variant
 
     SHAPES[preset] = GEMMA_2 if preset == "gemma2_9b" else shape_of(preset)
     settings = {"pack": TOKENS, "compiled": True, "weights": "bf16"} | how
