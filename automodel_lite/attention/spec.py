@@ -65,14 +65,14 @@ def layer_window(config: PretrainedConfig, layer_idx: int | None) -> tuple[int |
     if kinds is None or layer_idx is None:
         is_used = config_value(config, "use_sliding_window", True)
         return (config_value(config, "sliding_window") if is_used else None), None
-    window = (
-        config.sliding_window
-        if kinds[layer_idx] in ("sliding_attention", "hybrid_sliding")
-        else None
-    )
-    return window, config_value(config, "attention_chunk_size") if kinds[
-        layer_idx
-    ] == "chunked_attention" else None
+    kind = kinds[layer_idx]
+    window = None
+    if kind in ("sliding_attention", "hybrid_sliding"):
+        window = config.sliding_window
+    chunk = None
+    if kind == "chunked_attention":
+        chunk = config_value(config, "attention_chunk_size")
+    return window, chunk
 
 
 @dataclass(frozen=True)

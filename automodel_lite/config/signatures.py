@@ -1,7 +1,15 @@
 """What a part takes: the arguments of its `_target_`, with types, defaults and comments.
 
-Those of our own parts are read from the source: a mistake is named before torch, or an optional
-package, is imported.
+Those of our own parts are read from the source with `ast`, unimported: a typo is named after one
+second of CPU time in place of eleven, since torch and transformers are not imported, and in an
+environment that lacks the part's optional package.
+
+What this reader knows: arguments of functions, of `__init__` and of dataclasses, with those of
+their bases in this package; literal defaults; annotations of builtins, `typing`, our rules and
+schema, and constants of the module. Annotations are evaluated in a namespace of these names, where
+any other name is `AnObject`: an object that a block with a `_target_` describes. What it cannot
+read: defaults that are computed, arguments that a decorator adds, and classes that a call makes; a
+part has none of them.
 """
 
 from __future__ import annotations
@@ -106,7 +114,9 @@ def with_options(node: Any) -> Any:
 
 
 class _AnyType(type):
-    """Of a class that stands for all those that are not imported: `torch.dtype`, `Optimizer`."""
+    """Answers for any class that is not imported (`torch.dtype`, `Optimizer`): its attributes and
+    its subscripts are the class again, so that an annotation with it can be evaluated.
+    """
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):

@@ -57,42 +57,52 @@ def recompute_layers(layers: list[nn.Module], how: str, every_layers: int) -> No
     """
     if how == "none":
         return
-    contexts: dict[str, Any] = {}
-    if how == "selective":
-
-        def choose(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-            is_kept = op in KEPT_OPS or op.namespace in _KEPT_NAMESPACES
-            return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-        contexts["context_fn"] = functools.partial(create_selective_checkpoint_contexts, choose)
-
-    def checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
-        def repeated(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return forward(*args, **kwargs)
-            except RuntimeError as error:
-                if "has been mutated" not in str(error):
-                    raise
-                raise ConfigError(
-                    f"training.activation_checkpointing={how} keeps results of products, and this "
-                    "model's layers change them in place: set full or none."
-                ) from None
-
-        @functools.wraps(forward)
-        def recomputed(*args: Any, **kwargs: Any) -> Any:
-            if not torch.is_grad_enabled():
-                return forward(*args, **kwargs)
-            # of what the region is given
-            with saved_tensors_hooks(to_host, from_host) if how == "offload" else nullcontext():
-                return WithContext(checkpoint)(
-                    repeated, *args, use_reentrant=False, **contexts, **kwargs
-                )
-
-        return recomputed
-
     # The first layers, too: their inputs are kept for the longest time.
     for layer in layers[::every_layers]:
-        layer.forward = checkpointed(layer.forward)  # type: ignore[method-assign]
+        layer.forward = Recomputed(layer.forward, how)  # type: ignore[method-assign]
+
+
+class Recomputed:
+    """A layer's forward whose results the backward pass computes again, but for what `how` keeps
+    (`recompute_layers`).
+    """
+
+    def __init__(self, forward: Callable[..., Any], how: str) -> None:
+        functools.update_wrapper(self, forward)  # and takes its attributes over
+        self.forward = forward
+        self.how = how
+        self.contexts: dict[str, Any] = {}
+        if how == "selective":
+            self.contexts["context_fn"] = functools.partial(
+                create_selective_checkpoint_contexts, _policy
+            )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self.forward(*args, **kwargs)
+        # Entered outside the checkpointed region, the hooks see what the region is given, the
+        # layer's input; what is computed inside is not kept.
+        moved = saved_tensors_hooks(to_host, from_host) if self.how == "offload" else nullcontext()
+        with moved:
+            return WithContext(checkpoint)(
+                self._repeated, *args, use_reentrant=False, **self.contexts, **kwargs
+            )
+
+    def _repeated(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self.forward(*args, **kwargs)
+        except RuntimeError as error:
+            if "has been mutated" not in str(error):
+                raise
+            raise ConfigError(
+                f"training.activation_checkpointing={self.how} keeps results of products, and this "
+                "model's layers change them in place: set full or none."
+            ) from None
+
+
+def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    is_kept = op in KEPT_OPS or op.namespace in _KEPT_NAMESPACES
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 KEPT_FRAC = 0.5

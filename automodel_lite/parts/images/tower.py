@@ -158,15 +158,17 @@ def encode(lm: transformers.PreTrainedModel, images: PackedImages) -> Any:
 
 
 def _computes_in(lm: transformers.PreTrainedModel, encoders: Sequence[nn.Module]) -> torch.dtype:
-    """The dtype of what is computed with, of a model in shards that which FSDP has gathered it in.
+    """Returns the dtype that the model computes in.
 
-    It is looked for once, and becomes the `dtype` that a family's own code finds: SmolVLM's casts
-    features to it. Of Chameleon, the tower is a part of the language model.
+    FSDP stores shards in fp32 and gathers them in bf16, so the first weight that is not a shard
+    decides. Cached as the class's `dtype`, because a family's own code reads it (SmolVLM casts
+    features to it).
     """
     base: Any = lm.base_model
     kind = type(base)
     if "dtype" in vars(kind):
         return base.dtype
+    # the tower may be a part of the language model, where there is no encoder (Chameleon)
     weights = [*encoders, lm]
     first = next(p for part in weights for p in part.parameters())
     whole = (p for part in weights for p in part.parameters() if not isinstance(p, DTensor))

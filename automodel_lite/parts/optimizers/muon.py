@@ -58,8 +58,10 @@ def muon(
 
 
 def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
-    """Trained matrices but the embeddings and the output heads, of which each row stands for
-    itself, and stacks of experts, also those of DBRX, whose stack is one matrix.
+    """Returns the trained matrices, without embeddings, output heads and stacks of experts.
+
+    Each row of an embedding or a head is a vector of its own, and a stack holds several matrices,
+    also DBRX's, whose stack has the shape of one.
     """
     ends = set()
     for module in model.modules():
