@@ -278,6 +278,7 @@ def packed_attention(kernel: AttentionKernel) -> Callable[..., tuple[Tensor, Non
                 "ThdBatch.model_inputs()."
             )
         _refuse_what_packing_cannot(module, query, attention_mask, dropout, is_causal)
+        # What a layer is does not change: found at its first call.
         if "packed_as" not in vars(module):
             window, chunk = _window(module, sliding_window)
             is_plain = chunk is None and "floor_scale" not in vars(module)
@@ -291,6 +292,8 @@ def packed_attention(kernel: AttentionKernel) -> Callable[..., tuple[Tensor, Non
         inputs = AttentionInputs(
             q, k, v, plan.cut(chunk), AttentionOptions(scale, window, softcap, s_aux)
         )
+        # One of three kernels around the user's: where tokens see ahead (images, prefixes), where
+        # documents branch, or the kernel itself; an exchange between ranks is around all of it.
         reach = plan.reach(window) if plan.ahead else None
         if reach is not None:
             attend = over_ahead(kernel, reach, plan.tree)

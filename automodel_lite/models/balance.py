@@ -50,16 +50,19 @@ class Balance:
         """Sums over this rank's tokens; router_logits_TE of each sparse layer."""
         assert batch.mixers is not None
         exchange = batch.mixers.exchange
+        # 1. To which document each token belongs, and whether it is real: slots end in padding.
         (document_T, within_T) = document_of_tokens(batch)
         is_real_T = within_T < batch.cu_seqlens.diff()[document_T]
         sum_rows = functools.partial(
             _sum_rows, batch, document_T, batch.cu_seqlens_padded[document_T] + within_T
         )
-        # Labels of a row weigh its balance, as they weigh its cross-entropy; its tokens are what
-        # means are taken of.
+        # 2. Of each document, its labels and its tokens. Labels weigh its balance, as they weigh
+        # its cross-entropy; tokens are what means are taken over.
         weights_T = batch.columns.get("loss_weights", 1)
         labels_T = (batch.labels != IGNORE_INDEX) * weights_T + batch.columns.get("row_labels", 0)
         counts_N2 = sum_rows(torch.stack([labels_T * is_real_T, is_real_T], 1).float())
+        # 3. How often each expert was chosen, and its probabilities, over all sparse layers.
+        # [N, 1] zeros grow to [N, E] by the first sum.
         choices_NE = probabilities_NE = torch.zeros_like(counts_N2[:, :1])
         for logits_TE in router_logits_TE:
             probs_TE = logits_TE.flatten(0, -2).float().softmax(-1)
@@ -68,12 +71,14 @@ class Balance:
             )
             choices_NE = choices_NE + sum_rows(chosen_TE * is_real_T[:, None])
             probabilities_NE = probabilities_NE + sum_rows(probs_TE * is_real_T[:, None])
-        # Choices have no gradient, so ranks that share a document need only their sum.
+        # 4. Choices have no gradient, so ranks that share a document need only their sum; the
+        # probabilities stay this rank's, and the ranks' losses add up to the whole one.
         known = torch.cat([choices_NE, counts_N2], 1)
         known = exchange.summed(known) if exchange else known
         choices_NE = known[:, :-2]
         labels_N = known[:, -2]
         lens_N = known[:, -1].clamp(min=1)
+        # 5. E * sum of the products of both means, by the labels of each document.
         products_N = (choices_NE * probabilities_NE).sum(1) / (lens_N * len(router_logits_TE)) ** 2
         return self.coefficient * choices_NE.shape[1] * (labels_N * products_N).sum()
 

@@ -128,6 +128,8 @@ class _RingAttention(torch.autograd.Function):
         kernel: BlockKernel,
         options: AttentionOptions,
     ) -> Tensor:
+        # Keys and values go round; queries, and the sum so far, stay. The softmax over all keys is
+        # put together from those over each visitor's, by their log-sum-exp.
         wide = wide_dtype(q_THD.dtype)
         out = q_THD.new_zeros(*q_THD.shape[:2], v_THD.shape[2], dtype=wide)
         lse_TH = q_THD.new_full(q_THD.shape[:2], float("-inf"), dtype=wide)
@@ -163,6 +165,8 @@ class _RingAttention(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q_THD, k_THD, v_THD, sinks, out, lse_TH = ctx.saved_tensors
+        # Keys and values go round once more. Gradients of a visitor travel one step behind it: each
+        # rank adds its part to what comes from the rank before, and the last one is the owner.
         grad_q = torch.zeros_like(q_THD, dtype=wide_dtype(q_THD.dtype))
         own: Tensor | None = None
         pending: _Pass | None = None
@@ -177,6 +181,7 @@ class _RingAttention(torch.autograd.Function):
             else:
                 grad_q.index_add_(0, rows, dq.to(grad_q.dtype))
             of_visitor = joined(dk, dv)
+            # of the rows that were not visited: zero
             if k_rows is not None:
                 of_visitor = of_visitor.new_zeros(kv.shape).index_copy_(0, k_rows, of_visitor)
             if own is None:
@@ -190,6 +195,8 @@ class _RingAttention(torch.autograd.Function):
         assert pending is not None
         own += pending.wait()
         dk, dv = split(own, k_THD, v_THD)
+        # A sink is a logit without a value: minus its share of each query's softmax, by the dot
+        # product of output and gradient.
         grad_sinks = None
         if sinks is not None:
             delta_TH = (at_least_fp32(grad) * at_least_fp32(out)).sum(-1)

@@ -95,6 +95,7 @@ class NonfiniteSteps:
         if math.isfinite(loss_sum) and math.isfinite(grad_norm):
             self.in_a_row = 0
             return
+        # What each rank had in the step, for the report; a disk that is full costs a warning.
         self.in_a_row += 1
         where = self.folder / f"step_{step:08d}"
         name = f"rank_{self.rank:05d}"

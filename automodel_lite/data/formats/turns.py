@@ -138,6 +138,8 @@ def _split_blocks(message: Message, where: str) -> list[Message]:
     )
     if not {"tool_use", "tool_result"} & {kind for kind in kinds if isinstance(kind, str)}:
         return [message]
+    # Blocks in their order: texts gather until a result, which is a turn by itself, or until a
+    # call, behind which nothing may stand.
     assert isinstance(content, list)
     rest = {key: value for key, value in message.items() if key != "content"}
     found: list[Message] = []

@@ -214,18 +214,21 @@ class ChatRenderer:
         """Returns one rendering of the chat where each trained turn stands in it as the model would
         meet it, else one for each trained turn.
         """
+        # 1. By the template's own `generation` markers, where it has any.
         plain, marked = self._templates[bool(tools)]
         render = partial(self._render, tools, plain)
         whole = None
         if marked is not None and self._train_on != "all":
             text = self._render(tools, marked, messages)
             whole = self._marked(text, messages, turns)
+        # 2. Else by the prefixes of the whole chat.
         if whole is not None:
             self._check_whole(render, messages, whole.text, bool(tools))
         else:
             text = render(messages)
             self._check_whole(render, messages, text, bool(tools))
             whole = self._whole(render, messages, text, turns)
+        # 3. Else each turn by itself, as the last one of its chat.
         if whole is not None:
             # A turn whose thoughts are missing may have lost them as history: alone it is the last.
             is_lost = any(_lost(messages[turn], whole.text) for turn in turns)

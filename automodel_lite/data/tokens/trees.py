@@ -179,10 +179,14 @@ def cut_tree(tree: Row, most_tokens: int) -> list[Tree]:
     """Cuts a tree, no row of which is longer, into parts of at most `most_tokens`, each some of its
     rows.
     """
+    # 1. The branches of the tree in their order, and the depth at which each leaves the path of the
+    # one before it.
     starts = [0, *np.flatnonzero(tree["branches"]).tolist()]
     ends = [*starts[1:], len(tree["input_ids"])]
     depths = [0, *(tree["branches"][starts[1:]] - 1).tolist()]
-    # of each: where its tokens stand, and how many repeat a path
+    # 2. Branches go into a part while it has room. The first branch of another part brings its
+    # whole path: `depth` tokens that are there already. Of each branch: where its tokens stand, and
+    # how many repeat a path.
     parts: list[list[tuple[np.ndarray, int]]] = []
     path = np.zeros(0, np.int64)
     num_tokens = most_tokens
@@ -195,6 +199,8 @@ def cut_tree(tree: Row, most_tokens: int) -> list[Tree]:
             parts[-1].append((own, 0))
         path = np.concatenate([path[:depth], own])
         num_tokens = num_tokens + len(own)
+    # 3. Repeated labels count in the part where they stood first; here they are 0, and the weight
+    # that they had is noted as the row's.
     made = []
     for runs in parts:
         taken = np.concatenate([run for run, _ in runs])
@@ -212,8 +218,10 @@ def cut_tree(tree: Row, most_tokens: int) -> list[Tree]:
 def trees_of(
     rows: Sequence[Row], mode: str, most_tokens: int | None, separates: bool = False
 ) -> list[Tree]:
-    """Returns the rows and trees that are packed of the rows of one document of a stream, whose
-    other documents are not searched for like ones; `separates` as in `grow_trees`.
+    """Returns the rows and trees that a stream packs for one document.
+
+    A stream does not look for rows of other documents that begin alike. `separates` as in
+    `grow_trees`.
     """
     is_paired = bool(rows) and PAIRED in rows[0]
     grown: list[Tree] = [dict(row) for row in rows]
@@ -241,6 +249,7 @@ def write_trees(
                  never are
     separates    as in `grow_trees`
     """
+    # Rows with one key may share a tree: any that begin alike, or those of one group.
     if mode == "all" and PAIRED not in rows.columns:
         names = [name for name in ("input_ids", "image") if name in rows.columns]
         keys: list[Any] = []
@@ -254,6 +263,7 @@ def write_trees(
     found: dict[Any, list[int]] = {}
     for number, key in enumerate(keys):
         found.setdefault(key, []).append(number)
+    # Grown and written in blocks, so that not all trees are in memory; counted as they go by.
     is_cut = most_tokens is not None and PAIRED not in rows.columns
     writer = RowsWriter(folder)
     num_trees = 0

@@ -191,6 +191,8 @@ def make_plans(
     most  layouts that fit, at which the search ends
     say   gets a line per layout that is simulated
     """
+    # Layouts in the order of their likely speed: each that fits is simulated by a few of its
+    # layers, until enough are found.
     pattern = layer_pattern(job.config)
     capacity = usable(int(job.gpu.gigabytes * 1e9))
     plans: list[Plan] = []

@@ -112,6 +112,7 @@ class PackStream(Iterator[dict[str, Any]]):
         """The rows of a document as packs hold them: none over the size of a pack, each with a
         label; counted.
         """
+        # 1. The columns of each row, which must be of one length.
         documents = []
         for row in rows:
             columns = {name: np.asarray(row[name]) for name in COLUMNS if name in row}
@@ -122,6 +123,7 @@ class PackStream(Iterator[dict[str, Any]]):
                     "labels: both must be equal, of at least 1 token."
                 )
             documents.append(columns)
+        # 2. What is longer than a pack is refused, dropped or cut, by the packer's `overlong`.
         lengths = np.array([len(columns["input_ids"]) for columns in documents], np.int64)
         size = self.packer.packed_sequence_size
         if self.packer.overlong == "error":
@@ -136,6 +138,7 @@ class PackStream(Iterator[dict[str, Any]]):
         self.counts["num_tokens"] += int(lengths.sum())
         self.counts["num_dropped"] += lost.get("dropped_documents", 0)
         self.counts["dropped_tokens"] += lost.get("dropped_tokens", 0)
+        # 3. The pieces: None, all documents are whole; without starts, those that are left.
         if pieces is None:
             fitting = documents
         elif pieces.starts is None or pieces.stops is None:

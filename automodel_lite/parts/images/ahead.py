@@ -117,6 +117,8 @@ def find_rules(described: transformers.PreTrainedModel) -> Rules:
 
 def _answer(model: transformers.PreTrainedModel, types: Tensor, window: int | None) -> Rules | None:
     """Returns the rule of each kind of layer, or None where no rule explains a mask."""
+    # Called in place of a mask: asks the family's mask function for all pairs of places, and
+    # compares its answer with that of each rule, None first (no rule: a causal mask).
     found: dict[bool, Rule | None] = {}
     unknown = []
     places = torch.arange(len(types))
@@ -126,7 +128,7 @@ def _answer(model: transformers.PreTrainedModel, types: Tensor, window: int | No
         zero = torch.zeros((), dtype=torch.long)
         visible = mask_function(zero, zero, places[:, None], places[None])
         visible = visible.expand(q_length, q_length)
-        is_windowed = not bool(visible[-1, 0])
+        is_windowed = not bool(visible[-1, 0])  # the last place does not see the first
         for rule in (None, *_RULES):
             ahead = torch.zeros(q_length, 2) if rule is None else ahead_of(types, starts, rule)
             own = window if is_windowed else None
@@ -138,6 +140,7 @@ def _answer(model: transformers.PreTrainedModel, types: Tensor, window: int | No
                 return
         unknown.append(is_windowed)
 
+    # The model is called until its first mask is made, with `read` as its kernel.
     batch = stream_of([torch.full_like(types, 5)])
     inputs = batch.model_inputs()
     names = inspect.signature(type(model).forward).parameters

@@ -348,6 +348,7 @@ def take_images(
 
     Raises DataError when the markers in the text are not as many as the images of the row.
     """
+    # 1. The images of a column; `images` and `image` may both be there, with the same ones.
     filled = [name for name in columns if row.get(name) not in (None, [], "")]
     listed = _flat([row[name] for name in filled[:1]], "".join(filled[:1]))
     if tuple(filled) == COLUMNS and listed != _flat([row["image"]], "image"):
@@ -356,6 +357,8 @@ def take_images(
             "dataset.columns.image=image, or remove the other."
         )
     waiting = [source_of(value, f"{filled[0]}[{i}]") for i, value in enumerate(listed)]
+    # 2. A mark for each image in the other columns: a part of a turn that brings its image, or a
+    # marker whose image is in the column.
     kept = {name: value for name, value in row.items() if name not in columns}
     if isinstance(kept.get("texts"), list):
         kept["messages"] = _turns_of_pairs(kept.pop("texts"))
@@ -369,6 +372,8 @@ def take_images(
     # whole chats of a pair: both begin with the prompt, and its images
     if of_rejected.places() not in ([], found.places()):
         raise DataError(f"column {REJECTED} has other images than the answer that is preferred.")
+    # 3. Markers take the images of the column in their order; without any marker they stand in
+    # front of the first text.
     num_open = found.sources.count(None)
     if waiting and not found.sources:
         return _in_front(marked, len(waiting), first_texts), waiting

@@ -355,6 +355,7 @@ def check_sample(job: ImageJob, documents: DocumentSet) -> None:
 
     Raises ConfigError where they differ. Documents that cannot be read are named later.
     """
+    # Documents spread over the set, until enough of them have images and can be read.
     tokenizer = DocumentTokenizer(job)
     renderer = ImageRenderer(job)
     own = job.processor.own
@@ -370,6 +371,8 @@ def check_sample(job: ImageJob, documents: DocumentSet) -> None:
             continue
         if not pixels or len(plain) != len(chunk.lengths):
             continue
+        # The whole processor gets the text with its own markers, and decoded pixels; here the ids
+        # were counted from the sizes of the images alone.
         for rendering, ids in zip(
             plain, np.split(chunk.columns["input_ids"], np.cumsum(chunk.lengths)[:-1])
         ):

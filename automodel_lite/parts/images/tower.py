@@ -103,6 +103,8 @@ class PackedImages(TowerInputs):
         tokens; or runs them on all images and takes its own rows. What the gradients of all ranks
         sum up to is that of one.
         """
+        # Of each token of the stream, its feature row, -1 for text; then those of this rank's
+        # tokens.
         types = self.types[mine]
         row_T = torch.full_like(batch.input_ids, -1)
         if len(self.rows):
@@ -111,6 +113,7 @@ class PackedImages(TowerInputs):
         own = own[own >= 0]
         if self.owner is None:
             return replace(self, rows=own, types=types, seen={})
+        # The rank of each token of the stream: zig-zag deals it in halves, not in order.
         size = group.size()
         rank = group.rank()
         rank_T = torch.empty_like(row_T)
@@ -119,6 +122,9 @@ class PackedImages(TowerInputs):
         # of each placeholder of the stream: who has its row, and who gets it
         owner = self.owner[self.rows]
         gets = rank_T[row_T >= 0]
+        # What this rank sends: the rows of its own images, numbered among them, in the order of the
+        # ranks that get them. What it receives comes in the order of the ranks that send, and
+        # `arrange` puts it into the order of this rank's placeholders.
         is_own = self.owner == rank
         local = is_own.cumsum(0) - 1
         sent = self.rows[owner == rank]
@@ -140,6 +146,7 @@ def encode(lm: transformers.PreTrainedModel, images: PackedImages) -> Any:
     """Runs the towers on this rank's images at once; returns their output with the rows of its
     placeholders.
     """
+    # Pixels in the dtype of the tower; the rest of the record are sizes and masks.
     encoders = towers(lm)
     dtype = _computes_in(lm, encoders)
     given = {n: x.to(dtype) if x.is_floating_point() else x for n, x in images.record.items()}
@@ -150,6 +157,8 @@ def encode(lm: transformers.PreTrainedModel, images: PackedImages) -> Any:
             around.callback(vars(patches).pop, "forward")
             vars(patches)["forward"] = partial(_embed_patches, patches)
         output = base.get_image_features(**given, return_dict=True)
+    # A family's result is nested in its own way: its rows are taken out, replaced by those of this
+    # rank's placeholders, and put back into the same nesting, which the model reads.
     parts: list[Tensor] = []
     put = _flattened(output, images.num_rows, parts)
     if images.exchange is not None:
@@ -226,7 +235,11 @@ def _flattened(
     others in their places.
 
     A tower's result is a tensor [images, tokens, C] or [R, C], or a list with one of each image;
-    deepstack features are a list of such.
+    deepstack features are a list of such. Of two images with 3 and 2 rows, and two such layers:
+
+        pooler_output       [x [3, C], y [2, C]]                     parts[0] = [5, C]
+        deepstack_features  [[x1, y1], [x2, y2]]                     parts[1], parts[2] = [5, C]
+        put([a, b, c])      pooler_output = (a,), deepstack_features = [(b,), (c,)]
     """
 
     def visit(value: Any) -> Callable[[Sequence[Tensor]], Any]:
@@ -245,6 +258,7 @@ def _flattened(
                 return given[at][None] if is_by_image else given[at]
 
             return one_image
+        # not rows of all images by itself: a list of such results, as of deepstack
         if is_list:
             made = [visit(x) for x in value]
             return lambda given: type(value)(x(given) for x in made)
