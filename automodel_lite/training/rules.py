@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
 
 import torch
 import transformers
@@ -13,20 +12,21 @@ from torch import nn
 
 from automodel_lite.config.components import missing_package
 from automodel_lite.config.schema import Config
-from automodel_lite.errors import ConfigError
+from automodel_lite.errors import ConfigError, UserError
 from automodel_lite.models.settings import cannot_work
 from automodel_lite.models.source import CausalLM, describe
 from automodel_lite.parallel.sharding import choose_precision
 from automodel_lite.training.settings import Parts, build_parts
 from automodel_lite.training.world import default_device
 
-if TYPE_CHECKING:
-    pass  # which brings peft
-
 
 def check_parts(parts: Parts, strategy: str, device: torch.device) -> None:
     """Raises ConfigError with a line for each of the combinations that do not work."""
-    problems = [*_axes_rules(parts, strategy), *_compile_rules(parts), *_fp8_rules(parts)]
+    problems: list[ConfigError] = [
+        *_axes_rules(parts, strategy),
+        *_compile_rules(parts),
+        *_fp8_rules(parts),
+    ]
     if parts.peft:
         problems += parts.peft.problems(parts.model)
     if parts.model.mtp_loss:
@@ -35,138 +35,193 @@ def check_parts(parts: Parts, strategy: str, device: torch.device) -> None:
         problems += _noise_rules(parts)
     problems += _master_weights_rules(parts, device)
     if problems:
-        raise ConfigError("\n".join(problems))
+        raise ConfigError.of(problems)
 
 
-def _axes_rules(parts: Parts, strategy: str) -> Iterator[str]:
+def _axes_rules(parts: Parts, strategy: str) -> Iterator[ConfigError]:
     """Yields what transformers' tensor and expert parallelism and offloading cannot do."""
     mesh = parts.mesh
     has_axes = mesh.tp * mesh.ep > 1
+    axis = "mesh.tp" if mesh.tp > 1 else "mesh.ep"
     axes = f"mesh.tp={mesh.tp} mesh.ep={mesh.ep}"
     if has_axes and strategy != "fsdp":
-        yield f"{axes} works only with mesh.strategy=fsdp, not with {strategy}."
+        yield ConfigError(
+            f"{axes} does not work with mesh.strategy={strategy}",
+            key=axis,
+            cure="set mesh.strategy=fsdp",
+        )
     if has_axes and not find_spec("transformers.distributed.expert_parallel"):
-        yield (
-            f"{axes} needs transformers 5.21 or newer, and {transformers.__version__} is "
-            "installed: pip install -U transformers, or use mesh.dp_shard."
+        yield ConfigError(
+            f"{axes} needs transformers 5.21 or newer, and {transformers.__version__} is installed",
+            key=axis,
+            cure="pip install -U transformers, or use mesh.dp_shard",
         )
     if has_axes and parts.peft:
-        yield (
-            f"{axes} with peft is not supported, as the sharding plans have no adapters: use "
-            "mesh.dp_shard."
+        yield ConfigError(
+            f"{axes} with peft is not supported, as the sharding plans have no adapters",
+            key=axis,
+            cure="use mesh.dp_shard",
         )
     if has_axes and parts.training.fp8 != "none":
-        yield (
-            f"{axes} with training.fp8={parts.training.fp8} is not supported: set "
-            "training.fp8=none."
+        yield ConfigError(
+            f"{axes} with training.fp8={parts.training.fp8} is not supported",
+            key=axis,
+            cure="set training.fp8=none",
         )
     if mesh.cpu_offload and strategy != "fsdp":
-        yield f"mesh.cpu_offload=true needs FSDP: set mesh.strategy=fsdp, not {strategy}."
+        yield ConfigError(
+            "mesh.cpu_offload=true needs FSDP",
+            key="mesh.cpu_offload",
+            cure=f"set mesh.strategy=fsdp, not {strategy}",
+        )
     if mesh.cpu_offload and has_axes:
-        yield (
-            f"mesh.cpu_offload=true with {axes} is not supported: use mesh.dp_shard, or set "
-            "mesh.cpu_offload=false."
+        yield ConfigError(
+            f"mesh.cpu_offload=true with {axes} is not supported",
+            key="mesh.cpu_offload",
+            cure="use mesh.dp_shard, or set mesh.cpu_offload=false",
         )
 
 
-def _compile_rules(parts: Parts) -> Iterator[str]:
+def _compile_rules(parts: Parts) -> Iterator[ConfigError]:
     """Yields what compiled layers do not support."""
     training = parts.training
     aux_loss = parts.model.router_aux_loss
     if training.compile is not True:
         return
     if aux_loss:
-        yield (
-            f"model.router_aux_loss={aux_loss} with training.compile=true: the "
-            "outputs of the routers are recorded, which compiled layers do not support: set "
-            "training.compile=false."
+        yield ConfigError(
+            f"model.router_aux_loss={aux_loss} with training.compile=true: the outputs of the "
+            "routers are recorded, which compiled layers do not support",
+            key="model.router_aux_loss",
+            cure="set training.compile=false",
         )
     is_selective = training.activation_checkpointing == "selective"
     if is_selective and parts.advanced.recompute_every_layers > 1:
-        yield (
+        yield ConfigError(
             "training.activation_checkpointing=selective with training.compile=true is every "
-            "layer's: set advanced.recompute_every_layers=1."
+            "layer's",
+            key="training.activation_checkpointing",
+            cure="set advanced.recompute_every_layers=1",
         )
 
 
-def _fp8_rules(parts: Parts) -> Iterator[str]:
+def _fp8_rules(parts: Parts) -> Iterator[ConfigError]:
     """Yields what fp8 lacks: its products take multiples of 16 in every dim, tokens too."""
     if parts.training.fp8 == "none":
         return
-    fp8 = f"training.fp8={parts.training.fp8}"
+    key = "training.fp8"
+    fp8 = f"{key}={parts.training.fp8}"
     packer = parts.packer
     if not find_spec("torchao"):
-        yield str(missing_package("training.fp8", "torchao"))
+        yield missing_package("training.fp8", "torchao")
     if parts.is_quantized:
-        yield f"{fp8} cannot multiply peft=qlora's 4-bit weights: use peft=lora, or fp8=none."
+        yield ConfigError(
+            f"{fp8} cannot multiply peft=qlora's 4-bit weights",
+            key=key,
+            cure="use peft=lora, or fp8=none",
+        )
     if packer.is_ragged:
-        yield f"{fp8} needs multiples of 16 tokens, and padded rows are not: use packing."
+        yield ConfigError(
+            f"{fp8} needs multiples of 16 tokens, and padded rows are not",
+            key=key,
+            cure="use packing",
+        )
     tokens = parts.training.micro_batch_size * packer.packed_sequence_size
     multiple = 16 * parts.mesh.cp
     if tokens % multiple:
-        yield (
-            f"{fp8} needs multiples of 16 tokens: packed_sequence.packed_sequence_size x "
-            f"training.micro_batch_size = {tokens} must be a multiple of {multiple} (16 * mesh.cp)."
+        yield ConfigError(
+            f"{fp8} needs multiples of 16 tokens",
+            key=key,
+            cure="packed_sequence.packed_sequence_size x training.micro_batch_size = "
+            f"{tokens} must be a multiple of {multiple} (16 * mesh.cp)",
         )
 
 
-def _noise_rules(parts: Parts) -> Iterator[str]:
+def _noise_rules(parts: Parts) -> Iterator[ConfigError]:
     """Yields what has embeddings of other tokens, or parts of them."""
     alpha = parts.training.neftune_noise_alpha
-    noise = f"training.neftune_noise_alpha={alpha}"
+    key = "training.neftune_noise_alpha"
+    noise = f"{key}={alpha}"
     tp = parts.mesh.tp
     if tp > 1:
-        yield f"{noise} with mesh.tp={tp} is not supported: use mesh.dp_shard or mesh.cp."
+        yield ConfigError(
+            f"{noise} with mesh.tp={tp} is not supported",
+            key=key,
+            cure="use mesh.dp_shard or mesh.cp",
+        )
     if parts.model.mtp_loss:
-        yield (
-            f"{noise} with model.mtp_loss={parts.model.mtp_loss}, whose heads embed further "
-            "tokens: set one of them to 0."
+        yield ConfigError(
+            f"{noise} with model.mtp_loss={parts.model.mtp_loss}, whose heads embed further tokens",
+            key=key,
+            cure="set one of them to 0",
         )
 
 
-def _mtp_rules(parts: Parts) -> Iterator[str]:
+def _mtp_rules(parts: Parts) -> Iterator[ConfigError]:
     """Yields what heads that predict further tokens cannot be trained with."""
-    mtp = f"model.mtp_loss={parts.model.mtp_loss}"
+    key = "model.mtp_loss"
+    mtp = f"{key}={parts.model.mtp_loss}"
     loss = parts.loss
     if parts.peft:
-        yield f"{mtp} with peft: an adapter holds no such heads: set model.mtp_loss=0."
+        yield ConfigError(
+            f"{mtp} with peft: an adapter holds no such heads",
+            key=key,
+            cure=f"set {key}=0",
+        )
     if loss.needs_documents or loss.needs_reference:
-        yield (
+        yield ConfigError(
             f"{mtp} predicts further tokens of what is imitated, and loss={type(loss).__name__} "
-            "compares answers or rewards them: set model.mtp_loss=0."
+            "compares answers or rewards them",
+            key=key,
+            cure=f"set {key}=0",
         )
     if loss.needs_logits:
-        yield (
+        yield ConfigError(
             f"{mtp} with loss={type(loss).__name__}, which takes the logits of the model's own "
-            "head: use loss=fused_linear_cross_entropy."
+            "head",
+            key=key,
+            cure="use loss=fused_linear_cross_entropy",
         )
     if parts.training.fp8 != "none":
-        yield f"{mtp} with training.fp8={parts.training.fp8} is not supported: set fp8=none."
+        yield ConfigError(
+            f"{mtp} with training.fp8={parts.training.fp8} is not supported",
+            key=key,
+            cure="set training.fp8=none",
+        )
 
 
-def _master_weights_rules(parts: Parts, device: torch.device) -> Iterator[str]:
+def _master_weights_rules(parts: Parts, device: torch.device) -> Iterator[ConfigError]:
     """Yields what weights in bf16, which learn by stochastic rounding alone, do not support."""
     training = parts.training
     if training.master_weights != "bf16":
         return
-    masters = f"training.master_weights={training.master_weights}"
+    key = "training.master_weights"
+    masters = f"{key}={training.master_weights}"
     optimizer = type(parts.optimizer(nn.Linear(1, 1)))
     if not getattr(optimizer, "rounds_by_chance", False):
-        yield (
+        yield ConfigError(
             f"{masters} with {optimizer.__name__} loses every update smaller than 1/256 of the "
-            "weight: set optimizer=adamw_bf16 or optimizer=adamw_8bit, which use stochastic "
-            "rounding."
+            "weight",
+            key=key,
+            cure="set optimizer=adamw_bf16 or optimizer=adamw_8bit, which use stochastic rounding",
         )
     if parts.peft:
-        yield f"{masters} with peft: the few weights of an adapter stay in fp32; set it to fp32."
+        yield ConfigError(
+            f"{masters} with peft: the few weights of an adapter stay in fp32",
+            key=key,
+            cure=f"set {key}=fp32",
+        )
     if parts.mesh.strategy == "ddp":
-        yield (
-            f"{masters} with mesh.strategy=ddp would accumulate gradients in bf16: use "
-            "mesh.strategy=fsdp."
+        yield ConfigError(
+            f"{masters} with mesh.strategy=ddp would accumulate gradients in bf16",
+            key=key,
+            cure="use mesh.strategy=fsdp",
         )
     if choose_precision(training.precision, device) != torch.bfloat16:
-        yield (
-            f"{masters} computes in bf16: set training.precision=bf16, not {training.precision}."
+        yield ConfigError(
+            f"{masters} computes in bf16",
+            key=key,
+            cure=f"set training.precision=bf16, not {training.precision}",
         )
 
 
@@ -192,7 +247,7 @@ def try_settings(config: Config, parts: Parts) -> None:
     """Raises one ConfigError with a line per part of the configuration that cannot work; nothing is
     loaded.
     """
-    problems = []
+    problems: list[UserError] = []
     strategy = "fsdp" if parts.mesh.strategy == "auto" else parts.mesh.strategy
     takers = [
         f"logger.{name}.artifact" for name, part in config.logger.items() if part.get("artifact")
@@ -200,11 +255,12 @@ def try_settings(config: Config, parts: Parts) -> None:
     if config.hub.push:
         takers.append("hub.push")
     if not config.checkpoint.export_hf:
-        problems += [
-            f"{key} takes the exported model, which checkpoint.export_hf=false does not write: "
-            f"leave that out, or remove this, ~{key}."
-            for key in takers
-        ]
+        for key in takers:
+            text = (
+                f"{key} takes the exported model, which checkpoint.export_hf=false does not write"
+            )
+            cure = f"leave that out, or remove this, ~{key}"
+            problems.append(ConfigError(text, key=key, cure=cure))
     for attempt in (
         lambda: build_on_meta(parts.model),
         # a missing argument is named before the weights are read
@@ -214,9 +270,9 @@ def try_settings(config: Config, parts: Parts) -> None:
         try:
             attempt()
         except ConfigError as error:
-            problems.append(str(error))
+            problems += error.problems or [error]
     if problems:
-        raise ConfigError("\n".join(problems))
+        raise ConfigError.of(problems)
 
 
 def build_on_meta(source: CausalLM) -> None:

@@ -87,33 +87,111 @@ def changed(parts: Parts, **settings: Any) -> Parts:
 
 PEFT = lora.Lora(r=4)
 BF16 = {"training__precision": "bf16", "training__master_weights": "bf16", "optimizer": partial(adamw, lr=1e-3, moments="bf16")}  # fmt: skip
-REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
-    "experts without fsdp": ({"mesh__ep": 2}, "ddp", "mesh.tp=1 mesh.ep=2 works only with mesh.strategy=fsdp, not with ddp."),
-    "experts and adapters": ({"mesh__ep": 2, "peft": PEFT}, "fsdp", "mesh.tp=1 mesh.ep=2 with peft is not supported, as the sharding plans have no adapters: use mesh.dp_shard."),
-    "experts offloaded": ({"mesh__ep": 2, "mesh__cpu_offload": True}, "fsdp", "mesh.cpu_offload=true with mesh.tp=1 mesh.ep=2 is not supported: use mesh.dp_shard, or set mesh.cpu_offload=false."),
-    "offloaded replicas": ({"mesh__cpu_offload": True}, "ddp", "mesh.cpu_offload=true needs FSDP: set mesh.strategy=fsdp, not ddp."),
-    "routers, compiled": ({"model__router_aux_loss": 0.01, "training__compile": True}, "fsdp", "model.router_aux_loss=0.01 with training.compile=true: the outputs of the routers are recorded, which compiled layers do not support: set training.compile=false."),
-    "heads and adapters": ({"model__mtp_loss": 0.1, "peft": PEFT}, "none", "model.mtp_loss=0.1 with peft: an adapter holds no such heads: set model.mtp_loss=0."),
-    "heads and pairs": ({"model__mtp_loss": 0.1, "loss": SimPo()}, "none", "model.mtp_loss=0.1 predicts further tokens of what is imitated, and loss=SimPo compares answers or rewards them: set model.mtp_loss=0."),
-    "heads and logits": ({"model__mtp_loss": 0.1, "loss": CrossEntropy()}, "none", "model.mtp_loss=0.1 with loss=CrossEntropy, which takes the logits of the model's own head: use loss=fused_linear_cross_entropy."),
-    "noise and tensors": ({"training__neftune_noise_alpha": 5.0, "mesh__tp": 2}, "fsdp", "training.neftune_noise_alpha=5.0 with mesh.tp=2 is not supported: use mesh.dp_shard or mesh.cp."),
-    "noise and heads": ({"training__neftune_noise_alpha": 5.0, "model__mtp_loss": 0.1}, "fsdp", "training.neftune_noise_alpha=5.0 with model.mtp_loss=0.1, whose heads embed further tokens: set one of them to 0."),
-    "frozen and adapted": ({"model__freeze": ["embed_tokens"], "peft": PEFT}, "fsdp", "model.freeze=['embed_tokens'] with peft: an adapter's base is frozen already, remove one."),
-    "adapted towers": ({"model__train_towers": True, "peft": PEFT}, "fsdp", "model.train_towers=true with peft: an adapter's base is frozen: name an encoder or a projector in peft.modules_to_save, or layers of them in peft.target_modules."),
-    "adapted rows": ({"model__resize_embeddings": True, "peft": PEFT}, "fsdp", "model.resize_embeddings=true with peft: rows that are added are trained and saved with the whole embedding and head: set peft.modules_to_save=[embed_tokens, lm_head]."),
-    "bf16, rounded to the nearest": ({**BF16, "optimizer": partial(adamw, lr=1e-3)}, "fsdp", "training.master_weights=bf16 with LocalAdamW loses every update smaller than 1/256 of the weight: set optimizer=adamw_bf16 or optimizer=adamw_8bit, which use stochastic rounding."),
-    "bf16 adapters": ({**BF16, "peft": PEFT}, "fsdp", "training.master_weights=bf16 with peft: the few weights of an adapter stay in fp32; set it to fp32."),
-    "bf16 sums": ({**BF16, "mesh__strategy": "ddp"}, "ddp", "training.master_weights=bf16 with mesh.strategy=ddp would accumulate gradients in bf16: use mesh.strategy=fsdp."),
-    "bf16 in fp32": ({**BF16, "training__precision": "fp32"}, "fsdp", "training.master_weights=bf16 computes in bf16: set training.precision=bf16, not fp32."),
-}  # fmt: skip
+# settings, strategy, the key of the error and a word of its cure
+REFUSED: dict[str, tuple[dict[str, Any], str, str, str]] = {
+    "experts without fsdp": ({"mesh__ep": 2}, "ddp", "mesh.ep", "fsdp"),
+    "experts and adapters": ({"mesh__ep": 2, "peft": PEFT}, "fsdp", "mesh.ep", "mesh.dp_shard"),
+    "experts offloaded": (
+        {"mesh__ep": 2, "mesh__cpu_offload": True},
+        "fsdp",
+        "mesh.cpu_offload",
+        "mesh.dp_shard",
+    ),
+    "offloaded replicas": (
+        {"mesh__cpu_offload": True},
+        "ddp",
+        "mesh.cpu_offload",
+        "mesh.strategy=fsdp",
+    ),
+    "routers, compiled": (
+        {"model__router_aux_loss": 0.01, "training__compile": True},
+        "fsdp",
+        "model.router_aux_loss",
+        "training.compile=false",
+    ),
+    "heads and adapters": (
+        {"model__mtp_loss": 0.1, "peft": PEFT},
+        "none",
+        "model.mtp_loss",
+        "model.mtp_loss=0",
+    ),
+    "heads and pairs": (
+        {"model__mtp_loss": 0.1, "loss": SimPo()},
+        "none",
+        "model.mtp_loss",
+        "model.mtp_loss=0",
+    ),
+    "heads and logits": (
+        {"model__mtp_loss": 0.1, "loss": CrossEntropy()},
+        "none",
+        "model.mtp_loss",
+        "loss=fused_linear_cross_entropy",
+    ),
+    "noise and tensors": (
+        {"training__neftune_noise_alpha": 5.0, "mesh__tp": 2},
+        "fsdp",
+        "training.neftune_noise_alpha",
+        "mesh.cp",
+    ),
+    "noise and heads": (
+        {"training__neftune_noise_alpha": 5.0, "model__mtp_loss": 0.1},
+        "fsdp",
+        "training.neftune_noise_alpha",
+        "to 0",
+    ),
+    "frozen and adapted": (
+        {"model__freeze": ["embed_tokens"], "peft": PEFT},
+        "fsdp",
+        "model.freeze",
+        "remove",
+    ),
+    "adapted towers": (
+        {"model__train_towers": True, "peft": PEFT},
+        "fsdp",
+        "model.train_towers",
+        "peft.modules_to_save",
+    ),
+    "adapted rows": (
+        {"model__resize_embeddings": True, "peft": PEFT},
+        "fsdp",
+        "model.resize_embeddings",
+        "peft.modules_to_save",
+    ),
+    "bf16, rounded to the nearest": (
+        {**BF16, "optimizer": partial(adamw, lr=1e-3)},
+        "fsdp",
+        "training.master_weights",
+        "optimizer=adamw_bf16",
+    ),
+    "bf16 adapters": (
+        {**BF16, "peft": PEFT},
+        "fsdp",
+        "training.master_weights",
+        "training.master_weights=fp32",
+    ),
+    "bf16 sums": (
+        {**BF16, "mesh__strategy": "ddp"},
+        "ddp",
+        "training.master_weights",
+        "mesh.strategy=fsdp",
+    ),
+    "bf16 in fp32": (
+        {**BF16, "training__precision": "fp32"},
+        "fsdp",
+        "training.master_weights",
+        "training.precision=bf16",
+    ),
+}
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_parts_that_do_not_work_together(case: str, parts: Parts) -> None:
-    settings, strategy, sentence = REFUSED[case]
-    with pytest.raises(ConfigError) as error:
+    settings, strategy, key, cure = REFUSED[case]
+    with pytest.raises(ConfigError) as raised:
         check_parts(changed(parts, **settings), strategy, torch.device("cpu"))
-    assert str(error.value) == sentence
+    (error,) = raised.value.problems
+    assert error.key == key
+    assert cure in error.cure
 
 
 def test_each_of_them_alone_is_taken(parts: Parts) -> None:
@@ -132,9 +210,9 @@ def test_all_that_is_wrong_is_said_at_once(parts: Parts) -> None:
     settings = {"mesh__ep": 2, "peft": PEFT, "model__resize_embeddings": True}
     with pytest.raises(ConfigError) as error:
         check_parts(changed(parts, **settings), "ddp", torch.device("cpu"))
-    assert [line.split("=")[0] for line in str(error.value).splitlines()] == [
-        "mesh.tp",  # without FSDP
-        "mesh.tp",  # with adapters
+    assert [problem.key for problem in error.value.problems] == [
+        "mesh.ep",  # without FSDP
+        "mesh.ep",  # with adapters
         "model.resize_embeddings",
     ]
 

@@ -81,31 +81,36 @@ class Lora:
                 "peft=none."
             )
 
-    def problems(self, model: CausalLM) -> Iterator[str]:
+    def problems(self, model: CausalLM) -> Iterator[ConfigError]:
         """Yields what an adapter, whose base is frozen and keeps its rows, cannot be combined
         with.
         """
         if model.freeze:
-            yield (
-                f"model.freeze={model.freeze} with peft: an adapter's base is frozen already, "
-                "remove one."
+            yield ConfigError(
+                f"model.freeze={model.freeze} with peft: an adapter's base is frozen already",
+                key="model.freeze",
+                cure="remove one of them",
             )
         if model.train_towers:
-            yield (
-                "model.train_towers=true with peft: an adapter's base is frozen: name an encoder "
-                "or a projector in peft.modules_to_save, or layers of them in "
-                "peft.target_modules."
+            yield ConfigError(
+                "model.train_towers=true with peft: an adapter's base is frozen",
+                key="model.train_towers",
+                cure="name an encoder or a projector in peft.modules_to_save, or layers of them in "
+                "peft.target_modules",
             )
         if model.resize_embeddings and not self.modules_to_save:
-            yield (
+            yield ConfigError(
                 "model.resize_embeddings=true with peft: rows that are added are trained and saved "
-                "with the whole embedding and head: set peft.modules_to_save=[embed_tokens, "
-                "lm_head]."
+                "with the whole embedding and head",
+                key="model.resize_embeddings",
+                cure="set peft.modules_to_save=[embed_tokens, lm_head]",
             )
         if self.adapter and self.trainable_tokens:
-            yield (
+            yield ConfigError(
                 f"peft.trainable_tokens={self.trainable_tokens} with peft.adapter: an adapter that "
-                "is continued trains the tokens of its own: remove one."
+                "is continued trains the tokens of its own",
+                key="peft.trainable_tokens",
+                cure="remove one of them",
             )
 
     def load_arguments(
