@@ -73,30 +73,35 @@ def build_parts(config: Config) -> Parts:
             if value := getattr(teacher, name):
                 raise ConfigError(
                     f"teacher.{name}={format_value(value)} is of a model that is trained, and the "
-                    "teacher is frozen: leave it out."
+                    "teacher is frozen",
+                    key=f"teacher.{name}",
+                    cure="leave it out",
                 )
     if loss.needs_teacher != (teacher is not None):
         name = type(loss).__name__
-        cure = (
-            "needs one: set teacher=pretrained teacher.pretrained=..."
-            if loss.needs_teacher
-            else "does not use it"
-        )
-        raise ConfigError(f"teacher={'pretrained' if teacher else 'none'}: loss={name} {cure}.")
+        if teacher:
+            text = f"teacher=pretrained: loss={name} does not use it"
+            raise ConfigError(text, key="teacher", cure="leave it out")
+        text = f"teacher=none: loss={name} needs one"
+        cure = "set teacher=pretrained teacher.pretrained=<folder or hub name>"
+        raise ConfigError(text, key="teacher", cure=cure)
     packer = build_packer(config)
     packer.can_cut = not loss.separates_rows
     cuts = packer.overlong in ("truncate", "split") or packer.cuts_documents
     if "answers" in loss.required and (cuts or packer.is_ragged):
         raise ConfigError(
             f"packed_sequence.strategy={packer.strategy} overlong={packer.overlong}: pairs of "
-            "answers stay whole, in one pack: use exact_fill, best_fit or next_fit, and "
-            "overlong=drop or error."
+            "answers stay whole, in one pack",
+            key="packed_sequence.strategy",
+            cure="use exact_fill, best_fit or next_fit, and overlong=drop or error",
         )
     if loss.separates_rows and (packer.cuts_documents or packer.overlong == "split"):
         raise ConfigError(
             f"packed_sequence.strategy={packer.strategy} overlong={packer.overlong}: rows of "
             f"loss={type(loss).__name__} stay whole, as what a label counts follows from all of "
-            "its row: use exact_fill, best_fit or next_fit, and overlong=drop, truncate or error."
+            "its row",
+            key="packed_sequence.strategy",
+            cure="use exact_fill, best_fit or next_fit, and overlong=drop, truncate or error",
         )
     return Parts(
         model=build(config.model),
@@ -116,8 +121,9 @@ def build_optimizer(part: Mapping[str, Any], module: nn.Module) -> Optimizer:
     """Returns the optimizer of a module; raises ConfigError for a rate that is not resolved."""
     if part.get("lr") == AUTO:
         raise ConfigError(
-            "optimizer.lr=auto is not resolved: call "
-            "automodel_lite.training.resolve.resolve_auto(config) first, or set a number."
+            "optimizer.lr=auto is not resolved",
+            key="optimizer.lr",
+            cure="call automodel_lite.training.resolve.resolve_auto(config) first, or set a number",
         )
     optimizer: Optimizer = build(part, module)
     return optimizer
