@@ -171,10 +171,15 @@ def test_a_kilobyte_of_anchors_is_no_file_of_settings(tmp_path: Path, place: str
         assert time.monotonic() - began < 20
 
 
-@pytest.mark.parametrize("form", ["${%s}", "${.%s}", "${oc.decode:${%s}}", "${oc.select:%s}"])
+@pytest.mark.parametrize(
+    "form", ["${%s}", "${.%s}", "${oc.decode:${%s}}", "${oc.select:%s}", "['${%s}']"]
+)
 def test_a_kilobyte_of_references_is_no_file_of_settings(tmp_path: Path, form: str) -> None:
     lines = ["defaults: [smoke, _self_]", "a0: xxxxxxxxxx"]
-    lines += [f"a{n}: '{form % f'a{n - 1}' * 10}'" for n in range(1, 10)]
+    for n in range(1, 10):
+        many = form % f"a{n - 1}" * 10
+        is_list = many.startswith("[")
+        lines.append(f"a{n}: " + (many.replace("][", ", ") if is_list else f"'{many}'"))
     (tmp_path / "strange.yaml").write_text("\n".join(lines))
     began = time.monotonic()
     with pytest.raises(ConfigError, match="the references in it stand for over 100,000 char"):

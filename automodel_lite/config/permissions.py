@@ -19,7 +19,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
-from automodel_lite.config.components import flatten
+from automodel_lite.config.components import flatten, walk
 from automodel_lite.errors import ConfigError, printable
 
 _GRANT = re.compile(r"security\.allow_\w+|(.+\.)?(trust_remote_code|allow_remote)")
@@ -67,7 +67,7 @@ def environment_problems(raw: DictConfig, is_typed: IsTyped) -> Iterator[str]:
     Numbers are let through, and paths of this machine where a path is asked for. What does not
     resolve is left to `check_config`. Raises ConfigError as `check_references` does.
     """
-    check_references(raw)
+    check_references(OmegaConf.to_container(raw))
     allowed = set(OmegaConf.select(raw, "security.allow_env", default=None) or ())
     found = [*_made_of_variables(raw)]
     # a file may say that the tokenizer is the typed model's
@@ -106,13 +106,13 @@ def check_yaml(path: Path) -> None:
         )
 
 
-def check_references(raw: DictConfig) -> None:
+def check_references(tree: Any) -> None:
     """Raises ConfigError for references (`${a}`) that stand for more than a configuration could
     hold itself: ten in each of nine values are a billion texts. Nothing is resolved.
     """
-    sizes = _References(OmegaConf.to_container(raw))
+    sizes = _References(tree)
     total = 0
-    for key, value in flatten(sizes.tree):
+    for key, value in walk(sizes.tree):
         if isinstance(value, str) and "${" in value:
             total += sizes.of_node(tuple(key.split(".")), value)
             if total > _MOST_VALUES:

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import re
+import time
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -190,7 +191,7 @@ DAMAGED = {
     "binary": (bytes([0xDE, 0x00] * 50), "cannot be read as YAML ('utf-8' codec can't decode"),
     "zero bytes": (bytes(5), "cannot be read as YAML (unacceptable character"),
     "list": (b"- a", "its YAML is no mapping of names"),
-    "deep": (b"a: " + b"[" * 5000, "cannot be read as YAML (maximum recursion depth exceeded"),
+    "deep": (b"a: " + b"[" * 5000, "brackets too deep to read"),
     "code": (b"a: !!python/object/apply:os.getcwd []", "could not determine a constructor"),
 }
 
@@ -498,3 +499,43 @@ def test_a_file_that_is_no_mapping_is_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "a.yml").write_text(yaml.safe_dump([1, 2]))
     with pytest.raises(ConfigError, match="its YAML is no mapping of names"):
         convert.convert([str(tmp_path / "a.yml"), "--to", str(tmp_path / "b.yaml")])
+
+
+def test_a_reference_is_followed_to_its_value() -> None:
+    """Also to 0, and to a text that has another one; one around itself stays as it is."""
+    theirs = {"a": "${b}/x", "b": "${c.d}-${n}", "c": {"d": "y"}, "n": 0, "e": "${e}", "f": "${g}"}
+    assert convert.resolved(theirs, theirs) == {
+        **theirs, "a": "y-0/x", "b": "y-0", "e": "${e}", "f": "${g}"
+    }  # fmt: skip
+
+
+BOMBS = {  # a level, of the one before it
+    "anchors": ("&a{n} [{others}]", "*a{m}"),
+    "references": ("[{others}]", "'${{a{m}}}'"),
+    "references in a text": ("'{others}'", "${{a{m}}}"),
+}
+
+
+@pytest.mark.parametrize("form", BOMBS)
+def test_a_kilobyte_that_stands_for_a_billion_values_is_refused(form: str, tmp_path: Path) -> None:
+    level, other = BOMBS[form]
+    lines = ["a0: " + level.format(n=0, others="x, x, x")]
+    for n in range(1, 10):
+        others = ", ".join([other.format(m=n - 1)] * 9)
+        lines.append(f"a{n}: " + level.format(n=n, others=others))
+    (tmp_path / "theirs.yml").write_text("\n".join(lines))
+    began = time.monotonic()
+    with pytest.raises(ConfigError, match="for over 100,000"):
+        convert.convert([str(tmp_path / "theirs.yml"), "--to", str(tmp_path / "mine.yaml")])
+    assert time.monotonic() - began < 20
+
+
+def test_names_are_printed_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They would set the terminal's title, or write over lines."""
+    lines = AXOLOTL + '"k\\e]0;PWNED\\a": 1\n"two\\nlines": "\\e[2J"\n'
+    (tmp_path / "theirs.yml").write_text(lines)
+    convert.convert([str(tmp_path / "theirs.yml"), "--to", str(tmp_path / "mine.yaml")])
+    said = capsys.readouterr().out
+    assert r"k\x1b]0;PWNED\x07=1: not known here" in said
+    assert r"two\nlines=\x1b[2J: not known here" in said
+    assert "\x1b" not in said + (tmp_path / "mine.yaml").read_text()

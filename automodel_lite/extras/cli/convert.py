@@ -13,7 +13,7 @@ import re
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,11 @@ from automodel_lite.cli.line import argument_parser
 from automodel_lite.cli.sources import Sources, groups_of
 from automodel_lite.config.check import check_config
 from automodel_lite.config.components import option
-from automodel_lite.config.permissions import needs_the_command_line
+from automodel_lite.config.permissions import (
+    check_references,
+    check_yaml,
+    needs_the_command_line,
+)
 from automodel_lite.config.rules import Range, argument
 from automodel_lite.errors import (
     ConfigError,
@@ -43,6 +47,7 @@ _PEERS: dict[str, dict[str, Any]] = yaml.safe_load(
 )
 _ANSWERS = {peer: said["keys"] for peer, said in _PEERS.items()}
 """Framework -> its keys, with `*` for any text, and what each is here."""
+_REFERENCE = r"\$\{([\w.]+)\}"
 EMPTY: tuple[Any, ...] = (None, "", [], {})
 # of keys that exclude each other, a default counts where none of them is set
 RIVALS = (
@@ -83,12 +88,14 @@ def convert(argv: list[str]) -> int:
         raise ConfigError(f"{args.file}: there is no such file{did_you_mean_path(str(args.file))}")
     with explained(f"{args.file} cannot be read"):
         content = args.file.read_bytes()
+    check_yaml(args.file)
     with explained(
         f"{args.file} cannot be read as YAML", UnicodeError, yaml.YAMLError, RecursionError
     ):
         theirs = yaml.safe_load(content.decode())
     if not isinstance(theirs, dict) or not all(isinstance(key, str) for key in theirs):
         raise ConfigError(f"{args.file} is not a configuration: its YAML is no mapping of names.")
+    check_references(theirs)
     peer = args.peer or peer_of(theirs)
     preset = preset_of(peer, theirs, target.stem, args.gpus, args.file.absolute().parent)
     preset.leave_what_is_refused()
@@ -96,7 +103,7 @@ def convert(argv: list[str]) -> int:
     check = f"automodel-lite validate --config-dir {target.parent} --config-name {target.stem}"
     print(f"{target}: from {peer}; check it with {check}")
     for line in preset.unsaid:
-        print(f"  {line}")
+        print(f"  {printable(line)}")
     return 0
 
 
@@ -104,7 +111,7 @@ def peer_of(theirs: Mapping[str, Any]) -> str:
     """Returns the framework that knows most of the keys, the first of equals; raises ConfigError
     when none does.
     """
-    given = [key for key, _ in leaves(dict(theirs))]
+    given = {key for key, _ in leaves(dict(theirs))}
     hits = {
         peer: sum(any(fits(pattern, key) for pattern in answers) for key in given)
         for peer, answers in _ANSWERS.items()
@@ -127,11 +134,14 @@ def answer_to(peer: str, key: str) -> Any:
 
 
 def fits(pattern: str, key: str) -> bool:
-    """Whether a key is named by a pattern, in which `*` is any text and `|` is or."""
-    return any(
-        re.fullmatch(re.escape(part).replace(r"\*", ".*"), key, re.DOTALL)
-        for part in pattern.split("|")
-    )
+    """Returns whether a key is named by a pattern, in which `*` is any text and `|` is or."""
+    return bool(_compiled(pattern).fullmatch(key))
+
+
+@cache
+def _compiled(pattern: str) -> re.Pattern[str]:
+    parts = (re.escape(part).replace(r"\*", ".*") for part in pattern.split("|"))
+    return re.compile("|".join(parts), re.DOTALL)
 
 
 def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -146,20 +156,26 @@ def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         yield prefix, node
 
 
-def resolved(node: Any, root: Mapping[str, Any]) -> Any:
-    """Returns a tree with `${a.b}` replaced by what stands there; what is nowhere is left."""
+def resolved(node: Any, root: Mapping[str, Any], around: tuple[str, ...] = ()) -> Any:
+    """Returns a tree with `${a.b}` replaced by what stands there, which may have references too;
+    what is nowhere, or around itself, is left.
+
+    around   the names that are being replaced
+    """
     if isinstance(node, dict):
-        return {key: resolved(value, root) for key, value in node.items()}
+        return {key: resolved(value, root, around) for key, value in node.items()}
     if isinstance(node, list):
-        return [resolved(value, root) for value in node]
+        return [resolved(value, root, around) for value in node]
     if not isinstance(node, str):
         return node
-    whole = re.fullmatch(r"\$\{([\w.]+)\}", node)
-    if whole and peers.value_at(root, whole[1]) is not None:
-        return peers.value_at(root, whole[1])
-    return re.sub(
-        r"\$\{([\w.]+)\}", lambda found: str(peers.value_at(root, found[1]) or found[0]), node
-    )
+
+    def value_of(found: re.Match[str]) -> Any:
+        name = found[1]
+        value = None if name in around else peers.value_at(root, name)
+        return found[0] if value is None else resolved(value, root, (*around, name))
+
+    whole = re.fullmatch(_REFERENCE, node)
+    return value_of(whole) if whole else re.sub(_REFERENCE, lambda one: str(value_of(one)), node)
 
 
 @dataclass
