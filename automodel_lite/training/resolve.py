@@ -253,8 +253,8 @@ def data_of(config: Config, parts: Parts, console: Console) -> Known | None:
 def pack_size_of(
     data: Known | None, config: Config, parts: Parts, has_data: bool = True
 ) -> tuple[int, str]:
-    """Returns the tokens of a pack, and why: see `fitted_pack_size`; whole slots, and at most the
-    positions of the model and its teacher.
+    """Returns the tokens of a pack, and why: see `fitted_pack_size`, and without packing the
+    longest document; whole slots, and at most the positions of the model and its teacher.
 
     has_data  False: rows come later, from memory; the positions of the model, or `MOST_PACK`
     """
@@ -268,7 +268,12 @@ def pack_size_of(
             f"{SIZE}=auto needs the lengths of all documents, which a stream does not know: set "
             f"{SIZE}={MOST_PACK}."
         )
-    size, reason = fitted_pack_size(data.lengths, config.training, data.is_split)
+    if parts.packer.is_ragged:  # each row has the length of its document: a longer pack costs none
+        size = int(data.lengths.max())
+        reason = "the longest document"
+    else:
+        size, reason = fitted_pack_size(data.lengths, config.training, data.is_split)
+    size = round_up(size, multiple)
     for model in (parts.model, parts.teacher):
         if model:
             size, reason = _within_positions(model.config(data.tokenizer), size, reason)

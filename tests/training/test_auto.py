@@ -61,6 +61,19 @@ def resolved(folder: Path, *overrides: str) -> Config:
     return resolve_auto(quick_config(folder, *AUTO, *overrides))
 
 
+def test_without_packing_no_document_is_too_long(tmp_path: Path, capsys):
+    """One of 200 documents is longer than the power of two that holds 99.5 % of them."""
+    texts = ["a b c"] * 199 + ["a b c d e f g h " * 20]
+    rows = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    (tmp_path / "rows.jsonl").write_text(rows)
+    files = ["dataset=files", "~dataset.num_chats", f"dataset.path={tmp_path / 'rows.jsonl'}"]
+    packed = resolved(tmp_path, *files)
+    ragged = resolved(tmp_path, *files, "packed_sequence=none", "packed_sequence.slot_multiple=8")
+    assert packed.packed_sequence["packed_sequence_size"] == 128
+    assert ragged.packed_sequence["packed_sequence_size"] == 168
+    assert "168 (the longest document)" in capsys.readouterr().out
+
+
 LEFT_OPEN = {
     "training.global_batch_size": "the packs, see feeding/planned.py",
     "packed_sequence.tree": "whether rows share their beginnings, see tokens/tokenize.py",
