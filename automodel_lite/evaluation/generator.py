@@ -95,7 +95,7 @@ class Generator:
         # one answer to a prompt, token by token, whatever the model's generation_config.json says
         one = {"num_beams": 1, "num_return_sequences": 1}
         choice = one | {"do_sample": temperature > 0, "temperature": temperature or None}
-        ends = stop_ids(self.model, self.tokenizer)
+        ends = stop_ids(self.model, self.tokenizer, self.template_kwargs)
         generate = cast(Any, self.model.generate)
         answers = list[str]()
         for inputs in batches:

@@ -49,7 +49,8 @@ def sample_answers(
     model.module.eval()
     answers = []
     tokenizer = source.tokenizer
-    ends = stop_ids(model.loss_model.lm, tokenizer)
+    variables = source.job.settings.template_kwargs
+    ends = stop_ids(model.loss_model.lm, tokenizer, variables)
     for prompt in config.prompts:
         if isinstance(source.packer, PromptPacker):
             ids, stream = source.packer.prompt(source.job, prompt)

@@ -104,7 +104,8 @@ def load_trained(
     model, adapter = assemble(
         plain, tokenizer, mesh, "fsdp" if mesh.root else "none", torch.float32
     )
-    use_stop_ids(model.loss_model.lm, tokenizer)  # what an export of it stops at
+    # what an export of it stops at
+    use_stop_ids(model.loss_model.lm, tokenizer, parts.template_kwargs)
     load_weights(checkpoint, model.loss_model)
     if averaged_with and adapter:
         raise ConfigError(

@@ -11,6 +11,7 @@ import transformers
 
 from automodel_lite.config.components import naming_package
 from automodel_lite.config.model_files import check_model_files
+from automodel_lite.data.tokens.tokenizer import use_processors_template
 from automodel_lite.errors import (
     ConfigError,
     did_you_mean_path,
@@ -61,6 +62,7 @@ def load_generator(
                 "trained."
             ) from None
         raise ConfigError(f"{source} cannot be loaded as a tokenizer: {one_line(error)}") from error
+    use_processors_template(tokenizer, Path(source))
     has_gpu = torch.cuda.is_available() and not on_cpu
     load: Any = load_whole
     if is_adapter:

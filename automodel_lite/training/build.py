@@ -88,7 +88,7 @@ def build_model(
         model, adapter = assemble(decided, tokenizer, mesh, decided.strategy, decided.dtype, trains)
         STARTUP.lap("load")
         lm = model.loss_model.lm
-        decided.model.notes += use_stop_ids(lm, tokenizer)
+        decided.model.notes += use_stop_ids(lm, tokenizer, decided.template_kwargs)
         with explaining_family_errors(lm, mesh), short_lengths(lm) as has_lengths:
             if has_lengths:
                 install(lm, ReferenceAttention())

@@ -50,6 +50,8 @@ class Parts:
     training: TrainingConfig
     advanced: AdvancedConfig
     teacher: CausalLM | None = None  # a frozen second model
+    # variables of the chat template, by which it may end a turn
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     data: Any = None  # of whose packs the heaviest stand for a step that is counted
 
     @property
@@ -109,6 +111,7 @@ def build_parts(config: Config) -> Parts:
         peft=build(config.peft) if config.peft else None,
         loss=loss,
         teacher=teacher,
+        template_kwargs=config.tokenize.template_kwargs,
         optimizer=partial(build_optimizer, config.optimizer),
         packer=packer,
         mesh=config.mesh,

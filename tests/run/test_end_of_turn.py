@@ -21,6 +21,7 @@ from transformers import (
 
 from automodel_lite.data.tokens.encode import ChatRenderer
 from automodel_lite.data.tokens.stop_tokens import stop_ids, template_end
+from automodel_lite.data.tokens.tokenizer import load_tokenizer
 from automodel_lite.tools.load_generator import load_generator
 from recipes import export_hf
 from tests.data.templates import FAMILIES, Family, byte_tokenizer
@@ -140,6 +141,28 @@ PARTS = (
 )
 def test_the_end_of_a_turn_by_its_template(template: str, end: str | None) -> None:
     assert template_end(byte_tokenizer(Family(template, BASE.specials, BASE.eos))) == end
+
+
+def test_variables_of_the_template_choose_its_end() -> None:
+    """tokenize.template_kwargs; without them, this one refuses every chat."""
+    ends = "{% if not kind %}{{ raise_exception('kind is missing') }}{% endif %}"
+    template = f"{ends}{{{{ messages[1].content }}}}{{{{ '<|im_end|>' if kind == 'chat' }}}}"
+    tokenizer = byte_tokenizer(Family(template, BASE.specials, BASE.eos))
+    lm = small_model()
+    lm.generation_config.eos_token_id = None
+    assert stop_ids(lm, tokenizer) == [256]
+    assert stop_ids(lm, tokenizer, {"kind": "text"}) == [256]
+    assert stop_ids(lm, tokenizer, {"kind": "chat"}) == [256, 258]
+
+
+def test_a_template_that_a_processor_alone_has_is_used(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer(BASE)
+    own = tokenizer.chat_template
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path)
+    assert load_tokenizer(str(tmp_path)).chat_template is None
+    (tmp_path / "processor_config.json").write_text(json.dumps({"chat_template": own}))
+    assert template_end(load_tokenizer(str(tmp_path))) == "<|im_end|>"
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -7,7 +7,7 @@ writes `<|im_end|>`, and nothing but the template knows it.
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from typing import Any
 
 import transformers
@@ -16,18 +16,26 @@ from transformers import PreTrainedTokenizerBase
 PROBE = "PROBE"
 
 
-def stop_ids(lm: transformers.PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def stop_ids(
+    lm: transformers.PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    variables: Mapping[str, Any] | None = None,
+) -> list[int]:
     """Returns the tokenizer's end token, those of the model's own generation settings, and the one
-    with which the chat template ends a turn; each once.
+    with which the chat template ends a turn, with these variables of it; each once.
     """
     own = lm.generation_config.eos_token_id if lm.generation_config else None
     found = [tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])]
-    if stop := template_end(tokenizer):
+    if stop := template_end(tokenizer, variables):
         found.append(tokenizer.get_vocab()[stop])
     return [*dict.fromkeys(token for token in found if token is not None)]
 
 
-def use_stop_ids(lm: transformers.PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+def use_stop_ids(
+    lm: transformers.PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    variables: Mapping[str, Any] | None = None,
+) -> list[str]:
     """Sets `stop_ids` in the model's generation settings, of which its export writes them; returns
     a note where the chat template brought one that neither the tokenizer nor the model knew.
     """
@@ -35,20 +43,24 @@ def use_stop_ids(lm: transformers.PreTrainedModel, tokenizer: PreTrainedTokenize
         return []
     own = lm.generation_config.eos_token_id
     known = [tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])]
-    stops = stop_ids(lm, tokenizer)
+    stops = stop_ids(lm, tokenizer, variables)
     lm.generation_config.eos_token_id = stops or None
     if set(stops) <= set(known):
         return []
     return [
-        f"NOTE: answers stop at {template_end(tokenizer)} too, with which the chat template ends a "
+        f"NOTE: answers stop at {template_end(tokenizer, variables)} too, with which the chat template ends a "
         f"turn: the tokenizer's end is {tokenizer.eos_token}; the export's generation_config.json "
         "has both"
     ]
 
 
-def template_end(tokenizer: PreTrainedTokenizerBase) -> str | None:
+def template_end(
+    tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, Any] | None = None
+) -> str | None:
     """Returns the token with which the chat template ends an assistant's turn; None without a
     template, and of one that ends it with none or takes no such chat.
+
+    variables  tokenize.template_kwargs: a template may refuse a chat without them
     """
     if tokenizer.chat_template is None:
         return None
@@ -58,7 +70,7 @@ def template_end(tokenizer: PreTrainedTokenizerBase) -> str | None:
     for content in (PROBE, [{"type": "text", "text": PROBE}]):
         chat = [{"role": role, "content": content} for role in ("user", "assistant")]
         try:
-            text = str(tokenizer.apply_chat_template(chat, tokenize=False))
+            text = str(tokenizer.apply_chat_template(chat, tokenize=False, **(variables or {})))
         except Exception:  # whatever a template does wrong
             continue
         if PROBE in text and (stop := token_behind(text, specials)):

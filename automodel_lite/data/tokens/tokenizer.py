@@ -61,6 +61,7 @@ def load_tokenizer(
         raise ConfigError(
             f"tokenizer.path={path} cannot be loaded as a tokenizer: {hub_reason(error)}"
         ) from error
+    use_processors_template(tokenizer, Path(source))
     # a byte order mark of its file would be written into every document
     if isinstance(tokenizer.chat_template, str):
         tokenizer.chat_template = tokenizer.chat_template.removeprefix("\ufeff")
@@ -84,6 +85,17 @@ def load_tokenizer(
             "one."
         )
     return tokenizer
+
+
+def use_processors_template(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Gives a tokenizer without a chat template that of its folder's processor: some families of
+    images keep it there alone. What it writes is trained, and what ends its turns ends answers.
+    """
+    if tokenizer.chat_template is not None or not folder.is_dir():
+        return
+    with suppress(Exception):  # no such file, or one that its own reader names
+        found, _ = transformers.ProcessorMixin.get_processor_dict(str(folder))
+        tokenizer.chat_template = found.get("chat_template")
 
 
 def check_vocabulary(pretrained: str, tokenizer: PreTrainedTokenizerFast) -> None:

@@ -301,7 +301,7 @@ class TrainingClient:
         self._same([list(map(int, prompt)) for prompt in prompts], "prompts")
         lm = self.engine.model.loss_model.lm
         check_prompts(prompts, embedding_rows(lm))
-        ends = stop_ids(lm, self.tokenizer)
+        ends = stop_ids(lm, self.tokenizer, self.config.tokenize.template_kwargs)
         settings = sampling_settings(ends, max_new_tokens, temperature)
         batches = batches_of_one_length(prompts, num_samples, batch_size)
         model = self._scorer.model

@@ -1,0 +1,248 @@
+"""A job of one step for a family of models with images: the folder that a user would have, and the recipe on it.
+
+The folder holds a tiny random model, its image processor at small sizes, a tokenizer with a chat template, and the
+settings of the family's whole processor. Which tokens that processor asks its tokenizer for, which text it writes for
+an image and how many placeholders, is asked of its own code.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import random
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PretrainedConfig, PreTrainedTokenizerFast
+from transformers.models.auto.processing_auto import (
+    PROCESSOR_MAPPING_NAMES,
+    processor_class_from_name,
+)
+
+from automodel_lite.cli import compose_config
+from automodel_lite.config.check import check_config
+from automodel_lite.errors import ConfigError, DataError
+from automodel_lite.parts.images.tokens import ImageProcessor
+from benchmarks.image_families import (
+    FIRST_TEXT,
+    IMAGE,
+    LAST_TEXT,
+    PROCESSED_AS,
+    SIZES,
+    image_config,
+    image_model,
+    image_processor,
+    random_image,
+)
+
+TEMPLATE = """{% for m in messages %}<|{{ m['role'] }}|>{% if m['content'] is string %}{{ m['content'] }}{% else %}\
+{% for part in m['content'] %}{% if part['type'] == 'image' %}MARKER{% else %}{{ part['text'] }}{% endif %}{% endfor %}\
+{% endif %}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"""
+WORDS = "abcdefghijklmnopqrstuvwxyz .?:\n0123456789_"
+PLACEHOLDER = re.compile(r"<[^<>\s]+>|\[[A-Z_]+\]|TILE_\w+")
+_ASKED = re.compile(r"has no attribute '?(\w+?)(_id|_ids)?'?$")
+_LENGTHS = ("image_seq_length", "image_seq_len", "num_image_tokens", "image_token_len")
+"""What processors call the number of placeholders of an image, or of a part of it."""
+MOST_ASKED = 40
+
+
+def step(family: str, folder: Path) -> str:
+    """Trains one step; returns `trains`, or the sentence that refuses the family.
+
+    Raises what else goes wrong, and ValueError for a family whose folder could not be made.
+    """
+    write_folder(family, folder)
+    config = check_config(
+        compose_config(
+            "finetune",
+            [
+                "name=job",
+                f"output_dir={folder}/run",
+                f"cache_dir={folder}/cache",
+                "dataset=images",
+                f"dataset.path={folder}/chats.jsonl",
+                f"model.pretrained={folder}",
+                "model.train_towers=true",
+                "packed_sequence.packed_sequence_size=2048",
+                "training.global_batch_size=1",
+                "training.max_steps=1",
+                "training.allow_few_steps=true",
+                "training.num_threads=1",
+                "checkpoint.export_hf=false",
+                "report=false",
+            ],
+        )
+    )
+    # with the whole program
+    from recipes import train_ft
+
+    try:
+        code = train_ft.main(config)
+    except (ConfigError, DataError) as error:
+        return str(error)
+    assert code == 0
+    return "trains"
+
+
+def write_folder(family: str, folder: Path) -> None:
+    """Writes model, tokenizer, processor and chats of a family."""
+    config = image_config(family)
+    text = config.get_text_config()
+    if hasattr(text, "max_position_embeddings"):
+        text.max_position_embeddings = 4096
+    model = image_model(family, config)
+    own = image_processor(family, config)
+    kind = whole_processor(family, config)
+    asked: dict[str, str] = {}
+    specials: list[str] = []
+    made = build(kind, own, asked, specials, "<image>")
+    settings: dict[str, Any] = {}
+    marker = getattr(made, "image_token", None) or "<image>"
+    if getattr(made, "image_token", None):
+        settings = fitted(made, model, config)
+        made = build(kind, own, asked, specials, marker, settings)
+        text = text_of_image(made)
+        counted = Counter(PLACEHOLDER.findall(text)).most_common()
+        token = counted[0][0] if counted else marker
+        specials += [x for x, _ in counted if x not in specials] + [marker]
+        made = build(kind, own, asked, specials, token, settings)
+    made.tokenizer.chat_template = TEMPLATE.replace("MARKER", marker)
+    made.tokenizer.save_pretrained(folder)
+    own.save_pretrained(folder)
+    (folder / "processor_config.json").write_text(json.dumps(settings))
+    rows = len(made.tokenizer)
+    if rows > model.get_input_embeddings().weight.shape[0]:
+        raise ValueError(f"its processor has {rows} tokens, more than the tiny vocabulary")
+    config.save_pretrained(folder)
+    model.save_pretrained(folder)
+    write_chats(folder)
+
+
+def whole_processor(family: str, config: PretrainedConfig) -> Any:
+    """Returns the class of the family's processor of images and text."""
+    for name in (config.model_type, family, PROCESSED_AS.get(family, family)):
+        if kind := PROCESSOR_MAPPING_NAMES.get(name):
+            return processor_class_from_name(kind)
+    raise ValueError("transformers names no processor for it")
+
+
+def build(
+    kind: Any,
+    own: Any,
+    asked: dict[str, str],
+    specials: list[str],
+    token: str,
+    settings: dict[str, Any] | None = None,
+) -> Any:
+    """Makes the processor; tokens that it asks its tokenizer for are added to `asked`."""
+    parts = {"image_processor": own}
+    for _ in range(MOST_ASKED):
+        parts["tokenizer"] = tokenizer_with(asked, specials, token)
+        values = [parts.get(name) for name in kind.get_attributes()]
+        without_others = type("OfImages", (kind,), {"check_argument_for_proper_class": _unchecked})
+        try:
+            made = without_others.from_args_and_dict(values, dict(settings or {}))
+            if getattr(made, "image_token", None):
+                text_of_image(made)
+            return made
+        except AttributeError as error:
+            found = _ASKED.search(str(error))
+            if not found or found[1] in asked:
+                raise
+            asked[found[1]] = f"<{found[1]}>"
+    raise ValueError("its processor asks for tokens without end")
+
+
+def _unchecked(self: Any, argument_name: str, argument: Any) -> Any:
+    return None
+
+
+def tokenizer_with(asked: dict[str, str], specials: list[str], token: str) -> Any:
+    """Makes a tokenizer of characters with special tokens; the placeholder has the model's id."""
+    words = [*WORDS][: LAST_TEXT + 1 - FIRST_TEXT]
+    vocab = {"<pad>": 0, "<s>": 1, "<|end|>": 2}
+    vocab |= {word: FIRST_TEXT + i for i, word in enumerate(words)}
+    vocab[token] = IMAGE
+    others = ["<|user|>", "<|assistant|>", *asked.values(), *specials]
+    free = (i for i in [*range(LAST_TEXT + 1, IMAGE), *range(IMAGE + 1, 4096)])
+    for other in others:
+        if other not in vocab:
+            vocab[other] = next(free)
+    for i in range(max(vocab.values())):  # ids have no gaps
+        if i not in vocab.values():
+            vocab[f"<unused {i}>"] = i
+    backend = Tokenizer(models.BPE(vocab, []))
+    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    backend.add_special_tokens([x for x in vocab if len(x) > 1])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="<|end|>",
+        extra_special_tokens=asked,
+    )
+
+
+def text_of_image(made: Any) -> str:
+    """Returns what the processor writes for an image, as the program asks it."""
+    processor = ImageProcessor("", PretrainedConfig())
+    vars(processor)["own"] = made
+    image = random_image(random.Random(0), SIZES[0])
+    try:
+        _, texts = made._process_images([image], **processor._settings)
+    except NotImplementedError:
+        return ""
+    return texts[0]
+
+
+def fitted(made: Any, model: Any, config: PretrainedConfig) -> dict[str, Any]:
+    """Returns the processor's settings that belong to the tiny tower: those that its config names
+    too, and how many placeholders stand for an image.
+    """
+    settings: dict[str, Any] = {}
+    vision = getattr(config, "vision_config", config)
+    for name in inspect.signature(type(made).__mro__[1].__init__).parameters:
+        for part in (vision, config):
+            value = getattr(part, name, None)
+            if isinstance(value, (int, float, str)) and not name.endswith(("_token", "_token_id")):
+                settings[name] = value
+                break
+    for name, value in settings.items():
+        setattr(made, name, value)
+    length = next((name for name in _LENGTHS if hasattr(made, name)), None)
+    if length is None:
+        return settings
+    # from benchmarks.survey_images, which imports this file
+    from benchmarks.survey_images import accepted_names, rows_of
+
+    image = random_image(random.Random(0), SIZES[0])
+    record = made.image_processor(images=[image], return_tensors="pt")
+    names = accepted_names(model)
+    with torch.no_grad():
+        rows = rows_of(model, {n: torch.as_tensor(x) for n, x in record.items() if n in names})
+    for value in range(1, rows + 1):
+        setattr(made, length, value)
+        text = text_of_image(made)
+        counted = Counter(PLACEHOLDER.findall(text)).most_common(1)
+        if counted and counted[0][1] == rows:
+            return settings | {length: value}
+    return settings
+
+
+def write_chats(folder: Path, num: int = 12) -> None:
+    """Writes chats with a picture in each question, as lines of JSON."""
+    rng = random.Random(0)
+    lines = []
+    for number in range(num):
+        random_image(rng, SIZES[number % len(SIZES)]).save(folder / f"{number}.png")
+        asked = [{"type": "image", "image": f"{number}.png"}, {"type": "text", "text": "what?"}]
+        said = "".join(rng.choices(WORDS[:26], k=6))
+        turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
+        lines.append(json.dumps({"messages": turns}))
+    (folder / "chats.jsonl").write_text("\n".join(lines))
+
+
