@@ -45,6 +45,7 @@ TEMPLATE = """{% for m in messages %}<|{{ m['role'] }}|>{% if m['content'] is st
 WORDS = "abcdefghijklmnopqrstuvwxyz .?:\n0123456789_"
 PLACEHOLDER = re.compile(r"<[^<>\s]+>|\[[A-Z_]+\]|TILE_\w+")
 _ASKED = re.compile(r"has no attribute '?(\w+?)(_id|_ids)?'?$")
+_NAMES = {"img_size": "image_size"}  # of a processor's setting in the config
 _LENGTHS = ("image_seq_length", "image_seq_len", "num_image_tokens", "image_token_len")
 """What processors call the number of placeholders of an image, or of a part of it."""
 MOST_ASKED = 40
@@ -103,7 +104,7 @@ def write_folder(family: str, folder: Path) -> None:
     settings: dict[str, Any] = {}
     marker = getattr(made, "image_token", None) or "<image>"
     if getattr(made, "image_token", None):
-        settings = fitted(made, model, config)
+        settings = fitted(kind, own, asked, model, config)
         made = build(kind, own, asked, specials, marker, settings)
         text = text_of_image(made)
         counted = Counter(PLACEHOLDER.findall(text)).most_common()
@@ -199,20 +200,21 @@ def text_of_image(made: Any) -> str:
     return texts[0]
 
 
-def fitted(made: Any, model: Any, config: PretrainedConfig) -> dict[str, Any]:
+def fitted(
+    kind: Any, own: Any, asked: dict[str, str], model: Any, config: PretrainedConfig
+) -> dict[str, Any]:
     """Returns the processor's settings that belong to the tiny tower: those that its config names
     too, and how many placeholders stand for an image.
     """
     settings: dict[str, Any] = {}
     vision = getattr(config, "vision_config", config)
-    for name in inspect.signature(type(made).__mro__[1].__init__).parameters:
+    for name in inspect.signature(kind.__init__).parameters:
         for part in (vision, config):
-            value = getattr(part, name, None)
+            value = getattr(part, _NAMES.get(name, name), None)
             if isinstance(value, (int, float, str)) and not name.endswith(("_token", "_token_id")):
                 settings[name] = value
                 break
-    for name, value in settings.items():
-        setattr(made, name, value)
+    made = build(kind, own, asked, [], "<image>", settings)
     length = next((name for name in _LENGTHS if hasattr(made, name)), None)
     if length is None:
         return settings
@@ -220,16 +222,16 @@ def fitted(made: Any, model: Any, config: PretrainedConfig) -> dict[str, Any]:
     from benchmarks.survey_images import accepted_names, rows_of
 
     image = random_image(random.Random(0), SIZES[0])
-    record = made.image_processor(images=[image], return_tensors="pt")
+    record = own(images=[image], return_tensors="pt")
     names = accepted_names(model)
     with torch.no_grad():
         rows = rows_of(model, {n: torch.as_tensor(x) for n, x in record.items() if n in names})
-    for value in range(1, rows + 1):
-        setattr(made, length, value)
-        text = text_of_image(made)
-        counted = Counter(PLACEHOLDER.findall(text)).most_common(1)
+    for value in [x for x in range(1, rows + 1) if rows % x == 0]:
+        tried = settings | {length: value}
+        made = build(kind, own, asked, [], "<image>", tried)
+        counted = Counter(PLACEHOLDER.findall(text_of_image(made))).most_common(1)
         if counted and counted[0][1] == rows:
-            return settings | {length: value}
+            return tried
     return settings
 
 
@@ -244,5 +246,3 @@ def write_chats(folder: Path, num: int = 12) -> None:
         turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
         lines.append(json.dumps({"messages": turns}))
     (folder / "chats.jsonl").write_text("\n".join(lines))
-
-

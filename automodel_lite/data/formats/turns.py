@@ -1,9 +1,9 @@
 """The turn of a chat becomes `{"role", "content", ...}`, from the shapes that turns have.
 
 What is understood is mapped to what it means: OpenAI's messages and its older `function_call`,
-ShareGPT's turns with their function calls, lists of text parts, Anthropic's blocks of calls and
-results. What is not understood is an error that names the place: a part, a weight or a picture that
-is passed over in silence trains another model than the data describe.
+ShareGPT's turns with their function calls, lists of text parts, Anthropic's blocks of calls,
+results and thoughts. What is not understood is an error that names the place: a part, a weight or a
+picture that is passed over in silence trains another model than the data describe.
 """
 
 from __future__ import annotations
@@ -20,6 +20,10 @@ TEXT_PARTS = ("text", "input_text", "output_text")
 TEXT_KEYS = ("text", "value", "content")
 TURN_TOOLS = ("tools", "functions")
 """Keys of a turn that hold the tools of its chat."""
+THOUGHTS = ("thinking", "redacted_thinking")
+"""Anthropic's blocks of what a model thinks before it answers."""
+THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
+_BLOCKS = {"tool_use", "tool_result", *THOUGHTS}
 MASKS = re.compile(
     r"(.*_)?(train|training|trainable|trained|loss|mask|masked|learn|learnable|supervised?)(_.*)?"
 )
@@ -128,7 +132,8 @@ def _calls_of_content(content: Any, where: str) -> list[dict[str, Any]]:
 
 def _split_blocks(message: Message, where: str) -> list[Message]:
     """Returns the messages of a turn whose content is a list of Anthropic's blocks: calls go to
-    `tool_calls`, and each result becomes a turn of role tool. Any other turn is one message.
+    `tool_calls`, thoughts to `reasoning_content`, and each result becomes a turn of role tool. Any
+    other turn is one message.
     """
     content = message.get("content")
     kinds = (
@@ -136,19 +141,32 @@ def _split_blocks(message: Message, where: str) -> list[Message]:
         if isinstance(content, list)
         else []
     )
-    if not {"tool_use", "tool_result"} & {kind for kind in kinds if isinstance(kind, str)}:
+    if not _BLOCKS & {kind for kind in kinds if isinstance(kind, str)}:
         return [message]
     # Blocks in their order: texts gather until a result, which is a turn by itself, or until a
     # call, behind which nothing may stand.
     assert isinstance(content, list)
     rest = {key: value for key, value in message.items() if key != "content"}
+    thoughts = [
+        _thought(part, message, f"{where}.content[{place}]")
+        for place, part in enumerate(content)
+        if _kind_of(part) in THOUGHTS
+    ]
+    if thoughts:
+        rest["reasoning_content"] = "\n\n".join(thoughts)
     found: list[Message] = []
     texts: list[Any] = []
     calls: list[Any] = []
     for place, part in enumerate(content):
         at = f"{where}.content[{place}]"
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind == "tool_result":
+        kind = _kind_of(part)
+        if kind in THOUGHTS:
+            if texts or calls:
+                raise DataError(
+                    f"{at} stands behind what is said, and templates write thoughts first: put it "
+                    "before, or what follows it into a turn of its own."
+                )
+        elif kind == "tool_result":
             if message["role"] not in ("user", "tool"):
                 raise DataError(f"{at} is a tool_result: put it into a turn of role user.")
             # the texts before it are a turn of their own
@@ -169,7 +187,31 @@ def _split_blocks(message: Message, where: str) -> list[Message]:
         if message.get("tool_calls"):
             raise DataError(f"{where} has calls in tool_calls and content: keep one of them.")
         return [{**rest, "content": texts, "tool_calls": calls}]
-    return [*found, {**rest, "content": texts}] if texts else found
+    return [*found, {**rest, "content": texts}] if texts or thoughts else found
+
+
+def _kind_of(part: Any) -> Any:
+    """Returns the type of a block; None of what is no block."""
+    return part.get("type") if isinstance(part, dict) else None
+
+
+def _thought(part: dict[str, Any], message: Message, where: str) -> str:
+    """Returns the text of a thought; its signature is for Anthropic's servers alone."""
+    if part["type"] == "redacted_thinking":
+        raise DataError(f"{where} holds thoughts that are encrypted: remove it.")
+    if message["role"] not in ("assistant", "model"):
+        raise DataError(f"{where} is a thought: put it into a turn of role assistant.")
+    if taken := [key for key in THOUGHT_KEYS if message.get(key)]:
+        raise DataError(
+            f"{where.rpartition('.')[0]} has thoughts in {taken[0]} and content: keep one of them."
+        )
+    said = part.get("thinking")
+    if not isinstance(said, str) or {*part} - {"type", "thinking", "signature"}:
+        raise DataError(
+            f"{where} must hold a text under thinking, and a signature beside it at most: it is "
+            f"{str(part)[:60]}."
+        )
+    return said
 
 
 def _result(part: dict[str, Any], where: str) -> Message:

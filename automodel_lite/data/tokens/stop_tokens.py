@@ -47,10 +47,10 @@ def use_stop_ids(
     lm.generation_config.eos_token_id = stops or None
     if set(stops) <= set(known):
         return []
+    end = template_end(tokenizer, variables)
     return [
-        f"NOTE: answers stop at {template_end(tokenizer, variables)} too, with which the chat template ends a "
-        f"turn: the tokenizer's end is {tokenizer.eos_token}; the export's generation_config.json "
-        "has both"
+        f"NOTE: answers stop at {end} too, with which the chat template ends a turn: "
+        f"the tokenizer's end is {tokenizer.eos_token}; the export's generation_config.json has both"
     ]
 
 

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from automodel_lite.config.rules import PathStr, Range, check_folder, read_template
 from automodel_lite.data.cache import build_once, cache_root, short_hash

@@ -154,6 +154,43 @@ def test_blocks_of_calls_and_results_are_turns() -> None:
     ]
 
 
+def test_thoughts_of_anthropic_are_those_of_the_turn() -> None:
+    thought = {"type": "thinking", "thinking": "Rain?", "signature": "Eq=="}
+    said = {"type": "text", "text": "I look."}
+    call = {"type": "tool_use", "id": "a", "name": "weather", "input": OSLO}
+    assert read_turns({"role": "assistant", "content": [thought, said, call]}, "here") == [
+        {
+            "role": "assistant",
+            "content": "I look.",
+            "reasoning_content": "Rain?",
+            "tool_calls": [{**WEATHER, "id": "a"}],
+        }
+    ]
+    (twice,) = read_turns({"role": "assistant", "content": [thought, thought, said]}, "here")
+    assert twice["reasoning_content"] == "Rain?\n\nRain?"
+
+
+THOUGHT = {"type": "thinking", "thinking": "Hm."}
+TEXT = {"type": "text", "text": "a"}
+
+
+@pytest.mark.parametrize(
+    ("turn", "sentence"),
+    [
+        ({"content": [TEXT, THOUGHT]}, r"here.content\[1\] stands behind what is said"),
+        ({"content": [{"type": "redacted_thinking", "data": "x"}, TEXT]}, r"\[0\] .* encrypted: remove"),
+        ({"role": "user", "content": [THOUGHT, TEXT]}, r"is a thought: put it into a turn of role assis"),
+        ({"content": [THOUGHT, TEXT], "reasoning_content": "x"}, "here has thoughts in reasoning_content and"),
+        ({"content": [{"type": "thinking", "thinking": 1}]}, "must hold a text under thinking"),
+        ({"content": [{**THOUGHT, "tokens": 3}]}, "must hold a text under thinking, and a signature"),
+    ],
+    ids=["behind", "encrypted", "user", "twice", "number", "more"],
+)  # fmt: skip
+def test_thoughts_that_are_not_trained_are_named(turn: Any, sentence: str) -> None:
+    with pytest.raises(DataError, match=sentence):
+        read_turns({"role": "assistant", **turn}, "here")
+
+
 def test_calls_of_sharegpt_are_read_as_others() -> None:
     called = {
         "from": "function_call",
