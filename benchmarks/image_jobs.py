@@ -44,7 +44,9 @@ TEMPLATE = """{% for m in messages %}<|{{ m['role'] }}|>{% if m['content'] is st
 {% endif %}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"""
 WORDS = "abcdefghijklmnopqrstuvwxyz .?:\n0123456789_"
 PLACEHOLDER = re.compile(r"<[^<>\s]+>|\[[A-Z_]+\]|TILE_\w+")
-_ASKED = re.compile(r"has no attribute '?(\w+?)(_id|_ids)?'?$")
+_ASKED = re.compile(
+    r"(?:has no attribute '?|does not have an `)(\w+?)(?:_id|_ids)?(?:'?$|` defined)"
+)
 _NAMES = {"img_size": "image_size"}  # of a processor's setting in the config
 _LENGTHS = ("image_seq_length", "image_seq_len", "num_image_tokens", "image_token_len")
 """What processors call the number of placeholders of an image, or of a part of it."""
@@ -100,16 +102,19 @@ def write_folder(family: str, folder: Path) -> None:
     kind = whole_processor(family, config)
     asked: dict[str, str] = {}
     specials: list[str] = []
-    made = build(kind, own, asked, specials, "<image>")
-    settings: dict[str, Any] = {}
+    settings = named_settings(kind, config)
+    if config.model_type not in PROCESSOR_MAPPING_NAMES:  # as the files of such a family say
+        settings["processor_class"] = kind.__name__
+    if getattr(own, "image_seq_length", 0) is None:
+        own.image_seq_length = rows_of_image(own, model)
+    made = build(kind, own, asked, specials, "<image>", settings)
     marker = getattr(made, "image_token", None) or "<image>"
     if getattr(made, "image_token", None):
-        settings = fitted(kind, own, asked, model, config)
+        settings = fitted(kind, own, asked, model, settings)
         made = build(kind, own, asked, specials, marker, settings)
         text = text_of_image(made)
-        counted = Counter(PLACEHOLDER.findall(text)).most_common()
-        token = counted[0][0] if counted else marker
-        specials += [x for x, _ in counted if x not in specials] + [marker]
+        token = placeholder_of(text, rows_of_image(own, model)) or marker
+        specials += [*dict.fromkeys(PLACEHOLDER.findall(text)), marker]
         made = build(kind, own, asked, specials, token, settings)
     made.tokenizer.chat_template = TEMPLATE.replace("MARKER", marker)
     made.tokenizer.save_pretrained(folder)
@@ -150,7 +155,7 @@ def build(
             if getattr(made, "image_token", None):
                 text_of_image(made)
             return made
-        except AttributeError as error:
+        except (AttributeError, ValueError) as error:
             found = _ASKED.search(str(error))
             if not found or found[1] in asked:
                 raise
@@ -188,11 +193,32 @@ def tokenizer_with(asked: dict[str, str], specials: list[str], token: str) -> An
     )
 
 
+def placeholder_of(text: str, num_rows: int) -> str:
+    """Returns what stands for the rows of an image in its text: what is there as often, else what
+    is there most often.
+    """
+    counted = Counter(PLACEHOLDER.findall(text)).most_common()
+    as_often = [token for token, number in counted if number == num_rows]
+    return next(iter([*as_often, *(token for token, _ in counted)]), "")
+
+
+def rows_of_image(own: Any, model: Any) -> int:
+    """Returns how many rows the tower makes of the image of `text_of_image`."""
+    # from benchmarks.survey_images, which imports this file
+    from benchmarks.survey_images import accepted_names, rows_of
+
+    image = random_image(random.Random(0), SIZES[-1])
+    record = own(images=[image], return_tensors="pt")
+    names = accepted_names(model)
+    with torch.no_grad():
+        return rows_of(model, {n: torch.as_tensor(x) for n, x in record.items() if n in names})
+
+
 def text_of_image(made: Any) -> str:
     """Returns what the processor writes for an image, as the program asks it."""
     processor = ImageProcessor("", PretrainedConfig())
     vars(processor)["own"] = made
-    image = random_image(random.Random(0), SIZES[0])
+    image = random_image(random.Random(0), SIZES[-1])
     try:
         _, texts = made._process_images([image], **processor._settings)
     except NotImplementedError:
@@ -200,12 +226,8 @@ def text_of_image(made: Any) -> str:
     return texts[0]
 
 
-def fitted(
-    kind: Any, own: Any, asked: dict[str, str], model: Any, config: PretrainedConfig
-) -> dict[str, Any]:
-    """Returns the processor's settings that belong to the tiny tower: those that its config names
-    too, and how many placeholders stand for an image.
-    """
+def named_settings(kind: Any, config: PretrainedConfig) -> dict[str, Any]:
+    """Returns the processor's settings that the config of the tiny model names too."""
     settings: dict[str, Any] = {}
     vision = getattr(config, "vision_config", config)
     for name in inspect.signature(kind.__init__).parameters:
@@ -214,23 +236,30 @@ def fitted(
             if isinstance(value, (int, float, str)) and not name.endswith(("_token", "_token_id")):
                 settings[name] = value
                 break
+    if "vision_aspect_ratio" in inspect.signature(kind.__init__).parameters:
+        settings.setdefault("num_image_tokens", 4)
+    return settings
+
+
+def fitted(
+    kind: Any, own: Any, asked: dict[str, str], model: Any, settings: dict[str, Any]
+) -> dict[str, Any]:
+    """Returns the settings with how many placeholders stand for an image of the tiny tower."""
     made = build(kind, own, asked, [], "<image>", settings)
     length = next((name for name in _LENGTHS if hasattr(made, name)), None)
-    if length is None:
+    candidates = [{length: x} for x in range(1, 577)] if length else []
+    if "num_additional_image_tokens" in inspect.signature(kind.__init__).parameters:
+        candidates = [{}, {"num_additional_image_tokens": 1}]
+    if not candidates:
         return settings
-    # from benchmarks.survey_images, which imports this file
-    from benchmarks.survey_images import accepted_names, rows_of
-
-    image = random_image(random.Random(0), SIZES[0])
-    record = own(images=[image], return_tensors="pt")
-    names = accepted_names(model)
-    with torch.no_grad():
-        rows = rows_of(model, {n: torch.as_tensor(x) for n, x in record.items() if n in names})
-    for value in [x for x in range(1, rows + 1) if rows % x == 0]:
-        tried = settings | {length: value}
+    rows = rows_of_image(own, model)
+    for more in candidates:
+        if length in more and rows % more[length]:
+            continue
+        tried = settings | more
         made = build(kind, own, asked, [], "<image>", tried)
-        counted = Counter(PLACEHOLDER.findall(text_of_image(made))).most_common(1)
-        if counted and counted[0][1] == rows:
+        text = text_of_image(made)
+        if rows in Counter(PLACEHOLDER.findall(text)).values():
             return tried
     return settings
 

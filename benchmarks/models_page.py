@@ -74,10 +74,19 @@ def of_images(findings: list[Any]) -> Blocks:
     """Returns the blocks of what benchmarks/survey_images.py found."""
     refused = [x for x in findings if x.verdict == "refused"]
     others = [x for x in findings if x.verdict not in ("exact", "refused")]
-    counts = f"{len(exact(findings))} of {len(findings)} exact, {len(refused)} refused before training, {len(others)} not built"
+    jobs = [x.job for x in exact(findings)]
+    num_trained = jobs.count("trains")
+    num_untried = jobs.count("")
+    counts = [
+        f"**{num_trained} of {len(findings)} families train as a job, exactly**: of {len(jobs)} whose packs are exact, "
+        f"{len(jobs) - num_trained - num_untried} are refused by the recipe, and for {num_untried} no job of tiny sizes "
+        f"was made. {len(refused)} are refused before training, {len(others)} not built; in transformers "
+        f"{transformers.__version__}."
+    ]
     kinds = ("loss", "language", "projector", "tower")
     columns = {kind: lambda x, kind=kind: f"{x.gaps.get(kind, 0.0):.0e}" for kind in kinds}
     columns |= {
+        "job": lambda x: x.job or "not tried",
         "eager / sdpa": lambda x: f"{max(x.own.values()):.0e}" if x.own else "no sdpa",
         "": lambda x: ", ".join([*x.notes, *[f"{x.fp64:.0e} in fp64"] * bool(x.fp64)]),
     }
@@ -86,7 +95,7 @@ def of_images(findings: list[Any]) -> Blocks:
         why = {"reason": lambda x: x.not_built or x.broken or x.verdict}
         unbuilt = ["### Not built", "", *table(others, why)]
     return {
-        "image counts": [f"**{counts}** in transformers {transformers.__version__}."],
+        "image counts": counts,
         "images": table(exact(findings), columns),
         "images refused": table(refused, {"error message": lambda x: x.refused}),
         "images not built": unbuilt,

@@ -8,7 +8,8 @@
 Every family of AutoModelForImageTextToText, as a tiny random model with its own image processor. Truth is plain
 transformers on each document alone, with its own processor call; against it stands one pack of all documents, with one
 call of processor and towers: the loss, and the gradients of language model, projector and tower, relative to the
-largest gradient of each. What transformers' own two attentions, eager and sdpa, differ by is shown beside it. A family
+largest gradient of each. What is exact is then trained for a step by the recipe, from a folder with the family's own
+processor (image_jobs.py). What transformers' own two attentions, eager and sdpa, differ by is shown beside it. A family
 that differs by more than rounding should is computed again in fp64.
 """
 
@@ -62,6 +63,7 @@ from benchmarks.image_families import (
     pixels,
     random_image,
 )
+from benchmarks.image_jobs import step
 from benchmarks.models_page import of_images
 from benchmarks.survey import forked, survey, wait, words
 from benchmarks.survey_models import InDouble
@@ -103,6 +105,7 @@ class Finding:
 
     gaps   loss, language, projector, tower: differences of one pack from documents alone
     own    the same of transformers' eager attention from its sdpa; empty where it has no sdpa
+    job    what the recipe says of one step on the family's folder; empty = not tried
     fp64   the largest of `gaps` in fp64, where it was asked; 0 = not asked
     notes  mRoPE, deep rows, what sees ahead
     """
@@ -114,6 +117,8 @@ class Finding:
     refused: str = ""
     not_built: str = ""
     broken: str = ""
+    # `trains`: the recipe makes a step with the family's own processor; else why not
+    job: str = ""
     notes: list[str] = field(default_factory=list)
     seconds: float = 0.0
     version: str = transformers.__version__
@@ -145,7 +150,9 @@ def line(finding: Finding) -> str:
         finding.refused or finding.not_built or finding.broken or f"{gaps}, eager / sdpa {own:.0e}"
     )
     notes = ", ".join(finding.notes)
-    return f"{finding.family:24s} {finding.verdict:9s} {finding.seconds:4.0f} s  {said}  {notes}"
+    job = f", job: {finding.job or 'not tried'}" if finding.verdict == "exact" else ""
+    start = f"{finding.family:24s} {finding.verdict:9s} {finding.seconds:4.0f} s"
+    return f"{start}  {said}{job}  {notes}"
 
 
 def in_process(family: str) -> Finding:
@@ -191,7 +198,22 @@ def found(family: str) -> Finding:
         finding.not_built = str(error)
     except Exception as error:
         finding.broken = words(error)
+    if finding.verdict == "exact":
+        finding.job = job_of(family)
     return finding
+
+
+def job_of(family: str) -> str:
+    """Trains one step by the recipe; returns `trains`, the refusal, or nothing where the folder of
+    such a family could not be made at tiny sizes.
+    """
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
+        try:
+            said = step(family, Path(folder))
+        except Exception as error:
+            print(words(error), file=sys.stderr)
+            return ""
+    return said.replace(folder, "FOLDER")
 
 
 class PlainError(Exception):

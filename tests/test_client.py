@@ -222,6 +222,23 @@ def test_samples_are_drawn_by_the_weights_alone(client: TrainingClient) -> None:
         settings.update(repetition_penalty=None, num_beams=None, num_return_sequences=None)
 
 
+def test_samples_stop_where_the_template_ends_a_turn(folder: str, tmp_path: Path) -> None:
+    """Neither the tokenizer nor the model knows that token."""
+    template = "{% for m in messages %}{{ m.content }} w7 {% endfor %}"
+    own = tmp_path / "model"
+    shutil.copytree(folder, own)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(own)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["w7"]})
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(own)
+    with open_client(str(own), tmp_path / "run") as client:
+        (answers,) = client.sample([[5, 6]], num_samples=40, max_new_tokens=40)
+    assert all(7 not in answer[:-1] for answer in answers)
+    ended = [answer for answer in answers if answer[-1] == 7]
+    assert ended
+    assert any(len(answer) < 40 for answer in ended)
+
+
 def change(client: TrainingClient) -> None:
     client.forward_backward(GROUPS, ImportanceSampling())
     client.optim_step(lr=1e-2)

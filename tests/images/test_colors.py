@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -83,3 +84,20 @@ def test_16_bits_that_are_used_show_their_upper_8() -> None:
     made = source(Image.fromarray(np.array([[0, 4096, 65535]], np.uint16)))
     assert made.header(LIMITS)[:2] == (3, 1)
     assert np.asarray(made.pixels(LIMITS))[0, :, 0].tolist() == [0, 16, 255]
+
+
+def tiff_of_12_bits(values: tuple[int, int]) -> bytes:
+    """A TIFF of two gray pixels, packed into three bytes, as scanners and microscopes write."""
+    first, second = values
+    packed = ((first << 12) | second).to_bytes(3, "big")
+    # width, length, bits per sample, compression, photometric, offset, samples, rows, bytes
+    tags = {256: 2, 257: 1, 258: 12, 259: 1, 262: 1, 273: 8, 277: 1, 278: 1, 279: 3}
+    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items())
+    head = b"II*\0" + struct.pack("<I", 12)
+    return head + packed + b"\0" + struct.pack("<H", len(tags)) + entries + bytes(4)
+
+
+def test_12_bits_of_a_tiff_show_their_upper_8() -> None:
+    made = ImageSource("x", content=tiff_of_12_bits((4095, 0x123)))
+    assert made.header(LIMITS)[:2] == (2, 1)
+    assert np.asarray(made.pixels(LIMITS))[0, :, 0].tolist() == [255, 0x12]

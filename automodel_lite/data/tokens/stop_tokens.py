@@ -50,7 +50,8 @@ def use_stop_ids(
     end = template_end(tokenizer, variables)
     return [
         f"NOTE: answers stop at {end} too, with which the chat template ends a turn: "
-        f"the tokenizer's end is {tokenizer.eos_token}; the export's generation_config.json has both"
+        f"the tokenizer's end is {tokenizer.eos_token}; the export's generation_config.json has "
+        "both"
     ]
 
 

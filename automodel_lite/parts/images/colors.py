@@ -28,10 +28,10 @@ def bits_of(image: Image.Image, name: str) -> int:
     for tile in image.tile if isinstance(image, ImageFile) else ():
         raw = tile[3] if isinstance(tile[3], tuple) else (tile[3],)
         stored = str(raw[0]) if raw else ""
+    if ";12" in stored:  # of a TIFF, which Pillow holds in 16
+        return 12
     if image.mode.startswith("I;16") or ";16" in stored:
         return 16
-    if ";12" in stored:
-        return 12
     if image.mode not in _MODES:
         raise DataError(
             f"image {name} has pixels of mode {image.mode}, of which nobody knows what is white",

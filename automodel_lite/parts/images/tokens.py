@@ -188,7 +188,8 @@ class ImageProcessor:
         merged = self.own._merge_kwargs(
             self.own.valid_processor_kwargs, tokenizer_init_kwargs={}, return_tensors="pt"
         )
-        wanted = inspect.signature(self.own._process_images).parameters
+        known = inspect.signature(self.own._process_images).parameters
+        wanted = [n for n, p in known.items() if p.kind is not p.VAR_KEYWORD]
         of_text = {name: merged[name] for name in wanted if name in merged}
         return of_text | merged["images_kwargs"]
 

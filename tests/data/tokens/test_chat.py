@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from automodel_lite.config.schema import TokenizeConfig
+from automodel_lite.data.formats.turns import read_turns
 from automodel_lite.data.tokens.encode import ChatRenderer, Renderer, Rendering
 from automodel_lite.data.tokens.tokenizer import CHAT_TEMPLATE
 from automodel_lite.errors import ConfigError, DataError
@@ -481,3 +482,28 @@ def test_what_a_prompt_asked_is_forgotten_with_its_chat() -> None:
     assert chat.unasked == "<think>"
     chat.renderings([question, answer])
     assert chat.unasked == ""
+
+
+# Phi-4-mini's: the tools stand in the system turn, as the text that is written
+PHI_4_MINI = (
+    "{% for message in messages %}{% if message['role'] == 'system' and 'tools' in message and "
+    "message['tools'] is not none %}{{ '<|' + message['role'] + '|>' + message['content'] + "
+    "'<|tool|>' + message['tools'] + '<|/tool|>' + '<|end|>' }}{% else %}{{ '<|' + "
+    "message['role'] + '|>' + message['content'] + '<|end|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% else %}{{ eos_token }}{% endif %}"
+)
+
+
+def test_tools_that_a_template_wants_as_text_of_the_system_turn() -> None:
+    specials = ("<|end|>", "<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>")
+    family = Family(PHI_4_MINI, (*specials, "<|tool|>", "<|/tool|>"), "<|endoftext|>")
+    renderer = ChatRenderer(byte_tokenizer(family), "assistant")
+    tools = '[{"name": "f", "description": "", "parameters": {}}]'
+    system = {"role": "system", "content": "Be brief.", "tools": tools}
+    chat = [one for turn in (system, HI, HELLO) for one in read_turns(turn, "here")]
+    (found,) = renderer.renderings(chat)
+    assert f"<|system|>Be brief.<|tool|>{tools}<|/tool|><|end|>" in found.text
+    with pytest.raises(DataError, match="tools"):
+        renderer.renderings(
+            [HI, HELLO], [{"type": "function", "function": {"name": "get_weather"}}]
+        )
