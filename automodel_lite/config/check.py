@@ -368,7 +368,19 @@ def _first_leaf(path: str, value: Any) -> tuple[str, Any]:
 
 
 def value_problems(path: str, value: Any, hint: Any) -> Iterator[ConfigError]:
-    """Yields what is wrong with a value: its type, or a rule that stands in the type."""
+    """Yields what is wrong with a value: its type, or a rule that stands in the type; of a number
+    in quotes, that it is a text.
+    """
+    problems = list(_own_problems(path, value, hint))
+    plain = _unquoted(value)
+    if problems and plain != value and matches(plain, hint):
+        # what is wrong with the number itself comes first: quotes or not, it is refused
+        problems = list(_own_problems(path, plain, hint)) or [_quoted_problem(path, value, plain)]
+    yield from problems
+
+
+def _own_problems(path: str, value: Any, hint: Any) -> Iterator[ConfigError]:
+    """Yields what is wrong with a value as it stands."""
     if not matches(value, hint):
         choices = [rule for rule in getattr(hint, "__metadata__", ()) if isinstance(rule, OneOf)]
         wanted = choices[0] if choices else describe(hint)
@@ -378,13 +390,6 @@ def value_problems(path: str, value: Any, hint: Any) -> Iterator[ConfigError]:
             typed = "..." if isinstance(value, float) else shown
             what = "what was typed" if isinstance(value, float) else "it"
             wanted = f"{wanted}: quote {what}, \"{path}='{typed}'\""
-        elif isinstance(value, str) and _is_number_for(value, hint):
-            told = (
-                f"{path} is the text '{value}' and must be {wanted}: unquote it, {path}={value}; "
-                f"from the environment, '{path}=\"${{oc.decode:${{oc.env:NAME}}}}\"'."
-            )
-            yield ConfigError(told, key=path)
-            return
         yield ConfigError(f"{path}={shown} must be {wanted}.", key=path)
         return
     origin = typing.get_origin(hint)
@@ -394,25 +399,54 @@ def value_problems(path: str, value: Any, hint: Any) -> Iterator[ConfigError]:
         texts = [rule.problem(value) for rule in args[1:] if isinstance(rule, RULES)]
         for text in filter(None, texts):
             yield ConfigError(f"{path}={format_value(value)} must be {text}", key=path)
-        yield from value_problems(path, value, args[0])
+        yield from _own_problems(path, value, args[0])
     elif origin in _UNIONS:
-        yield from value_problems(path, value, next(arg for arg in args if matches(value, arg)))
+        yield from _own_problems(path, value, next(arg for arg in args if matches(value, arg)))
     elif origin in _LISTS:
         for index, item in enumerate(value):
-            yield from value_problems(f"{path}.{index}", item, args[0])
+            yield from _own_problems(f"{path}.{index}", item, args[0])
     elif origin in _GROUPS:
         for key, item in value.items():
             yield from value_problems(f"{path}.{key}", item, args[1])
 
 
-def _is_number_for(text: str, hint: Any) -> bool:
-    """Returns whether a text is, unquoted, a number, a truth value or null that fits."""
-    read: Any = {"true": True, "false": False, "null": None}.get(text.strip().lower(), text)
+def _quoted_problem(path: str, value: Any, plain: Any) -> ConfigError:
+    """Returns the sentence for `plain`, a number, a truth value or null, or a list of them, that
+    came in quotes as `value`.
+    """
+    items = value if isinstance(value, list) else [value]
+    plain_items = plain if isinstance(plain, list) else [plain]
+    text, kind = next(pair for pair in zip(items, plain_items, strict=True) if pair[0] != pair[1])
+    is_word = kind is None or isinstance(kind, bool)
+    is_what = f"not {format_value(kind)}" if is_word else "not a number"
+    has = "is" if text is value else "holds"
+    typed = ",".join(str(item).strip() for item in items)
+    typed = f"[{typed}]" if isinstance(value, list) else typed
+    told = (
+        f"{path} {has} the text '{text}', {is_what}: unquote it, {path}={typed}; "
+        f"from the environment, '{path}=\"${{oc.decode:${{oc.env:NAME}}}}\"'."
+    )
+    return ConfigError(told, key=path)
+
+
+_WORDS = {"true": True, "false": False, "null": None}
+
+
+def _unquoted(value: Any) -> Any:
+    """Returns what a text is without its quotes, a number, a truth value or null, or a list of
+    such; any other value as it is.
+    """
+    if isinstance(value, list):
+        return [_unquoted(item) for item in value]
+    if not isinstance(value, str):
+        return value
+    text = value.strip().lower()
+    if text in _WORDS:
+        return _WORDS[text]
     for kind in (int, float):
-        if isinstance(read, str):
-            with suppress(ValueError):
-                read = kind(read)
-    return not isinstance(read, str) and matches(read, hint)
+        with suppress(ValueError):
+            return kind(text)
+    return value
 
 
 def matches(value: Any, hint: Any) -> bool:

@@ -125,6 +125,30 @@ def test_an_infinite_limit_of_a_model_is_its_own_affair() -> None:
 
 
 @pytest.mark.parametrize(
+    ("quoted", "plain"),
+    [
+        ("optimizer.lr='1e-4'", "optimizer.lr=1e-4"),
+        ("optimizer.lr=' 0.001 '", "optimizer.lr=0.001"),
+        ("training.global_batch_size='8'", "training.global_batch_size=8"),
+        ("packed_sequence.packed_sequence_size='512'", "packed_sequence.packed_sequence_size=512"),
+        ("optimizer.betas=['0.9',0.95]", "optimizer.betas=[0.9,0.95]"),
+        ("training.allow_few_steps='True'", "training.allow_few_steps=True"),
+        ("training.max_time='3600'", "training.max_time=3600"),
+        ("training.max_steps='null'", "training.max_steps=null"),
+    ],
+)
+def test_each_kind_of_number_in_quotes_gets_one_sentence(quoted: str, plain: str) -> None:
+    (told,) = problems(quoted)
+    assert f": unquote it, {plain}; from the environment, " in told
+    assert problems(plain) == []
+
+
+def test_a_number_that_no_key_takes_is_refused_as_it_is() -> None:
+    assert problems("optimizer.lr='5'") == problems("optimizer.lr=5")
+    assert problems("optimizer.lr=fast") == ["optimizer.lr=fast must be a number or auto."]
+
+
+@pytest.mark.parametrize(
     ("override", "sentence"),
     [
         ("dataset.path=", "dataset.path= must be a path, and it is empty: was a shell variable not set?"),
@@ -153,7 +177,7 @@ def test_a_whole_number_stands_for_a_float(tmp_path: Path) -> None:
 def test_a_number_in_a_text_is_told_how_to_unquote_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sentence named the number itself as no number; each of its cures works."""
     (told,) = problems("training.max_steps='9'")
-    assert told.startswith("training.max_steps is the text '9' and must be a whole number or null:")
+    assert told.startswith("training.max_steps is the text '9', not a number: unquote it, ")
     cures = re.search(r"unquote it, (\S+); from the environment, '(.+)'\.$", told)
     assert cures
     assert problems(cures[1]) == []
