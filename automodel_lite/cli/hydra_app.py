@@ -192,6 +192,7 @@ def check_places(config: Config, has_data: bool) -> None:
             continue
         paths = given if isinstance(given, list) else [given]
         if any("://" not in path and not Path(path).exists() for path in paths):
-            find_files(paths, place[1])
+            name = leaves.get(f"{place[2]}.name")
+            find_files(paths, place[1], name=name, split=leaves.get(f"{place[2]}.split", "train"))
     if folders["tokenizer.path"]:
         check_template(config)

@@ -304,22 +304,24 @@ def open_rows(
     paths = [str(path)] if isinstance(path, (str, Path)) else list(map(str, path))
     copied = {one: remote.fetch(one, key) for one in paths if "://" in one}
     paths = [copied[one][0] if one in copied else one for one in paths]
-    found, note = find_files(paths, key, held_out)
+    found, note, chosen = find_files(paths, key, held_out, name, split)
     if not found:
         opened: RawRows
         opened, identity = tables.open_hub(paths[0], name, split, key)
         return OpenedRows(opened, f"{paths[0]}/{name}" if name else paths[0], identity)
-    if name:
+    if name and not chosen:
         raise ConfigError(
-            f"dataset.name={name} is the configuration of a hub dataset, and {paths[0]} is not on "
-            "the hub: leave it out."
+            f"dataset.name={name} is a subset of a hub dataset or a folder, and {paths[0]} has "
+            "none: leave it out."
         )
     rows = []
     files = []
     for file in found:
         with explained(f"{file} cannot be read", kind=DataError):
             files += stamps(file)
-            rows.append(_open_file(file, split, options, key))
+            # a file beside a training set is not of its split; what a split chose has no others
+            is_whole = file in chosen or (key == "dataset.val_path" and file.is_file())
+            rows.append(_open_file(file, "train" if is_whole else split, options, key))
     shown = (
         printable(found[0].name)
         if len(rows) == 1

@@ -20,13 +20,25 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import FileIO
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 from automodel_lite.config.rules import looks_local
 from automodel_lite.data.cache import cache_root
+from automodel_lite.data.reading.subsets import (
+    CARD,
+    MAX_CARD_BYTES,
+    TRAIN,
+    Asked,
+    chosen_by_card,
+    chosen_by_split,
+    is_held_out,
+    read_card,
+    subset_folder,
+)
 from automodel_lite.errors import (
     ConfigError,
     DataError,
@@ -39,10 +51,6 @@ from automodel_lite.errors import (
 KINDS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt", ".parquet", ".arrow")
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".lzma", ".zst")
 MAX_ENTRIES = 200_000  # of a folder: more is a whole disk, named by mistake
-_HELD_OUT = re.compile(
-    r"(?<![a-z])(val|valid|validation|dev|eval|evaluation|test|testing|held.?out)(?![a-z])", re.I
-)
-_TRAIN = re.compile(r"(?<![a-z])train(ing)?(?![a-z])", re.I)
 _ABOUT = re.compile(
     r"(read.?me|licen[cs]e|copying|notice|changelog|authors|contributing|citation|requirement).*",
     re.I,
@@ -141,11 +149,27 @@ def left_out_note(left_out: LeftOut) -> str:
     return f"left out: {', '.join(parts)}" if parts else ""
 
 
+class Found(NamedTuple):
+    """The files that paths name, in order (the folder of a saved dataset counts as one).
+
+    note    what was left out
+    chosen  those of a folder that a split or a subset chose
+    """
+
+    files: list[Path]
+    note: str
+    chosen: set[Path]
+
+
 def find_files(
-    paths: Sequence[str], key: str, held_out: Sequence[FileStamp] = ()
-) -> tuple[list[Path], str]:
-    """Finds the files that paths name, none for a name of the hub; returns them in order (the
-    folder of a saved dataset counts as one), and a note on what was left out.
+    paths: Sequence[str],
+    key: str,
+    held_out: Sequence[FileStamp] = (),
+    name: str | None = None,
+    split: str = TRAIN,
+) -> Found:
+    """Finds the files that paths name, none for a name of the hub; of a folder those of the subset
+    `name` and of the split, if it holds several.
 
     A file that is named twice, by links or in a folder and by itself, is taken once. For training,
     `held_out` files of validation are left out of folders and patterns.
@@ -156,8 +180,11 @@ def find_files(
     left_out: LeftOut = defaultdict(list)
     taken: dict[tuple[int, int], Path] = {}
     missing = []
+    chosen = set()
     for path in paths or [""]:
-        files, is_named = _found(path, key, left_out)
+        files, is_named, is_chosen = _found(Asked(key, path, name, split), left_out)
+        if is_chosen:
+            chosen.update(files)
         if not files:
             missing.append(path)
         for file in files:
@@ -187,7 +214,7 @@ def find_files(
             f"{key}={', '.join(paths)} holds nothing but what is validated on: name files to train "
             "on."
         )
-    return [*taken.values()], left_out_note(left_out)
+    return Found([*taken.values()], left_out_note(left_out), chosen)
 
 
 def kind_of(path: Path) -> str:
@@ -196,25 +223,20 @@ def kind_of(path: Path) -> str:
     return (path.suffixes[-2] if is_compressed else path.suffix).lower()
 
 
-def _found(path: str, key: str, left_out: LeftOut) -> tuple[Sequence[Path], bool]:
-    """Returns the files of one path, and whether it names one, not a folder or a pattern."""
+def _found(asked: Asked, left_out: LeftOut) -> tuple[Sequence[Path], bool, bool]:
+    """Returns the files of one path, whether it names one, not a folder or a pattern, and whether a
+    subset or a split chose them.
+    """
+    key = asked.key
+    path = asked.path
     if not path.strip():
         raise ConfigError(f"{key}= is empty: was a shell variable not set?")
     expanded = Path(path).expanduser()
     with explained(f"{key}={path} cannot be read"):
         if expanded.is_dir():
-            if (expanded / "state.json").exists() or (expanded / "dataset_dict.json").exists():
-                return [expanded], True
-            files = select_files(_walk(expanded, path, key, left_out), expanded, key, left_out)
-            if not files:
-                why = f"; {note}" if (note := left_out_note(left_out)) else ""
-                raise ConfigError(
-                    f"{key}={path} is a folder without data: it has no {', '.join(KINDS)} in "
-                    f"it{why}."
-                )
-            return files, False
+            return _in_folder(expanded, asked, left_out)
         if expanded.is_file():
-            return [expanded], True
+            return [expanded], True, False
         if expanded.exists():
             raise ConfigError(
                 f"{key}={path} is neither a file nor a folder, and rows need random access to a "
@@ -222,9 +244,45 @@ def _found(path: str, key: str, left_out: LeftOut) -> tuple[Sequence[Path], bool
             )
         matches = list(islice(glob.iglob(str(expanded), recursive=True), MAX_ENTRIES))
         _check_number(len(matches), path, key)
-        return select_files(
-            [Path(match) for match in matches if os.path.isfile(match)], Path(), key, left_out
-        ), False
+        files = [Path(match) for match in matches if os.path.isfile(match)]
+        return select_files(files, Path(), key, left_out), False, False
+
+
+def _in_folder(folder: Path, asked: Asked, left_out: LeftOut) -> tuple[Sequence[Path], bool, bool]:
+    """Returns what `_found` does, of a folder."""
+    if (folder / "state.json").exists() or (folder / "dataset_dict.json").exists():
+        return [folder], True, False
+    beside: LeftOut = defaultdict(list)
+    walked = without_twins(_walk(folder, asked.path, asked.key, beside), beside)
+    names = [str(file.relative_to(folder)) for file in walked]
+    card = None
+    if (folder / CARD).is_file():
+        with (folder / CARD).open("rb") as file:
+            text = file.read(MAX_CARD_BYTES).decode(errors="replace")
+        card = read_card(text, str(folder / CARD))
+    if card:
+        found = chosen_by_card(card, names, asked)
+    else:
+        subset = subset_folder(names, asked)
+        if subset is not None:
+            reason = f"of subsets other than {printable(subset)}"
+            left_out[reason] += [name for name in names if not name.startswith(f"{subset}/")]
+            below = replace(asked, path=str(folder / subset), name=None)
+            files, is_named, _ = _in_folder(folder / subset, below, left_out)
+            return files, is_named, True
+        found = chosen_by_split(names, asked)
+    for reason, others in [*beside.items(), *found.left_out.items()]:
+        left_out[reason] += others
+    files = [folder / name for name in found.names]
+    if not found.by_split:
+        files = without_held_out(files, folder, asked.key, left_out)
+    if not files:
+        why = f"; {note}" if (note := left_out_note(left_out)) else ""
+        raise ConfigError(
+            f"{asked.key}={asked.path} is a folder without data: it has no {', '.join(KINDS)} in "
+            f"it{why}."
+        )
+    return files, False, found.by_split or bool(asked.name)
 
 
 def _check_number(num_entries: int, path: str, key: str) -> None:
@@ -269,6 +327,11 @@ def _walk(folder: Path, path: str, key: str, left_out: LeftOut) -> list[Path]:
 
 def select_files(files: Sequence[Path], root: Path, key: str, left_out: LeftOut) -> list[Path]:
     """Leaves out what a folder or a pattern holds beside the data that is meant."""
+    return without_held_out(without_twins(files, left_out), root, key, left_out)
+
+
+def without_twins(files: Sequence[Path], left_out: LeftOut) -> list[Path]:
+    """Leaves out compressed twins of other files, and what programs and people write about data."""
     kept = []
     unpacked = {file for file in files if file.suffix.lower() not in COMPRESSIONS}
     stems = set()
@@ -283,14 +346,17 @@ def select_files(files: Sequence[Path], root: Path, key: str, left_out: LeftOut)
         else:
             stems.add(stem)
             kept.append(file)
+    return sorted(kept)
+
+
+def without_held_out(files: Sequence[Path], root: Path, key: str, left_out: LeftOut) -> list[Path]:
+    """Leaves out held-out splits, of what is trained on."""
     # Only beside others: a folder of nothing but test files was named for them.
     inside = {
-        file: str(file.relative_to(root)) if root in file.parents else file.name for file in kept
+        file: str(file.relative_to(root)) if root in file.parents else file.name for file in files
     }
-    held = [
-        file for file in kept if _HELD_OUT.search(inside[file]) and not _TRAIN.search(inside[file])
-    ]
-    if key == "dataset.path" and 0 < len(held) < len(kept):
-        left_out["of held-out splits"] += [file.name for file in sorted(held)]
-        kept = [file for file in kept if file not in held]
-    return sorted(kept)
+    held = [file for file in files if is_held_out(inside[file])]
+    if key != "dataset.path" or not 0 < len(held) < len(files):
+        return sorted(files)
+    left_out["of held-out splits"] += [file.name for file in sorted(held)]
+    return sorted(file for file in files if file not in held)
