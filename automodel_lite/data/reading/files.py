@@ -7,6 +7,8 @@ to documents.
 from __future__ import annotations
 
 import codecs
+import os
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -44,7 +46,8 @@ from automodel_lite.data.reading.readers import (
     open_spans,
     placed,
 )
-from automodel_lite.errors import ConfigError, DataError, explained, printable
+from automodel_lite.data.reading.subsets import Asked
+from automodel_lite.errors import ConfigError, DataError, explained, listed, printable
 
 NUM_SNIFFED_ROWS = 20
 TEXT_KINDS = frozenset(KINDS) - {".parquet", ".arrow"}
@@ -97,8 +100,8 @@ class FilesDataset:
     """
 
     path: PathStr | Sequence[PathStr]  # a file, a folder, a glob, a list of these, or a hub name
-    name: str | None = None  # configuration of the hub dataset
-    split: str = "train"  # split of a hub dataset or a saved DatasetDict
+    name: str | None = None  # subset (configuration) of a hub dataset, or of a folder's
+    split: str = "train"  # split of a hub dataset, a saved DatasetDict or a folder
     # null = detected from the columns; or a _target_, a function of a raw row
     format: str | OwnFormat | None = None
     # canonical name -> column, {question: Frage, answer: Antwort}
@@ -302,14 +305,16 @@ def open_rows(
     validation.
     """
     paths = [str(path)] if isinstance(path, (str, Path)) else list(map(str, path))
-    copied = {one: remote.fetch(one, key) for one in paths if "://" in one}
-    paths = [copied[one][0] if one in copied else one for one in paths]
-    found, note, chosen = find_files(paths, key, held_out, name, split)
+    asked = [Asked(key, one, name, split) for one in paths]
+    copied = {one.path: remote.fetch(one) for one in asked if "://" in one.path}
+    paths = [copied[one].path if one in copied else one for one in paths]
+    settled = {one.path: one.how for one in copied.values()}
+    found, note, by_name, by_split = find_files(paths, key, held_out, name, split, settled)
     if not found:
         opened: RawRows
         opened, identity = tables.open_hub(paths[0], name, split, key)
         return OpenedRows(opened, f"{paths[0]}/{name}" if name else paths[0], identity)
-    if name and not chosen:
+    if name and not by_name:
         raise ConfigError(
             f"dataset.name={name} is a subset of a hub dataset or a folder, and {paths[0]} has "
             "none: leave it out."
@@ -320,7 +325,7 @@ def open_rows(
         with explained(f"{file} cannot be read", kind=DataError):
             files += stamps(file)
             # a file beside a training set is not of its split; what a split chose has no others
-            is_whole = file in chosen or (key == "dataset.val_path" and file.is_file())
+            is_whole = file.is_file() and (file in by_split or key == "dataset.val_path")
             rows.append(_open_file(file, "train" if is_whole else split, options, key))
     shown = (
         printable(found[0].name)
@@ -328,7 +333,7 @@ def open_rows(
         else f"{len(rows)} files from {printable(found[0].name)}"
     )
     identity = f"{', '.join(map(str, files))}, split {split}"
-    notes = [text for text in (note, *(note for _, note in copied.values())) if text]
+    notes = [text for text in (note, *(one.note for one in copied.values())) if text]
     texts = [one for one in rows if isinstance(one, SpanRows) and not one.is_json and len(one)]
     sizes = [np.diff(one.starts, append=one.num_bytes) for one in texts]
     if sizes:
@@ -338,8 +343,18 @@ def open_rows(
             f"a document is a {options.text_unit} of text, median {median:,} bytes "
             "(dataset.text_unit)",
         )
+    if several := _unlike(found):
+        notes.append(f"files {listed(several, 4)}")
     whole = rows[0] if len(rows) == 1 else ConcatenatedRows(rows)
     return OpenedRows(whole, shown, identity, files, notes, found)
+
+
+def _unlike(files: Sequence[Path]) -> list[str]:
+    """Returns the names of files that are not shards of one set, below the folder of all."""
+    common = os.path.commonpath([file.parent for file in files])
+    names = [printable(str(file.relative_to(common))) for file in files]
+    is_one = len({re.sub(r"\d+", "", name) for name in names}) == 1
+    return [] if is_one else names
 
 
 def _open_file(path: Path, split: str, options: ReadOptions, key: str) -> RawRows:

@@ -19,11 +19,12 @@ import hashlib
 import os
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from io import FileIO
 from itertools import islice
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 from automodel_lite.config.rules import looks_local
@@ -33,6 +34,7 @@ from automodel_lite.data.reading.subsets import (
     MAX_CARD_BYTES,
     TRAIN,
     Asked,
+    Settled,
     chosen_by_card,
     chosen_by_split,
     is_held_out,
@@ -152,13 +154,15 @@ def left_out_note(left_out: LeftOut) -> str:
 class Found(NamedTuple):
     """The files that paths name, in order (the folder of a saved dataset counts as one).
 
-    note    what was left out
-    chosen  those of a folder that a split or a subset chose
+    note      what was left out
+    by_name   whether the name of a subset chose any
+    by_split  those that a split chose: they have no splits of their own
     """
 
     files: list[Path]
     note: str
-    chosen: set[Path]
+    by_name: bool
+    by_split: set[Path]
 
 
 def find_files(
@@ -167,9 +171,11 @@ def find_files(
     held_out: Sequence[FileStamp] = (),
     name: str | None = None,
     split: str = TRAIN,
+    settled: Mapping[str, Settled] = MappingProxyType({}),
 ) -> Found:
     """Finds the files that paths name, none for a name of the hub; of a folder those of the subset
-    `name` and of the split, if it holds several.
+    `name` and of the split, if it holds several; `settled` are folders of which they were chosen
+    before.
 
     A file that is named twice, by links or in a folder and by itself, is taken once. For training,
     `held_out` files of validation are left out of folders and patterns.
@@ -180,11 +186,15 @@ def find_files(
     left_out: LeftOut = defaultdict(list)
     taken: dict[tuple[int, int], Path] = {}
     missing = []
-    chosen = set()
+    by_name = False
+    by_split = set()
     for path in paths or [""]:
-        files, is_named, is_chosen = _found(Asked(key, path, name, split), left_out)
-        if is_chosen:
-            chosen.update(files)
+        asked = Asked(key, path) if path in settled else Asked(key, path, name, split)
+        files, is_named, how = _found(asked, left_out)
+        how = settled.get(path, how)
+        by_name = by_name or how.by_name
+        if how.by_split:
+            by_split.update(files)
         if not files:
             missing.append(path)
         for file in files:
@@ -214,7 +224,7 @@ def find_files(
             f"{key}={', '.join(paths)} holds nothing but what is validated on: name files to train "
             "on."
         )
-    return Found([*taken.values()], left_out_note(left_out), chosen)
+    return Found([*taken.values()], left_out_note(left_out), by_name, by_split)
 
 
 def kind_of(path: Path) -> str:
@@ -223,9 +233,9 @@ def kind_of(path: Path) -> str:
     return (path.suffixes[-2] if is_compressed else path.suffix).lower()
 
 
-def _found(asked: Asked, left_out: LeftOut) -> tuple[Sequence[Path], bool, bool]:
-    """Returns the files of one path, whether it names one, not a folder or a pattern, and whether a
-    subset or a split chose them.
+def _found(asked: Asked, left_out: LeftOut) -> tuple[Sequence[Path], bool, Settled]:
+    """Returns the files of one path, whether it names one, not a folder or a pattern, and what
+    chose them.
     """
     key = asked.key
     path = asked.path
@@ -236,7 +246,7 @@ def _found(asked: Asked, left_out: LeftOut) -> tuple[Sequence[Path], bool, bool]
         if expanded.is_dir():
             return _in_folder(expanded, asked, left_out)
         if expanded.is_file():
-            return [expanded], True, False
+            return [expanded], True, Settled()
         if expanded.exists():
             raise ConfigError(
                 f"{key}={path} is neither a file nor a folder, and rows need random access to a "
@@ -245,13 +255,15 @@ def _found(asked: Asked, left_out: LeftOut) -> tuple[Sequence[Path], bool, bool]
         matches = list(islice(glob.iglob(str(expanded), recursive=True), MAX_ENTRIES))
         _check_number(len(matches), path, key)
         files = [Path(match) for match in matches if os.path.isfile(match)]
-        return select_files(files, Path(), key, left_out), False, False
+        return select_files(files, Path(), key, left_out), False, Settled()
 
 
-def _in_folder(folder: Path, asked: Asked, left_out: LeftOut) -> tuple[Sequence[Path], bool, bool]:
+def _in_folder(
+    folder: Path, asked: Asked, left_out: LeftOut
+) -> tuple[Sequence[Path], bool, Settled]:
     """Returns what `_found` does, of a folder."""
     if (folder / "state.json").exists() or (folder / "dataset_dict.json").exists():
-        return [folder], True, False
+        return [folder], True, Settled()
     beside: LeftOut = defaultdict(list)
     walked = without_twins(_walk(folder, asked.path, asked.key, beside), beside)
     names = [str(file.relative_to(folder)) for file in walked]
@@ -268,8 +280,8 @@ def _in_folder(folder: Path, asked: Asked, left_out: LeftOut) -> tuple[Sequence[
             reason = f"of subsets other than {printable(subset)}"
             left_out[reason] += [name for name in names if not name.startswith(f"{subset}/")]
             below = replace(asked, path=str(folder / subset), name=None)
-            files, is_named, _ = _in_folder(folder / subset, below, left_out)
-            return files, is_named, True
+            files, is_named, how = _in_folder(folder / subset, below, left_out)
+            return files, is_named, how._replace(by_name=True)
         found = chosen_by_split(names, asked)
     for reason, others in [*beside.items(), *found.left_out.items()]:
         left_out[reason] += others
@@ -282,7 +294,7 @@ def _in_folder(folder: Path, asked: Asked, left_out: LeftOut) -> tuple[Sequence[
             f"{asked.key}={asked.path} is a folder without data: it has no {', '.join(KINDS)} in "
             f"it{why}."
         )
-    return files, False, found.by_split or bool(asked.name)
+    return files, False, Settled(asked.name is not None, found.by_split)
 
 
 def _check_number(num_entries: int, path: str, key: str) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -55,15 +55,27 @@ class Asked:
         the folder.
         """
         if self.key == "dataset.val_path" or what == "path":
-            cures = [f"{self.key}={self.path}/{printable(place)}" for place in places]
+            cures = [f"{self.key}={self.below(place)}" for place in places]
         else:
             cures = [f"dataset.{what}={printable(choice)}" for choice in choices]
         return f"set {listed(cures, 4)}"
+
+    def below(self, place: str) -> str:
+        """Returns a path below the folder as it is typed, in an archive at an address, too."""
+        head, mark, rest = self.path.partition("::" if "://" in self.path else "\0")
+        return f"{head}{'' if head.endswith('/') else '/'}{printable(place)}{mark}{rest}"
 
     @property
     def split_setting(self) -> str:
         """Returns the setting that names the split."""
         return self.key if self.key == "dataset.val_split" else "dataset.split"
+
+
+class Settled(NamedTuple):
+    """Whether a subset, and whether a split of its own, chose the files of a path."""
+
+    by_name: bool = False
+    by_split: bool = False
 
 
 @dataclass(frozen=True)
@@ -239,7 +251,7 @@ def subset_folder(names: Sequence[str], asked: Asked) -> str | None:
     folders = sorted(set().union(*several))
     if asked.name is None:
         if folders:
-            every = ",".join(f"{asked.path}/{folder}" for folder in folders)
+            every = ",".join(map(asked.below, folders))
             raise ConfigError(
                 f"{asked.key}={asked.path} holds several subsets, {listed(folders, 4)}, which may "
                 f"be the same documents again: {asked.choose('name', folders, folders)}, or all "
@@ -288,7 +300,7 @@ def chosen_by_split(names: Sequence[str], asked: Asked) -> Chosen:
         split = TRAIN
     elif len(parts) > 1 and asked.split not in own:
         patterns = [_pattern(of) for of in own.values()]
-        every = ",".join(f"{asked.path}/{pattern}" for pattern in patterns)
+        every = ",".join(map(asked.below, patterns))
         raise ConfigError(
             f"{asked.key}={asked.path} holds several splits, {listed([*own], 4)}, which may be the "
             f"same documents again: {asked.choose('split', [*own], patterns)}, or all of them, "

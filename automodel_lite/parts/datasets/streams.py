@@ -159,7 +159,7 @@ class StreamingDataset:
     path: PathStr | Sequence[PathStr] | None = None  # files or a hub name; or use generator
     # package.module:function that yields the same rows on every call
     generator: CodePath | None = None
-    name: str | None = None  # configuration of the hub dataset
+    name: str | None = None  # subset (configuration) of a hub dataset, or of a folder's
     split: str = "train"  # of a hub dataset
     # null = detected from the columns; or a _target_, a function of a raw row
     format: str | OwnFormat | None = None

@@ -94,7 +94,7 @@ def test_what_a_folder_holds_is_taken_or_named(tmp_path: Path) -> None:
     (data / "linked").symlink_to(tmp_path / "elsewhere")
     (data / "gone.jsonl").symlink_to(tmp_path / "nothing")
     (data / "again.jsonl").symlink_to(data / "b.jsonl")
-    files, note, _ = find_files([str(data)], "dataset.path")
+    files, note, *_ = find_files([str(data)], "dataset.path")
     assert sorted(file.name for file in files) == ["again.jsonl", "c.JSONL.GZ", "d.txt"]
     assert set(note.removeprefix("left out: ").removesuffix(")").split("), ")) == {
         "1 linked folders (linked",

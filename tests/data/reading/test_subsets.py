@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -194,3 +195,37 @@ def test_a_name_beside_a_file_is_refused(tmp_path: Path) -> None:
         f"dataset.name=main is a subset of a hub dataset or a folder, and {path} has none: leave "
         "it out."
     )
+
+
+def test_a_folder_at_an_address_is_chosen_from_alike(tmp_path: Path) -> None:
+    path = f"file://{folder_of(tmp_path / 'a', GSM8K, MAIN)}"
+    check_cures(refused(path), path, [GSM8K[:1], [GSM8K[3], GSM8K[2]]])
+    assert trained(path, name="main", split="test") == GSM8K[1:2]
+    names = ["main/train.jsonl", "socratic/train.jsonl", "socratic/test.jsonl"]
+    folder = folder_of(tmp_path / "b", names)
+    check_cures(refused(f"file://{folder}"), f"file://{folder}", [names[:1], names[1:2], names[:2]])
+    packed = shutil.make_archive(str(tmp_path / "b"), "zip", folder)
+    path = f"zip://::file://{packed}"
+    check_cures(refused(path), path, [names[:1], names[1:2], names[:2]])
+    assert trained(path, name="socratic", split="test") == names[2:]
+    assert refused(path, name="socratic", split="dev") == (
+        f"dataset.split=dev is not in zip://socratic::file://{packed}, which has test, train."
+    )
+    assert "is a subset of a hub dataset or a folder" in refused(
+        f"file://{folder}/{names[0]}", name="main"
+    )
+
+
+def test_a_split_that_nothing_has_is_refused(tmp_path: Path) -> None:
+    import datasets
+
+    path = folder_of(tmp_path / "a", ["main/a.jsonl", "other/a.jsonl"])
+    for one in (path, f"file://{path}"):
+        assert "a.jsonl has no splits: name its files" in refused(one, name="main", split="extra")
+        assert trained(one, name="main") == ["main/a.jsonl"]
+    whole = datasets.DatasetDict(
+        {n: datasets.Dataset.from_list([{"text": n}]) for n in ("train", "x")}
+    )
+    whole.save_to_disk(tmp_path / "saved" / "main")
+    for one in (f"{tmp_path}/saved", f"file://{tmp_path}/saved"):
+        assert trained(one, name="main", split="x") == ["x"]
