@@ -389,9 +389,10 @@ def overrides_of(plan: Plan) -> list[str]:
             found.append(f"mesh.{axis}={size}")
     if layout.micro_steps > 1:
         found.append(f"advanced.reduce_every_micro_batch={str(is_reduced).lower()}")
+    found.append(f"training.micro_batch_size={layout.micro_batch}")
+    if not training.global_batch_documents:  # which decide the packs of a step
+        found.append(f"training.global_batch_size={layout.global_batch}")
     found += [
-        f"training.micro_batch_size={layout.micro_batch}",
-        f"training.global_batch_size={layout.global_batch}",
         f"training.activation_checkpointing={training.activation_checkpointing}",
     ]
     if every > 1:

@@ -114,6 +114,9 @@ class TrainingConfig:
         # 50 steps
         None
     )
+    # documents (rows, pairs) per optimizer step, in as many whole packs as hold about so many:
+    # instead of global_batch_size; null = that counts
+    global_batch_documents: Annotated[int, Range(1, 10**7)] | None = None
     max_grad_norm: Annotated[float, Range(0)] = 1.0  # clip gradients to this norm; 0 = never
     # of averaged weights, validated and exported; 0 = none
     ema_decay: Annotated[float, Range(0, below=1)] = 0.0

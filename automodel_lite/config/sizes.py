@@ -96,7 +96,8 @@ def global_batch_size_of(config: TrainingConfig, dp_size: int) -> int:
     data-parallel ranks.
     """
     smallest = config.micro_batch_size * dp_size
-    if config.global_batch_size == "auto":  # the largest; data of few packs lower it
+    # the largest; data of few packs lower it, and documents per step decide it with the packs
+    if config.global_batch_size == "auto" or config.global_batch_documents:
         return max(smallest, AUTO_BATCH_SIZE // smallest * smallest)
     size = int(config.global_batch_size or smallest)
     if size % smallest:

@@ -15,6 +15,7 @@ from automodel_lite.data.feeding.planned import PlannedPacks
 from automodel_lite.data.feeding.source import PackSource, packing_dataset
 from automodel_lite.data.packing.packs import Packer
 from automodel_lite.data.reading.documents import Documents
+from automodel_lite.errors import ConfigError
 from automodel_lite.parallel.mesh import mesh_shape
 
 
@@ -41,5 +42,10 @@ def prepare_data(config: Config, batches: BatchShape, packer: Packer) -> PackSou
     """Returns the packs of a run; tokenizes what is not in the cache, once per node."""
     documents = build_documents(config)
     if (packing := packing_dataset(documents)) is not None:
+        if step_documents := config.training.global_batch_documents:
+            raise ConfigError(
+                f"training.global_batch_documents={step_documents} needs packs that are planned, "
+                "and those of a stream are not: set training.global_batch_size instead."
+            )
         return packing.packs(config, packer, batches)
     return PlannedPacks.prepare(config, documents, packer, batches)

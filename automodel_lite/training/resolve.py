@@ -103,7 +103,7 @@ def as_the_run_began(config: Config, folder: RunFolder) -> Config:
         return config
     training = config.training
     optimizer = config.optimizer
-    if training.global_batch_size in (None, AUTO):
+    if training.global_batch_size in (None, AUTO) and not training.global_batch_documents:
         training = replace(training, global_batch_size=saved.get("training.global_batch_size"))
     if optimizer.get("lr") == AUTO:
         optimizer = optimizer | {"lr": saved.get("optimizer.lr")}
@@ -204,7 +204,9 @@ def with_layout(config: Config, global_batch_size: int, slot_multiple: int) -> C
     """Returns the configuration with what followed from the layout of ranks: `as_the_run_began`
     takes it from there.
     """
-    training = replace(config.training, global_batch_size=global_batch_size)
+    training = config.training
+    if not training.global_batch_documents:  # which any layout takes as they are
+        training = replace(training, global_batch_size=global_batch_size)
     packed = config.packed_sequence | {"slot_multiple": slot_multiple}
     return replace(config, training=training, packed_sequence=packed)
 
@@ -308,9 +310,13 @@ def micro_batch_of(config: Config, packer: Packer, data: Known | None) -> int:
     except ConfigError:
         return 1
     training = config.training
+    tokens = int(data.lengths.sum(dtype=np.int64))
+    num_packs = ceil_div(tokens, packer.packed_sequence_size)
+    if training.global_batch_documents:
+        steps = ceil_div(len(data.lengths), training.global_batch_documents)
+        # passes that a step does not fill would be padding
+        return max(1, min(most, num_packs // (steps * dp)))
     if training.global_batch_size == "auto" and training.max_steps is None:
-        tokens = int(data.lengths.sum(dtype=np.int64))
-        num_packs = ceil_div(tokens, packer.packed_sequence_size)
         epochs, _ = epochs_of(training, len(data.lengths))
         batch = fitted_batch_size(dp, batch, min(packer.max_packs or num_packs, num_packs), epochs)
     share = batch // dp

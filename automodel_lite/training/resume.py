@@ -77,8 +77,14 @@ def agree_on_settings(
     """
     if data is not None:
         check_positions(data, parts.model, parts.teacher)
-        # its heaviest packs count in the memory of a step
-        parts = replace(parts, data=data)
+        # its heaviest packs count in the memory of a step, of as many packs as follow from it
+        training = replace(
+            parts.training,
+            global_batch_size=data.shape.global_batch_size,
+            micro_batch_size=data.shape.micro_batch_size,
+            global_batch_documents=None,
+        )
+        parts = replace(parts, data=data, training=training)
     shape = mesh_shape(guards.config.mesh, world_size())
     device = world.default_device()
     decided = decide(parts, tokenizer, shape, device, recompute=recompute)

@@ -33,6 +33,8 @@ def check_parts(parts: Parts, strategy: str, device: torch.device) -> None:
         problems += _mtp_rules(parts)
     if parts.training.neftune_noise_alpha:
         problems += _noise_rules(parts)
+    if parts.training.global_batch_documents:
+        problems += _batch_rules(parts)
     problems += _master_weights_rules(parts, device)
     if problems:
         raise ConfigError.of(problems)
@@ -154,6 +156,26 @@ def _noise_rules(parts: Parts) -> Iterator[ConfigError]:
             f"{noise} with model.mtp_loss={parts.model.mtp_loss}, whose heads embed further tokens",
             key=key,
             cure="set one of them to 0",
+        )
+
+
+def _batch_rules(parts: Parts) -> Iterator[ConfigError]:
+    """Yields what a batch that is counted in documents contradicts."""
+    key = "training.global_batch_documents"
+    documents = f"{key}={parts.training.global_batch_documents}"
+    packs = parts.training.global_batch_size
+    if isinstance(packs, int):
+        yield ConfigError(
+            f"{documents} and training.global_batch_size={packs} both say what a step is",
+            key=key,
+            cure="set one of them to null",
+        )
+    if parts.packer.balance == "window":
+        yield ConfigError(
+            f"packed_sequence.balance=window moves packs between steps, whose {documents} decide "
+            "what is in them",
+            key="packed_sequence.balance",
+            cure="set packed_sequence.balance=step",
         )
 
 

@@ -50,7 +50,7 @@ def plan_lines(
     num_warmup_steps = num_warmup(
         schedule.get("warmup_steps", 0), schedule.get("warmup_frac", 0.0), plan.max_steps
     )
-    lines = steps_text(plan, report, num_warmup_steps)
+    lines = steps_text(plan, report, num_warmup_steps, config.training.global_batch_documents)
     if config.training.max_steps is None and plan.max_steps < LEAST_STEPS:
         lines += (
             f"\nNOTE: {plan.max_steps} steps are few to learn from: {LEAST_STEPS} or more need a "
@@ -62,7 +62,8 @@ def plan_lines(
             f"\nNOTE: training.val_every_steps={every} has nothing to validate on: hold out a "
             "part, dataset.val_frac=0.05, or name a file, dataset.val_path=..."
         )
-    if config.training.global_batch_size == "auto":
+    is_open = config.training.global_batch_documents is None
+    if config.training.global_batch_size == "auto" and is_open:
         lines += (
             f"\ntraining.global_batch_size=auto: {plan.shape.global_batch_size}, and "
             f"{num_warmup_steps:,} of warm-up"
@@ -169,8 +170,16 @@ def count(number: float) -> str:
     return f"{number:.0f}"
 
 
-def steps_text(plan: TrainingPlan, report: PackingReport | None, num_warmup: int) -> str:
-    """How long the run is, and a hint where it is too short to learn."""
+def steps_text(
+    plan: TrainingPlan,
+    report: PackingReport | None,
+    num_warmup: int,
+    step_documents: int | None = None,
+) -> str:
+    """Returns how long the run is, and a hint where it is too short to learn.
+
+    step_documents   documents of a step, where they are set: its packs follow from them
+    """
     shape = plan.shape
     epochs = (
         f" = {plan.num_epochs:.1f} epochs of {plan.steps_per_epoch:,}"
@@ -182,12 +191,22 @@ def steps_text(plan: TrainingPlan, report: PackingReport | None, num_warmup: int
         f" (about {report.documents_per_pack_mean * num_packs:,.0f} documents)" if report else ""
     )
     packs = f"{shape.global_batch_size} pack{'s' if shape.global_batch_size > 1 else ''}"
+    width = shape.micro_batch_size * shape.dp_size
+    if step_documents and report:
+        documents = ""
+        mean = report.packs / (plan.steps_per_epoch or 1)
+        packs = f"{step_documents:,} documents (about {mean:.3g} pack{'s' if mean > 1 else ''})"
     lines = [
         f"{plan.max_steps:,}{epochs}; a step is {packs}{documents} in micro-batches of "
         f"{shape.micro_batch_size} on {shape.dp_size} data-parallel "
         f"rank{'s' if shape.dp_size > 1 else ''}"
     ]
-    if report and report.packs < shape.global_batch_size:
+    if step_documents and report and mean < width:
+        lines.append(
+            f"NOTE: a step has about {mean:.3g} packs for {width} places (micro-batches x ranks), "
+            "and the others are padding: a smaller packed_sequence.packed_sequence_size fills them"
+        )
+    elif report and report.packs < shape.global_batch_size:
         lines.append(
             f"NOTE: the data are {report.packs:,} packs, fewer than a step takes: lower "
             "packed_sequence.packed_sequence_size or training.global_batch_size for more steps"

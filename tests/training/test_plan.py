@@ -145,6 +145,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str, str]] = {
         "model.freeze",
         "remove",
     ),
+    "two batches": (
+        {"training__global_batch_documents": 64, "training__global_batch_size": 8},
+        "none",
+        "training.global_batch_documents",
+        "null",
+    ),
     "adapted towers": (
         {"model__train_towers": True, "peft": PEFT},
         "fsdp",

@@ -23,8 +23,10 @@ stratum of cost.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 
 import numpy as np
 
@@ -65,6 +67,35 @@ def epoch_order(num_packs: int, seed: int, epoch: int, shuffle: bool) -> np.ndar
         if shuffle
         else np.arange(num_packs)
     )
+
+
+def step_edges(documents: np.ndarray, per_step: int) -> np.ndarray:
+    """Returns where the steps of an epoch begin, and its end: steps of whole packs, each ending as
+    near as it can to a multiple of `per_step` documents, so that an epoch has as many steps as one
+    of unpacked documents.
+
+    documents   of each pack in the order they are consumed, int [packs]
+
+    >>> step_edges(np.array([47, 48, 47, 48]), 64)  # 190 documents: ends near 64, 128 and 190
+    array([0, 1, 3, 4])
+    """
+    ends = np.cumsum(documents, dtype=np.int64)
+    num_packs = len(ends)
+    if not num_packs:
+        return np.zeros(1, np.int64)
+    num_steps = max(1, min(ceil_div(int(ends[-1]), per_step), num_packs))
+    wanted = per_step * np.arange(1, num_steps + 1)
+    # the pack that reaches the number, or the one before it where that is nearer
+    behind = np.minimum(np.searchsorted(ends, wanted), num_packs - 1)
+    before = np.maximum(behind - 1, 0)
+    is_nearer = np.abs(ends[before] - wanted) < np.abs(ends[behind] - wanted)
+    edges = np.where(is_nearer, before, behind) + 1
+    edges[-1] = num_packs
+    # a step has at least one pack: edges rise, and leave enough packs to the steps behind them
+    places = np.arange(num_steps)
+    edges = np.maximum.accumulate(edges - places) + places
+    edges = np.minimum(edges, num_packs - places[::-1])
+    return np.concatenate([np.zeros(1, np.int64), edges])
 
 
 def assign_to_ranks(pack_ids: np.ndarray, shape: BatchShape) -> np.ndarray:
@@ -165,6 +196,22 @@ def assign_packs(costs: np.ndarray, balance: str, shape: BatchShape, seed: int =
     # and the sums of steps, where ranks wait once a step only
     laid_out[:, 1::2] = laid_out[:, 1::2, :, ::-1]
     order[:whole] = laid_out.swapaxes(2, 3).reshape(-1)
+    return order
+
+
+def balance_steps(
+    costs: np.ndarray, balance: str, shape: BatchShape, edges: Sequence[int]
+) -> np.ndarray:
+    """Returns the order in which packs are consumed, as `assign_packs` does, where steps begin at
+    `edges` and each keeps its packs.
+    """
+    order = np.arange(len(costs))
+    width = shape.dp_size * shape.micro_batch_size
+    for start, stop in pairwise(edges):
+        # what is over whole micro-batches of all ranks keeps its place
+        if whole := (stop - start) // width * width:
+            step = BatchShape(whole, shape.micro_batch_size, shape.dp_size)
+            order[start:stop] = start + assign_packs(costs[start:stop], balance, step)
     return order
 
 

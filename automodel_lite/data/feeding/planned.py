@@ -7,22 +7,25 @@ from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from automodel_lite.columns import COLUMNS
 from automodel_lite.config.schema import Config, TokenizeConfig, TrainingConfig
-from automodel_lite.config.sizes import ceil_div, fitted_batch_size
+from automodel_lite.config.sizes import ceil_div, fitted_batch_size, round_up
 from automodel_lite.data.cache import cache_root
 from automodel_lite.data.feeding.feed import read_batches
 from automodel_lite.data.feeding.order import (
     BatchShape,
     assign_packs,
     assign_to_ranks,
+    balance_steps,
     epoch_order,
     pack_costs,
     plan_imbalance,
+    step_edges,
 )
 from automodel_lite.data.feeding.source import (
     Cursor,
@@ -89,6 +92,13 @@ def epochs_of(config: TrainingConfig, num_documents: int) -> tuple[int, str]:
     return (3 if is_small else 1), why
 
 
+def _documents_of_packs(plan: PackPlan) -> np.ndarray:
+    """Returns the documents that begin in each pack, int64 [packs]: one that is cut counts once."""
+    begins = np.ones(len(plan.doc_ids), np.int64) if plan.starts is None else plan.starts == 0
+    until = np.concatenate([np.zeros(1, np.int64), np.cumsum(begins, dtype=np.int64)])
+    return until[plan.offsets[1:]] - until[plan.offsets[:-1]]
+
+
 def document_kind(documents: Documents) -> str:
     """Returns the kind of a dataset, or of all in a mixture; "other" where they differ."""
     kinds = {dataset.kind for dataset in members_of(documents).values()}
@@ -99,13 +109,15 @@ def document_kind(documents: Documents) -> str:
 class PlannedPacks(PackSource):
     """Planned packs.
 
-    packs_of   epoch -> its packs
-    seed       of the order of packs
+    packs_of        epoch -> its packs
+    seed            of the order of packs
+    step_documents  documents of a step, whose packs follow from them; None: `shape` has its packs
     """
 
     tokens: TokenizedData
     packs_of: Callable[[int], PackedDataset]
     seed: int
+    step_documents: int | None = None
 
     @classmethod
     def prepare(
@@ -138,10 +150,15 @@ class PlannedPacks(PackSource):
             if counts.masked_documents:
                 check_masked(name, packs.plan, tokens.counts, job.settings)
         size = batches.global_batch_size
+        smallest = batches.micro_batch_size * batches.dp_size
         (epochs, _) = epochs_of(config.training, len(tokens.train))
-        if config.training.global_batch_size == "auto" and config.training.max_steps is None:
+        step_documents = config.training.global_batch_documents
+        if step_documents:  # of most steps: each has its own number of packs
+            steps = len(step_edges(_documents_of_packs(packs_of(0).plan), step_documents)) - 1
+            mean = ceil_div(len(packs_of(0)), max(1, steps))
+            batches = replace(batches, global_batch_size=round_up(max(1, mean), smallest))
+        elif config.training.global_batch_size == "auto" and config.training.max_steps is None:
             # few documents are few packs: steps are worth more than their size
-            smallest = batches.micro_batch_size * batches.dp_size
             batches = replace(
                 batches,
                 global_batch_size=fitted_batch_size(smallest, size, len(packs_of(0)), epochs),
@@ -161,6 +178,7 @@ class PlannedPacks(PackSource):
             tokens=tokens,
             packs_of=packs_of,
             seed=config.seed,
+            step_documents=step_documents,
         )
 
     def with_columns(
@@ -208,33 +226,40 @@ class PlannedPacks(PackSource):
         are too short.
         """
         size = self.shape.global_batch_size
-        first = ceil_div(len(self.packs_of(0)), size)  # the short last step counts
+        first = self._num_steps(0)
         num_epochs, why = epochs_of(config, len(self.tokens.train))
         if config.max_steps is not None and config.num_epochs is None:
             return TrainingPlan(config.max_steps, first, self.shape)
-        steps = sum(ceil_div(len(self.packs_of(epoch)), size) for epoch in range(num_epochs))
+        steps = sum(self._num_steps(epoch) for epoch in range(num_epochs))
         # a number of steps that somebody typed is meant; epochs of few documents end within the
         # warm-up, "finished"
         if config.max_steps is None and steps < FEWEST_STEPS and not config.allow_few_steps:
             needed = ceil_div(FEWEST_STEPS * num_epochs, max(1, steps))
             suggestions = [f"training.num_epochs={needed}", "training.allow_few_steps=true"]
             smallest = self.shape.micro_batch_size * self.shape.dp_size
-            if size > smallest:
+            if size > smallest and not self.step_documents:
                 suggestions.insert(0, f"training.global_batch_size={smallest}")
             packs = len(self.packs_of(0))
             made = f"{packs:,} packs make" if packs > 1 else "1 pack makes"
             passes = f"{num_epochs} epochs" if num_epochs > 1 else "1 epoch"
             few = f"{steps} steps" if steps > 1 else "1 step"
+            of_each = f"{self.step_documents:,} documents" if self.step_documents else str(size)
             raise ConfigError(
-                f"{made} {few} of {size} in {passes}{why}, too few to learn from: set "
+                f"{made} {few} of {of_each} in {passes}{why}, too few to learn from: set "
                 f"{' or '.join(suggestions)}."
             )
         return TrainingPlan(min(steps, config.max_steps or steps), first, self.shape)
 
+    def _num_steps(self, epoch: int) -> int:
+        """Returns the steps of an epoch; the short last one counts."""
+        packs = self.packs_of(epoch)
+        if self.step_documents:
+            return len(step_edges(_documents_of_packs(packs.plan), self.step_documents)) - 1
+        return ceil_div(len(packs), self.shape.global_batch_size)
+
     def steps(self, cursor: Cursor, mesh: Mesh, costs: CostModel) -> Iterator[HostStep]:
         while True:
             epoch = cursor.epoch
-            size = self.shape.global_batch_size
             packs = self.packs_of(epoch)
             # Shuffled, then distributed over the ranks by their cost.
             order = epoch_order(len(packs), self.seed, epoch, self.dataloader.shuffle)
@@ -242,21 +267,28 @@ class PlannedPacks(PackSource):
             costs_of_packs = pack_costs(
                 packs.plan, rows.lengths, costs, rows.row_lengths, packs.tower_flops()
             )[order]
-            order = order[assign_packs(costs_of_packs, self.packer.balance, self.shape, self.seed)]
+            if self.step_documents:
+                documents = _documents_of_packs(packs.plan)[order]
+                edges = step_edges(documents, self.step_documents).tolist()
+                places = balance_steps(costs_of_packs, self.packer.balance, self.shape, edges)
+                edges = [cursor.packs, *(edge for edge in edges if edge > cursor.packs)]
+            else:
+                places = assign_packs(costs_of_packs, self.packer.balance, self.shape, self.seed)
+                size = self.shape.global_batch_size
+                edges = [*range(cursor.packs, len(order), size), len(order)]
+            order = order[places]
             del costs_of_packs  # of many packs, as large as their order
-            starts = range(cursor.packs, len(order), size)
-            steps = [assign_to_ranks(order[start : start + size], self.shape) for start in starts]
+            spans = [*pairwise(edges)]
+            steps = [assign_to_ranks(order[start:stop], self.shape) for start, stop in spans]
             batches = iter(read_batches(packs, steps, mesh.dp_rank, self.dataloader))
-            for start, step in zip(starts, steps):
+            for (start, stop), step in zip(spans, steps):
                 began = time.perf_counter()
                 micro_batches = [next(batches) for _ in range(len(step))]
                 waited_s = time.perf_counter() - began
                 # The end of an epoch has one name: (next epoch, 0).
-                is_last = start + size >= len(order)
-                cursor = Cursor(epoch + 1, 0) if is_last else Cursor(epoch, start + size)
-                yield HostStep(
-                    micro_batches, order[start : start + size].tolist(), epoch, cursor, waited_s
-                )
+                is_last = stop >= len(order)
+                cursor = Cursor(epoch + 1, 0) if is_last else Cursor(epoch, stop)
+                yield HostStep(micro_batches, order[start:stop].tolist(), epoch, cursor, waited_s)
             # also of an epoch that has read more packs than there are by now, and makes no step
             cursor = Cursor(epoch + 1, 0)
 

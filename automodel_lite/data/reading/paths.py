@@ -187,7 +187,7 @@ def find_files(
     taken: dict[tuple[int, int], Path] = {}
     missing = []
     by_name = False
-    by_split = set()
+    by_split: set[Path] = set()
     for path in paths or [""]:
         asked = Asked(key, path) if path in settled else Asked(key, path, name, split)
         files, is_named, how = _found(asked, left_out)

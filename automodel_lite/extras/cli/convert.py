@@ -428,11 +428,16 @@ def _drop_what_does_not_count(preset: Preset) -> None:
 
 
 def _pack_pairs(preset: Preset) -> None:
-    """Packs pairs, which stay whole: of twice the length that bounds one answer there."""
+    """Packs pairs, which stay whole: of twice the length that bounds one answer there, and as many
+    of them in a step.
+    """
+    settings = preset.settings
     if preset.chosen.pop("packed_sequence", "none") == "none":
-        preset.unsaid.append(
-            "training.global_batch_size: counts packs, of several pairs: their batches count pairs"
-        )
+        # they count pairs: so many packs in a forward pass would be many times its tokens
+        settings.pop("training.micro_batch_size", None)
+        if pairs := settings.pop("training.global_batch_size", None):
+            why = preset.origin["training.global_batch_size"]
+            preset.put("training.global_batch_documents", pairs, f"{why}, of pairs")
     if preset.settings.get("packed_sequence.overlong") == "truncate":
         preset.put("packed_sequence.overlong", "drop", "pairs are not cut")
     size = preset.settings.get("packed_sequence.packed_sequence_size")

@@ -272,7 +272,9 @@ def possible(job: Job) -> Iterator[Layout]:
         if n == 1 or (is_split and n <= job.gpus_per_node and not any(h % n for h in heads))
     ]
     of_cp = [n for n in powers if n <= 16 and base.packed_sequence_size % (2 * n) == 0]
-    wanted = AUTO_BATCH_SIZE if training.global_batch_size == "auto" else training.global_batch_size
+    wanted = training.global_batch_size
+    if wanted == "auto" or training.global_batch_documents:
+        wanted = AUTO_BATCH_SIZE
     for tp, cp in ((tp, cp) for tp in of_tp for cp in of_cp if job.world % (tp * cp) == 0):
         dp = job.world // (tp * cp)
         # the preset's batch where it is a multiple of the ranks; more ranks than that bring a pack

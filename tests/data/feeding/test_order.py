@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -13,9 +14,11 @@ from automodel_lite.data.feeding.order import (
     BatchShape,
     assign_packs,
     assign_to_ranks,
+    balance_steps,
     epoch_order,
     imbalance,
     pack_costs,
+    step_edges,
 )
 from automodel_lite.data.packing.packs import EMPTY_PACK
 from automodel_lite.data.packing.plan import PackPlan, plan_packs
@@ -162,3 +165,34 @@ def test_a_tree_costs_its_paths_not_its_square() -> None:
     plan, lengths = plan_packs([6, 6], 6, strategy="next_fit"), np.array([6, 6])
     assert pack_costs(plan, lengths, CostModel(0.0, 1.0), np.array([6, 4])).tolist() == [21.0, 18.0]
     assert pack_costs(plan, lengths, CostModel(0.0, 1.0)).tolist() == [21.0, 21.0]
+
+
+@pytest.mark.parametrize(
+    ("documents", "per_step", "edges"),
+    [
+        ([47, 48, 47, 48], 64, [0, 1, 3, 4]),  # 47, 95, 142, 190: near 64, 128 and all
+        ([10] * 6, 20, [0, 2, 4, 6]),
+        ([10] * 5, 20, [0, 2, 4, 5]),  # a short last step
+        ([1] * 5, 2, [0, 2, 4, 5]),
+        ([100, 100], 8, [0, 1, 2]),  # a pack is not cut
+        ([90, 1, 1, 1], 30, [0, 1, 2, 3, 4]),  # every step has a pack
+        ([1, 1, 1, 90], 30, [0, 1, 2, 3, 4]),
+        ([3, 0, 0, 3], 3, [0, 1, 4]),  # packs of the middles of documents that are cut
+        ([5, 5], 100, [0, 2]),
+        ([], 4, [0]),
+    ],
+)
+def test_steps_of_a_number_of_documents(documents, per_step, edges) -> None:
+    assert step_edges(np.array(documents, int), per_step).tolist() == edges
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 9), max_size=60), st.integers(1, 40), st.integers(1, 4))
+def test_every_pack_is_in_one_step_of_documents(documents, per_step, ranks) -> None:
+    edges = step_edges(np.array(documents, int), per_step).tolist()
+    assert sorted({*edges}) == edges
+    assert (edges[0], edges[-1]) == (0, len(documents))
+    costs = np.random.default_rng(1).random(len(documents))
+    order = balance_steps(costs, "step", BatchShape(4 * ranks, 2, ranks), edges)
+    for start, stop in pairwise(edges):
+        assert sorted(order[start:stop].tolist()) == list(range(start, stop))

@@ -85,6 +85,48 @@ LATE = {"input_ids": [1, 2, 3, 4, 5, 6], "labels": [_, _, _, _, 6, _]}
 EARLY = {"input_ids": [1, 2, 3, 4, 5, 6], "labels": [2, _, _, _, _, _]}
 
 
+def test_a_step_of_documents(tmp_path: Path) -> None:
+    """60 documents in some 6 packs: three steps per epoch of 24 documents have 2 packs each."""
+    whole = ["packed_sequence.packed_sequence_size=256", "training.num_epochs=4"]
+    assert plan_of(tmp_path, *whole, "training.global_batch_documents=24") == (12, 2)
+    with pytest.raises(
+        ConfigError, match=r"\d packs make 8 steps of 30 documents in 4 epochs, too"
+    ):
+        plan_of(tmp_path, *whole, "training.global_batch_documents=30")
+
+
+STREAM = ["dataset=streaming", "packed_sequence.packed_sequence_size=64"]
+
+
+def test_a_stream_has_no_steps_of_documents(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"global_batch_documents=24 needs .*global_batch_size in"
+    ):
+        plan_of(tmp_path, *STREAM, "training.global_batch_documents=24")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_steps_of_documents_resume_anywhere(tmp_path: Path, ranks: int) -> None:
+    texts = [f"{'word ' * (1 + i * 7 % 23)}{i}" for i in range(90)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+    chosen = [f"dataset.path={tmp_path}/a.jsonl", "packed_sequence.packed_sequence_size=64"]
+    chosen += ["model=llama_smoke", "tokenizer=bpe", f"cache_dir={tmp_path}/cache", "name=x"]
+    batch = ["training.global_batch_documents=16", "training.num_epochs=2"]
+    config = check_config(composed("finetune", *chosen, *batch))
+    data = prepare_data(config, BatchShape(8, 1, ranks), build_packer(config))
+    steps = data.plan(config.training).max_steps
+    assert steps == 2 * 6  # 90 / 16
+    whole = [*islice(data.steps(Cursor(), MESH, COSTS), steps)]
+    plan = data.planned.packs_of(0).plan
+    for step in whole:
+        sizes = [plan.offsets[pack + 1] - plan.offsets[pack] for pack in step.pack_ids]
+        assert abs(sum(sizes) - 16) <= 8
+    assert sorted(pack for step in whole[:6] for pack in step.pack_ids) == [*range(len(plan))]
+    for done in (1, 4, 6):
+        rest = [*islice(data.steps(whole[done - 1].after, MESH, COSTS), steps - done)]
+        assert [step.pack_ids for step in rest] == [step.pack_ids for step in whole[done:]]
+
+
 def test_documents_without_a_label_after_cutting_are_left_out() -> None:
     rows = flatten([SHORT, LATE, EARLY])
     plan = plan_packs(rows.lengths, 4, overlong="truncate", has_labels=rows.has_labels)
