@@ -46,7 +46,8 @@ from automodel_lite.errors import ConfigError, did_you_mean
 
 # As plain values: against the dataclass itself Hydra would stop at the first wrong type,
 # config.check lists them all.
-hydra_version.setbase("1.3")  # as `@hydra.main(version_base="1.3")` does
+if hydra_version.__version__.startswith("1.3."):  # later ones have no other behavior
+    hydra_version.setbase("1.3")  # as `@hydra.main(version_base="1.3")` does
 ConfigStore.instance().store(
     name="schema", node=OmegaConf.to_container(OmegaConf.structured(Config))
 )

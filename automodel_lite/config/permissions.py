@@ -43,7 +43,8 @@ def _env(*args: Any) -> Any:
 
 
 # as OmegaConf's own, and says which variables a value was made of, however it refers to them
-OmegaConf.register_new_resolver("oc.env", _env, replace=True)
+_register = getattr(OmegaConf, "register_resolver", OmegaConf.register_new_resolver)  # since 2.4
+_register("oc.env", _env, replace=True)
 
 
 def permission_problems(raw: DictConfig, is_typed: IsTyped) -> Iterator[str]:
