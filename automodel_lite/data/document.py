@@ -16,7 +16,8 @@ Document = dict[str, Any]
 """A normalized document; its keys say what it is:
 
 - `messages` (list of `{"role", "content", ...}`), optional `tools`: a chat
-- `prompt`, `completion` (text), optional `system`: one question and its answer
+- `prompt`, `completion` (text), optional `system`: one question and its answer; `raw`: written as
+  they are, whatever chat template the tokenizer has
 - `text`: plain text
 - `input_ids` and `labels` (int32 arrays of equal length, next-token aligned, -100 = no loss):
   already tokenized; `labels` None: not said what is trained on

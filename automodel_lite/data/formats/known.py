@@ -24,6 +24,7 @@ class Format:
     columns    those that tell it
     normalize  makes a document of a row
     optional   columns that a row may have besides
+    is_found   by the columns of a set; False: only where dataset.format names it
     """
 
     name: str
@@ -31,6 +32,7 @@ class Format:
     columns: tuple[str, ...]
     normalize: Callable[[RawRow], Document]
     optional: tuple[str, ...] = ()
+    is_found: bool = True
 
 
 _TOOLS = ("tools", "functions")
@@ -60,6 +62,29 @@ FORMATS = (
         ("instruction", "output"),
         texts.alpaca,
         ("input", "history", *_SYSTEM, _THOUGHTS),
+    ),
+    Format(
+        "alpaca_prompt",
+        "prompt_completion",
+        ("instruction", "output"),
+        texts.alpaca_prompt,
+        ("input",),
+        is_found=False,
+    ),
+    Format(
+        "alpaca_turn",
+        "prompt_completion",
+        ("instruction", "output"),
+        texts.alpaca_turn,
+        ("input",),
+        is_found=False,
+    ),
+    Format(
+        "squad",
+        "prompt_completion",
+        ("context", "question", "answers"),
+        texts.squad,
+        is_found=False,
     ),
     Format(
         "prompt_completion",

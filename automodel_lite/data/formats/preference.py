@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import takewhile
 
 from automodel_lite.data.document import Document, Message, RawRow
-from automodel_lite.data.formats.texts import alpaca_prompt, answered, chat, text_of, turns_of
+from automodel_lite.data.formats.texts import answered, chat, instruction_of, text_of, turns_of
 from automodel_lite.errors import DataError
 
 
@@ -61,7 +61,7 @@ def _prompt_text(row: RawRow) -> str | None:
     names = ("prompt", "instruction", "question")
     for name in names:
         if row.get(name) not in (None, ""):
-            return alpaca_prompt(row) if name == "instruction" else text_of(row, name)
+            return instruction_of(row) if name == "instruction" else text_of(row, name)
     return "" if "" in map(row.get, names) else None
 
 

@@ -74,7 +74,7 @@ def alpaca(row: RawRow) -> Document:
     """`instruction`, optional `input`, `output`, optional `system` and `history` of [question,
     answer] pairs.
     """
-    return _behind_history(row, alpaca_prompt(row), "output")
+    return _behind_history(row, instruction_of(row), "output")
 
 
 def _behind_history(row: RawRow, prompt: str, completion_column: str) -> Document:
@@ -102,9 +102,46 @@ def _behind_history(row: RawRow, prompt: str, completion_column: str) -> Documen
     return chat([*turns, answer], row)
 
 
-def alpaca_prompt(row: RawRow) -> str:
+def instruction_of(row: RawRow) -> str:
     columns = ["instruction", "input"] if row.get("input") else ["instruction"]
     return "\n\n".join(text_of(row, column) for column in columns)
+
+
+_ALPACA = (
+    "Below is an instruction that describes a task{paired}. Write a response that appropriately "
+    "completes the request.\n\n### Instruction:\n{instruction}\n\n{input}### Response:\n"
+)
+
+
+def alpaca_turn(row: RawRow) -> Document:
+    """`instruction`, optional `input`, `output`, in the prompt of Stanford's Alpaca, which is the
+    user's turn.
+    """
+    given = text_of(row, "input") if row.get("input") else ""
+    prompt = _ALPACA.format(
+        paired=", paired with an input that provides further context" if given else "",
+        instruction=text_of(row, "instruction"),
+        input=f"### Input:\n{given}\n\n" if given else "",
+    )
+    return {"prompt": prompt, "completion": text_of(row, "output")}
+
+
+def alpaca_prompt(row: RawRow) -> Document:
+    """The same, written as it is, without a chat template."""
+    return {**alpaca_turn(row), "raw": True}
+
+
+def squad(row: RawRow) -> Document:
+    """`context`, `question`, `answers` with a list `text`, of which the first one is trained on;
+    empty where the list is.
+    """
+    answers = parsed(row.get("answers"), "column answers")
+    texts = answers.get("text") if isinstance(answers, dict) else None
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise DataError(f"column answers must have a list of texts, text, not {shown(answers)}.")
+    prompt = f"Context: {text_of(row, 'context')} Question: {text_of(row, 'question')} Answer: "
+    answer = sound_text(texts[0].strip(), "column answers") if texts else ""
+    return {"prompt": prompt, "completion": answer}
 
 
 def question_answer(row: RawRow) -> Document:

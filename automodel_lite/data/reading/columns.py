@@ -163,7 +163,9 @@ def detect(
             )
     if format_name is None and any(REJECTED.search(name) for name in columns):
         _check_preferences(columns, renames)
-    candidates = [known for known in FORMATS if format_name in (None, known.name)]
+    candidates = [known for known in FORMATS if known.name == format_name]
+    if format_name is None:
+        candidates = [known for known in FORMATS if known.is_found]
     if not candidates:
         known = ", ".join(known.name for known in FORMATS)
         raise ConfigError(
@@ -265,13 +267,14 @@ def _find(
             f"{', '.join(columns)}: name them with dataset.columns, or set dataset.format to what "
             "the rows are."
         )
-    known = ", ".join(" + ".join(known.columns) for known in FORMATS)
+    known = ", ".join(" + ".join(known.columns) for known in FORMATS if known.is_found)
     texts = [column for column in columns if not NUMBERED.fullmatch(column)] or columns
     speaker = next((column for column in columns if part_of(column) == "speaker"), None)
     if speaker and len(texts) > 1:
         raise ConfigError(f"the columns {', '.join(columns)}: {speaker} {ONE_MESSAGE}.")
     # a column of text is never one of token ids
-    canonical = [column for one in FORMATS if one.kind != "tokens" for column in one.columns]
+    found = [one for one in FORMATS if one.kind != "tokens" and one.is_found]
+    canonical = [column for one in found for column in one.columns]
     usual = ["prompt", "completion"] if len(texts) > 1 else ["text"]
     hint = " ".join(
         f"dataset.columns.{nearest(text, canonical) or name}={text}"

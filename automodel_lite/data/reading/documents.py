@@ -41,7 +41,9 @@ def question_of(document: Document) -> Question | None:
         return None
     system = [{"role": "system", "content": document["system"]}] if document.get("system") else []
     return Question(
-        [*system, {"role": "user", "content": document["prompt"]}], document["completion"] or None
+        [*system, {"role": "user", "content": document["prompt"]}],
+        document["completion"] or None,
+        is_chat=not document.get("raw"),
     )
 
 

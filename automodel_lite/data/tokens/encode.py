@@ -71,11 +71,25 @@ class Rendering:
     trained on.
 
     answer  of a preference pair: CHOSEN or REJECTED; 0 without
+    cut     character at which the tokenizer begins anew, as if the text behind it were another
+            one; 0: the text is one
     """
 
     text: str
     spans: tuple[Span, ...]
     answer: int = 0
+    cut: int = 0
+
+    def pieces(self) -> list[tuple[str, list[Span]]]:
+        """Returns the texts that are tokenized, each with the spans of it that are trained on."""
+        if not self.cut:
+            return [(self.text, [*self.spans])]
+        found = []
+        for begin, end in ((0, self.cut), (self.cut, len(self.text))):
+            spans = [(max(start, begin), min(stop, end)) for start, stop in self.spans]
+            own = [(start - begin, stop - begin) for start, stop in spans if start < stop]
+            found.append((self.text[begin:end], own))
+        return found
 
 
 class ChatRenderer:
@@ -588,7 +602,8 @@ class Renderer:
 
     Chats go through the chat template. A prompt and its completion do too, as a user's and an
     assistant's turn, when the tokenizer has a template; without one they become
-    `prompt completion <eos>`, with a line break between them where neither brings white space.
+    `prompt completion <eos>`, with a line break between them where neither brings white space. A
+    `raw` prompt is written as it is whatever the tokenizer has, and tokenized without the answer.
     Plain text becomes `<bos> text <eos>`, the BOS only for tokenizers that add one.
     """
 
@@ -703,7 +718,8 @@ class Renderer:
     def _prompt_completion(self, document: Document) -> Rendering:
         prompt = document["prompt"]
         completion = document["completion"]
-        if self._chat is not None:
+        is_raw = bool(document.get("raw"))
+        if self._chat is not None and not is_raw:
             system = (
                 [{"role": "system", "content": document["system"]}]
                 if document.get("system")
@@ -714,12 +730,14 @@ class Renderer:
             return self._chat.renderings([*system, user, assistant])[0]
         if document.get("system"):
             prompt = f"{document['system']}\n{prompt}"
-        glue = "" if not prompt or prompt[-1].isspace() or completion[:1].isspace() else "\n"
+        has_space = not prompt or prompt[-1].isspace() or completion[:1].isspace()
+        glue = "" if has_space or is_raw else "\n"
         completion = self._ended(completion)
         bos, eos = self._framed(prompt, completion)
         before = f"{bos}{prompt}{glue}"
         text = f"{before}{completion}{eos}"
-        return Rendering(text, ((0 if self._train_on == "all" else len(before), len(text)),))
+        first = 0 if self._train_on == "all" else len(before)
+        return Rendering(text, ((first, len(text)),), cut=len(before) if is_raw else 0)
 
     def _ended(self, text: str) -> str:
         """Returns the text without white space behind an end token of its own."""
@@ -756,18 +774,22 @@ class Encoder:
         """Returns the columns of the renderings end to end, [total] each, and the length of each,
         int64 [N].
         """
+        pieces = [piece for rendering in renderings for piece in rendering.pieces()]
         encodings = self.backend.encode_batch(
-            [rendering.text for rendering in renderings], add_special_tokens=False
+            [text for text, _ in pieces], add_special_tokens=False
         )
         lengths = np.fromiter(map(len, encodings), np.int64, len(encodings))
         input_ids = np.empty(lengths.sum(), np.int32)
         trained = np.zeros(len(input_ids), bool)
-        for rendering, encoding, stop in zip(renderings, encodings, np.cumsum(lengths).tolist()):
+        for (text, spans), encoding, stop in zip(pieces, encodings, np.cumsum(lengths).tolist()):
             start = stop - len(encoding)
             input_ids[start:stop] = encoding.ids
-            for span in rendering.spans:
-                first, last = token_span(encoding, span, len(rendering.text))
+            for span in spans:
+                first, last = token_span(encoding, span, len(text))
                 trained[start + first : start + last] = True
+        if len(pieces) > len(renderings):  # a rendering is as long as its pieces
+            counts = [2 if rendering.cut else 1 for rendering in renderings]
+            lengths = np.add.reduceat(lengths, np.cumsum([0, *counts[:-1]]))
         labels = next_token_labels(input_ids, trained, lengths)
         columns = {"input_ids": input_ids, "labels": labels}
         answers = np.array([rendering.answer for rendering in renderings], np.int8)

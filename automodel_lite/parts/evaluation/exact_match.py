@@ -115,14 +115,15 @@ def answers_to(
         return sum(len(str(turn["content"])) for turn in questions[place].messages)
 
     groups = []
-    of_text = []
+    of_text: dict[bool, list[int]] = {True: [], False: []}  # by whether they are chats
     for place in sorted(range(len(questions)), key=length):
         if has_images(questions[place].messages):
             groups.append([place])  # read one at a time, and once
         else:
-            of_text.append(place)
-    for start in range(0, len(of_text), batch_size):
-        groups.append(of_text[start : start + batch_size])
+            of_text[questions[place].is_chat].append(place)
+    for alike in of_text.values():
+        for start in range(0, len(alike), batch_size):
+            groups.append(alike[start : start + batch_size])
     answers = [""] * len(questions)
     with (
         nullcontext(progress)

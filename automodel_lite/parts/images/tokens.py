@@ -355,7 +355,7 @@ class ImageRenderer(Renderer):
             return at + grown[bisect_right(edges, at) - 1]
 
         spans = tuple((moved(start), moved(stop)) for start, stop in rendering.spans)
-        return ImageRendering("".join(parts), spans, rendering.answer, tuple(own))
+        return ImageRendering("".join(parts), spans, rendering.answer, images=tuple(own))
 
 
 NUM_SAMPLES = 4

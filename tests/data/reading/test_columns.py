@@ -267,7 +267,7 @@ def test_unknown_columns_list_what_was_found_and_what_is_known() -> None:
     assert message.startswith(
         "the columns a, b match no known format: name them, for instance dataset.columns.prompt=a dataset.columns.completion=b."
     )
-    assert all(" + ".join(known.columns) in message for known in FORMATS)
+    assert all(" + ".join(known.columns) in message for known in FORMATS if known.is_found)
 
 
 @pytest.mark.parametrize(
