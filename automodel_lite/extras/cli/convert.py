@@ -56,21 +56,26 @@ RIVALS = (
     ("dataset.val_path", "dataset.val_split", "dataset.val_frac"),
 )
 PAIRS = ("dpo", "orpo", "simpo")
-SOURCES = {"axolotl": ("datasets",), "torchtune": ("datasets", "dataset")}  # lists of data
+SOURCES = {"axolotl": ("datasets",), "torchtune": ("datasets", "dataset"), "trl": ("datasets",)}
 
 
 def convert(argv: list[str]) -> int:
     """Write a preset from the configuration of axolotl, LLaMA-Factory, NeMo AutoModel, torchtune or
-    TRL.
+    TRL, or from a command line of TRL's.
 
     automodel-lite convert axolotl.yml --gpus 8              # my_conf/axolotl.yaml
     automodel-lite convert recipe.yaml --from torchtune --to my_conf/mine.yaml
+    automodel-lite convert dpo.yaml --from trl --method dpo
+    automodel-lite convert --gpus 8 -- trl dpo --model_name_or_path org/x --dataset_name org/y
     automodel-lite train --config-dir my_conf --config-name axolotl
     """
     parser = argument_parser(convert.__doc__)
-    parser.add_argument("file", type=Path, help="their YAML")
+    parser.add_argument("file", nargs="+", help="their YAML; or behind --, a command of TRL's")
     parser.add_argument(
         "--from", dest="peer", choices=sorted(_ANSWERS), help="default: found by its keys"
+    )
+    parser.add_argument(
+        "--method", choices=peers.METHODS, help="of a file of TRL's; default: found by its keys"
     )
     parser.add_argument("--to", type=Path, help="default: my_conf/<name of the file>.yaml")
     parser.add_argument(
@@ -79,25 +84,30 @@ def convert(argv: list[str]) -> int:
         help="that it ran on: the batch of a step follows from them; default: 1",
     )
     args = parser.parse_args(argv)
-    target: Path = args.to or Path("my_conf") / f"{args.file.stem}.yaml"
+    theirs: dict[str, Any] = {}
+    peer = args.peer
+    method = args.method
+    file = Path(args.file[0])
+    if len(args.file) > 1:
+        peer = "trl"
+        method, typed = peers.command_of_trl(args.file)
+        file = Path(str(typed.pop("config", f"{method}.yaml")))
+        if file.is_file():
+            theirs = _read(file)
+        theirs |= typed
+    target: Path = args.to or Path("my_conf") / f"{file.stem}.yaml"
     if target.exists() or target.is_symlink():
         raise ConfigError(f"{target} exists already: choose another file with --to.")
     if target.suffix != ".yaml":
         raise ConfigError(f"--to {target}: a preset is found by its name, which ends in .yaml.")
-    if not args.file.exists():
-        raise ConfigError(f"{args.file}: there is no such file{did_you_mean_path(str(args.file))}")
-    with explained(f"{args.file} cannot be read"):
-        content = args.file.read_bytes()
-    check_yaml(args.file)
-    with explained(
-        f"{args.file} cannot be read as YAML", UnicodeError, yaml.YAMLError, RecursionError
-    ):
-        theirs = yaml.safe_load(content.decode())
-    if not isinstance(theirs, dict) or not all(isinstance(key, str) for key in theirs):
-        raise ConfigError(f"{args.file} is not a configuration: its YAML is no mapping of names.")
-    check_references(theirs)
-    peer = args.peer or peer_of(theirs)
-    preset = preset_of(peer, theirs, target.stem, args.gpus, args.file.absolute().parent)
+    if not theirs:
+        theirs = _read(file)
+    peer = peer or peer_of(theirs)
+    if method and peer != "trl":
+        raise ConfigError(
+            f"--method {method}: the file is {peer}'s, whose keys name it: leave it out."
+        )
+    preset = preset_of(peer, theirs, target.stem, args.gpus, file.absolute().parent, method)
     preset.leave_what_is_refused()
     write_named(target, preset.text())
     check = f"automodel-lite validate --config-dir {target.parent} --config-name {target.stem}"
@@ -105,6 +115,21 @@ def convert(argv: list[str]) -> int:
     for line in preset.unsaid:
         print(f"  {printable(line)}")
     return 0
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """Returns a configuration of another framework; raises ConfigError for what is none."""
+    if not file.exists():
+        raise ConfigError(f"{file}: there is no such file{did_you_mean_path(str(file))}")
+    with explained(f"{file} cannot be read"):
+        content = file.read_bytes()
+    check_yaml(file)
+    with explained(f"{file} cannot be read as YAML", UnicodeError, yaml.YAMLError, RecursionError):
+        theirs = yaml.safe_load(content.decode())
+    if not isinstance(theirs, dict) or not all(isinstance(key, str) for key in theirs):
+        raise ConfigError(f"{file} is not a configuration: its YAML is no mapping of names.")
+    check_references(theirs)
+    return theirs
 
 
 def peer_of(theirs: Mapping[str, Any]) -> str:
@@ -363,13 +388,25 @@ def preset_of(
     name: str,
     num_gpus: int | None = None,
     folder: Path = Path(),
+    method: str | None = None,
 ) -> Preset:
     """Returns what a configuration is here; raises ConfigError for one that trains nothing, or
     what is not trained here.
+
+    folder   of the configuration, where data sets may be listed
+    method   of TRL's, which its files do not name; None: found by the keys
     """
-    theirs = resolved(dict(theirs), theirs)
-    _check_trains(peer, theirs)
+    theirs = {**resolved(dict(theirs), theirs)}
     preset = Preset(peer, groups_of(Sources()), settings={"name": name})
+    if peer == "trl":
+        found = method or peers.method_of(theirs)
+        if found is None:
+            preset.unsaid.append(
+                "method: sft, as no key names it: convert with --method dpo for preference pairs"
+            )
+        elif found != "sft":
+            theirs["_method"] = found
+    _check_trains(peer, theirs)
     own = dict(theirs)
     sources = _take_sources(preset, own, folder)
     given = dict(leaves(own))
@@ -491,10 +528,16 @@ def with_defaults(
 
 def _mix(preset: Preset, sources: list[Preset]) -> None:
     """Makes a mixture of several data sets: every document once per epoch, or by weights."""
+    kind = "images" if preset.chosen.get("dataset") == "images" else "files"
     preset.chosen["dataset"] = "mixture"
     shared = {
         key: preset.settings.pop(key)
-        for key in ("dataset.val_frac", "dataset.max_documents", "dataset.format")
+        for key in (
+            "dataset.val_frac",
+            "dataset.max_documents",
+            "dataset.format",
+            "dataset.max_image_pixels",
+        )
         if key in preset.settings
     }
     for key in [key for key in preset.settings if key.startswith("dataset.")]:
@@ -508,7 +551,7 @@ def _mix(preset: Preset, sources: list[Preset]) -> None:
         names.append(stem if stem not in names else f"{stem}_{len(names)}")
         weight = settings.pop("dataset.weight", None)
         share = {"repeat": 1} if weight is None else {"weight": weight}
-        dataset: dict[str, Any] = {"_target_": option("dataset", "files")["_target_"]}
+        dataset: dict[str, Any] = {"_target_": option("dataset", kind)["_target_"]}
         preset.put(f"dataset.sources.{names[-1]}", {"dataset": dataset, **share}, "")
         for key, value in settings.items():
             group, _, name = key.partition(".")

@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from automodel_lite.errors import ConfigError, explained, format_value
 
@@ -71,8 +73,16 @@ def combine(peer: str, theirs: Tree, num_gpus: int | None, put: Set) -> Iterator
     yield from _held_out_frac(theirs, put)
     decay = number(value_at(theirs, "optimizer.weight_decay"))
     optimizers = [value_at(theirs, f"optimizer.{name}") for name in ("_component_", "_target_")]
-    if decay and "torch.optim.Adam" in optimizers:
-        yield f"optimizer.weight_decay={decay}: Adam adds it to the gradient, AdamW does not"
+    if decay and {"torch.optim.Adam", "torch.optim.adam.Adam"} & {*optimizers}:
+        put("optimizer.weight_decay", 0, "Adam's is no decay of weights")
+        yield (
+            f"optimizer.weight_decay={decay}: none: torch.optim.Adam adds it to the gradient (L2), "
+            "which then is divided by the gradient's size; AdamW takes it off the weight itself"
+        )
+    if peer == "trl":
+        yield from _validation_of_trl(theirs, put)
+    if peer == "llama_factory":
+        yield from _template(theirs)
     if peer == "trl" and theirs.get("_train_on"):
         yield (
             "tokenize.train_on=all: of rows with a prompt and a completion TRL trains on the "
@@ -111,6 +121,113 @@ def _batch(peer: str, theirs: Tree, num_gpus: int | None, put: Set) -> Iterator[
         )
 
 
+def _validation_of_trl(theirs: Tree, put: Set) -> Iterator[str]:
+    """Its scripts read the validation split where `eval_strategy` asks for it, and only there."""
+    strategy = format_value(theirs.get("eval_strategy") or "no")
+    if strategy == "no":
+        for name in ("dataset_test_split", "eval_steps"):
+            if value := theirs.get(name):
+                yield f"{name}={format_value(value)}: without eval_strategy nothing is held out"
+        return
+    if not theirs.get("test_split_size"):
+        put("dataset.val_split", theirs.get("dataset_test_split") or "test", "eval_strategy")
+    steps = number(theirs.get("eval_steps") or theirs.get("logging_steps") or 500)
+    if strategy == "steps" and steps and steps >= 1:
+        put("training.val_every_steps", int(steps), "eval_steps")
+    else:
+        asked = f"eval_strategy={strategy}"
+        asked += f" eval_steps={steps}" if strategy == "steps" else ""
+        yield f"{asked}: by hand: training.val_every_steps; the dry run says how many an epoch has"
+
+
+# whose plain names are base models, which bring no template
+_BASES = re.compile(r"llama|mistral|gemma|qwen(1\.?5|2(\.5)?)?$|yi|phi2|baichuan")
+
+
+def _template(theirs: Tree) -> Iterator[str]:
+    """LLaMA-Factory's own templates: silent where it is the one that the model brings."""
+    template = str(theirs.get("template") or "")
+    model = str(theirs.get("model_name_or_path") or theirs.get("model") or "").rpartition("/")[2]
+    stem = re.sub(r"[^a-z0-9]", "", template.lower().removesuffix("_nothink"))
+    name = re.sub(r"[^a-z0-9]", "", model.lower())
+    is_chat = bool(re.search(r"instruct|chat|(^|[-_])it([-_]|$)", model, re.IGNORECASE))
+    is_base = "base" in name or bool(_BASES.match(stem))
+    if not template:
+        return
+    if stem in ("", "default", "empty") or stem not in name or (is_base and not is_chat):
+        yield (
+            f"template={template}: by hand: the tokenizer's own chat template is used, which may "
+            "be another: compare them with automodel-lite inspect, or set "
+            "tokenizer.chat_template=FILE"
+        )
+    elif template.lower().endswith("_nothink") and not is_chat:
+        yield (
+            f"template={template}: by hand: tokenize.template_kwargs={{enable_thinking: false}} is "
+            "the template without thoughts"
+        )
+
+
+_OF_PAIRS = re.compile(
+    "beta|precompute_ref.*|ref_model_.*|sync_ref_model|use_weighting|ld_alpha|discopop_tau"
+    "|label_smoothing|loss_weights|f_.*|disable_dropout"
+)
+_OF_ANSWERS = re.compile(
+    "packing|packing_strategy|eval_packing|assistant_only_loss|completion_only_loss"
+    "|dataset_text_field"
+)
+METHODS = ("sft", "dpo", "orpo", "kto", "grpo", "rloo", "reward")
+
+
+def method_of(theirs: Tree) -> str | None:
+    """Returns which of TRL's trainers the keys of a configuration are of; None where all have
+    them.
+    """
+    given = [key for key, value in theirs.items() if value is not None]
+    kind = str(theirs.get("loss_type") or "nll")
+    if any(map(_OF_PAIRS.fullmatch, given)) or kind not in ("nll", "chunked_nll", "dft"):
+        return "dpo"
+    return "sft" if any(map(_OF_ANSWERS.fullmatch, given)) else None
+
+
+def command_of_trl(words: Sequence[str]) -> tuple[str, dict[str, Any]]:
+    """Returns the method and the keys of a command line of TRL's: `trl dpo --beta 0.1`, or that of
+    one of its scripts, `accelerate launch ... dpo.py --beta 0.1`. `config` is a file with more of
+    them, which the command line overrules.
+
+    >>> command_of_trl(["trl", "sft", "--learning_rate", "1e-5", "--packing"])
+    ('sft', {'learning_rate': '1e-5', 'packing': True})
+    """
+    stems = [Path(word).stem if word.endswith(".py") else word for word in words]
+    place = next((place for place, stem in enumerate(stems) if stem in METHODS), None)
+    if place is None:
+        raise ConfigError(
+            f"{' '.join(words)} is no command of TRL's: type it as it is, trl METHOD --key value, "
+            f"with one of {', '.join(METHODS)}, or one file."
+        )
+    found: dict[str, Any] = {}
+    name = ""
+    for word in words[place + 1 :]:
+        key, has_value, value = word.partition("=")
+        if word.startswith("--"):
+            name = key.removeprefix("--").replace("-", "_")
+            found[name] = _typed(value) if has_value else True
+        elif not name:
+            raise ConfigError(f"{word}: stands before the first --key of {' '.join(words)}.")
+        elif found[name] is True:
+            found[name] = _typed(word)
+        else:  # a list
+            found[name] = [*(x if isinstance(x := found[name], list) else [x]), _typed(word)]
+    return stems[place], found
+
+
+def _typed(word: str) -> Any:
+    with suppress(yaml.YAMLError):
+        value = yaml.safe_load(word)
+        if isinstance(value, bool | int | float | str):
+            return value
+    return word
+
+
 def _nemo(theirs: Tree, put: Set) -> Iterator[str]:
     lr = number(value_at(theirs, "optimizer.lr"))
     floor = value_at(theirs, "lr_scheduler.min_lr")
@@ -121,7 +238,12 @@ def _nemo(theirs: Tree, put: Set) -> Iterator[str]:
         put("mesh.timeout_s", int(minutes * 60), "dist_env.timeout_minutes")
     columns = value_at(theirs, "dataset.column_mapping")
     if isinstance(columns, Mapping):
-        put("dataset.columns", dict(columns), "dataset.column_mapping")
+        # the context is the system's turn there
+        renamed = {{"context": "system"}.get(name, name): own for name, own in columns.items()}
+        put("dataset.columns", renamed, "dataset.column_mapping")
+    if value_at(theirs, "checkpoint.enabled") is False:
+        put("checkpoint.every_steps", 0, "checkpoint.enabled")
+        put("checkpoint.export_hf", False, "checkpoint.enabled")
     held_out = theirs.get("validation_dataset")
     if not isinstance(held_out, Mapping):
         return

@@ -130,7 +130,8 @@ def test_a_question_of_such_rows_is_asked_as_it_was_trained() -> None:
     row = {"instruction": "Add.", "output": "4"}
     document = detect(list(row), "alpaca_prompt", None).document(row, "a.jsonl:1")
     question = question_of(document)
-    assert question and not question.is_chat
+    assert question
+    assert not question.is_chat
     assert question.messages[-1]["content"] == WITHOUT + "Add.\n\n### Response:\n"
 
 
