@@ -704,6 +704,24 @@ def test_values_of_nemo_that_another_setting_means() -> None:
     assert found.settings["dataset.columns"] == {"system": "c", "question": "q", "answer": "a"}
 
 
+def test_a_file_has_no_splits() -> None:
+    files = {"source": "json", "data_files": "a.jsonl", "split": "train[:95%]"}
+    found = of("torchtune", dataset=files, dataset_val={**files, "split": "train[95%:]"})
+    assert found.settings["dataset.val_frac"] == 0.05
+    assert not {"dataset.split", "dataset.val_split"} & set(found.settings)
+    found = of("nemo_automodel", dataset={"path_or_dataset": "a.jsonl", "split": "train[:9]"})
+    assert "dataset.split" not in found.settings
+    assert any(line.startswith("dataset.split=train[:9]: by hand: a file") for line in found.unsaid)
+
+
+def test_ranks_that_a_file_names() -> None:
+    """Without --gpus: two replicas of four shards, each of two GPUs, with two rows each."""
+    mesh = {"dp_shard_size": 4, "dp_replicate_size": 2, "context_parallel_size": 2}
+    found = convert.preset_of("axolotl", {**mesh, "micro_batch_size": 2}, "mine")
+    assert found.settings["training.global_batch_size"] == 16
+    assert not any("--gpus" in line for line in found.unsaid)
+
+
 def test_jobs_with_images_are_jobs_with_images() -> None:
     theirs = {"recipe": "FinetuneRecipeForVLM", "dataset": {"path_or_dataset": "org/cord"}}
     assert of("nemo_automodel", **theirs).chosen["dataset"] == "images"

@@ -30,6 +30,7 @@ from automodel_lite.config.permissions import (
     needs_the_command_line,
 )
 from automodel_lite.config.rules import Range, argument
+from automodel_lite.data.reading.paths import KINDS, kind_of
 from automodel_lite.errors import (
     ConfigError,
     IdleSettingError,
@@ -420,6 +421,7 @@ def preset_of(
     preset.add_soft()
     if preset.chosen.get("loss") in PAIRS:
         _pack_pairs(preset)
+    _split_files(preset)
     _drop_what_does_not_count(preset)
     return preset
 
@@ -446,6 +448,30 @@ def _take_sources(preset: Preset, own: dict[str, Any], folder: Path) -> list[Pre
                 source.put(f"dataset.{key}", value, "dataset")
             sources += [source] if len(named) > 1 else []
     return sources
+
+
+def _split_files(preset: Preset) -> None:
+    """Replaces the splits of a local file, which has none: the rest of what is trained on is a
+    fraction that is held out.
+    """
+    settings = preset.settings
+    if kind_of(Path(str(settings.get("dataset.path") or ""))) not in KINDS:
+        return
+    trained = re.fullmatch(r"\w+(\[:(\d+)%\])?", str(settings.get("dataset.split") or "train"))
+    held_out = re.fullmatch(r"\w+\[(\d+)%:\]", str(settings.get("dataset.val_split") or ""))
+    if trained and trained[2] and held_out and held_out[1] == trained[2]:
+        origin = f"{settings.pop('dataset.split')} and {settings.pop('dataset.val_split')}"
+        preset.put("dataset.val_frac", (100 - int(trained[2])) / 100, origin)
+        return
+    for key in ("dataset.split", "dataset.val_split"):
+        value = settings.get(key)
+        if value is None or (key == "dataset.split" and value == "train"):
+            continue
+        del settings[key]
+        preset.unsaid.append(
+            f"{key}={value}: by hand: a file has no splits: dataset.val_frac holds out a part of "
+            "it, dataset.val_path another file"
+        )
 
 
 def _drop_what_does_not_count(preset: Preset) -> None:
@@ -546,6 +572,7 @@ def _mix(preset: Preset, sources: list[Preset]) -> None:
     names: list[str] = []
     for source in sources:
         source.add_soft()
+        _split_files(source)
         settings = shared | source.settings
         stem = re.sub(r"\W+", "_", Path(str(settings.get("dataset.path", "data"))).stem) or "data"
         names.append(stem if stem not in names else f"{stem}_{len(names)}")

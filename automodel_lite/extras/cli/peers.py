@@ -102,11 +102,17 @@ def _batch(peer: str, theirs: Tree, num_gpus: int | None, put: Set) -> Iterator[
         given = ", ".join(f"{name}={format_value(theirs.get(name))}" for name in names)
         yield f"{given}: by hand: training.global_batch_size, as these are no numbers of rows"
         return
+    ranks = 1
+    for name in ("dp_shard_size", "dp_replicate_size", "data_parallel_shard_dim",
+                 "data_parallel_replicate_dim"):  # fmt: skip
+        ranks *= max(1, int(number(theirs.get(name)) or 1))
+    is_named = num_gpus is not None or ranks > 1
     shared = 1
     for name in ("context_parallel_size", "sequence_parallel_degree", "tensor_parallel_size",
                  "cp_size", "tensor_parallel_dim", "context_parallel_dim"):  # fmt: skip
         shared *= max(1, int(number(theirs.get(name)) or 1))
-    ranks = max(1, (num_gpus or 1) // shared)
+    if num_gpus is not None:
+        ranks = max(1, num_gpus // shared)
     put("training.micro_batch_size", int(size), names[0])
     total = int(size) * int(passes) * ranks
     put(
@@ -114,7 +120,7 @@ def _batch(peer: str, theirs: Tree, num_gpus: int | None, put: Set) -> Iterator[
         total,
         f"{names[0]} {int(size)} x {PASSES} {int(passes)} x {ranks} data-parallel ranks",
     )
-    if num_gpus is None:
+    if not is_named:
         yield (
             f"training.global_batch_size={total}: for 1 GPU, as the file does not name their "
             "number: convert with --gpus N"
@@ -275,11 +281,12 @@ def _torchtune(theirs: Tree, put: Set) -> Iterator[str]:
     split = value_at(theirs, "dataset_val.split")
     ours = value_at(theirs, "dataset.source")
     other = value_at(theirs, "dataset_val.source")
+    files = value_at(theirs, "dataset_val.data_files")
     same = value_at(theirs, "dataset_val._component_") == value_at(theirs, "dataset._component_")
     if other not in (None, ours, "json", "csv", "text", "parquet"):
         put("dataset.val_path", other, "dataset_val.source")
-    elif value_at(theirs, "dataset_val.data_files"):
-        put("dataset.val_path", value_at(theirs, "dataset_val.data_files"), "dataset_val")
+    elif files and files != value_at(theirs, "dataset.data_files"):
+        put("dataset.val_path", files, "dataset_val")
     elif split and (other == ours) and same:
         put("dataset.val_split", split, "dataset_val.split")
     elif theirs.get("dataset_val"):
