@@ -11,7 +11,6 @@ import typing
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 import yaml
@@ -30,6 +29,7 @@ from automodel_lite.config.components import (
     target_problem,
     walk,
 )
+from automodel_lite.config.foreign import elsewhere
 from automodel_lite.config.rules import RULES, OneOf, Only
 from automodel_lite.config.schema import Config, Part
 from automodel_lite.config.signatures import arguments_of, missing_extra, options_of, with_options
@@ -57,7 +57,6 @@ _NAMES: dict[Any, str] = {
     str: "text",
     type(None): "null",
 }
-ELSEWHERE = yaml.safe_load(Path(__file__).with_name("elsewhere.yaml").read_text(encoding="utf-8"))
 _FIRST_OPTION = {"model": "pretrained", "dataset": "path", "optimizer": "lr"}
 
 
@@ -200,7 +199,7 @@ def _options(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def key_of(path: str, known: Sequence[str] = ()) -> str | None:
-    """Returns the key that is called so elsewhere (elsewhere.yaml), or that ends so, underscores
+    """Returns the key that is called so elsewhere (foreign.yaml), or that ends so, underscores
     aside: `maxsteps` -> training.max_steps.
 
     known   options of parts, which are looked at too
@@ -208,7 +207,7 @@ def key_of(path: str, known: Sequence[str] = ()) -> str | None:
     last = f".{path}".replace("_", "")
     ours = (key for key in [*known_keys(), *known] if f".{key}".replace("_", "").endswith(last))
     name = path.rpartition(".")[2]
-    return ELSEWHERE.get(path) or ELSEWHERE.get(name) or next(ours, None)
+    return elsewhere().get(path) or elsewhere().get(name) or next(ours, None)
 
 
 def _nearest_key(path: str, known: Sequence[str]) -> str | None:

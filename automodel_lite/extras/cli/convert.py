@@ -2,9 +2,9 @@
 trained, and a list of what it cannot hold.
 
 What each key of axolotl, LLaMA-Factory, NeMo AutoModel, torchtune and TRL is here stands in
-peers.yaml, with the values that they take where a file has none; these are written out. peers.py
-has what several keys are together. The preset is checked as a run checks it, and what a run would
-refuse is listed with its sentence.
+config/foreign.yaml, with the values that they take where a file has none; these are written out.
+peers.py has what several keys are together. The preset is checked as a run checks it, and what a
+run would refuse is listed with its sentence.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import yaml
 from automodel_lite.cli import compose_config
 from automodel_lite.cli.line import argument_parser
 from automodel_lite.cli.sources import Sources, groups_of
+from automodel_lite.config import foreign
 from automodel_lite.config.check import check_config
 from automodel_lite.config.components import option
 from automodel_lite.config.permissions import (
@@ -43,9 +44,9 @@ from automodel_lite.errors import (
 from automodel_lite.extras.cli import peers
 from automodel_lite.run.durable import write_named
 
-_PEERS: dict[str, dict[str, Any]] = yaml.safe_load(
-    Path(__file__).with_name("peers.yaml").read_text(encoding="utf-8")
-)
+_PEERS: dict[str, dict[str, Any]] = {
+    peer: said for peer, said in foreign.table().items() if peer != "others"
+}
 _ANSWERS = {peer: said["keys"] for peer, said in _PEERS.items()}
 """Framework -> its keys, with `*` for any text, and what each is here."""
 _REFERENCE = r"\$\{([\w.]+)\}"

@@ -1,6 +1,6 @@
 """What several keys of another framework are together, for `automodel-lite convert`.
 
-peers.yaml answers key by key. Here are the sums: the batch of a step, betas, a rate's floor,
+foreign.yaml answers key by key. Here are the sums: the batch of a step, betas, a rate's floor,
 adapted modules, files by the names that another framework has given them.
 """
 
