@@ -8,6 +8,7 @@ another file.
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -43,7 +44,9 @@ def _env(*args: Any) -> Any:
 
 
 # as OmegaConf's own, and says which variables a value was made of, however it refers to them
-_register = getattr(OmegaConf, "register_resolver", OmegaConf.register_new_resolver)  # since 2.4
+# in 2.4 `register_new_resolver` has the name of one that took no `replace` before
+_takes_replace = "replace" in inspect.signature(OmegaConf.register_resolver).parameters
+_register: Any = OmegaConf.register_resolver if _takes_replace else OmegaConf.register_new_resolver
 _register("oc.env", _env, replace=True)
 
 
