@@ -3,6 +3,8 @@ run goes on.
 
 page.html.j2         the page, with page.css and page.js inside; the script draws the charts from
                      the JSON in the page
+head.html.j2         the numbers above the charts
+sections.html.j2     the tables below them
 inspection.html.j2   the data before a run
 """
 
@@ -93,10 +95,12 @@ class RunRecord:
         return dict(spent)
 
 
-def read_run(path: Path) -> RunRecord:
-    """Raises ConfigError for a folder that is not a run's, or that has logged nothing yet."""
+def read_run(path: Path, logged: Sequence[dict[str, Any]] | None = None) -> RunRecord:
+    """Raises ConfigError for a folder that is not a run's, or that has logged nothing yet.
+    `logged`: the rows of its metrics.jsonl, where they have been read already.
+    """
     folder = existing_run(path)
-    rows = [_leaves(row) for row in folder.rows()]
+    rows = [_leaves(row) for row in (folder.rows() if logged is None else logged)]
     if not rows:
         hangs = "".join(f" {text}" for text in hangs_of(folder.logs))
         raise ConfigError(f"{path} has logged no step yet.{hangs}")
@@ -176,6 +180,24 @@ def write_report(records: list[RunRecord], to: Path, refresh_s: int | None = Non
 
 def page_of(records: list[RunRecord], refresh_s: int | None = None) -> str:
     """Returns the whole page as text."""
+    return _template("page.html.j2").render(_contents_of(records, refresh_s))
+
+
+def parts_of(records: list[RunRecord]) -> dict[str, Any]:
+    """Returns the same in parts, for a page that is open: `head` and `sections` as HTML, and the
+    `data` of the charts.
+    """
+    is_running = any(record.status.get("state") == "running" for record in records)
+    contents = _contents_of(records, refresh_s=int(is_running) or None)
+    return {
+        "head": _template("head.html.j2").render(contents),
+        "sections": _template("sections.html.j2").render(contents),
+        "data": contents["data"],
+    }
+
+
+def _contents_of(records: list[RunRecord], refresh_s: int | None) -> dict[str, Any]:
+    """Returns what the templates show. `refresh_s`: the run goes on, its progress is a bar."""
     facts = [facts_of(record) for record in records]
     names = dict.fromkeys(name for of_run in facts for name, _ in of_run)
     first = records[0]
@@ -198,21 +220,23 @@ def page_of(records: list[RunRecord], refresh_s: int | None = None) -> str:
             "packSize": record.packing.get("packed_sequence_size", 0),
         }
         data.append(about)
-    return _template("page.html.j2").render(
-        runs=records,
-        refresh_s=refresh_s,
-        progress=done / (done + left / step_s) if step_s and done else float(not left and done > 0),
-        facts=facts,
-        results=[(name, [dict(of_run).get(name, "-") for of_run in facts]) for name in names],
-        differences=differences(records),
-        samples=[] if len(records) > 1 else samples_of(first),
-        pieces_of=pieces_of,
-        warnings=[f"{record.name}: {text}" for record in records for text in warnings_of(record)],
-        packing=packing_of(first),
-        settings=[pair for pair in flatten(first.config) if pair[1] not in (None, {}, [])],
-        next=RunFolder(first.path).next_commands(first.status.get("state", "")),
-        data={"runs": data},
-    )
+    return {
+        "runs": records,
+        "refresh_s": refresh_s,
+        "progress": (
+            done / (done + left / step_s) if step_s and done else float(not left and done > 0)
+        ),
+        "facts": facts,
+        "results": [(name, [dict(of_run).get(name, "-") for of_run in facts]) for name in names],
+        "differences": differences(records),
+        "samples": [] if len(records) > 1 else samples_of(first),
+        "pieces_of": pieces_of,
+        "warnings": [f"{one.name}: {text}" for one in records for text in warnings_of(one)],
+        "packing": packing_of(first),
+        "settings": [pair for pair in flatten(first.config) if pair[1] not in (None, {}, [])],
+        "next": RunFolder(first.path).next_commands(first.status.get("state", "")),
+        "data": {"runs": data},
+    }
 
 
 def write_inspection(

@@ -1,6 +1,6 @@
 "use strict";
-// Draws the charts of the page from the JSON in #data. Choices are kept over a refresh, per page.
-const DATA = JSON.parse(document.getElementById("data").textContent);
+// Draws charts of runs: from the JSON in #data, or from what `show` gets. Choices are kept over a refresh, per page.
+let DATA = { runs: [] };
 const COLORS = ["#2f7ed8", "#e0741b", "#1f9d6b", "#b4519d", "#8a72d4", "#9a7b4f"];
 const PHASES = { data: "#e0741b", forward: "#2f7ed8", backward: "#1f9d6b", optimizer: "#8a72d4", validation: "#b4519d", checkpoint: "#9a7b4f", other: "#8b8f98" };
 const KEY = "report:" + location.pathname;
@@ -250,6 +250,7 @@ function charts() {
 
 function controls() {
   const box = document.getElementById("controls");
+  box.replaceChildren();
   const control = (label, input, onInput) => {
     const element = document.createElement("label");
     element.append(input, label);
@@ -272,7 +273,16 @@ function controls() {
     });
   });
 }
-controls();
-charts();
+
+// Draws these runs from now on; the controls stay, and keep the focus, as long as the runs are the same.
+function show(data) {
+  const names = (runs) => JSON.stringify(runs.map((run) => run.name));
+  const isNew = names(data.runs) !== names(DATA.runs) || !document.getElementById("controls").children.length;
+  DATA = data;
+  if (isNew) controls();
+  charts();
+}
+const embedded = document.getElementById("data");
+if (embedded) show(JSON.parse(embedded.textContent));
 let drawn = innerWidth;
 addEventListener("resize", () => { if (innerWidth !== drawn) { drawn = innerWidth; charts(); } });
