@@ -23,9 +23,7 @@ from automodel_lite.config.rules import PATH, Range, argument
 from automodel_lite.errors import ConfigError, harmless
 from automodel_lite.launched import check_alone
 from automodel_lite.progress import Progress, activity
-from automodel_lite.run.checkpoint_folder import exported_folder
 from automodel_lite.run.durable import rename, sync
-from automodel_lite.run.folder import saved_config
 
 if TYPE_CHECKING:
     from automodel_lite.data.reading.documents import Question
@@ -48,40 +46,18 @@ def main(argv: list[str] | None = None) -> int:
     if args.out and args.out.exists():
         raise ConfigError(f"--out {args.out} exists already: choose another file.")
 
-    folder = exported_folder(args.model)
     with activity("loading the model"):
         from transformers import set_seed  # --help needs no torch
 
-        from automodel_lite.telemetry.console import quiet_libraries
-        from automodel_lite.tools.load_generator import load_generator
+        from automodel_lite.tools.load_generator import load_exported
 
-        quiet_libraries()
-        saved = settings_of(Path(args.model).expanduser() / "config.yaml")
-        variables = saved.get("tokenize", {}).get("template_kwargs", {})
-        generator = load_generator(folder, args.trust_remote_code, template_kwargs=variables)
-        generator = replace(generator, most_pixels=most_pixels_of(saved))
+        generator = load_exported(args.model, args.trust_remote_code)
     set_seed(args.seed)
     if args.prompts:
         answer_file(generator, args)
     else:
         chat(generator, args)
     return 0
-
-
-def settings_of(path: Path) -> dict[str, Any]:
-    """Returns what a run was trained with; nothing without its config.yaml."""
-    return saved_config(path) if path.is_file() else {}
-
-
-def most_pixels_of(saved: dict[str, Any]) -> int | None:
-    """Returns how many pixels of an image a run was trained on, of a mixture the most of its sets
-    of images; None: as many as the processor takes.
-    """
-    dataset = saved.get("dataset", {})
-    sets = [dataset, *(one["dataset"] for one in dataset.get("sources", {}).values())]
-    of_images = [one for one in sets if ".images." in one.get("_target_", "")]
-    found = [one.get("max_image_pixels") for one in of_images]
-    return None if None in found else max(found, default=None)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -22,6 +22,7 @@ import os
 import re
 import shlex
 import shutil
+import socket
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
@@ -152,11 +153,20 @@ class RunFolder:
         return str(self.path)
 
     def write_facts(self, lines: Sequence[tuple[str, str]], kind: str = "") -> None:
-        """run.json: the command line, the kind of the documents, and the (topic, text) lines that
-        the run printed at its start.
+        """run.json: the command line and where it was started, the kind of the documents, and the
+        (topic, text) lines that the run printed at its start.
         """
+        here = ""
+        with suppress(OSError):  # the working directory may be gone
+            here = os.getcwd()
+        started = {
+            "folder": here,
+            "host": socket.gethostname(),
+            "slurm_job": os.environ.get("SLURM_JOB_ID", ""),
+        }
         facts = {
             "command": scrub(command_line()),
+            "started": started,
             "kind": kind,
             "lines": [[topic, scrub(text)] for topic, text in lines],
         }
@@ -202,10 +212,8 @@ class RunFolder:
         """Returns those of metrics.jsonl, without lines that a kill has cut, or that
         are not ours.
         """
-        lines = (
-            self.metrics.read_text(errors="replace").splitlines() if self.metrics.is_file() else []
-        )
-        return [row for row in map(_object, lines) if type(row.get("step")) is int]
+        text = self.metrics.read_text(errors="replace") if self.metrics.is_file() else ""
+        return rows_in(text)
 
     def rewind_metrics(self, step: int, validates_again: bool = False) -> None:
         """Drops the rows after `step`, which a continued run writes again, and a torn last line;
@@ -320,6 +328,11 @@ def _program_name(program: Path) -> str:
     """Its name, if that is what the shell finds; otherwise its path."""
     found = shutil.which(program.name)
     return program.name if found and Path(found).parent == program.parent else str(program)
+
+
+def rows_in(text: str) -> list[dict[str, Any]]:
+    """Returns the rows among lines of metrics.jsonl; one is a JSON object with a `step`."""
+    return [row for row in map(_object, text.splitlines()) if type(row.get("step")) is int]
 
 
 def json_object(path: Path) -> dict[str, Any]:

@@ -66,7 +66,7 @@ class RunLock:
         for some 20 s when that is not clear. Raises ConfigError when another live job holds it.
         Makes nothing: a run that is refused for another reason leaves no folder.
         """
-        holder = self._holder()
+        holder = self.holder()
         if holder is None or self._is_dead(holder):
             return holder
         raise ConfigError(
@@ -85,7 +85,7 @@ class RunLock:
             return True
         for _ in range(_WATCH_PULSES):
             time.sleep(PULSE_S)
-            if (now := self._holder()) != holder:
+            if (now := self.holder()) != holder:
                 return now is None
         return True
 
@@ -118,7 +118,7 @@ class RunLock:
         """Returns whether the lock is still this run's. Any rank that knows the token
         may call it.
         """
-        holder = self._holder()
+        holder = self.holder()
         return holder is not None and holder.token == self.token
 
     def check_held(self) -> None:
@@ -128,7 +128,7 @@ class RunLock:
         if self.is_held():
             return
         folder = self.path.parent
-        holder = self._holder()
+        holder = self.holder()
         if not folder.is_dir():
             raise RunStoppedError(
                 f"output_dir={folder} is gone: it was removed or renamed during the run, so "
@@ -152,7 +152,7 @@ class RunLock:
             if self.token == self._mine.token and self.is_held():
                 self.path.unlink()
 
-    def _holder(self) -> Holder | None:
+    def holder(self) -> Holder | None:
         """Returns the last in the chain of successors; None without a lock."""
         return next(reversed(self._chain()), None)
 

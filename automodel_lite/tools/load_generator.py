@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from automodel_lite.errors import (
     one_line,
 )
 from automodel_lite.evaluation.generator import Generator
+from automodel_lite.extras.load_run import load_trained
 from automodel_lite.models.source import (
     ask_no_hub_without_network,
     check_finite,
@@ -28,6 +30,56 @@ from automodel_lite.models.source import (
     load_whole,
 )
 from automodel_lite.parts.images import open_images
+from automodel_lite.run.checkpoint_folder import exported_folder
+from automodel_lite.run.folder import saved_config
+from automodel_lite.telemetry.console import quiet_libraries
+
+
+def load_exported(model: str, trust_remote_code: bool = False, on_cpu: bool = False) -> Generator:
+    """Loads what a run has exported, a folder or a name of the hub, to answer as it was trained.
+
+    Raises ConfigError for a run without an export of its newest checkpoint.
+    """
+    folder = exported_folder(model)
+    quiet_libraries()
+    saved = settings_of(Path(model).expanduser())
+    generator = load_generator(folder, trust_remote_code, on_cpu, template_kwargs_of(saved))
+    return replace(generator, most_pixels=most_pixels_of(saved))
+
+
+def load_checkpoint(run: Path, name: str, on_cpu: bool = False) -> Generator:
+    """Loads a checkpoint of a run that has not exported it, to answer texts; on a GPU in bf16,
+    unless `on_cpu`.
+    """
+    quiet_libraries()
+    trained = load_trained(run, name, is_alone=True)
+    model = trained.model.lm.eval()
+    if torch.cuda.is_available() and not on_cpu:
+        model = model.to("cuda", torch.bfloat16)
+    return Generator(model, trained.tokenizer, template_kwargs=template_kwargs_of(settings_of(run)))
+
+
+def settings_of(run: Path) -> dict[str, Any]:
+    """Returns what a run was trained with; nothing of a folder without a config.yaml."""
+    path = run / "config.yaml"
+    return saved_config(path) if path.is_file() else {}
+
+
+def template_kwargs_of(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the variables of the chat template that a run was trained with."""
+    found: dict[str, Any] = saved.get("tokenize", {}).get("template_kwargs", {})
+    return found
+
+
+def most_pixels_of(saved: Mapping[str, Any]) -> int | None:
+    """Returns how many pixels of an image a run was trained on, of a mixture the most of its sets
+    of images; None: as many as the processor takes.
+    """
+    dataset = saved.get("dataset", {})
+    sets = [dataset, *(one["dataset"] for one in dataset.get("sources", {}).values())]
+    of_images = [one for one in sets if ".images." in one.get("_target_", "")]
+    found = [one.get("max_image_pixels") for one in of_images]
+    return None if None in found else max(found, default=None)
 
 
 def load_generator(

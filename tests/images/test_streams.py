@@ -14,11 +14,11 @@ from automodel_lite.config.schema import MeshConfig
 from automodel_lite.data.feeding.source import Cursor
 from automodel_lite.data.packing.packs import PackedDataset
 from automodel_lite.errors import ConfigError, DataError
+from automodel_lite.extras.inspection import first_documents
 from automodel_lite.models.flops import CostModel
 from automodel_lite.parallel.mesh import init_mesh
 from automodel_lite.parts.images import streams
 from automodel_lite.thd import to_thd
-from recipes.inspect_data import first_documents
 from tests.images.families import draw, write_chats, write_model
 from tests.images.test_exact import batches_of, config_of_images, data_of
 

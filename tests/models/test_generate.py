@@ -14,8 +14,7 @@ from automodel_lite.data.tokens.tokenize import Job
 from automodel_lite.evaluation.generator import Generator
 from automodel_lite.evaluation.samples import text_prompt
 from automodel_lite.run.ending import ending_of
-from automodel_lite.tools.load_generator import load_generator
-from recipes.generate import most_pixels_of, settings_of
+from automodel_lite.tools.load_generator import load_generator, most_pixels_of, settings_of
 from tests.data.templates import MARKED, byte_tokenizer
 
 CHATS = [
@@ -71,13 +70,13 @@ def test_a_prompt_has_the_variables_of_the_training(
 
     monkeypatch.setattr(model, "generate", noted)
     (tmp_path / "config.yaml").write_text("name: x\ntokenize: {template_kwargs: {thinks: false}}\n")
-    variables = settings_of(tmp_path / "config.yaml")["tokenize"]["template_kwargs"]
+    variables = settings_of(tmp_path)["tokenize"]["template_kwargs"]
     Generator(model, tokenizer).answers(CHATS[:1], max_new_tokens=1)
     Generator(model, tokenizer, template_kwargs=variables).answers(CHATS[:1], max_new_tokens=1)
     assert asked[1] == f"{asked[0]}(none)"
     job = Job(tokenizer, TokenizeConfig(template_kwargs=variables))
     assert tokenizer.decode(text_prompt(job, "x")[0]).endswith("(none)")
-    assert settings_of(tmp_path / "nothing.yaml") == {}
+    assert settings_of(tmp_path / "nothing") == {}
 
 
 def test_a_mixture_is_asked_with_the_largest_images_of_its_sets() -> None:

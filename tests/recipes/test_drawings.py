@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from recipes.inspect_data import draw_histogram, draw_mask, draw_pack
+from automodel_lite.extras.inspection import draw_histogram, draw_mask, draw_pack
 
 
 def test_a_letter_a_document_and_dots_for_padding() -> None:

@@ -15,6 +15,7 @@ from automodel_lite.cli import compose_config, hydra_app
 from automodel_lite.config.check import check_config
 from automodel_lite.config.schema import Config
 from automodel_lite.errors import ConfigError, DataError
+from automodel_lite.extras.inspection import draw_tree
 from recipes import inspect_data
 from tests.ranks import in_a_process
 
@@ -117,7 +118,7 @@ def test_inspecting_is_an_error_when_nothing_would_be_trained_on(
 
 
 def test_a_tree_is_drawn_row_by_row() -> None:
-    drawn = inspect_data.draw_tree(np.array([0, 0, 0, 0, 0, 3, 0, 0, 4, 0, 0]), width=6)
+    drawn = draw_tree(np.array([0, 0, 0, 0, 0, 3, 0, 0, 4, 0, 0]), width=6)
     assert drawn == [
         "    █████ 5 of 5 tokens",
         "      ███ 3 of 5 tokens",

@@ -213,16 +213,16 @@ def mark_trained(
     tokenizer: PreTrainedTokenizerBase,
     input_ids: np.ndarray,
     labels: np.ndarray,
-    color: bool = False,
+    marks: tuple[str, str] = ("⟦", "⟧"),
 ) -> str:
-    """Returns the decoded document with what is trained on in `⟦ ⟧`, or in green:
+    """Returns the decoded document with what is trained on between `marks`:
     `<|user|>Hi<|end|>⟦Hello<|end|>⟧`.
 
     A token is trained on when the position before it has a label.
     """
     trained = np.concatenate([[False], labels[:-1] != IGNORE_INDEX])
     edges = np.flatnonzero(np.diff(trained)) + 1
-    start_mark, end_mark = ("\x1b[32m", "\x1b[0m") if color else ("⟦", "⟧")
+    start_mark, end_mark = marks
     parts = []
     for piece in np.split(np.arange(len(input_ids)), edges):
         text = harmless(str(tokenizer.decode(input_ids[piece].tolist())))

@@ -5,7 +5,7 @@ page.html.j2         the page, with page.css and page.js inside; the script draw
                      the JSON in the page
 head.html.j2         the numbers above the charts
 sections.html.j2     the tables below them
-inspection.html.j2   the data before a run
+inspection.html.j2   the data before a run, with inspection_sections.html.j2
 """
 
 from __future__ import annotations
@@ -150,6 +150,9 @@ def differences(records: list[RunRecord]) -> list[tuple[str, list[str]]]:
     return [(key, values) for key, values in table if len(set(values)) > 1]
 
 
+# around what is trained on: no text has them, as `harmless` escapes control characters
+TRAINED = "\x02"
+READ = "\x03"
 MOST_POINTS = 1500  # of one curve in the page: twice the pixels of a wide chart
 _RATES = ("tokens_per_s", "mfu_frac", "tflops_per_s", "data_wait_s")
 _PACKED = (
@@ -239,35 +242,55 @@ def _contents_of(records: list[RunRecord], refresh_s: int | None) -> dict[str, A
     }
 
 
-def write_inspection(
-    to: Path,
-    name: str,
-    sections: Sequence[tuple[str, Sequence[str]]],
-    lengths: dict[str, Any],
-    pictures: Sequence[tuple[str, str]] = (),
-) -> Path:
-    """Writes what recipes/inspect_data.py shows as a page; samples come first, with their pictures
-    (captions and data URIs), lengths and the mask as charts.
+@dataclass(frozen=True)
+class Inspection:
+    """What recipes/inspect_data.py shows of the data before a run.
+
+    sections  headings and their lines; what is trained on stands between TRAINED and READ
+    pictures  of the samples: captions and data URIs
     """
-    by_kind = sorted(sections, key=lambda section: not section[0].startswith("SAMPLES"))
-    shown = [
-        (heading, scrub("\n".join(lines)))
-        for heading, lines in by_kind
-        if not heading.startswith("ATTENTION")
-    ]
-    data = {
-        "name": name,
-        "curves": {},
-        "axes": {},
-        "phases": {},
-        "lengths": lengths,
-        "packSize": sum(lengths["pack"]),
-    }
-    page = _template("inspection.html.j2").render(
-        name=name, sections=shown, pictures=pictures, data={"runs": [data]}
-    )
-    write_named(to, page)
-    return to
+
+    name: str
+    sections: Sequence[tuple[str, Sequence[str]]]
+    lengths: dict[str, Any]
+    pictures: Sequence[tuple[str, str]] = ()
+
+    def write(self, to: Path) -> Path:
+        """Writes a page of its own."""
+        write_named(to, _template("inspection.html.j2").render(self._contents()))
+        return to
+
+    def parts(self) -> dict[str, Any]:
+        """Returns the same in parts, for a page that is open: `sections` as HTML, and the `data` of
+        the charts.
+        """
+        contents = self._contents()
+        sections = _template("inspection_sections.html.j2").render(contents)
+        return {"sections": sections, "data": contents["data"]}
+
+    def _contents(self) -> dict[str, Any]:
+        """Returns what the templates show: samples first, lengths and the mask as charts."""
+        by_kind = sorted(self.sections, key=lambda section: not section[0].startswith("SAMPLES"))
+        shown = [
+            (heading, scrub("\n".join(lines)))
+            for heading, lines in by_kind
+            if not heading.startswith("ATTENTION")
+        ]
+        data = {
+            "name": self.name,
+            "curves": {},
+            "axes": {},
+            "phases": {},
+            "lengths": self.lengths,
+            "packSize": sum(self.lengths["pack"]),
+        }
+        return {
+            "name": self.name,
+            "sections": shown,
+            "pictures": self.pictures,
+            "data": {"runs": [data]},
+            "marks": (TRAINED, READ),
+        }
 
 
 def _template(name: str) -> Any:
