@@ -43,6 +43,10 @@ function go() {
   byId("drawn").hidden = view !== "report" && view !== "data";
   byId("chat").hidden = view !== "chat";
   byId("job").hidden = view !== "job";
+  drawnFor = "";
+  const isOfOne = view !== "report" && shown.length > 1;
+  byId("whose").hidden = !isOfOne;
+  setText(byId("whose"), isOfOne ? `of ${first()}, the first of the chosen runs` : "");
   document.title = shown.join(" · ") || "Runs";
   trouble("");
   drawList();
@@ -108,9 +112,9 @@ async function updateReport() {
   replaceSections(byId("head"), found.head);
   replaceSections(byId("charts"), found.sections);
   byId("controls").hidden = !found.data.runs.length;
-  if (found.data.runs.length) show(found.data);
   seen = found.version;
   drawnFor = asked;
+  if (found.data.runs.length) show(found.data);
 }
 
 async function updateData() {

@@ -11,7 +11,7 @@ inspection.html.j2   the data before a run, with inspection_sections.html.j2
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -68,11 +68,12 @@ class RunRecord:
         return sorted({key for row in self.rows for key in row if key.startswith("val_loss/")})
 
     def axes(self) -> dict[str, Curve]:
-        """Returns document tokens and minutes until each logged step; validation and saving do not
-        count as time.
+        """Returns document tokens, tokens with a label and minutes until each logged step;
+        validation and saving do not count as time.
         """
         steps = [0]
         tokens = [0.0]
+        labels = [0.0]
         minutes = [0.0]
         before = 0
         for row in self.rows:
@@ -81,17 +82,18 @@ class RunRecord:
                 seconds = row["step_s"] * (row["step"] - before)
                 steps.append(row["step"])
                 tokens.append(tokens[-1] + row["tokens_per_s"] * seconds)
+                labels.append(labels[-1] + row.get("label_tokens_per_s", 0.0) * seconds)
                 minutes.append(minutes[-1] + seconds / 60)
                 before = row["step"]
-        return {"tokens": (steps, tokens), "minutes": (steps, minutes)}
+        return {"tokens": (steps, tokens), "labels": (steps, labels), "minutes": (steps, minutes)}
 
     def time_s(self) -> dict[str, float]:
         """Returns phase -> seconds of the whole run."""
-        spent: Counter[str] = Counter()
+        spent: defaultdict[str, float] = defaultdict(float)
         for row in self.rows:
-            spent.update(
-                {key.removeprefix("time_s/"): row[key] for key in row if key.startswith("time_s/")}
-            )
+            for key, value in row.items():
+                if key.startswith("time_s/") and math.isfinite(value):
+                    spent[key.removeprefix("time_s/")] += value
         return dict(spent)
 
 
@@ -238,8 +240,17 @@ def _contents_of(records: list[RunRecord], refresh_s: int | None) -> dict[str, A
         "packing": packing_of(first),
         "settings": [pair for pair in flatten(first.config) if pair[1] not in (None, {}, [])],
         "next": RunFolder(first.path).next_commands(first.status.get("state", "")),
-        "data": {"runs": data},
+        "data": _finite({"runs": data}),
     }
+
+
+def _finite(value: Any) -> Any:
+    """Returns the same with null for numbers that JSON does not have: infinity, NaN."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ const KEY = "report:" + location.pathname;
 let state = { smooth: 0, log: false, axis: "step", hidden: [] };
 try { state = { ...state, ...JSON.parse(localStorage.getItem(KEY) || "{}") }; } catch (error) { /* storage is off */ }
 const keep = () => { try { localStorage.setItem(KEY, JSON.stringify(state)); } catch (error) { /* storage is off */ } };
-const AXES = { step: "step", tokens: "tokens trained on", minutes: "minutes of training" };
+const AXES = { step: "step", tokens: "tokens trained on", labels: "tokens with a label", minutes: "minutes of training" };
 const color = (i) => COLORS[i % COLORS.length];
 const svgNode = (name, attributes, text) => {
   const node = document.createElementNS("http://www.w3.org/2000/svg", name);
@@ -103,7 +103,7 @@ function lineChart(title, lines, { isWide = false, isLog = false, fromZero = fal
     const isSmooth = state.smooth > 0 && l.smooth;
     svg.append(svgNode("path", { d: path(l.ys), fill: "none", stroke: l.color, "stroke-width": 1.4, "stroke-dasharray": l.dash || "", opacity: isSmooth ? 0.25 : 1 }));
     if (isSmooth) svg.append(svgNode("path", { d: path(smoothed(l.ys, state.smooth)), fill: "none", stroke: l.color, "stroke-width": 1.8 }));
-    if (l.dots || l.xs.length === 1) l.xs.forEach((x, i) => svg.append(svgNode("circle", { cx: X(x), cy: Y(l.ys[i]), r: 2.6, fill: l.color })));
+    if ((l.dots && l.xs.length < 60) || l.xs.length === 1) l.xs.forEach((x, i) => svg.append(svgNode("circle", { cx: X(x), cy: Y(l.ys[i]), r: 2.6, fill: l.color })));
   }
   const figure = frame(title, isWide);
   figure.append(svg);
@@ -220,6 +220,7 @@ const PANELS = [["grad_norm", "Gradient norm", 1], ["lr", "Learning rate", 1], [
 
 function charts() {
   const main = document.getElementById("charts");
+  if (!main.clientWidth) return;  // it is not shown, and has no columns to draw in
   main.querySelectorAll("figure").forEach((figure) => figure.remove());
   const runs = DATA.runs.map((run, i) => ({ ...run, color: color(i) })).filter((run) => !state.hidden.includes(run.name));
   const several = DATA.runs.length > 1;
