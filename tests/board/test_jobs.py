@@ -94,7 +94,8 @@ def test_our_own_trainings_are_started_with_this_python(
         ("automodel-lite export runs/a --push me/a", "only trainings of this package"),
         (f"torchrun --no-python evil {OURS}", "torchrun --no-python is not known"),
         (f"torchrun --run-path=evil {OURS}", "torchrun --run-path is not known"),
-        (f"automodel-lite train {OURS}; rm -rf /", "-rf"),
+        (f"automodel-lite train {OURS}; rm -rf /", "ignored explicit argument"),
+        (f"automodel-lite train {OURS} && evil", "&&"),
         (f"automodel-lite train {OURS} --multirun seed=1,2", "the training of one run"),
         (f"automodel-lite train {OURS} --json /etc/x", "the training of one run"),
         (f"automodel-lite train {OURS} --config-path evil", "the training of one run"),
@@ -259,7 +260,7 @@ def test_a_run_is_stopped_continued_asked_and_shown(tmp_path: Path) -> None:
     assert jobs.state_of(run) in ("starting", "running")
     wait(lambda: jobs.state_of(run) == "finished", lambda: jobs.screen_of(run))
     assert [row["step"] for row in run.rows() if "loss" in row] == [*range(1, 301)]
-    assert "continu" in jobs.screen_of(run)
+    assert "generate runs/a" in jobs.screen_of(run)  # what to do next, of the run's own end
 
     assert choices(run)[0] == EXPORT
     answers: list[str] = []
