@@ -34,6 +34,7 @@ from automodel_lite.cli.line import (
 from automodel_lite.cli.sources import Sources, check_preset, groups_of, presets_of, read
 from automodel_lite.compat import ConfigLoaderImpl, create_config_search_path
 from automodel_lite.config.components import CONF_DIR, flatten
+from automodel_lite.config.installed import installed_trackers
 from automodel_lite.config.permissions import (
     check_yaml,
     environment_problems,
@@ -75,6 +76,10 @@ class Loader(ConfigLoaderImpl):
         path = create_config_search_path(f"file://{sources.folders[0]}")
         for folder in sources.folders[1:]:
             path.prepend("automodel-lite", f"file://{folder}", anchor="schema")
+        for name, target in installed_trackers().items():
+            if sources.file(f"logger/{name}") is None:  # an option that is a file keeps its name
+                node = {name: {"_target_": target}}
+                ConfigStore.instance().store(group="logger", name=name, node=node)
         super().__init__(path)
         read_file = self.repository.load_config
 

@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from automodel_lite.cli.recipes import Recipe
 from automodel_lite.config.components import CONF_DIR
+from automodel_lite.config.installed import installed_trackers
 from automodel_lite.errors import ConfigError, did_you_mean, did_you_mean_path, one_line
 
 
@@ -59,6 +60,7 @@ def groups_of(sources: Sources) -> dict[str, list[str]]:
     for folder in sources.folders:
         for path in filter(Path.is_file, folder.glob("*/**/*.yaml")):
             found.setdefault(path.parent.relative_to(folder).as_posix(), set()).add(path.stem)
+    found.setdefault("logger", set()).update(installed_trackers())
     return {group: sorted(options) for group, options in sorted(found.items())}
 
 

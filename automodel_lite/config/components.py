@@ -17,6 +17,7 @@ from typing import Any, NewType
 
 import yaml
 
+from automodel_lite.config.installed import installed_trackers
 from automodel_lite.errors import ConfigError, MissingPackageError, did_you_mean, format_value
 
 EXTRAS: dict[str, str] = yaml.safe_load(
@@ -173,7 +174,8 @@ def target_problem(path: object, allowed: Sequence[str]) -> str | None:
     """
     if not isinstance(path, str) or not _PATH.fullmatch(path):
         return f"_target_={path}: not the dotted path of a function or class."
-    if path in own_targets() or _is_below(path, allowed):
+    is_offered = path in installed_trackers().values()
+    if path in own_targets() or is_offered or _is_below(path, allowed):
         return None
     near = difflib.get_close_matches(path, own_targets(), n=1, cutoff=0.8)
     return (
@@ -188,7 +190,9 @@ def check_origin(path: str, found: Callable[..., Any], allowed: Sequence[str]) -
     `my_package.module.os.system`.
     """
     origin = f"{found.__module__}.{found.__qualname__}"
-    if path not in own_targets() and not _is_below(origin, allowed):
+    if path in own_targets() or path in installed_trackers().values():
+        return
+    if not _is_below(origin, allowed):
         raise ConfigError(
             f"_target_={path} is not allowed: it is {origin}, outside {', '.join(allowed)}."
         )

@@ -21,10 +21,11 @@ from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
 from automodel_lite.config.components import flatten, walk
+from automodel_lite.config.installed import installed_trackers
 from automodel_lite.errors import ConfigError, printable
 
 _GRANT = re.compile(r"security\.allow_\w+|(.+\.)?(trust_remote_code|allow_remote)")
-_PLACE = re.compile(r"hub\.push|(logger|callbacks)\..+\.(tracking_uri|entity)")
+_PLACE = re.compile(r"hub\.push|(logger|callbacks)\..+\.(tracking_uri|entity|space_id)")
 _FOLDERS = ("output_dir", "cache_dir")
 _PATH_KEY = re.compile(
     r"model\.pretrained|teacher\.pretrained|loss\.teacher|tokenizer\.path"
@@ -52,8 +53,18 @@ _register("oc.env", _env, replace=True)
 
 def permission_problems(raw: DictConfig, is_typed: IsTyped) -> Iterator[str]:
     """Yields a sentence for each permission that a file grants, and each place that it sends
-    results to.
+    results to: of a tracker of an installed package any setting may name one.
     """
+    offered = installed_trackers()
+    plain = OmegaConf.to_container(raw)
+    for name, part in walk(plain):
+        if isinstance(part, dict) and part.get("_target_") in offered.values():
+            for key, value in flatten(part, name):
+                if not key.endswith("._target_") and not is_typed(key):
+                    yield (
+                        f"{key}={value} is set in a file, but only the command line may set a "
+                        f"tracker of an installed package: {key}=... ."
+                    )
     for key, value in flatten(OmegaConf.to_container(raw)):
         if value and needs_the_command_line(key) and not is_typed(key):
             yield f"{key} is set in a file, but only the command line may set it: {key}=... ."
