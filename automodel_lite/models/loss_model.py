@@ -254,12 +254,15 @@ class LossModel(nn.Module):
         return self._decoder_and_head[1](rows, compute=compute)
 
     @torch.no_grad()
-    def values(self, batch: ThdBatch, function: RowFunction) -> Tensor:
-        """Returns `function(logits, labels)` of the labeled rows, [R, K]."""
+    def values(
+        self, batch: ThdBatch, function: RowFunction, columns: Sequence[str] = ()
+    ) -> Tensor:
+        """Returns `function(logits, labels, *columns)` of the labeled rows, [R, K]."""
         labels_R = batch.labels.index_select(0, batch.label_rows)
+        others = [batch.columns[name].index_select(0, batch.label_rows) for name in columns]
 
         def evaluate(head: Head) -> Tensor:
-            return LossInputs(head, labels_R).rows(function, labels_R)
+            return LossInputs(head, labels_R).rows(function, labels_R, *others)
 
         return self._at_head(self.before_head(batch), evaluate)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -68,10 +68,12 @@ class ParallelModel:
         with self._call(batch):
             return self.loss_model.logits(batch, num_last)
 
-    def values(self, batch: ThdBatch, function: Callable[..., Tensor]) -> Tensor:
+    def values(
+        self, batch: ThdBatch, function: Callable[..., Tensor], columns: Sequence[str] = ()
+    ) -> Tensor:
         """See LossModel.values; every rank calls it."""
         with self._call(batch):
-            return self.loss_model.values(batch, function)
+            return self.loss_model.values(batch, function, columns)
 
     def probe(self, batch: ThdBatch) -> tuple[Tensor, bool]:
         """See LossModel.probe; every rank calls it with the same batch. Layers are gathered one at

@@ -121,16 +121,20 @@ class Engine:
 
     @torch.no_grad()
     def values(
-        self, packs: PackedDataset, function: RowFunction, first: int = 0
+        self,
+        packs: PackedDataset,
+        function: RowFunction,
+        first: int = 0,
+        columns: Sequence[str] = (),
     ) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
         """Yields, forward by forward and without dropout, what all ranks have computed: (packs,
-        the column `row_place` of their labels [R], `function(logits, labels)` [R, K]).
+        the column `row_place` of their labels [R], `function(logits, labels, *columns)` [R, K]).
         """
         numbers = (self._assigned(packs, first) != EMPTY_PACK).sum((1, 2)).tolist()
         with evaluating(self.model.module):
             for num_packs, batch in zip(numbers, self.micro_batches(packs, first=first)):
                 own = self.place(batch)
-                found = self.model.values(own.to(self.mesh.device), function)
+                found = self.model.values(own.to(self.mesh.device), function, columns)
                 # rows of several ranks are other tokens, or the same with the same values (tp)
                 of_rank = own.columns["row_place"][own.label_rows].numpy(), found.cpu().numpy()
                 parts = zip(*self.mesh.gather(of_rank))

@@ -20,7 +20,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,9 @@ from omegaconf import OmegaConf
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from automodel_lite.attention.spec import config_value
 from automodel_lite.cli import compose_config
+from automodel_lite.columns import IGNORE_INDEX
 from automodel_lite.config.check import check_config
 from automodel_lite.config.components import option
 from automodel_lite.config.schema import Config
@@ -41,7 +43,6 @@ from automodel_lite.data.tokens.stop_tokens import stop_ids
 from automodel_lite.data.tokens.tokenize import job_of
 from automodel_lite.data.tokens.tokenizer import padding_id
 from automodel_lite.errors import ConfigError
-from automodel_lite.evaluation.generator import until_end
 from automodel_lite.extras.client.rows import (
     GRAIN_TOKENS,
     PackedRows,
@@ -50,9 +51,21 @@ from automodel_lite.extras.client.rows import (
     pack_rows,
 )
 from automodel_lite.extras.client.sampling import (
+    Answer,
+    Draws,
+    Endings,
+    Request,
+    Stop,
     batches_of_one_length,
-    check_prompts,
-    sampling_settings,
+    plain_settings,
+)
+from automodel_lite.extras.client.targets import (
+    IDS,
+    CustomLoss,
+    WeightedTargets,
+    target_log_probs,
+    weights_of_gradient,
+    with_labels,
 )
 from automodel_lite.extras.plan.recompute import choose_recomputation
 from automodel_lite.launched import rank
@@ -88,7 +101,8 @@ from automodel_lite.training.settings import Parts, as_start
 @dataclass(frozen=True)
 class Output:
     """log_probs  of the labels, fp32 [length of the row] each, 0 where a row has no label; in the
-               order in which the rows were given
+               order in which the rows were given; of `target_ids` [length, targets]
+    top_ids, top_log_probs  [length, top_k] of each row, where `forward` was asked for them
     loss       sum over all rows and ranks, not divided; 0 of `forward`
     num_items  what `optim_step` will divide by for these rows
     parts      sums that the loss reports, and what it counts: `equal_groups`, whose rows have equal
@@ -101,6 +115,8 @@ class Output:
     num_items: float
     parts: dict[str, float]
     num_tokens: int
+    top_ids: list[np.ndarray] = field(default_factory=list)
+    top_log_probs: list[np.ndarray] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -157,6 +173,7 @@ class TrainingClient:
         self.engine = TrainingEngine.of(self.built, self.mesh)
         self._packer = parts.packer.for_document_kind("other", padding_id(self.tokenizer))
         self._rates = [float(group["lr"]) for group in self.engine.optimizer.param_groups]
+        self._is_decayed = [_is_decayed(group) for group in self.engine.optimizer.param_groups]
         self._scorer: Engine = self.engine  # or the reference
         self._reference: Engine | None = None
         self._is_open = False  # the run's folder, from its first use on
@@ -175,18 +192,49 @@ class TrainingClient:
         self.close()
 
     # ---------------------------------------------- rows in, numbers out
-    def forward(self, groups: Iterable[Any]) -> Output:
-        """Computes the log-probabilities of the labels, without gradients and dropout; columns of
-        the loss are not looked at.
+    def forward(self, groups: Iterable[Any], top_k: int = 0) -> Output:
+        """Computes the log-probabilities of the labels, or of `target_ids`, without gradients and
+        dropout; columns of the loss are not looked at.
+
+        top_k  so many of the likeliest tokens at each label, too
         """
         bare = []
         for group in _as_groups(groups):
-            bare.append([{x: row[x] for x in ("input_ids", "labels") if x in row} for row in group])
-        packed = self._pack(bare, CrossEntropy())
-        values_T = np.full(packed.num_tokens, np.nan, np.float32)
-        for _, places, values in self._scorer.values(packed.packs, label_log_probs):
-            values_T[places] = values
-        return Output(packed.of_rows(values_T), 0.0, 0.0, {}, packed.num_tokens)
+            rows = [with_labels(row) for row in group]
+            kept = ("input_ids", "labels", IDS)
+            bare.append([{x: row[x] for x in kept if x in row} for row in rows])
+        has_targets = any(IDS in row for group in bare for row in group)
+        packed = self._pack(bare, WeightedTargets() if has_targets else CrossEntropy())
+        columns = (IDS,) if has_targets else ()
+
+        def values(logits: Tensor, labels: Tensor, *targets: Tensor) -> Tensor:
+            if targets:
+                own = target_log_probs(logits, labels, *targets)
+            else:
+                own = label_log_probs(logits, labels)[:, None]
+            if not top_k:
+                return own
+            top = torch.log_softmax(logits, -1).topk(top_k)
+            # ids below 2^24 are exact in fp32
+            return torch.cat([own, top.values, top.indices.to(own.dtype)], 1)
+
+        lm = self.engine.model.loss_model.lm
+        if not 0 <= top_k <= min(embedding_rows(lm), 2**24):
+            raise ValueError(f"top_k={top_k} must be from 0 to the {embedding_rows(lm)} tokens.")
+        values_T = np.full((packed.num_tokens, 0), np.nan, np.float32)
+        for _, places, found in self._scorer.values(packed.packs, values, columns=columns):
+            if not values_T.size:
+                values_T = np.full((packed.num_tokens, found.shape[1]), np.nan, np.float32)
+            values_T[places] = found
+        of_rows = packed.of_rows(values_T)
+        num_own = values_T.shape[1] - 2 * top_k
+        own = [found[:, :num_own] if has_targets else found[:, 0] for found in of_rows]
+        top_ids: list[np.ndarray] = []
+        top_log_probs: list[np.ndarray] = []
+        if top_k:
+            top_log_probs = [found[:, num_own : num_own + top_k] for found in of_rows]
+            top_ids = [found[:, num_own + top_k :].astype(np.int64) for found in of_rows]
+        return Output(own, 0.0, 0.0, {}, packed.num_tokens, top_ids, top_log_probs)
 
     def forward_backward(self, groups: Iterable[Any], loss: Loss | None = None) -> Output:
         """Computes the loss and adds its gradients to those of the calls before.
@@ -200,7 +248,7 @@ class TrainingClient:
         self._check_whole("forward_backward")
         loss_model = self.engine.model.loss_model
         loss = loss_model.loss if loss is None else self._checked(loss)
-        groups = _as_groups(groups)
+        groups = [[with_labels(row) for row in group] for group in _as_groups(groups)]
         packed = self._pack(groups, loss)
         recording = _Recording(loss)
         whole = list(self.engine.micro_batches(packed.packs, loss))
@@ -237,13 +285,54 @@ class TrainingClient:
         parts = totals | loss.counts_of(groups)
         return Output(log_probs, total, num_items, parts, packed.num_tokens)
 
-    def optim_step(self, lr: float | None = None, max_grad_norm: float | None = None) -> Step:
-        """Divides the gradients by what the losses have counted since the last step, and applies
-        them.
+    def forward_backward_custom(self, groups: Iterable[Any], loss: CustomLoss) -> Output:
+        """Adds the gradients of a function of the log-probabilities of all rows.
 
-        lr             None = that of the configuration
-        max_grad_norm  None = training.max_grad_norm; 0 = not clipped
-        Raises RuntimeError without gradients.
+        loss  gets what `forward(groups).log_probs` gives, as tensors [length] (of `target_ids`
+              [length, targets]), and returns a scalar, or (scalar, parts for the output)
+        Two passes: one gives the log-probabilities, the second the gradients of their sum with the
+        weights that autograd finds; exact on any mesh, as no rank needs another one's graph. The
+        first is without dropout. It counts 1: `optim_step` divides by the number of these calls.
+        """
+        if self.engine.model.loss_model.balance is not None:
+            raise ConfigError(
+                "model.router_aux_loss is a mean over labels, and a custom loss counts none: set "
+                "model.router_aux_loss=0."
+            )
+        given = [with_labels(row) for group in _as_groups(groups) for row in group]
+        for number, row in enumerate(given):
+            if unused := sorted(row.keys() - {"input_ids", "labels", IDS}):
+                raise ValueError(
+                    f"row {number} brings {', '.join(unused)}, which a custom loss does not get: "
+                    "let the function hold them."
+                )
+        found = self.forward(given)
+        weighted, value, parts = weights_of_gradient(given, found.log_probs, loss)
+        is_many = any(IDS in row for row in given)
+        out = self.forward_backward(weighted, WeightedTargets() if is_many else CrossEntropy())
+        # the weights are gradients, and no number of labels
+        self._num_items += 1.0 - out.num_items
+        self._loss += value - out.loss
+        return Output(found.log_probs, value, 1.0, parts, found.num_tokens + out.num_tokens)
+
+    def optim_step(
+        self,
+        lr: float | None = None,
+        max_grad_norm: float | None = None,
+        divide_by: float | None = None,
+        betas: tuple[float, float] | None = None,
+        eps: float | None = None,
+        weight_decay: float | None = None,
+    ) -> Step:
+        """Divides the gradients by what the losses have counted since the last step, and applies
+        them. None is what the configuration sets, in every call.
+
+        max_grad_norm  0 = not clipped
+        divide_by      what the gradients are divided by in place of what was counted; 1 = their sum
+        betas, eps, weight_decay  of this step; parameters that the configuration never decays
+                       (biases and norms) are not decayed here either
+        Raises RuntimeError without gradients, ConfigError for a value that the optimizer does not
+        know.
         """
         self._check_whole("optim_step")
         if not self._has_gradients:
@@ -251,24 +340,46 @@ class TrainingClient:
                 "optim_step without gradients: call forward_backward first; a step has used those "
                 "of the calls before it."
             )
-        if self._num_items == 0:
+        divisor = self._num_items if divide_by is None else float(divide_by)
+        if divide_by is None and divisor == 0:
             raise RuntimeError(
                 "optim_step: the losses since the last step have counted nothing, so there is no "
-                "mean to take: are all weights of the rows 0?"
+                "mean to take: are all weights of the rows 0? divide_by=1 takes the sum."
             )
-        optimizer = self.engine.optimizer
-        for group, rate in zip(optimizer.param_groups, self._rates):
-            group["lr"] = rate
-            if lr is not None:
-                group["lr"] = lr * (rate / self._rates[0] if self._rates[0] else 1.0)
+        if not math.isfinite(divisor) or divisor <= 0:
+            raise ValueError(
+                f"optim_step divides by {divisor:g}, which must be a finite number above 0: "
+                "divide_by=1 takes the sum of the gradients."
+            )
+        given = {"betas": betas, "eps": eps, "weight_decay": weight_decay}
+        of_step = {name: value for name, value in given.items() if value is not None}
+        self._same([lr, max_grad_norm, divide_by, of_step], "settings of optim_step")
+        groups = self.engine.optimizer.param_groups
+        if unknown := sorted({name for name in of_step if any(name not in x for x in groups)}):
+            raise ConfigError(
+                f"optim_step({unknown[0]}=...): optimizer={type(self.engine.optimizer).__name__} "
+                f"has no {unknown[0]}: leave it out, or use optimizer=adamw."
+            )
         if max_grad_norm is None:
             max_grad_norm = self.config.training.max_grad_norm
-        mean = self._loss / self._num_items
+        mean = self._loss / divisor
         loss_sum = torch.tensor(mean, device=self.mesh.device)
-        norm = float(self.engine.step(loss_sum, max_grad_norm, self._num_items))
+        before = [{name: group[name] for name in of_step} for group in groups]
+        try:
+            for group, rate, is_decayed in zip(groups, self._rates, self._is_decayed):
+                group["lr"] = rate
+                if lr is not None:
+                    group["lr"] = lr * (rate / self._rates[0] if self._rates[0] else 1.0)
+                group.update({x: y for x, y in of_step.items() if x != "weight_decay"})
+                if weight_decay is not None and is_decayed:
+                    group["weight_decay"] = weight_decay
+            norm = float(self.engine.step(loss_sum, max_grad_norm, divisor))
+        finally:
+            for group, values in zip(groups, before):
+                group.update(values)
         self.num_steps += 1
         is_skipped = not math.isfinite(norm + mean)
-        step = Step(self.num_steps, mean, norm, self._num_items, is_skipped)
+        step = Step(self.num_steps, mean, norm, divisor, is_skipped)
         self.zero_grad()
         return step
 
@@ -287,50 +398,110 @@ class TrainingClient:
         temperature: float = 1.0,
         batch_size: int = 64,
         seed: int = 0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        stop: Stop = None,
     ) -> list[list[list[int]]]:
         """Draws answers to each prompt (token ids) from the weights as they are, whatever the
         model's generation_config.json says: [prompt][sample] -> ids, with the end token where the
-        model has ended.
+        model has ended. See `Request` for how; `draw` gives log-probabilities, too.
 
-        temperature  0 = the likeliest token
-        seed         of this call: another one gives other answers
-        One batch holds prompts of one length, so nothing is padded. Every rank gets all answers.
+        seed  of this call: another one gives other answers
         """
         if any(isinstance(prompt, str) for prompt in prompts):
             raise TypeError("prompts are lists of ids: client.tokenizer.encode(text).")
-        self._same([list(map(int, prompt)) for prompt in prompts], "prompts")
-        lm = self.engine.model.loss_model.lm
-        check_prompts(prompts, embedding_rows(lm))
-        ends = stop_ids(lm, self.tokenizer, self.config.tokenize.template_kwargs)
-        settings = sampling_settings(ends, max_new_tokens, temperature)
-        batches = batches_of_one_length(prompts, num_samples, batch_size)
+        requests = [
+            Request(
+                prompt=list(map(int, prompt)),
+                num_samples=num_samples,
+                max_new_tokens=max_new_tokens,
+                temperature=temperature,
+                top_p=top_p,
+                top_k=top_k,
+                stop=stop,
+                # equal prompts of one call have answers of their own
+                seed=derive_seed(seed, number),
+            )
+            for number, prompt in enumerate(prompts)
+        ]
+        return [[ids for ids, _ in answers] for answers in self._draw(requests, batch_size)]
+
+    def draw(self, requests: Sequence[Request], batch_size: int = 64) -> list[list[Answer]]:
+        """Draws the answers to requests that may differ in everything, [request][sample], and
+        computes their log-probabilities as `forward` does.
+
+        An answer follows from its request alone: what else is in the batch does not change it.
+        """
+        drawn = self._draw(requests, batch_size)
+        groups = []
+        for request, answers in zip(requests, drawn):
+            prompt = list(map(int, request.prompt))
+            silent = [IGNORE_INDEX] * (len(prompt) - 1)
+            groups.append(
+                [{"input_ids": (prompt + ids)[:-1], "labels": silent + ids} for ids, _ in answers]
+            )
+        found = iter(self.forward(groups).log_probs)
+        return [
+            [Answer(ids, next(found)[-len(ids) :], is_ended) for ids, is_ended in answers]
+            for answers in drawn
+        ]
+
+    def _draw(
+        self, requests: Sequence[Request], batch_size: int
+    ) -> list[list[tuple[list[int], bool]]]:
+        """Returns ids, and whether something has ended them. One batch holds prompts of one length,
+        so nothing is padded. Every rank gets all answers.
+        """
         model = self._scorer.model
         mesh = self.mesh
-        drawn = []
+        lm = model.loss_model.lm
+        positions = config_value(lm.config.get_text_config(), "max_position_embeddings", None)
+        most_tokens = min(self._packer.packed_sequence_size + 1, positions or 2**31)
+        ends = stop_ids(lm, self.tokenizer)
+
+        def check() -> str:
+            for number, request in enumerate(requests):
+                request.check(number, embedding_rows(lm), most_tokens)
+                request.stop_parts(ends)
+            return json.dumps([vars(request) for request in requests], default=_as_json)
+
+        _compare(self._ranks.on_all(check), "prompts")
+        if not requests:
+            return []
+        batches = batches_of_one_length(requests, batch_size)
+        drawn: list[tuple[tuple[int, int], list[int], bool]] = []
         model.module.eval()
         # where weights are gathered for each forward, all ranks make as many of them
         rounds = ceil_div(len(batches), mesh.shape.dp)
         for number in range(mesh.dp_rank, rounds * mesh.shape.dp, mesh.shape.dp):
-            own = batches[number] if number < len(batches) else [0]
-            seed_all(self.config.seed, "sample", seed, number)
-            ids = torch.tensor([list(prompts[of]) for of in own], device=mesh.device)
+            own = batches[number] if number < len(batches) else [(0, 0)]
+            of_rows = [requests[of] for of, _ in own]
+            ids = torch.tensor([list(x.prompt) for x in of_rows], device=mesh.device)
+            endings = Endings(of_rows, ends, ids.shape[1], self.tokenizer)
+            numbered = [(requests[of], answer) for of, answer in own]
+            longest = max(request.max_new_tokens for request in of_rows)
+            settings = plain_settings(longest, ends[0] if ends else 0)
             # in place of the model's own, whose penalties would stay beside those that are passed
-            with replaced(model.loss_model.lm, "generation_config", settings):
+            with replaced(lm, "generation_config", settings):
                 out = model.generate(
                     ids,
                     attention_mask=torch.ones_like(ids),
+                    logits_processor=[Draws(numbered, self.config.seed, mesh.device)],
+                    stopping_criteria=[endings],
                     synced_gpus=model.sharded_over is not None and mesh.shape.world_size > 1,
                 )
             if number < len(batches):
-                for of, answer in zip(own, out[:, ids.shape[1] :].tolist()):
-                    drawn.append((of, until_end(answer, ends)))
+                new = out[:, ids.shape[1] :].tolist()
+                cut = [answer[:length] for answer, length in zip(new, endings.lengths)]
+                drawn += zip(own, cut, endings.is_ended)
         model.module.train()
-        answers: list[list[list[int]]] = [[] for _ in prompts]
         # ranks of one dp rank have drawn the same
-        for of_rank in mesh.gather(drawn)[:: mesh.shape.cp * mesh.shape.tp]:
-            for of, answer in of_rank:
-                answers[of].append(answer)
-        return answers
+        of_ranks = mesh.gather(drawn)[:: mesh.shape.cp * mesh.shape.tp]
+        answers = {place: (ids, is_ended) for found in of_ranks for place, ids, is_ended in found}
+        return [
+            [answers[number, answer] for answer in range(request.num_samples)]
+            for number, request in enumerate(requests)
+        ]
 
     @contextmanager
     def reference(self) -> Iterator[None]:
@@ -500,7 +671,8 @@ class TrainingClient:
 
     def _of_rows(self, packed: PackedRows, found: list[tuple[Tensor, Tensor]]) -> list[np.ndarray]:
         """Brings (places, values) of all ranks to the rows."""
-        values_T = np.full(packed.num_tokens, np.nan, np.float32)
+        width = packed.targets_T.shape[1:]
+        values_T = np.full((packed.num_tokens, *width), np.nan, np.float32)
         own = [torch.cat([x.cpu() for x in parts]).numpy() for parts in zip(*found)]
         for places, values in self.mesh.gather(own):
             values_T[places] = values
@@ -584,10 +756,19 @@ class _Recording(Loss):
     def __call__(self, inputs: LossInputs) -> LossOutput:
         output = self.loss(inputs)
         with torch.no_grad():  # most losses have computed them
-            log_probs_R = inputs.log_probs().detach()
+            log_probs_R = vars(inputs).get("target_log_probs")
+            if log_probs_R is None:
+                log_probs_R = inputs.log_probs().detach()
         if "row_place" in inputs.columns:
             self.found.append((inputs.columns["row_place"], log_probs_R))
         return output
+
+
+def _is_decayed(group: dict[str, Any]) -> bool:
+    """Is a weight decay for this group, by the rule of `param_groups`: matrices, whatever the
+    configured decay is?
+    """
+    return bool(group.get("weight_decay")) or any(p.ndim > 1 for p in group["params"])
 
 
 def _as_groups(groups: Iterable[Any]) -> list[list[Any]]:
@@ -615,6 +796,10 @@ def _check_settings(config: Config, parts: Parts) -> None:
             f"model.mtp_loss={parts.model.mtp_loss}: the client's losses train no heads that "
             "predict further tokens: set model.mtp_loss=0."
         )
+
+
+def _as_json(value: object) -> object:
+    return value.tolist() if isinstance(value, np.ndarray | np.generic) else list(value)  # type: ignore[call-overload]
 
 
 def _compare(digests: list[str], what: str) -> None:

@@ -25,6 +25,7 @@ from automodel_lite.data.packing.plan import plan_packs
 from automodel_lite.data.tokens.token_rows import PAIRED, TokenizedDocuments, flatten
 from automodel_lite.data.tokens.trees import cut_tree, grow_trees
 from automodel_lite.errors import ConfigError
+from automodel_lite.extras.client.targets import IDS, NO_TARGET
 from automodel_lite.models.loss import Loss, check_columns
 
 Row = dict[str, np.ndarray]
@@ -37,26 +38,37 @@ class PackedRows:
     rows    as they were given
     paths   by the ids of a row: where its tokens stand among all tokens, int64 [L] each
     num_tokens  of all trees
+    targets_T   the label of each token, [T], or its targets, [T, K]
     """
 
     packs: PackedDataset
     rows: list[Row]
     paths: dict[bytes, list[np.ndarray]]
     num_tokens: int
+    targets_T: np.ndarray
 
     def of_rows(self, values_T: np.ndarray) -> list[np.ndarray]:
-        """Returns a value for each token of each row, 0 where it has no label.
+        """Returns the values of each token of each row, [L, ...], 0 where it has no label.
 
-        values_T  NaN where no label is
+        values_T  [T, ...], NaN where no label is
         """
         found = []
         for row in self.rows:
-            values = np.full(len(row["input_ids"]), np.nan, np.float32)
-            # rows of equal ids may lie apart, with labels at other places
+            values = np.full((len(row["input_ids"]), *values_T.shape[1:]), np.nan, np.float32)
+            wanted = targets_of(row)
+            # rows of equal ids may lie apart, with labels at other places, or others
             for path in self.paths[row["input_ids"].tobytes()]:
-                values = np.where(np.isnan(values), values_T[path], values)
-            found.append(np.where(row["labels"] == IGNORE_INDEX, np.float32(0), values))
+                is_same = (self.targets_T[path] == wanted).reshape(len(path), -1).all(1)
+                is_open = np.isnan(values).reshape(len(path), -1).any(1)
+                values[is_same & is_open] = values_T[path[is_same & is_open]]
+            values[row["labels"] == IGNORE_INDEX] = 0
+            found.append(values)
         return found
+
+
+def targets_of(row: Row) -> np.ndarray:
+    """Returns what a row's values are of: its targets [L, K], or its labels [L]."""
+    return row.get(IDS, row["labels"])
 
 
 def check_rows(
@@ -143,7 +155,10 @@ def _checked_row(
     ids = arrays["input_ids"]
     labels = arrays["labels"]
     has_label = labels != IGNORE_INDEX
-    for name, used in (("input_ids", ids), ("labels", labels[has_label])):
+    checked = {"input_ids": ids, "labels": labels[has_label]}
+    if IDS in arrays:
+        checked[IDS] = arrays[IDS][arrays[IDS] != NO_TARGET]
+    for name, used in checked.items():
         if (arrays[name] != np.asarray(row[name])).any():
             raise ValueError(f"row {number}: {name} must be whole numbers.")
         outside = used[(used < 0) | (used >= num_ids)]
@@ -173,10 +188,12 @@ def pack_rows(
     rows = [row for group in groups for row in group]
     trees = []
     paths: dict[bytes, list[np.ndarray]] = {}
+    targets = []
     num_tokens = 0
     most_tokens = packer.packed_sequence_size
     for tree in (tree for group in groups for tree in _grow(group, loss, packer)):
         length = len(tree["input_ids"])
+        targets.append(targets_of(tree))
         for path in _paths(tree):
             ids = np.ascontiguousarray(tree["input_ids"][path])
             paths.setdefault(ids.tobytes(), []).append(num_tokens + path)
@@ -188,7 +205,8 @@ def pack_rows(
                 f"packed_sequence.packed_sequence_size={most_tokens}: make packs larger."
             )
         trees += cut_tree(placed, most_tokens) if length > most_tokens else [placed]
-    return PackedRows(_packs(flatten(trees), packer, num_ranks, grain), rows, paths, num_tokens)
+    packs = _packs(flatten(trees), packer, num_ranks, grain)
+    return PackedRows(packs, rows, paths, num_tokens, np.concatenate(targets))
 
 
 def _grow(group: Sequence[Row], loss: Loss, packer: Packer) -> list[Row]:
