@@ -254,9 +254,7 @@ class LossModel(nn.Module):
         return self._decoder_and_head[1](rows, compute=compute)
 
     @torch.no_grad()
-    def values(
-        self, batch: ThdBatch, function: RowFunction, columns: Sequence[str] = ()
-    ) -> Tensor:
+    def values(self, batch: ThdBatch, function: RowFunction, columns: Sequence[str] = ()) -> Tensor:
         """Returns `function(logits, labels, *columns)` of the labeled rows, [R, K]."""
         labels_R = batch.labels.index_select(0, batch.label_rows)
         others = [batch.columns[name].index_select(0, batch.label_rows) for name in columns]

@@ -55,6 +55,7 @@ from automodel_lite.run.sharded_files import (
 from automodel_lite.run.weight_files import Tensors
 
 JsonState = dict[str, Any]
+_MODEL = "model."
 _OPTIMIZER = "optimizer.state."  # and the parameter's name, and that of its state
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True, ignore_frozen_params=True)
 _BROKEN = (SafetensorError, OSError, ValueError, LookupError, TypeError, RuntimeError)
@@ -68,6 +69,7 @@ class _Save:
     path: Path
     began: float  # time.monotonic()
     num_bytes: int
+    replaces: bool = False
     error: Exception | None = None
     is_done: bool = False
     thread: threading.Thread | None = None
@@ -152,6 +154,67 @@ class Checkpointer:
             current.thread.start()
         return self.newest == path
 
+    def save_as(
+        self,
+        path: Path,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        state: JsonState,
+        replaces: bool = False,
+    ) -> None:
+        """Writes a checkpoint to a folder of its own, which no rule deletes, and waits for it.
+
+        optimizer  None = the weights alone
+        replaces   one of that name, which stays until the new one is whole
+        Raises RuntimeError where it could not be written.
+        """
+        self.finish()
+        tensors, scalars = flat_state(model, optimizer)
+        parts, layouts = own_parts(tensors, self.saver.rank, self.saver.world_size)
+        texts = {
+            f"{on_disk.TENSORS}/{INDEX}": index_text(layouts),
+            on_disk.STATE: json.dumps({**state, "optimizer_scalars": scalars}, indent=1),
+            "config.yaml": self.run.config_text,
+        }
+        num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        current = _Save(0, path, time.monotonic(), num_bytes, replaces)
+        self.saver.on_first(lambda: on_disk.restore_replaced(path))
+        self._write(current, parts, texts)
+        if isinstance(current.error, RunStoppedError):
+            raise current.error
+        if current.error is not None:
+            raise RuntimeError(f"{path} is not saved: {scrub(_cause(current.error))}")
+
+    def load_from(
+        self,
+        path: Path,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        check: Callable[[JsonState], None] = lambda state: None,
+    ) -> JsonState:
+        """Restores what `save_as` has written, and returns its JSON state.
+
+        optimizer  None = the weights alone, of any checkpoint
+        Raises ConfigError for a folder that holds none, or one that does not load.
+        """
+        self.control.on_first(lambda: on_disk.restore_replaced(path))
+        if reason := self.control.on_first(lambda: on_disk.why_incomplete(path)):
+            raise ConfigError(
+                f"{path} holds no complete state ({reason}): name one that was saved."
+            )
+        newest = self.newest
+        try:
+            return self._load(path, model, optimizer, check)
+        except ConfigError:
+            raise
+        except _BROKEN as error:
+            raise ConfigError(
+                f"{path} does not load: {_cause(error)}: name a state of the same model, adapter "
+                "and optimizer."
+            ) from error
+        finally:
+            self.newest = newest
+
     @torch.no_grad()
     def _stage(self, parts: Mapping[str, Tensor]) -> Tensors:
         """Returns copies on the host for the thread that writes; their memory is taken once, and
@@ -219,7 +282,7 @@ class Checkpointer:
         """The whole of a save, in this thread; the outcome is left in `current`, alike on all
         ranks.
         """
-        temporary = self.run.checkpoints / f".tmp-{self._token}-{current.path.name}"
+        temporary = current.path.with_name(f".tmp-{self._token}-{current.path.name}")
 
         def begin() -> None:
             self.fence()
@@ -238,7 +301,9 @@ class Checkpointer:
             self.saver.on_first(begin)
             checksums = dict(filter(None, self.saver.on_all(write)))
             self.saver.on_first(
-                lambda: on_disk.complete(temporary, current.path, texts, checksums, self.fence)
+                lambda: on_disk.complete(
+                    temporary, current.path, texts, checksums, self.fence, current.replaces
+                )
             )
         except Exception as error:  # any failure: the run continues without this checkpoint
             current.error = error
@@ -250,7 +315,7 @@ class Checkpointer:
                     current.error = lost
         else:
             try:
-                if self.saver.is_first:
+                if self.saver.is_first and current.path.parent == self.run.checkpoints:
                     on_disk.delete_old(self.run.checkpoints, self.run_config.checkpoint)
             except OSError as error:
                 self.say(
@@ -311,7 +376,7 @@ class Checkpointer:
         self,
         path: Path,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | None,
         check: Callable[[JsonState], None],
     ) -> JsonState:
         shares = self.control.on_all(
@@ -325,13 +390,16 @@ class Checkpointer:
 
         def read() -> None:
             index = read_index(path / on_disk.TENSORS)
+            if optimizer is None:
+                index = {name: x for name, x in index.items() if name.startswith(_MODEL)}
             saved = _with_gradients(tensors, index)
             check_fits(index, saved)
             read_tensors(path / on_disk.TENSORS, index, saved)
 
         self.control.on_all(read)
         # all tensors are the model's and the optimizer's own, and loaded in place
-        if scalars := state.pop("optimizer_scalars"):
+        scalars = state.pop("optimizer_scalars")
+        if scalars and optimizer is not None:
             values: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer, options=_FLAT))
             set_optimizer_state_dict(model, optimizer, values | scalars, options=_FLAT)
         self.newest = path
@@ -350,12 +418,16 @@ def _with_gradients(tensors: Tensors, index: Iterable[str]) -> Tensors:
     }
 
 
-def flat_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Tensors, JsonState]:
+def flat_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None
+) -> tuple[Tensors, JsonState]:
     """Tensors by name, and the optimizer's other values that are state (settings are the
     configuration's).
     """
-    tensors = {f"model.{name}": value for name, value in weights_of(model).items()}
-    scalars = {}
+    tensors = {f"{_MODEL}{name}": value for name, value in weights_of(model).items()}
+    scalars: JsonState = {}
+    if optimizer is None:
+        return tensors, scalars
     for name, value in get_optimizer_state_dict(model, optimizer, options=_FLAT).items():
         if isinstance(value, Tensor):
             tensors[f"optimizer.{name}"] = value

@@ -121,6 +121,7 @@ def complete(
     texts: Mapping[str, str],
     checksums: Mapping[str, str],
     fence: Callable[[], None],
+    replaces: bool = False,
 ) -> None:
     """Adds the small files and the manifest, syncs everything, reads it back, and renames the
     folder to its name.
@@ -128,6 +129,7 @@ def complete(
     texts      contents by path in the folder
     checksums  of the files in tensors/, from those who wrote them
     fence      raises RunStoppedError when the run's folder is another job's by now
+    replaces   a complete one of that name
     """
     for name, text in texts.items():
         durable.write_file(temporary / name, text)
@@ -152,9 +154,25 @@ def complete(
     if reason:
         raise OSError(errno.EIO, f"the checkpoint does not read back as it was written: {reason}")
     fence()
-    if final.exists():  # incomplete
+    old = _old_of(final)
+    if final.exists() and replaces and why_incomplete(final) is None:
+        shutil.rmtree(old, ignore_errors=True)
+        durable.rename(final, old)
+    elif final.exists():
         set_aside(final)
     durable.rename(temporary, final)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def restore_replaced(final: Path) -> None:
+    """Gives back its name to what a killed save was about to replace."""
+    old = _old_of(final)
+    if old.is_dir() and not final.exists():
+        durable.rename(old, final)
+
+
+def _old_of(final: Path) -> Path:
+    return final.with_name(f".replaced-{final.name}")
 
 
 def set_aside(checkpoint: Path) -> None:

@@ -18,11 +18,13 @@ import atexit
 import hashlib
 import json
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -59,6 +61,7 @@ from automodel_lite.extras.client.sampling import (
     batches_of_one_length,
     plain_settings,
 )
+from automodel_lite.extras.client.seats import Seat, Snapshot, copies, put_back
 from automodel_lite.extras.client.targets import (
     IDS,
     CustomLoss,
@@ -96,6 +99,19 @@ from automodel_lite.training.engine import Engine, TrainingEngine
 from automodel_lite.training.guards import Guards
 from automodel_lite.training.resolve import resolve_auto
 from automodel_lite.training.settings import Parts, as_start
+
+STATES = "states"
+"""The folder of the run in which states with names are."""
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_COUNTS = (
+    "num_steps",
+    "_num_calls",
+    "_num_items",
+    "_loss",
+    "_has_gradients",
+    "_is_broken",
+    "_saved_extra",
+)
 
 
 @dataclass(frozen=True)
@@ -174,6 +190,7 @@ class TrainingClient:
         self._packer = parts.packer.for_document_kind("other", padding_id(self.tokenizer))
         self._rates = [float(group["lr"]) for group in self.engine.optimizer.param_groups]
         self._is_decayed = [_is_decayed(group) for group in self.engine.optimizer.param_groups]
+        self._snapshots: WeakSet[Snapshot] = WeakSet()
         self._scorer: Engine = self.engine  # or the reference
         self._reference: Engine | None = None
         self._is_open = False  # the run's folder, from its first use on
@@ -362,6 +379,7 @@ class TrainingClient:
             )
         if max_grad_norm is None:
             max_grad_norm = self.config.training.max_grad_norm
+        self._keep_snapshots()
         mean = self._loss / divisor
         loss_sum = torch.tensor(mean, device=self.mesh.device)
         before = [{name: group[name] for name in of_step} for group in groups]
@@ -521,12 +539,80 @@ class TrainingClient:
         finally:
             self._scorer = before
 
+    def snapshot(self) -> Snapshot:
+        """Returns the weights as they are now, for `using`: copied when they are about to change,
+        if somebody still holds the snapshot then.
+        """
+        taken = Snapshot()
+        self._snapshots.add(taken)
+        return taken
+
+    @contextmanager
+    def using(self, snapshot: Snapshot) -> Iterator[None]:
+        """Inside, `forward`, `draw` and `sample` are those of a snapshot of this client."""
+        if snapshot.values is None:
+            yield
+            return
+        trained = self._trained()
+        before = copies(trained)
+        put_back(trained, snapshot.values)
+        try:
+            yield
+        finally:
+            put_back(trained, before)
+
+    def leave(self) -> Seat:
+        """Returns what this client has trained: weights, optimizer, gradients and counts, for
+        `take`; the client goes on with it until then.
+        """
+        self._keep_snapshots()
+        optimizer = self.engine.optimizer
+        parameters = self._trained()
+        counts = {name: vars(self)[name] for name in _COUNTS}
+        return Seat(copies(parameters), [p.grad for p in parameters], dict(optimizer.state), counts)
+
+    def take(self, seat: Seat) -> None:
+        """Goes on with what `leave` has returned: several adapters of one model take turns, each
+        with an optimizer of its own. What the client held is gone unless it was left.
+        """
+        self._keep_snapshots()
+        parameters = self._trained()
+        put_back(parameters, seat.values)
+        for parameter, gradient in zip(parameters, seat.gradients):
+            parameter.grad = gradient
+        state = self.engine.optimizer.state
+        state.clear()
+        state.update(seat.optimizer)
+        vars(self).update(seat.counts)
+
+    def _trained(self) -> list[torch.nn.Parameter]:
+        return [p for p in self.engine.model.module.parameters() if p.requires_grad]
+
+    def _keep_snapshots(self) -> None:
+        """Copies the weights for snapshots that are still theirs: they are about to change."""
+        waiting = [taken for taken in self._snapshots if taken.values is None]
+        if waiting:
+            values = copies(self._trained())
+            for taken in waiting:
+                taken.values = values
+        self._snapshots.clear()
+
     # ---------------------------------------------- to the disk and back
-    def save_state(self, extra: Any = None) -> Path:
+    def save_state(
+        self,
+        extra: Any = None,
+        name: str | Path | None = None,
+        overwrite: bool = False,
+        optimizer: bool = True,
+    ) -> Path:
         """Writes a checkpoint of the run's folder, complete or not at all, and waits for it;
         returns its path.
 
-        extra  JSON that `load_state` returns: where a loop stands
+        extra      JSON that `load_state` returns: where a loop stands
+        name       of a state that is kept beside the run's checkpoints until somebody deletes it; a
+                   path with a "/" is a folder of one's own
+        overwrite  replaces the state of that name, which stays until the new one is whole
+        optimizer  False = the weights alone, of a state with a name
         Raises RuntimeError with gradients that no step has taken, as a checkpoint has none, and
         when the checkpoint could not be written; ConfigError in the folder of other settings.
         """
@@ -538,16 +624,18 @@ class TrainingClient:
             )
         saver = self._open_folder()
         self._write_config()
+        if name is not None:
+            return self._save_as(saver, self._path_of(name), extra, overwrite, optimizer)
+        if overwrite or not optimizer:
+            raise ValueError("overwrite=True and optimizer=False are for a state with a name=...")
         if saver.holds(self.num_steps) and extra != self._saved_extra:
             raise RuntimeError(
                 f"save_state: step {self.num_steps} is saved already, with another `extra`: save "
                 "once a step."
             )
-        state = {"step": self.num_steps, "calls": self._num_calls, "extra": extra}
         model = self.engine.model.loss_model
-        optimizer = self.engine.optimizer
-        whole = {"client": state, "sources": self._guards.state.sources}
-        if not saver.save(self.num_steps, model, optimizer, whole, wait=True):
+        whole = self._state_of(extra)
+        if not saver.save(self.num_steps, model, self.engine.optimizer, whole, wait=True):
             raise RuntimeError(
                 f"step {self.num_steps} is not saved: the line above says why; the newest "
                 f"checkpoint is {saver.newest_name or 'none'}."
@@ -556,16 +644,53 @@ class TrainingClient:
         self._saved_extra = extra
         return saver.newest
 
-    def load_state(self) -> Any:
+    def _state_of(self, extra: Any) -> dict[str, Any]:
+        own = {"step": self.num_steps, "calls": self._num_calls, "extra": extra}
+        return {"client": own, "sources": self._guards.state.sources}
+
+    def _save_as(
+        self, saver: Checkpointer, path: Path, extra: Any, overwrite: bool, optimizer: bool
+    ) -> Path:
+        self._same([str(path), overwrite, optimizer], "names of a state")
+        if self._ranks.on_first(path.exists) and not overwrite:
+            raise FileExistsError(
+                f"{path} is there already: a state keeps its name until it is deleted: take "
+                "another name, or overwrite=True."
+            )
+        of_steps = self.engine.optimizer if optimizer else None
+        model = self.engine.model.loss_model
+        saver.save_as(path, model, of_steps, self._state_of(extra), overwrite)
+        return path
+
+    def _path_of(self, name: str | Path) -> Path:
+        """Returns the folder of a state's name, or of a path."""
+        if isinstance(name, Path) or "/" in name:
+            return Path(name).absolute()
+        if not _NAME.fullmatch(name):
+            raise ValueError(
+                f"name={name!r} must be letters, digits, '.', '_' and '-', beginning with a letter "
+                "or a digit; or a path with a '/'."
+            )
+        return self._guards.folder.path / STATES / name
+
+    def load_state(self, name: str | Path | None = None, optimizer: bool = True) -> Any:
         """Takes weights, optimizer and counts from the newest checkpoint of the run's folder that
         loads; returns its `extra`, None without a checkpoint.
 
+        name       of a state that `save_state` has named; a path with a "/" is a folder, also that
+                   of another run of the same model
+        optimizer  False = its weights alone: the counts begin at 0
         Raises ConfigError where the folder has checkpoints and none loads, where it is a recipe's,
         and for other settings or files than the checkpoint's, unless checkpoint.accept_changes is
         set.
         """
         saver = self._open_folder()
+        self._keep_snapshots()
         model = self.engine.model.loss_model
+        if name is not None:
+            return self._load_from(saver, self._path_of(name), optimizer)
+        if not optimizer:
+            raise ValueError("optimizer=False is for a state with a name=...")
         state = saver.load_newest(model, self.engine.optimizer, self._check_state)
         self.zero_grad()
         self._write_config()
@@ -576,6 +701,33 @@ class TrainingClient:
         self._num_calls = of_client["calls"]
         self._saved_extra = of_client["extra"]
         return self._saved_extra
+
+    def _load_from(self, saver: Checkpointer, path: Path, optimizer: bool) -> Any:
+        self._same([str(path), optimizer], "names of a state")
+        of_steps = self.engine.optimizer if optimizer else None
+        state = saver.load_from(path, self.engine.model.loss_model, of_steps, self._check_sources)
+        if not optimizer:
+            self.engine.optimizer.state.clear()
+        self.zero_grad()
+        own = state["client"]
+        self.num_steps = own["step"] if optimizer else 0
+        self._num_calls = own["calls"] if optimizer else 0
+        self._saved_extra = None
+        return own["extra"]
+
+    def read_snapshot(self, name: str | Path) -> Snapshot:
+        """Returns the weights of a state with a name, for `using`; the client's own stay."""
+        self._keep_snapshots()
+        saver = self._open_folder()
+        trained = self._trained()
+        before = copies(trained)
+        path = self._path_of(name)
+        self._same(str(path), "names of a state")
+        try:
+            saver.load_from(path, self.engine.model.loss_model, None, self._check_sources)
+            return Snapshot(copies(trained))
+        finally:
+            put_back(trained, before)
 
     def save_weights(self, folder: str | Path) -> None:
         """Writes a folder that `from_pretrained`, or an inference server, loads: the model, or the
@@ -720,6 +872,13 @@ class TrainingClient:
                 f"model.pretrained={folder.path}, with name=... of your own."
             )
         folder.check(self.config)
+        self._check_sources(state)
+
+    def _check_sources(self, state: dict[str, Any]) -> None:
+        """Raises ConfigError for a state that another model or other files were trained to."""
+        guards = self._guards
+        if "client" not in state:
+            raise ConfigError("this is a checkpoint of recipes/train_ft.py, and no client's state.")
         parameters = self.engine.model.module.parameters()
         has_frozen = not all(p.requires_grad for p in parameters)
         resume.accept_changes(guards, state.get("sources", {}), has_frozen)

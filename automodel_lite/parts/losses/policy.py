@@ -242,8 +242,11 @@ class Gspo(Ppo):
     """PPO with the ratio of the whole row, to the power of 1 / its labels (arXiv:2507.18071).
 
     Its value is the row's and its gradient the label's own (GSPO-token): where the advantages of a
-    row are equal, that is the gradient of GSPO.
+    row are equal, that is the gradient of GSPO. The column `in_ratio`, 1 or 0, tells the labels
+    that the row's ratio is the mean of, where it is not of all.
     """
+
+    own_columns: ClassVar[Mapping[str, Column]] = {"in_ratio": Column("float32", "float32", 1.0)}
 
     clip_low: Share = 3e-4
     clip_high: Share = 4e-4
@@ -251,7 +254,8 @@ class Gspo(Ppo):
     def log_ratio(self, inputs: LossInputs, log_ratio_R: Tensor) -> Tensor:
         """Returns the mean over the row, at each of its labels."""
         own_R = log_ratio_R.detach()
-        sums_M, counts_M = inputs.per_row(torch.stack([own_R, torch.ones_like(own_R)], 1)).unbind(1)
+        in_R = inputs.columns.get("in_ratio", torch.ones_like(own_R))
+        sums_M, counts_M = inputs.per_row(torch.stack([own_R * in_R, in_R], 1)).unbind(1)
         return inputs.at_labels(sums_M / counts_M.clamp(min=1)) + (log_ratio_R - own_R)
 
 
