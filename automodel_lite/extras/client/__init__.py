@@ -464,6 +464,13 @@ class TrainingClient:
             for answers in drawn
         ]
 
+    @property
+    def most_tokens(self) -> int:
+        """Returns how long a prompt and its answer may be: a pack, and the model's positions."""
+        text = self.engine.model.loss_model.lm.config.get_text_config()
+        positions = config_value(text, "max_position_embeddings", None)
+        return min(self._packer.packed_sequence_size + 1, positions or 2**31)
+
     def _draw(
         self, requests: Sequence[Request], batch_size: int
     ) -> list[list[tuple[list[int], bool]]]:
@@ -473,13 +480,11 @@ class TrainingClient:
         model = self._scorer.model
         mesh = self.mesh
         lm = model.loss_model.lm
-        positions = config_value(lm.config.get_text_config(), "max_position_embeddings", None)
-        most_tokens = min(self._packer.packed_sequence_size + 1, positions or 2**31)
         ends = stop_ids(lm, self.tokenizer)
 
         def check() -> str:
             for number, request in enumerate(requests):
-                request.check(number, embedding_rows(lm), most_tokens)
+                request.check(number, embedding_rows(lm), self.most_tokens)
                 request.stop_parts(ends)
             return json.dumps([vars(request) for request in requests], default=_as_json)
 
@@ -604,6 +609,7 @@ class TrainingClient:
         name: str | Path | None = None,
         overwrite: bool = False,
         optimizer: bool = True,
+        with_pending: bool = False,
     ) -> Path:
         """Writes a checkpoint of the run's folder, complete or not at all, and waits for it;
         returns its path.
@@ -613,11 +619,12 @@ class TrainingClient:
                    path with a "/" is a folder of one's own
         overwrite  replaces the state of that name, which stays until the new one is whole
         optimizer  False = the weights alone, of a state with a name
+        with_pending  also with gradients that no step has taken, which the state does not hold
         Raises RuntimeError with gradients that no step has taken, as a checkpoint has none, and
         when the checkpoint could not be written; ConfigError in the folder of other settings.
         """
         self._check_whole("save_state")
-        if self._has_gradients:
+        if self._has_gradients and not with_pending:
             raise RuntimeError(
                 "save_state between forward_backward and optim_step: a checkpoint holds no "
                 "gradients: call optim_step, or zero_grad to drop them."

@@ -1,0 +1,63 @@
+"""Runs a script of Tinker's API: python -m automodel_lite.tinker [options] SCRIPT [arguments]."""
+
+from __future__ import annotations
+
+import argparse
+import runpy
+import shlex
+import sys
+from pathlib import Path
+
+from automodel_lite.errors import ConfigError
+from automodel_lite.tinker import install
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m automodel_lite.tinker",
+        description="Run a script of Tinker's API in this process, without its service. Under "
+        "torchrun, every rank runs the script.",
+    )
+    parser.add_argument(
+        "--model",
+        action="append",
+        default=[],
+        metavar="NAME='OVERRIDES'",
+        help="what a base model's name stands for, such as "
+        "toy/base='model.pretrained=/models/x mesh.cp=2'; a preset may come first",
+    )
+    parser.add_argument("--folder", help="of the runs and their checkpoints; default runs/tinker")
+    parser.add_argument(
+        "--set",
+        default="",
+        metavar="'OVERRIDES'",
+        help="for all models, such as 'training.precision=fp32'",
+    )
+    parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module's name")
+    parser.add_argument("script", metavar="SCRIPT")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER)
+    given = parser.parse_args()
+    models = {}
+    for text in given.model:
+        name, is_given, overrides = text.partition("=")
+        if not is_given:
+            parser.error(f"--model {text}: write NAME='OVERRIDES'.")
+        models[name] = shlex.split(overrides)
+    if not given.module and not Path(given.script).is_file():
+        parser.error(f"{given.script} is no file: name a script, or -m and a module.")
+    install(models, given.folder, shlex.split(given.set))
+    sys.argv = [given.script, *given.arguments]
+    try:
+        if given.module:
+            runpy.run_module(given.script, run_name="__main__", alter_sys=True)
+        else:
+            sys.path.insert(0, str(Path(given.script).resolve().parent))
+            runpy.run_path(given.script, run_name="__main__")
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

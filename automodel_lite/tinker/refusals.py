@@ -1,0 +1,42 @@
+"""Errors of the service's kinds, with our sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar
+
+import httpx
+import tinker
+
+from automodel_lite.errors import ConfigError
+
+T = TypeVar("T")
+_STATUS = {tinker.BadRequestError: 400, tinker.NotFoundError: 404, tinker.ConflictError: 409}
+
+
+def refusal(kind: type[Exception], text: str) -> Exception:
+    """Returns an error of the SDK."""
+    request = httpx.Request("POST", "http://in.process/")
+    return kind(text, response=httpx.Response(_STATUS[kind], request=request), body=None)  # type: ignore[call-arg]
+
+
+def bad_request(text: str) -> Exception:
+    return refusal(tinker.BadRequestError, text)
+
+
+def refusing(call: Callable[..., T]) -> Callable[..., T]:
+    """Raises what the client refuses as the service's errors."""
+
+    @wraps(call)
+    def refused(*args: Any, **more: Any) -> T:
+        try:
+            return call(*args, **more)
+        except FileExistsError as error:
+            raise refusal(tinker.ConflictError, str(error)) from error
+        except FileNotFoundError as error:
+            raise refusal(tinker.NotFoundError, str(error)) from error
+        except (ConfigError, ValueError) as error:
+            raise bad_request(str(error)) from error
+
+    return refused
