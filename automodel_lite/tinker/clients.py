@@ -22,6 +22,7 @@ from tinker.lib.public_interfaces.custom_loss import (
     run_loss_handle,
     trace_loss,
 )
+from tinker.types.topk_logprobs import MASK_LOGPROB, TopkLogprobs
 
 from automodel_lite.extras.client.sampling import Request
 from automodel_lite.seed import derive_seed
@@ -33,7 +34,6 @@ from automodel_lite.tinker.rows import OURS, loss_of, output_of, rows_of, token_
 
 Metadata = dict[str, str] | None
 Scope = Literal["owned", "accessible"]
-MASK = -99999.0  # the SDK's log-probability of a place without one
 _said: set[str] = set()
 
 
@@ -341,7 +341,7 @@ class TrainingClient:
             if loss_fn == "cross_entropy":
                 total = 0.0
                 for row, found in zip(rows, out.log_probs):
-                    weights = row.get("target_weights", row.get("loss_weights", 1.0))
+                    weights: Any = row.get("target_weights", row.get("loss_weights", 1.0))
                     total -= float((found.astype(np.float64) * weights).sum())
                 metrics["loss:sum"] = total
             else:
@@ -854,7 +854,7 @@ class SamplingClient:
         labels = [-100] * (len(prompt) - 1) + list(answer)
         with self.engine.weights_of(self.source) as client:
             out = client.forward([{"input_ids": ids[:-1], "labels": labels}], top_k)
-        return types.TopkLogprobs(
+        return TopkLogprobs(
             token_ids=out.top_ids[0][len(prompt) - 1 :].astype(np.int32),
             logprobs=out.top_log_probs[0][len(prompt) - 1 :],
         )
@@ -872,14 +872,14 @@ class SamplingClient:
         return None
 
 
-def _top(out: Any, length: int, first: int) -> types.TopkLogprobs:
+def _top(out: Any, length: int, first: int) -> TopkLogprobs:
     """Returns the likeliest tokens of each position; the SDK's marks where there is none."""
     width = out.top_ids[0].shape[1]
     ids_NK = np.zeros((length, width), np.int32)
-    log_probs_NK = np.full((length, width), MASK, np.float32)
+    log_probs_NK = np.full((length, width), MASK_LOGPROB, np.float32)
     ids_NK[first:] = out.top_ids[0][first - 1 :]
     log_probs_NK[first:] = out.top_log_probs[0][first - 1 :]
-    return types.TopkLogprobs(token_ids=ids_NK, logprobs=log_probs_NK)
+    return TopkLogprobs(token_ids=ids_NK, logprobs=log_probs_NK)
 
 
 class RestClient:
