@@ -79,9 +79,12 @@ class ServiceClient:
         self, status: Literal["success", "errored", "interrupted"], detail: str | None = None
     ) -> Any:
         """Draws what still waits; runs and models stay until the process ends."""
-        return done(
-            lambda: [engine.draw_waiting() for engine in SETTINGS.engines.values()] and None
-        )
+
+        def call() -> None:
+            for engine in SETTINGS.engines.values():
+                engine.draw_waiting()
+
+        return done(call)
 
     def get_server_capabilities(self) -> types.GetServerCapabilitiesResponse:
         return self._rest_client().get_server_capabilities().result()
@@ -987,9 +990,7 @@ class RestClient:
     async def list_checkpoints_async(self, training_run_id: str) -> types.CheckpointsListResponse:
         return await self.list_checkpoints(training_run_id)
 
-    def list_user_checkpoints(
-        self, limit: int = 100, offset: int = 0, project_id: str | None = None
-    ) -> Any:
+    def list_user_checkpoints(self, limit: int = 100, offset: int = 0) -> Any:
         def call() -> types.CheckpointsListResponse:
             runs = [path.parent for path in self.root.glob(f"*/{paths.FACTS}")]
             found = [checkpoint for run in runs for checkpoint in paths.checkpoints(run)]
@@ -1002,7 +1003,7 @@ class RestClient:
         return done(refusing(call))
 
     async def list_user_checkpoints_async(
-        self, limit: int = 100, offset: int = 0, project_id: str | None = None
+        self, limit: int = 100, offset: int = 0
     ) -> types.CheckpointsListResponse:
         return await self.list_user_checkpoints(limit, offset)
 
