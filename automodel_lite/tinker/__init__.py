@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import tinker
+from transformers import AutoTokenizer
 
 from automodel_lite.tinker.clients import (
     RestClient,
@@ -45,6 +48,7 @@ def install(
         SETTINGS.folder = Path(folder)
     if settings:
         SETTINGS.overrides = tuple(settings)
+    _register_tokenizers(models or {})
     # names that others have imported from the package's modules, too
     ours = {client.__name__: client for client in CLIENTS}
     for module in [tinker, *map(sys.modules.get, sorted(sys.modules))]:
@@ -52,3 +56,16 @@ def install(
             for name, client in ours.items():
                 if name in vars(module):
                     setattr(module, name, client)
+
+
+def _register_tokenizers(models: Mapping[str, Sequence[str]]) -> None:
+    """Lets the cookbook find the tokenizers of names that stand for folders."""
+    if find_spec("tinker_cookbook") is None:
+        return
+    from tinker_cookbook.tokenizer_utils import register_tokenizer
+
+    for name, given in models.items():
+        for override in given:
+            key, _, source = override.partition("=")
+            if key == "model.pretrained":
+                register_tokenizer(name, partial(AutoTokenizer.from_pretrained, source))

@@ -78,7 +78,11 @@ class Source:
 
 @dataclass(eq=False)
 class Engine:
-    """A training client whose adapters take turns. start: the adapter as it was made."""
+    """A training client whose adapters take turns.
+
+    owner  the run whose weights the client holds; the engine itself while nobody trains
+    start  the adapter as it was made
+    """
 
     client: Client
     seats: dict[object, Seat] = field(default_factory=dict)
@@ -109,7 +113,9 @@ class Engine:
     def open_seat(self, owner: object) -> None:
         """Gives a new run its place, at the start of training."""
         with self.lock:
-            if self.owner is None:
+            if self.owner is None or self.owner is self:
+                # samplers of the model as it is keep their weights
+                self.client.keep_snapshots()
                 self.owner = owner
                 return
             if self.start is None:

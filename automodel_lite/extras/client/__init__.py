@@ -9,7 +9,7 @@ position i, -100 where there is none) and the columns of the loss. A group is a 
 begin alike; their beginning is computed once. Under torchrun every rank makes the same calls with
 the same rows.
 
-There is no server here, no farm of samplers, and one adapter at a time.
+There is no server here and no farm of samplers; several adapters take turns (`leave`, `take`).
 """
 
 from __future__ import annotations
@@ -379,7 +379,7 @@ class TrainingClient:
             )
         if max_grad_norm is None:
             max_grad_norm = self.config.training.max_grad_norm
-        self._keep_snapshots()
+        self.keep_snapshots()
         mean = self._loss / divisor
         loss_sum = torch.tensor(mean, device=self.mesh.device)
         before = [{name: group[name] for name in of_step} for group in groups]
@@ -570,7 +570,7 @@ class TrainingClient:
         """Returns what this client has trained: weights, optimizer, gradients and counts, for
         `take`; the client goes on with it until then.
         """
-        self._keep_snapshots()
+        self.keep_snapshots()
         optimizer = self.engine.optimizer
         parameters = self._trained()
         counts = {name: vars(self)[name] for name in _COUNTS}
@@ -580,7 +580,7 @@ class TrainingClient:
         """Goes on with what `leave` has returned: several adapters of one model take turns, each
         with an optimizer of its own. What the client held is gone unless it was left.
         """
-        self._keep_snapshots()
+        self.keep_snapshots()
         parameters = self._trained()
         put_back(parameters, seat.values)
         for parameter, gradient in zip(parameters, seat.gradients):
@@ -593,7 +593,7 @@ class TrainingClient:
     def _trained(self) -> list[torch.nn.Parameter]:
         return [p for p in self.engine.model.module.parameters() if p.requires_grad]
 
-    def _keep_snapshots(self) -> None:
+    def keep_snapshots(self) -> None:
         """Copies the weights for snapshots that are still theirs: they are about to change."""
         waiting = [taken for taken in self._snapshots if taken.values is None]
         if waiting:
@@ -692,7 +692,7 @@ class TrainingClient:
         set.
         """
         saver = self._open_folder()
-        self._keep_snapshots()
+        self.keep_snapshots()
         model = self.engine.model.loss_model
         if name is not None:
             return self._load_from(saver, self._path_of(name), optimizer)
@@ -724,7 +724,7 @@ class TrainingClient:
 
     def read_snapshot(self, name: str | Path) -> Snapshot:
         """Returns the weights of a state with a name, for `using`; the client's own stay."""
-        self._keep_snapshots()
+        self.keep_snapshots()
         saver = self._open_folder()
         trained = self._trained()
         before = copies(trained)
