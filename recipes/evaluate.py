@@ -39,7 +39,7 @@ from automodel_lite.training.evaluation import validation_losses
 from automodel_lite.training.launch import watch_ranks
 from automodel_lite.training.resolve import resolve_auto
 from automodel_lite.training.rules import checked_parts
-from automodel_lite.training.settings import Parts
+from automodel_lite.training.settings import RunParts
 from automodel_lite.training.summary import data_lines
 from automodel_lite.training.world import open_world
 
@@ -76,7 +76,7 @@ def evaluate_sets(config: Config) -> int:
     return 0
 
 
-def print_losses(parts: Parts, data: PackSource, mesh: Mesh, console: Console) -> None:
+def print_losses(parts: RunParts, data: PackSource, mesh: Mesh, console: Console) -> None:
     """The mean loss over the label tokens of each set; every rank calls it."""
     sets = data.held_out
     check_positions(data, parts.model, parts.teacher)

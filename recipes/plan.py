@@ -69,7 +69,7 @@ from automodel_lite.training.compiling import worst_case_batch
 from automodel_lite.training.memory import three_digits
 from automodel_lite.training.resolve import MOST_PACK, SIZE, rates, resolve_auto, with_micro_batch
 from automodel_lite.training.rules import build_on_meta
-from automodel_lite.training.settings import AUTO, Parts, build_parts
+from automodel_lite.training.settings import AUTO, RunParts, build_parts
 
 POSITIVE = argument(float, Range(above=0))
 NOT_READ = "not read"
@@ -107,7 +107,7 @@ def main(argv: list[str] | None = None) -> int:
         raise ConfigError(f"--gpu {args.gpu}: choose one of {', '.join(GPUS)}.")
     gpu = calibrated(GPUS[args.gpu], args.calibration) if args.calibration else GPUS[args.gpu]
 
-    def parts_of(more: Sequence[str]) -> Parts:
+    def parts_of(more: Sequence[str]) -> RunParts:
         changed = composed(args.config_name, [*overrides, *more]) if more else config
         # a kernel may need the GPU that is only planned
         changed = rates(replace(changed, attention={}), Console(is_silent=True))
@@ -230,10 +230,10 @@ class Data:
     paths: np.ndarray
     num_packs: int
     text: str
-    batch: Callable[[Parts], ThdBatch | None] = plain_documents
+    batch: Callable[[RunParts], ThdBatch | None] = plain_documents
 
 
-def images_of(data: PlannedPacks, base: Parts) -> Callable[[Parts], ThdBatch | None]:
+def images_of(data: PlannedPacks, base: RunParts) -> Callable[[RunParts], ThdBatch | None]:
     """Returns what makes micro-batches with the images of the packs that have most of them."""
     packs: Any = data.packs_of(0)
     work = packs.tower_flops()
@@ -251,14 +251,14 @@ def images_of(data: PlannedPacks, base: Parts) -> Callable[[Parts], ThdBatch | N
         shared.reader = replace(packs.reader, share=Share(0, cp) if cp > 1 else None)
         return shared.__getitems__(most).row["images"]
 
-    def batch(parts: Parts) -> ThdBatch:
+    def batch(parts: RunParts) -> ThdBatch:
         images = of(parts.training.micro_batch_size, parts.mesh.cp)
         return with_images(worst_case_batch(parts, num_ids=1), images, config)
 
     return batch
 
 
-def assumed_images(config: Config, base: Parts) -> tuple[Callable[[Parts], ThdBatch], str]:
+def assumed_images(config: Config, base: RunParts) -> tuple[Callable[[RunParts], ThdBatch], str]:
     """Returns what makes micro-batches half of whose tokens are of images, and what those are."""
     locate(config.dataset["_target_"])  # names a package that is missing
     from automodel_lite.parts.images.assumed import AssumedImages, with_images  # with Pillow
@@ -272,14 +272,14 @@ def assumed_images(config: Config, base: Parts) -> tuple[Callable[[Parts], ThdBa
     pixels = config.dataset.get("max_image_pixels")
     images = AssumedImages(described, pixels, base.packed_sequence_size // 2)
 
-    def batch(parts: Parts) -> ThdBatch:
+    def batch(parts: RunParts) -> ThdBatch:
         text = worst_case_batch(parts, num_ids=1)
         return with_images(text, images.of(len(text.labels), parts.mesh.cp), model_config)
 
     return batch, f", half of their tokens {images}"
 
 
-def data_of(config: Config, parts: Parts, assumed: int) -> Data:
+def data_of(config: Config, parts: RunParts, assumed: int) -> Data:
     """Returns the documents and packs that training would read; without them, documents of
     `assumed` tokens.
     """
@@ -448,7 +448,7 @@ def command(best: Plan, job: Job, preset: str, overrides: Sequence[str]) -> str:
 
 
 def suggestions(
-    job: Job, parts_of: Callable[[Sequence[str]], Parts], most_nodes: int = 1024
+    job: Job, parts_of: Callable[[Sequence[str]], RunParts], most_nodes: int = 1024
 ) -> Iterator[str]:
     """Yields the smallest world and the largest pack that fit, and which other settings would."""
 
@@ -485,7 +485,7 @@ def fits(job: Job, tried: int = 2) -> bool:
     """
     pattern = layer_pattern(job.config)
     capacity = usable(int(job.gpu.gigabytes * 1e9))
-    one_or_several: dict[bool, list[tuple[float, Parts, MeshShape]]] = {True: [], False: []}
+    one_or_several: dict[bool, list[tuple[float, RunParts, MeshShape]]] = {True: [], False: []}
     for held, layout, parts in coarsely(job):
         if held <= HOPELESS * capacity:
             one_or_several[layout.micro_steps == 1].append((held, parts, layout.shape))

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from automodel_lite.config.schema import SamplesConfig
 from automodel_lite.data.feeding.source import PackSource
 from automodel_lite.data.tokens.stop_tokens import stop_ids
-from automodel_lite.data.tokens.tokenize import Job
+from automodel_lite.data.tokens.tokenize import TokenizeJob
 from automodel_lite.evaluation.generator import prompt_ids
 from automodel_lite.parallel.mesh import Mesh
 from automodel_lite.parallel.sharding import ParallelModel
@@ -31,10 +31,10 @@ far.
 class PromptPacker(Protocol):
     """A packer whose prompts may hold more than text: images."""
 
-    def prompt(self, job: Job, text: str) -> Prompt: ...
+    def prompt(self, job: TokenizeJob, text: str) -> Prompt: ...
 
 
-def text_prompt(job: Job, text: str) -> Prompt:
+def text_prompt(job: TokenizeJob, text: str) -> Prompt:
     """Returns a prompt of text."""
     chat = [{"role": "user", "content": text}]
     ids = prompt_ids(job.tokenizer, chat, template_kwargs=job.settings.template_kwargs)

@@ -26,7 +26,7 @@ from automodel_lite.data.reading.documents import DocumentList
 from automodel_lite.data.reading.readers import placed
 from automodel_lite.data.tokens.findings import check_set
 from automodel_lite.data.tokens.token_rows import TokenizedDocuments
-from automodel_lite.data.tokens.tokenize import DocumentTokenizer, Job
+from automodel_lite.data.tokens.tokenize import DocumentTokenizer, TokenizeJob
 from automodel_lite.errors import ConfigError, RunStoppedError
 from automodel_lite.run.folder import RunFolder
 from automodel_lite.thd import ThdBatch, to_thd
@@ -80,7 +80,7 @@ def tokenize_chats(
         if messages is None:
             raise ConfigError("tokenize_chats takes a list of chats, and got a message: [chat].")
         documents.append({"messages": [dict(message) for message in messages]})
-    tokenizing = DocumentTokenizer(Job(tokenizer, settings))
+    tokenizing = DocumentTokenizer(TokenizeJob(tokenizer, settings))
     chunk = tokenizing.chunk(placed(DocumentList(documents, "chats")))
     check_set("train", "messages", chunk.found, settings, tokenizer)
     return TokenizedDocuments(chunk.columns, np.append(0, np.cumsum(chunk.lengths)))

@@ -25,7 +25,7 @@ from automodel_lite.data.tokens.tokenize import (
     CHUNK_DOCUMENTS,
     FINDINGS,
     HASHES,
-    Job,
+    TokenizeJob,
     job_of,
     read_findings,
     rows_key,
@@ -82,7 +82,7 @@ def merge_tasks(config: Config, tasks: int) -> None:
         build_once(root, "tokens", name, key, join)
 
 
-def _sets(documents: Documents, job: Job) -> Iterator[tuple[str, Key, DocumentSet, str]]:
+def _sets(documents: Documents, job: TokenizeJob) -> Iterator[tuple[str, Key, DocumentSet, str]]:
     """Yields name and key of the cache, documents and kind of each set; those of a mixture too."""
     if (combining := row_dataset(documents)) is not None:
         for dataset in combining.datasets.values():
@@ -100,7 +100,7 @@ def _part_key(key: Key, task: int, tasks: int) -> Key:
     return key | {"task": f"{task} of {tasks}"}
 
 
-def _join(folder: Path, folders: list[Path], name: str, kind: str, job: Job) -> None:
+def _join(folder: Path, folders: list[Path], name: str, kind: str, job: TokenizeJob) -> None:
     """Writes the rows of all parts end to end, a million documents at a time, and judges them."""
     writer = RowsWriter(folder)
     found = Findings()

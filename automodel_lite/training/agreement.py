@@ -18,7 +18,7 @@ from automodel_lite.models.source import CausalLM
 from automodel_lite.parallel.peers import Peers, flat, versions
 from automodel_lite.run.folder import plain
 from automodel_lite.run.weight_files import adapter_files, model_files, tokenizer_files
-from automodel_lite.training.settings import Parts
+from automodel_lite.training.settings import RunParts
 
 _WEIGHTS = (".safetensors", ".bin", "index.json")
 # What checkpoints of earlier versions do not tell; the settings, which they tell, name the files.
@@ -30,7 +30,7 @@ def compare_settings(peers: Peers, config: Config, more: Mapping[str, Any] | Non
     peers.compare("settings", versions() | flat(plain(config)) | dict(more or {}))
 
 
-def files_read(config: Config, parts: Parts, keeps_start: bool) -> dict[str, str]:
+def files_read(config: Config, parts: RunParts, keeps_start: bool) -> dict[str, str]:
     """Returns a digest of each file that shapes the numbers and is not data, by what it is for and
     its name; of a package of the user's, which `security.allow_targets` names, one of all its code.
 

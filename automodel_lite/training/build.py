@@ -46,7 +46,7 @@ from automodel_lite.training.memory import (
     check_weights_fit,
     estimate_memory,
 )
-from automodel_lite.training.settings import Decided, Parts
+from automodel_lite.training.settings import Decided, RunParts
 
 if TYPE_CHECKING:
     from automodel_lite.parts.adapters.lora import LoraAdapter  # which brings peft
@@ -130,7 +130,7 @@ def build_model(
 
 
 def assemble(
-    parts: Parts,
+    parts: RunParts,
     tokenizer: PreTrainedTokenizerBase,
     mesh: Mesh,
     strategy: str,

@@ -25,13 +25,13 @@ from automodel_lite.parallel.sharding import (
     ParallelModel,
 )
 from automodel_lite.thd import ThdBatch
-from automodel_lite.training.settings import Parts
+from automodel_lite.training.settings import RunParts
 
 if TYPE_CHECKING:
     pass  # which brings peft
 
 
-def rows_reason(parts: Parts, lm: transformers.PreTrainedModel) -> str:
+def rows_reason(parts: RunParts, lm: transformers.PreTrainedModel) -> str:
     """Why the model runs by rows; raises ConfigError where a kernel, or compiled layers, were
     configured.
     """

@@ -29,7 +29,7 @@ from automodel_lite.parallel.sharding import (
     ParallelModel,
 )
 from automodel_lite.thd import ThdBatch, stream_of
-from automodel_lite.training.settings import Parts
+from automodel_lite.training.settings import RunParts
 
 if TYPE_CHECKING:
     pass  # which brings peft
@@ -46,7 +46,9 @@ def compiles(training: TrainingConfig, is_gpu: bool) -> bool:
     return training.compile is True
 
 
-def compile_model(parts: Parts, model: ParallelModel, mesh: Mesh, backend: str = "inductor") -> str:
+def compile_model(
+    parts: RunParts, model: ParallelModel, mesh: Mesh, backend: str = "inductor"
+) -> str:
     """checkpoint(compile(layer)) for every decoder layer, in place; returns what was compiled, and
     how long it took.
 
@@ -96,7 +98,7 @@ def compile_model(parts: Parts, model: ParallelModel, mesh: Mesh, backend: str =
     return line
 
 
-def worst_case_batch(parts: Parts, num_ids: int) -> ThdBatch:
+def worst_case_batch(parts: RunParts, num_ids: int) -> ThdBatch:
     """A micro-batch of packs, not sharded, on the host: documents of one length, whose every token
     carries a label.
     """

@@ -31,7 +31,7 @@ from automodel_lite.training.memory import estimate_memory, gib, gpu_bytes, num_
 from automodel_lite.training.rules import check_parts
 from automodel_lite.training.settings import (
     Decided,
-    Parts,
+    RunParts,
     as_teacher,
     with_recomputation,
 )
@@ -43,7 +43,7 @@ ChooseRecomputation = Callable[[Decided, int, int | None], tuple[Decided, str]]
 
 
 def decide(
-    parts: Parts,
+    parts: RunParts,
     tokenizer: PreTrainedTokenizerBase,
     shape: MeshShape,
     device: torch.device,
@@ -83,7 +83,7 @@ def decide(
 
 
 def decide_layout(
-    parts: Parts, config: PretrainedConfig, shape: MeshShape, device: torch.device
+    parts: RunParts, config: PretrainedConfig, shape: MeshShape, device: torch.device
 ) -> Decided:
     """Returns what follows from the mesh and the device: the strategy, the precision, the kernel
     and the exchange. What fits the memory is not looked at.
@@ -121,8 +121,8 @@ def decide_layout(
 
 
 def with_exchange(
-    parts: Parts, config: PretrainedConfig, kernel: AttentionKernel, dtype: torch.dtype
-) -> tuple[Parts, str]:
+    parts: RunParts, config: PretrainedConfig, kernel: AttentionKernel, dtype: torch.dtype
+) -> tuple[RunParts, str]:
     """Returns the parts with `mesh.cp_exchange=auto` decided, and a line that says how; none
     without context parallelism.
 
@@ -227,7 +227,7 @@ def check_positions(data: PackSource, model: CausalLM, teacher: CausalLM | None 
             )
 
 
-def check_same_vocabulary(teacher: Parts, tokenizer: PreTrainedTokenizerBase) -> None:
+def check_same_vocabulary(teacher: RunParts, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raises ConfigError for a teacher with another tokenizer; one without tokenizer files is taken
     at its word.
     """

@@ -32,7 +32,7 @@ from automodel_lite.errors import ConfigError
 from automodel_lite.launched import launch_variable
 from automodel_lite.models.loss import LossShape
 from automodel_lite.parallel.sharding import copies_of_experts
-from automodel_lite.training.settings import Decided, Parts
+from automodel_lite.training.settings import Decided, RunParts
 
 _FP32 = 4  # bytes
 _NF4 = 0.52  # with its scales, themselves in 8 bits
@@ -250,7 +250,7 @@ def optimizer_bytes(
     return sum(value.nbytes for value in state) / weight.numel()
 
 
-def remedies(parts: Parts) -> Iterator[str]:
+def remedies(parts: RunParts) -> Iterator[str]:
     """Yields what to change when memory ran out, of what these parts have left, the cheapest
     first.
     """
@@ -279,7 +279,7 @@ def remedies(parts: Parts) -> Iterator[str]:
     yield f"packed_sequence.packed_sequence_size={half} (longer documents are dropped or cut)"
 
 
-def out_of_memory_text(parts: Parts, estimate: MemoryEstimate | None = None) -> str:
+def out_of_memory_text(parts: RunParts, estimate: MemoryEstimate | None = None) -> str:
     """Says what a rank holds, and three things to change."""
     held = f"The run is estimated to need {estimate}.\n" if estimate else ""
     first = [f"  {number}. {text}" for number, text in zip((1, 2, 3), remedies(parts))]

@@ -50,7 +50,7 @@ from automodel_lite.run.folder import RunFolder
 from automodel_lite.telemetry.console import Console
 from automodel_lite.training.rates import FAR, learning_rate
 from automodel_lite.training.rules import try_settings
-from automodel_lite.training.settings import AUTO, Parts, build_parts
+from automodel_lite.training.settings import AUTO, RunParts, build_parts
 
 SIZE = "packed_sequence.packed_sequence_size"
 COVERED_FRAC = 0.995  # of the documents, which fit a pack whole
@@ -230,7 +230,7 @@ class Known:
     tokenizer: PreTrainedTokenizerFast
 
 
-def data_of(config: Config, parts: Parts, console: Console) -> Known | None:
+def data_of(config: Config, parts: RunParts, console: Console) -> Known | None:
     """Tokenizes the documents, or finds them in the cache; None for a stream, whose lengths are
     not known. Prints what was not in the cache: the run finds it there.
     """
@@ -253,7 +253,7 @@ def data_of(config: Config, parts: Parts, console: Console) -> Known | None:
 
 
 def pack_size_of(
-    data: Known | None, config: Config, parts: Parts, has_data: bool = True
+    data: Known | None, config: Config, parts: RunParts, has_data: bool = True
 ) -> tuple[int, str]:
     """Returns the tokens of a pack, and why: see `fitted_pack_size`, and without packing the
     longest document; whole slots, and at most the positions of the model and its teacher.

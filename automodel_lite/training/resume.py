@@ -27,12 +27,12 @@ from automodel_lite.training.decide import ChooseRecomputation, check_positions,
 from automodel_lite.training.engine import TrainingEngine
 from automodel_lite.training.guards import Guards, TrainState
 from automodel_lite.training.resolve import with_layout
-from automodel_lite.training.settings import Decided, Parts
+from automodel_lite.training.settings import Decided, RunParts
 
 _NUM_ROWS = 256  # of a validation set that are hashed
 
 
-def compare_data(guards: Guards, data: PackSource, plan: TrainingPlan, parts: Parts) -> None:
+def compare_data(guards: Guards, data: PackSource, plan: TrainingPlan, parts: RunParts) -> None:
     """Compares between the ranks what they have read; keeps for the checkpoints digests of what no
     setting tells: the files that shape the numbers, and rows of each validation set. From here on
     the guards know the last step.
@@ -51,7 +51,7 @@ def compare_data(guards: Guards, data: PackSource, plan: TrainingPlan, parts: Pa
 
 def compare_files(
     guards: Guards,
-    parts: Parts,
+    parts: RunParts,
     keeps_start: bool = False,
     more: Mapping[str, str] | None = None,
 ) -> None:
@@ -65,7 +65,7 @@ def compare_files(
 
 def agree_on_settings(
     guards: Guards,
-    parts: Parts,
+    parts: RunParts,
     tokenizer: PreTrainedTokenizerBase,
     recompute: ChooseRecomputation,
     data: PackSource | None = None,

@@ -16,11 +16,11 @@ from automodel_lite.errors import ConfigError, UserError
 from automodel_lite.models.settings import cannot_work
 from automodel_lite.models.source import CausalLM, describe
 from automodel_lite.parallel.sharding import choose_precision
-from automodel_lite.training.settings import Parts, build_parts
+from automodel_lite.training.settings import RunParts, build_parts
 from automodel_lite.training.world import default_device
 
 
-def check_parts(parts: Parts, strategy: str, device: torch.device) -> None:
+def check_parts(parts: RunParts, strategy: str, device: torch.device) -> None:
     """Raises ConfigError with a line for each of the combinations that do not work."""
     problems: list[ConfigError] = [
         *_axes_rules(parts, strategy),
@@ -40,7 +40,7 @@ def check_parts(parts: Parts, strategy: str, device: torch.device) -> None:
         raise ConfigError.of(problems)
 
 
-def _axes_rules(parts: Parts, strategy: str) -> Iterator[ConfigError]:
+def _axes_rules(parts: RunParts, strategy: str) -> Iterator[ConfigError]:
     """Yields what transformers' tensor and expert parallelism and offloading cannot do."""
     mesh = parts.mesh
     has_axes = mesh.tp * mesh.ep > 1
@@ -84,7 +84,7 @@ def _axes_rules(parts: Parts, strategy: str) -> Iterator[ConfigError]:
         )
 
 
-def _compile_rules(parts: Parts) -> Iterator[ConfigError]:
+def _compile_rules(parts: RunParts) -> Iterator[ConfigError]:
     """Yields what compiled layers do not support."""
     training = parts.training
     aux_loss = parts.model.router_aux_loss
@@ -107,7 +107,7 @@ def _compile_rules(parts: Parts) -> Iterator[ConfigError]:
         )
 
 
-def _fp8_rules(parts: Parts) -> Iterator[ConfigError]:
+def _fp8_rules(parts: RunParts) -> Iterator[ConfigError]:
     """Yields what fp8 lacks: its products take multiples of 16 in every dim, tokens too."""
     if parts.training.fp8 == "none":
         return
@@ -139,7 +139,7 @@ def _fp8_rules(parts: Parts) -> Iterator[ConfigError]:
         )
 
 
-def _noise_rules(parts: Parts) -> Iterator[ConfigError]:
+def _noise_rules(parts: RunParts) -> Iterator[ConfigError]:
     """Yields what has embeddings of other tokens, or parts of them."""
     alpha = parts.training.neftune_noise_alpha
     key = "training.neftune_noise_alpha"
@@ -159,7 +159,7 @@ def _noise_rules(parts: Parts) -> Iterator[ConfigError]:
         )
 
 
-def _batch_rules(parts: Parts) -> Iterator[ConfigError]:
+def _batch_rules(parts: RunParts) -> Iterator[ConfigError]:
     """Yields what a batch that is counted in documents contradicts."""
     key = "training.global_batch_documents"
     documents = f"{key}={parts.training.global_batch_documents}"
@@ -179,7 +179,7 @@ def _batch_rules(parts: Parts) -> Iterator[ConfigError]:
         )
 
 
-def _mtp_rules(parts: Parts) -> Iterator[ConfigError]:
+def _mtp_rules(parts: RunParts) -> Iterator[ConfigError]:
     """Yields what heads that predict further tokens cannot be trained with."""
     key = "model.mtp_loss"
     mtp = f"{key}={parts.model.mtp_loss}"
@@ -212,7 +212,7 @@ def _mtp_rules(parts: Parts) -> Iterator[ConfigError]:
         )
 
 
-def _master_weights_rules(parts: Parts, device: torch.device) -> Iterator[ConfigError]:
+def _master_weights_rules(parts: RunParts, device: torch.device) -> Iterator[ConfigError]:
     """Yields what weights in bf16, which learn by stochastic rounding alone, do not support."""
     training = parts.training
     if training.master_weights != "bf16":
@@ -258,14 +258,14 @@ look at.
 """
 
 
-def checked_parts(config: Config) -> Parts:
+def checked_parts(config: Config) -> RunParts:
     """Builds the parts of the configuration, and tries them; raises ConfigError."""
     parts = build_parts(config)
     try_settings(config, parts)
     return parts
 
 
-def try_settings(config: Config, parts: Parts) -> None:
+def try_settings(config: Config, parts: RunParts) -> None:
     """Raises one ConfigError with a line per part of the configuration that cannot work; nothing is
     loaded.
     """

@@ -32,7 +32,7 @@ OF_TRAINING = ("router_aux_loss", "mtp_loss", "freeze", "train_towers")
 
 
 @dataclass(frozen=True)
-class Parts:
+class RunParts:
     """What the model is built from, and what its memory depends on.
 
     attention  None takes the best kernel for the model and the device
@@ -64,7 +64,7 @@ class Parts:
         return self.peft is not None and self.peft.is_quantized
 
 
-def build_parts(config: Config) -> Parts:
+def build_parts(config: Config) -> RunParts:
     """Raises ConfigError for what a part refuses, and for a package that is missing."""
     loss = checked_loss(build(config.loss))
     teacher = None
@@ -105,7 +105,7 @@ def build_parts(config: Config) -> Parts:
             key="packed_sequence.strategy",
             cure="use exact_fill, best_fit or next_fit, and overlong=drop, truncate or error",
         )
-    return Parts(
+    return RunParts(
         model=build(config.model),
         attention=build(config.attention) if config.attention else None,
         peft=build(config.peft) if config.peft else None,
@@ -133,7 +133,7 @@ def build_optimizer(part: Mapping[str, Any], module: nn.Module) -> Optimizer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Decided(Parts):
+class Decided(RunParts):
     """The settings of a run with nothing left open, before any of it is built: `auto` is gone from
     its mesh, its recomputation and its reduction. A run, its dry run and recipes/verify.py decide
     alike, and nobody changes it afterwards.
@@ -154,9 +154,9 @@ class Decided(Parts):
     of_teacher: Decided | None = None
 
     @classmethod
-    def of(cls, parts: Parts, **decisions: Any) -> Decided:
+    def of(cls, parts: RunParts, **decisions: Any) -> Decided:
         """Returns these parts with the decisions about them."""
-        return cls(**{x.name: getattr(parts, x.name) for x in fields(Parts)}, **decisions)
+        return cls(**{x.name: getattr(parts, x.name) for x in fields(RunParts)}, **decisions)
 
     @property
     def tokens(self) -> int:
@@ -164,7 +164,7 @@ class Decided(Parts):
         return self.training.micro_batch_size * self.packed_sequence_size
 
 
-AnyParts = TypeVar("AnyParts", bound=Parts)
+AnyParts = TypeVar("AnyParts", bound=RunParts)
 
 
 def with_recomputation(parts: AnyParts, how: str, every: int) -> AnyParts:
@@ -174,20 +174,20 @@ def with_recomputation(parts: AnyParts, how: str, every: int) -> AnyParts:
     return replace(parts, training=training, advanced=advanced)
 
 
-def as_teacher(parts: Parts, teacher: CausalLM) -> Parts:
+def as_teacher(parts: RunParts, teacher: CausalLM) -> RunParts:
     """Returns the parts of a frozen second model: the same but for what is trained."""
     return replace(as_start(parts), model=teacher, peft=None)
 
 
-def as_start(parts: Parts) -> Parts:
+def as_start(parts: RunParts) -> RunParts:
     """Returns the parts of the start model, frozen: with the adapter that is continued, as
     `peft.adapter` has it; a new adapter changes nothing yet.
     """
-    own = {x.name: getattr(parts, x.name) for x in fields(Parts)}
+    own = {x.name: getattr(parts, x.name) for x in fields(RunParts)}
     is_continued = parts.peft is not None and parts.peft.adapter is not None
     changed = {
         "teacher": None,
         "peft": parts.peft if is_continued else None,
         "loss": FusedLinearCrossEntropy(),
     }
-    return Parts(**own | changed)
+    return RunParts(**own | changed)

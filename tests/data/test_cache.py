@@ -17,7 +17,7 @@ from automodel_lite.data import cache
 from automodel_lite.data.cache import CacheEntry, build_once, find_damage
 from automodel_lite.data.prepare import build_documents
 from automodel_lite.data.reading.documents import DocumentList
-from automodel_lite.data.tokens.tokenize import Job, tokenize_documents
+from automodel_lite.data.tokens.tokenize import TokenizeJob, tokenize_documents
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.parts.datasets.toy_chat import ToyChat
 from tests.data.templates import MARKED, byte_tokenizer
@@ -125,7 +125,7 @@ def test_what_changed_is_named_against_the_closest_entry(tmp_path: Path) -> None
 def tokenize_toy_chat(cache_dir: Path, log: Path) -> None:
     documents = ToyChat(num_chats=300)
     documents.train = DocumentList([*documents.train.rows], "toy_chat")
-    data = tokenize_documents(documents, Job(byte_tokenizer(MARKED)), cache_dir)
+    data = tokenize_documents(documents, TokenizeJob(byte_tokenizer(MARKED)), cache_dir)
     append(
         log, f"{data.fingerprint} {data.train.num_tokens} {int(data.train.columns['labels'].sum())}"
     )
@@ -280,7 +280,7 @@ def test_flipped_token_ids_change_no_loss(tmp_path: Path) -> None:
     documents = ToyChat(num_chats=100)
 
     def rows() -> tuple[str, int]:
-        data = tokenize_documents(documents, Job(byte_tokenizer(MARKED)), tmp_path)
+        data = tokenize_documents(documents, TokenizeJob(byte_tokenizer(MARKED)), tmp_path)
         return data.fingerprint, int(
             data.train.columns["input_ids"].astype(np.int64).sum() + data.train.offsets.sum()
         )
@@ -297,7 +297,7 @@ def test_flipped_token_ids_change_no_loss(tmp_path: Path) -> None:
 def test_rows_that_are_cut_short_while_they_are_mapped(column: str, tmp_path: Path) -> None:
     """Reading on would end the process by SIGBUS; a folder that is removed as a whole hurts nobody."""
     documents = ToyChat(num_chats=200)
-    data = tokenize_documents(documents, Job(byte_tokenizer(MARKED)), tmp_path).train
+    data = tokenize_documents(documents, TokenizeJob(byte_tokenizer(MARKED)), tmp_path).train
     again = pickle.loads(pickle.dumps(data))  # as workers get them
     assert len(again[19]["input_ids"]) > 5
     os.truncate(data.folder / f"{column}.bin", 72)

@@ -18,7 +18,7 @@ from automodel_lite.data.packing.packs import PackedDataset, Packer, join_packs
 from automodel_lite.data.packing.plan import plan_packs
 from automodel_lite.data.reading.files import FilesDataset
 from automodel_lite.data.tokens.token_rows import TokenizedDocuments, flatten
-from automodel_lite.data.tokens.tokenize import Job, tokenize_documents
+from automodel_lite.data.tokens.tokenize import TokenizeJob, tokenize_documents
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.models.fused_head import linear_cross_entropy
 from automodel_lite.models.loss import (
@@ -43,7 +43,7 @@ def tokenized(folder: Path, *rows: dict[str, Any]) -> TokenizedDocuments:
     file = folder / "rows.jsonl"
     file.write_text("\n".join(map(json.dumps, rows)))
     data = tokenize_documents(
-        FilesDataset(str(file)), Job(byte_tokenizer(MARKED)), folder / "cache"
+        FilesDataset(str(file)), TokenizeJob(byte_tokenizer(MARKED)), folder / "cache"
     )
     assert isinstance(data.train, TokenizedDocuments)
     return data.train

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from automodel_lite.config.schema import TokenizeConfig
-from automodel_lite.data.tokens.tokenize import Job
+from automodel_lite.data.tokens.tokenize import TokenizeJob
 from automodel_lite.evaluation.generator import Generator
 from automodel_lite.evaluation.samples import text_prompt
 from automodel_lite.run.ending import ending_of
@@ -74,7 +74,7 @@ def test_a_prompt_has_the_variables_of_the_training(
     Generator(model, tokenizer).answers(CHATS[:1], max_new_tokens=1)
     Generator(model, tokenizer, template_kwargs=variables).answers(CHATS[:1], max_new_tokens=1)
     assert asked[1] == f"{asked[0]}(none)"
-    job = Job(tokenizer, TokenizeConfig(template_kwargs=variables))
+    job = TokenizeJob(tokenizer, TokenizeConfig(template_kwargs=variables))
     assert tokenizer.decode(text_prompt(job, "x")[0]).endswith("(none)")
     assert settings_of(tmp_path / "nothing") == {}
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from automodel_lite.data.reading.files import FilesDataset
 from automodel_lite.data.tokens.encode import ChatRenderer, Renderer
-from automodel_lite.data.tokens.tokenize import Job, tokenize_documents
+from automodel_lite.data.tokens.tokenize import TokenizeJob, tokenize_documents
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.parts.datasets.memmap import MemmapCorpus, write_memmap
 from tests.data.templates import LLAMA3, byte_tokenizer
@@ -79,7 +79,7 @@ def trained_texts(path: Path, **options: Any) -> list[str]:
     """What the rows of a file train, decoded, a text per row; checks the labels on the way."""
     documents = FilesDataset(str(path), **options)
     with tempfile.TemporaryDirectory(dir=IN_MEMORY) as cache:
-        rows = tokenize_documents(documents, Job(TOKENIZER), cache).train
+        rows = tokenize_documents(documents, TokenizeJob(TOKENIZER), cache).train
         found = []
         for index in range(len(rows)):
             ids, labels = np.array(rows[index]["input_ids"]), np.array(rows[index]["labels"])

@@ -23,7 +23,7 @@ from automodel_lite.data.feeding.order import BatchShape
 from automodel_lite.data.feeding.source import Cursor
 from automodel_lite.data.packing.packs import Packer
 from automodel_lite.data.reading.files import FilesDataset
-from automodel_lite.data.tokens.tokenize import Job, tokenize_documents
+from automodel_lite.data.tokens.tokenize import TokenizeJob, tokenize_documents
 from automodel_lite.errors import DataError
 from automodel_lite.models.flops import CostModel
 from automodel_lite.parallel.mesh import init_mesh
@@ -175,7 +175,7 @@ def trial(number: int) -> str:
     with tempfile.TemporaryDirectory(dir=IN_MEMORY) as folder:
         os.environ["AUTOMODEL_LITE_CACHE"] = folder
         path = write(draw, Path(folder), form, [row for row, _ in rows])
-        job = Job(TOKENIZER, settings, tree, size)
+        job = TokenizeJob(TOKENIZER, settings, tree, size)
         packer = Packer(size, overlong=overlong, tree=tree, slot_multiple=multiple, seed=number)  # type: ignore[arg-type]
         try:
             if is_stream:

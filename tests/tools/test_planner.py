@@ -26,12 +26,12 @@ from automodel_lite.extras.plan.planner import (
 from automodel_lite.extras.plan.simulation import simulate
 from automodel_lite.extras.short_models import with_layers
 from automodel_lite.parallel.mesh import MeshShape
-from automodel_lite.training.settings import Parts, build_parts
+from automodel_lite.training.settings import RunParts, build_parts
 from recipes.plan import as_json, calibrated, coarse_text, fits, overrides_of
 from tests.runs import composed
 
 
-def parts_of(more: Sequence[str] = ()) -> Parts:
+def parts_of(more: Sequence[str] = ()) -> RunParts:
     config = check_config(composed("qwen3_0_6b", "dataset.path=any", "optimizer.lr=1e-4", *more))
     return build_parts(replace(config, attention={}))
 

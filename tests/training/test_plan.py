@@ -23,7 +23,7 @@ from automodel_lite.parts.losses.preference import SimPo
 from automodel_lite.parts.optimizers.adamw import adamw
 from automodel_lite.training import rules
 from automodel_lite.training.rules import check_parts
-from automodel_lite.training.settings import Parts, build_parts, with_recomputation
+from automodel_lite.training.settings import RunParts, build_parts, with_recomputation
 from tests.runs import quick_config
 
 
@@ -68,11 +68,11 @@ def test_4_bit_weights_are_not_multiplied_in_fp8(
 
 
 @pytest.fixture(scope="module")
-def parts(tmp_path_factory: pytest.TempPathFactory) -> Parts:
+def parts(tmp_path_factory: pytest.TempPathFactory) -> RunParts:
     return build_parts(quick_config(tmp_path_factory.mktemp("run")))
 
 
-def changed(parts: Parts, **settings: Any) -> Parts:
+def changed(parts: RunParts, **settings: Any) -> RunParts:
     """`mesh__ep=2` sets a part's own setting, `peft=...` a part."""
     for key, value in settings.items():
         part, _, name = key.partition("__")
@@ -191,7 +191,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str, str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_parts_that_do_not_work_together(case: str, parts: Parts) -> None:
+def test_parts_that_do_not_work_together(case: str, parts: RunParts) -> None:
     settings, strategy, key, cure = REFUSED[case]
     with pytest.raises(ConfigError) as raised:
         check_parts(changed(parts, **settings), strategy, torch.device("cpu"))
@@ -200,7 +200,7 @@ def test_parts_that_do_not_work_together(case: str, parts: Parts) -> None:
     assert cure in error.cure
 
 
-def test_each_of_them_alone_is_taken(parts: Parts) -> None:
+def test_each_of_them_alone_is_taken(parts: RunParts) -> None:
     taken: tuple[dict[str, Any], ...] = (
         {},
         BF16,
@@ -212,7 +212,7 @@ def test_each_of_them_alone_is_taken(parts: Parts) -> None:
         check_parts(changed(parts, **settings), "fsdp", torch.device("cpu"))
 
 
-def test_all_that_is_wrong_is_said_at_once(parts: Parts) -> None:
+def test_all_that_is_wrong_is_said_at_once(parts: RunParts) -> None:
     settings = {"mesh__ep": 2, "peft": PEFT, "model__resize_embeddings": True}
     with pytest.raises(ConfigError) as error:
         check_parts(changed(parts, **settings), "ddp", torch.device("cpu"))
@@ -243,7 +243,7 @@ def test_a_loss_and_its_parts(part: str, target: str, key: str, cure: str, tmp_p
     assert cure in error.value.cure
 
 
-def test_recomputation_is_all_that_changes(parts: Parts) -> None:
+def test_recomputation_is_all_that_changes(parts: RunParts) -> None:
     other = with_recomputation(parts, "offload", 3)
     asked = {"training__activation_checkpointing": "offload", "advanced__recompute_every_layers": 3}
     assert other == changed(parts, **asked) != parts

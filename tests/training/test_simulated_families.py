@@ -9,7 +9,7 @@ from automodel_lite.config.check import check_config
 from automodel_lite.errors import ConfigError
 from automodel_lite.extras.plan.simulation import CountError, simulate
 from automodel_lite.parallel.mesh import MeshShape
-from automodel_lite.training.settings import Parts, build_parts
+from automodel_lite.training.settings import RunParts, build_parts
 from benchmarks.tiny_models import COMPOSITES, decoder_families, tiny_config
 from tests.runs import composed
 
@@ -27,7 +27,7 @@ COMMON = {
 }
 
 
-def parts_of(precision: str) -> Parts:
+def parts_of(precision: str) -> RunParts:
     settings = [
         "packed_sequence.packed_sequence_size=32",
         "training.activation_checkpointing=none",

@@ -41,7 +41,7 @@ from automodel_lite.parallel.sharding import parallelize
 from automodel_lite.thd import stream_of
 from automodel_lite.training import memory
 from automodel_lite.training.memory import MemoryEstimate, estimate_memory
-from automodel_lite.training.settings import Decided, Parts, build_parts, with_recomputation
+from automodel_lite.training.settings import Decided, RunParts, build_parts, with_recomputation
 from benchmarks.tiny_models import tiny_config
 from tests.ranks import in_a_process
 from tests.runs import composed
@@ -75,7 +75,7 @@ def config(*overrides: str) -> Config:
     return check_config(composed("smoke", *sizes, *overrides))
 
 
-def parts(*overrides: str) -> Parts:
+def parts(*overrides: str) -> RunParts:
     return build_parts(config(*overrides))
 
 

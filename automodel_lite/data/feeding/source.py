@@ -21,7 +21,7 @@ from automodel_lite.data.packing.packs import Batch, PackedDataset, Packer
 from automodel_lite.data.packing.report import PackingReport
 from automodel_lite.data.reading.documents import Documents
 from automodel_lite.data.tokens.token_rows import DocumentReader, members_of
-from automodel_lite.data.tokens.tokenize import Job
+from automodel_lite.data.tokens.tokenize import TokenizeJob
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.flops import CostModel
 from automodel_lite.parallel.mesh import Mesh
@@ -85,7 +85,7 @@ class Reading:
     """How a run reads its documents: tokenized by `job`, packed by `packer`."""
 
     documents: Documents
-    job: Job
+    job: TokenizeJob
     packer: Packer
 
 
@@ -132,7 +132,7 @@ class PackSource(ABC):
     """
 
     documents: Documents
-    job: Job
+    job: TokenizeJob
     packer: Packer
     val_packs: Mapping[str, PackedDataset]
     notes: tuple[str, ...]  # what tokenizing did, a line per set

@@ -72,7 +72,7 @@ MOST_SOCKET_FOLDER_BYTES = 70
 
 
 @dataclass(frozen=True)
-class Job:
+class TokenizeJob:
     """How the documents of a set are tokenized."""
 
     tokenizer: PreTrainedTokenizerFast
@@ -91,7 +91,7 @@ class Job:
         return Encoder(self.tokenizer)
 
 
-def tokenize_chunks(rows: DocumentSet, job: Job, documents: range) -> Iterator[Chunk]:
+def tokenize_chunks(rows: DocumentSet, job: TokenizeJob, documents: range) -> Iterator[Chunk]:
     """Yields the chunks of some documents of `rows`, from a chunk's first on, in order,
     whatever the number of processes.
 
@@ -212,7 +212,7 @@ class DocumentTokenizer:
     alike.
     """
 
-    def __init__(self, job: Job):
+    def __init__(self, job: TokenizeJob):
         self._settings = job.settings
         self._renderer = job.renderer()
         self._encoder = job.encoder()
@@ -367,7 +367,7 @@ def _given_tokens(document: Document, train_on: str, vocab_size: int) -> Documen
 _worker: tuple[DocumentSet, DocumentTokenizer]
 
 
-def _start_process(rows: DocumentSet, job: Job, columns: Mapping[str, Column]) -> None:
+def _start_process(rows: DocumentSet, job: TokenizeJob, columns: Mapping[str, Column]) -> None:
     global _worker
     COLUMNS.update(columns)  # a process that has not imported the loss
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -388,7 +388,7 @@ def _chunk_in_process(wanted: range) -> Chunk:
 
 def job_of(
     config: Config, documents: Documents, tree: str = "off", most_tokens: int | None = None
-) -> Job:
+) -> TokenizeJob:
     """The job of a run, whose tokenizer may be trained on its documents; `tree` and `most_tokens`
     are the packer's.
     """
@@ -399,7 +399,7 @@ def job_of(
     pretrained = config.model.get("pretrained")
     if pretrained and config.tokenizer.get("path") != pretrained:
         check_vocabulary(pretrained, tokenizer)
-    return Job(tokenizer, config.tokenize, tree, most_tokens, separates)
+    return TokenizeJob(tokenizer, config.tokenize, tree, most_tokens, separates)
 
 
 def check_turns(settings: TokenizeConfig, documents: Documents) -> None:
@@ -430,7 +430,7 @@ RULES_VERSION = "15"
 
 
 def tokenize_documents(
-    documents: Documents, job: Job, cache_dir: str | Path | None = None
+    documents: Documents, job: TokenizeJob, cache_dir: str | Path | None = None
 ) -> TokenizedData:
     """Tokenizes a dataset, or takes it from the cache; any number of processes may call it at once.
 
@@ -460,7 +460,7 @@ def tokenize_documents(
     )
 
 
-def rows_key(identity: str, job: Job) -> Key:
+def rows_key(identity: str, job: TokenizeJob) -> Key:
     """Returns what the token rows of a dataset depend on, beside the name of their set."""
     template = job.tokenizer.chat_template
     settings = job.settings
@@ -481,7 +481,7 @@ def rows_key(identity: str, job: Job) -> Key:
 
 
 def _as_trees(
-    rows: TokenizedDocuments, folder: Path, root: Path, label: str, job: Job
+    rows: TokenizedDocuments, folder: Path, root: Path, label: str, job: TokenizeJob
 ) -> tuple[TokenizedDocuments, dict[str, Any]]:
     """Returns the rows that `folder` holds with their shared beginnings once, from the cache, and
     what is said of them.
@@ -500,7 +500,7 @@ def tokenize_sets(
     sets: Mapping[str, DocumentSet],
     identity: str,
     kind: str,
-    job: Job,
+    job: TokenizeJob,
     cache_dir: str | Path | None,
 ) -> tuple[dict[str, DocumentReader], dict[str, RowCounts], tuple[str, ...]]:
     """Returns the rows of each set, which the cache holds, their counts, and notes to print."""
@@ -536,14 +536,16 @@ def tokenize_sets(
     return rows, counts, (*notes, *special, *of_trees)
 
 
-def _write_rows(folder: Path, name: str, kind: str, documents: DocumentSet, job: Job) -> None:
+def _write_rows(
+    folder: Path, name: str, kind: str, documents: DocumentSet, job: TokenizeJob
+) -> None:
     """Tokenizes a set into a folder of the cache, and judges it."""
     found = write_part(folder, name, documents, job)
     check_set(name, kind, found, job.settings, job.tokenizer)
 
 
 def write_part(
-    folder: Path, name: str, documents: DocumentSet, job: Job, part: range | None = None
+    folder: Path, name: str, documents: DocumentSet, job: TokenizeJob, part: range | None = None
 ) -> Findings:
     """Tokenizes a set, or a part of it, into a folder of the cache; returns what was found."""
     writer = RowsWriter(folder)

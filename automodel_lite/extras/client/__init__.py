@@ -98,7 +98,7 @@ from automodel_lite.training.decide import decide
 from automodel_lite.training.engine import Engine, TrainingEngine
 from automodel_lite.training.guards import Guards
 from automodel_lite.training.resolve import resolve_auto
-from automodel_lite.training.settings import Parts, as_start
+from automodel_lite.training.settings import RunParts, as_start
 
 STATES = "states"
 """The folder of the run in which states with names are."""
@@ -945,7 +945,7 @@ def _as_groups(groups: Iterable[Any]) -> list[list[Any]]:
     return [group for group in found if group]
 
 
-def _check_settings(config: Config, parts: Parts) -> None:
+def _check_settings(config: Config, parts: RunParts) -> None:
     """Raises ConfigError for settings of which the client would make something else."""
     if parts.packer.cuts_documents:
         raise ConfigError(

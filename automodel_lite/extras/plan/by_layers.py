@@ -18,7 +18,7 @@ from automodel_lite.models.layers import decoder_layers
 from automodel_lite.models.source import describe
 from automodel_lite.parallel.mesh import MeshShape
 from automodel_lite.thd import ThdBatch
-from automodel_lite.training.settings import Parts
+from automodel_lite.training.settings import RunParts
 
 PLACES = tuple(
     f"backward of the {layer}" for layer in ("first layer", "second", "last but one", "last")
@@ -26,7 +26,7 @@ PLACES = tuple(
 
 
 def simulate_by_layers(
-    parts: Parts,
+    parts: RunParts,
     model_config: PretrainedConfig,
     shape: MeshShape,
     pattern: LayerPattern,

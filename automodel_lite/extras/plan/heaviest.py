@@ -10,13 +10,13 @@ import torch
 from automodel_lite.data.feeding.planned import PlannedPacks
 from automodel_lite.data.packing.packs import join_packs
 from automodel_lite.thd import ThdBatch, to_thd
-from automodel_lite.training.settings import Parts
+from automodel_lite.training.settings import RunParts
 
 MOST_PACKS = 64
 """Of the first epoch, among which the one with the longest paths is looked for."""
 
 
-def heaviest_batch(parts: Parts) -> ThdBatch | None:
+def heaviest_batch(parts: RunParts) -> ThdBatch | None:
     """Returns the micro-batch of the data that a step is counted with; None where plain documents
     stand for it.
     """
@@ -26,7 +26,7 @@ def heaviest_batch(parts: Parts) -> ThdBatch | None:
     return most_work_of_towers(planned, parts) or most_branched(planned, parts)
 
 
-def most_branched(data: PlannedPacks, parts: Parts) -> ThdBatch | None:
+def most_branched(data: PlannedPacks, parts: RunParts) -> ThdBatch | None:
     """Returns the micro-batch whose trees have the most keys, every token labeled, with ids of 0;
     None where nothing branches.
     """
@@ -40,7 +40,7 @@ def most_branched(data: PlannedPacks, parts: Parts) -> ThdBatch | None:
     return all_labeled(replace(batch, input_ids=ids, columns={}), parts)
 
 
-def most_work_of_towers(data: PlannedPacks, parts: Parts) -> ThdBatch | None:
+def most_work_of_towers(data: PlannedPacks, parts: RunParts) -> ThdBatch | None:
     """Returns the micro-batch of the first epoch's packs whose images are the most work, every
     token labeled; None where no document has one.
     """
@@ -53,7 +53,7 @@ def most_work_of_towers(data: PlannedPacks, parts: Parts) -> ThdBatch | None:
     return all_labeled(batch, parts)
 
 
-def all_labeled(batch: ThdBatch, parts: Parts) -> ThdBatch:
+def all_labeled(batch: ThdBatch, parts: RunParts) -> ThdBatch:
     """Returns the batch with a label at each token, and what the loss asks for."""
     ids = torch.zeros_like(batch.input_ids)
     batch = replace(batch, labels=ids, label_rows=torch.arange(len(ids)))

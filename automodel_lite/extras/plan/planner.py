@@ -35,7 +35,7 @@ from automodel_lite.telemetry.metrics import peak_of
 from automodel_lite.thd import ThdBatch
 from automodel_lite.training.decide import decide_layout
 from automodel_lite.training.memory import estimate_memory
-from automodel_lite.training.settings import Decided, Parts, with_recomputation
+from automodel_lite.training.settings import Decided, RunParts, with_recomputation
 
 AXES = ("dp_replicate", "dp_shard", "cp", "tp", "ep")
 SHOWN = 10
@@ -64,7 +64,7 @@ GPUS = {
 }
 
 
-def plain_documents(parts: Parts) -> None:
+def plain_documents(parts: RunParts) -> None:
     """Leaves the micro-batch to the simulation."""
 
 
@@ -78,14 +78,14 @@ class Job:
     batch     micro-batch of a layout's parts; None = plain documents
     """
 
-    parts: Parts
+    parts: RunParts
     config: PretrainedConfig
     gpu: Gpu
     gpus_per_node: int
     nodes: int
     lengths: np.ndarray
     paths: np.ndarray
-    batch: Callable[[Parts], ThdBatch | None] = plain_documents
+    batch: Callable[[RunParts], ThdBatch | None] = plain_documents
 
     @property
     def world(self) -> int:
@@ -139,7 +139,7 @@ class Plan:
     """A layout that fits."""
 
     layout: Layout
-    parts: Parts
+    parts: RunParts
     step: Simulation
     # products, attention, memory, links, exchange, update -> of an optimizer step
     seconds: dict[str, float]
@@ -163,7 +163,7 @@ class Outcome:
     lost: Counter[str]
 
 
-def coarsely(job: Job) -> Iterator[tuple[float, Layout, Parts]]:
+def coarsely(job: Job) -> Iterator[tuple[float, Layout, RunParts]]:
     """Yields the layouts of the job's world with the settings that hold least, and the bytes that
     they hold by the coarse formulas.
     """
@@ -242,7 +242,7 @@ def make_plans(
     return Outcome([], lost)
 
 
-def placed(job: Job, layout: Layout) -> Parts:
+def placed(job: Job, layout: Layout) -> RunParts:
     """Returns the job's parts on the layout's mesh, with its batch."""
     mesh = replace(job.parts.mesh, **{axis: getattr(layout.shape, axis) for axis in AXES})
     training = replace(
@@ -340,7 +340,7 @@ def _likely_s(job: Job, layout: Layout) -> float:
     return before_last + max(work_s, gather_s + reduce_s) + layout.micro_steps * waited_s
 
 
-def priced(job: Job, layout: Layout, parts: Parts, step: Simulation) -> Plan:
+def priced(job: Job, layout: Layout, parts: RunParts, step: Simulation) -> Plan:
     """Returns the plan with the seconds that its counted step takes."""
     windows = {
         one.window for work in step.work.values() for one in work if not isinstance(one, Message)
@@ -360,7 +360,7 @@ def priced(job: Job, layout: Layout, parts: Parts, step: Simulation) -> Plan:
 
 
 def _seconds(
-    job: Job, work: Work, parts: Parts, visible: dict[int | None, float]
+    job: Job, work: Work, parts: RunParts, visible: dict[int | None, float]
 ) -> dict[str, float]:
     """Each operation takes the longer of its FLOPs and its bytes; of what travels beside the
     computation, a layer's share is waited for at the begin, and all that takes longer than the

@@ -26,7 +26,7 @@ from automodel_lite.extras.plan.heaviest import heaviest_batch
 from automodel_lite.extras.plan.simulation import CountError, Simulation
 from automodel_lite.thd import ThdBatch
 from automodel_lite.training.memory import estimate_memory, gib
-from automodel_lite.training.settings import Decided, Parts, with_recomputation
+from automodel_lite.training.settings import Decided, RunParts, with_recomputation
 
 NONE = ("none", 1)
 FULL = ("full", 1)
@@ -36,7 +36,7 @@ _CERTAIN = 2.0  # the coarse formulas are never this far off
 HOPELESS = 1.6  # share of the memory by the formulas beyond which a rung is not simulated
 
 
-def recomputation_text(parts: Parts) -> str:
+def recomputation_text(parts: RunParts) -> str:
     """`none`, `none, weights stay gathered`, `full`, `full, one layer of 2`, `offload`."""
     how = parts.training.activation_checkpointing
     every = parts.advanced.recompute_every_layers

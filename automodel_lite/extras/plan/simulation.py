@@ -55,7 +55,7 @@ from automodel_lite.training.compiling import worst_case_batch
 from automodel_lite.training.decide import decide_layout
 from automodel_lite.training.engine import TrainingEngine
 from automodel_lite.training.memory import gib
-from automodel_lite.training.settings import Decided, Parts, as_teacher
+from automodel_lite.training.settings import Decided, RunParts, as_teacher
 
 _MOST_VALUES = 2**26  # of pixels that are there
 
@@ -125,7 +125,7 @@ def counting(model_config: PretrainedConfig, shape: MeshShape) -> Iterator[None]
 
 
 def simulate(
-    parts: Parts,
+    parts: RunParts,
     model_config: PretrainedConfig,
     shape: MeshShape,
     batch: ThdBatch | None = None,
@@ -197,7 +197,7 @@ def simulate(
 
 def _model(plan: Decided, mesh: Mesh, fake: FakeTensorMode, held: MemoryTracker) -> ParallelModel:
     """Returns the model on its mesh, with its teacher."""
-    adapted: Parts = plan
+    adapted: RunParts = plan
     if plan.peft:
         adapted = replace(plan, peft=UnplacedAdapters(plan.peft))  # type: ignore[arg-type]
     model = _sharded(adapted, plan, mesh, fake, held)
@@ -210,7 +210,7 @@ def _model(plan: Decided, mesh: Mesh, fake: FakeTensorMode, held: MemoryTracker)
 
 
 def _sharded(
-    parts: Parts,
+    parts: RunParts,
     plan: Decided,
     mesh: Mesh,
     fake: FakeTensorMode,

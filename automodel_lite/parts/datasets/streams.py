@@ -63,7 +63,7 @@ from automodel_lite.data.tokens.findings import check_set, limit_exceeded
 from automodel_lite.data.tokens.token_rows import flatten
 from automodel_lite.data.tokens.tokenize import (
     DocumentTokenizer,
-    Job,
+    TokenizeJob,
     job_of,
     tokenization_notes,
     tokenize_sets,
@@ -512,7 +512,7 @@ class ShardTurns(IterableDataset):
     """
 
     dataset: StreamingDataset
-    job: Job
+    job: TokenizeJob
     packer: Packer
     shards: list[int]
     states: dict[int, ShardState]

@@ -22,7 +22,7 @@ from automodel_lite.data.reading.files import FilesDataset, OpenedRows, sniff_co
 from automodel_lite.data.reading.paths import KINDS, kind_of, stamp
 from automodel_lite.data.reading.readers import RawRows, placed
 from automodel_lite.data.reading.tables import DatasetRows
-from automodel_lite.data.tokens.tokenize import Job
+from automodel_lite.data.tokens.tokenize import TokenizeJob
 from automodel_lite.errors import ConfigError, DataError, printable
 from automodel_lite.models.source import CausalLM
 from automodel_lite.parts.images.archives import KEY, STRETCHES, index_archive, index_name
@@ -240,7 +240,7 @@ def undecoded(rows: RawRows) -> RawRows:
     return replace(rows, rows=Undecoded(rows.rows.with_format("arrow")))
 
 
-def processor_of(config: Config, job: Job, path: str | None) -> ImageProcessor:
+def processor_of(config: Config, job: TokenizeJob, path: str | None) -> ImageProcessor:
     """Returns the processor in a folder, or that of the model; raises ConfigError for none."""
     from automodel_lite.parts.images.tokens import ImageProcessor  # with the models' code
 

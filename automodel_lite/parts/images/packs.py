@@ -27,7 +27,7 @@ from automodel_lite.data.tokens.token_rows import (
     TokenizedDocuments,
     flatten,
 )
-from automodel_lite.data.tokens.tokenize import Job
+from automodel_lite.data.tokens.tokenize import TokenizeJob
 from automodel_lite.errors import DataError
 from automodel_lite.evaluation.samples import Prompt, text_prompt
 from automodel_lite.launched import rank, world_size
@@ -183,7 +183,7 @@ class ImagePacker(Packer):
         """See `Packer`; a pack of a stream brings its images."""
         return self.reader.with_images(super().pack_of(rows))
 
-    def prompt(self, job: Job, text: str) -> Prompt:
+    def prompt(self, job: TokenizeJob, text: str) -> Prompt:
         """See `PromptPacker`; `![](a.png) What is it?` has an image."""
         processor = self.reader.processor
         limits = self.reader.sets[0].limits

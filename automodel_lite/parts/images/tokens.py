@@ -33,7 +33,7 @@ from automodel_lite.columns import IGNORE_INDEX
 from automodel_lite.data.document import IMAGE, Document, Message
 from automodel_lite.data.reading.documents import DocumentSet
 from automodel_lite.data.tokens.encode import ChatRenderer, Encoder, Renderer, Rendering
-from automodel_lite.data.tokens.tokenize import DocumentTokenizer, Job
+from automodel_lite.data.tokens.tokenize import DocumentTokenizer, TokenizeJob
 from automodel_lite.errors import ConfigError, DataError, DroppedError, explained
 from automodel_lite.evaluation.questions import IMAGES, PROBE, parts_of, probe_turn
 from automodel_lite.models.source import describe
@@ -570,7 +570,7 @@ def num_axes(config: PretrainedConfig) -> int:
 
 
 @dataclass(frozen=True)
-class ImageJob(Job):
+class ImageJob(TokenizeJob):
     """How documents with images are tokenized."""
 
     processor: ImageProcessor = None  # type: ignore[assignment]
@@ -583,9 +583,9 @@ class ImageJob(Job):
         return ImageEncoder(self)
 
 
-def image_job(job: Job, processor: ImageProcessor) -> ImageJob:
+def image_job(job: TokenizeJob, processor: ImageProcessor) -> ImageJob:
     """Returns the job with images; its chat template is the processor's, unless one was set."""
-    settings = {one.name: getattr(job, one.name) for one in fields(Job)}
+    settings = {one.name: getattr(job, one.name) for one in fields(TokenizeJob)}
     made = ImageJob(**settings, processor=processor)
     own = processor.own.chat_template
     if made.tokenizer.chat_template is None and own is not None:

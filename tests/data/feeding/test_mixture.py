@@ -13,7 +13,7 @@ from automodel_lite.data.packing.packs import PackedDataset
 from automodel_lite.data.packing.plan import plan_packs
 from automodel_lite.data.reading.files import FilesDataset
 from automodel_lite.data.tokens.token_rows import TokenizedData, flatten
-from automodel_lite.data.tokens.tokenize import Job, tokenize_documents
+from automodel_lite.data.tokens.tokenize import TokenizeJob, tokenize_documents
 from automodel_lite.data.tokens.tokenizer import train_bpe_tokenizer
 from automodel_lite.errors import ConfigError
 from automodel_lite.parts.datasets.memmap import MemmapCorpus, write_memmap
@@ -33,7 +33,9 @@ def texts(path: Path, letter: str, count: int, length: int) -> FilesDataset:
 def mixed(
     tmp_path: Path, sources: dict[str, dict], **options: Any
 ) -> tuple[TokenizedData, dict[str, int]]:
-    data = tokenize_documents(Mixture(sources, **options), Job(byte_tokenizer(MARKED)), tmp_path)
+    data = tokenize_documents(
+        Mixture(sources, **options), TokenizeJob(byte_tokenizer(MARKED)), tmp_path
+    )
     assert isinstance(data.train, MixedRows)
     return data, data.train.tokens_by_source()
 

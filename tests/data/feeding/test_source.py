@@ -23,7 +23,7 @@ from automodel_lite.data.feeding.source import (
 )
 from automodel_lite.data.packing.packs import Packer
 from automodel_lite.data.tokens.token_rows import TokenizedData, members_of
-from automodel_lite.data.tokens.tokenize import Job, tokenize_documents
+from automodel_lite.data.tokens.tokenize import TokenizeJob, tokenize_documents
 from automodel_lite.models.flops import CostModel
 from automodel_lite.parallel.mesh import init_mesh
 from automodel_lite.parts.datasets.toy_chat import ToyChat
@@ -37,7 +37,7 @@ MESH = init_mesh(MeshConfig())
 @pytest.fixture(scope="module")
 def tokens(tmp_path_factory: pytest.TempPathFactory) -> TokenizedData:
     folder: Path = tmp_path_factory.mktemp("cache")
-    return tokenize_documents(ToyChat(num_chats=60), Job(byte_tokenizer(MARKED)), folder)
+    return tokenize_documents(ToyChat(num_chats=60), TokenizeJob(byte_tokenizer(MARKED)), folder)
 
 
 def source_of(tokens: TokenizedData, num_workers: int, shuffle: bool = True) -> PlannedPacks:
@@ -45,7 +45,7 @@ def source_of(tokens: TokenizedData, num_workers: int, shuffle: bool = True) -> 
     packs = packer.packs(tokens.train)
     return PlannedPacks(
         ToyChat(num_chats=60),
-        Job(byte_tokenizer(MARKED)),
+        TokenizeJob(byte_tokenizer(MARKED)),
         packer,
         {},
         (),

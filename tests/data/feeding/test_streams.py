@@ -17,7 +17,7 @@ from automodel_lite.config.schema import DataloaderConfig, MeshConfig, TokenizeC
 from automodel_lite.data.feeding.order import BatchShape
 from automodel_lite.data.feeding.source import Cursor, HostStep
 from automodel_lite.data.packing.packs import Packer
-from automodel_lite.data.tokens.tokenize import Job, tokenize_documents
+from automodel_lite.data.tokens.tokenize import TokenizeJob, tokenize_documents
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.models.flops import CostModel
 from automodel_lite.parallel.mesh import init_mesh
@@ -50,7 +50,15 @@ def loader_of(
         DataloaderConfig(num_workers=num_workers),
     )
     return StreamedPacks(
-        dataset, Job(byte_tokenizer(MARKED)), Packer(40), {}, (), shape, dataloader, False, 40
+        dataset,
+        TokenizeJob(byte_tokenizer(MARKED)),
+        Packer(40),
+        {},
+        (),
+        shape,
+        dataloader,
+        False,
+        40,
     )
 
 
@@ -138,7 +146,7 @@ def test_an_edit_between_what_is_hashed_is_another_stream(tmp_path: Path) -> Non
             file.seek(157 * len(line) + 100)  # behind the 64 KiB at the head, between two blocks
             file.write(text * 200)
         rows = tokenize_documents(
-            StreamingDataset(str(path)), Job(tokenizer), tmp_path / "cache"
+            StreamingDataset(str(path)), TokenizeJob(tokenizer), tmp_path / "cache"
         ).train
         found.append(tokenizer.decode(rows[157]["input_ids"]).count("y"))
     assert found == [0, 200]
@@ -238,7 +246,7 @@ def test_long_documents_of_a_stream_are_split(tmp_path: Path) -> None:
     dataset = StreamingDataset(str(path), num_shards=1)
     packer = Packer(40).for_document_kind(dataset.kind)
     shape = BatchShape(1, 1, 1)
-    job, dataloader = Job(byte_tokenizer(MARKED)), DataloaderConfig()
+    job, dataloader = TokenizeJob(byte_tokenizer(MARKED)), DataloaderConfig()
     loader = StreamedPacks(dataset, job, packer, {}, (), shape, dataloader, False, 40)
     steps = list(
         takewhile(
@@ -298,7 +306,7 @@ def test_bad_rows_are_named_or_counted(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=r"^a.jsonl:6:1: not JSON"):
             epoch_of(loader_of(str(path), num_workers=num_workers), Cursor())
     loader = loader_of(str(path))
-    job = Job(byte_tokenizer(MARKED), TokenizeConfig(on_bad_row="skip"))
+    job = TokenizeJob(byte_tokenizer(MARKED), TokenizeConfig(on_bad_row="skip"))
     steps = epoch_of(replace(loader, job=job), Cursor())
     seen = {number for packs, _ in steps for pack in packs for number in pack}
     assert seen == {str(i) for i in range(NUM_ROWS) if i != 5}
@@ -310,7 +318,7 @@ def test_too_many_bad_rows_end_a_stream(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps(row) + "\nbroken\n" for row in rows()) * 10)
     dataset = StreamingDataset(str(path), num_shards=1)
-    job = Job(byte_tokenizer(MARKED), TokenizeConfig(on_bad_row="skip"))
+    job = TokenizeJob(byte_tokenizer(MARKED), TokenizeConfig(on_bad_row="skip"))
     turns = list(ShardTurns(dataset, job, Packer(40), [0], {}))
     assert turns[-1][1] is None
     assert turns[-1][2]["num_empty"] == 610
@@ -332,7 +340,7 @@ def two_turns() -> Iterator[dict[str, Any]]:
 def test_chats_that_become_several_rows_resume_between_them(family: Family) -> None:
     def loader() -> StreamedPacks:
         dataset = StreamingDataset(generator=f"{__name__}:two_turns", num_shards=1)
-        job = Job(byte_tokenizer(family))
+        job = TokenizeJob(byte_tokenizer(family))
         return StreamedPacks(
             dataset, job, Packer(120), {}, (), BatchShape(1, 1, 1), DataloaderConfig(), True, 120
         )

@@ -15,7 +15,7 @@ from automodel_lite.data.formats.known import FORMATS
 from automodel_lite.data.reading.columns import detect
 from automodel_lite.data.reading.files import FilesDataset
 from automodel_lite.data.reading.readers import placed
-from automodel_lite.data.tokens.tokenize import Job, tokenize_documents
+from automodel_lite.data.tokens.tokenize import TokenizeJob, tokenize_documents
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.parts.datasets.streams import StreamingDataset
 from tests.data.templates import MARKED, byte_tokenizer
@@ -219,7 +219,9 @@ def test_names_of_columns_and_files_are_printed_escaped(
             dataset.description,
             *(str(row) for _, row in placed(dataset.train) if isinstance(row, DataError)),
         ]
-        found += tokenize_documents(dataset, Job(byte_tokenizer(MARKED), settings), tmp_path).notes
+        found += tokenize_documents(
+            dataset, TokenizeJob(byte_tokenizer(MARKED), settings), tmp_path
+        ).notes
     except (ConfigError, DataError) as error:
         found.append(str(error))
     assert any(re.search(shown, text) for text in found), found

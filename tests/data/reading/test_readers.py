@@ -25,7 +25,7 @@ import pytest
 from automodel_lite.config.schema import TokenizeConfig
 from automodel_lite.data.reading import readers
 from automodel_lite.data.reading.files import FilesDataset
-from automodel_lite.data.tokens.tokenize import Job, tokenize_documents
+from automodel_lite.data.tokens.tokenize import TokenizeJob, tokenize_documents
 from automodel_lite.errors import ConfigError, DataError
 from tests.data.templates import MARKED, byte_tokenizer
 
@@ -40,7 +40,7 @@ def _cache_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def prepare(path: Path, **options: Any) -> Any:
     return tokenize_documents(
-        FilesDataset(str(path)), Job(byte_tokenizer(MARKED), TokenizeConfig(**options))
+        FilesDataset(str(path)), TokenizeJob(byte_tokenizer(MARKED), TokenizeConfig(**options))
     ).counts["train"]
 
 

@@ -11,7 +11,7 @@ from automodel_lite.config.schema import TokenizeConfig
 from automodel_lite.data.reading.documents import DocumentList
 from automodel_lite.data.reading.files import FilesDataset
 from automodel_lite.data.tokens.token_rows import TokenizedData
-from automodel_lite.data.tokens.tokenize import Job, tokenize_documents
+from automodel_lite.data.tokens.tokenize import TokenizeJob, tokenize_documents
 from tests.data.templates import MARKED, Family, byte_tokenizer
 
 HI, HELLO = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}
@@ -41,7 +41,7 @@ def tokenized(
     documents: Any, tmp_path: Path, family: Family = MARKED, **options: Any
 ) -> TokenizedData:
     return tokenize_documents(
-        documents, Job(byte_tokenizer(family), TokenizeConfig(**options)), tmp_path
+        documents, TokenizeJob(byte_tokenizer(family), TokenizeConfig(**options)), tmp_path
     )
 
 

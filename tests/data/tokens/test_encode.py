@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from automodel_lite.columns import IGNORE_INDEX
 from automodel_lite.data.reading.files import FilesDataset
 from automodel_lite.data.tokens.encode import ChatRenderer, Encoder, Rendering
-from automodel_lite.data.tokens.tokenize import Job, tokenize_documents
+from automodel_lite.data.tokens.tokenize import TokenizeJob, tokenize_documents
 from automodel_lite.data.tokens.tokenizer import train_bpe_tokenizer
 from automodel_lite.errors import DataError
 from automodel_lite.parts.datasets.toy_chat import ToyChat
@@ -116,5 +116,5 @@ def test_thoughts_under_any_name_are_not_dropped(tmp_path: Path, key: str) -> No
         DataError, match=f"a.jsonl:1: message 1 has {key} that the chat template does not write"
     ):
         tokenize_documents(
-            FilesDataset(str(tmp_path / "a.jsonl")), Job(byte_tokenizer(MARKED)), tmp_path
+            FilesDataset(str(tmp_path / "a.jsonl")), TokenizeJob(byte_tokenizer(MARKED)), tmp_path
         )

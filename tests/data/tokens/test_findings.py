@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from automodel_lite.data.reading.files import FilesDataset
-from automodel_lite.data.tokens.tokenize import Job, tokenize_documents
+from automodel_lite.data.tokens.tokenize import TokenizeJob, tokenize_documents
 from automodel_lite.errors import DataError
 from tests.data.templates import MARKED, Family, byte_tokenizer
 from tests.data.tokens.given import HELLO, HI, chats, token_file, tokenized
@@ -105,7 +105,7 @@ def test_held_out_rows_that_are_trained_on_are_counted(tmp_path: Path) -> None:
         return str(tmp_path / name)
 
     train = file("train.jsonl", range(40))
-    job = Job(byte_tokenizer(MARKED))
+    job = TokenizeJob(byte_tokenizer(MARKED))
     for val, said in (
         (
             file("a.jsonl", [*range(50, 60), 3, 7]),

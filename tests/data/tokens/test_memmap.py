@@ -13,7 +13,7 @@ import pytest
 from automodel_lite.data.packing.packs import PackedDataset
 from automodel_lite.data.packing.plan import plan_packs
 from automodel_lite.data.tokens.token_rows import DocumentReader
-from automodel_lite.data.tokens.tokenize import Job, tokenize_documents
+from automodel_lite.data.tokens.tokenize import TokenizeJob, tokenize_documents
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.parts.datasets.memmap import MEGATRON_MAGIC, MemmapCorpus, write_memmap
 from tests.data.templates import MARKED, byte_tokenizer
@@ -119,13 +119,15 @@ def test_a_corpus_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
         DataError,
         match="train: document 1 holds the token 900, and the tokenizer has ids up to 260",
     ):
-        tokenize_documents(MemmapCorpus(str(tmp_path / "a")), Job(byte_tokenizer(MARKED)), tmp_path)
+        tokenize_documents(
+            MemmapCorpus(str(tmp_path / "a")), TokenizeJob(byte_tokenizer(MARKED)), tmp_path
+        )
 
 
 def test_packs_are_read_from_the_file(tmp_path: Path) -> None:
     write_memmap(tmp_path / "a", DOCUMENTS, "uint16")
     corpus = MemmapCorpus(str(tmp_path / "a"))
-    data = tokenize_documents(corpus, Job(byte_tokenizer(MARKED)), tmp_path)
+    data = tokenize_documents(corpus, TokenizeJob(byte_tokenizer(MARKED)), tmp_path)
     assert data.counts["train"].num_label_tokens == 3
     packs = PackedDataset(data.train, plan_packs(data.train.lengths, 4, strategy="next_fit"))
     assert [pack["input_ids"].tolist() for pack in map(packs.__getitem__, range(2))] == [

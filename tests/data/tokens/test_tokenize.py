@@ -20,7 +20,7 @@ from automodel_lite.data.reading.files import FilesDataset
 from automodel_lite.data.tokens.findings import mark_trained
 from automodel_lite.data.tokens.token_rows import TokenizedDocuments
 from automodel_lite.data.tokens.tokenize import (
-    Job,
+    TokenizeJob,
     _process_context,
     tokenize_chunks,
     tokenize_documents,
@@ -54,7 +54,7 @@ def sorted_alphabet_id(letter: str) -> int:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_rows_show_the_mask_of_the_text(tmp_path: Path, family: str) -> None:
     tokenizer = byte_tokenizer(FAMILIES[family])
-    rows = tokenize_documents(chats([HI, HELLO]), Job(tokenizer), tmp_path).train
+    rows = tokenize_documents(chats([HI, HELLO]), TokenizeJob(tokenizer), tmp_path).train
     text = mark_trained(tokenizer, rows[0]["input_ids"], rows[0]["labels"])
     assert text.count("⟦") == text.count("⟧") == 1
     assert "Yo" in text[text.index("⟦") : text.index("⟧")]
@@ -96,7 +96,7 @@ def test_documents_of_other_kinds(
         tokenizer.chat_template = None
     kind = "text" if "text" in document else "prompt_completion"
     rows = tokenize_documents(
-        Given(DocumentList([document], "x"), kind), Job(tokenizer), tmp_path
+        Given(DocumentList([document], "x"), kind), TokenizeJob(tokenizer), tmp_path
     ).train
     assert mark_trained(tokenizer, rows[0]["input_ids"], rows[0]["labels"]) == text
 
@@ -109,7 +109,7 @@ def test_a_trimmed_space_belongs_to_its_word(tmp_path: Path) -> None:
     )
     tokenizer = train_bpe_tokenizer(ToyChat(num_chats=50), 300, cache_dir=tmp_path)
     tokenizer.chat_template = None
-    rows = tokenize_documents(documents, Job(tokenizer), tmp_path).train
+    rows = tokenize_documents(documents, TokenizeJob(tokenizer), tmp_path).train
     assert (
         mark_trained(tokenizer, rows[0]["input_ids"], rows[0]["labels"])
         == "2 + 2 =⟦ 4 or four<|end|>⟧"
@@ -122,7 +122,7 @@ def test_a_trimmed_space_belongs_to_its_word(tmp_path: Path) -> None:
 def test_all_bytes_of_a_character_are_trained(tmp_path: Path, text: str) -> None:
     tokenizer = byte_tokenizer(MARKED)
     rows = tokenize_documents(
-        chats([HI, {**HELLO, "content": text}]), Job(tokenizer), tmp_path
+        chats([HI, {**HELLO, "content": text}]), TokenizeJob(tokenizer), tmp_path
     ).train
     num_bytes = len(text.encode())
     assert (rows[0]["labels"] != _).sum() == num_bytes + 1
@@ -265,10 +265,10 @@ def test_processes_give_the_rows_of_one(tmp_path: Path) -> None:
     documents = ToyChat(num_chats=1200)
     tokenizer = train_bpe_tokenizer(documents, 300, cache_dir=tmp_path)
     alone = tokenize_documents(
-        documents, Job(tokenizer, TokenizeConfig(num_proc=1)), tmp_path / "1"
+        documents, TokenizeJob(tokenizer, TokenizeConfig(num_proc=1)), tmp_path / "1"
     ).train
     two = tokenize_documents(
-        documents, Job(tokenizer, TokenizeConfig(num_proc=2)), tmp_path / "2"
+        documents, TokenizeJob(tokenizer, TokenizeConfig(num_proc=2)), tmp_path / "2"
     ).train
     assert np.array_equal(alone.columns["input_ids"], two.columns["input_ids"])
     assert np.array_equal(alone.columns["labels"], two.columns["labels"])
@@ -277,7 +277,7 @@ def test_processes_give_the_rows_of_one(tmp_path: Path) -> None:
 
 def tokenize_and_die(noted: Path) -> None:
     documents = chats(*[[HI, HELLO]] * 1500).train
-    job = Job(byte_tokenizer(MARKED), TokenizeConfig(num_proc=2))
+    job = TokenizeJob(byte_tokenizer(MARKED), TokenizeConfig(num_proc=2))
     next(tokenize_chunks(documents, job, range(1500)))
     noted.write_text(json.dumps([worker.pid for worker in multiprocessing.active_children()]))
     os.kill(os.getpid(), signal.SIGKILL)
@@ -324,7 +324,7 @@ def test_special_tokens_in_the_text_of_users_are_noted(tmp_path: Path) -> None:
     )
     data = tokenize_documents(
         FilesDataset(str(tmp_path / "a.jsonl")),
-        Job(byte_tokenizer(MARKED), TokenizeConfig()),
+        TokenizeJob(byte_tokenizer(MARKED), TokenizeConfig()),
         tmp_path,
     )
     assert data.counts["train"].num_with_special_tokens == 1
@@ -338,7 +338,7 @@ def test_special_tokens_in_answers_are_noted_apart(tmp_path: Path) -> None:
     chats_of = [[HI, {"role": "assistant", "content": answer}] for answer in answers]
     rows = "".join(json.dumps({"messages": chat}) + "\n" for chat in chats_of)
     (tmp_path / "a.jsonl").write_text(rows)
-    job = Job(byte_tokenizer(MARKED), TokenizeConfig())
+    job = TokenizeJob(byte_tokenizer(MARKED), TokenizeConfig())
     data = tokenize_documents(FilesDataset(str(tmp_path / "a.jsonl")), job, tmp_path)
     assert data.notes[1:] == (
         "NOTE: train: 1 documents have special tokens in answers, where they are trained on (first: a.jsonl:3: <|assistant|>)",
@@ -354,7 +354,7 @@ def asked(folder: Path, name: str, answers: list[str], **template_kwargs: bool) 
     (folder / "a.jsonl").write_text(
         "".join(json.dumps({"messages": chat}) + "\n" for chat in chats)
     )
-    job = Job(tokenizer, TokenizeConfig(template_kwargs=template_kwargs))
+    job = TokenizeJob(tokenizer, TokenizeConfig(template_kwargs=template_kwargs))
     return tokenize_documents(FilesDataset(str(folder / "a.jsonl")), job, folder).notes[1:]
 
 
@@ -382,7 +382,7 @@ def test_what_nothing_uses_is_named_wherever_it_begins(tmp_path: Path) -> None:
     ] * 30
     rows += [{"messages": turns, "is_correct": False, "text": "other", "notes": None}]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    job = Job(byte_tokenizer(MARKED), TokenizeConfig())
+    job = TokenizeJob(byte_tokenizer(MARKED), TokenizeConfig())
     (note,) = tokenize_documents(FilesDataset(str(tmp_path / "a.jsonl")), job, tmp_path).notes[1:]
     assert note.startswith(
         "NOTE: train: ignored, as nothing uses them: is_correct (a.jsonl:31), text (a.jsonl:31)"
@@ -394,7 +394,7 @@ def test_what_nothing_uses_is_named_wherever_it_begins(tmp_path: Path) -> None:
 
 def test_empty_answers_are_counted(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("prompt,completion\na,\nb,c\n")
-    job = Job(byte_tokenizer(MARKED), TokenizeConfig())
+    job = TokenizeJob(byte_tokenizer(MARKED), TokenizeConfig())
     notes = tokenize_documents(FilesDataset(str(tmp_path / "a.csv")), job, tmp_path).notes
     assert notes[1:] == ("NOTE: train: 1 rows train only the end of an answer, which is empty",)
 
@@ -418,6 +418,6 @@ def test_a_template_that_never_ends_is_named(
         "".join(json.dumps({"messages": c}) + "\n" for c in (chat, chat * 2))
     )
     tokenize_documents(
-        FilesDataset(str(tmp_path / "a.jsonl")), Job(tokenizer, TokenizeConfig()), tmp_path
+        FilesDataset(str(tmp_path / "a.jsonl")), TokenizeJob(tokenizer, TokenizeConfig()), tmp_path
     )
     assert "WARNING: a.jsonl:2 has been with the chat template for 0 s" in capsys.readouterr().err

@@ -11,7 +11,7 @@ import torch
 
 from automodel_lite.config.schema import Config
 from automodel_lite.data.reading.files import FilesDataset
-from automodel_lite.data.tokens.tokenize import Job, job_of, tokenize_documents
+from automodel_lite.data.tokens.tokenize import TokenizeJob, job_of, tokenize_documents
 from automodel_lite.data.tokens.tokenizer import (
     check_vocabulary,
     load_tokenizer,
@@ -34,7 +34,7 @@ USER, ASSISTANT, END = 256, 257, 260  # ids of the special tokens of MARKED
 def test_a_padding_token_that_is_the_end_token_is_trained(tmp_path: Path) -> None:
     tokenizer = byte_tokenizer(MARKED)
     tokenizer.pad_token = tokenizer.eos_token
-    rows = tokenize_documents(chats([HI, HELLO]), Job(tokenizer), tmp_path).train
+    rows = tokenize_documents(chats([HI, HELLO]), TokenizeJob(tokenizer), tmp_path).train
     assert rows[0]["labels"].tolist()[-2:] == [END, _]
     assert padding_id(tokenizer) == END
 

@@ -23,7 +23,7 @@ from automodel_lite.data.tokens.token_rows import (
     flatten,
     load_rows,
 )
-from automodel_lite.data.tokens.tokenize import Job, tokenize_documents
+from automodel_lite.data.tokens.tokenize import TokenizeJob, tokenize_documents
 from automodel_lite.data.tokens.trees import cut_tree, grow_trees
 from automodel_lite.prefix_trees import find_nodes
 from automodel_lite.thd import to_thd
@@ -173,7 +173,7 @@ def tokenized(
 ) -> TokenizedData:
     folder.mkdir(exist_ok=True)
     (folder / "data.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    job = Job(byte_tokenizer(family), TokenizeConfig(**tokenize), tree, size)
+    job = TokenizeJob(byte_tokenizer(family), TokenizeConfig(**tokenize), tree, size)
     data_format = "preference" if "chosen" in lines[0] else None
     files = FilesDataset(str(folder / "data.jsonl"), format=data_format)
     return tokenize_documents(files, job, folder / "cache")
