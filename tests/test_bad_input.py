@@ -16,8 +16,7 @@ import pytest
 import torch
 from transformers import T5Config
 
-from automodel_lite.cli.hydra_app import check_places
-from automodel_lite.config.model_files import NAMES
+from automodel_lite.config.model_files import NAMES, check_template
 from automodel_lite.config.rules import check_folder
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.run.weight_files import model_files
@@ -284,9 +283,9 @@ def test_chats_without_a_template_are_told_before_anything_is_imported(
     config = config_of("finetune", tmp_path / "run", "name=x", model, *given, *more)
     if case == "none":
         with pytest.raises(ConfigError, match=r"the data are chats, and the tokenizer .* has no"):
-            check_places(config, has_data=True)
+            check_template(config)
     else:
-        check_places(config, has_data=True)
+        check_template(config)
 
 
 def test_an_adapter_beside_a_model_is_refused(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
@@ -31,11 +31,10 @@ from automodel_lite.cli.line import COMMANDS, OWN_FLAGS, RECIPES, read_line, ver
 from automodel_lite.cli.recipes import Recipe
 from automodel_lite.cli.sources import Sources, check_preset
 from automodel_lite.compat import Hydra
-from automodel_lite.config.check import check_config
+from automodel_lite.config.check import check_config, known_values
 from automodel_lite.config.components import flatten, locate, option
 from automodel_lite.config.model_files import check_template
 from automodel_lite.config.rules import check_folder, read_template
-from automodel_lite.config.schema import Config
 from automodel_lite.data.reading.paths import find_files
 from automodel_lite.errors import ConfigError
 from automodel_lite.progress import activity, is_shown, print_above_bars
@@ -139,7 +138,8 @@ def run(
     """
     HydraConfig.instance().set_config(raw)  # of `${hydra:...}`
     raw = without_hydra(raw)
-    if not recipe.writes_a_run and OmegaConf.is_missing(raw, "name"):
+    names_a_run = recipe.writes_a_run and raw.get("dry_run") is not True
+    if not names_a_run and OmegaConf.is_missing(raw, "name"):
         raw.name = "unnamed"
     # who names a package as the recipe lets its code run; the run's folder remembers what the model
     # needs of it
@@ -152,11 +152,24 @@ def run(
     if not recipe.is_ours and any(target.startswith(f"{package}.") for target in targets):
         raw.security.allow_targets = [*raw.security.allow_targets, package]
     kind = recipe.extra_type()  # its own keys, as an object of its dataclass
-    config = check_config(raw, kind)
+    # what is wrong with the settings hides no file that is not there
+    problems: list[ConfigError] = []
+    try:
+        config = check_config(raw, kind)
+    except ConfigError as error:
+        problems.append(error)
+    known, _ = known_values(raw)
     if recipe.is_ours:
-        check_places(config, has_data=recipe.name != "plan")
-    if recipe.writes_a_run:
-        RunFolder(config.output_dir).check_place()
+        problems += place_problems(known, has_data=recipe.name != "plan")
+    if names_a_run and isinstance(known.get("output_dir"), str):
+        try:
+            RunFolder(known["output_dir"]).check_place()
+        except ConfigError as error:
+            problems.append(error)
+    if problems:
+        raise ConfigError.of(problems)
+    if recipe.is_ours and recipe.name != "plan" and config.tokenizer.get("path"):
+        check_template(config)
     if is_shown() and "overridden" in COMMANDS:
         for text in locate(COMMANDS["overridden"])(raw, sources, overrides):
             print_above_bars(f"settings   {text}")
@@ -170,29 +183,44 @@ def run(
     return main(config, *own, **flags) or 0
 
 
-def check_places(config: Config, has_data: bool) -> None:
-    """Raises ConfigError for a model or data that are not there, before torch is imported."""
-    folders = {
-        "model.pretrained": config.model.get("pretrained"),
-        "teacher.pretrained": config.teacher.get("pretrained"),
-        "tokenizer.path": config.tokenizer.get("path"),
-    }
-    for key, source in folders.items():
-        if source:
+def place_problems(plain: dict[str, Any], has_data: bool) -> Iterator[ConfigError]:
+    """Yields a problem for each model and each file that is not there, before torch is imported.
+
+    plain   values that are known: some may be of another kind than the schema wants
+    """
+    sources: dict[str, str] = {}  # a folder or hub name -> the first key that names it
+    for key in ("model.pretrained", "teacher.pretrained", "tokenizer.path"):
+        part, _, name = key.partition(".")
+        source = plain[part].get(name) if isinstance(plain.get(part), dict) else None
+        if isinstance(source, str) and source:
+            sources.setdefault(source, key)
+    for source, key in sources.items():
+        try:
             check_folder(key, source)
-    if template := config.tokenizer.get("chat_template"):
-        read_template(template)
+        except ConfigError as error:
+            yield error
+    tokenizer = plain.get("tokenizer")
+    template = tokenizer.get("chat_template") if isinstance(tokenizer, dict) else None
+    if isinstance(template, str) and template:
+        try:
+            read_template(template)
+        except ConfigError as error:
+            yield error
     if not has_data:
         return
-    leaves = dict(flatten(config.dataset, "dataset"))
+    leaves = dict(flatten(plain.get("dataset", {}), "dataset"))
     files = option("dataset", "files")["_target_"]
     for key, given in leaves.items():
         place = _PLACES.fullmatch(key)
         if not (place and given) or leaves.get(f"{place[2]}._target_") != files:
             continue
         paths = given if isinstance(given, list) else [given]
+        if not all(isinstance(path, str) for path in paths):
+            continue
         if any("://" not in path and not Path(path).exists() for path in paths):
             name = leaves.get(f"{place[2]}.name")
-            find_files(paths, place[1], name=name, split=leaves.get(f"{place[2]}.split", "train"))
-    if folders["tokenizer.path"]:
-        check_template(config)
+            split = leaves.get(f"{place[2]}.split", "train")
+            try:
+                find_files(paths, place[1], name=name, split=split)
+            except ConfigError as error:
+                yield error

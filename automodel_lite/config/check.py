@@ -8,7 +8,7 @@ import inspect
 import math
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from typing import Annotated, Any
@@ -74,13 +74,7 @@ def check_config(raw: DictConfig, extra: type | None = None) -> Config:
         raw.extra = OmegaConf.merge(
             OmegaConf.to_container(OmegaConf.structured(extra)), raw.get("extra", {})
         )
-    if problems := list(_unresolved(raw)):
-        # what is missing may be there under a misspelled name
-        literal: Any = OmegaConf.to_container(raw)
-        found = _schema_problems(literal, Config, "")
-        typos = (problem for problem in found if isinstance(problem, UnknownKeyError))
-        raise ConfigError.of([*typos, *problems])
-    plain: Any = OmegaConf.to_container(raw, resolve=True)
+    plain, unresolved = known_values(raw)
     problems = list(_schema_problems(plain, Config, ""))
     if is_dataclass(extra) and isinstance(plain.get("extra"), dict):
         problems += _schema_problems(plain["extra"], extra, "extra.")
@@ -88,7 +82,10 @@ def check_config(raw: DictConfig, extra: type | None = None) -> Config:
         leaf, value = _first_leaf("extra", plain["extra"])
         text = f"{leaf}={format_value(value)}: unknown key: this recipe has no keys of its own."
         problems.append(UnknownKeyError(text, key=leaf))
-    problems.sort(key=lambda problem: not isinstance(problem, UnknownKeyError))  # typos first
+    # typos first: what is missing may be there under a misspelled name
+    problems.sort(key=lambda problem: not isinstance(problem, UnknownKeyError))
+    num_typos = sum(isinstance(problem, UnknownKeyError) for problem in problems)
+    problems[num_typos:num_typos] = unresolved
     allowed = OmegaConf.select(raw, "security.allow_targets") or []
     parts = [
         (key, node) for key, node in walk(plain) if isinstance(node, dict) and "_target_" in node
@@ -123,9 +120,38 @@ def _set_values(group: Any, values: Mapping[str, Any]) -> None:
             setattr(group, key, float(value) if isinstance(default, float) else value)
 
 
-def _unresolved(raw: DictConfig) -> Iterator[ConfigError]:
-    """Missing values (`???`) and interpolations that do not resolve, each with its key; not those
-    that point to one.
+def known_values(raw: DictConfig) -> tuple[dict[str, Any], list[ConfigError]]:
+    """Returns the values that resolve, and a problem for each of the others: what is missing hides
+    nothing of the rest.
+    """
+    unresolved = _unresolved(raw)
+    if not unresolved:
+        plain: Any = OmegaConf.to_container(raw, resolve=True)
+        return plain, []
+    known = OmegaConf.create(_without(OmegaConf.to_container(raw), unresolved))
+    plain = OmegaConf.to_container(known, resolve=True)
+    return plain, [problem for problem in unresolved.values() if problem is not None]
+
+
+def _without(node: Any, keys: Container[str], path: str = "") -> Any:
+    """Returns a plain configuration without the nodes at these paths, which are those of `walk`."""
+    if isinstance(node, list):
+        items = {place: (f"{path}.{place}", value) for place, value in enumerate(node)}
+    elif isinstance(node, dict):
+        items = {key: (f"{path}.{key}".lstrip("."), value) for key, value in node.items()}
+    else:
+        return node
+    kept = {
+        key: _without(value, keys, place)
+        for key, (place, value) in items.items()
+        if place not in keys
+    }
+    return kept if isinstance(node, dict) else [*kept.values()]
+
+
+def _unresolved(raw: DictConfig) -> dict[str, ConfigError | None]:
+    """Returns the keys of missing values (`???`) and of interpolations that do not resolve, each
+    with its problem; None for one that points to another of them.
     """
     literal: Any = OmegaConf.to_container(raw)
     missing = [key for key, value in walk(literal) if value == "???"]
@@ -142,7 +168,9 @@ def _unresolved(raw: DictConfig) -> Iterator[ConfigError]:
                     .removeprefix("KeyError raised while resolving interpolation: ")
                 )
                 broken[key] = f"{value}: {cause.strip(chr(34)).rstrip('.')}."
-    yield from (ConfigError(f"{key} has no value: set {key}=...", key=key) for key in missing)
+    found: dict[str, ConfigError | None] = dict.fromkeys(broken)
+    for key in missing:
+        found[key] = ConfigError(f"{key} has no value: set {key}=...", key=key)
     named = [*missing, *broken]
     roots = [
         key
@@ -151,7 +179,8 @@ def _unresolved(raw: DictConfig) -> Iterator[ConfigError]:
     ]
     # in a circle each points to another
     for key in roots or ([] if missing else broken):
-        yield ConfigError(f"{key}={broken[key]}", key=key)
+        found[key] = ConfigError(f"{key}={broken[key]}", key=key)
+    return found
 
 
 def _schema_problems(node: Mapping[str, Any], schema: type, prefix: str) -> Iterator[ConfigError]:

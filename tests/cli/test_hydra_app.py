@@ -159,6 +159,31 @@ def test_a_chosen_allocator_stays() -> None:
         assert chosen == {name: "max_split_size_mb:64"}
 
 
+def test_what_is_missing_hides_nothing_that_is_wrong(tmp_path: Path) -> None:
+    options = ["--config-name", "finetune", "model.pretrained=./no", "training.max_stepz=3"]
+    options += ["dataset.path=no.jsonl", "optimizer.lr=fast", "training.max_steps=${oc.env:NO}"]
+    code, screen = in_a_process(run_recipe, tmp_path, "recipes.train_ft:main", options)
+    assert code == 2
+    assert [line.split(":")[0].split("=")[0] for line in screen.splitlines() if line] == [
+        "training.max_stepz",
+        "training.max_steps",
+        "name has no value",
+        "optimizer.lr",
+        "model.pretrained",
+        "dataset.path",
+    ]
+
+
+def test_a_dry_run_needs_no_name(tmp_path: Path) -> None:
+    options = ["--config-name", "finetune", "model.pretrained=./no", "dataset.path=no.jsonl"]
+    code, screen = in_a_process(
+        run_recipe, tmp_path, "recipes.train_ft:main", [*options, "dry_run=true"]
+    )
+    assert code == 2
+    assert "./no: there is no such folder" in screen
+    assert "name has no value" not in screen
+
+
 def test_a_name_is_asked_for_where_a_folder_is_made(tmp_path: Path):
     (tmp_path / "data.jsonl").write_text('{"text": "Hi"}\n')
     options = (
@@ -209,6 +234,7 @@ def test_what_is_not_there_is_named_before_torch_is_imported(tmp_path: Path) -> 
     meant = f"chat.jsonl {looked}; did you mean chats.jsonl?"
     assert done.stdout.splitlines() == [
         "model.pretrained=./nothing: there is no such folder.",
+        f"dataset.path=x.jsonl {looked}; did you mean chats.jsonl?",
         f"dataset.path={meant}",
         f"dataset.path=/sys/x {looked}.",
         f"dataset.path={meant}",
