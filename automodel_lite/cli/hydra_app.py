@@ -27,6 +27,7 @@ from automodel_lite.cli.compose import (
     without_hydra,
 )
 from automodel_lite.cli.exit_codes import end, hide_secrets
+from automodel_lite.cli.job import Job, job_of, takes_words
 from automodel_lite.cli.line import COMMANDS, OWN_FLAGS, RECIPES, read_line, versions
 from automodel_lite.cli.recipes import Recipe
 from automodel_lite.cli.sources import Sources, check_preset
@@ -36,7 +37,7 @@ from automodel_lite.config.components import flatten, locate, option
 from automodel_lite.config.model_files import check_template
 from automodel_lite.config.rules import check_folder, read_template
 from automodel_lite.data.reading.paths import find_files
-from automodel_lite.errors import ConfigError
+from automodel_lite.errors import ConfigError, UserError
 from automodel_lite.progress import activity, is_shown, print_above_bars
 from automodel_lite.results import open_json
 from automodel_lite.run.ending import LAUNCHED_BY_US
@@ -89,7 +90,14 @@ def run_command_line(main: str, argv: Sequence[str]) -> int:
     if line.shell_completion and any(text.startswith("query=") for text in line.overrides):
         print("\n".join(locate(COMMANDS["completion"])()))
         return 0
-    if not line.shell_completion:
+    job = None
+    words = [text for text in line.overrides if "=" not in text]
+    if not line.shell_completion and takes_words(recipe, words, line.config_name):
+        job = job_of(recipe, sources, line.overrides, line.config_name)
+        line.config_name = job.preset
+        # what is typed comes last, and wins
+        line.overrides = [*job.chosen, *(text for text in line.overrides if "=" in text)]
+    elif not line.shell_completion:
         check_preset(sources, line.config_name, line.overrides)
     loader = Loader(sources, line.overrides)
     GlobalHydra.instance().clear()
@@ -109,7 +117,7 @@ def run_command_line(main: str, argv: Sequence[str]) -> int:
             "output_dir."
         )
     raw = compose(loader, str(line.config_name), line.overrides)
-    return run(recipe, raw, line.overrides, sources, own)
+    return run(recipe, raw, line.overrides, sources, own, job)
 
 
 def choose_allocator(environment: MutableMapping[str, str]) -> None:
@@ -131,10 +139,12 @@ def run(
     overrides: Sequence[str],
     sources: Sources,
     flags: dict[str, Any],
+    job: Job | None = None,
 ) -> int:
     """Checks the configuration and runs the recipe; returns the exit code. Raises ConfigError.
 
     flags   what the recipe gets beside the configuration
+    job     of a command that names a model and data by position
     """
     HydraConfig.instance().set_config(raw)  # of `${hydra:...}`
     raw = without_hydra(raw)
@@ -153,7 +163,7 @@ def run(
         raw.security.allow_targets = [*raw.security.allow_targets, package]
     kind = recipe.extra_type()  # its own keys, as an object of its dataclass
     # what is wrong with the settings hides no file that is not there
-    problems: list[ConfigError] = []
+    problems: list[UserError] = []
     try:
         config = check_config(raw, kind)
     except ConfigError as error:
@@ -166,10 +176,17 @@ def run(
             RunFolder(known["output_dir"]).check_place()
         except ConfigError as error:
             problems.append(error)
+    if job:
+        # what a word should have been is told in words
+        told = {problem.key for problem in job.problems}
+        problems = [one for error in problems for one in error.problems or [error]]
+        problems = [*job.problems, *(one for one in problems if one.key not in told - {""})]
     if problems:
         raise ConfigError.of(problems)
     if recipe.is_ours and recipe.name != "plan" and config.tokenizer.get("path"):
         check_template(config)
+    for text in job.lines if job and is_shown() else ():
+        print_above_bars(f"{'job':<10} {text}")
     if is_shown() and "overridden" in COMMANDS:
         for text in locate(COMMANDS["overridden"])(raw, sources, overrides):
             print_above_bars(f"settings   {text}")

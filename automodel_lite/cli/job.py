@@ -1,0 +1,309 @@
+"""A job named by its model and its data: what the command leaves open is chosen from the rows.
+
+    automodel-lite train /models/SmolLM2-135M chats.jsonl
+
+    MODEL               model.pretrained
+    DATA ...            dataset.path, of several words a list: what a shell makes of *.jsonl
+    the preset          from the rows: chats and text, pairs, images, policies, tokenized corpora
+    name                of both; the same words are the same run, which the command continues
+    dataset.val_frac    a part that is kept aside, and asked at the end
+
+What is typed as KEY=VALUE stands, and is not chosen.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from automodel_lite.cli.line import split
+from automodel_lite.cli.recipes import Recipe
+from automodel_lite.cli.sources import Sources, presets_of
+from automodel_lite.config.check import key_of
+from automodel_lite.config.model_files import INDEX
+from automodel_lite.data.reading.paths import KINDS, find_files, kind_of
+from automodel_lite.errors import ConfigError, DataError
+
+MODEL, DATA = "model.pretrained", "dataset.path"
+HELD_OUT_FRAC = 0.05
+LEAST_HELD_OUT, MOST_HELD_OUT = 8, 200  # documents, of sets that have enough
+_GENERIC = re.compile(r"hf|adapter|(pre)?train(ing)?|data(set)?|main|default|\d+", re.IGNORECASE)
+_MODEL_FILES = ("config.json", "config.yaml", "adapter_config.json", INDEX)
+_TOKENIZED = (".bin", ".idx")
+_ARCHIVE = ".tar"
+_PREPARES = ("train_ft", "inspect_data", "prepare_data")  # the same documents are held out in all
+
+
+@dataclass(frozen=True)
+class Job:
+    """What two words stand for.
+
+    chosen    overrides that are not typed
+    lines     what was chosen, and why: for the screen
+    problems  what is wrong with the words or the rows; the rest of the command is checked beside
+    """
+
+    preset: str
+    chosen: tuple[str, ...]
+    lines: tuple[str, ...] = ()
+    problems: tuple[ConfigError | DataError, ...] = ()
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What the rows of a file say of the job.
+
+    kind     words for them: `chats`
+    options  overrides that they need
+    asks     whether held-out rows are questions that can be asked
+    count    documents; 0 where it is not known
+    """
+
+    preset: str
+    kind: str
+    options: tuple[str, ...] = ()
+    asks: bool = False
+    count: int = 0
+
+
+def takes_words(recipe: Recipe, words: Sequence[str], config_name: str | None) -> bool:
+    """Returns whether words without `=` are a model and its data: not a setting whose `=` was
+    forgotten, a preset's file, or one word beside a preset.
+    """
+    if not recipe.is_ours or (config_name and len(words) != 2):
+        return False
+    is_setting = any(word.startswith("-") or key_of(word) == word for word in words)
+    is_preset = any(Path(word).suffix in (".yaml", ".yml") for word in words)
+    return bool(words) and not is_setting and not is_preset
+
+
+def job_of(
+    recipe: Recipe, sources: Sources, overrides: Sequence[str], config_name: str | None
+) -> Job:
+    """Returns the job that the words among the overrides name."""
+    words = [text for text in overrides if "=" not in text]
+    typed = {key: value for key, value in map(split, overrides) if value is not None}
+    places, problems = _places(words, typed, presets_of(sources))
+    data = places.get(DATA)
+    rows = Rows(config_name or "finetune", "documents")
+    if data and not config_name and "dataset" not in typed:
+        try:
+            rows = rows_of(data, typed)
+        except (ConfigError, DataError) as error:
+            problems.append(error)
+    preset = config_name or rows.preset
+    chosen = [f"{MODEL}={_quoted(places[MODEL])}"] if MODEL in places else []
+    if data:
+        chosen.append(f"{DATA}={_listed(data)}")
+    if not config_name:
+        chosen += [text for text in rows.options if split(text)[0] not in typed]
+    lines = []
+    if not config_name and not problems:
+        known = f", {rows.count:,} documents" if rows.count else ""
+        lines.append(f"--config-name {preset}: the rows are {rows.kind}{known}")
+    name = name_of(str(places.get(MODEL, "")), data[0] if data else "")
+    if recipe.writes_a_run and "name" not in typed and name:
+        chosen.append(f"name={_quoted(name)}")
+        lines += [f"name={name}: the same command continues this run"] if lines else []
+    if recipe.name in _PREPARES and not config_name and rows.count > 1:
+        held_out, line = _held_out(rows, typed)
+        chosen += held_out
+        lines += [line] if line else []
+    return Job(preset, tuple(chosen), tuple(lines), tuple(problems))
+
+
+def _places(
+    words: Sequence[str], typed: dict[str, str], presets: Sequence[str]
+) -> tuple[dict[str, Any], list[ConfigError | DataError]]:
+    """Returns the model and the data that the words name, as far as they do, and what is wrong with
+    them.
+    """
+    problems: list[ConfigError | DataError] = []
+    usage = "automodel-lite train MODEL DATA"
+    if len(words) == 1:
+        word = words[0]
+        if word in presets and not Path(word).exists():
+            cure = f"--config-name {word}"
+            return {}, [ConfigError(f"{word}: a preset is chosen with {cure}.")]
+        if MODEL in typed or (DATA not in typed and _is_data(word)):
+            if MODEL not in typed:
+                problems.append(_missing(MODEL, f"MODEL is missing: {usage.replace('DATA', word)}"))
+            return {DATA: [word]}, problems
+        if DATA not in typed:
+            problems.append(_missing(DATA, f"DATA is missing: {usage.replace('MODEL', word)}"))
+        return {MODEL: word}, problems
+    model, *data = words
+    if MODEL in typed:
+        return {DATA: list(words)}, []
+    if DATA in typed:
+        given = typed[DATA]
+        return {MODEL: model}, [ConfigError(f"{data[0]}: the data are {DATA}={given} already.")]
+    if _is_data(model) and len(data) == 1 and _is_model(data[0]):
+        swapped = f"automodel-lite train {data[0]} {model}"
+        text = f"{model} is data, and {data[0]} a model: the model stands first, {swapped}."
+        return {MODEL: data[0], DATA: [model]}, [ConfigError(text, key=MODEL)]
+    return {MODEL: model, DATA: data}, []
+
+
+def _missing(key: str, text: str) -> ConfigError:
+    return ConfigError(f"{text}.", key=key)
+
+
+def _is_data(word: str) -> bool:
+    """Is it a file of rows, a pattern, or a folder that holds no model?"""
+    path = Path(word).expanduser()
+    return path.is_file() or kind_of(path) in KINDS or (path.is_dir() and not _is_model(word))
+
+
+def _is_model(word: str) -> bool:
+    folder = Path(word).expanduser()
+    inside = (folder, folder / "hf", folder / "adapter")
+    return any((place / name).is_file() for place in inside for name in _MODEL_FILES)
+
+
+def rows_of(paths: Sequence[str], typed: dict[str, str]) -> Rows:
+    """Returns what the rows of these files are; raises ConfigError or DataError for rows that no
+    preset trains on.
+
+    typed  settings of the command, of which those of the dataset say how rows are read
+    """
+    ends = {path.suffix for path in _files(paths)}
+    if ends and ends <= {*_TOKENIZED}:
+        corpora = sorted(str(path) for path in _files(paths) if path.suffix == ".bin")
+        options = ("training.global_batch_size=auto", "optimizer.lr=auto")
+        return Rows("pretrain", "a tokenized corpus", (*options, f"{DATA}={_listed(corpora)}"))
+    if _ARCHIVE in ends:
+        return Rows("finetune", "samples with images", ("dataset=images",), asks=True)
+    if all(not Path(path).expanduser().exists() for path in paths):
+        find_files(paths, DATA)  # names what is not there; what remains is on the hub
+    # of a job that has data alone
+    from automodel_lite.data.reading.columns import detect
+    from automodel_lite.data.reading.files import ReadOptions, open_rows, sniff_columns
+    from automodel_lite.data.reading.readers import placed
+
+    given = {key: _value(text) for key, text in typed.items() if key.startswith("dataset.")}
+    read_as = {name: given[f"dataset.{name}"] for name in _READ_AS if f"dataset.{name}" in given}
+    split_name = str(given.get("dataset.split", "train"))
+    opened = open_rows(paths, given.get("dataset.name"), split_name, DATA, ReadOptions(**read_as))
+    columns = sniff_columns(placed(opened.rows), f"{opened.description}: the file")
+    count = len(opened.rows)
+    if "dataset.format" in given:
+        return Rows("finetune", f"read as {given['dataset.format']}", asks=True, count=count)
+    first = [row for _, row in islice(placed(opened.rows), 20) if not isinstance(row, DataError)]
+    if any(_has_images(row) for row in first):
+        return Rows("finetune", "chats with images", ("dataset=images",), True, count)
+    if {"chosen", "rejected"} <= {*columns}:
+        return Rows("dpo", "pairs of a chosen and a rejected answer", count=count)
+    if {"input_ids", "advantages"} <= {*columns}:
+        return Rows("policy", "tokens with advantages", count=count)
+    renames = {
+        key.removeprefix("dataset.columns."): str(column)
+        for key, column in given.items()
+        if key.startswith("dataset.columns.")
+    }
+    if not isinstance(given.get("dataset.columns"), dict):
+        detected = detect(columns, None, renames)
+        kind = detected.format.kind
+        return Rows("finetune", _KINDS.get(kind, kind), asks=kind in _ASKED, count=count)
+    return Rows("finetune", "documents", asks=True, count=count)
+
+
+_READ_AS = ("encoding", "text_unit")
+_ASKED = ("messages", "prompt_completion")
+_KINDS = {
+    "messages": "chats",
+    "prompt_completion": "prompts with answers",
+    "text": "plain text",
+    "tokens": "token ids",
+}
+
+
+def _files(paths: Sequence[str]) -> Iterator[Path]:
+    """Yields the files of the paths, of a folder those at its top."""
+    for path in map(Path, paths):
+        folder = path.expanduser()
+        yield from folder.iterdir() if folder.is_dir() else [folder]
+
+
+def _has_images(row: dict[str, Any]) -> bool:
+    """Returns whether a raw row has a column of images, or a part of a turn that is one."""
+    if any(row.get(name) not in (None, "", []) for name in ("image", "images")):
+        return True
+    turns = row.get("messages") or row.get("conversations") or ()
+    return any(
+        isinstance(part, dict) and str(part.get("type")) in ("image", "image_url", "input_image")
+        for turn in (turns if isinstance(turns, list) else ())
+        if isinstance(turn, dict) and isinstance(turn.get("content"), list)
+        for part in turn["content"]
+    )
+
+
+def _held_out(rows: Rows, typed: dict[str, str]) -> tuple[list[str], str]:
+    """Returns the overrides that keep documents aside and ask them at the end, and words for it."""
+    if rows.preset in ("policy", "pretrain"):
+        return [], ""
+    named = [key for key in ("val_path", "val_split", "val_frac") if f"dataset.{key}" in typed]
+    chosen = []
+    count = min(rows.count, int(typed.get("dataset.max_documents") or rows.count))
+    # one in twenty, of small sets more: the answers of two documents say little
+    wanted = min(
+        max(round(count * HELD_OUT_FRAC), min(LEAST_HELD_OUT, count // 6), 1), MOST_HELD_OUT
+    )
+    if not named:
+        chosen.append(f"dataset.val_frac={wanted / count:.4g}")
+    if rows.asks and "evaluation" not in typed:
+        chosen.append("evaluation=exact_match")
+    if named:
+        return chosen, ""
+    asked = ", and asked at the end" if rows.asks else ""
+    return chosen, f"{chosen[0]}: {wanted:,} documents are kept aside{asked}"
+
+
+def name_of(model: str, data: str) -> str:
+    """Returns the name of the run of a model and its data.
+
+    >>> name_of("HuggingFaceTB/SmolLM2-135M", "data/chats.jsonl")
+    'SmolLM2-135M-chats'
+    >>> name_of("runs/first/hf", "gsm8k/train.jsonl")
+    'first-gsm8k'
+    """
+    names = [_last_name(path) for path in (model, data)]
+    return "-".join(filter(None, names))[:120]
+
+
+def _last_name(path: str) -> str:
+    """Returns the last part of a path that says something, without its endings."""
+    parts = [part for part in re.split(r"[/\\]", path) if part.strip(".~*? ")]
+    for part in reversed(parts):
+        stem = part
+        while kind_of(Path(stem)) in KINDS or Path(stem).suffix in (".gz", *_TOKENIZED, _ARCHIVE):
+            stem = Path(stem).stem
+        plain = re.sub(r"[^\w.+-]+", "-", stem).strip("-.")
+        if plain and (not _GENERIC.fullmatch(plain) or part == parts[0]):
+            return plain
+    return ""
+
+
+def _value(text: str) -> Any:
+    """Returns a typed value of the command line, as far as it is plain."""
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+
+
+def _quoted(text: str) -> str:
+    """Returns a text in quotes of Hydra's grammar."""
+    escaped = re.sub(r"(\\*)('|\Z)", lambda end: 2 * end[1] + ("\\'" if end[2] else ""), text)
+    return f"'{escaped}'"
+
+
+def _listed(paths: Sequence[str]) -> str:
+    quoted = [_quoted(path) for path in paths]
+    return quoted[0] if len(quoted) == 1 else f"[{','.join(quoted)}]"
