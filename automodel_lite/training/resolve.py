@@ -26,10 +26,8 @@ from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
 from automodel_lite.attention.spec import config_value
 from automodel_lite.config.components import build
-from automodel_lite.config.schema import Config, MeshConfig, TrainingConfig
+from automodel_lite.config.schema import Config, MeshConfig
 from automodel_lite.config.sizes import (
-    AUTO_BATCH_SIZE,
-    LEAST_STEPS,
     MeshShape,
     ceil_div,
     fitted_batch_size,
@@ -48,18 +46,12 @@ from automodel_lite.models.loss import checked_loss
 from automodel_lite.run.checkpoint_folder import exported_folder
 from automodel_lite.run.folder import RunFolder
 from automodel_lite.telemetry.console import Console
+from automodel_lite.training.pack_sizes import LEAST_PACK, MOST_PACK, fitted_pack_size
 from automodel_lite.training.rates import FAR, learning_rate
 from automodel_lite.training.rules import try_settings
 from automodel_lite.training.settings import AUTO, RunParts, build_parts
 
 SIZE = "packed_sequence.packed_sequence_size"
-COVERED_FRAC = 0.995  # of the documents, which fit a pack whole
-LEAST_PACK = 128  # tokens
-FEW_DOCUMENTS = 4  # of a typical length: as many leave little of a pack empty
-LEAST_SPLIT_PACK = 512  # of text, which is split: a shorter context teaches little
-MOST_PACK = 4096  # tokens; longer packs are for documents that need them
-# of AUTO_BATCH_SIZE packs: where a run has more, longer packs waste less time per step
-MANY_STEPS = 500
 
 
 def from_run(config: Config) -> Config:
@@ -227,6 +219,7 @@ class Known:
 
     lengths: np.ndarray  # tokens of each document, int [documents]
     is_split: bool  # documents may be cut, so that no pack has to hold one whole
+    is_wrapped: bool  # they are laid end to end, which fills packs of any size
     tokenizer: PreTrainedTokenizerFast
 
 
@@ -249,7 +242,7 @@ def data_of(config: Config, parts: RunParts, console: Console) -> Known | None:
             console.say("cache", f"{name}: {found}")
     packer = reading.packer.for_document_kind(document_kind(reading.documents))
     is_split = packer.overlong == "split" or packer.cuts_documents
-    return Known(tokens.train.lengths, is_split, reading.job.tokenizer)
+    return Known(tokens.train.lengths, is_split, packer.cuts_documents, reading.job.tokenizer)
 
 
 def pack_size_of(
@@ -274,7 +267,9 @@ def pack_size_of(
         size = int(data.lengths.max())
         reason = "the longest document"
     else:
-        size, reason = fitted_pack_size(data.lengths, config.training, data.is_split)
+        size, reason = fitted_pack_size(
+            data.lengths, config.training, data.is_split, data.is_wrapped, multiple
+        )
     size = round_up(size, multiple)
     for model in (parts.model, parts.teacher):
         if model:
@@ -327,41 +322,4 @@ def _within_positions(model_config: PretrainedConfig, size: int, reason: str) ->
     limit = config_value(model_config.get_text_config(), "max_position_embeddings")
     if limit and size > limit:
         return limit, f"{reason}; the model has {limit:,} positions"
-    return size, reason
-
-
-def fitted_pack_size(
-    lengths: np.ndarray, training: TrainingConfig, is_split: bool = False
-) -> tuple[int, str]:
-    """Returns the tokens of a pack, and why: the power of two that holds 99.5 % of the documents
-    whole, or more: several documents fill a pack that one leaves half empty, and long packs waste
-    less time per step, where the run has steps enough.
-
-    lengths    tokens of each document, int [documents]
-    is_split   documents may be cut, so that no pack has to hold one whole
-
-    >>> fitted_pack_size(np.array([40, 60, 213]), TrainingConfig())
-    (256, '99.5 % of 3 documents have at most 213 tokens')
-    """
-    covered = int(np.quantile(lengths, COVERED_FRAC, method="inverted_cdf"))
-    size = max(LEAST_PACK, 1 << (covered - 1).bit_length())
-    reason = f"{COVERED_FRAC:.1%} of {len(lengths):,} documents have at most {covered:,} tokens"
-    reason = reason.replace("%", " %")
-    if is_split:
-        size = min(size, LEAST_SPLIT_PACK)
-        reason = f"{len(lengths):,} documents, which may be cut"
-    tokens = int(lengths.sum(dtype=np.int64)) * epochs_of(training, len(lengths))[0]
-    typical = int(np.median(lengths))
-    wanted = 0 if is_split else min(FEW_DOCUMENTS * typical, MOST_PACK)
-    least = size
-    # steps of two packs are enough of them
-    while size < wanted and tokens >= 4 * size * LEAST_STEPS:
-        size *= 2
-    if size > least:
-        reason += f"; several of about {typical:,} fill a pack better than one"
-    least = size
-    while size < MOST_PACK and tokens >= 2 * size * AUTO_BATCH_SIZE * MANY_STEPS:
-        size *= 2
-    if size > least:
-        reason += f", and {tokens:,} tokens are over {MANY_STEPS} steps of longer packs too"
     return size, reason

@@ -16,7 +16,9 @@ from automodel_lite.errors import ConfigError
 from automodel_lite.models.source import CausalLM
 from automodel_lite.parallel.peers import flat
 from automodel_lite.run.folder import plain, saved_config
-from automodel_lite.training.resolve import fitted_pack_size, learning_rate, resolve_auto
+from automodel_lite.training.pack_sizes import fitted_pack_size
+from automodel_lite.training.rates import learning_rate
+from automodel_lite.training.resolve import resolve_auto
 from automodel_lite.training.settings import build_parts
 from recipes import inspect_data, prepare_data, train_ft
 from tests.runs import quick_config, train_quick
@@ -27,15 +29,12 @@ AUTO = ["packed_sequence.packed_sequence_size=auto", "optimizer.lr=auto"]
 @pytest.mark.parametrize(
     ("lengths", "size"),
     [
-        ([40, 60, 213], 256),
+        ([100, 250, 213], 256),
         ([256], 256),
-        ([257], 512),
-        ([5], 128),  # no pack is shorter
-        ([60] * 995 + [9000] * 5, 256),  # half a percent may be longer; four fill a pack
-        ([97] * 20, 128),  # longer packs leave too few steps
-        ([97] * 400, 512),
-        ([1000] * 400, 4096),
-        ([100] * 994 + [9000] * 6, 16384),
+        ([5], 64),  # no pack is shorter
+        ([63] * 995 + [9000] * 5, 256),  # half a percent may be longer; four fill a pack
+        ([64] * 400, 256),
+        ([1020] * 400, 4096),
         # 180 million tokens are 500 steps of 8 packs of 4,096 many times over
         ([90] * 2_000_000, 4096),
         ([9000] * 2_000_000, 16384),
@@ -45,9 +44,37 @@ def test_a_pack_holds_nearly_every_document(lengths: list[int], size: int):
     assert fitted_pack_size(np.array(lengths), TrainingConfig())[0] == size
 
 
+@pytest.mark.parametrize(
+    ("lengths", "size", "full", "of_power"),
+    [
+        ([257], 260, "99 %", "packs of 512 would be 50 %"),
+        ([97] * 20, 100, "97 %", "packs of 128 would be 76 %"),  # longer ones leave too few steps
+        ([97] * 400, 488, "99 %", "packs of 512 would be 95 %"),  # five of them
+        ([45, 47, 49, 51, 53] * 12, 100, "98 %", "packs of 128 would be 77 %"),  # two
+        ([80, 85, 90, 95] * 13, 176, "99 %", "packs of 128 would be 68 %"),
+    ],
+)
+def test_a_size_is_chosen_that_documents_fill(
+    lengths: list[int], size: int, full: str, of_power: str
+):
+    found, reason = fitted_pack_size(np.array(lengths), TrainingConfig())
+    assert (found, f"; {of_power} full, these are {full}" in reason) == (size, True), reason
+
+
+def test_sizes_chosen_by_fill_are_whole_slots_and_leave_the_steps(tmp_path: Path):
+    lengths = np.array([45, 47, 49, 51, 53] * 12)
+    size, _ = fitted_pack_size(lengths, TrainingConfig(), multiple=16)
+    assert size % 16 == 0
+    assert fitted_pack_size(lengths, TrainingConfig(fp8="rowwise"))[0] % 16 == 0
+    # documents end to end fill any size
+    assert fitted_pack_size(lengths, TrainingConfig(), is_wrapped=True)[0] == 128
+    # three to a pack of 148 would be 20 packs, 40 steps in two epochs
+    assert fitted_pack_size(lengths, TrainingConfig(num_epochs=2))[0] == 100
+
+
 def test_packs_grow_while_the_run_has_steps_enough():
-    # 9,000 documents of 100 tokens, 3 epochs: 2.7 million tokens are 659 steps of 8 packs of 512
-    lengths = np.full(9000, 100)
+    # 9,000 documents of 102 tokens, 3 epochs: 2.75 million tokens are 672 steps of 8 packs of 512
+    lengths = np.full(9000, 102)
     assert fitted_pack_size(lengths, TrainingConfig())[0] == 512
     assert fitted_pack_size(lengths, TrainingConfig(num_epochs=12))[0] == 2048
 
