@@ -15,8 +15,12 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
-import tinker
 from transformers import AutoTokenizer
+
+from automodel_lite.config.components import naming_package
+
+with naming_package("Tinker's API"):
+    import tinker
 
 from automodel_lite.tinker.clients import (
     RestClient,

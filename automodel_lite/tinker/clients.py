@@ -123,17 +123,21 @@ class ServiceClient:
                 )
             if optimizer is not None and optimizer.type != "adamw":
                 raise bad_request(f"optimizer={optimizer.type}: here it is adamw.")
-            more = ["peft=lora", f"peft.r={rank}"] if rank else []
+            trains_all = "peft=none" in SETTINGS.given(base_model)[1]
+            more = [] if trains_all or not rank else ["peft=lora", f"peft.r={rank}"]
             if seed is not None:
                 more.append(f"seed={seed}")
             engine = SETTINGS.engine(base_model, more)
             if engine.has_adapter and train_unembed:
                 note("train_unembed=True is unused: the output head gets no adapter")
-            if rank and not engine.has_adapter:
-                note(f"rank={rank} is unused: {base_model} trains all its weights (peft=none)")
+            if rank != engine.adapter_rank:
+                note(
+                    f"rank={rank} is unused: the overrides of {base_model} "
+                    f"make it {engine.adapter_rank} (0 = all weights)"
+                )
             facts = {
                 "base_model": base_model,
-                "rank": rank if engine.has_adapter else 0,
+                "rank": engine.adapter_rank,
                 "more": more,
                 "user_metadata": user_metadata or self.user_metadata,
                 "made": datetime.now(UTC).isoformat(),

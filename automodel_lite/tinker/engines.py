@@ -110,6 +110,12 @@ class Engine:
     def has_adapter(self) -> bool:
         return self.client.built.adapter is not None
 
+    @property
+    def adapter_rank(self) -> int:
+        """Returns that of the adapter; 0 where all weights are trained."""
+        peft = self.client.config.peft
+        return int(peft["r"]) if self.has_adapter else 0
+
     def open_seat(self, owner: object) -> None:
         """Gives a new run its place, at the start of training."""
         with self.lock:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -75,3 +76,20 @@ def test_a_script_that_is_not_there_is_a_sentence(tmp_path: Path) -> None:
     done = run_script(tmp_path, "none.py")
     assert done.returncode == 2
     assert "none.py is no file: name a script, or -m and a module." in done.stderr
+
+
+@pytest.mark.system
+def test_the_loop_of_the_page_learns(tmp_path: Path) -> None:
+    page = Path(__file__).resolve().parents[2] / "docs" / "cookbook" / "tinker.md"
+    found = re.search(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    command = re.search(r"--model (toy/base)='(.*?)' loop.py", page.read_text())
+    assert found
+    assert command
+    (tmp_path / "loop.py").write_text(found[1])
+    overrides = f"{command[2]} training.num_threads=1"
+    done = run_script(tmp_path, f"--model={command[1]}={overrides}", "loop.py")
+    assert done.returncode == 0, done.stderr
+    rewards = [float(x) for x in re.findall(r"reward ([\d.]+)", done.stdout)]
+    assert len(rewards) == 20
+    assert rewards[0] < 0.6
+    assert rewards[-1] > rewards[0] + 0.2
