@@ -47,8 +47,8 @@ def main(argv: list[str] | None = None) -> int:
     from automodel_lite.extras.hub import write_card
     from automodel_lite.extras.load_run import load_trained
     from automodel_lite.parallel.mesh import rank
-    from automodel_lite.run.checkpoint_folder import survey
-    from automodel_lite.run.folder import existing_run
+from automodel_lite.run.checkpoint_folder import named_checkpoint, survey
+from automodel_lite.run.folder import existing_run
     from automodel_lite.telemetry.console import Console, quiet_libraries  # --help needs no torch
     from automodel_lite.tools.finish import without_undoing
 
@@ -56,11 +56,16 @@ def main(argv: list[str] | None = None) -> int:
     target = args.to or args.run / "averaged"
     if target.exists():
         raise ConfigError(f"{target} exists already: choose another folder with --to.")
-    names = sorted(args.checkpoints or (), reverse=True)
-    if len(names) == 1:
-        raise ConfigError(f"--checkpoints {names[0]}: a mean is of two or more: name another.")
+    run = existing_run(args.run)
+    asked = list(args.checkpoints or ())
+    names: list[str] = []
+    if len(asked) > 1:
+        names = sorted({named_checkpoint(run.path, name).name for name in asked}, reverse=True)
+    if asked and len(names) < 2:
+        typed = " ".join(asked)
+        raise ConfigError(f"--checkpoints {typed}: a mean is of two or more: name another.")
     if not names:
-        complete, skipped = survey(existing_run(args.run).checkpoints)
+        complete, skipped = survey(run.checkpoints)
         names = [path.name for path in complete]
         if skipped:  # a mean without one of them is another model
             raise ConfigError(

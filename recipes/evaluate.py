@@ -4,7 +4,8 @@
         dataset.path=held_out.jsonl
 
 Takes the arguments of train_ft.py. Validation sets are evaluated (dataset.val_path={easy: a.jsonl,
-hard: b.jsonl}), or all of dataset.path where there is none. `evaluation=exact_match` asks their
+hard: b.jsonl}), or all of dataset.path where there is none. Of a run, --checkpoint latest, best or
+step_00000500 says which one its export must be of. `evaluation=exact_match` asks their
 questions too. On several GPUs by torchrun.
 """
 
@@ -29,7 +30,7 @@ from automodel_lite.models.loss import FusedLinearCrossEntropy, Loss
 from automodel_lite.parallel.mesh import Mesh, rank, world_size
 from automodel_lite.progress import activity
 from automodel_lite.results import RESULTS
-from automodel_lite.run.checkpoint_folder import exported_folder
+from automodel_lite.run.checkpoint_folder import exported_folder, older_export
 from automodel_lite.telemetry.console import Console, quiet_libraries
 from automodel_lite.tools.load_generator import load_generator
 from automodel_lite.training.build import build_model
@@ -44,17 +45,20 @@ from automodel_lite.training.summary import data_lines
 from automodel_lite.training.world import open_world
 
 
-def main(config: Config) -> int:
+def main(config: Config, checkpoint: str | None = None) -> int:
     """Prints a line per set, and the scores of the answers."""
     quiet_libraries()
     with watch_ranks():
-        return evaluate_sets(config)
+        return evaluate_sets(config, checkpoint)
 
 
-def evaluate_sets(config: Config) -> int:
+def evaluate_sets(config: Config, checkpoint: str | None) -> int:
     """Evaluates on the ranks of this job, of which none is left alone."""
     console = Console(is_silent=rank() != 0)
-    config = resolve_auto(of_folder(config), console)
+    config = of_folder(config, checkpoint)
+    if not checkpoint and (note := older_export(Path(config.model["pretrained"]))):
+        console.say("model", note)
+    config = resolve_auto(config, console)
     batches = check_sizes(config, world_size())
     parts = checked_parts(config)
     data = prepare_data(config, batches, parts.packer)
@@ -117,15 +121,15 @@ def plain_loss_beside(brought: set[str]) -> Loss:
     return NextToken()
 
 
-def of_folder(config: Config) -> Config:
-    """With the exported model where model.pretrained is a run's folder."""
+def of_folder(config: Config, checkpoint: str | None) -> Config:
+    """With the exported model, of this checkpoint, where model.pretrained is a run's folder."""
     pretrained = config.model["pretrained"]
     if pretrained is None:
         raise ConfigError(
             "model.pretrained=null is a model from scratch: name a run, a model's folder or a hub "
             "name."
         )
-    folder = exported_folder(pretrained)
+    folder = exported_folder(pretrained, checkpoint)
     if (Path(folder) / "adapter_config.json").is_file():
         raise ConfigError(
             f"model.pretrained={pretrained} is an adapter: python recipes/export_hf.py merges it "

@@ -4,6 +4,8 @@ merged into its base.
 python recipes/export_hf.py runs/mine
 python recipes/export_hf.py runs/mine --push me/my-model                   (to the Hugging Face hub,
 private) python recipes/export_hf.py runs/mine --checkpoint step_00000500 --to /models/mine_500
+python recipes/export_hf.py runs/mine --checkpoint best             (the lowest validation loss of
+                                                                    those that were kept)
 python recipes/export_hf.py runs/mine --gguf                        (and hf/model.gguf, for
                                                                     llama.cpp and Ollama)
 torchrun --nproc-per-node 8 recipes/export_hf.py runs/mine        (sharded: no process holds the
@@ -31,7 +33,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = argument_parser(__doc__)
     parser.add_argument("run", type=argument(Path), help="a run's folder, runs/<name>")
     parser.add_argument(
-        "--checkpoint", help="one of its checkpoints, step_00000500 (default: the newest)"
+        "--checkpoint",
+        help="latest (the default), best (the lowest validation loss), or step_00000500",
     )
     parser.add_argument(
         "--to", type=argument(Path), help="the folder to write (default: hf in the run's folder)"

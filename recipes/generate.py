@@ -23,6 +23,7 @@ from automodel_lite.config.rules import PATH, Range, argument
 from automodel_lite.errors import ConfigError, harmless
 from automodel_lite.launched import check_alone
 from automodel_lite.progress import Progress, activity
+from automodel_lite.run.checkpoint_folder import exported_folder, older_export
 from automodel_lite.run.durable import rename, sync
 
 if TYPE_CHECKING:
@@ -46,12 +47,17 @@ def main(argv: list[str] | None = None) -> int:
     if args.out and args.out.exists():
         raise ConfigError(f"--out {args.out} exists already: choose another file.")
 
+    folder = exported_folder(args.model, args.checkpoint)
+    if not args.checkpoint and (note := older_export(Path(folder))):
+        print(note, file=sys.stderr)
     with activity("loading the model"):
         from transformers import set_seed  # --help needs no torch
 
         from automodel_lite.tools.load_generator import load_exported
 
-        generator = load_exported(args.model, args.trust_remote_code)
+        generator = load_exported(
+            args.model, args.trust_remote_code, checkpoint=args.checkpoint
+        )
     set_seed(args.seed)
     if args.prompts:
         answer_file(generator, args)
@@ -67,6 +73,10 @@ def parser() -> argparse.ArgumentParser:
     )
     found.add_argument(
         "prompt", nargs="?", type=argument(str), help="the prompt; without it, an interactive chat"
+    )
+    found.add_argument(
+        "--checkpoint",
+        help="which one the run's export must be of: latest, best, or step_00000500",
     )
     found.add_argument(
         "--prompts", type=argument(str, PATH), help="a file with messages, prompt or question"

@@ -72,7 +72,10 @@ def run_command_line(main: str, argv: Sequence[str]) -> int:
     for flag in own:
         command = OWN_FLAGS[flag][0]
         if recipe.name != RECIPES[command][0]:
-            raise ConfigError(f"--{flag}: automodel-lite {command} alone takes it.")
+            raise ConfigError(
+                f"--{flag}: of the commands with key=value, automodel-lite {command} alone "
+                "takes it."
+            )
     if line.is_question and not is_shown():
         return 0  # the first rank answers
     if line.version:

@@ -214,6 +214,7 @@ OWN_FLAGS: dict[str, tuple[str, Any]] = {
     "card": ("verify", Path),
     "task": ("prepare", str),
     "tasks": ("prepare", str),
+    "checkpoint": ("evaluate", str),
 }
 
 

@@ -175,7 +175,8 @@ class CheckpointConfig:
     # async = in the background, from a copy
     mode: Annotated[str, OneOf(("sync", "async"))] = "sync"
     keep_last: Positive = 2  # number of newest checkpoints to keep
-    keep_best: Count = 0  # also keep this many with the lowest validation loss
+    # also keep this many with the lowest validation loss; the best is exported at the end
+    keep_best: Count = 0
     # also keep those at multiples of this many steps; 0 = none
     keep_every: Annotated[Count, Only("every_steps")] = 0
     accept_changes: bool = False  # continue although settings that affect the numbers have changed

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.swa_utils import get_swa_multi_avg_fn
 from transformers import PreTrainedTokenizerBase
 
@@ -29,11 +29,15 @@ from automodel_lite.models.loss import CrossEntropy
 from automodel_lite.models.loss_model import LossModel
 from automodel_lite.parallel.mesh import Mesh, MeshShape, init_mesh, world_size
 from automodel_lite.progress import activity
-from automodel_lite.run.checkpoint import weights_of
-from automodel_lite.run.checkpoint_folder import TENSORS, broken_files, step_of, survey
+from automodel_lite.run.checkpoint import load_weights
+from automodel_lite.run.checkpoint_folder import (
+    broken_files,
+    named_checkpoint,
+    step_of,
+    survey,
+)
 from automodel_lite.run.export import export_hf, probe_logits
 from automodel_lite.run.folder import RunFolder, existing_run, saved_config
-from automodel_lite.run.sharded_files import BrokenCheckpointError, read_index, read_tensors
 from automodel_lite.thd import ThdBatch
 from automodel_lite.training.build import assemble
 from automodel_lite.training.settings import build_parts
@@ -80,8 +84,8 @@ def load_trained(
     is_alone: bool = False,
 ) -> Trained:
     """Builds the model of a run's config.yaml, which may be a stranger's, with a checkpoint, the
-    newest by default; or with the mean over it and others, by their names. `is_alone`: whole, on
-    a rank that no other one joins.
+    newest by default (see `named_checkpoint`); or with the mean over it and others, by their names.
+    `is_alone`: whole, on a rank that no other one joins.
 
     Raises ConfigError when the folder is not a run's, has no such checkpoint, or asks for code that
     is not allowed.
@@ -207,45 +211,18 @@ def _checked(raw: DictConfig) -> Config:
     return check_config(raw, extra=dict)
 
 
-def load_weights(path: Path, model: nn.Module) -> None:
-    """Restores the weights alone; with training.ema_decay their average."""
-    index = read_index(path / TENSORS)
-    stored = {}
-    for name, weight in weights_of(model).items():
-        average = f"optimizer.state.{name}.ema"
-        stored[average if average in index else f"model.{name}"] = weight
-    if missing := sorted(stored.keys() - index.keys()):
-        raise BrokenCheckpointError(
-            f"{path}: {len(missing)} weights are missing, {missing[0]} first"
-        )
-    read_tensors(path / TENSORS, index, stored)
-
-
 def find_checkpoint(folder: RunFolder, name: str | None) -> Path:
-    """Returns a complete checkpoint by its name, or the newest; nothing is cleaned up, as the run
-    may be going on.
+    """Returns a complete checkpoint by its name, `best`, or the newest.
 
     Raises ConfigError without one, and when a file of it has other bytes than were written.
     """
-    found, skipped = survey(folder.checkpoints)
-    if not found:
-        raise ConfigError("\n".join([f"{folder.path} has no complete checkpoint.", *skipped]))
-    by_name = {path.name: path for path in found}
-    if name is None and (newer := [text for text in skipped if text > found[0].name]):
-        raise ConfigError(
-            "\n".join([*newer, f"To use the one before it, choose --checkpoint {found[0].name}."])
-        )
-    if name and name not in by_name:
-        raise ConfigError(
-            f"{folder.path} has no complete checkpoint {name}: there are {', '.join(by_name)}."
-        )
-    checkpoint = by_name[name] if name else found[0]
+    checkpoint = named_checkpoint(folder.path, name)
     try:
         broken = broken_files(checkpoint, 0, 1)
     except OSError as error:
         broken = [f"{error.filename} ({error.strerror})"]
     if broken:
-        others = [path.name for path in found if path != checkpoint]
+        others = [path.name for path in survey(folder.checkpoints)[0] if path != checkpoint]
         cure = f"choose --checkpoint {others[0]}" if others else "restore it from a backup"
         raise ConfigError(
             f"{checkpoint}: {broken[0]} does not match its checksum, so its weights are not the "

@@ -379,11 +379,7 @@ class Checkpointer:
         optimizer: torch.optim.Optimizer | None,
         check: Callable[[JsonState], None],
     ) -> JsonState:
-        shares = self.control.on_all(
-            lambda: on_disk.broken_files(path, self.control.rank, self.control.world_size)
-        )
-        if broken := [name for share in shares for name in share]:
-            raise BrokenCheckpointError(f"a file does not match its checksum ({broken[0]})")
+        self._check_bytes(path)
         state: JsonState = self.control.on_first(lambda: durable.read_json(path / on_disk.STATE))
         check(state)
         tensors, _ = flat_state(model, optimizer)
@@ -404,6 +400,20 @@ class Checkpointer:
             set_optimizer_state_dict(model, optimizer, values | scalars, options=_FLAT)
         self.newest = path
         return state
+
+    def load_weights(self, path: Path, model: nn.Module) -> None:
+        """Restores the weights of a checkpoint alone; raises BrokenCheckpointError for one that is
+        not whole.
+        """
+        self._check_bytes(path)
+        self.control.on_all(lambda: load_weights(path, model))
+
+    def _check_bytes(self, path: Path) -> None:
+        shares = self.control.on_all(
+            lambda: on_disk.broken_files(path, self.control.rank, self.control.world_size)
+        )
+        if broken := [name for share in shares for name in share]:
+            raise BrokenCheckpointError(f"a file does not match its checksum ({broken[0]})")
 
 
 def _with_gradients(tensors: Tensors, index: Iterable[str]) -> Tensors:
@@ -451,6 +461,20 @@ def weights_of(model: nn.Module) -> Tensors:
         if first.setdefault(id(parameter), name) != name:
             state.pop(name, None)
     return state
+
+
+def load_weights(path: Path, model: nn.Module) -> None:
+    """Restores the weights alone; with training.ema_decay their average."""
+    index = read_index(path / on_disk.TENSORS)
+    stored = {}
+    for name, weight in weights_of(model).items():
+        average = f"optimizer.state.{name}.ema"
+        stored[average if average in index else f"model.{name}"] = weight
+    if missing := sorted(stored.keys() - index.keys()):
+        raise BrokenCheckpointError(
+            f"{path}: {len(missing)} weights are missing, {missing[0]} first"
+        )
+    read_tensors(path / on_disk.TENSORS, index, stored)
 
 
 def _cause(error: BaseException) -> str:

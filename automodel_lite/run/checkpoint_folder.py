@@ -19,6 +19,7 @@ import errno
 import json
 import os
 import re
+import shlex
 import shutil
 import stat
 from collections.abc import Callable, Mapping
@@ -29,7 +30,10 @@ from automodel_lite.errors import ConfigError
 from automodel_lite.run import durable
 
 MANIFEST = "COMPLETE.json"
-MARK = "automodel_lite.json"  # of an exported folder: {"step": 500, "files": [...]}
+# of an exported folder: {"step": 500, "newest_step": 700, "files": [...]}
+MARK = "automodel_lite.json"
+LATEST = "latest"
+BEST = "best"
 STATE = "state.json"
 RATING = "val_loss.json"
 TENSORS = "tensors"
@@ -184,11 +188,7 @@ def set_aside(checkpoint: Path) -> None:
 
 def delete_old(folder: Path, rules: CheckpointConfig) -> None:
     """Deletes the complete checkpoints that no rule keeps."""
-    losses: dict[int, float | None] = {}
-    for path in survey(folder)[0]:
-        rating = path / RATING
-        saved = durable.read_json(rating if rating.is_file() else path / STATE)
-        losses[int(path.name.removeprefix("step_"))] = saved.get("val_loss")
+    losses = {step_of(path) or 0: val_loss_of(path) for path in survey(folder)[0]}
     for step in steps_to_delete(losses, rules):
         path = folder / name_of(step)
         # what has its own name is always whole
@@ -201,44 +201,140 @@ def steps_to_delete(losses: Mapping[int, float | None], rules: CheckpointConfig)
     none was taken.
     """
     steps = sorted(losses)
-    rated = sorted(
-        (loss, step) for step, loss in losses.items() if loss is not None and loss == loss
-    )
-    kept = set(steps[-rules.keep_last :]) | {step for _, step in rated[: rules.keep_best]}
+    kept = {*steps[-rules.keep_last :], *best_first(losses)[: rules.keep_best]}
     if rules.keep_every:
         kept |= {step for step in steps if step % rules.keep_every == 0}
     return [step for step in steps if step not in kept]
 
 
-def exported_folder(source: str) -> str:
-    """`runs/x` -> `runs/x/hf` or `runs/x/adapter`, whichever is of the newest checkpoint; anything
-    else as it is.
+def val_loss_of(checkpoint: Path) -> float | None:
+    """Returns the validation loss of its step; None where none was taken."""
+    rating = checkpoint / RATING
+    saved = durable.read_json(rating if rating.is_file() else checkpoint / STATE)
+    loss: float | None = saved.get("val_loss")
+    return loss
 
-    Raises ConfigError for a run that has exported nothing, or nothing since it was trained further.
+
+def best_first(losses: Mapping[int, float | None]) -> list[int]:
+    """Returns the steps with a validation loss, the lowest first; of equal ones the earlier."""
+    return [
+        step
+        for loss, step in sorted(
+            (loss, step) for step, loss in losses.items() if loss is not None and loss == loss
+        )
+    ]
+
+
+def best_checkpoint(folder: Path) -> tuple[Path, float] | None:
+    """Returns the complete checkpoint with the lowest validation loss, and this; None without."""
+    losses = {step_of(path) or 0: val_loss_of(path) for path in survey(folder)[0]}
+    for step in best_first(losses)[:1]:
+        return folder / name_of(step), losses[step] or 0.0
+    return None
+
+
+def named_checkpoint(run: Path, name: str | None) -> Path:
+    """Returns a complete checkpoint of a run by its name: `latest` (and None), `best`, which is
+    that of the lowest validation loss, or `step_00000500`. Nothing is cleaned up, as the run may
+    be going on.
+
+    Raises ConfigError where there is none, and where another one would be chosen if all folders
+    were whole.
+    """
+    found, skipped = survey(run / "checkpoints")
+    if not found:
+        raise ConfigError("\n".join([f"{run} has no complete checkpoint.", *skipped]))
+    rated = best_checkpoint(run / "checkpoints")
+    if name in (None, LATEST):
+        if newer := [text for text in skipped if text > found[0].name]:
+            cure = f"To use the one before it, choose --checkpoint {found[0].name}."
+            raise ConfigError("\n".join([*newer, cure]))
+        return found[0]
+    names = [path.name for path in found]
+    if name == BEST and rated is None:
+        raise ConfigError(
+            f"{run} has no checkpoint of a validated step, so none is known as the best: choose "
+            f"--checkpoint {LATEST} or one of {', '.join(names)}; a run validates what it saves "
+            "with held-out data, dataset.val_frac=0.05, and training.val_every_steps equal to "
+            "checkpoint.every_steps."
+        )
+    if name == BEST and rated is not None:
+        if skipped:  # one of them may be the best
+            cure = f"The best of the others is --checkpoint {rated[0].name}."
+            raise ConfigError("\n".join([*skipped, cure]))
+        return rated[0]
+    if name not in names:
+        reasons = [text for text in skipped if text.startswith(f"{name} ")]
+        known = [*names, LATEST, *([BEST] if rated else [])]
+        text = f"{run} has no complete checkpoint {name}: there are {', '.join(known)}."
+        raise ConfigError("\n".join([*reasons, text]))
+    return run / "checkpoints" / str(name)
+
+
+def exported_folder(source: str, checkpoint: str | None = None) -> str:
+    """`runs/x` -> `runs/x/hf` or `runs/x/adapter`, whichever was written last of the newest
+    checkpoint, or is of the one that is named; anything else as it is.
+
+    Raises ConfigError for a run that has exported nothing, nothing since it was trained further,
+    or not this checkpoint; and for a checkpoint of what is not a run.
     """
     run = Path(source).expanduser()
     if not (run / "config.yaml").is_file():
+        if checkpoint:
+            raise ConfigError(
+                f"--checkpoint {checkpoint}: {source} is not the folder of a run: name one, or "
+                "leave the flag out."
+            )
         return str(run) if run.is_dir() else source
+    wanted = step_of(named_checkpoint(run, checkpoint)) if checkpoint else None
     for path in (run / "hf/config.json", run / "adapter/adapter_config.json"):
-        if path.is_file() and not is_stale(path.parent):
+        if not path.is_file():
+            continue
+        if exported_step(path.parent) == wanted or (wanted is None and not is_stale(path.parent)):
             return str(path.parent)
+    typed = shlex.quote(source)
+    if wanted is not None:
+        name = name_of(wanted)
+        raise ConfigError(
+            f"{source} has no hf/ or adapter/ of {name}: automodel-lite export {typed} "
+            f"--checkpoint {name} writes it."
+        )
     raise ConfigError(
         f"{source} has no hf/ or adapter/ of its newest checkpoint: automodel-lite export "
-        f"{source} writes it."
+        f"{typed} writes it."
     )
 
 
 def is_stale(folder: Path) -> bool:
-    """Is there a checkpoint of a later step than the export's? Of one without a mark
+    """Returns whether a checkpoint has come since the export was written. Of one without a mark
     nobody knows.
     """
-    steps = [step_of(path.parent) or 0 for path in folder.parent.glob(f"checkpoints/*/{MANIFEST}")]
-    return max(steps, default=0) > exported_step(folder)
+    return newest_step(folder.parent) > max(_marked(folder, "newest_step"), exported_step(folder))
+
+
+def newest_step(run: Path) -> int:
+    """Returns the step of a run's newest checkpoint; 0 without one."""
+    steps = [step_of(path.parent) or 0 for path in run.glob(f"checkpoints/*/{MANIFEST}")]
+    return max(steps, default=0)
 
 
 def exported_step(folder: Path) -> int:
     """Returns the step of the checkpoint that an export was made of; 0 without a mark."""
+    return _marked(folder, "step")
+
+
+def older_export(folder: Path) -> str | None:
+    """Returns the sentence for an export of another step than the newest checkpoint's, as the best
+    one is; None for any other folder.
+    """
+    step = exported_step(folder)
+    if not 0 < step < newest_step(folder.parent):
+        return None
+    return f"{folder} is of {name_of(step)}; the newest is {name_of(newest_step(folder.parent))}"
+
+
+def _marked(folder: Path, key: str) -> int:
     try:
-        return int(durable.read_json(folder / MARK)["step"])
+        return int(durable.read_json(folder / MARK)[key])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return 0

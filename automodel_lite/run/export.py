@@ -2,7 +2,7 @@
 
 A marker names the step that an exported folder is of, and which of its files are ours:
 
-hf/automodel_lite.json   {"step": 500, "files": ["config.json", "model.safetensors", ...]}
+hf/automodel_lite.json   {"step": 500, "newest_step": 700, "files": ["config.json", ...]}
 
 Every other file in hf/ is the user's own: it stays when the next export takes the old one's place.
 """
@@ -35,7 +35,7 @@ from automodel_lite.models.source import CausalLM, describe, is_remote_code
 from automodel_lite.parallel.control import all_ranks
 from automodel_lite.parallel.mesh import Mesh
 from automodel_lite.parallel.sharding import fully_shard_model
-from automodel_lite.run.checkpoint_folder import MARK
+from automodel_lite.run.checkpoint_folder import MARK, newest_step
 from automodel_lite.run.durable import read_json, write_file
 from automodel_lite.run.weight_files import stored_dtypes, take_over, write_weights
 from automodel_lite.thd import ThdBatch, stream_of
@@ -52,6 +52,7 @@ def _replace_folder(folder: Path, step: int) -> Iterator[Path]:
     """A temporary folder, which takes the place of `folder` when the block ends well, with the
     user's own files.
     """
+    run = folder.parent
     folder = folder.resolve()  # hf/ may be a link to a larger disk
     temporary = folder.with_name(f".tmp-{folder.name}")
     aside = folder.with_name(f".old-{folder.name}")
@@ -66,7 +67,8 @@ def _replace_folder(folder: Path, step: int) -> Iterator[Path]:
 
     def end() -> None:
         ours = sorted(path.name for path in temporary.iterdir())
-        write_file(temporary / MARK, json.dumps({"step": step, "files": ours}))
+        mark = {"step": step, "newest_step": max(step, newest_step(run)), "files": ours}
+        write_file(temporary / MARK, json.dumps(mark))
         if folder.is_dir():
             try:
                 before = set(read_json(folder / MARK)["files"])

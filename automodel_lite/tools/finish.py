@@ -24,7 +24,9 @@ from automodel_lite.evaluation.questions import questions_of
 from automodel_lite.extras import hub as hub_card
 from automodel_lite.extras.report.live import LiveReport
 from automodel_lite.models.source import is_remote_code, model_class
+from automodel_lite.run.checkpoint_folder import best_checkpoint, name_of, step_of
 from automodel_lite.run.export import export_adapter, export_hf, generation_config
+from automodel_lite.run.sharded_files import BrokenCheckpointError
 from automodel_lite.telemetry.callbacks import MetricsLog
 from automodel_lite.telemetry.console import Console
 from automodel_lite.training.build import BuiltModel
@@ -62,22 +64,27 @@ def finish(
     console: Console,
     page: LiveReport,
 ) -> None:
-    """Exports the trained model and answers the held-out questions with it; every rank calls it.
-    Raises RunStoppedError when what was trained is not finite, or is not on the disk at the end.
+    """Exports the trained model, with `checkpoint.keep_best` that of the best checkpoint, and
+    answers the held-out questions with it; every rank calls it. Raises RunStoppedError when what
+    was trained is not finite, or is not on the disk at the end.
     """
     if metrics.end_reason:
         console.print(f"{run.state.num_steps:7d}  ended early: {metrics.end_reason}")
     run.watchdog.enter("exporting")
     run.check_finite(built.model.parameters())
     if run.config.checkpoint.export_hf:
-        exported = _export(run, built, data)
+        step = _use_best(run, built) if run.config.checkpoint.keep_best else run.state.num_steps
+        exported = _export(run, built, data, step)
         hub = run.config.hub
         loader = model_class(built.model.loss_model.lm.config).__name__
         loader = "peft.PeftModel" if built.adapter else loader
         console.say(
             "exported",
-            f"{run.folder.display_path}/{exported.name}: loads with {loader}.from_pretrained",
+            f"{run.folder.display_path}/{exported.name}: {_weights_text(run, step)}loads with "
+            f"{loader}.from_pretrained",
         )
+        if metrics.end_reason and run.ranks.is_first and (hint := _best_hint(run)):
+            console.say("best", hint)
         if run.ranks.is_first and run.config.evaluation:
             with without_undoing("evaluated", console):
                 ask_exported(run, built, data, metrics, console, exported)
@@ -117,10 +124,60 @@ def without_undoing(stage: str, console: Console) -> Iterator[None]:
         console.say(stage, f"WARNING: {one_line(text, 600)}")
 
 
-def _export(run: Guards, built: BuiltModel, data: PackSource) -> Path:
+def _use_best(run: Guards, built: BuiltModel) -> int:
+    """Gives the model the weights of the best checkpoint, unless the last step is as good; returns
+    the step that the model is of. Every rank calls it.
+
+    Raises RunStoppedError when that checkpoint is damaged.
+    """
+    last = run.state.num_steps
+    best = run.ranks.on_first(lambda: best_checkpoint(run.folder.checkpoints))
+    own = run.state.val_loss
+    if best is None or (own is not None and own <= best[1]):
+        return last
+    path, _ = best
+    try:
+        run.checkpointer.load_weights(path, built.model.loss_model)
+    except BrokenCheckpointError as error:
+        export = f"automodel-lite export {shlex.quote(str(run.folder.path))}"
+        raise RunStoppedError(
+            f"{path.name}, the best checkpoint, does not load ({error}): {export} exports the "
+            "newest one."
+        ) from error
+    built.model.free_gathered()  # what is whole still is of the last step
+    return step_of(path) or last
+
+
+def _weights_text(run: Guards, step: int) -> str:
+    """Says which step is exported where that is a choice."""
+    if step < run.state.num_steps:
+        return f"step {step}, which has the lowest validation loss; "
+    return f"step {step}, the last; " if run.config.checkpoint.keep_best else ""
+
+
+def _best_hint(run: Guards) -> str | None:
+    """Returns how to get the best weights of a run that ended early and exports its last step;
+    None where they are exported, or nothing is validated.
+    """
+    best = best_checkpoint(run.folder.checkpoints)
+    if run.config.checkpoint.keep_best or best is None:
+        return None
+    path, _ = best
+    if path.name == name_of(run.state.num_steps):
+        return (
+            "the last step is exported, not the best one; with checkpoint.keep_best=1 a run keeps "
+            "and exports that"
+        )
+    folder = shlex.quote(run.folder.display_path)
+    return (
+        f"the last step is exported; {path.name} has a lower validation loss: automodel-lite "
+        f"export {folder} --checkpoint best"
+    )
+
+
+def _export(run: Guards, built: BuiltModel, data: PackSource, step: int) -> Path:
     """hf/ or adapter/; raises RunStoppedError with the way to export the checkpoint later."""
     model = built.model
-    step = run.state.num_steps
     dataset = run.config.dataset
     tokenizer = data.tokenizer
     try:

@@ -35,12 +35,19 @@ from automodel_lite.run.folder import saved_config
 from automodel_lite.telemetry.console import quiet_libraries
 
 
-def load_exported(model: str, trust_remote_code: bool = False, on_cpu: bool = False) -> Generator:
+def load_exported(
+    model: str,
+    trust_remote_code: bool = False,
+    on_cpu: bool = False,
+    checkpoint: str | None = None,
+) -> Generator:
     """Loads what a run has exported, a folder or a name of the hub, to answer as it was trained.
 
-    Raises ConfigError for a run without an export of its newest checkpoint.
+    checkpoint  which one of a run the export must be of: best, latest or a name; None = the newest
+
+    Raises ConfigError for a run without such an export.
     """
-    folder = exported_folder(model)
+    folder = exported_folder(model, checkpoint)
     quiet_libraries()
     saved = settings_of(Path(model).expanduser())
     generator = load_generator(folder, trust_remote_code, on_cpu, template_kwargs_of(saved))
