@@ -228,6 +228,24 @@ def test_a_strangers_run_folder_takes_nothing(
         load_run_config(RunFolder(tmp_path))
 
 
+def test_a_strangers_run_folder_reads_no_address(tmp_path: Path) -> None:
+    """`allow_remote` is a permission of who runs, and export, verify and average load a run."""
+    from automodel_lite.extras.load_run import load_run_config
+    from automodel_lite.run.folder import RunFolder
+
+    typed = ["dataset=images", "dataset.path=x.jsonl", "dataset.allow_remote=true"]
+    raw = compose_config("finetune", ["name=x", "model.pretrained=x", *typed])
+    (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(raw))
+    assert load_run_config(RunFolder(tmp_path)).dataset["allow_remote"] is False
+    plain: Any = OmegaConf.to_container(raw)
+    mixture = "automodel_lite.parts.datasets.mixture.Mixture"
+    sources = {"a": {"dataset": plain["dataset"], "weight": 1.0}}
+    raw = OmegaConf.create(plain | {"dataset": {"_target_": mixture, "sources": sources}})
+    (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(raw))
+    loaded = load_run_config(RunFolder(tmp_path)).dataset["sources"]
+    assert loaded["a"]["dataset"]["allow_remote"] is False
+
+
 @pytest.mark.parametrize("revision", ["null", "main", "v1.0", "abc123"])
 def test_remote_code_needs_a_pinned_commit(revision: str) -> None:
     from automodel_lite.config.components import build

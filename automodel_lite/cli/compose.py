@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from functools import cache, partial
+from itertools import accumulate
 from typing import Any
 
 import yaml
@@ -43,7 +44,7 @@ from automodel_lite.config.permissions import (
 )
 from automodel_lite.config.schema import Config
 from automodel_lite.config.signatures import with_options
-from automodel_lite.errors import ConfigError, did_you_mean
+from automodel_lite.errors import ConfigError, did_you_mean, printable
 
 # As plain values: against the dataclass itself Hydra would stop at the first wrong type,
 # config.check lists them all.
@@ -288,6 +289,10 @@ def check_overrides(loader: Loader, typed: Sequence[str], is_multirun: bool = Fa
     """
     problems = []
     for text in typed:
+        if _depth_of(text) > _MOST_LEVELS:  # Hydra's parser recurses into each
+            key = printable(text.partition("=")[0][:80])
+            problems.append(f"{key}: brackets inside over {_MOST_LEVELS} others are not read.")
+            continue
         try:
             OverridesParser.create().parse_overrides([allow_new_key(text, loader.known)])
             problems.append(option_problem(text, loader.known, is_multirun))
@@ -295,6 +300,19 @@ def check_overrides(loader: Loader, typed: Sequence[str], is_multirun: bool = Fa
             problems.append(option_problem(text, loader.known, is_multirun) or _unreadable(error))
     if any(problems):
         raise ConfigError("\n".join(filter(None, problems)))
+
+
+_MOST_LEVELS = 64
+
+
+def _depth_of(text: str) -> int:
+    """Returns how many brackets are open at once.
+
+    >>> _depth_of("a=[[1],[2]]")
+    2
+    """
+    steps = ((char in "[{(") - (char in "]})") for char in text)
+    return max(accumulate(steps), default=0)
 
 
 _KEY = re.compile(r"[+~]*[\w@:/$-]+(\.[\w@:/$-]+)*\s*")

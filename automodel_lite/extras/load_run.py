@@ -184,6 +184,9 @@ def load_run_config(
             "with --trust-remote-code."
         )
     OmegaConf.update(raw, "security.allow_env", [])
+    for key in permissions:  # of who trained, not of who loads
+        if key.rpartition(".")[2] == "allow_remote":
+            OmegaConf.update(raw, key, False)
     if problems := [*environment_problems(raw, lambda key: False)]:
         raise ConfigError("\n".join(problems))
     try:

@@ -437,8 +437,9 @@ def load_whole(
 ) -> transformers.PreTrainedModel:
     """Loads a folder or hub name by plain `from_pretrained`, under its own class."""
     config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    drop_kernels(config)
     return model_class(config).from_pretrained(
-        folder, dtype=dtype, trust_remote_code=trust_remote_code
+        folder, config=config, dtype=dtype, trust_remote_code=trust_remote_code
     )
 
 
@@ -559,7 +560,17 @@ def _load_config(source: str, options: dict[str, Any], key: str) -> PretrainedCo
             f"{key}.pretrained={source} runs its own code: review it, and allow it on the command "
             f"line with {key}.trust_remote_code=true and its commit as {key}.revision=... ."
         ) from None
+    drop_kernels(config)
     return config
+
+
+def drop_kernels(config: PretrainedConfig) -> None:
+    """Takes the attention and the experts that a config.json names out of it, and of its parts:
+    they may be the name of a repository whose code transformers would load. The settings
+    `attention` and `model.experts` choose them.
+    """
+    config._attn_implementation = None
+    config._experts_implementation = None
 
 
 def hub_reason(error: Exception) -> str:

@@ -276,3 +276,8 @@ def test_closed_brackets_are_not_told_to_be_closed(text: str) -> None:
     cure = re.search(r"stands in quotes, '(.+)'\.$", str(caught.value))
     assert cure
     compose_config("finetune", [cure[1]])
+
+
+def test_brackets_too_deep_for_the_parser_are_a_sentence() -> None:
+    with pytest.raises(ConfigError, match=r"^samples.prompts: brackets inside over 64 others"):
+        compose_config("smoke", [f"samples.prompts={'[' * 3000}x{']' * 3000}"])

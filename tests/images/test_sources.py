@@ -358,6 +358,13 @@ def test_no_row_uses_another_protocol(address: str, limits: ImageLimits) -> None
         source_of(address, "image").header(replace(limits, allow_remote=True))
 
 
+def test_what_an_address_answers_is_not_printed(limits: ImageLimits) -> None:
+    """It may be a service of this machine, where addresses are allowed."""
+    with pytest.raises(DataError, match="is not an image that Pillow can read") as refused:
+        ImageSource("http://127.0.0.1/a.png", content=b"token: swordfish").header(limits)
+    assert "swordfish" not in str(refused.value)
+
+
 def test_a_pipe_and_a_device_are_not_opened(tmp_path: Path, limits: ImageLimits) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in ("pipe", "/dev/zero", "."):

@@ -346,3 +346,21 @@ def test_a_family_whose_padding_row_is_zeroed_is_refused(tmp_path: Path) -> None
     with pytest.raises(ConfigError, match=r"zeroes row 3 .*model.config.pad_token_id=null"):
         CausalLM(str(tmp_path)).resolve_model_config({})
     CausalLM(str(tmp_path), {"pad_token_id": None}).resolve_model_config({})
+
+
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])
+def test_a_config_json_names_no_kernel(key: str, tmp_path: Path) -> None:
+    """transformers loads the code of a repository that stands there."""
+    save(tiny_model("llama"), tmp_path / "model")
+    file = tmp_path / "model/config.json"
+    settings = json.loads(file.read_text())
+    file.write_text(json.dumps(settings | {key: "evil-org/evil", "experts_implementation": "x/y"}))
+    lm = CausalLM(str(tmp_path / "model")).build(AutoTokenizer.from_pretrained(tmp_path / "model"))
+    assert lm.config._attn_implementation == "sdpa"
+    model = load_generator(str(tmp_path / "model"), on_cpu=True).model
+    assert model.config._attn_implementation == "sdpa"
+    parts = {"vision_config": {key: "evil-org/evil"}, "text_config": {key: "evil-org/evil"}}
+    file.write_text(json.dumps({"model_type": "qwen2_5_vl", key: "evil-org/evil", **parts}))
+    config = CausalLM(str(tmp_path / "model")).resolve_model_config({})
+    for part in (config, config.text_config, config.vision_config):
+        assert part._attn_implementation is None
