@@ -35,20 +35,47 @@ def freeze_named(lm: transformers.PreTrainedModel, patterns: Sequence[str]) -> l
             )
         for parameter in found:
             parameter.requires_grad_(False)
-        lines.append(
+        line = (
             f"frozen {pattern}: {len(found)} weights, {sum(p.numel() for p in found) / 1e6:,.2f} M "
             "parameters"
         )
+        # tied: one weight under two names
+        if others := _other_names(lm, pattern, found):
+            line += f", which are {', '.join(others)} too"
+        lines.append(line)
     if not any(p.requires_grad for p in lm.parameters()):
         raise ConfigError(f"model.freeze={patterns} leaves no weight to train.")
     return lines
+
+
+def _other_names(
+    lm: transformers.PreTrainedModel, pattern: str, found: set[nn.Parameter]
+) -> list[str]:
+    """Returns names of the weights that are found by one name and that the pattern does not name by
+    another.
+    """
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in lm.named_parameters(remove_duplicate=False):
+        if parameter in found:
+            names.setdefault(parameter, []).append(name)
+    return [
+        name
+        for of_one in names.values()
+        if len(of_one) > 1
+        for name in of_one
+        if not _matches(name, pattern)
+    ]
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return fnmatch.fnmatchcase(f".{name}.", f"*.{pattern}.*")
 
 
 def named_weights(lm: transformers.PreTrainedModel, pattern: str) -> set[nn.Parameter]:
     """Returns the weights that a pattern names."""
     # a tied weight has two names
     named = lm.named_parameters(remove_duplicate=False)
-    found = {p for name, p in named if fnmatch.fnmatchcase(f".{name}.", f"*.{pattern}.*")}
+    found = {p for name, p in named if _matches(name, pattern)}
     if pattern == "vision":
         of_images = towers(lm)
         encoders = [x for x in of_images if isinstance(x, transformers.PreTrainedModel)]

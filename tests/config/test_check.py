@@ -29,6 +29,7 @@ MISTAKES = [
     ("training.max_steps=abc", "training.max_steps=abc must be a whole number or null."),
     ("optimizer.lr=fast", "optimizer.lr=fast must be a number or auto."),
     ("training.log_every_steps=0", "training.log_every_steps=0 must be at least 1."),
+    ("optimizer.eps=0", "optimizer.eps=0 must be at least 1e-30."),
     ("training.precision=fp61", "training.precision=fp61 must be one of auto, fp32, bf16."),
     ("name=${oc.env:NOT_SET_ANYWHERE}", "name=${oc.env:NOT_SET_ANYWHERE}: Environment variable 'NOT_SET_ANYWHERE' not found."),
     ("name=???", "name has no value: set name=..."),

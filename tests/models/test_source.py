@@ -168,7 +168,9 @@ def test_a_tied_weight_is_frozen_under_both_names() -> None:
     config = tiny_config("llama")
     config.tie_word_embeddings = True
     model = random_model(config)
-    freeze_named(model, ["lm_head"])
+    assert freeze_named(model, ["lm_head"])[0].endswith(
+        "parameters, which are model.embed_tokens.weight too"
+    )
     assert not model.model.embed_tokens.weight.requires_grad
 
 

@@ -85,8 +85,15 @@ def check_rows(
     num_labels = np.diff(np.append(0, np.cumsum(has_label))[offsets])
     kept = num_labels > 0
     document = np.repeat(np.arange(len(num_rows)), num_rows)
+    num_equal_pairs = 0
+    masked = ~kept
     if "answers" in columns:
         kept &= ~np.isin(document, document[~kept])
+        masked = ~kept
+        # texts that differ may be one to a tokenizer that strips or normalizes them
+        equal = _equal_pairs(columns, offsets, document)
+        num_equal_pairs = len(np.unique(document[equal & kept]))
+        kept &= ~equal
     last_labels = labels[has_label][np.cumsum(num_labels)[kept] - 1]
     unstopped = kept.copy()
     unstopped[kept] = ~np.isin(last_labels, sorted(stop_ids))
@@ -96,7 +103,8 @@ def check_rows(
         num_tokens=int(lengths[kept].sum()),
         num_label_tokens=int(num_labels[kept].sum()),
         num_empty=int((lengths == 0).sum()),
-        num_fully_masked=int((~kept & (lengths > 0)).sum()),
+        num_fully_masked=int((masked & (lengths > 0)).sum()),
+        num_equal_pairs=num_equal_pairs,
     )
 
     def first(rows: np.ndarray) -> Example | None:
@@ -112,7 +120,7 @@ def check_rows(
         num_unstopped=int(unstopped.sum()),
         num_blank=int((kept & ~unstopped & (num_labels == 1)).sum()),
         first_row=first(kept),
-        fully_masked=first(~kept & (lengths > 0)),
+        fully_masked=first(masked & (lengths > 0)),
         unstopped=first(unstopped),
     )
     return Chunk(
@@ -122,6 +130,23 @@ def check_rows(
         found,
         None if groups is None else groups[kept],
     )
+
+
+def _equal_pairs(
+    columns: Mapping[str, np.ndarray], offsets: np.ndarray, document: np.ndarray
+) -> np.ndarray:
+    """Returns bool [N]: is the row one of two of its document that differ in nothing but which of
+    them is preferred?
+    """
+    equal = np.zeros(len(document), bool)
+    compared = [values for name, values in columns.items() if name != "answers"]
+    firsts = np.flatnonzero(document[:-1] == document[1:])
+    for row in firsts.tolist():
+        one = slice(offsets[row], offsets[row + 1])
+        other = slice(offsets[row + 1], offsets[row + 2])
+        if all(np.array_equal(values[one], values[other]) for values in compared):
+            equal[row : row + 2] = True
+    return equal
 
 
 def hash_rows(input_ids: np.ndarray, lengths: np.ndarray) -> np.ndarray:
@@ -181,6 +206,7 @@ def check_set(
     if not counts.num_documents:
         raise DataError(f"{name}: there is no document in it.")
     num_unusable = counts.num_bad + counts.num_empty + counts.num_fully_masked
+    num_unusable += counts.num_equal_pairs
     too_many = limit_exceeded(num_unusable, counts.num_documents, settings)
     if counts.num_rows == 0:
         too_many = "nothing is left to train on"
@@ -190,6 +216,11 @@ def check_set(
             f"{counts.num_empty:,} empty, {counts.num_fully_masked:,} with nothing trained on "
             f"(tokenize.train_on={settings.train_on}); {too_many}."
         )
+        if counts.num_equal_pairs:
+            text += (
+                f" Of {counts.num_equal_pairs:,} pairs, chosen and rejected become the same "
+                "tokens, so there is nothing to prefer: take them out, or make them differ."
+            )
         if found.first_error:
             text += f" First bad row: {found.first_error}"
         if found.fully_masked:

@@ -404,6 +404,7 @@ class RowCounts:
     num_bad: int = 0
     num_empty: int = 0
     num_fully_masked: int = 0
+    num_equal_pairs: int = 0  # whose answers have the same tokens
     num_with_special_tokens: int = 0  # in their own text
 
     def __add__(self, other: RowCounts) -> RowCounts:
@@ -428,6 +429,7 @@ class RowCounts:
             "bad skipped": self.num_bad,
             "empty dropped": self.num_empty,
             "fully masked dropped": self.num_fully_masked,
+            "pairs of equal tokens dropped": self.num_equal_pairs,
             "split into one row per turn": self.num_split_chats,
         }
         parts += [f"{count:,} {note}" for note, count in notes.items() if count]

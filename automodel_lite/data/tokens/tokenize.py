@@ -426,7 +426,7 @@ def check_turns(settings: TokenizeConfig, documents: Documents) -> None:
 FINDINGS = "findings.json"
 HASHES = "hashes.bin"
 # of rendering, masking and files; raised when the same input gives other rows, or other files
-RULES_VERSION = "15"
+RULES_VERSION = "16"
 
 
 def tokenize_documents(
@@ -595,8 +595,8 @@ def tokenization_notes(name: str, found: Findings) -> list[str]:
         )
     if found.num_blank:
         notes.append(
-            f"NOTE: {name}: {found.num_blank:,} rows train only the end of an answer, which is "
-            "empty"
+            f"NOTE: {name}: {found.num_blank:,} rows train only the end of an answer: it is empty, "
+            "or its one token begins the row, where nothing comes before it"
         )
     if found.unused:
         places = [f"{printable(what)} ({place})" for what, place in found.unused.items()]

@@ -36,7 +36,8 @@ Rate = Annotated[float, Range(0)]
 # model is left; auto (resolved before) = by the kind of training
 LearningRate = Annotated[float, Range(0, 1)] | Auto
 Betas = Annotated[Sequence[Annotated[float, Range(0, below=1)]], PAIR]
-Eps = Annotated[float, Range(0)]
+# a weight without a gradient is divided by it alone; in fp32 less is 0
+Eps = Annotated[float, Range(1e-30)]
 
 BLOCK = 256  # values of an 8-bit moment that share one scale
 LEAST_BLOCK = 32

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers.normalizers import NFC
 
 from automodel_lite.config.schema import TokenizeConfig
 from automodel_lite.data.reading.documents import DocumentList
@@ -396,7 +397,30 @@ def test_empty_answers_are_counted(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("prompt,completion\na,\nb,c\n")
     job = TokenizeJob(byte_tokenizer(MARKED), TokenizeConfig())
     notes = tokenize_documents(FilesDataset(str(tmp_path / "a.csv")), job, tmp_path).notes
-    assert notes[1:] == ("NOTE: train: 1 rows train only the end of an answer, which is empty",)
+    (note,) = notes[1:]
+    assert note.startswith("NOTE: train: 1 rows train only the end of an answer: it is empty, or")
+
+
+def test_pairs_of_equal_tokens_are_dropped_and_counted(tmp_path: Path) -> None:
+    """Texts that differ, to a tokenizer that takes both forms of a letter as one: the loss stayed
+    ln 2.
+    """
+    rows = [{"prompt": "a", "chosen": "caf\u00e9", "rejected": "cafe\u0301"}]
+    rows += [{"prompt": "a", "chosen": f"b{n}", "rejected": "c"} for n in range(30)]
+    file = tmp_path / "a.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer = byte_tokenizer(MARKED)
+    tokenizer.backend_tokenizer.normalizer = NFC()
+    data = tokenize_documents(
+        FilesDataset(str(file), format="preference"), Job(tokenizer, TokenizeConfig()), tmp_path
+    )
+    assert (data.counts["train"].num_rows, data.counts["train"].num_equal_pairs) == (60, 1)
+    assert "1 pairs of equal tokens dropped" in data.notes[0]
+    file.write_text(json.dumps(rows[0]) + "\n")
+    with pytest.raises(DataError, match=r"nothing is left.*Of 1 pairs, chosen and rejected become"):
+        tokenize_documents(
+            FilesDataset(str(file), format="preference"), Job(tokenizer, TokenizeConfig()), tmp_path
+        )
 
 
 @pytest.mark.system
