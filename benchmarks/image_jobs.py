@@ -36,6 +36,7 @@ from benchmarks.image_families import (
     image_config,
     image_model,
     image_processor,
+    pixels,
     random_image,
 )
 
@@ -50,6 +51,8 @@ _ASKED = re.compile(
 _NAMES = {"img_size": "image_size"}  # of a processor's setting in the config
 _LENGTHS = ("image_seq_length", "image_seq_len", "num_image_tokens", "image_token_len")
 """What processors call the number of placeholders of an image, or of a part of it."""
+_OPTIONAL = re.compile(r"getattr\(tokenizer, \"(\w+_token)\", None\)")
+"""Tokens without which a processor is made, and then refuses every call."""
 MOST_ASKED = 40
 
 
@@ -100,7 +103,8 @@ def write_folder(family: str, folder: Path) -> None:
     model = image_model(family, config)
     own = image_processor(family, config)
     kind = whole_processor(family, config)
-    asked: dict[str, str] = {}
+    source = inspect.getsource(kind)
+    asked = {name: f"<{name}>" for name in _OPTIONAL.findall(source)}
     specials: list[str] = []
     settings = named_settings(kind, config)
     if config.model_type not in PROCESSOR_MAPPING_NAMES:  # as the files of such a family say
@@ -205,13 +209,11 @@ def placeholder_of(text: str, num_rows: int) -> str:
 def rows_of_image(own: Any, model: Any) -> int:
     """Returns how many rows the tower makes of the image of `text_of_image`."""
     # from benchmarks.survey_images, which imports this file
-    from benchmarks.survey_images import accepted_names, rows_of
+    from benchmarks.survey_images import accepted_names, in_dtype, rows_of
 
     image = random_image(random.Random(0), SIZES[-1])
-    record = own(images=[image], return_tensors="pt")
-    names = accepted_names(model)
-    with torch.no_grad():
-        return rows_of(model, {n: torch.as_tensor(x) for n, x in record.items() if n in names})
+    record = in_dtype(pixels(own, [image], accepted_names(model)), torch.float32)
+    return rows_of(model, record)
 
 
 def text_of_image(made: Any) -> str:

@@ -287,7 +287,7 @@ def check_overrides(loader: Loader, typed: Sequence[str], is_multirun: bool = Fa
     """Raises one ConfigError with all overrides that cannot be read, and all options that do not
     exist.
     """
-    problems = []
+    problems: list[str | None] = []
     for text in typed:
         if _depth_of(text) > _MOST_LEVELS:  # Hydra's parser recurses into each
             key = printable(text.partition("=")[0][:80])
