@@ -17,6 +17,7 @@ from automodel_lite.config.rules import REPO_NAME, looks_local
 from automodel_lite.errors import ConfigError, one_line
 from automodel_lite.extras.report import facts_of, packing_of, read_run
 from automodel_lite.redact import scrub
+from automodel_lite.run.checkpoint_folder import exported_step
 from automodel_lite.run.folder import RunFolder, json_object
 from automodel_lite.version import __version__
 
@@ -49,6 +50,11 @@ def write_card(run: Path, folder: Path, repo: str | None = None) -> None:
     settings = {
         k: v for k, v in config.items() if v not in ({}, None, []) and k not in of_this_machine
     }
+    results = [("method", _method(config))]
+    step = exported_step(folder)
+    last = record.rows[-1]["step"]
+    if 0 < step < last:  # the best one: what was logged last is of another
+        results.append(("exported", f"step {step:,}; the numbers are of step {last:,}"))
     card = ModelCard.from_template(
         ModelCardData(
             base_model=pretrained if _is_hub_name(pretrained) else None,
@@ -65,7 +71,7 @@ def write_card(run: Path, folder: Path, repo: str | None = None) -> None:
         used_as=repo or folder,
         data=lines.get("data", "").splitlines(),
         packing=packing_of(record),
-        results=[("method", _method(config)), *facts_of(record)],
+        results=[*results, *facts_of(record)],
         settings=OmegaConf.to_yaml(OmegaConf.create(settings)),
         certificate=json_object(folder / "certificate.json"),
     )

@@ -77,6 +77,8 @@ def test_a_run_that_keeps_its_best_exports_it(best_of_four: tuple[Path, str], tm
     run, screen = best_of_four
     assert "hf: step 2, which has the lowest validation loss; loads with" in screen
     assert exported_step(run / "hf") == 2
+    card = (run / "hf/README.md").read_text()
+    assert "| exported | step 2; the numbers are of step 6 |" in card
     assert (
         export_hf.main([str(run), "--checkpoint", "step_00000002", "--to", f"{tmp_path}/two"]) == 0
     )
