@@ -30,6 +30,7 @@ KEY_FILE = "key.json"
 _CANNOT_WRITE = {
     errno.ENOSPC,
     errno.EDQUOT,
+    errno.EFBIG,
     errno.EROFS,
     errno.EACCES,
     errno.EPERM,
@@ -98,6 +99,12 @@ def build_once(
         with FileLock(f"{folder}.lock"):
             return _build_alone(folder, name, key, build)
     except OSError as error:
+        if error.errno == errno.EIO:  # of either end: rows are read while their entry is built
+            raise ConfigError(
+                f"cache_dir={cache_dir} or the data of {name}: a disk failed ({error.strerror}): "
+                "set cache_dir (or AUTOMODEL_LITE_CACHE) to a folder on another disk, or copy the "
+                "data to one."
+            ) from error
         if error.errno not in _CANNOT_WRITE and folder.parent.is_dir():  # else below /proc
             raise
         raise ConfigError(

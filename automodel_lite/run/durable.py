@@ -12,7 +12,8 @@ import math
 import os
 import shutil
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,21 @@ from automodel_lite.errors import explained
 _CHUNK_BYTES = 1 << 22
 
 
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Gives an error of the system the file that it is about: of a write or an fsync it names
+    none.
+    """
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
 def write_file(path: Path, text: str) -> None:
     """Writes and fsyncs a new file, as it is: whoever has free text in it has scrubbed that."""
-    with open(path, "w", encoding="utf-8") as file:
+    with naming(path), open(path, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
@@ -40,8 +53,10 @@ def write_atomically(path: Path, text: str) -> None:
     try:
         write_file(temporary, text)
         os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
+    except OSError as error:
+        error.filename = str(path)
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
         raise
 
 
@@ -53,7 +68,8 @@ def write_named(path: Path, text: str) -> None:
 
     A disk that is full or may not be written has sentences of its own (run/limits.yaml).
     """
-    with explained(f"{path} cannot be written", *_NO_PLACE, cure="choose another place"):
+    no_place = explained(f"{path} cannot be written", *_NO_PLACE, cure="choose another place")
+    with no_place, naming(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, text)
 
@@ -62,7 +78,8 @@ def sync(path: Path) -> None:
     """fsync of a file or a folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        with naming(path):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 

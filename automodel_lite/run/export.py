@@ -36,7 +36,7 @@ from automodel_lite.parallel.control import all_ranks
 from automodel_lite.parallel.mesh import Mesh
 from automodel_lite.parallel.sharding import fully_shard_model
 from automodel_lite.run.checkpoint_folder import MARK, newest_step
-from automodel_lite.run.durable import read_json, write_file
+from automodel_lite.run.durable import naming, read_json, write_file
 from automodel_lite.run.weight_files import stored_dtypes, take_over, write_weights
 from automodel_lite.thd import ThdBatch, stream_of
 
@@ -83,15 +83,21 @@ def _replace_folder(folder: Path, step: int) -> Iterator[Path]:
                 else:
                     shutil.copy2(path, temporary / path.name, follow_symlinks=False)
             os.rename(folder, aside)
-        os.rename(temporary, folder)
+        try:
+            os.rename(temporary, folder)
+        except OSError:
+            if aside.exists():  # the old one stays
+                os.rename(aside, folder)
+            raise
         shutil.rmtree(aside, ignore_errors=True)
 
     ranks = all_ranks()
     try:
-        ranks.on_first(begin)
-        with system_errors():
-            yield temporary
-        ranks.on_first(end)
+        with naming(folder):
+            ranks.on_first(begin)
+            with system_errors():
+                yield temporary
+            ranks.on_first(end)
     except BaseException:
         if ranks.is_first:
             shutil.rmtree(temporary, ignore_errors=True)

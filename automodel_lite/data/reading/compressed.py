@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import lzma
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pyarrow
@@ -23,16 +25,29 @@ def decompress(path: Path, name: str, folder: Path) -> None:
     # the others are lzma's
     codec = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}.get(path.suffix.lower())
     most = max_plain_bytes(path.stat().st_size)
-    damages = (OSError, EOFError, ValueError, lzma.LZMAError)
-    with (
-        explained(f"{name}: cannot be decompressed", *damages, kind=DataError),
-        pyarrow.CompressedInputStream(str(path), codec) if codec else lzma.open(path) as packed,
-        (folder / "data").open("wb") as plain,
-    ):
-        while block := packed.read(2**20):
+    # what fails in writing is the cache's, and no damage of the file
+    with (folder / "data").open("wb") as plain:
+        for block in _blocks(path, name, codec):
             plain.write(block)
             if plain.tell() > most:
                 raise DataError(
                     f"{name}: unpacks to over {most:,} bytes, {MAX_RATIO} times its size: "
                     "unpack it yourself, and name the file."
                 )
+
+
+def _blocks(path: Path, name: str, codec: str | None) -> Iterator[bytes]:
+    """Yields the plain content of a file; raises DataError for a damaged one."""
+    damages = (OSError, EOFError, ValueError, lzma.LZMAError)
+    with ExitStack() as opened:
+        with explained(f"{name}: cannot be decompressed", *damages, kind=DataError):
+            if codec:
+                packed = opened.enter_context(pyarrow.CompressedInputStream(str(path), codec))
+            else:
+                packed = opened.enter_context(lzma.open(path))
+        while True:
+            with explained(f"{name}: cannot be decompressed", *damages, kind=DataError):
+                block = packed.read(2**20)
+            if not block:
+                return
+            yield block

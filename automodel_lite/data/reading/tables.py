@@ -79,9 +79,15 @@ def parquet_to_arrow(path: Path, name: str, folder: Path) -> None:
     with _read_as("parquet", name):
         parquet = pyarrow.parquet.ParquetFile(path, memory_map=False)
         check_names(parquet.schema_arrow.names, name)
-        with pyarrow.ipc.new_file(str(folder / "data"), parquet.schema_arrow) as writer:
-            for batch in parquet.iter_batches(BLOCK_ROWS):
-                writer.write_batch(batch)
+        batches = parquet.iter_batches(BLOCK_ROWS)
+    # what fails in writing is the cache's, and no damage of the file
+    with pyarrow.ipc.new_file(str(folder / "data"), parquet.schema_arrow) as writer:
+        while True:
+            with _read_as("parquet", name):
+                batch = next(batches, None)
+            if batch is None:
+                return
+            writer.write_batch(batch)
 
 
 def open_saved(path: Path, name: str, split: str) -> RawRows:
