@@ -79,10 +79,31 @@ def _read_message(message: Message, role: str, where: str) -> Message:
             f"{where}.role={message['role']!r} is written by many templates, and never trained on: "
             "call it assistant, or set weight: 0 for such turns if that is meant."
         )
-    message["content"] = _content(
-        message.get("content"), where, may_lack=bool(message.get("tool_calls"))
-    )
-    return message
+    content = message.get("content")
+    message["content"] = _content(content, where, may_lack=bool(message.get("tool_calls")))
+    return message | _keys_of_parts(content, where)
+
+
+_OF_TURNS = ("weight", "tool_calls", "function_call", "reasoning_content", "role")
+"""Keys that a turn is read by; in a part of its content they would do nothing."""
+
+
+def _keys_of_parts(content: Any, where: str) -> Message:
+    """Returns what the parts of a content hold beside their texts, under names that no template
+    reads, so that it is noted as unused: `content.citations`.
+    """
+    found = {}
+    for place, part in enumerate(content if isinstance(content, list) else ()):
+        for key, value in part.items():
+            if key in ("type", *TEXT_KEYS) or value in (None, "", [], {}):
+                continue
+            if key in _OF_TURNS:
+                raise DataError(
+                    f"{where}.content[{place}].{key} would be ignored: a part of a content has a "
+                    f"text alone; write {key} beside the content of the turn."
+                )
+            found[f"content.{key}"] = value
+    return found
 
 
 def _with_calls(message: Message, role: str, where: str) -> Message:
@@ -248,6 +269,10 @@ def _sharegpt(message: Message, where: str) -> Message:
     value = message.get("value", message.get("content"))
     if not isinstance(sender, str) or sender not in ROLES:
         raise DataError(f"{where}: from={sender!r} is none of {', '.join(ROLES)}.")
+    if message.get("content", value) not in (value, ""):
+        raise DataError(f"{where} has two texts, in value and in content: keep one of them.")
+    if ROLES.get(role := message.get("role", sender), role) != ROLES[sender]:
+        raise DataError(f"{where} has two roles, from={sender} and role={role}: keep one of them.")
     rest = {key: item for key, item in message.items() if key not in ("from", "value", "content")}
     return {**rest, "role": sender, "content": value}
 
