@@ -252,7 +252,7 @@ def export_to_a_full_disk(rank: int, world: int, folder: Path) -> str:
 def test_an_unwritable_adapter_is_an_error_of_all_ranks(tmp_path: Path):
     """Rank 0 alone writes it; the others once waited for it in a barrier."""
     told = run_ranks(export_to_a_full_disk, 2, tmp_path / "adapter")
-    assert told == ["[Errno 28] No space left on device"] * 2
+    assert told == [f"[Errno 28] No space left on device: '{tmp_path}/adapter'"] * 2
     assert list(tmp_path.iterdir()) == []
 
 
