@@ -15,8 +15,8 @@ import pytest
 from automodel_lite.data.cache import build_once, find_damage
 from automodel_lite.data.reading.files import FilesDataset
 from automodel_lite.extras.cli import convert
-from automodel_lite.extras.named_files import write_named
 from automodel_lite.run.checkpoint_folder import MARK
+from automodel_lite.run.durable import write_named
 from automodel_lite.run.export import _replace_folder
 from tests.faults import each_fault
 
