@@ -47,8 +47,8 @@ def main(argv: list[str] | None = None) -> int:
     from automodel_lite.extras.hub import write_card
     from automodel_lite.extras.load_run import load_trained
     from automodel_lite.parallel.mesh import rank
-from automodel_lite.run.checkpoint_folder import named_checkpoint, survey
-from automodel_lite.run.folder import existing_run
+    from automodel_lite.run.checkpoint_folder import named_checkpoint, survey
+    from automodel_lite.run.folder import existing_run
     from automodel_lite.telemetry.console import Console, quiet_libraries  # --help needs no torch
     from automodel_lite.tools.finish import without_undoing
 
