@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import trackio
 
-from automodel_lite.parts.trackers.numbers import numbers
 from automodel_lite.redact import scrub, scrub_tree
-from automodel_lite.telemetry.callbacks import Callback, Row, RunInfo
+from automodel_lite.telemetry.callbacks import Callback, Row, RunInfo, numbers
 
 
 class TrackioTracker(Callback):
