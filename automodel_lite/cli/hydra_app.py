@@ -238,9 +238,9 @@ def place_problems(plain: dict[str, Any], has_data: bool) -> Iterator[ConfigErro
         if not all(isinstance(path, str) for path in paths):
             continue
         if any("://" not in path and not Path(path).exists() for path in paths):
-            name = leaves.get(f"{place[2]}.name")
+            subset = leaves.get(f"{place[2]}.name")
             split = leaves.get(f"{place[2]}.split", "train")
             try:
-                find_files(paths, place[1], name=name, split=split)
+                find_files(paths, place[1], name=subset, split=split)
             except ConfigError as error:
                 yield error
