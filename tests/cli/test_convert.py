@@ -638,7 +638,7 @@ def test_words_that_are_no_command(tmp_path: Path) -> None:
     for words, sentence in (
         (["tune", "run", "x"], "tune run x is no command of TRL's: type it as it is"),
         (["trl", "sft", "x.yaml"], "x.yaml: stands before the first --key"),
-        (["trl", "grpo", "--beta", "1"], "_method=grpo: reinforcement learning is not here"),
+        (["trl", "grpo", "--beta", "1"], "method=grpo: reinforcement learning is not here"),
     ):
         with pytest.raises(ConfigError, match=re.escape(sentence)):
             convert.convert(["--to", str(tmp_path / "mine.yaml"), "--", *words])

@@ -250,7 +250,7 @@ class Preset:
             self._set(word, key, value, is_by_value, is_default)
 
     def _set(self, word: str, key: str, value: Any, is_by_value: bool, is_default: bool) -> None:
-        why = f"{self.peer}'s default" if is_default else key
+        why = f"{self.peer}'s default" if is_default else key.removeprefix("_")
         ours, is_set, text = word.partition("=")
         if is_set and value is False and not is_by_value:
             return
@@ -525,7 +525,8 @@ def _check_trains(peer: str, theirs: Mapping[str, Any]) -> None:
         for key, value in given.items():
             reason = why.get(format_value(value)) if isinstance(why, dict) else why
             if fits(pattern, key) and value is not False and reason:
-                raise ConfigError(f"{key}={format_value(value)}: {reason}")
+                name = key.removeprefix("_")
+                raise ConfigError(f"{name}={format_value(value)}: {reason}")
 
 
 def defaults_of(peer: str, given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
