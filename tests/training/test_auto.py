@@ -96,7 +96,7 @@ def test_without_packing_no_document_is_too_long(tmp_path: Path, capsys):
     files = ["dataset=files", "~dataset.num_chats", f"dataset.path={tmp_path / 'rows.jsonl'}"]
     packed = resolved(tmp_path, *files)
     ragged = resolved(tmp_path, *files, "packed_sequence=none", "packed_sequence.slot_multiple=8")
-    assert packed.packed_sequence["packed_sequence_size"] == 128
+    assert packed.packed_sequence["packed_sequence_size"] == 120
     assert ragged.packed_sequence["packed_sequence_size"] == 168
     assert "168 (the longest document)" in capsys.readouterr().out
 
