@@ -21,5 +21,5 @@ COPY launch launch
 # torch stays the one of the image
 RUN pip freeze | grep -i "^torch==" > /tmp/torch.txt \
  && grep -v "^torch==" constraints.txt > /tmp/constraints.txt \
- && pip install -c /tmp/constraints.txt -c /tmp/torch.txt ".[peft,qlora,wandb,tensorboard]"
+ && pip install -c /tmp/constraints.txt -c /tmp/torch.txt ".[peft,qlora,ao,images,wandb,tensorboard]"
 WORKDIR /data

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -19,12 +20,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from automodel_lite.cli import argument_parser, run_tool
+from automodel_lite.cli.line import rewrite_program_name
 from automodel_lite.config.rules import PATH, Range, argument
-from automodel_lite.errors import ConfigError, harmless
+from automodel_lite.errors import ConfigError, harmless, one_line
 from automodel_lite.launched import check_alone
 from automodel_lite.progress import Progress, activity
 from automodel_lite.run.checkpoint_folder import exported_folder, older_export
 from automodel_lite.run.durable import rename, sync
+from automodel_lite.run.folder import RunFolder
 
 if TYPE_CHECKING:
     from automodel_lite.data.reading.documents import Question
@@ -114,7 +117,7 @@ def chat(generator: Generator, args: argparse.Namespace) -> None:
     """One prompt, or a dialogue at the terminal."""
     messages = _system(args)
     if args.prompt is None:
-        print("a chat: type a prompt and press Enter; an empty line ends it", file=sys.stderr)
+        print(*how_to_ask(args.model), sep="\n", file=sys.stderr)
     prompts = [args.prompt] if args.prompt is not None else iter(_ask, "")
     for prompt in prompts:
         said: Any = prompt
@@ -130,6 +133,19 @@ def chat(generator: Generator, args: argparse.Namespace) -> None:
             write=_write,
         )
         messages.append({"role": "assistant", "content": answer})
+
+
+def how_to_ask(model: str) -> Iterator[str]:
+    """Yields what a chat takes, other ways to ask, and a question of the run's held-out ones."""
+    yield "a chat: type a prompt and press Enter; an empty line ends it"
+    start = rewrite_program_name(f"python recipes/generate.py {shlex.quote(model)}")
+    yield f'one answer: {start} "your prompt"'
+    yield f"a file:     {start} --prompts in.jsonl --out out.jsonl"
+    for row in reversed(RunFolder(Path(model).expanduser()).rows()):
+        asked = [key.removeprefix("text/") for key in row if key.startswith("text/")]
+        if asked:
+            yield f"the data ask, for instance: {one_line(harmless(asked[0]))}"
+            return
 
 
 def answer_file(generator: Generator, args: argparse.Namespace) -> None:

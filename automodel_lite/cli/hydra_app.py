@@ -180,10 +180,11 @@ def run(
         except ConfigError as error:
             problems.append(error)
     if job:
-        # what a word should have been is told in words
-        told = {problem.key for problem in job.problems}
-        problems = [one for error in problems for one in error.problems or [error]]
-        problems = [*job.problems, *(one for one in problems if one.key not in told - {""})]
+        # what a word should have been is told in words, and once
+        told = {problem.key for problem in job.problems} | {str(one) for one in job.problems}
+        rest = [one for error in problems for one in error.problems or [error]]
+        rest = [one for one in rest if not {one.key, str(one)} & (told - {""})]
+        problems = [*job.problems, *rest]
     if problems:
         raise ConfigError.of(problems)
     if recipe.is_ours and recipe.name != "plan" and config.tokenizer.get("path"):

@@ -22,13 +22,13 @@ from typing import Any
 
 import yaml
 
-from automodel_lite.cli.line import split
+from automodel_lite.cli.line import RECIPES, split
 from automodel_lite.cli.recipes import Recipe
 from automodel_lite.cli.sources import Sources, presets_of
 from automodel_lite.config.check import key_of
 from automodel_lite.config.model_files import INDEX
 from automodel_lite.data.reading.paths import KINDS, find_files, kind_of
-from automodel_lite.errors import ConfigError, DataError
+from automodel_lite.errors import ConfigError, DataError, did_you_mean_path
 
 MODEL, DATA = "model.pretrained", "dataset.path"
 HELD_OUT_FRAC = 0.05
@@ -89,10 +89,16 @@ def job_of(
     """Returns the job that the words among the overrides name."""
     words = [text for text in overrides if "=" not in text]
     typed = {key: value for key, value in map(split, overrides) if value is not None}
-    places, problems = _places(words, typed, presets_of(sources))
+    verb = next(verb for verb, (module, _) in RECIPES.items() if module == recipe.name)
+    if len(words) == 1 and words[0] in presets_of(sources) and not Path(words[0]).exists():
+        raise ConfigError(f"{words[0]}: a preset is chosen with --config-name {words[0]}.")
+    places, problems = _places(words, typed, f"automodel-lite {verb}")
     data = places.get(DATA)
+    for key, given in places.items():
+        problems += _near(key, [given] if key == MODEL else given)
     rows = Rows(config_name or "finetune", "documents")
-    if data and not config_name and "dataset" not in typed:
+    is_there = all(problem.key != DATA for problem in problems)
+    if data and is_there and not config_name and "dataset" not in typed:
         try:
             rows = rows_of(data, typed)
         except (ConfigError, DataError) as error:
@@ -119,24 +125,22 @@ def job_of(
 
 
 def _places(
-    words: Sequence[str], typed: dict[str, str], presets: Sequence[str]
+    words: Sequence[str], typed: dict[str, str], command: str
 ) -> tuple[dict[str, Any], list[ConfigError | DataError]]:
     """Returns the model and the data that the words name, as far as they do, and what is wrong with
     them.
     """
     problems: list[ConfigError | DataError] = []
-    usage = "automodel-lite train MODEL DATA"
     if len(words) == 1:
         word = words[0]
-        if word in presets and not Path(word).exists():
-            cure = f"--config-name {word}"
-            return {}, [ConfigError(f"{word}: a preset is chosen with {cure}.")]
         if MODEL in typed or (DATA not in typed and _is_data(word)):
             if MODEL not in typed:
-                problems.append(_missing(MODEL, f"MODEL is missing: {usage.replace('DATA', word)}"))
+                text = f"MODEL is missing: {command} MODEL {word}"
+                problems.append(ConfigError(f"{text}.", key=MODEL))
             return {DATA: [word]}, problems
         if DATA not in typed:
-            problems.append(_missing(DATA, f"DATA is missing: {usage.replace('MODEL', word)}"))
+            text = f"DATA is missing: {command} {word} DATA"
+            problems.append(ConfigError(f"{text}.", key=DATA))
         return {MODEL: word}, problems
     model, *data = words
     if MODEL in typed:
@@ -145,14 +149,22 @@ def _places(
         given = typed[DATA]
         return {MODEL: model}, [ConfigError(f"{data[0]}: the data are {DATA}={given} already.")]
     if _is_data(model) and len(data) == 1 and _is_model(data[0]):
-        swapped = f"automodel-lite train {data[0]} {model}"
+        swapped = f"{command} {data[0]} {model}"
         text = f"{model} is data, and {data[0]} a model: the model stands first, {swapped}."
         return {MODEL: data[0], DATA: [model]}, [ConfigError(text, key=MODEL)]
     return {MODEL: model, DATA: data}, []
 
 
-def _missing(key: str, text: str) -> ConfigError:
-    return ConfigError(f"{text}.", key=key)
+def _near(key: str, words: Sequence[str]) -> Iterator[ConfigError]:
+    """Yields a problem for a plain word that is nothing here, where something has nearly its name:
+    it would be looked for on the hub, whose full names are owner/name.
+    """
+    for word in words:
+        near = did_you_mean_path(word)
+        if "/" not in word and not Path(word).exists() and near.startswith(";"):
+            yield ConfigError(
+                f"{key}={word} does not exist (looked in {Path.cwd()}){near}", key=key
+            )
 
 
 def _is_data(word: str) -> bool:

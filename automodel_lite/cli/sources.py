@@ -64,18 +64,24 @@ def groups_of(sources: Sources) -> dict[str, list[str]]:
     return {group: sorted(options) for group, options in sorted(found.items())}
 
 
+USUAL = ("finetune", "lora", "dpo", "pretrain", "policy")
+"""The presets for a model and data of one's own; the others are examples of them."""
+COMPLETE = "automodel-lite ls lists all presets"
+
+
 def check_preset(sources: Sources, preset: str | None, overrides: Sequence[str] = ()) -> str:
     """Raises ConfigError: no preset named, or one that is nowhere."""
     known = presets_of(sources)
+    usual = ", ".join(name for name in USUAL if name in known) or ", ".join(known)
     if preset is None:
         stray = [
             f"{text}: cannot be read as key=value: there is no `=`." + _meant(Path(text))
             for text in overrides
             if "=" not in text
         ]
-        raise ConfigError(
-            "\n".join([*stray, f"--config-name is missing: choose one of {', '.join(known)}."])
-        )
+        both = "name a model and its data, automodel-lite train MODEL DATA, or choose a preset"
+        problem = f"--config-name is missing: {both}: {usual} ({COMPLETE})."
+        raise ConfigError("\n".join([*stray, problem]))
     path = Path(preset)
     if sources.file(preset) is None and len(path.parts) > 1:
         raise ConfigError(
@@ -83,15 +89,26 @@ def check_preset(sources: Sources, preset: str | None, overrides: Sequence[str] 
             f"{path.parent} --config-name {path.stem}."
         )
     if sources.file(preset) is None:
+        for folder in sources.folders:
+            file = folder / f"{path.stem}.yml"
+            if path.suffix in ("", ".yml") and file.is_file():
+                raise ConfigError(
+                    f"--config-name {preset}: a preset's file ends in .yaml: rename {file} to "
+                    f"{path.stem}.yaml."
+                )
         near = did_you_mean(preset, known)
         raise ConfigError(
-            f"--config-name {preset}: no such preset{near} The presets are {', '.join(known)}."
+            f"--config-name {preset}: no such preset{near} The usual ones are {usual} ({COMPLETE})."
         )
     return preset
 
 
 def _meant(path: Path) -> str:
-    """Returns how a path that was given without a key is written: a run, a preset, data."""
+    """Returns how a path that was given without a key is written: a run, a model, a preset,
+    data.
+    """
+    if path.is_dir() and (path / "config.json").is_file():
+        return f" For this model: model.pretrained={path}."
     if path.is_dir():
         return f" For this run: model.pretrained={path}/hf."
     if path.suffix in (".yaml", ".yml"):

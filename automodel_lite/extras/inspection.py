@@ -40,10 +40,11 @@ def inspection_of(data: PlannedPacks, is_page: bool = True, mark: str = "⟦ ⟧
     documents = shown_documents(packs, NUM_SAMPLES_OF_A_PAGE if is_page else NUM_SAMPLES)
     sections = {
         "DATA": counts(data),
-        f"SAMPLES (trained on: {mark})": samples(data, documents),
         "LENGTHS (tokens of a document, number of documents)": lengths(data, packs),
         "PACKING": iter([str(data.report())]),
         **drawn_packs(packs),
+        # last, where the screen stops: what the model learns to write
+        f"SAMPLES (trained on: {mark})": samples(data, documents),
     }
     pictures = [
         (f"document {index}, {picture.caption}", picture.thumbnail)
