@@ -25,12 +25,7 @@ ABSENT = (
     "flash_attn",
     "torchao",
 )  # as in an environment without the extras
-PRESETS = (
-    "distill, dpo, finetune, llama3_1_405b, llama3_1_70b, llama3_1_70b_131k, llama3_1_70b_lora, "
-    "llama3_1_8b, llama3_1_8b_bf16, llama3_1_8b_lora, llama3_2_1b, llama_packed, llama_unpacked, "
-    "long_documents, lora, overfit, policy, pretrain, qwen3_0_6b, qwen3_30b_a3b, qwen3_32b, "
-    "qwen3_32b_131k, qwen3_5_9b, qwen3_8b_1m, qwen3_vl_8b, reasoning, smoke"
-)
+PRESETS = "finetune, lora, dpo, pretrain, policy (automodel-lite ls lists all presets)"
 KNOWN_COLUMNS = (
     "input_ids + labels + seq_lens, input_ids, messages, conversations, instruction + output, prompt + completion, "
     "prompt + responses, question + answer, text, chosen + rejected"
@@ -54,7 +49,7 @@ MISTAKES = {
     ),
     "misspelt preset": Mistake(
         "--config-name lama_packed",
-        f"--config-name lama_packed: no such preset; did you mean llama_packed? The presets are {PRESETS}.",
+        f"--config-name lama_packed: no such preset; did you mean llama_packed? The usual ones are {PRESETS}.",
     ),
     "missing dataset file": Mistake(
         "--config-name llama_packed dataset=files dataset.path=chat.jsonl",

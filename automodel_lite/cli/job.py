@@ -226,6 +226,8 @@ def rows_of(paths: Sequence[str], typed: dict[str, str]) -> Rows:
     return Rows("finetune", "documents", asks=True, count=count)
 
 
+# one batch, on a CPU beside a full GPU; answers that are longer are judged as far as they go
+_ASKED_AT_THE_END = ("evaluation.num_questions=8", "evaluation.max_new_tokens=128")
 _READ_AS = ("encoding", "text_unit")
 _ASKED = ("messages", "prompt_completion")
 _KINDS = {
@@ -270,7 +272,7 @@ def _held_out(rows: Rows, typed: dict[str, str]) -> tuple[list[str], str]:
     if not named:
         chosen.append(f"dataset.val_frac={wanted / count:.4g}")
     if rows.asks and "evaluation" not in typed:
-        chosen.append("evaluation=exact_match")
+        chosen += ["evaluation=exact_match", *_ASKED_AT_THE_END]
     if named:
         return chosen, ""
     asked = ", and asked at the end" if rows.asks else ""

@@ -29,6 +29,7 @@ from automodel_lite.run.export import export_adapter, export_hf, generation_conf
 from automodel_lite.run.sharded_files import BrokenCheckpointError
 from automodel_lite.telemetry.callbacks import MetricsLog
 from automodel_lite.telemetry.console import Console
+from automodel_lite.tools.ending_notes import ending_notes
 from automodel_lite.training.build import BuiltModel
 from automodel_lite.training.guards import Guards
 
@@ -107,6 +108,11 @@ def finish(
     console.print(
         f"finished at step {run.state.num_steps} of {run.max_steps}: {run.folder.display_path}"
     )
+    if run.ranks.is_first:
+        epochs = data.plan(run.config.training).num_epochs
+        settles = not metrics.end_reason and not build(run.config.loss).required
+        for note in ending_notes(run.folder.rows(), run.config.training, epochs, settles):
+            console.say("NOTE", note)
     if page.is_drawn:
         console.say("report", f"{run.folder.display_path}/report.html")
     console.commands("next", run.folder.next_commands("finished"))

@@ -71,15 +71,9 @@ def test_the_page_is_a_flag_of_this_recipe(tmp_path: Path) -> None:
 def test_inspecting_shows_every_part(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert inspect_data.main(config_of(tmp_path)) == 0
     printed = capsys.readouterr().out
-    for heading in (
-        "DATA",
-        "LENGTHS",
-        "PACKING",
-        "PACKS",
-        "ATTENTION MASK",
-        "SAMPLES (trained on: ⟦ ⟧)",
-    ):
-        assert heading in printed
+    headings = re.findall(r"^([A-Z]{2,})\b", printed, flags=re.MULTILINE)
+    # the screen stops at what the model learns to write
+    assert headings == ["DATA", "LENGTHS", "PACKING", "PACKS", "ATTENTION", "SAMPLES"]
     assert "<|assistant|>⟦The capital of" in printed
     assert "\x1b[" not in printed
     assert "padded batches" in printed

@@ -14,6 +14,7 @@ from typing import Any
 from automodel_lite.config.rules import Count, Size
 from automodel_lite.data.reading.documents import Question
 from automodel_lite.errors import ConfigError, one_line
+from automodel_lite.evaluation.form import num_in_form
 from automodel_lite.evaluation.generator import Generator, has_images
 from automodel_lite.progress import Progress
 
@@ -78,6 +79,8 @@ class ExactMatch:
             lines.append(f"  Q: {asked_by(question)}\n  A: {given[number]}   ({mark})")
         row: dict[str, Any] = {"answers_right": sum(is_right), "answers": len(questions)}
         row |= {"answers_refused": len(refused)} if refused else {}
+        if (in_form := num_in_form(given, expected)) is not None:
+            row["answers_in_form"] = in_form
         row |= {f"score/{name}": score for name, score in scores.items()}
         # for the report
         for question, answer, wanted, right in zip(questions, given, expected, is_right):
