@@ -8,7 +8,8 @@ from transformers import PreTrainedTokenizerBase
 
 from automodel_lite.config.components import text_of
 from automodel_lite.config.schema import Config
-from automodel_lite.config.sizes import LEAST_STEPS
+from automodel_lite.config.sizes import AUTO_BATCH_SIZE, LEAST_STEPS
+from automodel_lite.data.feeding.planned import epochs_of
 from automodel_lite.data.feeding.source import PackSource, TrainingPlan
 from automodel_lite.data.packing.report import PackingReport
 from automodel_lite.data.tokens.tokenizer import vocabulary_of
@@ -64,10 +65,13 @@ def plan_lines(
         )
     is_open = config.training.global_batch_documents is None
     if config.training.global_batch_size == "auto" and is_open:
-        lines += (
-            f"\ntraining.global_batch_size=auto: {plan.shape.global_batch_size}, and "
-            f"{num_warmup_steps:,} of warm-up"
-        )
+        size = plan.shape.global_batch_size
+        most = f"at most {AUTO_BATCH_SIZE} packs, and as few as give {LEAST_STEPS} steps"
+        lines += f"\ntraining.global_batch_size=auto: {size} ({most}), {num_warmup_steps:,} steps"
+        lines += " of warm-up"
+    if report and config.training.max_steps is None and config.training.num_epochs is None:
+        epochs, why = epochs_of(config.training, report.documents)
+        lines += f"\ntraining.num_epochs: {epochs}{why.replace('training.num_epochs=null: ', '')}"
     lines += "".join(f"\nNOTE: {note}" for note in notes_beyond_plan(config, plan))
     return [("packing", packing), ("steps", lines)]
 
