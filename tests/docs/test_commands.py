@@ -22,7 +22,9 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from automodel_lite.__main__ import TOOLS
+from automodel_lite.cli.job import takes_words
 from automodel_lite.cli.line import RECIPES, is_sweep, read_line
+from automodel_lite.cli.recipes import Recipe
 from automodel_lite.config.check import check_config
 from automodel_lite.config.schema import Config
 from automodel_lite.errors import ConfigError
@@ -107,6 +109,13 @@ def test_it_composes(command: Command):
     if line.config_dir:
         return
     given = [text for text in line.overrides if not text.startswith("hydra")]
+    words = [text for text in given if "=" not in text]
+    if takes_words(Recipe(f"recipes.{command.recipe}:main"), words, line.config_name):
+        # the rows would choose the preset
+        line.config_name = line.config_name or "finetune"
+        places = dict(zip(("model.pretrained", "dataset.path"), words, strict=True))
+        given = [f"{key}={word}" for key, word in places.items()]
+        given += [text for text in line.overrides if "=" in text]
     # of a sweep the first job and the last
     jobs = {tuple(one_value(text, which) for text in given) for which in (0, -1)}
     for overrides in jobs:

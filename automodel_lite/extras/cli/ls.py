@@ -20,7 +20,7 @@ from automodel_lite.cli.line import (
     rewrite_program_name,
 )
 from automodel_lite.cli.recipes import Recipe
-from automodel_lite.cli.sources import Sources, groups_of, presets_of, read
+from automodel_lite.cli.sources import USUAL, Sources, groups_of, presets_of, read
 from automodel_lite.config.components import flatten
 from automodel_lite.errors import ConfigError, did_you_mean, format_value
 
@@ -41,7 +41,7 @@ def ls(argv: list[str]) -> int:
     sources = Sources.of(args.config_dir)
     known = groups_of(sources)
     if args.name is None:
-        lines = [f"{name:18s} {first_comment(name, sources)}" for name in presets_of(sources)]
+        lines = [f"{name:18s} {first_comment(name, sources)}" for name in usual_first(sources)]
         lines += [
             "",
             *(f"{f'{group}/':18s} {', '.join(options)}" for group, options in known.items()),
@@ -68,13 +68,15 @@ def ls(argv: list[str]) -> int:
 def help_of(recipe: Recipe, sources: Sources) -> str:
     """Presets, groups with their options, and examples."""
     purpose = recipe.purpose
-    lines = [
-        f"{purpose[:1].upper()}{purpose[1:]}.",
-        "",
-        f"usage: {recipe.start} --config-name PRESET [--config-dir FOLDER] [key=value ...]",
+    usage = f"usage: {recipe.start} --config-name PRESET [--config-dir FOLDER] [key=value ...]"
+    lines = [f"{purpose[:1].upper()}{purpose[1:]}.", "", usage]
+    if recipe.is_ours:
+        what = "the rows choose the preset"
+        lines.append(f"or:    {recipe.start} MODEL DATA [key=value ...]   ({what})")
+    lines += [
         "",
         "presets:",
-        *(f"  {name:17s} {first_comment(name, sources)}" for name in presets_of(sources)),
+        *(f"  {name:17s} {first_comment(name, sources)}" for name in usual_first(sources)),
         "",
         "groups (group=option):",
         *(f"  {group:17s} {', '.join(options)}" for group, options in groups_of(sources).items()),
@@ -91,6 +93,13 @@ def help_of(recipe: Recipe, sources: Sources) -> str:
         parser().format_usage().replace("usage", "all flags").rstrip(),
     ]
     return rewrite_program_name("\n".join(lines))
+
+
+def usual_first(sources: Sources) -> list[str]:
+    """Returns the presets, those for a model and data of one's own before the others."""
+    known = presets_of(sources)
+    usual = [name for name in USUAL if name in known]
+    return [*usual, *(name for name in known if name not in usual)]
 
 
 def first_comment(preset: str, sources: Sources) -> str:
