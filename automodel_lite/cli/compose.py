@@ -292,7 +292,7 @@ def without_hydra(raw: DictConfig) -> DictConfig:
 
 def check_overrides(loader: Loader, typed: Sequence[str], is_multirun: bool = False) -> None:
     """Raises one ConfigError with all overrides that cannot be read, and all options that do not
-    exist.
+    exist; the key of each problem is its override.
     """
     problems: list[str | None] = []
     for text in typed:
@@ -302,11 +302,13 @@ def check_overrides(loader: Loader, typed: Sequence[str], is_multirun: bool = Fa
             continue
         try:
             OverridesParser.create().parse_overrides([allow_new_key(text, loader.known)])
-            problems.append(option_problem(text, loader.known, is_multirun))
+            problem = option_problem(text, loader.known, is_multirun)
         except OverrideParseException as error:
-            problems.append(option_problem(text, loader.known, is_multirun) or _unreadable(error))
-    if any(problems):
-        raise ConfigError("\n".join(filter(None, problems)))
+            problem = option_problem(text, loader.known, is_multirun) or _unreadable(error)
+        if problem:
+            problems.append(ConfigError(problem, key=text))
+    if problems:
+        raise ConfigError.of(problems)
 
 
 _MOST_LEVELS = 64

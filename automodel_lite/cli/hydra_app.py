@@ -23,6 +23,7 @@ from packaging.version import Version
 
 from automodel_lite.cli.compose import (
     Loader,
+    check_overrides,
     compose,
     without_hydra,
 )
@@ -119,8 +120,18 @@ def run_command_line(main: str, argv: Sequence[str]) -> int:
             f"{useless[0]}: settings of Hydra are for --multirun; the folder of a run is "
             "output_dir."
         )
-    raw = compose(loader, str(line.config_name), line.overrides)
-    return run(recipe, raw, line.overrides, sources, own, job)
+    unread: list[UserError] = []
+    try:
+        check_overrides(loader, line.overrides)
+    except ConfigError as error:
+        unread = [*error.problems]
+        wrong = {problem.key for problem in unread}
+        line.overrides = [text for text in line.overrides if text not in wrong]
+    try:
+        raw = compose(loader, str(line.config_name), line.overrides)
+    except ConfigError as error:
+        raise ConfigError.of([*(job.problems if job else ()), *unread, error]) from None
+    return run(recipe, raw, line.overrides, sources, own, job, unread)
 
 
 def choose_allocator(environment: MutableMapping[str, str]) -> None:
@@ -143,11 +154,13 @@ def run(
     sources: Sources,
     flags: dict[str, Any],
     job: Job | None = None,
+    unread: Sequence[UserError] = (),
 ) -> int:
     """Checks the configuration and runs the recipe; returns the exit code. Raises ConfigError.
 
     flags   what the recipe gets beside the configuration
     job     of a command that names a model and data by position
+    unread  what is wrong with overrides that are left out: the rest is checked beside them
     """
     HydraConfig.instance().set_config(raw)  # of `${hydra:...}`
     raw = without_hydra(raw)
@@ -166,7 +179,7 @@ def run(
         raw.security.allow_targets = [*raw.security.allow_targets, package]
     kind = recipe.extra_type()  # its own keys, as an object of its dataclass
     # what is wrong with the settings hides no file that is not there
-    problems: list[UserError] = []
+    problems: list[UserError] = [*unread]
     try:
         config = check_config(raw, kind)
     except ConfigError as error:

@@ -95,7 +95,7 @@ def job_of(
     places, problems = _places(words, typed, f"automodel-lite {verb}")
     data = places.get(DATA)
     for key, given in places.items():
-        problems += _near(key, [given] if key == MODEL else given)
+        problems += _near(key, [given] if key == MODEL else given, presets_of(sources))
     rows = Rows(config_name or "finetune", "documents")
     is_there = all(problem.key != DATA for problem in problems)
     if data and is_there and not config_name and "dataset" not in typed:
@@ -155,13 +155,21 @@ def _places(
     return {MODEL: model, DATA: data}, []
 
 
-def _near(key: str, words: Sequence[str]) -> Iterator[ConfigError]:
+def _near(key: str, words: Sequence[str], presets: Sequence[str]) -> Iterator[ConfigError]:
     """Yields a problem for a plain word that is nothing here, where something has nearly its name:
     it would be looked for on the hub, whose full names are owner/name.
     """
     for word in words:
+        if Path(word).expanduser().exists():
+            continue
         near = did_you_mean_path(word)
-        if "/" not in word and not Path(word).exists() and near.startswith(";"):
+        parts = [part.strip() for part in word.split(",")]
+        if word in presets:
+            yield ConfigError(f"{word}: a preset is chosen with --config-name {word}.", key=key)
+        elif len(parts) > 1 and all(Path(part).exists() for part in parts):
+            cure = f"name them one after the other, {' '.join(parts)}"
+            yield ConfigError(f"{key}={word}: several files: {cure}.", key=key)
+        elif "/" not in word and near.startswith(";"):
             yield ConfigError(
                 f"{key}={word} does not exist (looked in {Path.cwd()}){near}", key=key
             )

@@ -95,7 +95,7 @@ REFUSED = [
         [*PRESET, "lr_scheduler=cosin", "seed=[1", "training.max_stepz=3"],
         "lr_scheduler=cosin: no such option; did you mean cosine? The options are constant, cosine, linear, wsd.\n"
         "seed=[1: cannot be read as key=value: close every bracket and quote, or put a text with brackets into "
-        "quotes, 'seed=\"...\"'.",
+        "quotes, 'seed=\"...\"'.\ntraining.max_stepz=3: unknown key; did you mean training.max_steps?",
     ),
 ]  # fmt: skip
 

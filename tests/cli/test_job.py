@@ -131,6 +131,15 @@ WRONG = [
         "model chats.jsonl.",
     ),
     (
+        ["model", "chats.jsonl", "lora"],
+        "lora: a preset is chosen with --config-name lora.",
+    ),
+    (
+        ["model", "chats.jsonl,chats.jsonl"],
+        "dataset.path=chats.jsonl,chats.jsonl: several files: name them one after the other, "
+        "chats.jsonl chats.jsonl.",
+    ),
+    (
         ["model", "dataset.path=a.jsonl", "chats.jsonl"],
         "chats.jsonl: the data are dataset.path=a.jsonl already.",
     ),
@@ -163,13 +172,14 @@ def test_everything_wrong_with_a_command_is_one_answer(tmp_path: Path) -> None:
     from automodel_lite.cli import run_recipe
 
     write("chats.jsonl", CHAT)
-    words = ["modle", "chatz.jsonl", "training.max_stepz=4", "optimizer.lr=fast"]
+    words = ["modle", "chatz.jsonl", "training.max_stepz=4", "optimizer.lr=fast", "peft=lor"]
     code, screen = in_a_process(run_recipe, tmp_path, "recipes.train_ft:main", words)
     assert code == 2
     assert screen.strip().splitlines() == [
         f"model.pretrained=modle does not exist (looked in {tmp_path}); did you mean model?",
         f"dataset.path=chatz.jsonl does not exist (looked in {tmp_path}); did you mean "
         "chats.jsonl?",
+        "peft=lor: no such option; did you mean lora? The options are dora, lora, none, qlora.",
         "training.max_stepz=4: unknown key; did you mean training.max_steps?",
         "optimizer.lr=fast must be a number or auto.",
     ]
