@@ -34,7 +34,6 @@ from automodel_lite.cli.line import (
 )
 from automodel_lite.cli.sources import Sources, check_preset, groups_of, presets_of, read
 from automodel_lite.compat import ConfigLoaderImpl, create_config_search_path
-from automodel_lite.config.check import NEEDED
 from automodel_lite.config.components import CONF_DIR, flatten
 from automodel_lite.config.installed import installed_trackers
 from automodel_lite.config.permissions import (
@@ -137,12 +136,6 @@ class Loader(ConfigLoaderImpl):
         problems = [*permission_problems(own, typed), *environment_problems(own, typed)]
         if problems:
             raise ConfigError("\n".join(problems))
-        if not any(OmegaConf.select(own, f"{group}._target_") for group in NEEDED):
-            file = self.sources.file(str(config_name))
-            raise ConfigError(
-                f"{file}: it is based on no other preset: begin it with `defaults: [finetune, "
-                "_self_]`."
-            )
         with open_dict(raw):
             raw.update(with_options(plain))
         return raw

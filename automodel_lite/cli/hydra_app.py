@@ -33,7 +33,7 @@ from automodel_lite.cli.line import COMMANDS, OWN_FLAGS, RECIPES, read_line, ver
 from automodel_lite.cli.recipes import Recipe
 from automodel_lite.cli.sources import Sources, check_preset
 from automodel_lite.compat import Hydra
-from automodel_lite.config.check import check_config, known_values
+from automodel_lite.config.check import NEEDED, check_config, known_values
 from automodel_lite.config.components import flatten, locate, option
 from automodel_lite.config.model_files import check_template
 from automodel_lite.config.rules import check_folder, read_template
@@ -131,6 +131,11 @@ def run_command_line(main: str, argv: Sequence[str]) -> int:
         raw = compose(loader, str(line.config_name), line.overrides)
     except ConfigError as error:
         raise ConfigError.of([*(job.problems if job else ()), *unread, error]) from None
+    if not any(OmegaConf.select(raw, f"{group}._target_") for group in NEEDED):
+        raise ConfigError(
+            f"{sources.file(str(line.config_name))}: it is based on no other preset: begin it with "
+            "`defaults: [finetune, _self_]`."
+        )
     return run(recipe, raw, line.overrides, sources, own, job, unread)
 
 

@@ -174,6 +174,19 @@ def test_what_is_missing_hides_nothing_that_is_wrong(tmp_path: Path) -> None:
     ]
 
 
+def test_a_preset_that_is_based_on_nothing_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("name: x\nmodel: {pretrained: y}\n")
+    with pytest.raises(ConfigError, match=r"^\S+/mine\.yaml: it is based on no other preset: "):
+        run_command_line(
+            "recipes.train_ft:main", ["--config-dir", str(tmp_path), "--config-name", "mine"]
+        )
+    (tmp_path / "plain.yml").touch()
+    with pytest.raises(ConfigError, match=r"ends in \.yaml: rename \S+/plain\.yml to plain\.yaml"):
+        run_command_line(
+            "recipes.train_ft:main", ["--config-dir", str(tmp_path), "--config-name", "plain"]
+        )
+
+
 def test_a_dry_run_needs_no_name(tmp_path: Path) -> None:
     options = ["--config-name", "finetune", "model.pretrained=./no", "dataset.path=no.jsonl"]
     code, screen = in_a_process(
