@@ -206,7 +206,7 @@ class SecurityConfig:
 class SamplesConfig:
     """Prompts that the model answers at each validation."""
 
-    # ["What is the capital of France?"]; ![](a.png) is an image; empty = no samples
+    # ["What is the capital of France?"]; `![](a.png)` is an image; empty = no samples
     prompts: list[str] = field(default_factory=list)
     max_new_tokens: Annotated[Size, Only("prompts")] = 48
 
