@@ -212,6 +212,9 @@ def test_a_first_job_learns_with_default_settings(job: str, model: Path, tmp_pat
     ]
     after = [row["val_loss/val"] for row in rows if "val_loss/val" in row][-1]
     print(f"{job}: held-out loss {base:.3f} -> {after:.3f}")
+    packing = json.loads((tmp_path / "runs/job/packing.json").read_text())
+    if packing["documents_per_pack_mean"] > 1:  # batches of one document have no padding
+        assert packing["fill_frac"] >= packing["padded_fill_frac"]
     assert after < base * 2 / 3
     if job == "pairs":
         assert [row["val_accuracy/val"] for row in rows if "val_accuracy/val" in row][-1] > 0.9
