@@ -196,8 +196,10 @@ def rows_of(paths: Sequence[str], typed: dict[str, str]) -> Rows:
     ends = {path.suffix for path in _files(paths)}
     if ends and ends <= {*_TOKENIZED}:
         corpora = sorted(str(path) for path in _files(paths) if path.suffix == ".bin")
-        options = ("training.global_batch_size=auto", "optimizer.lr=auto")
-        return Rows("pretrain", "a tokenized corpus", (*options, f"{DATA}={_listed(corpora)}"))
+        # the preset is for long runs
+        free = ("training.global_batch_size=auto", "lr_scheduler.warmup_steps=null")
+        options = (*free, "optimizer.lr=auto", f"{DATA}={_listed(corpora)}")
+        return Rows("pretrain", "a tokenized corpus", options)
     if _ARCHIVE in ends:
         return Rows("finetune", "samples with images", ("dataset=images",), asks=True)
     if all(not Path(path).expanduser().exists() for path in paths):

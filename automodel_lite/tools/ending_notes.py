@@ -12,6 +12,7 @@ from automodel_lite.config.schema import TrainingConfig
 
 FALL = 0.05  # of the loss, from one third of the run to the next: noise is less
 LEAST_FALL = 0.02  # nats
+LEARNED = 0.05  # nats per label: less to learn is left than a longer run is worth
 FEWEST_ROWS = 5  # of the log, of which a trend can be told
 LEAST_IN_FORM = 0.5  # of the answers
 MOST_STEPS = 1000  # the length of longer runs is somebody's plan
@@ -54,7 +55,7 @@ def loss_fall(losses: Sequence[float]) -> tuple[float, float] | None:
         return None
     before = fmean(losses[-2 * third : -third])
     last = fmean(losses[-third:])
-    is_fall = before - last > max(FALL * before, LEAST_FALL)
+    is_fall = last > LEARNED and before - last > max(FALL * before, LEAST_FALL)
     return (before, last) if is_fall else None
 
 

@@ -17,7 +17,7 @@ WORDS = ["the house is red", "a dog ran away home", "we saw it there", "it is la
     [
         ([3.0, 2.5, 2.0, 1.9, 1.6, 1.5], (1.95, 1.55)),
         ([3.0, 1.0, 0.50, 0.49, 0.50, 0.48], None),  # has settled
-        ([3.0, 0.5, 0.02, 0.015, 0.01, 0.005], None),  # is learned
+        ([3.0, 0.5, 0.12, 0.10, 0.01, 0.005], None),  # is learned
         ([3.0, 2.5, 2.0, 1.5], None),  # too few to tell
     ],
 )
