@@ -287,11 +287,12 @@ def check_overrides(loader: Loader, typed: Sequence[str], is_multirun: bool = Fa
     """Raises one ConfigError with all overrides that cannot be read, and all options that do not
     exist; the key of each problem is its override.
     """
-    problems: list[str | None] = []
+    problems: list[ConfigError] = []
     for text in typed:
         if _depth_of(text) > _MOST_LEVELS:  # Hydra's parser recurses into each
             key = printable(text.partition("=")[0][:80])
-            problems.append(f"{key}: brackets inside over {_MOST_LEVELS} others are not read.")
+            problem = f"{key}: brackets inside over {_MOST_LEVELS} others are not read."
+            problems.append(ConfigError(problem, key=text))
             continue
         try:
             OverridesParser.create().parse_overrides([allow_new_key(text, loader.known)])
