@@ -140,6 +140,7 @@ class ChatRenderer:
         # by which an answer of the data may end itself; the whole end of a turn before its parts
         self._own_ends = tuple(dict.fromkeys([tail, *self.stop_tokens, *eos]))
         self._complete_shapes: set[tuple[Any, ...]] = set()  # of chats that are written whole
+        self._tools_written: dict[tuple[str, ...], bool] = {}  # by the roles of the first turns
 
     def renderings(
         self, messages: Sequence[Message], tools: list[Any] | None = None
@@ -157,6 +158,8 @@ class ChatRenderer:
         messages = self._check_calls(messages, given_tools)
         renderings = self._render_whole_or_by_turn(messages, turns, given_tools)
         self._check_written(messages, turns, tools, renderings)
+        if given_tools and renderings and not self._writes_tools(messages, given_tools):
+            raise DataError(_NO_TOOLS)
         return renderings
 
     def without_own_end(self, message: Message) -> Message:
@@ -272,11 +275,27 @@ class ChatRenderer:
             if isinstance(tool, dict):
                 names.append(tool.get("function", tool).get("name"))
         if renderings and any(name and str(name) not in renderings[0].text for name in names):
-            raise DataError(
-                "has tools that the chat template does not write, so calls would be learned of "
-                "tools that the model cannot see: use a template that writes them, "
-                "tokenizer.chat_template=template.jinja."
-            )
+            raise DataError(_NO_TOOLS)
+
+    def _writes_tools(self, messages: list[Message], tools: list[Any]) -> bool:
+        """Returns whether the template writes the names of tools; found out once for chats that
+        begin alike.
+
+        A name that stands in a turn, too, as `search` does in a question, proves nothing: the tools
+        are rendered under names that no text has.
+        """
+        begins = tuple(message["role"] for message in messages[:2])
+        if begins not in self._tools_written:
+            named = []
+            for tool in tools:
+                if isinstance(tool, dict):
+                    name = {"name": f"probe_{len(named)}_of_tools"}
+                    function = tool.get("function")
+                    inner = {"function": {**function, **name}} if function else name
+                    named.append({**tool, **inner})
+            text = self._render(named, self._templates[True][0], messages)
+            self._tools_written[begins] = all(f"probe_{i}_of" in text for i in range(len(named)))
+        return self._tools_written[begins]
 
     def _check_whole(
         self, render: Render, messages: list[Message], text: str, has_tools: bool
@@ -530,6 +549,13 @@ def _is_result_written(content: str, text: str) -> bool:
     except DataError:
         return False
     return isinstance(value, (dict, list)) and _is_written(value, text)
+
+
+_NO_TOOLS = (
+    "has tools that the chat template does not write, so calls would be learned of tools that the "
+    "model cannot see: use a template that writes them, tokenizer.chat_template=template.jinja, "
+    "or remove the tools."
+)
 
 
 def _is_written(value: Any, text: str) -> bool:

@@ -146,6 +146,11 @@ def test_tools_that_a_template_drops_are_refused() -> None:
     with pytest.raises(DataError, match="has tools that the chat template does not write"):
         ChatRenderer(byte_tokenizer(MARKED), "assistant").renderings([HI, HELLO], tools)
     assert ChatRenderer(byte_tokenizer(LLAMA3), "assistant").renderings([HI, HELLO], tools)
+    # a question that has the name in it was taken for the tool
+    asked = {"role": "user", "content": "get_weather, what does it do?"}
+    with pytest.raises(DataError, match="has tools that the chat template does not write"):
+        ChatRenderer(byte_tokenizer(MARKED), "assistant").renderings([asked, HELLO], tools)
+    assert ChatRenderer(byte_tokenizer(LLAMA3), "assistant").renderings([asked, HELLO], tools)
 
 
 def test_thoughts_of_earlier_turns_make_a_row_each() -> None:

@@ -121,6 +121,17 @@ THOUGHTS = frozenset(
 )
 
 
+def tools_of(name: str) -> list[dict[str, Any]] | None:
+    """DeepSeek V3's template writes calls, and no tools."""
+    return None if name == "deepseekv3" else TOOLS
+
+
+def test_tools_are_refused_by_a_template_that_writes_calls_alone() -> None:
+    """The names in the calls were taken for the tools."""
+    with pytest.raises(DataError, match=r"^has tools that the chat template does not write"):
+        renderer("deepseekv3").renderings(CALLED, TOOLS)
+
+
 def renderer(name: str, train_on: str = "assistant") -> ChatRenderer:
     source = TEMPLATES[name].read_text()
     specials = tuple(dict.fromkeys([*SPECIAL.findall(source), "<s>", "</s>"]))
@@ -169,9 +180,9 @@ def test_tool_calls_are_trained_and_results_are_not(name: str) -> None:
         with pytest.raises(
             DataError, match=r"calls a tool, but|that the chat template does not write"
         ):
-            chat.renderings(CALLED, TOOLS)
+            chat.renderings(CALLED, tools_of(name))
         return
-    found = chat.renderings(CALLED, TOOLS)
+    found = chat.renderings(CALLED, tools_of(name))
     call, answer = turns(found)
     assert "get_weather" in call
     assert "Rome" in call
@@ -236,7 +247,7 @@ def test_a_trained_call_is_its_source(name: str, key: str, arguments: Any) -> No
             function = {"name": "get_weather", key: arguments}
             turn = {**turn, "tool_calls": [{**CALL, "function": function}]}
         turns_read += read_turns(turn, "here")
-    called, _ = turns(renderer(name).renderings(turns_read, TOOLS))
+    called, _ = turns(renderer(name).renderings(turns_read, tools_of(name)))
     assert ARGUMENTS in called_in(called), called
 
 
@@ -246,7 +257,7 @@ def test_a_call_without_arguments_is_written_as_one(name: str, empty: Any) -> No
     def called(arguments: Any) -> str:
         call = {**CALL, "function": {"name": "get_weather", "arguments": arguments}}
         (turn,) = read_turns({"role": "assistant", "tool_calls": [call]}, "here")
-        return turns(renderer(name).renderings([HI, turn, SUNNY, FOUR], TOOLS))[0]
+        return turns(renderer(name).renderings([HI, turn, SUNNY, FOUR], tools_of(name)))[0]
 
     assert called(empty) == called({})
     assert "null" not in called(empty)
@@ -274,9 +285,9 @@ def test_calls_side_by_side_are_trained_or_refused(name: str) -> None:
     chat = [HI, {"role": "assistant", "content": "", "tool_calls": both}, SUNNY, rainy, FOUR]
     if name in ONE_CALL:
         with pytest.raises(DataError, match=ONE_CALL[name]):
-            renderer(name).renderings(chat, TOOLS)
+            renderer(name).renderings(chat, tools_of(name))
         return
-    called, answer = turns(renderer(name).renderings(chat, TOOLS))
+    called, answer = turns(renderer(name).renderings(chat, tools_of(name)))
     assert "Rome" in called
     assert "Oslo" in called
     assert "It is four." in answer
