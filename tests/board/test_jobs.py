@@ -131,6 +131,19 @@ def test_a_strangers_command_is_shown_and_not_started(
     assert started == []
 
 
+def test_a_job_of_a_model_and_its_data(tmp_path: Path) -> None:
+    """Its words are places in the folder where it was typed."""
+    chat = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    (tmp_path / "a" / "m").mkdir(parents=True)
+    (tmp_path / "a" / "m" / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "a" / "chats.jsonl").write_text((json.dumps(chat) + "\n") * 40)
+    found = read_command(
+        recorded(tmp_path / "a", "automodel-lite train m chats.jsonl output_dir=.")
+    )
+    assert found.refusal == ""
+    assert found.argv[-3:] == ("m", "chats.jsonl", "output_dir=.")
+
+
 @pytest.mark.parametrize(
     ("started", "why"),
     [

@@ -23,7 +23,6 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from automodel_lite.cli import compose_config
 from automodel_lite.cli.line import read_line
 from automodel_lite.config.components import IS_INSTALLED, PACKAGE, flatten
 from automodel_lite.config.permissions import needs_the_command_line
@@ -33,6 +32,7 @@ from automodel_lite.run.lock import Holder, RunLock
 
 _SCREEN = "board.log"  # in logs/: what a started command prints
 _SHOWN_BYTES = 8_000  # of its end
+_ANSWERED_WITHIN_S = 120.0  # of the settings of a command
 _TORCHRUN_SWITCHES = ("--standalone",)
 _TORCHRUN_VALUES = ("--nproc-per-node", "--nproc_per_node", "--shutdown-timeout")
 
@@ -137,10 +137,6 @@ class Jobs:
 
 def _start(command: Command, screen: Path) -> subprocess.Popen[bytes]:
     """Starts a command in a session of its own: Ctrl-C ends the board, not the training."""
-    environment = {**os.environ, "PYTHONSAFEPATH": "1"}  # no module of the folder it starts in
-    if not IS_INSTALLED:
-        paths = [str(PACKAGE.parent), os.environ.get("PYTHONPATH", "")]
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     # never through a link: the folder may be a stranger's
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
     if screen.parent.is_symlink():
@@ -149,7 +145,7 @@ def _start(command: Command, screen: Path) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
             command.argv,
             cwd=command.folder,
-            env=environment,
+            env=_environment(),
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
@@ -189,7 +185,7 @@ def read_command(run: RunFolder) -> Command:
         _check_place(started, typed)
         launcher, line = _our_words(shlex.split(typed), Path(folder))
         _check_settings(run, Path(folder), line)
-    except (ConfigError, ValueError) as error:
+    except (ConfigError, ValueError, OSError, subprocess.SubprocessError) as error:
         return Command(typed, folder, refusal=f"{error}")
     return Command(typed, folder, argv=(*launcher, "-m", "automodel_lite", "train", *line))
 
@@ -239,6 +235,34 @@ def _our_words(words: list[str], folder: Path) -> tuple[list[str], list[str]]:
     raise ConfigError("only trainings of this package are started here: type the command yourself.")
 
 
+def _composed(folder: Path, words: list[str]) -> str:
+    """Returns the settings of a command as YAML, asked of the command line itself in the folder
+    where it was typed: it may name a model and its data alone. Raises ConfigError as it does.
+    """
+    command = [sys.executable, "-m", "automodel_lite", "train", *words, "--cfg", "job", "--resolve"]
+    asked = subprocess.run(
+        command,
+        cwd=folder,
+        env=_environment(),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=_ANSWERED_WITHIN_S,
+    )
+    if asked.returncode:
+        raise ConfigError(asked.stderr.strip() or "its settings cannot be read.")
+    return asked.stdout
+
+
+def _environment() -> dict[str, str]:
+    """Returns the environment of a command: no module is taken from the folder it starts in."""
+    environment = {**os.environ, "PYTHONSAFEPATH": "1"}
+    if not IS_INSTALLED:
+        paths = [str(PACKAGE.parent), os.environ.get("PYTHONPATH", "")]
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    return environment
+
+
 def _check_settings(run: RunFolder, folder: Path, words: list[str]) -> None:
     """Raises ConfigError for a command of several runs, of another run, or that does what only a
     person may ask for.
@@ -249,8 +273,7 @@ def _check_settings(run: RunFolder, folder: Path, words: list[str]) -> None:
         raise ConfigError("only the training of one run is started here: type it yourself.")
     if hydra := [text for text in line.overrides if text.lstrip("+~").startswith("hydra")]:
         raise ConfigError(f"{hydra[0]} sets Hydra itself: type the command yourself.")
-    config_dir = str(folder / line.config_dir) if line.config_dir else None
-    raw = compose_config(line.config_name, line.overrides, config_dir)
+    raw = OmegaConf.create(_composed(folder, words))
     values = dict(flatten(OmegaConf.to_container(raw)))
     if granted := [key for key, value in values.items() if value and needs_the_command_line(key)]:
         raise ConfigError(
