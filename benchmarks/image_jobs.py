@@ -46,7 +46,8 @@ TEMPLATE = """{% for m in messages %}<|{{ m['role'] }}|>{% if m['content'] is st
 WORDS = "abcdefghijklmnopqrstuvwxyz .?:\n0123456789_"
 PLACEHOLDER = re.compile(r"<[^<>\s]+>|\[[A-Z_]+\]|TILE_\w+")
 _ASKED = re.compile(
-    r"(?:has no attribute '?|does not have an `)(\w+?)(?:_id|_ids)?(?:'?$|` defined)"
+    r"(?:has no attribute '?|does not have an `|missing required attribute ')(\w+?)(?:_id|_ids)?"
+    r"(?:'?$|` defined|'\.)"
 )
 _NAMES = {"img_size": "image_size"}  # of a processor's setting in the config
 _LENGTHS = ("image_seq_length", "image_seq_len", "num_image_tokens", "image_token_len")
