@@ -257,7 +257,8 @@ def place_problems(plain: dict[str, Any], has_data: bool) -> Iterator[ConfigErro
         if not all(isinstance(path, str) for path in paths):
             continue
         if any("://" not in path and not Path(path).exists() for path in paths):
-            subset = leaves.get(f"{place[2]}.name")
+            is_val = place[1].endswith("val_path")
+            subset = None if is_val else leaves.get(f"{place[2]}.name")
             split = leaves.get(f"{place[2]}.split", "train")
             try:
                 find_files(paths, place[1], name=subset, split=split)

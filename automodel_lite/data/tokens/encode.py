@@ -286,7 +286,7 @@ class ChatRenderer:
         """
         begins = tuple(message["role"] for message in messages[:2])
         if begins not in self._tools_written:
-            named = []
+            named: list[Any] = []
             for tool in tools:
                 if isinstance(tool, dict):
                     name = {"name": f"probe_{len(named)}_of_tools"}
