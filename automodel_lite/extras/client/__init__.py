@@ -480,7 +480,7 @@ class TrainingClient:
         model = self._scorer.model
         mesh = self.mesh
         lm = model.loss_model.lm
-        ends = stop_ids(lm, self.tokenizer)
+        ends = stop_ids(lm, self.tokenizer, self.config.tokenize.template_kwargs)
 
         def check() -> str:
             for number, request in enumerate(requests):
