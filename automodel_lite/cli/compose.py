@@ -291,8 +291,8 @@ def check_overrides(loader: Loader, typed: Sequence[str], is_multirun: bool = Fa
     for text in typed:
         if _depth_of(text) > _MOST_LEVELS:  # Hydra's parser recurses into each
             key = printable(text.partition("=")[0][:80])
-            problem = f"{key}: brackets inside over {_MOST_LEVELS} others are not read."
-            problems.append(ConfigError(problem, key=text))
+            too_deep = f"{key}: brackets inside over {_MOST_LEVELS} others are not read."
+            problems.append(ConfigError(too_deep, key=text))
             continue
         try:
             OverridesParser.create().parse_overrides([allow_new_key(text, loader.known)])
