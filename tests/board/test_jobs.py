@@ -95,7 +95,6 @@ def test_our_own_trainings_are_started_with_this_python(
         (f"torchrun --no-python evil {OURS}", "torchrun --no-python is not known"),
         (f"torchrun --run-path=evil {OURS}", "torchrun --run-path is not known"),
         (f"automodel-lite train {OURS}; rm -rf /", "ignored explicit argument"),
-        (f"automodel-lite train {OURS} && evil", "&&"),
         (f"automodel-lite train {OURS} --multirun seed=1,2", "the training of one run"),
         (f"automodel-lite train {OURS} --json /etc/x", "the training of one run"),
         (f"automodel-lite train {OURS} --config-path evil", "the training of one run"),
