@@ -58,9 +58,7 @@ def main(argv: list[str] | None = None) -> int:
 
         from automodel_lite.tools.load_generator import load_exported
 
-        generator = load_exported(
-            args.model, args.trust_remote_code, checkpoint=args.checkpoint
-        )
+        generator = load_exported(args.model, args.trust_remote_code, checkpoint=args.checkpoint)
     set_seed(args.seed)
     if args.prompts:
         answer_file(generator, args)
