@@ -154,7 +154,7 @@ class TrainFinetuneRecipe:
             planned = self.is_due(config.checkpoint.every_steps)
             saves = guards.checkpointer.is_due(self.num_steps, planned)
             if logs or validates or saves:
-                guards.nonfinite.settle()
+                guards.settle()
             self.meter.stop(self.num_steps, result.counts, ready.batches.wait_s)
             # the device has finished the step before
             self.bar.add(1, f"loss {before.loss:.4f}" if before else "")
@@ -185,9 +185,9 @@ class TrainFinetuneRecipe:
         grad_norm = self.engine.step(loss_sum, self.config.training.max_grad_norm)
         self.scheduler.step()
         self.meter.lap("optimizer")
-        numbers = StepOutcome(loss_sum, grad_norm)
-        self.feed.counts = self.guards.after_step(ready, numbers)
-        return StepResult(numbers, lr, counts, sums)
+        result = StepResult(StepOutcome(loss_sum, grad_norm), lr, counts, sums)
+        self.feed.counts = self.guards.after_step(ready, result)
+        return result
 
     def forward_backward(self, ready: DeviceStep, counts: Counts) -> dict[str, torch.Tensor]:
         """Accumulates this rank's gradients; returns the sums of its losses and their parts."""
@@ -246,7 +246,7 @@ class TrainFinetuneRecipe:
     def end(self) -> int:
         """Finishes the run, or saves it where it stops before; returns the exit code."""
         self.meter.close()
-        self.guards.nonfinite.settle()
+        self.guards.settle()
         self.bar.close()
         code = 0
         if self.guards.boundary.stop_reason or self.metrics.end_reason:

@@ -87,6 +87,19 @@ def run_command_line(main: str, argv: Sequence[str]) -> int:
         with activity("importing torch"):
             launch = locate(COMMANDS["launcher"])  # imports torch
         return launch(main, line.nproc, list(argv))
+    if recipe.name == RECIPES["verify"][0] and not line.is_question:
+        folder, overrides = named_run(line.overrides)
+        if folder is None and line.replay:
+            raise ConfigError(
+                "--replay computes a step of a run again: automodel-lite verify runs/mine "
+                f"--replay {line.replay}."
+            )
+        if folder is not None:
+            if line.json:
+                open_json(line.json)
+            with activity("importing torch and transformers"):
+                replay = Recipe("recipes.replay:main").function()
+            return replay(folder, overrides, line.replay) or 0
     sources = Sources.of(line.config_dir, line.config_path, recipe)
     if line.help:
         print(locate(COMMANDS["help"])(recipe, sources))
@@ -137,6 +150,18 @@ def run_command_line(main: str, argv: Sequence[str]) -> int:
             "`defaults: [finetune, _self_]`."
         )
     return run(recipe, raw, line.overrides, sources, own, job, unread)
+
+
+def named_run(overrides: Sequence[str]) -> tuple[Path | None, list[str]]:
+    """Returns the folder of a run that stands among the overrides, None without one, and the rest.
+
+    >>> named_run(["runs/mine", "mesh.cp=1"])
+    (Path('runs/mine'), ['mesh.cp=1'])
+    """
+    runs = [text for text in overrides if "=" not in text and not text.startswith("~")]
+    if len(runs) > 1:
+        raise ConfigError(f"{' '.join(runs)}: one run is verified at a time.")
+    return (Path(runs[0]) if runs else None), [text for text in overrides if text not in runs]
 
 
 def choose_allocator(environment: MutableMapping[str, str]) -> None:

@@ -212,6 +212,7 @@ _TEXTS = (
 OWN_FLAGS: dict[str, tuple[str, Any]] = {
     "html": ("inspect", Path),
     "card": ("verify", Path),
+    "replay": ("verify", int),
     "task": ("prepare", str),
     "tasks": ("prepare", str),
     "checkpoint": ("evaluate", str),

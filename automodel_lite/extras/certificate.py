@@ -31,6 +31,8 @@ from automodel_lite.extras.verify import Check, Sample
 from automodel_lite.models.source import load_whole
 from automodel_lite.run.checkpoint_folder import exported_step, name_of, step_of
 from automodel_lite.run.folder import RunFolder, existing_run
+from automodel_lite.telemetry.ledger import NAME as LEDGER
+from automodel_lite.telemetry.ledger import last_line
 from automodel_lite.version import __version__
 
 NAME = "certificate.json"
@@ -67,6 +69,7 @@ def write_certificate(run: Path, checks: Sequence[Check], sample: Sample) -> dic
             "data_sha256": hashes(Path(path) for path in files),
             "export_sha256": hashes(sorted(folder.glob("*.safetensors"))),
         },
+        "ledger": dict(zip(("steps", "head"), last_line(run / LEDGER))),
         "versions": {
             "automodel_lite": __version__,
             "torch": torch.__version__,

@@ -19,6 +19,8 @@ from automodel_lite.extras.report import facts_of, packing_of, read_run
 from automodel_lite.redact import scrub
 from automodel_lite.run.checkpoint_folder import exported_step
 from automodel_lite.run.folder import RunFolder, json_object
+from automodel_lite.telemetry.ledger import NAME as LEDGER
+from automodel_lite.telemetry.ledger import last_line
 from automodel_lite.version import __version__
 
 _TEMPLATE = Path(__file__).with_name("card.md.j2")
@@ -71,11 +73,17 @@ def write_card(run: Path, folder: Path, repo: str | None = None) -> None:
         used_as=repo or folder,
         data=lines.get("data", "").splitlines(),
         packing=packing_of(record),
-        results=[*results, *facts_of(record)],
+        results=[*results, *facts_of(record), *_ledger_of(run)],
         settings=OmegaConf.to_yaml(OmegaConf.create(settings)),
         certificate=json_object(folder / "certificate.json"),
     )
     path.write_text(_FOLDERS.sub("", scrub(str(card))), encoding="utf-8")
+
+
+def _ledger_of(run: Path) -> list[tuple[str, str]]:
+    """Returns the head of a run's ledger, which stands for every step that it has recorded."""
+    steps, head = last_line(run / LEDGER)
+    return [("ledger", f"{steps:,} steps, head `{head}`")] if head else []
 
 
 def _method(config: dict[str, Any]) -> str:

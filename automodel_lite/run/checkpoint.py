@@ -88,6 +88,8 @@ class Checkpointer:
     say: Callable[[str], None]
     # raises RunStoppedError when the folder is another job's by now
     fence: Callable[[], None] = lambda: None
+    # is called with each checkpoint that is complete, as its save is finished
+    saved: Callable[[Path], None] = lambda path: None
     newest: Path | None = None  # loaded or written by this process
     failed_step: int | None = None  # of the last save, when it failed
     longest_s: float = 0.0  # of a save, from its start to the rename
@@ -265,6 +267,7 @@ class Checkpointer:
         if current.error is None:
             self.newest = current.path
             self.failed_step = None
+            self.saved(current.path)
             if self.control.is_first and self.run.status.is_file():
                 with suppress(OSError):
                     self.run.write_status("running", current.step, checkpoint=current.path.name)
@@ -288,7 +291,7 @@ class Checkpointer:
             self.fence()
             on_disk.begin(temporary, current.num_bytes)
 
-        def write() -> tuple[str, str] | None:
+        def write() -> tuple[str, durable.Digests] | None:
             if current.error is not None:
                 raise current.error
             return write_parts(temporary / on_disk.TENSORS, self.saver.rank, parts)
@@ -299,10 +302,10 @@ class Checkpointer:
 
         try:
             self.saver.on_first(begin)
-            checksums = dict(filter(None, self.saver.on_all(write)))
+            digests = dict(filter(None, self.saver.on_all(write)))
             self.saver.on_first(
                 lambda: on_disk.complete(
-                    temporary, current.path, texts, checksums, self.fence, current.replaces
+                    temporary, current.path, texts, digests, self.fence, current.replaces
                 )
             )
         except Exception as error:  # any failure: the run continues without this checkpoint
@@ -345,7 +348,7 @@ class Checkpointer:
         reasons = []
         for path in complete:
             try:
-                state = self._load(path, model, optimizer, check)
+                state = self.load(path, model, optimizer, check)
             except ConfigError:
                 raise
             except _BROKEN as error:
@@ -372,13 +375,16 @@ class Checkpointer:
             )
         return None
 
-    def _load(
+    def load(
         self,
         path: Path,
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
-        check: Callable[[JsonState], None],
+        check: Callable[[JsonState], None] = lambda state: None,
     ) -> JsonState:
+        """Restores this checkpoint and returns its JSON state; raises one of `_BROKEN` where it
+        does not load. `check` as in `load_newest`.
+        """
         self._check_bytes(path)
         state: JsonState = self.control.on_first(lambda: durable.read_json(path / on_disk.STATE))
         check(state)

@@ -6,7 +6,7 @@ checkpoints/
         tensors/         model and optimizer (sharded_files.py)
         state.json       step, position in the data, validation loss, what the loggers keep
         config.yaml      the resolved configuration
-        COMPLETE.json    size in bytes and CRC-32 of every file: written last
+        COMPLETE.json    size in bytes, CRC-32 and SHA-256 of every file: written last
         val_loss.json    of a checkpoint that was saved before its validation was over
     .tmp-*-step_00000200 being written; the next start removes it
     .old-step_00000000   being deleted; the next start removes it
@@ -123,24 +123,24 @@ def complete(
     temporary: Path,
     final: Path,
     texts: Mapping[str, str],
-    checksums: Mapping[str, str],
+    digests: Mapping[str, durable.Digests],
     fence: Callable[[], None],
     replaces: bool = False,
 ) -> None:
     """Adds the small files and the manifest, syncs everything, reads it back, and renames the
     folder to its name.
 
-    texts      contents by path in the folder
-    checksums  of the files in tensors/, from those who wrote them
-    fence      raises RunStoppedError when the run's folder is another job's by now
-    replaces   a complete one of that name
+    texts     contents by path in the folder
+    digests   of the files in tensors/, from those who wrote them
+    fence     raises RunStoppedError when the run's folder is another job's by now
+    replaces  a complete one of that name
     """
     for name, text in texts.items():
         durable.write_file(temporary / name, text)
     files = {
         path.relative_to(temporary).as_posix(): {
             "bytes": path.stat().st_size,
-            "crc32": checksums.get(path.name) or durable.checksum(path),
+            **(digests.get(path.name) or durable.digests(path)),
         }
         for path in sorted(temporary.rglob("*"))
         if path.is_file()

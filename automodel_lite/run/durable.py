@@ -7,6 +7,7 @@ each of them in turn.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -20,6 +21,8 @@ from typing import Any
 from automodel_lite.errors import explained
 
 _CHUNK_BYTES = 1 << 22
+Digests = dict[str, str]
+"""`crc32`, 8 hex digits, finds flipped bits; `sha256`, 64, forgeries."""
 
 
 @contextmanager
@@ -105,6 +108,31 @@ def checksum(path: Path) -> str:
         while chunk := file.read(_CHUNK_BYTES):
             value = zlib.crc32(chunk, value)
     return f"{value:08x}"
+
+
+class Digest:
+    """Both digests of content that comes in pieces."""
+
+    def __init__(self) -> None:
+        self._crc32 = 0
+        self._sha256 = hashlib.sha256()
+
+    def add(self, content: bytes | memoryview) -> None:
+        self._crc32 = zlib.crc32(content, self._crc32)
+        self._sha256.update(content)
+
+    @property
+    def result(self) -> Digests:
+        return {"crc32": f"{self._crc32:08x}", "sha256": self._sha256.hexdigest()}
+
+
+def digests(path: Path) -> Digests:
+    """Returns both digests of a file."""
+    digest = Digest()
+    with open(path, "rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.add(chunk)
+    return digest.result
 
 
 def free_bytes(folder: Path) -> int:

@@ -7,6 +7,7 @@ runs/<name>/
     packing.json      what the packs cost and gain    lengths.json      documents by length, and one
                       pack
     run.json          the command, the start block    report.html      the run on one page, live
+    ledger.jsonl      one chained line per step: what automodel-lite verify RUN checks
     STATUS.json       running, preempted, interrupted, finished or failed: how the last process of
                       this run ended
     logs/             stacks and errors of each rank    bad_steps/        steps whose numbers were

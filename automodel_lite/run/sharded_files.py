@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import errno
 import json
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -156,24 +155,25 @@ def _ranks_of(mesh: DeviceMesh) -> Tensor:
     return mesh.mesh
 
 
-def write_parts(folder: Path, rank: int, parts: Mapping[str, Tensor]) -> tuple[str, str] | None:
-    """Writes this rank's file and reads it back; returns its name and CRC-32, None when there is
+def write_parts(
+    folder: Path, rank: int, parts: Mapping[str, Tensor]
+) -> tuple[str, durable.Digests] | None:
+    """Writes this rank's file and reads it back; returns its name and digests, None when there is
     nothing to write.
     """
     if not parts:
         return None
     path = folder / _file_of(rank)
-    value = 0
+    digest = durable.Digest()
     with open(path, "wb") as file:
         for content in _contents(parts):
             file.write(content)
-            value = zlib.crc32(content, value)
+            digest.add(content)
             del content  # before the next is there
     durable.sync(path)
-    written = f"{value:08x}"
-    if durable.checksum(path) != written:
+    if durable.checksum(path) != digest.result["crc32"]:
         raise OSError(errno.EIO, f"{path.name} does not read back as it was written")
-    return path.name, written
+    return path.name, digest.result
 
 
 def _contents(parts: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:

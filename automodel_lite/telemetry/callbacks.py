@@ -43,6 +43,7 @@ class JsonlLogger:
         self, path: Path, is_silent: bool = False, say: Callable[[str], None] = print
     ) -> None:
         self._path = path
+        self._name = path.name
         self._is_silent = is_silent
         self._say = say
         self._pending = b""
@@ -50,15 +51,19 @@ class JsonlLogger:
             path.open("ab").close()  # what cannot be written ends the run at its start
 
     def log(self, row: dict[str, Any]) -> None:
+        self.write_line(json_line(row))
+
+    def write_line(self, line: str) -> None:
+        """Appends a line as it is, its end included."""
         if not self._is_silent:
-            self._write(json_line(row).encode(), is_first=not self._pending)
+            self._write(line.encode(), is_first=not self._pending)
 
     def close(self) -> None:
         if self._pending:
             self._write(b"", is_first=False)
         if num_lost := self._pending.count(b"\n"):
             self._say(
-                f"WARNING: {num_lost} rows of metrics.jsonl are lost: there was no room for them"
+                f"WARNING: {num_lost} rows of {self._name} are lost: there was no room for them"
             )
 
     def _write(self, line: bytes, is_first: bool) -> None:
@@ -70,7 +75,7 @@ class JsonlLogger:
         except OSError as error:
             if is_first:
                 self._say(
-                    f"WARNING: metrics.jsonl cannot be written ({error.strerror}); its rows wait "
+                    f"WARNING: {self._name} cannot be written ({error.strerror}); its rows wait "
                     "for room"
                 )
 

@@ -6,6 +6,7 @@ peers        the failure of one rank ends all of them
 boundary     the ranks stop together: after a signal, or when the job's time is nearly over
 stragglers   the rank for which the others wait is named
 state        where the run stands: what a checkpoint holds beside tensors
+ledger       a chained line per step: what was computed can be checked, and computed again
 nonfinite    steps whose loss or gradient is not finite are skipped, and too many of them end the
              run
 """
@@ -38,7 +39,7 @@ from automodel_lite.run.ending import exit_as
 from automodel_lite.run.failures import Place, record_failures
 from automodel_lite.run.folder import RunFolder
 from automodel_lite.run.lock import RunLock
-from automodel_lite.run.nonfinite import NonfiniteSteps, StepOutcome, are_finite
+from automodel_lite.run.nonfinite import NonfiniteSteps, are_finite
 from automodel_lite.run.stopping import (
     INTERRUPTED_EXIT,
     PREEMPTED_EXIT,
@@ -48,7 +49,8 @@ from automodel_lite.run.stopping import (
     outcome_of,
 )
 from automodel_lite.run.watchdog import Watchdog
-from automodel_lite.telemetry.metrics import NUM_COUNTS, Counts, counts_of
+from automodel_lite.telemetry.ledger import NAME, Ledger
+from automodel_lite.telemetry.metrics import NUM_COUNTS, Counts, StepResult, counts_of
 from automodel_lite.telemetry.stragglers import Stragglers
 from automodel_lite.training.engine import TrainingEngine
 
@@ -113,6 +115,7 @@ class Guards:
         self.checkpointer: Checkpointer
         self.boundary: StepBoundary
         self.nonfinite: NonfiniteSteps
+        self.ledger: Ledger
         self.stragglers = Stragglers.off()
 
     @contextmanager
@@ -138,8 +141,15 @@ class Guards:
         config = self.config
         self.ranks = open_control(config.mesh)
         self.slow_ranks = open_control(config.mesh, is_slow=True)
+        self.ledger = Ledger(self.folder.path / NAME, not self.ranks.is_first, self.say)
         self.checkpointer = Checkpointer(
-            self.folder, config, self.ranks, self.slow_ranks, self.say, self.lock.check_held
+            self.folder,
+            config,
+            self.ranks,
+            self.slow_ranks,
+            self.say,
+            self.lock.check_held,
+            self.ledger.add_checkpoint,
         )
         deadline = deadline_of(config.training.max_time, config.advanced.stop_margin_s)
         self.boundary = StepBoundary(self.ranks, deadline, self.checkpointer, self.lock)
@@ -171,15 +181,21 @@ class Guards:
         )
         SIGNALS.defer(self._record_end)
 
-    def after_step(self, ready: DeviceStep, numbers: StepOutcome) -> Counts:
+    def after_step(self, ready: DeviceStep, result: StepResult) -> Counts:
         """Looks at the numbers of the step before, which the device has finished; returns the
         counts of the next one, which the ranks have sent in the middle of this one.
         """
-        self.nonfinite.watch(
-            self.state.num_steps + 1, ready.batches.pack_ids, ready.micro_batches, numbers
-        )
+        step = self.state.num_steps + 1
+        pack_ids = ready.batches.pack_ids
+        self.ledger.watch(step, pack_ids, result)
+        self.nonfinite.watch(step, pack_ids, ready.micro_batches, result.numbers)
         self.stragglers.wait_s += ready.batches.wait_s
         return self.receive_counts()
+
+    def settle(self) -> None:
+        """Waits for the last step: records it, and looks at its numbers."""
+        self.ledger.settle()
+        self.nonfinite.settle()
 
     def receive_counts(self) -> Counts:
         """Returns what is in the next step, over all ranks; agrees on a stop, and compares the
@@ -237,6 +253,8 @@ class Guards:
         with activity(f"saving step {step}"):
             model = engine.model.loss_model
             wait |= step == self.max_steps
+            self.ledger.secure()
+            state = {**state, "ledger": self.ledger.head}
             self.checkpointer.save(step, model, engine.optimizer, state, wait=wait)
 
     def newest_text(self) -> str:
@@ -265,6 +283,7 @@ class Guards:
     def close(self) -> None:
         """Waits for all ranks: launchers end a job soon after its first process."""
         self.peers.stop()
+        self.ledger.close()
         self.slow_ranks.barrier()
         self.watchdog.stop()
 

@@ -19,6 +19,7 @@ from automodel_lite.data.feeding.source import Cursor, PackSource, TrainingPlan
 from automodel_lite.data.packing.report import PackingReport
 from automodel_lite.errors import ConfigError
 from automodel_lite.parallel.mesh import mesh_shape, world_size
+from automodel_lite.parallel.peers import versions
 from automodel_lite.telemetry.callbacks import MetricsLog, open_metrics
 from automodel_lite.telemetry.metrics import STARTUP
 from automodel_lite.training import world
@@ -108,12 +109,13 @@ def open_run(
     guards.open()
     saved = guards.checkpointer.load_newest(engine.model.loss_model, engine.optimizer)
     has_frozen = not all(p.requires_grad for p in engine.model.module.parameters())
-    guards.state = _state_of(saved, data, scheduler, guards, has_frozen)
+    guards.state = state_of(saved, data, scheduler, guards, has_frozen)
     _open_folder(guards, data, report, lines)
+    _open_ledger(guards, saved, data, engine)
     return guards.state, _open_log(guards, saved, data.counts)
 
 
-def _state_of(
+def state_of(
     saved: dict[str, Any] | None,
     data: PackSource,
     scheduler: LambdaLR,
@@ -199,6 +201,26 @@ def _open_folder(
     assert guards.lock.token
     # from now on the stacks of a rank without progress are written to its log
     guards.watchdog.start(guards.lock.token)
+
+
+def _open_ledger(
+    guards: Guards, saved: dict[str, Any] | None, data: PackSource, engine: TrainingEngine
+) -> None:
+    """Begins ledger.jsonl, or goes on behind the checkpoint's step; what the numbers of the steps
+    from here on depend on beside the settings stands at their beginning.
+    """
+    facts = {
+        "data": data.fingerprint(),
+        "files": guards.state.sources,
+        "dtype": str(engine.decided.dtype).removeprefix("torch."),
+        "device": engine.mesh.device.type,
+        "ranks": world_size(),
+        "versions": versions(),
+    }
+    with guards.folder.explain_os_errors():
+        checkpoint = guards.checkpointer.newest if saved else None
+        head = saved.get("ledger", "") if saved else ""
+        guards.ledger.open(guards.state.num_steps, head, checkpoint, facts)
 
 
 def _open_log(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import threading
@@ -128,12 +129,13 @@ def test_a_file_is_the_one_that_safetensors_writes(tmp_path: Path) -> None:
         "long@0": torch.tensor([1 << 40]),
         "none@0": torch.tensor([math.nan]),
     }
-    name, checksum = write_parts(tmp_path, 3, parts) or ("", "")
+    name, digests = write_parts(tmp_path, 3, parts) or ("", {})
     assert name == "rank_00003.safetensors"
     written = (tmp_path / name).read_bytes()
     theirs = save({key: part.contiguous() for key, part in parts.items()})
     assert _header_and_rest(written) == _header_and_rest(theirs)
-    assert checksum == f"{zlib.crc32(written):08x}"
+    sha256 = hashlib.sha256(written).hexdigest()
+    assert digests == {"crc32": f"{zlib.crc32(written):08x}", "sha256": sha256}
     with safe_open(tmp_path / name, "pt") as file:
         assert file.get_tensor("wie für@0").equal(numbers[1])
 
@@ -217,13 +219,13 @@ def _save_as_rank_0_of_1024(folder: Path) -> tuple[float, int]:
     assert len(mine) == 437  # every second one is written by the other replica
     temporary = folder / ".tmp-step"
     checkpoint_folder.begin(temporary, 0)
-    checksums = {}
+    digests = {}
     for rank in range(1024):
         (temporary / f"tensors/rank_{rank:05d}.safetensors").write_bytes(b"shard")
-        checksums[f"rank_{rank:05d}.safetensors"] = "00000000"
+        digests[f"rank_{rank:05d}.safetensors"] = {"crc32": "0" * 8, "sha256": "0" * 64}
     began = time.process_time()
     texts = {"tensors/index.json": text, "state.json": "{}"}
-    checkpoint_folder.complete(temporary, folder / "step_00000001", texts, checksums, lambda: None)
+    checkpoint_folder.complete(temporary, folder / "step_00000001", texts, digests, lambda: None)
     return spent + time.process_time() - began, len(text)
 
 
