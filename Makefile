@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: train test check test-numbers test-numbers-plain test-numbers-avx2 test-system test-slow test-newest test-gpu-paths test-serving test-trl real survey newest site lint clean
+.PHONY: train test check test-numbers test-numbers-plain test-numbers-avx2 test-system test-slow test-newest test-gpu-paths test-serving test-trl real proof survey newest site lint clean
 
 train: $(READY)
 	$(BIN)/torchrun recipes/train_ft.py --config-name llama_packed
@@ -84,6 +84,14 @@ test-gpu-plan: .venv-gpu-oldest/.ready
 real: $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt gguf
 	$(BIN)/python benchmarks/real_model.py
+
+# what this project claims, computed again: one table, in proof/proof.md; ONLY=row computes one, PEERS=python names an
+# environment that has TRL (`make .venv-trl/.ready` makes one)
+ONLY ?=
+PEERS ?= $(wildcard .venv-trl/bin/python)
+proof: $(READY)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt gguf
+	$(BIN)/python -m automodel_lite proof $(if $(ONLY),--only $(ONLY)) $(if $(PEERS),--peers $(PEERS))
 
 # the exported folder in an engine of its own (mlx-lm, on a CPU)
 test-serving: .venv-serving/.ready
