@@ -14,8 +14,8 @@ import torch
 from automodel_lite.errors import ConfigError
 from automodel_lite.extras.cli.proof import Shown, look, page, proof, read_shown
 from automodel_lite.extras.proof import data, packers, plain
-from automodel_lite.extras.proof.rows import ROWS, Row, Seen, of_curves
-from automodel_lite.extras.proof.work import MissingError, Work, farthest
+from automodel_lite.extras.proof.rows import ROWS, Row, of_curves
+from automodel_lite.extras.proof.work import MissingError, Seen, Work, farthest
 
 
 def test_rows_have_names_of_their_own() -> None:

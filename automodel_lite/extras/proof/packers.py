@@ -6,16 +6,12 @@ import json
 import time
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from automodel_lite.data.packing.plan import plan_packs
 from automodel_lite.extras.proof import data
-from automodel_lite.extras.proof.work import MissingError, Work
-
-if TYPE_CHECKING:
-    from automodel_lite.extras.proof.rows import Seen
+from automodel_lite.extras.proof.work import MissingError, Seen, Work
 
 SIZE = 2048
 _TRL = """
@@ -52,8 +48,6 @@ def next_fit(lengths: np.ndarray, size: int) -> int:
 
 def compare(work: Work) -> Seen:
     """Packs the lengths of chats between people, bytes / 4, with every packer that is there."""
-    from automodel_lite.extras.proof.rows import Seen
-
     chats = data.chitchat(work)
     sizes = [sum(len(m["content"].encode()) // 4 + 4 for m in json.loads(line)["messages"])
              for line in chats.read_text(encoding="utf-8").splitlines()]  # fmt: skip

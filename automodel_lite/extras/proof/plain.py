@@ -5,7 +5,7 @@ torch's AdamW; nothing of this project but the packs that say which documents a 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,12 +15,9 @@ from transformers import AutoModelForCausalLM
 from automodel_lite.columns import IGNORE_INDEX
 from automodel_lite.data.prepare import batch_shape, build_packer, prepare_data
 from automodel_lite.extras.load_run import load_run_config
-from automodel_lite.extras.proof.work import Curve, MissingError, Work
+from automodel_lite.extras.proof.work import Curve, MissingError, Seen, Work
 from automodel_lite.run.folder import RunFolder
 from automodel_lite.telemetry.ledger import NAME, read_ledger
-
-if TYPE_CHECKING:
-    from automodel_lite.extras.proof.rows import Seen
 
 
 def curve(run: Path, model: Path) -> Curve:

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from automodel_lite.extras.proof import data, packers, plain
-from automodel_lite.extras.proof.work import Curve, Work, curve_of, farthest
+from automodel_lite.extras.proof.work import Curve, Seen, Work, curve_of, farthest
 from automodel_lite.telemetry.ledger import NAME
 
 LIMIT = 1e-5  # relative, of every loss of a curve in fp32
@@ -48,14 +48,6 @@ HYBRIDS = {
         "num_experts=0",
     ],
 }
-
-
-@dataclass(frozen=True)
-class Seen:
-    """What a row saw, and whether it is what was expected; None where nothing is."""
-
-    text: str
-    passed: bool | None
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,14 @@ class MissingError(Exception):
     """What a row needs and this machine lacks: the row names it, and is not counted."""
 
 
+@dataclass(frozen=True)
+class Seen:
+    """What a row saw, and whether it is what was expected; None where nothing is."""
+
+    text: str
+    passed: bool | None
+
+
 @dataclass
 class Work:
     """What the rows of one proof share.
