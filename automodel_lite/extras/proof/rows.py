@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from automodel_lite.extras.proof import data, packers, plain
-from automodel_lite.extras.proof.work import Curve, Seen, Work, curve_of, farthest
+from automodel_lite.extras.proof.work import Curve, Seen, Work, curve_of, environment, farthest
 from automodel_lite.telemetry.ledger import NAME
 
 LIMIT = 1e-5  # relative, of every loss of a curve in fp32
@@ -196,21 +196,20 @@ def killed(work: Work, num_kills: int = 10) -> Seen:
         if kills == num_kills:
             work.run(*line)
             break
-        kills += _killed_behind(work, line, folder, at=(kills + 1) * steps // (num_kills + 1))
+        kills += _killed_behind(line, folder, at=(kills + 1) * steps // (num_kills + 1))
     seen = of_curves(whole, curve_of(folder))
     return Seen(f"{kills} kills; {seen.text}", bool(seen.passed) and kills == num_kills)
 
 
-def _killed_behind(work: Work, line: list[str], folder: Path, at: int) -> int:
+def _killed_behind(line: list[str], folder: Path, at: int) -> int:
     """Starts a training and kills all of its processes once it has recorded step `at`; returns 1
     where it was killed.
     """
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     started = subprocess.Popen(
         [sys.executable, "-m", "automodel_lite", *line],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        env=environment,
+        env=environment(),
         start_new_session=True,
     )
     end = time.monotonic() + 600

@@ -25,6 +25,14 @@ class MissingError(Exception):
     """What a row needs and this machine lacks: the row names it, and is not counted."""
 
 
+def environment() -> dict[str, str]:
+    """Returns that of a process which runs this checkout, or installation, on one thread."""
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    threads = os.environ.get("OMP_NUM_THREADS", "1")
+    path = os.pathsep.join(filter(None, paths))
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": threads}
+
+
 @dataclass(frozen=True)
 class Seen:
     """What a row saw, and whether it is what was expected; None where nothing is."""
@@ -68,17 +76,11 @@ class Work:
         wants_errors: bool = False,
     ) -> str:
         """Runs Python with these arguments, in this project's environment by default."""
-        paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-        }
         done = subprocess.run(
             [str(interpreter or sys.executable), *arguments],
             capture_output=True,
             text=True,
-            env=environment,
+            env=environment(),
             timeout=self.timeout_s,
         )
         if done.returncode not in is_expected:
