@@ -49,6 +49,11 @@ def test_a_pack_is_split_into_its_documents() -> None:
     assert found[0][0].dtype == torch.long
 
 
+def test_labels_belong_to_their_own_token_in_trl() -> None:
+    document = torch.tensor([5, 6, 7]), torch.tensor([-100, 7, -100])
+    assert plain.unshifted(document) == {"input_ids": [5, 6, 7], "labels": [-100, -100, 7]}
+
+
 def row(name: str, seen: Seen | Exception) -> Row:
     def look_at(work: Work) -> Seen:
         work.commands.append(f"automodel-lite {name}")

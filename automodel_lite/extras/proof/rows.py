@@ -15,7 +15,15 @@ from functools import partial
 from pathlib import Path
 
 from automodel_lite.extras.proof import data, packers, plain
-from automodel_lite.extras.proof.work import Curve, Seen, Work, curve_of, environment, farthest
+from automodel_lite.extras.proof.work import (
+    Curve,
+    MissingError,
+    Seen,
+    Work,
+    curve_of,
+    environment,
+    farthest,
+)
 from automodel_lite.telemetry.ledger import NAME
 
 LIMIT = 1e-5  # relative, of every loss of a curve in fp32
@@ -78,15 +86,7 @@ def layout(
     """Trains alone, once for all layouts of a kind, and again on `nproc` ranks."""
     preset, *settings = prepare(work)
     settings = [preset, *TINY, f"training.max_steps={work.steps}", *settings]
-    alone = f"alone-{kind}"
-    folder = work.folder / "runs" / alone
-    arguments = work.settings(alone, *settings)
-    note = folder / "proof-arguments.txt"
-    if note.is_file() and note.read_text() == "\n".join(arguments):
-        curve = curve_of(folder)
-    else:
-        curve = work.train(alone, *settings)
-        note.write_text("\n".join(arguments))
+    curve = curve_of(work.train_once(f"alone-{kind}", *settings))
     name = f"{kind}-{'-'.join([str(nproc), *overrides])}".replace("=", "").replace(".", "-")
     return of_curves(curve, work.train(name, *settings, *overrides, nproc=nproc))
 
@@ -260,8 +260,8 @@ def misspelled(work: Work) -> Seen:
 
 
 # -------------------------------------------- real data, a real model
-def pretrained(work: Work) -> Seen:
-    """Trains SmolLM2-135M here and in plain transformers, on the same tokens."""
+def pretrained_run(work: Work) -> tuple[Path, Path]:
+    """Returns a run of SmolLM2-135M, trained once for its rows, and the model's folder."""
     model = data.smollm2(work)
     settings = [
         "finetune",
@@ -280,9 +280,21 @@ def pretrained(work: Work) -> Seen:
         "optimizer.weight_decay=0.0",
         "report=false",
     ]
-    ours = work.train("smollm2", *settings)
-    theirs = plain.curve(work.folder / "runs" / "smollm2", model)
-    return of_curves(ours, theirs)
+    return work.train_once("smollm2", *settings), model
+
+
+def beside_transformers(work: Work) -> Seen:
+    """Trains SmolLM2-135M here and in plain transformers, on the same tokens."""
+    run, model = pretrained_run(work)
+    return of_curves(curve_of(run), plain.curve(run, model))
+
+
+def beside_trl(work: Work) -> Seen:
+    """Trains SmolLM2-135M here and in TRL's trainer, on the same tokens."""
+    if work.peers is None:
+        raise MissingError("TRL (--peers PYTHON of an environment that has it)")
+    run, model = pretrained_run(work)
+    return of_curves(curve_of(run), plain.trl_curve(work, run, model))
 
 
 ALONE = "the curve of one process"
@@ -365,13 +377,13 @@ ROWS = [
         "SmolLM2-135M on GSM8K in packs of 512, against each document alone",
         "the curve of plain transformers",
         CURVE,
-        pretrained,
+        beside_transformers,
     ),
     Row(
         "smollm2-trl",
         "the same steps in TRL's SFTTrainer",
         "TRL's curve",
         CURVE,
-        plain.trl,
+        beside_trl,
     ),
 ]

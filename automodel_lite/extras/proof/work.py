@@ -101,6 +101,16 @@ class Work:
         self.run("train", *ranks, *self.settings(name, preset, *overrides))
         return curve_of(folder)
 
+    def train_once(self, name: str, preset: str, *overrides: str) -> Path:
+        """Trains a run that several rows compare with, unless it is there; returns its folder."""
+        folder = self.folder / "runs" / name
+        note = folder / "proof-arguments.txt"
+        arguments = "\n".join(self.settings(name, preset, *overrides))
+        if not note.is_file() or note.read_text() != arguments:
+            self.train(name, preset, *overrides)
+            note.write_text(arguments)
+        return folder
+
     def settings(self, name: str, preset: str, *overrides: str) -> list[str]:
         """Returns the arguments of `train` for a run in this folder."""
         return [
