@@ -2,6 +2,7 @@
 
     torchrun recipes/verify.py --config-name llama_packed             (the arguments of train_ft.py)
     automodel-lite verify --nproc 4 --config-name llama_packed mesh.cp=2
+    automodel-lite verify runs/mine --replay 130      (a run's record, and a step computed again)
 
 A small sample of the packs that training would read goes through the program's own path in several
 ways; loss and every gradient must agree with the truth: each document alone, through the model's
