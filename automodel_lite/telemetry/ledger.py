@@ -18,6 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -184,7 +185,8 @@ class Ledger:
     def secure(self) -> None:
         """Brings the lines to the disk, before a checkpoint holds the head of them."""
         if self._file is not None:
-            sync(self.path)
+            with suppress(OSError):  # of a folder that is gone, the save that follows tells
+                sync(self.path)
 
     def close(self) -> None:
         self.settle()

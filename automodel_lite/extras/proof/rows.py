@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -221,24 +222,27 @@ def _killed_behind(line: list[str], folder: Path, at: int) -> int:
         time.sleep(0.02)
     if started.poll() is not None:
         return 0
-    os.killpg(started.pid, signal.SIGKILL)
-    for pid in _session(started.pid):
-        os.kill(pid, signal.SIGKILL)
+    # ranks have sessions of their own: all are found before the first of them is gone
+    for pid in [*_descendants(started.pid), started.pid]:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     started.wait()
-    (folder / "run.lock").unlink(missing_ok=True)
     return 1
 
 
-def _session(leader: int) -> list[int]:
-    """Returns the processes of a session, ranks in groups of their own among them."""
-    found = []
+def _descendants(ancestor: int) -> list[int]:
+    """Returns the processes that a process has started, and those that they have."""
+    parents: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(fields[3]) == leader:
-            found.append(int(stat.parent.name))
+        with suppress(OSError):
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+            parents.setdefault(parent, []).append(int(stat.parent.name))
+    found: list[int] = []
+    pending = [ancestor]
+    while pending:
+        children = parents.get(pending.pop(), [])
+        found += children
+        pending += children
     return found
 
 
