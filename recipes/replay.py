@@ -33,11 +33,11 @@ from automodel_lite.extras.replay import (
     local_copies,
     step_number,
 )
-from automodel_lite.run.folder import existing_run
 from automodel_lite.launched import world_size
 from automodel_lite.parallel.mesh import mesh_shape
 from automodel_lite.parallel.peers import Peers
 from automodel_lite.results import RESULTS
+from automodel_lite.run.folder import existing_run
 from automodel_lite.seed import seed_all
 from automodel_lite.telemetry.console import Console, quiet_libraries
 from automodel_lite.telemetry.ledger import step_row
@@ -156,7 +156,7 @@ class Replay(TrainFinetuneRecipe):
     def move_to(self, checkpoint: Path) -> None:
         """Loads a checkpoint of the run: weights, optimizer, schedule, place in the data."""
         loss_model = self.model.loss_model
-        saved = self.guards.checkpointer.load(checkpoint, loss_model, self.engine.optimizer)
+        saved = self.guards.checkpointer.load_from(checkpoint, loss_model, self.engine.optimizer)
         has_frozen = not all(p.requires_grad for p in self.engine.model.module.parameters())
         state = resume.state_of(saved, self.data, self.scheduler, self.guards, has_frozen)
         self.state = self.guards.state = state
@@ -181,6 +181,6 @@ class Replay(TrainFinetuneRecipe):
         tensors: list[TensorDifference] = []
         if checkpoint is not None:
             own = local_copies(engine)
-            self.guards.checkpointer.load(checkpoint, self.model.loss_model, engine.optimizer)
+            self.guards.checkpointer.load_from(checkpoint, self.model.loss_model, engine.optimizer)
             tensors = compare_tensors(before, own, local_copies(engine), self.guards.ranks)
         return Comparison(row, line, limits, tensors, checkpoint is not None)

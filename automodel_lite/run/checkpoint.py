@@ -348,7 +348,7 @@ class Checkpointer:
         reasons = []
         for path in complete:
             try:
-                state = self.load(path, model, optimizer, check)
+                state = self._load(path, model, optimizer, check)
             except ConfigError:
                 raise
             except _BROKEN as error:
@@ -375,16 +375,13 @@ class Checkpointer:
             )
         return None
 
-    def load(
+    def _load(
         self,
         path: Path,
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
-        check: Callable[[JsonState], None] = lambda state: None,
+        check: Callable[[JsonState], None],
     ) -> JsonState:
-        """Restores this checkpoint and returns its JSON state; raises one of `_BROKEN` where it
-        does not load. `check` as in `load_newest`.
-        """
         self._check_bytes(path)
         state: JsonState = self.control.on_first(lambda: durable.read_json(path / on_disk.STATE))
         check(state)

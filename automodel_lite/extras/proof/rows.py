@@ -97,7 +97,16 @@ def text_settings(work: Work) -> list[str]:
 
 
 def lora_settings(work: Work) -> list[str]:
-    return ["smoke", "packed_sequence.slot_multiple=16", "peft=lora"]
+    sizes = ["packed_sequence.packed_sequence_size=512", "packed_sequence.slot_multiple=4"]
+    return ["lora", *of_export(work), *sizes]
+
+
+def of_export(work: Work) -> list[str]:
+    """Returns the settings that start from a tiny model, which is trained once, on questions."""
+    base = [*TINY, "checkpoint.export_hf=true", "training.max_steps=10"]
+    run = work.train_once("base", "smoke", *base)
+    rows = data.answered_prompts(work)
+    return [f"model.pretrained={run / 'hf'}", f"dataset.path={rows}"]
 
 
 def hybrid_settings(kind: str, work: Work) -> list[str]:
@@ -129,13 +138,9 @@ def pair_settings(work: Work) -> list[str]:
 
 
 def policy_settings(work: Work) -> list[str]:
-    base = work.folder / "runs" / "policy-base"
-    if not (base / "hf").is_dir():
-        export = [*TINY, "checkpoint.export_hf=true", "training.max_steps=10"]
-        work.train("policy-base", "smoke", *export)
     return [
         "policy",
-        f"model.pretrained={base / 'hf'}",
+        *of_export(work)[:1],
         f"dataset.path={data.sampled(work)}",
         "packed_sequence.packed_sequence_size=256",
         "packed_sequence.slot_multiple=4",
