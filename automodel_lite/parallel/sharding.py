@@ -222,81 +222,98 @@ def fully_shard_model(
     reshards  layers are freed after their forward pass, and gathered again for the backward pass
     """
     shape = mesh.shape
-    # without a dtype, gradients are reduced in their own
-    policy = (
-        MixedPrecisionPolicy()
-        if gathered is None
-        else MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=torch.float32)
-    )
-    # The columns of a batch are not rounded: in bf16, log-probabilities of a reference or of the
-    # policy that sampled are off by more than a step moves them. Nor are the weights of routing.
-    uncast = replace(policy, cast_forward_inputs=False)
+    assert mesh.root is not None
+
+    # 1. Choose the precision. Without a compute dtype, gradients are reduced in the dtype of the
+    # shards; with one, in fp32.
+    cast_inputs = MixedPrecisionPolicy()
+    if gathered is not None:
+        cast_inputs = MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=torch.float32)
+    # Columns of a batch must not be rounded: in bf16, log-probabilities of a reference or of the
+    # policy that sampled are off by more than a step moves them. Nor must the weights of routing.
+    keep_inputs = replace(cast_inputs, cast_forward_inputs=False)
+
+    # 2. Apply tensor and expert parallelism. The latter shards the experts itself.
     is_split = shape.tp > 1 or shape.ep > 1
     if is_split:
         from automodel_lite.parallel.engine import split_layers  # which transformers has since 5.21
 
-        split_layers(model, mesh, uncast)
-    held = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if offloads else OffloadPolicy()
-    assert mesh.root is not None
-    # parameters are sharded over dp_shard x cp, and replicated over dp_replicate (HSDP)
+        split_layers(model, mesh, keep_inputs)
+
+    # 3. Choose the mesh: shards over dp_shard x cp, replicas over dp_replicate (HSDP).
     axes = ("dp_replicate", SHARDS) if shape.dp_replicate > 1 else (SHARDS,)
-    shard = partial(fully_shard, mesh=mesh.root[axes], mp_policy=policy, offload_policy=held)
-    # Experts first: a unit inside another one keeps its own, wider mesh.
+    offload = OffloadPolicy()
+    if offloads:
+        offload = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda")
+    shard = partial(
+        fully_shard, mesh=mesh.root[axes], mp_policy=cast_inputs, offload_policy=offload
+    )
+
+    # 4. Shard experts before the layers they are in: a unit inside another one keeps its own mesh.
     experts, num_experts = _stacked_experts(model.lm)
     num_shards = shape.dp_shard * shape.cp
     copies = copies_of_experts(num_experts, num_shards)
     if copies > 1 and not is_split:
-        # Ranks of a shard group stand side by side, on one host where it has room: gathers are the
-        # larger traffic.
-        of_experts = open_axes(
-            mesh.device,
-            {"dp_replicate": shape.dp_replicate * copies, SHARDS: num_shards // copies},
-            mesh.timeout,
-        )
+        # Ranks that share one copy stand side by side, on one host where it has room: gathers
+        # inside a copy are more traffic than reductions over copies.
+        sizes = {"dp_replicate": shape.dp_replicate * copies, SHARDS: num_shards // copies}
+        expert_mesh = open_axes(mesh.device, sizes, mesh.timeout)
         for module in experts:
-            shard(module, mesh=of_experts, mp_policy=uncast)
+            shard(module, mesh=expert_mesh, mp_policy=keep_inputs)
+
+    # 5. Shard each decoder layer and each tower. Modules that share parameters are one unit.
     layers = decoder_layers(model.lm)
     units = _units([*layers, *towers(model.lm)])
-    casting = units_that_cast(model)
+    with_cast = units_that_cast(model)
     for unit in units:
         first = unit[0] if isinstance(unit, list) else unit
-        of_unit = policy if first in casting else uncast
-        shard(unit, mp_policy=of_unit, reshard_after_forward=reshards)
-    if not reshards and all(unit in layers for unit in units[: len(layers)]):
-        # torch gathers one layer ahead; two take no more memory where all are held, and hide a late
-        # host
+        policy = cast_inputs if first in with_cast else keep_inputs
+        shard(unit, mp_policy=policy, reshard_after_forward=reshards)
+
+    # 6. Gather two layers ahead where layers stay whole: torch gathers one. Two take no more memory
+    # there, and keep the device busy while the host is late.
+    has_plain_layers = all(unit in layers for unit in units[: len(layers)])
+    if not reshards and has_plain_layers:
         for number, layer in enumerate(layers):
-            layer.set_modules_to_forward_prefetch(  # type: ignore[operator]
-                layers[number + 1 : number + 3]
-            )
+            next_layers = layers[number + 1 : number + 3]
+            layer.set_modules_to_forward_prefetch(next_layers)  # type: ignore[operator]
+
+    # 7. Shard the embedding and the head. The head stays whole after the forward pass: the backward
+    # pass begins with it.
     embedding = model.lm.get_input_embeddings()
     head = output_head(model.lm)
-    # A tied weight must be one unit: FSDP would shard and reduce it twice.
     if _share_a_parameter(embedding, head):
+        # A tied weight must be one unit: FSDP would shard and reduce it twice.
         shard([embedding, head], reshard_after_forward=False)
     else:
-        # the gradient of a plain embedding needs no weight
-        shard(embedding).set_unshard_in_backward(not isinstance(embedding, nn.Embedding))
-        shard(head, reshard_after_forward=False)  # the backward pass begins with it
-    shard(model, mp_policy=uncast)
+        # The gradient of a plain embedding is computed without its weight.
+        needs_weight = not isinstance(embedding, nn.Embedding)
+        shard(embedding).set_unshard_in_backward(needs_weight)
+        shard(head, reshard_after_forward=False)
+
+    # 8. Shard what is left, norms and adapters outside layers, with the root. Its methods other
+    # than `forward` gather it, too.
+    shard(model, mp_policy=keep_inputs)
     vars(model.lm.base_model)["most_calls"] = mesh.largest  # of one that runs by rows
     for method in ("logits", "plain_logits", "probe", "before_head", "values", "generate"):
         register_fsdp_forward_method(model, method)
 
 
 def _units(modules: list[nn.Module]) -> list[nn.Module | list[nn.Module]]:
-    """Groups what is gathered together: one module, or all that share parameters (Zamba's shared
+    """Returns what is gathered together: one module, or all that share parameters (Zamba's shared
     transformer).
     """
-    # Grows groups: a module that shares with several joins them into one.
     groups: list[list[nn.Module]] = []
     for module in modules:
-        alike = [
-            group for group in groups if any(_share_a_parameter(module, other) for other in group)
-        ]
-        groups = [group for group in groups if group not in alike] + [
-            [*(m for group in alike for m in group), module]
-        ]
+        # A module that shares parameters with several groups joins them into one.
+        joined = []
+        others = []
+        for group in groups:
+            if any(_share_a_parameter(module, member) for member in group):
+                joined += group
+            else:
+                others.append(group)
+        groups = [*others, [*joined, module]]
     return [group[0] if len(group) == 1 else group for group in groups]
 
 
@@ -305,15 +322,17 @@ def _share_a_parameter(one: nn.Module, other: nn.Module) -> bool:
 
 
 def copies_of_experts(num_experts: int, num_shards: int) -> int:
-    """Returns how often a mixture's experts lie on the ranks that share a model. They are sharded
-    one by one: over more ranks than there are experts, each would gather padding for all that have
-    none (Qwen3-30B-A3B, 128 experts on 1,024 ranks: 8 times the experts, 42.7 GiB held where 10
-    do).
+    """Returns the number of copies of a mixture's experts on the ranks that share a model.
+
+    Experts are sharded whole. Over more ranks than experts, the ranks without one hold padding, and
+    every gather brings it along: with the 128 experts of Qwen3-30B-A3B on 1,024 ranks, each rank
+    gathers 8 times the experts and holds 42.7 GiB instead of 10.
     """
-    # The most copies that each still lie on as many ranks as there are experts, and that divide the
-    # ranks evenly.
-    most = num_shards // num_experts if num_experts else 1
-    return max((copies for copies in range(1, most + 1) if num_shards % copies == 0), default=1)
+    if num_experts == 0:
+        return 1
+    # As many copies as leave each at least one rank per expert, and divide the ranks evenly.
+    most = max(1, num_shards // num_experts)
+    return max(copies for copies in range(1, most + 1) if num_shards % copies == 0)
 
 
 def _stacked_experts(lm: nn.Module) -> tuple[list[nn.Module], int]:

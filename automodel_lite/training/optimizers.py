@@ -18,36 +18,43 @@ from torch.optim import Optimizer
 
 from automodel_lite.models.layers import local
 
+# where the shards of a gradient lie; None: every rank has all of it
+Layout = tuple[DeviceMesh, tuple[Placement, ...]] | None
+
 
 @torch.no_grad()
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """The 2-norm of all gradients over all ranks, on the device: one collective for each way of
-    sharding.
+    """Returns the 2-norm of all gradients over all ranks, on the device: one collective per layout
+    of the shards.
     """
-    shards: dict[tuple[DeviceMesh, tuple[Placement, ...]] | None, list[Tensor]] = {}
-    for gradient in (p.grad for p in parameters if p.grad is not None):
-        layout = (
-            (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else None
-        )
-        shards.setdefault(layout, []).append(local(gradient))
+    # 1. Group the gradients by layout. Experts may lie on another mesh than the rest of the model,
+    # and torch's own norm takes gradients of one mesh only.
+    by_layout: dict[Layout, list[Tensor]] = {}
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        layout: Layout = None
+        if isinstance(gradient, DTensor):
+            layout = (gradient.device_mesh, gradient.placements)
+        by_layout.setdefault(layout, []).append(local(gradient))
+
+    # 2. Compute the norm of each group over all ranks.
     norms = []
-    for layout, tensors in shards.items():
-        # in fp32, of gradients in bf16 too, whose own norm has 3 digits
-        norm = torch.linalg.vector_norm(
-            torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float32))
-        )
+    for layout, gradients in by_layout.items():
+        # In fp32: the norm of a bf16 gradient would have 3 digits in its own dtype.
+        norms_here = torch._foreach_norm(gradients, 2, dtype=torch.float32)
+        norm = torch.linalg.vector_norm(torch.stack(norms_here))
         if layout is not None:
-            # the squares of ranks that hold other shards are summed; replicas hold the same
+            # Ranks with different shards add their squares (Partial). Replicas hold the same
+            # gradient, which must count once.
             mesh, placements = layout
-            summed = [
-                placement if placement.is_replicate() else Partial() for placement in placements
-            ]
-            norm = (
-                DTensor.from_local(norm.square(), mesh, summed, run_check=False)
-                .full_tensor()
-                .sqrt()
-            )
+            reduction = [p if p.is_replicate() else Partial() for p in placements]
+            square = DTensor.from_local(norm.square(), mesh, reduction, run_check=False)
+            norm = square.full_tensor().sqrt()
         norms.append(norm)
+
+    # 3. Groups hold different parameters, so the norm of their norms is that of all gradients.
     return torch.linalg.vector_norm(torch.stack(norms))
 
 
@@ -55,8 +62,8 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
 def apply_gradients(
     optimizer: Optimizer, parameters: Iterable[nn.Parameter], loss_sum: Tensor, max_norm: float
 ) -> Tensor:
-    """One optimizer step, unless the loss or a gradient is not finite; returns the gradient's norm
-    before clipping.
+    """Takes one optimizer step, unless the loss or a gradient is not finite; returns the norm of
+    the gradients before clipping.
 
     loss_sum  over all ranks, as the norm is: so all ranks skip the same steps
     max_norm  the gradients are scaled down to it; 0 = never
@@ -64,26 +71,30 @@ def apply_gradients(
     gradients are scaled here.
     """
     parameters = list(parameters)
+
+    # 1. Decide on the device whether to skip the step, and by what to divide the gradients.
     norm = gradient_norm(parameters)
-    is_bad = ~(torch.isfinite(loss_sum) & torch.isfinite(norm))
-    divisor = ((norm + 1e-6) / max_norm).clamp(min=1.0) if max_norm else torch.ones_like(norm)
-    where = local(parameters[0]).device  # the host's with mesh.cpu_offload, which waits anyway
-    is_bad = is_bad.to(where)
-    divisor = divisor.to(where)
-    # where torch's GradScaler looks, too
+    is_nonfinite = ~(torch.isfinite(loss_sum) & torch.isfinite(norm))
+    divisor = torch.ones_like(norm)
+    if max_norm:
+        divisor = ((norm + 1e-6) / max_norm).clamp(min=1.0)
+    # With mesh.cpu_offload the optimizer steps on the host, and waits for the device anyway.
+    step_device = local(parameters[0]).device
+    is_nonfinite = is_nonfinite.to(step_device)
+    divisor = divisor.to(step_device)
+
+    # 2. Step. Torch's GradScaler looks at the same attribute to tell the two kinds apart.
     if vars(optimizer).get("_step_supports_amp_scaling", False):
-        optimizer.found_inf = is_bad.float()  # type: ignore[attr-defined]
+        # The kernel of the step reads both, skips and divides itself: the host does not wait.
+        optimizer.found_inf = is_nonfinite.float()  # type: ignore[attr-defined]
         optimizer.grad_scale = divisor  # type: ignore[attr-defined]
         optimizer.step()
-    elif not is_bad:
-        gradients = [
-            local(p.grad)
-            for group in optimizer.param_groups
-            for p in group["params"]
-            if p.grad is not None
-        ]
+    elif not is_nonfinite:
+        stepped = [p for group in optimizer.param_groups for p in group["params"]]
+        gradients = [local(p.grad) for p in stepped if p.grad is not None]
         torch._foreach_div_(gradients, divisor)
         optimizer.step()
-    # which fused kernels forget, and `Fp8Gathers` looks at
+
+    # 3. Mark the weights as changed: fused kernels do not, and `Fp8Gathers` looks at the versions.
     increment_version(map(local, parameters))
     return norm
