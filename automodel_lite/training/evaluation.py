@@ -79,14 +79,18 @@ def validation_losses(
             progress.add(1)
             if must_stop():
                 return None
-    # Ranks of cp count the same streams; what they sum is their own tokens' share.
+    # Losses are summed over each rank's own tokens. Counts are of whole streams, which the ranks of
+    # cp share, so each stream is counted cp times.
     num_items, num_labels = (mesh.sum(counts) / mesh.shape.cp).tolist()
-    of_labels = ("token_accuracy", "cross_entropy")
-    means = {
-        name: mesh.sum(value).item() / ((num_labels if name in of_labels else num_items) or 1)
-        for name, value in sums.items()
-    }
-    return means | {"perplexity": math.exp(min(means.get("cross_entropy", means["loss"]), 700.0))}
+    means = {}
+    for name, value in sums.items():
+        is_per_label = name in ("token_accuracy", "cross_entropy")
+        count = num_labels if is_per_label else num_items
+        means[name] = mesh.sum(value).item() / (count or 1)
+    # The loss is the cross-entropy where that is not a part of its own; e^700 is near the largest
+    # float.
+    cross_entropy = means.get("cross_entropy", means["loss"])
+    return means | {"perplexity": math.exp(min(cross_entropy, 700.0))}
 
 
 def check_held_out(config: Config, data: PackSource) -> None:

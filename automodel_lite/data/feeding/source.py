@@ -47,11 +47,15 @@ class Cursor:
         """
         if self.shards is None or mesh.root is None:
             return self
-        own = {k: v for k, v in self.shards.items() if int(k) % mesh.shape.dp == mesh.dp_rank}
-        return replace(
-            self,
-            shards={shard: state for part in mesh.gather(own) for shard, state in part.items()},
-        )
+        # Shards are dealt out by their number, so this rank's copies of the others are out of date.
+        own = {}
+        for shard, state in self.shards.items():
+            if int(shard) % mesh.shape.dp == mesh.dp_rank:
+                own[shard] = state
+        shards: dict[str, Any] = {}
+        for of_rank in mesh.gather(own):
+            shards |= of_rank
+        return replace(self, shards=shards)
 
 
 @dataclass(frozen=True)

@@ -188,6 +188,14 @@ def histogram_of(slots: np.ndarray, size: int) -> np.ndarray:
     return counts
 
 
+class _BinRange(NamedTuple):
+    """`num_bins` neighboring bins from `first` on, each with the same `num_documents` documents."""
+
+    first: int
+    num_bins: int
+    num_documents: int
+
+
 def best_fit(histogram: np.ndarray, size: int) -> Placements:
     """Best-fit decreasing, exactly, in milliseconds: at most 11/9 of the optimum + 1 (Johnson
     1973), usually + 2 bins.
@@ -195,52 +203,60 @@ def best_fit(histogram: np.ndarray, size: int) -> Placements:
     All bins with the same free space are one class. Each step empties a class or a length, and the
     free space of a used class falls below half: O(distinct lengths x log size) steps.
     """
-    out: list[tuple[int, int, int, int, int]] = []
-    # free space -> (first bin, bins, documents in each)
-    classes: dict[int, list[tuple[int, int, int]]] = {}
+    placements: list[tuple[int, int, int, int, int]] = []
+    classes: dict[int, list[_BinRange]] = {}  # by free space
     spaces: list[int] = []  # the keys of `classes`, sorted
     num_bins = 0
 
-    def file(space: int, ranges: tuple[int, int, int]) -> None:
-        if space and space not in classes:
+    def keep_open(space: int, bins: _BinRange) -> None:
+        """Adds bins to the class of their free space; full ones are done with."""
+        if space == 0:
+            return
+        if space not in classes:
+            classes[space] = []
             insort(spaces, space)
-        if space:
-            classes.setdefault(space, []).append(ranges)
+        classes[space].append(bins)
 
     for length in np.flatnonzero(histogram)[::-1].tolist():
-        left = int(histogram[length])
+        left = int(histogram[length])  # documents of this length without a bin
         while left:
-            # The tightest class that this length fits; without one, as many new bins as the
-            # documents need, which are all alike and so one class too.
+            # 1. Take bins of the tightest class that this length fits. Without one, open as many
+            # bins as the documents need: they are all alike, and so one class too.
             at = bisect_left(spaces, length)
             if at < len(spaces):
                 space = spaces[at]
-                first, bins, slot = classes[space].pop()
+                bins = classes[space].pop()
                 if not classes[space]:
                     del classes[space], spaces[at]
             else:
                 space = size
-                slot = 0
-                first = num_bins
-                bins = ceil_div(left, size // length)
-                num_bins += bins
-            # One by one, best-fit would fill a bin of this class before it touches the next: after
-            # the first document the bin is tighter than its class. So whole bins take `fit`
-            # documents each, and one bin takes the rest.
-            fit = space // length
-            whole = min(left // fit, bins)
-            if whole:
-                out.append((length, first, whole, fit, slot))
-                file(space - fit * length, (first, whole, slot + fit))
-                left -= whole * fit
-            if whole < bins and left:  # left < fit now
-                out.append((length, first + whole, 1, left, slot))
-                file(space - left * length, (first + whole, 1, slot + left))
+                bins = _BinRange(num_bins, ceil_div(left, size // length), 0)
+                num_bins += bins.num_bins
+
+            # 2. Fill bin after bin. Best-fit does that one document at a time, too: after the first
+            # one the bin is tighter than its class, so the next one goes there.
+            first, num_left, slot = bins
+            most = space // length  # documents that fit one bin
+            num_filled = min(left // most, num_left)
+            if num_filled:
+                placements.append((length, first, num_filled, most, slot))
+                keep_open(space - most * length, _BinRange(first, num_filled, slot + most))
+                left -= num_filled * most
+                first += num_filled
+                num_left -= num_filled
+
+            # 3. Put the remaining documents, now fewer than `most`, into the next bin.
+            if left and num_left:
+                placements.append((length, first, 1, left, slot))
+                keep_open(space - left * length, _BinRange(first, 1, slot + left))
                 left = 0
-                whole = whole + 1
-            if whole < bins:  # bins that were not touched stay as they are
-                file(space, (first + whole, bins - whole, slot))
-    return Placements(num_bins, *np.array(out, np.int64).reshape(-1, 5).T)
+                first += 1
+                num_left -= 1
+
+            # 4. Give back the bins that took nothing.
+            if num_left:
+                keep_open(space, _BinRange(first, num_left, slot))
+    return Placements(num_bins, *np.array(placements, np.int64).reshape(-1, 5).T)
 
 
 def fewest_bins(histogram: np.ndarray, size: int, seed: int) -> Placements:
@@ -268,20 +284,18 @@ def exact_fill_in_proportion(histogram: np.ndarray, size: int, seed: int) -> Pla
     part = histogram // k
     documents = np.repeat(np.arange(size + 1), part)
     documents = documents[seeded_order(len(documents), seed, 0)].tolist()
-    rows = [
-        (documents[i], first * k, k, 1, slot)
-        for first, pack in enumerate(ExactFiller(documents, size, read_ahead=512))
-        for slot, i in enumerate(pack)
-    ]
-    repeated = Placements(
-        rows[-1][1] + k if rows else 0, *np.array(rows, np.int64).reshape(-1, 5).T
-    )
+    rows = []
+    num_repeated = 0  # bins
+    for pack in ExactFiller(documents, size, read_ahead=512):
+        for slot, document in enumerate(pack):
+            rows.append((documents[document], num_repeated, k, 1, slot))
+        num_repeated += k
+    repeated = np.array(rows, np.int64).reshape(-1, 5).T
+    # The remainder goes into bins of its own, numbered behind the repeated ones.
     rest = best_fit(histogram - part * k, size)
-    behind = rest._replace(first=rest.first + repeated.num_bins)
-    length, first, bins, copies, slot = (
-        np.concatenate(pair) for pair in zip(repeated[1:], behind[1:])
-    )
-    return Placements(repeated.num_bins + rest.num_bins, length, first, bins, copies, slot)
+    rest = rest._replace(first=rest.first + num_repeated)
+    columns = [np.concatenate(pair) for pair in zip(repeated, rest[1:])]
+    return Placements(num_repeated + rest.num_bins, *columns)
 
 
 def assign(
