@@ -269,25 +269,36 @@ def init_mesh(config: MeshConfig) -> Mesh:
     and where a strategy is asked for.
     """
     shape = mesh_shape(config, world_size())
+
+    # 1. Choose this rank's device.
     has_gpu = torch.cuda.is_available()
     # SLURM may show each task its own GPU alone (--gpus-per-task=1): then it is number 0 to all of
-    # them
+    # them.
     index = launch_variable("LOCAL_RANK", 0) % max(torch.cuda.device_count(), 1)
-    device = torch.device("cuda", index) if has_gpu else torch.device("cpu")
-    timeout = timedelta(seconds=config.timeout_s)
+    device = torch.device("cpu")
     if has_gpu:
+        device = torch.device("cuda", index)
         torch.cuda.set_device(device)
     allow_open_files()
-    is_alone = "RANK" not in os.environ
-    is_grouped = config.strategy in ("fsdp", "ddp") or (config.strategy == "auto" and has_gpu)
-    if is_alone and not is_grouped:
+
+    # 2. A process without a launcher has a group only where something needs one.
+    is_launched = "RANK" in os.environ
+    needs_group = config.strategy in ("fsdp", "ddp") or (config.strategy == "auto" and has_gpu)
+    if not is_launched and not needs_group:
         return Mesh(shape, device, None)
+
+    # 3. Start the default group.
+    timeout = timedelta(seconds=config.timeout_s)
     if not dist.is_initialized():
-        # NCCL is given its device and connects at once: a bad link shows before the weights are
-        # read, and the mesh's groups are split off this one.
-        backend, device_id = ("cpu:gloo,cuda:nccl", device) if has_gpu else ("gloo", None)
+        backend = "gloo"
+        device_id = None
+        if has_gpu:
+            # NCCL is given its device and connects at once: a bad link shows before the weights are
+            # read, and the mesh's groups are split off this one.
+            backend = "cpu:gloo,cuda:nccl"
+            device_id = device
         store: dist.Store = dist.HashStore()
-        if not is_alone:
+        if is_launched:
             store = dist.PrefixStore("groups", launchers_store())
         dist.init_process_group(
             backend,
@@ -297,11 +308,13 @@ def init_mesh(config: MeshConfig) -> Mesh:
             rank=rank(),
             world_size=world_size(),
         )
-        # a rank that fails at once would close connections that others still open: theirs would
-        # be the first error
+        # Wait until all ranks are connected. One that fails at once would close connections that
+        # others still open, and theirs would be the first error.
         if store.add("connected", 1) == world_size():
             store.set("all_connected", "")
         store.wait(["all_connected"], timeout)
+
+    # 4. Lay the mesh over it.
     return open_mesh(shape, device, timeout)
 
 
@@ -309,18 +322,22 @@ def open_mesh(shape: MeshShape, device: torch.device, timeout: timedelta | None 
     """Returns the mesh of the ranks whose default group is up; each axis that is used has one group
     of ranks, and waits for `timeout` (None: torch's).
     """
-    # an axis of size 1 would make a group of each rank: 3,072 of them at 1,024 ranks
-    sizes = {SHARDS: shape.dp_shard * shape.cp}
+    # The axes over which parameters lie. One of size 1 would make a group of each rank, 3,072 of
+    # them at 1,024 ranks, so only FSDP's is always there.
+    sizes = {}
     if shape.dp_replicate > 1:
-        sizes = {"dp_replicate": shape.dp_replicate, **sizes}
+        sizes["dp_replicate"] = shape.dp_replicate
+    sizes[SHARDS] = shape.dp_shard * shape.cp
     if shape.tp > 1 or shape.ep > 1:
         sizes["tp"] = shape.tp
     root = open_axes(device, sizes, timeout)
+
+    # The axes over which tokens lie, of which only cp sends anything along them.
     cp = None
     if shape.cp > 1:
-        parts = {"dp": shape.dp, "cp": shape.cp, "tp": shape.tp}
-        parts = {axis: size for axis, size in parts.items() if size > 1}
-        cp = open_axes(device, parts, timeout, used=["cp"])["cp"]
+        token_sizes = {"dp": shape.dp, "cp": shape.cp, "tp": shape.tp}
+        token_sizes = {axis: size for axis, size in token_sizes.items() if size > 1}
+        cp = open_axes(device, token_sizes, timeout, used=["cp"])["cp"]
     return Mesh(shape, device, root, cp, timeout)
 
 

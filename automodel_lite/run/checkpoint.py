@@ -18,7 +18,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -73,6 +73,18 @@ class _Save:
     error: Exception | None = None
     is_done: bool = False
     thread: threading.Thread | None = None
+
+
+@dataclass(frozen=True)
+class _Contents:
+    """What a rank writes: its parts of the tensors, and the small files, which rank 0 writes.
+
+    num_bytes  of the whole tensors
+    """
+
+    parts: Tensors
+    texts: dict[str, str]
+    num_bytes: int
 
 
 @dataclass
@@ -131,29 +143,26 @@ class Checkpointer:
         path = self.run.checkpoints / on_disk.name_of(step)
         if self.newest == path:
             return True
-        tensors, scalars = flat_state(model, optimizer)
-        parts, layouts = own_parts(tensors, self.saver.rank, self.saver.world_size)
-        texts = {  # as they are now: what the training changes later stays out of them
-            f"{on_disk.TENSORS}/{INDEX}": index_text(layouts),
-            on_disk.STATE: json.dumps({**state, "optimizer_scalars": scalars}, indent=1),
-            "config.yaml": self.run.config_text,
-        }
-        current = _Save(step, path, began, sum(tensor.nbytes for tensor in tensors.values()))
+        contents = self._contents(model, optimizer, state)
+        current = _Save(step, path, began, contents.num_bytes)
         self._current = current
         self._is_pending = False
+
+        # In the foreground the weights stay as they are until they are written.
         if self.run_config.checkpoint.mode == "sync" or wait:
-            self._write(current, parts, texts)
+            self._write(current, contents)
             self.finish()
-        else:
-            try:
-                parts = self._stage(parts)
-            except (OSError, RuntimeError) as error:
-                # a host without room for a copy: the other ranks learn of it
-                current.error = error
-            current.thread = threading.Thread(
-                target=self._write, args=(current, parts, texts), daemon=True
-            )
-            current.thread.start()
+            return self.newest == path
+
+        # In the background the training goes on, so the thread writes copies.
+        try:
+            contents = replace(contents, parts=self._stage(contents.parts))
+        except (OSError, RuntimeError) as error:
+            # A host without room for a copy: the thread starts anyway, so that the other ranks
+            # learn of it.
+            current.error = error
+        current.thread = threading.Thread(target=self._write, args=(current, contents), daemon=True)
+        current.thread.start()
         return self.newest == path
 
     def save_as(
@@ -171,17 +180,10 @@ class Checkpointer:
         Raises RuntimeError where it could not be written.
         """
         self.finish()
-        tensors, scalars = flat_state(model, optimizer)
-        parts, layouts = own_parts(tensors, self.saver.rank, self.saver.world_size)
-        texts = {
-            f"{on_disk.TENSORS}/{INDEX}": index_text(layouts),
-            on_disk.STATE: json.dumps({**state, "optimizer_scalars": scalars}, indent=1),
-            "config.yaml": self.run.config_text,
-        }
-        num_bytes = sum(tensor.nbytes for tensor in tensors.values())
-        current = _Save(0, path, time.monotonic(), num_bytes, replaces)
+        contents = self._contents(model, optimizer, state)
+        current = _Save(0, path, time.monotonic(), contents.num_bytes, replaces)
         self.saver.on_first(lambda: on_disk.restore_replaced(path))
-        self._write(current, parts, texts)
+        self._write(current, contents)
         if isinstance(current.error, RunStoppedError):
             raise current.error
         if current.error is not None:
@@ -216,6 +218,22 @@ class Checkpointer:
             ) from error
         finally:
             self.newest = newest
+
+    def _contents(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, state: JsonState
+    ) -> _Contents:
+        """Returns what this rank writes. The texts are as of now: what the training changes later
+        stays out of them.
+        """
+        tensors, scalars = flat_state(model, optimizer)
+        parts, layouts = own_parts(tensors, self.saver.rank, self.saver.world_size)
+        texts = {
+            f"{on_disk.TENSORS}/{INDEX}": index_text(layouts),
+            on_disk.STATE: json.dumps({**state, "optimizer_scalars": scalars}, indent=1),
+            "config.yaml": self.run.config_text,
+        }
+        num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        return _Contents(parts, texts, num_bytes)
 
     @torch.no_grad()
     def _stage(self, parts: Mapping[str, Tensor]) -> Tensors:
@@ -281,9 +299,12 @@ class Checkpointer:
                 f"{current.step:7d}  WARNING: step {current.step} is not saved: {text}; will retry"
             )
 
-    def _write(self, current: _Save, parts: Tensors, texts: dict[str, str]) -> None:
-        """The whole of a save, in this thread; the outcome is left in `current`, alike on all
-        ranks.
+    def _write(self, current: _Save, contents: _Contents) -> None:
+        """Writes a checkpoint from its temporary folder to its name, in this thread; leaves the
+        outcome in `current`, alike on all ranks.
+
+        Each step ends on all ranks, or raises on all of them: `on_first` and `on_all` pass errors
+        on. So no rank waits for one that has failed.
         """
         temporary = current.path.with_name(f".tmp-{self._token}-{current.path.name}")
 
@@ -294,29 +315,34 @@ class Checkpointer:
         def write() -> tuple[str, durable.Digests] | None:
             if current.error is not None:
                 raise current.error
-            return write_parts(temporary / on_disk.TENSORS, self.saver.rank, parts)
+            return write_parts(temporary / on_disk.TENSORS, self.saver.rank, contents.parts)
+
+        def complete() -> None:
+            on_disk.complete(
+                temporary, current.path, contents.texts, digests, self.fence, current.replaces
+            )
 
         def clean_up() -> None:
             self.fence()
             shutil.rmtree(temporary, ignore_errors=True)
 
         try:
+            # 1. Rank 0 makes the temporary folder, when there is room on the disk.
             self.saver.on_first(begin)
+            # 2. Every rank writes its parts; ranks without any have no file and no digests.
             digests = dict(filter(None, self.saver.on_all(write)))
-            self.saver.on_first(
-                lambda: on_disk.complete(
-                    temporary, current.path, texts, digests, self.fence, current.replaces
-                )
-            )
+            # 3. Rank 0 writes the small files and the manifest, and renames the folder.
+            self.saver.on_first(complete)
         except Exception as error:  # any failure: the run continues without this checkpoint
             current.error = error
             with suppress(Exception):  # a rank is gone: the training finds out
                 try:
                     self.saver.on_first(clean_up)
                 except RunStoppedError as lost:
-                    # on all ranks: the folder is another job's, which is why
+                    # The folder is another job's by now, on all ranks: that is why the save failed.
                     current.error = lost
         else:
+            # 4. Rank 0 deletes what no rule keeps. The new checkpoint is there, whatever happens.
             try:
                 if self.saver.is_first and current.path.parent == self.run.checkpoints:
                     on_disk.delete_old(self.run.checkpoints, self.run_config.checkpoint)
@@ -341,10 +367,13 @@ class Checkpointer:
 
         check  is called with the state before a tensor is changed; its ConfigError is raised here
         """
+        # 1. List the complete ones, newest first; incomplete ones are named, not tried.
         self.control.on_first(lambda: on_disk.clean(self.run.checkpoints))
         complete, skipped = self.control.on_first(lambda: on_disk.survey(self.run.checkpoints))
         for sentence in skipped:
             self.say(sentence)
+
+        # 2. Load the first one that can be loaded.
         reasons = []
         for path in complete:
             try:
@@ -352,8 +381,10 @@ class Checkpointer:
             except ConfigError:
                 raise
             except _BROKEN as error:
-                is_other = isinstance(error, OtherTensorsError)
-                if is_other and (changes := self.run.changes(self.run_config)):
+                # Other tensors after a change of the configuration are no damage: an older
+                # checkpoint would not fit either.
+                has_other_tensors = isinstance(error, OtherTensorsError)
+                if has_other_tensors and (changes := self.run.changes(self.run_config)):
                     name = self.run.display_path
                     raise ConfigError(
                         f"{path.name} cannot be continued with what has changed "
@@ -364,9 +395,12 @@ class Checkpointer:
                 reasons.append(f"{path.name} does not load: {_cause(error)}")
                 self.say(reasons[-1])
                 continue
+            # Those before it are broken: no rule may count them as a checkpoint that is kept.
             for broken in complete[: len(reasons)]:
                 self.control.on_first(partial(on_disk.set_aside, broken))
             return state
+
+        # 3. None loads. With some there, starting from step 0 would hide the loss of the run.
         if reasons := [*reasons, *skipped]:
             raise ConfigError(
                 f"{self.run.checkpoints} has no loadable checkpoint ({'; '.join(reasons)}): "
