@@ -175,16 +175,20 @@ class TrainFinetuneRecipe:
 
         Nothing waits for the device: a nonfinite step is skipped there, and detected one later.
         """
+        # accumulate gradients, divided by the counts of all ranks, which are known beforehand
         counts = self.feed.counts
         own_sums = self.forward_backward(ready, counts)
+        # read the next step on the host, while the device is still at work on this one
         self.feed.read_ahead()
         self.meter.lap("data")
+        # clip and apply; the learning rate of this step is read before the scheduler goes on
         sums = self.engine.total(own_sums)
         loss_sum = sums.pop("loss")
         lr = float(self.scheduler.get_last_lr()[0])
         grad_norm = self.engine.step(loss_sum, self.config.training.max_grad_norm)
         self.scheduler.step()
         self.meter.lap("optimizer")
+        # hand the numbers to the guards, which read them once the device has them
         result = StepResult(StepOutcome(loss_sum, grad_norm), lr, counts, sums)
         self.feed.counts = self.guards.after_step(ready, result)
         return result

@@ -123,6 +123,8 @@ class PlannedPacks(PackSource):
     def prepare(
         cls, config: Config, documents: Documents, packer: Packer, batches: BatchShape
     ) -> PlannedPacks:
+        """Tokenizes the documents and plans their packs; raises ConfigError and DataError."""
+        # 1. Tokenize, as the kind of the documents asks for.
         job = job_of(config, documents, packer.tree, packer.packed_sequence_size)
         reading = adapted(config, Reading(documents, job, packer))
         documents = reading.documents
@@ -131,16 +133,23 @@ class PlannedPacks(PackSource):
         packer = reading.packer.for_document_kind(kind, padding_id(job.tokenizer))
         tokens = tokenize_documents(documents, job, config.cache_dir)
 
+        # 2. Plan the packs of an epoch when it begins, and keep two: the next epoch is read ahead.
+        # Where an epoch has the same documents in the same packs, its plan is that of the first.
         root = cache_root(config.cache_dir)
 
         @lru_cache(maxsize=2)
         def packs_of(epoch: int) -> PackedDataset:
             if epoch and not packer.repack_each_epoch and not tokens.drawn:
                 return packs_of(0)
-            rows = tokens.drawn(epoch) if tokens.drawn and epoch else tokens.train
-            drawn = f" epoch {epoch}" if tokens.drawn else ""
-            return packer.packs(rows, epoch, (root, tokens.fingerprint + drawn))
+            rows = tokens.train
+            fingerprint = tokens.fingerprint
+            if tokens.drawn:  # of a mixture
+                if epoch:
+                    rows = tokens.drawn(epoch)
+                fingerprint += f" epoch {epoch}"
+            return packer.packs(rows, epoch, (root, fingerprint))
 
+        # 3. Refuse packs that have lost too much to their size.
         val_packs = {name: packer.packs(rows) for name, rows in tokens.val.items()}
         sets = {"train": packs_of(0)} | {f"val/{name}": packs for name, packs in val_packs.items()}
         for name, packs in sets.items():
@@ -149,21 +158,28 @@ class PlannedPacks(PackSource):
                 packer.check_dropped(counts.dropped_tokens, counts.tokens, name, packs.rows.lengths)
             if counts.masked_documents:
                 check_masked(name, packs.plan, tokens.counts, job.settings)
+
+        # 4. Settle how many packs a step has, now that their number is known.
         size = batches.global_batch_size
         smallest = batches.micro_batch_size * batches.dp_size
         (epochs, _) = epochs_of(config.training, len(tokens.train))
         step_documents = config.training.global_batch_documents
-        if step_documents:  # of most steps: each has its own number of packs
+        if step_documents:
+            # Each step has its own number of packs: the mean stands for all of them.
             steps = len(step_edges(_documents_of_packs(packs_of(0).plan), step_documents)) - 1
             mean = ceil_div(len(packs_of(0)), max(1, steps))
             batches = replace(batches, global_batch_size=round_up(max(1, mean), smallest))
         elif config.training.global_batch_size == "auto" and config.training.max_steps is None:
-            # few documents are few packs: steps are worth more than their size
+            # Few documents are few packs: more steps are worth more than larger ones.
             batches = replace(
                 batches,
                 global_batch_size=fitted_batch_size(smallest, size, len(packs_of(0)), epochs),
             )
+
+        # 5. Find the longest document of a pack. Of a mixture, a later epoch may draw another one.
         longest = int(packs_of(0).plan.piece_lengths(tokens.train.row_lengths).max(initial=0))
+        if tokens.drawn:
+            longest = min(tokens.longest, packer.packed_sequence_size)
         return cls(
             documents=documents,
             job=job,
@@ -173,8 +189,7 @@ class PlannedPacks(PackSource):
             shape=batches,
             dataloader=config.dataloader,
             has_trees=any(counts.num_trees for counts in tokens.counts.values()),
-            # of a mixture, a later epoch may draw another document
-            longest=min(tokens.longest, packer.packed_sequence_size) if tokens.drawn else longest,
+            longest=longest,
             tokens=tokens,
             packs_of=packs_of,
             seed=config.seed,
