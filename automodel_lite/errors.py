@@ -249,11 +249,15 @@ def format_value(value: Any) -> str:
 
 def did_you_mean_path(path: str) -> str:
     """Returns `; did you mean X?` or ".": the entry of the same folder with the closest name, of a
-    plain name a run's too.
+    plain name a run's too. A folder on the way may be misspelled as well.
     """
     wanted = Path(path).expanduser()
     if wanted.is_symlink():
         return f": it is a link to {wanted.readlink()}, where nothing is."
+    below = Path()
+    while not wanted.parent.exists():
+        below = wanted.name / below
+        wanted = wanted.parent
     folders = [wanted.parent]
     if wanted.name == path:
         folders.append(Path("runs"))
@@ -262,8 +266,19 @@ def did_you_mean_path(path: str) -> str:
             names = sorted(entry.name for entry in folder.iterdir())
             same = [name for name in names if name.lower() == wanted.name.lower()]
             if close := same or difflib.get_close_matches(wanted.name, names, n=1, cutoff=0.6):
-                return f"; did you mean {folder / close[0]}?"
+                found = folder / close[0] / below
+                if not found.exists():
+                    return did_you_mean_path(str(found))
+                return f"; did you mean {found}?"
     return "."
+
+
+def folders_with(file: str, folder: Path) -> str:
+    """Returns `; name one of those in it: runs/a, runs/b.` or ".": the folders in a folder that
+    hold the file which it was expected to hold itself.
+    """
+    held = sorted(str(path.parent) for path in folder.glob(f"*/{file}"))
+    return f"; name one of those in it: {listed(held)}." if held else "."
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

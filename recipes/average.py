@@ -1,12 +1,10 @@
 """Write the mean of a run's checkpoints as a Hugging Face folder; often better than the last of
 them.
 
-python recipes/average.py runs/mine                                          (all checkpoints that
-                                                                             it kept)
+python recipes/average.py runs/mine                          (all checkpoints that it kept)
 python recipes/average.py runs/mine --last 3 --to runs/mine/mean
 python recipes/average.py runs/mine --checkpoints step_00000400 step_00000500
-torchrun --nproc-per-node 8 recipes/average.py runs/mine                     (sharded: no process
-holds the whole model)
+torchrun --nproc-per-node 8 recipes/average.py runs/mine     (no process holds the whole model)
 """
 
 from __future__ import annotations

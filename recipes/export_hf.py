@@ -2,14 +2,11 @@
 merged into its base.
 
 python recipes/export_hf.py runs/mine
-python recipes/export_hf.py runs/mine --push me/my-model                   (to the Hugging Face hub,
-private) python recipes/export_hf.py runs/mine --checkpoint step_00000500 --to /models/mine_500
-python recipes/export_hf.py runs/mine --checkpoint best             (the lowest validation loss of
-                                                                    those that were kept)
-python recipes/export_hf.py runs/mine --gguf                        (and hf/model.gguf, for
-                                                                    llama.cpp and Ollama)
-torchrun --nproc-per-node 8 recipes/export_hf.py runs/mine        (sharded: no process holds the
-whole model)
+python recipes/export_hf.py runs/mine --push me/my-model     (to the Hugging Face hub, private)
+python recipes/export_hf.py runs/mine --checkpoint step_00000500 --to /models/mine_500
+python recipes/export_hf.py runs/mine --checkpoint best      (the lowest validation loss kept)
+python recipes/export_hf.py runs/mine --gguf                 (and model.gguf, for llama.cpp)
+torchrun --nproc-per-node 8 recipes/export_hf.py runs/mine   (no process holds the whole model)
 """
 
 from __future__ import annotations

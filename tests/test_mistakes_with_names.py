@@ -23,6 +23,8 @@ from automodel_lite.data.tokens.tokenizer import load_tokenizer
 from automodel_lite.errors import ConfigError, did_you_mean_path
 from automodel_lite.models.flops import model_size
 from automodel_lite.models.source import CausalLM, check_source
+from automodel_lite.run.checkpoint_folder import exported_folder
+from automodel_lite.run.folder import existing_run
 from tests.runs import train_quick
 
 
@@ -291,3 +293,40 @@ def test_a_config_that_no_model_for_texts_can_be_made_of(
     config = CausalLM(str(tmp_path)).resolve_model_config({})
     with pytest.raises(ConfigError, match=rf"^a model with .*: {reason}.* \(its config\.json\)$"):
         model_size(config)
+
+
+def test_a_misspelled_folder_on_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs/mine/hf").mkdir(parents=True)
+    assert did_you_mean_path("runs/mien/hf") == "; did you mean runs/mine/hf?"
+    assert did_you_mean_path("rusn/mien/hff") == "; did you mean runs/mine/hf?"
+    assert did_you_mean_path("org/model") == "."
+
+
+def test_a_folder_of_models_names_them(tmp_path: Path) -> None:
+    for name in ("b", "a"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+    cure = rf"has no config\.json; name one of those in it: {tmp_path}/a, {tmp_path}/b\.$"
+    with pytest.raises(ConfigError, match=cure):
+        check_source("model", str(tmp_path))
+
+
+def test_what_is_no_run_is_named_for_what_it_is(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "mine/checkpoints/step_00000006"
+    checkpoint.mkdir(parents=True)
+    for path in (tmp_path / "mine/config.yaml", checkpoint / "config.yaml"):
+        path.write_text("")
+    (checkpoint / "COMPLETE.json").write_text("{}")
+    run = rf"{tmp_path}/mine"
+    with pytest.raises(ConfigError, match=rf"is a checkpoint of a run: name the run, {run}\.$"):
+        existing_run(checkpoint)
+    with pytest.raises(ConfigError, match=rf"no config\.yaml; name one of those in it: {run}\.$"):
+        existing_run(tmp_path)
+    with pytest.raises(ConfigError, match=rf"no such folder; did you mean {run}\?$"):
+        existing_run(tmp_path / "mien")
+    with pytest.raises(ConfigError, match=r"not the folder of a run: it is a file\.$"):
+        existing_run(tmp_path / "mine/config.yaml")
+    cure = rf"automodel-lite export {run} --checkpoint step_00000006 --to MODEL writes it"
+    with pytest.raises(ConfigError, match=cure):
+        exported_folder(str(checkpoint))

@@ -73,7 +73,15 @@ class _OpenJson(argparse.Action):
 
 
 class _Parser(argparse.ArgumentParser):
-    """A mistake is a sentence, without the usage."""
+    """A mistake is a sentence, without the usage. Flags may stand between the other arguments:
+    `generate runs/x --checkpoint best "Hi"`.
+    """
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        line = sys.argv[1:] if args is None else args
+        if "--" in line:  # behind it everything is an argument, in its order
+            return super().parse_args(line, namespace)
+        return self.parse_intermixed_args(line, namespace)
 
     def error(self, message: str) -> NoReturn:
         flag = message.removeprefix("unrecognized arguments: ").split(" ")[0].partition("=")[0]
@@ -208,19 +216,26 @@ _TEXTS = (
     ("--nproc",),
     ("--json",),
 )
-# flag -> the command that alone takes it, and what its recipe gets
-OWN_FLAGS: dict[str, tuple[str, Any]] = {
-    "html": ("inspect", Path),
-    "card": ("verify", Path),
-    "replay": ("verify", int),
-    "task": ("prepare", str),
-    "tasks": ("prepare", str),
-    "checkpoint": ("evaluate", str),
+# flag -> the command that alone takes it, what its recipe gets, and what it is for
+OWN_FLAGS: dict[str, tuple[str, Any, str]] = {
+    "html": ("inspect", Path, "--html FILE: write it as a page."),
+    "card": ("verify", Path, "--card RUN: write a certificate into the run's export."),
+    "replay": (
+        "verify",
+        int,
+        "--replay STEP: automodel-lite verify RUN --replay 130 computes a recorded step again; "
+        "verify RUN checks the ledger, the checkpoints and the data.",
+    ),
+    "task": ("prepare", str, "--task I --tasks N: tokenize part I of N, from 1 on."),
+    "tasks": ("prepare", str, "--tasks N: join the N parts that --task made."),
+    "checkpoint": ("evaluate", str, "--checkpoint NAME: of a run, latest, best or step_00000500."),
 }
 
 
-def parser() -> argparse.ArgumentParser:
-    """Returns the parser of a recipe that is configured by Hydra."""
+def parser(command: str | None = None) -> argparse.ArgumentParser:
+    """Returns the parser of a recipe that is configured by Hydra; with the flags of all commands,
+    or of one.
+    """
     found = _Parser(add_help=False, allow_abbrev=False)
     found.add_argument("overrides", nargs="*")
     one_of = found.add_mutually_exclusive_group()
@@ -229,8 +244,9 @@ def parser() -> argparse.ArgumentParser:
             group.add_argument(*names, action="store_true")
     for names in _TEXTS:
         found.add_argument(*names)
-    for flag, (_, kind) in OWN_FLAGS.items():
-        found.add_argument(f"--{flag}", type=kind)
+    for flag, (owner, kind, _) in OWN_FLAGS.items():
+        if command in (None, owner):
+            found.add_argument(f"--{flag}", type=kind)
     one_of.add_argument("--cfg", "-c", choices=("job", "hydra", "all"))
     return found
 

@@ -31,6 +31,7 @@ from automodel_lite.errors import (
     ConfigError,
     did_you_mean,
     explained,
+    folders_with,
     format_value,
     is_lost_peer,
     is_out_of_memory,
@@ -521,7 +522,8 @@ def check_source(key: str, source: str) -> None:
     if not check_folder(key, source):
         ask_no_hub_without_network()
     elif not (Path(source).expanduser() / "config.json").is_file():
-        raise ConfigError(f"{key}={source}: the folder has no config.json.")
+        near = folders_with("config.json", Path(source).expanduser())
+        raise ConfigError(f"{key}={source}: the folder has no config.json{near}")
 
 
 def ask_no_hub_without_network() -> None:

@@ -276,9 +276,15 @@ def exported_folder(source: str, checkpoint: str | None = None) -> str:
     checkpoint, or is of the one that is named; anything else as it is.
 
     Raises ConfigError for a run that has exported nothing, nothing since it was trained further,
-    or not this checkpoint; and for a checkpoint of what is not a run.
+    or not this checkpoint; for a checkpoint of what is not a run, and for a checkpoint's folder.
     """
     run = Path(source).expanduser()
+    if owner := run_of_checkpoint(run):
+        raise ConfigError(
+            f"{source} is a checkpoint of a run, to continue it from: automodel-lite export "
+            f"{shlex.quote(str(owner))} --checkpoint {run.resolve().name} --to MODEL writes it as "
+            "a model."
+        )
     if not (run / "config.yaml").is_file():
         if checkpoint:
             raise ConfigError(
@@ -303,6 +309,14 @@ def exported_folder(source: str, checkpoint: str | None = None) -> str:
         f"{source} has no hf/ or adapter/ of its newest checkpoint: automodel-lite export "
         f"{typed} writes it."
     )
+
+
+def run_of_checkpoint(folder: Path) -> Path | None:
+    """Returns the run that the folder is a checkpoint of; None for any other folder."""
+    if not (folder / MANIFEST).is_file():
+        return None
+    run = folder.parent.parent if folder.parent.name == "checkpoints" else None
+    return run if run and (run / "config.yaml").is_file() else None
 
 
 def is_stale(folder: Path) -> bool:

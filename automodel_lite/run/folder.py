@@ -41,9 +41,16 @@ from automodel_lite.config.permissions import check_yaml
 from automodel_lite.config.rules import OneOf
 from automodel_lite.config.schema import Config, resumable_settings
 from automodel_lite.config.signatures import with_options
-from automodel_lite.errors import ConfigError, did_you_mean_path, explained, format_value, one_line
+from automodel_lite.errors import (
+    ConfigError,
+    did_you_mean_path,
+    explained,
+    folders_with,
+    format_value,
+    one_line,
+)
 from automodel_lite.redact import scrub, scrub_tree
-from automodel_lite.run.checkpoint_folder import is_stale, survey
+from automodel_lite.run.checkpoint_folder import is_stale, run_of_checkpoint, survey
 from automodel_lite.run.durable import write_atomically
 
 _BEFORE_THE_RUN = re.compile(r"logs|run\.lock.*|STATUS\.json|\..*")
@@ -300,10 +307,17 @@ class RunFolder:
 def existing_run(path: Path, flag: str = "") -> RunFolder:
     """Raises ConfigError, which begins with `flag`, for a folder that is not a run's."""
     folder = RunFolder(path)
-    if not folder.config.is_file():
-        near = "." if path.exists() else did_you_mean_path(str(path))
-        raise ConfigError(f"{flag}{path} is not the folder of a run: it has no config.yaml{near}")
-    return folder
+    if run := run_of_checkpoint(path):
+        raise ConfigError(f"{flag}{path} is a checkpoint of a run: name the run, {run}.")
+    if folder.config.is_file():
+        return folder
+    if path.is_dir():
+        why = f"it has no config.yaml{folders_with('config.yaml', path)}"
+    elif path.exists():
+        why = "it is a file."
+    else:
+        why = f"there is no such folder{did_you_mean_path(str(path))}"
+    raise ConfigError(f"{flag}{path} is not the folder of a run: {why}")
 
 
 def command_line() -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from automodel_lite.cli import compose_config
-from automodel_lite.cli.line import is_sweep
+from automodel_lite.cli.line import argument_parser, is_sweep
 
 PATHS = [
     "~/a.jsonl",
@@ -38,3 +38,14 @@ def test_a_path_needs_no_quotes(path: str) -> None:
 )
 def test_which_overrides_vary(override: str, is_one: bool):
     assert is_sweep(override) == is_one
+
+
+def test_flags_stand_anywhere_between_the_arguments() -> None:
+    found = argument_parser("Asks.")
+    found.add_argument("model")
+    found.add_argument("prompt", nargs="?")
+    found.add_argument("--checkpoint")
+    for line in (["m", "--checkpoint", "best", "Hi"], ["m", "Hi", "--checkpoint", "best"]):
+        args = found.parse_args(line)
+        assert (args.model, args.prompt, args.checkpoint) == ("m", "Hi", "best")
+    assert found.parse_args(["m", "--", "--Hi"]).prompt == "--Hi"

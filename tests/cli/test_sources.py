@@ -91,3 +91,12 @@ def test_help_lists_presets_of_ones_own(tmp_path: Path) -> None:
     lines = help_of(Recipe("recipes.train_ft:main"), Sources.of(str(tmp_path))).splitlines()
     assert "  mine              Mine" in lines
     assert "  bare              " in lines
+
+
+def test_help_names_the_flags_of_the_command_and_no_other_ones() -> None:
+    verify = help_of(Recipe("recipes.verify:main"), Sources())
+    assert "verify RUN --replay 130 computes a recorded step again" in verify
+    assert "[--replay REPLAY]" in verify
+    assert "--html" not in verify
+    assert "[--html HTML]" in help_of(Recipe("recipes.inspect_data:main"), Sources())
+    assert "--replay" not in help_of(Recipe("recipes.train_ft:main"), Sources())

@@ -13,6 +13,8 @@ from automodel_lite.cli.compose import is_typed
 from automodel_lite.cli.line import (
     EXAMPLES,
     JSON_HELP,
+    OWN_FLAGS,
+    RECIPES,
     argument_parser,
     group_of,
     options_in,
@@ -31,8 +33,8 @@ def ls(argv: list[str]) -> int:
     automodel-lite ls
     automodel-lite ls optimizer
     automodel-lite ls optimizer/adamw
-    automodel-lite ls finetune > my_conf/mine.yaml     # train --config-dir my_conf --config-name
-    mine
+    automodel-lite ls finetune > my_conf/mine.yaml
+    automodel-lite train --config-dir my_conf --config-name mine
     """
     found = argument_parser(ls.__doc__)
     found.add_argument("name", nargs="?", help="a group, a preset or group/option")
@@ -68,6 +70,9 @@ def ls(argv: list[str]) -> int:
 def help_of(recipe: Recipe, sources: Sources) -> str:
     """Presets, groups with their options, and examples."""
     purpose = recipe.purpose
+    # of a recipe of one's own none of ours
+    modules = {module: name for name, (module, _) in RECIPES.items()}
+    verb = modules[recipe.name] if recipe.is_ours else ""
     usage = f"usage: {recipe.start} --config-name PRESET [--config-dir FOLDER] [key=value ...]"
     lines = [f"{purpose[:1].upper()}{purpose[1:]}.", "", usage]
     if recipe.is_ours:
@@ -89,8 +94,9 @@ def help_of(recipe: Recipe, sources: Sources) -> str:
         "--cfg job prints the whole configuration and stops; --multirun sweeps, seed=0,1.",
         f"--json FILE: {JSON_HELP}.",
         "--nproc 8 (or gpu) starts 8 processes (or one per GPU) on this machine.",
+        *(text for command, _, text in OWN_FLAGS.values() if command == verb),
         "",
-        parser().format_usage().replace("usage", "all flags").rstrip(),
+        parser(verb).format_usage().replace("usage", "all flags").rstrip(),
     ]
     return rewrite_program_name("\n".join(lines))
 
