@@ -60,7 +60,8 @@ def groups_of(sources: Sources) -> dict[str, list[str]]:
     for folder in sources.folders:
         for path in filter(Path.is_file, folder.glob("*/**/*.yaml")):
             found.setdefault(path.parent.relative_to(folder).as_posix(), set()).add(path.stem)
-    found.setdefault("logger", set()).update(installed_trackers())
+    if trackers := installed_trackers():
+        found.setdefault("logger", set()).update(trackers)
     return {group: sorted(options) for group, options in sorted(found.items())}
 
 
