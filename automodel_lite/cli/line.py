@@ -77,6 +77,8 @@ class _Parser(argparse.ArgumentParser):
     `generate runs/x --checkpoint best "Hi"`.
     """
 
+    takes_settings = False  # key=value
+
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         line = sys.argv[1:] if args is None else args
         if "--" in line:  # behind it everything is an argument, in its order
@@ -92,7 +94,8 @@ class _Parser(argparse.ArgumentParser):
         from automodel_lite.config.schema import Config
 
         name = flag.lstrip("-").replace("-", "_")
-        if setting := key_of(name) or ("." in name and name):
+        setting = self.takes_settings and (key_of(name) or ("." in name and name))
+        if setting:
             is_off = OmegaConf.select(OmegaConf.structured(Config), setting) is False
             near = f": a setting has no dashes, {setting}={'true' if is_off else '...'}"
         raise ConfigError(f"{message}{near} (--help lists the arguments).")
@@ -237,6 +240,7 @@ def parser(command: str | None = None) -> argparse.ArgumentParser:
     or of one.
     """
     found = _Parser(add_help=False, allow_abbrev=False)
+    found.takes_settings = True
     found.add_argument("overrides", nargs="*")
     one_of = found.add_mutually_exclusive_group()
     for group, switches in ((found, _SWITCHES), (one_of, _RUNS)):

@@ -67,7 +67,10 @@ class Recorded:
             return cls([], [], [str(error)])
         problems = list(_gaps(lines))
         checkpoints = []
-        for checkpoint in reversed(survey(run.checkpoints)[0]):
+        # a checkpoint gets its name when it is complete: what is not has lost something since
+        complete, damaged = survey(run.checkpoints)
+        problems += damaged
+        for checkpoint in reversed(complete):
             found = list(_problems_of(checkpoint, lines))
             problems += found
             if not found:
@@ -96,10 +99,11 @@ class Recorded:
             return []
         steps = sorted(self.by_step)
         covered = f"steps {steps[0]} to {steps[-1]}" if steps else "no steps"
-        names = ", ".join(path.name for path in self.checkpoints) or "none is there"
+        names = ", ".join(path.name for path in self.checkpoints)
+        agree = f"{names}: the files are those that the ledger names" if names else "none is there"
         return [
             ("ledger", f"{covered}, each line follows from the one before; head {self.head}"),
-            ("checkpoints", f"{names}: the files are those that the ledger names"),
+            ("checkpoints", agree),
         ]
 
     def row_of(self, step: int) -> dict[str, Any]:

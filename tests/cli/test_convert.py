@@ -622,6 +622,14 @@ def test_a_command_of_trl_is_converted(
     assert "override loss: dpo" in text
 
 
+def test_a_command_of_trl_needs_no_dashes_before_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, said = converted(tmp_path, capsys, "--gpus", "8", *COMMANDS[0].split())
+    assert len(said.splitlines()) == 1
+    assert compose_config("mine", [], config_dir=str(tmp_path)).dataset.path == "org/pairs"
+
+
 def test_a_command_with_a_file_overrules_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from automodel_lite.cli import compose_config
 from automodel_lite.cli.line import argument_parser, is_sweep
+from automodel_lite.errors import ConfigError
 
 PATHS = [
     "~/a.jsonl",
@@ -49,3 +50,9 @@ def test_flags_stand_anywhere_between_the_arguments() -> None:
         args = found.parse_args(line)
         assert (args.model, args.prompt, args.checkpoint) == ("m", "Hi", "best")
     assert found.parse_args(["m", "--", "--Hi"]).prompt == "--Hi"
+
+
+def test_a_command_without_settings_offers_none() -> None:
+    with pytest.raises(ConfigError) as caught:
+        argument_parser("Draws.").parse_args(["--name", "x"])
+    assert str(caught.value) == "unrecognized arguments: --name x (--help lists the arguments)."

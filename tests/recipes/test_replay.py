@@ -228,6 +228,17 @@ def test_changed_bytes_of_a_checkpoint_are_found(
     assert "step_00000004: tensors/rank_00000.safetensors has other content" in said
 
 
+@pytest.mark.parametrize("name", ["state.json", "COMPLETE.json"])
+def test_a_missing_file_of_a_checkpoint_is_found(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    run = copied(trained, tmp_path / "run")
+    (run / "checkpoints/step_00000004" / name).unlink()
+    code, out = verify(run, capsys)
+    assert code == 1
+    assert f"step_00000004 is skipped: {name} is missing" in out
+
+
 def test_changed_data_are_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
     assert train(run, "training.max_steps=2") == 0

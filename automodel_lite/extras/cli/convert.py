@@ -85,6 +85,14 @@ def convert(argv: list[str]) -> int:
         type=argument(int, Range(1, 10**6)),
         help="that it ran on: the batch of a step follows from them; default: 1",
     )
+    # a command that stands there without -- has flags of its own as well
+    starts = [
+        place
+        for place, (before, word) in enumerate(zip(["", *argv], argv, strict=False))
+        if word in ("trl", "accelerate", "python") and not before.startswith("--")
+    ]
+    if starts and "--" not in argv:
+        argv = [*argv[: starts[0]], "--", *argv[starts[0] :]]
     args = parser.parse_args(argv)
     theirs: dict[str, Any] = {}
     peer = args.peer
