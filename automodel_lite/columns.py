@@ -45,12 +45,15 @@ COLUMNS = {
     "branches": Column("int32", "int64", 0, in_runs=True),
     "row_labels": Column("int32", "int64", 0, in_runs=True, is_for_loss=False),
     "answers": Column("int8", "int64", 0),
+    "verdicts": Column("int8", "int64", 0),
     "reference_log_probs": Column("float32", "float32", 0.0),
     "teacher_ids": Column("int32", "int64", 0),
     "teacher_log_probs": Column("float32", "float32", 0.0),
     "teacher_rest": Column("float32", "float32", -math.inf),
     "row_place": Column("int64", "int64", -1),
     "average_weights": Column("float32", "float32", 0.0, is_for_loss=False),
+    "mismatch_shares": Column("float32", "float32", 0.0, is_for_loss=False),
+    "reference_point": Column("float32", "float32", 0.0, is_for_loss=False),
     "noise_key": Column("int32", "int32", 0, is_for_loss=False),
     "image": Column("int64", "int64", 0, in_runs=True, is_for_loss=False),
     "image_stamp": Column("int64", "int64", 0, in_runs=True, is_for_loss=False),
@@ -63,6 +66,8 @@ below, and those that a loss declares (`declare_column`). `input_ids` and `label
 loss_weights  what the loss of a label counts, aligned with `labels`: 2.0 is like meeting the token
               twice
 answers       which answer of a preference pair a label belongs to: CHOSEN, REJECTED, 0 = none
+verdicts      what a label belongs to, of data whose answers are judged one by one: a DESIRABLE or
+              an UNDESIRABLE answer, or the MISMATCHED one of another row; 0 = none
 reference_log_probs  of the labels, by the frozen model that preference losses compare with
 teacher_ids, teacher_log_probs  [T, K] what a teacher finds likeliest at a label, and how likely
 teacher_rest  the probability that it leaves to all other tokens
@@ -71,6 +76,9 @@ branches      1 + the position at which a branch of a tree begins, 0 elsewhere; 
               positions show it
 average_weights  what a label counts in a mean over documents or turns: made of a whole stream,
               before ranks share it
+mismatch_shares  1 / the labels of a mismatched answer at each of them, 0 elsewhere; made as those are
+reference_point  KTO's of the step, at every token: made of all of its micro-batches before their
+              gradients
 noise_key     what the noise of a token's embedding follows from (models/neftune.py)
 image         the number of the image, in the data, whose place a token is; 0 of text
 image_stamp   what tells this image from others, by its bytes; 0 of text
@@ -100,6 +108,9 @@ def declare_column(name: str, column: Column) -> None:
 
 CHOSEN = 1
 REJECTED = 2
+DESIRABLE = 1
+UNDESIRABLE = 2
+MISMATCHED = 3
 
 
 def labeled_rows(labels: Tensor) -> Tensor:

@@ -197,6 +197,23 @@ class LossInputs:
         return value - value.detach() * (1 - 1 / exchange.size) if exchange else value
 
 
+class StepMean(NamedTuple):
+    """A mean over all micro-batches of a step, of every rank, that a loss needs before the gradients
+    of any: a forward pass without gradients goes before them.
+
+    column    in which every token gets it
+    function  (logits fp32 [r, V], labels [r], *columns [r]) -> what each label adds to the sum and
+              to the count, [r, 2]
+    columns   that the function reads
+    least     the mean is at least this
+    """
+
+    column: str
+    function: RowFunction
+    columns: Sequence[str]
+    least: float
+
+
 class Loss(ABC):
     """A loss; its fields are its options.
 
@@ -235,6 +252,11 @@ class Loss(ABC):
     @property
     def scored_by(self) -> str | None:
         """Returns the folder or hub name of the model whose stored values it compares with."""
+        return None
+
+    @property
+    def step_mean(self) -> StepMean | None:
+        """Returns the mean over the whole step that it needs before its gradients."""
         return None
 
     def complete(self, groups: Sequence[Sequence[Mapping[str, Any]]]) -> list[list[Any]]:
@@ -485,7 +507,8 @@ def check_columns(loss: Loss, brought: Iterable[str]) -> None:
         raise ConfigError(
             f"the data bring the per-token column {', '.join(ignored)}, which "
             f"loss={type(loss).__name__} does not use: take a loss that does "
-            "(loss=fused_linear_cross_entropy uses loss_weights, loss=dpo answers), name the "
+            "(loss=fused_linear_cross_entropy uses loss_weights, loss=dpo answers, loss=kto "
+            "verdicts), name the "
             "column in the loss class's `columns`, or leave it out of the data."
         )
     if missing := sorted(loss.required - {*brought}):
@@ -498,6 +521,10 @@ def check_columns(loss: Loss, brought: Iterable[str]) -> None:
 _CURES = {
     "answers": (
         "train on preference pairs, dataset.format=preference, or take a loss for single answers"
+    ),
+    "verdicts": (
+        "train on answers with a label, dataset.format=verdict (columns prompt, completion, label), "
+        "or take a loss for other data"
     ),
     "reference_log_probs": "a training client computes them inside `with client.reference():`",
     "teacher_ids": "automodel-lite score --config-name ... writes a teacher's",

@@ -15,7 +15,7 @@ Legend: R rows that carry a label, K values of each, T tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -48,6 +48,13 @@ def add_output(sums: dict[str, Tensor], output: LossOutput) -> None:
     """Adds what a forward pass gives to the sums of others, in place: its loss, and its parts."""
     for name, value in {"loss": output.sum.detach(), **output.parts}.items():
         sums[name] = sums[name] + value if name in sums else value.float()
+
+
+def with_mean(batch: ThdBatch, loss: Loss, mean: Tensor) -> ThdBatch:
+    """Returns a micro-batch whose tokens all have a loss's `step_mean`."""
+    assert loss.step_mean is not None
+    of_tokens = {loss.step_mean.column: mean.expand(len(batch.labels))}
+    return replace(batch, columns=batch.columns | of_tokens)
 
 
 @dataclass(frozen=True)
@@ -107,6 +114,7 @@ class Engine:
         loss  None = the model's
         """
         model = self.model
+        inputs = self.with_step_mean(inputs, loss)
         sums = {"loss": torch.zeros((), device=self.mesh.device)}
         for number, batch in enumerate(inputs, start=1):
             with model.accumulate(is_last=number == len(inputs)):
@@ -118,6 +126,45 @@ class Engine:
                 lap("backward")
             add_output(sums, output)
         return sums
+
+    def with_step_mean(
+        self, inputs: Sequence[ThdBatch], loss: Loss | None = None
+    ) -> Sequence[ThdBatch]:
+        """Returns all micro-batches of a step with the mean over them that the loss asks for; as
+        they are where it asks for none. It costs a forward pass without dropout or gradients.
+
+        loss  None = the model's
+        """
+        loss = loss or self.model.loss_model.loss
+        if loss.step_mean is None:
+            return inputs
+        sums = sum((self.step_sums(batch, loss) for batch in inputs), self.no_step_sums())
+        mean = self.step_mean(sums, loss)
+        return [with_mean(batch, loss, mean) for batch in inputs]
+
+    def no_step_sums(self) -> Tensor:
+        """Returns the sums [2] of no micro-batch."""
+        return torch.zeros(2, device=self.mesh.device)
+
+    @torch.no_grad()
+    def step_sums(self, batch: ThdBatch, loss: Loss) -> Tensor:
+        """Returns what this rank's part of a micro-batch adds to the loss's `step_mean`, [2]."""
+        wanted = loss.step_mean
+        assert wanted is not None
+        # a pack of padding alone brings no columns
+        filled = replace(batch, columns=loss.example_columns(batch) | batch.columns)
+        with evaluating(self.model.module):
+            found_R2 = self.model.values(filled, wanted.function, wanted.columns)
+        return found_R2.sum(0)
+
+    def step_mean(self, sums: Tensor, loss: Loss) -> Tensor:
+        """Returns the mean, a scalar, over what all ranks have summed."""
+        wanted = loss.step_mean
+        assert wanted is not None
+        self.model.free_gathered()
+        total, count = self.mesh.sum(sums)
+        # whole numbers of answers, summed from shares of their labels
+        return (total / count.round().clamp(min=1)).clamp(min=wanted.least)
 
     @torch.no_grad()
     def values(
