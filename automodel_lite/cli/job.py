@@ -14,7 +14,7 @@ What is typed as KEY=VALUE stands, and is not chosen.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -222,6 +222,8 @@ def rows_of(paths: Sequence[str], typed: dict[str, str]) -> Rows:
         return Rows("finetune", "chats with images", ("dataset=images",), True, count)
     if {"chosen", "rejected"} <= {*columns}:
         return Rows("dpo", "pairs of a chosen and a rejected answer", count=count)
+    if _is_judged(columns, first):
+        return Rows("kto", "answers with a label, good or bad", count=count)
     if {"input_ids", "advantages"} <= {*columns}:
         return Rows("policy", "tokens with advantages", count=count)
     renames = {
@@ -246,6 +248,16 @@ _KINDS = {
     "text": "plain text",
     "tokens": "token ids",
 }
+
+
+def _is_judged(columns: Sequence[str], first: Sequence[Mapping[str, Any]]) -> bool:
+    """Returns whether rows say of an answer whether it is good, by true or false."""
+    from automodel_lite.data.reading.beside import VERDICTS
+
+    names = [name for name in VERDICTS if name in columns]
+    has_answer = not {"completion", "messages", "conversations", "output"}.isdisjoint(columns)
+    values = [row.get(name) for name in names for row in first]
+    return has_answer and bool(values) and all(isinstance(value, bool) for value in values)
 
 
 def _files(paths: Sequence[str]) -> Iterator[Path]:

@@ -22,6 +22,9 @@ Document = dict[str, Any]
 - `input_ids` and `labels` (int32 arrays of equal length, next-token aligned, -100 = no loss):
   already tokenized; `labels` None: not said what is trained on
 - `documents`: several of them in one row: answers to one prompt, or what was packed before
+- `chosen`, `rejected` (documents): a preference pair
+- `verdict` (bool) of its last answer, beside `mismatched`, the document of its prompt and another
+  row's answer; of a chat `num_judged`, the turns of the answer
 """
 
 # key of a document: columns of its row that nothing uses and that begin after the first rows
@@ -33,6 +36,11 @@ IMAGE = "\ufdd2"
 NAMES = yaml.safe_load(Path(__file__).with_name("names.yaml").read_text())
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 NOT_READ = "dataset=images reads images, and nothing reads other media"
+
+
+def is_compared(document: Document) -> bool:
+    """Returns whether a document is one of two token rows that an objective compares."""
+    return "chosen" in document or "verdict" in document
 
 
 def sound_text(value: str, where: str) -> str:

@@ -14,14 +14,14 @@ import torch
 from automodel_lite.attention.isolation import evaluating
 from automodel_lite.config.schema import Config, SamplesConfig
 from automodel_lite.config.sizes import ceil_div
-from automodel_lite.data.feeding.feed import validation_steps
+from automodel_lite.data.feeding.feed import DeviceFeed, validation_steps
 from automodel_lite.data.feeding.source import PackSource
 from automodel_lite.data.packing.packs import PackedDataset
 from automodel_lite.errors import ConfigError
 from automodel_lite.evaluation.questions import has_questions
 from automodel_lite.progress import Progress
 from automodel_lite.telemetry.directions import direction_problem
-from automodel_lite.training.engine import Engine, add_output
+from automodel_lite.training.engine import Engine, add_output, with_mean
 
 
 def validate(
@@ -63,13 +63,29 @@ def validation_losses(
     loss_model = model.loss_model
     sums = {"loss": torch.zeros((), device=mesh.device)}
     counts = torch.zeros(2, dtype=torch.float64)  # of what the loss counts, and of label tokens
-    steps = validation_steps(packs, source.shape, mesh.dp_rank, source.dataloader)
-    feed = engine.feed(steps)
     packs_per_forward = source.shape.dp_size * source.shape.micro_batch_size
     num_batches = ceil_div(len(packs), packs_per_forward)
+
+    def open_feed() -> DeviceFeed:
+        shape = source.shape
+        return engine.feed(validation_steps(packs, shape, mesh.dp_rank, source.dataloader))
+
+    # What a loss needs of a whole step it gets here of the whole set, which is read twice.
+    mean = None
+    if loss_model.loss.step_mean:
+        step_sums = engine.no_step_sums()
+        feed = open_feed()
+        for ready in feed:
+            step_sums = step_sums + engine.step_sums(ready.inputs[0], loss_model.loss)
+            feed.stage()
+            if must_stop():
+                return None
+        mean = engine.step_mean(step_sums, loss_model.loss)
+    feed = open_feed()
     with evaluating(model.module), Progress("validating", num_batches, "batches") as progress:
         for ready in feed:
-            output = model(ready.inputs[0])
+            batch = ready.inputs[0]
+            output = model(batch if mean is None else with_mean(batch, loss_model.loss, mean))
             # Sums and counts stay apart to the end: means of batches would weigh short ones too
             # much.
             add_output(sums, output)

@@ -9,6 +9,7 @@ from typing import Any
 from automodel_lite.data.document import Document, RawRow, shown
 from automodel_lite.data.formats import texts, tokens
 from automodel_lite.data.formats.preference import preference
+from automodel_lite.data.formats.verdict import verdict
 from automodel_lite.errors import DataError
 
 Renames = Mapping[str, str]  # canonical name -> column of the file
@@ -114,6 +115,26 @@ FORMATS = (
         ("chosen", "rejected"),
         preference,
         ("prompt", "instruction", "input", "question", "conversations", *_TOOLS, *_SYSTEM),
+    ),
+    Format(
+        "verdict",
+        "preference",
+        ("label",),
+        verdict,
+        (
+            "prompt",
+            "completion",
+            "messages",
+            "conversations",
+            "instruction",
+            "output",
+            "input",
+            "history",
+            *_TOOLS,
+            *_SYSTEM,
+            _THOUGHTS,
+        ),
+        is_found=False,
     ),
 )
 """In the order in which they are looked for."""

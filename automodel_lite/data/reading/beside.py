@@ -21,7 +21,8 @@ REJECTED = re.compile(r"reject|loser|worse|dispreferred", re.IGNORECASE)
 VERDICTS = ("label", "kto_tag")  # good or bad: what KTO trains on
 VERDICT = (
     "says which answers are good and which are bad (KTO), and all rows would be trained on the "
-    "same way: keep only the good rows, or set dataset.format={format} to train on all."
+    "same way: train with --config-name kto to learn from both, keep only the good rows, or set "
+    "dataset.format={format} to train on all."
 )
 WEIGHTS = re.compile(r"(sample_|loss_|row_|example_)?weights?|importance", re.IGNORECASE)
 MASKS = re.compile(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from automodel_lite.columns import declared_columns
 from automodel_lite.data.cache import short_hash
 from automodel_lite.data.document import NAMES, UNUSED, Document, RawRow
 from automodel_lite.data.formats.known import FORMATS, GROUP, Format, Renames, own_format
+from automodel_lite.data.formats.verdict import mismatched
 from automodel_lite.data.reading.beside import (
     ANSWERS,
     EMPTY,
@@ -329,6 +331,21 @@ class NormalizedRows:
         return len(self.indices)
 
     def __getitem__(self, index: int) -> Document:
+        document = self._own(index)
+        if "verdict" not in document:
+            return document
+        # The answer of the row before it in the set, as far as that can be read; the first row
+        # takes the last one's. So it follows from the order of the data alone.
+        for distance in range(1, len(self)):
+            with suppress(DataError):
+                other = self._own((index - distance) % len(self))
+                return {**document, "mismatched": mismatched(document, other)}
+        raise DataError(
+            f"{self.where(index)}: loss=kto compares the answers of a set with each other, and this "
+            "set has no second row that can be read: add rows to it."
+        )
+
+    def _own(self, index: int) -> Document:
         row = int(self.indices[index])
         return self.detected.document(self.raw[row], self.raw.where(row))
 

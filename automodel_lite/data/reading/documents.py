@@ -26,6 +26,8 @@ def question_of(document: Document) -> Question | None:
     >>> question_of({"prompt": "2 + 2?", "completion": "4"})
     Question(messages=[{'role': 'user', 'content': '2 + 2?'}], answer='4', tools=None, is_chat=True)
     """
+    if document.get("verdict") is False:  # nobody should give a bad answer
+        return None
     if "documents" in document:  # several answers to one prompt
         document = document["documents"][0]
     if "messages" in document:

@@ -34,7 +34,14 @@ from tokenizers import Encoding, Tokenizer
 from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from automodel_lite.columns import CHOSEN, IGNORE_INDEX, REJECTED
+from automodel_lite.columns import (
+    CHOSEN,
+    DESIRABLE,
+    IGNORE_INDEX,
+    MISMATCHED,
+    REJECTED,
+    UNDESIRABLE,
+)
 from automodel_lite.data.document import IMAGE, UNUSED, Document, Message, sound_text
 from automodel_lite.data.formats.calls import parsed
 from automodel_lite.data.formats.turns import TURN_TOOLS
@@ -71,6 +78,7 @@ class Rendering:
     trained on.
 
     answer  of a preference pair: CHOSEN or REJECTED; 0 without
+    verdict  of judged answers: DESIRABLE, UNDESIRABLE or MISMATCHED; 0 without
     cut     character at which the tokenizer begins anew, as if the text behind it were another
             one; 0: the text is one
     """
@@ -78,6 +86,7 @@ class Rendering:
     text: str
     spans: tuple[Span, ...]
     answer: int = 0
+    verdict: int = 0
     cut: int = 0
 
     def pieces(self) -> list[tuple[str, list[Span]]]:
@@ -716,6 +725,8 @@ class Renderer:
                     "one answer."
                 )
             return [replace(chosen[0], answer=CHOSEN), replace(rejected[0], answer=REJECTED)]
+        if "verdict" in document:
+            return self._judged(document)
         if "documents" in document:  # several answers to one prompt
             return [
                 rendering for one in document["documents"] for rendering in self.renderings(one)
@@ -740,6 +751,31 @@ class Renderer:
         for rendering in renderings:
             sound_text(rendering.text, "the text to tokenize")
         return renderings
+
+    def _judged(self, document: Document) -> list[Rendering]:
+        """Returns a judged answer, and another row's to the same prompt."""
+        if self._train_on == "all":
+            raise ConfigError(
+                "tokenize.train_on=all would judge prompts too: set tokenize.train_on=assistant."
+            )
+        if "mismatched" not in document:
+            raise ConfigError(
+                "dataset.format=verdict reads each answer beside that of another row, which these "
+                "data do not offer: use dataset=files."
+            )
+        kinds = DESIRABLE if document["verdict"] else UNDESIRABLE, MISMATCHED
+        rows = document, document["mismatched"]
+        found = []
+        for kind, row in zip(kinds, rows):
+            plain = {name: value for name, value in row.items() if name != "verdict"}
+            renderings = self.renderings(plain)
+            if len(renderings) > 1:
+                raise DataError(
+                    "answers of several turns are rewritten by the chat template: end a row with "
+                    "one answer."
+                )
+            found.append(replace(renderings[0], verdict=kind))
+        return found
 
     def _prompt_completion(self, document: Document) -> Rendering:
         prompt = document["prompt"]
@@ -821,6 +857,9 @@ class Encoder:
         answers = np.array([rendering.answer for rendering in renderings], np.int8)
         if answers.any():
             columns["answers"] = np.where(labels == IGNORE_INDEX, 0, answers.repeat(lengths))
+        verdicts = np.array([rendering.verdict for rendering in renderings], np.int8)
+        if verdicts.any():
+            columns["verdicts"] = np.where(labels == IGNORE_INDEX, 0, verdicts.repeat(lengths))
         return columns, lengths
 
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from automodel_lite.columns import IGNORE_INDEX
 from automodel_lite.config.schema import TokenizeConfig
-from automodel_lite.data.tokens.token_rows import RowCounts, places_within
+from automodel_lite.data.tokens.token_rows import PAIRED, RowCounts, places_within
 from automodel_lite.errors import DataError, harmless
 
 MAX_UNSTOPPED_FRAC = 0.01
@@ -87,9 +87,10 @@ def check_rows(
     document = np.repeat(np.arange(len(num_rows)), num_rows)
     num_equal_pairs = 0
     masked = ~kept
-    if "answers" in columns:
+    if not PAIRED.isdisjoint(columns):
         kept &= ~np.isin(document, document[~kept])
         masked = ~kept
+    if "answers" in columns:
         # texts that differ may be one to a tokenizer that strips or normalizes them
         equal = _equal_pairs(columns, offsets, document)
         num_equal_pairs = len(np.unique(document[equal & kept]))

@@ -32,8 +32,8 @@ ID_DTYPE = np.dtype(np.int32)
 CONTENT_HASH = "content.sha256"
 TREES = "trees.json"  # what trees save
 ALONE = -1  # group of a row that shares with none
-PAIRED = "answers"
-"""The column of rows that an objective compares: all of one group are one unit of packing, and
+PAIRED = frozenset({"answers", "verdicts"})
+"""The columns of rows that an objective compares: all of one group are one unit of packing, and
 never cut apart.
 """
 

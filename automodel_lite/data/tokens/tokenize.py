@@ -31,7 +31,7 @@ from automodel_lite.columns import COLUMNS, IGNORE_INDEX, Column, declared_colum
 from automodel_lite.config.components import build, build_with
 from automodel_lite.config.schema import Config, TokenizeConfig
 from automodel_lite.data.cache import Key, build_once, cache_root, short_hash
-from automodel_lite.data.document import Document
+from automodel_lite.data.document import Document, is_compared
 from automodel_lite.data.reading.documents import Documents, DocumentSet
 from automodel_lite.data.reading.readers import Placed, placed
 from automodel_lite.data.tokens.encode import Encoder, Remarks, Renderer
@@ -171,14 +171,14 @@ class _Gathered:
         self.rows += rows
         self.groups += [group] * len(rows)
         unused = list(remarks.unused) if remarks else []
-        if "chosen" in document and document.get("group") is not None:
+        if is_compared(document) and document.get("group") is not None:
             unused.append("group")  # compared with each other, and with no third
         for name in unused:
             self.unused.setdefault(name, place)
         if remarks is None:
             return
         # More rows than answers: the template rewrites earlier turns.
-        num_answers = len(document.get("documents", [document])) + ("chosen" in document)
+        num_answers = len(document.get("documents", [document])) + is_compared(document)
         self.num_split += len(rows) > num_answers
         if remarks.special:
             self.specials.append(f"{place}: {remarks.special}")
@@ -339,7 +339,7 @@ def _group_of(document: Document, number: int, num_rows: int) -> int:
     several. Rows of a given pack are of any sources.
     """
     named = document.get("group")
-    if named is not None and "chosen" not in document:
+    if named is not None and not is_compared(document):
         # far beyond the numbers of documents
         return int(short_hash(str(named)), 16) % 2**61 + 2**61
     is_given = "input_ids" in document.get("documents", [document])[0]
@@ -520,7 +520,7 @@ def tokenize_sets(
         flat = load_rows(entry.folder)
         counts[name] = found.counts
         # rows of one group may share a beginning, or any rows; pairs in every mode
-        is_paired = PAIRED in flat.columns
+        is_paired = not PAIRED.isdisjoint(flat.columns)
         if job.tree == "all" or (flat.groups is not None and (job.tree == "auto" or is_paired)):
             flat, facts = _as_trees(flat, entry.folder, root, f"{source}-{name}", job)
             of_trees += [f"{name}: {note}"] if (note := facts.pop("note")) else []

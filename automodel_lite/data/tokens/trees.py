@@ -83,7 +83,7 @@ def grow_trees(
         )
         if not is_next or "loss_weights" in row:
             return [dict(row) for row in rows]
-    is_paired = PAIRED in rows[0]
+    is_paired = not PAIRED.isdisjoint(rows[0])
     compared = rows
     if separates:
         compared = [
@@ -223,7 +223,7 @@ def trees_of(
     A stream does not look for rows of other documents that begin alike. `separates` as in
     `grow_trees`.
     """
-    is_paired = bool(rows) and PAIRED in rows[0]
+    is_paired = bool(rows) and not PAIRED.isdisjoint(rows[0])
     grown: list[Tree] = [dict(row) for row in rows]
     if mode != "off" or is_paired:
         grown = grow_trees(rows, shares=mode != "off", most_tokens=most_tokens, separates=separates)
@@ -250,7 +250,7 @@ def write_trees(
     separates    as in `grow_trees`
     """
     # Rows with one key may share a tree: any that begin alike, or those of one group.
-    if mode == "all" and PAIRED not in rows.columns:
+    if mode == "all" and PAIRED.isdisjoint(rows.columns):
         names = [name for name in ("input_ids", "image") if name in rows.columns]
         keys: list[Any] = []
         for start, stop in zip(rows.offsets[:-1].tolist(), rows.offsets[1:].tolist()):
@@ -264,7 +264,7 @@ def write_trees(
     for number, key in enumerate(keys):
         found.setdefault(key, []).append(number)
     # Grown and written in blocks, so that not all trees are in memory; counted as they go by.
-    is_cut = most_tokens is not None and PAIRED not in rows.columns
+    is_cut = most_tokens is not None and PAIRED.isdisjoint(rows.columns)
     writer = RowsWriter(folder)
     num_trees = 0
     num_cut = 0

@@ -95,7 +95,7 @@ def check_rows(
         [_checked_row(row, columns, loss, num_ids, next(numbers)) for row in group]
         for group in groups
     ]
-    if PAIRED in loss.required:
+    if "answers" in loss.required:
         _check_pairs(checked)
     rows = [row for group in checked for row in group]
     for number, row in enumerate(rows):
@@ -118,7 +118,7 @@ def _check_pairs(groups: Sequence[Sequence[Row]]) -> None:
     what follows from the groups.
     """
     for number, group in enumerate(groups):
-        found = [np.unique(row[PAIRED][row["labels"] != IGNORE_INDEX]).tolist() for row in group]
+        found = [np.unique(row["answers"][row["labels"] != IGNORE_INDEX]).tolist() for row in group]
         if sorted(found) != [[CHOSEN], [REJECTED]]:
             raise ValueError(
                 f"group {number} of {len(group)} rows must be one pair, [chosen, rejected], whose "
@@ -199,7 +199,7 @@ def pack_rows(
             paths.setdefault(ids.tobytes(), []).append(num_tokens + path)
         placed = tree | {"row_place": np.arange(num_tokens, num_tokens + length)}
         num_tokens += length
-        if length > most_tokens and PAIRED in tree:
+        if length > most_tokens and not PAIRED.isdisjoint(tree):
             raise ValueError(
                 f"answers that the loss compares have {length:,} tokens together, and a pack holds "
                 f"packed_sequence.packed_sequence_size={most_tokens}: make packs larger."
@@ -212,7 +212,7 @@ def pack_rows(
 def _grow(group: Sequence[Row], loss: Loss, packer: Packer) -> list[Row]:
     """Returns the trees of a group, whose rows share no label where the loss separates them."""
     shares = packer.tree != "off"
-    if not shares and PAIRED not in group[0]:
+    if not shares and PAIRED.isdisjoint(group[0]):
         return [dict(row) for row in group]
     return grow_trees(group, shares=shares, separates=loss.separates_rows)
 

@@ -103,8 +103,7 @@ class Kto(Loss):
         if self.step_mean:
             # of any token: this rank may hold no label of its documents
             assert inputs.batch is not None
-            point_T = inputs.batch.columns.get("reference_point", inputs.columns["reference_point"])
-            point = point_T[:1].sum()
+            point = (inputs.columns | inputs.batch.columns)["reference_point"][:1].sum()
         margin_N = self.beta * (log_ratio_N - point)
         margin_N = torch.where(is_good_N, margin_N, -margin_N)
         weight_N = torch.where(is_good_N, self.desirable_weight, self.undesirable_weight)
