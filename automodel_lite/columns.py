@@ -76,7 +76,8 @@ branches      1 + the position at which a branch of a tree begins, 0 elsewhere; 
               positions show it
 average_weights  what a label counts in a mean over documents or turns: made of a whole stream,
               before ranks share it
-mismatch_shares  1 / the labels of a mismatched answer at each of them, 0 elsewhere; made as those are
+mismatch_shares  1 / the labels of a mismatched answer at each of them, 0 elsewhere; made as
+              `average_weights` are
 reference_point  KTO's of the step, at every token: made of all of its micro-batches before their
               gradients
 noise_key     what the noise of a token's embedding follows from (models/neftune.py)

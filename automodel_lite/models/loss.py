@@ -198,8 +198,8 @@ class LossInputs:
 
 
 class StepMean(NamedTuple):
-    """A mean over all micro-batches of a step, of every rank, that a loss needs before the gradients
-    of any: a forward pass without gradients goes before them.
+    """A mean over all micro-batches of a step, of every rank, that a loss needs before the
+    gradients of any: a forward pass without gradients goes before them.
 
     column    in which every token gets it
     function  (logits fp32 [r, V], labels [r], *columns [r]) -> what each label adds to the sum and
@@ -523,8 +523,8 @@ _CURES = {
         "train on preference pairs, dataset.format=preference, or take a loss for single answers"
     ),
     "verdicts": (
-        "train on answers with a label, dataset.format=verdict (columns prompt, completion, label), "
-        "or take a loss for other data"
+        "train on answers with a label, dataset.format=verdict (columns prompt, completion, "
+        "label), or take a loss for other data"
     ),
     "reference_log_probs": "a training client computes them inside `with client.reference():`",
     "teacher_ids": "automodel-lite score --config-name ... writes a teacher's",

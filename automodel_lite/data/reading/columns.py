@@ -341,8 +341,8 @@ class NormalizedRows:
                 other = self._own((index - distance) % len(self))
                 return {**document, "mismatched": mismatched(document, other)}
         raise DataError(
-            f"{self.where(index)}: loss=kto compares the answers of a set with each other, and this "
-            "set has no second row that can be read: add rows to it."
+            f"{self.where(index)}: dataset.format=verdict reads each answer beside another "
+            "row's, and this set has no second row that can be read: add rows to it."
         )
 
     def _own(self, index: int) -> Document:

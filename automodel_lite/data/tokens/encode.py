@@ -634,6 +634,7 @@ class Renderer:
     """Renders normalized documents.
 
     chat_renderer  what makes the renderer of chats
+    mismatches     judged answers come with those of other rows
 
     Chats go through the chat template. A prompt and its completion do too, as a user's and an
     assistant's turn, when the tokenizer has a template; without one they become
@@ -645,9 +646,14 @@ class Renderer:
     chat_renderer: Callable[..., ChatRenderer] = ChatRenderer
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerFast, train_on: str, template_kwargs: dict[str, Any]
+        self,
+        tokenizer: PreTrainedTokenizerFast,
+        train_on: str,
+        template_kwargs: dict[str, Any],
+        mismatches: bool = False,
     ):
         self._train_on = train_on
+        self._mismatches = mismatches
         has_template = tokenizer.chat_template is not None
         chat = self.chat_renderer
         self._chat = chat(tokenizer, train_on, template_kwargs) if has_template else None
@@ -758,15 +764,16 @@ class Renderer:
             raise ConfigError(
                 "tokenize.train_on=all would judge prompts too: set tokenize.train_on=assistant."
             )
-        if "mismatched" not in document:
-            raise ConfigError(
-                "dataset.format=verdict reads each answer beside that of another row, which these "
-                "data do not offer: use dataset=files."
-            )
-        kinds = DESIRABLE if document["verdict"] else UNDESIRABLE, MISMATCHED
-        rows = document, document["mismatched"]
+        rows = [(DESIRABLE if document["verdict"] else UNDESIRABLE, document)]
+        if self._mismatches:
+            if "mismatched" not in document:
+                raise ConfigError(
+                    "dataset.format=verdict reads each answer beside that of another row, which "
+                    "these data do not offer: use dataset=files."
+                )
+            rows.append((MISMATCHED, document["mismatched"]))
         found = []
-        for kind, row in zip(kinds, rows):
+        for kind, row in rows:
             plain = {name: value for name, value in row.items() if name != "verdict"}
             renderings = self.renderings(plain)
             if len(renderings) > 1:

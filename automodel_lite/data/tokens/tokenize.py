@@ -80,11 +80,14 @@ class TokenizeJob:
     tree: str = "auto"  # packed_sequence.tree: which rows may share their beginning
     most_tokens: int | None = None  # of a pack, which no tree exceeds; None = any
     separates: bool = False  # rows of a tree share no label, as the loss takes them whole
+    mismatches: bool = False  # judged answers come with those of other rows, as the loss asks for
     reads_images: ClassVar[bool] = False
 
     def renderer(self) -> Renderer:
         """Makes what renders documents; a subclass's own reads more than text."""
-        return Renderer(self.tokenizer, self.settings.train_on, self.settings.template_kwargs)
+        settings = self.settings
+        kwargs = settings.template_kwargs
+        return Renderer(self.tokenizer, settings.train_on, kwargs, self.mismatches)
 
     def encoder(self) -> Encoder:
         """Makes what tokenizes renderings."""
@@ -393,13 +396,15 @@ def job_of(
     are the packer's.
     """
     # which declares columns of its own
-    separates = bool(config.loss) and build(config.loss).separates_rows
+    loss = build(config.loss) if config.loss else None
+    separates = loss is not None and loss.separates_rows
+    mismatches = loss is not None and loss.step_mean is not None
     check_turns(config.tokenize, documents)
     tokenizer = build_with(config.tokenizer, documents=documents, cache_dir=config.cache_dir)
     pretrained = config.model.get("pretrained")
     if pretrained and config.tokenizer.get("path") != pretrained:
         check_vocabulary(pretrained, tokenizer)
-    return TokenizeJob(tokenizer, config.tokenize, tree, most_tokens, separates)
+    return TokenizeJob(tokenizer, config.tokenize, tree, most_tokens, separates, mismatches)
 
 
 def check_turns(settings: TokenizeConfig, documents: Documents) -> None:
@@ -464,7 +469,7 @@ def rows_key(identity: str, job: TokenizeJob) -> Key:
     """Returns what the token rows of a dataset depend on, beside the name of their set."""
     template = job.tokenizer.chat_template
     settings = job.settings
-    return {
+    key = {
         "dataset": identity,
         "tokenizer": short_hash(job.tokenizer.backend_tokenizer.to_str()),
         "tokenizer.special_tokens": json.dumps(
@@ -478,6 +483,9 @@ def rows_key(identity: str, job: TokenizeJob) -> Key:
         "rules": RULES_VERSION,
         "columns": " ".join(f"{name}:{column.stored}" for name, column in COLUMNS.items()),
     }
+    if job.mismatches:
+        key["mismatches"] = "true"
+    return key
 
 
 def _as_trees(

@@ -57,7 +57,7 @@ RIVALS = (
     ("training.max_steps", "training.num_epochs"),
     ("dataset.val_path", "dataset.val_split", "dataset.val_frac"),
 )
-PAIRS = ("dpo", "orpo", "simpo")
+PAIRS = ("dpo", "orpo", "simpo", "kto")
 SOURCES = {"axolotl": ("datasets",), "torchtune": ("datasets", "dataset"), "trl": ("datasets",)}
 
 

@@ -89,6 +89,12 @@ def check_rows(
             f"the rows bring {', '.join(unknown)}, which no loss declares: name the column in the "
             "loss class's `own_columns`, or leave it out."
         )
+    if loss.step_mean:
+        raise ConfigError(
+            f"loss={type(loss).__name__} needs {loss.step_mean.column} of a whole step before its "
+            "gradients, and the rows of a training client come call by call: use automodel-lite "
+            "train --config-name kto, or a client with loss.kind=apo_zero."
+        )
     check_columns(loss, columns)
     numbers = itertools.count()
     checked = [

@@ -101,6 +101,11 @@ class ImageFiles(ImageSettings, FilesDataset):
                 f"dataset.path={self.path}: its rows are tokens, and dataset=images makes those of "
                 "its documents itself: bring messages or texts, or use dataset=files."
             )
+        if self.format == "verdict":
+            raise ConfigError(
+                "dataset.format=verdict puts the answers of rows beside other prompts, and "
+                "dataset=images does not: use dataset=files, for texts without images."
+            )
         self._check_columns(named)
         limits = self.limits_of_images()
         self.sets = [ImageDocuments(self.train, 0, limits)]
