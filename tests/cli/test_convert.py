@@ -670,6 +670,27 @@ def test_the_method_of_a_file_of_trl() -> None:
 
 
 @pytest.mark.parametrize(
+    ("peer", "theirs", "settings"),
+    [
+        ("trl", {"loss_type": "apo_zero_unpaired"}, {"loss.kind": "apo_zero", "loss.beta": 0.1}),
+        ("trl", {"undesirable_weight": 1.3}, {"loss.undesirable_weight": 1.3}),
+        ("axolotl", {"rl": "kto", "kto_desirable_weight": 0.2}, {"loss.desirable_weight": 0.2}),
+        ("llama_factory", {"stage": "kto", "pref_beta": 0.3}, {"loss.beta": 0.3}),
+    ],
+)
+def test_answers_with_a_label_are_converted(
+    peer: str, theirs: dict[str, Any], settings: dict[str, Any]
+) -> None:
+    names = {"trl": ("model_name_or_path", "dataset_name"), "axolotl": ("base_model", "datasets")}
+    model, data = names.get(peer, ("model_name_or_path", "dataset"))
+    given = {model: "x", data: [{"path": "y"}] if peer == "axolotl" else "y"}
+    found = convert.preset_of(peer, {**given, **theirs}, "a")
+    assert found.chosen["loss"] == "kto"
+    assert settings.items() <= found.settings.items()
+    assert found.settings["dataset.format"] == "verdict"
+
+
+@pytest.mark.parametrize(
     ("theirs", "held_out", "every"),
     [
         ({"eval_strategy": "steps", "eval_steps": 50}, "test", 50),

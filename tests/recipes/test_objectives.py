@@ -119,6 +119,44 @@ def one(pairs: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
     return dpo(folder, pairs, *OF_LAYOUTS)
 
 
+@pytest.fixture(scope="module")
+def judged(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Answers with a label, good or bad."""
+    file = tmp_path_factory.mktemp("judged") / "judged.jsonl"
+    draw = random.Random(0)
+    rows = []
+    for _ in range(32):
+        asked, other = draw.sample(sorted(CAPITALS), 2)
+        is_good = draw.random() < 0.5
+        answer = f"It is {CAPITALS[asked]}." if is_good else f"I believe it is {CAPITALS[other]}."
+        prompt = f"What is the capital of {asked}? " * draw.randint(1, 3)
+        rows.append({"prompt": prompt, "completion": answer, "label": is_good})
+    file.write_text("\n".join(map(json.dumps, rows)))
+    return file
+
+
+def test_kto_learns_from_single_answers_on_any_number_of_ranks(
+    judged: Path, tmp_path: Path
+) -> None:
+    where = (
+        f"dataset.path={judged}",
+        "dataset.val_frac=0.2",
+        f"cache_dir={tmp_path / 'cache'}",
+        "packed_sequence.packed_sequence_size=512",
+        "training.global_batch_size=2",
+        "training.max_steps=3",
+        "optimizer.lr=3e-3",
+        NO_EXPORT,
+    )
+    one = train("kto", tmp_path / "one", *SMALL, *where)
+    assert curve(one)[0] == pytest.approx(0.5, abs=1e-6)
+    assert curve(one)[-1] < 0.499
+    assert max(curve(one, "loss/reference_point")) > 0
+    two = train("kto", tmp_path / "two", *SMALL, *where, "mesh.strategy=fsdp", world_size=2)
+    for name in ("loss", "loss/reference_point", "val_loss/val", "val_reference_point/val"):
+        assert curve(two, name) == pytest.approx(curve(one, name), abs=1e-4)
+
+
 OF_LAYOUTS = ("packed_sequence.slot_multiple=4", "training.max_steps=2", NO_EXPORT)
 LAYOUTS = {"dp 2": "mesh.strategy=ddp", "fsdp 2": "mesh.strategy=fsdp", "cp 2": "mesh.cp=2"}
 

@@ -181,6 +181,7 @@ _OF_ANSWERS = re.compile(
     "packing|packing_strategy|eval_packing|assistant_only_loss|completion_only_loss"
     "|dataset_text_field"
 )
+_OF_JUDGED = frozenset(("desirable_weight", "undesirable_weight"))
 METHODS = ("sft", "dpo", "orpo", "kto", "grpo", "rloo", "reward")
 
 
@@ -190,6 +191,8 @@ def method_of(theirs: Tree) -> str | None:
     """
     given = [key for key, value in theirs.items() if value is not None]
     kind = str(theirs.get("loss_type") or "nll")
+    if not _OF_JUDGED.isdisjoint(given) or kind in ("kto", "apo_zero_unpaired"):
+        return "kto"
     if any(map(_OF_PAIRS.fullmatch, given)) or kind not in ("nll", "chunked_nll", "dft"):
         return "dpo"
     return "sft" if any(map(_OF_ANSWERS.fullmatch, given)) else None
