@@ -87,10 +87,10 @@ def _ledger_of(run: Path) -> list[tuple[str, str]]:
 
 
 def _method(config: dict[str, Any]) -> str:
-    """Returns sft, distillation, or the name of a loss of pairs or of policies: dpo, simpo, ppo."""
+    """Returns sft, distillation, or the name of a loss of answers or of policies: dpo, kto, ppo."""
     module, _, name = str(config.get("loss", {}).get("_target_", "")).rpartition(".")
     kind = module.rpartition(".")[2]
-    if kind in ("preference", "policy"):
+    if kind in ("preference", "unpaired", "policy"):
         return name.lower()
     return kind if kind == "distillation" else "sft"
 

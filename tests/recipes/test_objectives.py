@@ -127,7 +127,7 @@ def judged(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = []
     for _ in range(32):
         asked, other = draw.sample(sorted(CAPITALS), 2)
-        is_good = draw.random() < 0.5
+        is_good = draw.random() < 0.9
         answer = f"It is {CAPITALS[asked]}." if is_good else f"I believe it is {CAPITALS[other]}."
         prompt = f"What is the capital of {asked}? " * draw.randint(1, 3)
         rows.append({"prompt": prompt, "completion": answer, "label": is_good})
