@@ -283,6 +283,7 @@ UNKNOWN_PARTS = {
     "text": ({"text": UNKNOWN}, "column text must be a text, not list"),
     "tokens": ({"input_ids": UNKNOWN, "labels": [1]}, "column input_ids must be a list of integers, not list"),
     "preference": ({"prompt": 5, "chosen": "a", "rejected": "b"}, "column prompt must be a text, not int"),
+    "verdict": ({"prompt": 5, "completion": "a", "label": True}, "column prompt must be a text, not int"),
     "packed": ({"input_ids": [1], "labels": [1], "seq_lens": UNKNOWN}, "column seq_lens must be a list of integers, not list"),
 }  # fmt: skip
 
