@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: train test check test-numbers test-numbers-plain test-numbers-avx2 test-system test-slow test-newest test-gpu-paths test-serving test-trl real proof survey newest site lint clean
+.PHONY: train test check test-numbers test-numbers-plain test-numbers-avx2 test-system test-slow test-newest test-prereleases test-gpu-paths test-serving test-trl real proof survey newest site lint clean
 
 train: $(READY)
 	$(BIN)/torchrun recipes/train_ft.py --config-name llama_packed
@@ -116,6 +116,12 @@ test-trl: .venv-trl/.ready
 # the distributed tests against the newest torch and transformers, in an environment of its own: a change of theirs is noticed
 test-newest: newest
 	.venv-newest/bin/python -m pytest tests/parallel tests/run/test_export.py tests/models/test_lora.py
+
+# commands, configurations and sweeps with what comes next: pre-releases of Hydra and OmegaConf, the newest transformers
+test-prereleases: newest
+	.venv-newest/bin/python -m pip install --quiet --upgrade --pre hydra-core omegaconf hydra-submitit-launcher
+	.venv-newest/bin/python -W error::UserWarning -W error::DeprecationWarning -m automodel_lite train --help > /dev/null
+	.venv-newest/bin/python -m pytest tests/config tests/cli tests/recipes -m "not slow"
 
 # docs/models.md for the newest transformers: every family that it ships; stopped, it goes on where it was
 survey: newest
