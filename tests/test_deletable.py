@@ -27,7 +27,7 @@ torch.set_num_threads(1)
 def core(folder):
     for path in sorted((folder / "automodel_lite").rglob("*.py")):
         name = ".".join(path.relative_to(folder).with_suffix("").parts)
-        rooms = ("automodel_lite.parts", "automodel_lite.extras", "automodel_lite.tools", "automodel_lite.nemo_api")
+        rooms = ("automodel_lite.parts", "automodel_lite.extras", "automodel_lite.tools", "automodel_lite.nemo_api", "automodel_lite.tinker")
         if not name.startswith(rooms) and not name.endswith("__main__"):
             try:
                 importlib.import_module(name.removesuffix(".__init__"))

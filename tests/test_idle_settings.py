@@ -80,7 +80,7 @@ BY_DATA = {
     "name": (
         CHATS,
         "dataset.name=main",
-        "is the configuration of a hub dataset, and .*is not on the hub",
+        "is a subset of a hub dataset or a folder, and .* has none: leave it out",
     ),
     "labels of chats": (CHATS, "dataset.labels=aligned", "and the data are messages without any"),
     "labels of ids alone": (

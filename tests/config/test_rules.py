@@ -15,7 +15,7 @@ WRONG = {
     "optimizer.lr=-1": "optimizer.lr=-1 must be at least 0 and at most 1.",
     "optimizer.betas=[0.9]": "optimizer.betas=[0.9] must be a list of 2 values.",
     "optimizer.betas=[0.9,1.0]": "optimizer.betas.1=1.0 must be at least 0 and below 1.",
-    "optimizer.eps=-1": "optimizer.eps=-1 must be at least 0.",
+    "optimizer.eps=-1": "optimizer.eps=-1 must be at least 1e-30.",
     "optimizer.weight_decay=-0.1": "optimizer.weight_decay=-0.1 must be at least 0.",
     "training.max_grad_norm=nan": "training.max_grad_norm=nan must be a finite number.",
     "lr_scheduler.warmup_steps=-3": "lr_scheduler.warmup_steps=-3 must be at least 0.",

@@ -72,7 +72,7 @@ def test_the_exported_model_has_the_loss_that_was_logged(
 
 def plainly_right(run: Path) -> float:
     """Counts what plain transformers get right of the held-out documents' labels, one document at a time."""
-    config = evaluate.of_folder(evaluation_of(run))
+    config = evaluate.of_folder(evaluation_of(run), None)
     packs = prepare_data(config, check_sizes(config, 1), build_parts(config).packer).val_packs[
         "held_out"
     ]

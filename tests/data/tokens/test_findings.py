@@ -42,7 +42,7 @@ def test_too_many_bad_rows(tmp_path: Path) -> None:
     assert str(caught.value) == (
         "train: 10 documents: 1 bad, 0 empty, 0 with nothing trained on (tokenize.train_on=assistant); "
         "tokenize.max_bad_frac=0.05 allows 0. First bad row: given[9]: has no assistant message, so nothing is "
-        "trained on: add one"
+        "trained on: add one."
     )
     assert len(tokenized(documents, tmp_path, on_bad_row="skip", max_bad_frac=0.1).train) == 9
 
