@@ -276,12 +276,15 @@ class PlannedPacks(PackSource):
         while True:
             epoch = cursor.epoch
             packs = self.packs_of(epoch)
-            # Shuffled, then distributed over the ranks by their cost.
+
+            # 1. Order the packs of the epoch: shuffled, then distributed over the ranks by cost.
             order = epoch_order(len(packs), self.seed, epoch, self.dataloader.shuffle)
             rows = packs.rows
             costs_of_packs = pack_costs(
                 packs.plan, rows.lengths, costs, rows.row_lengths, packs.tower_flops()
             )[order]
+            # The whole epoch is ordered, wherever the cursor is: a run that continues has the order
+            # of one that never stopped.
             if self.step_documents:
                 documents = _documents_of_packs(packs.plan)[order]
                 edges = step_edges(documents, self.step_documents).tolist()
@@ -293,9 +296,14 @@ class PlannedPacks(PackSource):
                 edges = [*range(cursor.packs, len(order), size), len(order)]
             order = order[places]
             del costs_of_packs  # of many packs, as large as their order
+
+            # 2. Lay out the steps behind the cursor, and let workers read this rank's share ahead.
             spans = [*pairwise(edges)]
             steps = [assign_to_ranks(order[start:stop], self.shape) for start, stop in spans]
             batches = iter(read_batches(packs, steps, mesh.dp_rank, self.dataloader))
+
+            # 3. Yield the steps, each with the cursor behind it: a checkpoint has the cursor of the
+            # last finished step, so what workers have read ahead is read again.
             for (start, stop), step in zip(spans, steps):
                 began = time.perf_counter()
                 micro_batches = [next(batches) for _ in range(len(step))]
@@ -304,7 +312,9 @@ class PlannedPacks(PackSource):
                 is_last = stop >= len(order)
                 cursor = Cursor(epoch + 1, 0) if is_last else Cursor(epoch, stop)
                 yield HostStep(micro_batches, order[start:stop].tolist(), epoch, cursor, waited_s)
-            # also of an epoch that has read more packs than there are by now, and makes no step
+
+            # 4. Go on to the next epoch, also from a cursor behind the end of this one, whose packs
+            # have become fewer: it makes no step.
             cursor = Cursor(epoch + 1, 0)
 
     def report(self, costs: CostModel | None = None) -> PackingReport:
