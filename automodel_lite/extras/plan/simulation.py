@@ -10,6 +10,7 @@ a whole tensor beside the shards stands for it.
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -298,6 +299,7 @@ def _step(
             held.enter("forward")
 
     held.part = "micro" if num_micro > 1 else "last"
+    gc.collect()  # what was made on the way here, in cycles, is no part of a step
     held.enter("forward")
     with around:
         sums = engine.forward_backward([inputs] * num_micro, lap=lap)
