@@ -72,6 +72,8 @@ def rows_of(dataset: DictConfig) -> list[dict[str, Any]]:
         asked, answer = f"{dataset.path}: what is {number} plus one?", f"It is {number + 1}."
         if kind == "preference":
             row = {"prompt": asked, "chosen": answer, "rejected": "I do not know."}
+        elif kind == "verdict":
+            row = {"prompt": asked, "completion": answer, "label": True}
         elif kind.startswith("alpaca"):
             row = {"instruction": asked, "input": "", "output": answer}
         elif kind == "squad":

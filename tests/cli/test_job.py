@@ -26,6 +26,11 @@ ROWS = {
         "dpo",
         "pairs of a chosen and a rejected answer",
     ),
+    "judged": (
+        {"prompt": "a", "completion": "b", "label": False},
+        "kto",
+        "answers with a label, good or bad",
+    ),
     "policies": (
         {"input_ids": [1, 2], "loss_mask": [0, 1], "advantages": [0.0, 1.0]},
         "policy",
@@ -65,7 +70,7 @@ def test_the_rows_choose_the_preset(kind: str) -> None:
     assert found.lines[0] == f"--config-name {preset}: the rows are {said}, 100 documents"
     assert ("dataset=images" in found.chosen) == ("images" in said)
     # what can be asked is asked; policies and pairs have no one answer
-    asks = kind not in ("text", "pairs", "policies")
+    asks = kind not in ("text", "pairs", "judged", "policies")
     assert ("evaluation=exact_match" in found.chosen) == asks
     assert ("dataset.val_frac=0.08" in found.chosen) == (kind != "policies")
 
