@@ -16,6 +16,8 @@ from automodel_lite.columns import DESIRABLE, MISMATCHED, UNDESIRABLE
 from automodel_lite.data.packing.packs import PackedDataset, join_packs
 from automodel_lite.data.packing.plan import plan_packs
 from automodel_lite.data.tokens.token_rows import flatten
+from automodel_lite.errors import ConfigError
+from automodel_lite.extras.client.rows import check_rows
 from automodel_lite.models.loss_model import LossModel
 from automodel_lite.parallel.context_parallel import cp_shard
 from automodel_lite.parallel.mesh import Mesh, MeshShape, open_mesh
@@ -177,3 +179,10 @@ OVER_RANKS = {
 def test_two_ranks_equal_the_formula(shape: tuple[int, int, int], strategy: str) -> None:
     for found in run_ranks(spread, 2, shape, strategy):
         check(found, make_rows(shift=-5.5), LOSS, 1e-9, 1e-6)
+
+
+def test_a_training_client_has_no_whole_step() -> None:
+    rows = [[make_rows()[0][0]]]
+    with pytest.raises(ConfigError, match=r"reference_point of a whole step.*kind=apo_zero"):
+        check_rows(rows, LOSS, 100, VOCAB)
+    assert len(check_rows(rows, LOSSES["apo zero"], 100, VOCAB)) == 1
