@@ -9,6 +9,7 @@ import re
 import time
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
