@@ -18,9 +18,17 @@ from pathlib import Path
 from transformers import AutoTokenizer
 
 from automodel_lite.config.components import naming_package
+from automodel_lite.errors import MissingPackageError
 
-with naming_package("Tinker's API"):
-    import tinker
+try:
+    with naming_package("Tinker's API"):
+        import tinker
+except MissingPackageError as error:
+    if sys.argv[0] != "-m":
+        raise
+    # as a command: its module is not even found yet, and nothing else would catch the sentence
+    print(error, file=sys.stderr)
+    sys.exit(2)
 
 from automodel_lite.tinker.clients import (
     RestClient,

@@ -134,7 +134,7 @@ def resolve_auto(config: Config, console: Console | None = None, has_data: bool 
     anything is tokenized; for a stream, whose lengths are not known.
     """
     console = console or Console()
-    return sizes(rates(config, console), console, has_data)
+    return sizes(rates(from_run(config), console), console, has_data)
 
 
 def rates(config: Config, console: Console) -> Config:

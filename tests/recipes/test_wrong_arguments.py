@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from automodel_lite.cli import compose_config
+from automodel_lite.config.check import check_config
 from automodel_lite.errors import ConfigError, DataError
+from automodel_lite.training.resolve import resolve_auto
 from tests.runs import train_quick
 
 TOOLS = ("generate", "export_hf", "plan", "report")
@@ -71,6 +74,13 @@ ARGUMENTS = [
 )
 def test_wrong_arguments(run: Path, tool: str, arguments: list[str], sentence: str) -> None:
     assert sentence in answer(tool, *(text.replace("{run}", str(run)) for text in arguments))
+
+
+def test_every_command_takes_a_run_for_its_model(run: Path) -> None:
+    typed = [f"model.pretrained={run}", "dataset.path=x.jsonl", "optimizer.lr=1e-4", "name=a"]
+    size = "packed_sequence.packed_sequence_size=64"
+    config = check_config(compose_config("finetune", [*typed, size]))
+    assert resolve_auto(config).model["pretrained"] == f"{run}/hf"
 
 
 def test_an_export_without_its_tokenizer(run: Path, tmp_path: Path) -> None:
