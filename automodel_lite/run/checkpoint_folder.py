@@ -281,9 +281,9 @@ def exported_folder(source: str, checkpoint: str | None = None) -> str:
     run = Path(source).expanduser()
     if owner := run_of_checkpoint(run):
         raise ConfigError(
-            f"{source} is a checkpoint of a run, to continue it from: automodel-lite export "
+            f"{source} is a checkpoint of a run, not a model: automodel-lite export "
             f"{shlex.quote(str(owner))} --checkpoint {run.resolve().name} --to MODEL writes it as "
-            "a model."
+            "one."
         )
     if not (run / "config.yaml").is_file():
         if checkpoint:
