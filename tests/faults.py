@@ -13,6 +13,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 OPERATIONS = [
@@ -22,6 +23,8 @@ OPERATIONS = [
     (os, "replace"),
     (os, "mkdir"),
     (os, "unlink"),
+    (os, "posix_fallocate"),
+    (np.memmap, "flush"),
 ]
 
 
@@ -61,7 +64,12 @@ class Faults:
             where = kwargs.get("dir_fd", args[0])
             if not (self.is_on and writes and _touches(self.folder, where)):
                 return real(*args, **kwargs)
-            self.touch()
+            try:
+                self.touch()
+            except OSError as error:
+                if isinstance(where, (str, Path)):  # Python names the path that it was given
+                    error.filename = str(where)
+                raise
             result = real(*args, **kwargs)
             return _File(result, self) if name == "open" and self.in_files else result
 
@@ -90,7 +98,11 @@ class _File:
 
 
 def _touches(folder: Path, where: Any) -> bool:
-    """`where` is a path, or the descriptor of an open file (fsync) or folder (deletion of a tree)."""
+    """`where` is a path, a mapped file, or the descriptor of an open file (fsync) or folder
+    (deletion of a tree).
+    """
+    if isinstance(where, np.memmap):
+        where = where.filename
     path = os.readlink(f"/proc/self/fd/{where}") if isinstance(where, int) else where
     return Path(path).is_relative_to(folder)
 
@@ -100,8 +112,9 @@ def each_fault(
     operate: Callable[[Path], object],
     number: int = errno.ENOSPC,
     prepare: Callable[[Path], object] = lambda folder: None,
+    every: int = 1,
 ) -> Iterator[tuple[Path, BaseException | None]]:
-    """Yields, for n = 1, 2, 3, ..., a folder below `folder` in which the n-th touch of the disk
+    """Yields, for n = 1, 1 + `every`, ..., a folder below `folder` in which the n-th touch of the disk
     failed by the error `number` while `operate` worked in it, after `prepare`, and what that raised; to the
     first n that it does not come to.
     """
@@ -109,7 +122,7 @@ def each_fault(
     def fail() -> None:
         raise OSError(number, os.strerror(number))
 
-    for at in count(1):
+    for at in count(1, every):
         own = folder / f"{errno.errorcode[number]}-{at}"
         own.mkdir(parents=True)
         prepare(own)

@@ -12,15 +12,28 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from automodel_lite.data.cache import build_once, find_damage
+from automodel_lite.cli import compose_config
+from automodel_lite.config.check import check_config
+from automodel_lite.data.cache import KEY_FILE, build_once, find_damage
+from automodel_lite.data.prepare import build_packer, check_sizes, prepare_data
 from automodel_lite.data.reading.files import FilesDataset
+from automodel_lite.errors import ConfigError
 from automodel_lite.extras.cli import convert
+from automodel_lite.parts.losses import label_values
+from automodel_lite.parts.losses.label_values import Values, reference_values
 from automodel_lite.run.checkpoint_folder import MARK
 from automodel_lite.run.durable import write_named
 from automodel_lite.run.export import _replace_folder
 from tests.faults import each_fault
+from tests.test_client import GROUPS, folder, open_client
 
+__all__ = ["folder"]  # the fixture
 NUMBERS = [errno.ENOSPC, errno.EIO]
+SAMPLED = [
+    pytest.param(errno.EIO, 5, id="every-5"),
+    *(pytest.param(number, 1, id=f"each-{number}", marks=pytest.mark.system) for number in NUMBERS),
+]
+"""Of operations of some 50 touches: every fifth, and each of them."""
 
 
 def build(folder: Path) -> None:
@@ -115,6 +128,52 @@ def test_a_file_that_is_written_again_has_the_old_text_or_the_new(
         operate(root)
         assert [path.name for path in (root / "sub").iterdir()] == ["a.yaml"]
         assert file.read_text() == "new: 2\n"
+
+
+@pytest.mark.parametrize(("number", "every"), SAMPLED)
+def test_label_values_are_whole_or_go_on_where_they_were(
+    folder: str, tmp_path: Path, number: int, every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each pack is noted as done; what fails behind the last costs none again."""
+    monkeypatch.setattr(label_values, "SAVE_EVERY_S", -1.0)
+    rows = [
+        {name: row[name] for name in ("input_ids", "labels")} for group in GROUPS for row in group
+    ]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = [f"dataset.path={tmp_path / 'a.jsonl'}", f"model.pretrained={folder}", "name=x"]
+    sizes = ["packed_sequence.packed_sequence_size=256", "training.global_batch_size=1"]
+    caches = [f"cache_dir={tmp_path / 'tokens'}"]
+    config = check_config(compose_config("finetune", [*data, *sizes, *caches]))
+    packer = build_packer(config)
+    packs = prepare_data(config, check_sizes(config, 1), packer).planned.packs_of(0)
+    with open_client(folder, tmp_path / "runs") as client:
+
+        def values_in(root: Path) -> Values:
+            return reference_values(client.built, packer, str(root), seed=0)
+
+        def operate(root: Path) -> np.ndarray:
+            computed = values_in(root).computed("train", packs.rows, client.engine)
+            return np.array(computed["reference_log_probs"])
+
+        whole = operate(tmp_path / "whole")
+        num_kept = 0
+        for root, raised in each_fault(tmp_path / "faults", operate, number, every=every):
+            entry = values_in(root).folder("train", packs.rows)
+            if raised:
+                assert isinstance(raised, ConfigError), repr(raised)
+                assert str(raised).startswith(f"{root / 'values'} cannot be written (")
+            else:
+                assert find_damage(entry) is None
+            if (entry.parent / f"{entry.name}.part" / KEY_FILE).is_file():
+                done = json.loads((entry.parent / f"{entry.name}.part/progress.json").read_text())
+                assert done["packs"] == len(packs)
+                num_kept += 1
+            np.testing.assert_array_equal(operate(root), whole)
+            assert find_damage(entry) is None
+            names = {path.name.removeprefix(entry.name) for path in entry.parent.iterdir()}
+            assert names == {"", ".lock", ".owner"}
+    assert len(packs) == 3
+    assert num_kept > 0
 
 
 @pytest.mark.system

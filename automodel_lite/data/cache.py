@@ -150,15 +150,18 @@ def _build_alone(folder: Path, name: str, key: Key, build: Callable[[Path], obje
     return CacheEntry(folder, note)
 
 
-def seal(folder: Path, name: str, key: Key) -> None:
-    """Writes size and checksum of every file into the folder, and all of it to the disk."""
+def seal(folder: Path, name: str, key: Key, without: str = "") -> None:
+    """Writes size and checksum of every file into the folder, and all of it to the disk.
+
+    without  name of a file that is no part of the entry
+    """
     files = {
         path.relative_to(folder).as_posix(): {
             "bytes": path.stat().st_size,
             "sum": content_sum(path),
         }
         for path in folder.rglob("*")
-        if path.is_file()
+        if path.is_file() and path.name not in (KEY_FILE, without)
     }
     (folder / KEY_FILE).write_text(json.dumps({"name": name, "key": key, "files": files}, indent=1))
     for path in [*folder.iterdir(), folder]:

@@ -204,6 +204,8 @@ class RunLock:
             os.close(descriptor)
             return False
         finally:
-            os.unlink(aside)
+            # A lock that is taken stays taken: nobody reads what is left here.
+            with suppress(OSError):
+                os.unlink(aside)
         self._file = descriptor
         return True

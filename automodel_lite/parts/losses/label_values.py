@@ -22,7 +22,7 @@ import random
 import shutil
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from copy import copy
 from dataclasses import Field, dataclass, fields, is_dataclass
 from functools import partial
@@ -57,6 +57,7 @@ from automodel_lite.training.build import BuiltModel
 from automodel_lite.training.engine import Engine
 
 SAVE_EVERY_S = 60.0
+PROGRESS = "progress.json"
 _BLOCK_TOKENS = 2**24
 MADE_HERE = frozenset({"reference_log_probs"}) | DistillTopK.required
 Columns = Mapping[str, np.ndarray]
@@ -329,12 +330,13 @@ def one_job_at(folder: Path, mesh: Mesh) -> Iterator[bool]:
     lock = FileLock(f"{folder}.lock")
     owner = Path(f"{folder}.owner")
     job = mesh.gather(token_hex(8))[0]
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    with _writing(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
     is_told = False
     try:
         while True:
             if is_first_here():
-                with suppress(Timeout):
+                with suppress(Timeout), _writing(folder):
                     lock.acquire(timeout=0)
                     owner.write_text(job)
             mesh.barrier()
@@ -350,6 +352,12 @@ def one_job_at(folder: Path, mesh: Mesh) -> Iterator[bool]:
         yield lock.is_locked
     finally:
         lock.release()
+
+
+def _writing(folder: Path) -> AbstractContextManager[None]:
+    """Raises ConfigError for what the disk of the values refuses, which need not name a file."""
+    cure = "make room there, or set cache_dir to another folder"
+    return explained(f"{folder.parent} cannot be written", cure=cure)
 
 
 class Part:
@@ -368,15 +376,14 @@ class Part:
         self.plan = packs.plan.fingerprint()
         self.done = len(packs)  # packs; those who write nothing wait for nobody
         if is_writer:
-            cure = "make room there, or set cache_dir to another folder"
-            with explained(f"{folder.parent} cannot be written", cure=cure):
+            with _writing(folder):
                 self._open()
 
     def _open(self) -> None:
         files = {name: self.path / f"{name}.npy" for name in self.values.columns}
         self.done = 0
         with suppress(OSError, ValueError, KeyError, TypeError):  # else from the beginning
-            saved = json.loads((self.path / "progress.json").read_text())
+            saved = json.loads((self.path / PROGRESS).read_text())
             if saved["plan"] == self.plan:
                 for name, file in files.items():
                     self.arrays[name] = np.lib.format.open_memmap(file, mode="r+")
@@ -406,24 +413,30 @@ class Part:
 
     def save(self) -> None:
         """Writes values first: a kill in between leaves a place that is computed again."""
-        for array in self.arrays.values():
-            array.flush()
-        if self.arrays:
+        if not self.arrays:
+            return
+        with _writing(self.folder):
+            for array in self.arrays.values():
+                array.flush()
             progress = {"packs": self.done, "plan": self.plan}
-            durable.write_atomically(self.path / "progress.json", json.dumps(progress))
+            durable.write_atomically(self.path / PROGRESS, json.dumps(progress))
 
     def finish(self, name: str, key: Key) -> None:
         """Gives the columns their checksums and their final place."""
-        (self.path / "progress.json").unlink()
-        seal(self.path, name, key)
-        if self.folder.is_dir():
-            # Renamed first: who has the old files open keeps them.
-            damaged = self.folder.with_name(f"{self.folder.name}.damaged")
-            shutil.rmtree(damaged, ignore_errors=True)
-            os.rename(self.folder, damaged)
-            shutil.rmtree(damaged, ignore_errors=True)
-            print(f"WARNING: {self.folder} was damaged: it is computed again", flush=True)
-        os.rename(self.path, self.folder)
+        with _writing(self.folder):
+            # What fails here costs no pack again: the progress stays until the values have their
+            # place.
+            seal(self.path, name, key, without=PROGRESS)
+            if self.folder.is_dir():
+                # Renamed first: who has the old files open keeps them.
+                damaged = self.folder.with_name(f"{self.folder.name}.damaged")
+                shutil.rmtree(damaged, ignore_errors=True)
+                os.rename(self.folder, damaged)
+                shutil.rmtree(damaged, ignore_errors=True)
+                print(f"WARNING: {self.folder} was damaged: it is computed again", flush=True)
+            os.rename(self.path, self.folder)
+        with suppress(OSError):
+            (self.folder / PROGRESS).unlink()
 
 
 def _compute(part: Part, engine: Engine) -> None:
