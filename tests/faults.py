@@ -60,7 +60,7 @@ class Faults:
     def _wrap(self, real: Callable[..., Any], name: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             mode = str(kwargs.get("mode", args[1] if len(args) > 1 else "r"))
-            writes = name != "open" or mode[0] in "wx"
+            writes = name != "open" or mode[0] in "wxa"
             where = kwargs.get("dir_fd", args[0])
             if not (self.is_on and writes and _touches(self.folder, where)):
                 return real(*args, **kwargs)

@@ -8,6 +8,7 @@ import errno
 import gzip
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,8 +24,13 @@ from automodel_lite.parts.losses import label_values
 from automodel_lite.parts.losses.label_values import Values, reference_values
 from automodel_lite.run.checkpoint_folder import MARK
 from automodel_lite.run.durable import write_named
+from automodel_lite.run.ending import ending_of
 from automodel_lite.run.export import _replace_folder
+from automodel_lite.telemetry.ledger import Ledger, read_ledger
+from recipes import prepare_data as prepare
 from tests.faults import each_fault
+from tests.runs import composed
+from tests.telemetry.test_ledger import result
 from tests.test_client import GROUPS, folder, open_client
 
 __all__ = ["folder"]  # the fixture
@@ -174,6 +180,118 @@ def test_label_values_are_whole_or_go_on_where_they_were(
             assert names == {"", ".lock", ".owner"}
     assert len(packs) == 3
     assert num_kept > 0
+
+
+@pytest.mark.parametrize(("number", "every"), SAMPLED)
+def test_a_state_of_a_client_that_is_replaced_is_the_old_one_or_the_new(
+    folder: str, tmp_path: Path, number: int, every: int
+) -> None:
+    with open_client(folder, tmp_path / "runs") as client:
+
+        def save(root: Path, extra: str) -> Path:
+            return client.save_state(extra, root / "state", overwrite=True)
+
+        def operate(root: Path) -> Path:
+            return save(root, "new")
+
+        num_raised = 0
+        faults = tmp_path / "faults"
+        for root, raised in each_fault(
+            faults, operate, number, lambda root: save(root, "old"), every=4 * every - 3
+        ):
+            assert client.load_state(root / "state") in (["new"] if not raised else ["old", "new"])
+            if raised:
+                num_raised += 1
+                assert str(raised).startswith(f"{root / 'state'} is not saved: "), repr(raised)
+            operate(root)
+            assert client.load_state(root / "state") == "new"
+            assert [path.name for path in root.iterdir()] == ["state"]
+        assert num_raised > 1
+
+
+@pytest.mark.parametrize(("number", "every"), SAMPLED)
+def test_what_prepare_writes_is_whole_or_absent(
+    tmp_path: Path, number: int, every: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The tokenizer, rows and their trees, the plan."""
+    rows = [{"prompt": f"p {n}", "responses": ["a" * n, "b" * n]} for n in range(1, 9)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = ["dataset=files", "~dataset.num_chats", f"dataset.path={tmp_path / 'a.jsonl'}"]
+    sizes = ["training.global_batch_size=1", "packed_sequence.tree=auto"]
+    settings = composed("smoke", *data, "dataset.val_frac=0.25", *sizes)
+
+    def operate(root: Path) -> None:
+        settings.cache_dir = str(root)
+        assert prepare.main(check_config(settings)) == 0
+
+    def files_in(root: Path) -> dict[str, bytes]:
+        files = [path for path in root.rglob("*") if path.is_file() and path.suffix != ".lock"]
+        return {str(path.relative_to(root)): path.read_bytes() for path in files}
+
+    whole = tmp_path / "whole"
+    operate(whole)
+    num_raised = 0
+    for root, raised in each_fault(tmp_path / "faults", operate, number, every=every):
+        assert files_in(root).items() <= files_in(whole).items()
+        if raised:
+            num_raised += 1
+            assert isinstance(raised, ConfigError), repr(raised)
+            assert str(raised).startswith(f"cache_dir={root} ")
+        operate(root)
+        assert files_in(root) == files_in(whole)
+    assert num_raised > 4
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_a_ledger_has_all_lines_or_says_which_it_lacks(tmp_path: Path, number: int) -> None:
+    said: list[str] = []
+
+    def write(root: Path, step: int) -> None:
+        said.clear()
+        path = root / "ledger.jsonl"
+        heads = {line.step: line.chain for line in read_ledger(path)} if step else {}
+        ledger = Ledger(path, is_silent=False, say=said.append)
+        ledger.open(step, heads.get(step, ""), None, {"ranks": 1})
+        for later in range(step + 1, 5):
+            ledger.watch(later, [later], result(8.0 / later))
+        ledger.secure()
+        ledger.close()
+
+    def rows_in(root: Path) -> list[dict[str, Any]]:
+        return [line.row for line in read_ledger(root / "ledger.jsonl")]
+
+    for step in (0, 2):
+        faults = tmp_path / f"from-{step}"
+
+        def operate(root: Path, step: int = step) -> None:
+            write(root, step)
+
+        def prepare(root: Path, step: int = step) -> None:
+            if step:
+                write(root, 0)
+
+        whole = tmp_path / f"whole-{step}"
+        whole.mkdir()
+        prepare(whole)
+        before = rows_in(whole) if step else []
+        operate(whole)
+        num_faults = 0
+        for root, raised in each_fault(faults, operate, number, prepare):
+            num_faults += 1
+            if raised:
+                assert str(root / "ledger.jsonl") in ending_of(raised).text
+                assert "Traceback" not in ending_of(raised).text
+                if (root / "ledger.jsonl").exists():
+                    # the old lines, or those that a continued run keeps
+                    assert rows_in(root) == before[: len(rows_in(root))]
+                    assert len(rows_in(root)) in (0, step + 1, len(before))
+            elif rows_in(root) != rows_in(whole):
+                assert said[-1].startswith("WARNING: 1 rows of ledger.jsonl are lost"), said
+                assert rows_in(root) == rows_in(whole)[:-1]
+            operate(root)
+            assert rows_in(root) == rows_in(whole)
+            assert [path.name for path in root.iterdir()] == ["ledger.jsonl"]
+        assert num_faults > 8
 
 
 @pytest.mark.system

@@ -143,10 +143,10 @@ def _build_alone(folder: Path, name: str, key: Key, build: Callable[[Path], obje
     try:
         build(temporary)
         seal(temporary, name, key)
+        os.replace(temporary, folder)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    os.replace(temporary, folder)
     return CacheEntry(folder, note)
 
 
