@@ -68,6 +68,7 @@ class Job:
     simulates: bool = False
     has_heads: bool = False
     has_policy: bool = False
+    averages_documents: bool = False
     num_ranks: int = 1
     settings: list[str] = field(default_factory=list)
 
@@ -211,10 +212,34 @@ FEATURES: dict[str, Callable[[Job], None]] = {
 ON_RANKS = ("fsdp", "tp", "cp", "ep")
 
 
+def _document_means(job: Job) -> None:
+    job.averages_documents = True
+    job.settings.append("loss.average=documents")
+
+
+def _turn_means(job: Job) -> None:
+    """A row has one turn."""
+    job.averages_documents = True
+    job.settings.append("loss.average=turns")
+
+
+def _dft(job: Job) -> None:
+    job.loss = "dft"
+
+
+LABEL_LOSSES: dict[str, Callable[[Job], None]] = {
+    "document means": _document_means,
+    "turn means": _turn_means,
+    "dft": _dft,
+}
+"""Of these a job has one mean and one loss, crossed with what feeds, divides and continues a run."""
+FEEDS = ("mixture", "stream", "trees", "cp", "fsdp", "validation", "resume")
+
+
 def job_of(*names: str) -> Job:
     """The job with these features, in the order of the list."""
     job = Job()
-    for name, change in FEATURES.items():
+    for name, change in (FEATURES | LABEL_LOSSES).items():
         if name in names:
             change(job)
     return job
@@ -589,6 +614,8 @@ def _of_text(job: Job, model: Any, teacher: Any, text: Text) -> tuple[Tensor, fl
         real = [label != -100 for label in text.tokens[1]]
         weights_R = torch.tensor(np.array(text.weights)[real])
     values_R = ce_R
+    if job.loss == "dft":
+        values_R = (-ce_R).detach().exp() * ce_R
     if teacher is not None:
         with torch.no_grad():
             theirs_RV = _logits(Job(), teacher, text)[0]
@@ -599,6 +626,8 @@ def _of_text(job: Job, model: Any, teacher: Any, text: Text) -> tuple[Tensor, fl
     if job.has_policy:
         total = (_of_policy(text, -ce_R) * weights_R).sum() / count
         return total, 1, job.balance * balance * len(labels_R), len(labels_R)
+    if job.averages_documents:
+        return total / count, 1, job.balance * balance * count, count
     return total, count, job.balance * balance * count, count
 
 

@@ -17,6 +17,8 @@ from automodel_lite.errors import ConfigError, DataError
 from tests.properties.crossings import (
     ALONE,
     FEATURES,
+    FEEDS,
+    LABEL_LOSSES,
     NUM_PROMPTS,
     ON_RANKS,
     VAL_PROMPTS,
@@ -85,6 +87,15 @@ PAIRS = [
 ]
 
 
+LOSS_PAIRS = [
+    pytest.param(
+        one, other, id=f"{one} x {other}", marks=[pytest.mark.system] if other in ON_RANKS else []
+    )
+    for one in LABEL_LOSSES
+    for other in FEEDS
+]
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
@@ -117,7 +128,7 @@ def seen_of(job: Job, models: Path, folder: Path) -> Seen:
     return first
 
 
-@pytest.mark.parametrize(("one", "other"), PAIRS)
+@pytest.mark.parametrize(("one", "other"), [*PAIRS, *LOSS_PAIRS])
 def test_two_features_at_once(one: str, other: str, models: Path, tmp_path: Path) -> None:
     job = job_of(one, other)
     refusal = REFUSED.get((one, other))
@@ -168,7 +179,7 @@ def check(job: Job, models: Path, tmp_path: Path) -> None:
         want = truth(job, models, seen, range(NUM_PROMPTS, NUM_PROMPTS + VAL_PROMPTS))[0]
         name = "a" if job.is_mixed else "val"
         assert seen.value(f"val_loss/{name}") == pytest.approx(want, rel=1e-3 if stored else 2e-5)
-        if job.loss == "fused_linear_cross_entropy":
+        if job.loss == "fused_linear_cross_entropy" and not job.averages_documents:
             perplexity = seen.value(f"val_perplexity/{name}")
             assert perplexity == pytest.approx(math.exp(seen.value(f"val_loss/{name}")), rel=1e-6)
     if job.resumes:
