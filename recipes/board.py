@@ -43,6 +43,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     check_alone()
     for folder in args.runs:
+        if folder.is_file():
+            raise ConfigError(f"{folder} is a file: name folders of runs.")
         if not folder.is_dir():
             raise ConfigError(f"{folder}: there is no such folder{did_you_mean_path(str(folder))}")
 

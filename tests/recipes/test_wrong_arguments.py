@@ -65,6 +65,7 @@ ARGUMENTS = [
     ("report", ["./nothing"], "nothing is not the folder of a run: there is no such folder."),
     ("report", ["{run}s"], "is not the folder of a run: there is no such folder; did you mean /"),
     ("average", ["{run}s"], "is not the folder of a run: there is no such folder; did you mean /"),
+    ("board", ["{run}/config.yaml"], "config.yaml is a file: name folders of runs."),
     ("report", ["{run}", "--to", "/proc/x"], "/proc/x/report.html cannot be written (No such file or directory): choose another place."),
 ]  # fmt: skip
 
