@@ -64,6 +64,7 @@ class Job:
     validates: bool = False
     is_resized: bool = False
     has_lora: bool = False
+    trains_tokens: bool = False
     resumes: bool = False
     simulates: bool = False
     has_heads: bool = False
@@ -227,19 +228,31 @@ def _dft(job: Job) -> None:
     job.loss = "dft"
 
 
-LABEL_LOSSES: dict[str, Callable[[Job], None]] = {
+def _faster(job: Job) -> None:
+    job.has_lora = True
+    job.settings.append("peft.loraplus_lr_ratio=16")
+
+
+def _token_rows(job: Job) -> None:
+    job.has_lora = job.trains_tokens = True
+    job.settings.append("peft.trainable_tokens=['<|end|>']")
+
+
+OF_TRAINING: dict[str, Callable[[Job], None]] = {
     "document means": _document_means,
     "turn means": _turn_means,
     "dft": _dft,
+    "loraplus": _faster,
+    "token rows": _token_rows,
 }
-"""Of these a job has one mean and one loss, crossed with what feeds, divides and continues a run."""
+"""What is crossed with what feeds, divides and continues a run."""
 FEEDS = ("mixture", "stream", "trees", "cp", "fsdp", "validation", "resume")
 
 
 def job_of(*names: str) -> Job:
     """The job with these features, in the order of the list."""
     job = Job()
-    for name, change in (FEATURES | LABEL_LOSSES).items():
+    for name, change in (FEATURES | OF_TRAINING).items():
         if name in names:
             change(job)
     return job
@@ -592,6 +605,10 @@ def _norm(job: Job, parts: list[Any], start: dict[str, Tensor]) -> float:
         if ".lora_A." in name:
             module = name.split(".lora_A.")[0]
             found.append((grads[f"{module}.weight"] @ matrix.double().T * LORA_SCALE).norm())
+    if job.trains_tokens:
+        end = the_tokenizer().convert_tokens_to_ids("<|end|>")
+        rows = ("embed_tokens.weight", "lm_head.weight")  # of the embedding and the head
+        found += [grad[end].norm() for name, grad in grads.items() if name.endswith(rows)]
     return float(torch.stack(found).norm())
 
 

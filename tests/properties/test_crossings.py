@@ -18,8 +18,8 @@ from tests.properties.crossings import (
     ALONE,
     FEATURES,
     FEEDS,
-    LABEL_LOSSES,
     NUM_PROMPTS,
+    OF_TRAINING,
     ON_RANKS,
     VAL_PROMPTS,
     Job,
@@ -87,11 +87,11 @@ PAIRS = [
 ]
 
 
-LOSS_PAIRS = [
+TRAINING_PAIRS = [
     pytest.param(
         one, other, id=f"{one} x {other}", marks=[pytest.mark.system] if other in ON_RANKS else []
     )
-    for one in LABEL_LOSSES
+    for one in OF_TRAINING
     for other in FEEDS
 ]
 
@@ -128,7 +128,7 @@ def seen_of(job: Job, models: Path, folder: Path) -> Seen:
     return first
 
 
-@pytest.mark.parametrize(("one", "other"), [*PAIRS, *LOSS_PAIRS])
+@pytest.mark.parametrize(("one", "other"), [*PAIRS, *TRAINING_PAIRS])
 def test_two_features_at_once(one: str, other: str, models: Path, tmp_path: Path) -> None:
     job = job_of(one, other)
     refusal = REFUSED.get((one, other))
