@@ -336,7 +336,7 @@ def one_job_at(folder: Path, mesh: Mesh) -> Iterator[bool]:
     try:
         while True:
             if is_first_here():
-                with suppress(Timeout), _writing(folder):
+                with _writing(folder), suppress(Timeout):
                     lock.acquire(timeout=0)
                     owner.write_text(job)
             mesh.barrier()
