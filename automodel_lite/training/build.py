@@ -157,6 +157,8 @@ def assemble(
         # frozen towers of a model that is trained keep the dtype in which they are written back
         if adapter:
             cast_weights(lm, dtype, are_trained=False)
+            if not is_described:
+                adapter.follow_base()
         if not trains:
             cast_weights(lm.requires_grad_(False), dtype, are_trained=False)
         elif parts.training.fp8 != "none":

@@ -22,6 +22,7 @@ from typing import Annotated, Any, ClassVar
 import peft
 import torch
 import transformers
+from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
 from peft.utils.other import TrainableTokensWrapper
@@ -530,6 +531,19 @@ class LoraAdapter:
         for parent, name, layer in places:
             setattr(parent, name, layer)
             if not self.is_continued:
+                _take_from_base(layer)
+
+    def follow_base(self) -> None:
+        """Takes DoRA's magnitudes and the rows of tokens from the base as it is held by now, in the
+        compute dtype, as `hidden` does for one that is sharded: every layout begins alike.
+        """
+        if self.is_continued:
+            return
+        for layer in self.wrapped.base_model.modules():
+            if not isinstance(layer, (LoraLayer, TrainableTokensWrapper)):
+                continue
+            # 4 bits are read by peft itself
+            if all(weight.is_floating_point() for weight in layer.parameters()):
                 _take_from_base(layer)
 
     def save(self, folder: Path, weights: dict[str, Tensor]) -> None:
