@@ -146,8 +146,8 @@ def with_exchange(
 
 
 def with_fsdp_where_copies_do_not_fit(decided: Decided, adapter: int | None, gpu: int) -> Decided:
-    """Returns the settings of one process with FSDP where the weights' copies in the compute dtype
-    take the room that the step needs: FSDP has those of two layers at a time.
+    """Returns the settings of one process, with FSDP where the copies of the weights in the compute
+    dtype take the room that the step needs: FSDP has those of two layers at a time.
 
     gpu  bytes
     """
@@ -157,7 +157,10 @@ def with_fsdp_where_copies_do_not_fit(decided: Decided, adapter: int | None, gpu
     sharded = replace(least, strategy="fsdp")
     alone, with_fsdp = (estimate_memory(each, adapter).total for each in (least, sharded))
     is_needed = alone > _MOST_OF_A_GPU * gpu and with_fsdp < alone
-    return replace(decided, strategy="fsdp") if is_needed else decided
+    if not is_needed:
+        return decided
+    # in the mesh, too: a step that is simulated is laid out by its settings
+    return replace(decided, strategy="fsdp", mesh=replace(decided.mesh, strategy="fsdp"))
 
 
 def decide_reduction(decided: Decided, adapter: int | None, available: float | None) -> Decided:

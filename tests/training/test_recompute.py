@@ -15,7 +15,7 @@ from automodel_lite.extras.plan.by_layers import layer_pattern, simulate_by_laye
 from automodel_lite.extras.plan.capacity import usable
 from automodel_lite.extras.plan.recompute import LADDER, choose_recomputation, least_recomputation
 from automodel_lite.parallel.mesh import MeshShape
-from automodel_lite.training.decide import decide_layout
+from automodel_lite.training.decide import decide_layout, with_fsdp_where_copies_do_not_fit
 from automodel_lite.training.settings import Decided, build_parts, with_recomputation
 from tests.ranks import in_a_process
 from tests.runs import composed
@@ -51,6 +51,17 @@ def test_weights_stay_gathered_where_they_fit(
     assert parts.advanced.reshard_after_forward == is_resharded
     assert ("weights stay gathered" in reason) == (is_resharded is False)
     assert reason.startswith("none: the least that fits, ") == (is_resharded is not False)
+
+
+def test_one_gpu_takes_fsdp_where_copies_of_the_weights_do_not_fit() -> None:
+    """8.03 B weights with masters and moments in fp32 are 120 GiB, their copies in bf16 15 more."""
+    alone = auto(planned("llama3_1_8b", 1))
+    assert alone.strategy == "none"
+    small = with_fsdp_where_copies_do_not_fit(alone, None, 141 * 10**9)
+    assert (small.strategy, small.mesh.strategy) == ("fsdp", "fsdp")
+    assert with_fsdp_where_copies_do_not_fit(alone, None, 192 * 10**9) is alone
+    frozen = with_fsdp_where_copies_do_not_fit(alone, 10**7, 80 * 10**9)
+    assert frozen is alone  # an adapter's copies are small
 
 
 def test_compiled_layers_are_all_recomputed_selectively_or_none() -> None:
