@@ -11,7 +11,7 @@ gradient twice: 24 bytes of traffic a weight, where this takes 12.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -19,18 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from automodel_lite.models.layers import local
-
 
 class ComputeWeights:
     """The copies of a model's weights, which stand in their modules while the model is called, and
     the masters at all other times: optimizers, checkpoints and exports meet these alone.
 
     model  its weights may still be without memory: copies are made by the first call
-    casts  modules whose floating inputs are cast, as FSDP casts those of its units
     """
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype, casts: Iterable[nn.Module]) -> None:
+    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
         self.model = model
         self.dtype = dtype
         self._places: list[tuple[dict[str, Any], str, nn.Parameter, nn.Parameter]] = []
@@ -40,8 +37,6 @@ class ComputeWeights:
         self._version: int | None = None
         self._depth = 0
         self._is_first = self._is_last = True  # of the micro-batches of a step
-        for module in casts:
-            module.register_forward_pre_hook(self._cast_inputs, prepend=True, with_kwargs=True)
 
     @contextmanager
     def computing(self) -> Iterator[None]:
@@ -85,7 +80,7 @@ class ComputeWeights:
         """
         if self._version is None:  # weights have their memory by now
             self._make()
-        version = sum(local(master)._version for master in self._masters)
+        version = sum(master._version for master in self._masters)
         if version != self._version and self._masters:
             with torch.no_grad():
                 torch._foreach_copy_(self._copies, self._masters)
@@ -143,18 +138,3 @@ class ComputeWeights:
             parameter.grad = total.to(parameter.dtype)
         else:
             self._sums[parameter] = total
-
-    def _cast_inputs(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return self._cast(args), self._cast(kwargs)
-
-    def _cast(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return value.to(self.dtype) if value.is_floating_point() else value
-        if isinstance(value, dict):
-            return {name: self._cast(part) for name, part in value.items()}
-        if isinstance(value, (tuple, list)):
-            make = getattr(value, "_make", type(value))  # a NamedTuple's own
-            return make([self._cast(part) for part in value])
-        return value

@@ -20,7 +20,6 @@ from torch.distributed.fsdp import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from automodel_lite.attention.spec import FAMILIES
 from automodel_lite.compat import FsdpTrainingState
 from automodel_lite.models.layers import decoder_layers, output_head, towers
 from automodel_lite.models.loss import Loss, LossOutput
@@ -189,18 +188,8 @@ def parallelize(
         return ParallelModel(wrapped, model, mesh.shape.world_size, compute_dtype)
     weights = None
     if compute_dtype != torch.float32:
-        weights = ComputeWeights(model, compute_dtype, units_that_cast(model))
+        weights = ComputeWeights(model, compute_dtype)
     return ParallelModel(model, model, 1, compute_dtype, weights=weights)
-
-
-def units_that_cast(model: LossModel) -> list[nn.Module]:
-    """Returns the units of FSDP whose floating inputs take the compute dtype: embedding, head,
-    towers, whose pixels are fp32, and layers but those of a wider stream.
-    """
-    is_wide = model.lm.config.get_text_config().model_type in FAMILIES["wide_layers"]
-    layers = [] if is_wide else decoder_layers(model.lm)
-    ends = [model.lm.get_input_embeddings(), output_head(model.lm)]
-    return list(dict.fromkeys([*layers, *towers(model.lm), *ends]))
 
 
 def fully_shard_model(
@@ -225,29 +214,29 @@ def fully_shard_model(
     assert mesh.root is not None
 
     # 1. Choose the precision. Without a compute dtype, gradients are reduced in the dtype of the
-    # shards; with one, in fp32.
-    cast_inputs = MixedPrecisionPolicy()
+    # shards; with one, in fp32. What a module is given is not cast: some families give their layers
+    # fp32, and columns of a batch must not be rounded (in bf16, log-probabilities of a reference
+    # are off by more than a step moves them), nor the weights of routing.
+    policy = MixedPrecisionPolicy(cast_forward_inputs=False)
     if gathered is not None:
-        cast_inputs = MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=torch.float32)
-    # Columns of a batch must not be rounded: in bf16, log-probabilities of a reference or of the
-    # policy that sampled are off by more than a step moves them. Nor must the weights of routing.
-    keep_inputs = replace(cast_inputs, cast_forward_inputs=False)
+        policy = replace(policy, param_dtype=gathered, reduce_dtype=torch.float32)
+    # But for what a tower or the head is given by code that has asked for its dtype before it was
+    # gathered: that of the shards.
+    cast_inputs = replace(policy, cast_forward_inputs=True)
 
     # 2. Apply tensor and expert parallelism. The latter shards the experts itself.
     is_split = shape.tp > 1 or shape.ep > 1
     if is_split:
         from automodel_lite.parallel.engine import split_layers  # which transformers has since 5.21
 
-        split_layers(model, mesh, keep_inputs)
+        split_layers(model, mesh, policy)
 
     # 3. Choose the mesh: shards over dp_shard x cp, replicas over dp_replicate (HSDP).
     axes = ("dp_replicate", SHARDS) if shape.dp_replicate > 1 else (SHARDS,)
     offload = OffloadPolicy()
     if offloads:
         offload = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda")
-    shard = partial(
-        fully_shard, mesh=mesh.root[axes], mp_policy=cast_inputs, offload_policy=offload
-    )
+    shard = partial(fully_shard, mesh=mesh.root[axes], mp_policy=policy, offload_policy=offload)
 
     # 4. Shard experts before the layers they are in: a unit inside another one keeps its own mesh.
     experts, num_experts = _stacked_experts(model.lm)
@@ -259,16 +248,15 @@ def fully_shard_model(
         sizes = {"dp_replicate": shape.dp_replicate * copies, SHARDS: num_shards // copies}
         expert_mesh = open_axes(mesh.device, sizes, mesh.timeout)
         for module in experts:
-            shard(module, mesh=expert_mesh, mp_policy=keep_inputs)
+            shard(module, mesh=expert_mesh)
 
     # 5. Shard each decoder layer and each tower. Modules that share parameters are one unit.
     layers = decoder_layers(model.lm)
-    units = _units([*layers, *towers(model.lm)])
-    with_cast = units_that_cast(model)
+    encoders = towers(model.lm)
+    units = _units([*layers, *encoders])  # towers are never gathered
     for unit in units:
-        first = unit[0] if isinstance(unit, list) else unit
-        policy = cast_inputs if first in with_cast else keep_inputs
-        shard(unit, mp_policy=policy, reshard_after_forward=reshards)
+        of_unit = cast_inputs if unit in encoders else policy
+        shard(unit, mp_policy=of_unit, reshard_after_forward=reshards)
 
     # 6. Gather two layers ahead where layers stay whole: torch gathers one. Two take no more memory
     # there, and keep the device busy while the host is late.
@@ -284,16 +272,16 @@ def fully_shard_model(
     head = output_head(model.lm)
     if _share_a_parameter(embedding, head):
         # A tied weight must be one unit: FSDP would shard and reduce it twice.
-        shard([embedding, head], reshard_after_forward=False)
+        shard([embedding, head], mp_policy=cast_inputs, reshard_after_forward=False)
     else:
         # The gradient of a plain embedding is computed without its weight.
         needs_weight = not isinstance(embedding, nn.Embedding)
         shard(embedding).set_unshard_in_backward(needs_weight)
-        shard(head, reshard_after_forward=False)
+        shard(head, mp_policy=cast_inputs, reshard_after_forward=False)
 
     # 8. Shard what is left, norms and adapters outside layers, with the root. Its methods other
     # than `forward` gather it, too.
-    shard(model, mp_policy=keep_inputs)
+    shard(model)
     vars(model.lm.base_model)["most_calls"] = mesh.largest  # of one that runs by rows
     for method in ("logits", "plain_logits", "probe", "before_head", "values", "generate"):
         register_fsdp_forward_method(model, method)

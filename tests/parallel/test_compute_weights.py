@@ -64,7 +64,7 @@ def of_both(
             assert any(isinstance(p, DTensor) for p in model.parameters()) == (strategy == "fsdp")
             assert all(p.dtype == masters for p in model.parameters())
         theirs, ours = results
-        assert len(theirs) == len(ours)
+        assert len(theirs) == len(ours), (family, ours[:1])
         if isinstance(theirs[0], str):
             assert theirs == ours
             continue
@@ -73,14 +73,14 @@ def of_both(
     return found
 
 
-QUICK = ["llama", "gemma2_softcap_window"]
+QUICK = ["llama", "gemma2_softcap_window"]  # untied, and tied with a head behind the model
 
 
 @pytest.mark.parametrize("masters", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("how", ["none", "full"])
 def test_one_process_has_the_bits_of_fsdp(masters: torch.dtype, how: str) -> None:
-    names = [name for name in QUICK if name in FAMILIES] or list(FAMILIES)[:2]
-    cases = [(name, masters, num_micro, how) for name in names for num_micro in (1, 2)]
+    # a sum of two has the bits of one that is rounded in between
+    cases = [(name, masters, num_micro, how) for name in QUICK for num_micro in (1, 3)]
     (found,) = run_ranks(of_both, 1, cases)
     assert len(found) == len(cases)
     assert not any(differ for _, differ in found), found

@@ -18,11 +18,9 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.utils._pytree import tree_leaves
 
 from automodel_lite.attention.interface import install
 from automodel_lite.attention.kernel import ReferenceAttention
-from automodel_lite.attention.spec import FAMILIES as LISTS
 from automodel_lite.columns import IGNORE_INDEX, labeled_rows
 from automodel_lite.models.layers import decoder_layers, recompute_layers
 from automodel_lite.models.loss import (
@@ -40,7 +38,6 @@ from automodel_lite.parallel.sharding import ParallelModel, parallelize
 from automodel_lite.thd import ThdBatch
 from benchmarks.image_families import image_config, image_model, image_processor
 from benchmarks.survey_images import Document, packed
-from benchmarks.tiny_models import COMPOSITES, decoder_families, tiny_model
 from tests.attention.families import FAMILIES, build, documents, stream
 from tests.attention.hybrids import HYBRIDS, ONE_OF_EACH_KIND, build_hybrid
 from tests.ranks import run_ranks
@@ -286,8 +283,8 @@ def test_layers_are_given_fp32_where_the_family_does() -> None:
     ]
 
 
-def losses_of_images(rank: int, world: int, family: str) -> tuple[float, float]:
-    """Of a pack with images: behind FSDP in bf16, and of plain transformers, document by document in fp32."""
+def losses_of_images(rank: int, world: int, family: str, strategy: str) -> tuple[float, float]:
+    """Of a pack with images: in bf16, and of plain transformers, document by document in fp32."""
     plain = image_model(family, image_config(family))
     processor = image_processor(family, plain.config)
     draws = random.Random(0)
@@ -297,7 +294,7 @@ def losses_of_images(rank: int, world: int, family: str) -> tuple[float, float]:
     batch = packed(plain, processor, given, {}, torch.float32)
     install(plain, ReferenceAttention())
     mesh = open_mesh(MeshShape(1, world, 1), torch.device("cpu"))
-    model = parallelize(LossModel(plain, CrossEntropy()), mesh, "fsdp", torch.bfloat16)
+    model = parallelize(LossModel(plain, CrossEntropy()), mesh, strategy, torch.bfloat16)
     return float(model(batch).sum), want
 
 
@@ -306,30 +303,10 @@ def test_pixels_have_the_dtype_of_what_they_meet(family: str) -> None:
     """Pixels are fp32, and weights bf16, also of a tower whose layers are given fp32 (Lfm3-VL), or that is a part of the
     language model (Chameleon), and features where a family looks up its own dtype (SmolVLM): all ended in a traceback.
     """
-    ((got, want),) = run_ranks(losses_of_images, 1, family)
+    ((got, want),) = run_ranks(losses_of_images, 1, family, "fsdp")
     assert got == pytest.approx(want, rel=2e-2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", [*decoder_families(), *COMPOSITES])
-def test_families_whose_layers_are_given_fp32_are_known(family: str) -> None:
-    """By plain transformers with weights in bf16: FSDP would cast all that a layer is given."""
-    if family in REFUSED:
-        pytest.skip("it mixes fp32 into bf16 itself")
-    if family == "gemma3n":
-        pytest.importorskip("timm")  # of its tower
-    lm = tiny_model(family)
-    for parameter in lm.parameters():
-        parameter.data = parameter.data.bfloat16()
-    found = []
-    for layer in decoder_layers(lm):
-        layer.register_forward_pre_hook(
-            lambda layer, args, kwargs: found.extend(tree_leaves((args, kwargs))), with_kwargs=True
-        )
-    with torch.no_grad():
-        lm(input_ids=torch.arange(3, 15)[None], use_cache=False)
-    is_wide = any(isinstance(x, Tensor) and x.dtype == torch.float32 for x in found)
-    assert is_wide == (lm.config.get_text_config().model_type in LISTS["wide_layers"])
+    # without FSDP one process has the same bits
+    assert run_ranks(losses_of_images, 1, family, "none") == [(got, want)]
 
 
 @pytest.mark.slow
