@@ -174,7 +174,8 @@ class Replay(TrainFinetuneRecipe):
             result = self.step(ready)
             self.state.advance(ready.batches.after)
             self.num_replayed += 1
-            row = step_row(self.num_steps, ready.batches.pack_ids, result)
+            numbers = result.numbers.read()
+            row = step_row(self.num_steps, ready.batches.pack_ids, result, numbers)
         line = self.recorded.row_of(step)
         dtype = str(self.engine.decided.dtype).removeprefix("torch.")
         limits = self.recorded.limits(step, dtype, self.num_replayed)

@@ -30,7 +30,7 @@ from automodel_lite.telemetry.ledger import Ledger, read_ledger
 from recipes import prepare_data as prepare
 from tests.faults import each_fault
 from tests.runs import composed
-from tests.telemetry.test_ledger import result
+from tests.telemetry.test_ledger import row
 from tests.test_client import GROUPS, folder, open_client
 
 __all__ = ["folder"]  # the fixture
@@ -253,7 +253,7 @@ def test_a_ledger_has_all_lines_or_says_which_it_lacks(tmp_path: Path, number: i
         ledger = Ledger(path, is_silent=False, say=said.append)
         ledger.open(step, heads.get(step, ""), None, {"ranks": 1})
         for later in range(step + 1, 5):
-            ledger.watch(later, [later], result(8.0 / later))
+            ledger.add_step(row(later, [later], 8.0 / later))
         ledger.secure()
         ledger.close()
 

@@ -64,9 +64,7 @@ class StepOutcome:
 class NonfiniteSteps:
     """Counts the nonfinite steps in a row, which the optimizer has skipped on the device.
 
-    A step's numbers are read when the next step is under way (`watch`), or when they are wanted
-    (`settle`), so that the device never waits for the host. Every rank calls every method, and the
-    numbers are those of all ranks.
+    Every rank calls every method, and the numbers are those of all ranks.
     """
 
     folder: Path
@@ -74,24 +72,20 @@ class NonfiniteSteps:
     rank: int
     say: Callable[[str], None]
     in_a_row: int = 0
-    _watched: tuple[int, Sequence[int], Sequence[ThdBatch], StepOutcome] | None = None
 
-    def watch(
-        self, step: int, pack_ids: Sequence[int], batches: Sequence[ThdBatch], numbers: StepOutcome
+    def check(
+        self,
+        step: int,
+        pack_ids: Sequence[int],
+        batches: Sequence[ThdBatch],
+        numbers: tuple[float, float],
     ) -> None:
-        """Settles the step before; `batches` are kept until this one is settled."""
-        self.settle()
-        self._watched = (step, pack_ids, batches, numbers)
+        """Dumps a bad step; raises RunStoppedError for one too many in a row.
 
-    def settle(self) -> None:
-        """Waits for the step under watch and dumps a bad one; raises RunStoppedError for one too
-        many in a row.
+        batches  of this rank, on the host
+        numbers  (loss sum, gradient norm)
         """
-        if self._watched is None:
-            return
-        (step, pack_ids, batches, numbers) = self._watched
-        self._watched = None
-        loss_sum, grad_norm = numbers.read()
+        loss_sum, grad_norm = numbers
         if math.isfinite(loss_sum) and math.isfinite(grad_norm):
             self.in_a_row = 0
             return

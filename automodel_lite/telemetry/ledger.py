@@ -113,7 +113,6 @@ class Ledger:
         self._is_silent = is_silent
         self._say = say
         self._file: JsonlLogger | None = None
-        self._watched: tuple[int, Sequence[int], StepResult] | None = None
 
     def open(self, step: int, head: str, checkpoint: Path | None, facts: Mapping[str, Any]) -> None:
         """Begins the chain, or goes on behind the line of `step`, whose chain a checkpoint holds.
@@ -157,19 +156,10 @@ class Ledger:
             until += 1
         return lines[:until]
 
-    def watch(self, step: int, pack_ids: Sequence[int], result: StepResult) -> None:
-        """Writes the step before, whose numbers the device has finished; keeps this one."""
-        self.settle()
-        self._watched = (step, pack_ids, result)
-
-    def settle(self) -> None:
-        """Waits for the step under watch and writes its line."""
-        if self._watched is None:
-            return
-        step, pack_ids, result = self._watched
-        self._watched = None
+    def add_step(self, row: Mapping[str, Any]) -> None:
+        """Writes the line of a step (see `step_row`)."""
         if self._file is not None:
-            self._add(step_row(step, pack_ids, result))
+            self._add(row)
 
     def add_checkpoint(self, path: Path) -> None:
         """Writes the line of a checkpoint that is complete."""
@@ -189,7 +179,6 @@ class Ledger:
                 sync(self.path)
 
     def close(self) -> None:
-        self.settle()
         if self._file is not None:
             self._file.close()
 
@@ -199,11 +188,15 @@ class Ledger:
         self._file.write_line(line)
 
 
-def step_row(step: int, pack_ids: Sequence[int], result: StepResult) -> dict[str, Any]:
-    """Returns what a line records of a step; waits until the device has finished it. Packs are
-    sorted: their order within a step belongs to the layout of ranks.
+def step_row(
+    step: int, pack_ids: Sequence[int], result: StepResult, numbers: tuple[float, float]
+) -> dict[str, Any]:
+    """Returns what a line records of a step. Packs are sorted: their order within a step belongs to
+    the layout of ranks.
+
+    numbers  (loss sum, gradient norm), as they were read
     """
-    loss_sum, norm = result.numbers.read()
+    loss_sum, norm = numbers
     return {
         "step": step,
         "packs": sorted(pack_ids),

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -49,9 +49,10 @@ from automodel_lite.run.stopping import (
     outcome_of,
 )
 from automodel_lite.run.watchdog import Watchdog
-from automodel_lite.telemetry.ledger import NAME, Ledger
+from automodel_lite.telemetry.ledger import NAME, Ledger, step_row
 from automodel_lite.telemetry.metrics import NUM_COUNTS, Counts, StepResult, counts_of
 from automodel_lite.telemetry.stragglers import Stragglers
+from automodel_lite.thd import ThdBatch
 from automodel_lite.training.engine import TrainingEngine
 
 _VISIBLE_WITHIN_S = 10.0
@@ -117,6 +118,7 @@ class Guards:
         self.nonfinite: NonfiniteSteps
         self.ledger: Ledger
         self.stragglers = Stragglers.off()
+        self._watched: tuple[int, Sequence[int], Sequence[ThdBatch], StepResult] | None = None
 
     @contextmanager
     def recording(self, at_end: Callable[[], None]) -> Iterator[None]:
@@ -182,20 +184,27 @@ class Guards:
         SIGNALS.defer(self._record_end)
 
     def after_step(self, ready: DeviceStep, result: StepResult) -> Counts:
-        """Looks at the numbers of the step before, which the device has finished; returns the
-        counts of the next one, which the ranks have sent in the middle of this one.
+        """Settles the step before, which the device has finished; returns the counts of the next
+        one, which the ranks have sent in the middle of this one.
         """
+        self.settle()
         step = self.state.num_steps + 1
-        pack_ids = ready.batches.pack_ids
-        self.ledger.watch(step, pack_ids, result)
-        self.nonfinite.watch(step, pack_ids, ready.micro_batches, result.numbers)
+        self._watched = (step, ready.batches.pack_ids, ready.micro_batches, result)
         self.stragglers.wait_s += ready.batches.wait_s
         return self.receive_counts()
 
     def settle(self) -> None:
-        """Waits for the last step: records it, and looks at its numbers."""
-        self.ledger.settle()
-        self.nonfinite.settle()
+        """Waits for the step under watch and reads its numbers, once for all who want them: the
+        ledger records it, and a nonfinite one is dumped. Raises RunStoppedError for one too many of
+        those in a row.
+        """
+        if self._watched is None:
+            return
+        step, pack_ids, batches, result = self._watched
+        self._watched = None
+        numbers = result.numbers.read()
+        self.ledger.add_step(step_row(step, pack_ids, result, numbers))
+        self.nonfinite.check(step, pack_ids, batches, numbers)
 
     def receive_counts(self) -> Counts:
         """Returns what is in the next step, over all ranks; agrees on a stop, and compares the

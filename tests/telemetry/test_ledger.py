@@ -5,27 +5,29 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from automodel_lite.errors import ConfigError
 from automodel_lite.run.nonfinite import StepOutcome
-from automodel_lite.telemetry.ledger import Ledger, chained, last_line, read_ledger
+from automodel_lite.telemetry.ledger import Ledger, chained, last_line, read_ledger, step_row
 from automodel_lite.telemetry.metrics import Counts, StepResult
 
 COUNTS = Counts(num_tokens=8, num_label_tokens=4, num_slots=8, num_pairs=20.0)
 
 
-def result(loss_sum: float) -> StepResult:
-    return StepResult(StepOutcome(torch.tensor(loss_sum), torch.tensor(0.1)), 1e-3, COUNTS)
+def row(step: int, packs: list[int], loss_sum: float) -> dict[str, Any]:
+    outcome = StepOutcome(torch.tensor(loss_sum), torch.tensor(0.1))
+    return step_row(step, packs, StepResult(outcome, 1e-3, COUNTS), outcome.read())
 
 
 def written(folder: Path, *losses: float) -> Ledger:
     ledger = Ledger(folder / "ledger.jsonl", is_silent=False, say=print)
     ledger.open(0, "", None, {"ranks": 1})
     for step, loss in enumerate(losses, start=1):
-        ledger.watch(step, [9, 2], result(loss))
+        ledger.add_step(row(step, [9, 2], loss))
     ledger.close()
     return ledger
 
@@ -92,7 +94,7 @@ def test_a_continued_run_drops_the_steps_that_come_again(tmp_path: Path) -> None
     head = read_ledger(path)[2].chain
     ledger = Ledger(path, is_silent=False, say=print)
     ledger.open(2, head, None, {"ranks": 2})
-    ledger.watch(3, [1], result(5.0))
+    ledger.add_step(row(3, [1], 5.0))
     ledger.close()
     lines = read_ledger(path)
     assert [line.row.get("step", line.row.get("start")) for line in lines] == [0, 1, 2, 2, 3]
