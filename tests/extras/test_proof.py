@@ -101,11 +101,11 @@ def test_mistakes(arguments: list[str], cure: str, tmp_path: Path) -> None:
 
 
 def test_made_up_rows_are_the_same_each_time(tmp_path: Path) -> None:
-    work = Work(tmp_path)
-    for make in (data.pairs, data.sampled, data.answered_prompts):
-        first = make(work).read_text()
-        assert make(work).read_text() == first
-    sampled = [json.loads(line) for line in data.sampled(work).read_text().splitlines()]
+    path = tmp_path / "rows.jsonl"
+    for make in (data.pairs, data.answered_prompts, data.sampled):
+        first = make(path).read_text()
+        assert make(path).read_text() == first
+    sampled = [json.loads(line) for line in path.read_text().splitlines()]
     assert {len({len(v) for v in each.values()}) for each in sampled} == {1}
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import random
 import re
 import shutil
 from importlib.util import find_spec
@@ -11,42 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from automodel_lite.extras.proof import data
 from recipes import train_ft
 from tests.runs import QUICK, config_of, losses, train
 
 pytestmark = pytest.mark.numbers
 
-WORDS = [
-    "ship",
-    "gray",
-    "sea",
-    "harbor",
-    "salt",
-    "corn",
-    "wind",
-    "tide",
-    "mast",
-    "gull",
-    "rope",
-    "sail",
-    "fog",
-    "reef",
-]
-
 
 def answered_prompts(path: Path, num_prompts: int = 6) -> Path:
-    """Several answers to each of a few long prompts."""
-    r = random.Random(0)
-
-    def text(num_words: int) -> str:
-        return " ".join(r.choices(WORDS, k=num_words)) + "."
-
-    lines = [
-        {"prompt": text(40), "responses": [text(r.randint(3, 9)) for _ in range(4)]}
-        for _ in range(num_prompts)
-    ]
-    path.write_text("\n".join(map(json.dumps, lines)))
-    return path
+    return data.answered_prompts(path, num_prompts, num_words=40, num_answers=4)
 
 
 def steps(folder: Path, *overrides: str, world_size: int = 1) -> list[dict]:

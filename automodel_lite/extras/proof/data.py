@@ -166,22 +166,27 @@ def gsm8k() -> Path:
     return path
 
 
-def answered_prompts(work: Work, num_prompts: int = 12) -> Path:
-    """Returns rows of several answers to each of a few long prompts."""
+def answered_prompts(
+    path: Path, num_prompts: int = 12, num_words: int = 60, num_answers: int = 6
+) -> Path:
+    """Writes rows of several answers to each of a few long prompts."""
     draw = random.Random(0)
 
     def text(num_words: int) -> str:
         return " ".join(draw.choices(_WORDS, k=num_words)) + "."
 
     rows = [
-        {"prompt": text(60), "responses": [text(draw.randint(3, 9)) for _ in range(6)]}
+        {
+            "prompt": text(num_words),
+            "responses": [text(draw.randint(3, 9)) for _ in range(num_answers)],
+        }
         for _ in range(num_prompts)
     ]
-    return write_rows(work.folder / "answered.jsonl", rows)
+    return write_rows(path, rows)
 
 
-def pairs(work: Work, num_rows: int = 64) -> Path:
-    """Returns preference pairs on prompts of several lengths."""
+def pairs(path: Path, num_rows: int = 64) -> Path:
+    """Writes preference pairs on prompts of several lengths."""
     draw = random.Random(1)
     rows = []
     for _ in range(num_rows):
@@ -190,11 +195,11 @@ def pairs(work: Work, num_rows: int = 64) -> Path:
         rows.append(
             {"prompt": prompt, "chosen": f"It is {chosen}.", "rejected": f"I guess {rejected}."}
         )
-    return write_rows(work.folder / "pairs.jsonl", rows)
+    return write_rows(path, rows)
 
 
-def sampled(work: Work, num_groups: int = 16) -> Path:
-    """Returns rows of a policy: tokens, the old log-probabilities of the answers, advantages."""
+def sampled(path: Path, num_groups: int = 16) -> Path:
+    """Writes rows of a policy: tokens, the old log-probabilities of the answers, advantages."""
     draw = random.Random(2)
     rows = []
     for _ in range(num_groups):
@@ -211,4 +216,4 @@ def sampled(work: Work, num_groups: int = 16) -> Path:
                     "old_log_probs": [0.0 if x < 0 else -5.0 - draw.random() for x in labels],
                 }
             )
-    return write_rows(work.folder / "sampled.jsonl", rows)
+    return write_rows(path, rows)

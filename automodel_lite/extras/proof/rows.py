@@ -96,17 +96,28 @@ def text_settings(work: Work) -> list[str]:
     return ["smoke", "packed_sequence.slot_multiple=16"]
 
 
-def lora_settings(work: Work) -> list[str]:
-    sizes = ["packed_sequence.packed_sequence_size=512", "packed_sequence.slot_multiple=4"]
-    return ["lora", *of_export(work), *sizes]
+def on_rows(preset: str, rows: Path, pack_size: int, *more: str) -> list[str]:
+    """Returns a preset on a file of rows, in packs that two ranks of context parallelism can cut
+    as one process has them.
+    """
+    return [
+        preset,
+        f"dataset.path={rows}",
+        f"packed_sequence.packed_sequence_size={pack_size}",
+        "packed_sequence.slot_multiple=4",
+        *more,
+    ]
 
 
-def of_export(work: Work) -> list[str]:
-    """Returns the settings that start from a tiny model, which is trained once, on questions."""
+def base_model(work: Work) -> str:
+    """Returns the setting that starts from a tiny model, which is trained once, on questions."""
     base = [*TINY, "checkpoint.export_hf=true", "training.max_steps=10"]
-    run = work.train_once("base", "smoke", *base)
-    rows = data.answered_prompts(work)
-    return [f"model.pretrained={run / 'hf'}", f"dataset.path={rows}"]
+    return f"model.pretrained={work.train_once('base', 'smoke', *base) / 'hf'}"
+
+
+def lora_settings(work: Work) -> list[str]:
+    rows = data.answered_prompts(work.folder / "answered.jsonl")
+    return on_rows("lora", rows, 512, base_model(work))
 
 
 def hybrid_settings(kind: str, work: Work) -> list[str]:
@@ -115,48 +126,23 @@ def hybrid_settings(kind: str, work: Work) -> list[str]:
 
 
 def tree_settings(work: Work) -> list[str]:
-    rows = data.answered_prompts(work)
-    return [
-        "finetune",
-        *SMALL_MODEL,
-        f"dataset.path={rows}",
-        "packed_sequence.packed_sequence_size=1024",
-        "packed_sequence.slot_multiple=4",
-        "training.global_batch_size=32",
-        "training.allow_few_steps=true",
-    ]
+    rows = data.answered_prompts(work.folder / "answered.jsonl")
+    steps = ["training.global_batch_size=32", "training.allow_few_steps=true"]
+    return on_rows("finetune", rows, 1024, *SMALL_MODEL, *steps)
 
 
 def pair_settings(work: Work) -> list[str]:
-    return [
-        "dpo",
-        *SMALL_MODEL,
-        f"dataset.path={data.pairs(work)}",
-        "packed_sequence.packed_sequence_size=512",
-        "packed_sequence.slot_multiple=4",
-    ]
+    return on_rows("dpo", data.pairs(work.folder / "pairs.jsonl"), 512, *SMALL_MODEL)
 
 
 def policy_settings(work: Work) -> list[str]:
-    return [
-        "policy",
-        *of_export(work)[:1],
-        f"dataset.path={data.sampled(work)}",
-        "packed_sequence.packed_sequence_size=256",
-        "packed_sequence.slot_multiple=4",
-    ]
+    return on_rows("policy", data.sampled(work.folder / "sampled.jsonl"), 256, base_model(work))
 
 
 def image_settings(work: Work) -> list[str]:
     folder = data.easy_vqa(work)
-    return [
-        "finetune",
-        "dataset=images",
-        f"dataset.path={folder / 'vqa.jsonl'}",
-        f"model.pretrained={folder / 'model'}",
-        "packed_sequence.packed_sequence_size=256",
-        "packed_sequence.slot_multiple=4",
-    ]
+    model = f"model.pretrained={folder / 'model'}"
+    return on_rows("finetune", folder / "vqa.jsonl", 256, "dataset=images", model)
 
 
 def trees_against_rows(work: Work) -> Seen:
