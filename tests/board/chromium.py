@@ -72,6 +72,13 @@ class Chromium:
         os.close(self._from)
 
     def open(self, address: str, width: int = 1280, height: int = 800, dark: bool = False) -> None:
+        self.resize(width, height)
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self._call("Emulation.setEmulatedMedia", features=[scheme])
+        self._call("Page.navigate", url="about:blank")
+        self._call("Page.navigate", url=address)
+
+    def resize(self, width: int, height: int = 800) -> None:
         self._call(
             "Emulation.setDeviceMetricsOverride",
             width=width,
@@ -79,10 +86,6 @@ class Chromium:
             deviceScaleFactor=1,
             mobile=width < 600,
         )
-        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        self._call("Emulation.setEmulatedMedia", features=[scheme])
-        self._call("Page.navigate", url="about:blank")
-        self._call("Page.navigate", url=address)
 
     def run(self, script: str) -> Any:
         """Returns the value of an expression in the page."""

@@ -121,6 +121,20 @@ def test_runs_side_by_side(browser: Chromium, address: str, tmp_path: Path) -> N
         file.write("\n" + json.dumps({"step": 70, "loss": 0.1}) + "\n")
     browser.wait("document.querySelector('#charts table').innerText.includes('70')")
     assert browser.run("document.activeElement.tagName") == "SELECT"
+    # a choice is kept under a name without the token, which is another one at each start
+    browser.run("document.querySelector('#controls input[type=checkbox]').click()")
+    assert browser.run("Object.keys(localStorage)") == ["report:board"]
+    check_page(browser)
+
+
+def test_a_run_without_a_step_waits_at_any_width(
+    browser: Chromium, address: str, tmp_path: Path
+) -> None:
+    recorded(tmp_path / "runs" / "new", "")
+    browser.open(f"{address}#/report/new")
+    browser.wait("document.getElementById('trouble')?.textContent.includes('no step yet')")
+    browser.resize(390)
+    browser.wait("innerWidth === 390")
     check_page(browser)
 
 

@@ -3,7 +3,7 @@
 let DATA = { runs: [] };
 const COLORS = ["#2f7ed8", "#e0741b", "#1f9d6b", "#b4519d", "#8a72d4", "#9a7b4f"];
 const PHASES = { data: "#e0741b", forward: "#2f7ed8", backward: "#1f9d6b", optimizer: "#8a72d4", validation: "#b4519d", checkpoint: "#9a7b4f", other: "#8b8f98" };
-const KEY = "report:" + location.pathname;
+const KEY = "report:" + (document.body.dataset.kept || location.pathname);
 let state = { smooth: 0, log: false, axis: "step", hidden: [] };
 try { state = { ...state, ...JSON.parse(localStorage.getItem(KEY) || "{}") }; } catch (error) { /* storage is off */ }
 const keep = () => { try { localStorage.setItem(KEY, JSON.stringify(state)); } catch (error) { /* storage is off */ } };
@@ -220,7 +220,7 @@ const PANELS = [["grad_norm", "Gradient norm", 1], ["lr", "Learning rate", 1], [
 
 function charts() {
   const main = document.getElementById("charts");
-  if (!main.clientWidth) return;  // it is not shown, and has no columns to draw in
+  if (!DATA.runs.length || !main.clientWidth) return;  // nothing has come yet; or it is not shown, and has no columns to draw in
   main.querySelectorAll("figure").forEach((figure) => figure.remove());
   const runs = DATA.runs.map((run, i) => ({ ...run, color: color(i) })).filter((run) => !state.hidden.includes(run.name));
   const several = DATA.runs.length > 1;
