@@ -167,15 +167,14 @@ class Replay(TrainFinetuneRecipe):
         """
         engine = self.engine
         before = local_copies(engine) if checkpoint is not None else {}
-        row: dict[str, Any] = {}
         while self.num_steps < step:
             ready = next(self.feed)
             seed_all(self.config.seed, self.num_steps, self.mesh.token_rank)
             result = self.step(ready)
             self.state.advance(ready.batches.after)
             self.num_replayed += 1
-            numbers = result.numbers.read()
-            row = step_row(self.num_steps, ready.batches.pack_ids, result, numbers)
+        numbers = result.numbers.read()
+        row = step_row(self.num_steps, ready.batches.pack_ids, result, numbers)
         line = self.recorded.row_of(step)
         dtype = str(self.engine.decided.dtype).removeprefix("torch.")
         limits = self.recorded.limits(step, dtype, self.num_replayed)

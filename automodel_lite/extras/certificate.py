@@ -8,7 +8,6 @@ The model card shows it.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shlex
 from collections.abc import Iterable, Sequence
@@ -30,6 +29,7 @@ from automodel_lite.extras.report import read_run
 from automodel_lite.extras.verify import Check, Sample
 from automodel_lite.models.source import load_whole
 from automodel_lite.run.checkpoint_folder import exported_step, name_of, step_of
+from automodel_lite.run.durable import sha256
 from automodel_lite.run.folder import RunFolder, existing_run
 from automodel_lite.telemetry.ledger import NAME as LEDGER
 from automodel_lite.telemetry.ledger import last_line
@@ -84,11 +84,7 @@ def write_certificate(run: Path, checks: Sequence[Check], sample: Sample) -> dic
 
 def hashes(paths: Iterable[Path]) -> dict[str, str]:
     """Returns the SHA-256 of each file by its name."""
-    found = {}
-    for path in paths:
-        with path.open("rb") as file:
-            found[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
-    return found
+    return {path.name: sha256(path) for path in paths}
 
 
 def as_json(check: Check) -> dict[str, Any]:

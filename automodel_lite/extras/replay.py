@@ -21,7 +21,7 @@ from automodel_lite.models.layers import local
 from automodel_lite.parallel.control import Control
 from automodel_lite.run.checkpoint import flat_state
 from automodel_lite.run.checkpoint_folder import MANIFEST, STATE, step_of, survey
-from automodel_lite.run.durable import digests, read_json
+from automodel_lite.run.durable import read_json, sha256
 from automodel_lite.run.folder import RunFolder, json_object
 from automodel_lite.telemetry.ledger import NAME, Line, manifest_digest, read_ledger
 from automodel_lite.training.engine import TrainingEngine
@@ -202,7 +202,7 @@ def _problems_of(checkpoint: Path, lines: Sequence[Line]) -> list[str]:
         return [f"{name} is another checkpoint than the one in {NAME}: its manifest differs"]
     files = read_json(checkpoint / MANIFEST)["files"]
     for file, entry in files.items():
-        if entry.get("sha256") != digests(checkpoint / file)["sha256"]:
+        if entry.get("sha256") != sha256(checkpoint / file):
             return [f"{name}: {file} has other content than was written"]
     head = read_json(checkpoint / STATE).get("ledger")
     if head not in {line.chain for line in lines if line.step == step}:

@@ -110,6 +110,12 @@ def checksum(path: Path) -> str:
     return f"{value:08x}"
 
 
+def sha256(path: Path) -> str:
+    """Returns the SHA-256 of a file, 64 hex digits."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 class Digest:
     """Both digests of content that comes in pieces."""
 

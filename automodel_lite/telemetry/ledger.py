@@ -25,7 +25,7 @@ from typing import Any
 
 from automodel_lite.errors import ConfigError
 from automodel_lite.run.checkpoint_folder import MANIFEST, step_of
-from automodel_lite.run.durable import json_line, sync, write_atomically
+from automodel_lite.run.durable import json_line, sha256, sync, write_atomically
 from automodel_lite.telemetry.callbacks import JsonlLogger
 from automodel_lite.telemetry.metrics import StepResult
 
@@ -101,7 +101,7 @@ def last_line(path: Path) -> tuple[int, str]:
 
 def manifest_digest(checkpoint: Path) -> str:
     """Returns the SHA-256 of a checkpoint's manifest, which names the SHA-256 of each file."""
-    return hashlib.sha256((checkpoint / MANIFEST).read_bytes()).hexdigest()
+    return sha256(checkpoint / MANIFEST)
 
 
 class Ledger:
