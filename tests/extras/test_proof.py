@@ -75,7 +75,7 @@ def test_the_page_grows_row_by_row(tmp_path: Path) -> None:
     shown = {each.name: look(each, Work(tmp_path)) for each in rows[:4]}
     assert shown["absent"].passed is None
     assert (shown["broken"].seen, shown["broken"].passed) == ("a b", False)
-    text = page(rows, shown, 50, 100)
+    text = page(rows, shown)
     assert "1 of 4 rows as expected" in text
     assert "| good | what | expected | 1e-07 \\| over 2 steps | rule | as expected |" in text
     assert "| bad | what | expected | far | rule | **DIFFERENT** |" in text
@@ -98,6 +98,12 @@ def test_rows_of_an_earlier_proof_are_kept(tmp_path: Path) -> None:
 def test_mistakes(arguments: list[str], cure: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=cure):
         proof([*arguments, "--to", str(tmp_path)])
+
+
+def test_rows_run_without_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    script = "import os; print(repr(os.environ['CUDA_VISIBLE_DEVICES']))"
+    assert Work(tmp_path).python(["-c", script]) == "''\n"
 
 
 def test_made_up_rows_are_the_same_each_time(tmp_path: Path) -> None:

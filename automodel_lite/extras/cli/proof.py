@@ -24,6 +24,7 @@ from automodel_lite.redact import scrub
 from automodel_lite.results import RESULTS
 from automodel_lite.run.durable import write_atomically
 from automodel_lite.run.folder import json_object
+from automodel_lite.telemetry.console import quiet_libraries
 from automodel_lite.version import __version__
 
 _VERDICTS = {True: "as expected", False: "**DIFFERENT**", None: "missing"}
@@ -73,6 +74,7 @@ def proof(argv: list[str]) -> int:
     if args.list:
         print("\n".join(f"{row.name:22} {row.what}" for row in ROWS))
         return 0
+    quiet_libraries()
     work = Work(args.to.resolve(), args.steps, args.real_steps, args.peers)
     work.folder.mkdir(parents=True, exist_ok=True)
     shown = read_shown(work.folder / "proof.json")
@@ -83,7 +85,7 @@ def proof(argv: list[str]) -> int:
             work.folder / "proof.json",
             json.dumps({name: asdict(each) for name, each in shown.items()}, indent=1) + "\n",
         )
-        write_atomically(work.folder / "proof.md", page(ROWS, shown, args.steps, args.real_steps))
+        write_atomically(work.folder / "proof.md", page(ROWS, shown))
         each = shown[row.name]
         print(f"{row.name:22} {_VERDICTS[each.passed].strip('*'):12} {each.seen}", flush=True)
     failed = [row.name for row in chosen if shown[row.name].passed is False]
@@ -113,7 +115,7 @@ def read_shown(path: Path) -> dict[str, Shown]:
     return {name: Shown(**values) for name, values in found.items() if name in known}
 
 
-def page(rows: Sequence[Row], shown: Mapping[str, Shown], steps: int, real_steps: int) -> str:
+def page(rows: Sequence[Row], shown: Mapping[str, Shown]) -> str:
     """Returns the table as Markdown that can be published as it is."""
     cores = os.cpu_count()
     counted = list(shown.values())
@@ -125,8 +127,7 @@ def page(rows: Sequence[Row], shown: Mapping[str, Shown], steps: int, real_steps
         f"transformers {transformers.__version__}, Python {platform.python_version()}), "
         f"{datetime.now(UTC):%Y-%m-%d}, on {platform.machine()} with {cores} cores, no GPU: "
         f"{passed} of {len(counted)} rows as expected, "
-        f"{sum(each.seconds for each in counted) / 60:.0f} minutes. Curves have {steps} steps, "
-        f"that of the pretrained model {real_steps}.",
+        f"{sum(each.seconds for each in counted) / 60:.0f} minutes.",
         "",
         "| row | what | expected | seen | rule | |",
         "|---|---|---|---|---|---|",

@@ -26,11 +26,14 @@ class MissingError(Exception):
 
 
 def environment() -> dict[str, str]:
-    """Returns that of a process which runs this checkout, or installation, on one thread."""
+    """Returns that of a process which runs this checkout, or installation, on one thread and no
+    GPU: few machines have one for each of eight ranks.
+    """
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     threads = os.environ.get("OMP_NUM_THREADS", "1")
     path = os.pathsep.join(filter(None, paths))
-    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": threads}
+    own = {"PYTHONPATH": path, "OMP_NUM_THREADS": threads, "CUDA_VISIBLE_DEVICES": ""}
+    return {**os.environ, **own}
 
 
 @dataclass(frozen=True)
