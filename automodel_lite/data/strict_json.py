@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -16,11 +17,18 @@ def read_json(text: str) -> Any:
         raise ValueError("brackets are nested a thousand deep") from None
 
 
+def key_twice(pairs: Sequence[tuple[Any, Any]]) -> Any:
+    """Returns the first key that several pairs of a key and a value have; None without one."""
+    if len(dict(pairs)) == len(pairs):
+        return None
+    keys = [key for key, _ in pairs]
+    return next(key for key in keys if keys.count(key) > 1)
+
+
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     row = dict(pairs)
     if len(row) < len(pairs):
-        names = [key for key, _ in pairs]
-        twice = next(key for key in names if names.count(key) > 1)
+        twice = key_twice(pairs)
         raise ValueError(f"the key {twice!r} is there twice in one object: keep one of them")
     return row
 

@@ -12,7 +12,7 @@ import math
 from typing import Any
 
 from automodel_lite.data.document import shown
-from automodel_lite.data.strict_json import read_json
+from automodel_lite.data.strict_json import key_twice, read_json
 from automodel_lite.errors import DataError, explained
 
 ARGUMENTS = ("arguments", "parameters", "args", "input")
@@ -161,12 +161,9 @@ def _is_pairs(value: Any) -> bool:
 
 
 def _object_of_pairs(pairs: list[Any], where: str) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [key for key, _ in pairs]
-        twice = next(key for key in names if names.count(key) > 1)
+    if (twice := key_twice(pairs)) is not None:
         raise DataError(f"{where} has the key {twice!r} twice: keep one of them.")
-    return found
+    return dict(pairs)
 
 
 def _sound(value: Any, where: str) -> Any:
