@@ -441,7 +441,7 @@ def test_pickled_weights_of_a_strangers_model_run_nothing(tmp_path: Path) -> Non
 def test_a_strangers_chat_template_runs_in_a_sandbox(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attack: str
 ) -> None:
-    from automodel_lite.data.tokens.encode import ChatRenderer
+    from automodel_lite.data.tokens.chat import ChatRenderer
 
     monkeypatch.chdir(tmp_path)
     tokenizer = byte_tokenizer(LLAMA3)

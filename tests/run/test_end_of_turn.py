@@ -19,7 +19,7 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from automodel_lite.data.tokens.encode import ChatRenderer
+from automodel_lite.data.tokens.chat import ChatRenderer
 from automodel_lite.data.tokens.stop_tokens import stop_ids, template_end
 from automodel_lite.data.tokens.tokenizer import load_tokenizer
 from automodel_lite.tools.load_generator import load_generator

@@ -1,4 +1,4 @@
-"""Documents to token rows: chat templates, tokenization, memory-mapped rows.
+"""Documents to token rows: renderings, tokenization, memory-mapped rows.
 
 Knows: one document at a time. Imports: `data.reading`, config, the ground.
 """

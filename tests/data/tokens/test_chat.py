@@ -9,7 +9,9 @@ import pytest
 
 from automodel_lite.config.schema import TokenizeConfig
 from automodel_lite.data.formats.turns import read_turns
-from automodel_lite.data.tokens.encode import ChatRenderer, Renderer, Rendering
+from automodel_lite.data.tokens.chat import ChatRenderer
+from automodel_lite.data.tokens.encode import Renderer
+from automodel_lite.data.tokens.rendering import Rendering
 from automodel_lite.data.tokens.tokenizer import CHAT_TEMPLATE
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.extras.api import tokenize_chats

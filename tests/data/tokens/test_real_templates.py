@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from automodel_lite.data.formats.turns import read_turns
-from automodel_lite.data.tokens.encode import ChatRenderer, Rendering
+from automodel_lite.data.tokens.chat import ChatRenderer
+from automodel_lite.data.tokens.rendering import Rendering
 from automodel_lite.errors import ConfigError, DataError
 from tests.data.templates import Family, byte_tokenizer
 
