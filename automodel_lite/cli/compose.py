@@ -255,8 +255,13 @@ def compose(loader: Loader, preset: str, overrides: Sequence[str]) -> DictConfig
     """Returns what Hydra makes of the preset and the overrides, its own settings included; raises
     ConfigError.
     """
-    setup_globals()  # the resolvers of Hydra, `${hydra:...}`
     check_overrides(loader, overrides)
+    return compose_checked(loader, preset, overrides)
+
+
+def compose_checked(loader: Loader, preset: str, overrides: Sequence[str]) -> DictConfig:
+    """Returns what `compose` does, of overrides that `check_overrides` has let through."""
+    setup_globals()  # the resolvers of Hydra, `${hydra:...}`
     return loader.load_configuration(preset, list(overrides), RunMode.RUN)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from argparse import Namespace
 from collections.abc import Iterator, MutableMapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -24,7 +25,7 @@ from packaging.version import Version
 from automodel_lite.cli.compose import (
     Loader,
     check_overrides,
-    compose,
+    compose_checked,
     without_hydra,
 )
 from automodel_lite.cli.exit_codes import end, hide_secrets
@@ -69,14 +70,7 @@ def run_command_line(main: str, argv: Sequence[str]) -> int:
     """Runs what the command line asks for; returns the exit code."""
     line = read_line(argv)
     recipe = Recipe(main)
-    own = {flag: vars(line)[flag] for flag in OWN_FLAGS if vars(line)[flag]}
-    for flag in own:
-        command = OWN_FLAGS[flag][0]
-        if recipe.name != RECIPES[command][0]:
-            raise ConfigError(
-                f"--{flag}: of the commands with key=value, automodel-lite {command} alone "
-                "takes it."
-            )
+    own = own_flags(line, recipe)
     if line.is_question and not is_shown():
         return 0  # the first rank answers
     if line.version:
@@ -88,18 +82,14 @@ def run_command_line(main: str, argv: Sequence[str]) -> int:
             launch = locate(COMMANDS["launcher"])  # imports torch
         return launch(main, line.nproc, list(argv))
     if recipe.name == RECIPES["verify"][0] and not line.is_question:
-        folder, overrides = named_run(line.overrides)
-        if folder is None and line.replay:
+        run_folder, rest = named_run(line.overrides)
+        if run_folder is not None:
+            return verify_run(run_folder, rest, line)
+        if line.replay:
             raise ConfigError(
                 "--replay computes a step of a run again: automodel-lite verify runs/mine "
                 f"--replay {line.replay}."
             )
-        if folder is not None:
-            if line.json:
-                open_json(line.json)
-            with activity("importing torch and transformers"):
-                replay = Recipe("recipes.replay:main").function()
-            return replay(folder, overrides, line.replay) or 0
     sources = Sources.of(line.config_dir, line.config_path, recipe)
     if line.help:
         print(locate(COMMANDS["help"])(recipe, sources))
@@ -133,6 +123,45 @@ def run_command_line(main: str, argv: Sequence[str]) -> int:
             f"{useless[0]}: settings of Hydra are for --multirun; the folder of a run is "
             "output_dir."
         )
+    raw, unread = compose_readable(loader, line, job.problems if job else ())
+    if not any(OmegaConf.select(raw, f"{group}._target_") for group in NEEDED):
+        raise ConfigError(
+            f"{sources.file(str(line.config_name))}: it is based on no other preset: begin it with "
+            "`defaults: [finetune, _self_]`."
+        )
+    return run(recipe, raw, line.overrides, sources, own, job, unread)
+
+
+def own_flags(line: Namespace, recipe: Recipe) -> dict[str, Any]:
+    """Returns the flags that the recipe alone takes; raises ConfigError for those of others."""
+    own = {flag: vars(line)[flag] for flag in OWN_FLAGS if vars(line)[flag]}
+    for flag in own:
+        command = OWN_FLAGS[flag][0]
+        if recipe.name != RECIPES[command][0]:
+            raise ConfigError(
+                f"--{flag}: of the commands with key=value, automodel-lite {command} alone "
+                "takes it."
+            )
+    return own
+
+
+def verify_run(folder: Path, overrides: Sequence[str], line: Namespace) -> int:
+    """Checks a run against its own records; returns the exit code."""
+    if line.json:
+        open_json(line.json)
+    with activity("importing torch and transformers"):
+        replay = Recipe("recipes.replay:main").function()
+    return replay(folder, overrides, line.replay) or 0
+
+
+def compose_readable(
+    loader: Loader, line: Namespace, known: Sequence[UserError]
+) -> tuple[DictConfig, list[UserError]]:
+    """Returns what the preset and the overrides make that can be read, and what is wrong with the
+    others, which are taken off the line; raises ConfigError with all that is wrong.
+
+    known  what is wrong with the line already
+    """
     unread: list[UserError] = []
     try:
         check_overrides(loader, line.overrides)
@@ -141,15 +170,9 @@ def run_command_line(main: str, argv: Sequence[str]) -> int:
         wrong = {problem.key for problem in unread}
         line.overrides = [text for text in line.overrides if text not in wrong]
     try:
-        raw = compose(loader, str(line.config_name), line.overrides)
+        return compose_checked(loader, str(line.config_name), line.overrides), unread
     except ConfigError as error:
-        raise ConfigError.of([*(job.problems if job else ()), *unread, error]) from None
-    if not any(OmegaConf.select(raw, f"{group}._target_") for group in NEEDED):
-        raise ConfigError(
-            f"{sources.file(str(line.config_name))}: it is based on no other preset: begin it with "
-            "`defaults: [finetune, _self_]`."
-        )
-    return run(recipe, raw, line.overrides, sources, own, job, unread)
+        raise ConfigError.of([*known, *unread, error]) from None
 
 
 def named_run(overrides: Sequence[str]) -> tuple[Path | None, list[str]]:

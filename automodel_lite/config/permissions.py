@@ -65,7 +65,7 @@ def permission_problems(raw: DictConfig, is_typed: IsTyped) -> Iterator[str]:
                         f"{key}={value} is set in a file, but only the command line may set a "
                         f"tracker of an installed package: {key}=... ."
                     )
-    for key, value in flatten(OmegaConf.to_container(raw)):
+    for key, value in flatten(plain):
         if value and needs_the_command_line(key) and not is_typed(key):
             yield f"{key} is set in a file, but only the command line may set it: {key}=... ."
 
