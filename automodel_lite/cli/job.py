@@ -14,7 +14,7 @@ What is typed as KEY=VALUE stands, and is not chosen.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -220,22 +220,26 @@ def rows_of(paths: Sequence[str], typed: dict[str, str]) -> Rows:
     first = [row for _, row in islice(placed(opened.rows), 20) if not isinstance(row, DataError)]
     if any(_has_images(row) for row in first):
         return Rows("finetune", "chats with images", ("dataset=images",), True, count)
-    if {"chosen", "rejected"} <= {*columns}:
+    renames = _renames(given)
+    names = {*columns, *renames}
+    if {"chosen", "rejected"} <= names:
         return Rows("dpo", "pairs of a chosen and a rejected answer", count=count)
-    if _is_judged(columns, first):
+    if _is_judged(names, renames, first):
         return Rows("kto", "answers with a label, good or bad", count=count)
-    if {"input_ids", "advantages"} <= {*columns}:
+    if {"input_ids", "advantages"} <= names:
         return Rows("policy", "tokens with advantages", count=count)
-    renames = {
-        key.removeprefix("dataset.columns."): str(column)
-        for key, column in given.items()
-        if key.startswith("dataset.columns.")
-    }
-    if not isinstance(given.get("dataset.columns"), dict):
-        detected = detect(columns, None, renames)
-        kind = detected.format.kind
-        return Rows("finetune", _KINDS.get(kind, kind), asks=kind in _ASKED, count=count)
-    return Rows("finetune", "documents", asks=True, count=count)
+    kind = detect(columns, None, renames).format.kind
+    return Rows("finetune", _KINDS.get(kind, kind), asks=kind in _ASKED, count=count)
+
+
+def _renames(given: Mapping[str, Any]) -> dict[str, str]:
+    """Returns canonical name -> column, as `dataset.columns` has it, whole or key by key."""
+    whole = given.get("dataset.columns")
+    found = dict(whole) if isinstance(whole, dict) else {}
+    for key, column in given.items():
+        if key.startswith("dataset.columns."):
+            found[key.removeprefix("dataset.columns.")] = column
+    return {str(name): str(column) for name, column in found.items()}
 
 
 # one batch, on a CPU beside a full GPU; answers that are longer are judged as far as they go
@@ -250,13 +254,19 @@ _KINDS = {
 }
 
 
-def _is_judged(columns: Sequence[str], first: Sequence[Mapping[str, Any]]) -> bool:
-    """Returns whether rows say of an answer whether it is good, by true or false."""
+def _is_judged(
+    names: Collection[str], renames: Mapping[str, str], first: Sequence[Mapping[str, Any]]
+) -> bool:
+    """Returns whether rows say of an answer whether it is good, by true or false.
+
+    names  of the columns, and what the renamed ones are here
+    """
+    from automodel_lite.data.formats.verdict import READERS
     from automodel_lite.data.reading.beside import VERDICTS
 
-    names = [name for name in VERDICTS if name in columns]
-    has_answer = not {"completion", "messages", "conversations", "output"}.isdisjoint(columns)
-    values = [row.get(name) for name in names for row in first]
+    labels = [renames.get(name, name) for name in VERDICTS if name in names]
+    has_answer = not {*READERS}.isdisjoint(names)
+    values = [row.get(label) for label in labels for row in first]
     return has_answer and bool(values) and all(isinstance(value, bool) for value in values)
 
 
@@ -286,7 +296,9 @@ def _held_out(rows: Rows, typed: dict[str, str]) -> tuple[list[str], str]:
         return [], ""
     named = [key for key in ("val_path", "val_split", "val_frac") if f"dataset.{key}" in typed]
     chosen = []
-    count = min(rows.count, int(typed.get("dataset.max_documents") or rows.count))
+    most = _value(typed.get("dataset.max_documents", "null"))
+    # another kind of value is refused with the other settings
+    count = min(rows.count, most) if isinstance(most, int) and most > 0 else rows.count
     # one in twenty, of small sets more: the answers of two documents say little
     wanted = min(
         max(round(count * HELD_OUT_FRAC), min(LEAST_HELD_OUT, count // 6), 1), MOST_HELD_OUT

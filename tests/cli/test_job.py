@@ -75,6 +75,39 @@ def test_the_rows_choose_the_preset(kind: str) -> None:
     assert ("dataset.val_frac=0.08" in found.chosen) == (kind != "policies")
 
 
+@pytest.mark.parametrize(
+    ("row", "typed", "preset"),
+    [
+        ({"q": "a", "good": "b", "bad": "c"}, ["chosen=good", "rejected=bad", "prompt=q"], "dpo"),
+        ({"q": "a", "a": "b", "ok": True}, ["label=ok", "prompt=q", "completion=a"], "kto"),
+        ({"q": "a", "a": "b"}, ["prompt=q", "completion=a"], "finetune"),
+    ],
+    ids=["pairs", "judged", "prompts"],
+)
+def test_columns_that_are_named_choose_the_preset_too(
+    row: dict, typed: list[str], preset: str
+) -> None:
+    file = write("rows.jsonl", row)
+    by_key = job("model", file, *(f"dataset.columns.{one}" for one in typed))
+    whole = ",".join(one.replace("=", ": ") for one in typed)
+    at_once = job("model", file, f"dataset.columns={{{whole}}}")
+    assert (by_key.preset, at_once.preset) == (preset, preset)
+    assert (by_key.problems, at_once.problems) == ((), ())
+
+
+@pytest.mark.parametrize(
+    ("typed", "line"),
+    [
+        ("null", "dataset.val_frac=0.08: 8 documents"),
+        ("50", "dataset.val_frac=0.16: 8 documents"),
+        ("abc", "dataset.val_frac=0.08: 8 documents"),  # refused with the other settings
+    ],
+)
+def test_a_limit_of_documents_bounds_what_is_kept_aside(typed: str, line: str) -> None:
+    found = job("model", write("rows.jsonl", CHAT), f"dataset.max_documents={typed}")
+    assert found.lines[-1].startswith(line)
+
+
 def test_a_tokenized_corpus_is_pre_trained_on() -> None:
     Path("corpus").mkdir()
     np.arange(100, dtype=np.uint16).tofile("corpus/a.bin")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from automodel_lite.data.document import Document, Message, RawRow, shown
@@ -14,6 +15,13 @@ from automodel_lite.data.formats.texts import (
 )
 from automodel_lite.errors import DataError
 
+READERS: dict[str, Callable[[RawRow], Document]] = {
+    "messages": messages,
+    "conversations": conversations,
+    "completion": prompt_completion,
+    "output": alpaca,
+}
+"""Column of the answer -> what reads a row with it."""
 _EMPTY: tuple[Any, ...] = (None, "", [])
 _WORDS = {"true": True, "false": False, "1": True, "0": False}
 
@@ -22,13 +30,7 @@ def verdict(row: RawRow) -> Document:
     """`label`, true or false, of an answer: the `completion` of a `prompt` (texts or messages), the
     `output` of an `instruction`, or the last turn of `messages` or `conversations`.
     """
-    readers = {
-        "messages": messages,
-        "conversations": conversations,
-        "completion": prompt_completion,
-        "output": alpaca,
-    }
-    found = [name for name in readers if row.get(name) not in _EMPTY]
+    found = [name for name in READERS if row.get(name) not in _EMPTY]
     # one column may stand for both
     if row.get("completion") == row.get("output") not in _EMPTY:
         found.remove("completion" if row.get("instruction") not in _EMPTY else "output")
@@ -39,7 +41,7 @@ def verdict(row: RawRow) -> Document:
             f"and {what}."
         )
     is_good = _truth(row.get("label"))
-    document = readers[found[0]](row)
+    document = READERS[found[0]](row)
     if "messages" not in document:
         return {**document, "verdict": is_good}
     # The label judges the last turn, or all of a completion; what is before them is the prompt.

@@ -18,7 +18,7 @@ from automodel_lite.data.formats.known import Format, Renames
 
 # a column of the answer that is not wanted
 REJECTED = re.compile(r"reject|loser|worse|dispreferred", re.IGNORECASE)
-VERDICTS = ("label", "kto_tag")  # good or bad: what KTO trains on
+VERDICTS = ("label", *NAMES["columns"]["label"])  # good or bad: what KTO trains on
 VERDICT = (
     "says which answers are good and which are bad (KTO), and all rows would be trained on the "
     "same way: train with --config-name kto to learn from both, keep only the good rows, or set "
