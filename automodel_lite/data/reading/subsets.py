@@ -54,7 +54,7 @@ class Asked:
         """Returns the end of a sentence: how one of several is chosen, `places` their paths below
         the folder.
         """
-        if self.key == "dataset.val_path" or what == "path":
+        if self.key == "dataset.val_path":
             cures = [f"{self.key}={self.below(place)}" for place in places]
         else:
             cures = [f"dataset.{what}={printable(choice)}" for choice in choices]
