@@ -235,7 +235,10 @@ class TensorDifference(NamedTuple):
 
 def local_copies(engine: TrainingEngine) -> dict[str, Tensor]:
     """Returns copies of this rank's parts of weights and of what the optimizer keeps."""
-    tensors, _ = flat_state(engine.model.loss_model, engine.optimizer)
+    # torch asks an optimizer without a state for it by a step of rate 0, which its counter keeps:
+    # the first real step would be Adam's second
+    optimizer = engine.optimizer if engine.optimizer.state else None
+    tensors, _ = flat_state(engine.model.loss_model, optimizer)
     return {name: local(tensor.detach()).clone() for name, tensor in tensors.items()}
 
 
