@@ -31,6 +31,7 @@ TRAIN = "train"
 _HELD_OUT = re.compile(
     r"(?<![a-z])(val|valid|validation|dev|eval|evaluation|test|testing|held.?out)(?![a-z])", re.I
 )
+_PLAIN = re.compile(r"(?!\d+$)[\w./*:@+%-]+", re.ASCII)  # what Hydra reads as one text
 _TRAIN = re.compile(r"(?<![a-z])train(ing)?(?![a-z])", re.I)
 
 
@@ -55,10 +56,16 @@ class Asked:
         the folder.
         """
         if self.key == "dataset.val_path":
-            cures = [f"{self.key}={self.below(place)}" for place in places]
+            cures = [_typed(self.key, self.below(place)) for place in places]
         else:
-            cures = [f"dataset.{what}={printable(choice)}" for choice in choices]
+            cures = [_typed(f"dataset.{what}", printable(choice)) for choice in choices]
         return f"set {listed(cures, 4)}"
+
+    def every(self, places: Sequence[str]) -> str:
+        """Returns the setting that names all of these paths below the folder."""
+        paths = [self.below(place) for place in places]
+        listed_paths = [path if _PLAIN.fullmatch(path) else f'"{path}"' for path in paths]
+        return f"'{self.key}=[{','.join(listed_paths)}]'"
 
     def below(self, place: str) -> str:
         """Returns a path below the folder as it is typed, in an archive at an address, too."""
@@ -69,6 +76,15 @@ class Asked:
     def split_setting(self) -> str:
         """Returns the setting that names the split."""
         return self.key if self.key == "dataset.val_split" else "dataset.split"
+
+
+def _typed(key: str, value: str) -> str:
+    """Returns a setting as a shell takes it: in quotes where a plain one would mean several values,
+    or other words.
+    """
+    if _PLAIN.fullmatch(value):
+        return f"'{key}={value}'" if "*" in value else f"{key}={value}"
+    return f"'{key}=\"{value}\"'"
 
 
 class Settled(NamedTuple):
@@ -251,11 +267,10 @@ def subset_folder(names: Sequence[str], asked: Asked) -> str | None:
     folders = sorted(set().union(*several))
     if asked.name is None:
         if folders:
-            every = ",".join(map(asked.below, folders))
             raise ConfigError(
                 f"{asked.key}={asked.path} holds several subsets, {listed(folders, 4)}, which may "
                 f"be the same documents again: {asked.choose('name', folders, folders)}, or all "
-                f"of them, '{asked.key}=[{every}]'."
+                f"of them, {asked.every(folders)}."
             )
         return None
     within = sorted({name.rpartition("/")[0] for name in names if "/" in name})
@@ -300,11 +315,10 @@ def chosen_by_split(names: Sequence[str], asked: Asked) -> Chosen:
         split = TRAIN
     elif len(parts) > 1 and asked.split not in own:
         patterns = [_pattern(of) for of in own.values()]
-        every = ",".join(map(asked.below, patterns))
         raise ConfigError(
             f"{asked.key}={asked.path} holds several splits, {listed([*own], 4)}, which may be the "
             f"same documents again: {asked.choose('split', [*own], patterns)}, or all of them, "
-            f"'{asked.key}=[{every}]'."
+            f"{asked.every(patterns)}."
         )
     elif asked.split in own:
         split = asked.split

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -156,6 +157,27 @@ def test_folders_of_subsets_without_a_card_are_refused(tmp_path: Path, root: str
     )
     message = refused(names and f"{path}/{names[2]}", val_path=path)
     assert f"set dataset.val_path={path}/{root}main, dataset.val_path={path}/{root}soc" in message
+
+
+def test_cures_are_typed_as_a_shell_takes_them(tmp_path: Path) -> None:
+    """A comma would be two values, a space two words, a number no text; zsh looks for a star."""
+    names = ["my main/train.jsonl", "so,cratic/train.jsonl", "2024/train.jsonl"]
+    path = folder_of(tmp_path / "g", names)
+    message = refused(path)
+    assert message.endswith(
+        "set 'dataset.name=\"2024\"', 'dataset.name=\"my main\"', 'dataset.name=\"so,cratic\"', or "
+        f"all of them, 'dataset.path=[{path}/2024,\"{path}/my main\",\"{path}/so,cratic\"]'."
+    )
+    for cure in shlex.split(message.rpartition(": set ")[2].removesuffix(".")):
+        if cure.startswith("dataset.name="):
+            name = typed(cure.rstrip(","))["name"]
+            assert trained(path, name=name) == [f"{name}/train.jsonl"]
+    every = shlex.split(message.rpartition("all of them, ")[2].removesuffix("."))[0]
+    assert sorted(trained(**typed(every))) == sorted(names)
+    shards = [f"{split}-00000-of-00001.jsonl" for split in ("train_a", "train_b")]
+    path = folder_of(tmp_path / "s", shards)
+    message = refused(str(tmp_path / "g/2024"), val_path=path)
+    assert f"set 'dataset.val_path={path}/train_a-*'" in message
 
 
 def test_folders_that_are_parts_of_one_set_are_taken(tmp_path: Path) -> None:
