@@ -311,4 +311,4 @@ def place_problems(plain: dict[str, Any], has_data: bool) -> Iterator[ConfigErro
             try:
                 find_files(paths, place[1], name=subset, split=split)
             except ConfigError as error:
-                yield error
+                yield ConfigError(error.text, key=place[1], cure=error.cure)

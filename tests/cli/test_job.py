@@ -221,3 +221,19 @@ def test_everything_wrong_with_a_command_is_one_answer(tmp_path: Path) -> None:
         "training.max_stepz=4: unknown key; did you mean training.max_steps?",
         "optimizer.lr=fast must be a number or auto.",
     ]
+
+
+def test_a_file_that_is_not_there_is_told_once(tmp_path: Path) -> None:
+    from automodel_lite.cli import run_recipe
+
+    write("a.jsonl", CHAT)
+    write("b.jsonl", CHAT)
+    words = ["model", "a.jsonl,b.jsonl"]
+    code, screen = in_a_process(run_recipe, tmp_path, "recipes.train_ft:main", words)
+    assert (code, screen.strip().splitlines()) == (
+        2,
+        [
+            "dataset.path=a.jsonl,b.jsonl: several files: name them one after the other, a.jsonl "
+            "b.jsonl."
+        ],
+    )
