@@ -168,8 +168,8 @@ def _template(theirs: Tree) -> Iterator[str]:
         )
     elif template.lower().endswith("_nothink") and not is_chat:
         yield (
-            f"template={template}: by hand: tokenize.template_kwargs={{enable_thinking: false}} is "
-            "the template without thoughts"
+            f"template={template}: by hand: tokenize.template_kwargs.enable_thinking=false is the "
+            "template without thoughts"
         )
 
 
