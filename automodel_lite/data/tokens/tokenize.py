@@ -598,8 +598,8 @@ def tokenization_notes(name: str, found: Findings) -> list[str]:
         notes.append(
             f"NOTE: {name}: the last answers of {found.num_unasked:,} documents are trained "
             "without the end of the prompt that the chat template writes for one, "
-            f"{found.first_unasked}: let it ask as they answer (tokenize.template_kwargs, as "
-            "enable_thinking: false), or train on answers that begin so"
+            f"{found.first_unasked}: let it ask as they answer, many by "
+            "tokenize.template_kwargs.enable_thinking=false, or train on answers that begin so"
         )
     if found.num_blank:
         notes.append(
