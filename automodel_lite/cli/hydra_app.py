@@ -235,9 +235,10 @@ def run(
     problems: list[UserError] = [*unread]
     try:
         config = check_config(raw, kind)
+        known = vars(config)
     except ConfigError as error:
         problems.append(error)
-    known, _ = known_values(raw)
+        known, _ = known_values(raw)
     if recipe.is_ours:
         problems += place_problems(known, has_data=recipe.name != "plan")
     if names_a_run and isinstance(known.get("output_dir"), str):
