@@ -186,6 +186,14 @@ def test_steps_of_a_number_of_documents(documents, per_step, edges) -> None:
     assert step_edges(np.array(documents, int), per_step).tolist() == edges
 
 
+def test_steps_of_documents_are_balanced_each_by_itself() -> None:
+    """Two ranks run packs of like cost at a time; the third of the last step keeps its place."""
+    costs = np.array([9.0, 1, 8, 2, 7, 3, 5])
+    order = balance_steps(costs, "step", BatchShape(4, 1, 2), [0, 4, 7])
+    assert sorted(map(sorted, costs[order][:4].reshape(2, 2).tolist())) == [[1, 2], [8, 9]]
+    assert order[4:].tolist() in ([4, 5, 6], [5, 4, 6])
+
+
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 9), max_size=60), st.integers(1, 40), st.integers(1, 4))
 def test_every_pack_is_in_one_step_of_documents(documents, per_step, ranks) -> None:

@@ -31,6 +31,17 @@ _ = -100
 USER, ASSISTANT, END = 256, 257, 260  # ids of the special tokens of MARKED
 
 
+def test_the_template_of_a_processor_is_that_of_a_tokenizer_without_one(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer(MARKED)
+    template = tokenizer.chat_template
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path)
+    assert load_tokenizer(str(tmp_path)).chat_template is None
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    (tmp_path / "processor_config.json").write_text("{}")
+    assert load_tokenizer(str(tmp_path)).chat_template == template
+
+
 def test_a_padding_token_that_is_the_end_token_is_trained(tmp_path: Path) -> None:
     tokenizer = byte_tokenizer(MARKED)
     tokenizer.pad_token = tokenizer.eos_token
