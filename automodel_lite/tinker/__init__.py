@@ -30,13 +30,11 @@ except MissingPackageError as error:
     print(error, file=sys.stderr)
     sys.exit(2)
 
-from automodel_lite.tinker.clients import (
-    RestClient,
-    SamplingClient,
-    ServiceClient,
-    TrainingClient,
-)
 from automodel_lite.tinker.engines import SETTINGS
+from automodel_lite.tinker.rest import RestClient
+from automodel_lite.tinker.sampling import SamplingClient
+from automodel_lite.tinker.service import ServiceClient
+from automodel_lite.tinker.training import TrainingClient
 
 __all__ = ["RestClient", "SamplingClient", "ServiceClient", "TrainingClient", "install"]
 CLIENTS = (RestClient, SamplingClient, ServiceClient, TrainingClient)

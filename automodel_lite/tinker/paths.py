@@ -28,6 +28,7 @@ KINDS = {
     "sampler_weights": "sampler",
     "external_weights": "external",
 }
+Metadata = dict[str, str] | None
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 

@@ -1,7 +1,8 @@
-"""Errors of the service's kinds, with our sentences."""
+"""What is refused, by the service's errors with our sentences; and what is named as unused."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, TypeVar
@@ -13,6 +14,14 @@ from automodel_lite.errors import ConfigError
 
 T = TypeVar("T")
 _STATUS = {tinker.BadRequestError: 400, tinker.NotFoundError: 404, tinker.ConflictError: 409}
+_said: set[str] = set()
+
+
+def note(text: str) -> None:
+    """Says once what is read and has no meaning here."""
+    if text not in _said:
+        _said.add(text)
+        print(f"tinker     {text}", file=sys.stderr)
 
 
 def refusal(kind: type[Exception], text: str) -> Exception:

@@ -1,0 +1,252 @@
+"""The client that draws and scores.
+
+Legend: N positions of a prompt, K tokens of each.
+"""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tinker
+from tinker import types
+from tinker.types.topk_logprobs import MASK_LOGPROB, TopkLogprobs
+
+from automodel_lite.extras.client.sampling import Request
+from automodel_lite.seed import derive_seed
+from automodel_lite.tinker import paths
+from automodel_lite.tinker.engines import SETTINGS, Engine, Source, Waiting
+from automodel_lite.tinker.futures import Future, done
+from automodel_lite.tinker.refusals import bad_request, refusing
+from automodel_lite.tinker.rows import token_ids
+
+
+class SamplingClient:
+    """Draws and scores by the weights of one moment. Prompts that are asked one after another, and
+    waited for later, are drawn as one batch.
+    """
+
+    _numbers = itertools.count()
+
+    def __init__(self, engine: Engine, source: Source, base_model: str) -> None:
+        self.engine = engine
+        self.source = source
+        self.base_model = base_model
+        self._number = next(self._numbers)
+        self._num_asked = 0
+
+    def sample(
+        self,
+        prompt: types.ModelInput,
+        num_samples: int,
+        sampling_params: types.SamplingParams,
+        include_prompt_logprobs: bool = False,
+        topk_prompt_logprobs: int = 0,
+        topk_sample_logprobs: int = 0,
+        target_prompt_logprobs: types.TensorData | None = None,
+        prompt_alt_tokens_k: int = 0,
+        prompt_logprobs_last_n: int | None = None,
+    ) -> Any:
+        """Draws answers with their log-probabilities, by the weights as they are."""
+        asked = self._num_asked
+        self._num_asked += 1
+        future: Future[types.SampleResponse] = Future(
+            self.engine.draw_waiting, lambda: len(self.engine.waiting)
+        )
+
+        @refusing
+        def ask() -> None:
+            if prompt_alt_tokens_k:
+                raise bad_request("prompt_alt_tokens_k is not done here: leave it 0.")
+            if sampling_params.max_tokens is None:
+                room = self.engine.client.most_tokens - prompt.length
+            else:
+                room = sampling_params.max_tokens
+            seed = sampling_params.seed
+            if seed is None:
+                # alike on all ranks, other in each call, and in each step of a run that goes on
+                seed = derive_seed(self._number, asked, self.engine.client.num_steps)
+            request = Request(
+                prompt=token_ids(prompt, "the prompt"),
+                num_samples=num_samples,
+                max_new_tokens=room,
+                temperature=sampling_params.temperature,
+                top_p=sampling_params.top_p,
+                top_k=max(0, sampling_params.top_k),
+                stop=sampling_params.stop,  # type: ignore[arg-type]
+                seed=seed,
+            )
+
+            def settle(answers: list[Any]) -> None:
+                def respond() -> types.SampleResponse:
+                    sequences = [
+                        types.SampledSequence(
+                            stop_reason="stop" if answer.is_ended else "length",
+                            sequence_id=f"sampler-{self._number}-{asked}-{number}",
+                            tokens_np=np.asarray(answer.ids, np.int32),
+                            logprobs_np=answer.log_probs,
+                            topk_logprobs_np=self._top_of_answer(
+                                request.prompt, answer.ids, topk_sample_logprobs
+                            ),
+                        )
+                        for number, answer in enumerate(answers)
+                    ]
+                    about = self._about_prompt(
+                        list(request.prompt),
+                        include_prompt_logprobs,
+                        topk_prompt_logprobs,
+                        target_prompt_logprobs,
+                        prompt_logprobs_last_n,
+                    )
+                    return types.SampleResponse(sequences=sequences, **about)
+
+                try:
+                    future.settle(refusing(respond)())
+                except Exception as error:
+                    future.fail(error)
+
+            def fail(error: BaseException) -> None:
+                if isinstance(error, ValueError) and not isinstance(error, tinker.TinkerError):
+                    error = bad_request(str(error))
+                future.fail(error)
+
+            self.engine.waiting.append(Waiting(request, self.source, settle, fail))
+
+        try:
+            ask()
+        except Exception as error:
+            future.fail(error)
+        return future
+
+    async def sample_async(
+        self,
+        prompt: types.ModelInput,
+        num_samples: int,
+        sampling_params: types.SamplingParams,
+        include_prompt_logprobs: bool = False,
+        topk_prompt_logprobs: int = 0,
+        topk_sample_logprobs: int = 0,
+        target_prompt_logprobs: types.TensorData | None = None,
+        prompt_alt_tokens_k: int = 0,
+        prompt_logprobs_last_n: int | None = None,
+    ) -> types.SampleResponse:
+        return await self.sample(
+            prompt,
+            num_samples,
+            sampling_params,
+            include_prompt_logprobs,
+            topk_prompt_logprobs,
+            topk_sample_logprobs,
+            target_prompt_logprobs,
+            prompt_alt_tokens_k,
+            prompt_logprobs_last_n,
+        )
+
+    def compute_logprobs(
+        self, prompt: types.ModelInput, prompt_logprobs_last_n: int | None = None
+    ) -> Any:
+        """Scores a prompt: None for its first token."""
+
+        @refusing
+        def call() -> list[float | None]:
+            ids = token_ids(prompt, "the prompt")
+            about = self._about_prompt(ids, True, 0, None, prompt_logprobs_last_n)
+            found: np.ndarray = about["prompt_logprobs_np"]
+            return [None if np.isnan(x) else float(x) for x in found]
+
+        return done(call)
+
+    async def compute_logprobs_async(
+        self, prompt: types.ModelInput, prompt_logprobs_last_n: int | None = None
+    ) -> list[float | None]:
+        found: list[float | None] = await self.compute_logprobs(prompt, prompt_logprobs_last_n)
+        return found
+
+    def _about_prompt(
+        self,
+        ids: list[int],
+        has_log_probs: bool,
+        top_k: int,
+        targets: types.TensorData | None,
+        last: int | None,
+    ) -> dict[str, Any]:
+        """Returns the fields of a response that are the prompt's."""
+        length = len(ids)
+        if last is not None and not (has_log_probs and 1 <= last <= length - 1):
+            raise ValueError(
+                f"prompt_logprobs_last_n={last} is from 1 to len(prompt) - 1 = {length - 1}, with "
+                "include_prompt_logprobs=True."
+            )
+        found: dict[str, Any] = {}
+        if not has_log_probs and not top_k and targets is None:
+            return found
+        if length < 2:
+            if has_log_probs:
+                found["prompt_logprobs_np"] = np.full(length, np.nan, np.float32)
+            return found
+        first = 1 if last is None else length - last
+        with self.engine.weights_of(self.source) as client:
+            if has_log_probs or top_k:
+                row = {"input_ids": ids[:-1], "labels": ids[1:]}
+                out = client.forward([row], top_k)
+                values = np.full(length, np.nan, np.float32)
+                values[first:] = out.log_probs[0][first - 1 :]
+                if has_log_probs:
+                    found["prompt_logprobs_np"] = values
+                if top_k:
+                    found["topk_prompt_logprobs_np"] = _top(out, length, first)
+            if targets is not None:
+                ids_NK = targets.to_numpy(pad_value=-1)
+                if ids_NK.ndim != 2 or len(ids_NK) != length - 1:
+                    raise ValueError(
+                        f"target_prompt_logprobs has the shape {list(ids_NK.shape)}, and must be "
+                        f"[len(prompt) - 1, K] = [{length - 1}, K]."
+                    )
+                out = client.forward([{"input_ids": ids[:-1], "target_ids": ids_NK}])
+                found["target_prompt_logprobs"] = types.TensorData.from_numpy(out.log_probs[0])
+        return found
+
+    def _top_of_answer(self, prompt: Any, answer: list[int], top_k: int) -> Any:
+        if not top_k:
+            return None
+        ids = [*prompt, *answer]
+        labels = [-100] * (len(prompt) - 1) + list(answer)
+        with self.engine.weights_of(self.source) as client:
+            out = client.forward([{"input_ids": ids[:-1], "labels": labels}], top_k)
+        return TopkLogprobs(
+            token_ids=out.top_ids[0][len(prompt) - 1 :].astype(np.int32),
+            logprobs=out.top_log_probs[0][len(prompt) - 1 :],
+        )
+
+    def get_tokenizer(self) -> Any:
+        return self.engine.client.tokenizer
+
+    def get_base_model(self) -> str:
+        return self.base_model
+
+    async def get_base_model_async(self) -> str:
+        return self.base_model
+
+    def get_telemetry(self) -> None:
+        return None
+
+
+def sampler_of(root: Path, path: str) -> SamplingClient:
+    folder = paths.folder_of(root, path).absolute()
+    facts = paths.read_facts(folder.parent.parent)
+    engine = SETTINGS.engine(facts["base_model"], facts["more"])
+    with engine.lock:
+        source = Source(engine.client.read_snapshot(folder), None)
+    return SamplingClient(engine, source, facts["base_model"])
+
+
+def _top(out: Any, length: int, first: int) -> TopkLogprobs:
+    """Returns the likeliest tokens of each position; the SDK's marks where there is none."""
+    width = out.top_ids[0].shape[1]
+    ids_NK = np.zeros((length, width), np.int32)
+    log_probs_NK = np.full((length, width), MASK_LOGPROB, np.float32)
+    ids_NK[first:] = out.top_ids[0][first - 1 :]
+    log_probs_NK[first:] = out.top_log_probs[0][first - 1 :]
+    return TopkLogprobs(token_ids=ids_NK, logprobs=log_probs_NK)
