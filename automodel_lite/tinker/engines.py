@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from automodel_lite import TrainingClient as Client
 from automodel_lite.errors import ConfigError
 from automodel_lite.extras.client.sampling import Answer, Request
@@ -210,7 +208,7 @@ def new_folder(root: Path, prefix: str) -> Path:
             return str(folder)
         raise OSError(f"{root} is full.")
 
-    return Path(all_ranks().on_first(make) if dist.is_initialized() else make())
+    return Path(all_ranks().on_first(make))
 
 
 def compare(what: str, value: Any) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 from datetime import datetime
 from typing import Any, Literal
 
 import tinker
 from tinker import types
 
+from automodel_lite.parallel.control import all_ranks
 from automodel_lite.tinker import paths
 from automodel_lite.tinker.engines import SETTINGS
 from automodel_lite.tinker.futures import done
@@ -149,15 +149,11 @@ class RestClient:
         await self.delete_checkpoint(training_run_id, checkpoint_id)
 
     def delete_checkpoint_from_tinker_path(self, tinker_path: str) -> Any:
-        @refusing
         def call() -> None:
             folder = paths.folder_of(self.root, tinker_path)
-            for engine in itertools.islice(SETTINGS.engines.values(), 1):
-                engine.client._ranks.on_first(lambda: paths.delete(folder))
-                return
-            paths.delete(folder)
+            all_ranks().on_first(lambda: paths.delete(folder))
 
-        return done(call)
+        return done(refusing(call))
 
     async def delete_checkpoint_from_tinker_path_async(self, tinker_path: str) -> None:
         await self.delete_checkpoint_from_tinker_path(tinker_path)

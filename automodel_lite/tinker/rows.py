@@ -170,9 +170,16 @@ def output_of(out: Output, data: Sequence[Any], metrics: Mapping[str, float]) ->
     """Returns the service's record: log-probabilities of the targets, in their shape."""
     records = []
     for datum, found in zip(data, out.log_probs):
-        shape = datum.loss_fn_inputs["target_tokens"].to_numpy().shape
-        own = found[:, : shape[1]] if len(shape) > 1 else found.reshape(len(found), -1)[:, 0]
-        records.append({"logprobs": types.TensorData.from_numpy(np.ascontiguousarray(own))})
+        own = np.ascontiguousarray(values_of(datum, found))
+        records.append({"logprobs": types.TensorData.from_numpy(own)})
     return types.ForwardBackwardOutput(
         loss_fn_output_type="ArrayRecord", loss_fn_outputs=records, metrics=dict(metrics)
     )
+
+
+def values_of(datum: Any, values: Any) -> Any:
+    """Returns values of a row in the shape of the datum's targets, [N] or [N, K]: rows of one call
+    have as many targets as the widest of them.
+    """
+    shape = datum.loss_fn_inputs["target_tokens"].to_numpy().shape
+    return values[:, : shape[1]] if len(shape) > 1 else values.reshape(len(values), -1)[:, 0]

@@ -68,7 +68,7 @@ class ServiceClient:
         return done(call)
 
     def get_server_capabilities(self) -> types.GetServerCapabilitiesResponse:
-        return self._rest_client().get_server_capabilities().result()
+        return self.create_rest_client().get_server_capabilities().result()
 
     async def get_server_capabilities_async(self) -> types.GetServerCapabilitiesResponse:
         return self.get_server_capabilities()
@@ -265,9 +265,6 @@ class ServiceClient:
             )
 
         return done(refuse)  # type: ignore[no-any-return]
-
-    def _rest_client(self) -> RestClient:
-        return RestClient()
 
     def create_rest_client(self) -> RestClient:
         return RestClient()

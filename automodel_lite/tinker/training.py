@@ -15,15 +15,14 @@ from tinker.lib.public_interfaces.custom_loss import (
     run_loss_handle,
 )
 
+from automodel_lite.parallel.control import all_ranks
 from automodel_lite.tinker import paths
 from automodel_lite.tinker.engines import Engine, Source, compare, new_folder
-from automodel_lite.tinker.futures import ClientFuture, done
+from automodel_lite.tinker.futures import ClientFuture, Future, done
 from automodel_lite.tinker.paths import Metadata
 from automodel_lite.tinker.refusals import bad_request, note, refusing
-from automodel_lite.tinker.rows import OURS, loss_of, output_of, rows_of
+from automodel_lite.tinker.rows import loss_of, output_of, rows_of, values_of
 from automodel_lite.tinker.sampling import SamplingClient, sampler_of
-
-UNUSED = frozenset(OURS.values()) | {"target_weights"}
 
 
 class TrainingClient:
@@ -39,11 +38,10 @@ class TrainingClient:
         self.facts = facts
         self.run = new_folder(root, "run-")
         self.model_id = self.run.name
-        with engine.of(self) as client:
-            client._ranks.on_first(lambda: paths.write_facts(self.run, facts))
+        all_ranks().on_first(lambda: paths.write_facts(self.run, facts))
         self._request_error: BaseException | None = None
 
-    def _do(self, call: Callable[[], Any]) -> Any:
+    def _do(self, call: Callable[[], Any], kind: type[Future[Any]] = Future) -> Any:
         """Returns the future of a call; after one that failed, others do not pretend to go on."""
 
         def checked() -> Any:
@@ -60,7 +58,7 @@ class TrainingClient:
                 self._request_error = error
                 raise
 
-        return done(checked)
+        return done(checked, kind)
 
     # ---------------------------------------------- training
     def forward(
@@ -72,9 +70,8 @@ class TrainingClient:
             loss_of(loss_fn, loss_fn_config)
             rows, _ = rows_of(data, loss_fn)
             self._check_spans(data)
-            bare = [{k: v for k, v in row.items() if k not in UNUSED} for row in rows]
             with self.engine.of(self) as client:
-                out = client.forward(bare)
+                out = client.forward(rows)
             metrics = {}
             if loss_fn == "cross_entropy":
                 total = 0.0
@@ -137,14 +134,10 @@ class TrainingClient:
                 for datum in data
             ]
             rows, _ = rows_of(targets, "cross_entropy")
-            shapes = [datum.loss_fn_inputs["target_tokens"].to_numpy().shape for datum in data]
             metrics: dict[str, float] = {}
 
             def of_rows(found: list[Any]) -> Any:
-                own = [
-                    x[:, : shape[1]] if len(shape) > 1 else x.reshape(len(x), -1)[:, 0]
-                    for x, shape in zip(found, shapes)
-                ]
+                own = [values_of(datum, values) for datum, values in zip(data, found)]
                 if isinstance(loss_fn, LossHandle):
                     loss, more = run_loss_handle(loss_fn, data, own)
                 else:
@@ -216,7 +209,7 @@ class TrainingClient:
         with self.engine.of(self) as client:
             if kind == "external_weights":
                 compare("save_weights_external", path)
-                if client._ranks.on_first(folder.exists):
+                if all_ranks().on_first(folder.exists):
                     raise FileExistsError(f"{path} is there already: take another name.")
                 client.save_weights(folder)
             else:
@@ -228,7 +221,7 @@ class TrainingClient:
                     optimizer=kind == "weights",
                     with_pending=True,
                 )
-            client._ranks.on_first(lambda: paths.write_metadata(folder, metadata))
+        all_ranks().on_first(lambda: paths.write_metadata(folder, metadata))
         return path
 
     def _load(self, path: str, optimizer: bool) -> Any:
@@ -342,13 +335,7 @@ class TrainingClient:
                 source = Source(client.snapshot(), self)
             return SamplingClient(self.engine, source, self.facts["base_model"])
 
-        made = self._do(call)
-        found: ClientFuture[SamplingClient] = ClientFuture()
-        if made.future().exception() is not None:
-            found.fail(made.future().exception())
-        else:
-            found.settle(made.result())
-        return found
+        return self._do(call, ClientFuture)  # type: ignore[no-any-return]
 
     async def save_weights_and_get_sampling_client_async(
         self,
