@@ -35,7 +35,6 @@ from torch.distributed.tensor import DTensor
 
 from automodel_lite.attention.spec import config_value
 from automodel_lite.cli import compose_config
-from automodel_lite.columns import IGNORE_INDEX
 from automodel_lite.config.check import check_config
 from automodel_lite.config.components import option
 from automodel_lite.config.schema import Config
@@ -60,6 +59,7 @@ from automodel_lite.extras.client.sampling import (
     Stop,
     batches_of_one_length,
     plain_settings,
+    rows_of_answers,
 )
 from automodel_lite.extras.client.seats import Seat, Snapshot, copies, put_back
 from automodel_lite.extras.client.targets import (
@@ -451,13 +451,10 @@ class TrainingClient:
         An answer follows from its request alone: what else is in the batch does not change it.
         """
         drawn = self._draw(requests, batch_size)
-        groups = []
-        for request, answers in zip(requests, drawn):
-            prompt = list(map(int, request.prompt))
-            silent = [IGNORE_INDEX] * (len(prompt) - 1)
-            groups.append(
-                [{"input_ids": (prompt + ids)[:-1], "labels": silent + ids} for ids, _ in answers]
-            )
+        groups = [
+            rows_of_answers(request.prompt, [ids for ids, _ in answers])
+            for request, answers in zip(requests, drawn)
+        ]
         found = iter(self.forward(groups).log_probs)
         return [
             [Answer(ids, next(found)[-len(ids) :], is_ended) for ids, is_ended in answers]
@@ -742,6 +739,7 @@ class TrainingClient:
         """
         built = self.built
         path = Path(folder)
+        self._same(str(path), "names of a folder")
         model = built.model
         if built.adapter:
             export_adapter(

@@ -24,6 +24,7 @@ from transformers import (
     StoppingCriteria,
 )
 
+from automodel_lite.columns import IGNORE_INDEX
 from automodel_lite.seed import derive_seed
 
 Stop = str | Sequence[str] | Sequence[int] | None
@@ -109,6 +110,20 @@ class Answer:
     ids: list[int]
     log_probs: np.ndarray
     is_ended: bool
+
+
+def rows_of_answers(
+    prompt: Sequence[int], answers: Sequence[Sequence[int]]
+) -> list[dict[str, list[int]]]:
+    """Returns one group of rows, whose labels are the answers.
+
+    >>> rows_of_answers([5, 6], [[7, 8]])
+    [{'input_ids': [5, 6, 7], 'labels': [-100, 7, 8]}]
+    """
+    silent = [IGNORE_INDEX] * (len(prompt) - 1)
+    return [
+        {"input_ids": [*prompt, *answer][:-1], "labels": [*silent, *answer]} for answer in answers
+    ]
 
 
 def plain_settings(max_new_tokens: int, padding: int) -> GenerationConfig:
