@@ -4,34 +4,43 @@ and the prompts that wait to be drawn together.
 
 from __future__ import annotations
 
-import os
+import itertools
+import secrets
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+
+import torch.distributed as dist
 
 from automodel_lite import TrainingClient as Client
 from automodel_lite.errors import ConfigError
 from automodel_lite.extras.client.sampling import Answer, Request
 from automodel_lite.extras.client.seats import Seat, Snapshot
+from automodel_lite.launched import rank, world_size
 from automodel_lite.parallel.control import all_ranks
-from automodel_lite.parallel.mesh import world_size
+from automodel_lite.parallel.mesh import launchers_store
 
 PRESET = "policy"
+Given = tuple[str, tuple[str, ...]]
+"""The preset and overrides of a base model's name."""
+_numbers = itertools.count()
 
 
 @dataclass
 class Settings:
-    """Of the process, by `install`."""
+    """Of the process, by `install`.
+
+    engines  by what was given for the name, and by further overrides
+    """
 
     models: dict[str, tuple[str, ...]] = field(default_factory=dict)
     folder: Path = Path("runs/tinker")
     overrides: tuple[str, ...] = ()
-    engines: dict[tuple[str, ...], Engine] = field(default_factory=dict)
+    engines: dict[tuple[Given, tuple[str, ...]], Engine] = field(default_factory=dict)
 
-    def given(self, base_model: str) -> tuple[str, tuple[str, ...]]:
+    def given(self, base_model: str) -> Given:
         """Returns the preset and overrides of a base model's name."""
         own = self.models.get(base_model, (f"model.pretrained={base_model}",))
         preset = PRESET
@@ -41,14 +50,18 @@ class Settings:
 
     def engine(self, base_model: str, more: Sequence[str]) -> Engine:
         """Returns the model of a name and further overrides, loaded once."""
-        preset, own = self.given(base_model)
-        # what was given for the name comes last, so that it decides
-        overrides = (*more, *own)
-        key = (preset, *overrides)
+        given = self.given(base_model)
+        key = (given, tuple(more))
         if key not in self.engines:
-            number = len(self.engines)
-            self.engines[key] = Engine.load(preset, overrides, self.folder, number)
+            preset, own = given
+            # what was given for the name comes last, so that it decides
+            self.engines[key] = Engine.load(preset, (*more, *own), self.folder)
         return self.engines[key]
+
+    def loaded(self, base_model: str) -> list[Engine]:
+        """Returns the models of a name that are in memory, whatever their further overrides."""
+        given = self.given(base_model)
+        return [engine for (of_name, _), engine in self.engines.items() if of_name == given]
 
 
 SETTINGS = Settings()
@@ -56,11 +69,14 @@ SETTINGS = Settings()
 
 @dataclass
 class Waiting:
-    """A request that waits. source: the snapshot; None = the start model."""
+    """A request that waits.
+
+    settle  gets the answers, and the client while it draws and scores by the source's weights
+    """
 
     request: Request
     source: Source
-    settle: Callable[[list[Answer]], None]
+    settle: Callable[[Client, list[Answer]], None]
     fail: Callable[[BaseException], None]
 
 
@@ -90,13 +106,9 @@ class Engine:
     lock: threading.RLock = field(default_factory=threading.RLock)
 
     @classmethod
-    def load(cls, preset: str, overrides: Sequence[str], folder: Path, number: int) -> Engine:
+    def load(cls, preset: str, overrides: Sequence[str], folder: Path) -> Engine:
         """Loads a model; the client's own run folder is a new one beside those of the runs."""
-        if world_size() > 1:
-            # no group of ranks is there yet: what all of them know
-            name = f"engine-{os.environ['MASTER_PORT']}-{number}"
-        else:
-            name = new_folder(folder, "engine-").name
+        name = _new_name()
         places = (f"output_dir={folder.resolve()}/{name}", f"name={name}", "loss=cross_entropy")
         client = Client(preset, *overrides, *places)
         engine = cls(client)
@@ -166,32 +178,43 @@ class Engine:
             self.waiting.clear()
             sources = {id(one.source): one.source for one in waiting}
             for source in sources.values():
-                of_source = [one for one in waiting if one.source is source]
-                try:
-                    with self.weights_of(source) as client:
-                        drawn = client.draw([one.request for one in of_source])
-                except Exception as error:
-                    self._draw_apart(of_source, error)
-                    continue
-                for one, answers in zip(of_source, drawn):
-                    one.settle(answers)
+                self._draw([one for one in waiting if one.source is source])
 
-    def _draw_apart(self, waiting: Sequence[Waiting], error: Exception) -> None:
-        """Draws each request on its own, so that one which is wrong fails alone."""
-        if len(waiting) == 1:
-            waiting[0].fail(error)
-            return
-        for one in waiting:
-            try:
-                with self.weights_of(one.source) as client:
-                    one.settle(client.draw([one.request])[0])
-            except Exception as own:
-                one.fail(own)
+    def _draw(self, waiting: Sequence[Waiting]) -> None:
+        """Draws for requests of one source; where one of them is wrong, each on its own, so that it
+        fails alone.
+        """
+        try:
+            with self.weights_of(waiting[0].source) as client:
+                drawn = client.draw([one.request for one in waiting])
+                for one, answers in zip(waiting, drawn):
+                    one.settle(client, answers)
+        except Exception as error:
+            if len(waiting) == 1:
+                waiting[0].fail(error)
+                return
+            for one in waiting:
+                self._draw([one])
 
 
 def fresh(start: Seat) -> Seat:
     """Returns a seat that may be changed, as its optimizer and gradients are."""
     return Seat(start.values, [None] * len(start.values), {}, dict(start.counts))
+
+
+def _new_name() -> str:
+    """Returns the name of an engine, the same on all ranks, and another one in each process: a
+    folder that a job before has made may be of other settings.
+    """
+    name = f"engine-{secrets.token_hex(4)}"
+    number = str(next(_numbers))
+    if world_size() == 1:
+        return name
+    # the ranks have no group before their first engine
+    store = dist.PrefixStore("names of engines", launchers_store())
+    if rank() == 0:
+        store.set(number, name)
+    return store.get(number).decode()
 
 
 def new_folder(root: Path, prefix: str) -> Path:
@@ -209,14 +232,3 @@ def new_folder(root: Path, prefix: str) -> Path:
         raise OSError(f"{root} is full.")
 
     return Path(all_ranks().on_first(make))
-
-
-def compare(what: str, value: Any) -> None:
-    """Raises ValueError where the ranks have other values."""
-    found = all_ranks().on_all(lambda: repr(value))
-    for rank, other in enumerate(found):
-        if other != found[0]:
-            raise ValueError(
-                f"rank {rank} has called {what} with {other}, and rank 0 with {found[0]}: under "
-                "torchrun every rank runs the same script: draw nothing at random but by one seed."
-            )

@@ -54,13 +54,16 @@ class Future(APIFuture, Generic[T]):  # type: ignore[misc]
             self._start()
         return self._future
 
-    def settle(self, value: T) -> None:
-        if not self._future.done():
-            self._future.set_result(value)
-
-    def fail(self, error: BaseException) -> None:
-        if not self._future.done():
+    def do(self, call: Callable[[], T]) -> None:
+        """Takes what a call returns as the result, or its error; the first one stays."""
+        if self._future.done():
+            return
+        try:
+            value = call()
+        except Exception as error:
             self._future.set_exception(error)
+        else:
+            self._future.set_result(value)
 
 
 class ClientFuture(Future[T]):
@@ -75,8 +78,5 @@ class ClientFuture(Future[T]):
 def done(call: Callable[[], T], kind: type[Future[T]] = Future) -> Any:
     """Returns the future of a call that is made now; its error is raised by the future."""
     found = kind()
-    try:
-        found.settle(call())
-    except Exception as error:
-        found.fail(error)
+    found.do(call)
     return found

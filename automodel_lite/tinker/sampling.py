@@ -6,15 +6,17 @@ Legend: N positions of a prompt, K tokens of each.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tinker
 from tinker import types
 from tinker.types.topk_logprobs import MASK_LOGPROB, TopkLogprobs
 
-from automodel_lite.extras.client.sampling import Request
+from automodel_lite import TrainingClient as Client
+from automodel_lite.extras.client.sampling import Answer, Request, rows_of_answers
+from automodel_lite.extras.client.targets import IDS, NO_TARGET
 from automodel_lite.seed import derive_seed
 from automodel_lite.tinker import paths
 from automodel_lite.tinker.engines import SETTINGS, Engine, Source, Waiting
@@ -50,74 +52,58 @@ class SamplingClient:
         prompt_logprobs_last_n: int | None = None,
     ) -> Any:
         """Draws answers with their log-probabilities, by the weights as they are."""
-        asked = self._num_asked
+        name = f"sampler-{self._number}-{self._num_asked}"
+        # alike on all ranks, other in each call, and in each step of a run that goes on
+        seed = derive_seed(self._number, self._num_asked, self.engine.client.num_steps)
         self._num_asked += 1
         future: Future[types.SampleResponse] = Future(
             self.engine.draw_waiting, lambda: len(self.engine.waiting)
         )
 
-        @refusing
-        def ask() -> None:
-            if prompt_alt_tokens_k:
-                raise bad_request("prompt_alt_tokens_k is not done here: leave it 0.")
-            if sampling_params.max_tokens is None:
-                room = self.engine.client.most_tokens - prompt.length
-            else:
-                room = sampling_params.max_tokens
-            seed = sampling_params.seed
-            if seed is None:
-                # alike on all ranks, other in each call, and in each step of a run that goes on
-                seed = derive_seed(self._number, asked, self.engine.client.num_steps)
-            request = Request(
-                prompt=token_ids(prompt, "the prompt"),
-                num_samples=num_samples,
-                max_new_tokens=room,
-                temperature=sampling_params.temperature,
-                top_p=sampling_params.top_p,
-                top_k=max(0, sampling_params.top_k),
-                stop=sampling_params.stop,  # type: ignore[arg-type]
-                seed=seed,
-            )
-
-            def settle(answers: list[Any]) -> None:
-                def respond() -> types.SampleResponse:
-                    sequences = [
-                        types.SampledSequence(
-                            stop_reason="stop" if answer.is_ended else "length",
-                            sequence_id=f"sampler-{self._number}-{asked}-{number}",
-                            tokens_np=np.asarray(answer.ids, np.int32),
-                            logprobs_np=answer.log_probs,
-                            topk_logprobs_np=self._top_of_answer(
-                                request.prompt, answer.ids, topk_sample_logprobs
-                            ),
-                        )
-                        for number, answer in enumerate(answers)
-                    ]
-                    about = self._about_prompt(
-                        list(request.prompt),
-                        include_prompt_logprobs,
-                        topk_prompt_logprobs,
-                        target_prompt_logprobs,
-                        prompt_logprobs_last_n,
+        def settle(client: Client, answers: list[Answer]) -> None:
+            @refusing
+            def respond() -> types.SampleResponse:
+                ids = list(request.prompt)
+                tops = _tops_of_answers(client, ids, answers, topk_sample_logprobs)
+                about = _about_prompt(
+                    client,
+                    ids,
+                    include_prompt_logprobs,
+                    topk_prompt_logprobs,
+                    target_prompt_logprobs,
+                    prompt_logprobs_last_n,
+                )
+                sequences = [
+                    types.SampledSequence(
+                        stop_reason="stop" if answer.is_ended else "length",
+                        sequence_id=f"{name}-{number}",
+                        tokens_np=np.asarray(answer.ids, np.int32),
+                        logprobs_np=answer.log_probs,
+                        topk_logprobs_np=top,
                     )
-                    return types.SampleResponse(sequences=sequences, **about)
+                    for number, (answer, top) in enumerate(zip(answers, tops))
+                ]
+                return types.SampleResponse(sequences=sequences, **about)
 
-                try:
-                    future.settle(refusing(respond)())
-                except Exception as error:
-                    future.fail(error)
+            future.do(respond)
 
-            def fail(error: BaseException) -> None:
-                if isinstance(error, ValueError) and not isinstance(error, tinker.TinkerError):
-                    error = bad_request(str(error))
-                future.fail(error)
+        def fail(error: BaseException) -> None:
+            @refusing
+            def again() -> types.SampleResponse:
+                raise error
 
-            self.engine.waiting.append(Waiting(request, self.source, settle, fail))
+            future.do(again)
 
         try:
-            ask()
+            if prompt_alt_tokens_k:
+                raise bad_request("prompt_alt_tokens_k is not done here: leave it 0.")
+            request = _request_of(
+                prompt, num_samples, sampling_params, self.engine.client.most_tokens, seed
+            )
         except Exception as error:
-            future.fail(error)
+            fail(error)
+        else:
+            self.engine.waiting.append(Waiting(request, self.source, settle, fail))
         return future
 
     async def sample_async(
@@ -152,7 +138,8 @@ class SamplingClient:
         @refusing
         def call() -> list[float | None]:
             ids = token_ids(prompt, "the prompt")
-            about = self._about_prompt(ids, True, 0, None, prompt_logprobs_last_n)
+            with self.engine.weights_of(self.source) as client:
+                about = _about_prompt(client, ids, True, 0, None, prompt_logprobs_last_n)
             found: np.ndarray = about["prompt_logprobs_np"]
             return [None if np.isnan(x) else float(x) for x in found]
 
@@ -163,62 +150,6 @@ class SamplingClient:
     ) -> list[float | None]:
         found: list[float | None] = await self.compute_logprobs(prompt, prompt_logprobs_last_n)
         return found
-
-    def _about_prompt(
-        self,
-        ids: list[int],
-        has_log_probs: bool,
-        top_k: int,
-        targets: types.TensorData | None,
-        last: int | None,
-    ) -> dict[str, Any]:
-        """Returns the fields of a response that are the prompt's."""
-        length = len(ids)
-        if last is not None and not (has_log_probs and 1 <= last <= length - 1):
-            raise ValueError(
-                f"prompt_logprobs_last_n={last} is from 1 to len(prompt) - 1 = {length - 1}, with "
-                "include_prompt_logprobs=True."
-            )
-        found: dict[str, Any] = {}
-        if not has_log_probs and not top_k and targets is None:
-            return found
-        if length < 2:
-            if has_log_probs:
-                found["prompt_logprobs_np"] = np.full(length, np.nan, np.float32)
-            return found
-        first = 1 if last is None else length - last
-        with self.engine.weights_of(self.source) as client:
-            if has_log_probs or top_k:
-                row = {"input_ids": ids[:-1], "labels": ids[1:]}
-                out = client.forward([row], top_k)
-                values = np.full(length, np.nan, np.float32)
-                values[first:] = out.log_probs[0][first - 1 :]
-                if has_log_probs:
-                    found["prompt_logprobs_np"] = values
-                if top_k:
-                    found["topk_prompt_logprobs_np"] = _top(out, length, first)
-            if targets is not None:
-                ids_NK = targets.to_numpy(pad_value=-1)
-                if ids_NK.ndim != 2 or len(ids_NK) != length - 1:
-                    raise ValueError(
-                        f"target_prompt_logprobs has the shape {list(ids_NK.shape)}, and must be "
-                        f"[len(prompt) - 1, K] = [{length - 1}, K]."
-                    )
-                out = client.forward([{"input_ids": ids[:-1], "target_ids": ids_NK}])
-                found["target_prompt_logprobs"] = types.TensorData.from_numpy(out.log_probs[0])
-        return found
-
-    def _top_of_answer(self, prompt: Any, answer: list[int], top_k: int) -> Any:
-        if not top_k:
-            return None
-        ids = [*prompt, *answer]
-        labels = [-100] * (len(prompt) - 1) + list(answer)
-        with self.engine.weights_of(self.source) as client:
-            out = client.forward([{"input_ids": ids[:-1], "labels": labels}], top_k)
-        return TopkLogprobs(
-            token_ids=out.top_ids[0][len(prompt) - 1 :].astype(np.int32),
-            logprobs=out.top_log_probs[0][len(prompt) - 1 :],
-        )
 
     def get_tokenizer(self) -> Any:
         return self.engine.client.tokenizer
@@ -240,6 +171,87 @@ def sampler_of(root: Path, path: str) -> SamplingClient:
     with engine.lock:
         source = Source(engine.client.read_snapshot(folder), None)
     return SamplingClient(engine, source, facts["base_model"])
+
+
+def _request_of(
+    prompt: types.ModelInput,
+    num_samples: int,
+    params: types.SamplingParams,
+    most_tokens: int,
+    seed: int,
+) -> Request:
+    """Returns the client's request. seed: where the parameters have none."""
+    most_new = most_tokens - prompt.length
+    return Request(
+        prompt=token_ids(prompt, "the prompt"),
+        num_samples=num_samples,
+        max_new_tokens=most_new if params.max_tokens is None else params.max_tokens,
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=max(0, params.top_k),
+        stop=params.stop,  # type: ignore[arg-type]
+        seed=seed if params.seed is None else params.seed,
+    )
+
+
+def _about_prompt(
+    client: Client,
+    ids: list[int],
+    has_log_probs: bool,
+    top_k: int,
+    targets: types.TensorData | None,
+    last: int | None,
+) -> dict[str, Any]:
+    """Returns the fields of a response that are the prompt's, from one forward pass."""
+    length = len(ids)
+    if last is not None and not (has_log_probs and 1 <= last <= length - 1):
+        raise ValueError(
+            f"prompt_logprobs_last_n={last} is from 1 to len(prompt) - 1 = {length - 1}, with "
+            "include_prompt_logprobs=True."
+        )
+    found: dict[str, Any] = {}
+    if not has_log_probs and not top_k and targets is None:
+        return found
+    if length < 2:
+        if has_log_probs:
+            found["prompt_logprobs_np"] = np.full(length, np.nan, np.float32)
+        return found
+    # the tokens themselves are the first target of each position
+    targets_NK = np.asarray(ids[1:])[:, None]
+    if targets is not None:
+        theirs_NK = targets.to_numpy(pad_value=NO_TARGET)
+        if theirs_NK.ndim != 2 or len(theirs_NK) != length - 1:
+            raise ValueError(
+                f"target_prompt_logprobs has the shape {list(theirs_NK.shape)}, and must be "
+                f"[len(prompt) - 1, K] = [{length - 1}, K]."
+            )
+        targets_NK = np.concatenate([targets_NK, theirs_NK], 1)
+    out = client.forward([{"input_ids": ids[:-1], IDS: targets_NK}], top_k)
+    log_probs_NK = out.log_probs[0]
+    first = 1 if last is None else length - last
+    if has_log_probs:
+        values = np.full(length, np.nan, np.float32)
+        values[first:] = log_probs_NK[first - 1 :, 0]
+        found["prompt_logprobs_np"] = values
+    if top_k:
+        found["topk_prompt_logprobs_np"] = _top(out, length, first)
+    if targets is not None:
+        found["target_prompt_logprobs"] = types.TensorData.from_numpy(log_probs_NK[:, 1:].copy())
+    return found
+
+
+def _tops_of_answers(
+    client: Client, prompt: list[int], answers: Sequence[Answer], top_k: int
+) -> list[TopkLogprobs | None]:
+    """Returns the likeliest tokens at each position of the answers to one prompt."""
+    if not top_k:
+        return [None] * len(answers)
+    out = client.forward([rows_of_answers(prompt, [answer.ids for answer in answers])], top_k)
+    first = len(prompt) - 1
+    return [
+        TopkLogprobs(token_ids=ids[first:].astype(np.int32), logprobs=log_probs[first:])
+        for ids, log_probs in zip(out.top_ids, out.top_log_probs)
+    ]
 
 
 def _top(out: Any, length: int, first: int) -> TopkLogprobs:

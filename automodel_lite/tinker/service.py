@@ -228,9 +228,8 @@ class ServiceClient:
             if base_model is None:
                 raise ValueError("Either model_path or base_model must be provided")
             # a model that is in memory has its start model inside, without the adapter
-            _, own = SETTINGS.given(base_model)
-            for key, engine in SETTINGS.engines.items():
-                if engine.has_adapter and set(own) <= {*key}:
+            for engine in SETTINGS.loaded(base_model):
+                if engine.has_adapter:
                     return SamplingClient(engine, Source(None, None), base_model)
             engine = SETTINGS.engine(base_model, [])
             if engine.owner is None:

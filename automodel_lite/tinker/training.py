@@ -17,7 +17,7 @@ from tinker.lib.public_interfaces.custom_loss import (
 
 from automodel_lite.parallel.control import all_ranks
 from automodel_lite.tinker import paths
-from automodel_lite.tinker.engines import Engine, Source, compare, new_folder
+from automodel_lite.tinker.engines import Engine, Source, new_folder
 from automodel_lite.tinker.futures import ClientFuture, Future, done
 from automodel_lite.tinker.paths import Metadata
 from automodel_lite.tinker.refusals import bad_request, note, refusing
@@ -208,7 +208,6 @@ class TrainingClient:
         folder = paths.folder_of(self.root, path).absolute()
         with self.engine.of(self) as client:
             if kind == "external_weights":
-                compare("save_weights_external", path)
                 if all_ranks().on_first(folder.exists):
                     raise FileExistsError(f"{path} is there already: take another name.")
                 client.save_weights(folder)

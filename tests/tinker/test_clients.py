@@ -24,7 +24,7 @@ tinker = pytest.importorskip(
 )
 
 import automodel_lite.tinker as ours  # noqa: E402
-from automodel_lite.tinker.engines import SETTINGS, Settings  # noqa: E402
+from automodel_lite.tinker.engines import SETTINGS, Settings, _new_name  # noqa: E402
 from automodel_lite.tinker.rows import LOSSES  # noqa: E402
 
 pytestmark = pytest.mark.numbers
@@ -179,15 +179,17 @@ def test_losses_are_their_formulas(service: Any, folder: str) -> None:
 def losses_on(rank: int, world: int, folder: str, root: Path, layout: str) -> str:
     client = begin(root, layout).create_lora_training_client(folder, rank=0).result()
     check_losses(client, folder, CASES[:6])
-    return str(client.save_state("mine").result().path)
+    return " ".join([client.save_state("mine").result().path, _new_name(), _new_name()])
 
 
 @pytest.mark.parametrize("layout", ["mesh.cp=2", "mesh.dp_shard=2"])
 def test_losses_are_their_formulas_on_two_ranks(layout: str, folder: str, tmp_path: Path) -> None:
-    assert (
-        run_ranks(losses_on, 2, folder, tmp_path, layout)
-        == ["tinker://run-000000/weights/mine"] * 2
-    )
+    first, second = run_ranks(losses_on, 2, folder, tmp_path, layout)
+    assert first == second
+    path, *engines = first.split()
+    assert path == "tinker://run-000000/weights/mine"
+    # another job of the same address may find its folder
+    assert engines[0] != engines[1]
 
 
 def differing_on(rank: int, world: int, folder: str, root: Path) -> str:
@@ -303,7 +305,7 @@ def test_what_is_known_of_a_prompt(service: Any, folder: str) -> None:
     targets = torch.tensor([[3, 4], [-1, 5], [6, -1]])
     response = sampler.sample(
         prompt,
-        1,
+        2,
         types.SamplingParams(max_tokens=2, seed=1, stop=[]),
         include_prompt_logprobs=True,
         topk_prompt_logprobs=2,
@@ -315,14 +317,39 @@ def test_what_is_known_of_a_prompt(service: Any, folder: str) -> None:
     of_targets = response.target_prompt_logprobs.to_numpy()
     np.testing.assert_allclose(of_targets[0], p[0, [3, 4]], atol=2e-5)
     assert of_targets[1][0] == of_targets[2][1] == 0
-    answer = response.sequences[0]
-    assert len(answer.topk_logprobs) == len(answer.tokens) == len(answer.logprobs) == 2
+    assert response.sequences[0].tokens != response.sequences[1].tokens
+    for answer in response.sequences:
+        whole = torch.tensor([[*ids, *answer.tokens]])
+        top = lm(input_ids=whole).logits[0, 3:5].topk(3).indices.tolist()
+        assert [[token for token, _ in at] for at in answer.topk_logprobs] == top
+        assert len(answer.logprobs) == 2
     with pytest.raises(tinker.BadRequestError, match="prompt_logprobs_last_n=9 is from 1 to"):
         sampler.compute_logprobs(prompt, 9).result()
     with pytest.raises(tinker.BadRequestError, match="must be at least one id"):
         sampler.sample(
             types.ModelInput.from_ints([]), 1, types.SamplingParams(max_tokens=1)
         ).result()
+
+
+def test_a_wrong_prompt_fails_alone(service: Any, folder: str) -> None:
+    sampler = service.create_sampling_client(base_model=folder).result()
+    params = types.SamplingParams(max_tokens=2, seed=1, stop=[])
+    wrong, right = (
+        sampler.sample(types.ModelInput.from_ints(ids), 1, params) for ids in ([10**6], [5])
+    )
+    assert len(right.result().sequences[0].tokens) == 2
+    with pytest.raises(tinker.BadRequestError, match="must be at least one id, each below"):
+        wrong.result()
+
+
+def test_a_model_in_memory_serves_its_own_name_alone(service: Any, folder: str) -> None:
+    """Overrides of another name may make another model of the same folder."""
+    size = "packed_sequence.packed_sequence_size=128"
+    SETTINGS.models["small"] = (f"model.pretrained={folder}", size)
+    client = service.create_lora_training_client("small", rank=4).result()
+    for name, is_same in (("small", True), (folder, False)):
+        sampler = service.create_sampling_client(base_model=name).result()
+        assert (sampler.engine is client.engine) == is_same
 
 
 # ---------------------------------------------- adapters and checkpoints
