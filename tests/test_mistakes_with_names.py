@@ -336,7 +336,8 @@ def test_what_is_no_run_is_named_for_what_it_is(tmp_path: Path) -> None:
 def test_a_command_without_its_package_is_one_sentence(tmp_path: Path) -> None:
     absent = 'raise ModuleNotFoundError("No module named tinker", name="tinker")\n'
     (tmp_path / "tinker.py").write_text(absent)
-    line = [sys.executable, "-m", "automodel_lite.tinker", "--help"]
+    (tmp_path / "mine.py").write_text("")
+    line = [sys.executable, "-m", "automodel_lite.tinker", "mine.py"]
     environment = os.environ | {"PYTHONPATH": str(CONF_DIR.parent)}
     done = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True)
     cure = "Tinker's API needs the package tinker: pip install 'automodel-lite[tinker]'.\n"

@@ -15,29 +15,9 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
-from transformers import AutoTokenizer
-
 from automodel_lite.config.components import naming_package
-from automodel_lite.errors import MissingPackageError
 
-try:
-    with naming_package("Tinker's API"):
-        import tinker
-except MissingPackageError as error:
-    if sys.argv[0] != "-m":
-        raise
-    # as a command: its module is not even found yet, and nothing else would catch the sentence
-    print(error, file=sys.stderr)
-    sys.exit(2)
-
-from automodel_lite.tinker.engines import SETTINGS
-from automodel_lite.tinker.rest import RestClient
-from automodel_lite.tinker.sampling import SamplingClient
-from automodel_lite.tinker.service import ServiceClient
-from automodel_lite.tinker.training import TrainingClient
-
-__all__ = ["RestClient", "SamplingClient", "ServiceClient", "TrainingClient", "install"]
-CLIENTS = (RestClient, SamplingClient, ServiceClient, TrainingClient)
+__all__ = ["install"]
 
 
 def install(
@@ -45,7 +25,8 @@ def install(
     folder: str | Path | None = None,
     settings: Sequence[str] = (),
 ) -> None:
-    """Puts these clients in place of the service's, for the rest of the process.
+    """Puts these clients in place of the service's, for the rest of the process; raises
+    MissingPackageError without the package `tinker`.
 
     models    what a base model's name stands for: overrides, and first, if it is not `policy`, a
               preset: {"Qwen/Qwen3-8B": ["model.pretrained=/models/qwen3-8b", "mesh.dp_shard=2"]}.
@@ -53,19 +34,27 @@ def install(
     folder    of the runs, in which checkpoints are; None = runs/tinker
     settings  overrides for all models
     """
+    with naming_package("Tinker's API"):
+        from tinker.lib import public_interfaces
+    from automodel_lite.tinker.engines import SETTINGS
+    from automodel_lite.tinker.rest import RestClient
+    from automodel_lite.tinker.sampling import SamplingClient
+    from automodel_lite.tinker.service import ServiceClient
+    from automodel_lite.tinker.training import TrainingClient
+
     SETTINGS.models.update({name: tuple(given) for name, given in (models or {}).items()})
     if folder is not None:
         SETTINGS.folder = Path(folder)
     if settings:
         SETTINGS.overrides = tuple(settings)
     _register_tokenizers(models or {})
-    # names that others have imported from the package's modules, too
-    ours = {client.__name__: client for client in CLIENTS}
-    for module in [tinker, *map(sys.modules.get, sorted(sys.modules))]:
-        if getattr(module, "__name__", "").partition(".")[0] == tinker.__name__:
-            for name, client in ours.items():
-                if name in vars(module):
-                    setattr(module, name, client)
+    for client in (RestClient, SamplingClient, ServiceClient, TrainingClient):
+        name = client.__name__
+        theirs = getattr(public_interfaces, name)
+        # wherever its name was imported already, also in the script
+        for module in list(sys.modules.values()):
+            if getattr(module, "__dict__", {}).get(name) is theirs:
+                setattr(module, name, client)
 
 
 def _register_tokenizers(models: Mapping[str, Sequence[str]]) -> None:
@@ -73,6 +62,7 @@ def _register_tokenizers(models: Mapping[str, Sequence[str]]) -> None:
     if find_spec("tinker_cookbook") is None:
         return
     from tinker_cookbook.tokenizer_utils import register_tokenizer
+    from transformers import AutoTokenizer
 
     for name, given in models.items():
         for override in given:

@@ -6,6 +6,7 @@ import argparse
 import runpy
 import shlex
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 from automodel_lite.errors import ConfigError
@@ -45,9 +46,11 @@ def main() -> int:
         models[name] = shlex.split(overrides)
     if not given.module and not Path(given.script).is_file():
         parser.error(f"{given.script} is no file: name a script, or -m and a module.")
-    install(models, given.folder, shlex.split(given.set))
     sys.argv = [given.script, *given.arguments]
     try:
+        install(models, given.folder, shlex.split(given.set))
+        if given.module and not _is_module(given.script):
+            parser.error(f"there is no module {given.script}: is its package installed?")
         if given.module:
             runpy.run_module(given.script, run_name="__main__", alter_sys=True)
         else:
@@ -57,6 +60,13 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 2
     return 0
+
+
+def _is_module(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except ModuleNotFoundError:  # of a package on the way
+        return False
 
 
 if __name__ == "__main__":

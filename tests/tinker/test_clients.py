@@ -6,7 +6,9 @@ import asyncio
 import inspect
 import os
 import signal
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -23,9 +25,13 @@ tinker = pytest.importorskip(
     "tinker", reason="the package tinker, of automodel-lite[tinker], is not installed"
 )
 
-import automodel_lite.tinker as ours  # noqa: E402
+from automodel_lite.tinker import install  # noqa: E402
 from automodel_lite.tinker.engines import SETTINGS, Settings, _new_name  # noqa: E402
+from automodel_lite.tinker.rest import RestClient  # noqa: E402
 from automodel_lite.tinker.rows import LOSSES  # noqa: E402
+from automodel_lite.tinker.sampling import SamplingClient  # noqa: E402
+from automodel_lite.tinker.service import ServiceClient  # noqa: E402
+from automodel_lite.tinker.training import TrainingClient  # noqa: E402
 
 pytestmark = pytest.mark.numbers
 types = tinker.types
@@ -38,10 +44,8 @@ OF_THE_SERVICE = {
         "on_queue_state_change",
     },
 }
-THEIRS = {
-    name: getattr(tinker.lib.public_interfaces, name)
-    for name in ("ServiceClient", "TrainingClient", "SamplingClient", "RestClient")
-}
+OURS = {x.__name__: x for x in (RestClient, SamplingClient, ServiceClient, TrainingClient)}
+THEIRS = {name: getattr(tinker.lib.public_interfaces, name) for name in OURS}
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +56,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 def begin(root: Path, *overrides: str) -> Any:
     """A service of its own, as a new process has."""
     vars(SETTINGS).update(vars(Settings(folder=root, overrides=(*SIZES, *overrides))))
-    return ours.ServiceClient()
+    return ServiceClient()
 
 
 @pytest.fixture
@@ -63,13 +67,13 @@ def service(tmp_path: Path) -> Any:
 # ---------------------------------------------- names
 @pytest.mark.parametrize("name", THEIRS)
 def test_names_and_arguments_are_those_of_the_sdk(name: str) -> None:
-    own, theirs = getattr(ours, name), THEIRS[name]
+    own, theirs = OURS[name], THEIRS[name]
     for method in sorted(x for x in dir(theirs) if not x.startswith("_")):
         if not callable(getattr(theirs, method)) or method in OF_THE_SERVICE.get(name, ()):
             continue
         if name == "RestClient" and method not in dir(own):
             with pytest.raises(tinker.BadRequestError, match="is of the service: here runs and"):
-                getattr(ours.RestClient(), method)
+                getattr(RestClient(), method)
             continue
         wanted = inspect.signature(inspect.unwrap(getattr(theirs, method))).parameters.values()
         found = inspect.signature(getattr(own, method)).parameters.values()
@@ -80,17 +84,17 @@ def test_names_and_arguments_are_those_of_the_sdk(name: str) -> None:
             assert inspect.iscoroutinefunction(getattr(own, method)), method
 
 
-def test_install_takes_the_service_s_place(tmp_path: Path) -> None:
-    before = {name: getattr(tinker, name) for name in THEIRS}
-    try:
-        ours.install({"some/name": ["model.pretrained=x"]}, tmp_path)
-        assert tinker.ServiceClient is ours.ServiceClient
-        assert tinker.lib.public_interfaces.TrainingClient is ours.TrainingClient
-        assert SETTINGS.given("some/name")[1][0] == "model.pretrained=x"
-    finally:
-        for name, client in before.items():
-            setattr(tinker, name, client)
-            setattr(tinker.lib.public_interfaces, name, client)
+def test_install_takes_the_service_s_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a script has imported a name already."""
+    script = ModuleType("script")
+    for module in (script, tinker, tinker.lib.public_interfaces):
+        for name, client in THEIRS.items():
+            monkeypatch.setattr(module, name, client, raising=False)
+    monkeypatch.setitem(sys.modules, "script", script)
+    install({"some/name": ["model.pretrained=x"]}, tmp_path)
+    for module in (script, tinker, tinker.lib.public_interfaces):
+        assert {name: vars(module)[name] for name in OURS} == OURS
+    assert SETTINGS.given("some/name")[1][0] == "model.pretrained=x"
 
 
 # ---------------------------------------------- losses
@@ -408,7 +412,7 @@ def test_checkpoints_come_and_go(service: Any, folder: str) -> None:
     weights = service.create_training_client_from_state(path).result()
     assert train(weights) == pytest.approx(after[0], rel=1e-6)
     assert train(weights) != pytest.approx(after[1], rel=1e-6)
-    rest = ours.RestClient()
+    rest = RestClient()
     found = rest.list_checkpoints(client.model_id).result().checkpoints
     assert [(x.tinker_path, x.user_metadata) for x in found] == [(path, {"at": "1"})]
     run = rest.get_training_run_by_tinker_path(path).result()

@@ -72,10 +72,20 @@ def test_a_script_runs_unchanged(tmp_path: Path) -> None:
 
 
 @pytest.mark.system
-def test_a_script_that_is_not_there_is_a_sentence(tmp_path: Path) -> None:
-    done = run_script(tmp_path, "none.py")
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (["none.py"], "none.py is no file: name a script, or -m and a module."),
+        (["-m", "no.such"], "there is no module no.such: is its package installed?"),
+        (["--model", "x", "none.py"], "--model x: write NAME='OVERRIDES'."),
+    ],
+    ids=["script", "module", "model"],
+)
+def test_what_is_not_there_is_a_sentence(line: list[str], words: str, tmp_path: Path) -> None:
+    done = run_script(tmp_path, *line)
     assert done.returncode == 2
-    assert "none.py is no file: name a script, or -m and a module." in done.stderr
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.system
