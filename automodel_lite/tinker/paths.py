@@ -9,7 +9,6 @@ FOLDER/RUN/run.json                 base model, adapter, and what the script has
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -18,6 +17,7 @@ from typing import Any
 
 from tinker import types
 
+from automodel_lite.extras.client.folder import NAME_RULE, is_name
 from automodel_lite.run import durable
 from automodel_lite.run.checkpoint_folder import MANIFEST
 
@@ -29,14 +29,13 @@ KINDS = {
     "external_weights": "external",
 }
 Metadata = dict[str, str] | None
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 def folder_of(root: Path, path: str) -> Path:
     """Returns the folder of a path; raises ValueError for one that is none."""
     parts = path.removeprefix(SCHEME).split("/")
     is_whole = path.startswith(SCHEME) and len(parts) == 3 and parts[1] in KINDS
-    if not is_whole or not all(map(_NAME.fullmatch, parts)):
+    if not is_whole or not all(map(is_name, parts)):
         raise ValueError(
             f"Invalid tinker path: {path}: it is tinker://RUN/weights/NAME, or sampler_weights or "
             "external_weights in the middle."
@@ -46,11 +45,8 @@ def folder_of(root: Path, path: str) -> Path:
 
 def path_of(run: Path, kind: str, name: str) -> str:
     """Returns the path of a checkpoint's name; raises ValueError for a name that is none."""
-    if not _NAME.fullmatch(name):
-        raise ValueError(
-            f"name={name!r} must be letters, digits, '.', '_' and '-', beginning with a letter or "
-            "a digit."
-        )
+    if not is_name(name):
+        raise ValueError(f"name={name!r} {NAME_RULE}.")
     return f"{SCHEME}{run.name}/{kind}/{name}"
 
 

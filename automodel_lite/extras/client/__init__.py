@@ -18,7 +18,6 @@ import atexit
 import hashlib
 import json
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -44,6 +43,7 @@ from automodel_lite.data.tokens.stop_tokens import stop_ids
 from automodel_lite.data.tokens.tokenize import job_of
 from automodel_lite.data.tokens.tokenizer import padding_id
 from automodel_lite.errors import ConfigError
+from automodel_lite.extras.client.folder import ClientFolder
 from automodel_lite.extras.client.rows import (
     GRAIN_TOKENS,
     PackedRows,
@@ -86,7 +86,6 @@ from automodel_lite.parallel.control import all_ranks
 from automodel_lite.parallel.peers import open_peers
 from automodel_lite.run.checkpoint import Checkpointer
 from automodel_lite.run.export import export_adapter, export_hf
-from automodel_lite.run.folder import config_yaml
 from automodel_lite.run.weight_files import stored_dtypes, whole_weights
 from automodel_lite.seed import derive_seed, seed_all
 from automodel_lite.telemetry.console import Console, quiet_libraries
@@ -100,9 +99,6 @@ from automodel_lite.training.guards import Guards
 from automodel_lite.training.resolve import resolve_auto
 from automodel_lite.training.settings import RunParts, as_start
 
-STATES = "states"
-"""The folder of the run in which states with names are."""
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _COUNTS = (
     "num_steps",
     "_num_calls",
@@ -175,11 +171,9 @@ class TrainingClient:
         _check_settings(self.config, parts)
         job = job_of(self.config, build_documents(self.config))
         self.tokenizer = job.tokenizer
-        self._guards = Guards(self.config, peers, console.print)
-        resume.compare_files(self._guards, parts, keeps_start=True)
-        decided = resume.agree_on_settings(
-            self._guards, parts, self.tokenizer, choose_recomputation
-        )
+        guards = Guards(self.config, peers, console.print)
+        resume.compare_files(guards, parts, keeps_start=True)
+        decided = resume.agree_on_settings(guards, parts, self.tokenizer, choose_recomputation)
         is_first = not dist.is_initialized()
         self.mesh = world.open_world(self.config)
         if is_first and self.mesh.root:
@@ -187,13 +181,13 @@ class TrainingClient:
         self._ranks = all_ranks()
         self.built = build_model(decided, self.tokenizer, self.mesh, seed=self.config.seed)
         self.engine = TrainingEngine.of(self.built, self.mesh)
+        self._folder = ClientFolder(guards, self.config, self.engine.model.module)
         self._packer = parts.packer.for_document_kind("other", padding_id(self.tokenizer))
         self._rates = [float(group["lr"]) for group in self.engine.optimizer.param_groups]
         self._is_decayed = [_is_decayed(group) for group in self.engine.optimizer.param_groups]
         self._snapshots: WeakSet[Snapshot] = WeakSet()
         self._scorer: Engine = self.engine  # or the reference
         self._reference: Engine | None = None
-        self._is_open = False  # the run's folder, from its first use on
         self._saved_extra: Any = None
         self.num_steps = 0
         self._num_calls = 0
@@ -215,6 +209,9 @@ class TrainingClient:
 
         top_k  so many of the likeliest tokens at each label, too
         """
+        num_ids = embedding_rows(self.engine.model.loss_model.lm)
+        if not 0 <= top_k <= min(num_ids, 2**24):
+            raise ValueError(f"top_k={top_k} must be from 0 to the {num_ids} tokens.")
         bare = []
         for group in _as_groups(groups):
             rows = [with_labels(row) for row in group]
@@ -235,16 +232,11 @@ class TrainingClient:
             # ids below 2^24 are exact in fp32
             return torch.cat([own, top.values, top.indices.to(own.dtype)], 1)
 
-        lm = self.engine.model.loss_model.lm
-        if not 0 <= top_k <= min(embedding_rows(lm), 2**24):
-            raise ValueError(f"top_k={top_k} must be from 0 to the {embedding_rows(lm)} tokens.")
-        values_T = np.full((packed.num_tokens, 0), np.nan, np.float32)
+        num_own = packed.targets_T.shape[1] if has_targets else 1
+        values_T = np.full((packed.num_tokens, num_own + 2 * top_k), np.nan, np.float32)
         for _, places, found in self._scorer.values(packed.packs, values, columns=columns):
-            if not values_T.size:
-                values_T = np.full((packed.num_tokens, found.shape[1]), np.nan, np.float32)
             values_T[places] = found
         of_rows = packed.of_rows(values_T)
-        num_own = values_T.shape[1] - 2 * top_k
         own = [found[:, :num_own] if has_targets else found[:, 0] for found in of_rows]
         top_ids: list[np.ndarray] = []
         top_log_probs: list[np.ndarray] = []
@@ -626,10 +618,10 @@ class TrainingClient:
                 "save_state between forward_backward and optim_step: a checkpoint holds no "
                 "gradients: call optim_step, or zero_grad to drop them."
             )
-        saver = self._open_folder()
-        self._write_config()
+        saver = self._folder.open()
+        self._folder.write_config()
         if name is not None:
-            return self._save_as(saver, self._path_of(name), extra, overwrite, optimizer)
+            return self._save_as(saver, self._folder.path_of(name), extra, overwrite, optimizer)
         if overwrite or not optimizer:
             raise ValueError("overwrite=True and optimizer=False are for a state with a name=...")
         if saver.holds(self.num_steps) and extra != self._saved_extra:
@@ -650,7 +642,7 @@ class TrainingClient:
 
     def _state_of(self, extra: Any) -> dict[str, Any]:
         own = {"step": self.num_steps, "calls": self._num_calls, "extra": extra}
-        return {"client": own, "sources": self._guards.state.sources}
+        return {"client": own, "sources": self._folder.guards.state.sources}
 
     def _save_as(
         self, saver: Checkpointer, path: Path, extra: Any, overwrite: bool, optimizer: bool
@@ -666,17 +658,6 @@ class TrainingClient:
         saver.save_as(path, model, of_steps, self._state_of(extra), overwrite)
         return path
 
-    def _path_of(self, name: str | Path) -> Path:
-        """Returns the folder of a state's name, or of a path."""
-        if isinstance(name, Path) or "/" in name:
-            return Path(name).absolute()
-        if not _NAME.fullmatch(name):
-            raise ValueError(
-                f"name={name!r} must be letters, digits, '.', '_' and '-', beginning with a letter "
-                "or a digit; or a path with a '/'."
-            )
-        return self._guards.folder.path / STATES / name
-
     def load_state(self, name: str | Path | None = None, optimizer: bool = True) -> Any:
         """Takes weights, optimizer and counts from the newest checkpoint of the run's folder that
         loads; returns its `extra`, None without a checkpoint.
@@ -688,16 +669,16 @@ class TrainingClient:
         and for other settings or files than the checkpoint's, unless checkpoint.accept_changes is
         set.
         """
-        saver = self._open_folder()
+        saver = self._folder.open()
         self.keep_snapshots()
         model = self.engine.model.loss_model
         if name is not None:
-            return self._load_from(saver, self._path_of(name), optimizer)
+            return self._load_from(saver, self._folder.path_of(name), optimizer)
         if not optimizer:
             raise ValueError("optimizer=False is for a state with a name=...")
-        state = saver.load_newest(model, self.engine.optimizer, self._check_state)
+        state = saver.load_newest(model, self.engine.optimizer, self._folder.check_state)
         self.zero_grad()
-        self._write_config()
+        self._folder.write_config()
         if state is None:
             return None
         of_client = state["client"]
@@ -709,7 +690,9 @@ class TrainingClient:
     def _load_from(self, saver: Checkpointer, path: Path, optimizer: bool) -> Any:
         self._same([str(path), optimizer], "names of a state")
         of_steps = self.engine.optimizer if optimizer else None
-        state = saver.load_from(path, self.engine.model.loss_model, of_steps, self._check_sources)
+        state = saver.load_from(
+            path, self.engine.model.loss_model, of_steps, self._folder.check_sources
+        )
         if not optimizer:
             self.engine.optimizer.state.clear()
         self.zero_grad()
@@ -722,13 +705,13 @@ class TrainingClient:
     def read_snapshot(self, name: str | Path) -> Snapshot:
         """Returns the weights of a state with a name, for `using`; the client's own stay."""
         self.keep_snapshots()
-        saver = self._open_folder()
+        saver = self._folder.open()
         trained = self._trained()
         before = copies(trained)
-        path = self._path_of(name)
+        path = self._folder.path_of(name)
         self._same(str(path), "names of a state")
         try:
-            saver.load_from(path, self.engine.model.loss_model, None, self._check_sources)
+            saver.load_from(path, self.engine.model.loss_model, None, self._folder.check_sources)
             return Snapshot(copies(trained))
         finally:
             put_back(trained, before)
@@ -781,9 +764,7 @@ class TrainingClient:
         """Gives the run's folder back, which a later save takes again; the groups of ranks stay
         until the process ends.
         """
-        if self._is_open:
-            self._guards.lock.release()
-        self._is_open = False
+        self._folder.close()
 
     # ---------------------------------------------- the pieces
     def _frozen(self) -> Engine:
@@ -853,51 +834,6 @@ class TrainingClient:
 
     def _same(self, value: object, what: str) -> None:
         _compare(self._ranks.on_all(lambda: json.dumps(value, default=str)), what)
-
-    def _open_folder(self) -> Checkpointer:
-        """Takes the run's folder at the first use."""
-        guards = self._guards
-        if not self._is_open:
-            guards.open()
-            self._is_open = True
-            # what a checkpoint is compared with: folders of earlier versions have it there alone
-            guards.folder.config_text = config_yaml(self.config)
-            guards.ranks.on_first(guards.folder.restore_config)
-            if guards.ranks.on_first(lambda: not guards.folder.config.is_file()):
-                self._write_config()
-        return guards.checkpointer
-
-    def _check_state(self, state: dict[str, Any]) -> None:
-        """Raises ConfigError for a checkpoint of the recipe, or one of other settings or files."""
-        guards = self._guards
-        folder = guards.folder
-        if "client" not in state:
-            raise ConfigError(
-                f"{folder.path} is the folder of recipes/train_ft.py: start from its model, "
-                f"model.pretrained={folder.path}, with name=... of your own."
-            )
-        folder.check(self.config)
-        self._check_sources(state)
-
-    def _check_sources(self, state: dict[str, Any]) -> None:
-        """Raises ConfigError for a state that another model or other files were trained to."""
-        guards = self._guards
-        if "client" not in state:
-            raise ConfigError("this is a checkpoint of recipes/train_ft.py, and no client's state.")
-        parameters = self.engine.model.module.parameters()
-        has_frozen = not all(p.requires_grad for p in parameters)
-        resume.accept_changes(guards, state.get("sources", {}), has_frozen)
-
-    def _write_config(self) -> None:
-        """Writes config.yaml; raises ConfigError where the folder has that of other settings."""
-        guards = self._guards
-
-        def write() -> None:
-            if guards.folder.config.is_file():
-                guards.folder.check(self.config)
-            guards.folder.open(self.config)
-
-        guards.ranks.on_first(write)
 
 
 class _Recording(Loss):
