@@ -30,6 +30,7 @@ from automodel_lite.parts.losses.policy import ImportanceSampling, Ppo
 from automodel_lite.parts.losses.preference import SimPo
 from recipes import export_hf
 from tests.attention.families import VOCAB
+from tests.clients import open_client
 from tests.models.test_policy import Row, make_groups, plain, save_model
 from tests.ranks import fork_server, run_ranks
 
@@ -45,13 +46,6 @@ LAYOUTS_OF_TWO = ("mesh.cp=2", "mesh.dp_shard=2", "mesh.strategy=ddp")
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_model("llama", tmp_path_factory.mktemp("model"))
-
-
-def open_client(folder: str, runs: Path, *overrides: str) -> TrainingClient:
-    size = ("packed_sequence.packed_sequence_size=256", "training.num_threads=1")
-    return TrainingClient(
-        "policy", f"model.pretrained={folder}", *size, f"output_dir={runs}", *overrides
-    )
 
 
 @pytest.fixture(scope="module")

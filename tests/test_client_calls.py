@@ -20,6 +20,7 @@ from automodel_lite.errors import ConfigError
 from automodel_lite.extras.client.sampling import Request
 from automodel_lite.extras.client.targets import WeightedTargets
 from automodel_lite.models.loss import CrossEntropy
+from tests.clients import open_client
 from tests.models.test_policy import save_model
 from tests.ranks import run_ranks
 
@@ -49,13 +50,6 @@ MANY: list[dict[str, Any]] = [
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_model("llama", tmp_path_factory.mktemp("model"))
-
-
-def open_client(folder: str, runs: Path, *overrides: str) -> TrainingClient:
-    size = ("packed_sequence.packed_sequence_size=256", "training.num_threads=1")
-    return TrainingClient(
-        "policy", f"model.pretrained={folder}", *size, f"output_dir={runs}", *overrides
-    )
 
 
 @pytest.fixture(scope="module")

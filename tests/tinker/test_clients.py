@@ -18,6 +18,7 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor
 
+from tests.clients import SIZES
 from tests.models.test_policy import save_model
 from tests.ranks import fork_server, run_ranks
 
@@ -35,7 +36,6 @@ from automodel_lite.tinker.training import TrainingClient  # noqa: E402
 
 pytestmark = pytest.mark.numbers
 types = tinker.types
-SIZES = ("packed_sequence.packed_sequence_size=256", "training.num_threads=1")
 OF_THE_SERVICE = {
     "SamplingClient": {
         "create",

@@ -18,6 +18,7 @@ from automodel_lite.training.guards import Guards
 STATES = "states"
 """The folder of the run in which states with names are."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+NAME_RULE = "must be letters, digits, '.', '_' and '-', beginning with a letter or a digit"
 
 
 class ClientFolder:
@@ -84,9 +85,6 @@ class ClientFolder:
             raise ConfigError("this is a checkpoint of recipes/train_ft.py, and no client's state.")
         has_frozen = not all(p.requires_grad for p in self.module.parameters())
         resume.accept_changes(self.guards, state.get("sources", {}), has_frozen)
-
-
-NAME_RULE = "must be letters, digits, '.', '_' and '-', beginning with a letter or a digit"
 
 
 def is_name(text: str) -> bool:
