@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from functools import wraps
@@ -13,6 +14,7 @@ import tinker
 from automodel_lite.errors import ConfigError
 
 T = TypeVar("T")
+Call = TypeVar("Call", bound=Callable[..., Any])
 _STATUS = {tinker.BadRequestError: 400, tinker.NotFoundError: 404, tinker.ConflictError: 409}
 _said: set[str] = set()
 
@@ -22,6 +24,40 @@ def note(text: str) -> None:
     if text not in _said:
         _said.add(text)
         print(f"tinker     {text}", file=sys.stderr)
+
+
+def of_service(*names: str) -> Callable[[Call], Call]:
+    """Names those of a method's arguments that mean something to the service alone, where one is
+    given.
+    """
+
+    def decorate(method: Call) -> Call:
+        signature = inspect.signature(method)
+
+        def tell(args: tuple[Any, ...], more: dict[str, Any]) -> None:
+            given = signature.bind(*args, **more).arguments
+            defaults = {name: signature.parameters[name].default for name in names}
+            told = [name for name in names if given.get(name, defaults[name]) != defaults[name]]
+            if told:
+                note(f"{', '.join(told)} of {method.__name__}: of the service, and unused here")
+
+        if inspect.iscoroutinefunction(method):
+
+            @wraps(method)
+            async def later(*args: Any, **more: Any) -> Any:
+                tell(args, more)
+                return await method(*args, **more)
+
+            return later  # type: ignore[return-value]
+
+        @wraps(method)
+        def now(*args: Any, **more: Any) -> Any:
+            tell(args, more)
+            return method(*args, **more)
+
+        return now  # type: ignore[return-value]
+
+    return decorate
 
 
 def refusal(kind: type[Exception], text: str) -> Exception:

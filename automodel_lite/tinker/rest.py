@@ -12,7 +12,7 @@ from automodel_lite.parallel.control import all_ranks
 from automodel_lite.tinker import paths
 from automodel_lite.tinker.engines import SETTINGS
 from automodel_lite.tinker.futures import done
-from automodel_lite.tinker.refusals import bad_request, refusing
+from automodel_lite.tinker.refusals import bad_request, of_service, refusing
 
 Scope = Literal["owned", "accessible"]
 _THEIRS = tinker.RestClient  # before `install` puts ours in its place
@@ -53,14 +53,17 @@ class RestClient:
             user_metadata=facts["user_metadata"],
         )
 
+    @of_service("access_scope")
     def get_training_run(self, training_run_id: str, access_scope: Scope = "owned") -> Any:
         return done(refusing(lambda: self._run(training_run_id)))
 
+    @of_service("access_scope")
     async def get_training_run_async(
         self, training_run_id: str, access_scope: Scope = "owned"
     ) -> types.TrainingRun:
         return await self.get_training_run(training_run_id)
 
+    @of_service("access_scope")
     def get_training_run_by_tinker_path(
         self, tinker_path: str, access_scope: Scope = "owned"
     ) -> Any:
@@ -68,11 +71,13 @@ class RestClient:
             refusing(lambda: self._run(paths.folder_of(self.root, tinker_path).parent.parent.name))
         )
 
+    @of_service("access_scope")
     async def get_training_run_by_tinker_path_async(
         self, tinker_path: str, access_scope: Scope = "owned"
     ) -> types.TrainingRun:
         return await self.get_training_run_by_tinker_path(tinker_path)
 
+    @of_service("access_scope", "project_id")
     def list_training_runs(
         self,
         limit: int = 20,
@@ -91,6 +96,7 @@ class RestClient:
 
         return done(refusing(call))
 
+    @of_service("access_scope", "project_id")
     async def list_training_runs_async(
         self,
         limit: int = 20,

@@ -17,7 +17,7 @@ from automodel_lite.tinker import paths
 from automodel_lite.tinker.engines import SETTINGS, Source
 from automodel_lite.tinker.futures import ClientFuture, Future, done
 from automodel_lite.tinker.paths import Metadata
-from automodel_lite.tinker.refusals import bad_request, note, refusing
+from automodel_lite.tinker.refusals import bad_request, note, of_service, refusing
 from automodel_lite.tinker.rest import RestClient
 from automodel_lite.tinker.sampling import SamplingClient, sampler_of
 from automodel_lite.tinker.training import TrainingClient
@@ -39,8 +39,12 @@ class ServiceClient:
         default_headers_overrides: Mapping[str, str] | None = None,
         **kwargs: Any,
     ) -> None:
-        if base_url or api_key or project_id:
-            note("base_url, api_key and project_id are of the service, and unused here")
+        if base_url or api_key or project_id or default_headers_overrides or kwargs:
+            more = "".join(f", {name}" for name in kwargs)
+            note(
+                f"base_url, api_key, project_id, default_headers_overrides{more}: of the service, "
+                "and unused here"
+            )
         self.user_metadata = user_metadata
         self.display_name = display_name
         self.root = SETTINGS.folder
@@ -102,8 +106,7 @@ class ServiceClient:
                     "train_mlp=False and train_attn=False are not told by names here: write "
                     "peft.target_modules=[q_proj,...] into the base model's overrides."
                 )
-            if optimizer is not None and optimizer.type != "adamw":
-                raise bad_request(f"optimizer={optimizer.type}: here it is adamw.")
+            _check_optimizer(optimizer)
             trains_all = "peft=none" in SETTINGS.given(base_model)[1]
             more = [] if trains_all or not rank else ["peft=lora", f"peft.r={rank}"]
             if seed is not None:
@@ -151,7 +154,12 @@ class ServiceClient:
         return await made
 
     def _from_state(
-        self, path: str, base_model: str | None, metadata: Metadata, optimizer: bool
+        self,
+        path: str,
+        base_model: str | None,
+        metadata: Metadata,
+        optimizer: bool,
+        asked: types.OptimizerConfig | None = None,
     ) -> ClientFuture[TrainingClient]:
         @refusing
         def make() -> TrainingClient:
@@ -162,6 +170,7 @@ class ServiceClient:
                     f"base_model={base_model}, and {path} is of {facts['base_model']}: leave "
                     "base_model out."
                 )
+            _check_optimizer(asked)
             engine = SETTINGS.engine(facts["base_model"], facts["more"])
             facts |= {
                 "user_metadata": metadata or self.user_metadata,
@@ -173,6 +182,7 @@ class ServiceClient:
 
         return done(make, ClientFuture)  # type: ignore[no-any-return]
 
+    @of_service("weights_access_token")
     def create_training_client_from_state(
         self,
         path: str,
@@ -181,8 +191,9 @@ class ServiceClient:
         weights_access_token: str | None = None,
         optimizer: types.OptimizerConfig | None = None,
     ) -> ClientFuture[TrainingClient]:
-        return self._from_state(path, base_model, user_metadata, optimizer=False)
+        return self._from_state(path, base_model, user_metadata, False, optimizer)
 
+    @of_service("weights_access_token")
     async def create_training_client_from_state_async(
         self,
         path: str,
@@ -191,8 +202,9 @@ class ServiceClient:
         weights_access_token: str | None = None,
         optimizer: types.OptimizerConfig | None = None,
     ) -> TrainingClient:
-        return await self._from_state(path, base_model, user_metadata, optimizer=False)
+        return await self._from_state(path, base_model, user_metadata, False, optimizer)
 
+    @of_service("weights_access_token")
     def create_training_client_from_state_with_optimizer(
         self,
         path: str,
@@ -202,6 +214,7 @@ class ServiceClient:
     ) -> ClientFuture[TrainingClient]:
         return self._from_state(path, base_model, user_metadata, optimizer=True)
 
+    @of_service("weights_access_token")
     async def create_training_client_from_state_with_optimizer_async(
         self,
         path: str,
@@ -212,6 +225,7 @@ class ServiceClient:
         return await self._from_state(path, base_model, user_metadata, optimizer=True)
 
     # ---------------------------------------------- clients that sample
+    @of_service("retry_config", "record_stability_info")
     def create_sampling_client(
         self,
         model_path: str | None = None,
@@ -240,6 +254,7 @@ class ServiceClient:
 
         return done(make, ClientFuture)  # type: ignore[no-any-return]
 
+    @of_service("retry_config", "record_stability_info")
     async def create_sampling_client_async(
         self,
         model_path: str | None = None,
@@ -267,3 +282,8 @@ class ServiceClient:
 
     def create_rest_client(self) -> RestClient:
         return RestClient()
+
+
+def _check_optimizer(optimizer: types.OptimizerConfig | None) -> None:
+    if optimizer is not None and optimizer.type != "adamw":
+        raise bad_request(f"optimizer={optimizer.type}: here it is adamw.")

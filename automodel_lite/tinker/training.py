@@ -20,7 +20,7 @@ from automodel_lite.tinker import paths
 from automodel_lite.tinker.engines import Engine, Source, new_folder
 from automodel_lite.tinker.futures import ClientFuture, Future, done
 from automodel_lite.tinker.paths import Metadata
-from automodel_lite.tinker.refusals import bad_request, note, refusing
+from automodel_lite.tinker.refusals import bad_request, note, of_service, refusing
 from automodel_lite.tinker.rows import loss_of, output_of, rows_of, values_of
 from automodel_lite.tinker.sampling import SamplingClient, sampler_of
 
@@ -252,15 +252,19 @@ class TrainingClient:
     ) -> Any:
         return self.save_state(name, ttl_seconds, overwrite, user_metadata)
 
+    @of_service("weights_access_token")
     def load_state(self, path: str, weights_access_token: str | None = None) -> Any:
         return self._do(lambda: self._load(path, optimizer=False))
 
+    @of_service("weights_access_token")
     async def load_state_async(self, path: str, weights_access_token: str | None = None) -> Any:
         return self.load_state(path)
 
+    @of_service("weights_access_token")
     def load_state_with_optimizer(self, path: str, weights_access_token: str | None = None) -> Any:
         return self._do(lambda: self._load(path, optimizer=True))
 
+    @of_service("weights_access_token")
     async def load_state_with_optimizer_async(
         self, path: str, weights_access_token: str | None = None
     ) -> Any:
@@ -306,16 +310,19 @@ class TrainingClient:
         return self.save_weights_external(name, ttl_seconds, age_encryption_recipients)
 
     # ---------------------------------------------- samplers
+    @of_service("retry_config", "record_stability_info")
     def create_sampling_client(
         self, model_path: str, retry_config: Any = None, record_stability_info: bool = False
     ) -> ClientFuture[SamplingClient]:
         return done(refusing(lambda: sampler_of(self.root, model_path)), ClientFuture)  # type: ignore[no-any-return]
 
+    @of_service("retry_config", "record_stability_info")
     async def create_sampling_client_async(
         self, model_path: str, retry_config: Any = None, record_stability_info: bool = False
     ) -> SamplingClient:
         return await self.create_sampling_client(model_path)
 
+    @of_service("retry_config", "record_stability_info")
     def save_weights_and_get_sampling_client(
         self,
         name: str | None = None,
@@ -336,6 +343,7 @@ class TrainingClient:
 
         return self._do(call, ClientFuture)  # type: ignore[no-any-return]
 
+    @of_service("retry_config", "record_stability_info")
     async def save_weights_and_get_sampling_client_async(
         self,
         name: str | None = None,

@@ -84,6 +84,19 @@ def test_names_and_arguments_are_those_of_the_sdk(name: str) -> None:
             assert inspect.iscoroutinefunction(getattr(own, method)), method
 
 
+def test_what_only_the_service_knows_is_named_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rest = begin(tmp_path).create_rest_client()
+    assert rest.list_training_runs(access_scope="accessible").result().training_runs == []
+    asyncio.run(rest.list_training_runs_async(20, 0, "owned", "mine"))
+    assert rest.list_training_runs().result().training_runs == []
+    assert capsys.readouterr().err.splitlines() == [
+        "tinker     access_scope of list_training_runs: of the service, and unused here",
+        "tinker     project_id of list_training_runs_async: of the service, and unused here",
+    ]
+
+
 def test_install_takes_the_service_s_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a script has imported a name already."""
     script = ModuleType("script")
@@ -404,6 +417,10 @@ def test_checkpoints_come_and_go(service: Any, folder: str) -> None:
     client = service.create_lora_training_client(folder, rank=4).result()
     train(client)
     path = client.save_state("one", user_metadata={"at": "1"}).result().path
+    with pytest.raises(tinker.BadRequestError, match="here it is adamw"):
+        service.create_training_client_from_state(
+            path, optimizer=types.DimuonOptimizerConfig()
+        ).result()
     with pytest.raises(tinker.ConflictError, match="is there already: a state keeps its name"):
         client.save_state("one").result()
     after = [train(client) for _ in range(2)]
