@@ -12,6 +12,7 @@ from torch import nn
 
 from automodel_lite.config.components import missing_package
 from automodel_lite.config.schema import Config
+from automodel_lite.config.sizes import model_axes
 from automodel_lite.errors import ConfigError, UserError
 from automodel_lite.models.settings import cannot_work
 from automodel_lite.models.source import CausalLM, describe
@@ -45,7 +46,7 @@ def _axes_rules(parts: RunParts, strategy: str) -> Iterator[ConfigError]:
     mesh = parts.mesh
     has_axes = mesh.tp * mesh.ep > 1
     axis = "mesh.tp" if mesh.tp > 1 else "mesh.ep"
-    axes = f"mesh.tp={mesh.tp} mesh.ep={mesh.ep}"
+    axes = " ".join(model_axes(mesh))
     if has_axes and strategy != "fsdp":
         yield ConfigError(
             f"{axes} does not work with mesh.strategy={strategy}",

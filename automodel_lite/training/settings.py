@@ -89,21 +89,14 @@ def build_parts(config: Config) -> RunParts:
         raise ConfigError(text, key="teacher", cure=cure)
     packer = build_packer(config)
     packer.can_cut = not loss.separates_rows
-    cuts = packer.overlong in ("truncate", "split") or packer.cuts_documents
-    if "answers" in loss.required and (cuts or packer.is_ragged):
-        raise ConfigError(
-            f"packed_sequence.strategy={packer.strategy} overlong={packer.overlong}: pairs of "
-            "answers stay whole, in one pack",
-            key="packed_sequence.strategy",
-            cure="use exact_fill, best_fit or next_fit, and overlong=drop or error",
-        )
-    if loss.separates_rows and (packer.cuts_documents or packer.overlong == "split"):
-        raise ConfigError(
-            f"packed_sequence.strategy={packer.strategy} overlong={packer.overlong}: rows of "
-            f"loss={type(loss).__name__} stay whole, as what a label counts follows from all of "
-            "its row",
-            key="packed_sequence.strategy",
-            cure="use exact_fill, best_fit or next_fit, and overlong=drop, truncate or error",
+    if "answers" in loss.required:
+        whole = "pairs of answers stay whole, in one pack"
+        packer.keep_whole(whole, ("truncate", "split"), together=True)
+    if loss.separates_rows:
+        packer.keep_whole(
+            f"rows of loss={type(loss).__name__} stay whole, as what a label counts follows from "
+            "all of its row",
+            ("split",),
         )
     return RunParts(
         model=build(config.model),

@@ -881,11 +881,7 @@ def _as_groups(groups: Iterable[Any]) -> list[list[Any]]:
 
 def _check_settings(config: Config, parts: RunParts) -> None:
     """Raises ConfigError for settings of which the client would make something else."""
-    if parts.packer.cuts_documents:
-        raise ConfigError(
-            f"packed_sequence.strategy={parts.packer.strategy} cuts rows, which the client keeps "
-            "whole: use exact_fill, best_fit or next_fit."
-        )
+    parts.packer.keep_whole("the client keeps rows whole", ())
     if config.training.ema_decay:
         raise ConfigError(
             f"training.ema_decay={config.training.ema_decay}: the client keeps no average of the "
