@@ -85,6 +85,10 @@ class TokenizeConfig:
     num_proc: Annotated[int, Range(1), UP_TO_THE_CORES] | None = resumable(None)
     # additional variables for the chat template
     template_kwargs: dict[str, Any] = field(default_factory=dict)
+    # of decisions: what stands before the letter of a choice
+    choice_prefix: str = "choice#"
+    # of decisions: write their choices in an order that follows from the seed
+    permute_choices: bool = True
 
 
 @dataclass

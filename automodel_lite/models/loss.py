@@ -508,7 +508,7 @@ def check_columns(loss: Loss, brought: Iterable[str]) -> None:
             f"the data bring the per-token column {', '.join(ignored)}, which "
             f"loss={type(loss).__name__} does not use: take a loss that does "
             "(loss=fused_linear_cross_entropy uses loss_weights, loss=dpo answers, loss=kto "
-            "verdicts), name the "
+            "verdicts, loss=decisions choice_ids), name the "
             "column in the loss class's `columns`, or leave it out of the data."
         )
     if missing := sorted(loss.required - {*brought}):
@@ -525,6 +525,10 @@ _CURES = {
     "verdicts": (
         "train on answers with a label, dataset.format=verdict (columns prompt, completion, "
         "label), or take a loss for other data"
+    ),
+    "choice_ids": (
+        "train on questions with fixed choices, dataset.format=decisions (columns state, "
+        "questions, answers), or take a loss for other data"
     ),
     "reference_log_probs": "a training client computes them inside `with client.reference():`",
     "teacher_ids": "automodel-lite score --config-name ... writes a teacher's",

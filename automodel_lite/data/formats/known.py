@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from automodel_lite.data.document import Document, RawRow, shown
-from automodel_lite.data.formats import texts, tokens
+from automodel_lite.data.formats import decisions, texts, tokens
 from automodel_lite.data.formats.preference import preference
 from automodel_lite.data.formats.verdict import verdict
 from automodel_lite.errors import DataError
@@ -21,7 +21,7 @@ GROUP = "group"
 class Format:
     """One shape of rows.
 
-    kind       messages | prompt_completion | text | preference | tokens | own
+    kind       messages | prompt_completion | text | preference | decisions | tokens | own
     columns    those that tell it
     normalize  makes a document of a row
     optional   columns that a row may have besides
@@ -54,6 +54,20 @@ FORMATS = (
         ("input_ids",),
         tokens.tokens,
         ("labels", "loss_mask", "attention_mask", "loss_weights"),
+    ),
+    Format(
+        "decisions",
+        "decisions",
+        ("state", "questions"),
+        decisions.record,
+        ("answers", "soft_labels", "weights", "system"),
+    ),
+    Format(
+        "decision",
+        "decisions",
+        ("state", "question"),
+        decisions.single,
+        (*decisions.COLUMNS_OF_ONE, "system"),
     ),
     Format("messages", "messages", ("messages",), texts.messages, _OF_CHATS),
     Format("sharegpt", "messages", ("conversations",), texts.conversations, _OF_CHATS),

@@ -27,6 +27,11 @@ from automodel_lite.columns import (
 from automodel_lite.data.document import UNUSED, Document, Message, sound_text
 from automodel_lite.data.formats.turns import TURN_TOOLS
 from automodel_lite.data.tokens.chat import ASSISTANTS, REASONING, ChatRenderer, is_written
+from automodel_lite.data.tokens.decisions import (
+    DecisionRenderer,
+    DecisionStyle,
+    decision_columns,
+)
 from automodel_lite.data.tokens.rendering import Rendering, Span
 from automodel_lite.data.tokens.token_rows import next_token_labels
 from automodel_lite.errors import ConfigError, DataError
@@ -66,6 +71,7 @@ class Renderer:
 
     chat_renderer  what makes the renderer of chats
     mismatches     judged answers come with those of other rows
+    decisions      how questions with fixed choices are written
 
     Chats go through the chat template. A prompt and its completion do too, as a user's and an
     assistant's turn, when the tokenizer has a template; without one they become
@@ -82,8 +88,11 @@ class Renderer:
         train_on: str,
         template_kwargs: dict[str, Any],
         mismatches: bool = False,
+        decisions: DecisionStyle | None = None,
     ):
         self._train_on = train_on
+        style = decisions or DecisionStyle()
+        self._decisions = DecisionRenderer(tokenizer.backend_tokenizer, style)
         self._mismatches = mismatches
         has_template = tokenizer.chat_template is not None
         chat = self.chat_renderer
@@ -111,6 +120,8 @@ class Renderer:
         pair = [document[name] for name in ("chosen", "rejected") if name in document]
         for one in document.get("documents", pair or [document]):
             asked += [one.get(key, "") for key in ("system", "prompt", "text")]
+            if "decision" in one:
+                asked += [one["decision"].state, one["decision"].question]
             turns = one.get("messages", ())
             if "completion" in one:
                 turns = [{"role": "assistant", "content": one["completion"]}]
@@ -164,10 +175,24 @@ class Renderer:
             return [replace(chosen[0], answer=CHOSEN), replace(rejected[0], answer=REJECTED)]
         if "verdict" in document:
             return self._judged(document)
-        if "documents" in document:  # several answers to one prompt
-            return [
-                rendering for one in document["documents"] for rendering in self.renderings(one)
-            ]
+        if "decision" in document:
+            if self._train_on == "all":
+                raise ConfigError(
+                    "tokenize.train_on=all would train on questions too, and decisions on their "
+                    "answers: set tokenize.train_on=assistant."
+                )
+            return self._decisions.renderings(document["decision"], self._chat, self._bos)
+        if "documents" in document:  # several answers to one prompt, or questions about a state
+            found = []
+            for one in document["documents"]:
+                found += self.renderings(one)
+            if not found:
+                raise DataError(
+                    "has no question with an answer, so nothing is trained on",
+                    cure="add one to its column answers or soft_labels",
+                    can_skip=True,
+                )
+            return found
         if "messages" in document:
             if self._chat is None:
                 raise ConfigError(
@@ -298,6 +323,9 @@ class Encoder:
         verdicts = np.array([rendering.verdict for rendering in renderings], np.int8)
         if verdicts.any():
             columns["verdicts"] = np.where(labels == IGNORE_INDEX, 0, verdicts.repeat(lengths))
+        choices = [rendering.choices for rendering in renderings if rendering.choices]
+        if choices:  # all of a set are decisions
+            columns |= decision_columns(choices, input_ids, lengths)
         return columns, lengths
 
 

@@ -233,7 +233,8 @@ def check_set(
             f"questions; only train_on=all should do that, train_on={settings.train_on} does not. "
             f"{shown(found.first_row)}"
         )
-    if kind != "tokens" and found.num_unstopped > MAX_UNSTOPPED_FRAC * counts.num_rows:
+    # a decision is one token, behind which nobody goes on
+    if kind not in ("tokens", "decisions") and found.num_unstopped > MAX_UNSTOPPED_FRAC * counts.num_rows:
         raise DataError(
             f"{name}: {found.num_unstopped:,} of {counts.num_rows:,} rows do not end on a trained "
             "stop token, so the model would not learn to stop: fix the chat template. "

@@ -10,6 +10,22 @@ Span = tuple[int, int]
 
 
 @dataclass(frozen=True)
+class Choices:
+    """What a decision may be answered with, in the order of its text.
+
+    ids      of the tokens, one of which ends the text
+    weights  what each should have, times the weight of the question
+    place    of the question in its document
+    number   of the question in the data, from 1 on; 0 until it is known
+    """
+
+    ids: tuple[int, ...]
+    weights: tuple[float, ...]
+    place: int = 0
+    number: int = 0
+
+
+@dataclass(frozen=True)
 class Rendering:
     """Text to tokenize as it is (no special tokens are added) and the character spans that are
     trained on.
@@ -18,6 +34,7 @@ class Rendering:
     verdict  of judged answers: DESIRABLE, UNDESIRABLE or MISMATCHED; 0 without
     cut     character at which the tokenizer begins anew, as if the text behind it were another
             one; 0: the text is one
+    choices  of a decision; None without
     """
 
     text: str
@@ -25,6 +42,7 @@ class Rendering:
     answer: int = 0
     verdict: int = 0
     cut: int = 0
+    choices: Choices | None = None
 
     def pieces(self) -> list[tuple[str, list[Span]]]:
         """Returns the texts that are tokenized, each with the spans of it that are trained on."""

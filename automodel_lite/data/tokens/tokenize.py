@@ -34,6 +34,7 @@ from automodel_lite.data.cache import Key, build_once, cache_root, short_hash
 from automodel_lite.data.document import Document, is_compared
 from automodel_lite.data.reading.documents import Documents, DocumentSet
 from automodel_lite.data.reading.readers import Placed, placed
+from automodel_lite.data.tokens.decisions import DecisionStyle, numbered
 from automodel_lite.data.tokens.encode import Encoder, Remarks, Renderer
 from automodel_lite.data.tokens.findings import (
     Chunk,
@@ -81,13 +82,16 @@ class TokenizeJob:
     most_tokens: int | None = None  # of a pack, which no tree exceeds; None = any
     separates: bool = False  # rows of a tree share no label, as the loss takes them whole
     mismatches: bool = False  # judged answers come with those of other rows, as the loss asks for
+    decisions: DecisionStyle = field(default_factory=DecisionStyle)
     reads_images: ClassVar[bool] = False
 
     def renderer(self) -> Renderer:
         """Makes what renders documents; a subclass's own reads more than text."""
         settings = self.settings
         kwargs = settings.template_kwargs
-        return Renderer(self.tokenizer, settings.train_on, kwargs, self.mismatches)
+        return Renderer(
+            self.tokenizer, settings.train_on, kwargs, self.mismatches, self.decisions
+        )
 
     def encoder(self) -> Encoder:
         """Makes what tokenizes renderings."""
@@ -284,7 +288,7 @@ class DocumentTokenizer:
         """
         parts = document.get("documents", [document])
         if "input_ids" not in parts[0]:
-            return self._renderer.renderings(document)
+            return [numbered(x, number) for x in self._renderer.renderings(document)]
         given = [_given_tokens(x, self._settings.train_on, self._vocab_size) for x in parts]
         return [_with_row(row, number, document.get("group")) for row in given]
 
@@ -404,7 +408,10 @@ def job_of(
     pretrained = config.model.get("pretrained")
     if pretrained and config.tokenizer.get("path") != pretrained:
         check_vocabulary(pretrained, tokenizer)
-    return TokenizeJob(tokenizer, config.tokenize, tree, most_tokens, separates, mismatches)
+    style = DecisionStyle(
+        config.tokenize.choice_prefix, config.tokenize.permute_choices, config.seed
+    )
+    return TokenizeJob(tokenizer, config.tokenize, tree, most_tokens, separates, mismatches, style)
 
 
 def check_turns(settings: TokenizeConfig, documents: Documents) -> None:
@@ -431,7 +438,7 @@ def check_turns(settings: TokenizeConfig, documents: Documents) -> None:
 FINDINGS = "findings.json"
 HASHES = "hashes.bin"
 # of rendering, masking and files; raised when the same input gives other rows, or other files
-RULES_VERSION = "16"
+RULES_VERSION = "17"
 
 
 def tokenize_documents(
@@ -465,8 +472,10 @@ def tokenize_documents(
     )
 
 
-def rows_key(identity: str, job: TokenizeJob) -> Key:
-    """Returns what the token rows of a dataset depend on, beside the name of their set."""
+def rows_key(identity: str, job: TokenizeJob, kind: str) -> Key:
+    """Returns what the token rows of a dataset of this kind depend on, beside the name of their
+    set.
+    """
     template = job.tokenizer.chat_template
     settings = job.settings
     key = {
@@ -485,6 +494,8 @@ def rows_key(identity: str, job: TokenizeJob) -> Key:
     }
     if job.mismatches:
         key["mismatches"] = "true"
+    if kind == "decisions":
+        key["decisions"] = str(job.decisions)
     return key
 
 
@@ -512,7 +523,7 @@ def tokenize_sets(
     cache_dir: str | Path | None,
 ) -> tuple[dict[str, DocumentReader], dict[str, RowCounts], tuple[str, ...]]:
     """Returns the rows of each set, which the cache holds, their counts, and notes to print."""
-    key = rows_key(identity, job)
+    key = rows_key(identity, job, kind)
     rows: dict[str, DocumentReader] = {}
     counts = {}
     notes = []
