@@ -287,6 +287,16 @@ class Loss(ABC):
         """
         return batch
 
+    def rows_to_judge(self, inputs: LossInputs) -> Tensor | None:
+        """Returns values of each label, [R, K], that validation collects from all packs for
+        `judge`; None of a loss whose parts are sums.
+        """
+        return None
+
+    def judge(self, rows: Sequence[np.ndarray]) -> dict[str, float]:
+        """Returns what validation finds in the values of all labels, by name."""
+        return {}
+
     def num_items(self, batch: ThdBatch) -> float:
         """Counts on the host what the sum of a step is divided by, in a whole stream that is not
         sharded yet.

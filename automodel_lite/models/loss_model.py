@@ -45,6 +45,7 @@ class LossModel(nn.Module):
                      every loss takes the logits that the head computes itself
     loss_backend     of torch.compile, for what a loss compiles; None = nothing
     noise            of embeddings in training; None = none
+    judged_rows      `Loss.rows_to_judge` of the last forward outside training
     items_per_label  of the whole step: what the loss is divided by over what a balance is, which
                      counts labels
     """
@@ -64,6 +65,7 @@ class LossModel(nn.Module):
         # in a tuple, it is no submodule: neither trained, sharded nor saved
         self._teacher: tuple[LossModel, ...] = ()
         self.items_per_label = 1.0
+        self.judged_rows: Tensor | None = None
         self.noise: EmbeddingNoise | None = None
         self.has_plain_head = True
         self.loss_backend: str | None = None
@@ -195,6 +197,7 @@ class LossModel(nn.Module):
             parts = {**parts, "mtp_loss": ahead}
         # by which runs of different losses compare
         if not self.training:
+            self.judged_rows = loss.rows_to_judge(inputs)
             losses_R, hits_R = inputs.rows(_loss_and_hit, labels_R).unbind(-1)
             weights_R = columns.get("loss_weights", torch.ones_like(hits_R))
             parts = {**parts, "token_accuracy": (hits_R * weights_R).sum()}

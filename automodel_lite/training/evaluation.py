@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
 from automodel_lite.attention.isolation import evaluating
@@ -50,11 +51,13 @@ def validation_losses(
     packs: PackedDataset,
     source: PackSource,
     must_stop: Callable[[], bool],
+    judged: list[np.ndarray] | None = None,
 ) -> dict[str, float] | None:
     """Returns `loss` and its parts, means over what the loss counts in all packs; the
     `token_accuracy` 0..1 and, where it is not the loss, the plain `cross_entropy`, means over all
-    label tokens, by their weights; and the `perplexity` of that. By these, runs of different losses
-    compare. Every rank calls it.
+    label tokens, by their weights; the `perplexity` of that; and what the loss finds in the values
+    that it judges, which are added to `judged`. By these, runs of different losses compare. Every
+    rank calls it.
 
     `must_stop` is called after every batch, on all ranks; None when it is true.
     """
@@ -82,6 +85,7 @@ def validation_losses(
                 return None
         mean = engine.step_mean(step_sums, loss_model.loss)
     feed = open_feed()
+    rows: list[np.ndarray] = []
     with evaluating(model.module), Progress("validating", num_batches, "batches") as progress:
         for ready in feed:
             batch = ready.inputs[0]
@@ -89,6 +93,8 @@ def validation_losses(
             # Sums and counts stay apart to the end: means of batches would weigh short ones too
             # much.
             add_output(sums, output)
+            if loss_model.judged_rows is not None:
+                rows.append(loss_model.judged_rows.cpu().numpy())
             whole = ready.micro_batches[0]
             counts += torch.tensor([loss_model.loss.num_items(whole), whole.num_label_tokens])
             feed.stage()
@@ -106,7 +112,11 @@ def validation_losses(
     # The loss is the cross-entropy where that is not a part of its own; e^700 is near the largest
     # float.
     cross_entropy = means.get("cross_entropy", means["loss"])
-    return means | {"perplexity": math.exp(min(cross_entropy, 700.0))}
+    means["perplexity"] = math.exp(min(cross_entropy, 700.0))
+    of_all = [part for of_rank in mesh.gather(rows) for part in of_rank]
+    if judged is not None:
+        judged += of_all
+    return means | loss_model.loss.judge(of_all)
 
 
 def check_held_out(config: Config, data: PackSource) -> None:

@@ -85,7 +85,7 @@ def build(family: str) -> Any:
     torch.manual_seed(2)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").double().train()
     with torch.no_grad():
-        for name, weight in model.named_parameters():
+        for weight in model.parameters():
             if weight.ndim == 2:
                 weight.normal_(std=0.15)
     return model
@@ -162,7 +162,7 @@ def adapt(lm: Any) -> None:
     torch.manual_seed(3)
     Lora(r=2).adapt(lm, "base")
     with torch.no_grad():
-        for name, weight in sorted(lm.named_parameters()):
+        for _, weight in sorted(lm.named_parameters()):
             if weight.requires_grad:
                 weight.copy_(torch.randn(weight.shape, dtype=weight.dtype) * 0.1)
 

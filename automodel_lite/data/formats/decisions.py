@@ -86,6 +86,25 @@ class Decision:
     place: int = 0
 
 
+def number_of(document: int, place: int) -> int:
+    """Returns the number of a question in the data, from 1 on.
+
+    >>> number_of(3, 2), record_of(number_of(3, 2)), place_of(number_of(3, 2))
+    (196611, 3, 2)
+    """
+    return document * MOST_QUESTIONS + place + 1
+
+
+def record_of(number: Any) -> Any:
+    """Returns the document of a question, by its number; of arrays, too."""
+    return (number - 1) // MOST_QUESTIONS
+
+
+def place_of(number: Any) -> Any:
+    """Returns the place of a question in its document, by its number."""
+    return (number - 1) % MOST_QUESTIONS
+
+
 def record(row: RawRow) -> Document:
     """`state` (a text, or any JSON), `questions` by name or in a list, and their `answers`,
     `soft_labels` and `weights`: by name, or in a list of the same order.
@@ -161,8 +180,7 @@ def _values(row: RawRow, column: str, names: list[str]) -> dict[str, Any]:
         values = dict(zip(names, values))
     if not isinstance(values, Mapping):
         raise DataError(
-            f"column {column} must hold values by question, or a list of them, not "
-            f"{shown(values)}."
+            f"column {column} must hold values by question, or a list of them, not {shown(values)}."
         )
     given = {str(name): value for name, value in values.items() if value is not None}
     for name in given:
@@ -238,12 +256,12 @@ def _choices(kind: str, criteria: Any) -> tuple[tuple[str, str], ...]:
     """Returns names and meanings, in the order of the data."""
     criteria = parsed(criteria, "criteria") if isinstance(criteria, str) else criteria
     if kind == "noul":
-        meanings = criteria if isinstance(criteria, Mapping) else {}
-        if criteria is not None and not meanings and sorted(map(_lower, criteria)) not in (
-            sorted(_NOUL),
-            ["no", "yes"],
-        ):
-            raise DataError(f"a noul question has the choices true and false, not {criteria!r}.")
+        meanings = criteria
+        if not isinstance(criteria, Mapping):
+            names = sorted(map(_lower, criteria or _NOUL))
+            if names not in (["false", "true"], ["no", "yes"]):
+                raise DataError(f"a noul question is true or false, and its choices are {names}.")
+            meanings = {}
         named = {str(_TRUTH.get(_lower(key), key)): meaning for key, meaning in meanings.items()}
         if extra := named.keys() - {"0", "1"}:
             raise DataError(f"a noul question has the choices true and false, not {min(extra)!r}.")
@@ -282,9 +300,7 @@ def _named_choices(criteria: Any) -> Iterator[tuple[str, str]]:
             yield _text(name, "a choice"), _meaning(meaning)
         return
     if not isinstance(criteria, list):
-        raise DataError(
-            f"needs criteria, its choices by name or in a list, not {shown(criteria)}."
-        )
+        raise DataError(f"needs criteria, its choices by name or in a list, not {shown(criteria)}.")
     for option in criteria:
         if isinstance(option, Mapping):
             named = [option[key] for key in ("key", "id", "label", "name") if option.get(key)]

@@ -28,7 +28,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from automodel_lite.data.document import Document, Message
-from automodel_lite.data.formats.decisions import MOST_QUESTIONS, Decision
+from automodel_lite.data.formats.decisions import Decision, number_of
 from automodel_lite.data.tokens.chat import ChatRenderer
 from automodel_lite.data.tokens.rendering import Choices, Rendering
 from automodel_lite.errors import ConfigError, DataError
@@ -90,7 +90,8 @@ class DecisionRenderer:
             found = _letter_ids(self._backend, prefix, num_choices)
             if found is None:
                 others = (x for x in OTHER_PREFIXES if _letter_ids(self._backend, x, num_choices))
-                cure = next((f'set "tokenize.choice_prefix=\'{x}\'"' for x in others), "")
+                quoted = "\"tokenize.choice_prefix='{}'\""
+                cure = next((f"set {quoted.format(x)}" for x in others), "")
                 raise ConfigError(
                     f"tokenize.choice_prefix={prefix}: the tokenizer writes a letter of "
                     f"{LETTERS[:num_choices]} behind it as no token of its own, and a choice is "
@@ -157,20 +158,6 @@ def _letter_ids(backend: Tokenizer, prefix: str, num_choices: int) -> list[int] 
     return found if len({*found}) == num_choices else None
 
 
-def number_of(document: int, place: int) -> int:
-    """Returns the number of a question in the data, from 1 on."""
-    return document * MOST_QUESTIONS + place + 1
-
-
-def place_of(number: int) -> tuple[int, int]:
-    """Returns the document of a question, and its place there.
-
-    >>> place_of(number_of(3, 2))
-    (3, 2)
-    """
-    return divmod(number - 1, MOST_QUESTIONS)
-
-
 def numbered(rendering: Rendering, document: int) -> Rendering:
     """Returns a question of this document with its number in the data."""
     if rendering.choices is None:
@@ -192,7 +179,7 @@ def decision_columns(
     Raises DataError: a row does not end with the token of one of its choices.
     """
     total = len(input_ids)
-    columns = {
+    columns: dict[str, np.ndarray] = {
         "choice_ids": np.full(total, -1, np.int32),
         "choice_weights": np.zeros(total, np.float32),
         "question_numbers": np.zeros(total, np.int64),

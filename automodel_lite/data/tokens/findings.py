@@ -234,7 +234,10 @@ def check_set(
             f"{shown(found.first_row)}"
         )
     # a decision is one token, behind which nobody goes on
-    if kind not in ("tokens", "decisions") and found.num_unstopped > MAX_UNSTOPPED_FRAC * counts.num_rows:
+    if (
+        kind not in ("tokens", "decisions")
+        and found.num_unstopped > MAX_UNSTOPPED_FRAC * counts.num_rows
+    ):
         raise DataError(
             f"{name}: {found.num_unstopped:,} of {counts.num_rows:,} rows do not end on a trained "
             "stop token, so the model would not learn to stop: fix the chat template. "

@@ -89,9 +89,7 @@ class TokenizeJob:
         """Makes what renders documents; a subclass's own reads more than text."""
         settings = self.settings
         kwargs = settings.template_kwargs
-        return Renderer(
-            self.tokenizer, settings.train_on, kwargs, self.mismatches, self.decisions
-        )
+        return Renderer(self.tokenizer, settings.train_on, kwargs, self.mismatches, self.decisions)
 
     def encoder(self) -> Encoder:
         """Makes what tokenizes renderings."""

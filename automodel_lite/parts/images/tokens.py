@@ -268,9 +268,7 @@ class ImageRenderer(Renderer):
         self.chat_renderer = partial(ImageChatRenderer, marker=self.marker)
         self.placeholder = re.compile(f"{re.escape(self.marker)}|{IMAGE}")
         kwargs = job.settings.template_kwargs
-        super().__init__(
-            job.tokenizer, job.settings.train_on, kwargs, decisions=job.decisions
-        )
+        super().__init__(job.tokenizer, job.settings.train_on, kwargs, decisions=job.decisions)
 
     @cached_property
     def _in_text(self) -> str:

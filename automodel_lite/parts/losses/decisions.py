@@ -11,12 +11,16 @@ Legend: T tokens, R rows that carry a label (each is a question), K choices, V v
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from automodel_lite.data.formats.decisions import record_of
+from automodel_lite.evaluation.decisions import Answered, fit_temperature
 from automodel_lite.models.loss import Loss, LossInputs, LossOutput
 from automodel_lite.thd import ThdBatch
 
@@ -60,6 +64,31 @@ class Decisions(Loss):
         if "choice_weights" not in batch.columns:
             return 0.0
         return float(batch.columns["choice_weights"].sum(dtype=torch.float64))
+
+    def rows_to_judge(self, inputs: LossInputs) -> Tensor:
+        """Returns number and right place of each question, log-probabilities of its choices, and
+        their targets, fp64 [R, 2 + 2 K].
+        """
+        choices_RK = inputs.columns["choices"]
+        log_probs_RK = inputs.rows(choice_log_probs, choices_RK)
+        place_R = (choices_RK == inputs.labels_R[:, None]).int().argmax(-1)
+        # on the host, as not every device knows fp64, in which numbers are whole
+        parts = [inputs.columns["question_numbers"][:, None], place_R[:, None]]
+        parts += [log_probs_RK, inputs.columns["choice_targets"]]
+        return torch.cat([part.cpu().double() for part in parts], 1)
+
+    def judge(self, rows: Sequence[np.ndarray]) -> dict[str, float]:
+        """Returns the calibration error, the share of records with all answers right, and the
+        temperature that calibrates these answers, with the error at it.
+        """
+        answered = Answered.of(rows)
+        temperature = fit_temperature(answered)
+        return {
+            "ece": answered.metrics()["ece"],
+            "records_right": answered.records_right(record_of),
+            "temperature": temperature,
+            "calibrated_ece": answered.metrics(temperature)["ece"],
+        }
 
     def example_columns(self, batch: ThdBatch) -> dict[str, Tensor]:
         """Makes what is made of a stream, too: two choices."""
