@@ -18,6 +18,7 @@ from automodel_lite.cli import run_recipe
 if __name__ == "__main__":
     run_recipe("recipes.train_ft:main")
 
+import numpy as np
 import torch
 
 from automodel_lite.config.components import build
@@ -39,6 +40,7 @@ from automodel_lite.seed import derive_seed, seed_all
 from automodel_lite.telemetry.callbacks import value_of
 from automodel_lite.telemetry.console import Console
 from automodel_lite.telemetry.metrics import Counts, Meter, StepResult
+from automodel_lite.tools.decisions import note_decisions
 from automodel_lite.tools.finish import check_exportable, finish
 from automodel_lite.training import launch, resume, rules, summary, world
 from automodel_lite.training.beyond_plan import check_keep_best
@@ -230,12 +232,16 @@ class TrainFinetuneRecipe:
         self.guards.watchdog.enter(f"validating after step {self.num_steps}")
         must_stop = self.guards.boundary.must_stop
         with self.average.applied(self.model):
-            found = validate(self.engine, self.data, self.config.samples, must_stop)
+            judged: dict[str, list[np.ndarray]] = {}
+            samples = self.config.samples
+            found = validate(self.engine, self.data, samples, must_stop, judged)
         if found is None:
             return
         losses, answers = found
         self.console.validation(self.num_steps, losses, answers)
         self.metrics.log_validation(self.num_steps, losses, answers)
+        if judged and self.guards.ranks.is_first:
+            note_decisions(self.guards.folder.path, self.num_steps, judged, self.data.documents)
         self.meter.lap("validation")
         self.state.pending_validation = False
         self.state.val_loss = value_of(losses, "val_loss")

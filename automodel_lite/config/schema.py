@@ -89,6 +89,8 @@ class TokenizeConfig:
     choice_prefix: str = "choice#"
     # of decisions: write their choices in an order that follows from the seed
     permute_choices: bool = True
+    # of decisions: questions without an answer are left out, or read without a loss
+    unanswered: Annotated[str, OneOf(("skip", "ask"))] = "skip"
 
 
 @dataclass

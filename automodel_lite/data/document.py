@@ -23,7 +23,8 @@ Document = dict[str, Any]
   already tokenized; `labels` None: not said what is trained on
 - `documents`: several of them in one row: answers to one prompt, or what was packed before
 - `chosen`, `rejected` (documents): a preference pair
-- `decision` (formats/decisions.py): a question about a state, answered by one of its choices
+- `decision` (formats/decisions.py): a question about a state, answered by one of its choices; its
+  row may have an `id`
 - `verdict` (bool) of its last answer, beside `mismatched`, the document of its prompt and another
   row's answer; of a chat `num_judged`, the turns of the answer
 """

@@ -59,6 +59,10 @@ class Answered:
     def __getitem__(self, chosen: np.ndarray) -> Answered:
         return Answered(**{name: values[chosen] for name, values in vars(self).items()})
 
+    def known(self) -> Answered:
+        """Returns the questions that have an answer."""
+        return self[self.weights > 0]
+
     def probs(self, temperature: float = 1.0) -> np.ndarray:
         """Returns probabilities [N, K]."""
         return softmax(self.log_probs / temperature)

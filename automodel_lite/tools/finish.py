@@ -29,6 +29,7 @@ from automodel_lite.run.export import export_adapter, export_hf, generation_conf
 from automodel_lite.run.sharded_files import BrokenCheckpointError
 from automodel_lite.telemetry.callbacks import MetricsLog
 from automodel_lite.telemetry.console import Console
+from automodel_lite.tools.decisions import write_decisions
 from automodel_lite.tools.ending_notes import ending_notes
 from automodel_lite.training.build import BuiltModel
 from automodel_lite.training.guards import Guards
@@ -90,6 +91,9 @@ def finish(
             with without_undoing("evaluated", console):
                 ask_exported(run, built, data, metrics, console, exported)
         if run.ranks.is_first:
+            with without_undoing("decisions", console):
+                for line in write_decisions(run.folder.path, exported):
+                    console.say("decisions", line)
             with without_undoing("card", console):
                 hub_card.write_card(run.folder.path, exported, hub.push)
         if run.ranks.is_first and hub.push:

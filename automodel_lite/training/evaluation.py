@@ -26,17 +26,26 @@ from automodel_lite.training.engine import Engine, add_output, with_mean
 
 
 def validate(
-    engine: Engine, source: PackSource, samples: SamplesConfig, must_stop: Callable[[], bool]
+    engine: Engine,
+    source: PackSource,
+    samples: SamplesConfig,
+    must_stop: Callable[[], bool],
+    judged: dict[str, list[np.ndarray]] | None = None,
 ) -> tuple[dict[str, float], list[tuple[str, str]]] | None:
     """Returns `val_loss/<set>` and the other numbers of `validation_losses`, of all validation
     sets, and the answers to the prompts; None when it was stopped. Every rank calls it.
+
+    judged  gets the values that the loss judges, by set
     """
     losses: dict[str, float] = {}
     for name, packs in source.val_packs.items():
-        found = validation_losses(engine, packs, source, must_stop)
+        rows: list[np.ndarray] = []
+        found = validation_losses(engine, packs, source, must_stop, rows)
         if found is None:
             return None
         losses |= {f"val_{kind}/{name}": loss for kind, loss in found.items()}
+        if judged is not None and rows:
+            judged[name] = rows
     if not samples.prompts:
         return losses, []
     from automodel_lite.evaluation.samples import sample_answers  # with transformers' generation

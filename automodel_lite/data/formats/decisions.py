@@ -85,6 +85,12 @@ class Decision:
     system: str = ""
     place: int = 0
 
+    def value_of(self, place: int) -> str | bool | int:
+        """Returns a choice as an answer of the data has it: a truth value, a level, or a name."""
+        if self.kind == "noul":
+            return bool(place)
+        return place if self.kind == "score" else self.choices[place][0]
+
 
 def number_of(document: int, place: int) -> int:
     """Returns the number of a question in the data, from 1 on.
@@ -132,7 +138,7 @@ def record(row: RawRow) -> Document:
         beside = {key: values[name] for key, values in given.items() if name in values}
         where = f"questions[{name}]"
         found.append(_decision(asked, beside, where, name, state, system, place, unused))
-    return _document(found, unused)
+    return _document(row, found, unused)
 
 
 def single(row: RawRow) -> Document:
@@ -142,12 +148,22 @@ def single(row: RawRow) -> Document:
     name = str(asked.pop("name", "question"))
     state = _text_of_state(row.get("state"))
     system = _text(row["system"], "column system") if row.get("system") else ""
-    return _document([_decision(asked, {}, "column question", name, state, system, 0, [])], [])
+    decision = _decision(asked, {}, "column question", name, state, system, 0, [])
+    return _document(row, [decision], [])
 
 
-def _document(decisions: list[Decision], unused: list[str]) -> Document:
+def _document(row: RawRow, decisions: list[Decision], unused: list[str]) -> Document:
     document: Document = {"documents": [{"decision": decision} for decision in decisions]}
-    return {**document, UNUSED: list(dict.fromkeys(unused))} if unused else document
+    if row.get("id") is not None:
+        document["id"] = row["id"]
+    if unused:
+        document[UNUSED] = list(dict.fromkeys(unused))
+    return document
+
+
+def decisions_of(document: Document) -> list[Decision]:
+    """Returns the questions of a record; of another document none."""
+    return [part["decision"] for part in document.get("documents", ()) if "decision" in part]
 
 
 def _named(value: Any, column: str) -> Iterator[tuple[str, Any]]:

@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from tokenizers import Tokenizer
 
-from automodel_lite.data.document import Document, Message
+from automodel_lite.data.document import Message
 from automodel_lite.data.formats.decisions import Decision, number_of
 from automodel_lite.data.tokens.chat import ChatRenderer
 from automodel_lite.data.tokens.rendering import Choices, Rendering
@@ -164,11 +164,6 @@ def numbered(rendering: Rendering, document: int) -> Rendering:
         return rendering
     number = number_of(document, rendering.choices.place)
     return replace(rendering, choices=replace(rendering.choices, number=number))
-
-
-def decisions_of(document: Document) -> list[Decision]:
-    """Returns the questions of a record; of another document none."""
-    return [part["decision"] for part in document.get("documents", ()) if "decision" in part]
 
 
 def decision_columns(

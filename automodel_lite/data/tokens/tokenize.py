@@ -406,10 +406,15 @@ def job_of(
     pretrained = config.model.get("pretrained")
     if pretrained and config.tokenizer.get("path") != pretrained:
         check_vocabulary(pretrained, tokenizer)
-    style = DecisionStyle(
-        config.tokenize.choice_prefix, config.tokenize.permute_choices, config.seed
-    )
+    style = style_of(config)
     return TokenizeJob(tokenizer, config.tokenize, tree, most_tokens, separates, mismatches, style)
+
+
+def style_of(config: Config) -> DecisionStyle:
+    """Returns how a run writes questions with fixed choices."""
+    settings = config.tokenize
+    asks_all = settings.unanswered == "ask"
+    return DecisionStyle(settings.choice_prefix, settings.permute_choices, config.seed, asks_all)
 
 
 def check_turns(settings: TokenizeConfig, documents: Documents) -> None:

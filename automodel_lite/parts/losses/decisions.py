@@ -81,7 +81,9 @@ class Decisions(Loss):
         """Returns the calibration error, the share of records with all answers right, and the
         temperature that calibrates these answers, with the error at it.
         """
-        answered = Answered.of(rows)
+        answered = Answered.of(rows).known()
+        if not len(answered):
+            return {}
         temperature = fit_temperature(answered)
         return {
             "ece": answered.metrics()["ece"],
