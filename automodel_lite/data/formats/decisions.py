@@ -406,9 +406,9 @@ def _text(value: Any, what: str) -> str:
 
 def _text_of_state(state: Any) -> str:
     """Returns a text as it is, and anything else as JSON."""
-    if isinstance(state, str):
+    if isinstance(state, str) and state.strip():
         return sound_text(state, "column state")
-    if state in _EMPTY:
+    if state in _EMPTY or isinstance(state, str):
         raise DataError("column state is empty, and the questions are about it.")
     if isinstance(state, Mapping):
         media = [name for name in MEDIA if state.get(name) not in _EMPTY]
