@@ -76,6 +76,7 @@ def write_card(run: Path, folder: Path, repo: str | None = None) -> None:
         results=[*results, *facts_of(record), *_ledger_of(run)],
         settings=OmegaConf.to_yaml(OmegaConf.create(settings)),
         certificate=json_object(folder / "certificate.json"),
+        decisions=json_object(folder / "decisions.json"),
     )
     path.write_text(_FOLDERS.sub("", scrub(str(card))), encoding="utf-8")
 
@@ -87,12 +88,14 @@ def _ledger_of(run: Path) -> list[tuple[str, str]]:
 
 
 def _method(config: dict[str, Any]) -> str:
-    """Returns sft, distillation, or the name of a loss of answers or of policies: dpo, kto, ppo."""
+    """Returns sft, distillation, decisions, or the name of a loss of answers or of policies: dpo,
+    kto, ppo.
+    """
     module, _, name = str(config.get("loss", {}).get("_target_", "")).rpartition(".")
     kind = module.rpartition(".")[2]
     if kind in ("preference", "unpaired", "policy"):
         return name.lower()
-    return kind if kind == "distillation" else "sft"
+    return kind if kind in ("distillation", "decisions") else "sft"
 
 
 def _is_hub_name(name: object) -> bool:

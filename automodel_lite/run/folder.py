@@ -7,6 +7,7 @@ runs/<name>/
     packing.json      what the packs cost and gain    lengths.json      documents by length, and one
                       pack
     run.json          the command, the start block    report.html      the run on one page, live
+    decisions.jsonl   how well held-out questions with fixed choices were answered, by validation
     ledger.jsonl      one chained line per step: what automodel-lite verify RUN checks
     STATUS.json       running, preempted, interrupted, finished or failed: how the last process of
                       this run ended
@@ -70,6 +71,7 @@ class RunFolder:
         self.config = self.path / "config.yaml"
         self.config_text = ""  # what this process wrote there; each checkpoint keeps it
         self.metrics = self.path / "metrics.jsonl"
+        self.decisions = self.path / "decisions.jsonl"
         self.packing = self.path / "packing.json"
         self.lengths = self.path / "lengths.json"
         self.facts = self.path / "run.json"
@@ -206,6 +208,8 @@ class RunFolder:
         ]
         raw = " --raw" if facts.get("kind") == "text" else ""  # no chat template, as it was trained
         generate = f'{ours} generate {run} "..."{raw}'
+        if facts.get("kind") == "decisions":
+            generate = f"{ours} decide {run} questions.jsonl"
         export = f"{ours} export {run}"
         if not fresh:
             return [f"{export}   # writes the newest checkpoint as a Hugging Face folder", generate]
@@ -222,6 +226,14 @@ class RunFolder:
         """
         text = self.metrics.read_text(errors="replace") if self.metrics.is_file() else ""
         return rows_in(text)
+
+    def decisions_of(self, step: int | None = None) -> dict[str, Any]:
+        """Returns the last line of decisions.jsonl, or that of a step; {} without one."""
+        text = ""
+        if self.decisions.is_file():
+            text = self.decisions.read_text(errors="replace")
+        found = [row for row in rows_in(text) if step in (None, row["step"])]
+        return found[-1] if found else {}
 
     def rewind_metrics(self, step: int, validates_again: bool = False) -> None:
         """Drops the rows after `step`, which a continued run writes again, and a torn last line;

@@ -21,11 +21,12 @@ from automodel_lite.evaluation.decisions import Answered, fit_temperature
 from automodel_lite.parts.losses.decisions import Decisions
 from automodel_lite.run.checkpoint_folder import exported_step
 from automodel_lite.run.durable import write_atomically
-from automodel_lite.run.folder import json_object, saved_config
+from automodel_lite.run.folder import RunFolder, json_object, saved_config
 
 NAME = "decisions.json"
-STEPS = "decisions.jsonl"
-MOST_NAMES = 40  # of questions; where there are more, each is asked too rarely for numbers of its own
+MOST_NAMES = (
+    40  # of questions; where there are more, each is asked too rarely for numbers of its own
+)
 FEW_QUESTIONS = 30  # on which a temperature is hardly fitted
 
 
@@ -48,7 +49,7 @@ def note_decisions(
         by_name = _by_name(answered, documents.val.get(name))
         sets[name] = numbers_of(answered, temperature) | {"by_question": by_name}
     line = {"step": step, "fitted": fitted, "held_out": sets}
-    with (run / STEPS).open("a") as file:
+    with RunFolder(run).decisions.open("a") as file:
         file.write(f"{json.dumps(line)}\n")
 
 
@@ -97,9 +98,7 @@ def write_decisions(run: Path, folder: Path) -> list[str]:
     if loss.rpartition(".")[2] != Decisions.__name__:
         return []
     step = exported_step(folder)
-    lines = (run / STEPS).read_text().splitlines() if (run / STEPS).is_file() else []
-    of_step = [line for line in map(json.loads, lines) if line["step"] == step]
-    found = of_step[-1] if of_step else {"step": step, "fitted": {}, "held_out": {}}
+    found = RunFolder(run).decisions_of(step) or {"step": step, "fitted": {}, "held_out": {}}
     tokenize = config["tokenize"]
     written = {name: tokenize[name] for name in ("choice_prefix", "permute_choices")}
     written |= {"template_kwargs": tokenize["template_kwargs"], "seed": config["seed"]}
@@ -107,7 +106,9 @@ def write_decisions(run: Path, folder: Path) -> list[str]:
     whole = {"temperature": fitted.get("temperature", 1.0), **found, "written": written}
     write_atomically(folder / NAME, json.dumps(whole, indent=1) + "\n")
     if not fitted:
-        return [f"{NAME}: temperature 1, as nothing is held out: set dataset.val_frac=0.1 to fit it"]
+        return [
+            f"{NAME}: temperature 1, as nothing is held out: set dataset.val_frac=0.1 to fit it"
+        ]
     numbers = found["held_out"][fitted["set"]]
     few = f", which are few (under {FEW_QUESTIONS})" * (fitted["questions"] < FEW_QUESTIONS)
     said = [

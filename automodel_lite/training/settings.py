@@ -92,6 +92,9 @@ def build_parts(config: Config) -> RunParts:
     if "answers" in loss.required:
         whole = "pairs of answers stay whole, in one pack"
         packer.keep_whole(whole, ("truncate", "split"), together=True)
+    if "choice_ids" in loss.required:
+        whole = "questions stay whole, as an answer stands at the end of its row"
+        packer.keep_whole(whole, ("truncate", "split"))
     if loss.separates_rows:
         packer.keep_whole(
             f"rows of loss={type(loss).__name__} stay whole, as what a label counts follows from "
