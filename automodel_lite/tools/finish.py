@@ -25,7 +25,7 @@ from automodel_lite.extras import hub as hub_card
 from automodel_lite.extras.report.live import LiveReport
 from automodel_lite.models.source import is_remote_code, model_class
 from automodel_lite.run.checkpoint_folder import best_checkpoint, name_of, step_of
-from automodel_lite.run.export import export_adapter, export_hf, generation_config
+from automodel_lite.run.export import export_adapter, export_hf, write_small_files
 from automodel_lite.run.sharded_files import BrokenCheckpointError
 from automodel_lite.telemetry.callbacks import MetricsLog
 from automodel_lite.telemetry.console import Console
@@ -43,11 +43,8 @@ def check_exportable(config: Config, built: BuiltModel, data: PackSource) -> Non
     lm = built.model.loss_model.lm
     with tempfile.TemporaryDirectory() as folder:
         try:
-            generation_config(lm.config, lm.generation_config, data.tokenizer).save_pretrained(
-                folder
-            )
             lm.config.save_pretrained(folder)
-            data.tokenizer.save_pretrained(folder)
+            write_small_files(Path(folder), lm, data.tokenizer)
         except (ValueError, TypeError) as error:
             reason = one_line(error, 400)
             raise ConfigError(
