@@ -11,7 +11,7 @@ import inspect
 import pickle
 import re
 import socket
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -225,6 +225,21 @@ class CausalLM:
         check_described(made, self.settings)
         self._choose_head(made)
         return made
+
+    def head_facts(self) -> dict[str, Any]:
+        """Returns what a run's folder keeps of a score head, which its settings do not say; {} of
+        another head.
+        """
+        if self.head == "lm":
+            return {}
+        classes = self.classes or ONE_SCORE
+        return {"kind": classes.kind, "names": classes.names, "padding_id": self.padding_id}
+
+    def use_head_facts(self, facts: Mapping[str, Any]) -> None:
+        """Takes what `head_facts` gave."""
+        if self.head == "score" and facts:
+            self.classes = Classes(facts["kind"], tuple(facts["names"]))
+            self.padding_id = facts["padding_id"]
 
     def _choose_head(self, config: PretrainedConfig) -> None:
         """Writes into a config, in place, which head the model has; raises ConfigError for a family
