@@ -88,10 +88,10 @@ class Classes:
         name = name_of(value)
         if name in self.names:
             return self.names.index(name)
-        if _INT.fullmatch(name) and all(map(_NAMELESS.fullmatch, self.names)):
-            # a model whose classes were never named counts them
-            if 0 <= int(name) < len(self.names):
-                return int(name)
+        # a model whose classes were never named counts them
+        is_nameless = all(map(_NAMELESS.fullmatch, self.names))
+        if is_nameless and _INT.fullmatch(name) and 0 <= int(name) < len(self.names):
+            return int(name)
         raise DataError(
             f"column label is {name!r}, which is none of the classes {listed(self.names, 8)}"
             f"{did_you_mean(name, self.names)}"
@@ -148,23 +148,22 @@ def find_classes(labels: Iterable[Any], names: Sequence[str] | None = None) -> C
         raise DataError("no row has a label: column label is empty everywhere.")
     lists = [value for value in values if isinstance(value, tuple)]
     if lists:
-        return _many([one for one in lists], len(lists) < len(values), names)
-    texts = [value for value in values if isinstance(value, str)]
-    is_text = len(texts) == len(values)
-    if texts and not is_text and any(isinstance(value, float) for value in values):
-        raise DataError(f"column label holds numbers, and texts such as {texts[0]!r}.")
-    # A file of CSV has texts alone.
-    numbers = values if not texts else [_as_number(text) for text in texts] if is_text else []
-    is_number = bool(numbers) and all(one is not None for one in numbers)
-    if is_number and any(isinstance(one, float) for one in numbers) and names is None:
-        return Classes("number")
+        return _many(lists, len(lists) < len(values), names)
     if names is not None:
         return Classes("one", tuple(names))
-    if is_number:
-        ordered = [name for _, name in sorted((n, name_of(v)) for n, v in zip(numbers, values))]
-    else:
-        ordered = sorted(map(name_of, values))
-    return Classes("one", _checked(ordered, num_rows))
+    texts = [value for value in values if isinstance(value, str)]
+    numbers = values
+    if texts and len(texts) < len(values):
+        other = next(value for value in values if not isinstance(value, str))
+        raise DataError(f"column label holds texts such as {texts[0]!r}, and {other!r}.")
+    if texts:  # a file of CSV has no other
+        numbers = [_as_number(text) for text in texts]
+    if any(one is None for one in numbers):
+        return Classes("one", _checked(sorted(texts), num_rows))
+    if any(isinstance(one, float) for one in numbers):
+        return Classes("number")
+    ordered = sorted(zip(numbers, map(name_of, values)))
+    return Classes("one", _checked([name for _, name in ordered], num_rows))
 
 
 def _many(values: list[tuple[Any, ...]], is_mixed: bool, names: Sequence[str] | None) -> Classes:
@@ -182,7 +181,10 @@ def _many(values: list[tuple[Any, ...]], is_mixed: bool, names: Sequence[str] | 
     else:
         members = {one for value in values for one in value}
         if any(isinstance(one, float | tuple) for one in members):
-            raise DataError("column label holds lists of numbers with a decimal point: name classes.")
+            raise DataError(
+                "column label holds lists of numbers with a decimal point: list classes, by names "
+                "or whole numbers."
+            )
         numbers = [one for one in members if not isinstance(one, str)]
         if numbers and len(numbers) < len(members):
             raise DataError("column label holds lists of names, and lists of numbers.")

@@ -53,7 +53,9 @@ def write_card(run: Path, folder: Path, repo: str | None = None) -> None:
         k: v for k, v in config.items() if v not in ({}, None, []) and k not in of_this_machine
     }
     results = [("method", _method(config))]
-    scores = config.get("model", {}).get("head") == "score"
+    head = dict(record.facts.get("head") or {})
+    if head:
+        head["id2label"] = dict(enumerate(head["names"] or ("LABEL_0",)))
     step = exported_step(folder)
     last = record.rows[-1]["step"]
     if 0 < step < last:  # the best one: what was logged last is of another
@@ -62,7 +64,7 @@ def write_card(run: Path, folder: Path, repo: str | None = None) -> None:
         ModelCardData(
             base_model=pretrained if _is_hub_name(pretrained) else None,
             library_name="peft" if is_adapter else "transformers",
-            pipeline_tag="text-classification" if scores else "text-generation",
+            pipeline_tag="text-classification" if head else "text-generation",
             datasets=[dataset] if _is_hub_name(dataset) else None,
             tags=["automodel_lite", _method(config)],
         ),
@@ -76,7 +78,7 @@ def write_card(run: Path, folder: Path, repo: str | None = None) -> None:
         packing=packing_of(record),
         results=[*results, *facts_of(record), *_ledger_of(run)],
         settings=OmegaConf.to_yaml(OmegaConf.create(settings)),
-        scores=scores,
+        head=head,
         certificate=json_object(folder / "certificate.json"),
     )
     path.write_text(_FOLDERS.sub("", scrub(str(card))), encoding="utf-8")

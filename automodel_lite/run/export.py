@@ -202,11 +202,8 @@ def export_hf(
 def write_small_files(
     folder: Path, lm: transformers.PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Writes the tokenizer, and how the model generates; beside the adapter of a score head the
-    config, which names its classes, and the base's does not.
-    """
+    """Writes the tokenizer, and how the model generates, if it does."""
     if has_score_head(lm):
-        lm.config.save_pretrained(folder)
         with_padding(tokenizer, lm.config).save_pretrained(folder)
         return
     generation_config(lm.config, lm.generation_config, tokenizer).save_pretrained(folder)

@@ -11,8 +11,9 @@ import numpy as np
 
 from automodel_lite.classes import ONE_SCORE, Classes
 from automodel_lite.columns import IGNORE_INDEX
-from automodel_lite.data.feeding.source import PackSource
+from automodel_lite.data.feeding.source import PackSource, has_adapting
 from automodel_lite.data.reading.files import FilesDataset
+from automodel_lite.data.tokens.stop_tokens import template_end
 from automodel_lite.data.tokens.token_rows import members_of
 from automodel_lite.errors import ConfigError
 from automodel_lite.training.settings import RunParts
@@ -44,6 +45,12 @@ def with_classes(parts: RunParts, data: PackSource) -> RunParts:
     """
     if parts.loss.head != "score":
         return parts
+    if has_adapting(data.documents):
+        raise ConfigError(
+            "model.head=score reads text alone, and the data have images",
+            key="dataset",
+            cure="use dataset=files",
+        )
     classes = classes_of(data)
     loss = parts.loss.of_classes(classes)
     parts.model.classes = classes or ONE_SCORE
@@ -82,8 +89,10 @@ def padding_token(data: PackSource) -> int:
 def _last_tokens(data: PackSource) -> set[int]:
     """Returns the tokens that documents end with, which are those that carry a label."""
     found: set[int] = set()
-    if data.planned is None:
-        return found
+    if data.planned is None:  # of a stream, what ends texts and turns
+        end = template_end(data.tokenizer, data.job.settings.template_kwargs)
+        known = [data.tokenizer.eos_token_id, end and data.tokenizer.get_vocab()[end]]
+        return {one for one in known if one is not None}
     for rows in (data.planned.tokens.train, *data.planned.tokens.val.values()):
         for source in getattr(rows, "sources", [rows]):
             columns = source.flat.columns

@@ -18,7 +18,7 @@ from automodel_lite.data.packing.packs import PackedDataset, join_packs
 from automodel_lite.data.packing.plan import plan_packs
 from automodel_lite.data.tokens.token_rows import flatten
 from automodel_lite.data.tokens.trees import grow_trees
-from automodel_lite.models.loss import Loss
+from automodel_lite.models.loss import Head, Loss, LossInputs
 from automodel_lite.models.loss_model import LossModel
 from automodel_lite.parallel.context_parallel import cp_shard
 from automodel_lite.parallel.mesh import MeshShape, open_mesh
@@ -183,7 +183,10 @@ def as_trees(pairs: list[list[Row]]) -> list[Row]:
     trees: list[Row] = []
     for pair in pairs:
         rows = [
-            {name: torch.tensor(x).numpy().astype(dtypes.get(name, "int32")) for name, x in r.items()}
+            {
+                name: torch.tensor(x).numpy().astype(dtypes.get(name, "int32"))
+                for name, x in r.items()
+            }
             for r in pair
         ]
         grown = grow_trees(rows, separates=True)
@@ -211,7 +214,11 @@ def test_pairs_equal_two_documents_alone(family: str, center: float, layout: str
     pairs = pairs_of(has_margins=center == 0)
     rows = as_trees(pairs) if layout == "trees" else [row for pair in pairs for row in pair]
     if layout == "trees":  # each prompt is there once, and its last token in both branches
-        assert [len(row["input_ids"]) for row in rows] == [70 + 3 + 6 + 1, 5 + 4 + 1 + 1, 12 + 2 + 5 + 1]
+        assert [len(row["input_ids"]) for row in rows] == [
+            70 + 3 + 6 + 1,
+            5 + 4 + 1 + 1,
+            12 + 2 + 5 + 1,
+        ]
     plain = model_of(family, 1)
     lm = model_of(family, 1)
     install(lm, ReferenceAttention())
@@ -270,14 +277,12 @@ def test_two_ranks_score_as_one(shape: tuple[int, int, int], kind: str) -> None:
 
 def measures(kind: str, scores: list[list[float]], rows: list[Row]) -> dict[str, float]:
     """What validation says of these scores."""
-    from automodel_lite.models.loss import Head, LossInputs
-
     labels = torch.tensor([row["labels"][-1] for row in rows])
     names = rows[0].keys() - {"input_ids", "labels"}
     columns = {name: torch.tensor([row[name][-1] for row in rows]) for name in names}
     loss = loss_of(kind)
     inputs = LossInputs(Head(torch.tensor(scores)), labels, columns)
-    total, parts = loss(inputs)
+    parts = loss(inputs).parts
     found = {name: float(value) / len(rows) for name, value in parts.items()}
     return found | loss.held_out_measures(loss.held_out_sums(inputs), len(rows))
 

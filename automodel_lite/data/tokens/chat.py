@@ -138,7 +138,8 @@ class ChatRenderer:
         whole = Rendering(text, ())
         # thoughts of an earlier answer, of which a template leaves them out, are no loss
         last = len(messages) - 1
-        self._check_written(messages, [last] * (messages[last]["role"] in ASSISTANTS), tools, [whole])
+        answers = [last] if messages[last]["role"] in ASSISTANTS else []
+        self._check_written(messages, answers, tools, [whole])
         if given_tools and not self._writes_tools(messages, given_tools):
             raise DataError(_NO_TOOLS)
         return whole

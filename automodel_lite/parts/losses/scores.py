@@ -12,7 +12,7 @@ Legend: R rows that carry a label, K scores, N documents, P pairs (as long as N)
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 import torch
@@ -24,7 +24,6 @@ from automodel_lite.config.rules import Range
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.loss import Loss, LossInputs, LossOutput
 from automodel_lite.parts.losses.preference import PairedLoss
-from automodel_lite.thd import ThdBatch
 
 NUM_BINS = 15
 """Of confidences, for the calibration error: as in Guo et al., 2017 (arXiv:1706.04599)."""
@@ -72,9 +71,9 @@ class Classify(ScoreLoss):
     def weights(self, inputs: LossInputs) -> Tensor:
         """Returns what each document counts, [R]."""
         weights_R = inputs.columns.get("loss_weights")
-        return torch.ones(len(inputs.labels_R), device=inputs.labels_R.device) if (
-            weights_R is None
-        ) else weights_R
+        if weights_R is None:
+            return torch.ones(len(inputs.labels_R), device=inputs.labels_R.device)
+        return weights_R
 
 
 def scores_of(inputs: LossInputs) -> Tensor:
@@ -82,11 +81,11 @@ def scores_of(inputs: LossInputs) -> Tensor:
     return inputs.rows(lambda scores: scores)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ClassifyOne(Classify):
     """One class per document."""
 
-    classes: Classes = Classes("one")
+    classes: Classes
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
         scores_RK = scores_of(inputs)
@@ -113,13 +112,14 @@ class ClassifyOne(Classify):
         # a bin holds its upper edge
         bin_R = (confidence_R * NUM_BINS).ceil().long().sub(1).clamp(0, NUM_BINS - 1)
         bins_3B = probs_RK.new_zeros(3, NUM_BINS)
-        for row, values_R in enumerate((1.0, confidence_R, is_right_R)):
+        of_bins = (torch.ones_like(confidence_R), confidence_R, is_right_R)
+        for row, values_R in enumerate(of_bins):
             bins_3B[row].index_add_(0, bin_R, weights_R * values_R)
         return {"class_counts": counts_3K, "confidence_bins": bins_3B}
 
     def held_out_measures(self, sums: Mapping[str, Tensor], num_items: float) -> dict[str, float]:
-        """Macro F1 over the classes that documents have or are given, and the expected calibration
-        error.
+        """Returns the macro F1 over the classes that documents have or are given, and the expected
+        calibration error.
         """
         confidence_gap_B = (sums["confidence_bins"][1] - sums["confidence_bins"][2]).abs()
         return {
@@ -128,11 +128,11 @@ class ClassifyOne(Classify):
         }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ClassifyMany(Classify):
     """Any number of classes per document, each with a probability of its own."""
 
-    classes: Classes = Classes("many")
+    classes: Classes
 
     def truths(self, inputs: LossInputs) -> Tensor:
         """Returns 1 for the classes of each document, [R, K]."""
@@ -145,7 +145,8 @@ class ClassifyMany(Classify):
         scores_RK = scores_of(inputs)
         truths_RK = self.truths(inputs).to(scores_RK.dtype)
         weights_R = self.weights(inputs)
-        losses_R = F.binary_cross_entropy_with_logits(scores_RK, truths_RK, reduction="none").mean(1)
+        losses_RK = F.binary_cross_entropy_with_logits(scores_RK, truths_RK, reduction="none")
+        losses_R = losses_RK.mean(1)
         is_right_R = ((scores_RK > 0) == truths_RK.bool()).all(1)
         accuracy = (is_right_R * weights_R).sum().detach()
         return LossOutput((losses_R * weights_R).sum(), {"accuracy": accuracy})
@@ -163,13 +164,13 @@ class ClassifyMany(Classify):
         return {"f1": _macro_f1(sums["class_counts"])}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Regression(Classify):
     """A number per document."""
 
     required: ClassVar[frozenset[str]] = frozenset({"targets"})
 
-    classes: Classes = Classes("number")
+    classes: Classes
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
         errors_R = scores_of(inputs)[:, 0] - inputs.columns["targets"]
@@ -186,7 +187,7 @@ class Regression(Classify):
         return {"moments": torch.stack([(weights_R * one).sum() for one in moments])}
 
     def held_out_measures(self, sums: Mapping[str, Tensor], num_items: float) -> dict[str, float]:
-        """Pearson's correlation."""
+        """Returns Pearson's correlation."""
         n, x, y, xx, yy, xy = sums["moments"].double().tolist()
         spread = (n * xx - x * x) * (n * yy - y * y)
         return {"pearson": (n * xy - x * y) / spread**0.5 if spread > 0 else 0.0}
