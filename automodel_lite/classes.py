@@ -73,6 +73,16 @@ class Classes:
             raise DataError("column label is a list here, and one class in other rows.")
         return self._number_of(value)
 
+    def name_of_code(self, code: int) -> str:
+        """Returns the name of a class, or those of a set of classes.
+
+        >>> Classes("one", ("ham", "spam")).name_of_code(1)
+        'spam'
+        """
+        if self.kind != "many":
+            return self.names[code]
+        return ", ".join(self.names[number] for number in self.sets[code]) or "none"
+
     @cached_property
     def _places(self) -> dict[tuple[int, ...], int]:
         return {members: place for place, members in enumerate(self.sets)}

@@ -168,7 +168,8 @@ class CausalLM:
             **{key: getattr(tokenizer, key) for key in special},
         }
         # a copy of a source may have other overrides
-        asked = {"defaults": defaults, "overrides": self.overrides, "classes": self.classes}
+        asked = {"defaults": defaults, "overrides": self.overrides}
+        asked |= {"head": self.head_facts()}
         if asked not in [known for known, _ in self._described]:
             # Described once per start; each caller gets a copy, as models write into theirs.
             self._described = [(asked, self.resolve_model_config(defaults))]

@@ -886,6 +886,12 @@ def _check_settings(config: Config, parts: RunParts) -> None:
             f"packed_sequence.strategy={parts.packer.strategy} cuts rows, which the client keeps "
             "whole: use exact_fill, best_fit or next_fit."
         )
+    if parts.model.head == "score":
+        raise ConfigError(
+            "model.head=score: the client's losses are of tokens",
+            key="model.head",
+            cure="train a score head with automodel-lite train --config-name classify or reward",
+        )
     if config.training.ema_decay:
         raise ConfigError(
             f"training.ema_decay={config.training.ema_decay}: the client keeps no average of the "

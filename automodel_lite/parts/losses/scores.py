@@ -66,7 +66,8 @@ class Classify(ScoreLoss):
         return _KINDS[classes.kind](**vars(self), classes=classes)
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
-        raise NotImplementedError
+        """Computes what a plan needs, which does not know the labels: one class per document."""
+        return LossOutput(F.cross_entropy(scores_of(inputs), inputs.labels_R, reduction="sum"), {})
 
     def weights(self, inputs: LossInputs) -> Tensor:
         """Returns what each document counts, [R]."""
