@@ -45,6 +45,7 @@ from automodel_lite.tools.finish import check_exportable, finish
 from automodel_lite.training import launch, resume, rules, summary, world
 from automodel_lite.training.beyond_plan import check_keep_best
 from automodel_lite.training.build import build_model
+from automodel_lite.training.classes import with_classes
 from automodel_lite.training.counted_feed import CountedFeed
 from automodel_lite.training.ema import WeightAverage
 from automodel_lite.training.engine import TrainingEngine
@@ -99,6 +100,7 @@ class TrainFinetuneRecipe:
         self.data = prepare_data(config, batches, parts.packer)
         self.console.show([*summary.data_lines(self.data), *images_lines(self.data)])
         check_held_out(config, self.data)
+        parts = with_classes(parts, self.data)
         label_values.check_loss(self.data, parts.loss)
         self.plan = self.data.plan(config.training)
         check_keep_best(config, self.plan.max_steps)

@@ -26,7 +26,7 @@ import shlex
 import shutil
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, is_dataclass
 from functools import lru_cache
@@ -162,9 +162,14 @@ class RunFolder:
                 return os.path.relpath(self.path)
         return str(self.path)
 
-    def write_facts(self, lines: Sequence[tuple[str, str]], kind: str = "") -> None:
-        """run.json: the command line and where it was started, the kind of the documents, and the
-        (topic, text) lines that the run printed at its start.
+    def write_facts(
+        self,
+        lines: Sequence[tuple[str, str]],
+        kind: str = "",
+        head: Mapping[str, Any] | None = None,
+    ) -> None:
+        """run.json: the command line and where it was started, the kind of the documents, the
+        classes of a score `head`, and the (topic, text) lines that the run printed at its start.
         """
         here = ""
         with suppress(OSError):  # the working directory may be gone
@@ -178,6 +183,7 @@ class RunFolder:
             "command": scrub(command_line()),
             "started": started,
             "kind": kind,
+            "head": dict(head or {}),
             "lines": [[topic, scrub(text)] for topic, text in lines],
         }
         write_atomically(self.facts, json.dumps(facts, indent=2) + "\n")
@@ -211,6 +217,12 @@ class RunFolder:
         if facts.get("kind") == "decisions":
             generate = f"{ours} decide {run} questions.jsonl"
         export = f"{ours} export {run}"
+        if facts.get("head"):
+            preset = "classify" if facts.get("kind") == "labeled" else "reward"
+            generate = (
+                f"{ours} evaluate --config-name {preset} model.pretrained={run} "
+                "dataset.path=held_out.jsonl"
+            )
         if not fresh:
             return [f"{export}   # writes the newest checkpoint as a Hugging Face folder", generate]
         return [

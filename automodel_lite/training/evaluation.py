@@ -65,8 +65,8 @@ def validation_losses(
     """Returns `loss` and its parts, means over what the loss counts in all packs; the
     `token_accuracy` 0..1 and, where it is not the loss, the plain `cross_entropy`, means over all
     label tokens, by their weights; the `perplexity` of that; and what the loss finds in the values
-    that it judges, which are added to `judged`. By these, runs of different losses compare. Every
-    rank calls it.
+    that it judges, which are added to `judged`. By these, runs of different losses compare. Of a
+    score head, in place of tokens, the measures of its loss. Every rank calls it.
 
     `must_stop` is called after every batch, on all ranks; None when it is true.
     """
@@ -114,10 +114,15 @@ def validation_losses(
     # cp share, so each stream is counted cp times.
     num_items, num_labels = (mesh.sum(counts) / mesh.shape.cp).tolist()
     means = {}
-    for name, value in sums.items():
+    of_all_ranks = {name: mesh.sum(value) for name, value in sums.items()}
+    for name, value in of_all_ranks.items():
+        if value.ndim:  # what measures follow from
+            continue
         is_per_label = name in ("token_accuracy", "cross_entropy")
         count = num_labels if is_per_label else num_items
-        means[name] = mesh.sum(value).item() / (count or 1)
+        means[name] = value.item() / (count or 1)
+    if loss_model.scores:
+        return means | loss_model.loss.held_out_measures(of_all_ranks, num_items)
     # The loss is the cross-entropy where that is not a part of its own; e^700 is near the largest
     # float.
     cross_entropy = means.get("cross_entropy", means["loss"])

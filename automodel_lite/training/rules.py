@@ -284,6 +284,8 @@ def try_settings(config: Config, parts: RunParts) -> None:
             )
             cure = f"leave that out, or remove this, ~{key}"
             problems.append(ConfigError(text, key=key, cure=cure))
+    if parts.model.head == "score":
+        problems += _score_rules(config)
     for attempt in (
         lambda: build_on_meta(parts.model),
         # a missing argument is named before the weights are read
@@ -296,6 +298,23 @@ def try_settings(config: Config, parts: RunParts) -> None:
             problems += error.problems or [error]
     if problems:
         raise ConfigError.of(problems)
+
+
+def _score_rules(config: Config) -> Iterator[ConfigError]:
+    """Yields what asks a model to write that gives documents scores."""
+    asking = {
+        "samples.prompts": config.samples.prompts,
+        "evaluation": config.evaluation,
+        "model.mtp_loss": config.model.get("mtp_loss"),
+    }
+    for key, value in asking.items():
+        if value:
+            yield ConfigError(
+                f"{key} with model.head=score: it gives documents scores and writes no text; "
+                "validation reports accuracy and the like",
+                key=key,
+                cure=f"leave {key} out",
+            )
 
 
 def build_on_meta(source: CausalLM) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from automodel_lite.data.document import Document, RawRow, shown
 from automodel_lite.data.formats import decisions, texts, tokens
+from automodel_lite.data.formats.labeled import READERS, labeled
 from automodel_lite.data.formats.preference import preference
 from automodel_lite.data.formats.verdict import verdict
 from automodel_lite.errors import DataError
@@ -15,13 +16,16 @@ from automodel_lite.errors import DataError
 Renames = Mapping[str, str]  # canonical name -> column of the file
 # column of any format: rows of one name may share their beginning (data/tokens/trees.py)
 GROUP = "group"
+# column of pairs: by how much a reward model should prefer the chosen answer
+MARGIN = "margin"
 
 
 @dataclass(frozen=True)
 class Format:
     """One shape of rows.
 
-    kind       messages | prompt_completion | text | preference | decisions | tokens | own
+    kind       messages | prompt_completion | text | preference | decisions | tokens |
+               labeled | own
     columns    those that tell it
     normalize  makes a document of a row
     optional   columns that a row may have besides
@@ -128,7 +132,7 @@ FORMATS = (
         "preference",
         ("chosen", "rejected"),
         preference,
-        ("prompt", "instruction", "input", "question", "conversations", *_TOOLS, *_SYSTEM),
+        ("prompt", "instruction", "input", "question", "conversations", *_TOOLS, *_SYSTEM, MARGIN),
     ),
     Format(
         "verdict",
@@ -149,6 +153,17 @@ FORMATS = (
             _THOUGHTS,
         ),
         is_found=False,
+    ),
+    *(
+        Format(
+            "labeled",
+            "labeled",
+            (*columns, "label"),
+            labeled(columns),
+            ("weight", "input", "history", *_TOOLS, *_SYSTEM),
+            is_found=False,
+        )
+        for columns in READERS
     ),
 )
 """In the order in which they are looked for."""

@@ -32,6 +32,10 @@ class Rendering:
 
     answer  of a preference pair: CHOSEN or REJECTED; 0 without
     verdict  of judged answers: DESIRABLE, UNDESIRABLE or MISMATCHED; 0 without
+    label   of a document that is scored: what stands for its class; 0 of a number, and in a pair
+    target  the number that its score should be
+    margin  of a pair that is scored
+    weight  of a document that is scored
     cut     character at which the tokenizer begins anew, as if the text behind it were another
             one; 0: the text is one
     choices  of a decision; None without
@@ -43,6 +47,10 @@ class Rendering:
     verdict: int = 0
     cut: int = 0
     choices: Choices | None = None
+    label: int | None = None
+    target: float | None = None
+    margin: float | None = None
+    weight: float | None = None
 
     def pieces(self) -> list[tuple[str, list[Span]]]:
         """Returns the texts that are tokenized, each with the spans of it that are trained on."""

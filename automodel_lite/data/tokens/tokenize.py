@@ -83,13 +83,21 @@ class TokenizeJob:
     separates: bool = False  # rows of a tree share no label, as the loss takes them whole
     mismatches: bool = False  # judged answers come with those of other rows, as the loss asks for
     decisions: DecisionStyle = field(default_factory=DecisionStyle)
+    scores: bool = False  # a document has one label, for a score head
     reads_images: ClassVar[bool] = False
 
     def renderer(self) -> Renderer:
         """Makes what renders documents; a subclass's own reads more than text."""
         settings = self.settings
         kwargs = settings.template_kwargs
-        return Renderer(self.tokenizer, settings.train_on, kwargs, self.mismatches, self.decisions)
+        return Renderer(
+            self.tokenizer,
+            settings.train_on,
+            kwargs,
+            self.mismatches,
+            self.decisions,
+            self.scores,
+        )
 
     def encoder(self) -> Encoder:
         """Makes what tokenizes renderings."""
@@ -219,6 +227,7 @@ class DocumentTokenizer:
 
     def __init__(self, job: TokenizeJob):
         self._settings = job.settings
+        self._scores = job.scores
         self._renderer = job.renderer()
         self._encoder = job.encoder()
         self._vocab_size = len(job.tokenizer)
@@ -287,6 +296,12 @@ class DocumentTokenizer:
         parts = document.get("documents", [document])
         if "input_ids" not in parts[0]:
             return [numbered(x, number) for x in self._renderer.renderings(document)]
+        if self._scores:
+            raise ConfigError(
+                "the rows are token ids, and a score head learns the label of a text or a chat",
+                key="dataset.path",
+                cure="bring the texts, dataset.format=labeled",
+            )
         given = [_given_tokens(x, self._settings.train_on, self._vocab_size) for x in parts]
         return [_with_row(row, number, document.get("group")) for row in given]
 
@@ -401,13 +416,23 @@ def job_of(
     loss = build(config.loss) if config.loss else None
     separates = loss is not None and loss.separates_rows
     mismatches = loss is not None and loss.step_mean is not None
+    scores = loss is not None and loss.head == "score"
+    if scores and config.tokenize.train_on != "assistant":
+        raise ConfigError(
+            f"tokenize.train_on={config.tokenize.train_on} chooses tokens to train on, and a "
+            "document that is scored has one label",
+            key="tokenize.train_on",
+            cure="leave it out",
+        )
     check_turns(config.tokenize, documents)
     tokenizer = build_with(config.tokenizer, documents=documents, cache_dir=config.cache_dir)
     pretrained = config.model.get("pretrained")
     if pretrained and config.tokenizer.get("path") != pretrained:
         check_vocabulary(pretrained, tokenizer)
     style = style_of(config)
-    return TokenizeJob(tokenizer, config.tokenize, tree, most_tokens, separates, mismatches, style)
+    return TokenizeJob(
+        tokenizer, config.tokenize, tree, most_tokens, separates, mismatches, style, scores
+    )
 
 
 def style_of(config: Config) -> DecisionStyle:
@@ -499,6 +524,8 @@ def rows_key(identity: str, job: TokenizeJob, kind: str) -> Key:
         key["mismatches"] = "true"
     if kind == "decisions":
         key["decisions"] = str(job.decisions)
+    if job.scores:
+        key["scores"] = "true"
     return key
 
 

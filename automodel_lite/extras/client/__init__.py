@@ -882,6 +882,12 @@ def _as_groups(groups: Iterable[Any]) -> list[list[Any]]:
 def _check_settings(config: Config, parts: RunParts) -> None:
     """Raises ConfigError for settings of which the client would make something else."""
     parts.packer.keep_whole("the client keeps rows whole", ())
+    if parts.model.head == "score":
+        raise ConfigError(
+            "model.head=score: the client's losses are of tokens",
+            key="model.head",
+            cure="train a score head with automodel-lite train --config-name classify or reward",
+        )
     if config.training.ema_decay:
         raise ConfigError(
             f"training.ema_decay={config.training.ema_decay}: the client keeps no average of the "

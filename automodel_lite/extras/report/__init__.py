@@ -167,7 +167,10 @@ _PACKED = (
 _LENGTHS = ("documents", "tokens", "longest_tokens", "median_tokens")
 # of packing.json; the page's names
 _PACKING = (*_LENGTHS, *_PACKED, "dropped_documents", "truncated_documents")
-_VALIDATED = ("val_loss", "val_token_accuracy", "val_perplexity")
+_VALIDATED = (
+    *("val_loss", "val_token_accuracy", "val_perplexity"),
+    *("val_accuracy", "val_f1", "val_ece", "val_pearson"),
+)
 _CURVES = ("loss", "grad_norm", "lr", "fill_frac", "memory_gib", *_RATES)
 
 
@@ -328,6 +331,10 @@ def facts_of(record: RunRecord) -> list[tuple[str, str]]:
             (f"validation ({name})", last(key), "{:.4f}"),
             (f"perplexity ({name})", last(f"val_perplexity/{val_set}"), "{:,.2f}"),
             (f"tokens right ({name})", last(f"val_token_accuracy/{val_set}"), "{:.1%}"),
+            (f"accuracy ({name})", last(f"val_accuracy/{val_set}"), "{:.1%}"),
+            (f"macro F1 ({name})", last(f"val_f1/{val_set}"), "{:.1%}"),
+            (f"calibration error ({name})", last(f"val_ece/{val_set}"), "{:.1%}"),
+            (f"correlation ({name})", last(f"val_pearson/{val_set}"), "{:.3f}"),
         ]
     facts += [
         ("answers right", last("answers_right"), f"{{:.0f}} of {last('answers') or 0:.0f}"),
