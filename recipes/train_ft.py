@@ -243,7 +243,9 @@ class TrainFinetuneRecipe:
         self.console.validation(self.num_steps, losses, answers)
         self.metrics.log_validation(self.num_steps, losses, answers)
         if judged and self.guards.ranks.is_first:
-            note_decisions(self.guards.folder.path, self.num_steps, judged, self.data.documents)
+            run = self.guards.folder.path
+            loss = self.model.loss_model.loss
+            note_decisions(run, self.num_steps, loss, judged, self.data.documents)
         self.meter.lap("validation")
         self.state.pending_validation = False
         self.state.val_loss = value_of(losses, "val_loss")

@@ -1,7 +1,7 @@
 """How good probabilities of choices are: accuracy, Brier score, calibration error, whole records,
 and the temperature that calibrates them.
 
-Legend: N questions, K choices (the most that one has), B bins.
+Legend: N questions, K choices (the most that one has).
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-NUM_BINS = 10
+from automodel_lite.evaluation.measures import calibration_error
+
 # of temperatures: a set that a model answers without a mistake would have one of 0
 COLDEST, HOTTEST = 0.05, 20.0
 
@@ -91,15 +92,6 @@ def softmax(logits: np.ndarray) -> np.ndarray:
     """Returns probabilities [N, K]; 0 where a logit is -inf."""
     weights = np.exp(logits - logits.max(1, keepdims=True))
     return weights / weights.sum(1, keepdims=True)
-
-
-def calibration_error(confidences: np.ndarray, is_right: np.ndarray, weights: np.ndarray) -> float:
-    """Returns the expected calibration error: over bins of the likeliest choice's probability, how
-    far its mean is from the share that is right; `weights` sum to 1.
-    """
-    bins = (confidences * NUM_BINS).astype(np.int64).clip(0, NUM_BINS - 1)
-    gaps = np.bincount(bins, weights * (confidences - is_right), NUM_BINS)
-    return float(np.abs(gaps).sum())
 
 
 def fit_temperature(answered: Answered) -> float:

@@ -306,16 +306,6 @@ class Loss(ABC):
         """
         return self
 
-    def held_out_sums(self, inputs: LossInputs) -> dict[str, Tensor]:
-        """Returns what is summed, over what the loss counts, of rows that are not trained on: of a
-        score head, whose labels are no tokens. Of any shape.
-        """
-        return {}
-
-    def held_out_measures(self, sums: Mapping[str, Tensor], num_items: float) -> dict[str, float]:
-        """Returns the measures that follow from the whole of these sums."""
-        return {}
-
     def num_items(self, batch: ThdBatch) -> float:
         """Counts on the host what the sum of a step is divided by, in a whole stream that is not
         sharded yet.

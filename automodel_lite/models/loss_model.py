@@ -200,9 +200,7 @@ class LossModel(nn.Module):
         # by which runs of different losses compare
         if not self.training:
             self.judged_rows = loss.rows_to_judge(inputs)
-        if not self.training and self.scores:
-            parts = {**parts, **loss.held_out_sums(inputs)}
-        elif not self.training:
+        if not self.training and not self.scores:
             losses_R, hits_R = inputs.rows(_loss_and_hit, labels_R).unbind(-1)
             weights_R = columns.get("loss_weights", torch.ones_like(hits_R))
             parts = {**parts, "token_accuracy": (hits_R * weights_R).sum()}

@@ -18,6 +18,7 @@ import numpy as np
 from automodel_lite.data.formats.decisions import Decision, decisions_of, place_of, record_of
 from automodel_lite.data.reading.documents import Documents
 from automodel_lite.evaluation.decisions import Answered, fit_temperature
+from automodel_lite.models.loss import Loss
 from automodel_lite.parts.losses.decisions import Decisions
 from automodel_lite.run.checkpoint_folder import exported_step
 from automodel_lite.run.durable import write_atomically
@@ -31,12 +32,18 @@ FEW_QUESTIONS = 30  # on which a temperature is hardly fitted
 
 
 def note_decisions(
-    run: Path, step: int, judged: Mapping[str, Sequence[np.ndarray]], documents: Documents
+    run: Path,
+    step: int,
+    loss: Loss,
+    judged: Mapping[str, Sequence[np.ndarray]],
+    documents: Documents,
 ) -> None:
-    """Adds a validation to the run's decisions.jsonl.
+    """Adds a validation to the run's decisions.jsonl; does nothing under another loss.
 
     judged  by set, what forward passes gave of it (`Answered.of`)
     """
+    if not isinstance(loss, Decisions):
+        return
     sets = {}
     fitted: dict[str, Any] = {}
     for name, parts in judged.items():

@@ -114,19 +114,15 @@ def validation_losses(
     # cp share, so each stream is counted cp times.
     num_items, num_labels = (mesh.sum(counts) / mesh.shape.cp).tolist()
     means = {}
-    of_all_ranks = {name: mesh.sum(value) for name, value in sums.items()}
-    for name, value in of_all_ranks.items():
-        if value.ndim:  # what measures follow from
-            continue
+    for name, value in sums.items():
         is_per_label = name in ("token_accuracy", "cross_entropy")
         count = num_labels if is_per_label else num_items
-        means[name] = value.item() / (count or 1)
-    if loss_model.scores:
-        return means | loss_model.loss.held_out_measures(of_all_ranks, num_items)
-    # The loss is the cross-entropy where that is not a part of its own; e^700 is near the largest
-    # float.
-    cross_entropy = means.get("cross_entropy", means["loss"])
-    means["perplexity"] = math.exp(min(cross_entropy, 700.0))
+        means[name] = mesh.sum(value).item() / (count or 1)
+    if not loss_model.scores:
+        # The loss is the cross-entropy where that is not a part of its own; e^700 is near the
+        # largest float.
+        cross_entropy = means.get("cross_entropy", means["loss"])
+        means["perplexity"] = math.exp(min(cross_entropy, 700.0))
     of_all = [part for of_rank in mesh.gather(rows) for part in of_rank]
     if judged is not None:
         judged += of_all

@@ -15,11 +15,11 @@ from transformers import AutoModelForCausalLM
 
 from automodel_lite.attention.interface import install
 from automodel_lite.attention.kernel import ReferenceAttention
-from automodel_lite.data.formats.decisions import Decision, record
+from automodel_lite.data.formats.decisions import Decision, decisions_of, record
 from automodel_lite.data.packing.packs import PackedDataset, join_packs
 from automodel_lite.data.packing.plan import plan_packs
 from automodel_lite.data.reading.files import FilesDataset
-from automodel_lite.data.tokens.decisions import DecisionStyle, decisions_of, order_of
+from automodel_lite.data.tokens.decisions import DecisionStyle, order_of
 from automodel_lite.data.tokens.tokenize import TokenizeJob, tokenize_documents
 from automodel_lite.models.loss_model import LossModel
 from automodel_lite.parallel.context_parallel import cp_shard

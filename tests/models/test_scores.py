@@ -284,7 +284,9 @@ def measures(kind: str, scores: list[list[float]], rows: list[Row]) -> dict[str,
     inputs = LossInputs(Head(torch.tensor(scores)), labels, columns)
     parts = loss(inputs).parts
     found = {name: float(value) / len(rows) for name, value in parts.items()}
-    return found | loss.held_out_measures(loss.held_out_sums(inputs), len(rows))
+    judged = loss.rows_to_judge(inputs)
+    assert judged is not None
+    return found | loss.judge([judged.numpy()[:1], judged.numpy()[1:]])
 
 
 def test_measures_of_one_class_by_hand() -> None:

@@ -11,10 +11,11 @@ Legend: R rows that carry a label, K scores, N documents, P pairs (as long as N)
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -22,11 +23,9 @@ from torch import Tensor
 from automodel_lite.classes import Classes
 from automodel_lite.config.rules import Range
 from automodel_lite.errors import ConfigError
+from automodel_lite.evaluation.measures import calibration_error, macro_f1, pearson
 from automodel_lite.models.loss import Loss, LossInputs, LossOutput
 from automodel_lite.parts.losses.preference import PairedLoss
-
-NUM_BINS = 15
-"""Of confidences, for the calibration error: as in Guo et al., 2017 (arXiv:1706.04599)."""
 
 
 class ScoreLoss(Loss):
@@ -83,10 +82,39 @@ def scores_of(inputs: LossInputs) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClassifyOne(Classify):
-    """One class per document."""
+class ClassifyKnown(Classify):
+    """What documents are labeled, once the labels have been read."""
 
     classes: Classes
+
+    def truths(self, inputs: LossInputs) -> Tensor:
+        """Returns what the scores of each document should say, [R, 1] or [R, K]."""
+        return inputs.labels_R[:, None]
+
+    def rows_to_judge(self, inputs: LossInputs) -> Tensor:
+        """Returns weight, scores and truth of each document, fp64 [R, 1 + K + 1 or 1 + 2 K]."""
+        parts = [self.weights(inputs)[:, None], scores_of(inputs), self.truths(inputs)]
+        # on the host, as not every device knows fp64
+        return torch.cat([part.cpu().double() for part in parts], 1)
+
+    def judge(self, rows: Sequence[np.ndarray]) -> dict[str, float]:
+        """Returns the measures of all documents."""
+        found = np.concatenate(rows) if rows else np.zeros((0, 0))
+        if not len(found):
+            return {}
+        num_scores = self.classes.num_scores
+        return self.measures(found[:, 1 : 1 + num_scores], found[:, 1 + num_scores :], found[:, 0])
+
+    def measures(
+        self, scores: np.ndarray, truths: np.ndarray, weights: np.ndarray
+    ) -> dict[str, float]:
+        """Returns what the scores [N, K] of documents are worth beside their truths."""
+        return {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassifyOne(ClassifyKnown):
+    """One class per document."""
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
         scores_RK = scores_of(inputs)
@@ -98,42 +126,26 @@ class ClassifyOne(Classify):
         accuracy = (is_right_R * weights_R).sum().detach()
         return LossOutput((losses_R * weights_R).sum(), {"accuracy": accuracy})
 
-    def held_out_sums(self, inputs: LossInputs) -> dict[str, Tensor]:
-        """Counts of each class [3, K] (right, predicted, true), and of each bin of confidence
-        [3, bins] (documents, their confidence, those that are right).
-        """
-        probs_RK = scores_of(inputs).softmax(1)
-        weights_R = self.weights(inputs).to(probs_RK.dtype)
-        confidence_R, predicted_R = probs_RK.max(1)
-        is_right_R = predicted_R == inputs.labels_R
-        counts_3K = probs_RK.new_zeros(3, probs_RK.shape[1])
-        counts_3K[0].index_add_(0, inputs.labels_R, weights_R * is_right_R)
-        counts_3K[1].index_add_(0, predicted_R, weights_R)
-        counts_3K[2].index_add_(0, inputs.labels_R, weights_R)
-        # a bin holds its upper edge
-        bin_R = (confidence_R * NUM_BINS).ceil().long().sub(1).clamp(0, NUM_BINS - 1)
-        bins_3B = probs_RK.new_zeros(3, NUM_BINS)
-        of_bins = (torch.ones_like(confidence_R), confidence_R, is_right_R)
-        for row, values_R in enumerate(of_bins):
-            bins_3B[row].index_add_(0, bin_R, weights_R * values_R)
-        return {"class_counts": counts_3K, "confidence_bins": bins_3B}
-
-    def held_out_measures(self, sums: Mapping[str, Tensor], num_items: float) -> dict[str, float]:
+    def measures(
+        self, scores: np.ndarray, truths: np.ndarray, weights: np.ndarray
+    ) -> dict[str, float]:
         """Returns the macro F1 over the classes that documents have or are given, and the expected
         calibration error.
         """
-        confidence_gap_B = (sums["confidence_bins"][1] - sums["confidence_bins"][2]).abs()
+        probs = np.exp(scores - scores.max(1, keepdims=True))
+        probs /= probs.sum(1, keepdims=True)
+        places = np.arange(scores.shape[1])
+        is_given = scores.argmax(1)[:, None] == places
+        is_right = scores.argmax(1) == truths[:, 0]
         return {
-            "f1": _macro_f1(sums["class_counts"]),
-            "ece": float(confidence_gap_B.sum()) / (num_items or 1),
+            "f1": macro_f1(is_given, truths == places, weights),
+            "ece": calibration_error(probs.max(1), is_right, weights),
         }
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClassifyMany(Classify):
+class ClassifyMany(ClassifyKnown):
     """Any number of classes per document, each with a probability of its own."""
-
-    classes: Classes
 
     def truths(self, inputs: LossInputs) -> Tensor:
         """Returns 1 for the classes of each document, [R, K]."""
@@ -152,26 +164,18 @@ class ClassifyMany(Classify):
         accuracy = (is_right_R * weights_R).sum().detach()
         return LossOutput((losses_R * weights_R).sum(), {"accuracy": accuracy})
 
-    def held_out_sums(self, inputs: LossInputs) -> dict[str, Tensor]:
-        """Counts of each class [3, K]: right, predicted, true."""
-        scores_RK = scores_of(inputs)
-        is_given_RK = (scores_RK > 0).to(scores_RK.dtype)
-        truths_RK = self.truths(inputs).to(scores_RK.dtype)
-        weights_R1 = self.weights(inputs)[:, None].to(scores_RK.dtype)
-        found = (is_given_RK * truths_RK, is_given_RK, truths_RK)
-        return {"class_counts": torch.stack([(weights_R1 * one).sum(0) for one in found])}
-
-    def held_out_measures(self, sums: Mapping[str, Tensor], num_items: float) -> dict[str, float]:
-        return {"f1": _macro_f1(sums["class_counts"])}
+    def measures(
+        self, scores: np.ndarray, truths: np.ndarray, weights: np.ndarray
+    ) -> dict[str, float]:
+        """Returns the macro F1 over the classes that documents have or are given."""
+        return {"f1": macro_f1(scores > 0, truths > 0, weights)}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Regression(Classify):
+class Regression(ClassifyKnown):
     """A number per document."""
 
     required: ClassVar[frozenset[str]] = frozenset({"targets"})
-
-    classes: Classes
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
         errors_R = scores_of(inputs)[:, 0] - inputs.columns["targets"]
@@ -179,31 +183,18 @@ class Regression(Classify):
         parts = {"absolute_error": (errors_R.abs() * weights_R).sum().detach()}
         return LossOutput((errors_R.square() * weights_R).sum(), parts)
 
-    def held_out_sums(self, inputs: LossInputs) -> dict[str, Tensor]:
-        """Moments [6] of scores x and targets y: 1, x, y, xx, yy, xy."""
-        x = scores_of(inputs)[:, 0].double()
-        y = inputs.columns["targets"].double()
-        weights_R = self.weights(inputs).double()
-        moments = (torch.ones_like(x), x, y, x * x, y * y, x * y)
-        return {"moments": torch.stack([(weights_R * one).sum() for one in moments])}
+    def truths(self, inputs: LossInputs) -> Tensor:
+        """Returns the numbers, [R, 1]."""
+        return inputs.columns["targets"][:, None]
 
-    def held_out_measures(self, sums: Mapping[str, Tensor], num_items: float) -> dict[str, float]:
+    def measures(
+        self, scores: np.ndarray, truths: np.ndarray, weights: np.ndarray
+    ) -> dict[str, float]:
         """Returns Pearson's correlation."""
-        n, x, y, xx, yy, xy = sums["moments"].double().tolist()
-        spread = (n * xx - x * x) * (n * yy - y * y)
-        return {"pearson": (n * xy - x * y) / spread**0.5 if spread > 0 else 0.0}
+        return {"pearson": pearson(scores[:, 0], truths[:, 0], weights)}
 
 
 _KINDS = {"one": ClassifyOne, "many": ClassifyMany, "number": Regression}
-
-
-def _macro_f1(counts_3K: Tensor) -> float:
-    """Returns the mean F1 over the classes that are true or predicted somewhere."""
-    right_K, predicted_K, true_K = counts_3K.double().cpu()
-    total_K = predicted_K + true_K
-    is_there_K = total_K > 0
-    f1_K = 2 * right_K[is_there_K] / total_K[is_there_K]
-    return float(f1_K.mean()) if len(f1_K) else 0.0
 
 
 @dataclass(frozen=True)
