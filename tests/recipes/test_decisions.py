@@ -171,9 +171,7 @@ def test_a_known_answer_is_compared_and_printed(
         decide.main([str(trained), str(tmp_path / "none.jsonl")])
 
 
-def test_an_adapter_answers_as_its_merged_model(
-    trained: Path, file: Path, tmp_path: Path
-) -> None:
+def test_an_adapter_answers_as_its_merged_model(trained: Path, file: Path, tmp_path: Path) -> None:
     folder = tmp_path / "lora"
     more = ("model=pretrained", f"model.pretrained={trained}/hf", "tokenizer=pretrained",
             "peft=lora", "peft.r=2", "optimizer.lr=0.05")  # fmt: skip

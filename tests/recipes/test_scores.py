@@ -24,7 +24,7 @@ from automodel_lite.results import RESULTS
 from automodel_lite.tools.load_generator import load_exported
 from recipes import evaluate
 from tests.data.templates import LLAMA3, byte_tokenizer
-from tests.runs import Row, config_of, rows_of, train
+from tests.runs import Row, config_of, train
 
 pytestmark = pytest.mark.numbers
 
@@ -244,7 +244,9 @@ def test_a_run_is_continued_bit_for_bit_and_evaluated_by_its_own_classes(
     # another class than the model has
     path = write(tmp_path / "other.jsonl", [{"text": "oak", "label": "tree"}, *some])
     names = (f"model.pretrained={tmp_path / 'parts'}", f"dataset.path={path}", "name=x")
-    with pytest.raises(DataError, match="other.jsonl:1: column label is 'tree', which is none of"):
+    with pytest.raises(
+        DataError, match=r"other\.jsonl:1: column label is 'tree', which is none of"
+    ):
         evaluate.main(config_of("classify", tmp_path / "e", *names))
 
 

@@ -88,7 +88,7 @@ def test_texts_begin_and_end_as_the_tokenizer_writes_them(form: str, tmp_path: P
 
 def test_labels_weights_and_numbers_stand_at_the_last_token(tmp_path: Path) -> None:
     rows: list[Row] = [{"text": "ab", "label": ["x"], "weight": 0.5}, {"text": "c", "label": []}]
-    got = tokenized(tmp_path, rows + [{"text": "d", "label": ["y", "x"]}])
+    got = tokenized(tmp_path, [*rows, {"text": "d", "label": ["y", "x"]}])
     # the sets are (), (x,) and (x, y)
     assert [got[row]["labels"].tolist() for row in range(3)] == [[-100, 1], [0], [2]]
     assert got[0]["loss_weights"].tolist() == [1.0, 0.5]
@@ -166,5 +166,5 @@ def test_columns_of_no_labeled_shape_are_refused_with_those_that_are(tmp_path: P
     )
     assert named.found_classes is not None
     assert named.found_classes.names == ("1", "5")
-    with pytest.raises(ConfigError, match="dataset.classes=.* names the classes of rows with a"):
+    with pytest.raises(ConfigError, match=r"dataset\.classes=.* names the classes of rows with a"):
         files(tmp_path, [{"text": "a"}], format="text", classes=["a", "b"])
