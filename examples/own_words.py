@@ -12,6 +12,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ Prompt = tuple[list[int], Mapping[str, float]]  # ids, and the weight of each te
 SUMS = {f"{a}+{b}=": str(a + b) for a in range(4) for b in range(4)}
 DIFFERENCES = {f"{a}-{b}=": str(a - b) for a in range(4) for b in range(a + 1)}
 SETTINGS = ["model=llama_smoke", "tokenizer=bpe", "packed_sequence.packed_sequence_size=1024"]
+SETTINGS += ["optimizer.lr=3e-3"]
 
 
 def score(
@@ -56,7 +58,7 @@ def score(
     return groups
 
 
-def supervise(client: TrainingClient, answers: Mapping[str, str], noise: float) -> TrainingClient:
+def supervise(client: TrainingClient, answers: Mapping[str, str], noise: float) -> None:
     """Takes supervised steps on answers of the right form, of which some are drawn blindly: a model
     that is sure of everything is a poor teacher.
 
@@ -71,18 +73,19 @@ def supervise(client: TrainingClient, answers: Mapping[str, str], noise: float) 
             answer_ids = [*encode(answer), client.tokenizer.eos_token_id]
             rows += rows_of_answers(encode(text), [answer_ids])
         client.forward_backward(rows, CrossEntropy())
-        client.optim_step(lr=3e-3)
-    return client
+        client.optim_step()
 
 
 def main(*overrides: str, num_steps: int = 60) -> list[float]:
     """Returns the reverse KL per token of each step, as the answers estimate it."""
     folders = {}
     for name, answers in {"sums": SUMS, "differences": DIFFERENCES}.items():
-        own = [*SETTINGS, "model.config.hidden_size=64", f"name={name}", *overrides]
-        with supervise(TrainingClient("policy", *own), answers, noise=0.2) as teacher:
-            folders[name] = f"{teacher.config.output_dir}/teacher-{name}"
-            teacher.save_weights(folders[name])
+        own = [*SETTINGS, "model.config.hidden_size=64", "name=own_words", *overrides]
+        with TrainingClient("policy", *own) as teacher:
+            folders[name] = f"{teacher.config.output_dir}/teacher_{name}"
+            if not Path(folders[name]).exists():
+                supervise(teacher, answers, noise=0.2)
+                teacher.save_weights(folders[name])
     with TrainingClient("policy", *SETTINGS, "name=own_words", *overrides) as client:
         encode = client.tokenizer.encode
         prompts = [(encode(text), {folders["sums"]: 1.0}) for text in SUMS]
@@ -95,7 +98,7 @@ def main(*overrides: str, num_steps: int = 60) -> list[float]:
             step = len(divergences)
             groups = score(client, prompts, step, num_samples=8, max_new_tokens=4)
             out = client.forward_backward(groups, ImportanceSampling())
-            client.optim_step(lr=3e-3)
+            client.optim_step()
             gaps = sum(float(row["advantages"].sum()) for group in groups for row in group)
             divergences.append(-gaps / out.num_items)
             if client.mesh.rank == 0:

@@ -78,9 +78,9 @@ def grow_trees(
         ids = row["input_ids"]
         labels = row["labels"]
         has_label = labels[:-1] != IGNORE_INDEX
-        is_next = bool((labels[:-1] == ids[1:])[has_label].all()) and (
-            not len(ids) or labels[-1] == IGNORE_INDEX
-        )
+        # the last label may be of a token that the row does not have: what is shared last is copied,
+        # so that no other row has this label, too
+        is_next = bool((labels[:-1] == ids[1:])[has_label].all())
         if not is_next or "loss_weights" in row:
             return [dict(row) for row in rows]
     is_paired = not PAIRED.isdisjoint(rows[0])

@@ -255,7 +255,7 @@ class TrainingClient:
         """
         if self._scorer is not self.engine:
             raise RuntimeError(
-                "the reference, or the teacher, is frozen: call forward_backward outside the block."
+                "the reference is frozen, as teachers are: call forward_backward outside the block."
             )
         self._check_whole("forward_backward")
         loss_model = self.engine.model.loss_model
