@@ -1,6 +1,6 @@
 """Distillation on a model's own words: the student answers, and its teachers score the answers.
 
-    python examples/own_words.py              (three tiny Llamas from scratch, on a CPU, in a minute)
+    python examples/own_words.py              (three tiny Llamas, on a CPU, in a minute)
     torchrun --nproc-per-node 2 examples/own_words.py mesh.dp_shard=2
 
 The advantage of a token is how much likelier its teachers find it than the student does: the steps

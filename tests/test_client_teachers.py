@@ -101,9 +101,11 @@ def test_wrong_teachers_are_sentences(
 def on_ranks(rank: int, world: int, folders: tuple[str, str], *overrides: str) -> list[np.ndarray]:
     student, teacher = folders
     sizes = ("packed_sequence.packed_sequence_size=256", "training.num_threads=1")
-    with TrainingClient("policy", f"model.pretrained={student}", *sizes, *overrides) as client:
-        with client.teacher(teacher):
-            return client.forward(GROUPS).log_probs
+    with (
+        TrainingClient("policy", f"model.pretrained={student}", *sizes, *overrides) as client,
+        client.teacher(teacher),
+    ):
+        return client.forward(GROUPS).log_probs
 
 
 @pytest.mark.system

@@ -75,9 +75,7 @@ def test_a_student_comes_closer_to_its_teachers(own_words: ModuleType, tmp_path:
     teachers = [save_teacher(tmp_path / name, seed) for name, seed in (("one", 1), ("two", 2))]
     prompts = [([first, 3], {teachers[first % 2]: 1.0}) for first in range(4, 12)]
     read = transformers.AutoModelForCausalLM.from_pretrained
-    rows = [
-        {"input_ids": [*ids, 20, 30], "labels": [-100, 20, 30, -100]} for ids, _ in prompts
-    ]
+    rows = [{"input_ids": [*ids, 20, 30], "labels": [-100, 20, 30, -100]} for ids, _ in prompts]
 
     def divergence(folder: str) -> float:
         """KL(student || teacher) per token."""

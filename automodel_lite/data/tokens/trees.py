@@ -78,8 +78,8 @@ def grow_trees(
         ids = row["input_ids"]
         labels = row["labels"]
         has_label = labels[:-1] != IGNORE_INDEX
-        # the last label may be of a token that the row does not have: what is shared last is copied,
-        # so that no other row has this label, too
+        # the last label may be of a token that the row lacks: the last token that rows share is
+        # copied, so no other row has this label
         is_next = bool((labels[:-1] == ids[1:])[has_label].all())
         if not is_next or "loss_weights" in row:
             return [dict(row) for row in rows]
