@@ -37,12 +37,12 @@ from automodel_lite.cli import compose_config
 from automodel_lite.config.check import check_config
 from automodel_lite.config.components import option
 from automodel_lite.config.schema import Config
-from automodel_lite.config.sizes import ceil_div
 from automodel_lite.data.prepare import build_documents
 from automodel_lite.data.tokens.stop_tokens import stop_ids
 from automodel_lite.data.tokens.tokenize import job_of
 from automodel_lite.data.tokens.tokenizer import padding_id
 from automodel_lite.errors import ConfigError
+from automodel_lite.extras.client.drawing import draw_answers
 from automodel_lite.extras.client.folder import ClientFolder
 from automodel_lite.extras.client.rows import (
     GRAIN_TOKENS,
@@ -53,12 +53,8 @@ from automodel_lite.extras.client.rows import (
 )
 from automodel_lite.extras.client.sampling import (
     Answer,
-    Draws,
-    Endings,
     Request,
     Stop,
-    batches_of_one_length,
-    plain_settings,
     rows_of_answers,
 )
 from automodel_lite.extras.client.seats import Seat, Snapshot, copies, put_back
@@ -72,7 +68,6 @@ from automodel_lite.extras.client.targets import (
 )
 from automodel_lite.extras.plan.recompute import choose_recomputation
 from automodel_lite.launched import rank
-from automodel_lite.models.checkpoints import replaced
 from automodel_lite.models.loss import (
     CrossEntropy,
     Loss,
@@ -487,40 +482,11 @@ class TrainingClient:
         _compare(self._ranks.on_all(check), "prompts")
         if not requests:
             return []
-        batches = batches_of_one_length(requests, batch_size)
-        drawn: list[tuple[tuple[int, int], list[int], bool]] = []
-        model.module.eval()
-        # where weights are gathered for each forward, all ranks make as many of them
-        rounds = ceil_div(len(batches), mesh.shape.dp)
-        for number in range(mesh.dp_rank, rounds * mesh.shape.dp, mesh.shape.dp):
-            own = batches[number] if number < len(batches) else [(0, 0)]
-            of_rows = [requests[of] for of, _ in own]
-            ids = torch.tensor([list(x.prompt) for x in of_rows], device=mesh.device)
-            endings = Endings(of_rows, ends, ids.shape[1], self.tokenizer)
-            numbered = [(requests[of], answer) for of, answer in own]
-            longest = max(request.max_new_tokens for request in of_rows)
-            settings = plain_settings(longest, ends[0] if ends else 0)
-            # in place of the model's own, whose penalties would stay beside those that are passed
-            with replaced(lm, "generation_config", settings):
-                out = model.generate(
-                    ids,
-                    attention_mask=torch.ones_like(ids),
-                    logits_processor=[Draws(numbered, self.config.seed, mesh.device)],
-                    stopping_criteria=[endings],
-                    synced_gpus=model.sharded_over is not None and mesh.shape.world_size > 1,
-                )
-            if number < len(batches):
-                new = out[:, ids.shape[1] :].tolist()
-                cut = [answer[:length] for answer, length in zip(new, endings.lengths)]
-                drawn += zip(own, cut, endings.is_ended)
-        model.module.train()
-        # ranks of one dp rank have drawn the same
-        of_ranks = mesh.gather(drawn)[:: mesh.shape.cp * mesh.shape.tp]
-        answers = {place: (ids, is_ended) for found in of_ranks for place, ids, is_ended in found}
-        return [
-            [answers[number, answer] for answer in range(request.num_samples)]
-            for number, request in enumerate(requests)
-        ]
+        drawn = draw_answers(
+            model, mesh, requests, batch_size, ends, self.tokenizer, self.config.seed
+        )
+        assert drawn is not None  # nobody stops it
+        return drawn
 
     @contextmanager
     def reference(self) -> Iterator[None]:
