@@ -150,7 +150,8 @@ class OpenTasks:
             scorer = "a function" if task.function is not None else task.scorer
             ignored = f", columns not used: {', '.join(task.unused)}" if task.unused else ""
             parts.append(f"{task.name} ({len(rows):,} questions, scored by {scorer}{ignored})")
-        return f"{'; '.join(parts)}; {self.how.num_samples} answers each"
+        num = self.how.num_samples
+        return f"{'; '.join(parts)}; {num} answer{'s' * (num > 1)} to each"
 
     def is_due(self, step: int, is_last: bool) -> bool:
         """Returns whether the validation of this step asks them."""
