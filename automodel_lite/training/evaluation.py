@@ -12,13 +12,14 @@ from collections.abc import Callable, Mapping
 import torch
 
 from automodel_lite.attention.isolation import evaluating
+from automodel_lite.config.components import build
 from automodel_lite.config.schema import CheckpointConfig, Config, SamplesConfig
 from automodel_lite.config.sizes import ceil_div
 from automodel_lite.data.feeding.feed import DeviceFeed, validation_steps
 from automodel_lite.data.feeding.source import PackSource
 from automodel_lite.data.packing.packs import PackedDataset
 from automodel_lite.errors import ConfigError
-from automodel_lite.evaluation.questions import has_questions
+from automodel_lite.evaluation.questions import OwnQuestions, has_questions
 from automodel_lite.progress import Progress
 from automodel_lite.run.checkpoint_folder import Rating
 from automodel_lite.telemetry.callbacks import value_of
@@ -156,7 +157,10 @@ def check_held_out(config: Config, data: PackSource) -> None:
             f"checkpoint.keep_best={config.checkpoint.keep_best} compares validation losses, and "
             "nothing is held out: set dataset.val_frac=0.05 or dataset.val_path, or keep_best=0."
         )
-    if config.evaluation and not has_questions(data.documents):
+    part = build(config.evaluation) if config.evaluation else None
+    if isinstance(part, OwnQuestions):
+        part.check_tasks()
+    elif config.evaluation and not has_questions(data.documents):
         raise ConfigError(
             "evaluation asks held-out questions, and there are none: set dataset.val_frac=0.05 or "
             "dataset.val_path, to chats that end with an answer (plain text and token ids ask "
