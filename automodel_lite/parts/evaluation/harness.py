@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,19 @@ class LmEval:
         return "\n".join(lines), scores
 
     def _manager(self) -> TaskManager:
-        return TaskManager(include_path=self.include_path)
+        """Returns what knows the tasks: to read lm-eval's own, thousands of files, takes seconds,
+        and is left out where the folder has all.
+        """
+        if self.include_path:
+            own = _manager_of(self.include_path, False)
+            if all(own.match_tasks([name]) for name in self.tasks):
+                return own
+        return _manager_of(self.include_path, True)
+
+
+@cache
+def _manager_of(include_path: str | None, has_defaults: bool) -> TaskManager:
+    return TaskManager(include_path=include_path, include_defaults=has_defaults)
 
 
 def scores_of(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
