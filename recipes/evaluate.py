@@ -27,8 +27,10 @@ from automodel_lite.data.feeding.source import PackSource
 from automodel_lite.data.prepare import check_sizes, prepare_data
 from automodel_lite.errors import ConfigError
 from automodel_lite.evaluation.questions import questions_of
+from automodel_lite.extras.asking import ask_tasks, open_tasks
 from automodel_lite.models.loss import FusedLinearCrossEntropy, Loss
 from automodel_lite.parallel.mesh import Mesh, rank, world_size
+from automodel_lite.parts.evaluation.tasks import OpenTasks
 from automodel_lite.progress import activity
 from automodel_lite.results import RESULTS
 from automodel_lite.run.checkpoint_folder import exported_folder, older_export
@@ -68,7 +70,8 @@ def evaluate_sets(config: Config, checkpoint: str | None) -> int:
         console.say(topic, text)
     parts = with_classes(parts, data)
     mesh = open_world(config)
-    print_losses(parts, data, mesh, console)
+    tasks = open_tasks(config, data.tokenizer, parts.model.config(data.tokenizer))
+    print_losses(parts, data, mesh, console, config, tasks)
     if config.evaluation and rank() == 0:
         generator = load_generator(
             str(parts.model.pretrained),
@@ -83,8 +86,17 @@ def evaluate_sets(config: Config, checkpoint: str | None) -> int:
     return 0
 
 
-def print_losses(parts: RunParts, data: PackSource, mesh: Mesh, console: Console) -> None:
-    """The mean loss over the label tokens of each set; every rank calls it."""
+def print_losses(
+    parts: RunParts,
+    data: PackSource,
+    mesh: Mesh,
+    console: Console,
+    config: Config,
+    tasks: OpenTasks | None,
+) -> None:
+    """The scores of tasks, and the mean loss over the label tokens of each set; every rank calls
+    it.
+    """
     sets = data.held_out
     check_positions(data, parts.model, parts.teacher)
     brought = data.columns
@@ -97,6 +109,12 @@ def print_losses(parts: RunParts, data: PackSource, mesh: Mesh, console: Console
         built = build_model(decided, data.tokenizer, mesh)
     console.say("model", f"{parts.model.pretrained}, attention {built.attention}")
     engine = Engine(mesh, built.model, decided)
+    if tasks:
+        asked = ask_tasks(tasks, engine, config)
+        assert asked is not None  # nobody stops it
+        RESULTS.update(asked.numbers)
+        for line in asked.lines:
+            console.say("task", line)
     for name, packs in sets.items():
         losses = validation_losses(engine, packs, data, lambda: False)
         assert losses is not None  # nobody stops it

@@ -25,6 +25,8 @@ from automodel_lite.config.components import build
 from automodel_lite.config.schema import Config
 from automodel_lite.data.feeding.feed import DeviceStep
 from automodel_lite.data.prepare import check_sizes, prepare_data
+from automodel_lite.evaluation.task_files import Asked
+from automodel_lite.extras.asking import ask_tasks, open_tasks
 from automodel_lite.extras.dry_run import dry_run
 from automodel_lite.extras.plan import choose_recomputation
 from automodel_lite.extras.report.live import LiveReport
@@ -49,7 +51,7 @@ from automodel_lite.training.classes import with_classes
 from automodel_lite.training.counted_feed import CountedFeed
 from automodel_lite.training.ema import WeightAverage
 from automodel_lite.training.engine import TrainingEngine
-from automodel_lite.training.evaluation import check_held_out, validate
+from automodel_lite.training.evaluation import check_held_out, rating_of, validate
 from automodel_lite.training.guards import Guards
 from automodel_lite.training.memory import out_of_memory_text
 
@@ -101,6 +103,11 @@ class TrainFinetuneRecipe:
         self.console.show([*summary.data_lines(self.data), *images_lines(self.data)])
         check_held_out(config, self.data)
         parts = with_classes(parts, self.data)
+        self.tasks = open_tasks(
+            config, self.data.tokenizer, parts.model.config(self.data.tokenizer)
+        )
+        if self.tasks:
+            self.console.say("tasks", self.tasks.text())
         label_values.check_loss(self.data, parts.loss)
         self.plan = self.data.plan(config.training)
         check_keep_best(config, self.plan.max_steps)
@@ -141,7 +148,7 @@ class TrainFinetuneRecipe:
         guards.watch_steps(self.model, self.mesh.device)
         if self.state.pending_validation:
             self.validate()
-            guards.checkpointer.rate(self.state.val_loss)
+            guards.checkpointer.rate(self.state.val_loss, self.state.rating)
         self.open_feed()
         before: StepResult | None = None
         logs = True
@@ -233,15 +240,20 @@ class TrainFinetuneRecipe:
         self.state.pending_validation = True
         self.guards.watchdog.enter(f"validating after step {self.num_steps}")
         must_stop = self.guards.boundary.must_stop
+        asked: Asked | None = Asked()
         with self.average.applied(self.model):
             judged: dict[str, list[np.ndarray]] = {}
-            samples = self.config.samples
-            found = validate(self.engine, self.data, samples, must_stop, judged)
-        if found is None:
+            found = validate(self.engine, self.data, self.config.samples, must_stop, judged)
+            if found and self.tasks and self.tasks.is_due(self.num_steps, self.is_due(0)):
+                enter = self.guards.watchdog.enter
+                asked = ask_tasks(self.tasks, self.engine, self.config, must_stop, enter)
+        if found is None or asked is None:
             return
         losses, answers = found
         self.console.validation(self.num_steps, losses, answers)
-        self.metrics.log_validation(self.num_steps, losses, answers)
+        self.console.tasks(self.num_steps, asked.lines)
+        numbers = losses | asked.numbers
+        self.metrics.log_validation(self.num_steps, numbers, [*answers, *asked.texts])
         if judged and self.guards.ranks.is_first:
             run = self.guards.folder.path
             loss = self.model.loss_model.loss
@@ -249,6 +261,7 @@ class TrainFinetuneRecipe:
         self.meter.lap("validation")
         self.state.pending_validation = False
         self.state.val_loss = value_of(losses, "val_loss")
+        self.state.rating = rating_of(self.config.checkpoint, numbers)
 
     def save(self, wait: bool = False) -> None:
         """Saves everything that the next step depends on; never after a nonfinite step."""

@@ -52,7 +52,7 @@ def build(part: Mapping[str, Any], *args: Any, **runtime: Any) -> Any:
     >>> build({"_target_": "torch.optim.AdamW", "lr": 1e-3}, model.parameters())
     """
     target = locate(part["_target_"])
-    constants = {key: _build_nested(value) for key, value in part.items() if key != "_target_"}
+    constants = {key: build_nested(value) for key, value in part.items() if key != "_target_"}
     try:
         inspect.signature(target).bind(*args, **constants, **runtime)
     except TypeError as error:
@@ -76,19 +76,19 @@ def text_of(part: Mapping[str, Any]) -> str:
     return f"{part['_target_'].rpartition('.')[2]} ({options})"
 
 
-def _build_nested(value: Any) -> Any:
+def build_nested(value: Any) -> Any:
     """Builds the parts inside a value. A function whose first arguments are not given is handed
     over, not called.
     """
     if isinstance(value, dict):
         if "_target_" not in value:
-            return {key: _build_nested(item) for key, item in value.items()}
+            return {key: build_nested(item) for key, item in value.items()}
         target = locate(value["_target_"])
         constants = {key: item for key, item in value.items() if key != "_target_"}
         parameters = inspect.signature(target).parameters if inspect.isfunction(target) else {}
         first = next(iter(parameters.values()), None)
         if first is not None and first.default is first.empty and first.name not in constants:
-            bound = {key: _build_nested(item) for key, item in constants.items()}
+            bound = {key: build_nested(item) for key, item in constants.items()}
             if unknown := [key for key in bound if key not in parameters]:
                 raise ConfigError(
                     f"{value['_target_']}: got an unexpected keyword argument '{unknown[0]}'."
@@ -96,7 +96,7 @@ def _build_nested(value: Any) -> Any:
             return partial(target, **bound) if bound else target
         return build(value)
     if isinstance(value, list):
-        return [_build_nested(item) for item in value]
+        return [build_nested(item) for item in value]
     return value
 
 

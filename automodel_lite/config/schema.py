@@ -181,8 +181,13 @@ class CheckpointConfig:
     # async = in the background, from a copy
     mode: Annotated[str, OneOf(("sync", "async"))] = "sync"
     keep_last: Positive = 2  # number of newest checkpoints to keep
-    # also keep this many with the lowest validation loss; the best is exported at the end
+    # also keep this many with the best best_metric; the best is exported at the end
     keep_best: Count = 0
+    # a number of validations: val_loss, val_token_accuracy, task_score (a mean over the tasks),
+    # task_pass_at_4/sums ...
+    best_metric: Annotated[str, Only("keep_best")] = "val_loss"
+    # the highest is the best; null = known by its name
+    best_rises: Annotated[bool | None, Only("keep_best")] = None
     # also keep those at multiples of this many steps; 0 = none
     keep_every: Annotated[Count, Only("every_steps")] = 0
     accept_changes: bool = False  # continue although settings that affect the numbers have changed
@@ -245,6 +250,7 @@ class Config:
     advanced: AdvancedConfig = resumable(AdvancedConfig)
     checkpoint: CheckpointConfig = resumable(CheckpointConfig)
     samples: SamplesConfig = resumable(SamplesConfig)
+    tasks: Part = resumable(dict)
     evaluation: Part = resumable(dict)
     report: bool = resumable(True)  # write report.html, a page that refreshes during the run
     logger: Part = resumable(dict)

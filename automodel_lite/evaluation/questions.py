@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from automodel_lite.data.document import IMAGE
 from automodel_lite.data.feeding.planned import document_kind
@@ -16,6 +16,15 @@ IMAGES = "images"
 """The key of a document: its images, in the order of the marks in its text."""
 PROBE = "PROBE"
 _KEY_OF_A_PART = re.compile(r"""['"]type['"]""")
+
+
+@runtime_checkable
+class OwnQuestions(Protocol):
+    """An evaluation that brings its questions, and refuses what it does not know before anything is
+    trained.
+    """
+
+    def check_tasks(self) -> None: ...
 
 
 def with_images(question: Question, images: Sequence[Any]) -> Question:

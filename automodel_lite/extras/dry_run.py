@@ -15,6 +15,7 @@ from tempfile import TemporaryDirectory
 from automodel_lite.config.schema import Config
 from automodel_lite.data.prepare import check_sizes, prepare_data
 from automodel_lite.errors import explained, one_line
+from automodel_lite.extras.asking import open_tasks
 from automodel_lite.extras.plan import choose_recomputation
 from automodel_lite.extras.plan.capacity import GPUS_GB, PLANNED_GPU, usable
 from automodel_lite.extras.plan.heaviest import heaviest_batch
@@ -72,6 +73,7 @@ def dry_run(config: Config) -> int:
     plan = data.plan(config.training)
     check_keep_best(config, plan.max_steps)
     model_config = parts.model.config(data.tokenizer)
+    open_tasks(config, data.tokenizer, model_config)
     check_positions(data, parts.model, parts.teacher)
     report = data.report(cost_model(model_config))
     parts = replace(parts, data=data)

@@ -258,13 +258,12 @@ class Checkpointer:
         """Is the newest checkpoint, loaded or written, of this step?"""
         return self.newest == self.run.checkpoints / on_disk.name_of(step) and self.newest.is_dir()
 
-    def rate(self, val_loss: float | None) -> None:
+    def rate(self, val_loss: float | None, rating: on_disk.Rating | None) -> None:
         """Records the validation that the loaded checkpoint was saved before, for `keep_best`."""
         assert self.newest is not None
-        rating = self.newest / on_disk.RATING
-        self.control.on_first(
-            lambda: durable.write_atomically(rating, json.dumps({"val_loss": val_loss}))
-        )
+        path = self.newest / on_disk.RATING
+        text = json.dumps({"val_loss": val_loss, "rating": rating and rating.to_json()})
+        self.control.on_first(lambda: durable.write_atomically(path, text))
 
     def is_busy(self) -> bool:
         """Is this rank still writing?"""

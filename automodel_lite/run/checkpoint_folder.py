@@ -23,7 +23,9 @@ import shlex
 import shutil
 import stat
 from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from automodel_lite.config.schema import CheckpointConfig
 from automodel_lite.errors import ConfigError
@@ -38,6 +40,31 @@ STATE = "state.json"
 RATING = "val_loss.json"
 TENSORS = "tensors"
 _STEP = re.compile(r"step_(\d{8,})")
+
+
+@dataclass(frozen=True)
+class Rating:
+    """What the best checkpoint is chosen by: a number of its step's validation, and which way that
+    gets better.
+    """
+
+    metric: str
+    value: float
+    rises: bool = False
+
+    @property
+    def cost(self) -> float:
+        """Returns the number as one that is the better the lower it is."""
+        return -self.value if self.rises else self.value
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @property
+    def text(self) -> str:
+        """Returns what the best one has: `the highest task_score (0.75)`."""
+        name = "validation loss" if self.metric == "val_loss" else self.metric
+        return f"the {'highest' if self.rises else 'lowest'} {name}"
 
 
 def name_of(step: int) -> str:
@@ -188,55 +215,73 @@ def set_aside(checkpoint: Path) -> None:
 
 def delete_old(folder: Path, rules: CheckpointConfig) -> None:
     """Deletes the complete checkpoints that no rule keeps."""
-    losses = {step_of(path) or 0: val_loss_of(path) for path in survey(folder)[0]}
-    for step in steps_to_delete(losses, rules):
+    costs = costs_of(ratings_of(folder))
+    for step in steps_to_delete(costs, rules):
         path = folder / name_of(step)
         # what has its own name is always whole
         durable.rename(path, aside := path.with_name(f".old-{path.name}"))
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def steps_to_delete(losses: Mapping[int, float | None], rules: CheckpointConfig) -> list[int]:
-    """Returns the steps that no rule keeps; `losses` has each step's validation loss, None where
-    none was taken.
+def steps_to_delete(costs: Mapping[int, float | None], rules: CheckpointConfig) -> list[int]:
+    """Returns the steps that no rule keeps; `costs` has each step's validation loss, or what is
+    compared in its place, the lowest being the best; None where none was taken.
     """
-    steps = sorted(losses)
-    kept = {*steps[-rules.keep_last :], *best_first(losses)[: rules.keep_best]}
+    steps = sorted(costs)
+    kept = {*steps[-rules.keep_last :], *best_first(costs)[: rules.keep_best]}
     if rules.keep_every:
         kept |= {step for step in steps if step % rules.keep_every == 0}
     return [step for step in steps if step not in kept]
 
 
-def val_loss_of(checkpoint: Path) -> float | None:
-    """Returns the validation loss of its step; None where none was taken."""
+def rating_of(checkpoint: Path) -> Rating | None:
+    """Returns what was taken at the validation of its step; None where none was."""
     rating = checkpoint / RATING
     saved = durable.read_json(rating if rating.is_file() else checkpoint / STATE)
+    if saved.get("rating"):
+        return Rating(**saved["rating"])
     loss: float | None = saved.get("val_loss")
-    return loss
+    return None if loss is None else Rating("val_loss", loss)
 
 
-def best_first(losses: Mapping[int, float | None]) -> list[int]:
-    """Returns the steps with a validation loss, the lowest first; of equal ones the earlier."""
+def ratings_of(folder: Path) -> dict[int, Rating | None]:
+    """Returns those of the complete checkpoints, by step; None for one that was rated by another
+    metric than the newest of them.
+    """
+    found = {step_of(path) or 0: rating_of(path) for path in survey(folder)[0]}
+    rated = [found[step] for step in sorted(found) if found[step] is not None]
+    metric = rated[-1].metric if rated and rated[-1] else ""
+    return {step: x if x and x.metric == metric else None for step, x in found.items()}
+
+
+def costs_of(ratings: Mapping[int, Rating | None]) -> dict[int, float | None]:
+    return {step: None if x is None else x.cost for step, x in ratings.items()}
+
+
+def best_first(costs: Mapping[int, float | None]) -> list[int]:
+    """Returns the steps that were rated, the lowest cost first; of equal ones the earlier."""
     return [
         step
-        for loss, step in sorted(
-            (loss, step) for step, loss in losses.items() if loss is not None and loss == loss
+        for cost, step in sorted(
+            (cost, step) for step, cost in costs.items() if cost is not None and cost == cost
         )
     ]
 
 
-def best_checkpoint(folder: Path) -> tuple[Path, float] | None:
-    """Returns the complete checkpoint with the lowest validation loss, and this; None without."""
-    losses = {step_of(path) or 0: val_loss_of(path) for path in survey(folder)[0]}
-    for step in best_first(losses)[:1]:
-        return folder / name_of(step), losses[step] or 0.0
+def best_checkpoint(folder: Path) -> tuple[Path, Rating] | None:
+    """Returns the best complete checkpoint, and by what it is; None without."""
+    ratings = ratings_of(folder)
+    for step in best_first(costs_of(ratings)):
+        rating = ratings[step]
+        assert rating is not None
+        return folder / name_of(step), rating
     return None
 
 
 def named_checkpoint(run: Path, name: str | None) -> Path:
     """Returns a complete checkpoint of a run by its name: `latest` (and None), `best`, which is
-    that of the lowest validation loss, or `step_00000500`. Nothing is cleaned up, as the run may
-    be going on.
+    that of the lowest validation loss, or the best `checkpoint.best_metric`, or `step_00000500`.
+    Nothing is cleaned up, as the run may be going on.
 
     Raises ConfigError where there is none, and where another one would be chosen if all folders
     were whole.

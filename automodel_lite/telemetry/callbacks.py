@@ -119,15 +119,15 @@ class Callback:
 
 
 def value_of(row: Row, metric: str) -> float | None:
-    """Returns a number of a row; `val_loss` is the mean over its validation sets. None where the
-    row has none.
+    """Returns a number of a row; `val_loss` is the mean over its validation sets, `task_score` over
+    its tasks. None where the row has none.
 
     >>> value_of({"step": 3, "val_loss/easy": 1.0, "val_loss/hard": 3.0}, "val_loss")
     2.0
     """
-    losses = [value for key, value in row.items() if key.startswith("val_loss/")]
-    if metric == "val_loss" and losses:
-        return sum(losses) / len(losses)
+    of_sets = [value for key, value in row.items() if key.startswith(f"{metric}/")]
+    if metric.startswith(("val_", "task_")) and of_sets:
+        return sum(of_sets) / len(of_sets)
     return row.get(metric)
 
 

@@ -95,6 +95,11 @@ class Console:
         for prompt, answer in answers:
             self.print(f"{'':9}{prompt}\n{'':9}-> {answer}")
 
+    def tasks(self, step: int, lines: Sequence[str]) -> None:
+        """Prints the scores of task files."""
+        for line in lines:
+            self.print(f"{step:7d}  task {line}")
+
     def step(self, m: StepMetrics) -> None:
         if self._rows % 25 == 0:
             self.print(_HEADER if m.mfu_frac is None else f"{_HEADER}    MFU")

@@ -8,6 +8,7 @@ from automodel_lite.errors import did_you_mean
 RISING = (
     "answers_right",
     "score",
+    "task_score",
     "token_accuracy",
     "accuracy",
     "records_right",
@@ -50,12 +51,14 @@ def rises(metric: str) -> bool | None:
 
     >>> rises("val_token_accuracy/val"), rises("val_loss"), rises("loss/kl"), rises("lr")
     (True, False, False, None)
+    >>> rises("task_pass_at_4/sums")
+    True
     """
     kind, _, part = metric.partition("/")
     if kind == "loss" and part:
         kind = part
     kind = kind.removeprefix("val_")
-    if kind in RISING:
+    if kind in RISING or kind.startswith("task_pass_at_"):
         return True
     return False if kind in FALLING else None
 

@@ -145,10 +145,12 @@ def _use_best(run: Guards, built: BuiltModel) -> int:
     """
     last = run.state.num_steps
     best = run.ranks.on_first(lambda: best_checkpoint(run.folder.checkpoints))
-    own = run.state.val_loss
-    if best is None or (own is not None and own <= best[1]):
+    own = run.state.rating
+    if best is None:
         return last
-    path, _ = best
+    path, rating = best
+    if own is not None and own.metric == rating.metric and own.cost <= rating.cost:
+        return last
     try:
         run.checkpointer.load_weights(path, built.model.loss_model)
     except BrokenCheckpointError as error:
@@ -164,7 +166,8 @@ def _use_best(run: Guards, built: BuiltModel) -> int:
 def _weights_text(run: Guards, step: int) -> str:
     """Says which step is exported where that is a choice."""
     if step < run.state.num_steps:
-        return f"step {step}, which has the lowest validation loss; "
+        best = best_checkpoint(run.folder.checkpoints)
+        return f"step {step}, which has {best[1].text if best else 'the best rating'}; "
     return f"step {step}, the last; " if run.config.checkpoint.keep_best else ""
 
 
@@ -175,7 +178,7 @@ def _best_hint(run: Guards) -> str | None:
     best = best_checkpoint(run.folder.checkpoints)
     if run.config.checkpoint.keep_best or best is None:
         return None
-    path, _ = best
+    path, rating = best
     if path.name == name_of(run.state.num_steps):
         return (
             "the last step is exported, not the best one; with checkpoint.keep_best=1 a run keeps "
@@ -183,7 +186,7 @@ def _best_hint(run: Guards) -> str | None:
         )
     folder = shlex.quote(run.folder.display_path)
     return (
-        f"the last step is exported; {path.name} has a lower validation loss: automodel-lite "
+        f"the last step is exported; {path.name} has {rating.text}: automodel-lite "
         f"export {folder} --checkpoint best"
     )
 

@@ -7,21 +7,24 @@ held-out questions are answered by parts/evaluation.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
 
 from automodel_lite.attention.isolation import evaluating
-from automodel_lite.config.schema import Config, SamplesConfig
+from automodel_lite.config.components import build
+from automodel_lite.config.schema import CheckpointConfig, Config, SamplesConfig
 from automodel_lite.config.sizes import ceil_div
 from automodel_lite.data.feeding.feed import DeviceFeed, validation_steps
 from automodel_lite.data.feeding.source import PackSource
 from automodel_lite.data.packing.packs import PackedDataset
 from automodel_lite.errors import ConfigError
-from automodel_lite.evaluation.questions import has_questions
+from automodel_lite.evaluation.questions import OwnQuestions, has_questions
 from automodel_lite.progress import Progress
-from automodel_lite.telemetry.directions import direction_problem
+from automodel_lite.run.checkpoint_folder import Rating
+from automodel_lite.telemetry.callbacks import value_of
+from automodel_lite.telemetry.directions import direction_problem, rises
 from automodel_lite.training.engine import Engine, add_output, with_mean
 
 
@@ -129,6 +132,23 @@ def validation_losses(
     return means | loss_model.loss.judge(of_all)
 
 
+def rating_of(config: CheckpointConfig, numbers: Mapping[str, float]) -> Rating | None:
+    """Returns what the best checkpoint is chosen by; None where this validation has not asked for
+    it. Raises ConfigError for a number that no validation has.
+    """
+    metric = config.best_metric
+    value = value_of(dict(numbers), metric)
+    if value is None:
+        if numbers and config.keep_best and not metric.startswith("task_"):
+            raise ConfigError(
+                f"checkpoint.best_metric={metric} is none of the numbers of a validation: "
+                f"{', '.join(sorted(numbers))}."
+            )
+        return None
+    known = rises(metric)
+    return Rating(metric, value, bool(known if config.best_rises is None else config.best_rises))
+
+
 def check_held_out(config: Config, data: PackSource) -> None:
     """Raises ConfigError where something asks for held-out data that there are not: it would never
     act, without a word.
@@ -151,12 +171,16 @@ def check_held_out(config: Config, data: PackSource) -> None:
                 f"callbacks.{name} waits for {metric}, which training.val_every_steps=0 computes "
                 "only at the end: set training.val_every_steps."
             )
-    if config.checkpoint.keep_best and not data.val_packs:
+    by_tasks = config.checkpoint.best_metric.startswith("task_")
+    if config.checkpoint.keep_best and not by_tasks and not data.val_packs:
         raise ConfigError(
             f"checkpoint.keep_best={config.checkpoint.keep_best} compares validation losses, and "
             "nothing is held out: set dataset.val_frac=0.05 or dataset.val_path, or keep_best=0."
         )
-    if config.evaluation and not has_questions(data.documents):
+    part = build(config.evaluation) if config.evaluation else None
+    if isinstance(part, OwnQuestions):
+        part.check_tasks()
+    elif config.evaluation and not has_questions(data.documents):
         raise ConfigError(
             "evaluation asks held-out questions, and there are none: set dataset.val_frac=0.05 or "
             "dataset.val_path, to chats that end with an answer (plain text and token ids ask "

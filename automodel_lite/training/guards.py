@@ -35,6 +35,7 @@ from automodel_lite.parallel.peers import Peers
 from automodel_lite.parallel.sharding import ParallelModel
 from automodel_lite.progress import activity
 from automodel_lite.run.checkpoint import Checkpointer
+from automodel_lite.run.checkpoint_folder import Rating
 from automodel_lite.run.ending import exit_as
 from automodel_lite.run.failures import Place, record_failures
 from automodel_lite.run.folder import RunFolder
@@ -66,6 +67,7 @@ class TrainState:
     cursor: Cursor = field(default_factory=Cursor)
     pending_validation: bool = False  # of this step: it is due, or was interrupted
     val_loss: float | None = None  # of this step
+    rating: Rating | None = None  # of this step, by which the best checkpoint is chosen
     # digests of the files that shape the numbers, and of validation sets
     sources: dict[str, str] = field(default_factory=dict)
 
@@ -74,6 +76,7 @@ class TrainState:
         self.num_steps += 1
         self.cursor = cursor
         self.val_loss = None
+        self.rating = None
 
     def to_json(self, data: PackSource, mesh: Mesh, extra: dict[str, Any]) -> dict[str, Any]:
         """The content of state.json; every rank calls it. `extra` is what the callbacks keep."""
@@ -85,6 +88,7 @@ class TrainState:
             "extra": extra,
             "owes_validation": self.pending_validation,
             "val_loss": self.val_loss,
+            "rating": self.rating and self.rating.to_json(),
             "sources": self.sources,
         }
 

@@ -20,6 +20,7 @@ from automodel_lite.data.packing.report import PackingReport
 from automodel_lite.errors import ConfigError
 from automodel_lite.parallel.mesh import mesh_shape, world_size
 from automodel_lite.parallel.peers import versions
+from automodel_lite.run.checkpoint_folder import Rating
 from automodel_lite.telemetry.callbacks import MetricsLog, open_metrics
 from automodel_lite.telemetry.metrics import STARTUP
 from automodel_lite.training import world
@@ -145,7 +146,11 @@ def state_of(
         )
     accept_changes(guards, saved["sources"], has_frozen, differing)
     cursor = Cursor(**saved["cursor"])
-    state = TrainState(saved["step"], cursor, saved["owes_validation"], saved["val_loss"], now)
+    # of an older version, a checkpoint has none
+    rating = Rating(**saved["rating"]) if saved.get("rating") else None
+    state = TrainState(
+        saved["step"], cursor, saved["owes_validation"], saved["val_loss"], rating, now
+    )
     if state.num_steps > guards.max_steps:
         raise ConfigError(
             f"the run is at step {state.num_steps}, and these settings end it at step "

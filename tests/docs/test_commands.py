@@ -34,8 +34,8 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 SKILL = ROOT / "skills/automodel-lite/SKILL.md"
 PAGES = [ROOT / "README.md", SKILL, *sorted((ROOT / "docs").glob("*.md"))]
 # the pages about images and policies have no file of data: they run in tests/images/test_page.py
-# and tests/examples/test_examples.py
-OTHERS = ("README.md", "images.md", "policies.md")
+# and tests/examples
+OTHERS = ("README.md", "images.md", "policies.md", "own_words.md")
 IMAGES = ROOT / "docs/cookbook/images.md"
 COOKBOOK = [
     page for page in sorted((ROOT / "docs/cookbook").glob("*.md")) if page.name not in OTHERS

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +16,16 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from automodel_lite import TrainingClient
-from automodel_lite.parts.losses.policy import Cispo, Gspo, Ppo, advantages_of
+from automodel_lite.parts.losses.policy import (
+    Cispo,
+    Gspo,
+    ImportanceSampling,
+    Ppo,
+    advantages_of,
+)
+from tests.clients import open_client
 from tests.models.test_policy import Row, columns_of, gradients, make_groups, save_model
+from tests.test_client_teachers import save_teacher
 
 pytestmark = pytest.mark.slow
 trl = pytest.importorskip("trl", reason="make test-trl has it")
@@ -133,3 +143,44 @@ def test_advantages_are_trls() -> None:
     assert advantages_of(rewards.flatten(), groups).tolist() == pytest.approx(
         wanted.flatten().tolist(), rel=1e-5
     )
+
+
+def test_distillation_on_own_words_is_trls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against its IWOPDTrainer's loss, whose weights of the beginning are off (`iw_opd_gamma=0`)."""
+    from trl.experimental.iw_opd import IWOPDTrainer
+
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "examples"))
+    import own_words
+
+    student = save_model("llama", tmp_path / "student")
+    teacher = save_teacher(tmp_path / "teacher")
+    prompts = [([5, 6, 7, first], {teacher: 1.0}) for first in (8, 9)]
+    with open_client(student, tmp_path / "run") as client:
+        how = {"num_samples": 3, "max_new_tokens": 6, "stop": []}
+        groups = own_words.score(client, prompts, seed=0, **how)
+        out = client.forward_backward(groups, ImportanceSampling())
+        got = gradients(client)
+    rows = [row for group in groups for row in group]
+    ids = torch.tensor([row["input_ids"] for row in rows])
+    answers = torch.tensor([row["labels"][3:] for row in rows])
+    lm, frozen = (AutoModelForCausalLM.from_pretrained(x).eval() for x in (student, teacher))
+    with torch.no_grad():
+        of_teacher = torch.log_softmax(frozen(ids).logits[:, 3:], -1)
+    settings = {"temperature": 1.0, "iw_opd_gamma": 0.0, "iw_opd_epsilon": 1e-8}
+    metrics = {"train": defaultdict(list), "eval": defaultdict(list)}
+    theirs = SimpleNamespace(**settings, model=lm, _metrics=metrics)
+    value = IWOPDTrainer._compute_iw_opd_loss(
+        theirs,
+        lm(ids).logits[:, 3:],
+        answers,
+        answers,
+        of_teacher.gather(-1, answers[..., None])[..., 0],
+    )
+    value.backward()
+    # our value is of ratios that are 1, and theirs of log-probabilities: gradients compare
+    mean = sum(float(row["advantages"].sum()) for row in rows) / out.num_items
+    assert metrics["eval"]["iw_opd/mean_advantage"] == [pytest.approx(mean, abs=1e-5)]
+    wanted = {n: p.grad for n, p in lm.named_parameters() if p.grad is not None}
+    largest = max(float(grad.abs().max()) for grad in wanted.values())
+    off = max(float((got[n] / out.num_items - grad).abs().max()) for n, grad in wanted.items())
+    assert off / largest < 1e-5

@@ -184,5 +184,5 @@ def test_two_ranks_equal_the_formula(shape: tuple[int, int, int], strategy: str)
 def test_a_training_client_has_no_whole_step() -> None:
     rows = [[make_rows()[0][0]]]
     with pytest.raises(ConfigError, match=r"reference_point of a whole step.*kind=apo_zero"):
-        check_rows(rows, LOSS, 100, VOCAB)
-    assert len(check_rows(rows, LOSSES["apo zero"], 100, VOCAB)) == 1
+        check_rows(rows, LOSS, 100, VOCAB, 100)
+    assert len(check_rows(rows, LOSSES["apo zero"], 100, VOCAB, 100)) == 1

@@ -78,10 +78,9 @@ def grow_trees(
         ids = row["input_ids"]
         labels = row["labels"]
         has_label = labels[:-1] != IGNORE_INDEX
-        # or one label at the end, of a row that is scored
-        is_next = bool((labels[:-1] == ids[1:])[has_label].all()) and (
-            not len(ids) or labels[-1] == IGNORE_INDEX or not has_label.any()
-        )
+        # the last label may be of a token that the row lacks: the last token that rows share is
+        # copied, so no other row has this label
+        is_next = bool((labels[:-1] == ids[1:])[has_label].all())
         if not is_next or "loss_weights" in row:
             return [dict(row) for row in rows]
     is_paired = not PAIRED.isdisjoint(rows[0])

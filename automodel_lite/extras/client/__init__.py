@@ -37,12 +37,12 @@ from automodel_lite.cli import compose_config
 from automodel_lite.config.check import check_config
 from automodel_lite.config.components import option
 from automodel_lite.config.schema import Config
-from automodel_lite.config.sizes import ceil_div
 from automodel_lite.data.prepare import build_documents
 from automodel_lite.data.tokens.stop_tokens import stop_ids
 from automodel_lite.data.tokens.tokenize import job_of
 from automodel_lite.data.tokens.tokenizer import padding_id
 from automodel_lite.errors import ConfigError
+from automodel_lite.extras.client.drawing import draw_answers
 from automodel_lite.extras.client.folder import ClientFolder
 from automodel_lite.extras.client.rows import (
     GRAIN_TOKENS,
@@ -53,12 +53,8 @@ from automodel_lite.extras.client.rows import (
 )
 from automodel_lite.extras.client.sampling import (
     Answer,
-    Draws,
-    Endings,
     Request,
     Stop,
-    batches_of_one_length,
-    plain_settings,
     rows_of_answers,
 )
 from automodel_lite.extras.client.seats import Seat, Snapshot, copies, put_back
@@ -72,7 +68,6 @@ from automodel_lite.extras.client.targets import (
 )
 from automodel_lite.extras.plan.recompute import choose_recomputation
 from automodel_lite.launched import rank
-from automodel_lite.models.checkpoints import replaced
 from automodel_lite.models.loss import (
     CrossEntropy,
     Loss,
@@ -81,7 +76,7 @@ from automodel_lite.models.loss import (
     checked_loss,
     label_log_probs,
 )
-from automodel_lite.models.source import embedding_rows
+from automodel_lite.models.source import CausalLM, embedding_rows
 from automodel_lite.parallel.control import all_ranks
 from automodel_lite.parallel.peers import open_peers
 from automodel_lite.run.checkpoint import Checkpointer
@@ -93,11 +88,11 @@ from automodel_lite.thd import ThdBatch
 from automodel_lite.training import resolve, resume, rules, world
 from automodel_lite.training.agreement import compare_settings
 from automodel_lite.training.build import build_model
-from automodel_lite.training.decide import decide
+from automodel_lite.training.decide import check_same_vocabulary, decide
 from automodel_lite.training.engine import Engine, TrainingEngine
 from automodel_lite.training.guards import Guards
 from automodel_lite.training.resolve import resolve_auto
-from automodel_lite.training.settings import RunParts, as_start
+from automodel_lite.training.settings import RunParts, as_start, as_teacher
 
 _COUNTS = (
     "num_steps",
@@ -188,6 +183,7 @@ class TrainingClient:
         self._snapshots: WeakSet[Snapshot] = WeakSet()
         self._scorer: Engine = self.engine  # or the reference
         self._reference: Engine | None = None
+        self._teachers: dict[tuple[str, str | None], Engine] = {}
         self._saved_extra: Any = None
         self.num_steps = 0
         self._num_calls = 0
@@ -209,7 +205,7 @@ class TrainingClient:
 
         top_k  so many of the likeliest tokens at each label, too
         """
-        num_ids = embedding_rows(self.engine.model.loss_model.lm)
+        num_ids = embedding_rows(self._scorer.model.loss_model.lm)
         if not 0 <= top_k <= min(num_ids, 2**24):
             raise ValueError(f"top_k={top_k} must be from 0 to the {num_ids} tokens.")
         bare = []
@@ -253,7 +249,9 @@ class TrainingClient:
         before anything is computed.
         """
         if self._scorer is not self.engine:
-            raise RuntimeError("the reference is frozen: call forward_backward outside the block.")
+            raise RuntimeError(
+                "the reference is frozen, as teachers are: call forward_backward outside the block."
+            )
         self._check_whole("forward_backward")
         loss_model = self.engine.model.loss_model
         loss = loss_model.loss if loss is None else self._checked(loss)
@@ -456,9 +454,13 @@ class TrainingClient:
     @property
     def most_tokens(self) -> int:
         """Returns how long a prompt and its answer may be: a pack, and the model's positions."""
-        text = self.engine.model.loss_model.lm.config.get_text_config()
-        positions = config_value(text, "max_position_embeddings", None)
-        return min(self._packer.packed_sequence_size + 1, positions or 2**31)
+        return min(self._packer.packed_sequence_size + 1, self._positions)
+
+    @property
+    def _positions(self) -> int:
+        """Returns how many positions the model has whose `forward` and `sample` it is now."""
+        text = self._scorer.model.loss_model.lm.config.get_text_config()
+        return config_value(text, "max_position_embeddings", None) or 2**31
 
     def _draw(
         self, requests: Sequence[Request], batch_size: int
@@ -480,40 +482,11 @@ class TrainingClient:
         _compare(self._ranks.on_all(check), "prompts")
         if not requests:
             return []
-        batches = batches_of_one_length(requests, batch_size)
-        drawn: list[tuple[tuple[int, int], list[int], bool]] = []
-        model.module.eval()
-        # where weights are gathered for each forward, all ranks make as many of them
-        rounds = ceil_div(len(batches), mesh.shape.dp)
-        for number in range(mesh.dp_rank, rounds * mesh.shape.dp, mesh.shape.dp):
-            own = batches[number] if number < len(batches) else [(0, 0)]
-            of_rows = [requests[of] for of, _ in own]
-            ids = torch.tensor([list(x.prompt) for x in of_rows], device=mesh.device)
-            endings = Endings(of_rows, ends, ids.shape[1], self.tokenizer)
-            numbered = [(requests[of], answer) for of, answer in own]
-            longest = max(request.max_new_tokens for request in of_rows)
-            settings = plain_settings(longest, ends[0] if ends else 0)
-            # in place of the model's own, whose penalties would stay beside those that are passed
-            with replaced(lm, "generation_config", settings):
-                out = model.generate(
-                    ids,
-                    attention_mask=torch.ones_like(ids),
-                    logits_processor=[Draws(numbered, self.config.seed, mesh.device)],
-                    stopping_criteria=[endings],
-                    synced_gpus=model.sharded_over is not None and mesh.shape.world_size > 1,
-                )
-            if number < len(batches):
-                new = out[:, ids.shape[1] :].tolist()
-                cut = [answer[:length] for answer, length in zip(new, endings.lengths)]
-                drawn += zip(own, cut, endings.is_ended)
-        model.module.train()
-        # ranks of one dp rank have drawn the same
-        of_ranks = mesh.gather(drawn)[:: mesh.shape.cp * mesh.shape.tp]
-        answers = {place: (ids, is_ended) for found in of_ranks for place, ids, is_ended in found}
-        return [
-            [answers[number, answer] for answer in range(request.num_samples)]
-            for number, request in enumerate(requests)
-        ]
+        drawn = draw_answers(
+            model, mesh, requests, batch_size, ends, self.tokenizer, self.config.seed
+        )
+        assert drawn is not None  # nobody stops it
+        return drawn
 
     @contextmanager
     def reference(self) -> Iterator[None]:
@@ -530,6 +503,22 @@ class TrainingClient:
             else:
                 self._scorer = self._frozen()
                 yield
+        finally:
+            self._scorer = before
+
+    @contextmanager
+    def teacher(self, pretrained: str | Path, revision: str | None = None) -> Iterator[None]:
+        """Inside, `forward`, `draw` and `sample` are those of another model: frozen, its weights in
+        the compute dtype, on the same mesh; loaded when it is first asked for, and kept.
+
+        pretrained  a folder or hub name
+        Raises ConfigError for one with another tokenizer.
+        """
+        self._same([str(pretrained), revision], "teachers")
+        before = self._scorer
+        try:
+            self._scorer = self._teacher(str(pretrained), revision)
+            yield
         finally:
             self._scorer = before
 
@@ -778,10 +767,23 @@ class TrainingClient:
             self._reference = Engine(mesh, built.model, frozen)
         return self._reference
 
+    def _teacher(self, pretrained: str, revision: str | None) -> Engine:
+        """Returns a frozen second model, loaded once."""
+        mesh = self.mesh
+        if (pretrained, revision) not in self._teachers:
+            model = CausalLM(pretrained=pretrained, revision=revision, key="teacher")
+            model.resolve_model_config({})
+            parts = as_teacher(self.built.decided, model)
+            check_same_vocabulary(parts, self.tokenizer)
+            frozen = decide(parts, self.tokenizer, mesh.shape, mesh.device, trains=False)
+            built = build_model(frozen, self.tokenizer, mesh, trains=False)
+            self._teachers[pretrained, revision] = Engine(mesh, built.model, frozen)
+        return self._teachers[pretrained, revision]
+
     def _pack(self, groups: list[list[Any]], loss: Loss) -> PackedRows:
         """Checks that the ranks were called with the same rows, and packs them."""
-        lm = self.engine.model.loss_model.lm
-        limits = (self._packer.packed_sequence_size, embedding_rows(lm))
+        lm = self._scorer.model.loss_model.lm
+        limits = (self._packer.packed_sequence_size, embedding_rows(lm), self._positions)
 
         rows: list[list[Row]] = []
 

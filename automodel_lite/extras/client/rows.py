@@ -72,13 +72,18 @@ def targets_of(row: Row) -> np.ndarray:
 
 
 def check_rows(
-    groups: Sequence[Sequence[Mapping[str, Any]]], loss: Loss, most_tokens: int, num_ids: int
+    groups: Sequence[Sequence[Mapping[str, Any]]],
+    loss: Loss,
+    most_tokens: int,
+    num_ids: int,
+    positions: int,
 ) -> list[list[Row]]:
     """Returns the rows as arrays with one set of columns; raises ConfigError or ValueError, which
     names the row.
 
     most_tokens  of a row: a pack
     num_ids      rows of the embedding
+    positions    of the model: a row begins at 0, wherever it stands in its pack
     """
     if not groups:
         raise ValueError("there are no rows, so there is nothing to learn.")
@@ -110,6 +115,11 @@ def check_rows(
                 f"row {number} has {length:,} tokens, and a pack holds "
                 f"packed_sequence.packed_sequence_size={most_tokens}: shorten the row, or make "
                 "packs larger."
+            )
+        if length > positions:
+            raise ValueError(
+                f"row {number} has {length:,} tokens, and the model has "
+                f"max_position_embeddings={positions}: shorten the row."
             )
     if not any((row["labels"] != IGNORE_INDEX).any() for row in rows):
         raise ValueError(

@@ -67,6 +67,10 @@ class RunRecord:
     def validation_keys(self) -> list[str]:
         return sorted({key for row in self.rows for key in row if key.startswith("val_loss/")})
 
+    def task_keys(self) -> list[str]:
+        """Returns the scores of tasks."""
+        return sorted({key for row in self.rows for key in row if key.startswith("task_")})
+
     def axes(self) -> dict[str, Curve]:
         """Returns document tokens, tokens with a label and minutes until each logged step;
         validation and saving do not count as time.
@@ -218,6 +222,7 @@ def _contents_of(records: list[RunRecord], refresh_s: int | None) -> dict[str, A
         keys = [
             *_CURVES,
             *(f"{kind}{key[8:]}" for kind in _VALIDATED for key in record.validation_keys()),
+            *record.task_keys(),
         ]
         about = {
             "name": record.name,

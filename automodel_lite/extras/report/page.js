@@ -237,6 +237,12 @@ function charts() {
   for (const [kind, title, scale] of [["val_token_accuracy", "Next token right in validation (%)", 100], ["val_perplexity", "Perplexity in validation", 1],
     ["val_accuracy", "Accuracy in validation (%)", 100], ["val_f1", "Macro F1 in validation (%)", 100], ["val_ece", "Calibration error in validation (%)", 100], ["val_pearson", "Correlation in validation", 1]])
     figures.push(lineChart(title, runs.flatMap((run) => validated(run, kind, scale))));
+  const ofTasks = runs.flatMap((run) => Object.keys(run.curves)).filter((key) => key.startsWith("task_")).map((key) => key.split("/")[0]);
+  for (const kind of new Set(ofTasks)) {
+    const lines = runs.flatMap((run) => validated(run, kind, 100));
+    figures.push(lineChart(kind === "task_score" ? "Score of tasks (%)" : `pass@${kind.slice(13)} of tasks (%)`, lines));
+    if (figures[figures.length - 1]) figures[figures.length - 1].append(legend(lines.map((l) => [l.name, l.color])));
+  }
   for (const [key, title, scale] of PANELS) {
     const lines = runs.filter((run) => run.curves[key]).map((run) => ({ name: several ? run.name : "", color: run.color, smooth: key === "grad_norm", ...points(run, key, scale) }));
     const spread = lines.flatMap((l) => l.ys).filter((y) => y > 0).sort((a, b) => a - b);

@@ -68,6 +68,16 @@ def test_a_label_that_two_rows_train_weighs_two() -> None:
     assert tree["loss_weights"].tolist() == [1, 2, 1, 1, 1, 1]
 
 
+def test_a_last_label_may_be_of_a_token_that_its_row_lacks() -> None:
+    """Answers as they were sampled: an end token is a label alone. One is the beginning of another."""
+    rows = rows_of([([1, 2, 3], [_, 3, 7]), ([1, 2, 3, 4], [_, 3, 4, 7]), ([1, 2, 3], [_, 3, 8])])
+    (tree,) = grow_trees(rows, least_shared=1)
+    assert tree["input_ids"].tolist() == [1, 2, 3, 3, 3, 4]
+    assert tree["labels"].tolist() == [_, 3, 7, 8, 4, 7]
+    assert tree["branches"].tolist() == [0, 0, 0, 3, 3, 0]
+    assert tree["loss_weights"].tolist() == [1, 3, 1, 1, 1, 1]
+
+
 @pytest.mark.parametrize(
     ("rows", "why"),
     [
