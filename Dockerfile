@@ -13,11 +13,12 @@ RUN pip install ninja packaging wheel setuptools \
  && pip install --no-build-isolation "transformer-engine[pytorch]==2.20.0"
 
 WORKDIR /opt/automodel-lite
-COPY constraints.txt pyproject.toml README.md LICENSE ./
+COPY constraints.txt pyproject.toml hatch_build.py README.md LICENSE ./
 COPY automodel_lite automodel_lite
 COPY conf conf
 COPY recipes recipes
 COPY launch launch
+COPY docs docs
 # torch stays the one of the image
 RUN pip freeze | grep -i "^torch==" > /tmp/torch.txt \
  && grep -v "^torch==" constraints.txt > /tmp/constraints.txt \

@@ -89,7 +89,8 @@ class ImageProcessor:
             if not kind or "image_processor" not in attributes:
                 raise ConfigError(
                     f"model_type={self.config.model_type} has no processor of images in "
-                    "transformers: take a vision-language model, docs/models.md lists them."
+                    "transformers: take a vision-language model, automodel-lite docs models lists "
+                    "them."
                 )
 
             class OfImages(kind):  # type: ignore[misc, valid-type]
@@ -113,7 +114,7 @@ class ImageProcessor:
             raise ConfigError(
                 f"the processor of model_type={self.config.model_type} writes the text of an image "
                 "inside its call alone (it has no replace_image_token): take another family, "
-                "docs/models.md lists them."
+                "automodel-lite docs models lists them."
             )
         return made
 
@@ -141,7 +142,7 @@ class ImageProcessor:
         if of_model is None:
             raise ConfigError(
                 f"model_type={config.model_type} names no token for the place of an image "
-                "(image_token_id): take another family, docs/models.md lists them."
+                "(image_token_id): take another family, automodel-lite docs models lists them."
             )
         return int(of_model)
 
@@ -205,7 +206,7 @@ def check_tower(lm: transformers.PreTrainedModel) -> None:
     if getattr(lm.base_model, "get_image_features", None) is None:
         raise ConfigError(
             f"model_type={lm.config.model_type} has no tower of images that can be called alone "
-            "(get_image_features): take another family, docs/models.md lists them."
+            "(get_image_features): take another family, automodel-lite docs models lists them."
         )
 
 
