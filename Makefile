@@ -136,14 +136,14 @@ newest:
 
 # the pages of docs/ as a site, in build/site; a dead link is an error
 site: .venv-site/.ready
-	.venv-site/bin/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 .venv-site/bin/mkdocs build --strict --quiet
 
 .venv-site/.ready: constraints.txt
 	$(PYTHON) -m venv .venv-site
 	.venv-site/bin/python -m pip install --quiet --constraint constraints.txt mkdocs-material
 	touch $@
 
-lint: $(READY)
+lint: $(READY) site
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports

@@ -35,17 +35,23 @@ def test_the_site_names_every_page_once():
     )
 
 
-def test_the_address_of_the_repository_stands_in_one_file():
-    address = repository().removeprefix("https://")
-    for path in [
-        *ROOT.glob("*.md"),
-        *ROOT.glob("*.txt"),
-        *ROOT.glob("docs/**/*.md"),
-        ROOT / "CITATION.cff",
-    ]:
-        # which is read without the tree around it; tests/docs/test_voice.py compares its addresses
-        if path.name != "llms.txt":
-            assert address not in path.read_text(), path
+def test_the_address_of_the_repository_is_the_same_wherever_it_stands():
+    """In pyproject.toml, in what is read without the tree around it, and in the first line that is typed."""
+    address = repository()
+    named = {
+        path.relative_to(ROOT).as_posix(): set(
+            re.findall(rf"https://[\w./-]+/{address.rpartition('/')[2]}", path.read_text())
+        )
+        for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "mkdocs.yml"]
+    }
+    assert {path: found for path, found in named.items() if found} == {
+        path: {address} for path in ("README.md", "docs/README.md", "mkdocs.yml")
+    }
+    for page in ("README.md", "docs/README.md"):
+        first = re.search(r"^```bash\n(.*)\n", (ROOT / page).read_text(), flags=re.MULTILINE)
+        assert first
+        assert first[1] == f"git clone {address}"
+    assert yaml.safe_load((ROOT / "mkdocs.yml").read_text())["repo_url"] == address
     project = (ROOT / "pyproject.toml").read_text()
     assert len(re.findall(r"https://(?:raw\.)?github(?:usercontent)?\.com/", project)) == 5
     assert project.count("automodel-lite/automodel_lite") == 5
