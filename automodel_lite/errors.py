@@ -233,6 +233,27 @@ def listed(items: Sequence[object], most: int = 8) -> str:
     return f"{shown} and {len(items) - most} more" if items[most:] else shown
 
 
+_PLURAL_VERBS = {"is": "are", "has": "have", "does": "do"}
+
+
+def counted(number: int, noun: str, verb: str = "", of: int | None = None) -> str:
+    """Returns a number with its noun, and a verb that follows the number.
+
+    >>> counted(1, "document"), counted(1121, "document", "is")
+    ('1 document', '1,121 documents are')
+    >>> counted(1, "row", "has", of=60)
+    '1 of 60 rows has'
+    """
+    among = number if of is None else of
+    words = [f"{number:,}"]
+    if of is not None:
+        words.append(f"of {of:,}")
+    words.append(noun if among == 1 else f"{noun}s")
+    if verb:
+        words.append(verb if number == 1 else _PLURAL_VERBS.get(verb, verb.removesuffix("s")))
+    return " ".join(words)
+
+
 def one_line(error: object, limit: int = 300) -> str:
     """Returns the message of an error that is quoted in a sentence; its type where it has no
     message.

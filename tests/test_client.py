@@ -439,7 +439,7 @@ SENTENCES: dict[str, tuple[list[Row], str]] = {
     ),
     "nothing to learn": (
         [but(labels=[-100] * LENGTH)],
-        "none of the 1 rows has a label, so there is nothing to learn",
+        "no label in 1 row, so there is nothing to learn",
     ),
     "not finite": (
         [ROW, but(advantages=[0.0] * (LENGTH - 2) + [float("nan"), 0.0])],

@@ -36,7 +36,7 @@ from automodel_lite.data.tokens.chat import ChatRenderer
 from automodel_lite.data.tokens.encode import Encoder, Renderer
 from automodel_lite.data.tokens.rendering import Rendering
 from automodel_lite.data.tokens.tokenize import DocumentTokenizer, TokenizeJob
-from automodel_lite.errors import ConfigError, DataError, DroppedError, explained
+from automodel_lite.errors import ConfigError, DataError, DroppedError, counted, explained
 from automodel_lite.evaluation.questions import IMAGES, PROBE, parts_of, probe_turn
 from automodel_lite.models.source import describe
 from automodel_lite.parts.images.ahead import Rules, find_rules
@@ -305,7 +305,7 @@ class ImageRenderer(Renderer):
         expanded = [self._expanded(rendering, images) for rendering in found]
         if images and not any(len(one.images) == len(images) for one in expanded):
             raise DataError(
-                f"has {len(images)} images, and the chat template writes "
+                f"has {counted(len(images), 'image')}, and the chat template writes "
                 f"{max(len(one.images) for one in expanded)} of them: use the model's own template."
             )
         return [*expanded]
@@ -334,8 +334,8 @@ class ImageRenderer(Renderer):
         found = list(self.placeholder.finditer(rendering.text))
         if len(found) > len(images):
             raise DataError(
-                f"has {len(found)} times {self.marker} in its text and {len(images)} images: they "
-                "must be as many."
+                f"has {counted(len(found), 'time')} {self.marker} in its text and "
+                f"{counted(len(images), 'image')}: they must be as many."
             )
         token = self.job.processor.token
         if token != self.marker and token in rendering.text:
