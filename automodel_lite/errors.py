@@ -324,6 +324,8 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     top, _, rest = name.partition(".")
     groups = {} if not rest or top in tops else {other: f"{other}.{rest}" for other in tops}
     for word, names, cutoff in ((last, here, 0.6), (top, groups, 0.8), (last, anywhere, 0.75)):
-        if close := difflib.get_close_matches(word, names, n=1, cutoff=cutoff):
-            return names[close[0]]
+        # `LoRA` is lora
+        lowered = {known_word.lower(): meaning for known_word, meaning in names.items()}
+        if close := difflib.get_close_matches(word.lower(), lowered, n=1, cutoff=cutoff):
+            return lowered[close[0]]
     return None

@@ -42,6 +42,8 @@ KEYS = [
         ("max_steps", "training.max_steps"),  # a key without its group
         ("optimizer.max_steps", "training.max_steps"),  # of another group
         ("sead", "seed"),
+        ("Max_Steps", "training.max_steps"),
+        ("SEED", "seed"),
     ],
 )
 def test_the_closest_key_is_named(name: str, found: str) -> None:

@@ -34,7 +34,7 @@ from automodel_lite.cli.line import COMMANDS, OWN_FLAGS, RECIPES, read_line, spl
 from automodel_lite.cli.recipes import Recipe
 from automodel_lite.cli.sources import Sources, check_preset, preset_meant
 from automodel_lite.compat import Hydra
-from automodel_lite.config.check import NEEDED, check_config, known_values
+from automodel_lite.config.check import NEEDED, check_config, key_of, known_values
 from automodel_lite.config.components import flatten, locate, option
 from automodel_lite.config.model_files import check_template
 from automodel_lite.config.rules import check_folder, read_template
@@ -98,7 +98,9 @@ def run_command_line(main: str, argv: Sequence[str]) -> int:
         print("\n".join(locate(COMMANDS["completion"])()))
         return 0
     job = None
-    misnamed: list[UserError] = []
+    unusable: list[UserError] = []  # what is left out, or replaced, to check the others
+    if recipe.is_ours and not (line.is_question or line.is_multirun):
+        unusable += take_out_valueless(line)
     words = [text for text in line.overrides if "=" not in text]
     if not line.shell_completion and takes_words(recipe, words, line.config_name):
         job = job_of(recipe, sources, line.overrides, line.config_name)
@@ -113,7 +115,7 @@ def run_command_line(main: str, argv: Sequence[str]) -> int:
             near = preset_meant(sources, line.config_name)
             if near is None or line.is_question or line.is_multirun:
                 raise
-            misnamed.append(error)
+            unusable.append(error)
             line.config_name = near
     loader = Loader(sources, line.overrides)
     GlobalHydra.instance().clear()
@@ -132,13 +134,28 @@ def run_command_line(main: str, argv: Sequence[str]) -> int:
             f"{useless[0]}: settings of Hydra are for --multirun; the folder of a run is "
             "output_dir."
         )
-    raw, unread = compose_readable(loader, line, [*misnamed, *(job.problems if job else ())])
+    raw, unread = compose_readable(loader, line, [*unusable, *(job.problems if job else ())])
     if not any(OmegaConf.select(raw, f"{group}._target_") for group in NEEDED):
         raise ConfigError(
             f"{sources.file(str(line.config_name))}: it is based on no other preset: begin it with "
             "`defaults: [finetune, _self_]`."
         )
-    return run(recipe, raw, line.overrides, sources, own, job, [*misnamed, *unread])
+    return run(recipe, raw, line.overrides, sources, own, job, [*unusable, *unread])
+
+
+def take_out_valueless(line: Namespace) -> list[UserError]:
+    """Takes settings without `=` off a line that names a model or data; returns what is wrong with
+    them.
+    """
+    words = [text for text in line.overrides if "=" not in text]
+    valueless = [word for word in words if key_of(word) == word and not Path(word).exists()]
+    if len(valueless) == len(words):
+        return []
+    line.overrides = [text for text in line.overrides if text not in valueless]
+    said = "cannot be read as key=value: there is no `=`"
+    return [
+        ConfigError(f"{word}: {said}", key=word, cure=f"write {word}=... ") for word in valueless
+    ]
 
 
 def own_flags(line: Namespace, recipe: Recipe) -> dict[str, Any]:

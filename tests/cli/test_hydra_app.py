@@ -202,6 +202,16 @@ def test_a_misspelled_preset_hides_nothing_that_is_wrong(tmp_path: Path) -> None
     ]
 
 
+def test_a_setting_without_its_value_hides_nothing_that_is_wrong(tmp_path: Path) -> None:
+    options = ["./model", "chats.jsonl", "training.max_steps", "optimizer.lrr=1"]
+    code, screen = in_a_process(run_recipe, tmp_path, "recipes.train_ft:main", options)
+    assert code == 2
+    assert [line for line in screen.splitlines() if "optimizer" in line or "`=`" in line] == [
+        "training.max_steps: cannot be read as key=value: there is no `=`: write training.max_steps=... .",
+        "optimizer.lrr=1: unknown key; did you mean optimizer.lr?",
+    ]
+
+
 @pytest.mark.parametrize("words", [[], ["./model", "chats.jsonl"]], ids=["keys", "words"])
 def test_a_preset_that_is_nowhere_is_one_sentence(words: list[str], tmp_path: Path) -> None:
     options = [*words, "--config-name", "zzzz", "training.max_stepz=3"]
