@@ -42,7 +42,7 @@ from automodel_lite.config.rules import Range, argument
 from automodel_lite.config.schema import Config
 from automodel_lite.data.feeding.planned import PlannedPacks, epochs_of
 from automodel_lite.data.prepare import check_sizes, prepare_data
-from automodel_lite.errors import ConfigError, DataError, one_line
+from automodel_lite.errors import ConfigError, DataError, counted, meant, nearest, one_line
 from automodel_lite.extras.plan.by_layers import layer_pattern, simulate_by_layers
 from automodel_lite.extras.plan.capacity import usable
 from automodel_lite.extras.plan.planner import (
@@ -104,7 +104,9 @@ def main(argv: list[str] | None = None) -> int:
             f"--write {args.write}: a preset cannot remove an option, as {removed[0]} does."
         )
     if args.gpu not in GPUS:
-        raise ConfigError(f"--gpu {args.gpu}: choose one of {', '.join(GPUS)}.")
+        of_kind = [gpu for gpu in GPUS if gpu.startswith(args.gpu.lower())]
+        near = meant(" or ".join(of_kind) or nearest(args.gpu, GPUS))
+        raise ConfigError(f"--gpu {args.gpu}: not known{near} Choose one of {', '.join(GPUS)}.")
     gpu = calibrated(GPUS[args.gpu], args.calibration) if args.calibration else GPUS[args.gpu]
 
     def parts_of(more: Sequence[str]) -> RunParts:
@@ -330,7 +332,7 @@ def packs_text(data: PlannedPacks, lengths: np.ndarray) -> str:
         pieces = len(lengths) - whole
         text += f" ({whole:,} whole, {num - whole:,} cut into {pieces:,} pieces)"
     tokens = int(lengths.sum())
-    return f"{text}, {tokens:,} tokens, mean {lengths.mean():,.0f}, {len(plan):,} packs"
+    return f"{text}, {tokens:,} tokens, mean {lengths.mean():,.0f}, {counted(len(plan), 'pack')}"
 
 
 def table(plans: list[Plan]) -> str:
@@ -430,7 +432,7 @@ def duration_text(best: Plan, job: Job, config: Config, num_packs: int, price: f
     cost = f", {hours * job.world * price:,.2f} in money" if price else ""
     return (
         f"{hours:.3g} hours, {hours * job.world:,.3g} GPU-hours{cost} for {steps:,.0f} steps of "
-        f"{batch} packs"
+        f"{counted(batch, 'pack')}"
     )
 
 

@@ -514,8 +514,9 @@ def checked_loss(loss: Any) -> Loss:
         return loss
     raise ConfigError(
         f"loss={type(loss).__name__} must be a subclass of automodel_lite.models.loss.Loss with "
-        "__call__(self, inputs: LossInputs) -> LossOutput, as docs/extending.md shows; one of "
-        "(logits, labels) sets needs_logits = True and reads inputs.head.rows and inputs.labels_R."
+        "__call__(self, inputs: LossInputs) -> LossOutput, as automodel-lite docs extending shows; "
+        "one of (logits, labels) sets needs_logits = True and reads inputs.head.rows and "
+        "inputs.labels_R."
     )
 
 

@@ -12,9 +12,7 @@ from automodel_lite import compat
 from automodel_lite.attention.documents import runs_by_rows
 from automodel_lite.config.schema import TrainingConfig
 from automodel_lite.config.sizes import ceil_div
-from automodel_lite.errors import (
-    one_line,
-)
+from automodel_lite.errors import counted, one_line
 from automodel_lite.graphs import compiled_graphs, graph_breaks
 from automodel_lite.models.layers import (
     KEPT_FRAC,
@@ -91,9 +89,11 @@ def compile_model(
     finally:
         for parameter in model.parameters():
             parameter.grad = None
-    line = f"{compiled_graphs() - graphs} graphs in {time.monotonic() - began:.0f} s"
+    line = f"{counted(compiled_graphs() - graphs, 'graph')} in {time.monotonic() - began:.0f} s"
     if broken := graph_breaks() - breaks:
-        places = ", ".join(f"{reason} ({times} times)" for reason, times in broken.items())
+        places = ", ".join(
+            f"{reason} ({counted(times, 'time')})" for reason, times in broken.items()
+        )
         line += f"; parts of the layers run uncompiled: {places}"
     return line
 

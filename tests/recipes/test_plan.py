@@ -126,7 +126,7 @@ CUT: dict[str, tuple[dict[str, object], str, list[int]]] = {
     "split": ({"overlong": "split"}, "10 documents (8 whole, 2 cut into 6 pieces), 280 tokens, mean 20, 7 packs", [10] * 8 + [20] * 2 + [40] * 4),
     "truncated": ({"overlong": "truncate"}, "10 documents (8 whole, 2 cut into 2 pieces), 160 tokens, mean 16, 4 packs", [10] * 8 + [40] * 2),
     "dropped": ({"overlong": "drop"}, "8 of 10 documents, 80 tokens, mean 10, 2 packs", [10] * 8),
-    "sampled": ({"overlong": "drop", "max_packs": 1}, "4 of 10 documents, 40 tokens, mean 10, 1 packs", [10] * 4),
+    "sampled": ({"overlong": "drop", "max_packs": 1}, "4 of 10 documents, 40 tokens, mean 10, 1 pack", [10] * 4),
 }  # fmt: skip
 
 
