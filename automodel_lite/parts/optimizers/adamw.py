@@ -12,10 +12,10 @@ checkpoint, and their random numbers would differ between replicas of a weight.
 
 from __future__ import annotations
 
-import functools
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple
 
 import torch
@@ -71,15 +71,61 @@ class LocalAdamW(torch.optim.AdamW):
     """AdamW that works on each rank's own shards: 0.6 to 1.4 ms of host time for 291 parameters,
     where DTensors take 9 to 26 ms in which the device waits. Its state stays DTensors, as
     checkpoints need it.
+
+    copies  see `WritesCopies`
     """
+
+    copies: Mapping[Tensor, Tensor] = MappingProxyType({})
+    grad_scale: Tensor | None = None
+    found_inf: Tensor | None = None
+
+    def writes_copy(self, parameter: Tensor) -> bool:
+        """See `WritesCopies`."""
+        return True
 
     def _init_group(  # type: ignore[override]
         self, group: dict[str, Any], *lists: list[Tensor]
     ) -> bool:
         has_complex = super()._init_group(group, *lists)  # type: ignore[arg-type]
+        # What is stepped here is left out of the lists: torch's kernel has one dtype for all.
+        written = {i for i, parameter in enumerate(lists[0]) if parameter in self.copies}
+        if written:
+            self._step_and_copy(group, *([x[i] for i in sorted(written)] for x in lists if x))
         for tensors in lists:
-            tensors[:] = map(local, tensors)
+            tensors[:] = [local(x) for i, x in enumerate(tensors) if i not in written]
         return has_complex
+
+    def _step_and_copy(
+        self,
+        group: dict[str, Any],
+        parameters: list[Tensor],
+        gradients: list[Tensor],
+        firsts: list[Tensor],
+        seconds: list[Tensor],
+        steps: list[Tensor],
+    ) -> None:
+        device = parameters[0].device
+        scale, skipped = scale_and_skip(self, device)
+        rate = torch.full((), group["lr"], device=device)
+        # in fp64, as torch's kernel has them: 1 - 0.999 has 4 digits in fp32
+        corrections = corrections_of(torch.stack(steps).double(), group["betas"]).unbind()
+        for parameter, gradient, first, second, of_step in zip(
+            parameters, gradients, firsts, seconds, corrections
+        ):
+            step_flat(
+                parameter,
+                gradient,
+                {"exp_avg": first, "exp_avg_sq": second},
+                self.copies[parameter],
+                corrections=of_step,
+                rate=rate,
+                scale=scale,
+                skipped=skipped,
+                betas=group["betas"],
+                eps=group["eps"],
+                weight_decay=group["weight_decay"],
+            )
+        torch._foreach_add_(steps, (~skipped).to(steps[0].dtype))
 
 
 def param_groups(
@@ -120,6 +166,17 @@ def matrices(model: nn.Module) -> list[nn.Parameter]:
 
 # -------------------------------------------------------------------------------------------------
 # small states
+def scale_and_skip(
+    optimizer: LocalAdamW | SmallAdamW, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Returns what gradients are divided by, and whether nothing may change."""
+    scale = optimizer.grad_scale
+    found_inf = optimizer.found_inf
+    scale = torch.ones((), device=device) if scale is None else scale
+    found_inf = torch.zeros((), device=device) if found_inf is None else found_inf
+    return scale, found_inf > 0
+
+
 class SmallAdamW(Optimizer):
     """AdamW whose moments take 4, 2 or 1 bytes a value, on weights in fp32 or bf16; `found_inf` and
     `grad_scale` as torch's fused AdamW has them.
@@ -128,8 +185,11 @@ class SmallAdamW(Optimizer):
     to the nearest one drops every change of less than 1/256. The chance is a hash of step,
     parameter and place, so that replicas stay equal, another layout of ranks rounds alike, and a
     resumed run needs no state for it.
+
+    copies  see `WritesCopies`
     """
 
+    copies: Mapping[Tensor, Tensor] = MappingProxyType({})
     rounds_by_chance = True  # so weights in bf16 learn
     grad_scale: Tensor | None = None
     found_inf: Tensor | None = None
@@ -153,22 +213,20 @@ class SmallAdamW(Optimizer):
             p.device: (codebook(True, p.device), codebook(False, p.device)) for p in parameters
         }
 
+    def writes_copy(self, parameter: Tensor) -> bool:
+        """See `WritesCopies`."""
+        return True
+
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """One step of every parameter that has a gradient; `closure` is not called."""
         for group in self.param_groups:
             self.step_group(group, [p for p in group["params"] if p.grad is not None])
 
-    def scale_and_skip(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Returns what gradients are divided by, and whether nothing may change."""
-        scale = torch.ones((), device=device) if self.grad_scale is None else self.grad_scale
-        skipped = torch.zeros((), device=device) if self.found_inf is None else self.found_inf
-        return scale, skipped > 0
-
     def step_group(self, group: dict[str, Any], parameters: list[nn.Parameter]) -> None:
         """Steps parameters that share their settings."""
         for device, here in _by_device(parameters).items():
-            scale, skipped = self.scale_and_skip(device)
+            scale, skipped = scale_and_skip(self, device)
             rate = torch.full((), group["lr"], device=device)
             for parameter in here:
                 state = self.state[parameter]
@@ -176,8 +234,10 @@ class SmallAdamW(Optimizer):
                     state.update(self._new_state(parameter))
             steps = [local(self.state[parameter]["step"]) for parameter in here]
             numbers = torch.stack([self._numbers[parameter] for parameter in here])
-            seeds = seeds_of(numbers, torch.stack(steps)).unbind()
-            for parameter, step, of_streams in zip(here, steps, seeds):
+            before = torch.stack(steps)
+            corrections = corrections_of(before, group["betas"]).unbind()
+            seeds = seeds_of(numbers, before).unbind()
+            for parameter, of_step, of_streams in zip(here, corrections, seeds):
                 # A rank may hold no part of it; its count of steps may be the one that is saved.
                 if not local(parameter).numel():
                     continue
@@ -191,7 +251,8 @@ class SmallAdamW(Optimizer):
                     local(parameter),
                     local(parameter.grad),  # type: ignore[arg-type]
                     moments,
-                    step=step,
+                    self.copies.get(parameter),
+                    corrections=of_step,
                     place=self._places[parameter],
                     seeds=of_streams,
                     codebooks=self._books[device],
@@ -302,12 +363,18 @@ def check_blocks(parameter: Tensor, moments: torch.dtype) -> None:
 
 
 def step_flat(
-    parameter: Tensor, gradient: Tensor, moments: dict[str, Tensor], **settings: Any
+    parameter: Tensor,
+    gradient: Tensor,
+    moments: dict[str, Tensor],
+    copy: Tensor | None = None,
+    **settings: Any,
 ) -> None:
     """Calls `update`, on a GPU as one kernel, on rows of 256 values, or of the block of 8-bit
     moments: of them there is one graph for all shapes, and a thread reads several values at a time.
     """
     tensors = {"parameter": parameter, "gradient": gradient, **moments}
+    if copy is not None:
+        tensors["copy"] = copy
     if all(x.is_contiguous() for x in tensors.values()):
         scales = moments.get("exp_avg_scale")
         width = BLOCK if scales is None else parameter.numel() // scales.numel()
@@ -318,39 +385,45 @@ def step_flat(
             compat.dynamo.maybe_mark_dynamic(rows, 0)
             tensors[name] = rows
     step = compiled(update) if parameter.device.type == "cuda" else update
-    step(tensors.pop("parameter"), tensors.pop("gradient"), tensors, **settings)
+    parameter, gradient = tensors.pop("parameter"), tensors.pop("gradient")
+    step(parameter, gradient, tensors, tensors.pop("copy", None), **settings)
 
 
 def update(
     parameter: Tensor,
     gradient: Tensor,
     moments: dict[str, Tensor],
+    copy: Tensor | None = None,
     *,
-    step: Tensor,
-    place: Tensor,
-    seeds: Tensor,
-    codebooks: tuple[Codebook, Codebook],  # signed, unsigned
+    corrections: Tensor,
     rate: Tensor,
     scale: Tensor,
     skipped: Tensor,
     betas: tuple[float, float],
     eps: float,
     weight_decay: float,
+    place: Tensor | None = None,
+    seeds: Tensor | None = None,
+    codebooks: tuple[Codebook | None, Codebook | None] = (None, None),  # signed, unsigned
 ) -> None:
     """AdamW in fp32 on this rank's part of one parameter, in place; nothing changes where
     `skipped`. Shapes may be any, as long as values are in their order.
 
-    step   the number of steps before this one
-    place  see `runs_of`
-    seeds  int32 [3], see `seeds_of`
+    copy         of the parameter, in the dtype that it computes in
+    corrections  [2], see `corrections_of`
+    place, seeds, codebooks  of what is rounded by chance, or has codes: see `runs_of`, `seeds_of`
     """
+
+    def draw(stream: int) -> Tensor:
+        assert place is not None
+        assert seeds is not None
+        return random_bits(place, tuple(parameter.shape), seeds, stream)
+
     beta1, beta2 = betas
-    draw = functools.partial(random_bits, place, tuple(parameter.shape), seeds)
     gradient = gradient.float() / scale
     first = _moment(moments, "exp_avg", codebooks[0]).lerp(gradient, 1 - beta1)
     second = _moment(moments, "exp_avg_sq", codebooks[1]).lerp(gradient.square(), 1 - beta2)
-    now = step + 1
-    size = (first / (1 - beta1**now)) / (second.sqrt() / (1 - beta2**now).sqrt() + eps)
+    size = (first / corrections[0]) / (second.sqrt() / corrections[1] + eps)
     updated = parameter.float() * (1 - rate * weight_decay) - rate * size
     # each tensor that is rounded draws from a stream of its own
     after = {}
@@ -358,21 +431,37 @@ def update(
         (("exp_avg", first, codebooks[0]), ("exp_avg_sq", second, codebooks[1])), 1
     ):
         if moments[name].dtype == torch.uint8:
+            assert book is not None
             shape = moments[f"{name}_scale"].shape
             after[name], after[f"{name}_scale"] = encoded(value, shape, book)
         else:
             after[name] = rounded(value, moments[name].dtype, draw, stream)
-    parameter.copy_(torch.where(skipped, parameter, rounded(updated, parameter.dtype, draw, 0)))
+    stepped = torch.where(skipped, parameter, rounded(updated, parameter.dtype, draw, 0))
+    parameter.copy_(stepped)
+    if copy is not None:
+        copy.copy_(stepped)
     for name, value in after.items():
         moments[name].copy_(torch.where(skipped, moments[name], value))
 
 
-def _moment(state: dict[str, Tensor], name: str, book: Codebook) -> Tensor:
+def _moment(state: dict[str, Tensor], name: str, book: Codebook | None) -> Tensor:
     """fp32 values."""
     kept = state[name]
-    return (
-        decoded(kept, state[f"{name}_scale"], book) if kept.dtype == torch.uint8 else kept.float()
-    )
+    if kept.dtype != torch.uint8:
+        return kept.float()
+    assert book is not None
+    return decoded(kept, state[f"{name}_scale"], book)
+
+
+def corrections_of(steps: Tensor, betas: tuple[float, float]) -> Tensor:
+    """Returns fp32 [P, 2]: what the moments of P parameters are divided by, as they began at 0; of
+    the second one the root.
+
+    steps  [P], the number of steps before this one
+    """
+    beta1, beta2 = betas
+    now = steps + 1
+    return torch.stack([1 - beta1**now, (1 - beta2**now).sqrt()], 1).float()
 
 
 def rounded(
