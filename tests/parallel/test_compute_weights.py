@@ -9,11 +9,13 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from automodel_lite.graphs import compiled_graphs, strict_graphs
 from automodel_lite.models.layers import decoder_layers, local, recompute_layers
 from automodel_lite.models.loss_model import LossModel
 from automodel_lite.parallel.compute_weights import ComputeWeights, WritesCopies
 from automodel_lite.parallel.mesh import Mesh, MeshShape, open_mesh
 from automodel_lite.parallel.sharding import ParallelModel, parallelize
+from automodel_lite.parts.optimizers import adamw as optimizers
 from automodel_lite.parts.optimizers.adamw import SmallAdamW, adamw
 from automodel_lite.parts.optimizers.muon import muon
 from automodel_lite.training.optimizers import apply_gradients
@@ -152,6 +154,19 @@ def test_adamw_writes_copies_of_large_weights(num_micro: int) -> None:
         model[0].weight.fill_(0.5)
     with weights.computing():
         assert bool((model[0].weight == 0.5).all())
+
+
+def test_the_step_that_writes_copies_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of both matrices, with gradients in bf16 of weights in fp32, as on a GPU."""
+    strict_graphs()
+    torch._dynamo.reset()
+    graphs = compiled_graphs()
+    whole = torch.compile(optimizers.update, fullgraph=True, backend="eager")
+    plain, *_ = stepped_model(True)
+    monkeypatch.setattr(optimizers, "update", whole)
+    model, *_ = stepped_model(True)
+    assert compiled_graphs() - graphs == 1
+    assert all(torch.equal(x, y) for x, y in zip(plain.parameters(), model.parameters()))
 
 
 def test_gradients_of_two_calls_before_a_step_are_summed_in_fp32() -> None:

@@ -372,7 +372,8 @@ def step_flat(
     """Calls `update`, on a GPU as one kernel, on rows of 256 values, or of the block of 8-bit
     moments: of them there is one graph for all shapes, and a thread reads several values at a time.
     """
-    tensors = {"parameter": parameter, "gradient": gradient, **moments}
+    # detached, as dynamo looks at a parameter's own gradient, which may have another dtype
+    tensors = {"parameter": parameter.detach(), "gradient": gradient, **moments}
     if copy is not None:
         tensors["copy"] = copy
     if all(x.is_contiguous() for x in tensors.values()):
