@@ -208,7 +208,7 @@ class SmallAdamW(Optimizer):
             check_blocks(parameter, moments)
         self._places = {p: place_of(p) for p in parameters}
         # on the device, as a copy to it would wait for what runs there
-        self._numbers = {p: torch.tensor(i, device=p.device) for i, p in enumerate(parameters)}
+        self._numbers = {p: torch.full((), i, device=p.device) for i, p in enumerate(parameters)}
         self._books = {
             p.device: (codebook(True, p.device), codebook(False, p.device)) for p in parameters
         }
