@@ -485,11 +485,14 @@ class FusedLinearCrossEntropy(PlainLoss):
         if head.weight_VC is None:
             return LossOutput(_cross_entropy(inputs, weights_R), {})
         vocab_size, hidden_size = head.weight_VC.shape
+        chunk = self.chunk_tokens
+        if chunk is not None:
+            chunk = chunk_rows(chunk, hidden_size, vocab_size)
         total = linear_cross_entropy(
             head.rows,
             head.weight_VC,
             inputs.labels_R,
-            chunk_rows(self.chunk_tokens, hidden_size, vocab_size),
+            chunk,
             head.softcap,
             head.backend,
             weights_R,
