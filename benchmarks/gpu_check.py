@@ -47,6 +47,11 @@ COMMON = ("accelerate", "pandas", "pyarrow", "psutil", "requests", "xxhash")  # 
 # a part that needs one says that it is missing
 OPTIONAL = ("peft==0.21.2", "liger-kernel==0.8.5", "torchao==0.18.0", "trl==1.16.0")
 FILE = "gpu_check.jsonl"
+# part -> what it has measured for the planner
+CALIBRATION = {
+    "ceilings": ("bf16_tflops", "memory_tb_per_s", "link_gb_per_s"),
+    "rates": ("product_tflops", "attention_tflops", "step_tb_per_s"),
+}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -112,10 +117,12 @@ def check_all(
             results[part.name] = {"part": part.name, **machine, **found}
             file.write(json.dumps(results[part.name]) + "\n")
             file.flush()
-            if part.name == "ceilings" and found["verdict"] == "pass":
+            if part.name in CALIBRATION and found["verdict"] == "pass":
                 rates = {"device": machine["device"], "torch": machine["torch"]}
-                for key in ("bf16_tflops", "memory_tb_per_s", "link_gb_per_s"):
-                    rates[key] = found[key]
+                for name, keys in CALIBRATION.items():
+                    rates |= {
+                        key: results[name][key] for key in keys if key in results.get(name, {})
+                    }
                 arguments.out.with_name("gpu_calibration.json").write_text(json.dumps(rates) + "\n")
             words = last_words(found.get("why"))
             print(f"{part.name:28s} {found['verdict']:10s} {words}", flush=True)

@@ -261,6 +261,7 @@ def test_the_card_is_described_for_the_planner(tmp_path: Path) -> None:
             "cpu",
             "--only",
             "ceilings",
+            "rates",
             "--out",
             str(tmp_path / "r.jsonl"),
         ]
@@ -270,6 +271,10 @@ def test_the_card_is_described_for_the_planner(tmp_path: Path) -> None:
     assert 1e9 < gpu.flops < sheet.flops
     assert 1e8 < gpu.bytes_per_s < sheet.bytes_per_s
     assert gpu.node_bytes_per_s == sheet.node_bytes_per_s  # one card has no links to measure
+    assert gpu.measured is not None
+    assert 1e9 < gpu.measured.product_flops < sheet.flops
+    assert 1e8 < gpu.measured.bytes_per_s < sheet.bytes_per_s
+    assert 1e6 < gpu.measured.attention(32) < sheet.flops
 
 
 def test_the_plan_is_in_the_order_of_what_convinces() -> None:
