@@ -19,13 +19,14 @@ import pytest
 import torch
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
+from transformers import AutoModelForCausalLM
 
 from automodel_lite.extras.plan.planner import GPUS
 from benchmarks import gpu_check
 from benchmarks.gpu import workers
 from benchmarks.gpu.documents import TREE, batches_of, lengths, padded_batches
 from benchmarks.gpu.plan import Part, full_plan, groups, smoke_plan
-from benchmarks.gpu.recipe import idle_frac, kernel_spans, save_and_resume
+from benchmarks.gpu.recipe import hollow_checkpoint, idle_frac, kernel_spans, save_and_resume
 from benchmarks.gpu.steps import Trainer, build, inputs_of, loss_of, measure
 from benchmarks.gpu.table import last_words, table
 from benchmarks.gpu.variant import Variant
@@ -311,6 +312,19 @@ def test_the_seconds_of_each_save_are_told() -> None:
     assert found["verdict"] == "pass"
     assert len(found["saving_s"]) == 2
     assert all(0 <= seconds < found["first_s"] for seconds in found["saving_s"])
+
+
+def test_a_model_to_adapt_is_a_hole_in_a_file(tmp_path: Path) -> None:
+    """An adapter needs a checkpoint: 16 GB of an 8B model would take longer to write than what is measured."""
+    sizes = {"hidden_size": 256, "intermediate_size": 2048, "num_hidden_layers": 4}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512}
+    folder = hollow_checkpoint(tmp_path / "model", sizes | heads)
+    lm = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    assert float(lm.model.embed_tokens.weight.detach().std()) == pytest.approx(0.02, rel=0.01)
+    assert not lm.model.layers[3].mlp.up_proj.weight.any()
+    assert torch.equal(lm.model.norm.weight, torch.ones(256, dtype=torch.bfloat16))
+    stat = (folder / "model.safetensors").stat()
+    assert 512 * stat.st_blocks < stat.st_size / 2
 
 
 def test_a_damaged_cache_is_left_alone(tmp_path: Path) -> None:
