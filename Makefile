@@ -78,6 +78,7 @@ test-gpu-plan: .venv-gpu-oldest/.ready
 	$(PYTHON) -m venv .venv-gpu-oldest
 	.venv-gpu-oldest/bin/python -m pip install --quiet torch==2.11.0
 	.venv-gpu-oldest/bin/python -m pip install --quiet torch==2.11.0 transformers==5.17.0 torchao==0.16.0 "numpy<2.4" --editable ".[dev,qlora]"
+	.venv-gpu-oldest/bin/python -m pip install --quiet --no-deps trl==1.16.0 liger-kernel==0.8.5
 	touch $@
 
 # a pretrained model that a wheel ships (98 MB) is fine-tuned, asked ten questions before and after, and exported; 10 minutes
