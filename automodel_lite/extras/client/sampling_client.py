@@ -145,6 +145,8 @@ class SamplingClient:
         number. Waits for answers that are being drawn. Every rank calls it.
         """
         self.current = self.publish()
+        with self._gate.alone():
+            self._drop_unused()  # what was current before
         return self.current.number
 
     def publish(self) -> Version:
@@ -157,10 +159,10 @@ class SamplingClient:
             self.client.save_weights(folder)
             self._ranks.on_first(lambda: self._load(name, folder))
             version = Version(number, name, folder, self._is_adapter, self.client.weights_stamp)
-            self._drop_unused()
             self._sent.append((ref(version), name, folder))
             self._number = number
             self._newest = version
+            self._drop_unused()
             return version
 
     def _own_folder(self) -> Path:
@@ -187,7 +189,8 @@ class SamplingClient:
         def drop() -> list[str]:
             dropped = []
             for version, name, folder in self._sent:
-                if self._is_adapter and version() is not None:
+                held = version()
+                if held is not None and (self._is_adapter or held is self._newest):
                     continue
                 if self._is_adapter:
                     self._server.unload_adapter(name)
