@@ -72,6 +72,14 @@ class Gap:
         distances = np.concatenate(pairs)
         return cls(len(distances), float(distances.mean()), float(distances.max()))
 
+    def joined(self, other: Gap) -> Gap:
+        """Returns that over the tokens of both."""
+        num_tokens = self.num_tokens + other.num_tokens
+        if not num_tokens:
+            return self
+        total = self.mean * self.num_tokens + other.mean * other.num_tokens
+        return Gap(num_tokens, total / num_tokens, max(self.max, other.max))
+
 
 @dataclass(eq=False)
 class Version:
@@ -259,6 +267,10 @@ class SamplingClient:
             raise RuntimeError("the server has no weights of this client: call update() first.")
         return self.current
 
+    def has(self, version: Version) -> bool:
+        """Can the server draw by these weights?"""
+        return version.is_adapter or version is self._newest
+
     def draw_from(self, version: Version, requests: Sequence[Request]) -> list[list[Answer]]:
         """Draws by the weights of a version; `log_probs` are the server's. Every rank calls it and
         gets all answers.
@@ -267,7 +279,7 @@ class SamplingClient:
         if not requests:
             return []
         with self._gate.shared():
-            if not version.is_adapter and version is not self._newest:
+            if not self.has(version):
                 raise RuntimeError(
                     f"the server has other weights by now than those of version {version.number}: "
                     "draw before the next update, or train an adapter, of which a server holds "

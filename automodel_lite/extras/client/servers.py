@@ -337,7 +337,11 @@ def find_server(http: Http, kind: Kind) -> Server:
         return Vllm(http)
     if kind == "sglang":
         return Sglang(http)
-    if isinstance(found := http.get("/model_info").value(), dict) and "model_path" in found:
+    try:
+        found = http.get("/model_info").value()
+    except ConnectionError as error:
+        raise ConfigError(str(error), key="sampler") from error
+    if isinstance(found, dict) and "model_path" in found:
         return Sglang(http)
     if isinstance(found := http.get("/version").value(), dict) and "version" in found:
         return Vllm(http)
