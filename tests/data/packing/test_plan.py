@@ -80,7 +80,9 @@ def test_nothing_is_lost_without_a_number(
         "max_packs": max_packs,
     }
     if strategy != "wrapped" and overlong == "drop" and min(lengths) > size:
-        with pytest.raises(DataError, match=f"{len(lengths)} of {len(lengths)} documents? (is|are) over"):
+        with pytest.raises(
+            DataError, match=f"{len(lengths)} of {len(lengths)} documents? (is|are) over"
+        ):
             plan_packs(lengths, size, **arguments)
         return
     plan = plan_packs(lengths, size, **arguments)
