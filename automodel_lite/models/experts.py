@@ -16,13 +16,18 @@ width of an expert, I and O the channels before and behind a product.
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from transformers import PretrainedConfig
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from automodel_lite.errors import ConfigError
 
 SORTED_MM = "sorted_mm"
 _ALIGNED = 8  # values of bf16 in the 16 bytes that rows of torch's grouped product are aligned to
@@ -108,6 +113,44 @@ def sorted_mm(
 
 
 ALL_EXPERTS_FUNCTIONS.register(SORTED_MM, sorted_mm)
+
+
+def use_experts(config: PretrainedConfig, experts: str) -> None:
+    """Has a model of this config, built after it, compute its experts so."""
+    config._experts_implementation = experts
+
+
+def choose_experts(asked: str, lm: nn.Module, device: torch.device, key: str) -> str:
+    """Returns the function of experts; `auto` is sorted_mm on a GPU, and transformers' choice on a
+    CPU and for a model without experts in its interface.
+
+    Raises ConfigError for one that cannot train this model here.
+    """
+    # the flags that `use_experts_implementation` gives to the experts of most families
+    has_interface = any("has_gate" in vars(module) for module in lm.modules())
+    is_gpu = device.type == "cuda"
+    if asked == "auto":
+        return SORTED_MM if has_interface and is_gpu else asked
+    setting = f"{key}.experts={asked}"
+    if not has_interface:
+        raise ConfigError(
+            f"{setting}: {type(lm).__name__} has no experts that are computed so: set "
+            f"{key}.experts=auto."
+        )
+    if asked not in ("eager", *ALL_EXPERTS_FUNCTIONS.keys()):
+        raise ConfigError(
+            f"{setting}: transformers {transformers.__version__} has no such function: set "
+            f"{key}.experts={SORTED_MM}."
+        )
+    if asked == "sonicmoe":
+        if not is_gpu:
+            raise ConfigError(f"{setting} needs a GPU: set {key}.experts={SORTED_MM}.")
+        if not find_spec("kernels"):
+            raise ConfigError(
+                f"{setting} needs the package kernels: pip install kernels, or set "
+                f"{key}.experts={SORTED_MM}."
+            )
+    return asked
 
 
 # ---------------------------------------------- differentiable steps

@@ -155,7 +155,7 @@ def test_the_balance_of_trees_over_two_ranks(exchange: str) -> None:
 BALANCED = f"model.router_aux_loss={COEFFICIENT}"
 
 
-@pytest.mark.parametrize("how", ["eager", "batched_mm", "grouped_mm"])
+@pytest.mark.parametrize("how", ["eager", "batched_mm", "grouped_mm", "sorted_mm"])
 def test_the_experts_are_computed_as_asked(
     how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

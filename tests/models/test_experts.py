@@ -11,8 +11,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import PreTrainedModel, Qwen3MoeConfig
 from transformers.integrations.moe import use_experts_implementation
 
-from automodel_lite.models.experts import SORTED_MM
+from automodel_lite.errors import ConfigError
+from automodel_lite.models.experts import SORTED_MM, choose_experts
 from automodel_lite.models.layers import decoder_layers, recompute_layers
+from automodel_lite.parts.adapters.lora import Lora
 from benchmarks.tiny_models import VOCAB, tiny_model
 
 # plain gates; shared experts and a bias that balances; stacks laid the other way, biases, gates
@@ -130,3 +132,90 @@ def test_compiled_without_a_break(dtype: torch.dtype) -> None:
         check_equal(got, want)
     for name, value in want.items():
         assert (got[name] - value).abs().max() <= 0.05 * value.abs().max(), name
+
+
+def test_slots_of_other_ranks_add_nothing() -> None:
+    """Expert parallelism numbers them behind the last expert, with a weight of 0."""
+    model = tiny_model("qwen3_moe").bfloat16()
+    own: Any = experts_of(model, SORTED_MM)
+    own._is_expert_parallel = True
+    hidden = torch.randn(4, 32, dtype=torch.bfloat16, requires_grad=True)
+    chosen = torch.tensor([[6, 1], [6, 6], [0, 6], [5, 1]])
+    weights = torch.tensor([[0.0, 0.5], [0, 0], [1, 0], [0.25, 0.75]]).bfloat16().requires_grad_()
+    out = own(hidden, chosen, weights)
+    out.sum().backward()
+    with torch.no_grad():
+        own._is_expert_parallel = False
+        one, _, two, three = hidden.detach().split(1)
+        whole = torch.cat([one, two, three, three])
+        parts = own(whole, torch.tensor([[1], [0], [5], [1]]), torch.ones(4, 1).bfloat16())
+        parts *= torch.tensor([[0.5], [1], [0.25], [0.75]]).bfloat16()
+    want = torch.stack([parts[0], torch.zeros_like(parts[0]), parts[1], parts[2] + parts[3]])
+    assert (out - want).abs().max() <= 0.02 * want.abs().max()
+    assert hidden.grad is not None
+    assert weights.grad is not None
+    assert hidden.grad.isfinite().all()
+    assert hidden.grad.any(1).tolist() == [True, False, True, True]
+    assert (weights.grad != 0).tolist() == [[False, True], [False] * 2, [True, False], [True] * 2]
+
+
+@pytest.mark.parametrize("how", ["full", "selective", "offload"])
+def test_recomputed_layers(how: str) -> None:
+    model = tiny_model("gpt_oss").double()
+    want = step_of_model(model, SORTED_MM)
+    recompute_layers(decoder_layers(model), how, 1)
+    got = step_of_model(model.train(), SORTED_MM)
+    for name, value in want.items():
+        assert (got[name] - value).abs().max() <= 1e-11 * max(1.0, value.abs().max()), name
+
+
+def test_adapters_of_experts() -> None:
+    model = tiny_model("qwen3_moe").double()
+    Lora(r=2, experts=True).adapt(model, "base")
+    for name, weight in model.named_parameters():
+        if "lora_" in name:
+            weight.data = torch.randn_like(weight, dtype=torch.float64)
+    want = step_of_model(model, "eager")
+    got = step_of_model(model, SORTED_MM)
+    assert all("lora_" in name for name in want if name != "loss")
+    for name, value in want.items():
+        assert (got[name] - value).abs().max() <= 1e-10 * max(1.0, value.abs().max()), name
+
+
+@pytest.mark.parametrize(("implementation", "kept"), [("grouped_mm", 85_528), (SORTED_MM, 43_544)])
+def test_what_is_kept_for_the_backward_pass(implementation: str, kept: int) -> None:
+    """Bytes of 32 tokens, each with 4 of 6 experts, 32 channels and 24 of an expert: 4,096 of tokens,
+    24,576 before the gate, 12,288 behind it, and indices; not the 16,384 of gathered tokens.
+    """
+    experts = experts_of(tiny_model("qwen3_moe"), implementation)
+    weights = {w.untyped_storage().data_ptr() for w in experts.parameters()}
+    hidden = torch.randn(32, 32, requires_grad=True)
+    found = {}
+
+    def pack(x: Tensor) -> Tensor:
+        if x.untyped_storage().data_ptr() not in weights:
+            found[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    scores, chosen = torch.rand(32, 6).topk(4)
+    with saved_tensors_hooks(pack, lambda x: x):
+        experts(hidden, chosen, scores.requires_grad_())
+    assert sum(found.values()) == kept
+
+
+def test_what_computes_experts() -> None:
+    mixture = tiny_model("qwen3_moe")
+    dense = tiny_model("llama")
+    gpu = torch.device("cuda")
+    cpu = torch.device("cpu")
+    assert choose_experts("auto", mixture, gpu, "model") == SORTED_MM
+    assert choose_experts("auto", mixture, cpu, "model") == "auto"
+    assert choose_experts("auto", dense, gpu, "model") == "auto"
+    assert choose_experts("grouped_mm", mixture, gpu, "model") == "grouped_mm"
+    with pytest.raises(ConfigError, match=r"^model.experts=sonicmoe needs a GPU: set model.experts"):
+        choose_experts("sonicmoe", mixture, cpu, "model")
+    with pytest.raises(ConfigError, match=r"^model.experts=sonicmoe needs the package kernels"):
+        choose_experts("sonicmoe", mixture, gpu, "model")
+    # dbrx computes its experts by itself
+    with pytest.raises(ConfigError, match=r"^model.experts=eager: DbrxForCausalLM has no experts"):
+        choose_experts("eager", tiny_model("dbrx"), cpu, "model")
