@@ -212,7 +212,9 @@ def test_what_computes_experts() -> None:
     assert choose_experts("auto", mixture, cpu, "model") == "auto"
     assert choose_experts("auto", dense, gpu, "model") == "auto"
     assert choose_experts("grouped_mm", mixture, gpu, "model") == "grouped_mm"
-    with pytest.raises(ConfigError, match=r"^model.experts=sonicmoe needs a GPU: set model.experts"):
+    with pytest.raises(
+        ConfigError, match=r"^model.experts=sonicmoe needs a GPU: set model.experts"
+    ):
         choose_experts("sonicmoe", mixture, cpu, "model")
     with pytest.raises(ConfigError, match=r"^model.experts=sonicmoe needs the package kernels"):
         choose_experts("sonicmoe", mixture, gpu, "model")
