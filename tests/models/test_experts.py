@@ -11,10 +11,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import PreTrainedModel, Qwen3MoeConfig
 from transformers.integrations.moe import use_experts_implementation
 
+from automodel_lite.compat import FakeTensorMode
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.experts import SORTED_MM, choose_experts
 from automodel_lite.models.layers import decoder_layers, recompute_layers
 from automodel_lite.parts.adapters.lora import Lora
+from benchmarks.experts import count
 from benchmarks.tiny_models import VOCAB, tiny_model
 
 # plain gates; shared experts and a bias that balances; stacks laid the other way, biases, gates
@@ -221,3 +223,16 @@ def test_what_computes_experts() -> None:
     # dbrx computes its experts by itself
     with pytest.raises(ConfigError, match=r"^model.experts=eager: DbrxForCausalLM has no experts"):
         choose_experts("eager", tiny_model("dbrx"), cpu, "model")
+
+
+@pytest.mark.parametrize(("implementation", "adds"), [("grouped_mm", True), (SORTED_MM, False)])
+def test_nothing_is_added_up_by_index(implementation: str, adds: bool) -> None:
+    """On a GPU that would be by atomics, in any order."""
+    config = Qwen3MoeConfig(
+        hidden_size=16, num_attention_heads=2, moe_intermediate_size=8, num_experts=4
+    )
+    config.num_hidden_layers = 1
+    with FakeTensorMode():
+        moved, _ = count(config, 8, implementation)
+    adding = {"index_put", "index_add", "scatter_add", "scatter_reduce", "embedding_dense_backward"}
+    assert bool(adding & {name.rstrip("_") for name in moved}) == adds
