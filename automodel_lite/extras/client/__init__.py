@@ -476,7 +476,6 @@ class TrainingClient:
         """
         model = self._scorer.model
         mesh = self.mesh
-        lm = model.loss_model.lm
         ends = self.check_requests(requests)
         if not requests:
             return []

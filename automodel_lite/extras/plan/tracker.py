@@ -322,7 +322,8 @@ def operation(func: Any, args: Any, kwargs: Any, result: Any) -> Operation | Non
         if keys.shape[1] != query.shape[1]:
             helpers += 2 * (4 * query.numel() + 2 * keys.numel())
         return Operation("attention", 10.0 * query.numel(), moved + helpers, window)
-    if name == "_grouped_mm":  # rows of the first, each with one matrix of the second
+    # rows of the first, each with one matrix of the second; the latter two are of models/experts.py
+    if name in ("_grouped_mm", "experts_one_by_one", "expert_gradients_one_by_one"):
         return Operation("product", 2.0 * args[0].numel() * args[1].shape[-1], moved)
     if func.overloadpacket in flop_registry:
         flops = float(flop_registry[func.overloadpacket](*args, **kwargs, out_val=result))
