@@ -103,7 +103,7 @@ def check_preset(sources: Sources, preset: str | None, overrides: Sequence[str] 
                 f"--config-name {preset}: {here} stands in this folder{renamed}: presets of your "
                 f"own are found with --config-dir . --config-name {here.stem}."
             )
-        near = did_you_mean(preset, known)
+        near = did_you_mean(path.stem if path.suffix == ".yml" else preset, known)
         raise ConfigError(
             f"--config-name {preset}: no such preset{near} The usual ones are {usual} ({COMPLETE})."
         )
@@ -119,7 +119,7 @@ def _file_here(path: Path) -> Path | None:
 
 def preset_meant(sources: Sources, preset: str | None) -> str | None:
     """Returns the preset with the closest name; None where nothing is close."""
-    return nearest(preset, presets_of(sources)) if preset else None
+    return nearest(preset.removesuffix(".yml"), presets_of(sources)) if preset else None
 
 
 def _meant(path: Path) -> str:

@@ -89,11 +89,18 @@ def test_words_that_are_no_heading_are_found_in_the_text() -> None:
     assert "Excel" in line or "excel" in line
 
 
+def test_words_that_no_heading_of_the_page_has_are_found_on_it() -> None:
+    lines = answer(["serving", "vllm"]).splitlines()
+    assert {line.split()[2] for line in lines if line.startswith("automodel-lite docs")} == {
+        "serving"
+    }
+
+
 @pytest.mark.parametrize(
     ("typed", "cure"),
     [
         ("training.max_stepz", "did you mean training.max_steps?"),
-        ("data nonsense", "it has 'Your files', "),
+        ("data nonsense", "its headings are 'Your files', "),
     ],
 )
 def test_what_is_not_there(typed: str, cure: str) -> None:

@@ -222,6 +222,14 @@ def test_a_preset_that_is_nowhere_is_one_sentence(words: list[str], tmp_path: Pa
     )
 
 
+def test_a_preset_is_meant_with_another_ending(tmp_path: Path) -> None:
+    options = ["--config-name", "lora.yml", "model.pretrained=./no", "dataset.path=no.jsonl"]
+    code, screen = in_a_process(run_recipe, tmp_path, "recipes.train_ft:main", options)
+    assert code == 2
+    assert "--config-name lora.yml: no such preset; did you mean lora? " in screen
+    assert "model.pretrained=./no: there is no such folder" in screen
+
+
 @pytest.mark.parametrize(("file", "typed"), [("own.yaml", "own"), ("own.yml", "own.yml")])
 def test_a_preset_beside_the_command_is_named_with_its_folder(
     file: str, typed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

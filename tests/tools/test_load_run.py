@@ -151,7 +151,7 @@ def test_the_best_of_checkpoints_without_validation_is_refused(tmp_path: Path):
 def test_a_run_that_ended_early_says_what_it_exports(tmp_path: Path):
     options = [*RISES, "callbacks=early_stopping", "callbacks.early_stopping.patience=1"]
     _, screen = train_quick(tmp_path / "kept", *options, "checkpoint.keep_last=5")
-    assert "ended early: val_loss has not improved 1 times" in screen
+    assert "ended early: val_loss has not improved 1 time in a row" in screen
     said = " ".join(screen.split())
     assert "step_00000002 has a lower validation loss: automodel-lite export" in said
     assert export_hf.main([str(tmp_path / "kept"), "--checkpoint", "best"]) == 0

@@ -21,7 +21,7 @@ from typing import Any
 
 from automodel_lite.data.document import MEDIA, UNUSED, Document, RawRow, shown, sound_text
 from automodel_lite.data.formats.calls import parsed
-from automodel_lite.errors import DataError, did_you_mean
+from automodel_lite.errors import DataError, counted, did_you_mean
 
 MOST_QUESTIONS = 1 << 16  # of a record
 _EMPTY: tuple[Any, ...] = (None, "", [], {})
@@ -190,8 +190,8 @@ def _values(row: RawRow, column: str, names: list[str]) -> dict[str, Any]:
     if isinstance(values, list):
         if len(values) != len(names):
             raise DataError(
-                f"column {column} has {len(values)} values for {len(names)} questions: give each "
-                "its own, or null."
+                f"column {column} has {counted(len(values), 'value')} for "
+                f"{counted(len(names), 'question')}: give each its own, or null."
             )
         values = dict(zip(names, values))
     if not isinstance(values, Mapping):

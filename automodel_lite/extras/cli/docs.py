@@ -63,7 +63,7 @@ def answer(topic: list[str]) -> str:
         # `lora` is a page, and one of the cookbook has its name
         twins = [other for other in pages if other != page and other.endswith(f"/{page}")]
         also = "".join(f"\n\nSee also: automodel-lite docs {twin}" for twin in twins)
-        return _section_of(page, rest, pages[page]).text if rest else pages[page].rstrip() + also
+        return _part_of(page, rest, pages[page]) if rest else pages[page].rstrip() + also
     asked = " ".join(words)
     everywhere = [section for page, text in pages.items() for section in sections_of(page, text)]
     found = _setting(asked, pages["config"]) or _headed(asked, everywhere)
@@ -144,21 +144,25 @@ def _page_named(name: str, pages: dict[str, str]) -> str | None:
     return by_name[close[0]] if close else None
 
 
-def _section_of(page: str, words: str, text: str) -> Section:
-    """Returns the section of a page whose heading has the words, or is closest to them."""
+def _part_of(page: str, words: str, text: str) -> str:
+    """Returns the section of a page whose heading has the words, or is closest to them, else the
+    places of the page where they stand.
+    """
     known = {_plain(section.heading): section for section in sections_of(page, text)[1:]}
     asked = _plain(words)
     for heading, section in known.items():
         if asked == heading:
-            return section
+            return section.text
     for heading, section in known.items():
         if asked in heading:
-            return section
+            return section.text
     if close := difflib.get_close_matches(asked, known, n=1):
-        return known[close[0]]
+        return known[close[0]].text
+    if places := _mentioning(words, sections_of(page, text)):
+        return places
     heads = listed([repr(section.heading) for section in known.values()], most=40)
     raise ConfigError(
-        f"docs {page} {words}: the page has no such heading; it has {heads or 'none'}."
+        f"docs {page} {words}: the page does not say it; its headings are {heads or 'none'}."
     )
 
 

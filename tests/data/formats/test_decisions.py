@@ -99,7 +99,7 @@ def test_soft_labels_that_are_rounded_sum_to_1() -> None:
     [
         (TEAM, {"answers": {"q": "sales"}}, "answer 'sales' is not one of its choices bill, tech"),
         (TEAM, {"answers": {"p": "bill"}}, "column answers answers 'p', which is no question"),
-        (TEAM, {"answers": ["bill", "tech"]}, "column answers has 2 values for 1 questions"),
+        (TEAM, {"answers": ["bill", "tech"]}, "column answers has 2 values for 1 question"),
         (TEAM, {"soft_labels": {"q": [0.5, 0.2]}}, r"sum to 0.7.*divide them by their sum"),
         (TEAM, {"soft_labels": {"q": [2, -1]}}, "a soft label is a probability"),
         (TEAM, {"soft_labels": {"q": [1]}}, "has 1 soft labels for 2 choices"),
