@@ -1,13 +1,14 @@
-"""Real tokens per CPU-second of our recipe beside TRL's trainers: same model, data, tokens a step, one thread, in one run.
+"""Real tokens per CPU-second of our recipe beside a bare loop of its parts, sorted padding, and the trainers of transformers
+and TRL: same model, data, tokens a step, one thread, in one run.
 
     python -m benchmarks.peers_cpu --data gsm8k_train.jsonl --peers /path/to/environments
-    python -m benchmarks.peers_cpu --data gsm8k_train.jsonl --shape 32m --only recipe compiled
+    python -m benchmarks.peers_cpu --data gsm8k_train.jsonl --shape 32m --only recipe bare sorted
     python -m benchmarks.peers_cpu --data gsm8k_train.jsonl --pretrained .cache/real/smollm2 --precision bf16 --peers P
 
 Each contestant is a process of its own. They share a core and take turns, one step each, so that a slow minute of the
 machine is slow for all of them. A step is timed by the CPU time of its process, from the end of the one before it: data
-loading and logging included. `--peers` holds the virtual environment of TRL (torch first and alone, so that no package
-chooses its build):
+loading and logging included. Each turn is printed as it ends. `--peers` holds the virtual environment of TRL, in which
+transformers' Trainer runs, too (torch first and alone, so that no package chooses its build):
 
     python -m venv P/trl; P/trl/bin/pip install torch==2.13.0; P/trl/bin/pip install trl accelerate
 """
@@ -37,15 +38,23 @@ Result = dict[str, Any]  # tokens_per_cpu_s: one value a timed step; peak_gib: o
 
 @dataclass(frozen=True)
 class Contestant:
-    """A module of benchmarks.peers; `trl` runs in its environment, below --peers."""
+    """A module of benchmarks.peers; trainers run in the environment `trl`, below --peers."""
 
     module: str
     variant: str | None = None
+
+    @property
+    def is_trainer(self) -> bool:
+        return self.module in ("trl", "hf")
 
 
 CONTESTANTS = {
     "recipe": Contestant("recipe"),
     "compiled": Contestant("recipe", "training.compile=true"),
+    "bare": Contestant("bare"),
+    "sorted": Contestant("loops", "sorted"),
+    "random": Contestant("loops", "random"),
+    "hf_padded": Contestant("hf"),
     "trl_packed": Contestant("trl", "packed"),
     "trl_padded": Contestant("trl", "padded"),
 }
@@ -63,7 +72,7 @@ def main(argv: list[str] | None = None) -> dict[str, list[float]]:
         job = Job(folder, args.shape, args.precision, *steps, data, folder, pretrained)
         prepare = [sys.executable, "-m", "benchmarks.peers.recipe", job.to_argv(), "prepare"]
         subprocess.run(prepare, env=environment(), check=True)
-        names = [n for n in args.only or CONTESTANTS if CONTESTANTS[n].module != "trl" or peers]
+        names = [n for n in args.only or CONTESTANTS if not CONTESTANTS[n].is_trainer or peers]
         results = contest({name: CONTESTANTS[name] for name in names}, job, peers)
     print_table(results)
     return {name: result.get("tokens_per_cpu_s", []) for name, result in results.items()}
@@ -75,10 +84,13 @@ def contest(contestants: dict[str, Contestant], job: Job, peers: str | None) -> 
         name: start(name, contestant, job, peers) for name, contestant in contestants.items()
     }
     names = list(running)
-    for _ in range(job.all_steps - 1):  # the first is part of the start
+    for turn in range(1, job.all_steps):  # the first is part of the start
         names = names[1:] + names[:1]
-        for name in names:
-            running[name].take_turn()
+        seconds = {name: running[name].take_turn() for name in names}
+        # what has been measured is there when the machine has no time for the rest
+        warms_up = " (warm-up)" if turn < job.warmup_steps else ""
+        texts = [f"{name} {'failed' if s is None else f'{s:.2f}'}" for name, s in seconds.items()]
+        print(f"turn {turn}{warms_up}, CPU-s: {', '.join(texts)}", flush=True)
     return {name: contestant.result() for name, contestant in running.items()}
 
 
@@ -90,10 +102,11 @@ class Running:
     process: subprocess.Popen[str]
     errors: IO[str]
 
-    def take_turn(self) -> None:
-        """One step; returns when it is done, or the process has failed."""
+    def take_turn(self) -> float | None:
+        """Returns the CPU seconds of one step; None where the process has failed."""
         self._say("go")
-        self.read_until(STEP_DONE)
+        done = self.read_until(STEP_DONE)
+        return None if done is None else float(done.removeprefix(STEP_DONE))
 
     def result(self) -> Result:
         """What it measured, after the last turn; nothing when it failed, which is said."""
@@ -118,7 +131,7 @@ class Running:
 def start(name: str, contestant: Contestant, job: Job, peers: str | None) -> Running:
     """Its process, after its first step."""
     python = sys.executable
-    if contestant.module == "trl":
+    if contestant.is_trainer:
         python = str(Path(peers or "") / "trl" / "bin" / "python")
     scratch = Path(job.scratch) / name
     scratch.mkdir()

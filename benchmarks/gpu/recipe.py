@@ -23,9 +23,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from automodel_lite.cli import compose_config
 from automodel_lite.config.check import check_config
@@ -130,12 +133,13 @@ def losses(folder: Path) -> dict[int, float]:
 
 
 # -------------------------------------------------------------------------------------------------- inside of one run
+WORDS = [f"{a}{b}" for a in ("ka", "lo", "mi", "nu", "pe", "ru", "sa", "to") for b in range(100)]
+
+
 def write_documents(path: Path, num_documents: int, longest: int) -> None:
     """Texts of so many words as the chats of `steps.lengths` have tokens; each word becomes about one token."""
     rng = np.random.default_rng(SEED)
-    words = np.array(
-        [f"{a}{b}" for a in ("ka", "lo", "mi", "nu", "pe", "ru", "sa", "to") for b in range(100)]
-    )
+    words = np.array(WORDS)
     source = lengths("chat", longest - 64)
     with path.open("w") as file:
         for _ in range(num_documents):
@@ -148,13 +152,12 @@ def config_of(folder: str, shape: str, steps: int, *overrides: str, pack: int = 
     data = Path(folder, "documents.jsonl")
     write_documents(data, max(200, steps * pack // 300), pack)
     settings = {"max_position_embeddings": 131072} | SHAPES[shape]
-    model = ["model=llama_smoke"]
+    model = ["model=llama_smoke", "tokenizer=bpe", "tokenizer.vocab_size=1500"]
     model += [f"model.config.{key}={str(value).lower()}" for key, value in settings.items()]
     if has_adapter(overrides):  # which needs a model that is there
         model = [f"model.pretrained={hollow_checkpoint(Path(folder, 'model'), settings)}"]
     run = f"""
-        name=gpu_check dataset.path={data} tokenizer=bpe tokenizer.vocab_size=1500
-        tokenize.train_on=all packed_sequence.packed_sequence_size={pack}
+        name=gpu_check dataset.path={data} tokenize.train_on=all packed_sequence.packed_sequence_size={pack}
         training.global_batch_size=1 training.num_epochs=null training.max_steps={steps}
         checkpoint.every_steps=0 checkpoint.export_hf=false report=false
     """
@@ -167,11 +170,20 @@ def has_adapter(overrides: Sequence[str]) -> bool:
 
 def hollow_checkpoint(folder: Path, settings: dict[str, Any]) -> Path:
     """A model in bf16 as `from_pretrained` reads it, whose layers' matrices are zeros: of 16 GB of an 8B model, 14 are a
-    hole in the file. Embedding, head and norms are drawn, so that the checks of the start see logits.
+    hole in the file. Embedding, head and norms are drawn, so that the checks of the start see logits. Its tokens are the
+    words of the documents.
     """
     config = AutoConfig.for_model(**{"model_type": "llama"} | settings)
     config.architectures = [model_class(config).__name__]
     config.save_pretrained(folder)
+    known = ["<end>", "<unknown>", *WORDS][: config.vocab_size]
+    vocabulary = {word: number for number, word in enumerate(known)}
+    words = Tokenizer(WordLevel(vocabulary, unk_token="<unknown>"))
+    words.pre_tokenizer = Whitespace()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words, eos_token="<end>", unk_token="<unknown>"
+    )
+    tokenizer.save_pretrained(folder)
     with torch.device("meta"):
         lm = model_class(config).from_config(config, dtype=torch.bfloat16)
     weights = dict(lm.named_parameters())  # tied ones once

@@ -16,7 +16,7 @@ SHAPES = {"small": (256, 6, 8), "32m": (512, 8, 8), "tiny": (64, 2, 4)}
 PACK_TOKENS = 2048
 LR = 1e-4
 # lines that a contestant prints for benchmarks.peers_cpu
-STEP_DONE, RESULT = "STEP DONE", "RESULT "
+STEP_DONE, RESULT = "STEP DONE ", "RESULT "
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Clock:
     def step_done(self) -> None:
         """Says so, and waits for a line on stdin, without which the contest is over; `yes | python -m ...` never waits."""
         self.seconds.append(cpu_seconds() - self._began)
-        print(f"\n{STEP_DONE}", flush=True)
+        print(f"\n{STEP_DONE}{self.seconds[-1]}", flush=True)
         if not sys.stdin.readline():
             raise SystemExit("nobody gives turns")
         self._began = cpu_seconds()

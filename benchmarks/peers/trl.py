@@ -5,8 +5,6 @@ python -m benchmarks.peers.trl JOB packed | padded
 
 from __future__ import annotations
 
-import json
-import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,22 +12,11 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers import AutoTokenizer, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 from benchmarks.peers.job import LR, PACK_TOKENS, Clock, Job
-
-
-class CountingCollator:
-    """Counts the real tokens of every batch, in the order they are made, which is the order of the steps."""
-
-    def __init__(self, collator: Any) -> None:
-        self.collator = collator
-        self.tokens_of_step: list[int] = []
-
-    def __call__(self, rows: list[dict[str, Any]]) -> Any:
-        self.tokens_of_step.append(sum(len(row["input_ids"]) for row in rows))
-        return self.collator(rows)
+from benchmarks.peers.plain import CountingCollator, documents_per_step, llama, read_rows
 
 
 def fine_tune(
@@ -61,29 +48,18 @@ def fine_tune(
     return trainer.data_collator.tokens_of_step
 
 
-def llama(job: Job) -> Any:
-    """The Hugging Face model, which knows nothing of our kernels: fp32, SDPA."""
-    kind = AutoModelForCausalLM
-    if job.pretrained:
-        return kind.from_pretrained(job.pretrained, dtype=torch.float32, use_cache=False).train()
-    torch.manual_seed(0)
-    config = AutoConfig.for_model("llama", **job.model_settings(), use_cache=False)
-    return kind.from_config(config, attn_implementation="sdpa").train()
-
-
 def main(job: Job, variant: str) -> None:
     torch.set_num_threads(1)
     is_packed = variant == "packed"
     clock, folder = Clock(), Path(job.folder)
-    data = json.loads((folder / "rows.json").read_text())
-    mean = statistics.mean(map(len, data["input_ids"]))
+    data = read_rows(job)
     tokens_of_step = fine_tune(
         llama(job),
         data,
         AutoTokenizer.from_pretrained(folder / "tokenizer"),
         clock.step_done,
         output_dir=str(Path(job.scratch) / "run"),
-        per_device_train_batch_size=1 if is_packed else round(PACK_TOKENS / mean),
+        per_device_train_batch_size=1 if is_packed else documents_per_step(data),
         max_steps=job.all_steps,
         learning_rate=LR,
         bf16=job.precision == "bf16",
