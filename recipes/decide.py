@@ -104,6 +104,7 @@ def config_of(folder: str, args: argparse.Namespace, written: dict[str, Any]) ->
         f"packed_sequence.packed_sequence_size={PACK_TOKENS}",
         "packed_sequence.overlong=error",
         "training.global_batch_size=null",
+        "optimizer.lr=1e-4",  # of no step
         "tokenize.unanswered=ask",
         *more,
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,13 @@ from automodel_lite.data.packing.plan import plan_packs
 from automodel_lite.data.reading.files import FilesDataset
 from automodel_lite.data.tokens.decisions import DecisionStyle, order_of
 from automodel_lite.data.tokens.tokenize import TokenizeJob, tokenize_documents
+from automodel_lite.errors import DataError
 from automodel_lite.models.loss_model import LossModel
 from automodel_lite.parallel.context_parallel import cp_shard
 from automodel_lite.parallel.mesh import Mesh, MeshShape, open_mesh
 from automodel_lite.parallel.sharding import parallelize
 from automodel_lite.parts.adapters.lora import Lora
-from automodel_lite.parts.losses.decisions import Decisions
+from automodel_lite.parts.losses.decisions import Decisions, loss_hit_and_brier
 from automodel_lite.thd import ThdBatch, to_thd
 from automodel_lite.training.engine import Engine
 from tests.attention import families, hybrids
@@ -219,10 +220,17 @@ def test_two_ranks_equal_the_formula(shape: tuple[int, int, int], tmp_path: Path
         check(found, "llama", False, 1e-6)
 
 
+def test_a_label_without_choices_is_refused(tmp_path: Path) -> None:
+    batch = batch_of(tmp_path, "off")
+    number = batch.columns["question_numbers"].clone()
+    number[batch.label_rows[0]] = 0
+    columns = batch.columns | {"question_numbers": number}
+    with pytest.raises(DataError, match="a label has no choices"):
+        LOSS.prepare(replace(batch, columns=columns))
+
+
 def test_the_loss_is_that_of_the_choices_alone() -> None:
     """Two choices of three logits: log(1 + e^-2), whatever the third token has."""
-    from automodel_lite.parts.losses.decisions import loss_hit_and_brier
-
     logits = torch.tensor([[3.0, 100.0, 1.0]])
     values = loss_hit_and_brier(
         logits, torch.tensor([[2, 0, -1]]), torch.tensor([[0.0, 2.0, 0.0]]), torch.tensor([0])

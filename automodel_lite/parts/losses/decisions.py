@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from automodel_lite.data.formats.decisions import record_of
+from automodel_lite.errors import DataError
 from automodel_lite.evaluation.decisions import Answered, fit_temperature
 from automodel_lite.models.loss import Loss, LossInputs, LossOutput
 from automodel_lite.thd import ThdBatch
@@ -38,10 +39,16 @@ class Decisions(Loss):
 
     def prepare(self, batch: ThdBatch) -> ThdBatch:
         """Adds the choices of each question at its label, [T, K]."""
-        if "choice_ids" not in batch.columns:  # a pack of padding alone
+        # a pack of padding alone, and one of `example_columns`
+        if "choice_ids" not in batch.columns or "choices" in batch.columns:
             return batch
         rows = batch.label_rows
         number_T = batch.columns["question_numbers"]
+        if (number_T[rows] == 0).any():
+            raise DataError(
+                "a label has no choices, and loss=decisions compares those of each: train on "
+                "questions with fixed choices alone."
+            )
         # A question's tokens are a run of its number, which ends at the label.
         is_first_T = torch.ones_like(number_T, dtype=torch.bool)
         is_first_T[1:] = number_T[1:] != number_T[:-1]

@@ -96,7 +96,9 @@ def _check_whole(of_set: str, rows: DocumentReader) -> None:
     sources = [source for source in getattr(rows, "sources", [rows]) if len(source)]
     for name in sorted({name for source in sources for name in source[0]}):
         column = COLUMNS[name]
-        is_needed = name in PAIRED or (column.padding == -math.inf and not column.of_row)
+        is_needed = name in {*PAIRED, "choice_ids"} or (
+            column.padding == -math.inf and not column.of_row
+        )
         if is_needed and any(_lacks(source, name) for source in sources):
             raise DataError(
                 f"{of_set}: some documents bring {name}, and others do not: add it to them, or "

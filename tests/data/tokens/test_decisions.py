@@ -15,6 +15,7 @@ from automodel_lite.data.formats.decisions import Decision, decisions_of, record
 from automodel_lite.data.reading.files import FilesDataset
 from automodel_lite.data.tokens.decisions import DecisionRenderer, DecisionStyle, order_of
 from automodel_lite.data.tokens.tokenize import TokenizeJob, tokenize_documents
+from automodel_lite.data.tokens.tokenizer import train_bpe_tokenizer
 from automodel_lite.errors import ConfigError, DataError
 from tests.data.templates import FAMILIES, MARKED, byte_tokenizer
 
@@ -138,6 +139,14 @@ def test_more_choices_than_letters() -> None:
     assert len({*renderer.letter_ids(52)}) == 52
     with pytest.raises(DataError, match="has 53 choices, and each is a letter"):
         renderer.letter_ids(53)
+
+
+def test_a_new_tokenizer_learns_the_words_of_questions(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join([json.dumps(ROW)] * 3))
+    tokenizer = train_bpe_tokenizer(FilesDataset(str(path)), 300, cache_dir=str(tmp_path))
+    assert len(tokenizer.encode("It is broken.")) < 8
+    assert len(tokenizer.encode("Bad?")) < 4
 
 
 def test_questions_are_not_trained_on(tmp_path: Path) -> None:
