@@ -223,11 +223,14 @@ class TrainingEngine(Engine):
     optimizer: Optimizer
 
     def __post_init__(self) -> None:
-        weights = self.model.weights
         # on a CPU torch's own kernel is the faster one
-        is_gpu = self.mesh.device.type == "cuda"
-        if weights is not None and is_gpu and isinstance(self.optimizer, WritesCopies):
-            weights.written_by(self.optimizer)
+        if self.mesh.device.type == "cuda":
+            self.write_copies()
+
+    def write_copies(self) -> None:
+        """Lets an optimizer that can write the weights that the model computes with."""
+        if self.model.weights is not None and isinstance(self.optimizer, WritesCopies):
+            self.model.weights.written_by(self.optimizer)
 
     @classmethod
     def of(cls, built: BuiltModel, mesh: Mesh) -> TrainingEngine:

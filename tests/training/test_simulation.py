@@ -257,7 +257,9 @@ def test_frozen_towers_are_counted_as_they_are_stored() -> None:
 @pytest.mark.system
 def test_one_process_holds_the_whole_model() -> None:
     found = simulate(parts("training.global_batch_size=1"), LLAMA, MeshShape(1, 1, 1))
-    assert found.weights == found.gradients == 4 * PARAMETERS
+    assert found.weights == 4 * PARAMETERS
+    # those of large weights stay in bf16 for the optimizer
+    assert 2 * PARAMETERS < found.gradients < 4 * PARAMETERS
     assert found.optimizer == pytest.approx(8 * PARAMETERS, rel=1e-3)
 
 

@@ -170,6 +170,7 @@ def simulate(
             model = _model(plan, mesh, fake, held)
             optimizer = plan.optimizer(model.loss_model)  # looks up where its shards lie
             engine = TrainingEngine(mesh, model, plan, optimizer)
+            engine.write_copies()  # as on a GPU, whose name here is another one
             sharded = engine.place(batch)
             with fake, held:
                 without = replace(sharded, images=None)

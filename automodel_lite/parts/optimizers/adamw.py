@@ -125,7 +125,7 @@ class LocalAdamW(torch.optim.AdamW):
                 eps=group["eps"],
                 weight_decay=group["weight_decay"],
             )
-        torch._foreach_add_(steps, (~skipped).to(steps[0].dtype))
+        _count_step(steps, skipped)
 
 
 def param_groups(
@@ -166,6 +166,12 @@ def matrices(model: nn.Module) -> list[nn.Parameter]:
 
 # -------------------------------------------------------------------------------------------------
 # small states
+def _count_step(steps: list[Tensor], skipped: Tensor) -> None:
+    """Adds a step to all counts, unless it is skipped."""
+    # a list of tensors: torch reads the value of a single one on the host, which waits for it
+    torch._foreach_add_(steps, [(~skipped).to(steps[0].dtype)] * len(steps))
+
+
 def scale_and_skip(
     optimizer: LocalAdamW | SmallAdamW, device: torch.device
 ) -> tuple[Tensor, Tensor]:
@@ -263,7 +269,7 @@ class SmallAdamW(Optimizer):
                     eps=group["eps"],
                     weight_decay=group["weight_decay"],
                 )
-            torch._foreach_add_(steps, (~skipped).to(steps[0].dtype))
+            _count_step(steps, skipped)
 
     def _new_state(self, parameter: Tensor) -> dict[str, Tensor]:
         dtype, block = moments_of(tuple(parameter.shape), self.moments)
