@@ -119,9 +119,11 @@ test-newest: newest
 
 # commands, configurations and sweeps with what comes next: pre-releases of Hydra and OmegaConf, the newest transformers
 test-prereleases: newest
-	.venv-newest/bin/python -m pip install --quiet --upgrade --pre hydra-core omegaconf hydra-submitit-launcher
+	.venv-newest/bin/python -m pip install --quiet --upgrade --pre hydra-core omegaconf \
+		hydra-submitit-launcher hydra-joblib-launcher hydra-optuna-sweeper
 	.venv-newest/bin/python -W error::UserWarning -W error::DeprecationWarning -m automodel_lite train --help > /dev/null
 	.venv-newest/bin/python -m pytest tests/config tests/cli tests/recipes -m "not slow"
+	.venv-newest/bin/python -m pytest tests/cli/test_sweep.py -m slow
 
 # docs/models.md for the newest transformers: every family that it ships; stopped, it goes on where it was
 survey: newest

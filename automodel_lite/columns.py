@@ -46,6 +46,13 @@ COLUMNS = {
     "row_labels": Column("int32", "int64", 0, in_runs=True, is_for_loss=False),
     "answers": Column("int8", "int64", 0),
     "verdicts": Column("int8", "int64", 0),
+    "choice_ids": Column("int32", "int64", -1, in_runs=True),
+    "choice_weights": Column("float32", "float32", 0.0, in_runs=True),
+    "question_numbers": Column("int64", "int64", 0, in_runs=True),
+    "choices": Column("int64", "int64", -1, is_for_loss=False),
+    "choice_targets": Column("float32", "float32", 0.0, is_for_loss=False),
+    "targets": Column("float32", "float32", 0.0, in_runs=True),
+    "margins": Column("float32", "float32", 0.0, in_runs=True),
     "reference_log_probs": Column("float32", "float32", 0.0),
     "teacher_ids": Column("int32", "int64", 0),
     "teacher_log_probs": Column("float32", "float32", 0.0),
@@ -68,6 +75,13 @@ loss_weights  what the loss of a label counts, aligned with `labels`: 2.0 is lik
 answers       which answer of a preference pair a label belongs to: CHOSEN, REJECTED, 0 = none
 verdicts      what a label belongs to, of data whose answers are judged one by one: a DESIRABLE or
               an UNDESIRABLE answer, or the MISMATCHED one of another row; 0 = none
+choice_ids, choice_weights  of the choices of a decision, in the order of its text: the token of
+              each, and its probability times the weight of the question. They lie on as many tokens
+              as there are choices, the last of which is where the answer is predicted
+question_numbers  on the same tokens, a number that no other question of the data has; 0 elsewhere
+choices, choice_targets  [T, K] the same, at the label alone; made of a whole stream
+targets       the number that a score should be, at the label of a document
+margins       by how much the score of the better answer should be higher, at both labels of a pair
 reference_log_probs  of the labels, by the frozen model that preference losses compare with
 teacher_ids, teacher_log_probs  [T, K] what a teacher finds likeliest at a label, and how likely
 teacher_rest  the probability that it leaves to all other tokens

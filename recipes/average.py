@@ -48,6 +48,7 @@ def main(argv: list[str] | None = None) -> int:
     from automodel_lite.run.checkpoint_folder import named_checkpoint, survey
     from automodel_lite.run.folder import existing_run
     from automodel_lite.telemetry.console import Console, quiet_libraries  # --help needs no torch
+    from automodel_lite.tools.decisions import write_decisions
     from automodel_lite.tools.finish import without_undoing
 
     quiet_libraries()
@@ -83,6 +84,7 @@ def main(argv: list[str] | None = None) -> int:
     trained.export(target)
     if rank() == 0:
         with without_undoing("card", Console(is_silent=False)):  # the model is written
+            write_decisions(args.run, target)
             write_card(args.run, target)
         print(f"the mean of {', '.join(names)} written to {target}")
     return 0

@@ -66,6 +66,7 @@ def main(argv: list[str] | None = None) -> int:
 
         # --help needs no torch
         from automodel_lite.telemetry.console import Console, quiet_libraries
+        from automodel_lite.tools.decisions import write_decisions
         from automodel_lite.tools.finish import without_undoing
 
         quiet_libraries()
@@ -81,6 +82,7 @@ def main(argv: list[str] | None = None) -> int:
     if rank() == 0:
         console = Console(is_silent=False)
         with without_undoing("card", console):  # the model is written
+            write_decisions(args.run, target)
             write_card(args.run, target, args.push)
         console.say(
             "exported", f"{trained.checkpoint.name} of {args.run} written to {target}{merged}"

@@ -53,6 +53,13 @@ def compute_values(config: Config) -> int:
     config = resolve_auto(config, console)
     parts = checked_parts(config)
     loss = parts.loss
+    if loss.head == "score":
+        raise ConfigError(
+            "automodel-lite score computes values per token ahead of a training",
+            key="loss",
+            cure="automodel-lite evaluate with the same arguments, model.pretrained=runs/..., "
+            "scores a file with a trained score head",
+        )
     if not (loss.needs_reference or isinstance(loss, DistillTopK)):
         raise ConfigError(
             "automodel-lite score computes what loss=distill_topk or loss=dpo needs: add one of "

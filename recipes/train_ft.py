@@ -18,6 +18,7 @@ from automodel_lite.cli import run_recipe
 if __name__ == "__main__":
     run_recipe("recipes.train_ft:main")
 
+import numpy as np
 import torch
 
 from automodel_lite.config.components import build
@@ -41,10 +42,12 @@ from automodel_lite.seed import derive_seed, seed_all
 from automodel_lite.telemetry.callbacks import value_of
 from automodel_lite.telemetry.console import Console
 from automodel_lite.telemetry.metrics import Counts, Meter, StepResult
+from automodel_lite.tools.decisions import note_decisions
 from automodel_lite.tools.finish import check_exportable, finish
 from automodel_lite.training import launch, resume, rules, summary, world
 from automodel_lite.training.beyond_plan import check_keep_best
 from automodel_lite.training.build import build_model
+from automodel_lite.training.classes import with_classes
 from automodel_lite.training.counted_feed import CountedFeed
 from automodel_lite.training.ema import WeightAverage
 from automodel_lite.training.engine import TrainingEngine
@@ -104,6 +107,7 @@ class TrainFinetuneRecipe:
         )
         if self.tasks:
             self.console.say("tasks", self.tasks.text())
+        parts = with_classes(parts, self.data)
         label_values.check_loss(self.data, parts.loss)
         self.plan = self.data.plan(config.training)
         check_keep_best(config, self.plan.max_steps)
@@ -238,7 +242,9 @@ class TrainFinetuneRecipe:
         must_stop = self.guards.boundary.must_stop
         asked: Asked | None = Asked()
         with self.average.applied(self.model):
-            found = validate(self.engine, self.data, self.config.samples, must_stop)
+            judged: dict[str, list[np.ndarray]] = {}
+            samples = self.config.samples
+            found = validate(self.engine, self.data, samples, must_stop, judged)
             if found and self.tasks and self.tasks.is_due(self.num_steps, self.is_due(0)):
                 enter = self.guards.watchdog.enter
                 asked = ask_tasks(self.tasks, self.engine, self.config, must_stop, enter)
@@ -249,6 +255,10 @@ class TrainFinetuneRecipe:
         self.console.tasks(self.num_steps, asked.lines)
         numbers = losses | asked.numbers
         self.metrics.log_validation(self.num_steps, numbers, [*answers, *asked.texts])
+        if judged and self.guards.ranks.is_first:
+            run = self.guards.folder.path
+            loss = self.model.loss_model.loss
+            note_decisions(run, self.num_steps, loss, judged, self.data.documents)
         self.meter.lap("validation")
         self.state.pending_validation = False
         self.state.val_loss = value_of(losses, "val_loss")

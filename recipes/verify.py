@@ -99,6 +99,8 @@ class Verification:
         is_plain = isinstance(parts.loss, PlainLoss) and parts.loss.is_plain
         self.replaced = None if is_plain else type(parts.loss).__name__
         if self.replaced:
+            if parts.loss.head == "score":  # the layers below it are those of its base
+                parts.model.head = "lm"
             parts = replace(parts, loss=FusedLinearCrossEntropy(), teacher=None)
         self.sample: Sample = draw_sample(config, shape)
         # weights in fp32, and products of it: what rounds would hide what is compared

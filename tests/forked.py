@@ -234,7 +234,7 @@ def _ended_by_itself(argv: list[str]) -> NoReturn:
     try:
         sys.stdout.flush()
         sys.stderr.flush()
-    except OSError:
+    except (OSError, ValueError):  # closed, as the workers of joblib do
         code = 120
     if is_interrupted:
         signal.signal(signal.SIGINT, signal.SIG_DFL)

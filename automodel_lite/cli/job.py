@@ -218,10 +218,14 @@ def rows_of(paths: Sequence[str], typed: dict[str, str]) -> Rows:
     if "dataset.format" in given:
         return Rows("finetune", f"read as {given['dataset.format']}", asks=True, count=count)
     first = [row for _, row in islice(placed(opened.rows), 20) if not isinstance(row, DataError)]
-    if any(_has_images(row) for row in first):
-        return Rows("finetune", "chats with images", ("dataset=images",), True, count)
     renames = _renames(given)
     names = {*columns, *renames}
+    has_images = any(_has_images(row) for row in first)
+    if "state" in names and not {"question", "questions"}.isdisjoint(names):
+        what = f"questions with fixed choices{' about images' * has_images}"
+        return Rows("decisions", what, ("dataset=images",) * has_images, count=count)
+    if has_images:
+        return Rows("finetune", "chats with images", ("dataset=images",), True, count)
     if {"chosen", "rejected"} <= names:
         return Rows("dpo", "pairs of a chosen and a rejected answer", count=count)
     if _is_judged(names, renames, first):

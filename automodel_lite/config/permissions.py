@@ -44,11 +44,13 @@ def _env(*args: Any) -> Any:
     return oc.env(*args)
 
 
-# as OmegaConf's own, and says which variables a value was made of, however it refers to them
-# in 2.4 `register_new_resolver` has the name of one that took no `replace` before
+# As OmegaConf's own, and says which variables a value was made of, however it refers to them.
+# In 2.4 `register_new_resolver` has the name of one that took no `replace` before
 _takes_replace = "replace" in inspect.signature(OmegaConf.register_resolver).parameters
-_register: Any = OmegaConf.register_resolver if _takes_replace else OmegaConf.register_new_resolver
-_register("oc.env", _env, replace=True)
+register_resolver: Any = (
+    OmegaConf.register_resolver if _takes_replace else OmegaConf.register_new_resolver
+)
+register_resolver("oc.env", _env, replace=True)
 
 
 def permission_problems(raw: DictConfig, is_typed: IsTyped) -> Iterator[str]:

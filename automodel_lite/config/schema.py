@@ -85,6 +85,12 @@ class TokenizeConfig:
     num_proc: Annotated[int, Range(1), UP_TO_THE_CORES] | None = resumable(None)
     # additional variables for the chat template
     template_kwargs: dict[str, Any] = field(default_factory=dict)
+    # of decisions: what stands before the letter of a choice
+    choice_prefix: str = "choice#"
+    # of decisions: write their choices in an order that follows from the seed
+    permute_choices: bool = True
+    # of decisions: questions without an answer are left out, or read without a loss
+    unanswered: Annotated[str, OneOf(("skip", "ask"))] = "skip"
 
 
 @dataclass

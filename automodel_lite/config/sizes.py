@@ -50,6 +50,17 @@ class MeshShape:
         return self.dp * self.cp * self.tp
 
 
+def model_axes(mesh: MeshConfig | MeshShape) -> list[str]:
+    """Returns the settings that cut layers: `["mesh.tp=2"]`; those of one rank cut nothing."""
+    axes = {"mesh.tp": mesh.tp, "mesh.ep": mesh.ep}
+    return [f"{key}={size}" for key, size in axes.items() if size > 1]
+
+
+def without(axes: list[str]) -> str:
+    """Returns what to set instead of the settings of `model_axes`: `mesh.tp=1 mesh.ep=1`."""
+    return " ".join(f"{axis.partition('=')[0]}=1" for axis in axes)
+
+
 def mesh_shape(config: MeshConfig, num_processes: int) -> MeshShape:
     """Fills in dp_shard=-1; raises ConfigError, with the arithmetic, unless the axes multiply to
     the processes.

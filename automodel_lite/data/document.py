@@ -22,7 +22,12 @@ Document = dict[str, Any]
 - `input_ids` and `labels` (int32 arrays of equal length, next-token aligned, -100 = no loss):
   already tokenized; `labels` None: not said what is trained on
 - `documents`: several of them in one row: answers to one prompt, or what was packed before
-- `chosen`, `rejected` (documents): a preference pair
+- `chosen`, `rejected` (documents): a preference pair, with or without a `margin`
+  of their scores
+- `decision` (formats/decisions.py): a question about a state, answered by one of its choices; its
+  row may have an `id`
+- `label` of any of the first three: the number of its class or set of classes (int), or a number
+  (float), with a `weight`
 - `verdict` (bool) of its last answer, beside `mismatched`, the document of its prompt and another
   row's answer; of a chat `num_judged`, the turns of the answer
 """

@@ -31,6 +31,7 @@ from automodel_lite.results import RESULTS
 from automodel_lite.telemetry.console import Console
 from automodel_lite.thd import ThdBatch
 from automodel_lite.training.beyond_plan import check_keep_best
+from automodel_lite.training.classes import with_classes
 from automodel_lite.training.decide import (
     adapter_weights,
     check_positions,
@@ -67,6 +68,7 @@ def dry_run(config: Config) -> int:
     parts = checked_parts(config)
     data = prepare_data(config, check_sizes(config, shape.world_size), parts.packer)
     check_held_out(config, data)
+    parts = with_classes(parts, data)
     label_values.check_loss(data, parts.loss)
     plan = data.plan(config.training)
     check_keep_best(config, plan.max_steps)

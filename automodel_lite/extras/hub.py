@@ -53,6 +53,9 @@ def write_card(run: Path, folder: Path, repo: str | None = None) -> None:
         k: v for k, v in config.items() if v not in ({}, None, []) and k not in of_this_machine
     }
     results = [("method", _method(config))]
+    head = dict(record.facts.get("head") or {})
+    if head:
+        head["id2label"] = dict(enumerate(head["names"] or ("LABEL_0",)))
     step = exported_step(folder)
     last = record.rows[-1]["step"]
     if 0 < step < last:  # the best one: what was logged last is of another
@@ -61,7 +64,7 @@ def write_card(run: Path, folder: Path, repo: str | None = None) -> None:
         ModelCardData(
             base_model=pretrained if _is_hub_name(pretrained) else None,
             library_name="peft" if is_adapter else "transformers",
-            pipeline_tag="text-generation",
+            pipeline_tag="text-classification" if head else "text-generation",
             datasets=[dataset] if _is_hub_name(dataset) else None,
             tags=["automodel_lite", _method(config)],
         ),
@@ -75,7 +78,9 @@ def write_card(run: Path, folder: Path, repo: str | None = None) -> None:
         packing=packing_of(record),
         results=[*results, *facts_of(record), *_ledger_of(run)],
         settings=OmegaConf.to_yaml(OmegaConf.create(settings)),
+        head=head,
         certificate=json_object(folder / "certificate.json"),
+        decisions=json_object(folder / "decisions.json"),
     )
     path.write_text(_FOLDERS.sub("", scrub(str(card))), encoding="utf-8")
 
@@ -87,12 +92,14 @@ def _ledger_of(run: Path) -> list[tuple[str, str]]:
 
 
 def _method(config: dict[str, Any]) -> str:
-    """Returns sft, distillation, or the name of a loss of answers or of policies: dpo, kto, ppo."""
+    """Returns sft, distillation, decisions, or the name of a loss of answers or of policies: dpo,
+    kto, ppo.
+    """
     module, _, name = str(config.get("loss", {}).get("_target_", "")).rpartition(".")
     kind = module.rpartition(".")[2]
-    if kind in ("preference", "unpaired", "policy"):
+    if kind in ("preference", "unpaired", "policy", "scores"):
         return name.lower()
-    return kind if kind == "distillation" else "sft"
+    return kind if kind in ("distillation", "decisions") else "sft"
 
 
 def _is_hub_name(name: object) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from automodel_lite.columns import CHOSEN, REJECTED
+from automodel_lite.columns import CHOSEN, IGNORE_INDEX, REJECTED
 from automodel_lite.config.schema import Config
 from automodel_lite.data.feeding.order import batch_shape
 from automodel_lite.data.packing.packs import PackedDataset
@@ -21,6 +21,7 @@ from automodel_lite.data.tokens.findings import mark_trained
 from automodel_lite.extras.report import READ, TRAINED, Inspection
 from automodel_lite.parts.images import images_lines, shown_pictures
 from automodel_lite.prefix_trees import find_nodes
+from automodel_lite.training.classes import classes_of
 
 NUM_PACKS = 8
 NUM_SAMPLES = 3  # on the screen
@@ -184,6 +185,31 @@ def pair_of(tokenizer: PreTrainedTokenizerBase, row: Mapping[str, np.ndarray]) -
     ]
 
 
+def scored_of(
+    data: PlannedPacks, row: Mapping[str, np.ndarray], begins: np.ndarray, shown: slice
+) -> Iterator[str]:
+    """Yields a document, of a tree each row's own tokens, and behind each what it is scored."""
+    classes = classes_of(data)
+    answers = {CHOSEN: "chosen", REJECTED: "rejected"}
+    edges = [shown.start, *(shown.start + begins).tolist(), shown.stop]
+    for start, stop in pairwise(edges):
+        text = data.tokenizer.decode(row["input_ids"][start:stop].tolist())
+        ends = start + np.flatnonzero(row["labels"][start:stop] != IGNORE_INDEX)
+        said = []
+        for end in ends.tolist():
+            if "answers" in row:
+                said.append(answers[int(row["answers"][end])])
+            elif "targets" in row:
+                said.append(f"{row['targets'][end]:g}")
+            elif classes:
+                said.append(classes.name_of_code(int(row["labels"][end])))
+            if "margins" in row and row["margins"][end]:
+                said[-1] += f" by {row['margins'][end]:g}"
+            if "loss_weights" in row and row["loss_weights"][end] != 1:
+                said[-1] += f" (weight {row['loss_weights'][end]:g})"
+        yield f"{text} → {', '.join(said)}" if said else text
+
+
 def draw_histogram(
     lengths: np.ndarray, limit: int | None = None, bins: int = 12, width: int = 40
 ) -> list[str]:
@@ -242,13 +268,15 @@ def samples(data: PlannedPacks, documents: Sequence[tuple[int, int, int]]) -> It
         text = "\n".join(
             mark_trained(data.tokenizer, ids, labels, (TRAINED, READ)) for ids, labels in parts
         )
+        if data.job.scores:
+            text = "\n".join(scored_of(data, row, begins, shown))
         text = REPEATED.sub(lambda found: f"{found[1]} × {found[0].count(found[1])}", text)
         more = f" … ({stop - start:,} tokens)" if stop - start > SHOWN_TOKENS else ""
         is_cut = stop - start < len(row["input_ids"])
         yield f"  document {index}{f', tokens {start:,} to {stop - 1:,}' if is_cut else ''}:"
         if "branches" in row:
             yield from draw_tree(row["branches"])
-        if "answers" in row:
+        if "answers" in row and not data.job.scores:
             text = "\n".join(pair_of(data.tokenizer, row))
             more = ""
         yield "\n".join(f"    {line}" for line in f"{text}{more}".splitlines())

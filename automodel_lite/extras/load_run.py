@@ -37,7 +37,7 @@ from automodel_lite.run.checkpoint_folder import (
     survey,
 )
 from automodel_lite.run.export import export_hf, probe_logits
-from automodel_lite.run.folder import RunFolder, existing_run, saved_config
+from automodel_lite.run.folder import RunFolder, existing_run, json_object, saved_config
 from automodel_lite.thd import ThdBatch
 from automodel_lite.training.build import assemble
 from automodel_lite.training.settings import build_parts
@@ -95,6 +95,7 @@ def load_trained(
     checkpoint = find_checkpoint(folder, checkpoint_name)
     tokenizer = _tokenizer_of(folder, config)
     parts = build_parts(replace(config, attention={}))
+    parts.model.use_head_facts(json_object(folder.facts).get("head", {}))
     alone = Mesh(MeshShape(1, 1, 1), torch.device("cpu"), None)
     # of torchrun's ranks, whatever mesh the run had
     mesh = init_mesh(MeshConfig()) if world_size() > 1 and not is_alone else alone

@@ -92,7 +92,7 @@ def _sets(documents: Documents, job: TokenizeJob) -> Iterator[tuple[str, Key, Do
     sets |= {f"val/{name}": rows for name, rows in documents.val.items()}
     source = documents.identity.split("(")[0]
     for name, rows in sets.items():
-        key = rows_key(documents.identity, job) | {"set": name}
+        key = rows_key(documents.identity, job, documents.kind) | {"set": name}
         yield f"{source}-{name}", key, rows, documents.kind
 
 

@@ -189,14 +189,28 @@ def text_decoder(lm: nn.Module) -> nn.Module:
 
 def with_head(lm: nn.Module) -> transformers.PreTrainedModel:
     """Returns the model that makes logits of hidden states: of a composite that does not (Nemotron
-    Omni), the causal LM inside it.
+    Omni), the causal LM inside it. One with a score head is it itself.
     """
+    if has_score_head(lm):
+        assert isinstance(lm, transformers.PreTrainedModel)
+        return lm
     models = (module for module in lm.modules() if isinstance(module, transformers.PreTrainedModel))
     return next(model for model in models if model.get_output_embeddings() is not None)
 
 
+def has_score_head(lm: nn.Module) -> bool:
+    """Returns whether a model gives a document scores in place of tokens their likelihoods."""
+    return type(lm).__name__.endswith(SCORES)
+
+
+SCORES = "ForSequenceClassification"
+"""The end of the names of transformers' classes with a score head."""
+
+
 def output_head(lm: nn.Module) -> Any:
     """Returns the layer that makes logits of hidden states."""
+    if has_score_head(lm):
+        return lm.score
     return with_head(lm).get_output_embeddings()
 
 

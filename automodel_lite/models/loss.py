@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from automodel_lite.classes import Classes
 from automodel_lite.columns import COLUMNS, Column, declare_column
 from automodel_lite.config.rules import Positive
 from automodel_lite.document_rows import MixerExchange
@@ -226,6 +227,7 @@ class Loss(ABC):
     needs_documents  calls `inputs.per_document` or `inputs.per_row`
     separates_rows   calls `inputs.per_row`: rows of a tree share no label
     needs_teacher    asks for `inputs.teacher`
+    head             which head of the model it reads: `lm`, over the vocabulary, or `score`
     needs_reference  asks for the column `reference_log_probs` of the start model, which the program
                      computes
     """
@@ -239,6 +241,7 @@ class Loss(ABC):
     separates_rows: ClassVar[bool] = False
     needs_teacher: ClassVar[bool] = False
     needs_reference: ClassVar[bool] = False
+    head: ClassVar[str] = "lm"
 
     def __init_subclass__(cls) -> None:
         for name, column in cls.own_columns.items():
@@ -286,6 +289,22 @@ class Loss(ABC):
         ranks share it.
         """
         return batch
+
+    def rows_to_judge(self, inputs: LossInputs) -> Tensor | None:
+        """Returns values of each label, [R, K], that validation collects from all packs for
+        `judge`; None of a loss whose parts are sums.
+        """
+        return None
+
+    def judge(self, rows: Sequence[np.ndarray]) -> dict[str, float]:
+        """Returns what validation finds in the values of all labels, by name."""
+        return {}
+
+    def of_classes(self, classes: Classes | None) -> Loss:
+        """Returns the loss of these labels, which the data bring; raises ConfigError where it
+        learns others.
+        """
+        return self
 
     def num_items(self, batch: ThdBatch) -> float:
         """Counts on the host what the sum of a step is divided by, in a whole stream that is not
@@ -508,7 +527,8 @@ def check_columns(loss: Loss, brought: Iterable[str]) -> None:
             f"the data bring the per-token column {', '.join(ignored)}, which "
             f"loss={type(loss).__name__} does not use: take a loss that does "
             "(loss=fused_linear_cross_entropy uses loss_weights, loss=dpo answers, loss=kto "
-            "verdicts), name the "
+            "verdicts, loss=decisions choice_ids, loss=reward "
+            "margins), name the "
             "column in the loss class's `columns`, or leave it out of the data."
         )
     if missing := sorted(loss.required - {*brought}):
@@ -525,6 +545,10 @@ _CURES = {
     "verdicts": (
         "train on answers with a label, dataset.format=verdict (columns prompt, completion, "
         "label), or take a loss for other data"
+    ),
+    "choice_ids": (
+        "train on questions with fixed choices, dataset.format=decisions (columns state, "
+        "questions, answers), or take a loss for other data"
     ),
     "reference_log_probs": "a training client computes them inside `with client.reference():`",
     "teacher_ids": "automodel-lite score --config-name ... writes a teacher's",

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from automodel_lite.attention.documents import MixerForward, runs_by_rows
 from automodel_lite.attention.spec import FAMILIES, config_value
 from automodel_lite.models.fused_head import RowFunction
-from automodel_lite.models.layers import output_head, text_decoder
+from automodel_lite.models.layers import has_score_head, output_head, text_decoder
 from automodel_lite.models.loss import (
     Head,
     LookAhead,
@@ -45,6 +45,7 @@ class LossModel(nn.Module):
                      every loss takes the logits that the head computes itself
     loss_backend     of torch.compile, for what a loss compiles; None = nothing
     noise            of embeddings in training; None = none
+    judged_rows      `Loss.rows_to_judge` of the last forward outside training
     items_per_label  of the whole step: what the loss is divided by over what a balance is, which
                      counts labels
     """
@@ -64,11 +65,14 @@ class LossModel(nn.Module):
         # in a tuple, it is no submodule: neither trained, sharded nor saved
         self._teacher: tuple[LossModel, ...] = ()
         self.items_per_label = 1.0
+        self.judged_rows: Tensor | None = None
         self.noise: EmbeddingNoise | None = None
         self.has_plain_head = True
         self.loss_backend: str | None = None
         caps = (config_value(lm.config.get_text_config(), key) for key in FAMILIES["softcaps"])
-        self.softcap: float | None = next(filter(None, caps), None)
+        # scores are not capped, whatever the logits of the family's tokens are
+        self.scores = has_score_head(lm)
+        self.softcap: float | None = None if self.scores else next(filter(None, caps), None)
         self.wrap_head()
 
     def wrap_head(self) -> None:
@@ -195,6 +199,8 @@ class LossModel(nn.Module):
             parts = {**parts, "mtp_loss": ahead}
         # by which runs of different losses compare
         if not self.training:
+            self.judged_rows = loss.rows_to_judge(inputs)
+        if not self.training and not self.scores:
             losses_R, hits_R = inputs.rows(_loss_and_hit, labels_R).unbind(-1)
             weights_R = columns.get("loss_weights", torch.ones_like(hits_R))
             parts = {**parts, "token_accuracy": (hits_R * weights_R).sum()}
@@ -217,6 +223,8 @@ class LossModel(nn.Module):
         """
         inputs = {**self._inputs(batch), **options}
         if self._takes_logits(loss or self.loss):
+            if self.scores:
+                return self._scores_of(inputs, batch.label_rows)
             logits = self.lm(**inputs, logits_to_keep=batch.label_rows).logits.squeeze(0)
             is_whole = len(logits) != len(batch.label_rows)  # of families without that argument
             return logits.index_select(0, batch.label_rows) if is_whole else logits
@@ -264,8 +272,22 @@ class LossModel(nn.Module):
 
         return self._at_head(self.before_head(batch), evaluate)
 
+    def _scores_of(self, inputs: dict[str, Any], rows: Tensor | None = None) -> Tensor:
+        """Returns the scores of tokens [T, K], or of some of them. The model's own forward keeps
+        those of the last token of a row, and a stream is one row.
+        """
+        decoder, head = self._decoder_and_head
+        hidden_1TC: Tensor = decoder(**inputs).last_hidden_state
+        if rows is not None:
+            hidden_1TC = hidden_1TC.index_select(1, rows)
+        scores_1TK: Tensor = head(hidden_1TC)
+        return scores_1TK.squeeze(0)
+
     def logits(self, batch: ThdBatch, num_last: int = 0) -> Tensor:
         """Returns those of the stream's last tokens, [num_last, V]; 0 = of all."""
+        if self.scores:
+            scores_TK = self._scores_of(self._inputs(batch))
+            return scores_TK[-num_last:] if num_last else scores_TK
         return self.lm(**self._inputs(batch), logits_to_keep=num_last).logits.squeeze(0)
 
     @torch.no_grad()
@@ -273,6 +295,8 @@ class LossModel(nn.Module):
         """Returns those of one document [T, V], by a model with an attention of
         transformers' own.
         """
+        if self.scores:
+            return self._scores_of({"input_ids": ids_T[None], "use_cache": False})
         return self.lm(input_ids=ids_T[None], use_cache=False).logits[0]
 
     @torch.no_grad()
@@ -307,7 +331,11 @@ class LossModel(nn.Module):
                 lambda *call: outputs.append(call[2].last_hidden_state)
             ),
         ]
-        logits_TV: Tensor = self.lm(**batch.model_inputs()).logits[0]
+        logits_TV: Tensor
+        if self.scores:
+            logits_TV = self._scores_of(batch.model_inputs())
+        else:
+            logits_TV = self.lm(**batch.model_inputs()).logits[0]
         for hook in hooks:
             hook.remove()
         # a fresh adapter adds no value yet, but its name

@@ -7,10 +7,11 @@ imports it at its first use: 2 CPU-s that an error in the settings or the data n
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 import re
 import socket
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from automodel_lite.attention.spec import FAMILIES, config_value
+from automodel_lite.classes import ONE_SCORE, Classes
 from automodel_lite.config.rules import OneOf, PathStr, Range, check_folder
 from automodel_lite.errors import (
     ConfigError,
@@ -42,6 +44,7 @@ from automodel_lite.errors import (
 from automodel_lite.models.balance import Balance, balance_of
 from automodel_lite.models.freezing import freeze_named
 from automodel_lite.models.layers import (
+    SCORES,
     freeze_towers,
     local,
     with_head,
@@ -96,6 +99,9 @@ class CausalLM:
         freeze: list[str] | None = None,
         # train encoders of images, and projections, too; model.freeze leaves some of them out
         train_towers: bool = False,
+        # lm: the likelihood of tokens; score: numbers of a whole document, by
+        # AutoModelForSequenceClassification (loss=classify, loss=reward)
+        head: Annotated[str, OneOf(("lm", "score"))] = "lm",
         *,
         key: str = "model",
     ) -> None:
@@ -107,6 +113,10 @@ class CausalLM:
         self.notes: list[str] = []  # what the start block says about the model that was built
         self.router_aux_loss = router_aux_loss
         self.mtp_loss = mtp_loss
+        self.head = head
+        # of a score head, once the data are known: its classes, and the token that ends no document
+        self.classes: Classes | None = None
+        self.padding_id: int | None = None
         self.experts = experts
         self.pretrained = pretrained
         self.source = {"revision": revision or "main", "trust_remote_code": trust_remote_code}
@@ -159,6 +169,7 @@ class CausalLM:
         }
         # a copy of a source may have other overrides
         asked = {"defaults": defaults, "overrides": self.overrides}
+        asked |= {"head": self.head_facts()}
         if asked not in [known for known, _ in self._described]:
             # Described once per start; each caller gets a copy, as models write into theirs.
             self._described = [(asked, self.resolve_model_config(defaults))]
@@ -194,6 +205,7 @@ class CausalLM:
                     f"{config.pad_token_id} of this family's embedding when it loads it: set "
                     f"{self.key}.config.pad_token_id=null."
                 )
+            self._choose_head(config)
             return config
         settings = {**defaults, **self.overrides}
         kind = settings.pop("model_type")
@@ -212,7 +224,64 @@ class CausalLM:
             self.settings, lambda: transformers.AutoConfig.for_model(kind, **settings)
         )
         check_described(made, self.settings)
+        self._choose_head(made)
         return made
+
+    def head_facts(self) -> dict[str, Any]:
+        """Returns what a run's folder keeps of a score head, which its settings do not say; {} of
+        another head.
+        """
+        if self.head == "lm":
+            return {}
+        classes = self.classes or ONE_SCORE
+        return {"kind": classes.kind, "names": classes.names, "padding_id": self.padding_id}
+
+    def use_head_facts(self, facts: Mapping[str, Any]) -> None:
+        """Takes what `head_facts` gave."""
+        if self.head == "score" and facts:
+            self.classes = Classes(facts["kind"], tuple(facts["names"]))
+            self.padding_id = facts["padding_id"]
+
+    def _choose_head(self, config: PretrainedConfig) -> None:
+        """Writes into a config, in place, which head the model has; raises ConfigError for a family
+        or a checkpoint that has not this one.
+        """
+        found = is_scorer(config)
+        if self.head == "lm":
+            if found:
+                raise ConfigError(
+                    f"{self.key}.pretrained={self.pretrained} has a score head "
+                    f"({config.architectures[0]}) in place of one over tokens",
+                    key=f"{self.key}.pretrained",
+                    cure="train with --config-name classify or --config-name reward, or take its "
+                    "base model",
+                )
+            return
+        name = score_class(config)
+        if name is None:
+            raise ConfigError(
+                f"{self.key}.head=score: transformers has no {config.model_type} model with a "
+                "linear score head on its last hidden state",
+                key=f"{self.key}.head",
+                cure="take another family (llama, qwen3, gemma2, mistral ...)",
+            )
+        stored = config.num_labels if found else None
+        config.architectures = [name]
+        if self.padding_id is not None:
+            config.get_text_config().pad_token_id = self.padding_id
+        if self.classes is None and found:
+            return
+        classes = self.classes or ONE_SCORE
+        if stored is not None and stored != classes.num_scores:
+            raise ConfigError(
+                f"{self.key}.pretrained={self.pretrained} has a head of {stored} scores, and the "
+                f"data ask for {classes.num_scores}",
+                key=f"{self.key}.pretrained",
+                cure="take the model without that head as its start, or data with the same classes",
+            )
+        config.id2label = dict(enumerate(classes.labels))
+        config.label2id = {label: number for number, label in enumerate(classes.labels)}
+        config.problem_type = classes.problem_type
 
     def build(
         self,
@@ -343,6 +412,10 @@ class CausalLM:
             model, report = read(load)
         # Weights that are missing are random: a model that trains and was never loaded.
         missing = sorted(report["missing_keys"])
+        if self.head == "score" and SCORE_WEIGHT in missing:
+            missing.remove(SCORE_WEIGHT)
+            draw_score_head(model)
+            self.notes.append("the score head is new: its weights are drawn")
         mismatched = sorted(
             str(key[0] if isinstance(key, tuple) else key) for key in report["mismatched_keys"]
         )
@@ -368,6 +441,8 @@ class CausalLM:
             forget(model, report["unexpected_keys"])
         check_finite(model, f"the model {self.pretrained}")
         taken_over = heads_apart(report["unexpected_keys"], config)
+        if self.head == "score":  # what it takes the place of
+            taken_over = taken_over | {"lm_head.weight", "lm_head.bias", "embed_out.weight"}
         if unknown := sorted(set(report["unexpected_keys"]) - taken_over):
             self.notes.append(
                 f"{len(unknown)} weights of the checkpoint are not part of the model and not "
@@ -418,10 +493,53 @@ class CausalLM:
         return config
 
 
+SCORE_WEIGHT = "score.weight"
+
+
+def is_scorer(config: PretrainedConfig) -> bool:
+    """Returns whether a config is of a model with a score head."""
+    return any(name.endswith(SCORES) for name in config.architectures or ())
+
+
+def score_class(config: PretrainedConfig) -> str | None:
+    """Returns the name of the family's class with a score head that is one product with the last
+    hidden state of a document; None without one.
+    """
+    mapping = transformers.AutoModelForSequenceClassification._model_mapping
+    if type(config) not in mapping:
+        return None
+    found = mapping[type(config)]
+    is_linear = "self.score = nn.Linear(" in inspect.getsource(found.__init__)
+    return found.__name__ if is_linear else None
+
+
+@torch.no_grad()
+def draw_score_head(lm: transformers.PreTrainedModel) -> None:
+    """Draws the weight of a new score head, in place: by every rank the whole of it, alike, of
+    which it keeps its part.
+    """
+    # with the models' code
+    from automodel_lite.models.sharded import keep_part
+
+    # as the seed stood when the model was asked for, whatever has been drawn since
+    generator = torch.Generator().manual_seed(torch.initial_seed())
+    text = lm.config.get_text_config()
+    std = config_value(text, "initializer_range", 0.02)
+    drawn = None
+    for name, weight in lm.named_parameters():
+        # an adapter keeps the original beside its copy
+        if re.fullmatch(r"score\.(original_module\.|modules_to_save\.\w+\.)?weight", name):
+            if drawn is None:
+                drawn = torch.empty(weight.shape).normal_(0.0, std, generator=generator)
+            keep_part(weight, drawn)
+
+
 def model_class(config: PretrainedConfig) -> Any:
     """Returns the Auto class that loads the whole model: a composite's own class keeps its towers,
     where AutoModelForCausalLM would leave them out, or does not know it.
     """
+    if is_scorer(config):
+        return transformers.AutoModelForSequenceClassification
     for_text = transformers.AutoModelForCausalLM
     # A language model that is listed by itself; a composite's entry there would drop its towers
     # from the export.

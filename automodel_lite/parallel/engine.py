@@ -18,6 +18,7 @@ from transformers.distributed.expert_parallel import apply_expert_parallelism
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
 from automodel_lite.attention.spec import FAMILIES, config_value
+from automodel_lite.config.sizes import model_axes, without
 from automodel_lite.errors import ConfigError, one_line
 from automodel_lite.models.layers import decoder_layers
 from automodel_lite.models.loss_model import LossModel
@@ -65,8 +66,9 @@ def _naming_axes(shape: MeshShape) -> Iterator[None]:
     except ValueError as error:
         # transformers' cures are arguments of its own
         reason, is_theirs, _ = one_line(error).partition(". Pass `")
-        cure = ": set mesh.tp=1 mesh.ep=1." if is_theirs else ""
-        raise ConfigError(f"mesh.tp={shape.tp} mesh.ep={shape.ep}: {reason}{cure}") from None
+        axes = model_axes(shape)
+        cure = f": set {without(axes)}." if is_theirs else ""
+        raise ConfigError(f"{' '.join(axes)}: {reason}{cure}") from None
 
 
 def _cut_columns(model: LossModel, mesh: Mesh, plan: dict[str, str]) -> None:
@@ -83,9 +85,9 @@ def _cut_columns(model: LossModel, mesh: Mesh, plan: dict[str, str]) -> None:
     in_layers = {module for layer in decoder_layers(lm) for module in layer.modules()}
     if in_layers.isdisjoint(map(modules.get, plan)):
         raise ConfigError(
-            f"mesh.tp={mesh.shape.tp} mesh.ep={mesh.shape.ep}: transformers' plan of "
-            f"{type(lm).__name__} cuts the head alone, so each rank would compute all layers: use "
-            "mesh.dp_shard, mesh.cp or mesh.ep."
+            f"{' '.join(model_axes(mesh.shape))}: transformers' plan of {type(lm).__name__} cuts "
+            "the head alone, so each rank would compute all layers: use mesh.dp_shard, mesh.cp or "
+            "mesh.ep."
         )
     # A norm that works on columns is whole on each rank, which has its gradient for its own
     # columns; some plans do not sum it.

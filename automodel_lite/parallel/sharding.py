@@ -44,15 +44,15 @@ class ParallelModel:
     by it, so that gradients are sums.
     """
 
-    module: nn.Module  # what is called: LossModel, FSDP's or DDP's
-    loss_model: LossModel  # what was wrapped: its parameters, its names
+    module: nn.Module  # what a step calls: the LossModel, or FSDP's or DDP's wrapper of it
+    loss_model: LossModel  # without the wrapper: its parameters have their own names
     mean_ranks: int
     compute_dtype: torch.dtype
-    sharded_over: Mesh | None = None  # None = each rank has all of it
-    stays_gathered: bool = False  # layers are whole from the first micro-batch to the last
-    weights: ComputeWeights | None = None  # of one process that does not compute in fp32
-    reduces_every: bool = False  # gradients after every micro-batch, so that their sum is sharded
-    # of what is made of the weights (models/fp8.py), before each call
+    sharded_over: Mesh | None = None  # None: each rank has the whole model
+    stays_gathered: bool = False  # layers stay whole from the first micro-batch to the last
+    weights: ComputeWeights | None = None  # casts of one process that does not compute in fp32
+    reduces_every: bool = False  # reduce gradients after each micro-batch: only shards are kept
+    # called before each use of the model, to remake what depends on weights (models/fp8.py)
     refresh: Callable[[], None] | None = None
 
     def __call__(self, batch: ThdBatch, loss: Loss | None = None) -> LossOutput:
@@ -93,8 +93,10 @@ class ParallelModel:
         return found
 
     def _call(self, tokens: ThdBatch | Tensor) -> AbstractContextManager[Any]:
-        """DDP autocasts. Weights are cast once per use: a cache of the casts is 13 GiB of an 8B
-        model, read by no recomputation.
+        """Returns the context of one use of the model, in which it computes in `compute_dtype`.
+
+        FSDP casts weights as it gathers them, one process has `weights`, and DDP autocasts, without
+        a cache: the casts of an 8B model are 13 GiB, and recomputation does not read them.
         """
         if self.refresh is not None:
             self.refresh()
@@ -107,12 +109,14 @@ class ParallelModel:
         )
 
     def accumulate(self, is_last: bool) -> AbstractContextManager[None]:
-        """Around forward and backward of a micro-batch: gradients are reduced after the last one
-        only, unless their sum would not fit; over replicas (HSDP) after the last one in any case.
+        """Returns the context of the forward and backward pass of one micro-batch.
+
+        Gradients are reduced after the last micro-batch only, unless their sum would not fit; over
+        replicas (HSDP) always after the last one.
         """
         if isinstance(self.module, FSDPModule):
-            # the engine sums the gradients of norms inside heads over tp as they come: a second
-            # time, if they waited
+            # Under tp the engine sums the gradients of norms inside heads in a hook. If they
+            # waited for the last micro-batch, it would sum them a second time.
             has_tp = self.sharded_over is not None and self.sharded_over.shape.tp > 1
             self.module.set_requires_gradient_sync(is_last or has_tp or self.reduces_every)
             self.module.set_requires_all_reduce(is_last or has_tp)
@@ -125,12 +129,12 @@ class ParallelModel:
         return nullcontext() if self.weights is None else self.weights.accumulating(is_last)
 
     def free_gathered(self) -> None:
-        """Parameters that a forward without a backward has left whole are shards again."""
+        """Shards parameters again that a forward pass without a backward pass has left whole."""
         for module in self.module.modules():
             if isinstance(module, FSDPModule):
-                # torch 2.11 takes the head of a tied model, called alone, for a pass that the
-                # embedding is still to join: a unit inside a forward is not resharded, and the
-                # optimizer would get the gathered weight
+                # The head of a tied model shares its unit with the embedding. Where the head alone
+                # was called, torch 2.11 believes that the forward pass is not over and does not
+                # reshard: the optimizer would get the gathered weight.
                 state = module._get_fsdp_state()
                 if state._modules_to_run_forward and state._fsdp_param_group is not None:
                     state._modules_to_run_forward.clear()
@@ -138,8 +142,10 @@ class ParallelModel:
                 module.reshard()
 
     def gather_towers_once(self) -> None:
-        """Gathers each tower and frees it again. Of one that no step calls, as for sound or without
-        images, torch asks for its whole weights where gradients wait for the last micro-batch.
+        """Gathers each tower and frees it again.
+
+        A tower that no step calls (for sound, or without images) would never be gathered, and
+        torch needs its whole weights once where gradients wait for the last micro-batch.
         """
         for tower in towers(self.loss_model.lm):
             if isinstance(tower, FSDPModule):

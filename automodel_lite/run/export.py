@@ -9,6 +9,7 @@ Every other file in hf/ is the user's own: it stays when the next export takes t
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import re
@@ -28,7 +29,7 @@ from transformers.utils.hub import cached_file
 from automodel_lite.attention.isolation import drawn_ids, evaluating, tolerance_std
 from automodel_lite.errors import system_errors
 from automodel_lite.interpreter import trim_malloc
-from automodel_lite.models.layers import has_fp8, local
+from automodel_lite.models.layers import has_fp8, has_score_head, local
 from automodel_lite.models.loss import CrossEntropy
 from automodel_lite.models.loss_model import LossModel
 from automodel_lite.models.source import CausalLM, describe, is_remote_code
@@ -130,10 +131,7 @@ def export_adapter(
     weights = {name.removeprefix("lm."): value for name, value in gathered.items()}
     with _replace_folder(folder, step) as temporary:
         all_ranks().on_first(lambda: adapter.save(temporary, weights))
-        all_ranks().on_first(lambda: bool(tokenizer.save_pretrained(temporary)))
-        lm = model.lm
-        own = generation_config(lm.config, lm.generation_config, tokenizer)
-        all_ranks().on_first(lambda: own.save_pretrained(temporary))
+        all_ranks().on_first(lambda: write_small_files(temporary, model.lm, tokenizer))
         all_ranks().on_first(lambda: write_processor(dataset or {}, temporary))
 
 
@@ -201,6 +199,28 @@ def export_hf(
         on_each(check)
 
 
+def write_small_files(
+    folder: Path, lm: transformers.PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Writes the tokenizer, and how the model generates, if it does."""
+    if has_score_head(lm):
+        with_padding(tokenizer, lm.config).save_pretrained(folder)
+        return
+    generation_config(lm.config, lm.generation_config, tokenizer).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def with_padding(
+    tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig
+) -> PreTrainedTokenizerBase:
+    """Returns the tokenizer, which fills up rows as the config of a score head has it: the model
+    takes the last token that is not this one for the end of a document.
+    """
+    own = copy.deepcopy(tokenizer)
+    own.pad_token = str(own.convert_ids_to_tokens(config.get_text_config().pad_token_id))
+    return own
+
+
 def generation_config(
     config: PretrainedConfig, trained: GenerationConfig, tokenizer: PreTrainedTokenizerBase
 ) -> GenerationConfig:
@@ -238,7 +258,10 @@ def _write_settings(
     """All but the weights: by `save_pretrained` of a model without any."""
     bare = describe(lm.config, dtype)
     bare.set_attn_implementation("eager")
-    bare.generation_config = generation_config(bare.config, lm.generation_config, tokenizer)
+    if has_score_head(lm):
+        tokenizer = with_padding(tokenizer, lm.config)
+    else:
+        bare.generation_config = generation_config(bare.config, lm.generation_config, tokenizer)
     bare.save_pretrained(folder, state_dict={})
     for empty in folder.glob("*.safetensors"):
         empty.unlink()
@@ -264,6 +287,7 @@ def _load_again(
         str(folder),
         trust_remote_code=is_remote_code(type(lm)),
         mtp_loss=model.heads.coefficient if model.heads else 0.0,
+        head="score" if model.scores else "lm",
     )
     bare = describe(lm.config, dtype)
     # those that no file holds, too

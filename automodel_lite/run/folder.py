@@ -7,6 +7,7 @@ runs/<name>/
     packing.json      what the packs cost and gain    lengths.json      documents by length, and one
                       pack
     run.json          the command, the start block    report.html      the run on one page, live
+    decisions.jsonl   how well held-out questions with fixed choices were answered, by validation
     ledger.jsonl      one chained line per step: what automodel-lite verify RUN checks
     STATUS.json       running, preempted, interrupted, finished or failed: how the last process of
                       this run ended
@@ -25,7 +26,7 @@ import shlex
 import shutil
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, is_dataclass
 from functools import lru_cache
@@ -70,6 +71,7 @@ class RunFolder:
         self.config = self.path / "config.yaml"
         self.config_text = ""  # what this process wrote there; each checkpoint keeps it
         self.metrics = self.path / "metrics.jsonl"
+        self.decisions = self.path / "decisions.jsonl"
         self.packing = self.path / "packing.json"
         self.lengths = self.path / "lengths.json"
         self.facts = self.path / "run.json"
@@ -160,9 +162,14 @@ class RunFolder:
                 return os.path.relpath(self.path)
         return str(self.path)
 
-    def write_facts(self, lines: Sequence[tuple[str, str]], kind: str = "") -> None:
-        """run.json: the command line and where it was started, the kind of the documents, and the
-        (topic, text) lines that the run printed at its start.
+    def write_facts(
+        self,
+        lines: Sequence[tuple[str, str]],
+        kind: str = "",
+        head: Mapping[str, Any] | None = None,
+    ) -> None:
+        """run.json: the command line and where it was started, the kind of the documents, the
+        classes of a score `head`, and the (topic, text) lines that the run printed at its start.
         """
         here = ""
         with suppress(OSError):  # the working directory may be gone
@@ -176,6 +183,7 @@ class RunFolder:
             "command": scrub(command_line()),
             "started": started,
             "kind": kind,
+            "head": dict(head or {}),
             "lines": [[topic, scrub(text)] for topic, text in lines],
         }
         write_atomically(self.facts, json.dumps(facts, indent=2) + "\n")
@@ -206,7 +214,15 @@ class RunFolder:
         ]
         raw = " --raw" if facts.get("kind") == "text" else ""  # no chat template, as it was trained
         generate = f'{ours} generate {run} "..."{raw}'
+        if facts.get("kind") == "decisions":
+            generate = f"{ours} decide {run} questions.jsonl"
         export = f"{ours} export {run}"
+        if facts.get("head"):
+            preset = "classify" if facts.get("kind") == "labeled" else "reward"
+            generate = (
+                f"{ours} evaluate --config-name {preset} model.pretrained={run} "
+                "dataset.path=held_out.jsonl"
+            )
         if not fresh:
             return [f"{export}   # writes the newest checkpoint as a Hugging Face folder", generate]
         return [
@@ -222,6 +238,14 @@ class RunFolder:
         """
         text = self.metrics.read_text(errors="replace") if self.metrics.is_file() else ""
         return rows_in(text)
+
+    def decisions_of(self, step: int | None = None) -> dict[str, Any]:
+        """Returns the last line of decisions.jsonl, or that of a step; {} without one."""
+        text = ""
+        if self.decisions.is_file():
+            text = self.decisions.read_text(errors="replace")
+        found = [row for row in rows_in(text) if step in (None, row["step"])]
+        return found[-1] if found else {}
 
     def rewind_metrics(self, step: int, validates_again: bool = False) -> None:
         """Drops the rows after `step`, which a continued run writes again, and a torn last line;

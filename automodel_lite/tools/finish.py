@@ -23,12 +23,13 @@ from automodel_lite.errors import (
 from automodel_lite.evaluation.questions import questions_of
 from automodel_lite.extras import hub as hub_card
 from automodel_lite.extras.report.live import LiveReport
-from automodel_lite.models.source import is_remote_code, model_class
+from automodel_lite.models.source import is_remote_code, is_scorer, model_class
 from automodel_lite.run.checkpoint_folder import best_checkpoint, name_of, step_of
-from automodel_lite.run.export import export_adapter, export_hf, generation_config
+from automodel_lite.run.export import export_adapter, export_hf, write_small_files
 from automodel_lite.run.sharded_files import BrokenCheckpointError
 from automodel_lite.telemetry.callbacks import MetricsLog
 from automodel_lite.telemetry.console import Console
+from automodel_lite.tools.decisions import write_decisions
 from automodel_lite.tools.ending_notes import ending_notes
 from automodel_lite.training.build import BuiltModel
 from automodel_lite.training.guards import Guards
@@ -43,11 +44,8 @@ def check_exportable(config: Config, built: BuiltModel, data: PackSource) -> Non
     lm = built.model.loss_model.lm
     with tempfile.TemporaryDirectory() as folder:
         try:
-            generation_config(lm.config, lm.generation_config, data.tokenizer).save_pretrained(
-                folder
-            )
             lm.config.save_pretrained(folder)
-            data.tokenizer.save_pretrained(folder)
+            write_small_files(Path(folder), lm, data.tokenizer)
         except (ValueError, TypeError) as error:
             reason = one_line(error, 400)
             raise ConfigError(
@@ -77,12 +75,18 @@ def finish(
         step = _use_best(run, built) if run.config.checkpoint.keep_best else run.state.num_steps
         exported = _export(run, built, data, step)
         hub = run.config.hub
-        loader = model_class(built.model.loss_model.lm.config).__name__
-        loader = "peft.PeftModel" if built.adapter else loader
+        lm_config = built.model.loss_model.lm.config
+        loader = f"{model_class(lm_config).__name__}.from_pretrained"
+        if built.adapter and is_scorer(lm_config):  # the config beside its base has another head
+            padding = lm_config.get_text_config().pad_token_id
+            more = f"num_labels={lm_config.num_labels}, pad_token_id={padding}"
+            loader += f"(folder, {more})"
+        elif built.adapter:
+            loader = "peft.PeftModel.from_pretrained"
         console.say(
             "exported",
             f"{run.folder.display_path}/{exported.name}: {_weights_text(run, step)}loads with "
-            f"{loader}.from_pretrained",
+            f"{loader}",
         )
         if metrics.end_reason and run.ranks.is_first and (hint := _best_hint(run)):
             console.say("best", hint)
@@ -90,6 +94,9 @@ def finish(
             with without_undoing("evaluated", console):
                 ask_exported(run, built, data, metrics, console, exported)
         if run.ranks.is_first:
+            with without_undoing("decisions", console):
+                for line in write_decisions(run.folder.path, exported):
+                    console.say("decisions", line)
             with without_undoing("card", console):
                 hub_card.write_card(run.folder.path, exported, hub.push)
         if run.ranks.is_first and hub.push:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from automodel_lite.attention.isolation import check_packing_isolation
 from automodel_lite.attention.kernel import ReferenceAttention
+from automodel_lite.config.sizes import model_axes, without
 from automodel_lite.errors import (
     ConfigError,
     is_lost_peer,
@@ -105,9 +106,10 @@ def explaining_family_errors(lm: transformers.PreTrainedModel, mesh: Mesh) -> It
         yield
     except (RuntimeError, AssertionError) as error:
         name = type(lm).__name__
-        problem = f"mesh.tp={shape.tp} mesh.ep={shape.ep}: {name} does not run in parts"
-        cure = "mesh.tp=1 mesh.ep=1"
-        if shape.tp == shape.ep == 1:
+        axes = model_axes(shape)
+        problem = f"{' '.join(axes)}: {name} does not run in parts"
+        cure = without(axes)
+        if not axes:
             problem = f"training.precision=bf16: {name} does not run with weights in bf16"
             cure = "mesh.strategy=ddp or training.precision=fp32"
             if "BFloat16" not in str(error):

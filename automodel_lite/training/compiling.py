@@ -110,4 +110,6 @@ def worst_case_batch(parts: RunParts, num_ids: int) -> ThdBatch:
         n for n in range(least, tokens + 1) if tokens % n == 0 and (tokens // n) % multiple == 0
     )
     batch = stream_of(torch.arange(tokens).view(number, -1) % num_ids, "cpu")
+    if parts.loss.head == "score":  # whose labels are no tokens
+        batch = replace(batch, labels=batch.labels.clamp(max=0))
     return replace(batch, columns=parts.loss.example_columns(batch))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 
+import numpy as np
 import torch
 
 from automodel_lite.attention.isolation import evaluating
@@ -28,17 +29,26 @@ from automodel_lite.training.engine import Engine, add_output, with_mean
 
 
 def validate(
-    engine: Engine, source: PackSource, samples: SamplesConfig, must_stop: Callable[[], bool]
+    engine: Engine,
+    source: PackSource,
+    samples: SamplesConfig,
+    must_stop: Callable[[], bool],
+    judged: dict[str, list[np.ndarray]] | None = None,
 ) -> tuple[dict[str, float], list[tuple[str, str]]] | None:
     """Returns `val_loss/<set>` and the other numbers of `validation_losses`, of all validation
     sets, and the answers to the prompts; None when it was stopped. Every rank calls it.
+
+    judged  gets the values that the loss judges, by set
     """
     losses: dict[str, float] = {}
     for name, packs in source.val_packs.items():
-        found = validation_losses(engine, packs, source, must_stop)
+        rows: list[np.ndarray] = []
+        found = validation_losses(engine, packs, source, must_stop, rows)
         if found is None:
             return None
         losses |= {f"val_{kind}/{name}": loss for kind, loss in found.items()}
+        if judged is not None and rows:
+            judged[name] = rows
     if not samples.prompts:
         return losses, []
     from automodel_lite.evaluation.samples import sample_answers  # with transformers' generation
@@ -53,11 +63,13 @@ def validation_losses(
     packs: PackedDataset,
     source: PackSource,
     must_stop: Callable[[], bool],
+    judged: list[np.ndarray] | None = None,
 ) -> dict[str, float] | None:
     """Returns `loss` and its parts, means over what the loss counts in all packs; the
     `token_accuracy` 0..1 and, where it is not the loss, the plain `cross_entropy`, means over all
-    label tokens, by their weights; and the `perplexity` of that. By these, runs of different losses
-    compare. Every rank calls it.
+    label tokens, by their weights; the `perplexity` of that; and what the loss finds in the values
+    that it judges, which are added to `judged`. By these, runs of different losses compare. Of a
+    score head, in place of tokens, the measures of its loss. Every rank calls it.
 
     `must_stop` is called after every batch, on all ranks; None when it is true.
     """
@@ -85,6 +97,7 @@ def validation_losses(
                 return None
         mean = engine.step_mean(step_sums, loss_model.loss)
     feed = open_feed()
+    rows: list[np.ndarray] = []
     with evaluating(model.module), Progress("validating", num_batches, "batches") as progress:
         for ready in feed:
             batch = ready.inputs[0]
@@ -92,6 +105,8 @@ def validation_losses(
             # Sums and counts stay apart to the end: means of batches would weigh short ones too
             # much.
             add_output(sums, output)
+            if loss_model.judged_rows is not None:
+                rows.append(loss_model.judged_rows.cpu().numpy())
             whole = ready.micro_batches[0]
             counts += torch.tensor([loss_model.loss.num_items(whole), whole.num_label_tokens])
             feed.stage()
@@ -106,10 +121,15 @@ def validation_losses(
         is_per_label = name in ("token_accuracy", "cross_entropy")
         count = num_labels if is_per_label else num_items
         means[name] = mesh.sum(value).item() / (count or 1)
-    # The loss is the cross-entropy where that is not a part of its own; e^700 is near the largest
-    # float.
-    cross_entropy = means.get("cross_entropy", means["loss"])
-    return means | {"perplexity": math.exp(min(cross_entropy, 700.0))}
+    if not loss_model.scores:
+        # The loss is the cross-entropy where that is not a part of its own; e^700 is near the
+        # largest float.
+        cross_entropy = means.get("cross_entropy", means["loss"])
+        means["perplexity"] = math.exp(min(cross_entropy, 700.0))
+    of_all = [part for of_rank in mesh.gather(rows) for part in of_rank]
+    if judged is not None:
+        judged += of_all
+    return means | loss_model.loss.judge(of_all)
 
 
 def rating_of(config: CheckpointConfig, numbers: Mapping[str, float]) -> Rating | None:

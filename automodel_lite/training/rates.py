@@ -27,7 +27,7 @@ def learning_rate(model: CausalLM, loss: Loss, peft: Mapping[str, Any]) -> tuple
         kind = "a model from scratch"
     config = model.resolve_model_config({"vocab_size": 64}).get_text_config()
     width = config_value(config, "hidden_size", RATE_WIDTH)
-    is_pairs = "answers" in loss.required
+    is_pairs = "answers" in loss.required and loss.head == "lm"
     rate = RATES[kind] * RATE_WIDTH / max(width, 256) * (PAIRS_FRAC if is_pairs else 1)
     on_pairs = " on pairs of answers" if is_pairs else ""
     return float(f"{rate:.2g}"), f"trains {kind}{on_pairs}, hidden size {width:,}"

@@ -5,6 +5,7 @@ numbers, and resumes with them.
 
     from_run          model.pretrained          the folder of a run becomes what it has exported
     as_the_run_began  what a run is continued with: its batch, packs and rate
+    classes           dataset.classes           those of a model that has a score head already
     rates             optimizer.lr              from the kind of training and the width of the model
     sizes             packed_sequence_size      from the lengths of the documents
                       micro_batch_size (0)      from the size of a pack and a rank's packs in a step
@@ -43,6 +44,7 @@ from automodel_lite.data.tokens.tokenize import job_of, tokenize_documents
 from automodel_lite.errors import ConfigError
 from automodel_lite.launched import world_size
 from automodel_lite.models.loss import checked_loss
+from automodel_lite.models.source import is_scorer
 from automodel_lite.run.checkpoint_folder import exported_folder
 from automodel_lite.run.folder import RunFolder
 from automodel_lite.telemetry.console import Console
@@ -134,7 +136,23 @@ def resolve_auto(config: Config, console: Console | None = None, has_data: bool 
     anything is tokenized; for a stream, whose lengths are not known.
     """
     console = console or Console()
-    return sizes(rates(from_run(config), console), console, has_data)
+    return sizes(rates(classes(from_run(config)), console), console, has_data)
+
+
+def classes(config: Config) -> Config:
+    """Returns the configuration with the classes of a model that tells them apart already: what it
+    calls number 2 is number 2 of the data.
+    """
+    dataset = config.dataset
+    pretrained = config.model.get("pretrained")
+    is_open = dataset.get("format") == "labeled" and dataset.get("classes") is None
+    if config.model.get("head") != "score" or not pretrained or not is_open:
+        return config
+    known = build(config.model).resolve_model_config({})
+    if not is_scorer(known) or known.num_labels < 2:
+        return config
+    names = [known.id2label[number] for number in range(known.num_labels)]
+    return replace(config, dataset=dataset | {"classes": names})
 
 
 def rates(config: Config, console: Console) -> Config:

@@ -12,6 +12,7 @@ from torch import nn
 
 from automodel_lite.config.components import missing_package
 from automodel_lite.config.schema import Config
+from automodel_lite.config.sizes import model_axes
 from automodel_lite.errors import ConfigError, UserError
 from automodel_lite.models.settings import cannot_work
 from automodel_lite.models.source import CausalLM, describe
@@ -45,7 +46,7 @@ def _axes_rules(parts: RunParts, strategy: str) -> Iterator[ConfigError]:
     mesh = parts.mesh
     has_axes = mesh.tp * mesh.ep > 1
     axis = "mesh.tp" if mesh.tp > 1 else "mesh.ep"
-    axes = f"mesh.tp={mesh.tp} mesh.ep={mesh.ep}"
+    axes = " ".join(model_axes(mesh))
     if has_axes and strategy != "fsdp":
         yield ConfigError(
             f"{axes} does not work with mesh.strategy={strategy}",
@@ -283,6 +284,8 @@ def try_settings(config: Config, parts: RunParts) -> None:
             )
             cure = f"leave that out, or remove this, ~{key}"
             problems.append(ConfigError(text, key=key, cure=cure))
+    if parts.model.head == "score":
+        problems += _score_rules(config)
     for attempt in (
         lambda: build_on_meta(parts.model),
         # a missing argument is named before the weights are read
@@ -295,6 +298,23 @@ def try_settings(config: Config, parts: RunParts) -> None:
             problems += error.problems or [error]
     if problems:
         raise ConfigError.of(problems)
+
+
+def _score_rules(config: Config) -> Iterator[ConfigError]:
+    """Yields what asks a model to write that gives documents scores."""
+    asking = {
+        "samples.prompts": config.samples.prompts,
+        "evaluation": config.evaluation,
+        "model.mtp_loss": config.model.get("mtp_loss"),
+    }
+    for key, value in asking.items():
+        if value:
+            yield ConfigError(
+                f"{key} with model.head=score: it gives documents scores and writes no text; "
+                "validation reports accuracy and the like",
+                key=key,
+                cure=f"leave {key} out",
+            )
 
 
 def build_on_meta(source: CausalLM) -> None:

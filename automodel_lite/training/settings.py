@@ -70,6 +70,12 @@ def build_parts(config: Config) -> RunParts:
     teacher = None
     if config.teacher:
         teacher = build(config.teacher, key="teacher")
+        if teacher.head != "lm":
+            raise ConfigError(
+                f"teacher.head={teacher.head}: a teacher is asked for likelihoods of tokens",
+                key="teacher.head",
+                cure="leave it out",
+            )
         teacher.resolve_model_config({})
         for name in OF_TRAINING:
             if value := getattr(teacher, name):
@@ -87,26 +93,33 @@ def build_parts(config: Config) -> RunParts:
         text = f"teacher=none: loss={name} needs one"
         cure = "set teacher=pretrained teacher.pretrained=<folder or hub name>"
         raise ConfigError(text, key="teacher", cure=cure)
+    model = build(config.model)
+    check_head(model, loss)
     packer = build_packer(config)
-    packer.can_cut = not loss.separates_rows
-    cuts = packer.overlong in ("truncate", "split") or packer.cuts_documents
-    if "answers" in loss.required and (cuts or packer.is_ragged):
+    if loss.head == "score" and (
+        packer.cuts_documents or packer.overlong in ("truncate", "split") or packer.is_ragged
+    ):
         raise ConfigError(
-            f"packed_sequence.strategy={packer.strategy} overlong={packer.overlong}: pairs of "
-            "answers stay whole, in one pack",
+            f"packed_sequence.strategy={packer.strategy} overlong={packer.overlong}: a document is "
+            "scored at its end, and stays whole",
             key="packed_sequence.strategy",
             cure="use exact_fill, best_fit or next_fit, and overlong=drop or error",
         )
-    if loss.separates_rows and (packer.cuts_documents or packer.overlong == "split"):
-        raise ConfigError(
-            f"packed_sequence.strategy={packer.strategy} overlong={packer.overlong}: rows of "
-            f"loss={type(loss).__name__} stay whole, as what a label counts follows from all of "
-            "its row",
-            key="packed_sequence.strategy",
-            cure="use exact_fill, best_fit or next_fit, and overlong=drop, truncate or error",
+    packer.can_cut = not loss.separates_rows
+    if "answers" in loss.required:
+        whole = "pairs of answers stay whole, in one pack"
+        packer.keep_whole(whole, ("truncate", "split"), together=True)
+    if "choice_ids" in loss.required:
+        whole = "questions stay whole, as an answer stands at the end of its row"
+        packer.keep_whole(whole, ("truncate", "split"))
+    if loss.separates_rows:
+        packer.keep_whole(
+            f"rows of loss={type(loss).__name__} stay whole, as what a label counts follows from "
+            "all of its row",
+            ("split",),
         )
     return RunParts(
-        model=build(config.model),
+        model=model,
         attention=build(config.attention) if config.attention else None,
         peft=build(config.peft) if config.peft else None,
         loss=loss,
@@ -117,6 +130,24 @@ def build_parts(config: Config) -> RunParts:
         mesh=config.mesh,
         training=config.training,
         advanced=config.advanced,
+    )
+
+
+def check_head(model: CausalLM, loss: Loss) -> None:
+    """Raises ConfigError for a loss that reads another head than the model has."""
+    name = type(loss).__name__
+    if model.head == loss.head:
+        return
+    if loss.head == "score":
+        raise ConfigError(
+            f"model.head={model.head}: loss={name} reads the scores of documents",
+            key="model.head",
+            cure="set model.head=score",
+        )
+    raise ConfigError(
+        f"model.head=score: loss={name} is of tokens",
+        key="model.head",
+        cure="set loss=classify or loss=reward, or model.head=lm",
     )
 
 

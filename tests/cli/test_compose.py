@@ -248,7 +248,7 @@ def test_settings_of_a_sweep_may_stand_in_a_file(
 def test_a_reference_is_no_way_around(tmp_path: Path) -> None:
     block = "defaults: [smoke, _self_]\nhydra: ${evil}\nevil: {callbacks: {mine: {_target_: os.system}}}\n"
     (tmp_path / "mine.yaml").write_text(block)
-    with pytest.raises(ConfigError, match=r"hydra=\$\{evil\} is set in a file"):
+    with pytest.raises(ConfigError, match=r"hydra=\$\{evil\} is set in a file|must be literal"):
         compose(Loader(Sources.of(str(tmp_path))), "mine", [])
 
 

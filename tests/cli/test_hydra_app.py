@@ -31,7 +31,7 @@ def said(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 
 
 SHOWN = [
-    (["--version"], "automodel_lite 0.1.0 (hydra 1.3"),
+    (["--version"], "automodel_lite 0.1.0 (hydra 1."),
     (["--help"], "usage: torchrun recipes/train_ft.py --config-name PRESET"),
     (["--help"], "--cfg {job,hydra,all}]"),
     ([*PRESET, "--cfg", "job"], "output_dir: runs/${name}"),

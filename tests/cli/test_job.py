@@ -31,6 +31,16 @@ ROWS = {
         "kto",
         "answers with a label, good or bad",
     ),
+    "decisions": (
+        {"state": "a", "questions": {"q": {"type": "noul"}}, "answers": {"q": True}},
+        "decisions",
+        "questions with fixed choices",
+    ),
+    "decisions about images": (
+        {"state": "a", "question": "b?", "type": "noul", "label": True, "images": ["a.png"]},
+        "decisions",
+        "questions with fixed choices about images",
+    ),
     "policies": (
         {"input_ids": [1, 2], "loss_mask": [0, 1], "advantages": [0.0, 1.0]},
         "policy",
@@ -69,8 +79,8 @@ def test_the_rows_choose_the_preset(kind: str) -> None:
     assert (found.preset, found.problems) == (preset, ())
     assert found.lines[0] == f"--config-name {preset}: the rows are {said}, 100 documents"
     assert ("dataset=images" in found.chosen) == ("images" in said)
-    # what can be asked is asked; policies and pairs have no one answer
-    asks = kind not in ("text", "pairs", "judged", "policies")
+    # what can be asked is asked; policies and pairs have no one answer, decisions are judged anyway
+    asks = kind not in ("text", "pairs", "judged", "policies") and preset != "decisions"
     assert ("evaluation=exact_match" in found.chosen) == asks
     assert ("dataset.val_frac=0.08" in found.chosen) == (kind != "policies")
 

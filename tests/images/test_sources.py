@@ -319,7 +319,10 @@ def huge() -> bytes:
 BAD = {
     "text": (b"not an image", "image x is not an image that Pillow can read"),
     "empty": (b"", "image x is not an image that Pillow can read"),
-    "cut": (encoded(noise, "JPEG")[:-200], "image x is cut off, as it has [0-9,]+ bytes and no end"),
+    "cut": (
+        encoded(noise, "JPEG")[:-200],
+        "image x is cut off, as it has [0-9,]+ bytes and no end",
+    ),
     "cut png": (encoded(noise)[:-200], "image x is cut off"),
     "animated": (animated(), "image x is animated: keep one of its frames"),
     "a bomb": (

@@ -14,7 +14,7 @@ from torch import Tensor
 from automodel_lite.models.neftune import noise_of, with_keys
 from automodel_lite.thd import ThdBatch, stream_of, to_thd
 from tests.models.test_policy import save_model
-from tests.runs import losses, train
+from tests.runs import losses, train, train_until
 
 DOCUMENTS = [torch.arange(5, 14), torch.arange(20, 36), torch.tensor([5, 6, 7, 8])]
 
@@ -93,3 +93,11 @@ def test_layouts_train_with_the_same_noise(tmp_path: Path) -> None:
         assert [x for pair in found for x in pair] == pytest.approx(
             [x for pair in losses(one) for x in pair], rel=2e-5
         ), name
+
+
+def test_a_continued_run_draws_the_same_noise(tmp_path: Path) -> None:
+    noisy = [*settings(tmp_path), "training.neftune_noise_alpha=5"]
+    whole = train("finetune", tmp_path / "whole", *noisy)
+    code, _ = train_until("finetune", tmp_path / "parts", *noisy, stop_at=1)
+    assert code != 0
+    assert losses(train("finetune", tmp_path / "parts", *noisy)) == losses(whole)

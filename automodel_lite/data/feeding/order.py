@@ -154,46 +154,50 @@ def pack_costs(
 
 
 def assign_packs(costs: np.ndarray, balance: str, shape: BatchShape, seed: int = 0) -> np.ndarray:
-    """The order in which packs are consumed, int64 [n]: positions in `costs`, which stands in the
-    epoch's order.
+    """Returns the order in which packs are consumed, int64 [n]: positions in `costs`, which stands
+    in the epoch's order.
 
     Position p of the result goes to step p // global_batch_size, then micro-step, rank and place in
     the micro-batch. An unfinished last step (or window) keeps its place.
-    The steps of "window" depend on the number of ranks, those of "step" do not.
-    Under "step" every optimizer step keeps its packs; under "window" every window of 32 steps does.
+
+    balance  "none": the epoch's order. "step": each optimizer step keeps its packs, and ranks get
+             packs of equal cost at the same time, whatever the number of ranks. "window": packs
+             also move between the steps of a window of 32, so that steps cost the same; which packs
+             a step has depends on the number of ranks.
     """
     order = np.arange(len(costs))
     step = shape.global_batch_size
     ranks = shape.dp_size
-    # Every step of a window gets one group of neighbors in cost from each stratum of the window's
-    # packs.
-    num_strata = step // (ranks * shape.micro_batch_size)
-    windows = (
-        range(0, len(costs) // step * step, WINDOW_STEPS * step)
-        if balance == "window"
-        else range(0)
-    )
-    for number, start in enumerate(windows):
-        num_steps = min(WINDOW_STEPS, (len(costs) - start) // step)
-        window = order[start : start + num_steps * step]
-        rising = window[np.argsort(costs[window], kind="stable")]
-        # Stratum k holds a k-th of the window's costs; each step draws one group of it, in an order
-        # of its own.
-        strata = enumerate(rising.reshape(num_strata, num_steps, -1))
-        mixed = [
-            stratum[seeded_order(num_steps, seed, number * num_strata + k)] for k, stratum in strata
-        ]
-        order[start : start + num_steps * step] = np.stack(mixed, axis=1).reshape(-1)
+
+    # 1. Under "window", make the steps of a window equal. Sort its packs by cost and cut them into
+    # strata; each step draws one group of neighbors in cost from every stratum, so it has cheap
+    # and dear packs in the proportion of the window.
+    if balance == "window":
+        num_strata = step // (ranks * shape.micro_batch_size)
+        for number, start in enumerate(range(0, len(costs) // step * step, WINDOW_STEPS * step)):
+            num_steps = min(WINDOW_STEPS, (len(costs) - start) // step)
+            window = order[start : start + num_steps * step]
+            rising = window[np.argsort(costs[window], kind="stable")]
+            strata = rising.reshape(num_strata, num_steps, -1)
+            drawn = [
+                stratum[seeded_order(num_steps, seed, number * num_strata + k)]
+                for k, stratum in enumerate(strata)
+            ]
+            order[start : start + num_steps * step] = np.stack(drawn, axis=1).reshape(-1)
     if balance == "none" or step == ranks:
         return order
-    # Neighbors in cost run at the same time on all ranks, so nobody waits long within a micro-step.
+
+    # 2. Within a step, give neighbors in cost to all ranks at the same time: nobody waits long at
+    # the end of a micro-step.
     whole = len(costs) // step * step
     steps = order[:whole].reshape(-1, step)
     rising = np.take_along_axis(steps, np.argsort(costs[steps], axis=1, kind="stable"), axis=1)
     laid_out = rising.reshape(-1, shape.micro_steps, shape.micro_batch_size, ranks).copy()
-    # there and back, so that the sums of micro-batches agree
+
+    # 3. The last rank would get the dearest pack of each group. Reverse every second group of a
+    # micro-batch, so that the sums of micro-batches agree, and every second micro-step, so that
+    # the sums of steps do where ranks wait only once a step.
     laid_out[:, :, 1::2] = laid_out[:, :, 1::2, ::-1]
-    # and the sums of steps, where ranks wait once a step only
     laid_out[:, 1::2] = laid_out[:, 1::2, :, ::-1]
     order[:whole] = laid_out.swapaxes(2, 3).reshape(-1)
     return order

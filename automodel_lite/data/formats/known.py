@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from automodel_lite.data.document import Document, RawRow, shown
-from automodel_lite.data.formats import texts, tokens
+from automodel_lite.data.formats import decisions, texts, tokens
+from automodel_lite.data.formats.labeled import READERS, labeled
 from automodel_lite.data.formats.preference import preference
 from automodel_lite.data.formats.verdict import verdict
 from automodel_lite.errors import DataError
@@ -15,13 +16,16 @@ from automodel_lite.errors import DataError
 Renames = Mapping[str, str]  # canonical name -> column of the file
 # column of any format: rows of one name may share their beginning (data/tokens/trees.py)
 GROUP = "group"
+# column of pairs: by how much a reward model should prefer the chosen answer
+MARGIN = "margin"
 
 
 @dataclass(frozen=True)
 class Format:
     """One shape of rows.
 
-    kind       messages | prompt_completion | text | preference | tokens | own
+    kind       messages | prompt_completion | text | preference | decisions | tokens |
+               labeled | own
     columns    those that tell it
     normalize  makes a document of a row
     optional   columns that a row may have besides
@@ -54,6 +58,20 @@ FORMATS = (
         ("input_ids",),
         tokens.tokens,
         ("labels", "loss_mask", "attention_mask", "loss_weights"),
+    ),
+    Format(
+        "decisions",
+        "decisions",
+        ("state", "questions"),
+        decisions.record,
+        ("id", "answers", "soft_labels", "weights", "system"),
+    ),
+    Format(
+        "decision",
+        "decisions",
+        ("state", "question"),
+        decisions.single,
+        ("id", *decisions.COLUMNS_OF_ONE, "system"),
     ),
     Format("messages", "messages", ("messages",), texts.messages, _OF_CHATS),
     Format("sharegpt", "messages", ("conversations",), texts.conversations, _OF_CHATS),
@@ -114,7 +132,7 @@ FORMATS = (
         "preference",
         ("chosen", "rejected"),
         preference,
-        ("prompt", "instruction", "input", "question", "conversations", *_TOOLS, *_SYSTEM),
+        ("prompt", "instruction", "input", "question", "conversations", *_TOOLS, *_SYSTEM, MARGIN),
     ),
     Format(
         "verdict",
@@ -135,6 +153,17 @@ FORMATS = (
             _THOUGHTS,
         ),
         is_found=False,
+    ),
+    *(
+        Format(
+            "labeled",
+            "labeled",
+            (*columns, "label"),
+            labeled(columns),
+            ("weight", "input", "history", *_TOOLS, *_SYSTEM),
+            is_found=False,
+        )
+        for columns in READERS
     ),
 )
 """In the order in which they are looked for."""

@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from itertools import takewhile
 
-from automodel_lite.data.document import Document, Message, RawRow
+from automodel_lite.data.document import Document, Message, RawRow, shown
 from automodel_lite.data.formats.texts import answered, chat, instruction_of, text_of, turns_of
 from automodel_lite.errors import DataError
 
 
 def preference(row: RawRow) -> Document:
+    """A pair, and where the row has a `margin` of its answers, that."""
+    margin = row.get("margin")
+    if margin is None:
+        return _pair(row)
+    try:
+        value = math.nan if isinstance(margin, bool) else float(margin)
+    except (TypeError, ValueError):
+        value = math.nan
+    if not math.isfinite(value):
+        raise DataError(f"column margin must be a number, not {shown(margin)}.")
+    return {**_pair(row), "margin": value}
+
+
+def _pair(row: RawRow) -> Document:
     """`chosen` and `rejected`: answers (texts, messages, or one message) to a `prompt` (text or
     messages), an Alpaca `instruction`, a `question` or a ShareGPT `conversations`; or whole chats,
     or whole texts, that begin with the same prompt.

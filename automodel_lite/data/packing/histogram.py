@@ -113,15 +113,17 @@ class ExactFiller(Iterator[list[int]]):
         """Adds to the pack the documents of the look-ahead that fill `room` best, and leaves the
         others waiting.
         """
-        # Bit r of `free` is set when some subset of the documents seen so far leaves r tokens of
-        # the room. A document of n tokens turns r into r - n, which is a shift; subsets that do not
-        # fit fall off at bit 0.
         ids = self._ids
         lengths = self._lengths
         head = self._head
+
+        # 1. Search which remainders of the room can be reached. Bit r of `free` is set when some
+        # subset of the documents seen so far leaves r tokens. Adding a document of n tokens turns
+        # r into r - n: a shift, and subsets that do not fit fall off at bit 0. The search ends at
+        # the first subset that leaves nothing, or with the look-ahead.
         free = 1 << room
         before = []  # `free` before each document that reached a new remainder
-        useful = []
+        useful = []  # and where that document stands
         at = head
         end = head + self.lookahead
         while at < end and not free & 1 and (at < len(lengths) or self._pull()):
@@ -135,9 +137,11 @@ class ExactFiller(Iterator[list[int]]):
                         if free & 1:
                             break
                 at += 1
-        # Back from the smallest remainder: a document is in the subset exactly if the remainder
-        # could not be reached before it. So the oldest documents that reach it are taken.
         self.num_searched += at - head
+
+        # 2. Walk back from the smallest remainder to the whole room. A document belongs to the
+        # subset if the remainder could not be reached before it; so of several subsets, that of
+        # the oldest documents is taken.
         rest = (free & -free).bit_length() - 1
         chosen = []
         for k in range(len(useful) - 1, -1, -1):
@@ -146,8 +150,10 @@ class ExactFiller(Iterator[list[int]]):
                 rest += lengths[useful[k]]
                 if rest == room:
                     break
+
+        # 3. Move them into the pack, deleting from the right so that positions stay valid.
         pack.extend([ids[at] for at in reversed(chosen)])
-        for at in chosen:  # from the right
+        for at in chosen:
             del ids[at], lengths[at]
 
 

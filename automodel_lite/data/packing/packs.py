@@ -138,6 +138,23 @@ class Packer:
             fitted.overlong = "split"
         return fitted
 
+    def keep_whole(self, what: str, refused: Sequence[str], *, together: bool = False) -> None:
+        """Raises ConfigError for the one setting that would cut `what`, or, where what belongs
+        `together`, part it.
+
+        what     `documents with images stay whole`, for the sentence
+        refused  ways of `overlong` that do not do
+        """
+        setting, value, cure = "overlong", self.overlong, ""
+        if self.cuts_documents or (together and self.is_ragged):
+            setting, value, cure = "strategy", self.strategy, "exact_fill, best_fit or next_fit"
+        elif self.overlong in refused:
+            *kept, last = [way for way in ("drop", "truncate", "error") if way not in refused]
+            cure = f"{', '.join(kept)} or {last}"
+        if cure:
+            key = f"packed_sequence.{setting}"
+            raise ConfigError(f"{key}={value}: {what}", key=key, cure=f"use {cure}")
+
     def check_dropped(
         self, dropped_tokens: int, tokens: int, name: str, lengths: np.ndarray | None = None
     ) -> None:

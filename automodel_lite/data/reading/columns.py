@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from automodel_lite.classes import Classes
 from automodel_lite.columns import declared_columns
 from automodel_lite.data.cache import short_hash
 from automodel_lite.data.document import NAMES, UNUSED, Document, RawRow
@@ -65,6 +66,7 @@ class Detected:
     described: frozenset[str] | None = None
     labels: Alignment = "aligned"  # of token rows
     is_checked: bool = False  # compare the labels of every row with it
+    classes: Classes | None = None  # of documents with a label
     _judged: dict[tuple[str, ...], tuple[dict[str, str], dict[str, Problem]]] = field(
         default_factory=dict, compare=False, repr=False
     )
@@ -87,6 +89,8 @@ class Detected:
                     raise DataError(f"column {column} {problem.sentence}")
             if named.get(GROUP) is not None:
                 document = {**document, GROUP: named[GROUP]}
+            if self.format.kind == "labeled":
+                document = {**document, "label": self._code(document["label"])}
             if self.described is not None and not self.described.issuperset(row):
                 used = {
                     *renames.values(),
@@ -121,6 +125,17 @@ class Detected:
             # of a function of the user's, or of a row that nobody has thought of
             reason = f"{type(error).__name__}: {one_line(error)}"
             raise DataError(f"{where}: {self.format.name} fails: {reason}") from error
+
+    def _code(self, label: Any) -> int | float:
+        """Returns the number of a row's label."""
+        if self.classes is None:
+            raise ConfigError(
+                "dataset.format=labeled asks which classes there are, which only dataset=files "
+                "finds out",
+                key="dataset",
+                cure="use dataset=files",
+            )
+        return self.classes.code(label)
 
     def _judge(self, columns: tuple[str, ...]) -> tuple[dict[str, str], dict[str, Problem]]:
         """Returns the renames and the problems of rows with these columns."""
@@ -169,7 +184,7 @@ def detect(
     if format_name is None:
         candidates = [known for known in FORMATS if known.is_found]
     if not candidates:
-        known = ", ".join(known.name for known in FORMATS)
+        known = ", ".join(dict.fromkeys(known.name for known in FORMATS))
         raise ConfigError(
             f"dataset.format={format_name} is not one of {known}, nor a block with a _target_."
         )
@@ -262,8 +277,8 @@ def _find(
                 optional = _optional_names(candidate, named - {*others.values()}, is_given)
                 return candidate, {**optional, **others, **renames}
     columns = list(map(printable, columns))
-    if len(candidates) == 1:
-        wanted = " + ".join(candidates[0].columns)
+    if is_given:
+        wanted = ", or ".join(" + ".join(one.columns) for one in candidates)
         raise ConfigError(
             f"dataset.format={candidates[0].name} needs the columns {wanted}, the data have "
             f"{', '.join(columns)}: name them with dataset.columns, or set dataset.format to what "

@@ -12,12 +12,13 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 
+from automodel_lite.classes import Classes, check_names, described, find_classes
 from automodel_lite.config.rules import OneOf, Only, PathStr, Positive, Range, Seed
 from automodel_lite.data.cache import build_once, cache_root
 from automodel_lite.data.formats.known import GROUP
@@ -114,6 +115,8 @@ class FilesDataset:
     max_documents: Positive | None = None  # use only the first documents
     # of token rows: aligned (labels[i] = input_ids[i+1]) | unshifted; null = detected
     labels: Alignment | None = None
+    # of dataset.format=labeled, in the order of their numbers; null = those that the labels name
+    classes: list[str] | None = None
     encoding: str = "utf-8"  # of text, JSON and CSV files; cp1252 for what Excel and Windows write
     text_unit: TextUnit = "file"  # file | paragraph | line: what a document is in a .txt file
     seed: Annotated[Seed, Only("val_frac")] = 0  # for val_frac
@@ -124,6 +127,7 @@ class FilesDataset:
     questions: list[Question] = field(init=False, default_factory=list)
     description: str = field(init=False)
     identity: str = field(init=False)
+    found_classes: Classes | None = field(init=False)
     train_files: list[FileStamp] = field(init=False)
     val_files: list[FileStamp] = field(init=False)
 
@@ -137,11 +141,17 @@ class FilesDataset:
         options.check_files([source, *val_sources.values()])
         columns = sniff_columns(placed(source.rows), f"{source.description}: the file")
         detected, labels = self._detect(columns, source.rows)
+        num = min(len(source.rows), self.max_documents or len(source.rows))
+        if detected.format.kind == "labeled":
+            # of all sets: what one of them lacks is a class all the same
+            sets = [placed(source.rows, range(num))]
+            sets += [placed(of.rows) for of in val_sources.values()]
+            detected = replace(detected, classes=self._classes(detected, chain(*sets)))
+        self.found_classes = detected.classes
         self.val = {
             name: NormalizedRows(of.rows, detected, range(len(of.rows)))
             for name, of in val_sources.items()
         }
-        num = min(len(source.rows), self.max_documents or len(source.rows))
         trained: Sequence[int] | np.ndarray = range(num)
         unit = "documents"
         if self.val_frac:
@@ -156,12 +166,15 @@ class FilesDataset:
         self.train = NormalizedRows(source.rows, detected, trained)
         self.kind = kind_of_documents(detected, placed(self.train))
         found = f"{len(self.train):,} documents, {detected.description}{labels}"
+        if detected.classes:
+            found += f", {described(detected.classes)}"
         self.description = "; ".join([f"{source.description}: {found}", *source.notes])
         sources = [source.identity, *(f"{name}: {s.identity}" for name, s in val_sources.items())]
         # what decides which rows there are, and how they are read
         self.identity = (
             f"{Path(source.description).stem}({'; '.join(sources)}; "
             f"{detected.format.name}{detected.source}; {dict(detected.renames)}{labels}; "
+            f"{detected.classes or ''}"
             f"val_frac={self.val_frac} of {unit}, max_documents={self.max_documents}, "
             f"seed={self.seed}, {options})"
         )
@@ -190,6 +203,13 @@ class FilesDataset:
                 f"dataset.labels={self.labels} tells how the labels of token ids stand, and the "
                 f"data are {detected.format.name} without any: leave it out."
             )
+        if self.classes is not None and detected.format.kind != "labeled":
+            raise ConfigError(
+                f"dataset.classes={list(self.classes)} names the classes of rows with a label, and "
+                f"the data are {detected.format.name}",
+                key="dataset.classes",
+                cure="set dataset.format=labeled, or leave it out",
+            )
         if detected.format.kind != "tokens":
             return detected, ""
         alignment = self.labels or find_alignment(
@@ -198,6 +218,17 @@ class FilesDataset:
         how = {"aligned": "next-token aligned", "unshifted": "unshifted (shifted once here)"}
         found = replace(detected, labels=alignment, is_checked=self.labels is None)
         return found, f", labels {how[alignment]}"
+
+    def _classes(self, detected: Detected, rows: Iterable[Placed]) -> Classes:
+        """Finds the classes of rows with a label."""
+        names = None if self.classes is None else check_names(self.classes)
+        column = detected.renames.get("label", "label")
+        labels = (row.get(column) for _, row in rows if not isinstance(row, DataError))
+        try:
+            return find_classes(labels, names)
+        except DataError as error:
+            text = str(error).replace("column label ", f"column {column} ")
+            raise DataError(f"{self.path}: {text}") from None
 
     def _hold_out(self, num: int, groups: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
         """Draws `val_frac` of `num` documents, or of their groups; returns those that are trained

@@ -125,6 +125,25 @@ class ChatRenderer:
             raise DataError(_NO_TOOLS)
         return renderings
 
+    def whole(self, messages: Sequence[Message], tools: list[Any] | None = None) -> Rendering:
+        """Returns a chat as the template writes it, of which nothing is trained on; raises
+        DataError where the template refuses it or leaves a part of it out.
+        """
+        messages = [self.without_own_end(message) for message in messages]
+        messages, given_tools = self._place_tools(messages, tools)
+        messages = self._check_calls(messages, given_tools)
+        render = partial(self._render, given_tools, self._templates[bool(given_tools)][0])
+        text = render(messages)
+        self._check_whole(render, messages, text, bool(given_tools))
+        whole = Rendering(text, ())
+        # thoughts of an earlier answer, of which a template leaves them out, are no loss
+        last = len(messages) - 1
+        answers = [last] if messages[last]["role"] in ASSISTANTS else []
+        self._check_written(messages, answers, tools, [whole])
+        if given_tools and not self._writes_tools(messages, given_tools):
+            raise DataError(_NO_TOOLS)
+        return whole
+
     def without_own_end(self, message: Message) -> Message:
         """Returns an assistant's message without an end token of its own, and white space behind
         it: the template writes one, and the second would be trained too.

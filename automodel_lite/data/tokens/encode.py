@@ -27,6 +27,11 @@ from automodel_lite.columns import (
 from automodel_lite.data.document import UNUSED, Document, Message, sound_text
 from automodel_lite.data.formats.turns import TURN_TOOLS
 from automodel_lite.data.tokens.chat import ASSISTANTS, REASONING, ChatRenderer, is_written
+from automodel_lite.data.tokens.decisions import (
+    DecisionRenderer,
+    DecisionStyle,
+    decision_columns,
+)
 from automodel_lite.data.tokens.rendering import Rendering, Span
 from automodel_lite.data.tokens.token_rows import next_token_labels
 from automodel_lite.errors import ConfigError, DataError
@@ -66,6 +71,9 @@ class Renderer:
 
     chat_renderer  what makes the renderer of chats
     mismatches     judged answers come with those of other rows
+    decisions      how questions with fixed choices are written
+    scores         a document has one label, at its last token: texts are written as the tokenizer
+                   itself does, chats as their template does, and nothing else is trained on
 
     Chats go through the chat template. A prompt and its completion do too, as a user's and an
     assistant's turn, when the tokenizer has a template; without one they become
@@ -82,35 +90,49 @@ class Renderer:
         train_on: str,
         template_kwargs: dict[str, Any],
         mismatches: bool = False,
+        decisions: DecisionStyle | None = None,
+        scores: bool = False,
     ):
+        self._scores = scores
         self._train_on = train_on
+        style = decisions or DecisionStyle()
+        self._decisions = DecisionRenderer(tokenizer.backend_tokenizer, style)
         self._mismatches = mismatches
         has_template = tokenizer.chat_template is not None
         chat = self.chat_renderer
         self._chat = chat(tokenizer, train_on, template_kwargs) if has_template else None
         self._tokenizer = tokenizer
-        adds_bos = tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][:1] == [
-            tokenizer.bos_token_id
-        ]
+        usual = tokenizer("a")["input_ids"]
+        adds_bos = tokenizer.bos_token_id is not None and usual[:1] == [tokenizer.bos_token_id]
+        adds_eos = tokenizer.eos_token_id is not None and usual[-1:] == [tokenizer.eos_token_id]
         self._bos = str(tokenizer.bos_token) if adds_bos else ""
         self._eos = str(tokenizer.eos_token or "")
+        self._added_eos = self._eos if adds_eos else ""
         specials = sorted(
             (t.content for t in tokenizer.added_tokens_decoder.values() if t.special), reverse=True
         )
         self._special = re.compile("|".join(map(re.escape, specials))) if specials else None
         stop_tokens = [*self._chat.stop_tokens] if self._chat is not None else []
         stop_tokens += [self._eos] if self._eos else []
-        self.stop_ids = frozenset(tokenizer.get_vocab()[token] for token in stop_tokens)
+        # of answers, which nothing is that is scored
+        self.stop_ids = (
+            None if scores else frozenset(tokenizer.get_vocab()[token] for token in stop_tokens)
+        )
 
     def remarks(self, document: Document, renderings: Sequence[Rendering]) -> Remarks:
         """Returns what a user should know of a document that was rendered."""
-        unasked = self._chat.unasked if self._chat and self._train_on != "all" else ""
+        has_asked = self._chat and self._train_on != "all" and not self._scores
+        unasked = self._chat.unasked if self._chat and has_asked else ""
         asked: list[str] = []
         answers: list[str] = []
         unused = list(document.get(UNUSED, ()))
+        if "margin" in document and not self._scores:
+            unused.append("margin")
         pair = [document[name] for name in ("chosen", "rejected") if name in document]
         for one in document.get("documents", pair or [document]):
             asked += [one.get(key, "") for key in ("system", "prompt", "text")]
+            if "decision" in one:
+                asked += [one["decision"].state, one["decision"].question]
             turns = one.get("messages", ())
             if "completion" in one:
                 turns = [{"role": "assistant", "content": one["completion"]}]
@@ -149,6 +171,16 @@ class Renderer:
 
         Raises DataError: the document cannot be rendered (says why, not where).
         """
+        if self._scores:
+            return self._scored(document)
+        if "label" in document:
+            raise ConfigError(
+                "dataset.format=labeled reads what a document is labeled, which this loss does not "
+                "learn",
+                key="dataset.format",
+                cure="train with --config-name classify, or set dataset.format to what the rows are"
+                " without their label",
+            )
         if "chosen" in document:
             if self._train_on == "all":
                 raise ConfigError(
@@ -164,17 +196,27 @@ class Renderer:
             return [replace(chosen[0], answer=CHOSEN), replace(rejected[0], answer=REJECTED)]
         if "verdict" in document:
             return self._judged(document)
-        if "documents" in document:  # several answers to one prompt
-            return [
-                rendering for one in document["documents"] for rendering in self.renderings(one)
-            ]
+        if "decision" in document:
+            if self._train_on == "all":
+                raise ConfigError(
+                    "tokenize.train_on=all would train on questions too, and decisions on their "
+                    "answers: set tokenize.train_on=assistant."
+                )
+            return self._decisions.renderings(document["decision"], self._chat, self._bos)
+        if "documents" in document:  # several answers to one prompt, or questions about a state
+            found = []
+            for one in document["documents"]:
+                found += self.renderings(one)
+            if not found:
+                raise DataError(
+                    "has no question with an answer, so nothing is trained on",
+                    cure="add one to its column answers or soft_labels",
+                    can_skip=True,
+                )
+            return found
         if "messages" in document:
             if self._chat is None:
-                raise ConfigError(
-                    f"the data are chats, and the tokenizer {self._tokenizer.name_or_path} has no "
-                    "chat template: set tokenizer.chat_template=template.jinja, or tokenizer.path "
-                    "to a chat model's tokenizer."
-                )
+                raise ConfigError(self._no_template())
             renderings = self._chat.renderings(document["messages"], document.get("tools"))
         elif "completion" in document:
             renderings = [self._prompt_completion(document)]
@@ -214,6 +256,69 @@ class Renderer:
                 )
             found.append(replace(renderings[0], verdict=kind))
         return found
+
+    def _scored(self, document: Document) -> list[Rendering]:
+        """Returns a document with its label, or both answers of a pair."""
+        if "chosen" in document:
+            margin = document.get("margin")
+            pair = [(CHOSEN, document["chosen"]), (REJECTED, document["rejected"])]
+            return [
+                replace(self._whole(one), answer=which, label=0, margin=margin)
+                for which, one in pair
+            ]
+        if "label" not in document:
+            raise ConfigError(
+                "the rows have no label, and a score head learns one for each document",
+                key="dataset.format",
+                cure="set dataset.format=labeled (columns text, label), dataset.format=preference "
+                "with loss=reward (columns prompt, chosen, rejected), or model.head=lm",
+            )
+        label = document["label"]
+        is_number = isinstance(label, float)
+        return [
+            replace(
+                self._whole(document),
+                label=0 if is_number else label,
+                target=label if is_number else None,
+                weight=document.get("weight"),
+            )
+        ]
+
+    def _whole(self, document: Document) -> Rendering:
+        """Returns all of a document, as its reader will write it: `apply_chat_template` of a chat,
+        `tokenizer(text)` of a text.
+        """
+        turns = document.get("messages")
+        if "completion" in document:
+            turns = [
+                {"role": "user", "content": document["prompt"]},
+                {"role": "assistant", "content": document["completion"]},
+            ]
+            if document.get("system"):
+                turns.insert(0, {"role": "system", "content": document["system"]})
+        if turns is not None and self._chat is not None:
+            rendering = self._chat.whole(turns, document.get("tools"))
+        elif "messages" in document:
+            raise ConfigError(self._no_template())
+        else:
+            text = document.get("text")
+            if text is None:
+                prompt = "\n".join(filter(None, [document.get("system"), document["prompt"]]))
+                answer = document["completion"]
+                has_space = not prompt or prompt[-1].isspace() or answer[:1].isspace()
+                text = f"{prompt}{'' if has_space else chr(10)}{answer}"
+            begin = "" if text.startswith(self._bos) else self._bos
+            end = "" if self._added_eos and text.endswith(self._added_eos) else self._added_eos
+            rendering = Rendering(f"{begin}{text}{end}" if text else "", ())
+        sound_text(rendering.text, "the text to tokenize")
+        return rendering
+
+    def _no_template(self) -> str:
+        return (
+            f"the data are chats, and the tokenizer {self._tokenizer.name_or_path} has no "
+            "chat template: set tokenizer.chat_template=template.jinja, or tokenizer.path "
+            "to a chat model's tokenizer."
+        )
 
     def _prompt_completion(self, document: Document) -> Rendering:
         prompt = document["prompt"]
@@ -291,6 +396,8 @@ class Encoder:
             counts = [2 if rendering.cut else 1 for rendering in renderings]
             lengths = np.add.reduceat(lengths, np.cumsum([0, *counts[:-1]]))
         labels = next_token_labels(input_ids, trained, lengths)
+        if renderings and renderings[0].label is not None:
+            return _labeled(renderings, input_ids, lengths), lengths
         columns = {"input_ids": input_ids, "labels": labels}
         answers = np.array([rendering.answer for rendering in renderings], np.int8)
         if answers.any():
@@ -298,7 +405,38 @@ class Encoder:
         verdicts = np.array([rendering.verdict for rendering in renderings], np.int8)
         if verdicts.any():
             columns["verdicts"] = np.where(labels == IGNORE_INDEX, 0, verdicts.repeat(lengths))
+        choices = [rendering.choices for rendering in renderings if rendering.choices]
+        if choices:  # all of a set are decisions
+            columns |= decision_columns(choices, input_ids, lengths)
         return columns, lengths
+
+
+def _labeled(
+    renderings: Sequence[Rendering], input_ids: np.ndarray, lengths: np.ndarray
+) -> dict[str, np.ndarray]:
+    """Returns the columns of documents that are scored: what they have stands at their last
+    token.
+    """
+    is_there = lengths > 0
+    ends = np.cumsum(lengths)[is_there] - 1
+
+    def at_ends(values: Sequence[float], padding: float, dtype: Any) -> np.ndarray:
+        column = np.full(len(input_ids), padding, dtype)
+        column[ends] = np.array(values, dtype)[is_there]
+        return column
+
+    columns = {"input_ids": input_ids}
+    columns["labels"] = at_ends([one.label or 0 for one in renderings], IGNORE_INDEX, np.int32)
+    if any(one.answer for one in renderings):
+        columns["answers"] = at_ends([one.answer for one in renderings], 0, np.int8)
+    if any(one.target is not None for one in renderings):
+        columns["targets"] = at_ends([one.target or 0.0 for one in renderings], 0.0, np.float32)
+    if any(one.margin is not None for one in renderings):
+        columns["margins"] = at_ends([one.margin or 0.0 for one in renderings], 0.0, np.float32)
+    if any(one.weight is not None for one in renderings):
+        weights = [1.0 if one.weight is None else one.weight for one in renderings]
+        columns["loss_weights"] = at_ends(weights, 1.0, np.float32)
+    return columns
 
 
 def token_span(encoding: Encoding, span: Span, num_chars: int) -> tuple[int, int]:

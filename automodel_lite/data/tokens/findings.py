@@ -69,14 +69,15 @@ def check_rows(
     columns: Mapping[str, np.ndarray],
     lengths: np.ndarray,
     num_rows: Sequence[int],
-    stop_ids: Set[int],
+    stop_ids: Set[int] | None,
     found: Findings,
     groups: np.ndarray | None = None,
 ) -> Chunk:
     """Leaves out rows without a label, and with one answer of a pair the other; counts rows where
     all is trained on, or that train no stop token last.
 
-    num_rows: of each document that was read; found: in the reading of these documents.
+    num_rows: of each document that was read; found: in the reading of these documents; stop_ids:
+    None where labels are no tokens.
     """
     input_ids = columns["input_ids"]
     labels = columns["labels"]
@@ -97,7 +98,11 @@ def check_rows(
         kept &= ~equal
     last_labels = labels[has_label][np.cumsum(num_labels)[kept] - 1]
     unstopped = kept.copy()
-    unstopped[kept] = ~np.isin(last_labels, sorted(stop_ids))
+    if stop_ids is None:
+        unstopped[:] = False
+    else:
+        unstopped[kept] = ~np.isin(last_labels, sorted(stop_ids))
+    is_text = stop_ids is not None
     kept_tokens = np.repeat(kept, lengths)
     counts = RowCounts(
         num_rows=int(kept.sum()),
@@ -117,9 +122,9 @@ def check_rows(
 
     found += Findings(
         counts=counts,
-        num_fully_trained=int((kept & (num_labels == lengths - 1)).sum()),
+        num_fully_trained=int((kept & (num_labels == lengths - 1)).sum()) if is_text else 0,
         num_unstopped=int(unstopped.sum()),
-        num_blank=int((kept & ~unstopped & (num_labels == 1)).sum()),
+        num_blank=int((kept & ~unstopped & (num_labels == 1)).sum()) if is_text else 0,
         first_row=first(kept),
         fully_masked=first(masked & (lengths > 0)),
         unstopped=first(unstopped),
@@ -233,7 +238,11 @@ def check_set(
             f"questions; only train_on=all should do that, train_on={settings.train_on} does not. "
             f"{shown(found.first_row)}"
         )
-    if kind != "tokens" and found.num_unstopped > MAX_UNSTOPPED_FRAC * counts.num_rows:
+    # a decision is one token, behind which nobody goes on
+    if (
+        kind not in ("tokens", "decisions")
+        and found.num_unstopped > MAX_UNSTOPPED_FRAC * counts.num_rows
+    ):
         raise DataError(
             f"{name}: {found.num_unstopped:,} of {counts.num_rows:,} rows do not end on a trained "
             "stop token, so the model would not learn to stop: fix the chat template. "

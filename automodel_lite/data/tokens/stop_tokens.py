@@ -13,6 +13,8 @@ from typing import Any
 import transformers
 from transformers import PreTrainedTokenizerBase
 
+from automodel_lite.models.layers import has_score_head
+
 PROBE = "PROBE"
 
 
@@ -24,7 +26,8 @@ def stop_ids(
     """Returns the tokenizer's end token, those of the model's own generation settings, and the one
     with which the chat template ends a turn, with these variables of it; each once.
     """
-    own = lm.generation_config.eos_token_id if lm.generation_config else None
+    settings = None if has_score_head(lm) else lm.generation_config
+    own = settings.eos_token_id if settings else None
     found = [tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])]
     if stop := template_end(tokenizer, variables):
         found.append(tokenizer.get_vocab()[stop])
@@ -39,7 +42,7 @@ def use_stop_ids(
     """Sets `stop_ids` in the model's generation settings, of which its export writes them; returns
     a note where the chat template brought one that neither the tokenizer nor the model knew.
     """
-    if lm.generation_config is None:
+    if has_score_head(lm) or lm.generation_config is None:
         return []
     own = lm.generation_config.eos_token_id
     known = [tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])]

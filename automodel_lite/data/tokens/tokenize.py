@@ -34,6 +34,7 @@ from automodel_lite.data.cache import Key, build_once, cache_root, short_hash
 from automodel_lite.data.document import Document, is_compared
 from automodel_lite.data.reading.documents import Documents, DocumentSet
 from automodel_lite.data.reading.readers import Placed, placed
+from automodel_lite.data.tokens.decisions import DecisionStyle, numbered
 from automodel_lite.data.tokens.encode import Encoder, Remarks, Renderer
 from automodel_lite.data.tokens.findings import (
     Chunk,
@@ -81,13 +82,22 @@ class TokenizeJob:
     most_tokens: int | None = None  # of a pack, which no tree exceeds; None = any
     separates: bool = False  # rows of a tree share no label, as the loss takes them whole
     mismatches: bool = False  # judged answers come with those of other rows, as the loss asks for
+    decisions: DecisionStyle = field(default_factory=DecisionStyle)
+    scores: bool = False  # a document has one label, for a score head
     reads_images: ClassVar[bool] = False
 
     def renderer(self) -> Renderer:
         """Makes what renders documents; a subclass's own reads more than text."""
         settings = self.settings
         kwargs = settings.template_kwargs
-        return Renderer(self.tokenizer, settings.train_on, kwargs, self.mismatches)
+        return Renderer(
+            self.tokenizer,
+            settings.train_on,
+            kwargs,
+            self.mismatches,
+            self.decisions,
+            self.scores,
+        )
 
     def encoder(self) -> Encoder:
         """Makes what tokenizes renderings."""
@@ -217,6 +227,7 @@ class DocumentTokenizer:
 
     def __init__(self, job: TokenizeJob):
         self._settings = job.settings
+        self._scores = job.scores
         self._renderer = job.renderer()
         self._encoder = job.encoder()
         self._vocab_size = len(job.tokenizer)
@@ -284,7 +295,13 @@ class DocumentTokenizer:
         """
         parts = document.get("documents", [document])
         if "input_ids" not in parts[0]:
-            return self._renderer.renderings(document)
+            return [numbered(x, number) for x in self._renderer.renderings(document)]
+        if self._scores:
+            raise ConfigError(
+                "the rows are token ids, and a score head learns the label of a text or a chat",
+                key="dataset.path",
+                cure="bring the texts, dataset.format=labeled",
+            )
         given = [_given_tokens(x, self._settings.train_on, self._vocab_size) for x in parts]
         return [_with_row(row, number, document.get("group")) for row in given]
 
@@ -399,12 +416,30 @@ def job_of(
     loss = build(config.loss) if config.loss else None
     separates = loss is not None and loss.separates_rows
     mismatches = loss is not None and loss.step_mean is not None
+    scores = loss is not None and loss.head == "score"
+    if scores and config.tokenize.train_on != "assistant":
+        raise ConfigError(
+            f"tokenize.train_on={config.tokenize.train_on} chooses tokens to train on, and a "
+            "document that is scored has one label",
+            key="tokenize.train_on",
+            cure="leave it out",
+        )
     check_turns(config.tokenize, documents)
     tokenizer = build_with(config.tokenizer, documents=documents, cache_dir=config.cache_dir)
     pretrained = config.model.get("pretrained")
     if pretrained and config.tokenizer.get("path") != pretrained:
         check_vocabulary(pretrained, tokenizer)
-    return TokenizeJob(tokenizer, config.tokenize, tree, most_tokens, separates, mismatches)
+    style = style_of(config)
+    return TokenizeJob(
+        tokenizer, config.tokenize, tree, most_tokens, separates, mismatches, style, scores
+    )
+
+
+def style_of(config: Config) -> DecisionStyle:
+    """Returns how a run writes questions with fixed choices."""
+    settings = config.tokenize
+    asks_all = settings.unanswered == "ask"
+    return DecisionStyle(settings.choice_prefix, settings.permute_choices, config.seed, asks_all)
 
 
 def check_turns(settings: TokenizeConfig, documents: Documents) -> None:
@@ -431,7 +466,7 @@ def check_turns(settings: TokenizeConfig, documents: Documents) -> None:
 FINDINGS = "findings.json"
 HASHES = "hashes.bin"
 # of rendering, masking and files; raised when the same input gives other rows, or other files
-RULES_VERSION = "16"
+RULES_VERSION = "17"
 
 
 def tokenize_documents(
@@ -465,8 +500,10 @@ def tokenize_documents(
     )
 
 
-def rows_key(identity: str, job: TokenizeJob) -> Key:
-    """Returns what the token rows of a dataset depend on, beside the name of their set."""
+def rows_key(identity: str, job: TokenizeJob, kind: str) -> Key:
+    """Returns what the token rows of a dataset of this kind depend on, beside the name of their
+    set.
+    """
     template = job.tokenizer.chat_template
     settings = job.settings
     key = {
@@ -485,6 +522,10 @@ def rows_key(identity: str, job: TokenizeJob) -> Key:
     }
     if job.mismatches:
         key["mismatches"] = "true"
+    if kind == "decisions":
+        key["decisions"] = str(job.decisions)
+    if job.scores:
+        key["scores"] = "true"
     return key
 
 
@@ -512,7 +553,7 @@ def tokenize_sets(
     cache_dir: str | Path | None,
 ) -> tuple[dict[str, DocumentReader], dict[str, RowCounts], tuple[str, ...]]:
     """Returns the rows of each set, which the cache holds, their counts, and notes to print."""
-    key = rows_key(identity, job)
+    key = rows_key(identity, job, kind)
     rows: dict[str, DocumentReader] = {}
     counts = {}
     notes = []

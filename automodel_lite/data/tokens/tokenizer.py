@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from automodel_lite.config.rules import PathStr, Range, check_folder, read_template
 from automodel_lite.data.cache import build_once, cache_root, short_hash
+from automodel_lite.data.formats.decisions import decisions_of
 from automodel_lite.data.reading.documents import Documents, DocumentSet
 from automodel_lite.data.reading.readers import placed
 from automodel_lite.errors import ConfigError, DataError, system_errors
@@ -193,8 +194,13 @@ def _document_texts(rows: DocumentSet) -> Iterator[str]:
     for _, document in placed(rows):
         if isinstance(document, DataError):
             continue
-        texts = [message.get("content") for message in document.get("messages", ())]
-        texts += [document.get(key) for key in ("system", "prompt", "completion", "text")]
+        texts: list[Any] = []
+        for part in document.get("documents", [document]):
+            texts += [message.get("content") for message in part.get("messages", ())]
+            texts += [part.get(key) for key in ("system", "prompt", "completion", "text")]
+        for decision in decisions_of(document):
+            texts += [decision.system, decision.state, decision.question]
+            texts += [word for choice in decision.choices for word in choice]
         for text in texts:
             if not text:
                 continue

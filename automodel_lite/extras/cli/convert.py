@@ -57,7 +57,7 @@ RIVALS = (
     ("training.max_steps", "training.num_epochs"),
     ("dataset.val_path", "dataset.val_split", "dataset.val_frac"),
 )
-PAIRS = ("dpo", "orpo", "simpo", "kto")
+PAIRS = ("dpo", "orpo", "simpo", "kto", "reward")
 SOURCES = {"axolotl": ("datasets",), "torchtune": ("datasets", "dataset"), "trl": ("datasets",)}
 
 
@@ -414,6 +414,8 @@ def preset_of(
             preset.unsaid.append(
                 "method: sft, as no key names it: convert with --method dpo for preference pairs"
             )
+        elif found == "reward":
+            theirs["_reward"] = True
         elif found != "sft":
             theirs["_method"] = found
     _check_trains(peer, theirs)

@@ -191,6 +191,8 @@ def method_of(theirs: Tree) -> str | None:
     """
     given = [key for key, value in theirs.items() if value is not None]
     kind = str(theirs.get("loss_type") or "nll")
+    if "center_rewards_coefficient" in given:
+        return "reward"
     if not _OF_JUDGED.isdisjoint(given) or kind in ("kto", "apo_zero_unpaired"):
         return "kto"
     if any(map(_OF_PAIRS.fullmatch, given)) or kind not in ("nll", "chunked_nll", "dft"):

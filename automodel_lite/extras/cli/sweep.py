@@ -29,12 +29,13 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from hydra.types import HydraContext, RunMode
-from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+from omegaconf import DictConfig, OmegaConf
 
 from automodel_lite.cli.compose import Loader, check_overrides
 from automodel_lite.cli.exit_codes import hide_secrets
 from automodel_lite.cli.line import is_sweep, split
 from automodel_lite.compat import HydraCallbacks
+from automodel_lite.config.permissions import register_resolver
 from automodel_lite.errors import ConfigError, RunStoppedError
 from automodel_lite.launched import check_alone
 from automodel_lite.redact import scrub, scrub_tree
@@ -45,7 +46,7 @@ from automodel_lite.run.stopping import PREEMPTED_EXIT, StoppedEarly
 _SHOWN = ("step", "loss", "tokens_per_s", "answers_right")
 
 # for the folder of a job, from what Hydra says of its overrides
-OmegaConf.register_new_resolver(
+register_resolver(
     "file_name", lambda text: re.sub(r"[^\w.-]+", "-", scrub(text))[:120].strip("-"), replace=True
 )
 
@@ -61,7 +62,17 @@ def run_sweep(loader: Loader, main: str, line: Namespace) -> int:
     # their secrets
     fixed = ",".join(split(text)[0] for text in line.overrides if not is_sweep(text))
     own = [f"hydra.job.config.override_dirname.exclude_keys=[{fixed}]", "hydra.output_subdir=null"]
-    config = loader.load_configuration(line.config_name, [*line.overrides, *own], RunMode.MULTIRUN)
+    load = partial(loader.load_configuration, line.config_name, run_mode=RunMode.MULTIRUN)
+    config = load([*line.overrides, *own])
+    # Hydra composes each job anew, with the overrides, and 1.4 refuses a sweeper of other settings.
+    sampler = OmegaConf.select(config, "hydra.sweeper.sampler")
+    if sampler is not None and "seed" in sampler and sampler.seed is None:
+        # the same points again when the sweep goes on
+        own.append(f"hydra.sweeper.sampler.seed={config.seed}")
+    if config.hydra.launcher.get("max_num_timeout") == 0:
+        # a SLURM job at its time limit goes back into the queue
+        own.append("hydra.launcher.max_num_timeout=100")
+    config = load([*line.overrides, *own])
     folder = Path(str(config.hydra.sweep.dir)).resolve()
     launcher = config.hydra.launcher
     if (folder / "config.yaml").is_file():
@@ -73,13 +84,6 @@ def run_sweep(loader: Loader, main: str, line: Namespace) -> int:
         )
     # the table is of this sweep; finished jobs report again
     shutil.rmtree(folder / "jobs", ignore_errors=True)
-    with read_write(config), open_dict(config):
-        sampler = OmegaConf.select(config, "hydra.sweeper.sampler")
-        if sampler is not None and "seed" in sampler and sampler.seed is None:
-            sampler.seed = config.seed  # the same points again when the sweep goes on
-        # a SLURM job at its time limit goes back into the queue
-        if launcher.get("max_num_timeout") == 0:
-            launcher.max_num_timeout = 100
     named = {name: vars(line)[f"config_{name}"] for name in ("name", "dir", "path")}
     flags = [f"--config-{name}={value}" for name, value in named.items() if value]
     sweeper = Plugins.instance().instantiate_sweeper(

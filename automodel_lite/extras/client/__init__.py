@@ -883,10 +883,12 @@ def _as_groups(groups: Iterable[Any]) -> list[list[Any]]:
 
 def _check_settings(config: Config, parts: RunParts) -> None:
     """Raises ConfigError for settings of which the client would make something else."""
-    if parts.packer.cuts_documents:
+    parts.packer.keep_whole("the client keeps rows whole", ())
+    if parts.model.head == "score":
         raise ConfigError(
-            f"packed_sequence.strategy={parts.packer.strategy} cuts rows, which the client keeps "
-            "whole: use exact_fill, best_fit or next_fit."
+            "model.head=score: the client's losses are of tokens",
+            key="model.head",
+            cure="train a score head with automodel-lite train --config-name classify or reward",
         )
     if config.training.ema_decay:
         raise ConfigError(

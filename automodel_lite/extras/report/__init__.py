@@ -171,7 +171,10 @@ _PACKED = (
 _LENGTHS = ("documents", "tokens", "longest_tokens", "median_tokens")
 # of packing.json; the page's names
 _PACKING = (*_LENGTHS, *_PACKED, "dropped_documents", "truncated_documents")
-_VALIDATED = ("val_loss", "val_token_accuracy", "val_perplexity")
+_VALIDATED = (
+    *("val_loss", "val_token_accuracy", "val_perplexity"),
+    *("val_accuracy", "val_f1", "val_ece", "val_pearson"),
+)
 _CURVES = ("loss", "grad_norm", "lr", "fill_frac", "memory_gib", *_RATES)
 
 
@@ -243,6 +246,7 @@ def _contents_of(records: list[RunRecord], refresh_s: int | None) -> dict[str, A
         "pieces_of": pieces_of,
         "warnings": [f"{one.name}: {text}" for one in records for text in warnings_of(one)],
         "packing": packing_of(first),
+        "decisions": decision_lines(RunFolder(first.path).decisions_of()),
         "settings": [pair for pair in flatten(first.config) if pair[1] not in (None, {}, [])],
         "next": RunFolder(first.path).next_commands(first.status.get("state", "")),
         "data": _finite({"runs": data}),
@@ -332,6 +336,10 @@ def facts_of(record: RunRecord) -> list[tuple[str, str]]:
             (f"validation ({name})", last(key), "{:.4f}"),
             (f"perplexity ({name})", last(f"val_perplexity/{val_set}"), "{:,.2f}"),
             (f"tokens right ({name})", last(f"val_token_accuracy/{val_set}"), "{:.1%}"),
+            (f"accuracy ({name})", last(f"val_accuracy/{val_set}"), "{:.1%}"),
+            (f"macro F1 ({name})", last(f"val_f1/{val_set}"), "{:.1%}"),
+            (f"calibration error ({name})", last(f"val_ece/{val_set}"), "{:.1%}"),
+            (f"correlation ({name})", last(f"val_pearson/{val_set}"), "{:.3f}"),
         ]
     facts += [
         ("answers right", last("answers_right"), f"{{:.0f}} of {last('answers') or 0:.0f}"),
@@ -345,6 +353,24 @@ def facts_of(record: RunRecord) -> list[tuple[str, str]]:
     if (eta := last("eta_s")) is not None and record.status.get("state") == "running":
         facts.append(("left", duration(eta), "{}"))
     return [(name, form.format(value)) for name, value, form in facts if value is not None]
+
+
+def decision_lines(found: dict[str, Any]) -> list[tuple[str, str]]:
+    """Returns what a line of decisions.jsonl holds: of each set, and of each of its questions."""
+    lines = []
+    sets = found.get("held_out")
+    for name, numbers in sets.items() if isinstance(sets, dict) else ():
+        by_question = numbers.get("by_question", {})
+        parts = {f"{name}: {question}": one for question, one in by_question.items()}
+        at = "at the temperature"
+        for label, one in {name: numbers, f"{name}, {at}": numbers["calibrated"], **parts}.items():
+            said = f"accuracy {one['accuracy']:.1%}, Brier {one['brier']:.3f}, ECE {one['ece']:.3f}"
+            lines.append((label, said))
+        lines.append((f"{name}: records right", f"{numbers['records_right']:.1%}"))
+    if lines:
+        temperature = found["fitted"]["temperature"]
+        lines.append(("temperature", f"{temperature:.3g}, after step {found['step']:,}"))
+    return lines
 
 
 def samples_of(record: RunRecord) -> list[tuple[str, list[tuple[int, str]]]]:

@@ -234,7 +234,8 @@ function charts() {
     { name: several ? run.name : "training", color: run.color, smooth: true, ...points(run, "loss") }, ...validated(run, "val_loss")]);
   const figures = [lineChart("Loss (nats per token)", loss, { isWide: true, isLog: state.log })];
   if (figures[0]) figures[0].append(legend(loss.filter((l) => l.xs.length).map((l) => [l.name, l.color])));
-  for (const [kind, title, scale] of [["val_token_accuracy", "Next token right in validation (%)", 100], ["val_perplexity", "Perplexity in validation", 1]])
+  for (const [kind, title, scale] of [["val_token_accuracy", "Next token right in validation (%)", 100], ["val_perplexity", "Perplexity in validation", 1],
+    ["val_accuracy", "Accuracy in validation (%)", 100], ["val_f1", "Macro F1 in validation (%)", 100], ["val_ece", "Calibration error in validation (%)", 100], ["val_pearson", "Correlation in validation", 1]])
     figures.push(lineChart(title, runs.flatMap((run) => validated(run, kind, scale))));
   const ofTasks = runs.flatMap((run) => Object.keys(run.curves)).filter((key) => key.startsWith("task_")).map((key) => key.split("/")[0]);
   for (const kind of new Set(ofTasks)) {

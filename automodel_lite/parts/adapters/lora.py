@@ -37,7 +37,13 @@ from automodel_lite.config.components import missing_package
 from automodel_lite.config.model_files import check_model_files
 from automodel_lite.config.rules import Count, PathStr, Positive, Range, Size
 from automodel_lite.errors import ConfigError, explained, listed
-from automodel_lite.models.layers import local, output_head, whole, with_head
+from automodel_lite.models.layers import (
+    has_score_head,
+    local,
+    output_head,
+    whole,
+    with_head,
+)
 from automodel_lite.models.sharded import keep_part
 from automodel_lite.models.source import CausalLM, embedding_rows, load_whole
 from automodel_lite.parts.adapters.frozen_rows import frozen_rows_note
@@ -148,14 +154,17 @@ class Lora:
                 "peft.dropout and peft.use_dora: set peft.dropout=0 and peft=lora, or name other "
                 "layers in peft.target_modules."
             )
+        # a score head is new, and is saved with the adapter
+        scores = has_score_head(model)
+        beside = [*(self.modules_to_save or []), *(["score"] if scores else [])]
         config = peft.LoraConfig(
-            task_type="CAUSAL_LM",
+            task_type="SEQ_CLS" if scores else "CAUSAL_LM",
             r=self.r,
             lora_alpha=self.alpha,
             lora_dropout=self.dropout,
             target_modules=modules,
             target_parameters=weights or None,
-            modules_to_save=self.modules_to_save,
+            modules_to_save=list(dict.fromkeys(beside)) or None,
             trainable_token_indices=self._token_rows(model, tokenizer),
             rank_pattern=dict(self.rank_pattern or {}),
             alpha_pattern=dict(self.alpha_pattern or {}),
@@ -427,6 +436,8 @@ class Lora:
         names = {"experts" if {"experts", "base_layer"} & {*name} else name[-1] for name in adapted}
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         whole = f", whole {', '.join(self.modules_to_save)}" if self.modules_to_save else ""
+        if has_score_head(model) and "score" not in (self.modules_to_save or ()):
+            whole += ", whole score"
         if self.trainable_tokens:
             whole += f", rows of {len(self.trainable_tokens)} tokens"
         for pattern, number in ((self.rank_pattern, "r"), (self.alpha_pattern, "alpha")):

@@ -269,9 +269,4 @@ def check_settings(config: Config, packer: Packer) -> None:
                 image.header(ImageLimits(Path.cwd()))
         except DataError as error:
             raise ConfigError(f"samples.prompts: {problem_of_question(error)}") from error
-    cuts = packer.overlong in ("truncate", "split") or packer.cuts_documents
-    if cuts:
-        raise ConfigError(
-            f"packed_sequence.strategy={packer.strategy} overlong={packer.overlong} would cut "
-            "images: use exact_fill, best_fit or next_fit, and overlong=drop or error."
-        )
+    packer.keep_whole("documents with images are not cut", ("truncate", "split"))

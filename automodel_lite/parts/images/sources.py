@@ -52,7 +52,7 @@ BEGINNINGS = ("iVBORw0KGgo", "/9j/", "UklGR", "R0lGOD")
 """Of the bytes of a PNG, JPEG, WebP and GIF in base64."""
 LONGEST_START = 80
 """Characters of a path that could begin so; whole images have more."""
-FIRST_TEXTS = ("prompt", "question", "instruction", "text")
+FIRST_TEXTS = ("state", "prompt", "question", "instruction", "text")
 """Columns of single texts, before which images without markers stand."""
 _BAD_IMAGE = "dataset.bad_image"  # what a cure sets
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")

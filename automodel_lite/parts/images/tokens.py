@@ -267,7 +267,8 @@ class ImageRenderer(Renderer):
         self._is_inner = False
         self.chat_renderer = partial(ImageChatRenderer, marker=self.marker)
         self.placeholder = re.compile(f"{re.escape(self.marker)}|{IMAGE}")
-        super().__init__(job.tokenizer, job.settings.train_on, job.settings.template_kwargs)
+        kwargs = job.settings.template_kwargs
+        super().__init__(job.tokenizer, job.settings.train_on, kwargs, decisions=job.decisions)
 
     @cached_property
     def _in_text(self) -> str:
@@ -357,7 +358,9 @@ class ImageRenderer(Renderer):
             return at + grown[bisect_right(edges, at) - 1]
 
         spans = tuple((moved(start), moved(stop)) for start, stop in rendering.spans)
-        return ImageRendering("".join(parts), spans, rendering.answer, images=tuple(own))
+        return ImageRendering(
+            "".join(parts), spans, rendering.answer, choices=rendering.choices, images=tuple(own)
+        )
 
 
 NUM_SAMPLES = 4

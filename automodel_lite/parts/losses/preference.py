@@ -16,6 +16,7 @@ without waiting for the device; pairs that are not there have no labels and coun
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal, NamedTuple
 
@@ -46,19 +47,11 @@ class Answers(NamedTuple):
         return Answers(self.log_prob / num_tokens, self.reference / num_tokens, num_tokens)
 
 
-class PreferenceLoss(Loss):
-    """A value per pair, and plain cross-entropy on the chosen answer (its mean per token) where it
-    has a share.
-    """
+class PairedLoss(Loss):
+    """A value per pair of answers."""
 
-    columns = frozenset({"answers", "reference_log_probs"})
     required = frozenset({"answers"})
     needs_documents = True
-    cross_entropy: Share
-
-    @abstractmethod
-    def pair_losses(self, chosen: Answers, rejected: Answers) -> tuple[Tensor, Tensor]:
-        """Returns loss and reward margin of each pair, [P] each."""
 
     def num_items(self, batch: ThdBatch) -> float:
         """Counts the pairs of the stream."""
@@ -69,32 +62,57 @@ class PreferenceLoss(Loss):
         document_T = torch.repeat_interleave(batch.cu_seqlens_padded.diff())
         return len(document_T[batch.columns["answers"] == CHOSEN].unique())
 
-    def __call__(self, inputs: LossInputs) -> LossOutput:
+    def pairs(
+        self, inputs: LossInputs, values_RK: Tensor
+    ) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
+        """Sums values over the chosen and over the rejected answers, [P, K + 1] each, behind them
+        the number of their labels; and what makes this rank's share of a sum over pairs of [P].
+        """
         # Sums over the answers of this micro-batch; gradients are those of this rank's rows.
-        log_probs_R = inputs.log_probs()
         answers_R = inputs.columns["answers"]
-        reference_R = inputs.columns.get("reference_log_probs", torch.zeros_like(log_probs_R))
-        values_R3 = torch.stack([log_probs_R, reference_R, torch.ones_like(reference_R)], 1)
+        values_RK = torch.cat([values_RK, torch.ones_like(values_RK[:, :1])], 1)
         is_answer = [
-            (answers_R == which).to(values_R3.dtype)[:, None] for which in (CHOSEN, REJECTED)
+            (answers_R == which).to(values_RK.dtype)[:, None] for which in (CHOSEN, REJECTED)
         ]
-        sums_N6 = inputs.per_document(torch.cat([values_R3 * own for own in is_answer], 1))
+        sums_N2K = inputs.per_document(torch.cat([values_RK * own for own in is_answer], 1))
         # A document with a chosen answer begins a pair; the rejected one is in it, or in the next
         # document.
-        pair_N = ((sums_N6[:, 2] > 0).cumsum(0) - 1).clamp(min=0)
-        sums_P6 = torch.zeros_like(sums_N6).index_add(0, pair_N, sums_N6).unbind(1)
-        chosen = Answers(*sums_P6[:3])
-        rejected = Answers(*sums_P6[3:])
-        losses_P, margins_P = self.pair_losses(chosen, rejected)
-        if self.cross_entropy:
-            losses_P = losses_P - self.cross_entropy * chosen.mean().log_prob
+        num_values = values_RK.shape[1]
+        pair_N = ((sums_N2K[:, num_values - 1] > 0).cumsum(0) - 1).clamp(min=0)
+        sums_P2K = torch.zeros_like(sums_N2K).index_add(0, pair_N, sums_N2K)
+        chosen_PK, rejected_PK = sums_P2K.split(num_values, 1)
         # As many places as documents, so that no number has to be read from the device; most have
         # no pair.
-        exists_P = (chosen.num_tokens > 0) & (rejected.num_tokens > 0)
+        exists_P = (chosen_PK[:, -1] > 0) & (rejected_PK[:, -1] > 0)
 
         def total(values_P: Tensor) -> Tensor:
             return inputs.share(torch.where(exists_P, values_P, 0.0).sum())
 
+        return chosen_PK, rejected_PK, total
+
+
+class PreferenceLoss(PairedLoss):
+    """A value per pair of the log-probabilities of its answers, and plain cross-entropy on the
+    chosen answer (its mean per token) where it has a share.
+    """
+
+    columns = frozenset({"answers", "reference_log_probs"})
+    cross_entropy: Share
+
+    @abstractmethod
+    def pair_losses(self, chosen: Answers, rejected: Answers) -> tuple[Tensor, Tensor]:
+        """Returns loss and reward margin of each pair, [P] each."""
+
+    def __call__(self, inputs: LossInputs) -> LossOutput:
+        log_probs_R = inputs.log_probs()
+        reference_R = inputs.columns.get("reference_log_probs", torch.zeros_like(log_probs_R))
+        values_R2 = torch.stack([log_probs_R, reference_R], 1)
+        chosen_P3, rejected_P3, total = self.pairs(inputs, values_R2)
+        chosen = Answers(*chosen_P3.unbind(1))
+        rejected = Answers(*rejected_P3.unbind(1))
+        losses_P, margins_P = self.pair_losses(chosen, rejected)
+        if self.cross_entropy:
+            losses_P = losses_P - self.cross_entropy * chosen.mean().log_prob
         parts = {
             "reward_margin": margins_P,
             "accuracy": (margins_P > 0).float(),

@@ -27,6 +27,7 @@ SUMMARIZED = (
     "val_loss/*",
     "val_token_accuracy/*",
     "val_accuracy/*",
+    "val_f1/*",
     "val_reward_margin/*",
 )
 

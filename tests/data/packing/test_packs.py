@@ -436,3 +436,21 @@ def test_bad_settings_are_refused_when_built(arguments, sentence: str) -> None:
 def test_settings_are_checked_with_the_configuration(setting: str, sentence: str, tmp_path) -> None:
     with pytest.raises(ConfigError, match=f"packed_sequence.{sentence}"):
         config_of("smoke", tmp_path, f"packed_sequence.{setting}")
+
+
+@pytest.mark.parametrize(
+    ("options", "key", "cure"),
+    [
+        ({"strategy": "none"}, "packed_sequence.strategy", "use exact_fill, best_fit or next_fit"),
+        ({"strategy": "wrapped", "overlong": "split"}, "packed_sequence.strategy", "exact_fill"),
+        ({"overlong": "truncate"}, "packed_sequence.overlong", "use drop or error"),
+    ],
+)
+def test_what_belongs_together_names_the_one_setting_at_fault(
+    options: dict[str, Any], key: str, cure: str
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        Packer(64, **options).keep_whole("pairs", ("truncate", "split"), together=True)
+    assert raised.value.key == key
+    assert cure in raised.value.cure
+    Packer(64, overlong="error").keep_whole("pairs", ("truncate", "split"), together=True)

@@ -166,7 +166,7 @@ def test_cures_are_typed_as_a_shell_takes_them(tmp_path: Path) -> None:
     message = refused(path)
     assert message.endswith(
         "set 'dataset.name=\"2024\"', 'dataset.name=\"my main\"', 'dataset.name=\"so,cratic\"', or "
-        f"all of them, 'dataset.path=[{path}/2024,\"{path}/my main\",\"{path}/so,cratic\"]'."
+        f'all of them, \'dataset.path=[{path}/2024,"{path}/my main","{path}/so,cratic"]\'.'
     )
     for cure in shlex.split(message.rpartition(": set ")[2].removesuffix(".")):
         if cure.startswith("dataset.name="):

@@ -412,14 +412,18 @@ def test_pairs_of_equal_tokens_are_dropped_and_counted(tmp_path: Path) -> None:
     tokenizer = byte_tokenizer(MARKED)
     tokenizer.backend_tokenizer.normalizer = NFC()
     data = tokenize_documents(
-        FilesDataset(str(file), format="preference"), TokenizeJob(tokenizer, TokenizeConfig()), tmp_path
+        FilesDataset(str(file), format="preference"),
+        TokenizeJob(tokenizer, TokenizeConfig()),
+        tmp_path,
     )
     assert (data.counts["train"].num_rows, data.counts["train"].num_equal_pairs) == (60, 1)
     assert "1 pairs of equal tokens dropped" in data.notes[0]
     file.write_text(json.dumps(rows[0]) + "\n")
     with pytest.raises(DataError, match=r"nothing is left.*Of 1 pairs, chosen and rejected become"):
         tokenize_documents(
-            FilesDataset(str(file), format="preference"), TokenizeJob(tokenizer, TokenizeConfig()), tmp_path
+            FilesDataset(str(file), format="preference"),
+            TokenizeJob(tokenizer, TokenizeConfig()),
+            tmp_path,
         )
 
 

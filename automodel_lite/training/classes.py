@@ -1,0 +1,101 @@
+"""What the data say of a score head: its classes, which the model and the loss are given once the
+data are known, and the token that fills up the rows of a batch for who loads the export.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import numpy as np
+
+from automodel_lite.classes import ONE_SCORE, Classes
+from automodel_lite.columns import IGNORE_INDEX
+from automodel_lite.data.feeding.source import PackSource, has_adapting
+from automodel_lite.data.reading.files import FilesDataset
+from automodel_lite.data.tokens.stop_tokens import template_end
+from automodel_lite.data.tokens.token_rows import members_of
+from automodel_lite.errors import ConfigError
+from automodel_lite.training.settings import RunParts
+
+
+def classes_of(data: PackSource) -> Classes | None:
+    """Returns the classes of the data; None of data without labels.
+
+    Raises ConfigError for a mixture of sets with other classes each.
+    """
+    found = {}
+    for name, member in members_of(data.documents).items():
+        own = member.found_classes if isinstance(member, FilesDataset) else None
+        found[name] = own
+    first = next(iter(found.values()), None)
+    for name, own in found.items():
+        if own != first:
+            raise ConfigError(
+                f"dataset.sources.{name} has other classes than the sets before it",
+                key=f"dataset.sources.{name}.classes",
+                cure="give all sets the same list of classes, and one kind of labels",
+            )
+    return first
+
+
+def with_classes(parts: RunParts, data: PackSource) -> RunParts:
+    """Returns the parts with the loss of the labels that the data have; tells the model's source,
+    in place, how many scores its head gives, and which token fills up rows.
+    """
+    if parts.loss.head != "score":
+        return parts
+    if has_adapting(data.documents):
+        raise ConfigError(
+            "model.head=score reads text alone, and the data have images",
+            key="dataset",
+            cure="use dataset=files",
+        )
+    classes = classes_of(data)
+    loss = parts.loss.of_classes(classes)
+    parts.model.classes = classes or ONE_SCORE
+    parts.model.padding_id = padding_token(data)
+    return replace(parts, loss=loss)
+
+
+_FILLS = re.compile(r"pad|reserved|unused|unk", re.IGNORECASE)  # tokens that no text holds
+
+
+def padding_token(data: PackSource) -> int:
+    """Returns the token that may fill up rows of other lengths: transformers takes the last token
+    that is not it for the end of a document, so that no document ends with it.
+
+    Raises ConfigError where documents end with each of the tokenizer's special tokens.
+    """
+    tokenizer = data.tokenizer
+    specials = {
+        number: token.content
+        for number, token in sorted(tokenizer.added_tokens_decoder.items())
+        if token.special
+    }
+    named = [number for number, text in specials.items() if _FILLS.search(text)]
+    ends = _last_tokens(data)
+    for token in (tokenizer.pad_token_id, *named, tokenizer.eos_token_id, *specials):
+        if token is not None and token not in ends:
+            return int(token)
+    raise ConfigError(
+        "model.head=score: documents end with every special token that the tokenizer has, and one "
+        "has to fill up the rows of a batch",
+        key="tokenizer.added_tokens",
+        cure='set tokenizer.added_tokens=["<pad>"] model.resize_embeddings=true',
+    )
+
+
+def _last_tokens(data: PackSource) -> set[int]:
+    """Returns the tokens that documents end with, which are those that carry a label."""
+    found: set[int] = set()
+    if data.planned is None:  # of a stream, what ends texts and turns
+        end = template_end(data.tokenizer, data.job.settings.template_kwargs)
+        known = [data.tokenizer.eos_token_id, end and data.tokenizer.get_vocab()[end]]
+        return {one for one in known if one is not None}
+    for rows in (data.planned.tokens.train, *data.planned.tokens.val.values()):
+        for source in getattr(rows, "sources", [rows]):
+            columns = source.flat.columns
+            is_end = np.asarray(columns["labels"]) != IGNORE_INDEX
+            found.update(np.unique(np.asarray(columns["input_ids"])[is_end]).tolist())
+    return found
